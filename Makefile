@@ -22,13 +22,13 @@ setup: $(INSTALLED)  ## the virtual environment with pinned packages
 
 setup-eval: setup  ## lm-eval too, and `lm_eval --model polyad`
 	@$(RUN) pip install --disable-pip-version-check -q -c constraints.txt -e '.[eval]'
-	@$(RUN) train.harness --register
+	@$(RUN) polyad.train.harness --register
 
 quickstart: setup  ## text to perplexity in two processes: minutes
-	@$(RUN) launch.quickstart
+	@$(RUN) polyad.launch.quickstart
 
 quickstart-images: setup  ## images to accuracy in two processes: minutes; SOURCE=hub:uoft-cs/cifar10
-	@$(RUN) launch.quickstart_images --images $(SOURCE)
+	@$(RUN) polyad.launch.quickstart_images --images $(SOURCE)
 
 test: setup  ## the whole suite but the slow part
 	@$(RUN) pytest -q -m "not slow" -n 2 --dist loadfile --durations=10

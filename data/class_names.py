@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from data.errors import DataError
-from data.json_reader import parse_json
+from polyad.data.errors import DataError
+from polyad.data.json_reader import parse_json
 
 
 def named_classes(metadata: Mapping[bytes, bytes] | None, column: str) -> list[str] | None:

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from data.errors import check_path, user_path
+from polyad.data.errors import check_path, user_path
 
 LARGEST_WHOLE_NUMBER = 2**63 - 1
 LARGEST, SMALLEST = 1e30, 1e-30

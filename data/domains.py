@@ -10,7 +10,7 @@ from typing import Annotated
 
 from pydantic import AfterValidator, Field
 
-from data.errors import DataError, listed, nearest
+from polyad.data.errors import DataError, listed, nearest
 
 
 def _each_once(names: list[str] | None) -> list[str] | None:

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from data.errors import DataError
-from data.sampler import loader_of
+from polyad.data.errors import DataError
+from polyad.data.sampler import loader_of
 
 
 class Numbered(Dataset[tuple[Any, int]]):

@@ -6,7 +6,7 @@ import fcntl
 from collections.abc import Iterator
 from pathlib import Path
 
-from data.errors import DataError
+from polyad.data.errors import DataError
 
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 """Errors of a file system that has no locks."""

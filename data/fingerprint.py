@@ -4,8 +4,8 @@ import hashlib
 import json
 from pathlib import Path
 
-from data.errors import DataError
-from data.json_reader import parse_json
+from polyad.data.errors import DataError
+from polyad.data.json_reader import parse_json
 
 
 def canonical(content: str) -> str:

@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from data.errors import DataError
+from polyad.data.errors import DataError
 
 MOST_BYTES = 1 << 28
 """Bytes of a JSON file at most: a tokenizer of 256,000 words has 33 million."""

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from data.errors import DataError
+from polyad.data.errors import DataError
 
 HIDDEN = frozenset({"__MACOSX", "Thumbs.db", "desktop.ini"})
 """What systems put beside files, with all names that begin with a point."""

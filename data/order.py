@@ -19,8 +19,8 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from data.files import locked
-from data.node import node_folder
+from polyad.data.files import locked
+from polyad.data.node import node_folder
 
 Arrays: TypeAlias = dict[str, npt.NDArray[np.integer]]
 

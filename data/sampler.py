@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from data.batches import batches_from
-from data.errors import DataError
+from polyad.data.batches import batches_from
+from polyad.data.errors import DataError
 
 _TRACKER_WARNS = "ignore:resource_tracker"
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
@@ -71,9 +71,9 @@ def micro_batches(
 ) -> Iterator[Any]:
     """Reads the micro-batches of one data-parallel rank.
 
-    The global batch of step s is samples s * B to (s + 1) * B - 1 (see `data.batches` where some
-    are left out), cut into B / m micro-batches; micro-batch j belongs to rank j % D. Whatever D is,
-    the global batch is the same.
+    The global batch of step s is samples s * B to (s + 1) * B - 1 (see `polyad.data.batches` where
+    some are left out), cut into B / m micro-batches; micro-batch j belongs to rank j % D. Whatever
+    D is, the global batch is the same.
 
     Args:
         samples: The samples.

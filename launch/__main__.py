@@ -1,5 +1,5 @@
-"""`python -m launch` is `polyad`."""
+"""`python -m polyad.launch` is `polyad`."""
 
-from launch.cli import main
+from polyad.launch.cli import main
 
 main()

@@ -5,19 +5,19 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from data.progress import Progress
-from launch.output import align
-from launch.parser import UsageError
-from parallel.checkpoint.commit import (
+from polyad.data.progress import Progress
+from polyad.launch.output import align
+from polyad.launch.parser import UsageError
+from polyad.parallel.checkpoint.commit import (
     LEFT_BY_CRASHES,
     STEP_FOLDER,
     complete_checkpoints,
     point_at_newest,
     step_folders,
 )
-from parallel.checkpoint.contents import is_good, read_contents, verify_contents
-from parallel.checkpoint.manifest import CheckpointError
-from parallel.checkpoint.storage import discard
+from polyad.parallel.checkpoint.contents import is_good, read_contents, verify_contents
+from polyad.parallel.checkpoint.manifest import CheckpointError
+from polyad.parallel.checkpoint.storage import discard
 
 Status = Literal["complete", "verified", "damaged", "unfinished"]
 """complete: manifest and sizes are right; verified: every byte is; unfinished: never committed."""

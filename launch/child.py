@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 
-from launch.machine import END_WITH_PARENT
-from launch.output import pass_on
-from launch.signals import Relay
-from train.errors import STOP_SIGNALS
+from polyad.launch.machine import END_WITH_PARENT
+from polyad.launch.output import pass_on
+from polyad.launch.signals import Relay
+from polyad.train.errors import STOP_SIGNALS
 
 STOPPED = frozenset(128 + number for number in STOP_SIGNALS)
 """Statuses of a command that a signal asked to stop."""
@@ -54,7 +54,7 @@ class Children:
     """Several commands at a time, within a `with` block, at whose end none is left.
 
     A signal that asks this process to stop is handed to all of them. They are started in the
-    thread of the block, with which they would end (`launch.machine.end_with_launcher`).
+    thread of the block, with which they would end (`polyad.launch.machine.end_with_launcher`).
 
     Args:
         variables: added to their environment.
@@ -87,7 +87,7 @@ class Children:
         self,
         arguments: Sequence[str],
         *,
-        module: str = "launch",
+        module: str = "polyad.launch",
         prefix: str = "",
         results: bool = False,
         variables: Mapping[str, str] | None = None,
@@ -96,7 +96,7 @@ class Children:
 
         Args:
             arguments: its command line.
-            module: what Python runs; `launch` is `polyad`.
+            module: what Python runs; `polyad.launch` is `polyad`.
             prefix: in front of each line that it writes to standard error; empty: it has this
                 process's standard error itself.
             results: whether what it writes to standard output is wanted.

@@ -9,11 +9,11 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from launch.commands import COMMANDS
-from launch.ending import guard
-from launch.parser import Parser, UsageError, nearest
-from launch.plugins import load_plugins
-from launch.signals import stop_at_signals, unblock_signals
+from polyad.launch.commands import COMMANDS
+from polyad.launch.ending import guard
+from polyad.launch.parser import Parser, UsageError, nearest
+from polyad.launch.plugins import load_plugins
+from polyad.launch.signals import stop_at_signals, unblock_signals
 
 TRAINING = frozenset({"train", "launch", "study"})
 """Commands that a signal ends in order: what they have done is saved, and a line says so."""
@@ -26,7 +26,7 @@ def main() -> NoReturn:
         stop_at_signals()  # not in a worker of torchrun, which must stop together with the others
     unblock_signals()
     status = run(sys.argv[1:])
-    communication = sys.modules.get("parallel.comm")
+    communication = sys.modules.get("polyad.parallel.comm")
     if communication is not None:
         # The interpreter's own shutdown may abort once gloo has run.
         communication.leave(status)

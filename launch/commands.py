@@ -4,13 +4,13 @@ from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from launch.arguments import data as data_arguments
-from launch.arguments import results as result_arguments
-from launch.arguments import runs as run_arguments
-from launch.bench import arguments as bench_arguments
-from launch.bench import handlers as bench_handlers
-from launch.handlers import data, results, runs
-from launch.parser import Parser
+from polyad.launch.arguments import data as data_arguments
+from polyad.launch.arguments import results as result_arguments
+from polyad.launch.arguments import runs as run_arguments
+from polyad.launch.bench import arguments as bench_arguments
+from polyad.launch.bench import handlers as bench_handlers
+from polyad.launch.handlers import data, results, runs
+from polyad.launch.parser import Parser
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +40,7 @@ COMMANDS: dict[str, Command] = {
     "train": Command(
         summary="Trains in this process, or as a process of torchrun; run it again to continue.",
         example="polyad train configs/quickstart/gpt2.yaml data.path=runs/stdlib train.steps=20\n"
-        "torchrun --nproc-per-node 2 -m launch train configs/quickstart/gpt2.yaml "
+        "torchrun --nproc-per-node 2 -m polyad.launch train configs/quickstart/gpt2.yaml "
         "data.path=runs/stdlib",
         arguments=run_arguments.config_arguments,
         handler=runs.train,

@@ -5,14 +5,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from data.errors import DataError, user_path
-from data.images.dataset import ImageData, holds_images
-from data.images.manifest import ImageManifest
-from data.progress import Progress
-from data.text.checks import check_prepared
-from data.text.manifest import Manifest
-from data.text.verification import Read, bytes_to_verify, unsealed, verify_files
-from launch.output import align
+from polyad.data.errors import DataError, user_path
+from polyad.data.images.dataset import ImageData, holds_images
+from polyad.data.images.manifest import ImageManifest
+from polyad.data.progress import Progress
+from polyad.data.text.checks import check_prepared
+from polyad.data.text.manifest import Manifest
+from polyad.data.text.verification import Read, bytes_to_verify, unsealed, verify_files
+from polyad.launch.output import align
 
 
 def verify_data(folders: Sequence[str]) -> dict[str, Any]:

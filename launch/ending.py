@@ -10,12 +10,12 @@ import time
 import traceback
 from collections.abc import Callable
 
-from data.errors import loader_ended
-from launch.machine import is_main, rank_of_process
-from launch.signals import ignore_further_signals
-from launch.torchrun import tell_launcher
-from parallel.addresses import is_one_host
-from train.errors import OUTPUT_ERRORS, STOP_SIGNALS, Stopped, one_line
+from polyad.data.errors import loader_ended
+from polyad.launch.machine import is_main, rank_of_process
+from polyad.launch.signals import ignore_further_signals
+from polyad.launch.torchrun import tell_launcher
+from polyad.parallel.addresses import is_one_host
+from polyad.train.errors import OUTPUT_ERRORS, STOP_SIGNALS, Stopped, one_line
 
 OTHERS_SPEAK_FIRST = 5.0
 """Seconds a process waits with its error for rank 0, or for the first one of its host: torchrun
@@ -125,14 +125,14 @@ def _tell_others(message: str, status: int, *, said: bool = False) -> None:
     # Whatever fails here must not hide the error: a signal may have cut an import in two.
     with contextlib.suppress(Exception):
         if "RANK" in os.environ:
-            from parallel.meeting import leave_word
+            from polyad.parallel.meeting import leave_word
 
             leave_word(one_line(message), status, said=said)
 
 
 def _another_says_it() -> bool:
     with contextlib.suppress(Exception):
-        from parallel.meeting import another_says_it
+        from polyad.parallel.meeting import another_says_it
 
         return another_says_it(OTHERS_SPEAK_FIRST)
     return False
@@ -140,7 +140,7 @@ def _another_says_it() -> bool:
 
 def _has_met_others() -> bool:
     with contextlib.suppress(Exception):
-        from parallel.meeting import has_met
+        from polyad.parallel.meeting import has_met
 
         return has_met()
     return False

@@ -14,11 +14,11 @@ from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any
 
-from launch.child import STOPPED, polyad
-from launch.cli import run as run_command
-from launch.records import last_loss, median_rate, peak_memory
-from train.errors import stopped
-from train.records import read_records
+from polyad.launch.child import STOPPED, polyad
+from polyad.launch.cli import run as run_command
+from polyad.launch.records import last_loss, median_rate, peak_memory
+from polyad.train.errors import stopped
+from polyad.train.records import read_records
 
 ROOT = Path(__file__).resolve().parent.parent
 PROCESSES = 2
@@ -107,7 +107,7 @@ class Journey(ABC):
         return 0
 
     def _steps(self) -> list[tuple[str, str]]:
-        from train.config.run import load_config
+        from polyad.train.config.run import load_config
 
         config = load_config(self.config, self.overrides)
         half = config.checkpoint.every
@@ -142,7 +142,7 @@ class Journey(ABC):
 
     def _goes_on(self) -> bool:
         """Whether the existing run has this configuration and data."""
-        from train.config.plan import plan_run
+        from polyad.train.config.plan import plan_run
 
         try:
             plan_run(self.config, self.overrides, PROCESSES)
@@ -173,7 +173,7 @@ def step_to_go_on_from(run: Path, result: Path) -> int:
         run: its folder.
         result: what the last of the quickstart's steps but one writes.
     """
-    from parallel.checkpoint.commit import complete_checkpoints
+    from polyad.parallel.checkpoint.commit import complete_checkpoints
 
     found = [] if result.exists() else complete_checkpoints(run / "checkpoints")
     return int(found[-1].name.removeprefix("step-")) if found else 0
@@ -188,7 +188,7 @@ def remove_previous_run(folder: Path) -> None:
     Raises:
         ConfigError: it holds something that no run writes.
     """
-    from train.errors import ConfigError
+    from polyad.train.errors import ConfigError
 
     if not folder.exists():
         return
@@ -232,9 +232,9 @@ def model_rows(run: Path, unit: str) -> list[tuple[str, str]]:
     Returns:
         Names and values.
     """
-    from train.config.describe import describe, size_in_words
-    from train.config.rules import validate
-    from train.config.run import load_config
+    from polyad.train.config.describe import describe, size_in_words
+    from polyad.train.config.rules import validate
+    from polyad.train.config.run import load_config
 
     records = read_records(run)
     config = load_config(run / "config.yaml")

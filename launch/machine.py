@@ -10,7 +10,8 @@ import warnings
 from collections.abc import Sequence, Set
 from pathlib import Path
 
-from data.node import node_folder
+import polyad
+from polyad.data.node import node_folder
 
 
 def prepare_environment() -> None:
@@ -20,8 +21,8 @@ def prepare_environment() -> None:
     if tools not in folders:
         # torch's builder looks for ninja there, which pip puts beside the interpreter.
         os.environ["PATH"] = os.pathsep.join([tools, *folders])
-    # Processes are started as `python -m launch`, which would find a user's ./train.py first.
-    root = str(Path(__file__).resolve().parent.parent)
+    # Processes that are started as `python -m polyad.launch` find the same Polyad.
+    root = str(Path(polyad.__file__).resolve().parent.parent)
     paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     if root not in paths:
         os.environ["PYTHONPATH"] = os.pathsep.join([*paths, root])

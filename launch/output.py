@@ -9,8 +9,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, TextIO
 
-from data.files import named
-from launch.parser import UsageError
+from polyad.data.files import named
+from polyad.launch.parser import UsageError
 
 
 @contextmanager

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 from typing import NoReturn
 
-from train.config.names import OURS, plain
+from polyad.train.config.names import OURS, plain
 
 
 class UsageError(ValueError):

@@ -3,14 +3,15 @@
     POLYAD_PLUGINS=lab.spectra,lab.models polyad train spectra.yaml
 
 A module is imported before any configuration is read, and adds entries to the registries of
-Polyad: `model.build.MODELS["mine"] = ModelKind(...)`, `train.tasks.registry.TASKS["mine"] = ...`.
+Polyad: `polyad.model.build.MODELS["mine"] = ModelKind(...)`,
+`polyad.train.tasks.registry.TASKS["mine"] = ...`.
 Processes that a command starts find the variable too.
 """
 
 import importlib
 import os
 
-from train.errors import ConfigError, one_line
+from polyad.train.errors import ConfigError, one_line
 
 VARIABLE = "POLYAD_PLUGINS"
 """Names of modules, separated by commas."""

@@ -6,12 +6,12 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from launch.output import only_results_on_stdout
-from launch.parser import Parser, UsageError, non_negative, positive
+from polyad.launch.output import only_results_on_stdout
+from polyad.launch.parser import Parser, UsageError, non_negative, positive
 
 if TYPE_CHECKING:
-    from data.text.parts.prepare import InParts
-    from launch.via.slurm import SlurmJob
+    from polyad.data.text.parts.prepare import InParts
+    from polyad.launch.via.slurm import SlurmJob
 
 SLURM = (
     *("time", "partition", "account", "qos", "job_name", "cpus_per_node", "memory_per_node"),
@@ -25,7 +25,7 @@ OPTIONS = ("parts", *_OF_PARTS, "via", *SLURM)
 
 def parts_arguments(parser: Parser) -> None:
     """Declares the options of `polyad prepare` that are of parts."""
-    from launch.via.options import resource_arguments
+    from polyad.launch.via.options import resource_arguments
 
     group = parser.add_argument_group(
         "in parts", "For text that is more than one machine's work; the files are the same."
@@ -86,7 +86,7 @@ def take_parts(given: dict[str, Any]) -> Namespace:
     Raises:
         ValueError: with an `exit_status` of 2: options that do not go together.
     """
-    from launch.via.options import check_ways
+    from polyad.launch.via.options import check_ways
 
     taken = Namespace(**{name: given.pop(name) for name in OPTIONS})
     values = vars(taken)
@@ -125,11 +125,11 @@ def prepare_in_parts(given: dict[str, Any], options: Namespace) -> None:
         given: The options of text.
         options: Those of parts.
     """
-    from data.text.job import Asked
-    from data.text.parts.part import ranges
-    from data.text.parts.prepare import InParts
-    from launch.tables import prepared_table
-    from launch.via.slurm import SlurmJob
+    from polyad.data.text.job import Asked
+    from polyad.data.text.parts.part import ranges
+    from polyad.data.text.parts.prepare import InParts
+    from polyad.launch.tables import prepared_table
+    from polyad.launch.via.slurm import SlurmJob
 
     started = time.monotonic()
     asked = {field.name: given[field.name] for field in fields(Asked)}
@@ -167,8 +167,8 @@ def prepare_in_parts(given: dict[str, Any], options: Namespace) -> None:
 
 def _by_slurm(parts: "InParts", given: dict[str, Any], options: Namespace, job: "SlurmJob") -> str:
     """Writes the scripts and submits them; gives the jobs, or the commands that submit them."""
-    from launch.via.slurm import find_sbatch
-    from launch.via.slurm_array import ArrayJobs
+    from polyad.launch.via.slurm import find_sbatch
+    from polyad.launch.via.slurm_array import ArrayJobs
 
     sbatch = None if options.dry_run else find_sbatch()
     trains = parts.needs_training()

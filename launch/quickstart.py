@@ -4,9 +4,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from launch.ending import guard
-from launch.journey import Journey, model_rows, run_rows
-from launch.signals import stop_at_signals
+from polyad.launch.ending import guard
+from polyad.launch.journey import Journey, model_rows, run_rows
+from polyad.launch.signals import stop_at_signals
 
 CONFIG = Path("configs/quickstart/gpt2-smoe.yaml")
 FOLDER = Path("runs/quickstart")
@@ -45,8 +45,8 @@ def summary(run: Path, data: Path, result: dict[str, Any], half: int) -> list[tu
     Returns:
         Names and values.
     """
-    from data.text.dataset import PreparedData
-    from train.evaluation.unigram import unigram_perplexity
+    from polyad.data.text.dataset import PreparedData
+    from polyad.train.evaluation.unigram import unigram_perplexity
 
     prepared = PreparedData.open(data)
     unigram = unigram_perplexity(

@@ -5,9 +5,9 @@ from argparse import ArgumentParser
 from pathlib import Path
 from typing import Any
 
-from launch.ending import guard
-from launch.journey import Journey, model_rows, run_polyad, run_rows
-from launch.signals import stop_at_signals
+from polyad.launch.ending import guard
+from polyad.launch.journey import Journey, model_rows, run_polyad, run_rows
+from polyad.launch.signals import stop_at_signals
 
 CONFIG = Path("configs/quickstart/vmoe.yaml")
 FOLDER = Path("runs/quickstart-images")
@@ -61,8 +61,8 @@ def summary(run: Path, data: Path, result: dict[str, Any], half: int) -> list[tu
     Returns:
         Names and values.
     """
-    from data.images.dataset import ImageData
-    from train.evaluation.neighbour import nearest_neighbour_accuracy
+    from polyad.data.images.dataset import ImageData
+    from polyad.train.evaluation.neighbour import nearest_neighbour_accuracy
 
     opened = ImageData.open(data)
     nearest = nearest_neighbour_accuracy(
@@ -82,7 +82,7 @@ def summary(run: Path, data: Path, result: dict[str, Any], half: int) -> list[tu
 
 def main() -> int:
     """Runs it with the images that the command line names."""
-    parser = ArgumentParser(prog="python -m launch.quickstart_images", description=__doc__)
+    parser = ArgumentParser(prog="python -m polyad.launch.quickstart_images", description=__doc__)
     parser.add_argument("--images", default=SOURCE, metavar="SOURCE", help="default: digits")
     return ImageJourney(CONFIG, FOLDER, parser.parse_args().images).main()
 

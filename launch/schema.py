@@ -8,9 +8,9 @@ Kind = Literal["run", "study"]
 
 def schema(kind: Kind) -> dict[str, Any]:
     """The JSON Schema of a file for `polyad train`, or for `polyad study`."""
-    from train.config.run import RunConfig
-    from train.config.schema import schema_of
-    from train.study.config import StudyConfig
+    from polyad.train.config.run import RunConfig
+    from polyad.train.config.schema import schema_of
+    from polyad.train.study.config import StudyConfig
 
     if kind == "run":
         return schema_of(RunConfig, "A run of Polyad")

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any
 
-from train.errors import STOP_SIGNALS, stopped
+from polyad.train.errors import STOP_SIGNALS, stopped
 
 Handler = Callable[[int, FrameType | None], Any]
 

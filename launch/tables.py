@@ -4,11 +4,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from launch.output import align
+from polyad.launch.output import align
 
 if TYPE_CHECKING:
-    from data.text.manifest import Manifest
-    from train.state import TrainState
+    from polyad.data.text.manifest import Manifest
+    from polyad.train.state import TrainState
 
 
 def prepared_table(manifest: "Manifest", folder: str, seconds: float) -> str:
@@ -22,7 +22,7 @@ def prepared_table(manifest: "Manifest", folder: str, seconds: float) -> str:
     Returns:
         A few lines.
     """
-    from data.text.prepare import left_out_of
+    from polyad.data.text.prepare import left_out_of
 
     rows: list[tuple[str, ...]] = [("split", "documents", "tokens", "words", "bytes")]
     for name, split in manifest.splits.items():
@@ -59,8 +59,8 @@ def trained_table(state: "TrainState", config: Path, overrides: Sequence[str]) -
     Returns:
         A line.
     """
-    from train.config.run import load_config
-    from train.records import METRICS_FILE
+    from polyad.train.config.run import load_config
+    from polyad.train.records import METRICS_FILE
 
     folder = Path(load_config(config, overrides).run.folder)
     skipped = f", {state.skipped_steps:,} of them skipped" if state.skipped_steps else ""
@@ -69,7 +69,7 @@ def trained_table(state: "TrainState", config: Path, overrides: Sequence[str]) -
 
 
 def _last_loss(metrics: Path) -> str:
-    from train.records import records_of
+    from polyad.train.records import records_of
 
     records = list(records_of(metrics)) if metrics.exists() else []
     loss = records[-1]["loss"] if records else None

@@ -1,4 +1,4 @@
-"""`python -m launch.torchrun` is torchrun without its report of 40 lines when a worker fails.
+"""torchrun without its report of 40 lines when a worker fails: `python -m polyad.launch.torchrun`.
 
 The worker has already said what is wrong; what torchrun adds hides it. The status is that of the
 worker which failed first, so that bad input stays apart from a failed run. Hosts that do not meet
@@ -19,14 +19,14 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from data.temporary import temporary_folder
-from launch.machine import END_WITH_PARENT
-from launch.signals import answer_first_signal_only, stop_at_signals
-from parallel.addresses import STORE, addresses_of, named_interface
-from train.errors import Stopped, one_line
+from polyad.data.temporary import temporary_folder
+from polyad.launch.machine import END_WITH_PARENT
+from polyad.launch.signals import answer_first_signal_only, stop_at_signals
+from polyad.parallel.addresses import STORE, addresses_of, named_interface
+from polyad.train.errors import Stopped, one_line
 
 if TYPE_CHECKING:
-    from parallel.agents import Workers
+    from polyad.parallel.agents import Workers
 
 STANDALONE = "--standalone"
 STOP_FILE = "POLYAD_STOP_FILE"
@@ -66,7 +66,7 @@ def _start(folder: Path) -> int:
     words = sys.argv.index("-m") if "-m" in sys.argv else len(sys.argv)
     sys.argv[words:words] = ["--log-dir", str(folder / "logs")]  # torchrun's own would stay
     words += 2
-    from parallel.agents import watch_workers
+    from polyad.parallel.agents import watch_workers
 
     workers = watch_workers()
     if _is_one_host(sys.argv[:words]):
@@ -103,7 +103,7 @@ def _meet_others(words: int, workers: "Workers") -> None:
         words: how many of `sys.argv` are torchrun's.
         workers: of this host.
     """
-    from parallel.agents import meet_other_agents
+    from polyad.parallel.agents import meet_other_agents
 
     os.environ.pop(STORE, None)  # of a run of one host that started this one
     meet_other_agents(dict(pairwise(sys.argv[:words])).get("--rdzv-id", ""), workers)

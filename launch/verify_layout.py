@@ -13,16 +13,21 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from data.temporary import temporary_folder
-from launch.ending import guard
-from launch.machine import END_WITH_PARENT, end_with_launcher, prepare_environment, share_cores
-from launch.output import align
-from launch.via.agent import STANDALONE
-from train.errors import ConfigError, RunError
+from polyad.data.temporary import temporary_folder
+from polyad.launch.ending import guard
+from polyad.launch.machine import (
+    END_WITH_PARENT,
+    end_with_launcher,
+    prepare_environment,
+    share_cores,
+)
+from polyad.launch.output import align
+from polyad.launch.via.agent import STANDALONE
+from polyad.train.errors import ConfigError, RunError
 
 if TYPE_CHECKING:
-    from train.config.run import RunConfig
-    from train.layout.verify import Reference
+    from polyad.train.config.run import RunConfig
+    from polyad.train.layout.verify import Reference
 
 OF_TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR")
 
@@ -39,8 +44,8 @@ def become_processes(arguments: Sequence[str], processes: int) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     words = [
-        *(sys.executable, "-m", "launch.torchrun", *STANDALONE),
-        *("--nproc-per-node", str(processes), "-m", "launch", "verify-layout", *arguments),
+        *(sys.executable, "-m", "polyad.launch.torchrun", *STANDALONE),
+        *("--nproc-per-node", str(processes), "-m", "polyad.launch", "verify-layout", *arguments),
     ]
     os.execv(sys.executable, words)
 
@@ -62,9 +67,9 @@ def verify_layout(config: Path, overrides: Sequence[str], processes: int) -> dic
     """
     end_with_launcher()
     prepare_environment()
-    from parallel import comm
-    from train.config.run import load_config
-    from train.layout.small import small_config
+    from polyad.parallel import comm
+    from polyad.train.config.run import load_config
+    from polyad.train.layout.small import small_config
 
     given = load_config(config, overrides)
     small = small_config(given, processes)
@@ -76,12 +81,12 @@ def verify_layout(config: Path, overrides: Sequence[str], processes: int) -> dic
 
 
 def _compare(small: "RunConfig", theirs: "Reference | None", place: Path) -> dict[str, Any] | None:
-    from parallel import comm
-    from parallel.checkpoint.checkpoint import Checkpoint
-    from train.config.agreement import agreed_facts
-    from train.layout.compare import differences
-    from train.layout.trial import run_trial, save_again
-    from train.layout.verify import result_of
+    from polyad.parallel import comm
+    from polyad.parallel.checkpoint.checkpoint import Checkpoint
+    from polyad.train.config.agreement import agreed_facts
+    from polyad.train.layout.compare import differences
+    from polyad.train.layout.trial import run_trial, save_again
+    from polyad.train.layout.verify import result_of
 
     degrees = small.parallel
     world = comm.initialize(
@@ -114,8 +119,8 @@ def _shared_folder(run: Path) -> Iterator[Path]:
 
 def _reference(small: "RunConfig", data_parallel_size: int, place: Path) -> "Reference":
     """What one process computes, in a process of its own."""
-    from train.layout.trial import Trial
-    from train.layout.verify import Reference, alone
+    from polyad.train.layout.trial import Trial
+    from polyad.train.layout.verify import Reference, alone
 
     folder = place / "alone"
     folder.mkdir()
@@ -126,7 +131,9 @@ def _reference(small: "RunConfig", data_parallel_size: int, place: Path) -> "Ref
         key: value for key, value in environment.items() if not key.startswith("TORCHELASTIC_")
     } | {END_WITH_PARENT: str(os.getpid())}
     done = subprocess.run(
-        [sys.executable, "-m", "launch.verify_layout", str(folder)], env=environment, check=False
+        [sys.executable, "-m", "polyad.launch.verify_layout", str(folder)],
+        env=environment,
+        check=False,
     )
     if done.returncode:
         raise RunError("one process could not compute what the layout is compared with")
@@ -192,9 +199,9 @@ def check_processes(asked: int | None, found: int) -> int:
 
 
 def _alone(folder: Path) -> int:
-    from parallel import comm
-    from train.config.run import load_config
-    from train.layout.verify import run_alone
+    from polyad.parallel import comm
+    from polyad.train.config.run import load_config
+    from polyad.train.layout.verify import run_alone
 
     trials = run_alone(load_config(folder / "config.yaml"), folder)
     found = [trial.model_dump(mode="json") for trial in trials]
@@ -208,7 +215,7 @@ def main() -> None:
     end_with_launcher()
     prepare_environment()
     status = guard(lambda: _alone(Path(sys.argv[1])))
-    from parallel import comm
+    from polyad.parallel import comm
 
     comm.leave(status)
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import scaled_dot_product_attention
 
-from model.cache import LayerCache, attend_cached
-from model.initialization import Initializer, linear_initializers
+from polyad.model.cache import LayerCache, attend_cached
+from polyad.model.initialization import Initializer, linear_initializers
 
 
 class AttentionTrace(NamedTuple):

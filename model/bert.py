@@ -16,20 +16,20 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from model.attention import SelfAttention
-from model.bert_heads import ClassificationHead, MaskedLanguageHead, Pooler
-from model.block import PostNormBlock, run_block
-from model.config import Config, SectionError
-from model.dense import DenseFeedForwardConfig
-from model.feedforward import FeedForwardConfig, build_feedforward
-from model.heads import ClassificationHeadConfig
-from model.initialization import Initializer, norm_initializers, normal
-from model.interface import Activation, FeedForwardContext
-from model.kernels.linear_cross_entropy import CHUNK
-from model.layers import Embedding, LayerNorm
-from model.output import ModelOutput, RoutingStats
-from model.padding import RealTokens
-from model.settings import Count, CutSizes, ModelSettings
+from polyad.model.attention import SelfAttention
+from polyad.model.bert_heads import ClassificationHead, MaskedLanguageHead, Pooler
+from polyad.model.block import PostNormBlock, run_block
+from polyad.model.config import Config, SectionError
+from polyad.model.dense import DenseFeedForwardConfig
+from polyad.model.feedforward import FeedForwardConfig, build_feedforward
+from polyad.model.heads import ClassificationHeadConfig
+from polyad.model.initialization import Initializer, norm_initializers, normal
+from polyad.model.interface import Activation, FeedForwardContext
+from polyad.model.kernels.linear_cross_entropy import CHUNK
+from polyad.model.layers import Embedding, LayerNorm
+from polyad.model.output import ModelOutput, RoutingStats
+from polyad.model.padding import RealTokens
+from polyad.model.settings import Count, CutSizes, ModelSettings
 
 
 class MaskedLanguageHeadConfig(Config):

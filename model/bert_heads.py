@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from model.dense import ACTIVATIONS
-from model.initialization import ZEROS, Initializer, linear_initializers, norm_initializers
-from model.interface import Activation
-from model.kernels.linear_cross_entropy import scores
-from model.layers import LayerNorm
+from polyad.model.dense import ACTIVATIONS
+from polyad.model.initialization import ZEROS, Initializer, linear_initializers, norm_initializers
+from polyad.model.interface import Activation
+from polyad.model.kernels.linear_cross_entropy import scores
+from polyad.model.layers import LayerNorm
 
 
 class Decoder(nn.Module):

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from model.attention import SelfAttention
-from model.cache import BlockCache
-from model.initialization import Initializer, norm_initializers
-from model.interface import FeedForward
-from model.layers import DropPath, LayerNorm
-from model.output import RoutingStats
-from model.padding import RealTokens
+from polyad.model.attention import SelfAttention
+from polyad.model.cache import BlockCache
+from polyad.model.initialization import Initializer, norm_initializers
+from polyad.model.interface import FeedForward
+from polyad.model.layers import DropPath, LayerNorm
+from polyad.model.output import RoutingStats
+from polyad.model.padding import RealTokens
 
 Recompute: TypeAlias = Literal["none", "block"]
 

@@ -14,13 +14,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from model.bert import Bert, BertConfig
-from model.gpt2 import GPT2, GPT2Config
-from model.initialization import Initializer
-from model.mixer import Mixer, MixerConfig
-from model.mixture import MixtureConfig, MixtureModel
-from model.settings import ModelSettings
-from model.vit import ViT, ViTConfig
+from polyad.model.bert import Bert, BertConfig
+from polyad.model.gpt2 import GPT2, GPT2Config
+from polyad.model.initialization import Initializer
+from polyad.model.mixer import Mixer, MixerConfig
+from polyad.model.mixture import MixtureConfig, MixtureModel
+from polyad.model.settings import ModelSettings
+from polyad.model.vit import ViT, ViTConfig
 
 
 class ModelKind(NamedTuple):

@@ -11,13 +11,13 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from model.attention import AttentionTrace
-from model.cache import LayerCache
-from model.config import Config
-from model.initialization import Initializer, linear_initializers
-from model.interface import Activation, FeedForward, FeedForwardContext
-from model.output import RoutingStats
-from model.padding import RealTokens
+from polyad.model.attention import AttentionTrace
+from polyad.model.cache import LayerCache
+from polyad.model.config import Config
+from polyad.model.initialization import Initializer, linear_initializers
+from polyad.model.interface import Activation, FeedForward, FeedForwardContext
+from polyad.model.output import RoutingStats
+from polyad.model.padding import RealTokens
 
 
 class DenseFeedForwardConfig(Config):

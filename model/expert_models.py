@@ -9,12 +9,12 @@ from typing import Annotated, TypeAlias
 from pydantic import Field, ValidationError
 from torch import Tensor, nn
 
-from model.config import SectionError
-from model.initialization import Initializer
-from model.mixer import Mixer, MixerConfig
-from model.small_network import NetworkConfig, NetworkOutput, SmallNetwork
-from model.vision import LinearHeadConfig
-from model.vit import ViT, ViTConfig
+from polyad.model.config import SectionError
+from polyad.model.initialization import Initializer
+from polyad.model.mixer import Mixer, MixerConfig
+from polyad.model.small_network import NetworkConfig, NetworkOutput, SmallNetwork
+from polyad.model.vision import LinearHeadConfig
+from polyad.model.vit import ViT, ViTConfig
 
 ExpertConfig: TypeAlias = Annotated[
     NetworkConfig | ViTConfig | MixerConfig, Field(discriminator="kind")

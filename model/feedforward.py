@@ -9,14 +9,14 @@ from typing import Annotated, Any, TypeAlias
 
 from pydantic import BeforeValidator, Field
 
-from model.dense import DenseFeedForward, DenseFeedForwardConfig
-from model.emoe.config import EmergentMoEConfig
-from model.emoe.layer import EmergentMoE
-from model.interface import FeedForward, FeedForwardContext
-from model.mumoe.config import MuMoEConfig
-from model.mumoe.layer import MuMoE
-from model.smoe.config import SparseMoEConfig
-from model.smoe.layer import SparseMoE
+from polyad.model.dense import DenseFeedForward, DenseFeedForwardConfig
+from polyad.model.emoe.config import EmergentMoEConfig
+from polyad.model.emoe.layer import EmergentMoE
+from polyad.model.interface import FeedForward, FeedForwardContext
+from polyad.model.mumoe.config import MuMoEConfig
+from polyad.model.mumoe.layer import MuMoE
+from polyad.model.smoe.config import SparseMoEConfig
+from polyad.model.smoe.layer import SparseMoE
 
 
 def _default_kind(value: object) -> object:

@@ -15,20 +15,20 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
-from model.attention import SelfAttention
-from model.block import Block
-from model.cache import BlockCache, KeyValueCache
-from model.config import SectionError
-from model.dense import DenseFeedForwardConfig
-from model.feedforward import FeedForwardConfig, build_feedforward
-from model.heads import ClassificationHeadConfig, SequenceHead
-from model.initialization import Initializer, norm_initializers, normal
-from model.interface import FeedForwardContext
-from model.kernels.linear_cross_entropy import CHUNK, losses
-from model.layers import Embedding, LayerNorm
-from model.output import ModelOutput, RoutingStats
-from model.padding import LastToken, RealTokens
-from model.settings import Count, CutSizes, ModelSettings
+from polyad.model.attention import SelfAttention
+from polyad.model.block import Block
+from polyad.model.cache import BlockCache, KeyValueCache
+from polyad.model.config import SectionError
+from polyad.model.dense import DenseFeedForwardConfig
+from polyad.model.feedforward import FeedForwardConfig, build_feedforward
+from polyad.model.heads import ClassificationHeadConfig, SequenceHead
+from polyad.model.initialization import Initializer, norm_initializers, normal
+from polyad.model.interface import FeedForwardContext
+from polyad.model.kernels.linear_cross_entropy import CHUNK, losses
+from polyad.model.layers import Embedding, LayerNorm
+from polyad.model.output import ModelOutput, RoutingStats
+from polyad.model.padding import LastToken, RealTokens
+from polyad.model.settings import Count, CutSizes, ModelSettings
 
 
 class GPT2Config(ModelSettings):

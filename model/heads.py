@@ -10,8 +10,8 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from model.config import Config
-from model.initialization import Initializer, normal
+from polyad.model.config import Config
+from polyad.model.initialization import Initializer, normal
 
 HEAD = "head."
 """How the names of a head's parameters begin."""

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
-from model.build import build_model
-from model.dense import DenseFeedForwardConfig
-from model.gpt2 import GPT2Config
+from polyad.model.build import build_model
+from polyad.model.dense import DenseFeedForwardConfig
+from polyad.model.gpt2 import GPT2Config
 
 CONFIG_FILE = "config.json"
 PREFIX = "transformer."

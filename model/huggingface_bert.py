@@ -14,9 +14,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from model.bert import BertConfig
-from model.huggingface import HuggingFaceError
-from model.huggingface_vision import ACTIVATIONS, Parts, Shape, activation_of, in_their_names
+from polyad.model.bert import BertConfig
+from polyad.model.huggingface import HuggingFaceError
+from polyad.model.huggingface_vision import ACTIVATIONS, Parts, Shape, activation_of, in_their_names
 
 PREFIX = "bert."
 """Before the names of the encoder and of the pooler, but in files that `BertModel` saved."""

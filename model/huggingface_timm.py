@@ -4,9 +4,9 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from model.dense import DenseFeedForwardConfig
-from model.huggingface import HuggingFaceError
-from model.mixer import CHANNELS, TOKENS, MixerConfig
+from polyad.model.dense import DenseFeedForwardConfig
+from polyad.model.huggingface import HuggingFaceError
+from polyad.model.mixer import CHANNELS, TOKENS, MixerConfig
 
 Shape = tuple[int, ...]
 TIMM_EPSILON = 1e-6

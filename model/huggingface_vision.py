@@ -14,13 +14,13 @@ from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
-from model.build import build_model
-from model.huggingface import HuggingFaceError
-from model.huggingface_timm import mixer_config, mixer_tree
-from model.mixer import MixerConfig
-from model.settings import ModelSettings
-from model.vision import ImageModelSettings
-from model.vit import ViTConfig
+from polyad.model.build import build_model
+from polyad.model.huggingface import HuggingFaceError
+from polyad.model.huggingface_timm import mixer_config, mixer_tree
+from polyad.model.mixer import MixerConfig
+from polyad.model.settings import ModelSettings
+from polyad.model.vision import ImageModelSettings
+from polyad.model.vit import ViTConfig
 
 Shape = tuple[int, ...]
 ACTIVATIONS = {

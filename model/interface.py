@@ -10,10 +10,10 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from model.attention import AttentionTrace
-from model.cache import LayerCache
-from model.output import RoutingStats
-from model.padding import RealTokens
+from polyad.model.attention import AttentionTrace
+from polyad.model.cache import LayerCache
+from polyad.model.output import RoutingStats
+from polyad.model.padding import RealTokens
 
 Activation: TypeAlias = Literal["gelu", "gelu_tanh", "quick_gelu"]
 """GELU, exact or approximated by tanh, or x sigmoid(1.702 x)."""

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import embedding, layer_norm
 
-from model.initialization import Initializer, constant
-from model.kernels.switch import on_cpu
+from polyad.model.initialization import Initializer, constant
+from polyad.model.kernels.switch import on_cpu
 
 
 class Embedding(nn.Embedding):

@@ -21,15 +21,15 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn.functional import linear, pad
 
-from model.attention import SelfAttention
-from model.config import Config
-from model.dense import DenseFeedForward
-from model.initialization import ZEROS, Initializer, uniform
-from model.kernels.grouped import gelu_by_tanh, grouped_linear
-from model.mumoe.base import Factorized
-from model.mumoe.products import contract
-from model.patterns import PatternError, kinds, matched
-from model.smoe.experts import Experts, Lot
+from polyad.model.attention import SelfAttention
+from polyad.model.config import Config
+from polyad.model.dense import DenseFeedForward
+from polyad.model.initialization import ZEROS, Initializer, uniform
+from polyad.model.kernels.grouped import gelu_by_tanh, grouped_linear
+from polyad.model.mumoe.base import Factorized
+from polyad.model.mumoe.products import contract
+from polyad.model.patterns import PatternError, kinds, matched
+from polyad.model.smoe.experts import Experts, Lot
 
 Patterns = Annotated[tuple[str, ...], Field(strict=False)]
 

@@ -11,15 +11,15 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from model.block import run_block
-from model.dense import DenseFeedForwardConfig
-from model.feedforward import FeedForwardConfig, build_feedforward
-from model.initialization import Initializer, norm_initializers
-from model.interface import FeedForwardContext
-from model.layers import DropPath, LayerNorm
-from model.output import ModelOutput, RoutingStats
-from model.settings import Count, CutSizes
-from model.vision import (
+from polyad.model.block import run_block
+from polyad.model.dense import DenseFeedForwardConfig
+from polyad.model.feedforward import FeedForwardConfig, build_feedforward
+from polyad.model.initialization import Initializer, norm_initializers
+from polyad.model.interface import FeedForwardContext
+from polyad.model.layers import DropPath, LayerNorm
+from polyad.model.output import ModelOutput, RoutingStats
+from polyad.model.settings import Count, CutSizes
+from polyad.model.vision import (
     ImageModelSettings,
     PatchEmbedding,
     build_head,

@@ -24,9 +24,9 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 from torch.nn.functional import relu
 
-from model.block import run_block
-from model.config import SectionError
-from model.expert_models import (
+from polyad.model.block import run_block
+from polyad.model.config import SectionError
+from polyad.model.expert_models import (
     ExpertConfig,
     build_expert,
     check_expert,
@@ -36,15 +36,15 @@ from model.expert_models import (
     multiply_adds,
     saved_numbers,
 )
-from model.initialization import Initializer
-from model.mumoe.gating import GateOutput
-from model.mumoe.statistics import gate_statistics
-from model.output import ModelOutput, RoutingStats
-from model.samples import SampleStatistics
-from model.settings import Count, ModelSettings
-from model.small_network import Linear, NetworkConfig, NetworkOutput, SmallNetwork
-from model.smoe.losses import importance_loss, load, load_balance_loss, router_z_loss
-from model.vision import ImageSettings
+from polyad.model.initialization import Initializer
+from polyad.model.mumoe.gating import GateOutput
+from polyad.model.mumoe.statistics import gate_statistics
+from polyad.model.output import ModelOutput, RoutingStats
+from polyad.model.samples import SampleStatistics
+from polyad.model.settings import Count, ModelSettings
+from polyad.model.small_network import Linear, NetworkConfig, NetworkOutput, SmallNetwork
+from polyad.model.smoe.losses import importance_loss, load, load_balance_loss, router_z_loss
+from polyad.model.vision import ImageSettings
 
 SCORES = "mixture.gate.scores."
 """How the names of those parameters begin that another kind of gate does not have."""

@@ -2,7 +2,7 @@
 
 from typing import TypeAlias
 
-from model.config import SectionError
+from polyad.model.config import SectionError
 
 Placement: TypeAlias = int | list[int]
 """1 all blocks, n the last of every n, or a list of block numbers, from 0."""

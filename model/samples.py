@@ -12,8 +12,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from model.output import RoutingStats
-from model.padding import RealTokens, pack
+from polyad.model.output import RoutingStats
+from polyad.model.padding import RealTokens, pack
 
 
 class SampleStatistics(nn.Module):

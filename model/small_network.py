@@ -20,10 +20,10 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn.functional import conv2d, linear, max_pool2d, relu
 
-from model.config import Config, SectionError
-from model.initialization import ONES, ZEROS, Initializer, uniform
-from model.mumoe.gating import BatchNorm
-from model.settings import Count
+from polyad.model.config import Config, SectionError
+from polyad.model.initialization import ONES, ZEROS, Initializer, uniform
+from polyad.model.mumoe.gating import BatchNorm
+from polyad.model.settings import Count
 
 POOL = 2
 """Side and stride of the max-pooling."""

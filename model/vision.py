@@ -12,14 +12,14 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from model.config import Config, SectionError
-from model.feedforward import FeedForwardConfig
-from model.heads import HEAD
-from model.initialization import ZEROS, Initializer, constant, normal
-from model.interface import Activation
-from model.mumoe.head import MuMoEHead, MuMoEHeadConfig
-from model.output import RoutingStats
-from model.settings import Count, CutSizes, ModelSettings
+from polyad.model.config import Config, SectionError
+from polyad.model.feedforward import FeedForwardConfig
+from polyad.model.heads import HEAD
+from polyad.model.initialization import ZEROS, Initializer, constant, normal
+from polyad.model.interface import Activation
+from polyad.model.mumoe.head import MuMoEHead, MuMoEHeadConfig
+from polyad.model.output import RoutingStats
+from polyad.model.settings import Count, CutSizes, ModelSettings
 
 
 class LinearHeadConfig(Config):

@@ -13,16 +13,22 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from model.attention import SelfAttention
-from model.block import Block, run_block
-from model.dense import DenseFeedForwardConfig
-from model.feedforward import FeedForwardConfig, build_feedforward
-from model.initialization import ZEROS, Initializer, linear_initializers, norm_initializers, normal
-from model.interface import FeedForwardContext
-from model.layers import LayerNorm
-from model.output import ModelOutput, RoutingStats
-from model.settings import Count, CutSizes
-from model.vision import (
+from polyad.model.attention import SelfAttention
+from polyad.model.block import Block, run_block
+from polyad.model.dense import DenseFeedForwardConfig
+from polyad.model.feedforward import FeedForwardConfig, build_feedforward
+from polyad.model.initialization import (
+    ZEROS,
+    Initializer,
+    linear_initializers,
+    norm_initializers,
+    normal,
+)
+from polyad.model.interface import FeedForwardContext
+from polyad.model.layers import LayerNorm
+from polyad.model.output import ModelOutput, RoutingStats
+from polyad.model.settings import Count, CutSizes
+from polyad.model.vision import (
     ImageModelSettings,
     PatchEmbedding,
     build_head,

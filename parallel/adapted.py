@@ -12,15 +12,15 @@ import torch
 import xxhash
 from pydantic import ValidationError
 
-from model.build import build_model
-from model.lora import AdaptConfig, LoRAConfig, adapters, add_lora, of_base
-from model.patterns import PatternError
-from parallel.checkpoint.checkpoint import Checkpoint
-from parallel.checkpoint.contents import Contents
-from parallel.checkpoint.index import OF_WEIGHTS
-from parallel.checkpoint.manifest import CheckpointError, damaged
-from parallel.checkpoint.tensor_folder import differing_shapes
-from parallel.fragments import MASTER, Source
+from polyad.model.build import build_model
+from polyad.model.lora import AdaptConfig, LoRAConfig, adapters, add_lora, of_base
+from polyad.model.patterns import PatternError
+from polyad.parallel.checkpoint.checkpoint import Checkpoint
+from polyad.parallel.checkpoint.contents import Contents
+from polyad.parallel.checkpoint.index import OF_WEIGHTS
+from polyad.parallel.checkpoint.manifest import CheckpointError, damaged
+from polyad.parallel.checkpoint.tensor_folder import differing_shapes
+from polyad.parallel.fragments import MASTER, Source
 
 
 class WholeWeights(Protocol):

@@ -14,13 +14,13 @@ import torch.distributed._functional_collectives as collectives
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from model.lora import Adapter, ExpertsLowRank, FactorLowRank, LoRAExperts, LowRank
-from parallel import comm
-from parallel.expert import cut_experts
-from parallel.factors import CutLayer
-from parallel.megatron import tensor_parallel_group, tensor_parallel_library
-from parallel.placement import Piece, Placement, cut, placement_of
-from parallel.tensor import CutTokens
+from polyad.model.lora import Adapter, ExpertsLowRank, FactorLowRank, LoRAExperts, LowRank
+from polyad.parallel import comm
+from polyad.parallel.expert import cut_experts
+from polyad.parallel.factors import CutLayer
+from polyad.parallel.megatron import tensor_parallel_group, tensor_parallel_library
+from polyad.parallel.placement import Piece, Placement, cut, placement_of
+from polyad.parallel.tensor import CutTokens
 
 
 def cut_adapters(model: nn.Module, world: comm.World, tokens: CutTokens | None) -> None:

@@ -15,7 +15,7 @@ from torch._C._distributed_c10d import TCPStore
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.rendezvous import c10d_rendezvous_backend
 
-from parallel.addresses import listener
+from polyad.parallel.addresses import listener
 
 TELLS_WITHIN = 3.0
 """Seconds in which a launcher that starts no agent tries to reach the others' store."""

@@ -15,10 +15,10 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as collectives
 from torch import Tensor, nn
 
-from model.mumoe.gating import BatchNorm, Gate
-from model.small_network import Convolution
-from parallel import comm
-from parallel.megatron import data_parallel_group
+from polyad.model.mumoe.gating import BatchNorm, Gate
+from polyad.model.small_network import Convolution
+from polyad.parallel import comm
+from polyad.parallel.megatron import data_parallel_group
 
 
 def synchronize_norms(model: nn.Module, world: comm.World) -> None:

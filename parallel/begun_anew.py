@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from parallel.fragments import Source
+from polyad.parallel.fragments import Source
 
 
 class BegunAnew:

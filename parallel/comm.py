@@ -18,11 +18,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from parallel.addresses import stay_on_loopback
-from parallel.dims import LayoutError
-from parallel.host_memory import keep_freed_memory
-from parallel.meeting import MeetingError, meet
-from parallel.megatron import join_groups
+from polyad.parallel.addresses import stay_on_loopback
+from polyad.parallel.dims import LayoutError
+from polyad.parallel.host_memory import keep_freed_memory
+from polyad.parallel.meeting import MeetingError, meet
+from polyad.parallel.megatron import join_groups
 
 T = TypeVar("T")
 TASKS_OF = {"SLURM_STEP_NUM_TASKS": "srun", "OMPI_COMM_WORLD_SIZE": "mpirun", "PMI_SIZE": "mpirun"}

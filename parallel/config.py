@@ -4,8 +4,8 @@ from typing import Annotated
 
 from pydantic import AfterValidator, Field
 
-from data.errors import check_path
-from model.config import Config
+from polyad.data.errors import check_path
+from polyad.model.config import Config
 
 
 class ParallelConfig(Config):

@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
-from model.kernels.rows import permute
-from model.smoe.dispatch import Plan, make_plan
-from model.smoe.experts import Experts, Lot
+from polyad.model.kernels.rows import permute
+from polyad.model.smoe.dispatch import Plan, make_plan
+from polyad.model.smoe.experts import Experts, Lot
 
 
 def _at_once() -> None:

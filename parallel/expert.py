@@ -16,21 +16,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from model.attention import AttentionTrace
-from model.cache import LayerCache
-from model.emoe.experts import MaskedDispatcher
-from model.padding import RealTokens
-from model.smoe.dispatch import Dispatcher, Plan
-from model.smoe.experts import Experts
-from model.smoe.graph import AttentionGraph, Mixed, head_entropies
-from model.smoe.layer import SparseMoE
-from model.smoe.selection import Selected
-from parallel import comm
-from parallel.exchange import Counts, RowExchange
-from parallel.megatron import tensor_parallel_group, tensor_parallel_library
-from parallel.placement import split_experts
-from parallel.tensor import own_random_numbers
-from parallel.zero import import_deepspeed
+from polyad.model.attention import AttentionTrace
+from polyad.model.cache import LayerCache
+from polyad.model.emoe.experts import MaskedDispatcher
+from polyad.model.padding import RealTokens
+from polyad.model.smoe.dispatch import Dispatcher, Plan
+from polyad.model.smoe.experts import Experts
+from polyad.model.smoe.graph import AttentionGraph, Mixed, head_entropies
+from polyad.model.smoe.layer import SparseMoE
+from polyad.model.smoe.selection import Selected
+from polyad.parallel import comm
+from polyad.parallel.exchange import Counts, RowExchange
+from polyad.parallel.megatron import tensor_parallel_group, tensor_parallel_library
+from polyad.parallel.placement import split_experts
+from polyad.parallel.tensor import own_random_numbers
+from polyad.parallel.zero import import_deepspeed
 
 
 def parallelize_experts(layer: SparseMoE, world: comm.World, overlap: bool = False) -> None:

@@ -20,17 +20,17 @@ import torch.distributed._functional_collectives as collectives
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from model.lora import FactorLowRank
-from model.mumoe.base import Factorized, expert_factor
-from model.mumoe.cp import CP
-from model.mumoe.gating import Gate, GateOutput
-from model.mumoe.layer import MuMoE
-from model.mumoe.products import contract
-from model.mumoe.tr import TensorRing, TensorTrain
-from model.mumoe.tucker import Tucker
-from parallel import comm
-from parallel.megatron import tensor_parallel_group, tensor_parallel_library
-from parallel.placement import Placement, cut, padded, split_columns, split_rows_and_rest
+from polyad.model.lora import FactorLowRank
+from polyad.model.mumoe.base import Factorized, expert_factor
+from polyad.model.mumoe.cp import CP
+from polyad.model.mumoe.gating import Gate, GateOutput
+from polyad.model.mumoe.layer import MuMoE
+from polyad.model.mumoe.products import contract
+from polyad.model.mumoe.tr import TensorRing, TensorTrain
+from polyad.model.mumoe.tucker import Tucker
+from polyad.parallel import comm
+from polyad.parallel.megatron import tensor_parallel_group, tensor_parallel_library
+from polyad.parallel.placement import Placement, cut, padded, split_columns, split_rows_and_rest
 
 Region = Callable[[Tensor], Tensor]
 

@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from model.build import buffers_changed
-from parallel.checkpoint.index import MASTER
-from parallel.placement import Placement, placement_of
-from parallel.zero import Engine
+from polyad.model.build import buffers_changed
+from polyad.parallel.checkpoint.index import MASTER
+from polyad.parallel.placement import Placement, placement_of
+from polyad.parallel.zero import Engine
 
 
 @dataclass(frozen=True, kw_only=True)

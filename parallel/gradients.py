@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from parallel import comm
+from polyad.parallel import comm
 
 
 class Fp32Gradients:

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import torch
 
-from model.build import ModelSizeError
-from model.gpt2 import GPT2Config
-from model.huggingface import (
+from polyad.model.build import ModelSizeError
+from polyad.model.gpt2 import GPT2Config
+from polyad.model.huggingface import (
     CONFIG_FILE,
     HEAD,
     IGNORED,
@@ -16,9 +16,9 @@ from model.huggingface import (
     parameter_shapes,
     their_tensor,
 )
-from model.settings import ModelSettings
-from parallel.checkpoint.tensor_folder import FolderWeights, TensorFolder, Wanted, read_json
-from parallel.huggingface_parts import is_copy
+from polyad.model.settings import ModelSettings
+from polyad.parallel.checkpoint.tensor_folder import FolderWeights, TensorFolder, Wanted, read_json
+from polyad.parallel.huggingface_parts import is_copy
 
 # What decides which weights a model has and what they compute. Not `dropout`: that is training's.
 _ARCHITECTURE = (

@@ -2,11 +2,11 @@
 
 from pathlib import Path
 
-from model.bert import BertConfig
-from model.build import ModelSizeError, build_model
-from model.heads import ClassificationHeadConfig
-from model.huggingface import CONFIG_FILE, HuggingFaceError
-from model.huggingface_bert import (
+from polyad.model.bert import BertConfig
+from polyad.model.build import ModelSizeError, build_model
+from polyad.model.heads import ClassificationHeadConfig
+from polyad.model.huggingface import CONFIG_FILE, HuggingFaceError
+from polyad.model.huggingface_bert import (
     DECODER,
     EMBEDDING,
     IGNORED,
@@ -15,10 +15,10 @@ from model.huggingface_bert import (
     parts_of,
     plain_name,
 )
-from model.huggingface_vision import Parts
-from model.settings import ModelSettings
-from parallel.checkpoint.tensor_folder import TensorFolder, Wanted, read_json
-from parallel.huggingface_parts import PartsWeights, is_copy
+from polyad.model.huggingface_vision import Parts
+from polyad.model.settings import ModelSettings
+from polyad.parallel.checkpoint.tensor_folder import TensorFolder, Wanted, read_json
+from polyad.parallel.huggingface_parts import PartsWeights, is_copy
 
 _UNUSED = ("pooler", "cls.seq_relationship")
 # What decides which weights the encoder has and what they compute; a head may be new.

@@ -7,12 +7,12 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from data.class_names import each_once
-from model.build import initial_value
-from model.huggingface import CONFIG_FILE, HuggingFaceError
-from model.huggingface_vision import Parts
-from parallel.checkpoint.index import OF_WEIGHTS
-from parallel.checkpoint.tensor_folder import FolderWeights, TensorFolder
+from polyad.data.class_names import each_once
+from polyad.model.build import initial_value
+from polyad.model.huggingface import CONFIG_FILE, HuggingFaceError
+from polyad.model.huggingface_vision import Parts
+from polyad.parallel.checkpoint.index import OF_WEIGHTS
+from polyad.parallel.checkpoint.tensor_folder import FolderWeights, TensorFolder
 
 _ROWS = 4096
 _UNNAMED = re.compile(r"LABEL_\d+")

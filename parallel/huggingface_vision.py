@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from model.build import ModelSizeError, build_model
-from model.huggingface import CONFIG_FILE, HuggingFaceError
-from model.huggingface_vision import (
+from polyad.model.build import ModelSizeError, build_model
+from polyad.model.huggingface import CONFIG_FILE, HuggingFaceError
+from polyad.model.huggingface_vision import (
     IGNORED,
     Parts,
     config_from_files,
@@ -13,10 +13,10 @@ from model.huggingface_vision import (
     parameter_shapes,
     parts_of,
 )
-from model.settings import ModelSettings
-from model.vision import ImageModelSettings
-from parallel.checkpoint.tensor_folder import TensorFolder, Wanted, read_json
-from parallel.huggingface_parts import PartsWeights
+from polyad.model.settings import ModelSettings
+from polyad.model.vision import ImageModelSettings
+from polyad.parallel.checkpoint.tensor_folder import TensorFolder, Wanted, read_json
+from polyad.parallel.huggingface_parts import PartsWeights
 
 # What decides which weights a model has and what they compute; the classes are the data's.
 _FREE = ("num_classes", "head", "head_bias", "dropout", "drop_path", "recompute", "compile",

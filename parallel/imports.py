@@ -2,8 +2,8 @@
 
 from importlib import import_module
 
-from data.text.indexed import indexed_dataset, quick_import, sample_index_helpers
-from parallel.zero import import_deepspeed
+from polyad.data.text.indexed import indexed_dataset, quick_import, sample_index_helpers
+from polyad.parallel.zero import import_deepspeed
 
 LATE = ("torch._dynamo", "deepspeed.runtime.zero.muon.muon_optimizer")
 """Modules that optimizers of torch and DeepSpeed import only when they are constructed."""

@@ -22,8 +22,8 @@ from typing import Any
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
 
-from parallel.addresses import STORE, listener
-from parallel.dims import LayoutError
+from polyad.parallel.addresses import STORE, listener
+from polyad.parallel.dims import LayoutError
 
 LINGER = 15.0
 """Seconds in which a process that ends tries to reach the others; rank 0 lets them read so long."""

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from model.build import (
+from polyad.model.build import (
     compile_model,
     count_parameters,
     has_experts,
@@ -13,24 +13,24 @@ from model.build import (
     matrix_dimensions,
     place,
 )
-from model.gpt2 import GPT2
-from model.lora import of_base
-from model.mumoe.layer import MuMoE
-from model.smoe.layer import SparseMoE
-from parallel import comm, expert
-from parallel.adapters import cut_adapters
-from parallel.batch_norm import synchronize_norms
-from parallel.checkpoint.index import OF_WEIGHTS
-from parallel.config import ParallelConfig
-from parallel.dims import Dims
-from parallel.factors import pad_ranks, parallelize_factors
-from parallel.fragments import Source, fill
-from parallel.megatron import Mpu
-from parallel.placement import placement_of
-from parallel.sequence import Tokens, cut_sequence, sum_gradients
-from parallel.tensor import parallelize_tensors
-from parallel.vocabulary import pad_vocabulary, token_losses
-from parallel.zero import (
+from polyad.model.gpt2 import GPT2
+from polyad.model.lora import of_base
+from polyad.model.mumoe.layer import MuMoE
+from polyad.model.smoe.layer import SparseMoE
+from polyad.parallel import comm, expert
+from polyad.parallel.adapters import cut_adapters
+from polyad.parallel.batch_norm import synchronize_norms
+from polyad.parallel.checkpoint.index import OF_WEIGHTS
+from polyad.parallel.config import ParallelConfig
+from polyad.parallel.dims import Dims
+from polyad.parallel.factors import pad_ranks, parallelize_factors
+from polyad.parallel.fragments import Source, fill
+from polyad.parallel.megatron import Mpu
+from polyad.parallel.placement import placement_of
+from polyad.parallel.sequence import Tokens, cut_sequence, sum_gradients
+from polyad.parallel.tensor import parallelize_tensors
+from polyad.parallel.vocabulary import pad_vocabulary, token_losses
+from polyad.parallel.zero import (
     DTYPES,
     CrossEntropy,
     Engine,

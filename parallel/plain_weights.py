@@ -13,11 +13,11 @@ import torch
 from pydantic import ValidationError
 from torch import nn
 
-from model.build import ModelSizeError, build_model, read_model_config
-from model.config_yaml import load
-from model.settings import ModelSettings
-from parallel.checkpoint.tensor_file import DTYPE_NAMES
-from parallel.checkpoint.tensor_folder import (
+from polyad.model.build import ModelSizeError, build_model, read_model_config
+from polyad.model.config_yaml import load
+from polyad.model.settings import ModelSettings
+from polyad.parallel.checkpoint.tensor_file import DTYPE_NAMES
+from polyad.parallel.checkpoint.tensor_folder import (
     INDEX_FILE,
     WEIGHTS_FILE,
     FolderWeights,
@@ -26,7 +26,7 @@ from parallel.checkpoint.tensor_folder import (
     check_file,
     differing_shapes,
 )
-from parallel.fragments import persistent_buffers
+from polyad.parallel.fragments import persistent_buffers
 
 CONFIG_FILE = "config.yaml"
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from parallel import comm
+from polyad.parallel import comm
 
 LARGEST, REPEATS = {"cuda": 64 * 2**20, "cpu": 4 * 2**20}, 5
 """Bytes that a process sends in a measurement, by device; and how often."""

@@ -21,16 +21,16 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
-from model.attention import AttentionTrace, SelfAttention
-from model.block import Block
-from model.dense import DenseFeedForward
-from model.gpt2 import GPT2
-from model.interface import FeedForward
-from model.layers import Embedding, embed
-from model.mumoe.layer import MuMoE
-from parallel import comm
-from parallel.expert import OwnDropout
-from parallel.megatron import tensor_parallel_group
+from polyad.model.attention import AttentionTrace, SelfAttention
+from polyad.model.block import Block
+from polyad.model.dense import DenseFeedForward
+from polyad.model.gpt2 import GPT2
+from polyad.model.interface import FeedForward
+from polyad.model.layers import Embedding, embed
+from polyad.model.mumoe.layer import MuMoE
+from polyad.parallel import comm
+from polyad.parallel.expert import OwnDropout
+from polyad.parallel.megatron import tensor_parallel_group
 
 
 class Tokens:

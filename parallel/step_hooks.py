@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from parallel import comm
-from parallel.gradients import Fp32Gradients
+from polyad.parallel import comm
+from polyad.parallel.gradients import Fp32Gradients
 
 
 def above(norm: float, limit: float) -> bool:

@@ -17,16 +17,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from model.attention import SelfAttention
-from model.bert import Bert
-from model.bert_heads import MaskedLanguageHead
-from model.dense import DenseFeedForward
-from model.gpt2 import GPT2, UntiedHead
-from model.layers import embed
-from parallel import comm
-from parallel.megatron import tensor_parallel_library
-from parallel.placement import cut, split_columns, split_fused, split_padded
-from parallel.vocabulary import ParallelDecoder, ParallelHead, part_of
+from polyad.model.attention import SelfAttention
+from polyad.model.bert import Bert
+from polyad.model.bert_heads import MaskedLanguageHead
+from polyad.model.dense import DenseFeedForward
+from polyad.model.gpt2 import GPT2, UntiedHead
+from polyad.model.layers import embed
+from polyad.parallel import comm
+from polyad.parallel.megatron import tensor_parallel_library
+from polyad.parallel.placement import cut, split_columns, split_fused, split_padded
+from polyad.parallel.vocabulary import ParallelDecoder, ParallelHead, part_of
 
 
 class CutTokens(Protocol):

@@ -10,13 +10,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from model.bert import Bert
-from model.bert_heads import MaskedLanguageHead
-from model.gpt2 import GPT2, UntiedHead
-from model.kernels.linear_cross_entropy import VocabularyPart, losses, scores
-from model.layers import Embedding
-from parallel.megatron import tensor_parallel_group, tensor_parallel_library
-from parallel.placement import Placement, placement_of, split_padded
+from polyad.model.bert import Bert
+from polyad.model.bert_heads import MaskedLanguageHead
+from polyad.model.gpt2 import GPT2, UntiedHead
+from polyad.model.kernels.linear_cross_entropy import VocabularyPart, losses, scores
+from polyad.model.layers import Embedding
+from polyad.parallel.megatron import tensor_parallel_group, tensor_parallel_library
+from polyad.parallel.placement import Placement, placement_of, split_padded
 
 
 def pad_vocabulary(model: nn.Module) -> None:

@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Work
 
-from parallel.dims import Dims
-from parallel.plan.traffic import Amount, Exchange, Traffic, group_of
-from parallel.plan.weightless import Operation, Watched, tensors_in
+from polyad.parallel.dims import Dims
+from polyad.parallel.plan.traffic import Amount, Exchange, Traffic, group_of
+from polyad.parallel.plan.weightless import Operation, Watched, tensors_in
 
 
 class Call(NamedTuple):

@@ -6,18 +6,18 @@ from typing import Literal, TypeAlias
 import torch
 from torch import nn
 
-from model.build import build_model, initial_value, place
-from model.settings import ModelSettings
-from parallel.adapted import AdaptedCheckpoint, base_of, lora_of
-from parallel.checkpoint.checkpoint import Checkpoint, find_checkpoint
-from parallel.checkpoint.manifest import CheckpointError
-from parallel.checkpoint.newest import read_newest
-from parallel.fragments import persistent_buffers
-from parallel.huggingface import HuggingFaceWeights, is_huggingface_folder
-from parallel.huggingface_bert import BertWeights, is_bert_folder
-from parallel.huggingface_vision import VisionWeights, is_vision_folder
-from parallel.plain_weights import PlainWeights, is_plain_folder
-from parallel.zero import DTYPES, Precision
+from polyad.model.build import build_model, initial_value, place
+from polyad.model.settings import ModelSettings
+from polyad.parallel.adapted import AdaptedCheckpoint, base_of, lora_of
+from polyad.parallel.checkpoint.checkpoint import Checkpoint, find_checkpoint
+from polyad.parallel.checkpoint.manifest import CheckpointError
+from polyad.parallel.checkpoint.newest import read_newest
+from polyad.parallel.fragments import persistent_buffers
+from polyad.parallel.huggingface import HuggingFaceWeights, is_huggingface_folder
+from polyad.parallel.huggingface_bert import BertWeights, is_bert_folder
+from polyad.parallel.huggingface_vision import VisionWeights, is_vision_folder
+from polyad.parallel.plain_weights import PlainWeights, is_plain_folder
+from polyad.parallel.zero import DTYPES, Precision
 
 Weights: TypeAlias = Checkpoint | HuggingFaceWeights | BertWeights | VisionWeights | PlainWeights
 """A model's weights in any format: names, shapes and whole tensors, one at a time."""

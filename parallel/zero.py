@@ -15,13 +15,13 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import nn
 
-from model.output import ModelOutput
-from parallel import comm
-from parallel.checkpoint.index import EMA
-from parallel.config import ParallelConfig
-from parallel.gradient_order import InOneOrder
-from parallel.gradients import Fp32Gradients
-from parallel.step_hooks import StageZeroHook, ZeroHook
+from polyad.model.output import ModelOutput
+from polyad.parallel import comm
+from polyad.parallel.checkpoint.index import EMA
+from polyad.parallel.config import ParallelConfig
+from polyad.parallel.gradient_order import InOneOrder
+from polyad.parallel.gradients import Fp32Gradients
+from polyad.parallel.step_hooks import StageZeroHook, ZeroHook
 
 Precision = Literal["fp32", "bf16"]
 CrossEntropy = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]

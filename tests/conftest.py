@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from data.text.dataset import PreparedData
-from data.text.prepare import prepare
+from polyad.data.text.dataset import PreparedData
+from polyad.data.text.prepare import prepare
 from tests.helpers.forking import ForkServer
 from tests.helpers.workers import WorkerPool
 

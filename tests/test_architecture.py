@@ -27,7 +27,13 @@ COMMUNICATION = {
 
 
 def imported(tree: ast.AST, package: str) -> Iterator[tuple[str, int]]:
-    """Every module that a file may load, wherever the import stands, with its line."""
+    """Every module that a file may load, wherever the import stands, with its line; ours without
+    the `polyad.` before them, as their folders are called."""
+    for module, line in _imported(tree, package):
+        yield module.removeprefix("polyad."), line
+
+
+def _imported(tree: ast.AST, package: str) -> Iterator[tuple[str, int]]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from ((alias.name, node.lineno) for alias in node.names)

@@ -17,6 +17,7 @@ import pytest
 import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from polyad.train.config.run import load_config
 from tests.helpers.written import (
     ROOT,
     World,
@@ -27,7 +28,6 @@ from tests.helpers.written import (
     parsed,
     polyad_words,
 )
-from train.config.run import load_config
 
 NOT_RUN = {
     "make setup": "installs packages",
@@ -132,7 +132,7 @@ def in_its_place(command: Written) -> Iterator[Written]:
 def start(words: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
     """Runs a command as a shell in the clone would."""
     programs = {
-        "polyad": ["-m", "launch"],
+        "polyad": ["-m", "polyad.launch"],
         "torchrun": ["-m", "torch.distributed.run"],
         "python": [],
     }

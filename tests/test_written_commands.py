@@ -5,10 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from launch.cli import run
-from launch.commands import COMMANDS
-from launch.parser import UsageError
-from launch.via.hostfile import read_hostfile
+from polyad.launch.cli import run
+from polyad.launch.commands import COMMANDS
+from polyad.launch.parser import UsageError
+from polyad.launch.via.hostfile import read_hostfile
+from polyad.train.config.run import load_config
 from tests.helpers.written import (
     PAGES,
     ROOT,
@@ -23,7 +24,6 @@ from tests.helpers.written import (
     parser_of,
     polyad_words,
 )
-from train.config.run import load_config
 
 SEQUENCES = {"documents": documents(), **help_commands()}
 NO_COMMANDS = ("COMMAND", "--help", "--version", "cp", "tr")
@@ -61,7 +61,7 @@ def test_a_command_of_every_form_is_taken_from_a_file(
     path.write_text(
         "Text `polyad train` text.\n\n    # why\n    polyad train x.yaml \\\n      seed=1  # what\n"
         "\n    make test\n\n    loss 5.2\n    perplexity 3\n\n"
-        "```bash\ntorchrun -m launch train x\n```\n    polyad after fence\n"
+        "```bash\ntorchrun -m polyad.launch train x\n```\n    polyad after fence\n"
     )
     # The table of the same block: blank lines do not end one.
     with pytest.raises(AssertionError, match=r"'loss 5\.2' is no command"):
@@ -71,7 +71,7 @@ def test_a_command_of_every_form_is_taken_from_a_file(
     assert found == [
         ["polyad", "train", "x.yaml", "seed=1"],
         ["make", "test"],
-        ["torchrun", "-m", "launch", "train", "x"],
+        ["torchrun", "-m", "polyad.launch", "train", "x"],
         ["polyad", "after", "fence"],
     ]
 

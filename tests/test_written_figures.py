@@ -3,11 +3,11 @@
 import re
 from pathlib import Path
 
+from polyad.train.config.adaptation import counts, in_words, model_of
+from polyad.train.config.describe import describe, size_in_words
+from polyad.train.config.rules import validate
+from polyad.train.config.run import load_config
 from tests.configs.test_shipped import EXPECTED_STUDIES
-from train.config.adaptation import counts, in_words, model_of
-from train.config.describe import describe, size_in_words
-from train.config.rules import validate
-from train.config.run import load_config
 
 ROOT = Path(__file__).resolve().parents[1]
 QUICKSTART = ROOT / "configs" / "quickstart"

@@ -2,8 +2,8 @@
 
 lm-eval (0.4) finds no models outside of its own package, so there are two ways:
 
-    python -m train.harness --model polyad --model_args checkpoint=runs/x --tasks ...
-    python -m train.harness --register        # once in an environment; then
+    python -m polyad.train.harness --model polyad --model_args checkpoint=runs/x --tasks ...
+    python -m polyad.train.harness --register        # once in an environment; then
     lm_eval --model polyad --model_args checkpoint=runs/x --tasks ...
 
 The first is lm-eval's own command line. The second writes a .pth file beside the installed
@@ -16,13 +16,13 @@ import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
 
-from train.errors import ConfigError, one_line
+from polyad.train.errors import ConfigError, one_line
 
 PTH_FILE = "polyad_lm_eval.pth"
 _LINE = (
     "import sys; any("
     "word.replace('\\\\', '/').rsplit('/', 1)[-1].removesuffix('.exe') in ('lm_eval', 'lm-eval') "
-    "for word in sys.orig_argv[:5]) and __import__('train.harness').harness.make_known()\n"
+    "for word in sys.orig_argv[:5]) and __import__('polyad.train.harness').train.harness.make_known()\n"
 )
 
 
@@ -42,7 +42,7 @@ def make_known() -> None:
         ) from None
     assert len(lm_eval.models.MODEL_MAPPING) > 0
     if "polyad" not in model_registry:
-        model_registry.register("polyad", target="train.evaluation.lm_eval_adapter:PolyadLM")
+        model_registry.register("polyad", target="polyad.train.evaluation.lm_eval_adapter:PolyadLM")
 
 
 def register(folder: Path) -> Path:
@@ -62,8 +62,8 @@ def register(folder: Path) -> Path:
         path.write_text(_LINE, encoding="utf-8")
     except OSError as error:
         raise ConfigError(
-            f"{path}: cannot be written: {error.strerror}; `python -m train.harness --model polyad "
-            f"...` needs no such file"
+            f"{path}: cannot be written: {error.strerror}; `python -m polyad.train.harness "
+            f"--model polyad ...` needs no such file"
         ) from None
     return path
 

@@ -6,17 +6,17 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from parallel import comm
-from parallel.checkpoint.checkpoint import Checkpoint
-from parallel.checkpoint.saver import Saver
-from parallel.checkpoint.storage import reason_of
-from parallel.checkpoint.writer import SaveError
-from parallel.imports import import_libraries
-from parallel.zero import Engine
-from train.config.agreement import agreed_facts
-from train.config.beginning import nothing_is_left, say_first_line
-from train.config.distillation import set_teacher
-from train.config.parts import (
+from polyad.parallel import comm
+from polyad.parallel.checkpoint.checkpoint import Checkpoint
+from polyad.parallel.checkpoint.saver import Saver
+from polyad.parallel.checkpoint.storage import reason_of
+from polyad.parallel.checkpoint.writer import SaveError
+from polyad.parallel.imports import import_libraries
+from polyad.parallel.zero import Engine
+from polyad.train.config.agreement import agreed_facts
+from polyad.train.config.beginning import nothing_is_left, say_first_line
+from polyad.train.config.distillation import set_teacher
+from polyad.train.config.parts import (
     batches_of,
     build_engine,
     loop_config,
@@ -25,23 +25,23 @@ from train.config.parts import (
     what_is_kept,
     with_verified,
 )
-from train.config.plan import Plan, open_inputs, plan_together
-from train.config.smaller import memory_of
-from train.errors import OUTPUT_ERRORS, RunError
-from train.experts.fluctuation import FluctuationLog
-from train.guard.data_check import DataCheck
-from train.guard.memory import RunMemory
-from train.guard.rewind import Rewind, add_batches_left_out, restore_random_numbers
-from train.guard.run_folder import RunLock, gone, put_back_replaced
-from train.guard.stopping import StopSignals
-from train.guard.stragglers import Stragglers
-from train.guard.watchdog import Watchdog
-from train.loop.device import Prefetch, allow_tf32
-from train.loop.hooks import Checkpoints, Hooks, Validation, sources_of
-from train.loop.loop import TrainLoop
-from train.loop.startup import Startup
-from train.state import TrainState
-from train.tasks.task import Kept
+from polyad.train.config.plan import Plan, open_inputs, plan_together
+from polyad.train.config.smaller import memory_of
+from polyad.train.errors import OUTPUT_ERRORS, RunError
+from polyad.train.experts.fluctuation import FluctuationLog
+from polyad.train.guard.data_check import DataCheck
+from polyad.train.guard.memory import RunMemory
+from polyad.train.guard.rewind import Rewind, add_batches_left_out, restore_random_numbers
+from polyad.train.guard.run_folder import RunLock, gone, put_back_replaced
+from polyad.train.guard.stopping import StopSignals
+from polyad.train.guard.stragglers import Stragglers
+from polyad.train.guard.watchdog import Watchdog
+from polyad.train.loop.device import Prefetch, allow_tf32
+from polyad.train.loop.hooks import Checkpoints, Hooks, Validation, sources_of
+from polyad.train.loop.loop import TrainLoop
+from polyad.train.loop.startup import Startup
+from polyad.train.state import TrainState
+from polyad.train.tasks.task import Kept
 
 
 def main(path: Path, overrides: Sequence[str] = (), *, launched: bool = False) -> TrainState:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from train.errors import ConfigError
+from polyad.train.errors import ConfigError
 
 METRICS_FILE = "metrics.jsonl"
 EVENTS = ("spike", "rewind")

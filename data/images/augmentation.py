@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import interpolate
 
-from data.images.config import AugmentationConfig, ImageDataConfig
-from data.images.decoding import Pixels
+from polyad.data.images.config import AugmentationConfig, ImageDataConfig
+from polyad.data.images.decoding import Pixels
 
 ASPECT = (3 / 4, 4 / 3)
 """Width over height of a random crop, as in Szegedy et al. 2015."""
@@ -46,7 +46,7 @@ def training_image(
     if chosen.flip and generator.random() < 0.5:
         image_CHW = image_CHW.flip(-1)
     if chosen.randaugment is not None:
-        from data.images.torchvision_door import randaugment
+        from polyad.data.images.torchvision_door import randaugment
 
         image_CHW = randaugment(image_CHW, chosen.randaugment, seeds)
     return _erased(image_CHW, chosen, settings.mean, generator)

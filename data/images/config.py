@@ -4,9 +4,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
-from data.config import Config, DataSettings
-from data.domains import LeaveOut
-from data.errors import check_path
+from polyad.data.config import Config, DataSettings
+from polyad.data.domains import LeaveOut
+from polyad.data.errors import check_path
 
 Share = Annotated[float, Field(ge=0, le=1)]
 

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from data.domains import check_classes, check_leave_out
-from data.errors import DataError, listed, user_path
-from data.images.decoding import Pixels
-from data.images.manifest import MANIFEST_FILE, ImageManifest
-from data.images.shards import MOST_BYTES, ROW, Reader, Rows
-from data.json_reader import read_json
+from polyad.data.domains import check_classes, check_leave_out
+from polyad.data.errors import DataError, listed, user_path
+from polyad.data.images.decoding import Pixels
+from polyad.data.images.manifest import MANIFEST_FILE, ImageManifest
+from polyad.data.images.shards import MOST_BYTES, ROW, Reader, Rows
+from polyad.data.json_reader import read_json
 
 TEST = "test"
 
@@ -306,7 +306,7 @@ class ImageData:
 
 def holds_images(folder: Path) -> bool:
     """Whether a folder is of prepared images."""
-    from data.images.manifest import is_of_images
+    from polyad.data.images.manifest import is_of_images
 
     try:
         return is_of_images(read_json(folder / MANIFEST_FILE))

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from data.errors import DataError
+from polyad.data.errors import DataError
 
 Pixels = npt.NDArray[np.uint8]
 """[H, W, 3]."""

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from data.errors import DataError
+from polyad.data.errors import DataError
 
 
 def _sklearn(module: str, what: str) -> Any:

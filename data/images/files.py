@@ -5,9 +5,9 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from data.errors import DataError
-from data.images.decoding import Pixels, decode
-from data.images.imagenet import LabelledFile
+from polyad.data.errors import DataError
+from polyad.data.images.decoding import Pixels, decode
+from polyad.data.images.imagenet import LabelledFile
 
 
 class FileSplit:

@@ -9,9 +9,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from data.errors import DataError
-from data.images.sources.found import is_image
-from data.left_out import is_hidden
+from polyad.data.errors import DataError
+from polyad.data.images.sources.found import is_image
+from polyad.data.left_out import is_hidden
 
 ROBUSTNESS_SETS = ("c", "a", "r", "o", "v2", "sketch", "real")
 """ImageNet-C, -A, -R, -O, -V2 and -Sketch, and the ReaL labels of the validation split."""

@@ -11,19 +11,19 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from data.errors import DataError
-from data.files import writing
-from data.images.manifest import (
+from polyad.data.errors import DataError
+from polyad.data.files import writing
+from polyad.data.images.manifest import (
     MANIFEST_FILE,
     SPLITS,
     ImageManifest,
     ImageSplitInfo,
     record_of,
 )
-from data.images.packed import GO_ON, PACKED_FILE
-from data.images.shards import Rows, Shard
-from data.images.sources.found import Found
-from data.images.splits import Listed
+from polyad.data.images.packed import GO_ON, PACKED_FILE
+from polyad.data.images.shards import Rows, Shard
+from polyad.data.images.sources.found import Found
+from polyad.data.images.splits import Listed
 
 QUICK = ("folder", "raw")
 """Kinds of shards that are listed anew each time: it is quick, and files may have come or gone, or

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from data.class_names import each_once
-from data.errors import DataError
-from data.errors import listed as quoted
-from data.images.sources.found import Found
-from data.images.splits import Listed
+from polyad.data.class_names import each_once
+from polyad.data.errors import DataError
+from polyad.data.errors import listed as quoted
+from polyad.data.images.sources.found import Found
+from polyad.data.images.splits import Listed
 
 
 def by_name(

@@ -1,7 +1,7 @@
 """`manifest.json` of a folder of prepared images, and the files of its index.
 
 manifest.json       classes, splits, shards, digests
-SPLIT.npy           rows (shard, offset, size, label), see `data.images.shards`
+SPLIT.npy           rows (shard, offset, size, label), see `polyad.data.images.shards`
 SPLIT.names         the names of the images, UTF-8, each ended by a line feed
 SPLIT.ends.npy      where each name ends in that file
 SPLIT.attributes.npy    0 or 1 of each attribute of each image, where images have attributes
@@ -16,10 +16,10 @@ from typing import Annotated, Literal
 
 from pydantic import Field, ValidationError
 
-from data.config import Config
-from data.errors import DataError
-from data.images.shards import Shard
-from data.json_reader import read_json
+from polyad.data.config import Config
+from polyad.data.errors import DataError
+from polyad.data.images.shards import Shard
+from polyad.data.json_reader import read_json
 
 MANIFEST_FILE = "manifest.json"
 FORMAT_VERSION = 2

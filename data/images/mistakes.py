@@ -4,11 +4,11 @@ import unicodedata
 
 import numpy as np
 
-from data.errors import DataError
-from data.errors import listed as quoted
-from data.images.sources.classes import NO_CLASSES
-from data.images.sources.found import SPLIT_NAMES, Found, split_in
-from data.images.splits import Listed
+from polyad.data.errors import DataError
+from polyad.data.errors import listed as quoted
+from polyad.data.images.sources.classes import NO_CLASSES
+from polyad.data.images.sources.found import SPLIT_NAMES, Found, split_in
+from polyad.data.images.splits import Listed
 
 MOST_CLASSES = 1_000_000
 """Classes that are numbered and not named; a higher number is probably no class but an id."""

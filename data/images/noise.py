@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from data.errors import DataError
-from data.images.decoding import Pixels
+from polyad.data.errors import DataError
+from polyad.data.images.decoding import Pixels
 
 
 class GaussianNoise:

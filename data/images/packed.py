@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import BinaryIO
 
-from data.files import writing
+from polyad.data.files import writing
 
 PACKED_FILE = re.compile(r"images(-[0-9a-f]{12})?\.bin")
 """Its name in a prepared folder, with the first digits of its SHA-256: a run that reads another one

@@ -11,19 +11,19 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from data.errors import DataError, check_path, user_path
-from data.files import locked, writing
-from data.images.index import INDEX, QUICK, stamp_of, without_packed, write_index
-from data.images.labels import by_name
-from data.images.manifest import FORMAT_VERSION, MANIFEST_FILE, SPLITS, ImageManifest
-from data.images.mistakes import check_highest, check_mistakes
-from data.images.shards import MOST_BYTES, ROW, Entry, too_large
-from data.images.sources.found import Found
-from data.images.sources.opening import open_images
-from data.images.sources.raw import MNIST
-from data.images.splits import Listed, missing_classes, split_images
-from data.left_out import in_words
-from data.progress import Progress, Report
+from polyad.data.errors import DataError, check_path, user_path
+from polyad.data.files import locked, writing
+from polyad.data.images.index import INDEX, QUICK, stamp_of, without_packed, write_index
+from polyad.data.images.labels import by_name
+from polyad.data.images.manifest import FORMAT_VERSION, MANIFEST_FILE, SPLITS, ImageManifest
+from polyad.data.images.mistakes import check_highest, check_mistakes
+from polyad.data.images.shards import MOST_BYTES, ROW, Entry, too_large
+from polyad.data.images.sources.found import Found
+from polyad.data.images.sources.opening import open_images
+from polyad.data.images.sources.raw import MNIST
+from polyad.data.images.splits import Listed, missing_classes, split_images
+from polyad.data.left_out import in_words
+from polyad.data.progress import Progress, Report
 
 FEW = 100
 """Images of a validation split below which it is said that they are few."""

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from data.errors import DataError
-from data.images.augmentation import evaluation_image, mixing, training_image
-from data.images.config import ImageDataConfig
-from data.images.decoding import Pixels
-from data.images.noise import GaussianNoise
-from data.order import Arrays, EpochOrders
+from polyad.data.errors import DataError
+from polyad.data.images.augmentation import evaluation_image, mixing, training_image
+from polyad.data.images.config import ImageDataConfig
+from polyad.data.images.decoding import Pixels
+from polyad.data.images.noise import GaussianNoise
+from polyad.data.order import Arrays, EpochOrders
 
 _ORDER, _IMAGE, _PAIR = 1, 2, 3
 """Streams of random numbers, the last part of a seed."""

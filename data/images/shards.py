@@ -22,9 +22,9 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import Field
 
-from data.config import Config
-from data.errors import DataError
-from data.images.decoding import Pixels, decode
+from polyad.data.config import Config
+from polyad.data.errors import DataError
+from polyad.data.images.decoding import Pixels, decode
 
 Kind = Literal["folder", "range", "zip", "parquet", "raw"]
 ROW = np.dtype([("shard", "<i4"), ("offset", "<i8"), ("size", "<i8"), ("label", "<i4")])

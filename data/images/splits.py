@@ -6,10 +6,10 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from data.errors import DataError
-from data.errors import listed as quoted
-from data.images.manifest import TEST_IS_VALIDATION
-from data.images.shards import Rows
+from polyad.data.errors import DataError
+from polyad.data.errors import listed as quoted
+from polyad.data.images.manifest import TEST_IS_VALIDATION
+from polyad.data.images.shards import Rows
 
 HELD_OUT = 0.01
 """Share of the training images that are held out where the data set has no validation split that

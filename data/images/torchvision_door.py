@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data.errors import DataError
-from data.images.config import RandAugmentConfig
+from polyad.data.errors import DataError
+from polyad.data.images.config import RandAugmentConfig
 
 _MISSING = (
     "data.augmentation.randaugment: needs torchvision, which is not installed; `pip "

@@ -4,10 +4,10 @@ from typing import Annotated, Literal, get_args
 
 from pydantic import AfterValidator, Field
 
-from data.config import Config, DataSettings
-from data.domains import LeaveOut
-from data.errors import check_path
-from data.sequences.schemas import BENCHMARKS, METRICS_OF, Metric, Schema, TaskKind
+from polyad.data.config import Config, DataSettings
+from polyad.data.domains import LeaveOut
+from polyad.data.errors import check_path
+from polyad.data.sequences.schemas import BENCHMARKS, METRICS_OF, Metric, Schema, TaskKind
 
 
 class ColumnNames(Config):

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from data.errors import DataError, listed
-from data.sequences.config import SequenceDataConfig
-from data.sequences.domains import domains_of, held_out_of_each, without_domains
-from data.sequences.encoding import Form, encode_rows, form_of
-from data.sequences.labels import (
+from polyad.data.errors import DataError, listed
+from polyad.data.sequences.config import SequenceDataConfig
+from polyad.data.sequences.domains import domains_of, held_out_of_each, without_domains
+from polyad.data.sequences.encoding import Form, encode_rows, form_of
+from polyad.data.sequences.labels import (
     Labels,
     class_labels,
     class_names,
@@ -19,10 +19,10 @@ from data.sequences.labels import (
     right_choices,
     values,
 )
-from data.sequences.samples import Encoded, PaddedRows, TrainingRows
-from data.sequences.schemas import ALLOWED_METRICS, Schema
-from data.sequences.tables import Table, held_out, read_tables
-from data.text.tokenizers.tokenizer import Tokenizer
+from polyad.data.sequences.samples import Encoded, PaddedRows, TrainingRows
+from polyad.data.sequences.schemas import ALLOWED_METRICS, Schema
+from polyad.data.sequences.tables import Table, held_out, read_tables
+from polyad.data.text.tokenizers.tokenizer import Tokenizer
 
 HOLD_OUT = "data.held_out: 0.1 holds a tenth of the training rows out"
 """What to do where there is no validation split."""

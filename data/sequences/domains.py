@@ -4,11 +4,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from data.domains import check_classes, check_leave_out
-from data.errors import DataError
-from data.sequences.labels import is_hidden, labels_in_words
-from data.sequences.schemas import SPLITS, Schema
-from data.sequences.tables import Table, held_out, joined
+from polyad.data.domains import check_classes, check_leave_out
+from polyad.data.errors import DataError
+from polyad.data.sequences.labels import is_hidden, labels_in_words
+from polyad.data.sequences.schemas import SPLITS, Schema
+from polyad.data.sequences.tables import Table, held_out, joined
 
 TEST = "test"
 

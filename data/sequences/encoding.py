@@ -9,10 +9,10 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from data.errors import DataError
-from data.sequences.schemas import Schema
-from data.sequences.tables import Table
-from data.text.tokenizers.tokenizer import Tokenizer, all_cores
+from polyad.data.errors import DataError
+from polyad.data.sequences.schemas import Schema
+from polyad.data.sequences.tables import Table
+from polyad.data.text.tokenizers.tokenizer import Tokenizer, all_cores
 
 Ids = list[int]
 AT_ONCE = 4096

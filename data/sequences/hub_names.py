@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from data.class_names import each_once, named_classes, schema_of
-from data.errors import DataError, listed
-from data.text.hub import HUB, HubDataset, data_files
+from polyad.data.class_names import each_once, named_classes, schema_of
+from polyad.data.errors import DataError, listed
+from polyad.data.text.hub import HUB, HubDataset, data_files
 
 
 def check_names(dataset: HubDataset, splits: Mapping[str, Any]) -> None:

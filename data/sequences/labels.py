@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from data.errors import DataError, listed, nearest
-from data.sequences.schemas import HIDDEN
-from data.sequences.tables import Table
+from polyad.data.errors import DataError, listed, nearest
+from polyad.data.sequences.schemas import HIDDEN
+from polyad.data.sequences.tables import Table
 
 Labels = npt.NDArray[np.generic]
 """[N] int64 of classes and choices, or float64 of values."""

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from data.order import Arrays, EpochOrders
-from data.sequences.encoding import Pieces
-from data.sequences.labels import Labels
+from polyad.data.order import Arrays, EpochOrders
+from polyad.data.sequences.encoding import Pieces
+from polyad.data.sequences.labels import Labels
 
 STEP = 8
 """Padded lengths are multiples of this, as GPUs like them."""

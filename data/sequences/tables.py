@@ -10,11 +10,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from data.class_names import each_once, named_classes, schema_of
-from data.errors import DataError, listed, nearest, user_path
-from data.images.sources.found import SPLIT_NAMES
-from data.json_reader import parse_json
-from data.sequences.schemas import BENCHMARKS, SPLITS, Schema
+from polyad.data.class_names import each_once, named_classes, schema_of
+from polyad.data.errors import DataError, listed, nearest, user_path
+from polyad.data.images.sources.found import SPLIT_NAMES
+from polyad.data.json_reader import parse_json
+from polyad.data.sequences.schemas import BENCHMARKS, SPLITS, Schema
 
 SUFFIXES = (".csv", ".tsv", ".jsonl", ".parquet")
 
@@ -317,8 +317,8 @@ _READERS: dict[str, Callable[[Path, Sequence[str]], Table]] = {
 
 
 def _read_dataset(path: str, schema: Schema, wanted: Sequence[str]) -> dict[str, Table]:
-    from data.sequences.hub_names import check_names
-    from data.text.hub import find_dataset, open_rows, read_columns
+    from polyad.data.sequences.hub_names import check_names
+    from polyad.data.text.hub import find_dataset, open_rows, read_columns
 
     spec = path
     if path in BENCHMARKS:
@@ -364,7 +364,7 @@ def held_out(table: Table, share: float) -> tuple[Table, Table]:
     Returns:
         The rows that stay, and the others.
     """
-    from data.text.splits import split_of_documents
+    from polyad.data.text.splits import split_of_documents
 
     splits: Iterator[str] = split_of_documents("train", {"validation": share})
     numbers: dict[str, list[int]] = {"train": [], "validation": []}

@@ -7,13 +7,13 @@ from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
-from data.errors import DataError
-from data.text.dataset import TokenStream
-from data.text.manifest import SplitInfo
-from data.text.split_writer import SplitWriter
-from data.text.tokenizers.pieces import cut_between_words
-from data.text.tokenizers.tokenizer import Tokenizer, UnknownWordError
-from data.text.writer import BATCH_CHARACTERS
+from polyad.data.errors import DataError
+from polyad.data.text.dataset import TokenStream
+from polyad.data.text.manifest import SplitInfo
+from polyad.data.text.split_writer import SplitWriter
+from polyad.data.text.tokenizers.pieces import cut_between_words
+from polyad.data.text.tokenizers.tokenizer import Tokenizer, UnknownWordError
+from polyad.data.text.writer import BATCH_CHARACTERS
 
 REPLACEMENT = "AAA"
 """The word of TextAttack's word swap, which the papers use."""

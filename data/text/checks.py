@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from data.errors import DataError, nearest
-from data.fingerprint import file_fingerprint
-from data.text.manifest import (
+from polyad.data.errors import DataError, nearest
+from polyad.data.fingerprint import file_fingerprint
+from polyad.data.text.manifest import (
     END_BYTES,
     INDEX_HEADER_BYTES,
     MANIFEST_FILE,

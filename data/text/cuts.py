@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from data.errors import DataError
-from data.text.readers import Extent, Part, Reader, read_jsonl, read_lines, read_parquet
+from polyad.data.errors import DataError
+from polyad.data.text.readers import Extent, Part, Reader, read_jsonl, read_lines, read_parquet
 
 _BLOCK = 1 << 16
 

@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from data.errors import DataError, user_path
-from data.text.checks import check_folder, check_ids, check_prepared
-from data.text.indexed import indexed_dataset
-from data.text.manifest import Manifest, SplitName
-from data.text.tokenizers.files import load_tokenizer
-from data.text.tokenizers.tokenizer import Tokenizer
-from data.text.verification import bytes_to_verify, verify_files
+from polyad.data.errors import DataError, user_path
+from polyad.data.text.checks import check_folder, check_ids, check_prepared
+from polyad.data.text.indexed import indexed_dataset
+from polyad.data.text.manifest import Manifest, SplitName
+from polyad.data.text.tokenizers.files import load_tokenizer
+from polyad.data.text.tokenizers.tokenizer import Tokenizer
+from polyad.data.text.verification import bytes_to_verify, verify_files
 
 
 class TokenStream:

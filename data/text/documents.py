@@ -8,14 +8,21 @@ from itertools import islice
 from pathlib import Path
 from typing import Literal
 
-from data.errors import DataError, nearest, user_path
-from data.left_out import LeftOut
-from data.text.corpus import PACKAGE, module_files, package, standard_library
-from data.text.cuts import can_be_cut, part_of_file, share
-from data.text.folders import ending_of, text_files
-from data.text.manifest import SplitName
-from data.text.readers import KEYED_READERS, READERS, TEXT_READERS, Reader, read_module, read_text
-from data.text.source import Document, Skipped, Source
+from polyad.data.errors import DataError, nearest, user_path
+from polyad.data.left_out import LeftOut
+from polyad.data.text.corpus import PACKAGE, module_files, package, standard_library
+from polyad.data.text.cuts import can_be_cut, part_of_file, share
+from polyad.data.text.folders import ending_of, text_files
+from polyad.data.text.manifest import SplitName
+from polyad.data.text.readers import (
+    KEYED_READERS,
+    READERS,
+    TEXT_READERS,
+    Reader,
+    read_module,
+    read_text,
+)
+from polyad.data.text.source import Document, Skipped, Source
 
 PYTHON_STDLIB = "python-stdlib"
 """The name of the source that every machine has: see `data/text/corpus.py`."""
@@ -211,7 +218,7 @@ def open_splits(
     Raises:
         DataError: There is no such source, or it has no train split.
     """
-    from data.text.hub import find_dataset, open_dataset
+    from polyad.data.text.hub import find_dataset, open_dataset
 
     if not spec:  # the current folder would be meant otherwise
         raise DataError("the source is empty; a name or a path is needed")
@@ -332,7 +339,7 @@ def _endings() -> str:
 
 def _missing(spec: str, path: Path) -> str:
     siblings = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
-    from data.text.hub import SHORT_NAMES
+    from polyad.data.text.hub import SHORT_NAMES
 
     known = (PYTHON_STDLIB, f"{PACKAGE}PACKAGE", *SHORT_NAMES)
     return (

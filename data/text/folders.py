@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path, PurePath
 
-from data.errors import DataError
-from data.left_out import LeftOut, is_hidden
+from polyad.data.errors import DataError
+from polyad.data.left_out import LeftOut, is_hidden
 
 _PACKED = frozenset({".gz", ".zst", ".zstd", ".bz2", ".xz", ".lz4"})
 """Endings behind that of what is packed."""

@@ -13,11 +13,11 @@ from itertools import count
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from data.errors import DataError, listed, nearest, user_path
-from data.left_out import LeftOut
-from data.text.cuts import share
-from data.text.manifest import SPLITS, SplitName
-from data.text.source import Document, NoDocuments, Skipped, Source
+from polyad.data.errors import DataError, listed, nearest, user_path
+from polyad.data.left_out import LeftOut
+from polyad.data.text.cuts import share
+from polyad.data.text.manifest import SPLITS, SplitName
+from polyad.data.text.source import Document, NoDocuments, Skipped, Source
 
 HUB, ARROW = "hub:", "arrow:"
 README = "README.md"  # where a data set says which files are which configuration and split

@@ -5,10 +5,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypedDict
 
-from data.errors import DataError
-from data.left_out import LeftOut
-from data.progress import Progress
-from data.text.documents import (
+from polyad.data.errors import DataError
+from polyad.data.left_out import LeftOut
+from polyad.data.progress import Progress
+from polyad.data.text.documents import (
     TEXT_KEY,
     DocumentKind,
     FileFormat,
@@ -16,13 +16,13 @@ from data.text.documents import (
     open_source,
     open_splits,
 )
-from data.text.hub import DatasetSource
-from data.text.manifest import SPLITS, Request, SplitName
-from data.text.source import Skipped, Source
-from data.text.splits import Sources, documents_needed
-from data.text.tokenizers.pieces import PieceCutter
-from data.text.tokenizers.tokenizer import Tokenizer
-from data.text.tokenizers.training import resolve_tokenizer, training_wanted
+from polyad.data.text.hub import DatasetSource
+from polyad.data.text.manifest import SPLITS, Request, SplitName
+from polyad.data.text.source import Skipped, Source
+from polyad.data.text.splits import Sources, documents_needed
+from polyad.data.text.tokenizers.pieces import PieceCutter
+from polyad.data.text.tokenizers.tokenizer import Tokenizer
+from polyad.data.text.tokenizers.training import resolve_tokenizer, training_wanted
 
 HELD_OUT = 0.05
 """Share of the documents that is held out for each split that does not come from elsewhere."""
@@ -111,7 +111,7 @@ class Job(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """What to prepare; see `data.text.prepare.prepare`, whose arguments these are."""
+    """What to prepare; see `polyad.data.text.prepare.prepare`, whose arguments these are."""
 
     source: str
     tokenizer: str

@@ -8,9 +8,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError, model_validator
 
-from data.config import Config
-from data.errors import DataError
-from data.json_reader import parse_json, read_bounded
+from polyad.data.config import Config
+from polyad.data.errors import DataError
+from polyad.data.json_reader import parse_json, read_bounded
 
 FORMAT_VERSION = 2
 UNSEALED_VERSION = 1

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from data.errors import DataError
-from data.text.dataset import TokenStream
-from data.text.tokenizers.tokenizer import Tokenizer
+from polyad.data.errors import DataError
+from polyad.data.text.dataset import TokenStream
+from polyad.data.text.tokenizers.tokenizer import Tokenizer
 
 Ids = npt.NDArray[np.int64]
 MASKED, RANDOM = 0.8, 0.1

@@ -11,15 +11,15 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import Dataset
 
-from data.config import DataConfig
-from data.errors import DataError
-from data.text.dataset import PreparedData, TokenStream
-from data.text.manifest import TokenizerInfo
-from data.text.samples import TrainingSamples
+from polyad.data.config import DataConfig
+from polyad.data.errors import DataError
+from polyad.data.text.dataset import PreparedData, TokenStream
+from polyad.data.text.manifest import TokenizerInfo
+from polyad.data.text.samples import TrainingSamples
 
 BLOCK = 2**17
 """Samples after which the order of sources begins again; shares are exact to 1 / BLOCK."""
-_SOURCES = 2  # the last word of a random stream's seed, beside those of `data.sampler`
+_SOURCES = 2  # the last word of a random stream's seed, beside those of `polyad.data.sampler`
 
 
 class Part(NamedTuple):

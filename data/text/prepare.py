@@ -5,12 +5,12 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from data.errors import DataError, user_path
-from data.left_out import in_words
-from data.progress import Progress, Report
-from data.text.documents import TEXT_KEY, DocumentKind, FileFormat
-from data.text.job import Asked, Job
-from data.text.manifest import (
+from polyad.data.errors import DataError, user_path
+from polyad.data.left_out import in_words
+from polyad.data.progress import Progress, Report
+from polyad.data.text.documents import TEXT_KEY, DocumentKind, FileFormat
+from polyad.data.text.job import Asked, Job
+from polyad.data.text.manifest import (
     FORMAT_VERSION,
     MANIFEST_FILE,
     SPLITS,
@@ -21,15 +21,15 @@ from data.text.manifest import (
     TokenizerInfo,
     data_fingerprint,
 )
-from data.text.resume import Resume, read_resume, remove_resume, save_resume
-from data.text.source import Skipped
-from data.text.split_writer import token_dtype
-from data.text.splits import Sources
-from data.text.staging import check_replaceable, staged_folder
-from data.text.tokenizers.files import load_tokenizer
-from data.text.tokenizers.tokenizer import Tokenizer, all_cores
-from data.text.tokenizers.training import training_wanted
-from data.text.writer import DatasetWriter
+from polyad.data.text.resume import Resume, read_resume, remove_resume, save_resume
+from polyad.data.text.source import Skipped
+from polyad.data.text.split_writer import token_dtype
+from polyad.data.text.splits import Sources
+from polyad.data.text.staging import check_replaceable, staged_folder
+from polyad.data.text.tokenizers.files import load_tokenizer
+from polyad.data.text.tokenizers.tokenizer import Tokenizer, all_cores
+from polyad.data.text.tokenizers.training import training_wanted
+from polyad.data.text.writer import DatasetWriter
 
 SAVE_SECONDS = 30.0
 """An interrupted call loses at most this much of its work."""
@@ -65,11 +65,11 @@ def prepare(
             taken where it has them; see `data.text.open_source`.
         tokenizer: `train:VOCAB_SIZE`, `words`, `words:VOCAB_SIZE`, `characters`,
             `wordpiece:VOCAB_SIZE`, a path or a name of the Hugging Face hub; see
-            `data.text.tokenizers.training.resolve_tokenizer`.
+            `polyad.data.text.tokenizers.training.resolve_tokenizer`.
         output: The folder to make.
         validation_fraction: Share of the documents held out for validation, at least 0; where
             all is text files and their documents are too few, of the text, its last parts. None:
-            `data.text.job.HELD_OUT` where the split does not come from elsewhere.
+            `polyad.data.text.job.HELD_OUT` where the split does not come from elsewhere.
         test_fraction: Share held out for the test, in the same way.
         validation_source: Text that is the validation split instead.
         test_source: Text that is the test split instead.
@@ -299,7 +299,7 @@ def seal_folder(
 
 def _prepared_before(output: Path, request: Request) -> Manifest | None:
     """Returns the manifest of existing data if it is complete and of the same request."""
-    from data.text.dataset import PreparedData
+    from polyad.data.text.dataset import PreparedData
 
     if not (output / MANIFEST_FILE).is_file():
         return None

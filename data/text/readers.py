@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from data.errors import DataError, listed, nearest
-from data.json_reader import parse_json
+from polyad.data.errors import DataError, listed, nearest
+from polyad.data.json_reader import parse_json
 
 PART_BYTES = 64 * 1024
 """A text file is read in parts of this size, and a longer document comes in such."""

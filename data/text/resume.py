@@ -5,10 +5,10 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from data.config import Config
-from data.errors import DataError
-from data.fingerprint import file_fingerprint
-from data.text.manifest import (
+from polyad.data.config import Config
+from polyad.data.errors import DataError
+from polyad.data.fingerprint import file_fingerprint
+from polyad.data.text.manifest import (
     LENGTHS_SUFFIX,
     SPLITS,
     Request,
@@ -16,8 +16,8 @@ from data.text.manifest import (
     TokenizerFile,
     flush_to_disk,
 )
-from data.text.split_writer import SplitState
-from data.text.tokenizers.tokenizer import Tokenizer
+from polyad.data.text.split_writer import SplitState
+from polyad.data.text.tokenizers.tokenizer import Tokenizer
 
 RESUME_FILE, DRAFT_FILE = "resume.json", "resume.json.draft"
 

@@ -9,10 +9,10 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import Dataset
 
-from data.errors import DataError
-from data.order import Arrays, EpochOrders
-from data.text.dataset import TokenStream
-from data.text.indexed import build_sample_index
+from polyad.data.errors import DataError
+from polyad.data.order import Arrays, EpochOrders
+from polyad.data.text.dataset import TokenStream
+from polyad.data.text.indexed import build_sample_index
 
 # The last word of a random stream's seed: the two permutations of an epoch must not be one.
 _DOCUMENTS, _SAMPLES = 0, 1

@@ -11,10 +11,10 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from data.config import Config
-from data.errors import DataError
-from data.text.manifest import LENGTHS_SUFFIX, SplitInfo, ends_digest, flush_to_disk
-from data.text.tokenizers.tokenizer import Tokenizer
+from polyad.data.config import Config
+from polyad.data.errors import DataError
+from polyad.data.text.manifest import LENGTHS_SUFFIX, SplitInfo, ends_digest, flush_to_disk
+from polyad.data.text.tokenizers.tokenizer import Tokenizer
 
 MOST_TOKENS = 2**31 - 1
 """Tokens of a document: the index holds lengths in 32 bits."""

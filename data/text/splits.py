@@ -5,8 +5,8 @@ import re
 from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
-from data.text.manifest import SplitName
-from data.text.source import Document, NoDocuments, Skipped, Source
+from polyad.data.text.manifest import SplitName
+from polyad.data.text.source import Document, NoDocuments, Skipped, Source
 
 MOST_SLACK = 4096
 """Characters behind a border in which a line end, or white space, is looked for."""

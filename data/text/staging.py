@@ -8,8 +8,8 @@ import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from data.errors import DataError
-from data.text.manifest import FILES, MANIFEST_FILE, flush_to_disk
+from polyad.data.errors import DataError
+from polyad.data.text.manifest import FILES, MANIFEST_FILE, flush_to_disk
 
 
 def check_replaceable(output: Path, *, overwrite: bool) -> None:

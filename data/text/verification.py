@@ -9,8 +9,8 @@ from typing import NamedTuple, TypeAlias, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from data.errors import DataError
-from data.text.checks import (
+from polyad.data.errors import DataError
+from polyad.data.text.checks import (
     AGAIN,
     check_ids,
     check_index_header,
@@ -19,7 +19,7 @@ from data.text.checks import (
     check_tokenizer,
     check_tokens_size,
 )
-from data.text.manifest import (
+from polyad.data.text.manifest import (
     INDEX_HEADER_BYTES,
     MANIFEST_FILE,
     SPLITS,
@@ -27,7 +27,7 @@ from data.text.manifest import (
     Manifest,
     SplitName,
 )
-from data.text.tokenizers.files import load_tokenizer
+from polyad.data.text.tokenizers.files import load_tokenizer
 
 T = TypeVar("T")
 Problem: TypeAlias = DataError | OSError

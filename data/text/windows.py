@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 import torch
 
-from data.errors import DataError
-from data.text.dataset import TokenStream
+from polyad.data.errors import DataError
+from polyad.data.text.dataset import TokenStream
 
 
 class Window(NamedTuple):

@@ -4,11 +4,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
-from data.errors import DataError
-from data.text.manifest import SPLITS, SplitInfo, SplitName
-from data.text.split_writer import SplitState, SplitWriter
-from data.text.tokenizers.pieces import PieceCutter
-from data.text.tokenizers.tokenizer import Tokenizer, UnknownWordError
+from polyad.data.errors import DataError
+from polyad.data.text.manifest import SPLITS, SplitInfo, SplitName
+from polyad.data.text.split_writer import SplitState, SplitWriter
+from polyad.data.text.tokenizers.pieces import PieceCutter
+from polyad.data.text.tokenizers.tokenizer import Tokenizer, UnknownWordError
 
 BATCH_CHARACTERS = 512 * 1024
 """Text encoded at once: by its amount, not by documents, whose lengths differ by thousands."""

@@ -1,7 +1,7 @@
 """The arguments of commands that prepare and verify data."""
 
-from launch.parser import Parser
-from launch.preparation import parts_arguments
+from polyad.launch.parser import Parser
+from polyad.launch.preparation import parts_arguments
 
 
 def prepare_arguments(parser: Parser) -> None:

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from launch.arguments.runs import override_arguments
-from launch.parser import Parser, duration, names, non_negative, positive, share
+from polyad.launch.arguments.runs import override_arguments
+from polyad.launch.parser import Parser, duration, names, non_negative, positive, share
 
 
 def evaluate_arguments(parser: Parser) -> None:

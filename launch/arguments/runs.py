@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from launch.parser import Parser, positive
+from polyad.launch.parser import Parser, positive
 
 PLANNED = {"imbalance": 1.0, "storage": 2.0, "failures": 50_000.0}
 """What `polyad plan` assumes unless it is told."""
@@ -26,7 +26,7 @@ def override_arguments(parser: Parser) -> None:
 
 def launch_arguments(parser: Parser) -> None:
     """Those of `polyad launch`."""
-    from launch.via import options
+    from polyad.launch.via import options
 
     config_arguments(parser)
     options.launch_arguments(parser)
@@ -65,7 +65,7 @@ def schema_arguments(parser: Parser) -> None:
 
 def doctor_arguments(parser: Parser) -> None:
     """Those of `polyad doctor`."""
-    from launch.via import options
+    from polyad.launch.via import options
 
     parser.add_argument(
         "config", type=Path, nargs="?", metavar="CONFIG", help="a run's file, to look at its data"

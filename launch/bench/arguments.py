@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from launch.arguments.runs import override_arguments
-from launch.parser import Parser, non_negative, positive
+from polyad.launch.arguments.runs import override_arguments
+from polyad.launch.parser import Parser, non_negative, positive
 
 TEXT = {"source": "python-stdlib", "tokenizer": "train:8192", "megabytes": 8.0}
 """What `polyad bench data` reads unless it is told."""

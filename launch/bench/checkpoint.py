@@ -17,28 +17,28 @@ from typing import Any
 
 import torch
 
-from data.temporary import temporary_folder
-from launch.bench.device import now
-from launch.output import align
-from model.build import build_model
-from model.gpt2 import GPT2Config
-from parallel import comm
-from parallel.checkpoint.checkpoint import Checkpoint
-from parallel.checkpoint.commit import Retention, step_folder
-from parallel.checkpoint.manifest import PIECE_BYTES, Manifest
-from parallel.checkpoint.saver import Saver
-from parallel.checkpoint.storage import write_file
-from parallel.config import ParallelConfig
-from parallel.dims import Dims
-from parallel.fragments import fill
-from parallel.parallelize import InitialWeights, parallelize
-from parallel.zero import Engine
-from train.console import Progress
-from train.errors import ConfigError
-from train.loop.optimizer import OptimizerConfig, build_optimizer
-from train.loop.step import train_step
-from train.tasks.cross_entropy import cross_entropy
-from train.tasks.language import TextBatch, text_losses
+from polyad.data.temporary import temporary_folder
+from polyad.launch.bench.device import now
+from polyad.launch.output import align
+from polyad.model.build import build_model
+from polyad.model.gpt2 import GPT2Config
+from polyad.parallel import comm
+from polyad.parallel.checkpoint.checkpoint import Checkpoint
+from polyad.parallel.checkpoint.commit import Retention, step_folder
+from polyad.parallel.checkpoint.manifest import PIECE_BYTES, Manifest
+from polyad.parallel.checkpoint.saver import Saver
+from polyad.parallel.checkpoint.storage import write_file
+from polyad.parallel.config import ParallelConfig
+from polyad.parallel.dims import Dims
+from polyad.parallel.fragments import fill
+from polyad.parallel.parallelize import InitialWeights, parallelize
+from polyad.parallel.zero import Engine
+from polyad.train.console import Progress
+from polyad.train.errors import ConfigError
+from polyad.train.loop.optimizer import OptimizerConfig, build_optimizer
+from polyad.train.loop.step import train_step
+from polyad.train.tasks.cross_entropy import cross_entropy
+from polyad.train.tasks.language import TextBatch, text_losses
 
 STALL_GOAL, BANDWIDTH_GOAL = 1 / 20, 0.8
 """Shares of the synchronous save's time, and of the plain write's bandwidth."""

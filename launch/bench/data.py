@@ -22,19 +22,19 @@ from typing import Any
 import tokenizers
 import torch
 
-from data.sampler import micro_batches
-from data.text.dataset import PreparedData
-from data.text.documents import open_source
-from data.text.prepare import prepare
-from data.text.samples import TrainingSamples
-from data.text.tokenizers.tokenizer import Tokenizer, all_cores
-from data.text.writer import DatasetWriter
-from launch.bench.step_variants import make_step
-from launch.bench.turns import clocked, summary, take_turns
-from model.gpt2 import GPT2Config
-from parallel.zero import Precision
-from train.config.run import load_config
-from train.errors import ConfigError
+from polyad.data.sampler import micro_batches
+from polyad.data.text.dataset import PreparedData
+from polyad.data.text.documents import open_source
+from polyad.data.text.prepare import prepare
+from polyad.data.text.samples import TrainingSamples
+from polyad.data.text.tokenizers.tokenizer import Tokenizer, all_cores
+from polyad.data.text.writer import DatasetWriter
+from polyad.launch.bench.step_variants import make_step
+from polyad.launch.bench.turns import clocked, summary, take_turns
+from polyad.model.gpt2 import GPT2Config
+from polyad.parallel.zero import Precision
+from polyad.train.config.run import load_config
+from polyad.train.errors import ConfigError
 
 ENCODING_GOAL, LOADER_GOAL = 0.9, 50.0
 GPT2_124M = GPT2Config(sequence_length=1024, vocab_size=50257)

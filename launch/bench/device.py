@@ -5,8 +5,8 @@ import time
 import psutil
 import torch
 
-from parallel.host_memory import keep_freed_memory
-from train.errors import ConfigError
+from polyad.parallel.host_memory import keep_freed_memory
+from polyad.train.errors import ConfigError
 
 
 def prepare_device(device: str) -> None:

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from launch.bench.device import prepare_device
-from launch.bench.layer import (
+from polyad.launch.bench.device import prepare_device
+from polyad.launch.bench.layer import (
     HEAD,
     TOLERANCES,
     TimedLayer,
@@ -24,14 +24,14 @@ from launch.bench.layer import (
     surroundings,
     threads_of,
 )
-from launch.bench.turns import say
-from launch.output import align
-from model.config import SectionError
-from model.dense import DenseFeedForward, DenseFeedForwardConfig
-from model.emoe.config import EmergentMoEConfig
-from model.emoe.layer import EmergentMoE
-from parallel.zero import DTYPES
-from train.errors import ConfigError, RunError
+from polyad.launch.bench.turns import say
+from polyad.launch.output import align
+from polyad.model.config import SectionError
+from polyad.model.dense import DenseFeedForward, DenseFeedForwardConfig
+from polyad.model.emoe.config import EmergentMoEConfig
+from polyad.model.emoe.layer import EmergentMoE
+from polyad.parallel.zero import DTYPES
+from polyad.train.errors import ConfigError, RunError
 
 REFERENCE = "loop"
 WAYS = ("masked", "grouped", REFERENCE)

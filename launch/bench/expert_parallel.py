@@ -3,7 +3,7 @@
 Every process of this machine has tokens of its own and E / P of the experts, as under expert
 parallelism, and one thread unless told otherwise. Torchrun starts them:
 
-    python -m launch.bench.expert_parallel '{"result": FILE, "processes": 2, "tokens": 4096, ...}'
+    python -m polyad.launch.bench.expert_parallel '{"result": FILE, "processes": 2, ...}'
 """
 
 import json
@@ -14,10 +14,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from launch.ending import guard
-from launch.machine import end_with_launcher, is_main, prepare_environment
-from launch.via.agent import STANDALONE
-from train.errors import ConfigError, RunError
+from polyad.launch.ending import guard
+from polyad.launch.machine import end_with_launcher, is_main, prepare_environment
+from polyad.launch.via.agent import STANDALONE
+from polyad.train.errors import ConfigError, RunError
 
 
 def bench_expert_parallel(processes: int, **arguments: Any) -> dict[str, Any]:
@@ -35,7 +35,7 @@ def bench_expert_parallel(processes: int, **arguments: Any) -> dict[str, Any]:
         ConfigError: the experts cannot be shared so, or there are fewer GPUs.
         RunError: a process failed; it has said why.
     """
-    from launch.bench.smoe import GOAL_SHAPE, check_shape
+    from polyad.launch.bench.smoe import GOAL_SHAPE, check_shape
 
     shape = GOAL_SHAPE | arguments  # the defaults of bench_smoe
     experts = shape["experts"]
@@ -55,9 +55,9 @@ def bench_expert_parallel(processes: int, **arguments: Any) -> dict[str, Any]:
         file = Path(folder) / "result.json"
         order = arguments | {"processes": processes, "threads": threads, "result": str(file)}
         command = [
-            *(sys.executable, "-m", "launch.torchrun", *STANDALONE),
+            *(sys.executable, "-m", "polyad.launch.torchrun", *STANDALONE),
             *("--nproc-per-node", str(processes)),
-            *("-m", "launch.bench.expert_parallel", json.dumps(order)),
+            *("-m", "polyad.launch.bench.expert_parallel", json.dumps(order)),
         ]
         environment = {"OMP_NUM_THREADS": str(threads)}
         status = subprocess.run(command, env=os.environ | environment, check=False).returncode
@@ -69,8 +69,8 @@ def bench_expert_parallel(processes: int, **arguments: Any) -> dict[str, Any]:
 
 def _work() -> int:
     order = json.loads(sys.argv[1])
-    from launch.bench.smoe import bench_smoe
-    from parallel import comm
+    from polyad.launch.bench.smoe import bench_smoe
+    from polyad.parallel import comm
 
     file = Path(order.pop("result"))
     world = comm.initialize(expert_parallel_size=order.pop("processes"))
@@ -91,7 +91,7 @@ def main() -> None:
     end_with_launcher()
     prepare_environment()
     status = guard(_work)
-    from parallel import comm
+    from polyad.parallel import comm
 
     comm.leave(status)
 

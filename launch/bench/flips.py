@@ -13,26 +13,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from launch.output import align
-from model.build import build_model
-from model.gpt2 import GPT2Config
-from parallel import comm
-from parallel.checkpoint.checkpoint import Checkpoint
-from parallel.checkpoint.writer import save
-from parallel.config import ParallelConfig
-from parallel.dims import Dims
-from parallel.fragments import fill
-from parallel.parallelize import InitialWeights, parallelize
-from parallel.zero import Engine, Precision
-from train.console import Progress
-from train.guard.limits import Limits, StepOutcome
-from train.guard.monitor import MonitorConfig
-from train.guard.spikes import limits_of, remember
-from train.loop.optimizer import OptimizerConfig, build_optimizer
-from train.loop.step import train_step
-from train.state import TrainState
-from train.tasks.cross_entropy import cross_entropy
-from train.tasks.language import TextBatch, text_losses
+from polyad.launch.output import align
+from polyad.model.build import build_model
+from polyad.model.gpt2 import GPT2Config
+from polyad.parallel import comm
+from polyad.parallel.checkpoint.checkpoint import Checkpoint
+from polyad.parallel.checkpoint.writer import save
+from polyad.parallel.config import ParallelConfig
+from polyad.parallel.dims import Dims
+from polyad.parallel.fragments import fill
+from polyad.parallel.parallelize import InitialWeights, parallelize
+from polyad.parallel.zero import Engine, Precision
+from polyad.train.console import Progress
+from polyad.train.guard.limits import Limits, StepOutcome
+from polyad.train.guard.monitor import MonitorConfig
+from polyad.train.guard.spikes import limits_of, remember
+from polyad.train.loop.optimizer import OptimizerConfig, build_optimizer
+from polyad.train.loop.step import train_step
+from polyad.train.state import TrainState
+from polyad.train.tasks.cross_entropy import cross_entropy
+from polyad.train.tasks.language import TextBatch, text_losses
 
 MODEL = GPT2Config(num_layers=2, hidden_size=64, num_heads=4, sequence_length=64, vocab_size=256)
 STEPS, BATCH = 150, 8

@@ -8,9 +8,9 @@ import os
 from argparse import Namespace
 from pathlib import Path
 
-from launch.bench.arguments import TEXT
-from launch.output import check_json_path, only_results_on_stdout, show
-from launch.parser import UsageError
+from polyad.launch.bench.arguments import TEXT
+from polyad.launch.output import check_json_path, only_results_on_stdout, show
+from polyad.launch.parser import UsageError
 
 
 def _check_images(options: Namespace) -> None:
@@ -24,14 +24,14 @@ def _check_images(options: Namespace) -> None:
 
 def bench_data(options: Namespace) -> None:
     """`polyad bench data`."""
-    from launch.machine import prepare_environment
+    from polyad.launch.machine import prepare_environment
 
     prepare_environment()
     check_json_path(options.json)
     if options.images is not None:
         _check_images(options)
-        from data.errors import user_path
-        from launch.bench.images import bench_images, images_table
+        from polyad.data.errors import user_path
+        from polyad.launch.bench.images import bench_images, images_table
 
         with only_results_on_stdout() as stdout:
             folder = user_path(options.images) if options.images else None
@@ -40,7 +40,7 @@ def bench_data(options: Namespace) -> None:
         return
     if options.randaugment:
         raise UsageError("--randaugment: means nothing without --images")
-    from launch.bench.data import bench_data, bench_data_of, data_table
+    from polyad.launch.bench.data import bench_data, bench_data_of, data_table
 
     if not 0 < options.megabytes < math.inf:
         raise UsageError(f"--megabytes: {options.megabytes} is not allowed; more than 0")
@@ -62,10 +62,10 @@ def bench_data(options: Namespace) -> None:
 
 def bench_checkpoint(options: Namespace) -> None:
     """`polyad bench checkpoint`."""
-    from launch.machine import prepare_environment
+    from polyad.launch.machine import prepare_environment
 
     prepare_environment()
-    from launch.bench.checkpoint import bench_checkpoint, checkpoint_bench_table
+    from polyad.launch.bench.checkpoint import bench_checkpoint, checkpoint_bench_table
 
     check_json_path(options.json)
     with only_results_on_stdout() as stdout:
@@ -81,11 +81,11 @@ def bench_checkpoint(options: Namespace) -> None:
 
 def bench_step(options: Namespace) -> None:
     """`polyad bench step`."""
-    from launch.machine import prepare_environment
+    from polyad.launch.machine import prepare_environment
 
     prepare_environment()
     os.environ.setdefault("KINETO_LOG_LEVEL", "9")  # the profiler's library says when it begins
-    from launch.bench.step import bench_step, step_table
+    from polyad.launch.bench.step import bench_step, step_table
 
     check_json_path(options.json)
     with only_results_on_stdout() as stdout:
@@ -104,10 +104,10 @@ def bench_step(options: Namespace) -> None:
 
 def bench_plan(options: Namespace) -> None:
     """`polyad bench plan`."""
-    from launch.machine import prepare_environment
+    from polyad.launch.machine import prepare_environment
 
     prepare_environment()
-    from launch.bench.plan import bench_plan, plan_table
+    from polyad.launch.bench.plan import bench_plan, plan_table
 
     check_json_path(options.json)
     with only_results_on_stdout() as stdout:
@@ -117,10 +117,10 @@ def bench_plan(options: Namespace) -> None:
 
 def bench_flips(options: Namespace) -> None:
     """`polyad bench flips`."""
-    from launch.machine import prepare_environment
+    from polyad.launch.machine import prepare_environment
 
     prepare_environment()
-    from launch.bench.flips import MIN_STEPS, bench_flips, flips_table
+    from polyad.launch.bench.flips import MIN_STEPS, bench_flips, flips_table
 
     check_json_path(options.json)
     if options.steps < MIN_STEPS:
@@ -132,13 +132,13 @@ def bench_flips(options: Namespace) -> None:
 
 def bench_layer(options: Namespace) -> None:
     """`polyad bench layer`."""
-    from launch.machine import prepare_environment
+    from polyad.launch.machine import prepare_environment
 
     prepare_environment()
-    from launch.bench.emoe import bench_emoe, emoe_table
-    from launch.bench.expert_parallel import bench_expert_parallel
-    from launch.bench.mumoe import bench_mumoe, mumoe_table
-    from launch.bench.smoe import bench_smoe, smoe_table
+    from polyad.launch.bench.emoe import bench_emoe, emoe_table
+    from polyad.launch.bench.expert_parallel import bench_expert_parallel
+    from polyad.launch.bench.mumoe import bench_mumoe, mumoe_table
+    from polyad.launch.bench.smoe import bench_smoe, smoe_table
 
     check_json_path(options.json)
     given = {name: value for name, value in vars(options).items() if value is not None}
@@ -182,11 +182,11 @@ def bench_layer(options: Namespace) -> None:
 
 def bench_routing(options: Namespace) -> None:
     """`polyad bench routing`."""
-    from launch.machine import prepare_environment
+    from polyad.launch.machine import prepare_environment
 
     prepare_environment()
-    from launch.bench.routing import bench_routing
-    from launch.bench.routing_table import routing_table
+    from polyad.launch.bench.routing import bench_routing
+    from polyad.launch.bench.routing_table import routing_table
 
     check_json_path(options.json)
     given = {name: value for name, value in vars(options).items() if value is not None}
@@ -205,11 +205,11 @@ def bench_routing(options: Namespace) -> None:
 
 def bench_scaling(options: Namespace) -> None:
     """`polyad bench scaling`."""
-    from launch.machine import prepare_environment
+    from polyad.launch.machine import prepare_environment
 
     prepare_environment()
-    from launch.bench.scaling import bench_scaling
-    from launch.bench.scaling_table import scaling_table
+    from polyad.launch.bench.scaling import bench_scaling
+    from polyad.launch.bench.scaling_table import scaling_table
 
     check_json_path(options.json)
     config = options.config

@@ -17,15 +17,15 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from data.images.augmentation import random_crop
-from data.images.config import AugmentationConfig, ImageDataConfig, RandAugmentConfig
-from data.images.dataset import ImageData
-from data.images.prepare import prepare_images
-from data.images.samples import ImageSamples
-from data.images.torchvision_door import available
-from data.sampler import micro_batches
-from launch.bench.turns import clocked, summary, take_turns
-from train.tasks.mixing import normalize
+from polyad.data.images.augmentation import random_crop
+from polyad.data.images.config import AugmentationConfig, ImageDataConfig, RandAugmentConfig
+from polyad.data.images.dataset import ImageData
+from polyad.data.images.prepare import prepare_images
+from polyad.data.images.samples import ImageSamples
+from polyad.data.images.torchvision_door import available
+from polyad.data.sampler import micro_batches
+from polyad.launch.bench.turns import clocked, summary, take_turns
+from polyad.train.tasks.mixing import normalize
 
 SIZE, BATCH = 224, 16
 GOAL = 1.3

@@ -13,15 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from launch.bench.device import now
-from launch.bench.turns import Run, Times, part_medians, span, summary, take_turns
-from launch.machine import processor_name
-from model.build import materialize
-from model.interface import FeedForward, FeedForwardContext
-from model.kernels.cpu.gelu import has_native_gelu
-from model.kernels.cpu.processor import has_bf16_products
-from parallel import comm
-from parallel.host_memory import give_back_freed_memory
+from polyad.launch.bench.device import now
+from polyad.launch.bench.turns import Run, Times, part_medians, span, summary, take_turns
+from polyad.launch.machine import processor_name
+from polyad.model.build import materialize
+from polyad.model.interface import FeedForward, FeedForwardContext
+from polyad.model.kernels.cpu.gelu import has_native_gelu
+from polyad.model.kernels.cpu.processor import has_bf16_products
+from polyad.parallel import comm
+from polyad.parallel.host_memory import give_back_freed_memory
 
 TOLERANCES = {"fp32": 1e-4, "bf16": 0.03}
 """Allowed norm of the difference to a reference, as a share of the reference's norm."""

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from launch.bench.device import free_bytes, prepare_device
-from launch.bench.layer import (
+from polyad.launch.bench.device import free_bytes, prepare_device
+from polyad.launch.bench.layer import (
     HEAD,
     TOLERANCES,
     TimedLayer,
@@ -27,7 +27,7 @@ from launch.bench.layer import (
     surroundings,
     threads_of,
 )
-from launch.bench.mumoe_peers import (
+from polyad.launch.bench.mumoe_peers import (
     FACTORIZATIONS,
     DenseMoE,
     Einsum,
@@ -37,13 +37,13 @@ from launch.bench.mumoe_peers import (
     package_entmax,
     timed,
 )
-from launch.bench.turns import say
-from launch.output import align
-from model.dense import DenseFeedForward, DenseFeedForwardConfig
-from model.kernels.cpu.processor import has_bf16_products
-from model.mumoe.config import MuMoEConfig
-from parallel.zero import DTYPES
-from train.errors import RunError
+from polyad.launch.bench.turns import say
+from polyad.launch.output import align
+from polyad.model.dense import DenseFeedForward, DenseFeedForwardConfig
+from polyad.model.kernels.cpu.processor import has_bf16_products
+from polyad.model.mumoe.config import MuMoEConfig
+from polyad.parallel.zero import DTYPES
+from polyad.train.errors import RunError
 
 GOAL_SHAPE = {"width": 768, "hidden": 3072}
 GOAL_EXPERTS, GOAL_TOKENS = 256, 1024

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import gelu, layer_norm, linear
 
-from launch.bench.layer import TimedLayer, context_of, start
-from model.dense import DenseFeedForwardConfig
-from model.mumoe.base import Factorized
-from model.mumoe.config import FactorizationName, MuMoEConfig
-from model.mumoe.gating import EPSILON, entmax15
-from model.mumoe.layer import MuMoE
-from train.errors import ConfigError
+from polyad.launch.bench.layer import TimedLayer, context_of, start
+from polyad.model.dense import DenseFeedForwardConfig
+from polyad.model.mumoe.base import Factorized
+from polyad.model.mumoe.config import FactorizationName, MuMoEConfig
+from polyad.model.mumoe.gating import EPSILON, entmax15
+from polyad.model.mumoe.layer import MuMoE
+from polyad.train.errors import ConfigError
 
 FACTORIZATIONS: tuple[FactorizationName, ...] = ("cp", "tr")
 INITIAL = 0.02

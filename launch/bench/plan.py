@@ -8,15 +8,15 @@ matrices, ours has two with as many weights.
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from launch.output import align
-from parallel.plan.devices import DEVICES
-from train.config.rules import validate
-from train.config.run import RunConfig, load_config
-from train.console import Progress
-from train.forecast.forecast import Machines
-from train.forecast.layouts import tried
+from polyad.launch.output import align
+from polyad.parallel.plan.devices import DEVICES
+from polyad.train.config.rules import validate
+from polyad.train.config.run import RunConfig, load_config
+from polyad.train.console import Progress
+from polyad.train.forecast.forecast import Machines
+from polyad.train.forecast.layouts import tried
 
-BASE = Path(__file__).parents[2] / "configs/gpt2/124m.yaml"
+BASE = Path(__file__).resolve().parents[2] / "configs/gpt2/124m.yaml"
 LLM_FOUNDRY = "MosaicML, llm-foundry, scripts/train/benchmarking/README.md (FSDP, all sharded)"
 MEGATRON = "Narayanan et al. 2021, Efficient Large-Scale Language Model Training, table 1"
 OLMO = "Allen AI, OLMo-core 1.2, README (its number of GPUs is not given: 64 are taken)"

@@ -10,7 +10,7 @@ from typing import Any
 from torch.autograd import DeviceType  # type: ignore[attr-defined]
 from torch.profiler import ProfilerActivity, profile
 
-from launch.bench.device import now, synchronize
+from polyad.launch.bench.device import now, synchronize
 
 REGIONS = ("loss", "optimizer")
 """Names of `record_function` in the step; what runs inside counts for them, whatever it is."""

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from launch.bench.device import free_bytes, prepare_device
-from launch.bench.layer import (
+from polyad.launch.bench.device import free_bytes, prepare_device
+from polyad.launch.bench.layer import (
     TOLERANCES,
     TimedLayer,
     pass_rows,
@@ -24,7 +24,7 @@ from launch.bench.layer import (
     surroundings,
     threads_of,
 )
-from launch.bench.routing_peers import (
+from polyad.launch.bench.routing_peers import (
     MATERIALIZED,
     PLAIN,
     difference,
@@ -32,13 +32,13 @@ from launch.bench.routing_peers import (
     make_plain,
     make_variants,
 )
-from launch.bench.routing_table import add_ratios, model_config
-from launch.bench.turns import say, take_turns
-from model.build import compile_model, num_parameters
-from model.gpt2 import GPT2
-from parallel.zero import DTYPES
-from train.errors import ConfigError, RunError
-from train.tasks.cross_entropy import cross_entropy
+from polyad.launch.bench.routing_table import add_ratios, model_config
+from polyad.launch.bench.turns import say, take_turns
+from polyad.model.build import compile_model, num_parameters
+from polyad.model.gpt2 import GPT2
+from polyad.parallel.zero import DTYPES
+from polyad.train.errors import ConfigError, RunError
+from polyad.train.tasks.cross_entropy import cross_entropy
 
 GOAL_SHAPE = {
     "width": 768,

@@ -13,15 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from model.attention import AttentionTrace
-from model.build import build_model, initial_value, initial_values, place
-from model.cache import LayerCache
-from model.gpt2 import GPT2, GPT2Config
-from model.padding import RealTokens
-from model.smoe.config import SparseMoEConfig
-from model.smoe.graph import Graph, Mixed
-from model.smoe.selection import Selected, TopK
-from parallel.zero import DTYPES
+from polyad.model.attention import AttentionTrace
+from polyad.model.build import build_model, initial_value, initial_values, place
+from polyad.model.cache import LayerCache
+from polyad.model.gpt2 import GPT2, GPT2Config
+from polyad.model.padding import RealTokens
+from polyad.model.smoe.config import SparseMoEConfig
+from polyad.model.smoe.graph import Graph, Mixed
+from polyad.model.smoe.selection import Selected, TopK
+from polyad.parallel.zero import DTYPES
 
 PLAIN = "plain"
 MATERIALIZED = "T x T "

@@ -5,12 +5,12 @@ Shapes: T tokens in a sequence.
 
 from typing import Any
 
-from launch.bench.layer import setting
-from launch.bench.routing_peers import MATERIALIZED, PLAIN, graphs_of
-from launch.bench.turns import span
-from launch.output import align
-from model.gpt2 import GPT2Config
-from model.smoe.config import SparseMoEConfig
+from polyad.launch.bench.layer import setting
+from polyad.launch.bench.routing_peers import MATERIALIZED, PLAIN, graphs_of
+from polyad.launch.bench.turns import span
+from polyad.launch.output import align
+from polyad.model.gpt2 import GPT2Config
+from polyad.model.smoe.config import SparseMoEConfig
 
 HEAD = (
     "variant",

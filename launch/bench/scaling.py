@@ -13,21 +13,21 @@ from typing import Any, NamedTuple
 
 import torch
 
-from launch.bench.scaling_step import Measured
-from launch.bench.scaling_worlds import Worlds, seconds_of
-from launch.bench.turns import Run, say, summary, take_turns
-from launch.machine import cores_here, processor_name, threads_of_each
-from launch.plan.command import configuration
-from model.build import build_model, count_parameters
-from parallel.dims import Dims, LayoutError
-from parallel.plan.traffic import axes_of
-from parallel.waiting import Parts, divide
-from train.config.rules import validate
-from train.config.run import RunConfig, load_config
-from train.errors import ConfigError
-from train.forecast.layouts import changed
-from train.forecast.scale import batches_of
-from train.tasks.registry import task_class
+from polyad.launch.bench.scaling_step import Measured
+from polyad.launch.bench.scaling_worlds import Worlds, seconds_of
+from polyad.launch.bench.turns import Run, say, summary, take_turns
+from polyad.launch.machine import cores_here, processor_name, threads_of_each
+from polyad.launch.plan.command import configuration
+from polyad.model.build import build_model, count_parameters
+from polyad.parallel.dims import Dims, LayoutError
+from polyad.parallel.plan.traffic import axes_of
+from polyad.parallel.waiting import Parts, divide
+from polyad.train.config.rules import validate
+from polyad.train.config.run import RunConfig, load_config
+from polyad.train.errors import ConfigError
+from polyad.train.forecast.layouts import changed
+from polyad.train.forecast.scale import batches_of
+from polyad.train.tasks.registry import task_class
 
 CONFIG = Path(__file__).resolve().parents[2] / "configs" / "quickstart" / "gpt2.yaml"
 """What is trained unless told otherwise."""

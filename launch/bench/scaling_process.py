@@ -1,6 +1,6 @@
 """One of the processes whose steps `polyad bench scaling` times.
 
-    python -m launch.bench.scaling_process '{"address": SOCKET, "configs": {"weak": FILE, ...}}'
+    python -m polyad.launch.bench.scaling_process '{"address": SOCKET, "configs": {...}}'
 
 Torchrun starts as many as there are in one variant. Each connects to the bench, builds a model for
 each configuration, and then does the steps that it is asked for, until the bench hangs up. Between
@@ -13,13 +13,13 @@ from multiprocessing.connection import Client
 from pathlib import Path
 from typing import Any
 
-from launch.bench.scaling_step import Training
-from launch.ending import guard
-from launch.machine import bind_to_cores, end_with_launcher, prepare_environment
-from parallel import comm
-from train.config.run import RunConfig, load_config
-from train.errors import RunError
-from train.guard.memory import is_out_of_memory
+from polyad.launch.bench.scaling_step import Training
+from polyad.launch.ending import guard
+from polyad.launch.machine import bind_to_cores, end_with_launcher, prepare_environment
+from polyad.parallel import comm
+from polyad.train.config.run import RunConfig, load_config
+from polyad.train.errors import RunError
+from polyad.train.guard.memory import is_out_of_memory
 
 
 def serve(address: str, configs: dict[str, RunConfig]) -> None:

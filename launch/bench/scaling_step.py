@@ -4,20 +4,20 @@ import time
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from launch.bench.device import synchronize
-from model.build import build_model
-from parallel import comm
-from parallel.parallelize import InitialWeights
-from parallel.plan.traffic import Exchanges
-from parallel.waiting import Step, Waiting
-from train.config.rules import validate
-from train.config.run import RunConfig
-from train.errors import RunError
-from train.forecast.step import OWN_NUMBERS
-from train.layout.trial import engine_of, micro_batches
-from train.loop.device import Prefetch, allow_tf32
-from train.loop.step import IssuedStep, issue_step
-from train.tasks.random_input import losses_for
+from polyad.launch.bench.device import synchronize
+from polyad.model.build import build_model
+from polyad.parallel import comm
+from polyad.parallel.parallelize import InitialWeights
+from polyad.parallel.plan.traffic import Exchanges
+from polyad.parallel.waiting import Step, Waiting
+from polyad.train.config.rules import validate
+from polyad.train.config.run import RunConfig
+from polyad.train.errors import RunError
+from polyad.train.forecast.step import OWN_NUMBERS
+from polyad.train.layout.trial import engine_of, micro_batches
+from polyad.train.loop.device import Prefetch, allow_tf32
+from polyad.train.loop.step import IssuedStep, issue_step
+from polyad.train.tasks.random_input import losses_for
 
 LEARNING_RATE = 1e-4
 """The samples say nothing: no higher one is needed, and this one is safe without warm-up."""

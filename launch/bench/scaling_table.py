@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from launch.bench.turns import span
-from launch.output import align
-from train.console import in_bytes
+from polyad.launch.bench.turns import span
+from polyad.launch.output import align
+from polyad.train.console import in_bytes
 
 TITLES = {
     "weak": "as much for each (weak scaling)",

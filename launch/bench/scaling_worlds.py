@@ -17,10 +17,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from launch.bench.scaling_step import Measured
-from launch.via.agent import STANDALONE
-from train.config.run import RunConfig
-from train.errors import RunError
+from polyad.launch.bench.scaling_step import Measured
+from polyad.launch.via.agent import STANDALONE
+from polyad.train.config.run import RunConfig
+from polyad.train.errors import RunError
 
 LOOK_EVERY = 0.5
 """Seconds between looks at processes that have not connected yet."""
@@ -95,8 +95,8 @@ class Worlds:
             files[name] = str(path)
         return subprocess.Popen(
             [
-                *(sys.executable, "-m", "launch.torchrun", *STANDALONE),
-                *("--nproc-per-node", str(processes), "-m", "launch.bench.scaling_process"),
+                *(sys.executable, "-m", "polyad.launch.torchrun", *STANDALONE),
+                *("--nproc-per-node", str(processes), "-m", "polyad.launch.bench.scaling_process"),
                 json.dumps({"address": address, "configs": files}),
             ],
             env=os.environ | {"OMP_NUM_THREADS": str(self._threads[processes])},

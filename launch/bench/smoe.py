@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from launch.bench.device import prepare_device
-from launch.bench.layer import (
+from polyad.launch.bench.device import prepare_device
+from polyad.launch.bench.layer import (
     HEAD,
     TOLERANCES,
     TimedLayer,
@@ -24,18 +24,18 @@ from launch.bench.layer import (
     surroundings,
     threads_of,
 )
-from launch.bench.smoe_peers import (
+from polyad.launch.bench.smoe_peers import (
     REFERENCE,
     make_layers,
     make_tokens,
     orthogonal_router,
     rows_of_experts,
 )
-from launch.bench.turns import say
-from launch.output import align
-from parallel import comm
-from parallel.zero import DTYPES, import_deepspeed
-from train.errors import ConfigError, RunError
+from polyad.launch.bench.turns import say
+from polyad.launch.output import align
+from polyad.parallel import comm
+from polyad.parallel.zero import DTYPES, import_deepspeed
+from polyad.train.errors import ConfigError, RunError
 
 LOADS = ("uniform", "skewed")
 GOAL_SHAPE = {"tokens": 4096, "experts": 16, "top_k": 2, "width": 256, "hidden": 1024}

@@ -6,16 +6,16 @@ Shapes: N tokens, D width, E experts, K experts of a token, F inner width of one
 import torch
 from torch import Tensor, nn
 
-from launch.bench.layer import TimedLayer, context_of, of_ours, start
-from model.dense import DenseFeedForward, DenseFeedForwardConfig
-from model.interface import FeedForwardContext
-from model.smoe.config import SparseMoEConfig
-from model.smoe.layer import SparseMoE
-from model.smoe.scores import LinearScore
-from parallel import comm
-from parallel.expert import connect_without_engine, parallelize_experts
-from parallel.placement import placement_of
-from parallel.zero import import_deepspeed
+from polyad.launch.bench.layer import TimedLayer, context_of, of_ours, start
+from polyad.model.dense import DenseFeedForward, DenseFeedForwardConfig
+from polyad.model.interface import FeedForwardContext
+from polyad.model.smoe.config import SparseMoEConfig
+from polyad.model.smoe.layer import SparseMoE
+from polyad.model.smoe.scores import LinearScore
+from polyad.parallel import comm
+from polyad.parallel.expert import connect_without_engine, parallelize_experts
+from polyad.parallel.placement import placement_of
+from polyad.parallel.zero import import_deepspeed
 
 REFERENCE = "loop"
 SKEW = 8.0

@@ -1,6 +1,6 @@
 """One start of `polyad bench step` in a process of its own, cold or warm as its cache is.
 
-    python -m launch.bench.start '{"began": ..., "name": "polyad", ...}'
+    python -m polyad.launch.bench.start '{"began": ..., "name": "polyad", ...}'
 
 prints JSON: seconds until the imports were done, the model and its optimizer stood, and the first
 step had ended, each since the process was asked for; and the most memory of two steps.
@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 
-from launch.bench.device import prepare_device, synchronize
-from launch.bench.step import OUT_OF_MEMORY
-from launch.bench.step_variants import make_step
-from model.gpt2 import GPT2Config
-from train.guard.memory import is_out_of_memory
-from train.loop.metrics import peak_memory_bytes
+from polyad.launch.bench.device import prepare_device, synchronize
+from polyad.launch.bench.step import OUT_OF_MEMORY
+from polyad.launch.bench.step_variants import make_step
+from polyad.model.gpt2 import GPT2Config
+from polyad.train.guard.memory import is_out_of_memory
+from polyad.train.loop.metrics import peak_memory_bytes
 
 
 def measure(began: float, order: dict[str, Any]) -> dict[str, Any]:

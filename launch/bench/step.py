@@ -21,14 +21,14 @@ from typing import Any
 
 import torch
 
-from launch.bench.device import prepare_device
-from launch.bench.profile import profile_table, time_by_kind
-from launch.bench.step_variants import goal_of, make_step, model_of
-from launch.bench.turns import clocked, say, span, summary, take_turns
-from model.gpt2 import GPT2Config
-from train.errors import ConfigError, RunError
-from train.guard.memory import is_out_of_memory
-from train.loop.metrics import LogConfig, peak_flops
+from polyad.launch.bench.device import prepare_device
+from polyad.launch.bench.profile import profile_table, time_by_kind
+from polyad.launch.bench.step_variants import goal_of, make_step, model_of
+from polyad.launch.bench.turns import clocked, say, span, summary, take_turns
+from polyad.model.gpt2 import GPT2Config
+from polyad.train.errors import ConfigError, RunError
+from polyad.train.guard.memory import is_out_of_memory
+from polyad.train.loop.metrics import LogConfig, peak_flops
 
 VARIANTS = ("polyad", "transformers")
 OUT_OF_MEMORY = "out of memory"
@@ -189,7 +189,7 @@ def _start(name: str, config: GPT2Config, precision: str, shape: dict[str, Any])
     order = {"name": name, "config": config.model_dump(mode="json"), "precision": precision}
     done = subprocess.run(
         [
-            *(sys.executable, "-m", "launch.bench.start"),
+            *(sys.executable, "-m", "polyad.launch.bench.start"),
             json.dumps({"began": time.time()} | order | shape),
         ],
         capture_output=True,

@@ -6,18 +6,18 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import record_function
 
-from model.build import build_model, compile_model, materialize
-from model.dense import DenseFeedForwardConfig
-from model.feedforward import FeedForwardConfig
-from model.gpt2 import GPT2, GPT2Config
-from model.mumoe.config import MuMoEConfig
-from model.output import RoutingStats
-from model.smoe.config import SparseMoEConfig
-from parallel.vocabulary import pad_vocabulary
-from parallel.zero import DTYPES
-from train.loop.losses import LossConfig, routing_loss
-from train.loop.optimizer import OptimizerConfig, build_optimizer
-from train.tasks.cross_entropy import cross_entropy
+from polyad.model.build import build_model, compile_model, materialize
+from polyad.model.dense import DenseFeedForwardConfig
+from polyad.model.feedforward import FeedForwardConfig
+from polyad.model.gpt2 import GPT2, GPT2Config
+from polyad.model.mumoe.config import MuMoEConfig
+from polyad.model.output import RoutingStats
+from polyad.model.smoe.config import SparseMoEConfig
+from polyad.parallel.vocabulary import pad_vocabulary
+from polyad.parallel.zero import DTYPES
+from polyad.train.loop.losses import LossConfig, routing_loss
+from polyad.train.loop.optimizer import OptimizerConfig, build_optimizer
+from polyad.train.tasks.cross_entropy import cross_entropy
 
 Step = Callable[[], None]
 Call = Callable[[Tensor, Tensor], tuple[Tensor, tuple[RoutingStats, ...]]]

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from launch.bench.device import now
+from polyad.launch.bench.device import now
 
 Run = Callable[[], tuple[float, ...]]
 """Does the work once; returns the seconds of its parts."""

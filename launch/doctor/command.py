@@ -8,15 +8,15 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from launch.doctor.facts import facts_of, probe_folder, shared_folder_facts
-from launch.doctor.findings import findings
-from launch.output import align
-from train.console import in_bytes
-from train.errors import RunError
+from polyad.launch.doctor.facts import facts_of, probe_folder, shared_folder_facts
+from polyad.launch.doctor.findings import findings
+from polyad.launch.output import align
+from polyad.train.console import in_bytes
+from polyad.train.errors import RunError
 
 if TYPE_CHECKING:
-    from parallel.comm import World
-    from train.config.run import RunConfig
+    from polyad.parallel.comm import World
+    from polyad.train.config.run import RunConfig
 
 
 def examine(config: Path | None, overrides: Sequence[str]) -> dict[str, Any] | None:
@@ -32,9 +32,9 @@ def examine(config: Path | None, overrides: Sequence[str]) -> dict[str, Any] | N
     Raises:
         ValueError: with an `exit_status` of 2: the configuration is wrong.
     """
-    from parallel import comm
-    from parallel.probe import measure
-    from train.config.run import load_config
+    from polyad.parallel import comm
+    from polyad.parallel.probe import measure
+    from polyad.train.config.run import load_config
 
     begun = time.monotonic()
     run = None if config is None else load_config(config, overrides)
@@ -74,7 +74,7 @@ def named_apart(facts: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _folder(config: "RunConfig", world: "World") -> dict[str, Any]:
-    from parallel import comm
+    from polyad.parallel import comm
 
     with contextlib.ExitStack() as stack:
         place, reason = "", ""
@@ -91,11 +91,11 @@ def _folder(config: "RunConfig", world: "World") -> dict[str, Any]:
 
 def _room(config: "RunConfig", processes: int) -> str | None:
     """Why the run's next checkpoints do not fit; None if they do, or nobody knows their size."""
-    from train.config.adaptation import model_of
-    from train.config.plan import checkpoint_bytes
-    from train.config.rules import validate
-    from train.guard.room import check_room
-    from train.tasks.registry import open_task
+    from polyad.train.config.adaptation import model_of
+    from polyad.train.config.plan import checkpoint_bytes
+    from polyad.train.config.rules import validate
+    from polyad.train.guard.room import check_room
+    from polyad.train.tasks.registry import open_task
 
     try:
         config = config.model_copy(update={"model": open_task(config.for_task()).model})

@@ -12,11 +12,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from data.temporary import temporary_folder
-from train.errors import one_line
+from polyad.data.temporary import temporary_folder
+from polyad.train.errors import one_line
 
 if TYPE_CHECKING:
-    from train.config.run import RunConfig
+    from polyad.train.config.run import RunConfig
 
 QUERY = "clocks_throttle_reasons.active,ecc.errors.uncorrected.volatile.total,temperature.gpu"
 IDLE_CLOCKS = 0x1 | 0x2
@@ -42,8 +42,8 @@ def facts_of(config: "RunConfig | None", local_rank: int) -> dict[str, Any]:
 
 def _agreed(config: "RunConfig | None") -> dict[str, Any]:
     """What has to be the same everywhere, and why data cannot be read, if it cannot."""
-    from train.config.agreement import agreed_facts
-    from train.tasks.registry import open_task
+    from polyad.train.config.agreement import agreed_facts
+    from polyad.train.tasks.registry import open_task
 
     if config is None:
         return {"agreed": agreed_facts(None, None), "data_error": None}
@@ -128,8 +128,8 @@ def shared_folder_facts(folder: Path, world: Any) -> dict[str, Any]:
     Returns:
         JSON values of this process.
     """
-    from parallel import comm
-    from train.guard.run_folder import seen_in_time
+    from polyad.parallel import comm
+    from polyad.train.guard.run_folder import seen_in_time
 
     lock = folder / "lock"
     found: dict[str, Any] = {}

@@ -3,9 +3,9 @@
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from parallel.meeting import comparison
-from parallel.probe import Link, Measured
-from train.console import in_bytes
+from polyad.parallel.meeting import comparison
+from polyad.parallel.probe import Link, Measured
+from polyad.train.console import in_bytes
 
 SLOW_LINK, SLOW_DEVICE = 0.5, 0.8
 """Of the usual one: links and devices below it are named."""

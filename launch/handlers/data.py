@@ -4,13 +4,13 @@ import time
 from argparse import Namespace
 from typing import Any
 
-from launch.output import check_json_path, only_results_on_stdout, show
-from launch.parser import UsageError
+from polyad.launch.output import check_json_path, only_results_on_stdout, show
+from polyad.launch.parser import UsageError
 
 
 def prepare(options: Namespace) -> None:
     """`polyad prepare`."""
-    from launch.machine import prepare_environment
+    from polyad.launch.machine import prepare_environment
 
     prepare_environment()
     given = vars(options)
@@ -26,14 +26,14 @@ def prepare(options: Namespace) -> None:
     missing = [f"--{name}" for name in ("source", "tokenizer") if given[name] is None]
     if missing:
         raise UsageError(f"needs {' and '.join(missing)}, or --images for images")
-    from launch.preparation import prepare_in_parts, take_parts
+    from polyad.launch.preparation import prepare_in_parts, take_parts
 
     in_parts = take_parts(given)
     if in_parts.parts is not None:
         prepare_in_parts(given, in_parts)
         return
-    from data.text.prepare import prepare
-    from launch.tables import prepared_table
+    from polyad.data.text.prepare import prepare
+    from polyad.launch.tables import prepared_table
 
     with only_results_on_stdout() as stdout:
         started = time.monotonic()
@@ -47,7 +47,7 @@ def _prepare_images(source: str, of_images: dict[str, Any], given: dict[str, Any
         if name not in ("output", "overwrite") and value not in _TEXT_DEFAULTS.get(name, (None,)):
             option = _TEXT_OPTIONS.get(name, name.replace("_", "-"))
             raise UsageError(f"--{option}: {value} is of text, and is not allowed with --images")
-    from data.images.prepare import prepare_images, prepared_rows
+    from polyad.data.images.prepare import prepare_images, prepared_rows
 
     with only_results_on_stdout() as stdout:
         started = time.monotonic()
@@ -78,7 +78,7 @@ _TEXT_DEFAULTS: dict[str, tuple[object, ...]] = {
 
 def data_verify(options: Namespace) -> None:
     """`polyad data verify`."""
-    from launch.data import check_verified, data_table, verify_data
+    from polyad.launch.data import check_verified, data_table, verify_data
 
     check_json_path(options.json)
     with only_results_on_stdout() as stdout:

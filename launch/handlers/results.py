@@ -6,22 +6,22 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from data.files import write_whole
-from launch.machine import is_main
-from launch.output import check_json_path, only_results_on_stdout, show
-from launch.parser import UsageError
+from polyad.data.files import write_whole
+from polyad.launch.machine import is_main
+from polyad.launch.output import check_json_path, only_results_on_stdout, show
+from polyad.launch.parser import UsageError
 
 
 def evaluate(options: Namespace) -> None:
     """`polyad evaluate`."""
-    from launch.machine import end_with_launcher, prepare_environment
+    from polyad.launch.machine import end_with_launcher, prepare_environment
 
     end_with_launcher()
     prepare_environment()
-    from parallel import comm
-    from parallel.checkpoint.checkpoint import best_checkpoint
-    from parallel.checkpoint.newest import chosen_by_main, newest_of, read_newest
-    from parallel.meeting import agree
+    from polyad.parallel import comm
+    from polyad.parallel.checkpoint.checkpoint import best_checkpoint
+    from polyad.parallel.checkpoint.newest import chosen_by_main, newest_of, read_newest
+    from polyad.parallel.meeting import agree
 
     check_json_path(options.json)
     _check_evaluation(options)
@@ -43,12 +43,12 @@ def evaluate(options: Namespace) -> None:
 
 def _evaluated(path: Path, options: Namespace) -> tuple[dict[str, Any], str]:
     """What `polyad evaluate` finds at a checkpoint, and its table."""
-    from data.images.noise import GaussianNoise
-    from data.text.attack import WordSwap
-    from parallel.checkpoint.newest import read_newest
-    from train.evaluation.evaluate import evaluate, result_table
-    from train.evaluation.stability import PROBE_UNITS, compare, comparison_table
-    from train.experts.steering import parse_steering
+    from polyad.data.images.noise import GaussianNoise
+    from polyad.data.text.attack import WordSwap
+    from polyad.parallel.checkpoint.newest import read_newest
+    from polyad.train.evaluation.evaluate import evaluate, result_table
+    from polyad.train.evaluation.stability import PROBE_UNITS, compare, comparison_table
+    from polyad.train.experts.steering import parse_steering
 
     steerings = [parse_steering(text) for text in options.steer]
     chosen = {"data": options.data, "split": options.split, "overrides": tuple(options.overrides)}
@@ -60,14 +60,14 @@ def _evaluated(path: Path, options: Namespace) -> tuple[dict[str, Any], str]:
         )
         return result, comparison_table(result)
     if options.specialization:
-        from train.evaluation.specialization import specialization, specialization_table
+        from polyad.train.evaluation.specialization import specialization, specialization_table
 
         result = specialization(path, **stored, **chosen)
         return result, specialization_table(result)
     if options.knockout:
-        from train.evaluation.knockout import knockout
-        from train.evaluation.knockout_table import knockout_table
-        from train.experts.knockout_pass import KNOCKOUT_TOKENS
+        from polyad.train.evaluation.knockout import knockout
+        from polyad.train.evaluation.knockout_table import knockout_table
+        from polyad.train.experts.knockout_pass import KNOCKOUT_TOKENS
 
         result = knockout(
             path,
@@ -80,13 +80,13 @@ def _evaluated(path: Path, options: Namespace) -> tuple[dict[str, Any], str]:
         )
         return result, knockout_table(result)
     if options.rewrite is not None:
-        from train.evaluation.rewriting import rewriting, rewriting_table
+        from polyad.train.evaluation.rewriting import rewriting, rewriting_table
 
         result = rewriting(path, options.rewrite, **stored, **chosen)
         return result, rewriting_table(result)
     if options.robustness is not None:
-        from data.errors import user_path
-        from train.evaluation.robustness import robustness, robustness_table
+        from polyad.data.errors import user_path
+        from polyad.train.evaluation.robustness import robustness, robustness_table
 
         name, place = options.robustness
         del chosen["split"]
@@ -108,7 +108,7 @@ def _evaluated(path: Path, options: Namespace) -> tuple[dict[str, Any], str]:
 
 def _check_evaluation(options: Namespace) -> None:
     """Which options of `polyad evaluate` go together."""
-    from data.images.imagenet import ROBUSTNESS_SETS
+    from polyad.data.images.imagenet import ROBUSTNESS_SETS
 
     needs = {
         "--rate": ["--attack"],
@@ -157,10 +157,10 @@ def _check_evaluation(options: Namespace) -> None:
 
 def report(options: Namespace) -> None:
     """`polyad report`."""
-    from launch.machine import prepare_environment
+    from polyad.launch.machine import prepare_environment
 
     prepare_environment()
-    from train.experts.report.command import report, report_line
+    from polyad.train.experts.report.command import report, report_line
 
     check_json_path(options.json)
     with only_results_on_stdout() as stdout:
@@ -182,16 +182,16 @@ def report(options: Namespace) -> None:
 
 def study(options: Namespace) -> None:
     """`polyad study`."""
-    from launch.machine import prepare_environment
+    from polyad.launch.machine import prepare_environment
 
     prepare_environment()
-    from launch.study.figure import check_figure, figure
-    from launch.study.folder import form_of, kept_result
-    from launch.study.page import check_page, page
-    from launch.study.progress import plans_table
-    from launch.study.run import compare_finished, describe_study, study
-    from launch.study.tables import result_table
-    from train.errors import ConfigError, RunError, Stopped
+    from polyad.launch.study.figure import check_figure, figure
+    from polyad.launch.study.folder import form_of, kept_result
+    from polyad.launch.study.page import check_page, page
+    from polyad.launch.study.progress import plans_table
+    from polyad.launch.study.run import compare_finished, describe_study, study
+    from polyad.launch.study.tables import result_table
+    from polyad.train.errors import ConfigError, RunError, Stopped
 
     check_json_path(options.json)
     _check_study(options)
@@ -250,15 +250,15 @@ def _is_kept(study: Path) -> bool:
 
 def convert(options: Namespace) -> None:
     """`polyad convert`."""
-    from launch.machine import prepare_environment
+    from polyad.launch.machine import prepare_environment
 
     prepare_environment()
-    from train.exchange.change import Change
-    from train.exchange.convert import conversion_table, convert
-    from train.exchange.factorize import Factorizing
-    from train.exchange.linear_score import LinearScores
-    from train.exchange.split import Splitting
-    from train.exchange.upcycle import Upcycling
+    from polyad.train.exchange.change import Change
+    from polyad.train.exchange.convert import conversion_table, convert
+    from polyad.train.exchange.factorize import Factorizing
+    from polyad.train.exchange.linear_score import LinearScores
+    from polyad.train.exchange.split import Splitting
+    from polyad.train.exchange.upcycle import Upcycling
 
     check_json_path(options.json)
     change: Change | None = LinearScores() if options.linear_score else None
@@ -284,13 +284,13 @@ def convert(options: Namespace) -> None:
 
 def generate(options: Namespace) -> None:
     """`polyad generate`."""
-    from launch.machine import prepare_environment
+    from polyad.launch.machine import prepare_environment
 
     prepare_environment()
-    from parallel.checkpoint.checkpoint import best_checkpoint
-    from parallel.checkpoint.newest import newest_of, read_newest
-    from train.evaluation.generate import Sampling, generate
-    from train.experts.steering import effect_lines, parse_steering
+    from polyad.parallel.checkpoint.checkpoint import best_checkpoint
+    from polyad.parallel.checkpoint.newest import newest_of, read_newest
+    from polyad.train.evaluation.generate import Sampling, generate
+    from polyad.train.experts.steering import effect_lines, parse_steering
 
     check_json_path(options.json)
     steerings = [parse_steering(text) for text in options.steer]

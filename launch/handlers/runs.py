@@ -3,23 +3,23 @@
 import sys
 from argparse import Namespace
 
-from data.files import write_whole
-from launch.machine import is_main
-from launch.output import check_json_path, only_results_on_stdout, show
+from polyad.data.files import write_whole
+from polyad.launch.machine import is_main
+from polyad.launch.output import check_json_path, only_results_on_stdout, show
 
 
 def train(options: Namespace) -> None:
     """`polyad train`."""
-    from launch.machine import bind_to_cores, end_with_launcher, prepare_environment
-    from launch.tables import trained_table
-    from launch.torchrun import forget_stop
+    from polyad.launch.machine import bind_to_cores, end_with_launcher, prepare_environment
+    from polyad.launch.tables import trained_table
+    from polyad.launch.torchrun import forget_stop
 
     launched = end_with_launcher()
     bind_to_cores()
     forget_stop()
     prepare_environment()
-    from parallel import comm
-    from train.pretrain import main as train
+    from polyad.parallel import comm
+    from polyad.train.pretrain import main as train
 
     with only_results_on_stdout() as stdout:
         state = train(options.config, options.overrides, launched=launched)
@@ -30,8 +30,8 @@ def train(options: Namespace) -> None:
 
 def launch(options: Namespace) -> int:
     """`polyad launch`."""
-    from launch.machine import end_with_launcher
-    from launch.via.options import launch_from
+    from polyad.launch.machine import end_with_launcher
+    from polyad.launch.via.options import launch_from
 
     end_with_launcher()
     return launch_from(options)
@@ -39,8 +39,8 @@ def launch(options: Namespace) -> int:
 
 def validate(options: Namespace) -> None:
     """`polyad validate`."""
-    from parallel.comm import environment_world_size
-    from train.config.describe import describe_run, description_table
+    from polyad.parallel.comm import environment_world_size
+    from polyad.train.config.describe import describe_run, description_table
 
     check_json_path(options.json)
     with only_results_on_stdout() as stdout:
@@ -55,7 +55,7 @@ def validate(options: Namespace) -> None:
 
 def checkpoint_list(options: Namespace) -> None:
     """`polyad checkpoint list`."""
-    from launch.checkpoints import checkpoint_table, list_checkpoints
+    from polyad.launch.checkpoints import checkpoint_table, list_checkpoints
 
     check_json_path(options.json)
     with only_results_on_stdout() as stdout:
@@ -65,7 +65,7 @@ def checkpoint_list(options: Namespace) -> None:
 
 def checkpoint_verify(options: Namespace) -> int:
     """`polyad checkpoint verify`."""
-    from launch.checkpoints import checkpoint_table, verify_checkpoints
+    from polyad.launch.checkpoints import checkpoint_table, verify_checkpoints
 
     check_json_path(options.json)
     with only_results_on_stdout() as stdout:
@@ -76,7 +76,7 @@ def checkpoint_verify(options: Namespace) -> int:
 
 def checkpoint_delete(options: Namespace) -> None:
     """`polyad checkpoint delete`."""
-    from launch.checkpoints import checkpoint_table, delete_checkpoints
+    from polyad.launch.checkpoints import checkpoint_table, delete_checkpoints
 
     check_json_path(options.json)
     with only_results_on_stdout() as stdout:
@@ -87,16 +87,16 @@ def checkpoint_delete(options: Namespace) -> None:
 
 def schema(options: Namespace) -> None:
     """`polyad schema`."""
-    from launch.schema import schema_text
+    from polyad.launch.schema import schema_text
 
     sys.stdout.write(schema_text(options.kind))
 
 
 def doctor(options: Namespace) -> int:
     """`polyad doctor`."""
-    from launch.doctor.command import check, examine, in_a_group, table
-    from launch.machine import end_with_launcher, prepare_environment
-    from launch.via.options import launch_from
+    from polyad.launch.doctor.command import check, examine, in_a_group, table
+    from polyad.launch.machine import end_with_launcher, prepare_environment
+    from polyad.launch.via.options import launch_from
 
     check_json_path(options.json)
     end_with_launcher()
@@ -116,21 +116,21 @@ def doctor(options: Namespace) -> int:
 
 def verify_layout(options: Namespace) -> None:
     """`polyad verify-layout`."""
-    from launch.verify_layout import (
+    from polyad.launch.verify_layout import (
         become_processes,
         check,
         check_processes,
         table,
         verify_layout,
     )
-    from parallel.comm import environment_world_size
+    from polyad.parallel.comm import environment_world_size
 
     check_json_path(options.json)
     found = environment_world_size()
     processes = check_processes(options.processes, found)
     if found == 1:
-        from train.config.run import load_config
-        from train.layout.small import small_config
+        from polyad.train.config.run import load_config
+        from polyad.train.layout.small import small_config
 
         small_config(load_config(options.config, options.overrides), processes)
         words = [str(options.config), "--processes", str(processes)]
@@ -145,7 +145,7 @@ def verify_layout(options: Namespace) -> None:
 
 def plan(options: Namespace) -> None:
     """`polyad plan`."""
-    from launch.plan.command import (
+    from polyad.launch.plan.command import (
         HERE,
         become_processes,
         check,
@@ -154,11 +154,11 @@ def plan(options: Namespace) -> None:
         plan,
         plan_here,
     )
-    from launch.plan.table import table
-    from launch.study.figure import check_figure
-    from parallel.comm import environment_world_size
-    from parallel.plan.devices import DEVICES
-    from train.forecast.forecast import Machines
+    from polyad.launch.plan.table import table
+    from polyad.launch.study.figure import check_figure
+    from polyad.parallel.comm import environment_world_size
+    from polyad.parallel.plan.devices import DEVICES
+    from polyad.train.forecast.forecast import Machines
 
     check_json_path(options.json)
     if options.figure:
@@ -190,7 +190,7 @@ def plan(options: Namespace) -> None:
             scale=options.figure is not None,
         )
         if options.figure:
-            from launch.plan.figure import figure
+            from polyad.launch.plan.figure import figure
 
             write_whole(options.figure, figure(result))
         show(result, table(result), options.json, stdout)

@@ -7,15 +7,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from launch.arguments.runs import PLANNED
-from launch.machine import end_with_launcher, prepare_environment, share_cores
-from launch.parser import UsageError
-from launch.via.agent import STANDALONE
-from train.errors import ConfigError
+from polyad.launch.arguments.runs import PLANNED
+from polyad.launch.machine import end_with_launcher, prepare_environment, share_cores
+from polyad.launch.parser import UsageError
+from polyad.launch.via.agent import STANDALONE
+from polyad.train.errors import ConfigError
 
 if TYPE_CHECKING:
-    from train.config.run import RunConfig
-    from train.forecast.forecast import Machines
+    from polyad.train.config.run import RunConfig
+    from polyad.train.forecast.forecast import Machines
 
 HERE = "cpu-here"
 RANGES = (("imbalance", 1.0, 100.0), ("storage", 1e-3, 1e6), ("failures", 1.0, 1e9))
@@ -24,7 +24,7 @@ RANGES = (("imbalance", 1.0, 100.0), ("storage", 1e-3, 1e6), ("failures", 1.0, 1
 
 def device_names() -> list[str]:
     """What `--device` takes."""
-    from parallel.plan.devices import DEVICES
+    from polyad.parallel.plan.devices import DEVICES
 
     return [*DEVICES, HERE]
 
@@ -35,10 +35,10 @@ def configuration(path: Path, overrides: Sequence[str], processes: int) -> "RunC
     Raises:
         ValueError: with an `exit_status` of 2: one line says what is wrong.
     """
-    from train.config.describe import check_without_data
-    from train.config.plan import open_inputs
-    from train.config.rules import validate
-    from train.config.run import load_config
+    from polyad.train.config.describe import check_without_data
+    from polyad.train.config.plan import open_inputs
+    from polyad.train.config.rules import validate
+    from polyad.train.config.run import load_config
 
     config = load_config(path, overrides)
     validate(config, processes)
@@ -74,11 +74,11 @@ def plan(
     Returns:
         JSON values.
     """
-    from train.config.rules import validate
-    from train.console import Progress
-    from train.forecast.forecast import by_recomputation, forecast
-    from train.forecast.layouts import fastest_layouts, layout_rows, what_would_fit
-    from train.forecast.scale import scaling
+    from polyad.train.config.rules import validate
+    from polyad.train.console import Progress
+    from polyad.train.forecast.forecast import by_recomputation, forecast
+    from polyad.train.forecast.layouts import fastest_layouts, layout_rows, what_would_fit
+    from polyad.train.forecast.scale import scaling
 
     prepare_environment()
     dims = validate(config, machines.processes)
@@ -105,7 +105,7 @@ def check(result: dict[str, Any]) -> None:
     """
     if result["fits"]:
         return
-    from train.console import in_bytes
+    from polyad.train.console import in_bytes
 
     memory, name = result["memory_bytes"], result["layout"]["device"]
     ways = [f"{each['change']} ({in_bytes(each['memory_bytes'])})" for each in result["would_fit"]]
@@ -161,8 +161,8 @@ def become_processes(options: Namespace) -> None:
     os.execv(
         sys.executable,
         [
-            *(sys.executable, "-m", "launch.torchrun", *STANDALONE),
-            *("--nproc-per-node", str(processes), "-m", "launch", "plan"),
+            *(sys.executable, "-m", "polyad.launch.torchrun", *STANDALONE),
+            *("--nproc-per-node", str(processes), "-m", "polyad.launch", "plan"),
             *(*words, *options.overrides),
         ],
     )
@@ -183,6 +183,6 @@ def plan_here(
     """
     end_with_launcher()
     prepare_environment()
-    from train.forecast.here import forecast_here
+    from polyad.train.forecast.here import forecast_here
 
     return forecast_here(config, processes, check_steps=check_steps)

@@ -4,8 +4,8 @@ import math
 from html import escape
 from typing import Any
 
-from launch.study.drawing import COLOURS, STYLE
-from train.console import in_bytes
+from polyad.launch.study.drawing import COLOURS, STYLE
+from polyad.train.console import in_bytes
 
 WIDTH, HEIGHT, MARGIN = 460, 320, 56
 TITLES = {

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from launch.output import align
-from train.console import duration, in_bytes
+from polyad.launch.output import align
+from polyad.train.console import duration, in_bytes
 
 EVERY = 1e-4
 """Of a step: collectives that take less of the bytes are one line together."""

@@ -9,9 +9,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from data.json_reader import read_json
-from train.study.grid import as_written
-from train.study.study import Run, Study
+from polyad.data.json_reader import read_json
+from polyad.train.study.grid import as_written
+from polyad.train.study.study import Run, Study
 
 ENVIRONMENT = ("git_commit", "versions", "platform", "gpus")
 

@@ -8,8 +8,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from launch.study.times import spread_over
-from train.study.paired import paired_difference
+from polyad.launch.study.times import spread_over
+from polyad.train.study.paired import paired_difference
 
 RunKey = tuple[str, int]
 """Name of a variant, at its point of the grid, and seed."""

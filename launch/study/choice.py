@@ -4,9 +4,9 @@ import math
 import statistics
 from typing import Any
 
-from launch.records import Records
-from train.errors import RunError
-from train.study.study import Run, Study, Variant
+from polyad.launch.records import Records
+from polyad.train.errors import RunError
+from polyad.train.study.study import Run, Study, Variant
 
 Results = dict[tuple[str, int], dict[str, Any]]
 """Of finished runs, by variant and seed."""

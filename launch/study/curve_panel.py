@@ -6,9 +6,9 @@ from html import escape
 from itertools import groupby
 from typing import Any
 
-from launch.study.answer import amount
-from launch.study.drawing import FOOT, HEAD, WIDTH, Scale, heading, scale, span
-from train.experts.report.charts import ticks
+from polyad.launch.study.answer import amount
+from polyad.launch.study.drawing import FOOT, HEAD, WIDTH, Scale, heading, scale, span
+from polyad.train.experts.report.charts import ticks
 
 CURVES_HEIGHT = 280
 LEFT, RIGHT = 58, 12

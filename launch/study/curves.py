@@ -20,7 +20,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from train.study.paired import confidence_factor, interval, paired_difference, spread
+from polyad.train.study.paired import confidence_factor, interval, paired_difference, spread
 
 FEWEST_STEPS, FEWEST_SEEDS = 4, 2
 """With which a difference is fitted."""

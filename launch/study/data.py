@@ -6,19 +6,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from data.errors import DataError, user_path
-from data.images.prepare import prepare_images
-from data.text.dataset import PreparedData
-from data.text.prepare import prepare
-from launch.output import say
-from model.bert import BertConfig
-from model.gpt2 import GPT2Config
-from model.settings import ModelSettings
-from train.errors import ConfigError
-from train.study.config import StudyData
-from train.study.study import Study, Variant
-from train.tasks.registry import open_task
-from train.tasks.text import with_vocabulary
+from polyad.data.errors import DataError, user_path
+from polyad.data.images.prepare import prepare_images
+from polyad.data.text.dataset import PreparedData
+from polyad.data.text.prepare import prepare
+from polyad.launch.output import say
+from polyad.model.bert import BertConfig
+from polyad.model.gpt2 import GPT2Config
+from polyad.model.settings import ModelSettings
+from polyad.train.errors import ConfigError
+from polyad.train.study.config import StudyData
+from polyad.train.study.study import Study, Variant
+from polyad.train.tasks.registry import open_task
+from polyad.train.tasks.text import with_vocabulary
 
 
 def prepared(study: Study) -> str:

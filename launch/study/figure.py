@@ -13,9 +13,9 @@ from html import escape
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from launch.output import check_result_file
-from launch.study.curve_panel import CURVES_HEIGHT, curves_of, draw_curves
-from launch.study.drawing import (
+from polyad.launch.output import check_result_file
+from polyad.launch.study.curve_panel import CURVES_HEIGHT, curves_of, draw_curves
+from polyad.launch.study.drawing import (
     COLOURS,
     FOOT,
     GAP,
@@ -29,8 +29,8 @@ from launch.study.drawing import (
     scale,
     span,
 )
-from launch.study.results import measures
-from train.experts.report.charts import ticks
+from polyad.launch.study.results import measures
+from polyad.train.experts.report.charts import ticks
 
 NAMES = 140
 """Width of the variants' names."""

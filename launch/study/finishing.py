@@ -4,21 +4,21 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from data.json_reader import read_json
-from launch.output import say, strict
-from launch.records import last_loss, last_routing, median_rate, peak_memory
-from launch.study.choice import validation_score
-from launch.study.folder import write_json
-from launch.study.jobs import CommandFailed, Work
-from launch.study.measures import Measure, forget
-from launch.study.plan import newest_step
-from launch.study.progress import trained_line
-from parallel.checkpoint.verification import newest_that_opens
-from train.errors import RunError
-from train.loop.best import is_over
-from train.records import METRICS_FILE, read_records, records_of
-from train.state import TrainState
-from train.study.study import Run
+from polyad.data.json_reader import read_json
+from polyad.launch.output import say, strict
+from polyad.launch.records import last_loss, last_routing, median_rate, peak_memory
+from polyad.launch.study.choice import validation_score
+from polyad.launch.study.folder import write_json
+from polyad.launch.study.jobs import CommandFailed, Work
+from polyad.launch.study.measures import Measure, forget
+from polyad.launch.study.plan import newest_step
+from polyad.launch.study.progress import trained_line
+from polyad.parallel.checkpoint.verification import newest_that_opens
+from polyad.train.errors import RunError
+from polyad.train.loop.best import is_over
+from polyad.train.records import METRICS_FILE, read_records, records_of
+from polyad.train.state import TrainState
+from polyad.train.study.study import Run
 
 
 def finishing(run: Run, jobs: int) -> Work:

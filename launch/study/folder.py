@@ -14,13 +14,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from data.files import write_whole
-from data.json_reader import read_json
-from launch.output import strict
-from train.errors import ConfigError, shortened
-from train.guard.run_folder import NO_LOCKS, check_place
-from train.study.config import StudyData
-from train.study.study import Run, Study, changed_key
+from polyad.data.files import write_whole
+from polyad.data.json_reader import read_json
+from polyad.launch.output import strict
+from polyad.train.errors import ConfigError, shortened
+from polyad.train.guard.run_folder import NO_LOCKS, check_place
+from polyad.train.study.config import StudyData
+from polyad.train.study.study import Run, Study, changed_key
 
 RECORD, RESULTS, LOCK = "study.json", "results.json", ".lock"
 RESULT_KEYS = (
@@ -29,13 +29,13 @@ RESULT_KEYS = (
 """Keys that every result has, with tasks or without."""
 SPREAD = {"mean", "deviation"}
 INTERVAL = SPREAD | {"low", "high"}
-"""Numbers of a mean and its interval, as `train.study.paired` has them."""
+"""Numbers of a mean and its interval, as `polyad.train.study.paired` has them."""
 _OTHER_FORM = (
     LookupError, TypeError, AttributeError, ArithmeticError, ValueError, RecursionError,
 )  # fmt: skip
 """What code meets that reads JSON of another form than it expects."""
 CROSSING = {"units", "low", "high"}
-"""Where a difference would be zero, as `launch.study.curves` has it."""
+"""Where a difference would be zero, as `polyad.launch.study.curves` has it."""
 
 
 def check_folder(study: Study) -> None:

@@ -13,9 +13,9 @@ from typing import Any, Generic, NoReturn, TypeVar
 
 import torch
 
-from launch.child import STOPPED, Child, Children
-from launch.machine import threads_of_each
-from train.errors import RunError, stopped
+from polyad.launch.child import STOPPED, Child, Children
+from polyad.launch.machine import threads_of_each
+from polyad.train.errors import RunError, stopped
 
 Work = Generator[tuple[str, ...], None, dict[str, Any]]
 """Yields the words of a command of `polyad`, goes on once that has ended well, returns a result.

@@ -18,12 +18,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from data.json_reader import read_json
-from launch.records import head_changes, last_fluctuation, validations
-from launch.study.folder import write_json
-from train.errors import ConfigError, RunError
-from train.records import METRICS_FILE, read_records
-from train.study.study import Run, Study, Variant
+from polyad.data.json_reader import read_json
+from polyad.launch.records import head_changes, last_fluctuation, validations
+from polyad.launch.study.folder import write_json
+from polyad.train.errors import ConfigError, RunError
+from polyad.train.records import METRICS_FILE, read_records
+from polyad.train.study.study import Run, Study, Variant
 
 KEYS = ("loss", "split", "step", "attack", "leak")
 """Of what `polyad evaluate` gives, those that are read here."""

@@ -9,16 +9,16 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from launch.output import check_result_file
-from launch.study.answer import UNCORRECTED, answers, closing_answers
-from launch.study.cells import Row
-from launch.study.drawing import STYLE
-from launch.study.figure import figure
-from launch.study.notes import notes, tasks_note
-from launch.study.tables import over_tasks_rows, tables_of
-from train.experts.report.class_page import CLASS_CSS, figure_of_table, table
-from train.experts.report.page import POLICY
-from train.experts.report.style import CSS
+from polyad.launch.output import check_result_file
+from polyad.launch.study.answer import UNCORRECTED, answers, closing_answers
+from polyad.launch.study.cells import Row
+from polyad.launch.study.drawing import STYLE
+from polyad.launch.study.figure import figure
+from polyad.launch.study.notes import notes, tasks_note
+from polyad.launch.study.tables import over_tasks_rows, tables_of
+from polyad.train.experts.report.class_page import CLASS_CSS, figure_of_table, table
+from polyad.train.experts.report.page import POLICY
+from polyad.train.experts.report.style import CSS
 
 Result = Mapping[str, Any]
 WORTH = (

@@ -3,16 +3,16 @@
 from pathlib import Path
 from typing import Any
 
-from launch.study.choice import Results, choose
-from launch.study.data import model_of
-from launch.study.measures import all_measures
-from launch.study.state import finished_runs, unfinished
-from model.settings import ModelSettings
-from parallel.checkpoint.commit import complete_checkpoints
-from train.config.describe import describe
-from train.config.plan import open_inputs, plan_run
-from train.config.rules import validate
-from train.study.study import Run, Study
+from polyad.launch.study.choice import Results, choose
+from polyad.launch.study.data import model_of
+from polyad.launch.study.measures import all_measures
+from polyad.launch.study.state import finished_runs, unfinished
+from polyad.model.settings import ModelSettings
+from polyad.parallel.checkpoint.commit import complete_checkpoints
+from polyad.train.config.describe import describe
+from polyad.train.config.plan import open_inputs, plan_run
+from polyad.train.config.rules import validate
+from polyad.train.study.study import Run, Study
 
 
 def planned(study: Study) -> dict[str, Any]:

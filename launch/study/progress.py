@@ -4,11 +4,11 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from launch.output import align
-from launch.study.measures import Measure
-from launch.study.times import Estimate
-from train.console import duration
-from train.study.study import Run, Study, Variant
+from polyad.launch.output import align
+from polyad.launch.study.measures import Measure
+from polyad.launch.study.times import Estimate
+from polyad.train.console import duration
+from polyad.train.study.study import Run, Study, Variant
 
 Row = tuple[str, ...]
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from scipy.stats import spearmanr
 
-from train.study.paired import interval
+from polyad.train.study.paired import interval
 
 LEAST = 5
 """Variants that make a correlation of ranks: of four, even perfect order comes by chance."""

@@ -5,11 +5,11 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from launch.study.curves import closing, curve
-from launch.study.relations import relations
-from train.config.environment import describe_environment
-from train.errors import RunError
-from train.study.paired import CONFIDENCE, paired_difference, spread
+from polyad.launch.study.curves import closing, curve
+from polyad.launch.study.relations import relations
+from polyad.train.config.environment import describe_environment
+from polyad.train.errors import RunError
+from polyad.train.study.paired import CONFIDENCE, paired_difference, spread
 
 Run = Mapping[str, Any]
 """The result of a finished run, with what was measured of it."""

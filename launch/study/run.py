@@ -13,15 +13,22 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from launch.output import say
-from launch.study.choice import Results, choose
-from launch.study.data import prepared
-from launch.study.finishing import finishing, measuring
-from launch.study.folder import RESULTS, check_data, check_folder, locked, write_json, write_record
-from launch.study.jobs import Jobs
-from launch.study.measures import Measure, all_measures
-from launch.study.plan import plan_of, planned
-from launch.study.progress import (
+from polyad.launch.output import say
+from polyad.launch.study.choice import Results, choose
+from polyad.launch.study.data import prepared
+from polyad.launch.study.finishing import finishing, measuring
+from polyad.launch.study.folder import (
+    RESULTS,
+    check_data,
+    check_folder,
+    locked,
+    write_json,
+    write_record,
+)
+from polyad.launch.study.jobs import Jobs
+from polyad.launch.study.measures import Measure, all_measures
+from polyad.launch.study.plan import plan_of, planned
+from polyad.launch.study.progress import (
     estimate_line,
     finished_line,
     measure_line,
@@ -29,13 +36,13 @@ from launch.study.progress import (
     plan_table,
     progress_line,
 )
-from launch.study.results import over_tasks
-from launch.study.state import beside, can_begin, compare, finished_runs, key, write_results
-from launch.study.times import Times, estimate, left_of, spread_over, time_left, with_others
-from launch.study.trials import take_trials
-from launch.study.within import Within, choice_lines, left_line, shares
-from train.study.reading import load_studies
-from train.study.study import Run, Study
+from polyad.launch.study.results import over_tasks
+from polyad.launch.study.state import beside, can_begin, compare, finished_runs, key, write_results
+from polyad.launch.study.times import Times, estimate, left_of, spread_over, time_left, with_others
+from polyad.launch.study.trials import take_trials
+from polyad.launch.study.within import Within, choice_lines, left_line, shares
+from polyad.train.study.reading import load_studies
+from polyad.train.study.study import Run, Study
 
 
 def describe_study(file: Path, jobs: int = 1, budget: float | None = None) -> dict[str, Any]:

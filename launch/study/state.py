@@ -3,12 +3,12 @@
 from collections.abc import Mapping
 from typing import Any
 
-from launch.study.about import about
-from launch.study.choice import Results, choose, grids
-from launch.study.folder import RESULTS, check_sources, read_result, write_json
-from launch.study.measures import all_measures, read_measures
-from launch.study.results import summarize
-from train.study.study import Run, Study
+from polyad.launch.study.about import about
+from polyad.launch.study.choice import Results, choose, grids
+from polyad.launch.study.folder import RESULTS, check_sources, read_result, write_json
+from polyad.launch.study.measures import all_measures, read_measures
+from polyad.launch.study.results import summarize
+from polyad.train.study.study import Run, Study
 
 
 def key(run: Run) -> tuple[str, int]:

@@ -3,11 +3,11 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from launch.output import align
-from launch.study.answer import answers
-from launch.study.cells import Row, difference_cells, mark, pm
-from launch.study.notes import notes, tasks_note
-from launch.study.training_rows import closing_rows, curve_rows, honest_rows, leak_rows
+from polyad.launch.output import align
+from polyad.launch.study.answer import answers
+from polyad.launch.study.cells import Row, difference_cells, mark, pm
+from polyad.launch.study.notes import notes, tasks_note
+from polyad.launch.study.training_rows import closing_rows, curve_rows, honest_rows, leak_rows
 
 
 def result_table(result: dict[str, Any], *, markdown: bool = False) -> str:

@@ -14,14 +14,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from data.json_reader import read_json
-from launch.study.choice import Results, choose
-from launch.study.folder import write_json
-from launch.study.measures import all_measures
-from launch.study.plan import newest_step
-from launch.study.state import key, unfinished
-from train.config.text import flatten
-from train.study.study import Run, Study, Variant, below
+from polyad.data.json_reader import read_json
+from polyad.launch.study.choice import Results, choose
+from polyad.launch.study.folder import write_json
+from polyad.launch.study.measures import all_measures
+from polyad.launch.study.plan import newest_step
+from polyad.launch.study.state import key, unfinished
+from polyad.train.config.text import flatten
+from polyad.train.study.study import Run, Study, Variant, below
 
 TIMES = "times.json"
 FREE_OF_COST = (

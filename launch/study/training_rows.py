@@ -3,8 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from launch.study.answer import a_doubling, amount
-from launch.study.cells import Row, difference_cells, mark, pm
+from polyad.launch.study.answer import a_doubling, amount
+from polyad.launch.study.cells import Row, difference_cells, mark, pm
 
 MOST_STEPS = 8
 """Of training, in a table."""

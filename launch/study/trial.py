@@ -1,6 +1,6 @@
 """A few real steps of a variant in a process of its own: how long a run of it will take.
 
-    python -m launch.study.trial OUT BEGAN SPLIT BASE key=value ...
+    python -m polyad.launch.study.trial OUT BEGAN SPLIT BASE key=value ...
 
 writes JSON into OUT: the seconds of a start, since the process was asked for at BEGAN, of an
 optimizer step and of a forward pass, and how many of these a run takes. Input is random, of the
@@ -19,26 +19,26 @@ from typing import Any
 
 import torch
 
-from data.files import write_whole
-from launch.ending import guard
-from launch.machine import end_with_launcher, prepare_environment
-from launch.signals import unblock_signals
-from model.bert import BertConfig
-from model.gpt2 import GPT2Config
-from model.vision import ImageSettings
-from parallel import comm
-from parallel.parallelize import InitialWeights
-from parallel.zero import Engine
-from train.config.adaptation import model_of
-from train.config.distillation import teacher_here
-from train.config.plan import open_inputs
-from train.config.run import RunConfig
-from train.errors import STOP_SIGNALS, ConfigError, RunError
-from train.layout.trial import engine_of, micro_batches
-from train.loop.device import Prefetch, allow_tf32
-from train.loop.step import train_step
-from train.tasks.random_input import RandomBatch, losses_for, random_batch
-from train.tasks.task import Task
+from polyad.data.files import write_whole
+from polyad.launch.ending import guard
+from polyad.launch.machine import end_with_launcher, prepare_environment
+from polyad.launch.signals import unblock_signals
+from polyad.model.bert import BertConfig
+from polyad.model.gpt2 import GPT2Config
+from polyad.model.vision import ImageSettings
+from polyad.parallel import comm
+from polyad.parallel.parallelize import InitialWeights
+from polyad.parallel.zero import Engine
+from polyad.train.config.adaptation import model_of
+from polyad.train.config.distillation import teacher_here
+from polyad.train.config.plan import open_inputs
+from polyad.train.config.run import RunConfig
+from polyad.train.errors import STOP_SIGNALS, ConfigError, RunError
+from polyad.train.layout.trial import engine_of, micro_batches
+from polyad.train.loop.device import Prefetch, allow_tf32
+from polyad.train.loop.step import train_step
+from polyad.train.tasks.random_input import RandomBatch, losses_for, random_batch
+from polyad.train.tasks.task import Task
 
 TIMED = 3
 """Steps and forward passes that are timed, after one that is not."""

@@ -4,16 +4,16 @@ import math
 from collections.abc import Mapping
 from time import monotonic, time
 
-from data.json_reader import read_json
-from launch.child import STOPPED, Children
-from launch.output import say
-from launch.study.choice import Results
-from launch.study.jobs import shared_cores
-from launch.study.progress import counted, trial_line
-from launch.study.state import finished_runs
-from launch.study.times import Times, left_of
-from train.errors import stopped
-from train.study.study import Run, Study, Variant
+from polyad.data.json_reader import read_json
+from polyad.launch.child import STOPPED, Children
+from polyad.launch.output import say
+from polyad.launch.study.choice import Results
+from polyad.launch.study.jobs import shared_cores
+from polyad.launch.study.progress import counted, trial_line
+from polyad.launch.study.state import finished_runs
+from polyad.launch.study.times import Times, left_of
+from polyad.train.errors import stopped
+from polyad.train.study.study import Run, Study, Variant
 
 OUT = ".trial.json"
 """In the folder of the study; what begins with a dot is in nobody's way."""
@@ -48,7 +48,7 @@ def take_trials(
             out = study.folder / OUT
             run = Run(variant=variant, seed=study.config.seeds[0], study=study)
             words = [str(out), str(time()), study.config.split, study.config.base]
-            children.start([*words, *run.checked_overrides], module="launch.study.trial")
+            children.start([*words, *run.checked_overrides], module="polyad.launch.study.trial")
             _, status = children.wait()
             number_of_signal = children.signal or (status - 128 if status in STOPPED else 0)
             if number_of_signal:

@@ -8,13 +8,13 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from launch.study.budget import Goal, RunKey, Standing, fitting, standing
-from launch.study.choice import Results, choose
-from launch.study.measures import Measure, all_measures, measures_of
-from launch.study.progress import counted, spoken
-from launch.study.state import finished_runs, key
-from launch.study.times import Times, estimate, remaining, spread_over
-from train.study.study import Run, Study
+from polyad.launch.study.budget import Goal, RunKey, Standing, fitting, standing
+from polyad.launch.study.choice import Results, choose
+from polyad.launch.study.measures import Measure, all_measures, measures_of
+from polyad.launch.study.progress import counted, spoken
+from polyad.launch.study.state import finished_runs, key
+from polyad.launch.study.times import Times, estimate, remaining, spread_over
+from polyad.train.study.study import Run, Study
 
 Going = Mapping[RunKey, float]
 """Runs that go on, with the seconds since they began."""

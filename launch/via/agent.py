@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from launch import torchrun as launcher
-from launch.via.hosts import endpoint, host_name, plain_name
+from polyad.launch import torchrun as launcher
+from polyad.launch.via.hosts import endpoint, host_name, plain_name
 
 STANDALONE = (launcher.STANDALONE,)
 
@@ -51,7 +51,7 @@ class Rendezvous:
             line: why.
         """
         if self.endpoint is not None:
-            from parallel.agents import tell_agents
+            from polyad.parallel.agents import tell_agents
 
             host, _, port = endpoint(self.endpoint, "--rdzv-endpoint").rpartition(":")
             tell_agents(host.strip("[]"), int(port), self.name(run_folder), line)
@@ -102,8 +102,8 @@ def torchrun(
     file = [f"./{config}" if str(config).startswith("-") else str(config)] if config else []
     shape = str(nodes) if min_nodes is None else f"{min_nodes}:{nodes}"
     return [
-        *(sys.executable, "-m", "launch.torchrun", *meeting),
+        *(sys.executable, "-m", "polyad.launch.torchrun", *meeting),
         *(("--nnodes", shape) if tuple(meeting) != STANDALONE else ()),
         *("--nproc-per-node", str(processes_per_node), "--max-restarts", str(max_restarts)),
-        *("-m", "launch", *command, *file, *overrides),
+        *("-m", "polyad.launch", *command, *file, *overrides),
     ]

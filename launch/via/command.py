@@ -16,24 +16,24 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from launch.machine import prepare_environment, share_cores
-from launch.via.agent import STANDALONE, Rendezvous, torchrun
-from launch.via.hostfile import chosen_hosts, read_hostfile
-from launch.via.hosts import LaunchError, command_line, interface_name
-from launch.via.kubernetes import (
+from polyad.launch.machine import prepare_environment, share_cores
+from polyad.launch.via.agent import STANDALONE, Rendezvous, torchrun
+from polyad.launch.via.hostfile import chosen_hosts, read_hostfile
+from polyad.launch.via.hosts import LaunchError, command_line, interface_name
+from polyad.launch.via.kubernetes import (
     MOUNTED_CONFIG,
     KubernetesJob,
     apply,
     find_kubectl,
     manifest,
 )
-from launch.via.slurm import SlurmJob, find_sbatch, script_text, submit
-from launch.via.ssh import SshOptions, SshRun, check_ssh, forwarded_variables, run_over_ssh
-from launch.via.submission import write_launch_file
-from train.errors import one_line
+from polyad.launch.via.slurm import SlurmJob, find_sbatch, script_text, submit
+from polyad.launch.via.ssh import SshOptions, SshRun, check_ssh, forwarded_variables, run_over_ssh
+from polyad.launch.via.submission import write_launch_file
+from polyad.train.errors import one_line
 
 if TYPE_CHECKING:
-    from train.config.run import RunConfig
+    from polyad.train.config.run import RunConfig
 
 TORCHRUN_GRACE = 30
 """Seconds that torchrun waits for its processes to end before it kills them, unless told."""
@@ -147,9 +147,9 @@ class Launch:
             processes: of each.
             here: whether this machine sees the data and the run's folder.
         """
-        from train.config.plan import plan_run
-        from train.config.rules import validate
-        from train.config.run import load_config
+        from polyad.train.config.plan import plan_run
+        from polyad.train.config.rules import validate
+        from polyad.train.config.run import load_config
 
         assert self.config is not None
         with _naming_shape(nodes, processes):
@@ -203,7 +203,7 @@ class Launch:
 
     def _tell_others(self, error: ValueError) -> None:
         """Tells the hosts that wait for this one why it does not start, if its run is known."""
-        from train.config.run import load_config
+        from polyad.train.config.run import load_config
 
         if self.config is None or self.dry_run:
             return
@@ -294,8 +294,8 @@ def _fitting_sizes(
     config: "RunConfig", nodes: int, processes: int, min_nodes: int | None
 ) -> list[int]:
     """Numbers of hosts that the layout fits, the largest first."""
-    from parallel.dims import LayoutError
-    from train.config.rules import validate
+    from polyad.parallel.dims import LayoutError
+    from polyad.train.config.rules import validate
 
     least = _check_least(min_nodes, nodes)
     sizes = []
@@ -334,7 +334,7 @@ def _patience(grace_seconds: float) -> dict[str, str]:
 @contextmanager
 def _naming_shape(nodes: int, processes: int) -> Iterator[None]:
     """A layout that does not fit several nodes is said to be theirs."""
-    from parallel.dims import LayoutError
+    from polyad.parallel.dims import LayoutError
 
     try:
         yield

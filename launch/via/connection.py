@@ -9,8 +9,8 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from launch.output import pass_on
-from launch.via.remote import BEAT, TERMINATION
+from polyad.launch.output import pass_on
+from polyad.launch.via.remote import BEAT, TERMINATION
 
 LOST = 255
 """ssh's own status: the connection could not be made, or broke."""
@@ -22,7 +22,7 @@ class Connection:
     Args:
         host: its name.
         command: opens the connection.
-        task: of `launch.via.remote`.
+        task: of `polyad.launch.via.remote`.
     """
 
     def __init__(self, host: str, command: Sequence[str], task: Mapping[str, Any]) -> None:

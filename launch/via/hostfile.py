@@ -4,8 +4,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from launch.via.hosts import LaunchError, host_name
-from train.errors import shown
+from polyad.launch.via.hosts import LaunchError, host_name
+from polyad.train.errors import shown
 
 MOST_SLOTS = 1024
 _SLOTS = re.compile(r"slots=([0-9]{1,5})")

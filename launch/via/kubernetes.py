@@ -13,9 +13,9 @@ from typing import Any
 
 import yaml
 
-from launch.via.hosts import DEFAULT_PORT, LaunchError, image_name, mount_path
-from launch.via.submission import SubmissionError, find_program, hand_in
-from train.errors import one_line, shown
+from polyad.launch.via.hosts import DEFAULT_PORT, LaunchError, image_name, mount_path
+from polyad.launch.via.submission import SubmissionError, find_program, hand_in
+from polyad.train.errors import one_line, shown
 
 MAX_JOB_NAME = 52
 """A pod's host name is the job's with `-` and its number, and has at most 63 characters."""
@@ -214,7 +214,7 @@ def _pod(
     }
 
 
-# "$@": -m launch.torchrun, its options, -m launch train CONFIG key=value
+# "$@": -m polyad.launch.torchrun, its options, -m polyad.launch train CONFIG key=value
 _IN_EACH_POD = """
 threads=$((${POLYAD_CORES:-$(nproc)} / ${POLYAD_PROCESSES:-1}))
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}"

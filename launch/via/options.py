@@ -5,13 +5,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from launch.parser import Parser, non_negative, positive
-from launch.via.agent import Rendezvous
-from launch.via.command import MAX_RESTARTS, Launch
-from launch.via.hosts import LaunchError
-from launch.via.kubernetes import KubernetesJob
-from launch.via.slurm import SlurmJob
-from launch.via.ssh import SshOptions
+from polyad.launch.parser import Parser, non_negative, positive
+from polyad.launch.via.agent import Rendezvous
+from polyad.launch.via.command import MAX_RESTARTS, Launch
+from polyad.launch.via.hosts import LaunchError
+from polyad.launch.via.kubernetes import KubernetesJob
+from polyad.launch.via.slurm import SlurmJob
+from polyad.launch.via.ssh import SshOptions
 
 Way = TypeVar("Way")
 BATCH = ("slurm", "kubernetes")

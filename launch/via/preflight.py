@@ -9,11 +9,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
 
-from launch.via.hosts import LaunchError
-from train.errors import one_line, shown
+from polyad.launch.via.hosts import LaunchError
+from polyad.train.errors import one_line, shown
 
 ANSWER = {"name", "machine", "own_addresses", "endpoint_addresses", "port_free", "digests"}
-"""Keys of what `launch.via.remote.look` says."""
+"""Keys of what `polyad.launch.via.remote.look` says."""
 CONNECT_TIMEOUT = 10
 """Seconds until a host that does not answer counts as out of reach."""
 
@@ -108,7 +108,7 @@ def look_at(run: Hosts, hosts: Sequence[str]) -> dict[str, dict[str, Any] | str]
         hosts: the agents meet on the first.
 
     Returns:
-        For each what it says of itself (`launch.via.remote.look`), or why it says nothing.
+        For each what it says of itself (`polyad.launch.via.remote.look`), or why it says nothing.
     """
     look = {"endpoint": hosts[0], "port": run.port, "files": [str(run.config)]}
     question = json.dumps({"do": "look", "look": look}) + "\n"

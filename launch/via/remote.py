@@ -1,4 +1,4 @@
-"""`python -m launch.via.remote`: the end of an SSH connection at which a host's agent runs.
+"""`python -m polyad.launch.via.remote`: the end of an SSH connection at which a host's agent runs.
 
 What it shall do comes as JSON in the first line of standard input, so that a remote shell reads no
 word of a user, and no variable shows in a list of processes. The lines after it are signals to hand
@@ -42,7 +42,8 @@ def main() -> int:
     if task.get("do") == "run":
         return Agent(task["words"], task["variables"], task["processes"]).watch()
     print(
-        "polyad: error: launch.via.remote is started by `polyad launch --via ssh`", file=sys.stderr
+        "polyad: error: polyad.launch.via.remote is started by `polyad launch --via ssh`",
+        file=sys.stderr,
     )
     return 2
 
@@ -109,7 +110,7 @@ class Agent:
     """
 
     def __init__(self, words: Sequence[str], variables: Mapping[str, str], processes: int) -> None:
-        from launch.machine import prepare_environment, share_cores
+        from polyad.launch.machine import prepare_environment, share_cores
 
         os.environ.update(variables)
         prepare_environment()

@@ -11,8 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from launch.via.hosts import LaunchError, image_name, mount_path, plain_name
-from launch.via.submission import find_program, hand_in, launch_folder
+import polyad
+from polyad.launch.via.hosts import LaunchError, image_name, mount_path, plain_name
+from polyad.launch.via.submission import find_program, hand_in, launch_folder
 
 SIGNAL_SLACK = 60
 """Slurm may send the signal so many seconds earlier than asked (man sbatch, --signal)."""
@@ -225,7 +226,7 @@ def python_path(image: str | None) -> list[str]:
     Args:
         image: of the container that Python runs in, if it does.
     """
-    root = shlex.quote(str(Path(__file__).resolve().parents[2]))
+    root = shlex.quote(str(Path(polyad.__file__).resolve().parent.parent))
     here = [] if image else [f'export PYTHONPATH="${{PYTHONPATH:+$PYTHONPATH:}}"{root}']
     return ["export PYTHONSAFEPATH=1", *here]
 
@@ -314,7 +315,7 @@ fi
 exit "$status"
 """
 
-# "$@": python -m launch.torchrun, its options, -m launch train CONFIG key=value
+# "$@": python -m polyad.launch.torchrun, its options, -m polyad.launch train CONFIG key=value
 _ON_EACH_NODE = """
 is_host=false
 if [ "$SLURM_NODEID" = 0 ]; then is_host=true; fi

@@ -10,11 +10,11 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from data.text.parts.part import ranges
-from data.text.parts.plan import LAUNCH_FOLDER
-from launch.via.slurm import SlurmJob, directive_path, job_name, python_path
-from launch.via.submission import SubmissionError, hand_in
-from train.errors import shown
+from polyad.data.text.parts.part import ranges
+from polyad.data.text.parts.plan import LAUNCH_FOLDER
+from polyad.launch.via.slurm import SlurmJob, directive_path, job_name, python_path
+from polyad.launch.via.submission import SubmissionError, hand_in
+from polyad.train.errors import shown
 
 AFTER = "--kill-on-invalid-dep=yes"
 """A job that waits for one that fails goes."""
@@ -103,7 +103,7 @@ class ArrayJobs:
         directives = self.job.directives(job_name(self.name), 1, output, array=array)
         options, inside = self.job.container(os.getcwd())
         python = sys.executable if self.job.image is None else "python"
-        command = shlex.join([*inside, python, "-m", "launch", *self.command, *step])
+        command = shlex.join([*inside, python, "-m", "polyad.launch", *self.command, *step])
         return _SCRIPT.format(
             directives="\n".join(directives),
             workplace=shlex.quote(os.getcwd()),

@@ -17,11 +17,11 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from launch.via.connection import LOST, Connection
-from launch.via.hosts import DEFAULT_PORT, MAX_PORT, LaunchError
-from launch.via.preflight import CONNECT_TIMEOUT, check_hosts, look_at
-from launch.via.remote import SILENCE, TERMINATION
-from train.errors import STOP_SIGNALS
+from polyad.launch.via.connection import LOST, Connection
+from polyad.launch.via.hosts import DEFAULT_PORT, MAX_PORT, LaunchError
+from polyad.launch.via.preflight import CONNECT_TIMEOUT, check_hosts, look_at
+from polyad.launch.via.remote import SILENCE, TERMINATION
+from polyad.train.errors import STOP_SIGNALS
 
 LOOK_AGAIN = 5.0
 """Seconds between two looks for hosts that did not answer."""
@@ -101,7 +101,7 @@ class SshRun:
             *("ServerAliveInterval=5", "ServerAliveCountMax=3", "LogLevel=ERROR"),
         ):
             ssh += ["-o", option]
-        there = shlex.join([sys.executable, "-m", "launch.via.remote"])
+        there = shlex.join([sys.executable, "-m", "polyad.launch.via.remote"])
         return [*ssh, "--", host, f"cd {shlex.quote(self.workplace)} && exec {there}"]
 
     def task(self, host: str, hosts: Sequence[str]) -> dict[str, Any]:

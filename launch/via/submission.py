@@ -5,8 +5,8 @@ import subprocess
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from data.files import named
-from launch.via.hosts import LaunchError
+from polyad.data.files import named
+from polyad.launch.via.hosts import LaunchError
 
 
 class SubmissionError(RuntimeError):
@@ -17,7 +17,7 @@ class SubmissionError(RuntimeError):
 
 def launch_folder(folder: Path) -> Path:
     """Where launch files of a run stand: the trainer takes a folder with nothing else for fresh."""
-    from train.config.plan import LAUNCH_FOLDER  # not at the top: it brings torch
+    from polyad.train.config.plan import LAUNCH_FOLDER  # not at the top: it brings torch
 
     return folder.absolute() / LAUNCH_FOLDER
 

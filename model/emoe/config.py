@@ -5,10 +5,10 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
-from model.config import Config, SectionError
-from model.dense import DenseFeedForwardConfig
-from model.placement import Placement, check_blocks, check_once, check_placement, is_placed
-from model.smoe.config import Count, Positive, SparseMoEConfig
+from polyad.model.config import Config, SectionError
+from polyad.model.dense import DenseFeedForwardConfig
+from polyad.model.placement import Placement, check_blocks, check_once, check_placement, is_placed
+from polyad.model.smoe.config import Count, Positive, SparseMoEConfig
 
 
 class EmergentMoEConfig(Config):

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from model.dense import ACTIVATIONS
-from model.emoe.config import EmergentMoEConfig
-from model.initialization import ZEROS, Initializer, normal
-from model.interface import FeedForwardContext
-from model.smoe.dispatch import Dispatcher, Plan, make_plan
-from model.smoe.experts import Experts, Lot, activation_of_experts
-from model.smoe.selection import Selected, spread
+from polyad.model.dense import ACTIVATIONS
+from polyad.model.emoe.config import EmergentMoEConfig
+from polyad.model.initialization import ZEROS, Initializer, normal
+from polyad.model.interface import FeedForwardContext
+from polyad.model.smoe.dispatch import Dispatcher, Plan, make_plan
+from polyad.model.smoe.experts import Experts, Lot, activation_of_experts
+from polyad.model.smoe.selection import Selected, spread
 
 
 class UnitGroups(Experts):

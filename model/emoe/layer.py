@@ -10,18 +10,18 @@ Shapes: B batch, T tokens in a sequence, N = B T tokens, D width, E experts, U i
 import torch
 from torch import Tensor, nn
 
-from model.attention import AttentionTrace
-from model.cache import LayerCache
-from model.emoe.config import EmergentMoEConfig
-from model.emoe.experts import MaskedDispatcher, UnitGroups
-from model.emoe.router import EmergentRouter, mean_keys
-from model.initialization import ZEROS, Initializer
-from model.interface import FeedForward, FeedForwardContext
-from model.padding import RealTokens
-from model.smoe.dispatch import Dispatcher
-from model.smoe.layer import SparseMoE
-from model.smoe.router import Routing
-from model.smoe.selection import Selected
+from polyad.model.attention import AttentionTrace
+from polyad.model.cache import LayerCache
+from polyad.model.emoe.config import EmergentMoEConfig
+from polyad.model.emoe.experts import MaskedDispatcher, UnitGroups
+from polyad.model.emoe.router import EmergentRouter, mean_keys
+from polyad.model.initialization import ZEROS, Initializer
+from polyad.model.interface import FeedForward, FeedForwardContext
+from polyad.model.padding import RealTokens
+from polyad.model.smoe.dispatch import Dispatcher
+from polyad.model.smoe.layer import SparseMoE
+from polyad.model.smoe.router import Routing
+from polyad.model.smoe.selection import Selected
 
 
 class EmergentMoE(SparseMoE):

@@ -12,15 +12,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from model.attention import AttentionTrace
-from model.cache import LayerCache
-from model.emoe.config import EmergentMoEConfig
-from model.initialization import Initializer
-from model.interface import FeedForwardContext
-from model.padding import RealTokens, pack
-from model.smoe.router import Router, Routing
-from model.smoe.scores import Score, router_dtype
-from model.smoe.selection import Selected, TopK
+from polyad.model.attention import AttentionTrace
+from polyad.model.cache import LayerCache
+from polyad.model.emoe.config import EmergentMoEConfig
+from polyad.model.initialization import Initializer
+from polyad.model.interface import FeedForwardContext
+from polyad.model.padding import RealTokens, pack
+from polyad.model.smoe.router import Router, Routing
+from polyad.model.smoe.scores import Score, router_dtype
+from polyad.model.smoe.selection import Selected, TopK
 
 
 class AverageKeys(Score):

@@ -8,7 +8,7 @@ import math
 import torch
 from torch import Tensor
 
-from model.kernels import switch
+from polyad.model.kernels import switch
 
 
 def above_threshold(x_MN: Tensor) -> Tensor:
@@ -27,7 +27,7 @@ def above_threshold(x_MN: Tensor) -> Tensor:
     """
     steps = math.ceil(math.log(x_MN.shape[-1] / torch.finfo(x_MN.dtype).eps, 4))
     if switch.takes_triton(x_MN):
-        from model.kernels.triton.entmax import entmax_root
+        from polyad.model.kernels.triton.entmax import entmax_root
 
         above_MN: Tensor = entmax_root(x_MN.contiguous(), steps)
         return above_MN

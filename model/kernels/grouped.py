@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import gelu, grouped_mm
 
-from model.kernels import switch
-from model.kernels.cpu.experts import experts_on_cpu
+from polyad.model.kernels import switch
+from polyad.model.kernels.cpu.experts import experts_on_cpu
 
 Drop: TypeAlias = Callable[[Tensor], Tensor]
 """Changes inner units, as dropout does: of the same shape, and each by itself."""
@@ -185,7 +185,7 @@ def _grouped_mm(a: Tensor, b: Tensor, offsets_E: Tensor) -> Tensor:
     if not a.numel():
         return torch.zeros_like(_like_grouped_mm(a, b, offsets_E))
     if switch.takes_triton(a):
-        from model.kernels.triton.grouped import grouped_mm as by_triton
+        from polyad.model.kernels.triton.grouped import grouped_mm as by_triton
 
         return by_triton(a, b, offsets_E)
     product = grouped_mm(a, b, offs=offsets_E).contiguous()

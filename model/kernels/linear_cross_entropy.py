@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import cross_entropy, linear
 
-from model.kernels import switch
+from polyad.model.kernels import switch
 
 CHUNK = 2**26
 """Logits of a chunk: 256 MiB in fp32."""

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from model.kernels import switch
+from polyad.model.kernels import switch
 
 ROWS_AT_ONCE = 128
 """Query rows of a block: with fewer, products are narrow; with more, they leave the cache."""

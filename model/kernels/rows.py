@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import embedding_bag
 
-from model.kernels import switch
+from polyad.model.kernels import switch
 
 
 def take_by_definition(tokens_ND: Tensor, assignment_M: Tensor, row_A: Tensor) -> Tensor:
@@ -102,7 +102,7 @@ def _sum_rows(rows_MD: Tensor, row_NK: Tensor, weights_NK: Tensor | None = None)
     if top_k == 1 and weights_NK is None:  # a permutation: nothing is summed
         return rows_MD.index_select(0, row_NK.view(-1))
     if switch.takes_triton(rows_MD):
-        from model.kernels.triton.rows import sum_rows
+        from polyad.model.kernels.triton.rows import sum_rows
 
         weights = None if weights_NK is None else weights_NK.contiguous()
         sums_ND: Tensor = sum_rows(rows_MD.contiguous(), row_NK, weights)
@@ -185,7 +185,7 @@ class _Combine(torch.autograd.Function):
         rows_MD, weights_NK, assignment_M, row_A = ctx.saved_tensors
         (gradient_ND,), (of_rows, of_weights, *_) = gradients, ctx.needs_input_grad
         if switch.takes_triton(rows_MD) and row_A.numel() and of_rows and of_weights:
-            from model.kernels.triton.rows import spread_rows
+            from polyad.model.kernels.triton.rows import spread_rows
 
             tensors = gradient_ND, rows_MD, weights_NK, assignment_M
             return (*spread_rows(*(x.contiguous() for x in tensors)), None, None)

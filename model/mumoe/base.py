@@ -19,8 +19,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from model.initialization import Initializer, orthogonal, uniform
-from model.mumoe.products import contract
+from polyad.model.initialization import Initializer, orthogonal, uniform
+from polyad.model.mumoe.products import contract
 
 
 @dataclass(frozen=True, kw_only=True)

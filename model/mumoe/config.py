@@ -5,12 +5,12 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from model.config import Config, SectionError
-from model.dense import DenseFeedForwardConfig
-from model.mumoe.base import Factorized, Sizes
-from model.mumoe.cp import CP
-from model.mumoe.tr import TensorRing, TensorTrain
-from model.mumoe.tucker import Tucker
+from polyad.model.config import Config, SectionError
+from polyad.model.dense import DenseFeedForwardConfig
+from polyad.model.mumoe.base import Factorized, Sizes
+from polyad.model.mumoe.cp import CP
+from polyad.model.mumoe.tr import TensorRing, TensorTrain
+from polyad.model.mumoe.tucker import Tucker
 
 Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
 

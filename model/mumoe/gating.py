@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import dropout, layer_norm, linear
 
-from model.initialization import ONES, ZEROS, Initializer, normal
-from model.kernels.entmax import above_threshold
+from polyad.model.initialization import ONES, ZEROS, Initializer, normal
+from polyad.model.kernels.entmax import above_threshold
 
 EPSILON = 1e-5
 """Added to the variance of the scores, unless a gate says otherwise: the paper's."""

@@ -13,20 +13,20 @@ from typing import Literal
 from pydantic import Field
 from torch import Tensor
 
-from model.config import SectionError
-from model.initialization import Initializer
-from model.mumoe.base import Factorized, Sizes
-from model.mumoe.config import (
+from polyad.model.config import SectionError
+from polyad.model.initialization import Initializer
+from polyad.model.mumoe.base import Factorized, Sizes
+from polyad.model.mumoe.config import (
     FACTORIZATIONS,
     Count,
     FactorizationName,
     FactorizedExperts,
     nearest_rank,
 )
-from model.mumoe.gating import Gate
-from model.mumoe.statistics import gate_statistics
-from model.output import RoutingStats
-from model.samples import SampleStatistics
+from polyad.model.mumoe.gating import Gate
+from polyad.model.mumoe.statistics import gate_statistics
+from polyad.model.output import RoutingStats
+from polyad.model.samples import SampleStatistics
 
 
 class MuMoEHeadConfig(FactorizedExperts):

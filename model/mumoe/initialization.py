@@ -6,7 +6,7 @@ Shapes: N experts of a level, P and Q ring ranks before and after it.
 import torch
 from torch import Generator, Tensor
 
-from model.initialization import Initializer
+from polyad.model.initialization import Initializer
 
 
 def around_one(std: float = 1.0, scale: float = 1.0) -> Initializer:

@@ -10,16 +10,16 @@ experts of a level.
 
 from torch import Tensor, nn
 
-from model.attention import AttentionTrace
-from model.cache import LayerCache
-from model.initialization import Initializer
-from model.interface import FeedForward, FeedForwardContext, refuse_autocast
-from model.mumoe.config import MuMoEConfig
-from model.mumoe.gating import Gate
-from model.mumoe.statistics import gate_statistics
-from model.output import RoutingStats
-from model.padding import RealTokens, pack, unpack
-from model.samples import SampleStatistics
+from polyad.model.attention import AttentionTrace
+from polyad.model.cache import LayerCache
+from polyad.model.initialization import Initializer
+from polyad.model.interface import FeedForward, FeedForwardContext, refuse_autocast
+from polyad.model.mumoe.config import MuMoEConfig
+from polyad.model.mumoe.gating import Gate
+from polyad.model.mumoe.statistics import gate_statistics
+from polyad.model.output import RoutingStats
+from polyad.model.padding import RealTokens, pack, unpack
+from polyad.model.samples import SampleStatistics
 
 
 class MuMoE(FeedForward, SampleStatistics):

@@ -10,10 +10,10 @@ Shapes: M tokens, N experts of a level, E and S experts of all levels side by si
 import torch
 from torch import Tensor
 
-from model.entropy import entropy
-from model.mumoe.gating import GateOutput
-from model.output import RoutingStats
-from model.padding import RealTokens, counted
+from polyad.model.entropy import entropy
+from polyad.model.mumoe.gating import GateOutput
+from polyad.model.output import RoutingStats
+from polyad.model.padding import RealTokens, counted
 
 DOMINANT = 0.5
 """The coefficient from which an expert dominates a token."""

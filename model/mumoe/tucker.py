@@ -16,10 +16,10 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from model.initialization import Initializer, uniform
-from model.mumoe.base import Factorized, Sizes, expert_factor
-from model.mumoe.initialization import around_one
-from model.mumoe.products import contract
+from polyad.model.initialization import Initializer, uniform
+from polyad.model.mumoe.base import Factorized, Sizes, expert_factor
+from polyad.model.mumoe.initialization import around_one
+from polyad.model.mumoe.products import contract
 
 
 class Tucker(Factorized):

@@ -4,10 +4,10 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from model.config import Config, SectionError
-from model.dense import DenseFeedForwardConfig
-from model.interface import Activation
-from model.placement import Placement, check_blocks, check_once, check_placement, is_placed
+from polyad.model.config import Config, SectionError
+from polyad.model.dense import DenseFeedForwardConfig
+from polyad.model.interface import Activation
+from polyad.model.placement import Placement, check_blocks, check_once, check_placement, is_placed
 
 Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
 Positive = Annotated[float, Field(ge=1e-6, le=1e6)]

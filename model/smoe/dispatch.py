@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import dropout
 
-from model.kernels import rows
-from model.smoe.experts import Experts
-from model.smoe.selection import Selected
+from polyad.model.kernels import rows
+from polyad.model.smoe.experts import Experts
+from polyad.model.smoe.selection import Selected
 
 
 class Plan(NamedTuple):

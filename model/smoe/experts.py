@@ -9,11 +9,11 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from model.dense import ACTIVATIONS
-from model.initialization import ZEROS, Initializer, normal
-from model.interface import Activation, FeedForwardContext
-from model.kernels.grouped import grouped, one_by_one
-from model.smoe.config import SparseMoEConfig
+from polyad.model.dense import ACTIVATIONS
+from polyad.model.initialization import ZEROS, Initializer, normal
+from polyad.model.interface import Activation, FeedForwardContext
+from polyad.model.kernels.grouped import grouped, one_by_one
+from polyad.model.smoe.config import SparseMoEConfig
 
 
 class Lot(NamedTuple):

@@ -22,15 +22,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
-from model.attention import AttentionTrace
-from model.cache import LayerCache
-from model.entropy import entropy
-from model.initialization import ZEROS, Initializer, constant
-from model.interface import FeedForwardContext, refuse_autocast
-from model.kernels.mixture import matrix, mixture
-from model.padding import RealTokens
-from model.smoe.config import SparseMoEConfig
-from model.smoe.scores import router_dtype
+from polyad.model.attention import AttentionTrace
+from polyad.model.cache import LayerCache
+from polyad.model.entropy import entropy
+from polyad.model.initialization import ZEROS, Initializer, constant
+from polyad.model.interface import FeedForwardContext, refuse_autocast
+from polyad.model.kernels.mixture import matrix, mixture
+from polyad.model.padding import RealTokens
+from polyad.model.smoe.config import SparseMoEConfig
+from polyad.model.smoe.scores import router_dtype
 
 ENTROPY_MOMENTUM = 0.99
 """Momentum of the running mean of head entropies, per step."""

@@ -9,17 +9,17 @@ experts, K experts of a token, F inner width of an expert.
 import torch
 from torch import Tensor, nn
 
-from model.attention import AttentionTrace
-from model.cache import LayerCache
-from model.initialization import ZEROS, Initializer
-from model.interface import FeedForward, FeedForwardContext
-from model.output import RoutingStats
-from model.padding import RealTokens, pack, unpack
-from model.smoe.config import SparseMoEConfig
-from model.smoe.dispatch import Dispatcher
-from model.smoe.experts import Experts
-from model.smoe.router import Router, Routing
-from model.smoe.selection import Selected, spread
+from polyad.model.attention import AttentionTrace
+from polyad.model.cache import LayerCache
+from polyad.model.initialization import ZEROS, Initializer
+from polyad.model.interface import FeedForward, FeedForwardContext
+from polyad.model.output import RoutingStats
+from polyad.model.padding import RealTokens, pack, unpack
+from polyad.model.smoe.config import SparseMoEConfig
+from polyad.model.smoe.dispatch import Dispatcher
+from polyad.model.smoe.experts import Experts
+from polyad.model.smoe.router import Router, Routing
+from polyad.model.smoe.selection import Selected, spread
 
 
 class SparseMoE(FeedForward):

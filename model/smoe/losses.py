@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor
 
-from model.entropy import entropy
+from polyad.model.entropy import entropy
 
 
 def load(expert_ids_NK: Tensor, num_experts: int, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -9,15 +9,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from model.attention import AttentionTrace
-from model.cache import LayerCache
-from model.interface import FeedForwardContext
-from model.output import RoutingStats
-from model.padding import RealTokens, counted, pack, unpack
-from model.samples import SampleStatistics
-from model.smoe.config import SparseMoEConfig
-from model.smoe.graph import GRAPHS
-from model.smoe.losses import (
+from polyad.model.attention import AttentionTrace
+from polyad.model.cache import LayerCache
+from polyad.model.interface import FeedForwardContext
+from polyad.model.output import RoutingStats
+from polyad.model.padding import RealTokens, counted, pack, unpack
+from polyad.model.samples import SampleStatistics
+from polyad.model.smoe.config import SparseMoEConfig
+from polyad.model.smoe.graph import GRAPHS
+from polyad.model.smoe.losses import (
     importance_loss,
     load,
     load_balance_loss,
@@ -25,8 +25,8 @@ from model.smoe.losses import (
     mean_entropy,
     router_z_loss,
 )
-from model.smoe.scores import SCORES, expert_input
-from model.smoe.selection import Selected, TopK
+from polyad.model.smoe.scores import SCORES, expert_input
+from polyad.model.smoe.selection import Selected, TopK
 
 
 class Routing(NamedTuple):

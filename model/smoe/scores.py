@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, normalize
 
-from model.initialization import ZEROS, Initializer, constant, normal, uniform
-from model.interface import FeedForwardContext
-from model.output import RoutingStats
-from model.smoe.config import SparseMoEConfig
+from polyad.model.initialization import ZEROS, Initializer, constant, normal, uniform
+from polyad.model.interface import FeedForwardContext
+from polyad.model.output import RoutingStats
+from polyad.model.smoe.config import SparseMoEConfig
 
 INITIAL_TEMPERATURE = 0.07
 """Initial temperature of the cosine score, as in X-MoE (Chi et al. 2022, section 3.2)."""

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from model.initialization import ZEROS, Initializer, constant
-from model.smoe.config import SparseMoEConfig
+from polyad.model.initialization import ZEROS, Initializer, constant
+from polyad.model.smoe.config import SparseMoEConfig
 
 
 class Selected(NamedTuple):

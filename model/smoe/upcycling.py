@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from model.initialization import seeded_generator
+from polyad.model.initialization import seeded_generator
 
 _COPIED = {
     "experts.up": ("up.weight", True),

@@ -13,15 +13,15 @@ import numpy as np
 import torch
 from torch import nn
 
-from model.build import build_model, read_model_config
-from model.config_yaml import ConfigYamlError, load
-from model.lora import of_base
-from model.settings import ModelSettings
-from parallel import comm
-from parallel.checkpoint.commit import BEST_FILE, STEP_FOLDER, complete_checkpoints
-from parallel.checkpoint.contents import Contents, chunk_differs, read_contents
-from parallel.checkpoint.index import BUFFER, EMA, OF_WEIGHTS, RANDOM, Chunk, Tensor
-from parallel.checkpoint.manifest import (
+from polyad.model.build import build_model, read_model_config
+from polyad.model.config_yaml import ConfigYamlError, load
+from polyad.model.lora import of_base
+from polyad.model.settings import ModelSettings
+from polyad.parallel import comm
+from polyad.parallel.checkpoint.commit import BEST_FILE, STEP_FOLDER, complete_checkpoints
+from polyad.parallel.checkpoint.contents import Contents, chunk_differs, read_contents
+from polyad.parallel.checkpoint.index import BUFFER, EMA, OF_WEIGHTS, RANDOM, Chunk, Tensor
+from polyad.parallel.checkpoint.manifest import (
     MANIFEST_FILE,
     PATIENCE,
     CheckpointError,
@@ -29,11 +29,11 @@ from parallel.checkpoint.manifest import (
     digest,
     patiently_opened,
 )
-from parallel.checkpoint.tensor_file import DTYPE_NAMES
-from parallel.checkpoint.tensor_folder import differing_shapes
-from parallel.fragments import MASTER, persistent_buffers
-from parallel.huggingface import is_huggingface_folder
-from parallel.plain_weights import is_plain_folder
+from polyad.parallel.checkpoint.tensor_file import DTYPE_NAMES
+from polyad.parallel.checkpoint.tensor_folder import differing_shapes
+from polyad.parallel.fragments import MASTER, persistent_buffers
+from polyad.parallel.huggingface import is_huggingface_folder
+from polyad.parallel.plain_weights import is_plain_folder
 
 TORCH_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 _NEEDED_TO_RESUME = {"step", "samples", "data_fingerprint", "tokenizer_fingerprint"}

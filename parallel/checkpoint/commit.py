@@ -14,14 +14,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from parallel.checkpoint.manifest import (
+from polyad.parallel.checkpoint.manifest import (
     MANIFEST_FILE,
     CheckpointError,
     FileRecord,
     record_of,
     render,
 )
-from parallel.checkpoint.storage import (
+from polyad.parallel.checkpoint.storage import (
     discard,
     reason_of,
     remove_file,
@@ -32,7 +32,7 @@ from parallel.checkpoint.storage import (
     sync_folder,
     write_file,
 )
-from parallel.checkpoint.tensor_bytes import RawTensor, all_finite, write_tensors
+from polyad.parallel.checkpoint.tensor_bytes import RawTensor, all_finite, write_tensors
 
 STEP_FOLDER = re.compile(r"step-(\d{8,})")
 LATEST_FILE, BEST_FILE = "latest", "best"
@@ -271,7 +271,9 @@ def _step(path: Path) -> int:
 
 
 def _is_good(path: Path) -> bool:
-    from parallel.checkpoint.contents import read_contents  # slow to import, and seldom needed
+    from polyad.parallel.checkpoint.contents import (
+        read_contents,  # slow to import, and seldom needed
+    )
 
     try:
         return read_contents(path).is_judged

@@ -12,11 +12,11 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from parallel.checkpoint.index import Chunk, Header, Index, check_index
-from parallel.checkpoint.manifest import DamagedCheckpoint, Digest, Manifest, damaged
-from parallel.checkpoint.records import FormError
-from parallel.checkpoint.state_file import State
-from parallel.checkpoint.tensor_bytes import all_finite
+from polyad.parallel.checkpoint.index import Chunk, Header, Index, check_index
+from polyad.parallel.checkpoint.manifest import DamagedCheckpoint, Digest, Manifest, damaged
+from polyad.parallel.checkpoint.records import FormError
+from polyad.parallel.checkpoint.state_file import State
+from polyad.parallel.checkpoint.tensor_bytes import all_finite
 
 INDEX_FILE, STATE_FILE, CONFIG_FILE = "index.json", "state.json", "config.yaml"
 

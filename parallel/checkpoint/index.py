@@ -12,7 +12,14 @@ from typing import Annotated, Literal
 import numpy as np
 from pydantic import Field, model_validator
 
-from parallel.checkpoint.records import ITEM_BYTES, Count, FormError, PlainName, Record, parsed
+from polyad.parallel.checkpoint.records import (
+    ITEM_BYTES,
+    Count,
+    FormError,
+    PlainName,
+    Record,
+    parsed,
+)
 
 MASTER, EMA, BUFFER, RANDOM = "master", "ema", "buffer", "random"
 """Fields: a weight in fp32, its moving average, a buffer, a random generator's state. Others are

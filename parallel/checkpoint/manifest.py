@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 import xxhash
 
 if TYPE_CHECKING:
-    from parallel.checkpoint.manifest_file import ManifestFile
+    from polyad.parallel.checkpoint.manifest_file import ManifestFile
 
 FORMAT = "polyad-checkpoint"
 FORMAT_VERSION = 2
@@ -151,8 +151,8 @@ class Manifest:
         self._check_names()
 
     def _read(self, path: Path) -> "ManifestFile":
-        from parallel.checkpoint.manifest_file import read_manifest
-        from parallel.checkpoint.records import FormError, fault_of_file
+        from polyad.parallel.checkpoint.manifest_file import read_manifest
+        from polyad.parallel.checkpoint.records import FormError, fault_of_file
 
         if path.is_symlink() and (fault := fault_of_file(self.folder, path.name)):
             raise damaged(path, fault)
@@ -184,7 +184,7 @@ class Manifest:
         for name in NEEDED_FILES:
             if name not in self.files:
                 raise damaged(self.folder / MANIFEST_FILE, f"it does not list {name}")
-        from parallel.checkpoint.records import fault_of_file
+        from polyad.parallel.checkpoint.records import fault_of_file
 
         with os.scandir(self.folder) as entries:
             found = {entry.name: entry for entry in entries}
@@ -278,12 +278,12 @@ class Manifest:
 
         Args:
             name: of the file.
-            kind: what it holds, as `parallel.checkpoint.records.parsed` knows it.
+            kind: what it holds, as `polyad.parallel.checkpoint.records.parsed` knows it.
 
         Raises:
             DamagedCheckpoint: it is damaged, or has another form although its digest is right.
         """
-        from parallel.checkpoint.records import FormError, parsed
+        from polyad.parallel.checkpoint.records import FormError, parsed
 
         try:
             return parsed(kind, self.content(name))

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field, model_validator
 
-from parallel.checkpoint.records import Count, FormError, PlainName, Record, parsed
+from polyad.parallel.checkpoint.records import Count, FormError, PlainName, Record, parsed
 
 
 class _Head(Record):

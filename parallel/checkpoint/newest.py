@@ -5,9 +5,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeAlias, TypeVar
 
-from parallel import comm
-from parallel.checkpoint.commit import complete_checkpoints
-from parallel.meeting import told_by_first
+from polyad.parallel import comm
+from polyad.parallel.checkpoint.commit import complete_checkpoints
+from polyad.parallel.meeting import told_by_first
 
 T = TypeVar("T")
 Choose: TypeAlias = Callable[[Path], Path]

@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel.checkpoint.index import MASTER
-from parallel.fragments import Fragment, fragments, partitions
-from parallel.placement import Placement
-from parallel.zero import Engine
+from polyad.parallel.checkpoint.index import MASTER
+from polyad.parallel.fragments import Fragment, fragments, partitions
+from polyad.parallel.placement import Placement
+from polyad.parallel.zero import Engine
 
 REARRANGED_FROM = 32
 """Data-parallel processes of ZeRO 3. Below, the index is small, and nothing is exchanged."""

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from parallel import comm
-from parallel.checkpoint.commit import Retention, Shard, staging_folder
-from parallel.checkpoint.snapshot import SnapshotWriter, memory_needed
-from parallel.checkpoint.writer import (
+from polyad.parallel import comm
+from polyad.parallel.checkpoint.commit import Retention, Shard, staging_folder
+from polyad.parallel.checkpoint.snapshot import SnapshotWriter, memory_needed
+from polyad.parallel.checkpoint.writer import (
     SaveError,
     chunks_of,
     raise_together,
@@ -20,7 +20,7 @@ from parallel.checkpoint.writer import (
     save,
     small_files,
 )
-from parallel.zero import Engine
+from polyad.parallel.zero import Engine
 
 
 @dataclass

@@ -15,9 +15,10 @@ from typing import Any
 
 import torch
 
-from parallel.checkpoint.copying import Copying, Pair, copy_tensor
-from parallel.checkpoint.tensor_file import DTYPE_NAMES
-from parallel.checkpoint.writer import Chunk
+import polyad
+from polyad.parallel.checkpoint.copying import Copying, Pair, copy_tensor
+from polyad.parallel.checkpoint.tensor_file import DTYPE_NAMES
+from polyad.parallel.checkpoint.writer import Chunk
 
 ALIGNMENT = 64
 """The alignment of each tensor in the memory, in bytes."""
@@ -152,11 +153,11 @@ class SnapshotWriter:
 
 
 def _start(descriptor: int) -> subprocess.Popen[bytes]:
-    root = str(Path(__file__).resolve().parents[2])
+    root = str(Path(polyad.__file__).resolve().parent.parent)
     inherited = os.environ.get("PYTHONPATH")
     path = os.pathsep.join([root, inherited] if inherited else [root])
     # -P: nothing is imported from wherever the run was started.
-    command = [sys.executable, "-P", "-m", "parallel.checkpoint.snapshot_process"]
+    command = [sys.executable, "-P", "-m", "polyad.parallel.checkpoint.snapshot_process"]
     before = signal.pthread_sigmask(signal.SIG_BLOCK, FOR_THE_TRAINER)  # inherited
     try:
         return subprocess.Popen(

@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
-from parallel.checkpoint.commit import (
+from polyad.parallel.checkpoint.commit import (
     NotFiniteError,
     Piece,
     Retention,
@@ -25,14 +25,14 @@ from parallel.checkpoint.commit import (
     commit,
     write_shard,
 )
-from parallel.checkpoint.storage import make_folder, reason_of
-from parallel.checkpoint.tensor_bytes import RawTensor
+from polyad.parallel.checkpoint.storage import make_folder, reason_of
+from polyad.parallel.checkpoint.tensor_bytes import RawTensor
 
 PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
-    """`python -m parallel.checkpoint.snapshot_process PARENT DESCRIPTOR`: see `SnapshotWriter`."""
+    """The program that `SnapshotWriter` starts, with the arguments PARENT and DESCRIPTOR."""
     parent, descriptor = int(sys.argv[1]), int(sys.argv[2])
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -1,13 +1,13 @@
 """`state.json` of a checkpoint: the progress of its run. Imports no torch.
 
-`train.state` says what the numbers mean; here they are checked to be possible.
+`polyad.train.state` says what the numbers mean; here they are checked to be possible.
 """
 
 from typing import Annotated, Any
 
 from pydantic import ConfigDict, Field, model_validator
 
-from parallel.checkpoint.records import Count, Record
+from polyad.parallel.checkpoint.records import Count, Record
 
 _YEAR_10000 = 253_402_300_800.0
 Measured = Annotated[float, Field(allow_inf_nan=True)]
@@ -53,7 +53,7 @@ def _is_number(value: Any) -> bool:
 class State(Record):
     """The whole file. Checkpoints of older versions lack some keys, of newer ones have more.
 
-    `train.state.TrainState` says what each of them is.
+    `polyad.train.state.TrainState` says what each of them is.
     """
 
     model_config = ConfigDict(extra="allow")

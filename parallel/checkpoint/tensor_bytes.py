@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import xxhash
 
-from parallel.checkpoint.manifest import PIECE_BYTES, BlockDigests, FileRecord
-from parallel.checkpoint.storage import write_file
+from polyad.parallel.checkpoint.manifest import PIECE_BYTES, BlockDigests, FileRecord
+from polyad.parallel.checkpoint.storage import write_file
 
 
 @dataclass(frozen=True)

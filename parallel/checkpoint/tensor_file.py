@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from parallel.checkpoint.tensor_bytes import RawTensor, WrittenFile, write_tensors
+from polyad.parallel.checkpoint.tensor_bytes import RawTensor, WrittenFile, write_tensors
 
 # Names as safetensors has them.
 DTYPE_NAMES = {

@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 import torch
 from safetensors import SafetensorError, safe_open
 
-from data.json_reader import read_bounded
-from parallel.checkpoint.index import MASTER, OF_WEIGHTS
-from parallel.checkpoint.records import FormError, WeightMap, fault_of_file, parsed
+from polyad.data.json_reader import read_bounded
+from polyad.parallel.checkpoint.index import MASTER, OF_WEIGHTS
+from polyad.parallel.checkpoint.records import FormError, WeightMap, fault_of_file, parsed
 
 WEIGHTS_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 WEIGHT_DTYPES = ("F32", "F16", "BF16")
@@ -197,7 +197,7 @@ def read_form(path: Path, kind: Any, error_class: type[ValueError]) -> Any:
 
     Args:
         path: the file.
-        kind: a `Record`, or another type that `parallel.checkpoint.records.parsed` knows.
+        kind: a `Record`, or another type that `polyad.parallel.checkpoint.records.parsed` knows.
         error_class: of what is raised.
 
     Raises:

@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from data.progress import Progress
-from parallel import comm
-from parallel.checkpoint.checkpoint import Checkpoint
-from parallel.checkpoint.commit import step_folders
-from parallel.checkpoint.manifest import (
+from polyad.data.progress import Progress
+from polyad.parallel import comm
+from polyad.parallel.checkpoint.checkpoint import Checkpoint
+from polyad.parallel.checkpoint.commit import step_folders
+from polyad.parallel.checkpoint.manifest import (
     PATIENCE,
     Block,
     CheckpointError,

@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from parallel import comm
-from parallel.checkpoint.commit import (
+from polyad.parallel import comm
+from polyad.parallel.checkpoint.commit import (
     NotFiniteError,
     Piece,
     Retention,
@@ -25,12 +25,12 @@ from parallel.checkpoint.commit import (
     write_rest,
     write_shard,
 )
-from parallel.checkpoint.parts import parts_of
-from parallel.checkpoint.storage import make_folder, reason_of, remove_tree
-from parallel.checkpoint.tensor_file import DTYPE_NAMES, Entry
-from parallel.fragments import MASTER, persistent_buffers
-from parallel.placement import placement_of
-from parallel.zero import Engine
+from polyad.parallel.checkpoint.parts import parts_of
+from polyad.parallel.checkpoint.storage import make_folder, reason_of, remove_tree
+from polyad.parallel.checkpoint.tensor_file import DTYPE_NAMES, Entry
+from polyad.parallel.fragments import MASTER, persistent_buffers
+from polyad.parallel.placement import placement_of
+from polyad.parallel.zero import Engine
 
 T = TypeVar("T")
 KEEP_ALL = Retention()

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from parallel.plan.weightless import Operation
+from polyad.parallel.plan.weightless import Operation
 
 PLACES = (
     ("/torch/optim/", "optimizer"),

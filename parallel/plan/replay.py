@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from parallel.dims import Dims
-from parallel.plan.traffic import Amount, Exchange, Exchanges, axes_of
-from parallel.plan.weightless import Watched
-from parallel.plan.work import Computed, Shape, Work
+from polyad.parallel.dims import Dims
+from polyad.parallel.plan.traffic import Amount, Exchange, Exchanges, axes_of
+from polyad.parallel.plan.weightless import Watched
+from polyad.parallel.plan.work import Computed, Shape, Work
 
 LEAST = 0.01
 """Seconds that a measurement goes on for, at least."""

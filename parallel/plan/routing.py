@@ -3,9 +3,9 @@
 import torch
 from torch import nn
 
-from model.smoe.dispatch import Plan
-from model.smoe.layer import SparseMoE
-from parallel.exchange import Counts, RowExchange
+from polyad.model.smoe.dispatch import Plan
+from polyad.model.smoe.layer import SparseMoE
+from polyad.parallel.exchange import Counts, RowExchange
 
 
 class AssumedExchange(RowExchange):

@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from parallel.dims import Dims
-from parallel.plan.devices import Device
-from parallel.plan.traffic import Amount, Exchange, Exchanges, axes_of
-from parallel.plan.work import Shape, Work
+from polyad.parallel.dims import Dims
+from polyad.parallel.plan.devices import Device
+from polyad.parallel.plan.traffic import Amount, Exchange, Exchanges, axes_of
+from polyad.parallel.plan.work import Shape, Work
 
 TILE = (128, 128)
 """Rows and columns of a product that a multiprocessor computes at once."""

@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
-from parallel.dims import Dims
-from parallel.plan.weightless import Operation, tensors_in
+from polyad.parallel.dims import Dims
+from polyad.parallel.plan.weightless import Operation, tensors_in
 
 KINDS = {
     "allreduce": "all-reduce",

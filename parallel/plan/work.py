@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import flop_registry
 
-from parallel.plan.weightless import ALIASES, Operation
+from polyad.parallel.plan.weightless import ALIASES, Operation
 
 
 class Shape(NamedTuple):

@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from parallel import comm
-from parallel.dims import Dims
-from parallel.megatron import forget_groups, join_groups
-from parallel.zero import import_deepspeed
+from polyad.parallel import comm
+from polyad.parallel.dims import Dims
+from polyad.parallel.megatron import forget_groups, join_groups
+from polyad.parallel.zero import import_deepspeed
 
 
 @contextmanager

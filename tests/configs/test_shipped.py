@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from data.images.prepare import prepare_images
-from launch.cli import run
-from train.config.run import load_config
-from train.config.text import flatten
-from train.study.config import StudyAttack, StudyConfig, StudyData, StudyLeak
-from train.study.reading import load_studies
+from polyad.data.images.prepare import prepare_images
+from polyad.launch.cli import run
+from polyad.train.config.run import load_config
+from polyad.train.config.text import flatten
+from polyad.train.study.config import StudyAttack, StudyConfig, StudyData, StudyLeak
+from polyad.train.study.reading import load_studies
 
 ROOT = Path(__file__).resolve().parents[2]
 STUDIES = sorted((ROOT / "configs" / "studies").glob("*.yaml"))

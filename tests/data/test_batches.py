@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from data.batches import batch_of_step, batches_from
-from data.sampler import micro_batches
-from data.text.mixture import Part, TrainingData
-from data.text.samples import TrainingSamples
+from polyad.data.batches import batch_of_step, batches_from
+from polyad.data.sampler import micro_batches
+from polyad.data.text.mixture import Part, TrainingData
+from polyad.data.text.samples import TrainingSamples
 
 T, SEED, B = 16, 5, 8
 

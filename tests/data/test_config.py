@@ -1,7 +1,7 @@
 import pytest
 from pydantic import ValidationError
 
-from data.config import DataConfig
+from polyad.data.config import DataConfig
 
 
 def test_defaults_need_nothing():

@@ -4,19 +4,19 @@ import json
 
 import pytest
 
-from data.errors import DataError
-from data.images.dataset import ImageData, holds_images
-from data.sequences.tables import _read_jsonl as read_table
-from data.text.dataset import PreparedData
-from data.text.readers import read_jsonl
-from data.text.tokenizers.hub import named_end_of_text
-from launch.study.folder import _read as read_result
-from launch.study.measures import _read as read_measure
-from parallel.checkpoint.tensor_folder import read_json as read_config
+from polyad.data.errors import DataError
+from polyad.data.images.dataset import ImageData, holds_images
+from polyad.data.sequences.tables import _read_jsonl as read_table
+from polyad.data.text.dataset import PreparedData
+from polyad.data.text.readers import read_jsonl
+from polyad.data.text.tokenizers.hub import named_end_of_text
+from polyad.launch.study.folder import _read as read_result
+from polyad.launch.study.measures import _read as read_measure
+from polyad.parallel.checkpoint.tensor_folder import read_json as read_config
+from polyad.train.errors import ConfigError
+from polyad.train.evaluation.robustness import _real_labels
 from tests.data.images.test_prepare_images import prepared
 from tests.helpers import images as made
-from train.errors import ConfigError
-from train.evaluation.robustness import _real_labels
 
 BAD = {
     "nested": b"[" * 100_000 + b"]" * 100_000,

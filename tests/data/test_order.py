@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data import order
-from data.node import node_folder
-from data.order import EpochOrders
-from data.text.samples import TrainingSamples
+from polyad.data import order
+from polyad.data.node import node_folder
+from polyad.data.order import EpochOrders
+from polyad.data.text.samples import TrainingSamples
 
 SAMPLES = 1000
 

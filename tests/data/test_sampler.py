@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from data.errors import DataError
-from data.sampler import micro_batches
-from data.text.dataset import TokenStream
-from data.text.samples import TrainingSamples
+from polyad.data.errors import DataError
+from polyad.data.sampler import micro_batches
+from polyad.data.text.dataset import TokenStream
+from polyad.data.text.samples import TrainingSamples
 
 ROOT = Path(__file__).resolve().parents[2]
 T, SEED, B = 64, 1234, 8
@@ -174,7 +174,7 @@ def test_a_process_ends_that_leaves_a_loader_as_garbage_or_open(end: str) -> Non
     code = f"""
 import gc
 import torch
-from data.sampler import micro_batches
+from polyad.data.sampler import micro_batches
 class Cycle:
     pass
 if __name__ == "__main__":

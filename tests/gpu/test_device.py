@@ -8,17 +8,17 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from model.build import build_model, compile_model, materialize
-from model.gpt2 import GPT2Config
-from model.kernels.linear_cross_entropy import by_definition, linear_cross_entropy
-from parallel.checkpoint.copying import Copying, Pair
-from parallel.comm import World
+from polyad.model.build import build_model, compile_model, materialize
+from polyad.model.gpt2 import GPT2Config
+from polyad.model.kernels.linear_cross_entropy import by_definition, linear_cross_entropy
+from polyad.parallel.checkpoint.copying import Copying, Pair
+from polyad.parallel.comm import World
+from polyad.train.errors import RunError
+from polyad.train.guard.memory import explain_out_of_memory
+from polyad.train.loop.device import Prefetch, allow_tf32
+from polyad.train.loop.optimizer import OptimizerConfig, build_optimizer
+from polyad.train.tasks.cross_entropy import cross_entropy
 from tests.helpers.gpu import NEEDS_CUDA
-from train.errors import RunError
-from train.guard.memory import explain_out_of_memory
-from train.loop.device import Prefetch, allow_tf32
-from train.loop.optimizer import OptimizerConfig, build_optimizer
-from train.tasks.cross_entropy import cross_entropy
 
 pytestmark = NEEDS_CUDA
 CUDA = torch.device("cuda")

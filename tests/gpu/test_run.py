@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from launch.cli import run as polyad
-from model.smoe.config import SparseMoEConfig
+from polyad.launch.cli import run as polyad
+from polyad.model.smoe.config import SparseMoEConfig
+from polyad.train.loop.losses import LossConfig
 from tests.helpers.disk import read_tree
 from tests.helpers.gpu import (
     NEEDS_CUDA,
@@ -19,7 +20,6 @@ from tests.helpers.gpu import (
 from tests.helpers.runs import records, run, write_config
 from tests.helpers.snapshots import save_both_ways
 from tests.helpers.training import MODEL, Case, moe_model, mumoe_model, resave, tensors, train
-from train.loop.losses import LossConfig
 
 pytestmark = [*NEEDS_CUDA, pytest.mark.distributed]
 

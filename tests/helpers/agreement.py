@@ -6,7 +6,7 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
-from model.smoe.layer import SparseMoE
+from polyad.model.smoe.layer import SparseMoE
 from tests.helpers import training
 from tests.helpers.training import Case, build_engine
 

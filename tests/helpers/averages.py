@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 
-from parallel.checkpoint.index import EMA, MASTER
-from parallel.checkpoint.writer import save
-from parallel.fragments import fragments
+from polyad.parallel.checkpoint.index import EMA, MASTER
+from polyad.parallel.checkpoint.writer import save
+from polyad.parallel.fragments import fragments
+from polyad.train.loop.step import train_step
+from polyad.train.tasks.language import text_losses
 from tests.helpers.training import Case, build_engine, model_yaml, poisoned, text_batches
-from train.loop.step import train_step
-from train.tasks.language import text_losses
 
 
 def averaged(case: Case) -> dict[str, Any]:

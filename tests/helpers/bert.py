@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from model.bert import Bert, BertConfig
-from model.build import build_model, materialize
+from polyad.model.bert import Bert, BertConfig
+from polyad.model.build import build_model, materialize
 from tests.helpers.training import Case, build_engine
 
 SMALL = {

@@ -5,11 +5,11 @@ from unittest import mock
 
 from torch import _dynamo
 
-from model.build import compile_model
-from parallel import parallelize
+from polyad.model.build import compile_model
+from polyad.parallel import parallelize
+from polyad.train.loop.device import Prefetch
+from polyad.train.loop.step import train_step
 from tests.helpers.training import Case, batches_of, build_engine, losses_of
-from train.loop.device import Prefetch
-from train.loop.step import train_step
 
 
 def breaks_of_a_step(case: Case) -> list[str]:

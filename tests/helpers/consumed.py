@@ -7,9 +7,9 @@ from unittest import mock
 
 import torch
 
-from parallel import comm
-from train.pretrain import main
-from train.tasks import language
+from polyad.parallel import comm
+from polyad.train.pretrain import main
+from polyad.train.tasks import language
 
 
 def digest(row_T: torch.Tensor) -> str:

@@ -4,10 +4,10 @@ from typing import Any
 
 import torch
 
+from polyad.train.guard.limits import Limits
+from polyad.train.loop.step import train_step
+from polyad.train.tasks.language import text_losses
 from tests.helpers.training import Case, build_engine, text_batches
-from train.guard.limits import Limits
-from train.loop.step import train_step
-from train.tasks.language import text_losses
 
 
 def step_with_a_damaged_weight(case: Case) -> dict[str, Any]:

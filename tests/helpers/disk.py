@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from parallel.checkpoint import storage
+from polyad.parallel.checkpoint import storage
 
 Operation = tuple[int, str, str, Any]
 """Nanoseconds, kind, path, and the content of a write or the target of a rename."""

@@ -8,15 +8,15 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from model.build import build_model, place
-from model.gpt2 import GPT2, GPT2Config
-from model.smoe.dispatch import Dispatcher
-from model.smoe.layer import SparseMoE
-from model.smoe.selection import Selected
-from parallel import comm, expert
-from parallel.fragments import MASTER
-from parallel.parallelize import InitialWeights
-from parallel.placement import placement_of
+from polyad.model.build import build_model, place
+from polyad.model.gpt2 import GPT2, GPT2Config
+from polyad.model.smoe.dispatch import Dispatcher
+from polyad.model.smoe.layer import SparseMoE
+from polyad.model.smoe.selection import Selected
+from polyad.parallel import comm, expert
+from polyad.parallel.fragments import MASTER
+from polyad.parallel.parallelize import InitialWeights
+from polyad.parallel.placement import placement_of
 from tests.helpers.training import Case, build_engine
 
 

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 import torch
 
-from model.mumoe.base import Factorized, Sizes
-from model.mumoe.config import FACTORIZATIONS
+from polyad.model.mumoe.base import Factorized, Sizes
+from polyad.model.mumoe.config import FACTORIZATIONS
 
 
 def make_sizes(**changes) -> Sizes:

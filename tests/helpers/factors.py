@@ -7,19 +7,19 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from model.build import build_model, place
-from model.gpt2 import GPT2, GPT2Config
-from parallel import comm, factors
-from parallel.batch_norm import synchronize_norms
-from parallel.factors import parallelize_factors
-from parallel.fragments import MASTER
-from parallel.parallelize import InitialWeights
-from parallel.placement import placement_of
-from parallel.tensor import parallelize_tensors
+from polyad.model.build import build_model, place
+from polyad.model.gpt2 import GPT2, GPT2Config
+from polyad.parallel import comm, factors
+from polyad.parallel.batch_norm import synchronize_norms
+from polyad.parallel.factors import parallelize_factors
+from polyad.parallel.fragments import MASTER
+from polyad.parallel.parallelize import InitialWeights
+from polyad.parallel.placement import placement_of
+from polyad.parallel.tensor import parallelize_tensors
+from polyad.train.loop.device import Prefetch
+from polyad.train.loop.step import train_step
+from polyad.train.tasks.language import text_losses
 from tests.helpers.training import Case, batches_of, build_engine, train
-from train.loop.device import Prefetch
-from train.loop.step import train_step
-from train.tasks.language import text_losses
 
 
 def cut_model(

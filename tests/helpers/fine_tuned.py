@@ -9,14 +9,14 @@ import pytest
 import torch
 import yaml
 
-from model.smoe.selection import Selected
-from parallel.checkpoint.checkpoint import find_checkpoint
-from parallel.weights import load_model
+from polyad.model.smoe.selection import Selected
+from polyad.parallel.checkpoint.checkpoint import find_checkpoint
+from polyad.parallel.weights import load_model
+from polyad.train.config.run import load_config
+from polyad.train.tasks.sequences import SequenceTask
 from tests.helpers import sequences as made
 from tests.helpers.runs import run
 from tests.helpers.workers import WorkerPool
-from train.config.run import load_config
-from train.tasks.sequences import SequenceTask
 
 Rows = list[dict[str, Any]]
 Given = dict[str, list[list[float]]]

@@ -5,20 +5,20 @@ from typing import Any
 
 import torch
 
-from parallel import comm
-from parallel.checkpoint.writer import save
-from parallel.parallelize import InitialWeights
-from parallel.plan.traffic import Amount, Exchange, Traffic
-from parallel.plan.weightless import Watched
-from parallel.zero import Engine
-from train.config.adaptation import model_of
-from train.config.distillation import teacher_here
-from train.config.rules import validate
-from train.config.run import RunConfig
-from train.forecast.step import OWN_NUMBERS
-from train.layout.trial import engine_of, micro_batches
-from train.loop.step import issue_step
-from train.tasks.random_input import losses_for
+from polyad.parallel import comm
+from polyad.parallel.checkpoint.writer import save
+from polyad.parallel.parallelize import InitialWeights
+from polyad.parallel.plan.traffic import Amount, Exchange, Traffic
+from polyad.parallel.plan.weightless import Watched
+from polyad.parallel.zero import Engine
+from polyad.train.config.adaptation import model_of
+from polyad.train.config.distillation import teacher_here
+from polyad.train.config.rules import validate
+from polyad.train.config.run import RunConfig
+from polyad.train.forecast.step import OWN_NUMBERS
+from polyad.train.layout.trial import engine_of, micro_batches
+from polyad.train.loop.step import issue_step
+from polyad.train.tasks.random_input import losses_for
 
 
 def second_step(config: RunConfig) -> tuple[dict[Exchange, Amount], dict[str, int]]:

@@ -155,10 +155,10 @@ def _serve(pipe: Connection) -> None:
     import torch
 
     torch.set_num_threads(1)
-    import launch.cli  # noqa: F401
-    import train.pretrain  # noqa: F401
-    from launch.machine import prepare_environment
-    from parallel.imports import import_libraries
+    import polyad.launch.cli
+    import polyad.train.pretrain  # noqa: F401
+    from polyad.launch.machine import prepare_environment
+    from polyad.parallel.imports import import_libraries
 
     prepare_environment()
     import_libraries()
@@ -217,7 +217,7 @@ def _run(arguments: list[str], log: str, before: Callable[[], None]) -> None:
         sink = os.open(log, os.O_WRONLY | os.O_APPEND)
         os.dup2(sink, 1)
         os.dup2(sink, 2)
-        from launch.cli import run
+        from polyad.launch.cli import run
 
         before()
         status = run(arguments)

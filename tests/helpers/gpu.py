@@ -7,10 +7,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from parallel import comm
+from polyad.parallel import comm
+from polyad.train.loop.device import Prefetch
+from polyad.train.loop.step import issue_step
 from tests.helpers.training import Case, batches_of, build_engine, losses_of
-from train.loop.device import Prefetch
-from train.loop.step import issue_step
 
 NEEDS_CUDA = [
     pytest.mark.gpu,

@@ -7,15 +7,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from parallel import comm
-from parallel.config import ParallelConfig
-from parallel.fragments import MASTER, fragments
-from parallel.parallelize import _allocate
-from parallel.zero import DTYPES, Engine, deepspeed_config
+from polyad.parallel import comm
+from polyad.parallel.config import ParallelConfig
+from polyad.parallel.fragments import MASTER, fragments
+from polyad.parallel.parallelize import _allocate
+from polyad.parallel.zero import DTYPES, Engine, deepspeed_config
+from polyad.train.loop.device import Prefetch
+from polyad.train.loop.step import train_step
+from polyad.train.tasks.language import TextBatch, text_losses
 from tests.helpers.training import Case, build_engine, local_batches
-from train.loop.device import Prefetch
-from train.loop.step import train_step
-from train.tasks.language import TextBatch, text_losses
 
 SIZE = 61
 

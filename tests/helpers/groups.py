@@ -6,11 +6,11 @@ from unittest import mock
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from parallel import comm
-from parallel.dims import Dims
-from parallel.megatron import data_parallel_group, forget_groups, tensor_parallel_group
-from parallel.plan.traffic import axes_of
-from parallel.plan.world import pretended_world
+from polyad.parallel import comm
+from polyad.parallel.dims import Dims
+from polyad.parallel.megatron import data_parallel_group, forget_groups, tensor_parallel_group
+from polyad.parallel.plan.traffic import axes_of
+from polyad.parallel.plan.world import pretended_world
 
 
 def groups_of_tensor_parallelism(size: int) -> dict[str, Any]:

@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from polyad.train.loop.device import Prefetch
+from polyad.train.loop.step import issue_step
 from tests.helpers.training import Case, batches_of, build_engine, losses_of
-from train.loop.device import Prefetch
-from train.loop.step import issue_step
 
 READS = {
     Tensor.item, Tensor.tolist, Tensor.cpu, Tensor.numpy, Tensor.__bool__, Tensor.__float__,

@@ -4,8 +4,8 @@ import os
 import time
 from pathlib import Path
 
-from parallel.checkpoint.saver import Saver
-from train.loop import loop
+from polyad.parallel.checkpoint.saver import Saver
+from polyad.train.loop import loop
 
 
 def slow_saves(folder: Path, rank: int) -> None:

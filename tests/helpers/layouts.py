@@ -6,13 +6,13 @@ from unittest import mock
 
 import torch
 
-from parallel import comm
-from parallel.checkpoint.checkpoint import Checkpoint
-from train.config.run import RunConfig
-from train.layout import trial
-from train.layout.compare import Difference, differences
-from train.layout.trial import run_trial, save_again
-from train.layout.verify import Reference
+from polyad.parallel import comm
+from polyad.parallel.checkpoint.checkpoint import Checkpoint
+from polyad.train.config.run import RunConfig
+from polyad.train.layout import trial
+from polyad.train.layout.compare import Difference, differences
+from polyad.train.layout.trial import run_trial, save_again
+from polyad.train.layout.verify import Reference
 
 
 def compared(

@@ -13,10 +13,10 @@ def main() -> None:
     del sys.argv[1:3]
     import psutil
 
-    import train.evaluation.evaluate
-    import train.pretrain  # noqa: F401
-    from launch.cli import main as polyad
-    from parallel.zero import import_deepspeed
+    import polyad.train.evaluation.evaluate
+    import polyad.train.pretrain
+    from polyad.launch.cli import main as polyad
+    from polyad.parallel.zero import import_deepspeed
 
     import_deepspeed()
     if os.environ.get("RANK", "0") == rank:

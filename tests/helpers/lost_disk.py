@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from polyad.train.loop.metrics import Metrics
+from polyad.train.loop.trackers import TensorBoard
 from tests.helpers.validations import ended
-from train.loop.metrics import Metrics
-from train.loop.trackers import TensorBoard
 
 
 def run_with_full_records(config: Path, *overrides: str) -> tuple[str, str]:

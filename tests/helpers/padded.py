@@ -6,15 +6,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from data.sequences.samples import SequenceBatch
-from model.output import RoutingStats
-from parallel import comm
-from parallel.checkpoint.writer import save
+from polyad.data.sequences.samples import SequenceBatch
+from polyad.model.output import RoutingStats
+from polyad.parallel import comm
+from polyad.parallel.checkpoint.writer import save
+from polyad.train.loop.device import Prefetch
+from polyad.train.loop.routing import routing_record
+from polyad.train.loop.step import train_step
+from polyad.train.tasks.cross_entropy import cross_entropy
 from tests.helpers.training import GLOBAL_BATCH, Case, build_engine, model_yaml
-from train.loop.device import Prefetch
-from train.loop.routing import routing_record
-from train.loop.step import train_step
-from train.tasks.cross_entropy import cross_entropy
 
 LENGTHS = (16, 1, 9, 2, 3, 16, 5, 1)
 """Tokens of the sequences of every global batch."""

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from data.text.manifest import MANIFEST_FILE, seal
+from polyad.data.text.manifest import MANIFEST_FILE, seal
 
 Tree = dict[str, Any]
 

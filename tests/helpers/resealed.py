@@ -10,8 +10,8 @@ from pathlib import Path
 
 import xxhash
 
-from launch.cli import run as polyad
-from parallel.checkpoint.manifest import record_of, render
+from polyad.launch.cli import run as polyad
+from polyad.parallel.checkpoint.manifest import record_of, render
 from tests.helpers.runs import newest
 
 WEIGHT = "token_embedding.weight"

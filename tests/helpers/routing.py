@@ -8,12 +8,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from model.attention import AttentionTrace
-from model.build import materialize
-from model.interface import FeedForwardContext
-from model.mumoe.gating import Gate
-from model.smoe.config import SparseMoEConfig
-from model.smoe.selection import TopK
+from polyad.model.attention import AttentionTrace
+from polyad.model.build import materialize
+from polyad.model.interface import FeedForwardContext
+from polyad.model.mumoe.gating import Gate
+from polyad.model.smoe.config import SparseMoEConfig
+from polyad.model.smoe.selection import TopK
 
 
 def make_config(**overrides):

@@ -12,16 +12,16 @@ from unittest import mock
 import torch
 import yaml
 
-from parallel import comm
-from parallel.checkpoint.checkpoint import Checkpoint
-from parallel.checkpoint.manifest import MANIFEST_FILE, record_of, render
-from train.evaluation.evaluate import evaluate
-from train.evaluation.rewriting import rewriting
-from train.evaluation.robustness import robustness
-from train.loop.device import memory_of_process
-from train.loop.metrics import Metrics, peak_memory_bytes
-from train.loop.statistics import StepStatistics
-from train.pretrain import main
+from polyad.parallel import comm
+from polyad.parallel.checkpoint.checkpoint import Checkpoint
+from polyad.parallel.checkpoint.manifest import MANIFEST_FILE, record_of, render
+from polyad.train.evaluation.evaluate import evaluate
+from polyad.train.evaluation.rewriting import rewriting
+from polyad.train.evaluation.robustness import robustness
+from polyad.train.loop.device import memory_of_process
+from polyad.train.loop.metrics import Metrics, peak_memory_bytes
+from polyad.train.loop.statistics import StepStatistics
+from polyad.train.pretrain import main
 
 
 def write_config(path: Path, data: Path, **changes: Any) -> Path:

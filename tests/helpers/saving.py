@@ -15,16 +15,16 @@ from unittest import mock
 
 import psutil
 
-from parallel import comm
-from parallel.checkpoint import checkpoint as checkpoint_file
-from parallel.checkpoint import parts, snapshot, snapshot_process, verification
-from parallel.checkpoint.commit import Retention
-from parallel.checkpoint.manifest import CheckpointError, Manifest
-from parallel.checkpoint.saver import Saver
-from parallel.checkpoint.verification import newest_that_opens, newest_verified
-from parallel.checkpoint.writer import SaveError
-from parallel.fragments import fill, fragments
-from parallel.zero import Engine
+from polyad.parallel import comm
+from polyad.parallel.checkpoint import checkpoint as checkpoint_file
+from polyad.parallel.checkpoint import parts, snapshot, snapshot_process, verification
+from polyad.parallel.checkpoint.commit import Retention
+from polyad.parallel.checkpoint.manifest import CheckpointError, Manifest
+from polyad.parallel.checkpoint.saver import Saver
+from polyad.parallel.checkpoint.verification import newest_that_opens, newest_verified
+from polyad.parallel.checkpoint.writer import SaveError
+from polyad.parallel.fragments import fill, fragments
+from polyad.parallel.zero import Engine
 from tests.helpers.disk import audited, read_tree, recorded
 from tests.helpers.training import Case, build_engine, model_yaml, train
 
@@ -182,7 +182,7 @@ def save_in_little_room(case: Case, folder: str, size: int, way: str) -> tuple[s
 
 def bench_saves(folder: str, model: Any) -> tuple[dict[str, Any], str]:
     """`polyad bench checkpoint` of a tiny model."""
-    from launch.bench.checkpoint import bench_checkpoint, checkpoint_bench_table
+    from polyad.launch.bench.checkpoint import bench_checkpoint, checkpoint_bench_table
 
     result = bench_checkpoint(
         Path(folder), repeats=2, steps=1, rest=0.0, sequence_length=model.sequence_length,

@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from parallel import comm
-from parallel.sequence import Tokens
+from polyad.parallel import comm
+from polyad.parallel.sequence import Tokens
 from tests.helpers.training import Case, build_engine, local_batches
 
 

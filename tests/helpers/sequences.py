@@ -8,7 +8,7 @@ from typing import Any
 
 from tokenizers import models, pre_tokenizers
 
-from data.text.tokenizers.tokenizer import END_OF_TEXT, byte_level
+from polyad.data.text.tokenizers.tokenizer import END_OF_TEXT, byte_level
 
 WORDS = {
     "good": "fine lovely bright warm happy clever",

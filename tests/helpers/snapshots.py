@@ -11,21 +11,21 @@ from unittest import mock
 
 import torch
 
-from model.build import build_model
-from parallel import comm
-from parallel.checkpoint import copying
-from parallel.checkpoint.commit import Retention, complete_checkpoints
-from parallel.checkpoint.copying import Copying
-from parallel.checkpoint.saver import Saver
-from parallel.checkpoint.writer import SaveError
-from parallel.fragments import fill, fragments, persistent_buffers
-from parallel.parallelize import InitialWeights
-from parallel.zero import Engine
+from polyad.model.build import build_model
+from polyad.parallel import comm
+from polyad.parallel.checkpoint import copying
+from polyad.parallel.checkpoint.commit import Retention, complete_checkpoints
+from polyad.parallel.checkpoint.copying import Copying
+from polyad.parallel.checkpoint.saver import Saver
+from polyad.parallel.checkpoint.writer import SaveError
+from polyad.parallel.fragments import fill, fragments, persistent_buffers
+from polyad.parallel.parallelize import InitialWeights
+from polyad.parallel.zero import Engine
+from polyad.train.loop.device import Prefetch
+from polyad.train.loop.step import train_step
+from polyad.train.tasks.language import TextBatch, text_losses
 from tests.helpers.saving import change, saving
 from tests.helpers.training import Case, build_engine, local_batches, model_yaml
-from train.loop.device import Prefetch
-from train.loop.step import train_step
-from train.tasks.language import TextBatch, text_losses
 
 
 def save_both_ways(case: Case, folder: str, then: str = "step", waits: bool = True) -> bool:

@@ -9,11 +9,11 @@ from unittest import mock
 
 import torch
 
-from data.batches import batches_from
-from model.kernels import linear_cross_entropy as kernel
-from train.config.plan import plan_run
-from train.pretrain import main
-from train.tasks.cross_entropy import cross_entropy
+from polyad.data.batches import batches_from
+from polyad.model.kernels import linear_cross_entropy as kernel
+from polyad.train.config.plan import plan_run
+from polyad.train.pretrain import main
+from polyad.train.tasks.cross_entropy import cross_entropy
 
 
 def run_with_bad_batches(
@@ -58,7 +58,7 @@ def run_without(config: Path, left_out: tuple[int, ...], *overrides: str) -> int
     assert list(itertools.islice(others(1), 3)) == list(
         itertools.islice(batches_from(1, left_out), 3)
     )
-    with mock.patch("data.sampler.batches_from", others):
+    with mock.patch("polyad.data.sampler.batches_from", others):
         return main(config, overrides).step
 
 

@@ -4,7 +4,7 @@ import ctypes
 import time
 from unittest import mock
 
-from data.text.samples import TrainingSamples
+from polyad.data.text.samples import TrainingSamples
 
 STALLS_AT = 40
 """The sample at which a rank stalls: in step 6 of runs with 8 samples a step."""

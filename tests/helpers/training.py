@@ -13,30 +13,30 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from data.images.samples import ImageBatch
-from model.bert import BertConfig
-from model.build import build_model
-from model.gpt2 import GPT2Config
-from model.lora import LoRAConfig, add_lora, of_base
-from model.output import RoutingStats
-from model.vision import ImageModelSettings
-from parallel import comm
-from parallel.adapted import OnBase
-from parallel.checkpoint.checkpoint import Checkpoint
-from parallel.checkpoint.writer import save
-from parallel.config import ParallelConfig
-from parallel.dims import Dims
-from parallel.fragments import Source, fill
-from parallel.parallelize import InitialWeights, parallelize
-from parallel.zero import Engine
-from train.loop.device import Prefetch
-from train.loop.losses import LossConfig
-from train.loop.optimizer import GroupConfig, OptimizerConfig, build_optimizer, freeze
-from train.loop.routing import routing_record
-from train.loop.step import train_step
-from train.tasks.cross_entropy import cross_entropy
-from train.tasks.language import TextBatch
-from train.tasks.random_input import losses_for, random_batch
+from polyad.data.images.samples import ImageBatch
+from polyad.model.bert import BertConfig
+from polyad.model.build import build_model
+from polyad.model.gpt2 import GPT2Config
+from polyad.model.lora import LoRAConfig, add_lora, of_base
+from polyad.model.output import RoutingStats
+from polyad.model.vision import ImageModelSettings
+from polyad.parallel import comm
+from polyad.parallel.adapted import OnBase
+from polyad.parallel.checkpoint.checkpoint import Checkpoint
+from polyad.parallel.checkpoint.writer import save
+from polyad.parallel.config import ParallelConfig
+from polyad.parallel.dims import Dims
+from polyad.parallel.fragments import Source, fill
+from polyad.parallel.parallelize import InitialWeights, parallelize
+from polyad.parallel.zero import Engine
+from polyad.train.loop.device import Prefetch
+from polyad.train.loop.losses import LossConfig
+from polyad.train.loop.optimizer import GroupConfig, OptimizerConfig, build_optimizer, freeze
+from polyad.train.loop.routing import routing_record
+from polyad.train.loop.step import train_step
+from polyad.train.tasks.cross_entropy import cross_entropy
+from polyad.train.tasks.language import TextBatch
+from polyad.train.tasks.random_input import losses_for, random_batch
 
 # Odd sizes, so that fragments and padding fall everywhere.
 MODEL = GPT2Config(num_layers=2, hidden_size=36, num_heads=4, sequence_length=17, vocab_size=61)

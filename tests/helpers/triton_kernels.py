@@ -11,7 +11,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from model.kernels.triton import entmax, grouped, rows
+from polyad.model.kernels.triton import entmax, grouped, rows
 
 SIZES = {"BM": grouped.ROWS, "BN": grouped.COLUMNS, "PRECISION": "ieee"}
 POINTERS = {

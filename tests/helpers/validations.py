@@ -10,10 +10,10 @@ from unittest import mock
 
 import torch
 
-from parallel import comm
-from parallel.checkpoint.commit import complete_checkpoints
-from train.loop.hooks import Checkpoints, Validation
-from train.pretrain import main
+from polyad.parallel import comm
+from polyad.parallel.checkpoint.commit import complete_checkpoints
+from polyad.train.loop.hooks import Checkpoints, Validation
+from polyad.train.pretrain import main
 
 
 def run_with_bad_validations(

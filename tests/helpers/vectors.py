@@ -15,15 +15,15 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from data.config import DataSettings
-from model.build import MODELS, ModelKind
-from model.initialization import Initializer, linear_initializers
-from model.output import ModelOutput, RoutingStats
-from model.settings import ModelSettings
-from parallel import comm
-from train.errors import ConfigError
-from train.tasks.registry import TASKS
-from train.tasks.task import Predictor, Score, Sections, Share, Task, Unit
+from polyad.data.config import DataSettings
+from polyad.model.build import MODELS, ModelKind
+from polyad.model.initialization import Initializer, linear_initializers
+from polyad.model.output import ModelOutput, RoutingStats
+from polyad.model.settings import ModelSettings
+from polyad.parallel import comm
+from polyad.train.errors import ConfigError
+from polyad.train.tasks.registry import TASKS
+from polyad.train.tasks.task import Predictor, Score, Sections, Share, Task, Unit
 
 HELD_OUT = {"validation": 300, "test": 101}
 """Vectors of each split."""

@@ -3,9 +3,9 @@
 import time
 from collections.abc import Callable
 
-from launch.bench.scaling_step import Measured, Training
-from parallel import comm
-from train.config.run import RunConfig
+from polyad.launch.bench.scaling_step import Measured, Training
+from polyad.parallel import comm
+from polyad.train.config.run import RunConfig
 
 DOZING = 1
 """The rank of the process that sleeps."""

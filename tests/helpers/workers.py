@@ -126,7 +126,7 @@ def serve(rank: int, world_size: int, port: int, address: str, gpu: bool) -> Non
     pipe.send(rank)
     import torch
 
-    from parallel import comm
+    from polyad.parallel import comm
 
     torch.set_num_threads(1)
     comm.initialize()

@@ -16,14 +16,14 @@ from typing import Any
 
 import yaml
 
-from data.sequences.schemas import BENCHMARKS
-from launch.cli import run
-from launch.commands import COMMANDS
-from launch.parser import Parser
-from launch.quickstart import CONFIG as QUICKSTART
-from launch.quickstart_images import CONFIG as QUICKSTART_IMAGES
-from train.config.run import load_config
-from train.study.config import StudyConfig
+from polyad.data.sequences.schemas import BENCHMARKS
+from polyad.launch.cli import run
+from polyad.launch.commands import COMMANDS
+from polyad.launch.parser import Parser
+from polyad.launch.quickstart import CONFIG as QUICKSTART
+from polyad.launch.quickstart_images import CONFIG as QUICKSTART_IMAGES
+from polyad.train.config.run import load_config
+from polyad.train.study.config import StudyConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = ("polyad", "torchrun", "python", "make", "tensorboard", "lm_eval")
@@ -169,7 +169,7 @@ def polyad_words(words: Sequence[str]) -> list[str] | None:
     if words[0] == "polyad":
         return list(words[1:])
     if words[0] == "torchrun":
-        return list(words[words.index("launch") + 1 :])
+        return list(words[words.index("polyad.launch") + 1 :])
     return None
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from launch.cli import run
+from polyad.launch.cli import run
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = {
@@ -56,7 +56,7 @@ def config(tmp_path: Path, data: Path) -> Path:
 def polyad() -> Callable[..., subprocess.CompletedProcess[str]]:
     """Runs a command in a process of its own, from the clone."""
 
-    def call(*arguments: object, module: str = "launch") -> subprocess.CompletedProcess[str]:
+    def call(*arguments: object, module: str = "polyad.launch") -> subprocess.CompletedProcess[str]:
         environment = {k: v for k, v in os.environ.items() if k not in {"RANK", "WORLD_SIZE"}}
         return subprocess.run(
             [sys.executable, "-m", module, *map(str, arguments)],

@@ -6,15 +6,15 @@ import pytest
 import torch
 from torch import nn
 
-from launch.bench.layer import TimedLayer, saved_bytes
-from launch.bench.smoe import bench_smoe, smoe_table
-from launch.bench.smoe_peers import (
+from polyad.launch.bench.layer import TimedLayer, saved_bytes
+from polyad.launch.bench.smoe import bench_smoe, smoe_table
+from polyad.launch.bench.smoe_peers import (
     make_layers,
     make_tokens,
     orthogonal_router,
     rows_of_experts,
 )
-from launch.cli import run
+from polyad.launch.cli import run
 
 SHAPE = {"tokens": 64, "experts": 4, "top_k": 2, "width": 16, "hidden": 24}
 OPTIONS = [f"--{name.replace('_', '-')}={value}" for name, value in SHAPE.items()]

@@ -8,18 +8,18 @@ from typing import Any
 import pytest
 import torch
 
-from launch.bench import step_variants
-from launch.bench.profile import KINDS, kind_of, time_by_kind
-from launch.bench.step import bench_step, step_table
-from launch.bench.step_variants import (
+from polyad.launch.bench import step_variants
+from polyad.launch.bench.profile import KINDS, kind_of, time_by_kind
+from polyad.launch.bench.step import bench_step, step_table
+from polyad.launch.bench.step_variants import (
     FEED_FORWARDS,
     feed_forward_of,
     goal_of,
     make_step,
     model_of,
 )
-from launch.cli import run
-from model.gpt2 import GPT2Config
+from polyad.launch.cli import run
+from polyad.model.gpt2 import GPT2Config
 
 TINY = GPT2Config(num_layers=1, hidden_size=32, num_heads=2, sequence_length=16, vocab_size=50)
 

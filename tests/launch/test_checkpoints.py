@@ -6,9 +6,9 @@ import shutil
 import pytest
 import torch
 
-from launch.cli import run as polyad
-from parallel.checkpoint.commit import write_rest
-from parallel.checkpoint.writer import save_weights
+from polyad.launch.cli import run as polyad
+from polyad.parallel.checkpoint.commit import write_rest
+from polyad.parallel.checkpoint.writer import save_weights
 
 NAMES = ("step-00000002", "step-00000004", "step-00000006")
 
@@ -109,8 +109,10 @@ def test_a_checkpoint_that_is_not_finite_or_not_judged_is_not_the_good_one(
         shutil.rmtree(folder / name)
         (folder / name).mkdir()
         with monkeypatch.context() as older:  # versions that wrote whatever there was
-            older.setattr("parallel.checkpoint.commit.all_finite", lambda data: True)
-            older.setattr("parallel.checkpoint.writer.write_rest", write_rest_of(int(name[5:])))
+            older.setattr("polyad.parallel.checkpoint.commit.all_finite", lambda data: True)
+            older.setattr(
+                "polyad.parallel.checkpoint.writer.write_rest", write_rest_of(int(name[5:]))
+            )
             save_weights(
                 folder / name, {"weight": (3,)}, lambda _, value=value: torch.full((3,), value),
                 buffers={}, config_yaml="", state=state,

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from launch.child import polyad
-from parallel.checkpoint.commit import complete_checkpoints
+from polyad.launch.child import polyad
+from polyad.parallel.checkpoint.commit import complete_checkpoints
 from tests.launch.conftest import ROOT
 
 pytestmark = pytest.mark.distributed
@@ -37,7 +37,10 @@ def test_a_command_that_starts_processes_itself_does_not_end_them(config: Path) 
 @pytest.mark.parametrize("all_processes", [False, True])
 def test_a_signal_is_handed_on_and_the_run_saved(config: Path, all_processes: bool) -> None:
     options = ["train.steps=100000", "checkpoint.every=0", "log.trackers=[]"]
-    code = f"from launch.child import polyad; print(polyad('train', {str(config)!r}, *{options}))"
+    code = (
+        "from polyad.launch.child import polyad\n"
+        f"print(polyad('train', {str(config)!r}, *{options}))"
+    )
     parent = subprocess.Popen(
         [sys.executable, "-c", code],
         **{"cwd": ROOT, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True},

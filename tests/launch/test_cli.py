@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-import train.pretrain
-from launch.cli import run
-from launch.commands import COMMANDS
-from launch.ending import OTHERS_SPEAK_FIRST
-from train.errors import RunError, stopped
+import polyad.train.pretrain
+from polyad.launch.cli import run
+from polyad.launch.commands import COMMANDS
+from polyad.launch.ending import OTHERS_SPEAK_FIRST
+from polyad.train.errors import RunError, stopped
 
 Polyad = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -31,7 +31,7 @@ def error_line(captured: str) -> str:
 def test_help_is_quick_because_it_imports_nothing_heavy() -> None:
     code = (
         "import sys; sys.argv = ['polyad', '--help']\n"
-        "from launch.cli import run\n"
+        "from polyad.launch.cli import run\n"
         "assert run(['--help']) == 0\n"
         "heavy = {'torch', 'numpy', 'pydantic', 'deepspeed', 'megatron'} & set(sys.modules)\n"
         "assert not heavy, heavy"
@@ -269,7 +269,7 @@ def test_a_failed_run_has_one_line_and_its_status(
         os.write(1, b"noise of a library\n")
         raise error
 
-    monkeypatch.setattr(train.pretrain, "main", fail)
+    monkeypatch.setattr(polyad.train.pretrain, "main", fail)
     assert run(["train", str(config)]) == status
     captured = capfd.readouterr()
     assert captured.out == ""
@@ -279,7 +279,7 @@ def test_a_failed_run_has_one_line_and_its_status(
 def test_a_fault_of_the_program_keeps_its_traceback(
     config: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(train.pretrain, "main", lambda *_, **__: [][0])
+    monkeypatch.setattr(polyad.train.pretrain, "main", lambda *_, **__: [][0])
     assert run(["train", str(config)]) == 1
     assert "Traceback" in capfd.readouterr().err
 
@@ -293,7 +293,7 @@ def test_another_process_that_ended_is_one_line(
             "Connection reset by peer. This is typically caused by a remote worker"
         )
 
-    monkeypatch.setattr(train.pretrain, "main", lost)
+    monkeypatch.setattr(polyad.train.pretrain, "main", lost)
     assert run(["train", str(config)]) == 1
     line = error_line(capfd.readouterr().err)
     assert "another process of this run ended" in line
@@ -305,7 +305,7 @@ def test_another_rank_leaves_the_error_to_rank_zero(
 ) -> None:
     waited: list[float] = []
     monkeypatch.setenv("RANK", "1")
-    monkeypatch.setattr("launch.ending.time.sleep", waited.append)
+    monkeypatch.setattr("polyad.launch.ending.time.sleep", waited.append)
     assert run(["validate", str(config), "train.stps=3"]) == 2
     assert "rank 1: " in error_line(capfd.readouterr().err)
     assert waited == [OTHERS_SPEAK_FIRST]
@@ -358,7 +358,7 @@ def test_files_of_the_current_folder_do_not_shadow_the_packages(
 @pytest.mark.parametrize("closed", [">&-", "2>&-", "<&-"])
 def test_a_closed_stream_changes_no_exit_status(closed):
     options = "--without-data model.vocab_size=8192"  # runs/stdlib need not be there
-    command = f"{sys.executable} -m launch validate configs/quickstart/gpt2.yaml {options}"
+    command = f"{sys.executable} -m polyad.launch validate configs/quickstart/gpt2.yaml {options}"
     for more, status in (("", 0), (" x=1", 2)):
         done = subprocess.run(
             ["bash", "-c", f"{command}{more} {closed}"],

@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from launch.cli import run as polyad
+from polyad.launch.cli import run as polyad
 from tests.helpers.prepared import age, flip
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.via.command import torchrun
+from polyad.launch.via.command import torchrun
 
 Polyad = Callable[..., subprocess.CompletedProcess[str]]
 Finished = tuple[Path, subprocess.CompletedProcess[str]]
@@ -41,7 +41,7 @@ def test_evaluate_in_two_processes_prints_once_and_equals_one(
 ) -> None:
     folder, _ = finished_run
     one = polyad("evaluate", folder, "--json", "-")
-    options = ["--standalone", "--nproc-per-node", 2, "-m", "launch", "evaluate", folder]
+    options = ["--standalone", "--nproc-per-node", 2, "-m", "polyad.launch", "evaluate", folder]
     two = polyad(*options, "--json", "-", module="torch.distributed.run")
     assert (one.returncode, two.returncode) == (0, 0), one.stderr + two.stderr
     alone, shared = json.loads(one.stdout), json.loads(two.stdout)
@@ -83,7 +83,7 @@ def test_a_run_that_fails_is_one_line_without_torchruns_report(
 
 @pytest.mark.slow
 def test_torchrun_by_hand_lets_rank_zero_alone_explain(config: Path, polyad: Polyad) -> None:
-    options = ["--nproc-per-node", 2, "-m", "launch", "train", config, "train.stps=3"]
+    options = ["--nproc-per-node", 2, "-m", "polyad.launch", "train", config, "train.stps=3"]
     done = polyad("--standalone", *options, module="torch.distributed.run")
     assert done.returncode == 1  # torchrun's own
     errors = [line for line in done.stderr.splitlines() if line.startswith("polyad: error:")]

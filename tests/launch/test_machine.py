@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from launch.machine import cores_here, cores_of, threads_of_each
+from polyad.launch.machine import cores_here, cores_of, threads_of_each
 
 ROOT = Path(__file__).resolve().parents[2]
 SHOW = (
-    "import os; from launch.machine import prepare_environment; prepare_environment(); "
+    "import os; from polyad.launch.machine import prepare_environment; prepare_environment(); "
     "print(os.environ.get('TORCHINDUCTOR_CACHE_DIR'))"
 )
 
@@ -68,7 +68,7 @@ def test_processes_of_a_node_share_whole_cores() -> None:
 BIND = """
 import os, sys
 from pathlib import Path
-from launch import machine
+from polyad.launch import machine
 machine.GPUS = Path("/" if "gpu" in sys.argv else "/nowhere")
 if "bound" in sys.argv:
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
@@ -117,7 +117,7 @@ def test_a_second_start_of_a_compiled_run_compiles_nothing(config: Path, tmp_pat
             "model.compile=true", "train.steps=1", f"run.folder={tmp_path / str(number)}",
         ]  # fmt: skip
         subprocess.run(
-            [sys.executable, "-m", "launch", "train", str(config), *arguments],
+            [sys.executable, "-m", "polyad.launch", "train", str(config), *arguments],
             **{"capture_output": True, "check": True, "cwd": ROOT},
             env=environment(XDG_CACHE_HOME=tmp_path / "caches"),
         )

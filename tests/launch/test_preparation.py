@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.cli import run
+from polyad.launch.cli import run
 from tests.launch.conftest import ROOT
 from tests.launch.test_cli import error_line
 
@@ -231,7 +231,14 @@ def test_scripts_ask_for_what_was_asked_and_for_parts_that_are_missing(
     start = script[script.index("exec srun") :]
     assert shlex.split(start.replace("\\\n", "")) == [
         *("exec", "srun", "--ntasks=1", "--cpus-per-task=16"),
-        *(sys.executable, "-m", "launch", "prepare", f"--source={text}", "--tokenizer=words"),
+        *(
+            sys.executable,
+            "-m",
+            "polyad.launch",
+            "prepare",
+            f"--source={text}",
+            "--tokenizer=words",
+        ),
         *("--output=out", "--text-key=text", "--documents=files", "--parts", "3"),
         *("--part", "$SLURM_ARRAY_TASK_ID"),
     ]
@@ -254,7 +261,10 @@ def test_all_parts_are_one_array_and_whole_nodes(
     assert "\n#SBATCH --array=0-2\n" in script
     assert "\n#SBATCH --exclusive\n" in script
     here = os.getcwd()
-    assert f" apptainer exec --nv --bind {here} --pwd {here} polyad.sif python -m launch" in script
+    assert (
+        f" apptainer exec --nv --bind {here} --pwd {here} polyad.sif python -m polyad.launch"
+        in script
+    )
 
 
 def test_a_refusal_of_sbatch_is_one_line(

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from launch.journey import remove_previous_run, step_to_go_on_from
-from launch.quickstart import summary
-from train.errors import ConfigError
+from polyad.launch.journey import remove_previous_run, step_to_go_on_from
+from polyad.launch.quickstart import summary
+from polyad.train.errors import ConfigError
 
 
 def test_a_previous_run_is_deleted_and_nothing_else(tmp_path: Path) -> None:

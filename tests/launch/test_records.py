@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from launch.records import (
+from polyad.launch.records import (
     head_changes,
     last_fluctuation,
     last_loss,
@@ -14,7 +14,7 @@ from launch.records import (
     median_rate,
     peak_memory,
 )
-from train.records import read_records
+from polyad.train.records import read_records
 
 
 def record(step: int, **more: Any) -> dict[str, Any]:

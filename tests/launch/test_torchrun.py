@@ -13,9 +13,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from launch.torchrun import STOP_FILE, _stopped, forget_stop, tell_launcher
-from launch.via.command import torchrun
-from parallel.checkpoint.commit import complete_checkpoints
+from polyad.launch.torchrun import STOP_FILE, _stopped, forget_stop, tell_launcher
+from polyad.launch.via.command import torchrun
+from polyad.parallel.checkpoint.commit import complete_checkpoints
 
 pytestmark = pytest.mark.distributed
 
@@ -43,9 +43,17 @@ def test_workers_of_an_agent_that_is_the_first_process_of_a_container_start(tmp_
         or subprocess.run([unshare, "-pf", "true"], check=False, capture_output=True).returncode
     ):
         pytest.skip("a process cannot be the first of its own here: it needs unshare and root")
-    words = ("--standalone", "--nproc-per-node", "1", "-m", "launch", "train", "nothing.yaml")
+    words = (
+        "--standalone",
+        "--nproc-per-node",
+        "1",
+        "-m",
+        "polyad.launch",
+        "train",
+        "nothing.yaml",
+    )
     done = subprocess.run(
-        [unshare, "-pf", sys.executable, "-m", "launch.torchrun", *words],
+        [unshare, "-pf", sys.executable, "-m", "polyad.launch.torchrun", *words],
         **{"check": False, "capture_output": True, "text": True},
         env={k: v for k, v in os.environ.items() if k not in {"RANK", "WORLD_SIZE"}},
     )

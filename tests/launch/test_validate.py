@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.cli import run
+from polyad.launch.cli import run
 
 
 def test_validate_describes_the_run_to_a_person_and_writes_json(

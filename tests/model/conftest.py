@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from model.build import build_model, materialize
-from model.gpt2 import GPT2, GPT2Config
+from polyad.model.build import build_model, materialize
+from polyad.model.gpt2 import GPT2, GPT2Config
 
 SMALL = {
     "num_layers": 3,

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from model.attention import SelfAttention
+from polyad.model.attention import SelfAttention
 from tests.helpers.allocated import Allocated
 
 

@@ -5,12 +5,12 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from model.bert import Bert, BertConfig
-from model.build import build_model, num_parameters
-from model.feedforward import FEED_FORWARDS
-from model.huggingface_bert import parts_of, plain_name
-from model.mumoe.gating import NORMS
-from model.smoe.graph import GRAPHS
+from polyad.model.bert import Bert, BertConfig
+from polyad.model.build import build_model, num_parameters
+from polyad.model.feedforward import FEED_FORWARDS
+from polyad.model.huggingface_bert import parts_of, plain_name
+from polyad.model.mumoe.gating import NORMS
+from polyad.model.smoe.graph import GRAPHS
 from tests.helpers.bert import LENGTHS, padded_input, scatter, small_bert, their_bert
 
 LARGE = {"hidden_size": 1024, "num_layers": 24, "num_heads": 16}

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from model.build import (
+from polyad.model.build import (
     build_model,
     count_parameters,
     initial_value,
@@ -15,8 +15,8 @@ from model.build import (
     materialize,
     num_parameters,
 )
-from model.gpt2 import GPT2Config
-from model.initialization import ZEROS, Initializer, normal
+from polyad.model.gpt2 import GPT2Config
+from polyad.model.initialization import ZEROS, Initializer, normal
 
 
 def test_unknown_kind_is_refused_with_the_known_ones():
@@ -61,7 +61,7 @@ def test_initial_values_depend_on_seed_and_name(small_config):
 def test_initial_values_are_the_same_in_another_process(small_config):
     # Python salts the hashes of strings in every process; sha256 it does not.
     code = (
-        "from model.initialization import normal; import torch;"
+        "from polyad.model.initialization import normal; import torch;"
         "print(normal(0.02).draw(torch.Size([3, 4]), 5, 'a.weight').tolist())"
     )
     result = subprocess.run(

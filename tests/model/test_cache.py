@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from model.cache import KeyValueCache
-from model.mumoe.config import FACTORIZATIONS
+from polyad.model.cache import KeyValueCache
+from polyad.model.mumoe.config import FACTORIZATIONS
 
 OVERRIDES = {"dense": {}, "dense, one head": {"bias": False, "num_heads": 1}} | {
     name: {"feed_forward": {"kind": "mumoe", "factorization": name, "num_experts": [4, 3]}}

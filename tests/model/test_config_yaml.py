@@ -7,7 +7,14 @@ import time
 import pytest
 import yaml
 
-from model.config_yaml import MAX_CHARACTERS, ConfigYamlError, Written, dump, load, load_written
+from polyad.model.config_yaml import (
+    MAX_CHARACTERS,
+    ConfigYamlError,
+    Written,
+    dump,
+    load,
+    load_written,
+)
 
 
 @pytest.mark.parametrize(

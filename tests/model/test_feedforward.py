@@ -4,10 +4,10 @@ import pytest
 import torch
 from pydantic import TypeAdapter, ValidationError
 
-from model.build import build_model, initial_values
-from model.dense import DenseFeedForward, DenseFeedForwardConfig
-from model.feedforward import FEED_FORWARDS, FeedForwardConfig
-from model.interface import FeedForwardContext
+from polyad.model.build import build_model, initial_values
+from polyad.model.dense import DenseFeedForward, DenseFeedForwardConfig
+from polyad.model.feedforward import FEED_FORWARDS, FeedForwardConfig
+from polyad.model.interface import FeedForwardContext
 
 every_kind = pytest.mark.parametrize("kind", FEED_FORWARDS)
 

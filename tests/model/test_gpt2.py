@@ -3,10 +3,10 @@ import torch
 from pydantic import ValidationError
 from torch.nn.functional import cross_entropy
 
-from model.build import num_parameters
-from model.gpt2 import GPT2, GPT2Config
-from model.interface import FeedForward
-from model.output import RoutingStats
+from polyad.model.build import num_parameters
+from polyad.model.gpt2 import GPT2, GPT2Config
+from polyad.model.interface import FeedForward
+from polyad.model.output import RoutingStats
 from tests.helpers.reference import reference_of
 
 

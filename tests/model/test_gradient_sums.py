@@ -6,9 +6,9 @@ A batch of equal sequences has as many times the gradient of one, so a sum that 
 import pytest
 import torch
 
-from model.kernels.grouped import by_grouped_products
-from model.layers import Embedding, LayerNorm
-from model.smoe import experts
+from polyad.model.kernels.grouped import by_grouped_products
+from polyad.model.layers import Embedding, LayerNorm
+from polyad.model.smoe import experts
 from tests.helpers.factorized import FACTORIZATIONS
 
 SEQUENCES = 2048

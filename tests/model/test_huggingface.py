@@ -5,8 +5,8 @@ import torch
 from transformers import GPT2Config as TheirConfig
 from transformers import GPT2LMHeadModel
 
-from model.gpt2 import GPT2Config
-from model.huggingface import (
+from polyad.model.gpt2 import GPT2Config
+from polyad.model.huggingface import (
     PREFIX,
     HuggingFaceError,
     config_from_huggingface,

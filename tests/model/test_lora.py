@@ -4,17 +4,17 @@ import pytest
 import torch
 from torch import nn
 
-from model.bert import BertConfig
-from model.build import build_model, materialize, matrix_dimensions
-from model.lora import (
+from polyad.model.bert import BertConfig
+from polyad.model.build import build_model, materialize, matrix_dimensions
+from polyad.model.lora import (
     LoRAConfig,
     LoRALinear,
     adapters,
     add_lora,
     of_base,
 )
-from model.patterns import PatternError
-from model.vit import ViTConfig
+from polyad.model.patterns import PatternError
+from polyad.model.vit import ViTConfig
 from tests.helpers.training import MODEL, moe_model, mumoe_model
 
 LINEAR = ("attention.qkv", "attention.projection", "feed_forward.up", "feed_forward.down")

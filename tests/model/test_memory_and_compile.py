@@ -6,8 +6,8 @@ from torch import _dynamo
 from torch.nn.functional import cross_entropy
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from model.build import build_model, compile_model, materialize, read_model_config
-from model.samples import give_samples
+from polyad.model.build import build_model, compile_model, materialize, read_model_config
+from polyad.model.samples import give_samples
 from tests.helpers.everyday import everyday
 
 

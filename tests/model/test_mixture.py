@@ -8,8 +8,8 @@ import torch
 from pydantic import ValidationError
 from torch import nn
 
-from model.build import build_model, materialize, num_parameters, read_model_config
-from model.small_network import Convolution
+from polyad.model.build import build_model, materialize, num_parameters, read_model_config
+from polyad.model.small_network import Convolution
 
 CONVOLUTIONS = {"convolutions": [2, 3], "kernel_size": 2, "padding": 1, "hidden_sizes": [5, 6]}
 VIT = {"kind": "vit", "patch_size": 3, "hidden_size": 8, "num_layers": 2, "num_heads": 2}

@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from model.build import build_model, materialize
-from model.gpt2 import GPT2Config
-from model.padding import RealTokens
-from model.smoe.graph import GRAPHS, head_entropies
+from polyad.model.build import build_model, materialize
+from polyad.model.gpt2 import GPT2Config
+from polyad.model.padding import RealTokens
+from polyad.model.smoe.graph import GRAPHS, head_entropies
 from tests.helpers.routing import make, make_config, make_context, make_trace
 
 SPARSE = {"kind": "smoe", "num_experts": 4, "top_k": 2, "expert_hidden_size": 16}
@@ -162,7 +162,7 @@ def test_scores_are_those_of_transformers():
     with torch.no_grad():
         for parameter in theirs.parameters():
             parameter.normal_(std=0.3)
-    from model.huggingface import their_tensor
+    from polyad.model.huggingface import their_tensor
 
     ours, weights = model_of("dense").eval(), theirs.state_dict()
     for name, parameter in ours.named_parameters():

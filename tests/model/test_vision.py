@@ -4,7 +4,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from model.build import (
+from polyad.model.build import (
     build_model,
     count_parameters,
     materialize,

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy, gelu, layer_norm
 
-from model.build import build_model, materialize, read_model_config
+from polyad.model.build import build_model, materialize, read_model_config
 
 IMAGES = {"image_size": 16, "patch_size": 4, "num_classes": 5, "num_layers": 2, "hidden_size": 24}
 
@@ -149,7 +149,7 @@ def test_blocks_can_be_entered_in_the_middle(images, pool):
 
 
 def test_stochastic_depth_drops_whole_images_and_keeps_the_mean():
-    from model.layers import DropPath
+    from polyad.model.layers import DropPath
 
     torch.manual_seed(0)
     layer, ones = DropPath(0.25), torch.ones(4000, 2, 3)

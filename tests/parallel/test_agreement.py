@@ -3,11 +3,11 @@
 import pytest
 import torch
 
+from polyad.train.loop.losses import LossConfig
 from tests.helpers.agreement import selected_by_other_scores, train_with_near_ties
 from tests.helpers.emergent import emoe_model
 from tests.helpers.everyday import everyday
 from tests.helpers.training import Case, moe_model
-from train.loop.losses import LossConfig
 
 pytestmark = pytest.mark.distributed
 

@@ -8,15 +8,15 @@ import itertools
 import pytest
 import torch
 
-from model.padding import RealTokens
-from model.smoe.layer import SparseMoE
-from parallel import comm
+from polyad.model.padding import RealTokens
+from polyad.model.smoe.layer import SparseMoE
+from polyad.parallel import comm
+from polyad.train.loop.losses import LossConfig
+from polyad.train.loop.routing import update_routers
+from polyad.train.loop.statistics import StepStatistics
 from tests.helpers.everyday import everyday
 from tests.helpers.routing import make, make_config
 from tests.helpers.training import Case, moe_model, relative, tensors, train
-from train.loop.losses import LossConfig
-from train.loop.routing import update_routers
-from train.loop.statistics import StepStatistics
 
 pytestmark = pytest.mark.distributed
 

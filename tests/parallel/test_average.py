@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from parallel.checkpoint.checkpoint import Checkpoint, WeightsOnly
-from parallel.checkpoint.manifest import CheckpointError
-from parallel.weights import load_model, open_weights
+from polyad.parallel.checkpoint.checkpoint import Checkpoint, WeightsOnly
+from polyad.parallel.checkpoint.manifest import CheckpointError
+from polyad.parallel.weights import load_model, open_weights
 from tests.helpers.averages import averaged
 from tests.helpers.everyday import everyday
 from tests.helpers.training import Case, moe_model, relative, resave, tensors, train

@@ -2,8 +2,8 @@
 
 import pytest
 
-from model.gpt2 import GPT2Config
-from model.mumoe.config import MuMoEConfig
+from polyad.model.gpt2 import GPT2Config
+from polyad.model.mumoe.config import MuMoEConfig
 from tests.helpers.everyday import everyday
 from tests.helpers.factors import batch_norm_against_the_whole, norm_of_an_engine
 from tests.helpers.training import MODEL, Case

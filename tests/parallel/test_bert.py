@@ -4,7 +4,7 @@ and any layout loads what another wrote."""
 import pytest
 import torch
 
-from model.build import read_model_config
+from polyad.model.build import read_model_config
 from tests.helpers.bert import scores_of_padded
 from tests.helpers.breaks import breaks_of_a_step
 from tests.helpers.everyday import everyday

@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from parallel import comm
-from parallel.dims import LayoutError
+from polyad.parallel import comm
+from polyad.parallel.dims import LayoutError
 from tests.helpers.forking import ForkServer
 from tests.helpers.training import Case, names_of_groups, wait_in_vain
 from tests.helpers.workers import WorkerPool
@@ -73,7 +73,9 @@ def test_worlds_that_do_not_know_of_one_another_are_refused(environment, words, 
 
 
 def test_a_world_size_without_a_rank_is_refused_where_training_would_begin():
-    code = "from parallel import comm\ntry: comm.initialize()\nexcept ValueError as e: print(e)"
+    code = (
+        "from polyad.parallel import comm\ntry: comm.initialize()\nexcept ValueError as e: print(e)"
+    )
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK")}
     found = subprocess.run(
         [sys.executable, "-c", code],

@@ -2,7 +2,7 @@
 
 import pytest
 
-from parallel.dims import Dims, LayoutError
+from polyad.parallel.dims import Dims, LayoutError
 
 
 def test_accumulation_fills_the_global_batch():

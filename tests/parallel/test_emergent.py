@@ -5,10 +5,10 @@ import itertools
 import pytest
 import torch
 
+from polyad.train.loop.losses import LossConfig
 from tests.helpers.emergent import emoe_model
 from tests.helpers.everyday import everyday
 from tests.helpers.training import Case, relative, tensors, train
-from train.loop.losses import LossConfig
 
 pytestmark = pytest.mark.distributed
 

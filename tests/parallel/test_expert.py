@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 
+from polyad.train.loop.losses import LossConfig
 from tests.helpers.breaks import breaks_of_a_step
 from tests.helpers.everyday import everyday
 from tests.helpers.experts import (
@@ -16,7 +17,6 @@ from tests.helpers.experts import (
     overlapping_against_in_turn,
 )
 from tests.helpers.training import MODEL, Case, moe_model, relative, tensors, train
-from train.loop.losses import LossConfig
 
 pytestmark = pytest.mark.distributed
 

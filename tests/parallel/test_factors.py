@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from model.build import num_parameters
-from model.gpt2 import GPT2Config
-from model.mumoe.config import FACTORIZATIONS
-from parallel.factors import CUT_LAYERS
-from parallel.placement import split_rows_and_rest
+from polyad.model.build import num_parameters
+from polyad.model.gpt2 import GPT2Config
+from polyad.model.mumoe.config import FACTORIZATIONS
+from polyad.parallel.factors import CUT_LAYERS
+from polyad.parallel.placement import split_rows_and_rest
 from tests.helpers.everyday import everyday
 from tests.helpers.factors import block_against_the_whole, logits, traffic_of_a_block
 from tests.helpers.training import (

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from model.gpt2 import GPT2
-from parallel import comm
+from polyad.model.gpt2 import GPT2
+from polyad.parallel import comm
 from tests.helpers.training import MODEL, Case, relative, tensors, train
 
 pytestmark = pytest.mark.distributed

@@ -10,7 +10,7 @@ import pytest
 SCRIPT = """
 import json, resource, sys
 import torch
-from parallel.host_memory import keep_freed_memory
+from polyad.parallel.host_memory import keep_freed_memory
 
 kept = keep_freed_memory() if sys.argv[1] == "keep" else None
 pages = [resource.getrusage(resource.RUSAGE_SELF).ru_minflt]

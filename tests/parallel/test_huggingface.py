@@ -10,11 +10,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from model.gpt2 import GPT2Config
-from model.huggingface import HuggingFaceError
-from parallel.fragments import MASTER
-from parallel.huggingface import HuggingFaceWeights, is_huggingface_folder
-from parallel.weights import load_model
+from polyad.model.gpt2 import GPT2Config
+from polyad.model.huggingface import HuggingFaceError
+from polyad.parallel.fragments import MASTER
+from polyad.parallel.huggingface import HuggingFaceWeights, is_huggingface_folder
+from polyad.parallel.weights import load_model
 from tests.helpers.huggingface import save_reference
 
 
@@ -99,8 +99,8 @@ def test_half_precision_becomes_exact_fp32(folder, tmp_path, dtype):
 PEAK = """
 import re, sys
 from pathlib import Path
-from parallel.fragments import MASTER
-from parallel.huggingface import HuggingFaceWeights
+from polyad.parallel.fragments import MASTER
+from polyad.parallel.huggingface import HuggingFaceWeights
 def peak():
     # Not getrusage: it counts what the process had before `exec`.
     return int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1])

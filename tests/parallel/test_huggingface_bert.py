@@ -8,13 +8,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from data.text.tokenizers.wordpiece import train_wordpiece
-from model.bert import BertConfig
-from model.huggingface import HuggingFaceError
-from parallel.huggingface_bert import BertWeights
-from parallel.weights import load_model, open_weights
+from polyad.data.text.tokenizers.wordpiece import train_wordpiece
+from polyad.model.bert import BertConfig
+from polyad.model.huggingface import HuggingFaceError
+from polyad.parallel.huggingface_bert import BertWeights
+from polyad.parallel.weights import load_model, open_weights
+from polyad.train.exchange.convert import convert
 from tests.helpers.bert import padded_input, their_bert
-from train.exchange.convert import convert
 
 KINDS = {
     "BertModel": "none",
@@ -189,7 +189,7 @@ def test_a_pickle_is_not_read(saved):
 
 
 def test_experts_have_no_place_in_transformers(tmp_path):
-    from model.huggingface_bert import config_to_huggingface
+    from polyad.model.huggingface_bert import config_to_huggingface
 
     config = BertConfig.model_validate({"vocab_size": 61, "feed_forward": {"kind": "smoe"}})
     with pytest.raises(HuggingFaceError, match=r"'smoe'.*`--to safetensors`"):

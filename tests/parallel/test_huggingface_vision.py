@@ -7,19 +7,19 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from data.images.augmentation import evaluation_image
-from data.images.config import ImageDataConfig
-from data.images.torchvision_door import available
-from model.build import build_model, read_model_config
-from model.huggingface import HuggingFaceError
-from model.huggingface_timm import timm_call
-from model.huggingface_vision import config_to_files
-from parallel.huggingface_vision import VisionWeights
-from parallel.weights import load_model, open_weights
-from train.config.run import load_config
-from train.exchange.convert import convert
-from train.tasks.mixing import normalize
-from train.tasks.preprocessing import (
+from polyad.data.images.augmentation import evaluation_image
+from polyad.data.images.config import ImageDataConfig
+from polyad.data.images.torchvision_door import available
+from polyad.model.build import build_model, read_model_config
+from polyad.model.huggingface import HuggingFaceError
+from polyad.model.huggingface_timm import timm_call
+from polyad.model.huggingface_vision import config_to_files
+from polyad.parallel.huggingface_vision import VisionWeights
+from polyad.parallel.weights import load_model, open_weights
+from polyad.train.config.run import load_config
+from polyad.train.exchange.convert import convert
+from polyad.train.tasks.mixing import normalize
+from polyad.train.tasks.preprocessing import (
     normalization_of,
     read_pixels,
     timm_keys,

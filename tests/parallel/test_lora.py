@@ -5,10 +5,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from model.build import build_model, num_parameters
-from model.lora import LoRAConfig
-from parallel.checkpoint.checkpoint import Checkpoint
-from parallel.parallelize import InitialWeights
+from polyad.model.build import build_model, num_parameters
+from polyad.model.lora import LoRAConfig
+from polyad.parallel.checkpoint.checkpoint import Checkpoint
+from polyad.parallel.parallelize import InitialWeights
+from polyad.train.loop.optimizer import GroupConfig
 from tests.helpers.everyday import everyday
 from tests.helpers.training import (
     MODEL,
@@ -21,7 +22,6 @@ from tests.helpers.training import (
     tensors,
     train,
 )
-from train.loop.optimizer import GroupConfig
 
 pytestmark = pytest.mark.distributed
 

@@ -11,14 +11,14 @@ from pathlib import Path
 import psutil
 import pytest
 
-from parallel.addresses import STORE, listener
-from parallel.meeting import comparison
+from polyad.parallel.addresses import STORE, listener
+from polyad.parallel.meeting import comparison
 
 pytestmark = pytest.mark.distributed
 
 JOIN = """
 import sys, time
-from parallel import comm, meeting
+from polyad.parallel import comm, meeting
 rank, what, minutes = sys.argv[1:]
 meeting.LINGER = 3.0
 time.sleep(float(what.partition("later ")[2] or 0))

@@ -6,7 +6,7 @@ import itertools
 import pytest
 import torch
 
-from model.build import read_model_config
+from polyad.model.build import read_model_config
 from tests.helpers.everyday import everyday
 from tests.helpers.training import Case, resave, tensors, train
 

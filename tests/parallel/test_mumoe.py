@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from parallel.weights import load_model
+from polyad.parallel.weights import load_model
 from tests.helpers.everyday import everyday
 from tests.helpers.factors import padding_after_training, train_as_it_is
 from tests.helpers.training import Case, mumoe_model, relative, resave, tensors, train

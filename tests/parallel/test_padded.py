@@ -5,13 +5,13 @@ import itertools
 import pytest
 import torch
 
-from model.bert import BertConfig
-from model.gpt2 import GPT2Config
-from model.output import RoutingStats
+from polyad.model.bert import BertConfig
+from polyad.model.gpt2 import GPT2Config
+from polyad.model.output import RoutingStats
+from polyad.train.loop.losses import LossConfig, routing_loss
 from tests.helpers.everyday import everyday
 from tests.helpers.padded import LENGTHS, padded_batch, train_on_padded, z_losses_of_sequences
 from tests.helpers.training import MODEL, Case, relative, tensors
-from train.loop.losses import LossConfig, routing_loss
 
 pytestmark = pytest.mark.distributed
 

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from model.build import num_parameters
-from parallel.dims import Dims
-from parallel.placement import Placement, split_columns, split_fused, split_padded
+from polyad.model.build import num_parameters
+from polyad.parallel.dims import Dims
+from polyad.parallel.placement import Placement, split_columns, split_fused, split_padded
 from tests.helpers.groups import groups_of_many_processes, groups_of_tensor_parallelism
 from tests.helpers.training import MODEL, Case, inspect_shards, local_losses, train
 

@@ -7,15 +7,15 @@ import pytest
 import torch
 from torch._C._distributed_c10d import Work
 
-from parallel.dims import Dims
-from parallel.plan.traffic import Amount, Exchange
-from parallel.waiting import Call, Step, Stood, Waiting, divide
+from polyad.parallel.dims import Dims
+from polyad.parallel.plan.traffic import Amount, Exchange
+from polyad.parallel.waiting import Call, Step, Stood, Waiting, divide
+from polyad.train.config.rules import validate
+from polyad.train.config.run import load_config
+from polyad.train.forecast.step import footprint
+from polyad.train.layout.small import small_config
 from tests.helpers.waiting import DOZING, around_a_sleep, measured_steps
 from tests.train.forecast.test_footprint import vocabulary_of
-from train.config.rules import validate
-from train.config.run import load_config
-from train.forecast.step import footprint
-from train.layout.small import small_config
 
 SUM = Exchange("all-reduce", "data", "float32")
 GATHER = Exchange("all-gather", "data", "float32")

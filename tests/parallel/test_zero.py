@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from parallel.config import ParallelConfig
-from parallel.zero import deepspeed_config
+from polyad.parallel.config import ParallelConfig
+from polyad.parallel.zero import deepspeed_config
 
 
 def made(stage, precision="fp32", **keys):
@@ -45,7 +45,7 @@ def test_bf16_accumulates_in_fp32_where_deepspeed_can():
 def test_no_compiler_is_needed_or_used(tmp_path, stage, path):
     # Neither found on an empty PATH, nor called where there is one.
     code = (
-        "from parallel import comm\n"
+        "from polyad.parallel import comm\n"
         "from tests.helpers.training import Case, train\n"
         "if __name__ == '__main__':\n"
         f"    print(train(Case(stage={stage}, last_step=1)))\n"

@@ -10,14 +10,14 @@ import pytest
 import torch
 import yaml
 
-import train.guard.room
-from launch.cli import run as polyad
-from model.build import build_model
-from parallel.checkpoint.checkpoint import Checkpoint
-from parallel.checkpoint.manifest import CheckpointError, Manifest, record_of, render
-from parallel.checkpoint.verification import newest_that_opens
-from parallel.checkpoint.writer import save_weights
-from parallel.weights import load_model
+from polyad.launch.cli import run as polyad
+from polyad.model.build import build_model
+from polyad.parallel.checkpoint.checkpoint import Checkpoint
+from polyad.parallel.checkpoint.manifest import CheckpointError, Manifest, record_of, render
+from polyad.parallel.checkpoint.verification import newest_that_opens
+from polyad.parallel.checkpoint.writer import save_weights
+from polyad.parallel.weights import load_model
+from polyad.train.guard import room
 from tests.helpers.runs import write_config
 from tests.helpers.training import MODEL
 
@@ -111,7 +111,7 @@ def disk(monkeypatch):
 
     def free(nbytes):
         usage = SimpleNamespace(total=10**12, used=0, free=nbytes)
-        monkeypatch.setattr(train.guard.room.shutil, "disk_usage", lambda path: usage)
+        monkeypatch.setattr(room.shutil, "disk_usage", lambda path: usage)
 
     return free
 

@@ -10,9 +10,9 @@ import os
 
 import pytest
 
-from model.gpt2 import GPT2Config
-from parallel.checkpoint.commit import complete_checkpoints, put_back, remove_leftovers
-from parallel.checkpoint.manifest import CheckpointError, Manifest
+from polyad.model.gpt2 import GPT2Config
+from polyad.parallel.checkpoint.commit import complete_checkpoints, put_back, remove_leftovers
+from polyad.parallel.checkpoint.manifest import CheckpointError, Manifest
 from tests.helpers.disk import Disk, write_tree
 from tests.helpers.saving import failing_save, record_saves, save_in_little_room
 from tests.helpers.training import Case

@@ -17,10 +17,10 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from launch.cli import run
+from polyad.launch.cli import run
+from polyad.train.config.run import RunConfig
+from polyad.train.config.text import flatten, keys
 from tests.helpers.runs import FEED_FORWARDS
-from train.config.run import RunConfig
-from train.config.text import flatten, keys
 
 BASE: dict[str, Any] = {
     "run": {"folder": "no-such-folder/run"},

@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 import yaml
 
-from launch.study.folder import check_folder
+from polyad.launch.study.folder import check_folder
+from polyad.train.config.rules import validate
+from polyad.train.config.run import RunConfig, config_of, parse_config, read_tree
+from polyad.train.config.text import flatten, keys
+from polyad.train.errors import one_line
+from polyad.train.study.reading import load_studies
 from tests.helpers.everyday import everyday
-from train.config.rules import validate
-from train.config.run import RunConfig, config_of, parse_config, read_tree
-from train.config.text import flatten, keys
-from train.errors import one_line
-from train.study.reading import load_studies
 
 ROOT = Path(__file__).resolve().parents[2]
 ALL_STUDIES = sorted((ROOT / "configs" / "studies").glob("*.yaml"))

@@ -8,9 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from parallel.checkpoint.checkpoint import Checkpoint
-from parallel.checkpoint.manifest import BLOCK_BYTES, CheckpointError, DamagedCheckpoint, Manifest
-from parallel.weights import load_model
+from polyad.parallel.checkpoint.checkpoint import Checkpoint
+from polyad.parallel.checkpoint.manifest import (
+    BLOCK_BYTES,
+    CheckpointError,
+    DamagedCheckpoint,
+    Manifest,
+)
+from polyad.parallel.weights import load_model
 from tests.helpers.training import tensors
 
 pytestmark = pytest.mark.distributed
@@ -149,7 +154,7 @@ def test_a_name_that_leads_out_of_the_folder_is_refused(copy):
 def test_a_file_of_several_blocks_is_verified_block_by_block(tmp_path):
     import xxhash
 
-    from parallel.checkpoint.manifest import BlockDigests, share_of
+    from polyad.parallel.checkpoint.manifest import BlockDigests, share_of
 
     size = 2 * BLOCK_BYTES + 5
     blocks = BlockDigests()

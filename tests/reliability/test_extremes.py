@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from polyad.train.config.describe import describe_run
+from polyad.train.config.run import load_config
+from polyad.train.config.text import flatten
 from tests.helpers.runs import train_each, write_config
-from train.config.describe import describe_run
-from train.config.run import load_config
-from train.config.text import flatten
 
 ELSEWHERE = (
     # Sizes that only memory limits, and what leaves nothing to train.

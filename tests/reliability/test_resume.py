@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from data.text.dataset import PreparedData
-from data.text.prepare import prepare
+from polyad.data.text.dataset import PreparedData
+from polyad.data.text.prepare import prepare
 from tests.helpers.consumed import digest, global_batches, run_and_note
 from tests.helpers.everyday import everyday
 from tests.helpers.runs import FEED_FORWARDS, records, run, write_config

@@ -115,7 +115,7 @@ def test_a_failure_beside_the_run_ends_it_with_the_reason(workers, tmp_path, wha
 
 @everyday("state", ["waiting", "stopped"], keep=["stopped"])
 def test_a_writer_dies_with_the_process_that_trains(state):
-    from parallel.checkpoint.snapshot import SnapshotWriter
+    from polyad.parallel.checkpoint.snapshot import SnapshotWriter
 
     ours, theirs = os.pipe()
     child = os.fork()
@@ -140,7 +140,7 @@ def test_a_writer_dies_with_the_process_that_trains(state):
 
 
 def test_a_writer_that_died_between_two_saves_says_so_and_is_closed():
-    from parallel.checkpoint.snapshot import SnapshotWriter
+    from polyad.parallel.checkpoint.snapshot import SnapshotWriter
 
     writer = SnapshotWriter(1000)
     os.kill(writer.process_id, signal.SIGKILL)
@@ -151,7 +151,7 @@ def test_a_writer_that_died_between_two_saves_says_so_and_is_closed():
 
 
 def test_a_writer_ignores_what_a_terminal_or_a_scheduler_sends():
-    from parallel.checkpoint.snapshot import SnapshotWriter
+    from polyad.parallel.checkpoint.snapshot import SnapshotWriter
 
     writer = SnapshotWriter(1000)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):

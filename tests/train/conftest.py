@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from polyad.train.exchange.convert import convert
 from tests.helpers.resealed import Resealed
 from tests.helpers.runs import FEED_FORWARDS, run, write_config
-from train.exchange.convert import convert
 
 
 @pytest.fixture(scope="session")

@@ -5,13 +5,13 @@ import shutil
 import pytest
 import torch
 
-from launch.cli import run as polyad
-from model.smoe.scores import INITIAL_TEMPERATURE
-from parallel.checkpoint.checkpoint import Checkpoint
-from parallel.weights import load_model
+from polyad.launch.cli import run as polyad
+from polyad.model.smoe.scores import INITIAL_TEMPERATURE
+from polyad.parallel.checkpoint.checkpoint import Checkpoint
+from polyad.parallel.weights import load_model
+from polyad.train.evaluation.evaluate import result_table
+from polyad.train.exchange.convert import convert
 from tests.helpers.runs import evaluation, newest, run, run_and_listen, write_config
-from train.evaluation.evaluate import result_table
-from train.exchange.convert import convert
 
 pytestmark = pytest.mark.distributed
 

@@ -8,7 +8,7 @@ import termios
 
 import pytest
 
-from train.console import Console, in_bytes
+from polyad.train.console import Console, in_bytes
 
 
 @pytest.mark.parametrize(

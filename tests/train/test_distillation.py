@@ -9,9 +9,13 @@ import yaml
 from scipy.stats import entropy
 from torch.nn.functional import cross_entropy, kl_div
 
-from data.images.dataset import ImageData
-from data.images.prepare import prepare_images
-from parallel.weights import load_model
+from polyad.data.images.dataset import ImageData
+from polyad.data.images.prepare import prepare_images
+from polyad.parallel.weights import load_model
+from polyad.train.evaluation.specialization import specialization
+from polyad.train.evaluation.stability import compare
+from polyad.train.experts.probing import deciding, routed_layers
+from polyad.train.tasks.distillation import distillation_loss
 from tests.helpers import images as made
 from tests.helpers.runs import (
     evaluation,
@@ -21,10 +25,6 @@ from tests.helpers.runs import (
     run_expecting_error,
     weights_of,
 )
-from train.evaluation.specialization import specialization
-from train.evaluation.stability import compare
-from train.experts.probing import deciding, routed_layers
-from train.tasks.distillation import distillation_loss
 
 pytestmark = pytest.mark.distributed
 

@@ -7,9 +7,10 @@ import torch
 import yaml
 from torch.nn.functional import cross_entropy, kl_div
 
-from data.text.mixture import TrainingData
-from data.text.prepare import prepare
-from parallel.weights import load_model
+from polyad.data.text.mixture import TrainingData
+from polyad.data.text.prepare import prepare
+from polyad.parallel.weights import load_model
+from polyad.train.config.run import load_config
 from tests.helpers import sequences as made
 from tests.helpers.everyday import everyday
 from tests.helpers.runs import (
@@ -20,7 +21,6 @@ from tests.helpers.runs import (
     weights_of,
     write_config,
 )
-from train.config.run import load_config
 
 pytestmark = pytest.mark.distributed
 

@@ -1,6 +1,6 @@
 """What is shown of values in errors."""
 
-from train.errors import MAX_LINE, one_line, shown
+from polyad.train.errors import MAX_LINE, one_line, shown
 
 
 def test_a_long_value_is_shown_by_its_beginning_and_end():

@@ -9,12 +9,13 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from launch.cli import run as polyad
-from model.build import build_model, materialize
-from model.lora import LoRAConfig, add_lora
-from parallel.checkpoint.checkpoint import Checkpoint
-from parallel.checkpoint.manifest import CheckpointError
-from parallel.weights import load_model, open_weights
+from polyad.launch.cli import run as polyad
+from polyad.model.build import build_model, materialize
+from polyad.model.lora import LoRAConfig, add_lora
+from polyad.parallel.checkpoint.checkpoint import Checkpoint
+from polyad.parallel.checkpoint.manifest import CheckpointError
+from polyad.parallel.weights import load_model, open_weights
+from polyad.train.exchange.convert import convert
 from tests.helpers.runs import (
     FEED_FORWARDS,
     evaluation,
@@ -26,7 +27,6 @@ from tests.helpers.runs import (
     write_config,
 )
 from tests.helpers.training import tensors
-from train.exchange.convert import convert
 
 pytestmark = pytest.mark.distributed
 

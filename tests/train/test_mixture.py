@@ -13,7 +13,7 @@ pytestmark = pytest.mark.distributed
 
 @pytest.fixture(scope="module")
 def other_path(tmp_path_factory, texts, prepared_path):
-    from data.text.prepare import prepare
+    from polyad.data.text.prepare import prepare
 
     folder = tmp_path_factory.mktemp("other")
     last = texts.read_text().splitlines()[-10:]

@@ -5,10 +5,10 @@ import yaml
 from scipy.stats import entropy
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from launch.cli import run as polyad
-from parallel.weights import load_model
+from polyad.launch.cli import run as polyad
+from polyad.parallel.weights import load_model
+from polyad.train.evaluation.generate import Sampling, generate
 from tests.helpers.runs import evaluation, records, run, run_expecting_error, write_config
-from train.evaluation.generate import Sampling, generate
 
 pytestmark = pytest.mark.distributed
 

@@ -14,7 +14,7 @@ import torch
 import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from parallel.checkpoint.commit import complete_checkpoints
+from polyad.parallel.checkpoint.commit import complete_checkpoints
 from tests.helpers.everyday import everyday
 from tests.helpers.runs import (
     FEED_FORWARDS,
@@ -166,7 +166,7 @@ def test_a_group_rises_over_its_own_steps_also_after_a_stop(workers, tmp_path, p
 
 @pytest.mark.slow
 def test_an_interrupted_run_says_where_it_goes_on(config, tmp_path):
-    command = [sys.executable, "-m", "launch", "train", str(config), "train.steps=3000"]
+    command = [sys.executable, "-m", "polyad.launch", "train", str(config), "train.steps=3000"]
     run = subprocess.Popen(
         [*command, "checkpoint.every=0", "evaluation.every=0"],
         stderr=subprocess.PIPE, text=True,
@@ -199,7 +199,7 @@ def test_a_profile_is_written_on_request(workers, config, tmp_path):
 
 
 def test_data_without_a_validation_split_trains(workers, tmp_path, texts):
-    from data.text.prepare import prepare
+    from polyad.data.text.prepare import prepare
 
     prepare(str(texts), "train:300", tmp_path / "data", validation_fraction=0.0, report=print)
     config = write_config(tmp_path / "config.yaml", tmp_path / "data")
@@ -257,7 +257,7 @@ def test_a_folder_that_is_no_run_is_refused(workers, config, tmp_path):
 
 
 def test_other_data_under_the_same_run_is_refused(workers, finished, tmp_path, texts):
-    from data.text.prepare import prepare
+    from polyad.data.text.prepare import prepare
 
     prepare(str(texts), "train:400", tmp_path / "other", validation_fraction=0.2, report=print)
     text = refused(workers, finished / "config.yaml", f"data.path={tmp_path / 'other'}")
@@ -267,7 +267,7 @@ def test_other_data_under_the_same_run_is_refused(workers, finished, tmp_path, t
 def test_weights_of_another_model_or_tokenizer_are_refused(
     workers, finished, config, tmp_path, texts
 ):
-    from data.text.prepare import prepare
+    from polyad.data.text.prepare import prepare
 
     init = f"checkpoint.init_from={finished / 'run'}"
     assert "is of another model" in refused(workers, config, init, "model.num_layers=1")

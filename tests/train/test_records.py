@@ -4,11 +4,11 @@ import json
 
 import pytest
 
-from launch.tables import _last_loss
-from train.errors import ConfigError
-from train.experts.report.history import read_history
-from train.loop.metrics import drop_records_after
-from train.records import read_records
+from polyad.launch.tables import _last_loss
+from polyad.train.errors import ConfigError
+from polyad.train.experts.report.history import read_history
+from polyad.train.loop.metrics import drop_records_after
+from polyad.train.records import read_records
 
 GOOD = [
     {"step": step, "loss": 1.0 / step, "routing/load": [0.5, None], "spike": {"a": "b"}}

@@ -10,7 +10,7 @@ import shutil
 import pytest
 import torch
 
-from parallel.checkpoint.checkpoint import Checkpoint
+from polyad.parallel.checkpoint.checkpoint import Checkpoint
 from tests.helpers.resealed import WEIGHT, changed, commands, said, without
 
 pytestmark = pytest.mark.distributed

@@ -7,16 +7,16 @@ import shutil
 import pytest
 import torch
 
-from parallel.checkpoint.checkpoint import Checkpoint
-from parallel.checkpoint.contents import read_contents, verify_contents
-from parallel.weights import load_model, open_checkpoint, open_weights
+from polyad.parallel.checkpoint.checkpoint import Checkpoint
+from polyad.parallel.checkpoint.contents import read_contents, verify_contents
+from polyad.parallel.weights import load_model, open_checkpoint, open_weights
+from polyad.train.config.plan import plan_run
+from polyad.train.tasks.tokenizers import tokenizer_of
 from tests.helpers.resealed import (
     WEIGHT,
     mutations,
     outcome,
 )
-from train.config.plan import plan_run
-from train.tasks.tokenizers import tokenizer_of
 
 pytestmark = pytest.mark.distributed
 

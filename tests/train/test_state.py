@@ -7,12 +7,12 @@ import time
 import pytest
 import torch
 
-from parallel.checkpoint.index import Chunk, Tensor
-from parallel.checkpoint.records import FormError, parsed
-from parallel.checkpoint.state_file import State
-from parallel.zero import _state_fields
-from train.loop.optimizer import OptimizerConfig, build_optimizer, state_tensors
-from train.state import TrainState
+from polyad.parallel.checkpoint.index import Chunk, Tensor
+from polyad.parallel.checkpoint.records import FormError, parsed
+from polyad.parallel.checkpoint.state_file import State
+from polyad.parallel.zero import _state_fields
+from polyad.train.loop.optimizer import OptimizerConfig, build_optimizer, state_tensors
+from polyad.train.state import TrainState
 
 
 def test_boxes_of_a_tensor_cover_it_once():

@@ -7,15 +7,15 @@ import shutil
 import pytest
 import xxhash
 
-from data.text.dataset import PreparedData
-from data.text.prepare import prepare
-from launch.cli import run as polyad
-from parallel.checkpoint.checkpoint import Checkpoint, find_checkpoint
-from parallel.checkpoint.manifest import CheckpointError, FileRecord, render
+from polyad.data.text.dataset import PreparedData
+from polyad.data.text.prepare import prepare
+from polyad.launch.cli import run as polyad
+from polyad.parallel.checkpoint.checkpoint import Checkpoint, find_checkpoint
+from polyad.parallel.checkpoint.manifest import CheckpointError, FileRecord, render
+from polyad.train.evaluation.generate import Sampling, generate
+from polyad.train.exchange.convert import convert
+from polyad.train.tasks.tokenizers import need_tokenizer, tokenizer_of
 from tests.helpers.runs import run, write_config
-from train.evaluation.generate import Sampling, generate
-from train.exchange.convert import convert
-from train.tasks.tokenizers import need_tokenizer, tokenizer_of
 
 pytestmark = pytest.mark.distributed
 KINDS = {"sentencepiece": "tokenizer.model", "words": "tokenizer.json"}
@@ -108,7 +108,7 @@ def test_the_way_to_hugging_face_and_back_keeps_it(trained, tmp_path):
 
 def test_lm_eval_reads_text_with_it(trained):
     pytest.importorskip("lm_eval")
-    from train.evaluation.lm_eval_adapter import PolyadLM
+    from polyad.train.evaluation.lm_eval_adapter import PolyadLM
 
     _, folder, tokenizer, _ = trained
     model = PolyadLM(str(folder))

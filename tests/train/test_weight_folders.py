@@ -5,7 +5,7 @@ import shutil
 import pytest
 import torch
 
-from parallel.weights import load_model
+from polyad.parallel.weights import load_model
 from tests.helpers.resealed import said
 
 pytestmark = pytest.mark.distributed

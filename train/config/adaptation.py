@@ -4,18 +4,18 @@ from typing import Any
 
 from torch import nn
 
-from model.build import build_model
-from model.lora import adapters, add_lora, of_base
-from model.settings import ModelSettings
-from parallel.adapted import OnBase
-from parallel.begun_anew import BegunAnew
-from parallel.checkpoint.checkpoint import Checkpoint, WeightsOnly
-from parallel.fragments import Source, persistent_buffers
-from parallel.parallelize import InitialWeights
-from parallel.weights import Weights
-from train.config.run import RunConfig
-from train.loop.optimizer import freeze
-from train.tasks.task import Task
+from polyad.model.build import build_model
+from polyad.model.lora import adapters, add_lora, of_base
+from polyad.model.settings import ModelSettings
+from polyad.parallel.adapted import OnBase
+from polyad.parallel.begun_anew import BegunAnew
+from polyad.parallel.checkpoint.checkpoint import Checkpoint, WeightsOnly
+from polyad.parallel.fragments import Source, persistent_buffers
+from polyad.parallel.parallelize import InitialWeights
+from polyad.parallel.weights import Weights
+from polyad.train.config.run import RunConfig
+from polyad.train.loop.optimizer import freeze
+from polyad.train.tasks.task import Task
 
 GRAPH = ".router.graph."
 """In the names of what a graph of tokens has."""

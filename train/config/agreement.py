@@ -12,14 +12,14 @@ from typing import Any
 
 import torch
 
-from parallel.checkpoint.manifest import MANIFEST_FILE
-from parallel.comm import World, from_all
-from parallel.huggingface import is_huggingface_folder
-from parallel.meeting import DisagreementError, comparison
-from parallel.plain_weights import is_plain_folder
-from train.config.run import RunConfig
-from train.state import package_versions
-from train.tasks.task import Task
+from polyad.parallel.checkpoint.manifest import MANIFEST_FILE
+from polyad.parallel.comm import World, from_all
+from polyad.parallel.huggingface import is_huggingface_folder
+from polyad.parallel.meeting import DisagreementError, comparison
+from polyad.parallel.plain_weights import is_plain_folder
+from polyad.train.config.run import RunConfig
+from polyad.train.state import package_versions
+from polyad.train.tasks.task import Task
 
 ROOT = Path(__file__).resolve().parents[2]
 SAMPLED = 65536

@@ -4,16 +4,16 @@ import os
 import sys
 from pathlib import Path
 
-from parallel.checkpoint.checkpoint import Checkpoint
-from parallel.weights import Weights
-from train.config.adaptation import begins_anew, counts, in_words, model_of
-from train.config.plan import Plan
-from train.config.rate import change_of_rate, warm_up_note
-from train.config.run import parse_config
-from train.loop.best import is_over, why_it_is_over
-from train.state import TrainState
-from train.tasks.images import ImageClassification
-from train.tasks.preprocessing import normalization_of
+from polyad.parallel.checkpoint.checkpoint import Checkpoint
+from polyad.parallel.weights import Weights
+from polyad.train.config.adaptation import begins_anew, counts, in_words, model_of
+from polyad.train.config.plan import Plan
+from polyad.train.config.rate import change_of_rate, warm_up_note
+from polyad.train.config.run import parse_config
+from polyad.train.loop.best import is_over, why_it_is_over
+from polyad.train.state import TrainState
+from polyad.train.tasks.images import ImageClassification
+from polyad.train.tasks.preprocessing import normalization_of
 
 
 def nothing_is_left(plan: Plan, state: TrainState) -> bool:

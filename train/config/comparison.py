@@ -5,13 +5,13 @@ from typing import Any
 
 from torch import nn
 
-from model.build import build_model, count_parameters
-from model.dense import DenseFeedForwardConfig
-from model.feedforward import FeedForwardConfig
-from model.gpt2 import GPT2Config
-from model.mumoe.config import MuMoEConfig
-from model.settings import ModelSettings
-from model.smoe.config import SparseMoEConfig
+from polyad.model.build import build_model, count_parameters
+from polyad.model.dense import DenseFeedForwardConfig
+from polyad.model.feedforward import FeedForwardConfig
+from polyad.model.gpt2 import GPT2Config
+from polyad.model.mumoe.config import MuMoEConfig
+from polyad.model.settings import ModelSettings
+from polyad.model.smoe.config import SparseMoEConfig
 
 MOST = 2**31 - 1
 """Experts of a sparse mixture, at most."""

@@ -6,23 +6,23 @@ from typing import Any
 
 from torch import nn
 
-from model.build import count_parameters
-from model.emoe.config import EmergentMoEConfig
-from model.feedforward import SelectingConfig
-from model.smoe.config import SparseMoEConfig
-from model.smoe.experts import Experts
-from model.smoe.layer import SparseMoE
-from parallel.dims import Dims
-from train.config.adaptation import counts, in_words, model_of
-from train.config.comparison import comparison_rows, experts_compared
-from train.config.environment import check_compiler
-from train.config.plan import checkpoint_bytes, plan_run
-from train.config.rate import schedule_line, schedule_notes
-from train.config.rules import validate
-from train.config.run import RunConfig, load_config
-from train.console import in_bytes
-from train.errors import ConfigError
-from train.tasks.registry import task_class
+from polyad.model.build import count_parameters
+from polyad.model.emoe.config import EmergentMoEConfig
+from polyad.model.feedforward import SelectingConfig
+from polyad.model.smoe.config import SparseMoEConfig
+from polyad.model.smoe.experts import Experts
+from polyad.model.smoe.layer import SparseMoE
+from polyad.parallel.dims import Dims
+from polyad.train.config.adaptation import counts, in_words, model_of
+from polyad.train.config.comparison import comparison_rows, experts_compared
+from polyad.train.config.environment import check_compiler
+from polyad.train.config.plan import checkpoint_bytes, plan_run
+from polyad.train.config.rate import schedule_line, schedule_notes
+from polyad.train.config.rules import validate
+from polyad.train.config.run import RunConfig, load_config
+from polyad.train.console import in_bytes
+from polyad.train.errors import ConfigError
+from polyad.train.tasks.registry import task_class
 
 PRECISION_BYTES = {"fp32": 4, "bf16": 2}
 GRAPH_OPTIONS = (

@@ -5,21 +5,21 @@ from typing import Any, NamedTuple
 
 import torch
 
-from data.images.config import ImageDataConfig
-from model.gpt2 import GPT2Config
-from model.settings import ModelSettings
-from model.smoe.config import SparseMoEConfig
-from model.vision import ImageSettings
-from parallel.checkpoint.checkpoint import Checkpoint
-from parallel.weights import load_model, open_checkpoint
-from train.config.run import RunConfig, parse_config
-from train.errors import ConfigError
-from train.tasks.class_names import class_names_of, differing
-from train.tasks.distillation import Learner, Teacher
-from train.tasks.images import ImageClassification
-from train.tasks.language import LanguageModelling
-from train.tasks.sequences import SequenceTask
-from train.tasks.task import Task
+from polyad.data.images.config import ImageDataConfig
+from polyad.model.gpt2 import GPT2Config
+from polyad.model.settings import ModelSettings
+from polyad.model.smoe.config import SparseMoEConfig
+from polyad.model.vision import ImageSettings
+from polyad.parallel.checkpoint.checkpoint import Checkpoint
+from polyad.parallel.weights import load_model, open_checkpoint
+from polyad.train.config.run import RunConfig, parse_config
+from polyad.train.errors import ConfigError
+from polyad.train.tasks.class_names import class_names_of, differing
+from polyad.train.tasks.distillation import Learner, Teacher
+from polyad.train.tasks.images import ImageClassification
+from polyad.train.tasks.language import LanguageModelling
+from polyad.train.tasks.sequences import SequenceTask
+from polyad.train.tasks.task import Task
 
 
 class TeacherAt(NamedTuple):

@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
-from data.files import write_whole
-from data.json_reader import read_json
-from train.config.run import RunConfig
-from train.errors import ConfigError
-from train.state import package_versions
+from polyad.data.files import write_whole
+from polyad.data.json_reader import read_json
+from polyad.train.config.run import RunConfig
+from polyad.train.errors import ConfigError
+from polyad.train.state import package_versions
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -8,11 +8,11 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from model.config import SectionError
-from model.config_yaml import MAX_DIGITS, NUMBER
-from train.config.names import OURS, plain
-from train.config.text import config_classes, keys
-from train.errors import MAX_SHOWN, one_line, shortened, shown
+from polyad.model.config import SectionError
+from polyad.model.config_yaml import MAX_DIGITS, NUMBER
+from polyad.train.config.names import OURS, plain
+from polyad.train.config.text import config_classes, keys
+from polyad.train.errors import MAX_SHOWN, one_line, shortened, shown
 
 MOST = 450
 """Characters of what is said of a configuration, at most, without the name of its file."""

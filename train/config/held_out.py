@@ -2,11 +2,11 @@
 
 import json
 
-from data.config import DataConfig
-from data.images.config import ImageDataConfig
-from data.sequences.config import SequenceDataConfig
-from train.config.run import RunConfig
-from train.errors import ConfigError
+from polyad.data.config import DataConfig
+from polyad.data.images.config import ImageDataConfig
+from polyad.data.sequences.config import SequenceDataConfig
+from polyad.train.config.run import RunConfig
+from polyad.train.errors import ConfigError
 
 
 def data_overrides(config: RunConfig, data: str) -> tuple[str, ...]:

@@ -5,25 +5,25 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from data.files import write_whole
-from data.sampler import micro_batches
-from parallel import comm
-from parallel.checkpoint.commit import Retention, complete_checkpoints, remove_leftovers
-from parallel.checkpoint.contents import CONFIG_FILE
-from parallel.checkpoint.saver import Saver
-from parallel.checkpoint.verification import newest_verified
-from parallel.parallelize import parallelize
-from parallel.zero import Engine
-from train.config.adaptation import begins_anew, model_of, source_of
-from train.config.environment import write_environment
-from train.config.plan import Plan, check_resume
-from train.config.run import RunConfig
-from train.loop.loop import LoopConfig
-from train.loop.metrics import Metrics
-from train.loop.optimizer import build_optimizer
-from train.loop.startup import Startup
-from train.state import TrainState
-from train.tasks.cross_entropy import cross_entropy
+from polyad.data.files import write_whole
+from polyad.data.sampler import micro_batches
+from polyad.parallel import comm
+from polyad.parallel.checkpoint.commit import Retention, complete_checkpoints, remove_leftovers
+from polyad.parallel.checkpoint.contents import CONFIG_FILE
+from polyad.parallel.checkpoint.saver import Saver
+from polyad.parallel.checkpoint.verification import newest_verified
+from polyad.parallel.parallelize import parallelize
+from polyad.parallel.zero import Engine
+from polyad.train.config.adaptation import begins_anew, model_of, source_of
+from polyad.train.config.environment import write_environment
+from polyad.train.config.plan import Plan, check_resume
+from polyad.train.config.run import RunConfig
+from polyad.train.loop.loop import LoopConfig
+from polyad.train.loop.metrics import Metrics
+from polyad.train.loop.optimizer import build_optimizer
+from polyad.train.loop.startup import Startup
+from polyad.train.state import TrainState
+from polyad.train.tasks.cross_entropy import cross_entropy
 
 
 def with_verified(plan: Plan) -> Plan:

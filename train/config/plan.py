@@ -7,30 +7,30 @@ from typing import Any
 
 from torch import nn
 
-from data.files import partial_of
-from model.lora import of_base
-from parallel import comm
-from parallel.adapted import AdaptedCheckpoint, check_base, digest_of
-from parallel.checkpoint.checkpoint import Checkpoint
-from parallel.checkpoint.contents import CONFIG_FILE
-from parallel.checkpoint.verification import newest_that_opens, shared
-from parallel.dims import Dims
-from parallel.huggingface_parts import PartsWeights
-from parallel.weights import Weights, check_fits, open_weights
-from train.config.adaptation import begins_anew, graph_statistics, model_of
-from train.config.agreement import check_same_checkpoint
-from train.config.distillation import TeacherAt, check_teacher
-from train.config.environment import check_compiler
-from train.config.rules import refuse_changes, validate
-from train.config.run import RunConfig, load_config, parse_config
-from train.errors import ConfigError, RunError
-from train.guard.room import check_room
-from train.guard.run_folder import LEASE_FILE, LOCK_FILE, check_place
-from train.loop.optimizer import state_tensors
-from train.loop.trackers import check_trackers
-from train.state import TrainState
-from train.tasks.registry import open_task
-from train.tasks.task import Kept, Task
+from polyad.data.files import partial_of
+from polyad.model.lora import of_base
+from polyad.parallel import comm
+from polyad.parallel.adapted import AdaptedCheckpoint, check_base, digest_of
+from polyad.parallel.checkpoint.checkpoint import Checkpoint
+from polyad.parallel.checkpoint.contents import CONFIG_FILE
+from polyad.parallel.checkpoint.verification import newest_that_opens, shared
+from polyad.parallel.dims import Dims
+from polyad.parallel.huggingface_parts import PartsWeights
+from polyad.parallel.weights import Weights, check_fits, open_weights
+from polyad.train.config.adaptation import begins_anew, graph_statistics, model_of
+from polyad.train.config.agreement import check_same_checkpoint
+from polyad.train.config.distillation import TeacherAt, check_teacher
+from polyad.train.config.environment import check_compiler
+from polyad.train.config.rules import refuse_changes, validate
+from polyad.train.config.run import RunConfig, load_config, parse_config
+from polyad.train.errors import ConfigError, RunError
+from polyad.train.guard.room import check_room
+from polyad.train.guard.run_folder import LEASE_FILE, LOCK_FILE, check_place
+from polyad.train.loop.optimizer import state_tensors
+from polyad.train.loop.trackers import check_trackers
+from polyad.train.state import TrainState
+from polyad.train.tasks.registry import open_task
+from polyad.train.tasks.task import Kept, Task
 
 LAUNCH_FOLDER = "launch"
 """The folder in a run's folder that `polyad launch` writes to, perhaps before the run begins."""

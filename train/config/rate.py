@@ -1,8 +1,8 @@
 """The learning rate of a run, in words: where it goes, and what is odd about it."""
 
-from train.config.run import RunConfig
-from train.config.text import flatten
-from train.loop.schedule import learning_rate
+from polyad.train.config.run import RunConfig
+from polyad.train.config.text import flatten
+from polyad.train.loop.schedule import learning_rate
 
 
 def schedule_line(config: RunConfig) -> str:

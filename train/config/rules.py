@@ -3,16 +3,16 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from data.images.config import ImageDataConfig
-from model.emoe.config import EmergentMoEConfig
-from model.feedforward import SelectingConfig
-from model.mixture import MixtureConfig
-from model.settings import ModelSettings
-from model.vision import ImageSettings
-from parallel.dims import Dims
-from train.config.run import RunConfig
-from train.config.text import flatten
-from train.errors import ConfigError, shown
+from polyad.data.images.config import ImageDataConfig
+from polyad.model.emoe.config import EmergentMoEConfig
+from polyad.model.feedforward import SelectingConfig
+from polyad.model.mixture import MixtureConfig
+from polyad.model.settings import ModelSettings
+from polyad.model.vision import ImageSettings
+from polyad.parallel.dims import Dims
+from polyad.train.config.run import RunConfig
+from polyad.train.config.text import flatten
+from polyad.train.errors import ConfigError, shown
 
 # Keys, or whole sections, that a run may change when it goes on. All others make it another run.
 MAY_CHANGE_ON_RESUME = (

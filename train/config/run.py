@@ -16,26 +16,26 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 from pydantic import BeforeValidator, Field, ValidationError
 
-from data.config import DataSettings
-from model.build import MODELS
-from model.config import Config
-from model.config_yaml import dump
-from model.lora import AdaptConfig
-from model.settings import ModelSettings
-from parallel.config import CheckpointConfig, ParallelConfig
-from train.config.faults import describe
-from train.config.text import apply_override, parse_yaml, settle
-from train.errors import ConfigError
-from train.guard.monitor import MonitorConfig
-from train.guard.run_folder import RunFolderConfig
-from train.loop.config import TrainConfig
-from train.loop.losses import LossConfig
-from train.loop.metrics import LogConfig
-from train.loop.optimizer import OptimizerConfig, state_tensors
-from train.loop.schedule import ScheduleConfig
-from train.tasks.distillation import DistillConfig
-from train.tasks.registry import TASKS
-from train.tasks.task import EvaluationConfig, Sections
+from polyad.data.config import DataSettings
+from polyad.model.build import MODELS
+from polyad.model.config import Config
+from polyad.model.config_yaml import dump
+from polyad.model.lora import AdaptConfig
+from polyad.model.settings import ModelSettings
+from polyad.parallel.config import CheckpointConfig, ParallelConfig
+from polyad.train.config.faults import describe
+from polyad.train.config.text import apply_override, parse_yaml, settle
+from polyad.train.errors import ConfigError
+from polyad.train.guard.monitor import MonitorConfig
+from polyad.train.guard.run_folder import RunFolderConfig
+from polyad.train.loop.config import TrainConfig
+from polyad.train.loop.losses import LossConfig
+from polyad.train.loop.metrics import LogConfig
+from polyad.train.loop.optimizer import OptimizerConfig, state_tensors
+from polyad.train.loop.schedule import ScheduleConfig
+from polyad.train.tasks.distillation import DistillConfig
+from polyad.train.tasks.registry import TASKS
+from polyad.train.tasks.task import EvaluationConfig, Sections
 
 
 def _of_kind(default: str, classes: Sequence[type[Config]]) -> Any:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from model.config import Config
+from polyad.model.config import Config
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 

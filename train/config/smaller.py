@@ -3,12 +3,12 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from parallel import comm
-from parallel.dims import Dims, LayoutError
-from train.config.rules import validate
-from train.config.run import RunConfig
-from train.errors import ConfigError
-from train.guard.memory import RunMemory
+from polyad.parallel import comm
+from polyad.parallel.dims import Dims, LayoutError
+from polyad.train.config.rules import validate
+from polyad.train.config.run import RunConfig
+from polyad.train.errors import ConfigError
+from polyad.train.guard.memory import RunMemory
 
 
 def memory_of(config: RunConfig, dims: Dims, world: comm.World) -> RunMemory:

@@ -6,8 +6,8 @@ from typing import Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel
 
-from model.config_yaml import ConfigYamlError, Written, load_written
-from train.errors import ConfigError, one_line, shortened, shown
+from polyad.model.config_yaml import ConfigYamlError, Written, load_written
+from polyad.train.errors import ConfigError, one_line, shortened, shown
 
 DOTTED_KEY = re.compile(r"\w+(\.\w+)*")
 MAX_SECTIONS = 20

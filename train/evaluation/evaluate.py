@@ -9,29 +9,29 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from data.errors import DataError
-from data.images.noise import GaussianNoise
-from data.temporary import temporary_folder
-from data.text.attack import WordSwap, write_attacked
-from data.text.manifest import SplitName
-from parallel import comm
-from parallel.checkpoint.checkpoint import Checkpoint
-from parallel.weights import Choice, load_model, open_checkpoint
-from train.config.agreement import agreed_facts, folder_digest
-from train.config.held_out import data_overrides
-from train.config.run import RunConfig, parse_config
-from train.config.smaller import to_evaluate
-from train.config.text import flatten
-from train.console import Progress
-from train.errors import ConfigError, RunError
-from train.evaluation.leak import check_leaks, measure
-from train.guard.memory import explain_out_of_memory
-from train.loop.device import allow_tf32
-from train.tasks.cross_entropy import cross_entropy
-from train.tasks.images import ImageClassification
-from train.tasks.language import LanguageModelling
-from train.tasks.registry import task_class
-from train.tasks.task import OneDevice, Task
+from polyad.data.errors import DataError
+from polyad.data.images.noise import GaussianNoise
+from polyad.data.temporary import temporary_folder
+from polyad.data.text.attack import WordSwap, write_attacked
+from polyad.data.text.manifest import SplitName
+from polyad.parallel import comm
+from polyad.parallel.checkpoint.checkpoint import Checkpoint
+from polyad.parallel.weights import Choice, load_model, open_checkpoint
+from polyad.train.config.agreement import agreed_facts, folder_digest
+from polyad.train.config.held_out import data_overrides
+from polyad.train.config.run import RunConfig, parse_config
+from polyad.train.config.smaller import to_evaluate
+from polyad.train.config.text import flatten
+from polyad.train.console import Progress
+from polyad.train.errors import ConfigError, RunError
+from polyad.train.evaluation.leak import check_leaks, measure
+from polyad.train.guard.memory import explain_out_of_memory
+from polyad.train.loop.device import allow_tf32
+from polyad.train.tasks.cross_entropy import cross_entropy
+from polyad.train.tasks.images import ImageClassification
+from polyad.train.tasks.language import LanguageModelling
+from polyad.train.tasks.registry import task_class
+from polyad.train.tasks.task import OneDevice, Task
 
 
 class Evaluated(NamedTuple):

@@ -16,15 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from data.text.tokenizers.tokenizer import Tokenizer
-from model.cache import KeyValueCache
-from model.gpt2 import GPT2Config
-from parallel.weights import load_model, open_weights
-from parallel.zero import Precision
-from train.errors import ConfigError
-from train.experts.steering import Steering, effect, steered
-from train.tasks.language import language_model
-from train.tasks.tokenizers import need_tokenizer
+from polyad.data.text.tokenizers.tokenizer import Tokenizer
+from polyad.model.cache import KeyValueCache
+from polyad.model.gpt2 import GPT2Config
+from polyad.parallel.weights import load_model, open_weights
+from polyad.parallel.zero import Precision
+from polyad.train.errors import ConfigError
+from polyad.train.experts.steering import Steering, effect, steered
+from polyad.train.tasks.language import language_model
+from polyad.train.tasks.tokenizers import need_tokenizer
 
 _UNFINISHED = "\ufffd"
 """The replacement character, which the bytes of half a character decode to."""

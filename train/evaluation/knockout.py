@@ -11,19 +11,19 @@ from typing import Any
 
 from torch import nn
 
-from data.text.manifest import SplitName
-from model.gpt2 import GPT2
-from parallel import comm
-from parallel.weights import Choice
-from train.console import Progress
-from train.errors import ConfigError
-from train.evaluation.evaluate import open_evaluated
-from train.experts.chosen import check_experts, choose_layers, columns_of
-from train.experts.knockout_pass import KNOCKOUT_TOKENS, read_without
-from train.experts.predicted_text import PredictedText
-from train.experts.probing import RoutedLayer, routed_layers
-from train.experts.steering import Steering, gate_column
-from train.tasks.text import TextTask
+from polyad.data.text.manifest import SplitName
+from polyad.model.gpt2 import GPT2
+from polyad.parallel import comm
+from polyad.parallel.weights import Choice
+from polyad.train.console import Progress
+from polyad.train.errors import ConfigError
+from polyad.train.evaluation.evaluate import open_evaluated
+from polyad.train.experts.chosen import check_experts, choose_layers, columns_of
+from polyad.train.experts.knockout_pass import KNOCKOUT_TOKENS, read_without
+from polyad.train.experts.predicted_text import PredictedText
+from polyad.train.experts.probing import RoutedLayer, routed_layers
+from polyad.train.experts.steering import Steering, gate_column
+from polyad.train.tasks.text import TextTask
 
 
 def knockout(

@@ -21,14 +21,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from data.text.windows import EvaluationWindows, window_batches
-from model.smoe.config import SparseMoEConfig
-from model.smoe.graph import Graph
-from parallel import comm
-from train.config.run import RunConfig
-from train.errors import ConfigError
-from train.tasks.cross_entropy import cross_entropy
-from train.tasks.scoring import score_windows
+from polyad.data.text.windows import EvaluationWindows, window_batches
+from polyad.model.smoe.config import SparseMoEConfig
+from polyad.model.smoe.graph import Graph
+from polyad.parallel import comm
+from polyad.train.config.run import RunConfig
+from polyad.train.errors import ConfigError
+from polyad.train.tasks.cross_entropy import cross_entropy
+from polyad.train.tasks.scoring import score_windows
 
 GROUP = 8
 """Windows that are cut at the same tokens, in one forward pass."""

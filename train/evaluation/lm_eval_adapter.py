@@ -14,14 +14,14 @@ import torch
 from lm_eval.api.model import TemplateLM
 from tqdm import tqdm
 
-from data.text.tokenizers.tokenizer import Tokenizer
-from parallel.checkpoint.newest import read_newest
-from parallel.weights import load_model, open_weights
-from parallel.zero import DTYPES, Precision
-from train.errors import ConfigError
-from train.evaluation.generate import Sampling, TextStream, generate_ids
-from train.tasks.language import language_model
-from train.tasks.tokenizers import need_tokenizer
+from polyad.data.text.tokenizers.tokenizer import Tokenizer
+from polyad.parallel.checkpoint.newest import read_newest
+from polyad.parallel.weights import load_model, open_weights
+from polyad.parallel.zero import DTYPES, Precision
+from polyad.train.errors import ConfigError
+from polyad.train.evaluation.generate import Sampling, TextStream, generate_ids
+from polyad.train.tasks.language import language_model
+from polyad.train.tasks.tokenizers import need_tokenizer
 
 Scored = tuple[list[int], int]
 """Token ids, and how many of the last ones are scored."""

@@ -6,8 +6,8 @@ Shapes: N training images, B held-out images of a part, P numbers of an image.
 import torch
 from torch import Tensor
 
-from data.images.augmentation import evaluation_image
-from data.images.samples import Images
+from polyad.data.images.augmentation import evaluation_image
+from polyad.data.images.samples import Images
 
 PART = 512
 """Held-out images whose distances are held together."""

@@ -14,17 +14,17 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from data.evaluation import evaluation_batches
-from data.images.samples import EvaluationImages
-from data.text.manifest import SplitName
-from parallel import comm
-from parallel.weights import Choice
-from train.console import Progress
-from train.errors import ConfigError
-from train.evaluation.evaluate import open_evaluated
-from train.experts.probing import RoutedLayer, deciding, routed_head
-from train.experts.rewriting import Fairness, fairness_of, moved, subpopulations
-from train.tasks.images import ImageClassification
+from polyad.data.evaluation import evaluation_batches
+from polyad.data.images.samples import EvaluationImages
+from polyad.data.text.manifest import SplitName
+from polyad.parallel import comm
+from polyad.parallel.weights import Choice
+from polyad.train.console import Progress
+from polyad.train.errors import ConfigError
+from polyad.train.evaluation.evaluate import open_evaluated
+from polyad.train.experts.probing import RoutedLayer, deciding, routed_head
+from polyad.train.experts.rewriting import Fairness, fairness_of, moved, subpopulations
+from polyad.train.tasks.images import ImageClassification
 
 FORM = "class=NAME,of=NAME[:0][+NAME[:0]...],by=NUMBER"
 PART = re.compile(r"(?:^|,)(class|of|by)=(.*?)(?=,(?:class|of|by)=|$)", re.DOTALL)

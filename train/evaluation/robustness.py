@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from data.evaluation import evaluation_batches
-from data.images.files import FileSplit
-from data.images.imagenet import (
+from polyad.data.evaluation import evaluation_batches
+from polyad.data.images.files import FileSplit
+from polyad.data.images.imagenet import (
     ALEXNET_ERRORS,
     LabelledFile,
     by_number,
@@ -23,14 +23,14 @@ from data.images.imagenet import (
     corruptions,
     imagenet_classes,
 )
-from data.images.samples import EvaluationImages
-from data.json_reader import read_json
-from parallel import comm
-from parallel.weights import Choice
-from train.console import Progress
-from train.errors import ConfigError
-from train.evaluation.evaluate import Evaluated, open_evaluated
-from train.tasks.images import ImageClassification
+from polyad.data.images.samples import EvaluationImages
+from polyad.data.json_reader import read_json
+from polyad.parallel import comm
+from polyad.parallel.weights import Choice
+from polyad.train.console import Progress
+from polyad.train.errors import ConfigError
+from polyad.train.evaluation.evaluate import Evaluated, open_evaluated
+from polyad.train.tasks.images import ImageClassification
 
 _NUMBER = re.compile(r"val_(\d{8})")
 _WORDNET_ID = re.compile(r"n\d{8}")
@@ -221,7 +221,7 @@ def _outliers(scorer: Scorer, folder: Path) -> dict[str, Any]:
     The score of an outlier is -max softmax over the set's classes; the images that belong are those
     of ImageNet's own validation split with one of these classes (Hendrycks et al. 2021).
     """
-    from data.images.extra import average_precision
+    from polyad.data.images.extra import average_precision
 
     split, files = _own_validation(scorer), by_wordnet_id(folder)
     classes_S = torch.tensor(classes_of(files))

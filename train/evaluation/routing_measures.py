@@ -12,18 +12,18 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from data.evaluation import evaluation_batches
-from data.sequences.samples import SequenceBatch
-from parallel import comm
-from train.console import Progress
-from train.experts.probing import RoutedLayer, deciding
-from train.experts.report.sequence_pass import groups_of
-from train.experts.routing_measures import RoutingMeasures, TokenLabels
-from train.tasks.cross_entropy import cross_entropy
-from train.tasks.images import ImageClassification
-from train.tasks.sequences import SequenceTask
-from train.tasks.task import OneDevice
-from train.tasks.text import TextTask
+from polyad.data.evaluation import evaluation_batches
+from polyad.data.sequences.samples import SequenceBatch
+from polyad.parallel import comm
+from polyad.train.console import Progress
+from polyad.train.experts.probing import RoutedLayer, deciding
+from polyad.train.experts.report.sequence_pass import groups_of
+from polyad.train.experts.routing_measures import RoutingMeasures, TokenLabels
+from polyad.train.tasks.cross_entropy import cross_entropy
+from polyad.train.tasks.images import ImageClassification
+from polyad.train.tasks.sequences import SequenceTask
+from polyad.train.tasks.task import OneDevice
+from polyad.train.tasks.text import TextTask
 
 
 def classes_of(task: ImageClassification | SequenceTask, split: str) -> tuple[list[str], Tensor]:

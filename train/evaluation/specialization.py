@@ -8,21 +8,21 @@ from typing import Any
 import torch
 from torch import nn
 
-from data.evaluation import evaluation_batches
-from data.text.manifest import SplitName
-from model.mixture import Mixture
-from parallel import comm
-from parallel.weights import Choice
-from train.console import Progress
-from train.errors import ConfigError
-from train.evaluation.evaluate import open_evaluated
-from train.evaluation.routing_measures import classes_of, measure_sequences, measure_text
-from train.experts.probing import RoutedLayer, deciding, routed_head, routed_layers
-from train.experts.routing_measures import RoutingMeasures
-from train.experts.specialization import LeaveOneOut, polysemanticity
-from train.tasks.images import ImageClassification
-from train.tasks.sequences import SequenceTask
-from train.tasks.text import TextTask
+from polyad.data.evaluation import evaluation_batches
+from polyad.data.text.manifest import SplitName
+from polyad.model.mixture import Mixture
+from polyad.parallel import comm
+from polyad.parallel.weights import Choice
+from polyad.train.console import Progress
+from polyad.train.errors import ConfigError
+from polyad.train.evaluation.evaluate import open_evaluated
+from polyad.train.evaluation.routing_measures import classes_of, measure_sequences, measure_text
+from polyad.train.experts.probing import RoutedLayer, deciding, routed_head, routed_layers
+from polyad.train.experts.routing_measures import RoutingMeasures
+from polyad.train.experts.specialization import LeaveOneOut, polysemanticity
+from polyad.train.tasks.images import ImageClassification
+from polyad.train.tasks.sequences import SequenceTask
+from polyad.train.tasks.text import TextTask
 
 UNITS = ("images", "sequences", "tokens")
 """What is read."""

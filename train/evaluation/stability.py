@@ -7,20 +7,20 @@ from typing import Any
 
 import torch
 
-from data.text.manifest import SplitName
-from parallel import comm
-from parallel.checkpoint.checkpoint import Checkpoint
-from parallel.weights import load_model, open_checkpoint
-from train.config.smaller import to_evaluate
-from train.config.text import flatten
-from train.console import Progress
-from train.errors import ConfigError
-from train.evaluation.evaluate import Evaluated, open_evaluated
-from train.experts.fluctuation import Fluctuation, Probe, differences, mean, shares
-from train.guard.memory import explain_out_of_memory
-from train.loop.device import allow_tf32
-from train.tasks.registry import task_class
-from train.tasks.task import ProbeSet
+from polyad.data.text.manifest import SplitName
+from polyad.parallel import comm
+from polyad.parallel.checkpoint.checkpoint import Checkpoint
+from polyad.parallel.weights import load_model, open_checkpoint
+from polyad.train.config.smaller import to_evaluate
+from polyad.train.config.text import flatten
+from polyad.train.console import Progress
+from polyad.train.errors import ConfigError
+from polyad.train.evaluation.evaluate import Evaluated, open_evaluated
+from polyad.train.experts.fluctuation import Fluctuation, Probe, differences, mean, shares
+from polyad.train.guard.memory import explain_out_of_memory
+from polyad.train.loop.device import allow_tf32
+from polyad.train.tasks.registry import task_class
+from polyad.train.tasks.task import ProbeSet
 
 PROBE_UNITS = 65_536
 """About how many tokens or images are compared, unless the user says it."""

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import numpy.typing as npt
 
-from data.text.dataset import TokenStream
+from polyad.data.text.dataset import TokenStream
 
 CHUNK_TOKENS = 1 << 20
 """Tokens held at a time."""

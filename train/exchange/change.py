@@ -11,18 +11,18 @@ import torch
 from pydantic import ValidationError
 from torch import nn
 
-from model.build import ModelSizeError, build_model, initial_value
-from model.config import Config
-from model.dense import DenseFeedForward, DenseFeedForwardConfig
-from model.interface import Activation
-from model.settings import ModelSettings
-from parallel.checkpoint.tensor_folder import differing_shapes
-from parallel.fragments import persistent_buffers
-from parallel.weights import Weights
-from train.config.faults import describe
-from train.config.run import ModelSection, RunConfig
-from train.config.text import apply_override, settle
-from train.errors import ConfigError
+from polyad.model.build import ModelSizeError, build_model, initial_value
+from polyad.model.config import Config
+from polyad.model.dense import DenseFeedForward, DenseFeedForwardConfig
+from polyad.model.interface import Activation
+from polyad.model.settings import ModelSettings
+from polyad.parallel.checkpoint.tensor_folder import differing_shapes
+from polyad.parallel.fragments import persistent_buffers
+from polyad.parallel.weights import Weights
+from polyad.train.config.faults import describe
+from polyad.train.config.run import ModelSection, RunConfig
+from polyad.train.config.text import apply_override, settle
+from polyad.train.errors import ConfigError
 
 
 class Changed(Protocol):

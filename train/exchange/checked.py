@@ -5,20 +5,20 @@ from typing import Any
 
 import torch
 
-from data.config import DataSettings
-from data.progress import Progress
-from data.text.tokenizers.tokenizer import Tokenizer
-from model.build import build_model
-from parallel.adapted import AdaptedCheckpoint
-from parallel.checkpoint.checkpoint import Checkpoint
-from parallel.checkpoint.tensor_folder import differing_shapes
-from parallel.fragments import persistent_buffers
-from parallel.weights import Weights
-from train.config.run import parse_config
-from train.errors import ConfigError
-from train.exchange.change import Change, Changed
-from train.tasks.class_names import names_of
-from train.tasks.tokenizers import tokenizer_of
+from polyad.data.config import DataSettings
+from polyad.data.progress import Progress
+from polyad.data.text.tokenizers.tokenizer import Tokenizer
+from polyad.model.build import build_model
+from polyad.parallel.adapted import AdaptedCheckpoint
+from polyad.parallel.checkpoint.checkpoint import Checkpoint
+from polyad.parallel.checkpoint.tensor_folder import differing_shapes
+from polyad.parallel.fragments import persistent_buffers
+from polyad.parallel.weights import Weights
+from polyad.train.config.run import parse_config
+from polyad.train.errors import ConfigError
+from polyad.train.exchange.change import Change, Changed
+from polyad.train.tasks.class_names import names_of
+from polyad.train.tasks.tokenizers import tokenizer_of
 
 
 class Checked:

@@ -6,21 +6,21 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
-from data.files import named
-from data.temporary import temporary_folder
-from model.build import num_parameters
-from parallel.adapted import AdaptedCheckpoint
-from parallel.checkpoint.checkpoint import find_checkpoint
-from parallel.checkpoint.newest import read_newest
-from parallel.huggingface import is_huggingface_folder
-from parallel.plain_weights import is_plain_folder
-from parallel.weights import Choice, Weights, open_weights
-from train.errors import ConfigError
-from train.exchange.change import Change
-from train.exchange.checked import Checked
-from train.exchange.split import Merging, is_split
-from train.exchange.upcycle import Upcycling
-from train.exchange.writers import FORMATS, WRITERS, Format, write_classes
+from polyad.data.files import named
+from polyad.data.temporary import temporary_folder
+from polyad.model.build import num_parameters
+from polyad.parallel.adapted import AdaptedCheckpoint
+from polyad.parallel.checkpoint.checkpoint import find_checkpoint
+from polyad.parallel.checkpoint.newest import read_newest
+from polyad.parallel.huggingface import is_huggingface_folder
+from polyad.parallel.plain_weights import is_plain_folder
+from polyad.parallel.weights import Choice, Weights, open_weights
+from polyad.train.errors import ConfigError
+from polyad.train.exchange.change import Change
+from polyad.train.exchange.checked import Checked
+from polyad.train.exchange.split import Merging, is_split
+from polyad.train.exchange.upcycle import Upcycling
+from polyad.train.exchange.writers import FORMATS, WRITERS, Format, write_classes
 
 
 def convert(

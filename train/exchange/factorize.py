@@ -11,15 +11,21 @@ from typing import Annotated
 import torch
 from pydantic import Field
 
-from model.config import Config
-from model.initialization import seeded_generator
-from model.mumoe.base import Factorized
-from model.mumoe.config import MuMoEConfig
-from model.mumoe.fitting import FITTED, Fit, components, equal_experts, fit
-from model.settings import ModelSettings
-from parallel.weights import Weights
-from train.config.run import RunConfig
-from train.exchange.change import FromDense, Option, activation_of, dense_section, with_inner_width
+from polyad.model.config import Config
+from polyad.model.initialization import seeded_generator
+from polyad.model.mumoe.base import Factorized
+from polyad.model.mumoe.config import MuMoEConfig
+from polyad.model.mumoe.fitting import FITTED, Fit, components, equal_experts, fit
+from polyad.model.settings import ModelSettings
+from polyad.parallel.weights import Weights
+from polyad.train.config.run import RunConfig
+from polyad.train.exchange.change import (
+    FromDense,
+    Option,
+    activation_of,
+    dense_section,
+    with_inner_width,
+)
 
 
 class _Start(Config):

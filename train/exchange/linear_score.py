@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from model.build import build_model
-from model.settings import ModelSettings
-from model.smoe.config import SparseMoEConfig
-from model.smoe.layer import SparseMoE
-from parallel.weights import Weights
-from train.errors import ConfigError
-from train.exchange.change import check_own
+from polyad.model.build import build_model
+from polyad.model.settings import ModelSettings
+from polyad.model.smoe.config import SparseMoEConfig
+from polyad.model.smoe.layer import SparseMoE
+from polyad.parallel.weights import Weights
+from polyad.train.errors import ConfigError
+from polyad.train.exchange.change import check_own
 
 LINEAR = ".router.score.weight"
 """The end of the name of what is made."""

@@ -12,14 +12,14 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from model import huggingface_bert as bert
-from model.bert import BertConfig
-from model.gpt2 import GPT2Config
-from model.huggingface import PREFIX, config_to_huggingface, their_tensor
-from model.lora import LowRank
-from model.settings import ModelSettings
-from parallel.adapted import AdaptedCheckpoint
-from train.errors import ConfigError
+from polyad.model import huggingface_bert as bert
+from polyad.model.bert import BertConfig
+from polyad.model.gpt2 import GPT2Config
+from polyad.model.huggingface import PREFIX, config_to_huggingface, their_tensor
+from polyad.model.lora import LowRank
+from polyad.model.settings import ModelSettings
+from polyad.parallel.adapted import AdaptedCheckpoint
+from polyad.train.errors import ConfigError
 
 ADAPTER_CONFIG_FILE, ADAPTER_FILE = "adapter_config.json", "adapter_model.safetensors"
 _BEFORE = "base_model.model."

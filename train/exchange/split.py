@@ -12,17 +12,23 @@ from typing import Annotated, Any, Literal
 import torch
 from pydantic import Field
 
-from model.build import build_model
-from model.config import Config
-from model.emoe.clustering import balanced_kmeans, random_groups
-from model.emoe.config import EmergentMoEConfig
-from model.emoe.splitting import DENSE_NAMES, merge, split, unit_order
-from model.initialization import seeded_generator
-from model.settings import ModelSettings
-from parallel.weights import Weights
-from train.config.run import RunConfig
-from train.errors import ConfigError
-from train.exchange.change import FromDense, Option, check_own, dense_section, with_inner_width
+from polyad.model.build import build_model
+from polyad.model.config import Config
+from polyad.model.emoe.clustering import balanced_kmeans, random_groups
+from polyad.model.emoe.config import EmergentMoEConfig
+from polyad.model.emoe.splitting import DENSE_NAMES, merge, split, unit_order
+from polyad.model.initialization import seeded_generator
+from polyad.model.settings import ModelSettings
+from polyad.parallel.weights import Weights
+from polyad.train.config.run import RunConfig
+from polyad.train.errors import ConfigError
+from polyad.train.exchange.change import (
+    FromDense,
+    Option,
+    check_own,
+    dense_section,
+    with_inner_width,
+)
 
 UNIT = "unit"
 """The name of the buffer that has the places."""

@@ -10,13 +10,19 @@ from typing import Annotated
 import torch
 from pydantic import Field
 
-from model.config import Config
-from model.settings import ModelSettings
-from model.smoe.config import SparseMoEConfig
-from model.smoe.upcycling import copies, dense_tensor
-from parallel.weights import Weights
-from train.config.run import RunConfig
-from train.exchange.change import FromDense, Option, activation_of, dense_section, with_inner_width
+from polyad.model.config import Config
+from polyad.model.settings import ModelSettings
+from polyad.model.smoe.config import SparseMoEConfig
+from polyad.model.smoe.upcycling import copies, dense_tensor
+from polyad.parallel.weights import Weights
+from polyad.train.config.run import RunConfig
+from polyad.train.exchange.change import (
+    FromDense,
+    Option,
+    activation_of,
+    dense_section,
+    with_inner_width,
+)
 
 _WIDTHS = ("expert_hidden_size", "dense_hidden_size")
 

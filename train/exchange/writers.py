@@ -10,15 +10,15 @@ from typing import Any, Literal
 
 import torch
 
-from data.config import DataConfig, DataSettings, MaskedTextConfig
-from data.images.config import NORMALIZATIONS, ImageDataConfig
-from data.text.manifest import SENTENCEPIECE_FILE, TOKENIZER_FILE
-from data.text.tokenizers.tokenizer import Tokenizer
-from model import huggingface_bert as bert
-from model.bert import BertConfig
-from model.config_yaml import dump
-from model.gpt2 import GPT2Config
-from model.huggingface import (
+from polyad.data.config import DataConfig, DataSettings, MaskedTextConfig
+from polyad.data.images.config import NORMALIZATIONS, ImageDataConfig
+from polyad.data.text.manifest import SENTENCEPIECE_FILE, TOKENIZER_FILE
+from polyad.data.text.tokenizers.tokenizer import Tokenizer
+from polyad.model import huggingface_bert as bert
+from polyad.model.bert import BertConfig
+from polyad.model.config_yaml import dump
+from polyad.model.gpt2 import GPT2Config
+from polyad.model.huggingface import (
     CONFIG_FILE,
     HEAD,
     PREFIX,
@@ -27,25 +27,25 @@ from model.huggingface import (
     parameter_shapes,
     their_tensor,
 )
-from model.huggingface_timm import timm_call
-from model.huggingface_vision import Parts, config_to_files, parts_of
-from model.mixer import MixerConfig
-from model.settings import ModelSettings
-from model.vision import ImageModelSettings, ImageSettings
-from parallel.checkpoint.tensor_file import Entry, write_safetensors
-from parallel.checkpoint.tensor_folder import WEIGHTS_FILE
-from parallel.checkpoint.writer import save_weights
-from parallel.huggingface import HuggingFaceWeights
-from parallel.huggingface_bert import BertWeights
-from parallel.plain_weights import CONFIG_FILE as OUR_CONFIG_FILE
-from train.config.run import RunConfig
-from train.exchange.checked import Checked
-from train.exchange.peft import ADAPTER_CONFIG_FILE, ADAPTER_FILE, peft_files
-from train.guard.run_folder import RunFolderConfig
-from train.loop.config import TrainConfig
-from train.state import TrainState
-from train.tasks.class_names import CLASSES_FILE
-from train.tasks.preprocessing import (
+from polyad.model.huggingface_timm import timm_call
+from polyad.model.huggingface_vision import Parts, config_to_files, parts_of
+from polyad.model.mixer import MixerConfig
+from polyad.model.settings import ModelSettings
+from polyad.model.vision import ImageModelSettings, ImageSettings
+from polyad.parallel.checkpoint.tensor_file import Entry, write_safetensors
+from polyad.parallel.checkpoint.tensor_folder import WEIGHTS_FILE
+from polyad.parallel.checkpoint.writer import save_weights
+from polyad.parallel.huggingface import HuggingFaceWeights
+from polyad.parallel.huggingface_bert import BertWeights
+from polyad.parallel.plain_weights import CONFIG_FILE as OUR_CONFIG_FILE
+from polyad.train.config.run import RunConfig
+from polyad.train.exchange.checked import Checked
+from polyad.train.exchange.peft import ADAPTER_CONFIG_FILE, ADAPTER_FILE, peft_files
+from polyad.train.guard.run_folder import RunFolderConfig
+from polyad.train.loop.config import TrainConfig
+from polyad.train.state import TrainState
+from polyad.train.tasks.class_names import CLASSES_FILE
+from polyad.train.tasks.preprocessing import (
     PREPROCESSOR_FILE,
     read_pixels,
     timm_keys,

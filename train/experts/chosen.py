@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from train.errors import ConfigError
-from train.experts.probing import RoutedLayer
+from polyad.train.errors import ConfigError
+from polyad.train.experts.probing import RoutedLayer
 
 MOST_LAYERS = 3
 """Whose experts are looked at, unless they are named: the first, the middle and the last."""

@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from train.console import json_number
-from train.errors import ConfigError
-from train.experts.gate_entropy import Summed
-from train.experts.information import Matrix, groups_of_samples, intervals
+from polyad.train.console import json_number
+from polyad.train.errors import ConfigError
+from polyad.train.experts.gate_entropy import Summed
+from polyad.train.experts.information import Matrix, groups_of_samples, intervals
 
 
 class Change(NamedTuple):

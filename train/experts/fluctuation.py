@@ -15,12 +15,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from model.entropy import entropy
-from parallel import comm
-from parallel.zero import Engine
-from train.experts.probing import Decision, RoutedLayer, deciding, routed_layers
-from train.guard.memory import RunMemory
-from train.tasks.task import ProbeSet
+from polyad.model.entropy import entropy
+from polyad.parallel import comm
+from polyad.parallel.zero import Engine
+from polyad.train.experts.probing import Decision, RoutedLayer, deciding, routed_layers
+from polyad.train.guard.memory import RunMemory
+from polyad.train.tasks.task import ProbeSet
 
 SEED = 1_442_695_040_888_963_407
 """The seed of the experts' codes, which must be the same in every process."""

@@ -13,10 +13,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from model.entropy import entropy
-from train.errors import ConfigError
-from train.experts.information import Matrix, Measured, entropy_bits, groups_of_samples, measured
-from train.experts.probing import Decision, RoutedLayer
+from polyad.model.entropy import entropy
+from polyad.train.errors import ConfigError
+from polyad.train.experts.information import (
+    Matrix,
+    Measured,
+    entropy_bits,
+    groups_of_samples,
+    measured,
+)
+from polyad.train.experts.probing import Decision, RoutedLayer
 
 Summed = Callable[[Tensor], Tensor]
 """Sums a tensor over processes that have read different samples."""

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from model.emoe.experts import UnitGroups
-from model.smoe.dispatch import Dispatcher
-from model.smoe.selection import Selected
+from polyad.model.emoe.experts import UnitGroups
+from polyad.model.smoe.dispatch import Dispatcher
+from polyad.model.smoe.selection import Selected
 
 
 class Kept(NamedTuple):

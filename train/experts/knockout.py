@@ -17,15 +17,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from model.entropy import entropy
-from model.smoe.layer import SparseMoE
-from train.console import json_number
-from train.experts.class_changes import Change, ChangeSums, ClassChanges
-from train.experts.gate_entropy import Summed
-from train.experts.leaving_out import leaving_out
-from train.experts.predicted_text import Passages, losses, through
-from train.experts.probing import Decision, RoutedLayer
-from train.experts.specialization import from_one_class
+from polyad.model.entropy import entropy
+from polyad.model.smoe.layer import SparseMoE
+from polyad.train.console import json_number
+from polyad.train.experts.class_changes import Change, ChangeSums, ClassChanges
+from polyad.train.experts.gate_entropy import Summed
+from polyad.train.experts.leaving_out import leaving_out
+from polyad.train.experts.predicted_text import Passages, losses, through
+from polyad.train.experts.probing import Decision, RoutedLayer
+from polyad.train.experts.specialization import from_one_class
 
 SIDES = ("predicted", "read")
 """A position is sorted by the token that is predicted there, or by the one that is read."""

@@ -5,19 +5,19 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
-from model.gpt2 import GPT2
-from train.experts.gate_entropy import Summed
-from train.experts.knockout import KnockOut, LayerWithout
-from train.experts.predicted_text import (
+from polyad.model.gpt2 import GPT2
+from polyad.train.experts.gate_entropy import Summed
+from polyad.train.experts.knockout import KnockOut, LayerWithout
+from polyad.train.experts.predicted_text import (
     ClassColumns,
     PredictedText,
     embedded,
     losses,
     through,
 )
-from train.experts.probing import RoutedLayer, deciding
-from train.experts.steering import Steering
-from train.experts.steering_effect import SteeredReading, SteeringEffect
+from polyad.train.experts.probing import RoutedLayer, deciding
+from polyad.train.experts.steering import Steering
+from polyad.train.experts.steering_effect import SteeredReading, SteeringEffect
 
 KNOCKOUT_TOKENS = 65_536
 """About how many tokens are read, unless the user says it."""

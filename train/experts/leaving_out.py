@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from model.mumoe.gating import Gate, GateOutput
-from model.smoe.layer import SparseMoE
-from model.smoe.router import Router
-from model.smoe.selection import Selected
-from train.experts.probing import RoutedLayer
+from polyad.model.mumoe.gating import Gate, GateOutput
+from polyad.model.smoe.layer import SparseMoE
+from polyad.model.smoe.router import Router
+from polyad.model.smoe.selection import Selected
+from polyad.train.experts.probing import RoutedLayer
 
 LeaveOut = Callable[[Tensor | None], None]
 

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from model.emoe.layer import EmergentMoE
-from model.mixture import Mixture
-from model.mumoe.head import MuMoEHead
-from model.mumoe.layer import MuMoE
-from model.smoe.layer import SparseMoE
-from model.smoe.selection import Selected
+from polyad.model.emoe.layer import EmergentMoE
+from polyad.model.mixture import Mixture
+from polyad.model.mumoe.head import MuMoEHead
+from polyad.model.mumoe.layer import MuMoE
+from polyad.model.smoe.layer import SparseMoE
+from polyad.model.smoe.selection import Selected
 
 Outputs = Callable[[int, int, Tensor], Tensor]
 """From a level, the number of one of its experts, and rows [M], what it makes of them [M, D]."""

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from data.evaluation import evaluation_batches
-from data.text.masking import MaskedWindow
-from data.text.windows import window_batches
-from model.gpt2 import GPT2
-from train.experts.token_classes import Labelling, classes_of_vocabulary, labellings
-from train.tasks.language import TextProbe
-from train.tasks.masked_language import MaskedProbe
-from train.tasks.text import TextTask
+from polyad.data.evaluation import evaluation_batches
+from polyad.data.text.masking import MaskedWindow
+from polyad.data.text.windows import window_batches
+from polyad.model.gpt2 import GPT2
+from polyad.train.experts.token_classes import Labelling, classes_of_vocabulary, labellings
+from polyad.train.tasks.language import TextProbe
+from polyad.train.tasks.masked_language import MaskedProbe
+from polyad.train.tasks.text import TextTask
 
 
 class Passages(NamedTuple):

@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from model.interface import FeedForward
-from model.mixture import Mixture, MixtureGate, Shares
-from model.mumoe.gating import Gate
-from model.mumoe.head import MuMoEHead
-from model.smoe.router import Router
-from model.smoe.selection import Selected
-from train.experts.outputs import Outputs, watch_inputs
+from polyad.model.interface import FeedForward
+from polyad.model.mixture import Mixture, MixtureGate, Shares
+from polyad.model.mumoe.gating import Gate
+from polyad.model.mumoe.head import MuMoEHead
+from polyad.model.smoe.router import Router
+from polyad.model.smoe.selection import Selected
+from polyad.train.experts.outputs import Outputs, watch_inputs
 
 
 @dataclass(frozen=True, kw_only=True)

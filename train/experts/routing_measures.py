@@ -11,19 +11,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from data.text.dataset import TokenStream
-from data.text.tokenizers.tokenizer import Tokenizer
-from train.experts.gate_entropy import GateEntropies, LevelEntropy, Summed
-from train.experts.probing import Decision, RoutedLayer
-from train.experts.report.by_class import (
+from polyad.data.text.dataset import TokenStream
+from polyad.data.text.tokenizers.tokenizer import Tokenizer
+from polyad.train.experts.gate_entropy import GateEntropies, LevelEntropy, Summed
+from polyad.train.experts.probing import Decision, RoutedLayer
+from polyad.train.experts.report.by_class import (
     SHUFFLES,
     ExpertCounts,
     ExpertsByClass,
     LevelByClass,
     given,
 )
-from train.experts.similarity import ExpertSimilarity, LevelSimilarity
-from train.experts.token_classes import Labelling, Shifts, labellings
+from polyad.train.experts.similarity import ExpertSimilarity, LevelSimilarity
+from polyad.train.experts.token_classes import Labelling, Shifts, labellings
 
 
 @dataclass(frozen=True, kw_only=True)

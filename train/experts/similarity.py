@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from train.experts.gate_entropy import Summed
-from train.experts.information import Matrix, Measured, measured
-from train.experts.probing import Decision, RoutedLayer
+from polyad.train.experts.gate_entropy import Summed
+from polyad.train.experts.information import Matrix, Measured, measured
+from polyad.train.experts.probing import Decision, RoutedLayer
 
 GROUPS = 16
 """Batches that are read, at equal distances over the data."""

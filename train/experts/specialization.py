@@ -19,9 +19,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from model.vision import classified
-from train.experts.leaving_out import leaving_out, without_capacity
-from train.experts.probing import RoutedLayer, deciding
+from polyad.model.vision import classified
+from polyad.train.experts.leaving_out import leaving_out, without_capacity
+from polyad.train.experts.probing import RoutedLayer, deciding
 
 BINS = 20
 """Bins of the histogram of polysemanticity."""

@@ -26,9 +26,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from model.block import Block
-from model.gpt2 import GPT2
-from train.errors import ConfigError
+from polyad.model.block import Block
+from polyad.model.gpt2 import GPT2
+from polyad.train.errors import ConfigError
 
 _FORM = "layer=N,expert=N,strength=X, and level=N of a hierarchy"
 

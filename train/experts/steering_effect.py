@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from model.gpt2 import GPT2
-from train.console import json_number
-from train.experts.class_changes import (
+from polyad.model.gpt2 import GPT2
+from polyad.train.console import json_number
+from polyad.train.experts.class_changes import (
     Change,
     ChangeSums,
     ClassChanges,
@@ -25,9 +25,9 @@ from train.experts.class_changes import (
     mean_of,
     with_ends,
 )
-from train.experts.gate_entropy import Summed
-from train.experts.information import Matrix, groups_of_samples, intervals
-from train.experts.predicted_text import (
+from polyad.train.experts.gate_entropy import Summed
+from polyad.train.experts.information import Matrix, groups_of_samples, intervals
+from polyad.train.experts.predicted_text import (
     ClassColumns,
     Passages,
     PredictedText,
@@ -35,7 +35,7 @@ from train.experts.predicted_text import (
     losses,
     through,
 )
-from train.experts.steering import Steering, gate_column, steered
+from polyad.train.experts.steering import Steering, gate_column, steered
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,8 +14,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from data.text.dataset import TokenStream
-from data.text.tokenizers.tokenizer import Tokenizer
+from polyad.data.text.dataset import TokenStream
+from polyad.data.text.tokenizers.tokenizer import Tokenizer
 
 BINS = 8
 """Of positions and of frequencies."""

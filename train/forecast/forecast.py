@@ -3,17 +3,17 @@
 from dataclasses import dataclass
 from typing import Any
 
-from parallel.dims import Dims
-from parallel.plan.devices import Device
-from parallel.plan.failures import HOURS_OF_ONE, best_saving, saving
-from parallel.plan.times import Place, StepTime, seconds_by_axis, step_time
-from parallel.plan.traffic import Exchanges
-from train.config.adaptation import model_of
-from train.config.plan import checkpoint_bytes
-from train.config.run import RunConfig
-from train.forecast.step import Footprint, footprint
-from train.tasks.random_input import flops_of_unit
-from train.tasks.registry import task_class
+from polyad.parallel.dims import Dims
+from polyad.parallel.plan.devices import Device
+from polyad.parallel.plan.failures import HOURS_OF_ONE, best_saving, saving
+from polyad.parallel.plan.times import Place, StepTime, seconds_by_axis, step_time
+from polyad.parallel.plan.traffic import Exchanges
+from polyad.train.config.adaptation import model_of
+from polyad.train.config.plan import checkpoint_bytes
+from polyad.train.config.run import RunConfig
+from polyad.train.forecast.step import Footprint, footprint
+from polyad.train.tasks.random_input import flops_of_unit
+from polyad.train.tasks.registry import task_class
 
 HOST_COPY = 20e9
 """Bytes a second from a GPU to its host's memory, which an asynchronous checkpoint waits for."""

@@ -4,22 +4,22 @@ import os
 import time
 from typing import Any
 
-from parallel import comm
-from parallel.parallelize import InitialWeights
-from parallel.plan.devices import Device
-from parallel.plan.replay import exchanged_here, host_seconds, replayed
-from parallel.plan.times import StepTime
-from train.config.adaptation import model_of
-from train.config.agreement import agreed_facts
-from train.config.distillation import teacher_here
-from train.config.rules import validate
-from train.config.run import RunConfig
-from train.console import Progress
-from train.forecast.forecast import Machines, describe_forecast
-from train.forecast.step import footprint
-from train.layout.trial import engine_of, micro_batches
-from train.loop.step import issue_step
-from train.tasks.random_input import losses_for
+from polyad.parallel import comm
+from polyad.parallel.parallelize import InitialWeights
+from polyad.parallel.plan.devices import Device
+from polyad.parallel.plan.replay import exchanged_here, host_seconds, replayed
+from polyad.parallel.plan.times import StepTime
+from polyad.train.config.adaptation import model_of
+from polyad.train.config.agreement import agreed_facts
+from polyad.train.config.distillation import teacher_here
+from polyad.train.config.rules import validate
+from polyad.train.config.run import RunConfig
+from polyad.train.console import Progress
+from polyad.train.forecast.forecast import Machines, describe_forecast
+from polyad.train.forecast.step import footprint
+from polyad.train.layout.trial import engine_of, micro_batches
+from polyad.train.loop.step import issue_step
+from polyad.train.tasks.random_input import losses_for
 
 LIBRARIES = 400_000_000
 """Bytes that Python and its libraries take in a process."""

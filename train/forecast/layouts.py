@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 from typing import Any, NamedTuple
 
-from model.feedforward import SelectingConfig
-from parallel.dims import Dims
-from train.config.rules import validate
-from train.config.run import RunConfig, config_of
-from train.forecast.forecast import Machines, forecast, predicted_time, with_libraries
-from train.forecast.step import Footprint, footprint
+from polyad.model.feedforward import SelectingConfig
+from polyad.parallel.dims import Dims
+from polyad.train.config.rules import validate
+from polyad.train.config.run import RunConfig, config_of
+from polyad.train.forecast.forecast import Machines, forecast, predicted_time, with_libraries
+from polyad.train.forecast.step import Footprint, footprint
 
 LARGEST_MICRO_BATCH = 128
 SHOWN = 5

@@ -4,11 +4,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from parallel.dims import Dims
-from train.config.rules import validate
-from train.config.run import RunConfig
-from train.forecast.forecast import Machines
-from train.forecast.layouts import changed, tried
+from polyad.parallel.dims import Dims
+from polyad.train.config.rules import validate
+from polyad.train.config.run import RunConfig
+from polyad.train.forecast.forecast import Machines
+from polyad.train.forecast.layouts import changed, tried
 
 MOST = 1024
 """Processes of the largest prediction."""

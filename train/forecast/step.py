@@ -8,26 +8,26 @@ from typing import Any
 import torch
 from torch import nn
 
-from model.build import build_model, initial_value, place
-from model.kernels import switch
-from model.smoe.layer import SparseMoE
-from parallel.dims import Dims
-from parallel.parallelize import parallelize
-from parallel.plan.memory import Memory
-from parallel.plan.routing import assume_rows
-from parallel.plan.traffic import Amount, Exchanges, Traffic
-from parallel.plan.weightless import Weightless
-from parallel.plan.work import Computed, Phase, Work
-from parallel.plan.world import pretended_world
-from parallel.zero import DTYPES, Engine
-from train.config.adaptation import model_of
-from train.config.distillation import teacher_model
-from train.config.run import RunConfig
-from train.loop.optimizer import build_optimizer
-from train.loop.step import issue_step
-from train.tasks.cross_entropy import cross_entropy
-from train.tasks.distillation import Teacher
-from train.tasks.random_input import losses_for, random_batch
+from polyad.model.build import build_model, initial_value, place
+from polyad.model.kernels import switch
+from polyad.model.smoe.layer import SparseMoE
+from polyad.parallel.dims import Dims
+from polyad.parallel.parallelize import parallelize
+from polyad.parallel.plan.memory import Memory
+from polyad.parallel.plan.routing import assume_rows
+from polyad.parallel.plan.traffic import Amount, Exchanges, Traffic
+from polyad.parallel.plan.weightless import Weightless
+from polyad.parallel.plan.work import Computed, Phase, Work
+from polyad.parallel.plan.world import pretended_world
+from polyad.parallel.zero import DTYPES, Engine
+from polyad.train.config.adaptation import model_of
+from polyad.train.config.distillation import teacher_model
+from polyad.train.config.run import RunConfig
+from polyad.train.loop.optimizer import build_optimizer
+from polyad.train.loop.step import issue_step
+from polyad.train.tasks.cross_entropy import cross_entropy
+from polyad.train.tasks.distillation import Teacher
+from polyad.train.tasks.random_input import losses_for, random_batch
 
 HALF, LAST = 0.5, 1 - 1e-6
 """Shares of a run's steps that are done."""

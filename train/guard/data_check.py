@@ -10,8 +10,8 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from parallel import comm
-from train.tasks.task import StoredData
+from polyad.parallel import comm
+from polyad.train.tasks.task import StoredData
 
 BYTES_PER_SECOND = 64e6
 """Much less than a disk reads, so that training, which reads a few MB a second, is not slowed."""

@@ -3,8 +3,8 @@
 import math
 from typing import NamedTuple
 
-from model.output import RoutingStats
-from parallel.zero import StepResult
+from polyad.model.output import RoutingStats
+from polyad.parallel.zero import StepResult
 
 LARGEST_WEIGHT = 1e9
 """No sound weight is larger. A flip of the highest exponent bit multiplies a weight by 2^128, and

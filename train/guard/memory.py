@@ -9,9 +9,9 @@ from pathlib import Path
 
 import torch
 
-from parallel import comm
-from train.errors import RunError
-from train.guard.room import last_checkpoint
+from polyad.parallel import comm
+from polyad.train.errors import RunError
+from polyad.train.guard.room import last_checkpoint
 
 UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 ASKED = re.compile(rf"allocate (?P<size>[\d.]+) (?P<unit>{'|'.join(UNITS)})", re.IGNORECASE)

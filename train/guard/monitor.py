@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from model.config import Config
+from polyad.model.config import Config
 
 
 class MonitorConfig(Config):

@@ -5,14 +5,14 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from parallel import comm
-from parallel.checkpoint.checkpoint import Checkpoint
-from parallel.checkpoint.saver import Saver
-from parallel.checkpoint.verification import newest_that_opens, newest_verified
-from parallel.fragments import fill
-from parallel.zero import Engine
-from train.guard.spikes import batches_left_out
-from train.state import TrainState
+from polyad.parallel import comm
+from polyad.parallel.checkpoint.checkpoint import Checkpoint
+from polyad.parallel.checkpoint.saver import Saver
+from polyad.parallel.checkpoint.verification import newest_that_opens, newest_verified
+from polyad.parallel.fragments import fill
+from polyad.parallel.zero import Engine
+from polyad.train.guard.spikes import batches_left_out
+from polyad.train.state import TrainState
 
 
 def add_batches_left_out(state: TrainState, folder: Path, world: comm.World) -> None:

@@ -6,10 +6,10 @@ import shutil
 import sys
 from pathlib import Path
 
-from parallel.checkpoint.commit import complete_checkpoints
-from parallel.config import CheckpointConfig
-from train.console import in_bytes
-from train.errors import ConfigError
+from polyad.parallel.checkpoint.commit import complete_checkpoints
+from polyad.parallel.config import CheckpointConfig
+from polyad.train.console import in_bytes
+from polyad.train.errors import ConfigError
 
 
 def check_room(

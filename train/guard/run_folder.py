@@ -13,13 +13,13 @@ from typing import Annotated
 
 from pydantic import AfterValidator
 
-from data.errors import check_path
-from model.config import Config
-from parallel import comm
-from parallel.checkpoint.commit import put_back, replaced_checkpoints
-from parallel.checkpoint.storage import reason_of
-from train.errors import ConfigError, RunError
-from train.guard.lease import Lease, LeaseTaken
+from polyad.data.errors import check_path
+from polyad.model.config import Config
+from polyad.parallel import comm
+from polyad.parallel.checkpoint.commit import put_back, replaced_checkpoints
+from polyad.parallel.checkpoint.storage import reason_of
+from polyad.train.errors import ConfigError, RunError
+from polyad.train.guard.lease import Lease, LeaseTaken
 
 LOCK_FILE = ".lock"
 LEASE_FILE = ".lease"

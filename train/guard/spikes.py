@@ -14,12 +14,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from data.files import named
-from train.console import json_number
-from train.errors import RunError
-from train.guard.limits import NO_LIMITS, Limits, StepOutcome
-from train.guard.monitor import MonitorConfig
-from train.state import TrainState
+from polyad.data.files import named
+from polyad.train.console import json_number
+from polyad.train.errors import RunError
+from polyad.train.guard.limits import NO_LIMITS, Limits, StepOutcome
+from polyad.train.guard.monitor import MonitorConfig
+from polyad.train.state import TrainState
 
 LOSS_FLOOR = 0.01
 """The spread of losses counts as at least this share of their median."""

@@ -19,9 +19,9 @@ from collections.abc import Callable, Iterator
 from types import FrameType, TracebackType
 from typing import Any
 
-from parallel import comm
-from parallel.meeting import has_met
-from train.errors import STOP_SIGNALS, ConfigError, Stopped, stopped
+from polyad.parallel import comm
+from polyad.parallel.meeting import has_met
+from polyad.train.errors import STOP_SIGNALS, ConfigError, Stopped, stopped
 
 LAUNCHER_ENDS = 0.25
 """Seconds within which a launcher that was killed is gone."""

@@ -8,8 +8,8 @@ data. All are told in the step's one exchange.
 from collections.abc import Sequence
 from typing import Any
 
-from parallel.comm import World
-from parallel.probe import product_seconds
+from polyad.parallel.comm import World
+from polyad.parallel.probe import product_seconds
 
 SLOW = 1.25
 """Times as long as usual: a process that computes so is named."""

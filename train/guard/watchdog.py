@@ -30,9 +30,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
-from data.files import write_whole
-from parallel import comm
-from train.errors import STALLED
+from polyad.data.files import write_whole
+from polyad.parallel import comm
+from polyad.train.errors import STALLED
 
 T = TypeVar("T")
 WATCH_FOLDER = ".watch"

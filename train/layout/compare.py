@@ -6,11 +6,11 @@ from typing import NamedTuple
 
 import torch
 
-from model.build import has_experts
-from parallel.checkpoint.checkpoint import Checkpoint
-from train.config.adaptation import model_of
-from train.config.run import RunConfig
-from train.layout.trial import GRADIENT, Trial
+from polyad.model.build import has_experts
+from polyad.parallel.checkpoint.checkpoint import Checkpoint
+from polyad.train.config.adaptation import model_of
+from polyad.train.config.run import RunConfig
+from polyad.train.layout.trial import GRADIENT, Trial
 
 ALLOWED = 1e-5
 """Relative difference that the order of sums in fp32 makes at most; a wrong scale makes more."""

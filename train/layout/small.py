@@ -5,12 +5,12 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from model.patterns import matches
-from model.settings import ModelSettings
-from train.config.adaptation import model_of
-from train.config.rules import validate
-from train.config.run import RunConfig, config_of
-from train.errors import ConfigError
+from polyad.model.patterns import matches
+from polyad.model.settings import ModelSettings
+from polyad.train.config.adaptation import model_of
+from polyad.train.config.rules import validate
+from polyad.train.config.run import RunConfig, config_of
+from polyad.train.errors import ConfigError
 
 HEAD_WIDTH = 8
 PIXELS, PATCH = 16, 4

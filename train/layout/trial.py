@@ -14,23 +14,23 @@ from typing import Any
 import torch
 from pydantic import BaseModel
 
-from model.config_yaml import dump
-from model.lora import of_base
-from parallel import comm
-from parallel.adapted import OnBase
-from parallel.checkpoint.checkpoint import Checkpoint
-from parallel.checkpoint.writer import save
-from parallel.fragments import Source
-from parallel.parallelize import InitialWeights, parallelize
-from parallel.zero import Engine
-from train.config.adaptation import model_of
-from train.config.rules import validate
-from train.config.run import RunConfig
-from train.loop.device import Prefetch
-from train.loop.optimizer import OptimizerConfig, build_optimizer
-from train.loop.step import train_step
-from train.tasks.cross_entropy import cross_entropy
-from train.tasks.random_input import losses_for, random_batch
+from polyad.model.config_yaml import dump
+from polyad.model.lora import of_base
+from polyad.parallel import comm
+from polyad.parallel.adapted import OnBase
+from polyad.parallel.checkpoint.checkpoint import Checkpoint
+from polyad.parallel.checkpoint.writer import save
+from polyad.parallel.fragments import Source
+from polyad.parallel.parallelize import InitialWeights, parallelize
+from polyad.parallel.zero import Engine
+from polyad.train.config.adaptation import model_of
+from polyad.train.config.rules import validate
+from polyad.train.config.run import RunConfig
+from polyad.train.loop.device import Prefetch
+from polyad.train.loop.optimizer import OptimizerConfig, build_optimizer
+from polyad.train.loop.step import train_step
+from polyad.train.tasks.cross_entropy import cross_entropy
+from polyad.train.tasks.random_input import losses_for, random_batch
 
 GRADIENTS = OptimizerConfig(kind="sgd", momentum=0.9, weight_decay=0.0, clip_grad_norm=0.0)
 """Momentum of nothing is the gradient."""

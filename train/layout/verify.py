@@ -3,12 +3,12 @@
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from parallel import comm
-from parallel.config import ParallelConfig
-from train.config.run import RunConfig
-from train.layout.compare import Difference, worst
-from train.layout.small import norms_over_batch
-from train.layout.trial import Trial, run_trial
+from polyad.parallel import comm
+from polyad.parallel.config import ParallelConfig
+from polyad.train.config.run import RunConfig
+from polyad.train.layout.compare import Difference, worst
+from polyad.train.layout.small import norms_over_batch
+from polyad.train.layout.trial import Trial, run_trial
 
 KINDS = ("loss", "gradient norm", "gradient", "checkpoint")
 NAMED = 10

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping
 
-from train.state import TrainState
+from polyad.train.state import TrainState
 
 
 def not_finite(scores: Mapping[str, float], validation_score: str) -> str | None:

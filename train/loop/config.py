@@ -4,8 +4,8 @@ from typing import Annotated
 
 from pydantic import Field
 
-from model.config import Config
-from parallel.zero import Precision
+from polyad.model.config import Config
+from polyad.parallel.zero import Precision
 
 Count = Annotated[int, Field(ge=1, le=2**63 - 1)]
 

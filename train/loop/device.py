@@ -5,8 +5,8 @@ from typing import Generic
 
 import torch
 
-from train.loop.metrics import peak_memory_bytes
-from train.tasks.task import Batch
+from polyad.train.loop.metrics import peak_memory_bytes
+from polyad.train.tasks.task import Batch
 
 
 def allow_tf32(allowed: bool, device: torch.device) -> None:

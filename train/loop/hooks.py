@@ -4,14 +4,14 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from parallel.checkpoint.saver import Saver
-from parallel.zero import Engine
-from train.guard.memory import RunMemory
-from train.guard.stopping import StopSignals
-from train.guard.stragglers import Stragglers
-from train.guard.watchdog import Watchdog
-from train.state import TrainState
-from train.tasks.task import Task
+from polyad.parallel.checkpoint.saver import Saver
+from polyad.parallel.zero import Engine
+from polyad.train.guard.memory import RunMemory
+from polyad.train.guard.stopping import StopSignals
+from polyad.train.guard.stragglers import Stragglers
+from polyad.train.guard.watchdog import Watchdog
+from polyad.train.state import TrainState
+from polyad.train.tasks.task import Task
 
 
 class Validation:

@@ -5,28 +5,28 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from data.batches import batch_of_step
-from parallel.zero import Engine, StepResult
-from train.errors import RunError
-from train.guard.limits import NO_LIMITS, Limits, StepOutcome
-from train.guard.monitor import MonitorConfig
-from train.guard.room import last_checkpoint
-from train.guard.spikes import SpikeGuard, remember
-from train.guard.stopping import StopAsked
-from train.loop.best import is_over, judge, not_finite, why_it_is_over
-from train.loop.config import TrainConfig
-from train.loop.device import memory_of_process
-from train.loop.hooks import Hooks
-from train.loop.losses import LossConfig
-from train.loop.metrics import LogConfig, Metrics, peak_flops
-from train.loop.optimizer import OptimizerConfig, warm_up
-from train.loop.routing import routing_record
-from train.loop.schedule import ScheduleConfig, learning_rate
-from train.loop.step import IssuedStep, issue_step
-from train.loop.timing import StepTimer, TimedBatches
-from train.loop.trace import profiler
-from train.state import TrainState
-from train.tasks.task import Task
+from polyad.data.batches import batch_of_step
+from polyad.parallel.zero import Engine, StepResult
+from polyad.train.errors import RunError
+from polyad.train.guard.limits import NO_LIMITS, Limits, StepOutcome
+from polyad.train.guard.monitor import MonitorConfig
+from polyad.train.guard.room import last_checkpoint
+from polyad.train.guard.spikes import SpikeGuard, remember
+from polyad.train.guard.stopping import StopAsked
+from polyad.train.loop.best import is_over, judge, not_finite, why_it_is_over
+from polyad.train.loop.config import TrainConfig
+from polyad.train.loop.device import memory_of_process
+from polyad.train.loop.hooks import Hooks
+from polyad.train.loop.losses import LossConfig
+from polyad.train.loop.metrics import LogConfig, Metrics, peak_flops
+from polyad.train.loop.optimizer import OptimizerConfig, warm_up
+from polyad.train.loop.routing import routing_record
+from polyad.train.loop.schedule import ScheduleConfig, learning_rate
+from polyad.train.loop.step import IssuedStep, issue_step
+from polyad.train.loop.timing import StepTimer, TimedBatches
+from polyad.train.loop.trace import profiler
+from polyad.train.state import TrainState
+from polyad.train.tasks.task import Task
 
 MEMORY = ("memory_bytes", "memory_reserved_bytes")
 """Keys of a record, of the process that took the most since the step before."""

@@ -6,9 +6,9 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from model.config import Config
-from model.output import RoutingStats
-from train.loop.sample_similarity import SampleSimilarityConfig
+from polyad.model.config import Config
+from polyad.model.output import RoutingStats
+from polyad.train.loop.sample_similarity import SampleSimilarityConfig
 
 
 class LossConfig(Config):

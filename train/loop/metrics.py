@@ -14,16 +14,16 @@ from typing import Annotated, Any, Literal, TextIO
 import torch
 from pydantic import Field, field_validator, model_validator
 
-from data.files import named, write_whole
-from model.config import Config
-from parallel.plan.devices import PEAKS
-from train.console import Clock, Console, bar, duration, json_number
-from train.guard.run_folder import gone
-from train.loop.routing import console_summary
-from train.loop.startup import PREFIX, Startup, startup_line
-from train.loop.trackers import TrackerName, Trackers
-from train.records import METRICS_FILE, record_of
-from train.tasks.task import Unit
+from polyad.data.files import named, write_whole
+from polyad.model.config import Config
+from polyad.parallel.plan.devices import PEAKS
+from polyad.train.console import Clock, Console, bar, duration, json_number
+from polyad.train.guard.run_folder import gone
+from polyad.train.loop.routing import console_summary
+from polyad.train.loop.startup import PREFIX, Startup, startup_line
+from polyad.train.loop.trackers import TrackerName, Trackers
+from polyad.train.records import METRICS_FILE, record_of
+from polyad.train.tasks.task import Unit
 
 NOTHING: Mapping[str, Any] = {}
 

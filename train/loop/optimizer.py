@@ -8,13 +8,13 @@ import torch
 from pydantic import Field
 from torch import nn
 
-from model.config import Config
-from model.kernels.switch import on_cpu
-from model.patterns import matched, matches
-from parallel.placement import placement_of
-from parallel.zero import RATE_FACTOR, STATE_TENSORS
-from train.errors import ConfigError
-from train.loop.muon import OF_MATRICES, OF_OTHERS, Matrix, Muon, is_matrix, matrix_of
+from polyad.model.config import Config
+from polyad.model.kernels.switch import on_cpu
+from polyad.model.patterns import matched, matches
+from polyad.parallel.placement import placement_of
+from polyad.parallel.zero import RATE_FACTOR, STATE_TENSORS
+from polyad.train.errors import ConfigError
+from polyad.train.loop.muon import OF_MATRICES, OF_OTHERS, Matrix, Muon, is_matrix, matrix_of
 
 NonNegative = Annotated[float, Field(ge=0, le=1e6)]
 Momentum = Annotated[float, Field(ge=0, lt=1)]

@@ -5,12 +5,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from model.entropy import entropy
-from model.interface import FeedForward
-from model.mixture import Mixture
-from model.mumoe.head import MuMoEHead
-from model.output import RoutingStats
-from train.loop.statistics import Routing, tensors_of
+from polyad.model.entropy import entropy
+from polyad.model.interface import FeedForward
+from polyad.model.mixture import Mixture
+from polyad.model.mumoe.head import MuMoEHead
+from polyad.model.output import RoutingStats
+from polyad.train.loop.statistics import Routing, tensors_of
 
 
 def update_routers(module: nn.Module, routing: Routing, progress: float) -> None:

@@ -27,10 +27,10 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from model.config import Config
-from model.output import ModelOutput, RoutingStats
-from parallel.zero import CrossEntropy
-from train.tasks.task import Predictor
+from polyad.model.config import Config
+from polyad.model.output import ModelOutput, RoutingStats
+from polyad.parallel.zero import CrossEntropy
+from polyad.train.tasks.task import Predictor
 
 ROWS = 256
 """Rows of the matrix of distances that are held at a time."""

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from model.config import Config
+from polyad.model.config import Config
 
 
 class ScheduleConfig(Config):

@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from model.output import RoutingStats
-from parallel import comm
+from polyad.model.output import RoutingStats
+from polyad.parallel import comm
 
 Routing = tuple[RoutingStats, ...]
 PART = 20

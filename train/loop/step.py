@@ -8,16 +8,16 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from model.output import RoutingStats
-from model.samples import give_samples
-from parallel import comm
-from parallel.zero import Engine, StepResult
-from train.guard.limits import LARGEST_WEIGHT, NO_LIMITS, Limits, StepOutcome
-from train.loop.losses import LossConfig, routing_loss
-from train.loop.routing import update_routers
-from train.loop.sample_similarity import Reading, with_sample_similarity
-from train.loop.statistics import Exchanged, StepStatistics
-from train.tasks.task import Batch, Predictor, real_tokens
+from polyad.model.output import RoutingStats
+from polyad.model.samples import give_samples
+from polyad.parallel import comm
+from polyad.parallel.zero import Engine, StepResult
+from polyad.train.guard.limits import LARGEST_WEIGHT, NO_LIMITS, Limits, StepOutcome
+from polyad.train.loop.losses import LossConfig, routing_loss
+from polyad.train.loop.routing import update_routers
+from polyad.train.loop.sample_similarity import Reading, with_sample_similarity
+from polyad.train.loop.statistics import Exchanged, StepStatistics
+from polyad.train.tasks.task import Batch, Predictor, real_tokens
 
 NO_OTHER_LOSS = LossConfig()
 REFUSE = -1.0

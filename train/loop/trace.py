@@ -6,9 +6,9 @@ from pathlib import Path
 
 import torch
 
-from data.files import named
-from parallel import comm
-from train.loop.metrics import ProfileConfig
+from polyad.data.files import named
+from polyad.parallel import comm
+from polyad.train.loop.metrics import ProfileConfig
 
 
 def profiler(

@@ -20,8 +20,8 @@ from typing import Any, Literal
 import numpy as np
 from typing_extensions import override
 
-from data.files import named
-from train.errors import ConfigError, one_line
+from polyad.data.files import named
+from polyad.train.errors import ConfigError, one_line
 
 TrackerName = Literal["tensorboard", "wandb", "trackio"]
 PROJECT = "polyad"

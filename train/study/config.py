@@ -9,9 +9,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, ValidationInfo, field_validator, model_validator
 
-from data.errors import MAX_NAME_BYTES, check_path
-from model.config import Config
-from train.errors import shown
+from polyad.data.errors import MAX_NAME_BYTES, check_path
+from polyad.model.config import Config
+from polyad.train.errors import shown
 
 PathText = Annotated[str, AfterValidator(check_path)]
 NAME = r"[A-Za-z0-9][\w.+-]*"

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from model.config_yaml import Written
+from polyad.model.config_yaml import Written
 
 
 class Point(NamedTuple):

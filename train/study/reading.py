@@ -8,16 +8,16 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from train.config.environment import check_compiler
-from train.config.faults import describe
-from train.config.rules import validate
-from train.config.run import config_of, read_tree
-from train.config.text import DOTTED_KEY, flatten, settle
-from train.errors import ConfigError, shown
-from train.study.config import RunKey, StudyConfig, StudyData
-from train.study.grid import Point, as_written, points
-from train.study.study import Study, Variant, folder_of, is_text, place_of, run_folder
-from train.tasks.registry import task_class
+from polyad.train.config.environment import check_compiler
+from polyad.train.config.faults import describe
+from polyad.train.config.rules import validate
+from polyad.train.config.run import config_of, read_tree
+from polyad.train.config.text import DOTTED_KEY, flatten, settle
+from polyad.train.errors import ConfigError, shown
+from polyad.train.study.config import RunKey, StudyConfig, StudyData
+from polyad.train.study.grid import Point, as_written, points
+from polyad.train.study.study import Study, Variant, folder_of, is_text, place_of, run_folder
+from polyad.train.tasks.registry import task_class
 
 MEASURED_KINDS = ("images", "sequences", "text", "masked_text")
 """Kinds of data of which `specialization` can be measured."""

@@ -14,16 +14,16 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from data.config import DataConfig
-from data.images.config import ImageDataConfig
-from model.smoe.config import SparseMoEConfig
-from parallel.checkpoint.checkpoint import best_checkpoint
-from train.config.run import RunConfig
-from train.config.text import apply_override, flatten, settle
-from train.errors import ConfigError
-from train.study.config import RunKey, StudyConfig
-from train.tasks.registry import TASKS, task_class
-from train.tasks.task import Task
+from polyad.data.config import DataConfig
+from polyad.data.images.config import ImageDataConfig
+from polyad.model.smoe.config import SparseMoEConfig
+from polyad.parallel.checkpoint.checkpoint import best_checkpoint
+from polyad.train.config.run import RunConfig
+from polyad.train.config.text import apply_override, flatten, settle
+from polyad.train.errors import ConfigError
+from polyad.train.study.config import RunKey, StudyConfig
+from polyad.train.tasks.registry import TASKS, task_class
+from polyad.train.tasks.task import Task
 
 WITHOUT_EFFECT = (
     # Keys, or whole sections, that change no result: they may differ when a study goes on.

@@ -9,11 +9,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from data.images.config import AttributeDataConfig
-from parallel import comm
-from train.tasks.counting import Counted
-from train.tasks.images import ImageClassification
-from train.tasks.task import Score
+from polyad.data.images.config import AttributeDataConfig
+from polyad.parallel import comm
+from polyad.train.tasks.counting import Counted
+from polyad.train.tasks.images import ImageClassification
+from polyad.train.tasks.task import Score
 
 
 class AttributeClassification(ImageClassification):

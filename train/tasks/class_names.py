@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
-from data.json_reader import read_json
-from parallel.huggingface_parts import PartsWeights
-from parallel.weights import Weights
-from train.errors import ConfigError
+from polyad.data.json_reader import read_json
+from polyad.parallel.huggingface_parts import PartsWeights
+from polyad.parallel.weights import Weights
+from polyad.train.errors import ConfigError
 
 CLASSES_FILE = "classes.json"
 """The file of a checkpoint with the names of its classes, in their order."""

@@ -11,8 +11,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from parallel import comm
-from train.tasks.benchmark_metrics import class_scores
+from polyad.parallel import comm
+from polyad.train.tasks.benchmark_metrics import class_scores
 
 BINS = 15
 """Bins of equal width that the calibration error is taken over (Guo et al. 2017)."""

@@ -16,8 +16,8 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from model.config import Config
-from model.output import ModelOutput
+from polyad.model.config import Config
+from polyad.model.output import ModelOutput
 
 
 class DistillConfig(Config):

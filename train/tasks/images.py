@@ -14,27 +14,27 @@ import torch
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from data.errors import DataError
-from data.evaluation import Numbered, evaluation_batches
-from data.images.config import ImageDataConfig
-from data.images.dataset import ImageData
-from data.images.noise import GaussianNoise
-from data.images.samples import EvaluationImages, ImageBatch, ImageSamples
-from model.heads import HEAD
-from model.huggingface import CONFIG_FILE
-from model.output import RoutingStats
-from model.vision import ImageSettings
-from parallel import comm
-from parallel.checkpoint.checkpoint import Checkpoint
-from parallel.huggingface_vision import VisionWeights
-from parallel.weights import Weights
-from train.errors import ConfigError
-from train.tasks.class_names import CLASSES_FILE, differing, names_of
-from train.tasks.counting import Counted, CountedClasses, CountedDomains
-from train.tasks.distillation import Learner
-from train.tasks.domains import domain_records, domain_rows
-from train.tasks.mixing import mix_images, normalize, soft_targets
-from train.tasks.task import (
+from polyad.data.errors import DataError
+from polyad.data.evaluation import Numbered, evaluation_batches
+from polyad.data.images.config import ImageDataConfig
+from polyad.data.images.dataset import ImageData
+from polyad.data.images.noise import GaussianNoise
+from polyad.data.images.samples import EvaluationImages, ImageBatch, ImageSamples
+from polyad.model.heads import HEAD
+from polyad.model.huggingface import CONFIG_FILE
+from polyad.model.output import RoutingStats
+from polyad.model.vision import ImageSettings
+from polyad.parallel import comm
+from polyad.parallel.checkpoint.checkpoint import Checkpoint
+from polyad.parallel.huggingface_vision import VisionWeights
+from polyad.parallel.weights import Weights
+from polyad.train.errors import ConfigError
+from polyad.train.tasks.class_names import CLASSES_FILE, differing, names_of
+from polyad.train.tasks.counting import Counted, CountedClasses, CountedDomains
+from polyad.train.tasks.distillation import Learner
+from polyad.train.tasks.domains import domain_records, domain_rows
+from polyad.train.tasks.mixing import mix_images, normalize, soft_targets
+from polyad.train.tasks.task import (
     Kept,
     Predictor,
     Score,

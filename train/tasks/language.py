@@ -12,21 +12,21 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from data.config import DataConfig
-from data.text.dataset import TokenStream
-from data.text.manifest import SplitInfo
-from data.text.mixture import MixedSamples, TrainingData
-from data.text.samples import TrainingSamples
-from data.text.windows import EvaluationWindows, SpreadWindows, window_batches
-from model.gpt2 import GPT2Config
-from model.output import RoutingStats
-from model.settings import ModelSettings
-from parallel import comm
-from train.errors import ConfigError
-from train.tasks.distillation import Learner
-from train.tasks.scoring import perplexities, perplexity, score_windows
-from train.tasks.task import Predictor, Score, Sections, Share
-from train.tasks.text import TextTask, with_vocabulary
+from polyad.data.config import DataConfig
+from polyad.data.text.dataset import TokenStream
+from polyad.data.text.manifest import SplitInfo
+from polyad.data.text.mixture import MixedSamples, TrainingData
+from polyad.data.text.samples import TrainingSamples
+from polyad.data.text.windows import EvaluationWindows, SpreadWindows, window_batches
+from polyad.model.gpt2 import GPT2Config
+from polyad.model.output import RoutingStats
+from polyad.model.settings import ModelSettings
+from polyad.parallel import comm
+from polyad.train.errors import ConfigError
+from polyad.train.tasks.distillation import Learner
+from polyad.train.tasks.scoring import perplexities, perplexity, score_windows
+from polyad.train.tasks.task import Predictor, Score, Sections, Share
+from polyad.train.tasks.text import TextTask, with_vocabulary
 
 
 class TextBatch(NamedTuple):
@@ -185,7 +185,7 @@ class LanguageModelling(Learner, TextTask[TextBatch]):
         world: comm.World,
         report: Share | None = None,
     ) -> dict[str, Any]:
-        """Perplexities of a split; see `train.tasks.scoring.perplexities`."""
+        """Perplexities of a split; see `polyad.train.tasks.scoring.perplexities`."""
         stream, counts = self.split(split)
         text = "attacked" if split in self._attacked else "original"
         windows = self.windows(stream)

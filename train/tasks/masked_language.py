@@ -11,25 +11,25 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from data.config import MaskedTextConfig
-from data.errors import DataError
-from data.evaluation import evaluation_batches
-from data.text.dataset import TokenStream
-from data.text.masking import (
+from polyad.data.config import MaskedTextConfig
+from polyad.data.errors import DataError
+from polyad.data.evaluation import evaluation_batches
+from polyad.data.text.dataset import TokenStream
+from polyad.data.text.masking import (
     MaskedBatch,
     MaskedSamples,
     MaskedWindow,
     MaskedWindows,
     SpecialTokens,
 )
-from data.text.mixture import MixedSamples, TrainingData
-from data.text.samples import TrainingSamples
-from model.bert import BertConfig, MaskedLanguageHeadConfig
-from model.output import RoutingStats
-from parallel import comm
-from train.errors import ConfigError
-from train.tasks.task import Predictor, Score, Sections, Share
-from train.tasks.text import TextTask, with_vocabulary
+from polyad.data.text.mixture import MixedSamples, TrainingData
+from polyad.data.text.samples import TrainingSamples
+from polyad.model.bert import BertConfig, MaskedLanguageHeadConfig
+from polyad.model.output import RoutingStats
+from polyad.parallel import comm
+from polyad.train.errors import ConfigError
+from polyad.train.tasks.task import Predictor, Score, Sections, Share
+from polyad.train.tasks.text import TextTask, with_vocabulary
 
 
 def masked_losses(model: Predictor, batch: MaskedBatch) -> tuple[Tensor, tuple[RoutingStats, ...]]:

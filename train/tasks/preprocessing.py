@@ -12,12 +12,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from data.images.config import NORMALIZATIONS, ImageDataConfig
-from model.config_yaml import load
-from model.huggingface import CONFIG_FILE, HuggingFaceError
-from parallel.checkpoint.checkpoint import Checkpoint
-from parallel.checkpoint.tensor_folder import read_json
-from parallel.weights import Weights
+from polyad.data.images.config import NORMALIZATIONS, ImageDataConfig
+from polyad.model.config_yaml import load
+from polyad.model.huggingface import CONFIG_FILE, HuggingFaceError
+from polyad.parallel.checkpoint.checkpoint import Checkpoint
+from polyad.parallel.checkpoint.tensor_folder import read_json
+from polyad.parallel.weights import Weights
 
 PREPROCESSOR_FILE = "preprocessor_config.json"
 BICUBIC = 3

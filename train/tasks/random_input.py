@@ -7,22 +7,22 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from data.config import DataSettings
-from data.images.samples import ImageBatch
-from data.sequences.config import SequenceDataConfig
-from data.text.masking import MaskedBatch
-from model.bert import BertConfig, MaskedLanguageHeadConfig
-from model.gpt2 import GPT2Config
-from model.heads import ClassificationHeadConfig
-from model.output import RoutingStats
-from model.settings import ModelSettings
-from model.vision import ImageSettings
-from train.errors import ConfigError
-from train.tasks.cross_entropy import cross_entropy
-from train.tasks.distillation import Teacher
-from train.tasks.language import TextBatch, text_losses
-from train.tasks.masked_language import masked_losses
-from train.tasks.task import Predictor
+from polyad.data.config import DataSettings
+from polyad.data.images.samples import ImageBatch
+from polyad.data.sequences.config import SequenceDataConfig
+from polyad.data.text.masking import MaskedBatch
+from polyad.model.bert import BertConfig, MaskedLanguageHeadConfig
+from polyad.model.gpt2 import GPT2Config
+from polyad.model.heads import ClassificationHeadConfig
+from polyad.model.output import RoutingStats
+from polyad.model.settings import ModelSettings
+from polyad.model.vision import ImageSettings
+from polyad.train.errors import ConfigError
+from polyad.train.tasks.cross_entropy import cross_entropy
+from polyad.train.tasks.distillation import Teacher
+from polyad.train.tasks.language import TextBatch, text_losses
+from polyad.train.tasks.masked_language import masked_losses
+from polyad.train.tasks.task import Predictor
 
 RandomBatch: TypeAlias = "TextBatch | MaskedBatch | SequenceBatch | ImageBatch"
 

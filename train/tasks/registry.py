@@ -2,12 +2,12 @@
 
 from typing import Any
 
-from train.tasks.attributes import AttributeClassification
-from train.tasks.images import ImageClassification
-from train.tasks.language import LanguageModelling
-from train.tasks.masked_language import MaskedLanguageModelling
-from train.tasks.sequences import SequenceTask
-from train.tasks.task import Sections, Task
+from polyad.train.tasks.attributes import AttributeClassification
+from polyad.train.tasks.images import ImageClassification
+from polyad.train.tasks.language import LanguageModelling
+from polyad.train.tasks.masked_language import MaskedLanguageModelling
+from polyad.train.tasks.sequences import SequenceTask
+from polyad.train.tasks.task import Sections, Task
 
 TASKS: dict[str, type[Task[Any]]] = {
     "text": LanguageModelling,

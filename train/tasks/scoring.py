@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 import torch
 
-from data.text.windows import EvaluationWindows, window_batches
-from model.output import ModelOutput
-from parallel import comm
+from polyad.data.text.windows import EvaluationWindows, window_batches
+from polyad.model.output import ModelOutput
+from polyad.parallel import comm
 
 
 class TokenScore(NamedTuple):

@@ -15,32 +15,32 @@ import torch
 from torch import Tensor
 from torch.nn.functional import mse_loss
 
-from data.evaluation import evaluation_batches
-from data.sequences.config import SequenceDataConfig
-from data.sequences.dataset import HOLD_OUT, SequenceData
-from data.sequences.samples import SequenceBatch, TrainingRows
-from data.text.tokenizers.files import load_tokenizer
-from data.text.tokenizers.tokenizer import Tokenizer
-from model.bert import BertConfig
-from model.config_yaml import load
-from model.gpt2 import GPT2Config
-from model.heads import HEAD, ClassificationHeadConfig
-from model.output import RoutingStats
-from model.settings import ModelSettings
-from parallel import comm
-from parallel.checkpoint.checkpoint import Checkpoint
-from parallel.checkpoint.state_file import State
-from parallel.huggingface_bert import BertWeights
-from parallel.weights import Weights, open_weights
-from train.errors import ConfigError
-from train.tasks.benchmark_metrics import METRICS, TITLES, scores_of_predictions
-from train.tasks.class_names import CLASSES_FILE, class_names_of
-from train.tasks.cross_entropy import cross_entropy
-from train.tasks.distillation import Learner
-from train.tasks.domains import domain_records, domain_rows
-from train.tasks.task import Kept, Predictor, Score, Sections, Share, Task, Unit
-from train.tasks.text import with_vocabulary
-from train.tasks.tokenizers import same_ids, tokenizer_of
+from polyad.data.evaluation import evaluation_batches
+from polyad.data.sequences.config import SequenceDataConfig
+from polyad.data.sequences.dataset import HOLD_OUT, SequenceData
+from polyad.data.sequences.samples import SequenceBatch, TrainingRows
+from polyad.data.text.tokenizers.files import load_tokenizer
+from polyad.data.text.tokenizers.tokenizer import Tokenizer
+from polyad.model.bert import BertConfig
+from polyad.model.config_yaml import load
+from polyad.model.gpt2 import GPT2Config
+from polyad.model.heads import HEAD, ClassificationHeadConfig
+from polyad.model.output import RoutingStats
+from polyad.model.settings import ModelSettings
+from polyad.parallel import comm
+from polyad.parallel.checkpoint.checkpoint import Checkpoint
+from polyad.parallel.checkpoint.state_file import State
+from polyad.parallel.huggingface_bert import BertWeights
+from polyad.parallel.weights import Weights, open_weights
+from polyad.train.errors import ConfigError
+from polyad.train.tasks.benchmark_metrics import METRICS, TITLES, scores_of_predictions
+from polyad.train.tasks.class_names import CLASSES_FILE, class_names_of
+from polyad.train.tasks.cross_entropy import cross_entropy
+from polyad.train.tasks.distillation import Learner
+from polyad.train.tasks.domains import domain_records, domain_rows
+from polyad.train.tasks.task import Kept, Predictor, Score, Sections, Share, Task, Unit
+from polyad.train.tasks.text import with_vocabulary
+from polyad.train.tasks.tokenizers import same_ids, tokenizer_of
 
 ScoringConfig: TypeAlias = GPT2Config | BertConfig
 CLASSIFIER, POOLER = "head.classifier.", "head.pooler."

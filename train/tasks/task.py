@@ -15,16 +15,16 @@ from pydantic import Field
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from data.config import DataSettings
-from model.config import Config
-from model.output import ModelOutput, RoutingStats
-from model.settings import ModelSettings
-from parallel import comm
-from parallel.checkpoint.checkpoint import Checkpoint
-from parallel.checkpoint.state_file import State
-from parallel.weights import Weights
-from parallel.zero import CrossEntropy
-from train.errors import ConfigError
+from polyad.data.config import DataSettings
+from polyad.model.config import Config
+from polyad.model.output import ModelOutput, RoutingStats
+from polyad.model.settings import ModelSettings
+from polyad.parallel import comm
+from polyad.parallel.checkpoint.checkpoint import Checkpoint
+from polyad.parallel.checkpoint.state_file import State
+from polyad.parallel.weights import Weights
+from polyad.parallel.zero import CrossEntropy
+from polyad.train.errors import ConfigError
 
 Batch = TypeVar("Batch", bound=tuple[Tensor, ...])
 """A micro-batch. One whose samples are padded has `real_tokens`, as `SequenceBatch`."""

@@ -4,18 +4,18 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from typing import ClassVar, Self, TypeVar, cast
 
-from data.config import DataConfig
-from data.text.dataset import TokenStream
-from data.text.manifest import SplitInfo, SplitName
-from data.text.mixture import MixedSamples, Part, TrainingData
-from data.text.samples import TrainingSamples
-from model.bert import BertConfig
-from model.gpt2 import GPT2Config
-from parallel.checkpoint.checkpoint import Checkpoint
-from parallel.weights import Weights
-from train.errors import ConfigError
-from train.tasks.task import Batch, EvaluationConfig, Kept, Sections, StoredData, Task, Unit
-from train.tasks.tokenizers import check_tokenizer, data_named, open_data, tokenizer_of
+from polyad.data.config import DataConfig
+from polyad.data.text.dataset import TokenStream
+from polyad.data.text.manifest import SplitInfo, SplitName
+from polyad.data.text.mixture import MixedSamples, Part, TrainingData
+from polyad.data.text.samples import TrainingSamples
+from polyad.model.bert import BertConfig
+from polyad.model.gpt2 import GPT2Config
+from polyad.parallel.checkpoint.checkpoint import Checkpoint
+from polyad.parallel.weights import Weights
+from polyad.train.errors import ConfigError
+from polyad.train.tasks.task import Batch, EvaluationConfig, Kept, Sections, StoredData, Task, Unit
+from polyad.train.tasks.tokenizers import check_tokenizer, data_named, open_data, tokenizer_of
 
 TextModel = TypeVar("TextModel", bound=GPT2Config | BertConfig)
 

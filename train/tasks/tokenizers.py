@@ -5,19 +5,19 @@ from pathlib import Path
 
 from pydantic import ConfigDict, ValidationError
 
-from data.config import DataConfig
-from data.errors import DataError
-from data.text.dataset import PreparedData
-from data.text.manifest import TOKENIZER_FILES
-from data.text.tokenizers.files import load_tokenizer
-from data.text.tokenizers.tokenizer import Tokenizer
-from data.text.tokenizers.wordpiece import VOCABULARY_FILE
-from parallel.checkpoint.checkpoint import Checkpoint
-from parallel.checkpoint.records import Record
-from parallel.checkpoint.state_file import State
-from parallel.checkpoint.tensor_folder import check_file, read_form
-from parallel.weights import Weights
-from train.errors import ConfigError
+from polyad.data.config import DataConfig
+from polyad.data.errors import DataError
+from polyad.data.text.dataset import PreparedData
+from polyad.data.text.manifest import TOKENIZER_FILES
+from polyad.data.text.tokenizers.files import load_tokenizer
+from polyad.data.text.tokenizers.tokenizer import Tokenizer
+from polyad.data.text.tokenizers.wordpiece import VOCABULARY_FILE
+from polyad.parallel.checkpoint.checkpoint import Checkpoint
+from polyad.parallel.checkpoint.records import Record
+from polyad.parallel.checkpoint.state_file import State
+from polyad.parallel.checkpoint.tensor_folder import check_file, read_form
+from polyad.parallel.weights import Weights
+from polyad.train.errors import ConfigError
 
 
 def open_data(

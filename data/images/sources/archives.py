@@ -14,10 +14,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from data.errors import DataError
-from data.images.shards import Shard
-from data.images.sources.trees import ArchiveTree, File, Tree
-from data.left_out import LeftOut
+from polyad.data.errors import DataError
+from polyad.data.images.shards import Shard
+from polyad.data.images.sources.trees import ArchiveTree, File, Tree
+from polyad.data.left_out import LeftOut
 
 MOST_HEADER = 1 << 16
 """Bytes of a long name, or of further keys, in a tar."""

@@ -4,11 +4,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from data.class_names import named_classes, names_of_feature, schema_of
-from data.errors import DataError
-from data.images.packed import Packed
-from data.images.shards import Entry
-from data.images.sources.columns import (
+from polyad.data.class_names import named_classes, names_of_feature, schema_of
+from polyad.data.errors import DataError
+from polyad.data.images.packed import Packed
+from polyad.data.images.shards import Entry
+from polyad.data.images.sources.columns import (
     LABELS,
     Places,
     columns_of,
@@ -16,9 +16,9 @@ from data.images.sources.columns import (
     names_in,
     table_shards,
 )
-from data.images.sources.found import Found, files_by_split
-from data.json_reader import read_json
-from data.left_out import LeftOut
+from polyad.data.images.sources.found import Found, files_by_split
+from polyad.data.json_reader import read_json
+from polyad.data.left_out import LeftOut
 
 ROWS = 64
 """Rows that become Python's objects at one time."""

@@ -17,10 +17,10 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from data.errors import DataError
-from data.images.shards import Entry, Shard
-from data.images.sources.found import IMAGE_SUFFIXES, Found, is_image
-from data.left_out import LeftOut, is_hidden
+from polyad.data.errors import DataError
+from polyad.data.images.shards import Entry, Shard
+from polyad.data.images.sources.found import IMAGE_SUFFIXES, Found, is_image
+from polyad.data.left_out import LeftOut, is_hidden
 
 ATTRIBUTES = "list_attr_*.txt"
 PARTITION = "list_eval_partition.txt"

@@ -5,11 +5,11 @@ from functools import partial
 from pathlib import PurePosixPath
 from typing import NamedTuple
 
-from data.errors import DataError, listed
-from data.images.shards import Entry, Shard
-from data.images.sources.found import SPLIT_NAMES, Found, is_image, split_in
-from data.images.sources.trees import File, Parts, Tree
-from data.left_out import LeftOut
+from polyad.data.errors import DataError, listed
+from polyad.data.images.shards import Entry, Shard
+from polyad.data.images.sources.found import SPLIT_NAMES, Found, is_image, split_in
+from polyad.data.images.sources.trees import File, Parts, Tree
+from polyad.data.left_out import LeftOut
 
 BESIDE = frozenset(
     {

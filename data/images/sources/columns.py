@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from data.errors import DataError, listed
-from data.images.packed import Packed
-from data.images.shards import Entry, Shard
-from data.left_out import LeftOut
+from polyad.data.errors import DataError, listed
+from polyad.data.images.packed import Packed
+from polyad.data.images.shards import Entry, Shard
+from polyad.data.left_out import LeftOut
 
 LABELS = ("label", "fine_label", "labels", "class")
 """Columns that hold the class, the first that is there: CIFAR-100 has fine and coarse ones."""

@@ -5,9 +5,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
-from data.images.packed import Packed
-from data.images.shards import Entry, Shard
-from data.left_out import LeftOut
+from polyad.data.images.packed import Packed
+from polyad.data.images.shards import Entry, Shard
+from polyad.data.left_out import LeftOut
 
 SPLIT_NAMES = {
     "train": "train", "training": "train",

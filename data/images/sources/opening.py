@@ -4,20 +4,20 @@ from pathlib import Path, PurePosixPath
 
 import numpy as np
 
-from data.errors import DataError, user_path
-from data.files import writing
-from data.images.packed import GO_ON
-from data.images.shards import png
-from data.images.sources.archives import read_tar, read_zip
-from data.images.sources.arrow import open_arrow
-from data.images.sources.attributes import attribute_list, open_attributes
-from data.images.sources.classes import by_class, by_domain
-from data.images.sources.found import Found, is_image
-from data.images.sources.parquet import open_parquet
-from data.images.sources.raw import is_raw, open_raw
-from data.images.sources.trees import Tree, folder_tree
-from data.images.sources.webdataset import CLASSES_FILE, open_tars
-from data.left_out import LeftOut
+from polyad.data.errors import DataError, user_path
+from polyad.data.files import writing
+from polyad.data.images.packed import GO_ON
+from polyad.data.images.shards import png
+from polyad.data.images.sources.archives import read_tar, read_zip
+from polyad.data.images.sources.arrow import open_arrow
+from polyad.data.images.sources.attributes import attribute_list, open_attributes
+from polyad.data.images.sources.classes import by_class, by_domain
+from polyad.data.images.sources.found import Found, is_image
+from polyad.data.images.sources.parquet import open_parquet
+from polyad.data.images.sources.raw import is_raw, open_raw
+from polyad.data.images.sources.trees import Tree, folder_tree
+from polyad.data.images.sources.webdataset import CLASSES_FILE, open_tars
+from polyad.data.left_out import LeftOut
 
 DIGITS, HUB = "digits", "hub:"
 KNOWN = (
@@ -148,7 +148,7 @@ def _downloaded(name: str) -> Path:
 
 def _digits(folder: Path) -> Path:
     """scikit-learn's handwritten digits as PNG files in folders of classes."""
-    from data.images.extra import digits
+    from polyad.data.images.extra import digits
 
     images, labels = digits()
     for number, (image, label) in enumerate(zip(images, labels, strict=True)):

@@ -5,13 +5,13 @@ false, which are attributes (as of flwrlabs/celeba).
 from collections.abc import Iterator
 from pathlib import Path
 
-from data.class_names import named_classes
-from data.errors import DataError
-from data.images.packed import Packed
-from data.images.shards import Entry
-from data.images.sources.columns import Columns, Places, columns_of, entries_of, table_shards
-from data.images.sources.found import Found, files_by_split
-from data.left_out import LeftOut
+from polyad.data.class_names import named_classes
+from polyad.data.errors import DataError
+from polyad.data.images.packed import Packed
+from polyad.data.images.shards import Entry
+from polyad.data.images.sources.columns import Columns, Places, columns_of, entries_of, table_shards
+from polyad.data.images.sources.found import Found, files_by_split
+from polyad.data.left_out import LeftOut
 
 ROWS = 64
 """Rows that are decoded at one time: a row group may be as large as its file."""

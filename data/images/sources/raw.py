@@ -6,12 +6,12 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from data.errors import DataError
-from data.files import writing
-from data.images.packed import GO_ON
-from data.images.shards import Entry, Shard
-from data.images.sources.found import Found, is_image
-from data.left_out import LeftOut, is_hidden
+from polyad.data.errors import DataError
+from polyad.data.files import writing
+from polyad.data.images.packed import GO_ON
+from polyad.data.images.shards import Entry, Shard
+from polyad.data.images.sources.found import Found, is_image
+from polyad.data.left_out import LeftOut, is_hidden
 
 MNIST = {
     "train": ("train-images-idx3-ubyte", "train-labels-idx1-ubyte"),

@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from data.errors import DataError
-from data.images.shards import Shard
-from data.images.sources.found import is_image
-from data.left_out import LeftOut, is_hidden
+from polyad.data.errors import DataError
+from polyad.data.images.shards import Shard
+from polyad.data.images.sources.found import is_image
+from polyad.data.left_out import LeftOut, is_hidden
 
 Parts = tuple[str, ...]
 """The names of a path."""

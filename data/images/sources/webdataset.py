@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from data.errors import DataError
-from data.images.shards import Entry, Shard
-from data.images.sources.archives import read_tar, tar_members
-from data.images.sources.classes import by_class
-from data.images.sources.found import Found, files_by_split, is_image
-from data.images.sources.trees import File
-from data.json_reader import parse_json, read_bounded
-from data.left_out import LeftOut
+from polyad.data.errors import DataError
+from polyad.data.images.shards import Entry, Shard
+from polyad.data.images.sources.archives import read_tar, tar_members
+from polyad.data.images.sources.classes import by_class
+from polyad.data.images.sources.found import Found, files_by_split, is_image
+from polyad.data.images.sources.trees import File
+from polyad.data.json_reader import parse_json, read_bounded
+from polyad.data.left_out import LeftOut
 
 CLASS_KEYS = ("cls", "label", "class")
 """Endings of a member, or keys of a `.json`, that hold the class."""

@@ -11,16 +11,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from data.errors import DataError
-from data.progress import Progress
-from data.text.manifest import LENGTHS_SUFFIX, SPLITS, Manifest, SplitName
-from data.text.parts.part import Finished, damaged, expected_sizes, ranges, read_part
-from data.text.parts.plan import Workplace
-from data.text.prepare import check_still_replaceable, seal_folder, summarize, tell_cuts
-from data.text.source import Skipped
-from data.text.split_writer import COUNTS, COUNTS_SUFFIX, SplitState, SplitWriter
-from data.text.splits import split_of_documents
-from data.text.staging import staged_folder
+from polyad.data.errors import DataError
+from polyad.data.progress import Progress
+from polyad.data.text.manifest import LENGTHS_SUFFIX, SPLITS, Manifest, SplitName
+from polyad.data.text.parts.part import Finished, damaged, expected_sizes, ranges, read_part
+from polyad.data.text.parts.plan import Workplace
+from polyad.data.text.prepare import check_still_replaceable, seal_folder, summarize, tell_cuts
+from polyad.data.text.source import Skipped
+from polyad.data.text.split_writer import COUNTS, COUNTS_SUFFIX, SplitState, SplitWriter
+from polyad.data.text.splits import split_of_documents
+from polyad.data.text.staging import staged_folder
 
 BLOCK_BYTES = 4 << 20
 """Read at once."""

@@ -11,17 +11,25 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from data.config import Config
-from data.errors import DataError
-from data.text.manifest import LENGTHS_SUFFIX, SPLITS, Count, Sha256, SplitName, flush_to_disk, seal
-from data.text.parts.plan import Workplace
-from data.text.prepare import encode
-from data.text.resume import read_resume, remove_resume, save_resume
-from data.text.split_writer import COUNTS, COUNTS_SUFFIX, SplitState, token_dtype
-from data.text.staging import staged_folder
-from data.text.tokenizers.files import load_tokenizer
-from data.text.tokenizers.tokenizer import all_cores
-from data.text.writer import DatasetWriter
+from polyad.data.config import Config
+from polyad.data.errors import DataError
+from polyad.data.text.manifest import (
+    LENGTHS_SUFFIX,
+    SPLITS,
+    Count,
+    Sha256,
+    SplitName,
+    flush_to_disk,
+    seal,
+)
+from polyad.data.text.parts.plan import Workplace
+from polyad.data.text.prepare import encode
+from polyad.data.text.resume import read_resume, remove_resume, save_resume
+from polyad.data.text.split_writer import COUNTS, COUNTS_SUFFIX, SplitState, token_dtype
+from polyad.data.text.staging import staged_folder
+from polyad.data.text.tokenizers.files import load_tokenizer
+from polyad.data.text.tokenizers.tokenizer import all_cores
+from polyad.data.text.writer import DatasetWriter
 
 PART_FILE = "part.json"
 Update = Callable[[int, int], None]

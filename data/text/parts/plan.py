@@ -13,11 +13,11 @@ from pathlib import Path
 
 from pydantic import Field, ValidationError
 
-from data.config import Config
-from data.errors import DataError
-from data.progress import Progress
-from data.text.job import Job
-from data.text.manifest import (
+from polyad.data.config import Config
+from polyad.data.errors import DataError
+from polyad.data.progress import Progress
+from polyad.data.text.job import Job
+from polyad.data.text.manifest import (
     TOKENIZER_FILES,
     Request,
     Sha256,
@@ -26,9 +26,9 @@ from data.text.manifest import (
     flush_to_disk,
     seal,
 )
-from data.text.splits import Sources
-from data.text.tokenizers.files import load_tokenizer
-from data.text.tokenizers.tokenizer import Tokenizer, all_cores
+from polyad.data.text.splits import Sources
+from polyad.data.text.tokenizers.files import load_tokenizer
+from polyad.data.text.tokenizers.tokenizer import Tokenizer, all_cores
 
 PLAN_FILE = "plan.json"
 LAUNCH_FOLDER = "launch"

@@ -3,15 +3,15 @@
 import contextlib
 from pathlib import Path
 
-from data.errors import DataError, user_path
-from data.progress import Progress, Report
-from data.text.job import Asked
-from data.text.manifest import Manifest
-from data.text.parts.join import join
-from data.text.parts.part import Finished, encode_part, missing_parts, read_part
-from data.text.parts.plan import Cut, Workplace
-from data.text.parts.processes import Work, encode_in_processes
-from data.text.prepare import begin
+from polyad.data.errors import DataError, user_path
+from polyad.data.progress import Progress, Report
+from polyad.data.text.job import Asked
+from polyad.data.text.manifest import Manifest
+from polyad.data.text.parts.join import join
+from polyad.data.text.parts.part import Finished, encode_part, missing_parts, read_part
+from polyad.data.text.parts.plan import Cut, Workplace
+from polyad.data.text.parts.processes import Work, encode_in_processes
+from polyad.data.text.prepare import begin
 
 
 class InParts:

@@ -1,7 +1,7 @@
 """Parts that are encoded at one time on this machine, each by a process of its own.
 
-`python -m data.text.parts.processes` is such a process. It reads what to do from its standard
-input, and writes a line of JSON for what it has done; it ends when nobody reads these.
+`python -m polyad.data.text.parts.processes` is such a process. It reads what to do from its
+standard input, and writes a line of JSON for what it has done; it ends when nobody reads these.
 """
 
 import contextlib
@@ -17,9 +17,9 @@ from pathlib import Path
 from queue import Queue
 from typing import Any
 
-from data.errors import DataError
-from data.progress import Progress
-from data.text.job import Asked
+from polyad.data.errors import DataError
+from polyad.data.progress import Progress
+from polyad.data.text.job import Asked
 
 SEND_SECONDS = 0.2
 THREADS = "RAYON_NUM_THREADS"
@@ -95,7 +95,7 @@ def _total(done: dict[int, tuple[int, int]]) -> list[int]:
 
 def _start(work: Work, number: int, threads: int) -> "subprocess.Popen[str]":
     process = subprocess.Popen(
-        [sys.executable, "-m", "data.text.parts.processes"],
+        [sys.executable, "-m", "polyad.data.text.parts.processes"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -134,8 +134,8 @@ def main() -> int:
     Returns:
         The exit status.
     """
-    from data.text.parts.part import encode_part
-    from data.text.parts.plan import Cut
+    from polyad.data.text.parts.part import encode_part
+    from polyad.data.text.parts.plan import Cut
 
     told = json.load(sys.stdin)
     sent = time.monotonic()

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 import tokenizers
 from tokenizers import AddedToken, decoders, models
 
-from data.errors import DataError
-from data.text.tokenizers.tokenizer import Tokenizer
+from polyad.data.errors import DataError
+from polyad.data.text.tokenizers.tokenizer import Tokenizer
 
 UNKNOWN = "<unk>"
 

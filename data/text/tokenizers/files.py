@@ -4,26 +4,26 @@ from pathlib import Path
 
 from tokenizers import models
 
-from data.errors import DataError, nearest, user_path
-from data.json_reader import read_bounded
-from data.text.manifest import TOKENIZER_FILES
-from data.text.tokenizers.hub import (
+from polyad.data.errors import DataError, nearest, user_path
+from polyad.data.json_reader import read_bounded
+from polyad.data.text.manifest import TOKENIZER_FILES
+from polyad.data.text.tokenizers.hub import (
     BYTE_LEVEL_FILES,
     fetch_tokenizer,
     is_hub_name,
     named_end_of_text,
     snapshot_of,
 )
-from data.text.tokenizers.sentencepiece_model import SentencePieceTokenizer
-from data.text.tokenizers.tokenizer import (
+from polyad.data.text.tokenizers.sentencepiece_model import SentencePieceTokenizer
+from polyad.data.text.tokenizers.tokenizer import (
     KNOWN_END_OF_TEXT,
     TRAINED,
     EndOfTextError,
     Tokenizer,
     byte_level,
 )
-from data.text.tokenizers.wordpiece import VOCABULARY_FILE, read_vocabulary
-from data.text.tokenizers.words import WordTokenizer, is_word_vocabulary
+from polyad.data.text.tokenizers.wordpiece import VOCABULARY_FILE, read_vocabulary
+from polyad.data.text.tokenizers.words import WordTokenizer, is_word_vocabulary
 
 
 def load_tokenizer(path: str | Path, end_of_text: str | None = None) -> Tokenizer:

@@ -4,9 +4,9 @@ import contextlib
 import re
 from pathlib import Path
 
-from data.errors import DataError
-from data.json_reader import read_json
-from data.text.manifest import SENTENCEPIECE_FILE, TOKENIZER_FILE
+from polyad.data.errors import DataError
+from polyad.data.json_reader import read_json
+from polyad.data.text.manifest import SENTENCEPIECE_FILE, TOKENIZER_FILE
 
 BYTE_LEVEL_FILES = ("vocab.json", "merges.txt")
 """GPT-2's own files."""

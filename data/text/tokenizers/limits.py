@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 from tokenizers import Regex, normalizers
 
-from data.errors import DataError
-from data.json_reader import parse_json
+from polyad.data.errors import DataError
+from polyad.data.json_reader import parse_json
 
 MOST_GROWTH = 32
 """Characters that one character of a text may become, or one of a token when it is decoded."""

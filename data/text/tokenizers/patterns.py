@@ -6,7 +6,7 @@ from typing import Any
 
 from tokenizers import Regex, pre_tokenizers
 
-from data.errors import DataError
+from polyad.data.errors import DataError
 
 MOST_SECONDS = 0.02
 """Processor time of one short text; usual patterns take microseconds."""

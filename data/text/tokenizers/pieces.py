@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterator
 
-from data.text.tokenizers.tokenizer import Tokenizer
+from polyad.data.text.tokenizers.tokenizer import Tokenizer
 
 PIECE_CHARACTERS = 128 * 1024
 """A document longer than this is encoded in pieces of about this many characters."""

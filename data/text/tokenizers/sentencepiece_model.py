@@ -3,11 +3,11 @@
 import os
 from collections.abc import Sequence
 
-from data.errors import DataError
-from data.fingerprint import bytes_fingerprint
-from data.text.manifest import SENTENCEPIECE_FILE, TokenizerFile
-from data.text.tokenizers.limits import check_charsmap
-from data.text.tokenizers.tokenizer import Tokenizer, choose_end_of_text
+from polyad.data.errors import DataError
+from polyad.data.fingerprint import bytes_fingerprint
+from polyad.data.text.manifest import SENTENCEPIECE_FILE, TokenizerFile
+from polyad.data.text.tokenizers.limits import check_charsmap
+from polyad.data.text.tokenizers.tokenizer import Tokenizer, choose_end_of_text
 
 
 class SentencePieceTokenizer(Tokenizer):

@@ -9,12 +9,12 @@ from pathlib import Path
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from data.errors import DataError, nearest
-from data.fingerprint import canonical, fingerprint
-from data.json_reader import parse_json
-from data.text.manifest import TOKENIZER_FILE, TokenizerFile
-from data.text.tokenizers.limits import CHANCE, chance_of, check_growth, without_chance
-from data.text.tokenizers.patterns import check_patterns
+from polyad.data.errors import DataError, nearest
+from polyad.data.fingerprint import canonical, fingerprint
+from polyad.data.json_reader import parse_json
+from polyad.data.text.manifest import TOKENIZER_FILE, TokenizerFile
+from polyad.data.text.tokenizers.limits import CHANCE, chance_of, check_growth, without_chance
+from polyad.data.text.tokenizers.patterns import check_patterns
 
 END_OF_TEXT = "<|endoftext|>"
 KNOWN_END_OF_TEXT = (

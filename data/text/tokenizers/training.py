@@ -6,9 +6,9 @@ from typing import Literal, NamedTuple, TypeAlias
 
 from tokenizers import models, pre_tokenizers, trainers
 
-from data.errors import DataError
-from data.text.tokenizers.files import load_tokenizer
-from data.text.tokenizers.tokenizer import END_OF_TEXT, Tokenizer, byte_level
+from polyad.data.errors import DataError
+from polyad.data.text.tokenizers.files import load_tokenizer
+from polyad.data.text.tokenizers.tokenizer import END_OF_TEXT, Tokenizer, byte_level
 
 SMALLEST_VOCABULARY = 257
 """256 bytes and the end-of-text token."""
@@ -143,16 +143,16 @@ def resolve_tokenizer(
     if training_texts is None:
         raise DataError(f"tokenizer {spec!r}: no text to train on here; name a tokenizer.json")
     if wanted.kind == "words":
-        from data.text.tokenizers.words import train_words
+        from polyad.data.text.tokenizers.words import train_words
 
         return train_words(training_texts(), wanted.vocab_size, end_of_text or END_OF_TEXT)
     if wanted.kind == "characters":
-        from data.text.tokenizers.characters import train_characters
+        from polyad.data.text.tokenizers.characters import train_characters
 
         return train_characters(training_texts(), end_of_text or END_OF_TEXT)
     assert wanted.vocab_size is not None
     if wanted.kind == "pieces":
-        from data.text.tokenizers.wordpiece import train_wordpiece
+        from polyad.data.text.tokenizers.wordpiece import train_wordpiece
 
         return train_wordpiece(training_texts, wanted.vocab_size, end_of_text)
     return train_tokenizer(training_texts(), wanted.vocab_size, end_of_text or END_OF_TEXT)

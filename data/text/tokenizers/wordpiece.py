@@ -18,9 +18,9 @@ from tokenizers import (
     trainers,
 )
 
-from data.errors import DataError
-from data.json_reader import read_json
-from data.text.tokenizers.tokenizer import Tokenizer
+from polyad.data.errors import DataError
+from polyad.data.json_reader import read_json
+from polyad.data.text.tokenizers.tokenizer import Tokenizer
 
 VOCABULARY_FILE = "vocab.txt"
 ABOUT_FILE = "tokenizer_config.json"

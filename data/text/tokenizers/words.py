@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 import tokenizers
 from tokenizers import AddedToken, models, pre_tokenizers
 
-from data.errors import DataError
-from data.json_reader import parse_json
-from data.text.tokenizers.tokenizer import Tokenizer, UnknownWordError
+from polyad.data.errors import DataError
+from polyad.data.json_reader import parse_json
+from polyad.data.text.tokenizers.tokenizer import Tokenizer, UnknownWordError
 
 UNKNOWN = "<unk>"
 

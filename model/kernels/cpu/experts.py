@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from model.kernels.cpu.gelu import gelu_backward, gelu_forward
-from model.kernels.cpu.processor import has_bf16_products
-from model.kernels.cpu.threads import parallel_for
+from polyad.model.kernels.cpu.gelu import gelu_backward, gelu_forward
+from polyad.model.kernels.cpu.processor import has_bf16_products
+from polyad.model.kernels.cpu.threads import parallel_for
 
 SHARED_NUMBERS = 2**21
 """Experts are distributed over threads if they have at least so many inner numbers; with fewer the

@@ -14,7 +14,7 @@ import functools
 import torch
 from torch import Tensor
 
-from model.kernels.cpu.native import load_library
+from polyad.model.kernels.cpu.native import load_library
 
 NATIVE = {torch.bfloat16: "bf16", torch.float32: "fp32"}
 """Precisions that it is compiled for, and their parts of function names."""
@@ -93,4 +93,4 @@ def _function(name: str, tensors: int) -> "ctypes._NamedFuncPointer":
 
 
 def _library() -> ctypes.CDLL | None:
-    return load_library("model.kernels.cpu._gelu", VERSION)
+    return load_library("polyad.model.kernels.cpu._gelu", VERSION)

@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
-from data.errors import DataError
-from data.images.config import AttributeDataConfig
-from data.images.dataset import ImageData
-from data.images.prepare import prepare_images
-from data.images.samples import EvaluationImages
+from polyad.data.errors import DataError
+from polyad.data.images.config import AttributeDataConfig
+from polyad.data.images.dataset import ImageData
+from polyad.data.images.prepare import prepare_images
+from polyad.data.images.samples import EvaluationImages
 from tests.helpers import images as made
 
 

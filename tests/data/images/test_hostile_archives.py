@@ -10,7 +10,7 @@ import zipfile
 
 import pytest
 
-from data.errors import DataError
+from polyad.data.errors import DataError
 from tests.data.images.test_prepare_images import contents, prepared
 from tests.helpers import images as made
 
@@ -267,7 +267,7 @@ def test_a_column_of_ids_is_no_column_of_labels(tmp_path, labels):
 
 
 def test_a_pipe_and_a_folder_are_no_json(tmp_path):
-    from data.json_reader import read_json
+    from polyad.data.json_reader import read_json
 
     os.mkfifo(tmp_path / "pipe")
     for name, said in (("pipe", "is not a file"), ("gone", "cannot be read: No such file")):

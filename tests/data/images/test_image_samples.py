@@ -11,17 +11,17 @@ import pytest
 import torch
 from PIL import Image
 
-from data.errors import DataError
-from data.evaluation import evaluation_batches
-from data.images import decoding
-from data.images.augmentation import evaluation_image, mixing, random_crop, training_image
-from data.images.config import AugmentationConfig, ImageDataConfig, RandAugmentConfig
-from data.images.dataset import ImageData
-from data.images.decoding import decode
-from data.images.prepare import prepare_images
-from data.images.samples import EvaluationImages, ImageSamples
-from data.images.torchvision_door import available
-from data.sampler import micro_batches
+from polyad.data.errors import DataError
+from polyad.data.evaluation import evaluation_batches
+from polyad.data.images import decoding
+from polyad.data.images.augmentation import evaluation_image, mixing, random_crop, training_image
+from polyad.data.images.config import AugmentationConfig, ImageDataConfig, RandAugmentConfig
+from polyad.data.images.dataset import ImageData
+from polyad.data.images.decoding import decode
+from polyad.data.images.prepare import prepare_images
+from polyad.data.images.samples import EvaluationImages, ImageSamples
+from polyad.data.images.torchvision_door import available
+from polyad.data.sampler import micro_batches
 from tests.helpers import images as made
 from tests.helpers.everyday import everyday
 
@@ -112,13 +112,13 @@ def test_the_memory_of_decoding_is_bounded(mode, kind):
     """A file of 329 KB took 3.35 GB: bytes of a pixel, measured in a process of its own."""
     code = (
         "import io, resource, sys; import numpy as np; from PIL import Image\n"
-        "from data.images.decoding import decode\n"
+        "from polyad.data.images.decoding import decode\n"
         "mode, kind = sys.argv[1:]; side = 2000\n"
         "image = (Image.fromarray(np.zeros((side, side), np.uint16)) if mode == 'I;16' else "
         "Image.new(mode, (side, side)))\n"
         "file = io.BytesIO(); image.save(file, kind, **({'progressive': True} if kind == 'JPEG' "
         "else {})); del image\n"
-        "from data.images import decoding\n"
+        "from polyad.data.images import decoding\n"
         "told = []; check = decoding._check_memory\n"
         "decoding._check_memory = lambda h, w, each, name: told.append(h * w * each)\n"
         "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"

@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 
-from data.errors import DataError
-from data.images.config import ImageDataConfig
-from data.images.dataset import ImageData
-from data.images.noise import GaussianNoise
-from data.images.prepare import prepare_images
-from data.images.samples import EvaluationImages
+from polyad.data.errors import DataError
+from polyad.data.images.config import ImageDataConfig
+from polyad.data.images.dataset import ImageData
+from polyad.data.images.noise import GaussianNoise
+from polyad.data.images.prepare import prepare_images
+from polyad.data.images.samples import EvaluationImages
 from tests.helpers import images as made
 
 GREY = np.full((3, 64, 64), 128, dtype=np.uint8)

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from data.errors import DataError
-from data.images.dataset import ImageData
-from data.images.prepare import prepare_images
+from polyad.data.errors import DataError
+from polyad.data.images.dataset import ImageData
+from polyad.data.images.prepare import prepare_images
 from tests.helpers import images as made
 from tests.helpers.images import CLASSES
 

@@ -8,7 +8,7 @@ import zipfile
 import pyarrow.parquet
 import pytest
 
-from data.errors import DataError
+from polyad.data.errors import DataError
 from tests.data.images.test_prepare_images import prepared
 from tests.helpers import images as made
 

@@ -11,8 +11,8 @@ import zipfile
 import numpy as np
 import pytest
 
-from data.errors import DataError
-from data.images.prepare import prepare_images, prepared_rows
+from polyad.data.errors import DataError
+from polyad.data.images.prepare import prepare_images, prepared_rows
 from tests.data.images.test_prepare_images import prepared
 from tests.helpers import images as made
 
@@ -265,8 +265,8 @@ def test_two_that_prepare_one_folder_do_not_damage_it(tmp_path):
     """One of two was ended with a damaged folder and the exit status 0."""
     made.class_folders(tmp_path / "all", 40)
     code = (
-        "import sys; from data.images.prepare import prepare_images; from data.errors import "
-        "DataError\n"
+        "import sys; from polyad.data.images.prepare import prepare_images\n"
+        "from polyad.data.errors import DataError\n"
         "try: prepare_images(sys.argv[1], sys.argv[2], held_out=float(sys.argv[3]))\n"
         "except DataError as error: print(error); sys.exit(2)"
     )
@@ -297,8 +297,8 @@ def test_a_full_disk_names_the_file_and_what_to_do(tmp_path, kind):
         source, name = made.parquet(tmp_path / "a.parquet", 60, compression="snappy"), "images.bin"
     code = (
         "import resource, sys\n"
-        "from data.images.prepare import prepare_images\n"
-        "from data.errors import DataError\n"
+        "from polyad.data.images.prepare import prepare_images\n"
+        "from polyad.data.errors import DataError\n"
         "import pyarrow.parquet, pyarrow.compute\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (3000, 3000))\n"
         "try: prepare_images(sys.argv[1], sys.argv[2], report=lambda line: None)\n"

@@ -7,12 +7,12 @@ import random
 
 import pytest
 
-from data.errors import DataError
-from data.sequences.config import SequenceDataConfig
-from data.sequences.dataset import SequenceData
-from data.sequences.domains import domains_of
-from data.sequences.tables import Table
-from data.text.tokenizers.files import load_tokenizer
+from polyad.data.errors import DataError
+from polyad.data.sequences.config import SequenceDataConfig
+from polyad.data.sequences.dataset import SequenceData
+from polyad.data.sequences.domains import domains_of
+from polyad.data.sequences.tables import Table
+from polyad.data.text.tokenizers.files import load_tokenizer
 from tests.helpers.sequences import byte_tokenizer, rows, write
 
 DOMAINS = ("books", "films", "games")

@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 import torch
 
-from data.errors import DataError
-from data.evaluation import evaluation_batches
-from data.sampler import micro_batches
-from data.sequences.config import SequenceDataConfig
-from data.sequences.dataset import SequenceData
-from data.sequences.encoding import shortened
-from data.sequences.samples import grouped_order
-from data.text.tokenizers.files import load_tokenizer
+from polyad.data.errors import DataError
+from polyad.data.evaluation import evaluation_batches
+from polyad.data.sampler import micro_batches
+from polyad.data.sequences.config import SequenceDataConfig
+from polyad.data.sequences.dataset import SequenceData
+from polyad.data.sequences.encoding import shortened
+from polyad.data.sequences.samples import grouped_order
+from polyad.data.text.tokenizers.files import load_tokenizer
 from tests.helpers.sequences import byte_tokenizer, folder_of, rows, write
 
 

@@ -7,11 +7,11 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
-from data.errors import DataError
-from data.sequences.config import SequenceDataConfig
-from data.sequences.labels import class_labels, class_names, is_hidden, right_choices, values
-from data.sequences.schemas import ALLOWED_METRICS, BENCHMARKS, Schema
-from data.sequences.tables import Table, held_out, read_tables
+from polyad.data.errors import DataError
+from polyad.data.sequences.config import SequenceDataConfig
+from polyad.data.sequences.labels import class_labels, class_names, is_hidden, right_choices, values
+from polyad.data.sequences.schemas import ALLOWED_METRICS, BENCHMARKS, Schema
+from polyad.data.sequences.tables import Table, held_out, read_tables
 from tests.helpers.sequences import folder_of, rows, write
 
 TABLE = [

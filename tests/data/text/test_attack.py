@@ -5,11 +5,11 @@ import math
 import numpy as np
 import pytest
 
-from data.errors import DataError
-from data.text.attack import WordSwap, write_attacked
-from data.text.dataset import PreparedData
-from data.text.prepare import prepare
-from data.text.tokenizers.words import train_words
+from polyad.data.errors import DataError
+from polyad.data.text.attack import WordSwap, write_attacked
+from polyad.data.text.dataset import PreparedData
+from polyad.data.text.prepare import prepare
+from polyad.data.text.tokenizers.words import train_words
 
 TEXT = "  One, two;\n\n\tthree -- four\u00a0five\x1c6 "
 WORDS = TEXT.split()
@@ -78,7 +78,7 @@ def test_long_documents_and_small_batches_give_the_same_files(
     prepared, prepared_path, tmp_path, monkeypatch
 ):
     # Both sizes far below the documents', so that each comes in pieces and a batch of its own.
-    monkeypatch.setattr("data.text.attack.BATCH_CHARACTERS", 50)
+    monkeypatch.setattr("polyad.data.text.attack.BATCH_CHARACTERS", 50)
     pieces = cut_small(monkeypatch)
     write_attacked(prepared.split("train"), prepared.tokenizer(), WordSwap(0.0), tmp_path / "t")
     assert (tmp_path / "t.bin").read_bytes() == (prepared_path / "train.bin").read_bytes()
@@ -87,7 +87,7 @@ def test_long_documents_and_small_batches_give_the_same_files(
 
 
 def cut_small(monkeypatch):
-    from data.text.tokenizers.pieces import cut_between_words
+    from polyad.data.text.tokenizers.pieces import cut_between_words
 
     counts = []
 
@@ -96,7 +96,7 @@ def cut_small(monkeypatch):
         counts.append(len(parts))
         return parts
 
-    monkeypatch.setattr("data.text.attack.cut_between_words", cut)
+    monkeypatch.setattr("polyad.data.text.attack.cut_between_words", cut)
     return counts
 
 
@@ -128,7 +128,7 @@ def test_of_a_vocabulary_of_words_the_replacement_is_unknown(texts, tmp_path):
 def test_a_vocabulary_of_words_without_an_unknown_one_is_refused(prepared, tmp_path):
     import json
 
-    from data.text.tokenizers.words import WordTokenizer
+    from polyad.data.text.tokenizers.words import WordTokenizer
 
     content = json.loads(train_words(iter(["one two"]), None, "<eos>").file_bytes())
     content["model"]["unk_token"] = "none of these"

@@ -4,10 +4,10 @@ import inspect
 import pytest
 import yaml
 
-from data.errors import DataError
-from data.text import corpus
-from data.text.corpus import module_files, standard_library
-from data.text.documents import PYTHON_STDLIB, Skipped, open_source
+from polyad.data.errors import DataError
+from polyad.data.text import corpus
+from polyad.data.text.corpus import module_files, standard_library
+from polyad.data.text.documents import PYTHON_STDLIB, Skipped, open_source
 
 
 def test_standard_library_is_sorted_and_without_tests():
@@ -30,7 +30,7 @@ def test_undecodable_module_is_skipped_and_counted(tmp_path, monkeypatch):
     (tmp_path / "b.py").write_bytes(b"# coding: latin-1\n# \xe9\n")
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests" / "c.py").write_text("c = 1\n")
-    monkeypatch.setattr("data.text.documents.standard_library", lambda: tmp_path)
+    monkeypatch.setattr("polyad.data.text.documents.standard_library", lambda: tmp_path)
     skipped = Skipped()
     documents = list(open_source(PYTHON_STDLIB).documents(skipped))
     assert [document.name for document in documents] == ["a.py#0"]

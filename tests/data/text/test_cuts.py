@@ -8,9 +8,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-import data.text.readers
-from data.errors import DataError
-from data.text.documents import open_source
+import polyad.data.text.readers
+from polyad.data.errors import DataError
+from polyad.data.text.documents import open_source
 
 LINES = st.lists(st.text("ab \r\té漢🙂", max_size=30), max_size=20)
 SETTINGS = settings(
@@ -32,7 +32,7 @@ def in_parts(source, parts):
 @given(lines=LINES, parts=st.integers(1, 30), part_bytes=st.sampled_from([5, 16, 64]))
 def test_lines_come_in_the_same_pieces(tmp_path, monkeypatch, lines, parts, part_bytes):
     # A long line comes in pieces, at whose ends it may be cut to be encoded.
-    monkeypatch.setattr(data.text.readers, "PART_BYTES", part_bytes)
+    monkeypatch.setattr(polyad.data.text.readers, "PART_BYTES", part_bytes)
     (tmp_path / "a.txt").write_bytes("\n".join(lines).encode())
     (tmp_path / "b.txt").write_bytes(("\n".join(lines[::-1]) + "x\n").encode())
     source = open_source(str(tmp_path), documents="lines")

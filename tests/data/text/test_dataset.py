@@ -5,10 +5,10 @@ import shutil
 import numpy as np
 import pytest
 
-from data.errors import DataError
-from data.text.dataset import PreparedData
-from data.text.manifest import MANIFEST_FILE
-from data.text.prepare import prepare
+from polyad.data.errors import DataError
+from polyad.data.text.dataset import PreparedData
+from polyad.data.text.manifest import MANIFEST_FILE
+from polyad.data.text.prepare import prepare
 from tests.helpers.prepared import rewrite
 
 

@@ -6,9 +6,9 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from data.errors import DataError
-from data.text.documents import PYTHON_STDLIB, Skipped, open_source
-from data.text.readers import PART_BYTES
+from polyad.data.errors import DataError
+from polyad.data.text.documents import PYTHON_STDLIB, Skipped, open_source
+from polyad.data.text.readers import PART_BYTES
 
 
 def read(path: Path, **options: str) -> list[str]:
@@ -51,7 +51,7 @@ def test_a_small_text_file_is_one_document_whatever_it_holds(tmp_path):
 
 @pytest.mark.parametrize("part_bytes", [PART_BYTES, 7])
 def test_a_line_is_one_document_where_that_is_asked_for(tmp_path, monkeypatch, part_bytes):
-    monkeypatch.setattr("data.text.readers.PART_BYTES", part_bytes)
+    monkeypatch.setattr("polyad.data.text.readers.PART_BYTES", part_bytes)
     path = tmp_path / "a.txt"
     path.write_bytes("one\r\n\n \t\n  two words, 漢字 \nx\ry\r\n\nlast".encode())
     documents = [""]

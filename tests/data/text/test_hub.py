@@ -9,12 +9,12 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from data.errors import DataError
-from data.text.dataset import PreparedData
-from data.text.documents import open_source, open_splits
-from data.text.hub import DatasetSource, HubDataset, find_dataset, join_articles
-from data.text.manifest import SPLITS
-from data.text.prepare import prepare
+from polyad.data.errors import DataError
+from polyad.data.text.dataset import PreparedData
+from polyad.data.text.documents import open_source, open_splits
+from polyad.data.text.hub import DatasetSource, HubDataset, find_dataset, join_articles
+from polyad.data.text.manifest import SPLITS
+from polyad.data.text.prepare import prepare
 
 datasets = pytest.importorskip("datasets")
 RAW, UNK = "wikitext-103-raw-v1", "wikitext-103-v1"
@@ -233,7 +233,7 @@ def test_unknown_name_while_offline_says_what_to_do(spec):
 
 
 def test_offline_command_ends_with_one_line(tmp_path):
-    command = [sys.executable, "-m", "launch", "prepare", "--source", "wikitext-103"]
+    command = [sys.executable, "-m", "polyad.launch", "prepare", "--source", "wikitext-103"]
     command += ["--tokenizer", "train:300", "--output", str(tmp_path / "out")]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "home")}
     root = Path(__file__).parents[3]
@@ -264,7 +264,7 @@ def test_bad_configuration_column_and_row_are_one_line(wikitext, tmp_path):
 
 def test_a_lost_connection_keeps_what_is_done(tmp_path, texts, prepared_path, monkeypatch):
     library = pytest.importorskip("httpx2", reason="what the hub's client raises")
-    monkeypatch.setattr("data.text.prepare.SAVE_SECONDS", 0.0)
+    monkeypatch.setattr("polyad.data.text.prepare.SAVE_SECONDS", 0.0)
 
     class Rows:
         """A stream whose connection ends, as it cannot here without a network."""
@@ -278,7 +278,7 @@ def test_a_lost_connection_keeps_what_is_done(tmp_path, texts, prepared_path, mo
 
     found = [document.text for document in open_source(str(texts)).documents()]
     source = DatasetSource("hub:a/b", "train", "text", 0, "1", Rows(found), by_article=False)
-    monkeypatch.setattr("data.text.job.open_splits", lambda *_, **__: {"train": source})
+    monkeypatch.setattr("polyad.data.text.job.open_splits", lambda *_, **__: {"train": source})
     with pytest.raises(DataError, match="hub:a/b: the server went away"):
         prepare("hub:a/b", str(prepared_path), tmp_path / "out", report=lambda line: None)
     (kept,) = tmp_path.glob(".out.partial-*")

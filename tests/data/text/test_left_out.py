@@ -4,11 +4,11 @@ import json
 
 import pytest
 
-from data.errors import DataError
-from data.text.dataset import PreparedData
-from data.text.manifest import seal
-from data.text.prepare import prepare
-from launch.tables import prepared_table
+from polyad.data.errors import DataError
+from polyad.data.text.dataset import PreparedData
+from polyad.data.text.manifest import seal
+from polyad.data.text.prepare import prepare
+from polyad.launch.tables import prepared_table
 
 LEFT = {
     "notes.json": "[]", "more.jsonl.zst": "x", "book.txt.gz": "x", "rows.csv": "a,b\n",

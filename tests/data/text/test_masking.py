@@ -4,10 +4,16 @@ import numpy as np
 import pytest
 import torch
 
-from data.errors import DataError
-from data.text.dataset import PreparedData
-from data.text.masking import MaskedSamples, MaskedWindows, SpecialTokens, between_marks, hide
-from data.text.samples import TrainingSamples
+from polyad.data.errors import DataError
+from polyad.data.text.dataset import PreparedData
+from polyad.data.text.masking import (
+    MaskedSamples,
+    MaskedWindows,
+    SpecialTokens,
+    between_marks,
+    hide,
+)
+from polyad.data.text.samples import TrainingSamples
 
 SPECIAL = SpecialTokens(begin=2, end=3, mask=4, padding=0, end_of_text=3, vocab_size=1000)
 LENGTH, COUNT = 32, 5

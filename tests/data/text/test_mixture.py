@@ -7,13 +7,13 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from data.config import DataConfig
-from data.errors import DataError
-from data.sampler import micro_batches
-from data.text.dataset import PreparedData
-from data.text.mixture import BLOCK, MixedSamples, TrainingData, shares_of_a_block
-from data.text.prepare import prepare
-from data.text.samples import TrainingSamples
+from polyad.data.config import DataConfig
+from polyad.data.errors import DataError
+from polyad.data.sampler import micro_batches
+from polyad.data.text.dataset import PreparedData
+from polyad.data.text.mixture import BLOCK, MixedSamples, TrainingData, shares_of_a_block
+from polyad.data.text.prepare import prepare
+from polyad.data.text.samples import TrainingSamples
 
 LENGTH = 16
 

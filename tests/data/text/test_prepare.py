@@ -10,38 +10,38 @@ from itertools import islice
 import numpy as np
 import pytest
 
-from data.errors import DataError
-from data.text.dataset import PreparedData
-from data.text.documents import open_source
-from data.text.manifest import MANIFEST_FILE, SPLITS, index_bytes
-from data.text.prepare import prepare
-from data.text.split_writer import token_dtype, write_index
-from data.text.splits import split_of_documents
-from data.text.tokenizers.tokenizer import END_OF_TEXT
-from data.text.tokenizers.training import train_tokenizer
+from polyad.data.errors import DataError
+from polyad.data.text.dataset import PreparedData
+from polyad.data.text.documents import open_source
+from polyad.data.text.manifest import MANIFEST_FILE, SPLITS, index_bytes
+from polyad.data.text.prepare import prepare
+from polyad.data.text.split_writer import token_dtype, write_index
+from polyad.data.text.splits import split_of_documents
+from polyad.data.text.tokenizers.tokenizer import END_OF_TEXT
+from polyad.data.text.tokenizers.training import train_tokenizer
 from tests.helpers.everyday import everyday
 
 PREPARE = """
 import sys
-from data.text.prepare import prepare
+from polyad.data.text.prepare import prepare
 prepare(sys.argv[1], sys.argv[2], sys.argv[3])
 """
 PREPARE_SLOWLY = """
-import sys, time, data.text.prepare, data.text.writer
-data.text.writer.BATCH_CHARACTERS = 1000
-add = data.text.writer.DatasetWriter.add
+import sys, time, polyad.data.text.prepare, polyad.data.text.writer
+polyad.data.text.writer.BATCH_CHARACTERS = 1000
+add = polyad.data.text.writer.DatasetWriter.add
 def slow(*given):
     add(*given)
     print("document", flush=True)
     time.sleep(0.2)
-data.text.writer.DatasetWriter.add = slow
-data.text.prepare.prepare(sys.argv[1], sys.argv[2], sys.argv[3])
+polyad.data.text.writer.DatasetWriter.add = slow
+polyad.data.text.prepare.prepare(sys.argv[1], sys.argv[2], sys.argv[3])
 """
 # Not getrusage: a child's ru_maxrss begins at what its parent held.
 PEAK = """
 import re, sys
 from pathlib import Path
-from data.text.prepare import prepare
+from polyad.data.text.prepare import prepare
 prepare(sys.argv[1], sys.argv[2], sys.argv[3], report=lambda line: None)
 print(int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) / 1024)
 """

@@ -5,13 +5,13 @@ from itertools import count, islice
 
 import pytest
 
-import data.text.prepare
-import data.text.split_writer
-from data.errors import DataError
-from data.text.dataset import PreparedData
-from data.text.manifest import SPLITS, Manifest
-from data.text.prepare import prepare
-from data.text.writer import DatasetWriter
+import polyad.data.text.prepare
+import polyad.data.text.split_writer
+from polyad.data.errors import DataError
+from polyad.data.text.dataset import PreparedData
+from polyad.data.text.manifest import SPLITS, Manifest
+from polyad.data.text.prepare import prepare
+from polyad.data.text.writer import DatasetWriter
 from tests.helpers.everyday import everyday
 
 
@@ -131,7 +131,7 @@ def test_a_manifest_of_before_still_opens(tmp_path, prepared_path):
 )
 def test_inside_a_document_it_goes_on_too(tmp_path, play, monkeypatch, tokenizer, stops):
     silent(str(play), tokenizer, tmp_path / "whole")
-    monkeypatch.setattr(data.text.prepare, "SAVE_SECONDS", 0.0)
+    monkeypatch.setattr(polyad.data.text.prepare, "SAVE_SECONDS", 0.0)
     add, encoded = DatasetWriter.add, []
     for stop in stops:
         calls = count()
@@ -157,7 +157,7 @@ def test_a_document_longer_than_the_index_can_say_goes_on_in_another(
     tmp_path, play, prepared_path, monkeypatch
 ):
     whole = silent(str(play), str(prepared_path), tmp_path / "whole").splits["train"]
-    monkeypatch.setattr(data.text.split_writer, "MOST_TOKENS", whole.tokens // 2)
+    monkeypatch.setattr(polyad.data.text.split_writer, "MOST_TOKENS", whole.tokens // 2)
     lines = []
     manifest = prepare(str(play), str(prepared_path), tmp_path / "out", report=lines.append)
     assert any("documents go on in another one" in line for line in lines)
@@ -169,7 +169,7 @@ def test_a_document_longer_than_the_index_can_say_goes_on_in_another(
 
 
 def test_the_split_of_few_lines_reads_no_more_lines_than_it_needs(tmp_path, monkeypatch):
-    from data.text.documents import open_source
+    from polyad.data.text.documents import open_source
 
     path = tmp_path / "a.txt"
     path.write_text("one\n" * 100)

@@ -11,30 +11,30 @@ from pathlib import Path
 
 import pytest
 
-import data.text.prepare
-from data.errors import DataError
-from data.text.dataset import PreparedData
-from data.text.prepare import prepare
-from data.text.resume import RESUME_FILE
-from data.text.split_writer import SplitState, SplitWriter
-from data.text.tokenizers.files import load_tokenizer
-from data.text.writer import DatasetWriter
+import polyad.data.text.prepare
+from polyad.data.errors import DataError
+from polyad.data.text.dataset import PreparedData
+from polyad.data.text.prepare import prepare
+from polyad.data.text.resume import RESUME_FILE
+from polyad.data.text.split_writer import SplitState, SplitWriter
+from polyad.data.text.tokenizers.files import load_tokenizer
+from polyad.data.text.writer import DatasetWriter
 from tests.helpers.everyday import everyday
 
 PREPARE_SLOWLY = """
-import sys, time, data.text.prepare, data.text.writer
-data.text.writer.BATCH_CHARACTERS, data.text.prepare.SAVE_SECONDS = 20_000, 0.0
-add = data.text.writer.DatasetWriter.add
+import sys, time, polyad.data.text.prepare, polyad.data.text.writer
+polyad.data.text.writer.BATCH_CHARACTERS, polyad.data.text.prepare.SAVE_SECONDS = 20_000, 0.0
+add = polyad.data.text.writer.DatasetWriter.add
 def slow(*given):
     add(*given)
     print("document", flush=True)
     time.sleep(0.02)
-data.text.writer.DatasetWriter.add = slow
-data.text.prepare.prepare(sys.argv[1], sys.argv[2], sys.argv[3])
+polyad.data.text.writer.DatasetWriter.add = slow
+polyad.data.text.prepare.prepare(sys.argv[1], sys.argv[2], sys.argv[3])
 """
 THREADS = """
 import os, sys, tokenizers
-from data.text.prepare import prepare
+from polyad.data.text.prepare import prepare
 from tests.helpers.everyday import everyday
 prepare(sys.argv[1], sys.argv[2], sys.argv[3], report=lambda line: None)
 print(len(os.listdir("/proc/self/task")), os.environ["TOKENIZERS_PARALLELISM"])
@@ -131,7 +131,7 @@ def test_damaged_files_are_not_gone_on_from(tmp_path, texts, prepared_path, name
 def test_a_full_disk_keeps_what_was_saved_and_bad_text_does_not(
     tmp_path, texts, prepared_path, monkeypatch, encoded
 ):
-    monkeypatch.setattr(data.text.prepare, "SAVE_SECONDS", 0.0)
+    monkeypatch.setattr(polyad.data.text.prepare, "SAVE_SECONDS", 0.0)
     arguments = (str(texts), str(prepared_path), tmp_path / "out")
     counted = DatasetWriter.add
 

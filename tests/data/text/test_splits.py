@@ -1,7 +1,7 @@
 import pytest
 
-from data.text.source import Document
-from data.text.splits import documents_needed, split_by_position
+from polyad.data.text.source import Document
+from polyad.data.text.splits import documents_needed, split_by_position
 
 SHARES = {"validation": 0.1, "test": 0.2}
 

@@ -5,12 +5,12 @@ import shutil
 import numpy as np
 import pytest
 
-from data.errors import DataError
-from data.text.checks import check_split
-from data.text.dataset import PreparedData
-from data.text.manifest import FILES, Manifest, index_bytes
-from data.text.prepare import prepare
-from data.text.verification import bytes_to_verify, unsealed, verify_files
+from polyad.data.errors import DataError
+from polyad.data.text.checks import check_split
+from polyad.data.text.dataset import PreparedData
+from polyad.data.text.manifest import FILES, Manifest, index_bytes
+from polyad.data.text.prepare import prepare
+from polyad.data.text.verification import bytes_to_verify, unsealed, verify_files
 from tests.helpers.everyday import everyday
 from tests.helpers.prepared import age, flip
 

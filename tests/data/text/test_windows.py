@@ -1,9 +1,9 @@
 import pytest
 import torch
 
-from data.errors import DataError
-from data.text.dataset import TokenStream
-from data.text.windows import EvaluationWindows, window_batches
+from polyad.data.errors import DataError
+from polyad.data.text.dataset import TokenStream
+from polyad.data.text.windows import EvaluationWindows, window_batches
 
 
 def naive_windows(tokens, length, stride, end):

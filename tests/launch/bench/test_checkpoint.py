@@ -2,7 +2,7 @@
 
 import pytest
 
-from launch.cli import run as polyad
+from polyad.launch.cli import run as polyad
 from tests.helpers.saving import bench_saves
 from tests.helpers.training import MODEL
 

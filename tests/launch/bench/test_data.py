@@ -2,9 +2,9 @@ import json
 
 import pytest
 
-from launch.bench import data
-from launch.bench.data import bench_data, data_table
-from launch.cli import run
+from polyad.launch.bench import data
+from polyad.launch.bench.data import bench_data, data_table
+from polyad.launch.cli import run
 from tests.helpers.runs import write_config
 
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from launch.cli import run
+from polyad.launch.cli import run
 
 SMALL = ["--tokens", "24", "--experts", "8", "--top-k", "2", "--width", "16", "--hidden", "64"]
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from launch.bench.flips import BITS, bench_flips, flips_table
-from launch.cli import run
+from polyad.launch.bench.flips import BITS, bench_flips, flips_table
+from polyad.launch.cli import run
 
 pytestmark = pytest.mark.distributed
 

@@ -2,9 +2,9 @@
 
 import pytest
 
-from data.errors import DataError
-from launch.bench.images import bench_images, images_table
-from launch.cli import run as polyad
+from polyad.data.errors import DataError
+from polyad.launch.bench.images import bench_images, images_table
+from polyad.launch.cli import run as polyad
 from tests.helpers import images as made
 
 

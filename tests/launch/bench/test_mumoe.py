@@ -5,10 +5,10 @@ import json
 import pytest
 import torch
 
-from launch.bench import mumoe, mumoe_peers
-from launch.bench.layer import TimedLayer, measure
-from launch.bench.mumoe import bench_mumoe, mumoe_table
-from launch.bench.mumoe_peers import (
+from polyad.launch.bench import mumoe, mumoe_peers
+from polyad.launch.bench.layer import TimedLayer, measure
+from polyad.launch.bench.mumoe import bench_mumoe, mumoe_table
+from polyad.launch.bench.mumoe_peers import (
     FACTORIZATIONS,
     DenseMoE,
     Einsum,
@@ -17,10 +17,10 @@ from launch.bench.mumoe_peers import (
     make_ours,
     package_entmax,
 )
-from launch.bench.turns import SLOW
-from launch.cli import run
-from model.mumoe.layer import MuMoE
-from train.errors import RunError
+from polyad.launch.bench.turns import SLOW
+from polyad.launch.cli import run
+from polyad.model.mumoe.layer import MuMoE
+from polyad.train.errors import RunError
 
 SHAPE = {"tokens": 32, "width": 16, "hidden": 64}
 OPTIONS = ["--kind=mumoe", *(f"--{name}={value}" for name, value in SHAPE.items()), "--experts=8"]

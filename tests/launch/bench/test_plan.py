@@ -5,9 +5,9 @@ from itertools import groupby
 
 import pytest
 
-from launch.bench.plan import BASE, LLM_FOUNDRY, MEGATRON, PUBLISHED, configuration
-from launch.cli import run
-from model.build import num_parameters
+from polyad.launch.bench.plan import BASE, LLM_FOUNDRY, MEGATRON, PUBLISHED, configuration
+from polyad.launch.cli import run
+from polyad.model.build import num_parameters
 
 WEIGHTS = {
     ("GPT-2 124M", 1024): 124_475_904,

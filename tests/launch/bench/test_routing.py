@@ -6,12 +6,17 @@ import psutil
 import pytest
 import torch
 
-from launch.bench import routing
-from launch.bench.routing import bench_routing
-from launch.bench.routing_peers import MaterializedGraph, difference, make_plain, make_variants
-from launch.bench.routing_table import graph_flops, model_config, plain_flops, routing_table
-from launch.cli import run
-from train.errors import RunError
+from polyad.launch.bench import routing
+from polyad.launch.bench.routing import bench_routing
+from polyad.launch.bench.routing_peers import (
+    MaterializedGraph,
+    difference,
+    make_plain,
+    make_variants,
+)
+from polyad.launch.bench.routing_table import graph_flops, model_config, plain_flops, routing_table
+from polyad.launch.cli import run
+from polyad.train.errors import RunError
 
 SHAPE = {
     "width": 16,

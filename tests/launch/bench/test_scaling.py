@@ -11,17 +11,17 @@ from pathlib import Path
 import psutil
 import pytest
 
-from launch.bench.scaling import Variant, Watched, compared, point, variants_of
-from launch.bench.scaling_step import Measured
-from launch.bench.scaling_table import scaling_table
-from launch.cli import run
-from parallel.plan.traffic import Amount, Exchange
-from parallel.waiting import Call, Step
+from polyad.launch.bench.scaling import Variant, Watched, compared, point, variants_of
+from polyad.launch.bench.scaling_step import Measured
+from polyad.launch.bench.scaling_table import scaling_table
+from polyad.launch.cli import run
+from polyad.parallel.plan.traffic import Amount, Exchange
+from polyad.parallel.waiting import Call, Step
+from polyad.train.config.rules import validate
+from polyad.train.config.run import load_config
+from polyad.train.errors import ConfigError
+from polyad.train.forecast.step import footprint
 from tests.launch.test_cli import error_line
-from train.config.rules import validate
-from train.config.run import load_config
-from train.errors import ConfigError
-from train.forecast.step import footprint
 
 GPT2, SMOE = Path("configs/gpt2/124m.yaml"), Path("configs/gpt2/124m-smoe-16.yaml")
 SMALL = (
@@ -210,7 +210,7 @@ def test_no_process_is_left_when_one_is_killed_or_the_bench_interrupted(
     whom: str, tmp_path: Path
 ) -> None:
     said = tmp_path / "stderr"
-    command = [*(sys.executable, "-m", "launch", "bench", "scaling", str(GPT2)), *SMALL]
+    command = [*(sys.executable, "-m", "polyad.launch", "bench", "scaling", str(GPT2)), *SMALL]
     with said.open("w") as stderr:
         bench = subprocess.Popen(
             [*command, "--repeats", "5000", "--processes", "1", "2"], stderr=stderr
@@ -219,7 +219,7 @@ def test_no_process_is_left_when_one_is_killed_or_the_bench_interrupted(
         assert bench.poll() is None, said.read_text()
         time.sleep(0.1)
     started = psutil.Process(bench.pid).children(recursive=True)
-    trainers = [each for each in started if "launch.bench.scaling_process" in each.cmdline()]
+    trainers = [each for each in started if "polyad.launch.bench.scaling_process" in each.cmdline()]
     assert len(trainers) == 5  # two torchruns among them
     if whom == "the bench":
         bench.send_signal(signal.SIGINT)

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from launch.bench.scaling_worlds import _bind
-from train.errors import RunError
+from polyad.launch.bench.scaling_worlds import _bind
+from polyad.train.errors import RunError
 
 
 def test_a_folder_for_temporary_files_with_a_long_name_is_one_line(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ import statistics
 
 import pytest
 
-from launch.bench.turns import CONFIDENCE, SLOW, interval, span, summary, take_turns
+from polyad.launch.bench.turns import CONFIDENCE, SLOW, interval, span, summary, take_turns
 
 
 def recorded(turns, names=("a", "b", "c"), seconds=None, **options):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.cli import run
+from polyad.launch.cli import run
 from tests.helpers.hosts import SshServers, several_hosts
 from tests.launch.test_cli import error_line
 
@@ -78,7 +78,7 @@ def test_a_batch_job_of_it_does_not_overwrite_that_of_the_run(
     assert run(["doctor", str(config), *arguments]) == 0
     script = config.parent / "run" / "launch" / "doctor.sh"
     assert str(script) in capfd.readouterr().out
-    assert f"--max-restarts 0 -m launch doctor {config}" in script.read_text()
+    assert f"--max-restarts 0 -m polyad.launch doctor {config}" in script.read_text()
 
 
 @pytest.mark.slow

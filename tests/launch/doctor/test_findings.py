@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from launch.doctor.findings import Finding, findings
-from parallel.probe import Link, Measured, rounds
+from polyad.launch.doctor.findings import Finding, findings
+from polyad.parallel.probe import Link, Measured, rounds
 
 Facts = list[dict[str, Any]]
 

@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from launch.cli import run
+from polyad.launch.cli import run
 from tests.launch.test_cli import error_line
 
 Polyad = Callable[..., subprocess.CompletedProcess[str]]

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from launch.study.answer import amount, answers, closing_answers
-from launch.study.results import over_tasks, summarize
-from launch.study.tables import result_table
-from launch.study.training_rows import MOST_STEPS
+from polyad.launch.study.answer import amount, answers, closing_answers
+from polyad.launch.study.results import over_tasks, summarize
+from polyad.launch.study.tables import result_table
+from polyad.launch.study.training_rows import MOST_STEPS
 from tests.launch.study.test_curves import lines
 from tests.launch.study.test_results import RUNS, SUMMARY, plan, result
 

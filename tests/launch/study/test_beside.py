@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from launch.cli import run
-from launch.study.folder import locked, write_record
+from polyad.launch.cli import run
+from polyad.launch.study.folder import locked, write_record
+from polyad.train.study.reading import load_studies, load_study
 from tests.launch.study.conftest import CP, WriteStudy
 from tests.launch.study.test_checks import refused
 from tests.launch.study.test_page import finish
-from train.study.reading import load_studies, load_study
 
 VARIANTS: dict[str, Any] = {
     "dense": None,

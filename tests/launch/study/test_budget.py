@@ -8,19 +8,19 @@ from typing import Any
 
 import pytest
 
-from launch.cli import run
-from launch.study.budget import Goal, RunKey, Standing, fitting, rank, standing
-from launch.study.choice import Results
-from launch.study.folder import write_record
-from launch.study.state import key
-from launch.study.times import Times
-from launch.study.within import Within, choice_lines, shares
+from polyad.launch.cli import run
+from polyad.launch.study.budget import Goal, RunKey, Standing, fitting, rank, standing
+from polyad.launch.study.choice import Results
+from polyad.launch.study.folder import write_record
+from polyad.launch.study.state import key
+from polyad.launch.study.times import Times
+from polyad.launch.study.within import Within, choice_lines, shares
+from polyad.train.study.reading import load_studies, load_study
+from polyad.train.study.study import Study
 from tests.launch.study.conftest import CP, WriteStudy
 from tests.launch.study.test_checks import refused
 from tests.launch.study.test_run import QUICK, start, write
 from tests.launch.study.test_times import TRIAL
-from train.study.reading import load_studies, load_study
-from train.study.study import Study
 
 
 def pair(variant: str, seed: int) -> Goal:

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from launch.cli import run
-from launch.study.folder import record_of
+from polyad.launch.cli import run
+from polyad.launch.study.folder import record_of
+from polyad.train.config.run import config_of
+from polyad.train.study.reading import load_study
+from polyad.train.study.study import Variant, changed_key
 from tests.launch.study.conftest import CP, LEAKY, WriteStudy
-from train.config.run import config_of
-from train.study.reading import load_study
-from train.study.study import Variant, changed_key
 
 INIT = "checkpoint.init_from"
 RATES = {"optimizer.learning_rate": [0.1, 0.2]}

@@ -4,16 +4,16 @@ import math
 
 import pytest
 
-from launch.output import strict
-from launch.study.choice import Results, choose, grids, validation_score
-from launch.study.folder import check_sources
-from launch.study.results import over_tasks, summarize
-from launch.study.tables import result_table
+from polyad.launch.output import strict
+from polyad.launch.study.choice import Results, choose, grids, validation_score
+from polyad.launch.study.folder import check_sources
+from polyad.launch.study.results import over_tasks, summarize
+from polyad.launch.study.tables import result_table
+from polyad.train.errors import ConfigError, RunError
+from polyad.train.study.reading import load_study
+from polyad.train.study.study import Study
 from tests.launch.study.conftest import WriteStudy
 from tests.launch.study.test_results import plan, result
-from train.errors import ConfigError, RunError
-from train.study.reading import load_study
-from train.study.study import Study
 
 RATES = {"optimizer.learning_rate": [0.1, 0.2]}
 

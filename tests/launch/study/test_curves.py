@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from scipy import optimize, stats
 
-from launch.records import validations
-from launch.study.curves import closing, curve
-from train.records import read_records
+from polyad.launch.records import validations
+from polyad.launch.study.curves import closing, curve
+from polyad.train.records import read_records
 
 END = 100 * 2**20
 STEPS = range(1, 9)

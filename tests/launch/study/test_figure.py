@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from launch.study.figure import figure
-from launch.study.results import summarize
+from polyad.launch.study.figure import figure
+from polyad.launch.study.results import summarize
 from tests.launch.study.test_answer import fitted
 from tests.launch.study.test_results import RUNS, SUMMARY, plan, result
 

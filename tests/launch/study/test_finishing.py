@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from launch.study.finishing import _has_diverged
-from train.tasks.images import ImageClassification
+from polyad.launch.study.finishing import _has_diverged
+from polyad.train.tasks.images import ImageClassification
 
 GOOD = {"loss": 1.0, "grad_norm": 1.0, "skipped": False}
 BAD = {"loss": None, "grad_norm": 1.0, "skipped": True}

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.cli import run as polyad
+from polyad.launch.cli import run as polyad
 
 KEPT = sorted(Path("configs/studies/results").glob("*.json"))
 OTHERS = [None, True, -1, 10**30, 1e308, "x", "", [], ["x"], {}, {"x": 1}, [[None]], "<b>&"]

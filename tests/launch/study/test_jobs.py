@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import yaml
 
-from launch.machine import cores_here
-from launch.study.jobs import VISIBLE, Jobs, Work
+from polyad.launch.machine import cores_here
+from polyad.launch.study.jobs import VISIBLE, Jobs, Work
+from polyad.train.errors import RunError
 from tests.launch.study.conftest import CP, WriteStudy
 from tests.launch.study.test_checks import refused
 from tests.launch.study.test_run import (
@@ -25,7 +26,6 @@ from tests.launch.study.test_run import (
     wait_for,
     write,
 )
-from train.errors import RunError
 
 pytestmark = pytest.mark.distributed
 

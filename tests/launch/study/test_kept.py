@@ -7,19 +7,19 @@ from typing import Any
 
 import pytest
 
-from launch.cli import run
-from launch.output import strict
-from launch.study.folder import kept_result, write_json
-from launch.study.page import page
-from launch.study.results import over_tasks
-from launch.study.tables import result_table
+from polyad.launch.cli import run
+from polyad.launch.output import strict
+from polyad.launch.study.folder import kept_result, write_json
+from polyad.launch.study.page import page
+from polyad.launch.study.results import over_tasks
+from polyad.launch.study.tables import result_table
+from polyad.train.study.reading import load_study
 from tests.launch.study.conftest import WriteStudy
 from tests.launch.study.test_answer import compared
 from tests.launch.study.test_beside import half_finished
 from tests.launch.study.test_checks import refused
 from tests.launch.study.test_page import of
 from tests.launch.study.test_results import SUMMARY
-from train.study.reading import load_study
 
 SHIPPED = sorted(Path("configs/studies/results").glob("*.json"))
 TASKS = {"one": of(compared([0.1, 0.2, 0.3])), "other": of(compared([0.3, 0.2, 0.1]))}

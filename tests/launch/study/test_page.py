@@ -11,19 +11,19 @@ from typing import Any
 
 import pytest
 
-from launch.cli import run
-from launch.study.about import about
-from launch.study.answer import UNCORRECTED, answers
-from launch.study.data import prepared
-from launch.study.folder import write_record
-from launch.study.page import page
-from launch.study.results import over_tasks
-from launch.study.run import compare_finished
+from polyad.launch.cli import run
+from polyad.launch.study.about import about
+from polyad.launch.study.answer import UNCORRECTED, answers
+from polyad.launch.study.data import prepared
+from polyad.launch.study.folder import write_record
+from polyad.launch.study.page import page
+from polyad.launch.study.results import over_tasks
+from polyad.launch.study.run import compare_finished
+from polyad.train.study.reading import load_studies, load_study
+from polyad.train.study.study import Run
 from tests.launch.study.conftest import CP, LEAKY, WriteStudy
 from tests.launch.study.test_answer import compared, fitted
 from tests.launch.study.test_results import SUMMARY, result
-from train.study.reading import load_studies, load_study
-from train.study.study import Run
 
 EMPTY = ("meta", "br")
 ABOUT: dict[str, Any] = {

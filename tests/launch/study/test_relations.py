@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from launch.study.relations import LEAST, rank_correlation, relations
+from polyad.launch.study.relations import LEAST, rank_correlation, relations
 
 
 def measured(*runs: tuple[int, list[tuple[float, float]]]) -> dict[int, dict[str, Any]]:

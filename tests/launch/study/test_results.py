@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
-from launch.study.results import summarize
-from launch.study.tables import result_table
-from train.errors import RunError
-from train.tasks.language import LanguageModelling
+from polyad.launch.study.results import summarize
+from polyad.launch.study.tables import result_table
+from polyad.train.errors import RunError
+from polyad.train.tasks.language import LanguageModelling
 
 
 def result(variant: str, seed: int, loss: float, **more: Any) -> dict[str, Any]:

@@ -16,14 +16,14 @@ from typing import Any
 import pytest
 import yaml
 
-from data.text.mixture import TrainingData
-from launch.cli import run
-from launch.study.folder import locked, read_record, write_record
+from polyad.data.text.mixture import TrainingData
+from polyad.launch.cli import run
+from polyad.launch.study.folder import locked, read_record, write_record
+from polyad.train.config.run import load_config
+from polyad.train.study.reading import load_study
 from tests.launch.conftest import ROOT, SMALL
 from tests.launch.study.conftest import CP, small_study
 from tests.launch.study.test_checks import refused
-from train.config.run import load_config
-from train.study.reading import load_study
 
 # A study is a few whole runs: 47 s.
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
@@ -57,7 +57,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory, data: Path) -> Path:
 def start(path: Path, *options: str) -> subprocess.Popen[str]:
     """`polyad study` in a process of its own."""
     return subprocess.Popen(
-        [sys.executable, "-m", "launch", "study", str(path), *options],
+        [sys.executable, "-m", "polyad.launch", "study", str(path), *options],
         **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": ROOT},
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         start_new_session=True,  # so that all its processes can be told at once

@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 import pytest
 import yaml
 
-from launch.cli import run
+from polyad.launch.cli import run
 from tests.launch.conftest import SMALL
 from tests.launch.study.conftest import LEAKY, small_study
 from tests.launch.study.test_checks import refused

@@ -10,19 +10,19 @@ from typing import Any
 import pytest
 import yaml
 
-from launch.cli import run
-from launch.study.folder import write_record
-from launch.study.plan import planned
-from launch.study.progress import estimate_line, spoken
-from launch.study.times import TIMES, Times, estimate, run_seconds, spread_over, time_left
-from launch.study.trials import take_trials
+from polyad.launch.cli import run
+from polyad.launch.study.folder import write_record
+from polyad.launch.study.plan import planned
+from polyad.launch.study.progress import estimate_line, spoken
+from polyad.launch.study.times import TIMES, Times, estimate, run_seconds, spread_over, time_left
+from polyad.launch.study.trials import take_trials
+from polyad.train.config.plan import open_inputs
+from polyad.train.study.reading import load_study
 from tests.helpers import sequences as made
 from tests.launch.conftest import SMALL
 from tests.launch.study.conftest import CP, WriteStudy
 from tests.launch.study.test_jobs import IMAGES
 from tests.launch.study.test_run import children, command, start, wait_for, write
-from train.config.plan import open_inputs
-from train.study.reading import load_study
 
 TRIAL = {
     **{"start_seconds": 5.0, "step_seconds": 0.5, "pass_seconds": 0.1},
@@ -214,7 +214,8 @@ def test_a_signal_ends_a_trial_and_the_same_command_goes_on(tmp_path: Path, data
     path = write(tmp_path, data)
     process = start(path)
     wait_for(
-        lambda: any("launch.study.trial" in command(c) for c in children(process.pid)), process
+        lambda: any("polyad.launch.study.trial" in command(c) for c in children(process.pid)),
+        process,
     )
     os.killpg(process.pid, signal.SIGINT)  # Ctrl-C in a terminal
     out, err = process.communicate(timeout=100)

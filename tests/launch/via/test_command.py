@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-import launch.torchrun
-from launch.cli import run
-from launch.via.agent import Rendezvous, torchrun
-from launch.via.command import Launch
-from launch.via.hosts import LaunchError
+import polyad.launch.torchrun
+from polyad.launch.cli import run
+from polyad.launch.via.agent import Rendezvous, torchrun
+from polyad.launch.via.command import Launch
+from polyad.launch.via.hosts import LaunchError
 from tests.launch.test_cli import error_line
 
 TORCHRUN = ("--via", "torchrun", "--rdzv-endpoint", "node-1")
@@ -92,11 +92,11 @@ def test_a_dry_run_prints_this_hosts_command(
     assert len(captured.out.splitlines()) == 1
     assert shlex.split(captured.out) == [
         *("env", "OMP_NUM_THREADS=3", "GLOO_SOCKET_IFNAME=ib0", "NCCL_SOCKET_IFNAME==ib0"),
-        *(sys.executable, "-m", "launch.torchrun"),
+        *(sys.executable, "-m", "polyad.launch.torchrun"),
         *("--rdzv-backend", "c10d", "--rdzv-endpoint", "node-1:29400", "--rdzv-id", "first"),
         *("--rdzv-conf", "is_host=true", "--local-addr", "10.0.0.7"),
         *("--nnodes", "2", "--nproc-per-node", "2", "--max-restarts", "3"),
-        *("-m", "launch", "train", str(config), "train.micro_batch_size=1", override),
+        *("-m", "polyad.launch", "train", str(config), "train.micro_batch_size=1", override),
     ]
     assert not folder.exists()
 
@@ -148,9 +148,9 @@ def test_hosts_that_do_not_meet_are_one_line(
     def fail(*_: object, **__: object) -> None:
         raise RendezvousTimeoutError
 
-    monkeypatch.setattr(launch.torchrun.runpy, "run_module", fail)
-    monkeypatch.setattr(launch.torchrun.logging, "disable", lambda _: None)
-    assert launch.torchrun.main() == 1
+    monkeypatch.setattr(polyad.launch.torchrun.runpy, "run_module", fail)
+    monkeypatch.setattr(polyad.launch.torchrun.logging, "disable", lambda _: None)
+    assert polyad.launch.torchrun.main() == 1
     line = error_line(capfd.readouterr().err)
     assert "the hosts did not meet: fewer than all came" in line
     assert "the output of the others says why" in line
@@ -162,8 +162,8 @@ def test_processes_that_start_again_do_not_share_a_store_with_those_before(
     found: list[str] = []
     name = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
     monkeypatch.setattr(
-        launch.torchrun.runpy, "run_module", lambda *_, **__: found.append(os.environ[name])
+        polyad.launch.torchrun.runpy, "run_module", lambda *_, **__: found.append(os.environ[name])
     )
-    monkeypatch.setattr(launch.torchrun.logging, "disable", lambda _: None)
-    assert launch.torchrun.main() == 0
+    monkeypatch.setattr(polyad.launch.torchrun.logging, "disable", lambda _: None)
+    assert polyad.launch.torchrun.main() == 0
     assert found == ["1"]

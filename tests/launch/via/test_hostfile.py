@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from launch.via.hostfile import HostSlots, chosen_hosts, read_hostfile
-from launch.via.hosts import LaunchError
+from polyad.launch.via.hostfile import HostSlots, chosen_hosts, read_hostfile
+from polyad.launch.via.hosts import LaunchError
 from tests.launch.via.test_hosts import SHELL
 
 ONE_LINE = [text for text in SHELL if "\n" not in text]

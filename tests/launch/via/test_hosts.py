@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from launch.via.agent import Rendezvous
-from launch.via.command import interface_variables
-from launch.via.hosts import LaunchError, command_line, endpoint, host_name, plain_name
-from launch.via.preflight import ANSWER, _answer
+from polyad.launch.via.agent import Rendezvous
+from polyad.launch.via.command import interface_variables
+from polyad.launch.via.hosts import LaunchError, command_line, endpoint, host_name, plain_name
+from polyad.launch.via.preflight import ANSWER, _answer
 
 SHELL = ("a;b", "a b", "$(id)", "`id`", "a|b", "a&b", "a>b", "a\nb", "a'b", 'a"b', "a\\b", "a*", "")
 ARGUMENTS = st.text(st.characters(codec="utf-8", exclude_characters="\0"))

@@ -10,9 +10,9 @@ import pytest
 import yaml
 from kubernetes_validate import latest_version, validate
 
-from launch.cli import run
-from launch.via.hosts import LaunchError
-from launch.via.kubernetes import KubernetesJob, _job_name, manifest
+from polyad.launch.cli import run
+from polyad.launch.via.hosts import LaunchError
+from polyad.launch.via.kubernetes import KubernetesJob, _job_name, manifest
 from tests.launch.test_cli import error_line
 from tests.launch.via.test_hosts import SHELL
 from tests.launch.via.test_slurm import write_command
@@ -22,7 +22,16 @@ KUBERNETES = (
     *("--via", "kubernetes", "--nodes", "2", "--processes-per-node", "1"),
     *("--image", ASKED["image"], "--claim", ASKED["claim"]),
 )
-AGENT = ("-m", "launch.torchrun", "--nnodes", "2", "-m", "launch", "train", "run.yaml")
+AGENT = (
+    "-m",
+    "polyad.launch.torchrun",
+    "--nnodes",
+    "2",
+    "-m",
+    "polyad.launch",
+    "train",
+    "run.yaml",
+)
 
 
 def parts(agent: tuple[str, ...] = AGENT, **asked: Any) -> list[dict[str, Any]]:
@@ -95,7 +104,7 @@ def test_a_pod_starts_an_agent_that_meets_the_others_at_the_first(
     threads, *started = done.stdout.split("\0")[:-1]
     assert threads == "3"
     assert started == [
-        *("-m", "launch.torchrun", "--rdzv-backend", "c10d"),
+        *("-m", "polyad.launch.torchrun", "--rdzv-backend", "c10d"),
         *("--rdzv-endpoint", "my-run-0.my-run:29400", "--rdzv-id", "my-run"),
         *("--rdzv-conf", f"is_host={'true' if index == 0 else 'false'}"),
         *("--local-addr", f"my-run-{index}.my-run", *agent[2:]),

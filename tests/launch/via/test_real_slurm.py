@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from data.text.prepare import prepare
-from parallel.checkpoint.commit import complete_checkpoints
+from polyad.data.text.prepare import prepare
+from polyad.parallel.checkpoint.commit import complete_checkpoints
 from tests.helpers.hosts import several_hosts
 from tests.helpers.slurm import Slurm, slurm
 from tests.launch.conftest import ROOT
@@ -33,7 +33,17 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
 
 def submitted(cluster: Slurm, command: str, config: Path, *more: str) -> str:
     done = subprocess.run(
-        [sys.executable, "-m", "launch", command, str(config), "--via", "slurm", *TWO, *more],
+        [
+            sys.executable,
+            "-m",
+            "polyad.launch",
+            command,
+            str(config),
+            "--via",
+            "slurm",
+            *TWO,
+            *more,
+        ],
         **{"cwd": ROOT, "env": cluster.environment, "capture_output": True, "text": True},
     )
     assert done.returncode == 0, done.stderr
@@ -108,7 +118,7 @@ def test_a_text_is_prepared_by_a_job_array(cluster: Slurm, text: Path, tmp_path:
     prepare(str(text), "words", tmp_path / "whole", test_fraction=0.0, report=lambda line: None)
     options = ["--output", str(tmp_path / "out"), "--parts", "3", "--cpus-per-node", "1"]
     done = subprocess.run(
-        [sys.executable, "-m", "launch", "prepare", *words, *options, "--via", "slurm"],
+        [sys.executable, "-m", "polyad.launch", "prepare", *words, *options, "--via", "slurm"],
         **{"cwd": ROOT, "env": cluster.environment, "capture_output": True, "text": True},
     )
     assert done.returncode == 0, done.stderr

@@ -14,14 +14,24 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from launch.cli import run
-from launch.via.hosts import LaunchError
-from launch.via.slurm import SlurmJob, script_text, seconds
+from polyad.launch.cli import run
+from polyad.launch.via.hosts import LaunchError
+from polyad.launch.via.slurm import SlurmJob, script_text, seconds
 from tests.launch.test_cli import error_line
 from tests.launch.via.test_hosts import ARGUMENTS, SHELL
 
 SLURM = ("--via", "slurm", "--nodes", "2", "--processes-per-node", "1")
-AGENT = ("python", "-m", "launch.torchrun", "--nnodes", "2", "-m", "launch", "train", "x.yaml")
+AGENT = (
+    "python",
+    "-m",
+    "polyad.launch.torchrun",
+    "--nnodes",
+    "2",
+    "-m",
+    "polyad.launch",
+    "train",
+    "x.yaml",
+)
 
 # A job of two nodes: srun runs the command for each in turn, python prints its arguments.
 STAND_INS = {
@@ -175,7 +185,7 @@ def test_the_script_starts_an_agent_on_every_node(stand_ins: Path) -> None:
         assert (
             arguments
             == [
-                *("-m", "launch.torchrun", "--rdzv-backend", "c10d"),
+                *("-m", "polyad.launch.torchrun", "--rdzv-backend", "c10d"),
                 *("--rdzv-endpoint", "node-1:10007", "--rdzv-id", "40007"),  # 10000 + 40007 % 20000
                 *("--rdzv-conf", f"is_host={'false' if node else 'true'}"),
                 *("--local-addr", f"node-{node + 1}", *AGENT[3:]),
@@ -293,8 +303,8 @@ def test_a_dry_run_writes_the_script_into_a_folder_that_stays_fresh(
     text = script.read_text()
     assert f"cd {Path.cwd()} || exit 1" in text
     assert "export GLOO_SOCKET_IFNAME=ib0\nexport NCCL_SOCKET_IFNAME==ib0\n" in text
-    assert f"{sys.executable} -m launch.torchrun --nnodes 2 --nproc-per-node 1" in text
-    assert f"--max-restarts 3 -m launch train {config} seed=7" in text
+    assert f"{sys.executable} -m polyad.launch.torchrun --nnodes 2 --nproc-per-node 1" in text
+    assert f"--max-restarts 3 -m polyad.launch train {config} seed=7" in text
     subprocess.run(["bash", "-n", str(script)], check=True)
     # Neither another launch nor training takes it for something that is not a run.
     assert run(["launch", str(config), *arguments]) == 0

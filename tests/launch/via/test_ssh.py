@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import yaml
 
-from launch.cli import run as command
-from launch.via import ssh
-from parallel.checkpoint.commit import complete_checkpoints
+from polyad.launch.cli import run as command
+from polyad.launch.via import ssh
+from polyad.parallel.checkpoint.commit import complete_checkpoints
 from tests.helpers.hosts import Host, SshServers, several_hosts
 from tests.launch.conftest import ROOT, SMALL
 from tests.launch.test_cli import error_line
@@ -67,7 +67,7 @@ def words(cluster: Cluster, config: Path, *more: str) -> list[str]:
 def start(cluster: Cluster, config: Path, *more: str) -> subprocess.Popen[str]:
     environment = {k: v for k, v in os.environ.items() if k not in {"RANK", "WORLD_SIZE"}}
     return subprocess.Popen(
-        [sys.executable, "-m", "launch", *words(cluster, config, *NET, *more)],
+        [sys.executable, "-m", "polyad.launch", *words(cluster, config, *NET, *more)],
         **{"cwd": ROOT, "env": environment | {"OMP_NUM_THREADS": "1"}},
         **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True},
     )

@@ -48,7 +48,7 @@ def write_config(folder: Path, data: Path) -> Path:
 def start(host: Host, endpoint: Host, config: Path, *more: str) -> subprocess.Popen[str]:
     """The command a person would give on this host."""
     command = [
-        *(*host.inside, sys.executable, "-m", "launch", "launch", str(config)),
+        *(*host.inside, sys.executable, "-m", "polyad.launch", "launch", str(config)),
         *("--via", "torchrun", "--nodes", "2", "--processes-per-node", "1"),
         *("--rdzv-endpoint", f"{endpoint.address}:29700"),
         *("--rdzv-is-host", "true" if host is endpoint else "false"),

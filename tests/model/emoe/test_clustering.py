@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from scipy.optimize import linear_sum_assignment
 
-from model.emoe import clustering
-from model.emoe.clustering import (
+from polyad.model.emoe import clustering
+from polyad.model.emoe.clustering import (
     assign,
     balanced_kmeans,
     normalized,

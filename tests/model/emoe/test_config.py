@@ -2,9 +2,9 @@
 
 import pytest
 
-from train.config.rules import validate
-from train.config.run import parse_config
-from train.errors import ConfigError
+from polyad.train.config.rules import validate
+from polyad.train.config.run import parse_config
+from polyad.train.errors import ConfigError
 
 KEY = "model.feed_forward."
 

@@ -5,13 +5,13 @@ import copy
 import pytest
 import torch
 
-from model.build import build_model, materialize
-from model.dense import ACTIVATIONS, DenseFeedForward, DenseFeedForwardConfig
-from model.emoe.clustering import balanced_kmeans, random_groups
-from model.emoe.config import EmergentMoEConfig
-from model.emoe.layer import EmergentMoE
-from model.emoe.splitting import DENSE_NAMES, merge, split, unit_order
-from model.interface import FeedForwardContext
+from polyad.model.build import build_model, materialize
+from polyad.model.dense import ACTIVATIONS, DenseFeedForward, DenseFeedForwardConfig
+from polyad.model.emoe.clustering import balanced_kmeans, random_groups
+from polyad.model.emoe.config import EmergentMoEConfig
+from polyad.model.emoe.layer import EmergentMoE
+from polyad.model.emoe.splitting import DENSE_NAMES, merge, split, unit_order
+from polyad.model.interface import FeedForwardContext
 
 WIDTH, UNITS, EXPERTS = 32, 128, 16
 

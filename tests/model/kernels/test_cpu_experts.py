@@ -9,9 +9,9 @@ import random
 import pytest
 import torch
 
-from model.kernels.cpu import experts as cpu
-from model.smoe.config import SparseMoEConfig
-from model.smoe.experts import Experts
+from polyad.model.kernels.cpu import experts as cpu
+from polyad.model.smoe.config import SparseMoEConfig
+from polyad.model.smoe.experts import Experts
 from tests.helpers.routing import make, make_config, make_context
 
 COUNTS = [

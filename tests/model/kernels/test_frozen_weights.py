@@ -12,13 +12,13 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from model.kernels.cpu import experts as cpu
-from model.kernels.cpu.experts import experts_on_cpu
-from model.kernels.grouped import by_grouped_products, grouped_linear
-from model.kernels.rows import combine
-from model.lora import LoRAConfig, LoRAExperts
-from model.smoe.dispatch import make_plan
-from model.smoe.experts import Experts
+from polyad.model.kernels.cpu import experts as cpu
+from polyad.model.kernels.cpu.experts import experts_on_cpu
+from polyad.model.kernels.grouped import by_grouped_products, grouped_linear
+from polyad.model.kernels.rows import combine
+from polyad.model.lora import LoRAConfig, LoRAExperts
+from polyad.model.smoe.dispatch import make_plan
+from polyad.model.smoe.experts import Experts
 from tests.helpers.routing import make, make_config, make_context
 
 COUNTS = [5, 0, 9, 2]

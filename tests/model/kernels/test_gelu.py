@@ -8,8 +8,8 @@ import math
 import pytest
 import torch
 
-from model.kernels.cpu import gelu
-from model.kernels.cpu.gelu import gelu_backward, gelu_forward, has_native_gelu
+from polyad.model.kernels.cpu import gelu
+from polyad.model.kernels.cpu.gelu import gelu_backward, gelu_forward, has_native_gelu
 
 native = pytest.mark.skipif(
     not has_native_gelu(), reason="no C compiler was there when Polyad was installed"

@@ -14,10 +14,10 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
-from model.entropy import entropy
-from model.kernels import grouped, mixture, rows, switch
-from model.kernels.cpu import experts as cpu_experts
-from model.kernels.cpu import gelu
+from polyad.model.entropy import entropy
+from polyad.model.kernels import grouped, mixture, rows, switch
+from polyad.model.kernels.cpu import experts as cpu_experts
+from polyad.model.kernels.cpu import gelu
 from tests.helpers.everyday import everyday
 from tests.helpers.routing import Watch
 
@@ -380,7 +380,7 @@ def test_the_variable_chooses(value, reference):
     environment = {k: v for k, v in os.environ.items() if k != switch.VARIABLE}
     if value is not None:
         environment[switch.VARIABLE] = value
-    code = "from model.kernels import switch; print(switch.REFERENCE)"
+    code = "from polyad.model.kernels import switch; print(switch.REFERENCE)"
     done = subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
     )
@@ -389,7 +389,7 @@ def test_the_variable_chooses(value, reference):
 
 def test_another_value_is_one_line_and_exit_status_2():
     done = subprocess.run(
-        [sys.executable, "-m", "launch", "validate", "configs/quickstart/gpt2.yaml"],
+        [sys.executable, "-m", "polyad.launch", "validate", "configs/quickstart/gpt2.yaml"],
         env=os.environ | {switch.VARIABLE: "quick"},
         capture_output=True,
         text=True,

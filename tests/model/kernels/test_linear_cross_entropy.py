@@ -5,9 +5,13 @@ import math
 import pytest
 import torch
 
-from model.build import build_model, materialize, read_model_config
-from model.kernels import linear_cross_entropy as kernel
-from model.kernels.linear_cross_entropy import VocabularyPart, by_definition, linear_cross_entropy
+from polyad.model.build import build_model, materialize, read_model_config
+from polyad.model.kernels import linear_cross_entropy as kernel
+from polyad.model.kernels.linear_cross_entropy import (
+    VocabularyPart,
+    by_definition,
+    linear_cross_entropy,
+)
 from tests.helpers.allocated import Allocated
 
 N, D, V = 37, 16, 101

@@ -11,13 +11,13 @@ import sys
 import pytest
 import torch
 
-from model.kernels import switch
-from model.mumoe.gating import entmax15
+from polyad.model.kernels import switch
+from polyad.model.mumoe.gating import entmax15
 from tests.helpers.everyday import everyday
 from tests.model.kernels.test_kernels import OPERATIONS, with_gradients
 
 pytest.importorskip("triton", reason="triton is not installed")
-from model.kernels.triton import entmax, grouped, rows
+from polyad.model.kernels.triton import entmax, grouped, rows
 
 DEVICE = "cpu" if switch.INTERPRETED else "cuda"
 TOLERANCES = {torch.float32: 2e-6, torch.float16: 2e-3}

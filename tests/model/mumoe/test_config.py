@@ -2,13 +2,13 @@
 
 import pytest
 
-from model.config import SectionError
-from model.gpt2 import GPT2Config
-from model.mumoe.config import FACTORIZATIONS, MuMoEConfig
-from train.config.rules import validate
-from train.config.run import parse_config
-from train.errors import ConfigError
-from train.tasks.language import with_vocabulary
+from polyad.model.config import SectionError
+from polyad.model.gpt2 import GPT2Config
+from polyad.model.mumoe.config import FACTORIZATIONS, MuMoEConfig
+from polyad.train.config.rules import validate
+from polyad.train.config.run import parse_config
+from polyad.train.errors import ConfigError
+from polyad.train.tasks.language import with_vocabulary
 
 RUN = """
 run: {folder: runs/x}

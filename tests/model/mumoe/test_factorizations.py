@@ -6,8 +6,8 @@ import string
 import pytest
 import torch
 
-from model.build import initial_value
-from model.mumoe.config import FACTORIZATIONS
+from polyad.model.build import initial_value
+from polyad.model.mumoe.config import FACTORIZATIONS
 from tests.helpers.factorized import coefficients, contract, full_tensor, make_layer, make_sizes
 
 every_factorization = pytest.mark.parametrize("name", FACTORIZATIONS)

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from model.initialization import seeded_generator
-from model.mumoe.config import FACTORIZATIONS
-from model.mumoe.fitting import FITTED, components, equal_experts, fit
+from polyad.model.initialization import seeded_generator
+from polyad.model.mumoe.config import FACTORIZATIONS
+from polyad.model.mumoe.fitting import FITTED, components, equal_experts, fit
 from tests.helpers.factorized import coefficients, contract, full_tensor, make_sizes
 
 every_fitted = pytest.mark.parametrize("name", FITTED)

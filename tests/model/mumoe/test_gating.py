@@ -4,8 +4,8 @@ import entmax
 import pytest
 import torch
 
-from model.build import materialize, place
-from model.mumoe.gating import (
+from polyad.model.build import materialize, place
+from polyad.model.mumoe.gating import (
     ACTIVATIONS,
     EPSILON,
     BatchNorm,

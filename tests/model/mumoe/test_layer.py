@@ -9,14 +9,14 @@ from torch import _dynamo
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import gelu, layer_norm
 
-from model.build import build_model, compile_model, materialize, matrix_dimensions
-from model.dense import DenseFeedForward, DenseFeedForwardConfig
-from model.gpt2 import GPT2Config
-from model.interface import FeedForwardContext
-from model.mumoe.config import FACTORIZATIONS, MuMoEConfig
-from model.mumoe.gating import NORMS, GateOutput, entmax15
-from model.mumoe.layer import MuMoE
-from model.mumoe.statistics import gate_statistics
+from polyad.model.build import build_model, compile_model, materialize, matrix_dimensions
+from polyad.model.dense import DenseFeedForward, DenseFeedForwardConfig
+from polyad.model.gpt2 import GPT2Config
+from polyad.model.interface import FeedForwardContext
+from polyad.model.mumoe.config import FACTORIZATIONS, MuMoEConfig
+from polyad.model.mumoe.gating import NORMS, GateOutput, entmax15
+from polyad.model.mumoe.layer import MuMoE
+from polyad.model.mumoe.statistics import gate_statistics
 from tests.helpers.factorized import contract, full_tensor
 
 every_factorization = pytest.mark.parametrize("name", FACTORIZATIONS)

@@ -7,15 +7,15 @@ F inner width of an expert.
 import pytest
 import torch
 
-from model.build import build_model, materialize
-from model.lora import LoRAConfig, LoRAExperts
-from model.mixer import MixerConfig
-from model.smoe.experts import Experts
-from model.smoe.graph import GRAPHS
-from model.smoe.layer import SparseMoE
-from model.smoe.router import Router
-from model.smoe.scores import AttentiveScore
-from model.vit import ViTConfig
+from polyad.model.build import build_model, materialize
+from polyad.model.lora import LoRAConfig, LoRAExperts
+from polyad.model.mixer import MixerConfig
+from polyad.model.smoe.experts import Experts
+from polyad.model.smoe.graph import GRAPHS
+from polyad.model.smoe.layer import SparseMoE
+from polyad.model.smoe.router import Router
+from polyad.model.smoe.scores import AttentiveScore
+from polyad.model.vit import ViTConfig
 from tests.helpers.routing import make, make_config, make_context, scatter
 
 FOLLOWING = {"score": "attentive", "expert_keys": "hidden_means"}

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import _dynamo
 
-from model.build import compile_model
-from model.smoe.scores import SCORES
+from polyad.model.build import compile_model
+from polyad.model.smoe.scores import SCORES
 from tests.helpers.everyday import everyday
 from tests.helpers.routed_models import (
     GRAPH_OPTIONS,

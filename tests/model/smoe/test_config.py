@@ -3,11 +3,11 @@
 import pytest
 from pydantic import ValidationError
 
-from model.gpt2 import GPT2Config
-from model.smoe.config import SparseMoEConfig
-from train.config.rules import validate
-from train.config.run import RunConfig, parse_config
-from train.errors import ConfigError
+from polyad.model.gpt2 import GPT2Config
+from polyad.model.smoe.config import SparseMoEConfig
+from polyad.train.config.rules import validate
+from polyad.train.config.run import RunConfig, parse_config
+from polyad.train.errors import ConfigError
 
 RUN = """
 run: {folder: runs/x}

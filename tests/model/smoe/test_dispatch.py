@@ -6,10 +6,10 @@ Shapes: N tokens, K experts of a token, M rows, E experts, D width.
 import pytest
 import torch
 
-from model.kernels import rows
-from model.smoe.dispatch import Dispatcher, combine, make_plan, take_rows
-from model.smoe.experts import Experts
-from model.smoe.selection import Selected
+from polyad.model.kernels import rows
+from polyad.model.smoe.dispatch import Dispatcher, combine, make_plan, take_rows
+from polyad.model.smoe.experts import Experts
+from polyad.model.smoe.selection import Selected
 from tests.helpers.routing import make, make_config, make_context
 
 IDS = torch.tensor([[2, 0], [0, 1], [2, 0]])

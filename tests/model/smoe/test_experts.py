@@ -6,10 +6,10 @@ Shapes: M rows, E experts, D width, F inner width.
 import pytest
 import torch
 
-from model.build import build_model, initial_value, initial_values
-from model.kernels.cpu.experts import experts_on_cpu
-from model.kernels.grouped import by_grouped_products
-from model.smoe.experts import Experts
+from polyad.model.build import build_model, initial_value, initial_values
+from polyad.model.kernels.cpu.experts import experts_on_cpu
+from polyad.model.kernels.grouped import by_grouped_products
+from polyad.model.smoe.experts import Experts
 from tests.helpers.routing import Watch, make, make_config, make_context
 
 COUNTS = {

@@ -6,8 +6,8 @@ Shapes: B batch, T tokens in a sequence, D width, E experts, A heads, H width of
 import pytest
 import torch
 
-from model.attention import AttentionTrace, SelfAttention
-from model.smoe.graph import GRAPHS, AttentionGraph, SimilarityGraph, head_entropies
+from polyad.model.attention import AttentionTrace, SelfAttention
+from polyad.model.smoe.graph import GRAPHS, AttentionGraph, SimilarityGraph, head_entropies
 from tests.helpers.routing import (
     Watch,
     asked_for,

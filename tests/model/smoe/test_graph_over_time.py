@@ -6,8 +6,8 @@ Shapes: B batch, T tokens in a sequence, D width, E experts, A heads.
 import pytest
 import torch
 
-from model.build import materialize, place
-from model.smoe.graph import GRAPHS, AttentionGraph, SimilarityGraph, head_entropies
+from polyad.model.build import materialize, place
+from polyad.model.smoe.graph import GRAPHS, AttentionGraph, SimilarityGraph, head_entropies
 from tests.helpers.routing import (
     asked_for,
     assert_same_with_gradients,

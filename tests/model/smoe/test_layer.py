@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch.nn.functional import dropout, gelu
 
-from model.build import build_model, num_parameters
-from model.cache import KeyValueCache
-from model.gpt2 import GPT2Config
-from model.smoe.dispatch import make_plan
-from model.smoe.layer import SparseMoE
-from model.smoe.scores import SCORES
+from polyad.model.build import build_model, num_parameters
+from polyad.model.cache import KeyValueCache
+from polyad.model.gpt2 import GPT2Config
+from polyad.model.smoe.dispatch import make_plan
+from polyad.model.smoe.layer import SparseMoE
+from polyad.model.smoe.scores import SCORES
 from tests.helpers.routed_models import (
     V_MOE,
     assert_same_step,

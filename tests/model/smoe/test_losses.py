@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from model.smoe.losses import (
+from polyad.model.smoe.losses import (
     importance_loss,
     load,
     load_balance_loss,
@@ -13,7 +13,7 @@ from model.smoe.losses import (
     mean_entropy,
     router_z_loss,
 )
-from model.smoe.router import Router
+from polyad.model.smoe.router import Router
 from tests.helpers.routing import make, make_config
 
 SCORES = torch.tensor([[0.7, 0.1, 0.1, 0.1], [0.4, 0.3, 0.2, 0.1]], dtype=torch.float64)

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from model.build import build_model
-from model.smoe.graph import GRAPHS
-from model.smoe.router import Router
-from model.smoe.scores import SCORES
+from polyad.model.build import build_model
+from polyad.model.smoe.graph import GRAPHS
+from polyad.model.smoe.router import Router
+from polyad.model.smoe.scores import SCORES
 from tests.helpers.routing import make, make_config, make_context, make_trace
 
 every_score = pytest.mark.parametrize("score", SCORES)

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from model.build import materialize, place
-from model.smoe.selection import TopK
+from polyad.model.build import materialize, place
+from polyad.model.smoe.selection import TopK
 from tests.helpers.routing import make_config
 
 SCORES = torch.tensor([[0.1, 0.5, 0.15, 0.25]], dtype=torch.float64)

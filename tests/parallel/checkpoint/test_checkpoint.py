@@ -10,10 +10,10 @@ import pytest
 import safetensors
 import torch
 
-from parallel.checkpoint.checkpoint import Checkpoint, find_checkpoint
-from parallel.checkpoint.commit import complete_checkpoints
-from parallel.checkpoint.manifest import CheckpointError
-from parallel.weights import load_model
+from polyad.parallel.checkpoint.checkpoint import Checkpoint, find_checkpoint
+from polyad.parallel.checkpoint.commit import complete_checkpoints
+from polyad.parallel.checkpoint.manifest import CheckpointError
+from polyad.parallel.weights import load_model
 from tests.helpers import training
 from tests.helpers.everyday import everyday
 from tests.helpers.training import MODEL, global_batch, mumoe_model, resave, tensors, train
@@ -298,7 +298,7 @@ def test_a_newer_format_is_refused(saved, tmp_path):
 
 
 def test_another_model_is_refused_with_the_differing_names(saved):
-    from model.build import build_model
+    from polyad.model.build import build_model
 
     other = build_model(DENSE.model_copy(update={"num_layers": 3}))
     with pytest.raises(CheckpointError, match=r"another model: blocks\.2.* missing there"):

@@ -7,8 +7,8 @@ import shutil
 import pytest
 import torch
 
-from parallel.checkpoint import storage
-from parallel.checkpoint.commit import (
+from polyad.parallel.checkpoint import storage
+from polyad.parallel.checkpoint.commit import (
     BEST_FILE,
     Retention,
     commit,
@@ -21,7 +21,7 @@ from parallel.checkpoint.commit import (
     step_folder,
     step_folders,
 )
-from parallel.checkpoint.writer import save_weights
+from polyad.parallel.checkpoint.writer import save_weights
 
 
 def make(folder, steps, damaged):

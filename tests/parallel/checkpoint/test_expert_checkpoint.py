@@ -5,8 +5,8 @@ import itertools
 import pytest
 import torch
 
-from parallel.checkpoint.checkpoint import Checkpoint
-from parallel.weights import load_model
+from polyad.parallel.checkpoint.checkpoint import Checkpoint
+from polyad.parallel.weights import load_model
 from tests.helpers.everyday import everyday
 from tests.helpers.training import Case, global_batch, moe_model, resave, tensors, train
 

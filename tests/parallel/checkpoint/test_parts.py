@@ -6,12 +6,12 @@ import math
 import pytest
 import torch
 
-from model.build import build_model
-from parallel.checkpoint.checkpoint import Checkpoint
+from polyad.model.build import build_model
+from polyad.parallel.checkpoint.checkpoint import Checkpoint
+from polyad.train.loop.optimizer import GroupConfig
 from tests.helpers.everyday import everyday
 from tests.helpers.saving import train_rearranging
 from tests.helpers.training import MODEL, Case, mumoe_model, resave, tensors, train
-from train.loop.optimizer import GroupConfig
 
 pytestmark = pytest.mark.distributed
 

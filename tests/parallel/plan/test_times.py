@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from parallel.dims import Dims
-from parallel.plan.devices import DEVICES
-from parallel.plan.failures import best_saving, lost_share, saving
-from parallel.plan.times import Place, exchange_seconds, operation_seconds, step_time
-from parallel.plan.traffic import Amount, Exchange, sent_bytes
-from parallel.plan.work import Shape, Work
+from polyad.parallel.dims import Dims
+from polyad.parallel.plan.devices import DEVICES
+from polyad.parallel.plan.failures import best_saving, lost_share, saving
+from polyad.parallel.plan.times import Place, exchange_seconds, operation_seconds, step_time
+from polyad.parallel.plan.traffic import Amount, Exchange, sent_bytes
+from polyad.parallel.plan.work import Shape, Work
 
 A100 = DEVICES["a100-80gb"]
 GB = 1_000_000_000

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from data.text.prepare import prepare
-from launch.plugins import load_plugins
-from parallel.meeting import comparison
+from polyad.data.text.prepare import prepare
+from polyad.launch.plugins import load_plugins
+from polyad.parallel.meeting import comparison
+from polyad.train.config.agreement import VARIABLES, agreed_facts, folder_digest
+from polyad.train.config.run import load_config
+from polyad.train.tasks.registry import open_task
 from tests.helpers.runs import write_config
-from train.config.agreement import VARIABLES, agreed_facts, folder_digest
-from train.config.run import load_config
-from train.tasks.registry import open_task
 
 KEYS = [
     ("optimizer.learning_rate=0.02", "0.01 on", "0.02 on"),

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from polyad.train.guard.run_folder import LOCK_FILE
 from tests.helpers.everyday import everyday
 from tests.helpers.runs import records, run_and_listen, write_config
-from train.guard.run_folder import LOCK_FILE
 
 pytestmark = pytest.mark.distributed
 

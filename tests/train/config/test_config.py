@@ -5,13 +5,13 @@ import re
 import pytest
 import yaml
 
-from parallel.dims import LayoutError
-from train.config.held_out import data_overrides
-from train.config.names import OURS, plain
-from train.config.rules import refuse_changes, validate
-from train.config.run import RunConfig, load_config, parse_config
-from train.config.text import config_classes, keys
-from train.errors import ConfigError
+from polyad.parallel.dims import LayoutError
+from polyad.train.config.held_out import data_overrides
+from polyad.train.config.names import OURS, plain
+from polyad.train.config.rules import refuse_changes, validate
+from polyad.train.config.run import RunConfig, load_config, parse_config
+from polyad.train.config.text import config_classes, keys
+from polyad.train.errors import ConfigError
 
 SMALLEST = """
 run: {folder: runs/x}

@@ -4,14 +4,14 @@ from typing import Any
 
 import pytest
 
-from parallel.dims import Dims
-from train.config.comparison import comparison_rows
-from train.config.describe import (
+from polyad.parallel.dims import Dims
+from polyad.train.config.comparison import comparison_rows
+from polyad.train.config.describe import (
     describe,
     description_table,
     memory_per_process,
 )
-from train.config.run import RunConfig
+from polyad.train.config.run import RunConfig
 
 
 def small(**sections: dict[str, Any]) -> RunConfig:

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
+from polyad.train.config.rate import change_of_rate, schedule_line, schedule_notes
 from tests.train.config.test_describe import small
-from train.config.rate import change_of_rate, schedule_line, schedule_notes
 
 
 @pytest.mark.parametrize(

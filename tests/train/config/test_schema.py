@@ -8,9 +8,9 @@ import pytest
 import yaml
 from jsonschema import Draft202012Validator
 
-from launch.cli import run as polyad
-from launch.schema import schema, schema_text
-from train.config.run import config_of
+from polyad.launch.cli import run as polyad
+from polyad.launch.schema import schema, schema_text
+from polyad.train.config.run import config_of
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"
 FILES = {"run": "polyad.schema.json", "study": "study.schema.json"}

@@ -4,12 +4,12 @@ import shutil
 
 import pytest
 
-from launch.cli import run as polyad
-from parallel.checkpoint import checkpoint as reading
-from parallel.checkpoint.manifest import Manifest
-from parallel.checkpoint.newest import read_newest
-from parallel.checkpoint.storage import discard
-from parallel.weights import load_model
+from polyad.launch.cli import run as polyad
+from polyad.parallel.checkpoint import checkpoint as reading
+from polyad.parallel.checkpoint.manifest import Manifest
+from polyad.parallel.checkpoint.newest import read_newest
+from polyad.parallel.checkpoint.storage import discard
+from polyad.parallel.weights import load_model
 from tests.helpers.runs import weights_of
 
 pytestmark = pytest.mark.distributed

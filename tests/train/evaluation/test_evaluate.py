@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 import torch
 
-from data.text.dataset import PreparedData
-from launch.output import strict
-from parallel.weights import load_model
+from polyad.data.text.dataset import PreparedData
+from polyad.launch.output import strict
+from polyad.parallel.weights import load_model
+from polyad.train.evaluation.evaluate import result_table
+from polyad.train.tasks.scoring import TokenScore, perplexities
 from tests.helpers.everyday import everyday
 from tests.helpers.reference import reference_of
 from tests.helpers.runs import evaluation, run, write_config
-from train.evaluation.evaluate import result_table
-from train.tasks.scoring import TokenScore, perplexities
 
 pytestmark = pytest.mark.distributed
 
@@ -123,7 +123,7 @@ def test_measures_by_hand():
 def test_a_split_without_a_word_has_no_perplexity_a_word(
     workers, finished, tmp_path, texts, prepared_path
 ):
-    from data.text.prepare import prepare
+    from polyad.data.text.prepare import prepare
 
     (tmp_path / "blank.txt").write_text(" \n\t \n" * 50)
     prepare(
@@ -161,7 +161,7 @@ def test_a_data_folder_may_have_any_name(workers, finished, prepared_path, tmp_p
 
 
 def test_data_of_another_tokenizer_is_refused(finished, tmp_path, texts):
-    from data.text.prepare import prepare
+    from polyad.data.text.prepare import prepare
 
     prepare(str(texts), "train:500", tmp_path / "other", report=print)
     with pytest.raises(ValueError, match="their token ids mean different things"):

@@ -6,16 +6,12 @@ import shutil
 import pytest
 import torch
 
-from data.text.tokenizers.files import load_tokenizer
-from launch.cli import run as polyad
-from model.build import build_model, materialize
-from model.gpt2 import GPT2Config
-from tests.helpers.everyday import everyday
-from tests.helpers.huggingface import save_reference
-from tests.helpers.reference import reference_of
-from tests.helpers.runs import run, write_config
-from train.errors import ConfigError
-from train.evaluation.generate import (
+from polyad.data.text.tokenizers.files import load_tokenizer
+from polyad.launch.cli import run as polyad
+from polyad.model.build import build_model, materialize
+from polyad.model.gpt2 import GPT2Config
+from polyad.train.errors import ConfigError
+from polyad.train.evaluation.generate import (
     Sampling,
     TextStream,
     choose,
@@ -23,6 +19,10 @@ from train.evaluation.generate import (
     generate_ids,
     probabilities,
 )
+from tests.helpers.everyday import everyday
+from tests.helpers.huggingface import save_reference
+from tests.helpers.reference import reference_of
+from tests.helpers.runs import run, write_config
 
 GREEDY = Sampling(temperature=0)
 
@@ -268,7 +268,7 @@ def test_an_empty_prompt_begins_a_document(finished, prepared):
 
 @pytest.mark.distributed
 def test_a_hugging_face_folder_generates_as_the_run_it_was_made_of(finished, tmp_path):
-    from train.exchange.convert import convert
+    from polyad.train.exchange.convert import convert
 
     convert(finished, tmp_path / "theirs", "huggingface")
     ours = generate(finished, "import", sampling=GREEDY)

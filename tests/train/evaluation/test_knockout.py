@@ -7,19 +7,19 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from data.images.prepare import prepare_images
-from data.text.dataset import PreparedData
-from data.text.prepare import prepare
-from launch.cli import run as polyad
-from parallel.weights import load_model
+from polyad.data.images.prepare import prepare_images
+from polyad.data.text.dataset import PreparedData
+from polyad.data.text.prepare import prepare
+from polyad.launch.cli import run as polyad
+from polyad.parallel.weights import load_model
+from polyad.train.evaluation.knockout import knockout
+from polyad.train.evaluation.knockout_table import knockout_table
+from polyad.train.experts.report.command import report
+from polyad.train.experts.steering import parse_steering, steered
+from polyad.train.experts.token_classes import CHARACTERS, character_class
 from tests.helpers.images import class_folders
 from tests.helpers.pages import Page
 from tests.helpers.runs import evaluation, newest, run, write_config
-from train.evaluation.knockout import knockout
-from train.evaluation.knockout_table import knockout_table
-from train.experts.report.command import report
-from train.experts.steering import parse_steering, steered
-from train.experts.token_classes import CHARACTERS, character_class
 
 pytestmark = pytest.mark.distributed
 WINDOWS = 40

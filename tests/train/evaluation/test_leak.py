@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 import torch
 
-from data.text.dataset import PreparedData
-from data.text.prepare import prepare
-from launch.cli import run as polyad
-from model.cache import KeyValueCache
-from parallel.weights import load_model
+from polyad.data.text.dataset import PreparedData
+from polyad.data.text.prepare import prepare
+from polyad.launch.cli import run as polyad
+from polyad.model.cache import KeyValueCache
+from polyad.parallel.weights import load_model
+from polyad.train.evaluation.evaluate import result_table
 from tests.helpers.runs import evaluation, run, write_config
-from train.evaluation.evaluate import result_table
 
 pytestmark = pytest.mark.distributed
 

@@ -15,14 +15,14 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.registry import get_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from parallel.weights import load_model
+from polyad.parallel.weights import load_model
+from polyad.train import harness
+from polyad.train.errors import ConfigError
+from polyad.train.evaluation.lm_eval_adapter import PolyadLM
+from polyad.train.exchange.convert import convert
+from polyad.train.harness import make_known
 from tests.helpers.bert import their_bert
 from tests.helpers.runs import run, write_config
-from train import harness
-from train.errors import ConfigError
-from train.evaluation.lm_eval_adapter import PolyadLM
-from train.exchange.convert import convert
-from train.harness import make_known
 
 pytestmark = pytest.mark.distributed
 ROOT = Path(__file__).resolve().parents[3]
@@ -275,7 +275,7 @@ def results_of(tmp_path):
 
 
 def test_the_harness_runs_tasks_offline(finished, tasks, tmp_path, reference):
-    done = harness_command(tmp_path, "-m", "train.harness", tasks=tasks, finished=finished)
+    done = harness_command(tmp_path, "-m", "polyad.train.harness", tasks=tasks, finished=finished)
     assert done.returncode == 0, done.stderr[-3000:]
     results = results_of(tmp_path)
     assert results["results"]["polyad_choice"]["acc,none"] in (0.0, 0.5, 1.0)
@@ -313,7 +313,7 @@ def test_registration_does_nothing_in_other_processes(tmp_path):
     path = harness.register(tmp_path)
     code = (
         f"import sys, site; site.addsitedir({str(tmp_path)!r});"
-        "assert not {'train', 'lm_eval', 'torch'} & set(sys.modules)"
+        "assert not {'polyad.train', 'lm_eval', 'torch'} & set(sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")

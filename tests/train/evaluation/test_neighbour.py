@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from data.images.dataset import ImageData
-from data.images.prepare import prepare_images
-from train.evaluation.neighbour import nearest_neighbour_accuracy
+from polyad.data.images.dataset import ImageData
+from polyad.data.images.prepare import prepare_images
+from polyad.train.evaluation.neighbour import nearest_neighbour_accuracy
 
 
 def test_it_is_scikit_learns(tmp_path):

@@ -8,15 +8,15 @@ import torch
 import yaml
 from PIL import Image
 
-from data.images.imagenet import ALEXNET_ERRORS, imagenet_classes
-from data.images.prepare import prepare_images
-from parallel.checkpoint.checkpoint import find_checkpoint
-from parallel.weights import load_model
+from polyad.data.images.imagenet import ALEXNET_ERRORS, imagenet_classes
+from polyad.data.images.prepare import prepare_images
+from polyad.parallel.checkpoint.checkpoint import find_checkpoint
+from polyad.parallel.weights import load_model
+from polyad.train.errors import ConfigError
+from polyad.train.evaluation.robustness import check_order
 from tests.helpers.images import encoded, picture
 from tests.helpers.runs import run, scored_set
 from tests.helpers.workers import WorkerError
-from train.errors import ConfigError
-from train.evaluation.robustness import check_order
 
 pytestmark = pytest.mark.distributed
 IDS = imagenet_classes()

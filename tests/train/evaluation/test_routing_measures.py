@@ -9,14 +9,14 @@ import torch
 from scipy.stats import entropy
 from sklearn.metrics import mutual_info_score, normalized_mutual_info_score
 
-from data.text.dataset import PreparedData
-from launch.cli import run as polyad
-from parallel.weights import load_model
+from polyad.data.text.dataset import PreparedData
+from polyad.launch.cli import run as polyad
+from polyad.parallel.weights import load_model
+from polyad.train.evaluation.specialization import specialization, specialization_table
+from polyad.train.experts.report.command import report
 from tests.helpers.fine_tuned import one_by_one, table, trainer
 from tests.helpers.pages import Page
 from tests.helpers.runs import run, write_config
-from train.evaluation.specialization import specialization, specialization_table
-from train.experts.report.command import report
 
 pytestmark = pytest.mark.distributed
 

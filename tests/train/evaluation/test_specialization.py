@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from model.build import build_model, materialize, read_model_config
-from train.experts.leaving_out import leaving_out, without_capacity
-from train.experts.probing import routed_layers
-from train.experts.specialization import LeaveOneOut
+from polyad.model.build import build_model, materialize, read_model_config
+from polyad.train.experts.leaving_out import leaving_out, without_capacity
+from polyad.train.experts.probing import routed_layers
+from polyad.train.experts.specialization import LeaveOneOut
 
 IMAGES = {
     "image_size": 8, "patch_size": 4, "num_classes": 4, "num_layers": 2, "hidden_size": 16,

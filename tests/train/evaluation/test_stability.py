@@ -8,19 +8,19 @@ import tempfile
 import pytest
 import torch
 
-from data.text.attack import WordSwap
-from data.text.dataset import PreparedData
-from data.text.prepare import prepare
-from launch.cli import run as polyad
-from launch.output import strict
-from parallel.weights import load_model
+from polyad.data.text.attack import WordSwap
+from polyad.data.text.dataset import PreparedData
+from polyad.data.text.prepare import prepare
+from polyad.launch.cli import run as polyad
+from polyad.launch.output import strict
+from polyad.parallel.weights import load_model
+from polyad.train.errors import ConfigError
+from polyad.train.evaluation.evaluate import result_table
+from polyad.train.evaluation.stability import compare, comparison_table
+from polyad.train.experts.report.charts import number
+from polyad.train.experts.report.command import report
 from tests.helpers.everyday import everyday
 from tests.helpers.runs import evaluation, records, reseal, run, write_config
-from train.errors import ConfigError
-from train.evaluation.evaluate import result_table
-from train.evaluation.stability import compare, comparison_table
-from train.experts.report.charts import number
-from train.experts.report.command import report
 
 pytestmark = pytest.mark.distributed
 

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from train.evaluation.unigram import count_tokens, unigram_perplexity
+from polyad.train.evaluation.unigram import count_tokens, unigram_perplexity
 
 
 class Stream:
@@ -21,7 +21,7 @@ class Stream:
 
 
 def test_unigram_perplexity_is_that_worked_out_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("train.evaluation.unigram.CHUNK_TOKENS", 2)
+    monkeypatch.setattr("polyad.train.evaluation.unigram.CHUNK_TOKENS", 2)
     train, held_out = Stream([0, 0, 0, 1, 1]), Stream([0, 1, 2])
     assert count_tokens(train, 3).tolist() == [3, 2, 0]  # type: ignore[arg-type]
     # (4, 3, 1) / 8 after adding one; their geometric mean is (12 / 512) ** (1 / 3).

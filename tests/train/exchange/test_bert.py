@@ -7,20 +7,20 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from data.text.prepare import prepare
-from data.text.tokenizers.wordpiece import SPECIAL, VOCABULARY_FILE
-from launch.cli import run as polyad
-from model.build import build_model, materialize
-from model.lora import LoRAConfig, add_lora
-from parallel.checkpoint.checkpoint import Checkpoint, find_checkpoint
-from parallel.weights import load_model
+from polyad.data.text.prepare import prepare
+from polyad.data.text.tokenizers.wordpiece import SPECIAL, VOCABULARY_FILE
+from polyad.launch.cli import run as polyad
+from polyad.model.build import build_model, materialize
+from polyad.model.lora import LoRAConfig, add_lora
+from polyad.parallel.checkpoint.checkpoint import Checkpoint, find_checkpoint
+from polyad.parallel.weights import load_model
+from polyad.train.exchange.convert import convert
+from polyad.train.exchange.split import Splitting
+from polyad.train.exchange.upcycle import Upcycling
 from tests.helpers import sequences as made
 from tests.helpers.bert import padded_input, their_bert
 from tests.helpers.everyday import everyday
 from tests.helpers.runs import evaluation, records, run, run_and_listen, write_config
-from train.exchange.convert import convert
-from train.exchange.split import Splitting
-from train.exchange.upcycle import Upcycling
 
 CLASSES = ("BertModel", "BertForMaskedLM", "BertForSequenceClassification")
 CUES = [word for words in made.WORDS.values() for word in words.split()]

@@ -9,11 +9,14 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from data.text.dataset import PreparedData
-from launch.cli import run as polyad
-from parallel.checkpoint.checkpoint import Checkpoint
-from parallel.fragments import MASTER
-from parallel.weights import load_model
+from polyad.data.text.dataset import PreparedData
+from polyad.launch.cli import run as polyad
+from polyad.parallel.checkpoint.checkpoint import Checkpoint
+from polyad.parallel.fragments import MASTER
+from polyad.parallel.weights import load_model
+from polyad.train.errors import ConfigError
+from polyad.train.exchange.convert import conversion_table, convert
+from polyad.train.tasks.tokenizers import need_tokenizer, tokenizer_of
 from tests.helpers.everyday import everyday
 from tests.helpers.huggingface import save_reference
 from tests.helpers.runs import (
@@ -27,9 +30,6 @@ from tests.helpers.runs import (
     write_config,
 )
 from tests.helpers.training import tensors
-from train.errors import ConfigError
-from train.exchange.convert import conversion_table, convert
-from train.tasks.tokenizers import need_tokenizer, tokenizer_of
 
 pytestmark = pytest.mark.distributed
 
@@ -229,7 +229,7 @@ def test_the_tokenizer_of_an_older_checkpoint_is_that_of_its_data(finished, tmp_
 
 
 def test_another_tokenizer_is_refused(finished, tmp_path, prepared_path, texts):
-    from data.text.prepare import prepare
+    from polyad.data.text.prepare import prepare
 
     prepare(str(texts), "train:300", tmp_path / "other", report=print)
     checkpoint = Checkpoint(newest(finished))
@@ -241,7 +241,7 @@ def test_another_tokenizer_is_refused(finished, tmp_path, prepared_path, texts):
 def test_a_start_from_another_model_or_tokenizer_is_refused(
     workers, exported, tmp_path, prepared_path, texts
 ):
-    from data.text.prepare import prepare
+    from polyad.data.text.prepare import prepare
 
     def refused(config, *overrides):
         _, text, status = workers(1).run(run_expecting_error, config, *overrides)[0]
@@ -307,7 +307,7 @@ def test_a_conversion_that_fails_leaves_nothing(finished, tmp_path, monkeypatch)
     def full(*_):
         raise OSError(28, "No space left on device", "x")
 
-    monkeypatch.setattr("train.exchange.writers.write_safetensors", full)
+    monkeypatch.setattr("polyad.train.exchange.writers.write_safetensors", full)
     with pytest.raises(OSError, match="No space"):
         convert(finished, tmp_path / "new", "huggingface")
     assert list(tmp_path.iterdir()) == []

@@ -6,10 +6,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from launch.cli import run as polyad
-from parallel.checkpoint.checkpoint import Checkpoint
-from parallel.fragments import MASTER
-from parallel.weights import load_model
+from polyad.launch.cli import run as polyad
+from polyad.parallel.checkpoint.checkpoint import Checkpoint
+from polyad.parallel.fragments import MASTER
+from polyad.parallel.weights import load_model
+from polyad.train.evaluation.generate import Sampling, generate
+from polyad.train.exchange.convert import conversion_table, convert
 from tests.helpers.everyday import everyday
 from tests.helpers.runs import (
     FEED_FORWARDS,
@@ -19,8 +21,6 @@ from tests.helpers.runs import (
     write_config,
 )
 from tests.helpers.training import tensors
-from train.evaluation.generate import Sampling, generate
-from train.exchange.convert import conversion_table, convert
 
 pytestmark = pytest.mark.distributed
 

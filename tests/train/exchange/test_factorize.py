@@ -6,15 +6,15 @@ import torch
 import yaml
 from safetensors.torch import load_file, save_file
 
-from launch.cli import run as polyad
-from model.build import build_model, initial_values, read_model_config
-from parallel.checkpoint.checkpoint import Checkpoint
-from parallel.weights import load_model
+from polyad.launch.cli import run as polyad
+from polyad.model.build import build_model, initial_values, read_model_config
+from polyad.parallel.checkpoint.checkpoint import Checkpoint
+from polyad.parallel.weights import load_model
+from polyad.train.exchange.convert import convert
+from polyad.train.exchange.factorize import Factorizing
 from tests.helpers.bert import padded_input, their_bert
 from tests.helpers.everyday import everyday
 from tests.helpers.runs import evaluation, run, write_config
-from train.exchange.convert import convert
-from train.exchange.factorize import Factorizing
 
 TEXT = {"num_layers": 2, "hidden_size": 32, "num_heads": 4, "sequence_length": 32,
         "vocab_size": 400}  # fmt: skip

@@ -7,14 +7,14 @@ import torch
 import yaml
 from safetensors.torch import save_file
 
-from launch.cli import run as polyad
-from model.build import build_model, initial_values, read_model_config
-from model.settings import ModelSettings
-from parallel.checkpoint.checkpoint import Checkpoint
-from parallel.weights import load_model
+from polyad.launch.cli import run as polyad
+from polyad.model.build import build_model, initial_values, read_model_config
+from polyad.model.settings import ModelSettings
+from polyad.parallel.checkpoint.checkpoint import Checkpoint
+from polyad.parallel.weights import load_model
+from polyad.train.exchange.convert import convert
+from polyad.train.exchange.linear_score import LinearScores
 from tests.helpers.runs import evaluation, records, run, write_config
-from train.exchange.convert import convert
-from train.exchange.linear_score import LinearScores
 
 EXPERTS = {"kind": "smoe", "num_experts": 4, "expert_hidden_size": 24, "score": "attentive"}
 FOLLOWING = EXPERTS | {"expert_keys": "hidden_means"}

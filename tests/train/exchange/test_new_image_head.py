@@ -6,17 +6,17 @@ import pytest
 import torch
 import yaml
 
-from data.images.prepare import prepare_images
-from parallel.checkpoint.checkpoint import Checkpoint
-from parallel.weights import load_model
+from polyad.data.images.prepare import prepare_images
+from polyad.parallel.checkpoint.checkpoint import Checkpoint
+from polyad.parallel.weights import load_model
+from polyad.train.errors import ConfigError
+from polyad.train.evaluation.evaluate import evaluate
+from polyad.train.exchange.convert import convert
+from polyad.train.exchange.split import Splitting
+from polyad.train.exchange.upcycle import Upcycling
 from tests.helpers import images as made
 from tests.helpers.everyday import everyday
 from tests.helpers.runs import evaluation, run, run_and_listen, run_expecting_error
-from train.errors import ConfigError
-from train.evaluation.evaluate import evaluate
-from train.exchange.convert import convert
-from train.exchange.split import Splitting
-from train.exchange.upcycle import Upcycling
 
 pytestmark = pytest.mark.distributed
 

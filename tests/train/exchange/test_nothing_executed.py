@@ -14,13 +14,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from launch.cli import run as polyad
-from parallel.checkpoint.commit import complete_checkpoints
-from parallel.checkpoint.manifest import CheckpointError, record_of, render
-from parallel.checkpoint.snapshot import SnapshotWriter
-from parallel.weights import load_model
+from polyad.launch.cli import run as polyad
+from polyad.parallel.checkpoint.commit import complete_checkpoints
+from polyad.parallel.checkpoint.manifest import CheckpointError, record_of, render
+from polyad.parallel.checkpoint.snapshot import SnapshotWriter
+from polyad.parallel.weights import load_model
+from polyad.train.exchange.convert import convert
 from tests.helpers.runs import write_config
-from train.exchange.convert import convert
 
 pytestmark = pytest.mark.distributed
 ROOT = Path(__file__).resolve().parents[3]

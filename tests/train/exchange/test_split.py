@@ -7,18 +7,18 @@ import torch
 import yaml
 from safetensors.torch import load_file, save_file
 
-from launch.cli import run as polyad
-from model.build import build_model, initial_values, read_model_config
-from model.emoe.clustering import normalized, objective
-from parallel.checkpoint.checkpoint import Checkpoint
-from parallel.weights import load_model
+from polyad.launch.cli import run as polyad
+from polyad.model.build import build_model, initial_values, read_model_config
+from polyad.model.emoe.clustering import normalized, objective
+from polyad.parallel.checkpoint.checkpoint import Checkpoint
+from polyad.parallel.weights import load_model
+from polyad.train.evaluation.generate import Sampling, generate
+from polyad.train.exchange.convert import convert
+from polyad.train.exchange.split import Merging, Splitting
+from polyad.train.exchange.upcycle import Upcycling
 from tests.helpers.everyday import everyday
 from tests.helpers.huggingface import save_reference
 from tests.helpers.runs import evaluation, newest, records, run, weights_of, write_config
-from train.evaluation.generate import Sampling, generate
-from train.exchange.convert import convert
-from train.exchange.split import Merging, Splitting
-from train.exchange.upcycle import Upcycling
 
 IMAGES = {"num_layers": 4, "hidden_size": 32, "image_size": 16, "patch_size": 4, "num_classes": 7}
 MODELS = {

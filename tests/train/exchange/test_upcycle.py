@@ -7,17 +7,17 @@ import torch
 import yaml
 from safetensors.torch import save_file
 
-from launch.cli import run as polyad
-from model.build import build_model, initial_value, initial_values
-from model.gpt2 import GPT2Config
-from parallel.checkpoint.checkpoint import Checkpoint
-from parallel.weights import load_model
+from polyad.launch.cli import run as polyad
+from polyad.model.build import build_model, initial_value, initial_values
+from polyad.model.gpt2 import GPT2Config
+from polyad.parallel.checkpoint.checkpoint import Checkpoint
+from polyad.parallel.weights import load_model
+from polyad.train.evaluation.generate import Sampling, generate
+from polyad.train.exchange.convert import conversion_table, convert
+from polyad.train.exchange.upcycle import Upcycling
 from tests.helpers.everyday import everyday
 from tests.helpers.huggingface import save_reference
 from tests.helpers.runs import evaluation, records, run, write_config
-from train.evaluation.generate import Sampling, generate
-from train.exchange.convert import conversion_table, convert
-from train.exchange.upcycle import Upcycling
 
 SIZES = {"num_layers": 4, "hidden_size": 32, "num_heads": 4, "sequence_length": 32}
 

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from model.smoe.selection import Selected
-from train.experts.information import information_bits
-from train.experts.probing import Decision, RoutedLayer
-from train.experts.report.by_class import ExpertsByClass, LevelByClass
-from train.experts.report.by_class_page import level_matrix
+from polyad.model.smoe.selection import Selected
+from polyad.train.experts.information import information_bits
+from polyad.train.experts.probing import Decision, RoutedLayer
+from polyad.train.experts.report.by_class import ExpertsByClass, LevelByClass
+from polyad.train.experts.report.by_class_page import level_matrix
 
 
 def test_information_by_hand():

@@ -2,9 +2,9 @@
 
 import pytest
 
-from train.errors import ConfigError
-from train.experts.chosen import check_experts, choose_layers, columns_of
-from train.experts.probing import RoutedLayer
+from polyad.train.errors import ConfigError
+from polyad.train.experts.chosen import check_experts, choose_layers, columns_of
+from polyad.train.experts.probing import RoutedLayer
 
 LAYERS = [RoutedLayer(name=f"blocks.{n}.feed_forward", levels=(3, 2)) for n in (1, 3, 5, 7, 9)]
 

@@ -5,14 +5,12 @@ import math
 import pytest
 import torch
 
-from data.text.dataset import PreparedData
-from data.text.windows import EvaluationWindows, SpreadWindows
-from model.smoe.selection import Selected
-from parallel.weights import load_model
-from tests.helpers.everyday import everyday
-from tests.helpers.runs import records, run, run_expecting_error, write_config
-from train.evaluation.stability import compare
-from train.experts.fluctuation import (
+from polyad.data.text.dataset import PreparedData
+from polyad.data.text.windows import EvaluationWindows, SpreadWindows
+from polyad.model.smoe.selection import Selected
+from polyad.parallel.weights import load_model
+from polyad.train.evaluation.stability import compare
+from polyad.train.experts.fluctuation import (
     Probe,
     differences,
     encode,
@@ -20,7 +18,9 @@ from train.experts.fluctuation import (
     fluctuation_record,
     shares,
 )
-from train.experts.probing import Decision, RoutedLayer
+from polyad.train.experts.probing import Decision, RoutedLayer
+from tests.helpers.everyday import everyday
+from tests.helpers.runs import records, run, run_expecting_error, write_config
 
 SMOE = {"kind": "smoe", "num_experts": 4, "expert_hidden_size": 32, "graph": "similarity"}
 MUMOE = {"kind": "mumoe", "factorization": "cp", "num_experts": [6, 2]}
@@ -240,7 +240,7 @@ def test_what_cannot_be_logged_is_refused(tmp_path, prepared_path, override, exp
 
 @pytest.mark.distributed
 def test_data_without_a_validation_split_is_refused(tmp_path, texts, prepared_path):
-    from data.text.prepare import prepare
+    from polyad.data.text.prepare import prepare
 
     prepare(str(texts), str(prepared_path), tmp_path / "data", validation_fraction=0.0,
             report=lambda line: None)  # fmt: skip

@@ -9,10 +9,10 @@ import torch
 from scipy.stats import entropy
 from sklearn.metrics import mutual_info_score, normalized_mutual_info_score
 
-from model.smoe.selection import Selected
-from train.errors import ConfigError
-from train.experts.gate_entropy import GateEntropies
-from train.experts.information import (
+from polyad.model.smoe.selection import Selected
+from polyad.train.errors import ConfigError
+from polyad.train.experts.gate_entropy import GateEntropies
+from polyad.train.experts.information import (
     entropy_bits,
     groups_of_samples,
     information_bits,
@@ -20,7 +20,7 @@ from train.experts.information import (
     normalized_information,
     purity,
 )
-from train.experts.probing import Decision, RoutedLayer
+from polyad.train.experts.probing import Decision, RoutedLayer
 
 
 @pytest.mark.parametrize(

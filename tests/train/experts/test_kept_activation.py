@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch.nn.functional import gelu
 
-from launch.cli import run
-from model.build import build_model, materialize
+from polyad.launch.cli import run
+from polyad.model.build import build_model, materialize
+from polyad.train.experts.kept_activation import kept_activation
 from tests.helpers.emergent import emoe_model
 from tests.helpers.training import MODEL
-from train.experts.kept_activation import kept_activation
 
 GROUPS, UNITS = 4, 12
 NAME = "blocks.1.feed_forward"

@@ -7,16 +7,16 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from model.bert import BertConfig
-from model.build import build_model, materialize
-from model.emoe.layer import EmergentMoE
-from model.gpt2 import GPT2Config
+from polyad.model.bert import BertConfig
+from polyad.model.build import build_model, materialize
+from polyad.model.emoe.layer import EmergentMoE
+from polyad.model.gpt2 import GPT2Config
+from polyad.train.errors import ConfigError
+from polyad.train.experts.class_changes import ChangeSums
+from polyad.train.experts.knockout import Focus, KnockOut, focus
+from polyad.train.experts.predicted_text import Passages, embedded, losses, through
+from polyad.train.experts.probing import deciding, routed_layers
 from tests.helpers.everyday import everyday
-from train.errors import ConfigError
-from train.experts.class_changes import ChangeSums
-from train.experts.knockout import Focus, KnockOut, focus
-from train.experts.predicted_text import Passages, embedded, losses, through
-from train.experts.probing import deciding, routed_layers
 
 WINDOWS, LENGTH, VOCABULARY, BATCH = 7, 12, 61, 3
 SPARSE = {"kind": "smoe", "num_experts": 6, "expert_hidden_size": 8, "top_k": 2}

@@ -12,17 +12,17 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
-from data.text.dataset import PreparedData
-from data.text.prepare import prepare
-from launch.cli import run as polyad
-from parallel.weights import load_model
+from polyad.data.text.dataset import PreparedData
+from polyad.data.text.prepare import prepare
+from polyad.launch.cli import run as polyad
+from polyad.parallel.weights import load_model
+from polyad.train.experts.probing import routed_layers
+from polyad.train.experts.report.command import report
+from polyad.train.experts.report.reading import Choice, Text, read_text
+from polyad.train.experts.report.words import has_word
 from tests.helpers.everyday import everyday
 from tests.helpers.pages import Page
 from tests.helpers.runs import run, write_config
-from train.experts.probing import routed_layers
-from train.experts.report.command import report
-from train.experts.report.reading import Choice, Text, read_text
-from train.experts.report.words import has_word
 
 pytestmark = pytest.mark.distributed
 

@@ -10,15 +10,15 @@ from scipy.stats import entropy
 from sklearn.metrics import confusion_matrix, mutual_info_score, precision_recall_fscore_support
 from torch.nn.functional import cross_entropy
 
-from launch.cli import run as polyad
-from parallel.checkpoint.checkpoint import best_checkpoint
+from polyad.launch.cli import run as polyad
+from polyad.parallel.checkpoint.checkpoint import best_checkpoint
+from polyad.train.errors import ConfigError
+from polyad.train.experts.report.command import report
 from tests.helpers import sequences as made
 from tests.helpers.everyday import everyday
 from tests.helpers.fine_tuned import KINDS, NAMES, counted, one_by_one, table, trainer
 from tests.helpers.pages import Page
 from tests.helpers.runs import evaluation, records
-from train.errors import ConfigError
-from train.experts.report.command import report
 
 pytestmark = pytest.mark.distributed
 

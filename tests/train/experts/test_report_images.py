@@ -11,15 +11,15 @@ import yaml
 from PIL import Image
 from sklearn.metrics import confusion_matrix
 
-from data.images.prepare import prepare_images
-from parallel.checkpoint.checkpoint import find_checkpoint
-from parallel.weights import load_model
+from polyad.data.images.prepare import prepare_images
+from polyad.parallel.checkpoint.checkpoint import find_checkpoint
+from polyad.parallel.weights import load_model
+from polyad.train.errors import ConfigError
+from polyad.train.experts.probing import deciding, routed_layers
+from polyad.train.experts.report.command import report
+from polyad.train.tasks.mixing import normalize
 from tests.helpers import images as made
 from tests.helpers.runs import run
-from train.errors import ConfigError
-from train.experts.probing import deciding, routed_layers
-from train.experts.report.command import report
-from train.tasks.mixing import normalize
 
 pytestmark = pytest.mark.distributed
 MODELS = {
@@ -94,8 +94,8 @@ def test_a_head_of_experts_is_named_and_read(workers, tmp_path):
 
 def coefficients(trained, layer_name):
     """[images, tokens, experts] of the validation split, and the images themselves."""
-    from train.config.run import load_config
-    from train.tasks.images import ImageClassification
+    from polyad.train.config.run import load_config
+    from polyad.train.tasks.images import ImageClassification
 
     config = load_config(trained / "config.yaml")
     task = ImageClassification.open(config.for_task())
@@ -148,8 +148,8 @@ def test_maps_are_each_patchs_first_expert(trained, tmp_path):
 
 
 def test_scores_and_experts_of_each_class(trained, tmp_path):
-    from train.config.run import load_config
-    from train.tasks.images import ImageClassification
+    from polyad.train.config.run import load_config
+    from polyad.train.tasks.images import ImageClassification
 
     result = report(trained, output=tmp_path / "page.html", top=4)["classes"]
     task = ImageClassification.open(load_config(trained / "config.yaml").for_task())

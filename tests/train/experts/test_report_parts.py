@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from train.errors import ConfigError
-from train.experts.probing import RoutedLayer
-from train.experts.report.charts import (
+from polyad.train.errors import ConfigError
+from polyad.train.experts.probing import RoutedLayer
+from polyad.train.experts.report.charts import (
     LEFT,
     Line,
     _indices,
@@ -22,12 +22,12 @@ from train.experts.report.charts import (
     number,
     ticks,
 )
-from train.experts.report.history import read_history
-from train.experts.report.layers import _load_figures, visible
-from train.experts.report.reading import Top, merged
-from train.experts.report.snippets import Documents, pieces
-from train.experts.report.top_tokens import STRETCH, TopTokens, choose_experts
-from train.experts.report.words import WordTokens, has_word
+from polyad.train.experts.report.history import read_history
+from polyad.train.experts.report.layers import _load_figures, visible
+from polyad.train.experts.report.reading import Top, merged
+from polyad.train.experts.report.snippets import Documents, pieces
+from polyad.train.experts.report.top_tokens import STRETCH, TopTokens, choose_experts
+from polyad.train.experts.report.words import WordTokens, has_word
 
 LAYER = "routing/blocks.1.feed_forward"
 

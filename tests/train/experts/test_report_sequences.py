@@ -6,9 +6,16 @@ import torch
 from sklearn.metrics import confusion_matrix
 from torch.nn.functional import cross_entropy
 
-from data.text.tokenizers.wordpiece import SPECIAL, VOCABULARY_FILE
-from parallel.checkpoint.checkpoint import Checkpoint, find_checkpoint
-from parallel.weights import load_model
+from polyad.data.text.tokenizers.wordpiece import SPECIAL, VOCABULARY_FILE
+from polyad.parallel.checkpoint.checkpoint import Checkpoint, find_checkpoint
+from polyad.parallel.weights import load_model
+from polyad.train.config.run import load_config
+from polyad.train.errors import ConfigError
+from polyad.train.exchange.convert import convert
+from polyad.train.exchange.split import Splitting
+from polyad.train.experts.report.command import report
+from polyad.train.experts.report.sequence_pass import read_sequences
+from polyad.train.tasks.sequences import SequenceTask
 from tests.helpers.everyday import everyday
 from tests.helpers.fine_tuned import (
     KINDS,
@@ -22,13 +29,6 @@ from tests.helpers.fine_tuned import (
 )
 from tests.helpers.pages import Page
 from tests.helpers.runs import evaluation
-from train.config.run import load_config
-from train.errors import ConfigError
-from train.exchange.convert import convert
-from train.exchange.split import Splitting
-from train.experts.report.command import report
-from train.experts.report.sequence_pass import read_sequences
-from train.tasks.sequences import SequenceTask
 
 pytestmark = pytest.mark.distributed
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch.nn.functional import cosine_similarity, gelu
 
-from model.build import build_model, materialize
-from model.gpt2 import GPT2Config
-from train.experts.probing import Decision, RoutedLayer, deciding, routed_layers
-from train.experts.similarity import ExpertSimilarity
+from polyad.model.build import build_model, materialize
+from polyad.model.gpt2 import GPT2Config
+from polyad.train.experts.probing import Decision, RoutedLayer, deciding, routed_layers
+from polyad.train.experts.similarity import ExpertSimilarity
 
 SMALL = {
     "hidden_size": 16,

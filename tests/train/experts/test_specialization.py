@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from train.experts.specialization import polysemanticity
+from polyad.train.experts.specialization import polysemanticity
 
 
 def test_polysemanticity_by_hand():

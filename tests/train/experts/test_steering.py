@@ -6,15 +6,14 @@ from itertools import pairwise
 import pytest
 import torch
 
-from launch.cli import run as polyad
-from model.build import build_model, materialize
-from model.gpt2 import GPT2Config
-from model.mumoe.config import FACTORIZATIONS
-from model.smoe.scores import SCORES
-from tests.helpers.everyday import everyday
-from train.errors import ConfigError
-from train.evaluation.generate import Sampling, generate_ids
-from train.experts.steering import (
+from polyad.launch.cli import run as polyad
+from polyad.model.build import build_model, materialize
+from polyad.model.gpt2 import GPT2Config
+from polyad.model.mumoe.config import FACTORIZATIONS
+from polyad.model.smoe.scores import SCORES
+from polyad.train.errors import ConfigError
+from polyad.train.evaluation.generate import Sampling, generate_ids
+from polyad.train.experts.steering import (
     Steering,
     effect,
     effect_lines,
@@ -22,6 +21,7 @@ from train.experts.steering import (
     parse_steering,
     steered,
 )
+from tests.helpers.everyday import everyday
 
 DRAWN = Sampling(temperature=2.0, seed=3)
 LEVELS = [6, 3]

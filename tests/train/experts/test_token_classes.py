@@ -6,9 +6,9 @@ import tokenizers
 import torch
 from tokenizers import decoders, models, pre_tokenizers
 
-from data.text.tokenizers.tokenizer import Tokenizer
-from data.text.tokenizers.wordpiece import wordpiece
-from train.experts.token_classes import (
+from polyad.data.text.tokenizers.tokenizer import Tokenizer
+from polyad.data.text.tokenizers.wordpiece import wordpiece
+from polyad.train.experts.token_classes import (
     BINS,
     CHARACTERS,
     Shifts,

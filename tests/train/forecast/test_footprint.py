@@ -4,17 +4,17 @@ from pathlib import Path
 
 import pytest
 
-from parallel.plan.devices import DEVICES
-from parallel.plan.traffic import Amount
+from polyad.parallel.plan.devices import DEVICES
+from polyad.parallel.plan.traffic import Amount
+from polyad.train.config.rules import validate
+from polyad.train.config.run import load_config
+from polyad.train.forecast.forecast import Machines, with_libraries
+from polyad.train.forecast.layouts import tried
+from polyad.train.forecast.step import footprint
+from polyad.train.layout.small import small_config
+from polyad.train.tasks.random_input import flops_of_unit, random_batch
 from tests.helpers.everyday import everyday
 from tests.helpers.footprints import measured_rise, save_start, second_step
-from train.config.rules import validate
-from train.config.run import load_config
-from train.forecast.forecast import Machines, with_libraries
-from train.forecast.layouts import tried
-from train.forecast.step import footprint
-from train.layout.small import small_config
-from train.tasks.random_input import flops_of_unit, random_batch
 
 pytestmark = [pytest.mark.distributed, pytest.mark.usefixtures("no_process_group")]
 

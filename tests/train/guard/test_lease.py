@@ -15,16 +15,16 @@ from unittest import mock
 
 import pytest
 
-from parallel import comm
-from train.errors import ConfigError
-from train.guard.lease import Lease, LeaseTaken
-from train.guard.run_folder import LEASE_FILE, RunLock
+from polyad.parallel import comm
+from polyad.train.errors import ConfigError
+from polyad.train.guard.lease import Lease, LeaseTaken
+from polyad.train.guard.run_folder import LEASE_FILE, RunLock
 
 ROOT = Path(__file__).resolve().parents[3]
 HOLD = """
 import sys, time
 from pathlib import Path
-from train.guard.lease import Lease
+from polyad.train.guard.lease import Lease
 lease = Lease(Path(sys.argv[1]), seconds=float(sys.argv[2]))
 print("held", flush=True)
 time.sleep(60)

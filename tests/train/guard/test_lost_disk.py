@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.cli import run as polyad
+from polyad.launch.cli import run as polyad
 from tests.helpers.lost_disk import (
     error_of_a_full_tensorboard,
     run_that_loses_its_folder,

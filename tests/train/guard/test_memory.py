@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from data.images.config import ImageDataConfig
-from parallel.dims import Dims
+from polyad.data.images.config import ImageDataConfig
+from polyad.parallel.dims import Dims
+from polyad.train.config.run import RunConfig, load_config
+from polyad.train.config.smaller import to_build, to_evaluate, to_train, to_validate
+from polyad.train.guard.memory import is_out_of_memory
 from tests.helpers.runs import run, write_config
-from train.config.run import RunConfig, load_config
-from train.config.smaller import to_build, to_evaluate, to_train, to_validate
-from train.guard.memory import is_out_of_memory
 
 ROOT = Path(__file__).resolve().parents[3]
 LIMIT = "1.5"  # GiB beside the libraries; a small run and the stacks of its threads take a third
@@ -36,7 +36,13 @@ def limited(rank: int, *arguments: object, processes: int = 1) -> str:
     """Standard error of a command that fails, whose process RANK may have LIMIT GiB more."""
     words = ["-m", "tests.helpers.limited", LIMIT, str(rank), *map(str, arguments)]
     if processes > 1:
-        torchrun = ("-m", "launch.torchrun", "--standalone", "--nproc-per-node", str(processes))
+        torchrun = (
+            "-m",
+            "polyad.launch.torchrun",
+            "--standalone",
+            "--nproc-per-node",
+            str(processes),
+        )
         words = [*torchrun, *words]
     names = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"}
     environment = {k: v for k, v in os.environ.items() if k not in names}

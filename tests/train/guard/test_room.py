@@ -4,9 +4,9 @@ import shutil
 
 import pytest
 
-from parallel.config import CheckpointConfig
-from train.errors import ConfigError
-from train.guard.room import check_room
+from polyad.parallel.config import CheckpointConfig
+from polyad.train.errors import ConfigError
+from polyad.train.guard.room import check_room
 
 SIZE = 1_000
 

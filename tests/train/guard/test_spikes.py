@@ -9,6 +9,10 @@ import numpy as np
 import pytest
 import torch
 
+from polyad.train.guard.limits import NO_LIMITS, Limits
+from polyad.train.guard.monitor import MonitorConfig
+from polyad.train.guard.spikes import batches_left_out, limits_of, remember, spike_line
+from polyad.train.state import TrainState
 from tests.helpers.everyday import everyday
 from tests.helpers.runs import FEED_FORWARDS, records, run, write_config
 from tests.helpers.spikes import (
@@ -18,10 +22,6 @@ from tests.helpers.spikes import (
     run_without,
 )
 from tests.helpers.training import tensors
-from train.guard.limits import NO_LIMITS, Limits
-from train.guard.monitor import MonitorConfig
-from train.guard.spikes import batches_left_out, limits_of, remember, spike_line
-from train.state import TrainState
 
 MONITOR = {"monitor__spike_warmup": 8, "monitor__spike_window": 16}
 STEPS, BAD = 16, 11  # global batch 11 is that of step 12, judged by 11 steps before it

@@ -9,8 +9,8 @@ import time
 import pytest
 import torch
 
-from launch.machine import END_WITH_PARENT
-from parallel.checkpoint.commit import complete_checkpoints
+from polyad.launch.machine import END_WITH_PARENT
+from polyad.parallel.checkpoint.commit import complete_checkpoints
 from tests.helpers.everyday import everyday
 from tests.helpers.interrupting import leave_the_shell, slow_saves, slow_steps
 from tests.helpers.runs import records, write_config

@@ -4,9 +4,9 @@ import socket
 
 import pytest
 
-from parallel import comm, probe
+from polyad.parallel import comm, probe
+from polyad.train.guard.stragglers import Stragglers
 from tests.helpers.runs import records, write_config
-from train.guard.stragglers import Stragglers
 
 MS = 1_000_000
 

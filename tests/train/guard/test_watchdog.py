@@ -7,9 +7,9 @@ import time
 
 import pytest
 
+from polyad.train.guard.watchdog import Beat, Judge
 from tests.helpers.runs import write_config
 from tests.helpers.stalls import sleep_in_python, sleep_with_the_lock
-from train.guard.watchdog import Beat, Judge
 
 LIMIT = 10.0
 

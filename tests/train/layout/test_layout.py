@@ -7,16 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from launch.cli import run as polyad
-from model.build import build_model, count_parameters
-from model.smoe.config import SparseMoEConfig
+from polyad.launch.cli import run as polyad
+from polyad.model.build import build_model, count_parameters
+from polyad.model.smoe.config import SparseMoEConfig
+from polyad.train.config.adaptation import model_of
+from polyad.train.config.run import RunConfig, load_config
+from polyad.train.layout.compare import worst
+from polyad.train.layout.small import small_config
+from polyad.train.layout.verify import KINDS, alone, run_alone
 from tests.helpers.everyday import everyday
 from tests.helpers.layouts import compared
-from train.config.adaptation import model_of
-from train.config.run import RunConfig, load_config
-from train.layout.compare import worst
-from train.layout.small import small_config
-from train.layout.verify import KINDS, alone, run_alone
 
 ROOT = Path(__file__).resolve().parents[3]
 FOLDERS = ("bert", "gpt2", "mixer", "vit")
@@ -123,7 +123,15 @@ def test_a_gradient_that_is_wrong_on_one_process_is_named(workers, tmp_path, par
 def test_the_command_compares_and_writes_json(tmp_path: Path) -> None:
     done = subprocess.run(
         [
-            *(sys.executable, "-m", "launch", "verify-layout", str(SPARSE), "--processes", "2"),
+            *(
+                sys.executable,
+                "-m",
+                "polyad.launch",
+                "verify-layout",
+                str(SPARSE),
+                "--processes",
+                "2",
+            ),
             *("--json", "-", "parallel.expert_parallel_size=2", "train.global_batch_size=64"),
             *("train.micro_batch_size=4", f"run.folder={tmp_path / 'run'}"),
         ],

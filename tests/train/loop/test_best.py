@@ -2,10 +2,10 @@
 
 import pytest
 
-from parallel.checkpoint.checkpoint import best_checkpoint
-from parallel.checkpoint.manifest import CheckpointError
-from train.loop.best import is_over, judge, why_it_is_over
-from train.state import TrainState
+from polyad.parallel.checkpoint.checkpoint import best_checkpoint
+from polyad.parallel.checkpoint.manifest import CheckpointError
+from polyad.train.loop.best import is_over, judge, why_it_is_over
+from polyad.train.state import TrainState
 
 
 @pytest.mark.parametrize(

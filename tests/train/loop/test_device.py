@@ -5,8 +5,8 @@ from typing import NamedTuple
 import pytest
 import torch
 
+from polyad.train.loop.device import Prefetch, allow_tf32
 from tests.helpers.runs import memory_of_each, records, run, write_config
-from train.loop.device import Prefetch, allow_tf32
 
 CPU = torch.device("cpu")
 

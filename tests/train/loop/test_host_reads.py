@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from model.build import read_model_config
+from polyad.model.build import read_model_config
+from polyad.train.loop.losses import LossConfig
 from tests.helpers.everyday import everyday
 from tests.helpers.host_reads import HostReads, reads_of_a_step
 from tests.helpers.training import MODEL, Case, moe_model, mumoe_model
-from train.loop.losses import LossConfig
 
 pytestmark = pytest.mark.distributed
 

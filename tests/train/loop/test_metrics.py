@@ -9,15 +9,15 @@ import sys
 import pytest
 import torch
 
-from train.console import Clock, bar, duration
-from train.loop.metrics import (
+from polyad.train.console import Clock, bar, duration
+from polyad.train.loop.metrics import (
     LogConfig,
     console_line,
     drop_records_after,
     peak_flops,
     peak_memory_bytes,
 )
-from train.tasks.task import Unit
+from polyad.train.tasks.task import Unit
 
 TOKEN = Unit("token", "tok")
 RECORD = {
@@ -61,7 +61,7 @@ def test_durations_and_bars():
 
 def test_time_left_counts_this_processs_steps_alone(monkeypatch):
     now = iter([100.0, 110.0])
-    monkeypatch.setattr("train.console.time.monotonic", lambda: next(now))
+    monkeypatch.setattr("polyad.train.console.time.monotonic", lambda: next(now))
     # 5 steps in 10 seconds after going on at 10: 2 seconds a step, 85 to go.
     assert Clock(10, 100).left(15) == 170.0
 
@@ -87,7 +87,7 @@ def test_records_behind_a_step_and_half_lines_are_dropped(tmp_path):
 def test_peak_memory_is_this_processs_own():
     ballast = torch.ones(150_000_000)  # 600 MB here, and none of it there
     code = (
-        "import torch; from train.loop.metrics import peak_memory_bytes\n"
+        "import torch; from polyad.train.loop.metrics import peak_memory_bytes\n"
         "print(peak_memory_bytes(torch.device('cpu')))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -7,29 +7,29 @@ import pytest
 import torch
 from torch import nn
 
-from data.text.prepare import prepare
-from model.bert import BertConfig
-from model.build import build_model, matrix_dimensions
-from model.gpt2 import GPT2Config
-from model.mixer import MixerConfig
-from model.vit import ViTConfig
-from parallel.checkpoint.checkpoint import Checkpoint
-from parallel.parallelize import pad_ranks
-from parallel.zero import RATE_FACTOR, STATE_TENSORS
-from tests.helpers.runs import run, run_and_listen, write_config
-from tests.helpers.training import Case, moe_model, mumoe_model, relative, tensors, train
-from train.config.plan import checkpoint_bytes
-from train.config.rules import refuse_changes, validate
-from train.config.run import load_config, parse_config
-from train.errors import ConfigError
-from train.loop.muon import is_matrix, matrix_of, orthogonalized
-from train.loop.optimizer import (
+from polyad.data.text.prepare import prepare
+from polyad.model.bert import BertConfig
+from polyad.model.build import build_model, matrix_dimensions
+from polyad.model.gpt2 import GPT2Config
+from polyad.model.mixer import MixerConfig
+from polyad.model.vit import ViTConfig
+from polyad.parallel.checkpoint.checkpoint import Checkpoint
+from polyad.parallel.parallelize import pad_ranks
+from polyad.parallel.zero import RATE_FACTOR, STATE_TENSORS
+from polyad.train.config.plan import checkpoint_bytes
+from polyad.train.config.rules import refuse_changes, validate
+from polyad.train.config.run import load_config, parse_config
+from polyad.train.errors import ConfigError
+from polyad.train.loop.muon import is_matrix, matrix_of, orthogonalized
+from polyad.train.loop.optimizer import (
     GroupConfig,
     OptimizerConfig,
     build_optimizer,
     freeze,
     state_tensors,
 )
+from tests.helpers.runs import run, run_and_listen, write_config
+from tests.helpers.training import Case, moe_model, mumoe_model, relative, tensors, train
 
 MUON = Case(optimizer="muon")
 ATTENTION, DENSE = "blocks.0.attention.", "blocks.0.feed_forward."

@@ -6,12 +6,18 @@ import pytest
 import torch
 from torch import nn
 
-from model.bert import BertConfig
-from model.build import build_model
-from model.gpt2 import GPT2Config
-from model.vit import ViTConfig
-from parallel.zero import RATE_FACTOR
-from train.loop.optimizer import GroupConfig, OptimizerConfig, build_optimizer, freeze, warm_up
+from polyad.model.bert import BertConfig
+from polyad.model.build import build_model
+from polyad.model.gpt2 import GPT2Config
+from polyad.model.vit import ViTConfig
+from polyad.parallel.zero import RATE_FACTOR
+from polyad.train.loop.optimizer import (
+    GroupConfig,
+    OptimizerConfig,
+    build_optimizer,
+    freeze,
+    warm_up,
+)
 
 
 def test_matrices_decay_and_vectors_do_not():

@@ -5,12 +5,12 @@ import math
 import pytest
 import torch
 
-from model.mumoe.gating import GateOutput
-from model.mumoe.statistics import gate_statistics
-from model.output import RoutingStats
-from parallel import comm
-from train.loop.routing import console_summary, measures, routing_record
-from train.loop.statistics import StepStatistics
+from polyad.model.mumoe.gating import GateOutput
+from polyad.model.mumoe.statistics import gate_statistics
+from polyad.model.output import RoutingStats
+from polyad.parallel import comm
+from polyad.train.loop.routing import console_summary, measures, routing_record
+from polyad.train.loop.statistics import StepStatistics
 
 pytestmark = pytest.mark.distributed
 

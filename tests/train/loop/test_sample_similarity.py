@@ -3,10 +3,18 @@
 import pytest
 import torch
 
-from model.build import build_model, materialize, read_model_config
-from model.output import RoutingStats
-from model.padding import RealTokens
-from model.samples import SampleStatistics, give_samples
+from polyad.model.build import build_model, materialize, read_model_config
+from polyad.model.output import RoutingStats
+from polyad.model.padding import RealTokens
+from polyad.model.samples import SampleStatistics, give_samples
+from polyad.train.loop.losses import LossConfig, routing_loss
+from polyad.train.loop.sample_similarity import (
+    Reading,
+    SampleSimilarityConfig,
+    sample_similarity_loss,
+    weigh_by_distance,
+    with_sample_similarity,
+)
 from tests.helpers.everyday import everyday
 from tests.helpers.training import (
     Case,
@@ -16,14 +24,6 @@ from tests.helpers.training import (
     relative,
     tensors,
     train,
-)
-from train.loop.losses import LossConfig, routing_loss
-from train.loop.sample_similarity import (
-    Reading,
-    SampleSimilarityConfig,
-    sample_similarity_loss,
-    weigh_by_distance,
-    with_sample_similarity,
 )
 
 DISTANCES = ("squared", "batch_maximum")

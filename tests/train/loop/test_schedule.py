@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from train.loop.schedule import ScheduleConfig, learning_rate
+from polyad.train.loop.schedule import ScheduleConfig, learning_rate
 
 
 def test_warmup_rises_linearly_to_the_peak():

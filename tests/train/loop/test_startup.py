@@ -7,10 +7,10 @@ import time
 
 import pytest
 
+from polyad.train.loop.metrics import LogConfig, Metrics
+from polyad.train.loop.startup import Startup, startup_line
+from polyad.train.tasks.task import Unit
 from tests.helpers.runs import records, run, write_config
-from train.loop.metrics import LogConfig, Metrics
-from train.loop.startup import Startup, startup_line
-from train.tasks.task import Unit
 
 PARTS = ("imports", "data", "engine", "run_folder", "first_step")
 
@@ -18,7 +18,7 @@ PARTS = ("imports", "data", "engine", "run_folder", "first_step")
 def test_the_age_of_a_process_is_what_its_parent_sees():
     code = (
         "import time; time.sleep(0.5)\n"
-        "from train.loop.startup import process_seconds\n"
+        "from polyad.train.loop.startup import process_seconds\n"
         "print(process_seconds(), flush=True); input()"
     )
     started = time.monotonic()
@@ -33,8 +33,8 @@ def test_the_age_of_a_process_is_what_its_parent_sees():
 
 def test_parts_add_up_and_a_part_that_comes_again_goes_on(monkeypatch):
     now = iter([100.0, 103.0, 104.0, 106.5])
-    monkeypatch.setattr("train.loop.startup.process_seconds", lambda: 2.0)
-    monkeypatch.setattr("train.loop.startup.time.monotonic", lambda: next(now))
+    monkeypatch.setattr("polyad.train.loop.startup.process_seconds", lambda: 2.0)
+    monkeypatch.setattr("polyad.train.loop.startup.time.monotonic", lambda: next(now))
     startup = Startup()  # the process began at 98
     startup.lap("imports")
     startup.lap("data")
@@ -97,7 +97,7 @@ def test_a_run_says_it_at_each_start(workers, tmp_path, prepared_path):
 def test_libraries_come_without_torch_s_compiler():
     code = (
         "import json, sys, torch\n"
-        "from parallel.imports import import_libraries\n"
+        "from polyad.parallel.imports import import_libraries\n"
         "compiler = torch.compile\n"
         "import_libraries()\n"
         "assert torch.compile is compiler\n"

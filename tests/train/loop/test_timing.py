@@ -1,8 +1,8 @@
 import pytest
 
+from polyad.train.loop import timing
+from polyad.train.loop.timing import StepTimer, TimedBatches
 from tests.helpers.runs import records, run_with_slow_records, write_config
-from train.loop import timing
-from train.loop.timing import StepTimer, TimedBatches
 
 
 def test_a_step_ends_where_the_next_begins_and_scores_are_set_aside(monkeypatch):

@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from launch.cli import run as polyad
+from polyad.launch.cli import run as polyad
+from polyad.train.config.run import parse_config
+from polyad.train.loop import trackers
+from polyad.train.loop.trackers import TRACKERS, Tracker, Trackers
 from tests.helpers.everyday import everyday
 from tests.helpers.runs import records, run, write_config
-from train.config.run import parse_config
-from train.loop import trackers
-from train.loop.trackers import TRACKERS, Tracker, Trackers
 
 RECORDS = [
     {"step": 1, "loss": 2.5, "grad_norm": math.nan, "routing/load": [0.25, 0.75], "startup_a": 1.0},
@@ -27,7 +27,7 @@ RECORDS = [
 SCRIPT = """
 import json, sys
 from pathlib import Path
-from train.loop.trackers import Trackers
+from polyad.train.loop.trackers import Trackers
 found = Trackers([sys.argv[1]], Path(sys.argv[2]), {"seed": 7, "model": {"kind": "gpt2"}}, 0)
 for record in json.loads(sys.argv[3]):
     found.log(record, without="startup")

@@ -2,8 +2,8 @@
 
 import pytest
 
-from model.config_yaml import load_written
-from train.study.grid import points
+from polyad.model.config_yaml import load_written
+from polyad.train.study.grid import points
 
 
 def test_points_are_all_combinations_the_last_key_fastest() -> None:

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from train.study.paired import paired_difference, spread, t_quantile
+from polyad.train.study.paired import paired_difference, spread, t_quantile
 
 
 @pytest.mark.parametrize(

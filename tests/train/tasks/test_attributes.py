@@ -6,11 +6,13 @@ import pytest
 import torch
 import yaml
 
-from data.images.config import AttributeDataConfig
-from data.images.dataset import ImageData
-from data.images.prepare import prepare_images
-from data.images.samples import EvaluationImages
-from parallel.weights import load_model
+from polyad.data.images.config import AttributeDataConfig
+from polyad.data.images.dataset import ImageData
+from polyad.data.images.prepare import prepare_images
+from polyad.data.images.samples import EvaluationImages
+from polyad.parallel.weights import load_model
+from polyad.train.evaluation.rewriting import rewriting
+from polyad.train.evaluation.specialization import specialization, specialization_table
 from tests.helpers import images as made
 from tests.helpers.runs import (
     evaluation,
@@ -20,8 +22,6 @@ from tests.helpers.runs import (
     run_expecting_error,
     weights_of,
 )
-from train.evaluation.rewriting import rewriting
-from train.evaluation.specialization import specialization, specialization_table
 
 pytestmark = pytest.mark.distributed
 

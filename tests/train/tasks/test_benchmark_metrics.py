@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from sklearn.metrics import precision_recall_fscore_support
 
-from train.tasks.benchmark_metrics import METRICS, scores_of_predictions
+from polyad.train.tasks.benchmark_metrics import METRICS, scores_of_predictions
 
 LABELS = np.array([1, 1, 1, 0, 0, 0, 0, 0])
 FOUND = np.array([1, 1, 0, 1, 0, 0, 0, 0])

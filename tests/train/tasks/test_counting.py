@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from parallel import comm
-from train.tasks.counting import CountedClasses
+from polyad.parallel import comm
+from polyad.train.tasks.counting import CountedClasses
 
 
 def calibration_error(loss: str, logits_BK: Tensor, labels_B: Tensor) -> float:

@@ -17,17 +17,17 @@ from PIL import Image
 from sklearn.metrics import accuracy_score, f1_score
 from torch.nn.functional import cross_entropy
 
-from data.images.dataset import ImageData
-from data.images.prepare import prepare_images
-from data.text.prepare import prepare
-from parallel.checkpoint.checkpoint import Checkpoint
-from parallel.weights import load_model
+from polyad.data.images.dataset import ImageData
+from polyad.data.images.prepare import prepare_images
+from polyad.data.text.prepare import prepare
+from polyad.parallel.checkpoint.checkpoint import Checkpoint
+from polyad.parallel.weights import load_model
+from polyad.train.config.run import load_config
+from polyad.train.evaluation.evaluate import result_table
+from polyad.train.tasks.sequences import SequenceTask
 from tests.helpers import images as pictures
 from tests.helpers import sequences as made
 from tests.helpers.runs import evaluation, records, run, run_expecting_error
-from train.config.run import load_config
-from train.evaluation.evaluate import result_table
-from train.tasks.sequences import SequenceTask
 
 pytestmark = pytest.mark.distributed
 
@@ -261,7 +261,7 @@ def sequences_by_hand(run_folder, rows):
 
 
 def polyad(*arguments):
-    command = [sys.executable, "-m", "launch", *map(str, arguments)]
+    command = [sys.executable, "-m", "polyad.launch", *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=1800, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -7,11 +7,16 @@ import torch
 import yaml
 from torch.nn.functional import cross_entropy
 
-from data.images.noise import GaussianNoise
-from data.images.prepare import prepare_images
-from data.images.torchvision_door import available
-from parallel.checkpoint.checkpoint import Checkpoint
-from parallel.weights import load_model
+from polyad.data.images.noise import GaussianNoise
+from polyad.data.images.prepare import prepare_images
+from polyad.data.images.torchvision_door import available
+from polyad.parallel.checkpoint.checkpoint import Checkpoint
+from polyad.parallel.weights import load_model
+from polyad.train.errors import ConfigError
+from polyad.train.exchange.convert import convert
+from polyad.train.tasks.class_names import class_names_of
+from polyad.train.tasks.images import ImageClassification
+from polyad.train.tasks.task import Sections
 from tests.helpers import images as made
 from tests.helpers.runs import (
     evaluation,
@@ -21,11 +26,6 @@ from tests.helpers.runs import (
     run_expecting_error,
     weights_of,
 )
-from train.errors import ConfigError
-from train.exchange.convert import convert
-from train.tasks.class_names import class_names_of
-from train.tasks.images import ImageClassification
-from train.tasks.task import Sections
 
 pytestmark = pytest.mark.distributed
 
@@ -105,7 +105,7 @@ def test_it_trains_resumes_bitwise_and_is_scored(workers, config, tmp_path):
 
 
 def scored_by_hand(run_folder, config):
-    from train.config.run import load_config
+    from polyad.train.config.run import load_config
 
     parsed = load_config(run_folder / "config.yaml")
     checkpoint = Checkpoint(run_folder / "checkpoints" / "step-00000012")
@@ -209,9 +209,9 @@ def test_other_classes_than_the_checkpoints_are_refused(workers, config, tmp_pat
 
 
 def opened(data, **settings):
-    from data.images.config import ImageDataConfig
-    from model.build import read_model_config
-    from train.tasks.task import EvaluationConfig
+    from polyad.data.images.config import ImageDataConfig
+    from polyad.model.build import read_model_config
+    from polyad.train.tasks.task import EvaluationConfig
 
     return ImageClassification.open(Sections(
         data=ImageDataConfig(path=str(data), **settings),

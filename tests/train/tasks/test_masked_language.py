@@ -5,20 +5,20 @@ from pathlib import Path
 import pytest
 import torch
 
-from data.errors import DataError
-from data.text.dataset import PreparedData
-from data.text.masking import MaskedWindows, SpecialTokens
-from data.text.prepare import prepare
-from parallel.checkpoint.checkpoint import find_checkpoint
+from polyad.data.errors import DataError
+from polyad.data.text.dataset import PreparedData
+from polyad.data.text.masking import MaskedWindows, SpecialTokens
+from polyad.data.text.prepare import prepare
+from polyad.parallel.checkpoint.checkpoint import find_checkpoint
+from polyad.train.config.rules import check_windows
+from polyad.train.config.run import RunConfig, load_config
+from polyad.train.errors import ConfigError
+from polyad.train.evaluation.evaluate import evaluate
+from polyad.train.exchange.convert import convert
+from polyad.train.experts.report.command import report
+from polyad.train.tasks.registry import open_task
 from tests.helpers.runs import records, run, write_config
 from tests.helpers.training import tensors
-from train.config.rules import check_windows
-from train.config.run import RunConfig, load_config
-from train.errors import ConfigError
-from train.evaluation.evaluate import evaluate
-from train.exchange.convert import convert
-from train.experts.report.command import report
-from train.tasks.registry import open_task
 
 pytestmark = pytest.mark.distributed
 

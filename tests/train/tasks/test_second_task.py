@@ -16,7 +16,7 @@ import pytest
 import torch
 import yaml
 
-from parallel.checkpoint.checkpoint import Checkpoint
+from polyad.parallel.checkpoint.checkpoint import Checkpoint
 from tests.helpers.runs import records
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -41,7 +41,7 @@ def command() -> Command:
 
     def call(*arguments: object, status: int = 0) -> subprocess.CompletedProcess[str]:
         done = subprocess.run(
-            [sys.executable, "-m", "launch", *map(str, arguments)],
+            [sys.executable, "-m", "polyad.launch", *map(str, arguments)],
             **{"capture_output": True, "text": True, "timeout": 300, "cwd": ROOT},
             env=os.environ | added,
         )

@@ -12,11 +12,13 @@ import yaml
 from sklearn.metrics import accuracy_score, f1_score
 from torch.nn.functional import cross_entropy
 
-from data.sequences.schemas import Schema
-from data.sequences.tables import read_tables
-from data.text.prepare import prepare
-from parallel.checkpoint.checkpoint import Checkpoint, best_checkpoint
-from parallel.weights import load_model
+from polyad.data.sequences.schemas import Schema
+from polyad.data.sequences.tables import read_tables
+from polyad.data.text.prepare import prepare
+from polyad.parallel.checkpoint.checkpoint import Checkpoint, best_checkpoint
+from polyad.parallel.weights import load_model
+from polyad.train.config.run import load_config
+from polyad.train.tasks.sequences import SequenceTask
 from tests.helpers import sequences as made
 from tests.helpers.everyday import everyday
 from tests.helpers.runs import (
@@ -27,8 +29,6 @@ from tests.helpers.runs import (
     run_expecting_error,
     weights_of,
 )
-from train.config.run import load_config
-from train.tasks.sequences import SequenceTask
 
 pytestmark = pytest.mark.distributed
 
@@ -431,7 +431,7 @@ def test_real_data_is_learned_by_the_command_line(shared, tmp_path, name, steps,
     config.write_text(yaml.safe_dump(tree))
 
     def polyad(*arguments):
-        command = [sys.executable, "-m", "launch", *map(str, arguments)]
+        command = [sys.executable, "-m", "polyad.launch", *map(str, arguments)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=1800, check=False)
         assert done.returncode == 0, done.stderr
         return done.stdout

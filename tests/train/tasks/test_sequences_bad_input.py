@@ -3,7 +3,7 @@
 import pytest
 import yaml
 
-from launch.cli import run as polyad
+from polyad.launch.cli import run as polyad
 from tests.helpers import sequences as made
 from tests.helpers.runs import run as train
 from tests.helpers.runs import run_and_listen

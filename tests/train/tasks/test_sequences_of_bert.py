@@ -7,10 +7,11 @@ import pytest
 import torch
 import yaml
 
-from data.text.tokenizers.files import load_tokenizer
-from data.text.tokenizers.wordpiece import SPECIAL, VOCABULARY_FILE
-from parallel.checkpoint.checkpoint import Checkpoint
-from parallel.weights import load_model
+from polyad.data.text.tokenizers.files import load_tokenizer
+from polyad.data.text.tokenizers.wordpiece import SPECIAL, VOCABULARY_FILE
+from polyad.parallel.checkpoint.checkpoint import Checkpoint
+from polyad.parallel.weights import load_model
+from polyad.train.exchange.convert import convert
 from tests.helpers import sequences as made
 from tests.helpers.bert import their_bert
 from tests.helpers.everyday import everyday
@@ -22,7 +23,6 @@ from tests.helpers.runs import (
     run_expecting_error,
     weights_of,
 )
-from train.exchange.convert import convert
 
 pytestmark = pytest.mark.distributed
 

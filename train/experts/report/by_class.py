@@ -17,9 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from train.errors import ConfigError
-from train.experts.gate_entropy import Summed
-from train.experts.information import (
+from polyad.train.errors import ConfigError
+from polyad.train.experts.gate_entropy import Summed
+from polyad.train.experts.information import (
     Matrix,
     Measured,
     groups_of_samples,
@@ -28,7 +28,7 @@ from train.experts.information import (
     normalized_information,
     purity,
 )
-from train.experts.probing import Decision, RoutedLayer
+from polyad.train.experts.probing import Decision, RoutedLayer
 
 SHUFFLES = 8
 """How often labels are shuffled for what chance alone gives."""

@@ -6,14 +6,20 @@ from html import escape
 
 import numpy as np
 
-from train.experts.information import Matrix
-from train.experts.report.by_class import LEAST_EXPECTED, MOST_LEANING, SHUFFLES, Lean, LevelByClass
-from train.experts.report.charts import number
-from train.experts.report.class_page import figure_of_table, long_table, table
-from train.experts.report.class_pass import FEW_CLASSES
-from train.experts.report.content import Report
-from train.experts.report.layers import figure
-from train.experts.report.matrix_chart import NARROW_COLUMNS, Cell, matrix_chart
+from polyad.train.experts.information import Matrix
+from polyad.train.experts.report.by_class import (
+    LEAST_EXPECTED,
+    MOST_LEANING,
+    SHUFFLES,
+    Lean,
+    LevelByClass,
+)
+from polyad.train.experts.report.charts import number
+from polyad.train.experts.report.class_page import figure_of_table, long_table, table
+from polyad.train.experts.report.class_pass import FEW_CLASSES
+from polyad.train.experts.report.content import Report
+from polyad.train.experts.report.layers import figure
+from polyad.train.experts.report.matrix_chart import NARROW_COLUMNS, Cell, matrix_chart
 
 MOST_EXPERTS = 64
 """Up to so many experts of a level are drawn as a matrix."""

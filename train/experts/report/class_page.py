@@ -3,14 +3,14 @@
 from collections.abc import Sequence
 from html import escape
 
-from train.experts.report.charts import number
-from train.experts.report.class_pass import FEW_CLASSES, ClassPass, Example
-from train.experts.report.content import Report
-from train.experts.report.image_page import picture
-from train.experts.report.image_pass import ImagePass
-from train.experts.report.layers import figure, visible
-from train.experts.report.matrix_chart import NARROW_COLUMNS, Cell, matrix_chart
-from train.tasks.benchmark_metrics import TITLES
+from polyad.train.experts.report.charts import number
+from polyad.train.experts.report.class_pass import FEW_CLASSES, ClassPass, Example
+from polyad.train.experts.report.content import Report
+from polyad.train.experts.report.image_page import picture
+from polyad.train.experts.report.image_pass import ImagePass
+from polyad.train.experts.report.layers import figure, visible
+from polyad.train.experts.report.matrix_chart import NARROW_COLUMNS, Cell, matrix_chart
+from polyad.train.tasks.benchmark_metrics import TITLES
 
 CLASS_CSS = """
 svg text.cell { fill: var(--ink); font-size: 11px; font-variant-numeric: tabular-nums; }

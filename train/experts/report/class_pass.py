@@ -14,11 +14,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from data.sequences.schemas import Metric
-from train.errors import ConfigError
-from train.experts.report.by_class import LevelByClass
-from train.experts.routing_measures import Division
-from train.tasks.benchmark_metrics import ClassScore, scores_of_predictions
+from polyad.data.sequences.schemas import Metric
+from polyad.train.errors import ConfigError
+from polyad.train.experts.report.by_class import LevelByClass
+from polyad.train.experts.routing_measures import Division
+from polyad.train.tasks.benchmark_metrics import ClassScore, scores_of_predictions
 
 FEW_CLASSES = 20
 """Up to so many classes confusions are a whole matrix."""

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from train.experts.probing import RoutedLayer, deciding
+from polyad.train.experts.probing import RoutedLayer, deciding
 
 Reader = Callable[[Tensor], dict[str, Tensor]]
 

@@ -5,37 +5,37 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
-from data.files import partial_of, write_whole
-from data.images.config import ImageDataConfig
-from data.sequences.config import SequenceDataConfig
-from data.text.manifest import SplitName
-from model.build import build_model, count_parameters
-from model.emoe.config import EmergentMoEConfig
-from model.feedforward import SelectingConfig
-from model.mumoe.config import MuMoEConfig
-from model.mumoe.head import MuMoEHeadConfig
-from model.smoe.config import SparseMoEConfig
-from model.vision import ImageModelSettings
-from parallel.checkpoint.checkpoint import best_checkpoint, find_checkpoint
-from parallel.checkpoint.commit import BEST_FILE, STEP_FOLDER, complete_checkpoints
-from parallel.checkpoint.manifest import CheckpointError
-from parallel.checkpoint.newest import read_newest
-from parallel.weights import open_checkpoint
-from train.config.describe import unused_parameters
-from train.config.run import RunConfig, load_config
-from train.console import Progress
-from train.errors import ConfigError, RunError
-from train.experts.chosen import check_experts, choose_layers
-from train.experts.kept_activation import Kept
-from train.experts.probing import routed_head, routed_layers
-from train.experts.report.content import Report
-from train.experts.report.history import History, read_history
-from train.experts.report.image_pass import ImageChoice
-from train.experts.report.page import render
-from train.experts.report.passes import pass_over_images, pass_over_sequences, pass_over_text
-from train.experts.report.reading import Choice
-from train.records import METRICS_FILE
-from train.tasks.registry import task_class
+from polyad.data.files import partial_of, write_whole
+from polyad.data.images.config import ImageDataConfig
+from polyad.data.sequences.config import SequenceDataConfig
+from polyad.data.text.manifest import SplitName
+from polyad.model.build import build_model, count_parameters
+from polyad.model.emoe.config import EmergentMoEConfig
+from polyad.model.feedforward import SelectingConfig
+from polyad.model.mumoe.config import MuMoEConfig
+from polyad.model.mumoe.head import MuMoEHeadConfig
+from polyad.model.smoe.config import SparseMoEConfig
+from polyad.model.vision import ImageModelSettings
+from polyad.parallel.checkpoint.checkpoint import best_checkpoint, find_checkpoint
+from polyad.parallel.checkpoint.commit import BEST_FILE, STEP_FOLDER, complete_checkpoints
+from polyad.parallel.checkpoint.manifest import CheckpointError
+from polyad.parallel.checkpoint.newest import read_newest
+from polyad.parallel.weights import open_checkpoint
+from polyad.train.config.describe import unused_parameters
+from polyad.train.config.run import RunConfig, load_config
+from polyad.train.console import Progress
+from polyad.train.errors import ConfigError, RunError
+from polyad.train.experts.chosen import check_experts, choose_layers
+from polyad.train.experts.kept_activation import Kept
+from polyad.train.experts.probing import routed_head, routed_layers
+from polyad.train.experts.report.content import Report
+from polyad.train.experts.report.history import History, read_history
+from polyad.train.experts.report.image_pass import ImageChoice
+from polyad.train.experts.report.page import render
+from polyad.train.experts.report.passes import pass_over_images, pass_over_sequences, pass_over_text
+from polyad.train.experts.report.reading import Choice
+from polyad.train.records import METRICS_FILE
+from polyad.train.tasks.registry import task_class
 
 TOKENS = 250_000
 """About how many tokens are read, unless the user says it."""

@@ -4,15 +4,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from train.experts.kept_activation import Kept
-from train.experts.knockout import ExpertWithout
-from train.experts.probing import RoutedLayer
-from train.experts.report.class_pass import ClassPass
-from train.experts.report.history import History, last
-from train.experts.report.image_pass import ImagePass
-from train.experts.report.snippets import Piece, Place
-from train.experts.routing_measures import Division
-from train.tasks.task import Task
+from polyad.train.experts.kept_activation import Kept
+from polyad.train.experts.knockout import ExpertWithout
+from polyad.train.experts.probing import RoutedLayer
+from polyad.train.experts.report.class_pass import ClassPass
+from polyad.train.experts.report.history import History, last
+from polyad.train.experts.report.image_pass import ImagePass
+from polyad.train.experts.report.snippets import Piece, Place
+from polyad.train.experts.routing_measures import Division
+from polyad.train.tasks.task import Task
 
 
 @dataclass(frozen=True, kw_only=True)

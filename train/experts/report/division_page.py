@@ -3,10 +3,10 @@
 import math
 from html import escape
 
-from train.experts.information import Measured
-from train.experts.report.by_class_page import level_matrix
-from train.experts.report.class_page import figure_of_table, table
-from train.experts.report.content import Report
+from polyad.train.experts.information import Measured
+from polyad.train.experts.report.by_class_page import level_matrix
+from polyad.train.experts.report.class_page import figure_of_table, table
+from polyad.train.experts.report.content import Report
 
 DIVISION_TITLE = "How experts divide the work"
 NOTE = (

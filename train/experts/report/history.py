@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from train.errors import ConfigError
-from train.experts.report.charts import MOST_COLUMNS
-from train.records import METRICS_FILE, record_of
+from polyad.train.errors import ConfigError
+from polyad.train.experts.report.charts import MOST_COLUMNS
+from polyad.train.records import METRICS_FILE, record_of
 
 MAX_POINTS = 240
 """Spans of steps."""
@@ -38,7 +38,7 @@ class LayerHistory:
     """The routing statistics of one layer over time."""
 
     scalars: dict[str, Series] = field(default_factory=dict)
-    """By measure, a number a span; see `train.loop.routing.measures`."""
+    """By measure, a number a span; see `polyad.train.loop.routing.measures`."""
     lists: dict[str, list[Row | None]] = field(default_factory=dict)
     """By measure, one number an expert a span; `load` is not among them."""
     load: list[Row | None] = field(default_factory=list)

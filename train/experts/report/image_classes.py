@@ -9,11 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from train.experts.probing import Decision, RoutedLayer
-from train.experts.report.class_pass import ClassPass, Described, Outcomes
-from train.experts.routing_measures import RoutingMeasures
-from train.tasks.benchmark_metrics import accuracy
-from train.tasks.images import ImageClassification
+from polyad.train.experts.probing import Decision, RoutedLayer
+from polyad.train.experts.report.class_pass import ClassPass, Described, Outcomes
+from polyad.train.experts.routing_measures import RoutingMeasures
+from polyad.train.tasks.benchmark_metrics import accuracy
+from polyad.train.tasks.images import ImageClassification
 
 
 class ImageClasses:

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from train.experts.report.charts import number
-from train.experts.report.image_pass import ImageExpert, ImagePass, RoutingMap, TopImage
+from polyad.train.experts.report.charts import number
+from polyad.train.experts.report.image_pass import ImageExpert, ImagePass, RoutingMap, TopImage
 
 SIDE, SMALL_SIDE = 112, 72
 """Pixels of a picture; and where there are many."""

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Subset
 
-from data.evaluation import evaluation_batches
-from model.vision import ImageModelSettings, ImageSettings
-from train.errors import ConfigError
-from train.experts.probing import Decision, RoutedLayer, deciding
-from train.experts.report.class_pass import ClassPass
-from train.experts.report.image_classes import ImageClasses
-from train.experts.report.top_tokens import TopTokens, choose_experts
-from train.tasks.images import ImageClassification
+from polyad.data.evaluation import evaluation_batches
+from polyad.model.vision import ImageModelSettings, ImageSettings
+from polyad.train.errors import ConfigError
+from polyad.train.experts.probing import Decision, RoutedLayer, deciding
+from polyad.train.experts.report.class_pass import ClassPass
+from polyad.train.experts.report.image_classes import ImageClasses
+from polyad.train.experts.report.top_tokens import TopTokens, choose_experts
+from polyad.train.tasks.images import ImageClassification
 
 MAPPED = 6
 """Images of which the page shows where their patches go."""

@@ -2,8 +2,8 @@
 
 from html import escape
 
-from train.experts.class_changes import Change
-from train.experts.knockout import ExpertWithout, Harmed
+from polyad.train.experts.class_changes import Change
+from polyad.train.experts.knockout import ExpertWithout, Harmed
 
 MOST_CLASSES = 3
 """That are named of an expert."""

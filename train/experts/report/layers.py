@@ -7,9 +7,9 @@ from html import escape
 import numpy as np
 import numpy.typing as npt
 
-from train.experts.chosen import EVERY
-from train.experts.probing import RoutedLayer
-from train.experts.report.charts import (
+from polyad.train.experts.chosen import EVERY
+from polyad.train.experts.probing import RoutedLayer
+from polyad.train.experts.report.charts import (
     WIDE,
     Line,
     heat_legend,
@@ -18,12 +18,12 @@ from train.experts.report.charts import (
     line_chart,
     number,
 )
-from train.experts.report.content import ExpertReport, Report, Snippet
-from train.experts.report.history import History, LayerHistory, Series
-from train.experts.report.image_page import image_layer, image_note
-from train.experts.report.knockout_page import knockout_note, without_expert
-from train.experts.report.snippets import Piece
-from train.experts.report.top_tokens import STRETCH
+from polyad.train.experts.report.content import ExpertReport, Report, Snippet
+from polyad.train.experts.report.history import History, LayerHistory, Series
+from polyad.train.experts.report.image_page import image_layer, image_note
+from polyad.train.experts.report.knockout_page import knockout_note, without_expert
+from polyad.train.experts.report.snippets import Piece
+from polyad.train.experts.report.top_tokens import STRETCH
 
 MAX_ROWS = 256
 """Rows of a heat map; more experts share them."""

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from html import escape
 from typing import NamedTuple
 
-from train.experts.report.charts import NARROW, RIGHT, TOP, WIDE, frame
+from polyad.train.experts.report.charts import NARROW, RIGHT, TOP, WIDE, frame
 
 NAMES, SLANTED = 170, 80
 """Pixels for the names of rows, and beside the last column for its name where that is slanted."""

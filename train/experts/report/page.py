@@ -2,15 +2,15 @@
 
 from html import escape
 
-from train.experts.report.by_class_page import by_class_section
-from train.experts.report.charts import WIDE, Line, legend, line_chart, number
-from train.experts.report.class_page import CLASS_CSS, class_section, class_title
-from train.experts.report.content import Report
-from train.experts.report.division_page import DIVISION_TITLE, division_section
-from train.experts.report.history import Series
-from train.experts.report.image_page import image_style
-from train.experts.report.layers import figure, layers_section, layers_title, maximum_entropy
-from train.experts.report.style import CSS
+from polyad.train.experts.report.by_class_page import by_class_section
+from polyad.train.experts.report.charts import WIDE, Line, legend, line_chart, number
+from polyad.train.experts.report.class_page import CLASS_CSS, class_section, class_title
+from polyad.train.experts.report.content import Report
+from polyad.train.experts.report.division_page import DIVISION_TITLE, division_section
+from polyad.train.experts.report.history import Series
+from polyad.train.experts.report.image_page import image_style
+from polyad.train.experts.report.layers import figure, layers_section, layers_title, maximum_entropy
+from polyad.train.experts.report.style import CSS
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 
@@ -33,7 +33,7 @@ FLUCTUATION = (
         "Below 1: routers have become more decided.",
     ),
 )
-"""Measures of `train.experts.fluctuation`, with headings and captions."""
+"""Measures of `polyad.train.experts.fluctuation`, with headings and captions."""
 
 
 def render(report: Report) -> str:

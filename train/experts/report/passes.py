@@ -8,33 +8,33 @@ from typing import Any
 import torch
 from torch import nn
 
-from data.config import DataConfig
-from data.errors import DataError
-from data.text.manifest import SplitName
-from parallel import comm
-from parallel.checkpoint.checkpoint import Checkpoint
-from parallel.weights import load_model
-from train.config.held_out import data_overrides
-from train.config.run import RunConfig, parse_config
-from train.console import Progress
-from train.errors import ConfigError
-from train.experts.chosen import columns_of
-from train.experts.kept_activation import Kept, kept_activation
-from train.experts.knockout_pass import KNOCKOUT_TOKENS, read_without
-from train.experts.predicted_text import PredictedText
-from train.experts.probing import RoutedLayer
-from train.experts.report.class_pass import ClassPass
-from train.experts.report.content import ExpertReport, TextPass
-from train.experts.report.image_pass import ImageChoice, ImagePass, read_images
-from train.experts.report.reading import Choice, Text, read_text
-from train.experts.report.sequence_pass import read_sequences, samples_of
-from train.tasks.cross_entropy import cross_entropy
-from train.tasks.images import ImageClassification
-from train.tasks.language import LanguageModelling, language_model
-from train.tasks.registry import task_class
-from train.tasks.sequences import SequenceTask
-from train.tasks.task import OneDevice, Task
-from train.tasks.tokenizers import need_tokenizer, open_data, tokenizer_of
+from polyad.data.config import DataConfig
+from polyad.data.errors import DataError
+from polyad.data.text.manifest import SplitName
+from polyad.parallel import comm
+from polyad.parallel.checkpoint.checkpoint import Checkpoint
+from polyad.parallel.weights import load_model
+from polyad.train.config.held_out import data_overrides
+from polyad.train.config.run import RunConfig, parse_config
+from polyad.train.console import Progress
+from polyad.train.errors import ConfigError
+from polyad.train.experts.chosen import columns_of
+from polyad.train.experts.kept_activation import Kept, kept_activation
+from polyad.train.experts.knockout_pass import KNOCKOUT_TOKENS, read_without
+from polyad.train.experts.predicted_text import PredictedText
+from polyad.train.experts.probing import RoutedLayer
+from polyad.train.experts.report.class_pass import ClassPass
+from polyad.train.experts.report.content import ExpertReport, TextPass
+from polyad.train.experts.report.image_pass import ImageChoice, ImagePass, read_images
+from polyad.train.experts.report.reading import Choice, Text, read_text
+from polyad.train.experts.report.sequence_pass import read_sequences, samples_of
+from polyad.train.tasks.cross_entropy import cross_entropy
+from polyad.train.tasks.images import ImageClassification
+from polyad.train.tasks.language import LanguageModelling, language_model
+from polyad.train.tasks.registry import task_class
+from polyad.train.tasks.sequences import SequenceTask
+from polyad.train.tasks.task import OneDevice, Task
+from polyad.train.tasks.tokenizers import need_tokenizer, open_data, tokenizer_of
 
 
 def pass_over_text(

@@ -15,17 +15,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from data.text.dataset import TokenStream
-from data.text.tokenizers.tokenizer import Tokenizer
-from data.text.windows import EvaluationWindows
-from train.errors import ConfigError
-from train.experts.probing import RoutedLayer, deciding
-from train.experts.report.coefficients import Reader, reading
-from train.experts.report.content import ExpertReport, Snippet
-from train.experts.report.snippets import Documents, Place, pieces
-from train.experts.report.top_tokens import TopTokens, choose_experts
-from train.experts.report.words import WordTokens
-from train.experts.routing_measures import Division, RoutingMeasures, TokenLabels
+from polyad.data.text.dataset import TokenStream
+from polyad.data.text.tokenizers.tokenizer import Tokenizer
+from polyad.data.text.windows import EvaluationWindows
+from polyad.train.errors import ConfigError
+from polyad.train.experts.probing import RoutedLayer, deciding
+from polyad.train.experts.report.coefficients import Reader, reading
+from polyad.train.experts.report.content import ExpertReport, Snippet
+from polyad.train.experts.report.snippets import Documents, Place, pieces
+from polyad.train.experts.report.top_tokens import TopTokens, choose_experts
+from polyad.train.experts.report.words import WordTokens
+from polyad.train.experts.routing_measures import Division, RoutingMeasures, TokenLabels
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,16 +12,16 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from data.evaluation import evaluation_batches
-from data.sequences.encoding import form_of
-from data.sequences.samples import SequenceBatch
-from train.experts.probing import RoutedLayer, deciding
-from train.experts.report.class_pass import ClassPass, Described, Outcomes
-from train.experts.routing_measures import RoutingMeasures
-from train.tasks.benchmark_metrics import METRICS
-from train.tasks.cross_entropy import cross_entropy
-from train.tasks.sequences import SequenceTask
-from train.tasks.task import OneDevice
+from polyad.data.evaluation import evaluation_batches
+from polyad.data.sequences.encoding import form_of
+from polyad.data.sequences.samples import SequenceBatch
+from polyad.train.experts.probing import RoutedLayer, deciding
+from polyad.train.experts.report.class_pass import ClassPass, Described, Outcomes
+from polyad.train.experts.routing_measures import RoutingMeasures
+from polyad.train.tasks.benchmark_metrics import METRICS
+from polyad.train.tasks.cross_entropy import cross_entropy
+from polyad.train.tasks.sequences import SequenceTask
+from polyad.train.tasks.task import OneDevice
 
 MOST_CHARACTERS = 300
 """Of a text that is shown; of a choice a quarter."""

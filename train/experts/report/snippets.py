@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from data.text.dataset import TokenStream
+from polyad.data.text.dataset import TokenStream
 
 BEFORE, AFTER = 24, 12
 """Tokens shown around a token."""

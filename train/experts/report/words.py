@@ -8,7 +8,7 @@ import unicodedata
 import torch
 from torch import Tensor
 
-from data.text.tokenizers.tokenizer import Tokenizer
+from polyad.data.text.tokenizers.tokenizer import Tokenizer
 
 _UNKNOWN = -1
 

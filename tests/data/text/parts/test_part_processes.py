@@ -11,30 +11,30 @@ from pathlib import Path
 
 import pytest
 
-from data.errors import DataError
-from data.text.job import Asked
-from data.text.parts.prepare import InParts
-from data.text.parts.processes import PartError
-from data.text.prepare import prepare
-from data.text.resume import RESUME_FILE
+from polyad.data.errors import DataError
+from polyad.data.text.job import Asked
+from polyad.data.text.parts.prepare import InParts
+from polyad.data.text.parts.processes import PartError
+from polyad.data.text.prepare import prepare
+from polyad.data.text.resume import RESUME_FILE
 
 SLOWLY = """
-import sys, time, data.text.prepare, data.text.writer
-from data.text.job import Asked
-from data.text.parts.prepare import InParts
-data.text.writer.BATCH_CHARACTERS, data.text.prepare.SAVE_SECONDS = 20_000, 0.0
-add = data.text.writer.DatasetWriter.add
+import sys, time, polyad.data.text.prepare, polyad.data.text.writer
+from polyad.data.text.job import Asked
+from polyad.data.text.parts.prepare import InParts
+polyad.data.text.writer.BATCH_CHARACTERS, polyad.data.text.prepare.SAVE_SECONDS = 20_000, 0.0
+add = polyad.data.text.writer.DatasetWriter.add
 def slow(self, split, text, name, is_last=True):
     add(self, split, text, name, is_last)
     print(name, flush=True)
     time.sleep(float(sys.argv[4]))
-data.text.writer.DatasetWriter.add = slow
+polyad.data.text.writer.DatasetWriter.add = slow
 InParts(Asked(source=sys.argv[1], tokenizer=sys.argv[2]), sys.argv[3], 3).all()
 """
 COMMAND = """
 import sys
-from data.text.job import Asked
-from data.text.parts.prepare import InParts
+from polyad.data.text.job import Asked
+from polyad.data.text.parts.prepare import InParts
 InParts(Asked(source=sys.argv[1], tokenizer=sys.argv[2]), sys.argv[3], 3).all(2)
 """
 
@@ -107,7 +107,7 @@ def encoding_processes(parent):
             status = (path.parent / "stat").read_text().rpartition(")")[2].split()
         except OSError:
             continue
-        if b"data.text.parts.processes" in words and int(status[1]) == parent:
+        if b"polyad.data.text.parts.processes" in words and int(status[1]) == parent:
             found.append(int(path.parent.name))
     return found
 

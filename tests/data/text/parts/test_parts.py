@@ -10,16 +10,16 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-import data.text.parts.join
-import data.text.split_writer
-from data.errors import DataError
-from data.text.dataset import PreparedData
-from data.text.job import Asked
-from data.text.parts.part import PART_FILE, ranges
-from data.text.parts.plan import Cut
-from data.text.parts.prepare import InParts
-from data.text.prepare import prepare
-from data.text.source import Skipped
+import polyad.data.text.parts.join
+import polyad.data.text.split_writer
+from polyad.data.errors import DataError
+from polyad.data.text.dataset import PreparedData
+from polyad.data.text.job import Asked
+from polyad.data.text.parts.part import PART_FILE, ranges
+from polyad.data.text.parts.plan import Cut
+from polyad.data.text.parts.prepare import InParts
+from polyad.data.text.prepare import prepare
+from polyad.data.text.source import Skipped
 from tests.helpers.prepared import flip
 
 
@@ -138,8 +138,8 @@ def test_any_number_of_parts_gives_the_files_of_one(
     tmp_path, documents, prepared_path, kind, monkeypatch
 ):
     # Borders of blocks lie everywhere.
-    monkeypatch.setattr(data.text.parts.join, "BLOCK_BYTES", 1000)
-    monkeypatch.setattr(data.text.parts.join, "BLOCK_DOCUMENTS", 3)
+    monkeypatch.setattr(polyad.data.text.parts.join, "BLOCK_BYTES", 1000)
+    monkeypatch.setattr(polyad.data.text.parts.join, "BLOCK_DOCUMENTS", 3)
     (source := tmp_path / "source").mkdir()
     options = kind(source, documents)
     whole = prepare(str(source), str(prepared_path), tmp_path / "out", report=silent, **options)
@@ -184,7 +184,7 @@ def test_the_standard_library_is_cut_between_modules(
     for number, text in enumerate(documents[:9]):
         (tmp_path / f"m{number}.py").write_text(text)
     (tmp_path / "m4.py").write_bytes(b"\xff")
-    monkeypatch.setattr("data.text.documents.standard_library", lambda: tmp_path)
+    monkeypatch.setattr("polyad.data.text.documents.standard_library", lambda: tmp_path)
     whole = prepare("python-stdlib", str(prepared_path), tmp_path / "whole", report=silent)
     assert whole.skipped_unreadable == 1
     request = asked("python-stdlib", prepared_path)
@@ -199,8 +199,8 @@ def test_a_document_that_goes_on_in_another_is_dealt_to_one_split(
     jsonl(source, ["".join(documents) * 25, *documents])
     request = asked(source, prepared_path, validation_fraction=0.3)
     options = {"report": silent, "validation_fraction": 0.3}
-    monkeypatch.setattr(data.text.parts.join, "BLOCK_DOCUMENTS", 2)
-    monkeypatch.setattr(data.text.split_writer, "MOST_TOKENS", 100_000)
+    monkeypatch.setattr(polyad.data.text.parts.join, "BLOCK_DOCUMENTS", 2)
+    monkeypatch.setattr(polyad.data.text.split_writer, "MOST_TOKENS", 100_000)
     whole = prepare(str(source), str(prepared_path), tmp_path / "whole", **options)
     assert sum(split.documents for split in whole.splits.values()) > 42  # that have text
     said = []

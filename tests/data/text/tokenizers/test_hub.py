@@ -8,17 +8,17 @@ import threading
 
 import pytest
 
-from data.errors import DataError
-from data.text.tokenizers.files import load_tokenizer
-from data.text.tokenizers.hub import is_hub_name
-from data.text.tokenizers.tokenizer import END_OF_TEXT
-from data.text.tokenizers.training import train_tokenizer
+from polyad.data.errors import DataError
+from polyad.data.text.tokenizers.files import load_tokenizer
+from polyad.data.text.tokenizers.hub import is_hub_name
+from polyad.data.text.tokenizers.tokenizer import END_OF_TEXT
+from polyad.data.text.tokenizers.training import train_tokenizer
 
 COMMIT = "607a30d783dfa663caf39e06633721c8d4cfcd7e"
 LOAD = """
 import sys
-from data.errors import DataError
-from data.text.tokenizers.training import resolve_tokenizer
+from polyad.data.errors import DataError
+from polyad.data.text.tokenizers.training import resolve_tokenizer
 for name in sys.argv[1:]:
     try:
         tokenizer = resolve_tokenizer(name)

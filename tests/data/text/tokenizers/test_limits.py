@@ -9,13 +9,13 @@ import pytest
 import tokenizers
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
 
-from data.errors import DataError
-from data.text.dataset import PreparedData
-from data.text.prepare import prepare
-from data.text.tokenizers.files import load_tokenizer
-from data.text.tokenizers.limits import check_charsmap, check_growth
-from data.text.tokenizers.tokenizer import Tokenizer
-from data.text.tokenizers.training import resolve_tokenizer, train_tokenizer
+from polyad.data.errors import DataError
+from polyad.data.text.dataset import PreparedData
+from polyad.data.text.prepare import prepare
+from polyad.data.text.tokenizers.files import load_tokenizer
+from polyad.data.text.tokenizers.limits import check_charsmap, check_growth
+from polyad.data.text.tokenizers.tokenizer import Tokenizer
+from polyad.data.text.tokenizers.training import resolve_tokenizer, train_tokenizer
 
 MEGABYTE = "b" * 1_000_000
 CHARSMAP = b"\4\0\0\0" + b"\0" * 4 + b"x" * 1_000_000 + b"\0"
@@ -54,7 +54,7 @@ def test_a_vocabulary_for_which_no_machine_has_memory_is_refused(spec):
 
 def test_the_command_refuses_such_a_vocabulary_with_status_2(tmp_path, texts):
     arguments = ["--source", str(texts), "--output", str(tmp_path / "out")]
-    command = [sys.executable, "-m", "launch", "prepare", *arguments]
+    command = [sys.executable, "-m", "polyad.launch", "prepare", *arguments]
     done = subprocess.run(
         [*command, "--tokenizer", "train:99999999999"], capture_output=True, text=True
     )
@@ -106,7 +106,7 @@ def test_a_sentencepiece_model_that_blows_text_up_is_refused(library_text):
     sentencepiece = pytest.importorskip("sentencepiece")
     from sentencepiece import sentencepiece_model_pb2
 
-    from data.text.tokenizers.sentencepiece_model import SentencePieceTokenizer
+    from polyad.data.text.tokenizers.sentencepiece_model import SentencePieceTokenizer
 
     trained = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
@@ -138,7 +138,7 @@ def test_text_that_grows_is_given_to_the_library_in_smaller_groups(monkeypatch):
     texts = ["abc", "c" * 20, "", "ba", "cab"]
     whole = tokenizer.encode_batch(texts)
     sizes = []
-    monkeypatch.setattr("data.text.tokenizers.tokenizer.CHARACTERS_AT_ONCE", 50)
+    monkeypatch.setattr("polyad.data.text.tokenizers.tokenizer.CHARACTERS_AT_ONCE", 50)
     for group in tokenizer._groups(texts):
         sizes.append(len(group))
     assert sizes == [1, 1, 3]

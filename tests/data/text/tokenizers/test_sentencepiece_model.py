@@ -2,12 +2,12 @@ import io
 
 import pytest
 
-from data.errors import DataError
-from data.text.dataset import PreparedData
-from data.text.documents import open_source
-from data.text.prepare import prepare
-from data.text.tokenizers.files import load_tokenizer
-from data.text.tokenizers.sentencepiece_model import SentencePieceTokenizer
+from polyad.data.errors import DataError
+from polyad.data.text.dataset import PreparedData
+from polyad.data.text.documents import open_source
+from polyad.data.text.prepare import prepare
+from polyad.data.text.tokenizers.files import load_tokenizer
+from polyad.data.text.tokenizers.sentencepiece_model import SentencePieceTokenizer
 
 sentencepiece = pytest.importorskip("sentencepiece")
 

@@ -8,15 +8,15 @@ import pytest
 import tokenizers
 from tokenizers import models, pre_tokenizers
 
-from data.errors import DataError
-from data.text.tokenizers.files import load_tokenizer
-from data.text.tokenizers.pieces import cut_between_words
-from data.text.tokenizers.tokenizer import END_OF_TEXT, Tokenizer
-from data.text.tokenizers.training import resolve_tokenizer, train_tokenizer
+from polyad.data.errors import DataError
+from polyad.data.text.tokenizers.files import load_tokenizer
+from polyad.data.text.tokenizers.pieces import cut_between_words
+from polyad.data.text.tokenizers.tokenizer import END_OF_TEXT, Tokenizer
+from polyad.data.text.tokenizers.training import resolve_tokenizer, train_tokenizer
 
 TRAIN_ELSEWHERE = """
 import inspect, typing
-from data.text.tokenizers.training import train_tokenizer
+from polyad.data.text.tokenizers.training import train_tokenizer
 print(train_tokenizer(iter([inspect.getsource(typing)]), 500).fingerprint)
 """
 

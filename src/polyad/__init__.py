@@ -1,0 +1,1 @@
+"""Pretrain mixture-of-experts transformers at scale."""
