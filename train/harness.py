@@ -22,7 +22,8 @@ PTH_FILE = "polyad_lm_eval.pth"
 _LINE = (
     "import sys; any("
     "word.replace('\\\\', '/').rsplit('/', 1)[-1].removesuffix('.exe') in ('lm_eval', 'lm-eval') "
-    "for word in sys.orig_argv[:5]) and __import__('polyad.train.harness').train.harness.make_known()\n"
+    "for word in sys.orig_argv[:5]) "
+    "and __import__('polyad.train.harness').train.harness.make_known()\n"
 )
 
 

@@ -1,5 +1,6 @@
 """`polyad evaluate`: scores a checkpoint on held-out data, text by its perplexity."""
 
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ from polyad.data.text.attack import WordSwap, write_attacked
 from polyad.data.text.manifest import SplitName
 from polyad.parallel import comm
 from polyad.parallel.checkpoint.checkpoint import Checkpoint
-from polyad.parallel.weights import Choice, load_model, open_checkpoint
+from polyad.parallel.weights import Choice, Weights, load_model, open_weights
 from polyad.train.config.agreement import agreed_facts, folder_digest
 from polyad.train.config.held_out import data_overrides
 from polyad.train.config.run import RunConfig, parse_config
@@ -25,6 +26,7 @@ from polyad.train.config.text import flatten
 from polyad.train.console import Progress
 from polyad.train.errors import ConfigError, RunError
 from polyad.train.evaluation.leak import check_leaks, measure
+from polyad.train.exchange.writers import config_of_weights
 from polyad.train.guard.memory import explain_out_of_memory
 from polyad.train.loop.device import allow_tf32
 from polyad.train.tasks.cross_entropy import cross_entropy
@@ -35,12 +37,20 @@ from polyad.train.tasks.task import OneDevice, Task
 
 
 class Evaluated(NamedTuple):
-    """A checkpoint and its evaluation data, both checked."""
+    """Weights and their evaluation data, both checked."""
 
-    checkpoint: Checkpoint
+    weights: Weights
     config: RunConfig
-    """The checkpoint's configuration, with the keys that evaluation may change."""
+    """The configuration of the weights, with the keys that evaluation may change."""
     task: Task[Any]
+    choice: Choice
+    """Which weights of a checkpoint."""
+
+    def about(self) -> dict[str, Any]:
+        """The keys of a result that say which weights it is of; a folder of weights is of step
+        0."""
+        step = self.weights.training_step if isinstance(self.weights, Checkpoint) else 0
+        return {"checkpoint": str(self.weights.folder), "step": step}
 
     @property
     def batch_size(self) -> int:
@@ -57,7 +67,7 @@ class Evaluated(NamedTuple):
             DisagreementError: a process has another checkpoint or data.
         """
         facts = agreed_facts(self.config, self.task if split else None, split)
-        facts["the checkpoint"] = f"contents {folder_digest(self.checkpoint.folder)}"
+        facts["the checkpoint"] = f"contents {folder_digest(self.weights.folder)}"
         return comm.initialize(self.config.parallel.timeout_minutes, facts=facts)
 
     @contextmanager
@@ -73,7 +83,7 @@ class Evaluated(NamedTuple):
         world = self.joined(split)
         allow_tf32(self.config.train.tf32, world.device)
         with explain_out_of_memory(lambda: doing, world, to_evaluate(self.config)):
-            yield load_model(self.checkpoint, world.device, self.config.train.precision), world
+            yield load_model(self.weights, world.device, self.config.train.precision), world
 
     def text(self, option: str) -> LanguageModelling:
         """The task, for an option that only text has.
@@ -117,10 +127,10 @@ def open_evaluated(
     weights: Choice = "trained",
     base: Path | None = None,
 ) -> Evaluated:
-    """Opens a checkpoint, and data that fits its weights.
+    """Opens weights, and data that fits them.
 
     Args:
-        path: a checkpoint, or a run whose newest one is taken.
+        path: a checkpoint, a run whose newest one is taken, or a folder of weights.
         data: prepared data; None takes the run's.
         overrides: `key=value` for keys that evaluation reads.
         weights: which of the checkpoint's.
@@ -129,15 +139,32 @@ def open_evaluated(
     Raises:
         ValueError: with an `exit_status` of 2: one line says what is wrong.
     """
-    checkpoint = open_checkpoint(path, weights, base)
-    saved = checkpoint.folder / "config.yaml"
-    original = parse_config(checkpoint.config_yaml, origin=f"{saved}")
+    opened = open_weights(path, weights, base)
+    original = config_of(opened)
     if data is not None:
         overrides = (*overrides, *data_overrides(original, data))
-    config = parse_config(checkpoint.config_yaml, overrides, origin=f"{saved} with overrides")
+    elif not isinstance(opened, Checkpoint) and "path" in type(original.data).model_fields:
+        raise ConfigError(
+            f"{opened.folder}: is a folder of weights, which names no data; --data DATA does"
+        )
+    origin = f"{opened.folder / 'config.yaml'} with overrides"
+    config = parse_config(original.to_yaml(), overrides, origin=origin)
     _refuse_other_keys(original, config)
-    task = task_class(config.data.kind).open_held_out(config.for_task(), checkpoint)
-    return Evaluated(checkpoint, config, task)
+    task = task_class(config.data.kind).open_held_out(config.for_task(), opened)
+    return Evaluated(opened, config, task, weights)
+
+
+def config_of(weights: Weights) -> RunConfig:
+    """The configuration of a checkpoint, or what a folder of weights says of one.
+
+    What had to be assumed of a folder goes to standard error.
+    """
+    if isinstance(weights, Checkpoint):
+        return parse_config(weights.config_yaml, origin=f"{weights.folder / 'config.yaml'}")
+    config, notes = config_of_weights(weights.model_config(), weights.folder, weights.folder.name)
+    for note in notes:
+        print(f"polyad: {note}", file=sys.stderr, flush=True)
+    return config
 
 
 def evaluate(
@@ -154,7 +181,7 @@ def evaluate(
     """Evaluates a checkpoint, in one process or under torchrun.
 
     Args:
-        path: a checkpoint, or a run whose newest one is taken.
+        path: a checkpoint, a run whose newest one is taken, or a folder of weights.
         data: prepared data; None takes the run's.
         split: `validation`, `test` or `train`.
         overrides: `key=value` for keys that evaluation reads.
@@ -168,10 +195,30 @@ def evaluate(
         The result: scores, counts, and how they were made. The same on every process.
     """
     opened = open_evaluated(path, data, overrides, weights, base)
-    checkpoint, config, task = opened
+    return evaluate_opened(opened, split, attack=attack, leak=leak)
+
+
+def evaluate_opened(
+    opened: Evaluated,
+    split: SplitName,
+    *,
+    model: nn.Module | None = None,
+    attack: WordSwap | GaussianNoise | None = None,
+    leak: int | None = None,
+) -> dict[str, Any]:
+    """Evaluates weights that were opened; see `evaluate`.
+
+    Args:
+        opened: the weights and their data.
+        split: `validation`, `test` or `train`.
+        model: on the device of this process, in evaluation mode; None: it is loaded.
+        attack: see `evaluate`.
+        leak: see `evaluate`.
+    """
+    config, task = opened.config, opened.task
     if leak is not None:
         opened.text("--leak")
-        check_leaks(config, checkpoint.folder)
+        check_leaks(config, opened.weights.folder)
     task.check_split(split)
     world = opened.joined(split)
     allow_tf32(config.train.tf32, world.device)
@@ -182,7 +229,8 @@ def evaluate(
     ):
         count = task.units_of(split)
         report = Progress(f"evaluate {split}", count, unit.short) if world.is_main else None
-        model = load_model(checkpoint, world.device, config.train.precision)
+        if model is None:
+            model = load_model(opened.weights, world.device, config.train.precision)
         started = time.monotonic()
         scores = task.score(
             OneDevice(model, cross_entropy),
@@ -204,9 +252,8 @@ def evaluate(
                 reports=(masked, prefix),
             )
     return {
-        "checkpoint": str(checkpoint.folder),
-        "step": checkpoint.training_step,
-        "weights": weights,
+        **opened.about(),
+        "weights": opened.choice,
         "data_kind": config.data.kind,
         "data": task.name,
         "split": split,

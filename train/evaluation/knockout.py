@@ -82,8 +82,7 @@ def knockout(
             report=Progress("leave out experts", amount) if world.is_main else lambda share: None,
         )
     return {
-        "checkpoint": str(opened.checkpoint.folder),
-        "step": opened.checkpoint.training_step,
+        **opened.about(),
         "data": task.name,
         "data_kind": config.data.kind,
         "split": split,

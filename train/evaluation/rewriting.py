@@ -157,8 +157,7 @@ def rewriting(
         scores = counted.result(world)
     names = task.data.manifest.class_names
     return {
-        "checkpoint": str(opened.checkpoint.folder),
-        "step": opened.checkpoint.training_step,
+        **opened.about(),
         "data": task.name,
         "split": split,
         "images_scored": task.units_of(split),

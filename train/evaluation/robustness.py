@@ -119,8 +119,7 @@ def robustness(
     with opened.loaded("evaluating", None) as (model, world):
         found = score(Scorer(opened, task, model, world), folder)
     return {
-        "checkpoint": str(opened.checkpoint.folder),
-        "step": opened.checkpoint.training_step,
+        **opened.about(),
         "set": set_name,
         "folder": str(folder),
         **found,

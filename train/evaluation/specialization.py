@@ -86,8 +86,7 @@ def specialization(
                 "layers": _levels(measures, world),
             }
     return {
-        "checkpoint": str(opened.checkpoint.folder),
-        "step": opened.checkpoint.training_step,
+        **opened.about(),
         "data": task.name,
         "data_kind": config.data.kind,
         "split": split,

@@ -57,8 +57,13 @@ def compare(
     """
     opened = open_evaluated(path, data, overrides)
     task = opened.task
+    if not isinstance(opened.weights, Checkpoint):
+        raise ConfigError(
+            f"--compare: is not allowed with {path}, a folder of weights; `polyad convert --to "
+            f"polyad` makes a checkpoint of it"
+        )
     before = open_checkpoint(other)
-    _check_pair(opened, before, data_is_named=data is not None)
+    _check_pair(opened, opened.weights, before, data_is_named=data is not None)
     task.check_split(split)
     probe = task.probe(units, split)
     config = opened.config
@@ -67,10 +72,9 @@ def compare(
     started = time.monotonic()
     with explain_out_of_memory(lambda: "comparing routing", world, to_evaluate(config)):
         layers, count = _compare(opened, before, probe, world)
-    _check_finite(layers, opened.checkpoint)
+    _check_finite(layers, opened.weights.folder)
     return {
-        "checkpoint": str(opened.checkpoint.folder),
-        "step": opened.checkpoint.training_step,
+        **opened.about(),
         "compared_with": str(before.folder),
         "compared_step": before.training_step,
         "data": task.name,
@@ -95,14 +99,15 @@ def compare(
     }
 
 
-def _check_pair(opened: Evaluated, other: Checkpoint, *, data_is_named: bool) -> None:
+def _check_pair(
+    opened: Evaluated, own: Checkpoint, other: Checkpoint, *, data_is_named: bool
+) -> None:
     """Checks that both are of one model with experts, and fit the tokens of the probe set."""
     ours, theirs = (
-        flatten(checkpoint.model_config().model_dump(mode="json"))
-        for checkpoint in (opened.checkpoint, other)
+        flatten(checkpoint.model_config().model_dump(mode="json")) for checkpoint in (own, other)
     )
     changed = [
-        f"model.{key}: {theirs.get(key)!r} there, {ours.get(key)!r} in {opened.checkpoint.folder}"
+        f"model.{key}: {theirs.get(key)!r} there, {ours.get(key)!r} in {own.folder}"
         for key in sorted(ours.keys() | theirs.keys())
         if ours.get(key) != theirs.get(key) and key not in FREE_KEYS
     ]
@@ -113,15 +118,15 @@ def _check_pair(opened: Evaluated, other: Checkpoint, *, data_is_named: bool) ->
         )
     if not opened.config.model.has_experts():
         raise ConfigError(
-            f"--compare: {opened.checkpoint.folder} has model.feed_forward.kind: dense, and no "
+            f"--compare: {own.folder} has model.feed_forward.kind: dense, and no "
             f"experts whose choice could be compared"
         )
     opened.task.check_weights(other, f"checkpoint of --compare {other.folder}")
-    known = [c.state.data_fingerprint for c in (opened.checkpoint, other)]
+    known = [c.state.data_fingerprint for c in (own, other)]
     if known[0] != known[1] and not data_is_named:
         raise ConfigError(
             f"--compare: {other.folder}: was trained on other data than "
-            f"{opened.checkpoint.folder}; --data names the text that both are to read"
+            f"{own.folder}; --data names the text that both are to read"
         )
 
 
@@ -131,7 +136,7 @@ def _compare(
     """The shares of each layer over all processes, and the number of units."""
     precision, device = opened.config.train.precision, world.device
     probes = []
-    for checkpoint in (opened.checkpoint, other):
+    for checkpoint in (opened.weights, other):
         model = load_model(checkpoint.folder, device=device, precision=precision)
         probes.append(Probe(model, model, device))
     now, before = probes
@@ -156,11 +161,11 @@ def _compare(
     return shares(sums.view(sums_LC.shape), tokens_L, now.layers), int(units)
 
 
-def _check_finite(layers: dict[str, Fluctuation], checkpoint: Checkpoint) -> None:
+def _check_finite(layers: dict[str, Fluctuation], folder: Path) -> None:
     for name, layer in layers.items():
         if not math.isfinite(layer.entropy + layer.entropy_before):
             raise ConfigError(
-                f"--compare: the scores of {name} are not finite in {checkpoint.folder} or in what "
+                f"--compare: the scores of {name} are not finite in {folder} or in what "
                 f"it is compared with: the weights hold NaN or inf, or are too large"
             )
 

@@ -211,22 +211,47 @@ def _write_tokenizer(weights: Checked, staging: Path) -> None:
     )
 
 
-def _data_of(weights: Checked) -> DataSettings:
-    """What a configuration says of data that nobody has named yet."""
-    config = weights.config
-    if not isinstance(config, ImageSettings):
-        return MaskedTextConfig() if isinstance(config, BertConfig) else DataConfig()
-    keys, notes = read_pixels(weights.folder, config.image_size)
+def config_of_weights(
+    model: ModelSettings, folder: Path, name: str, data: DataSettings | None = None
+) -> tuple[RunConfig, list[str]]:
+    """Completes the configuration of a run that begins with the weights of a folder.
+
+    Args:
+        model: of the weights.
+        folder: of the weights.
+        name: of the run's folder, in runs/.
+        data: None: of the kind that the model reads, at no place yet.
+
+    Returns:
+        The configuration, and notes for the user: what it had to assume.
+    """
+    notes: list[str] = []
+    if data is None:
+        data, notes = _data_of(model, folder)
+    run = RunConfig(
+        run=RunFolderConfig(folder=f"runs/{name}"),
+        model=model,
+        data=data,
+        train=TrainConfig(steps=1, global_batch_size=BATCH_SIZE, micro_batch_size=BATCH_SIZE),
+    )
+    return run, notes
+
+
+def _data_of(model: ModelSettings, folder: Path) -> tuple[DataSettings, list[str]]:
+    """The section `data` before anybody has named data, and notes."""
+    if not isinstance(model, ImageSettings):
+        return (MaskedTextConfig() if isinstance(model, BertConfig) else DataConfig()), []
+    keys, notes = read_pixels(folder, model.image_size)
     settings = ImageDataConfig.model_validate({"path": "runs/images"} | keys)
-    weights.notes += notes
     if "normalization" not in keys:
-        weights.notes.append(
-            f"{weights.folder} does not say how pixels are normalized: data.normalization: "
+        notes = [
+            *notes,
+            f"{folder} does not say how pixels are normalized: data.normalization: "
             f"{settings.normalization} is written; also {', '.join(NORMALIZATIONS)}"
             if not notes
-            else f"data.normalization: {settings.normalization} is written: check it"
-        )
-    return settings
+            else f"data.normalization: {settings.normalization} is written: check it",
+        ]
+    return settings, notes
 
 
 def _pixels_of(weights: Checked) -> ImageDataConfig | None:
@@ -260,12 +285,8 @@ def _to_polyad(weights: Checked, staging: Path, destination: Path) -> None:
     is_of_images = isinstance(config, ImageSettings)
     if tokenizer is None and not is_of_images:
         weights.notes.append(f"{weights.folder} has no tokenizer: name one where text is needed")
-    run = RunConfig(
-        run=RunFolderConfig(folder=f"runs/{destination.name}"),
-        model=config,
-        data=weights.data or _data_of(weights),
-        train=TrainConfig(steps=1, global_batch_size=BATCH_SIZE, micro_batch_size=BATCH_SIZE),
-    )
+    run, notes = config_of_weights(config, weights.folder, destination.name, weights.data)
+    weights.notes += notes
     state = TrainState(
         tokenizer_fingerprint=tokenizer.fingerprint if tokenizer else None,
         end_of_text=tokenizer.end_of_text if tokenizer else None,

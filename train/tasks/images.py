@@ -25,7 +25,6 @@ from polyad.model.huggingface import CONFIG_FILE
 from polyad.model.output import RoutingStats
 from polyad.model.vision import ImageSettings
 from polyad.parallel import comm
-from polyad.parallel.checkpoint.checkpoint import Checkpoint
 from polyad.parallel.huggingface_vision import VisionWeights
 from polyad.parallel.weights import Weights
 from polyad.train.errors import ConfigError
@@ -145,12 +144,12 @@ class ImageClassification(Learner, Task[ImageBatch]):
         return cls(ImageData.open(settings.path, settings.leave_out), sections)
 
     @classmethod
-    def open_held_out(cls, sections: Sections, checkpoint: Checkpoint) -> "ImageClassification":
-        """Opens images to score a checkpoint with."""
+    def open_held_out(cls, sections: Sections, weights: Weights) -> "ImageClassification":
+        """Opens images to score weights with."""
         settings = sections.data
         assert isinstance(settings, ImageDataConfig)
         task = cls(ImageData.open(settings.path, settings.leave_out), sections)
-        task.check_weights(checkpoint, "checkpoint")
+        task.check_weights(weights, "checkpoint")
         return task
 
     @property

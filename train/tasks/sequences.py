@@ -34,7 +34,7 @@ from polyad.parallel.huggingface_bert import BertWeights
 from polyad.parallel.weights import Weights, open_weights
 from polyad.train.errors import ConfigError
 from polyad.train.tasks.benchmark_metrics import METRICS, TITLES, scores_of_predictions
-from polyad.train.tasks.class_names import CLASSES_FILE, class_names_of
+from polyad.train.tasks.class_names import CLASSES_FILE, class_names_of, names_of
 from polyad.train.tasks.cross_entropy import cross_entropy
 from polyad.train.tasks.distillation import Learner
 from polyad.train.tasks.domains import domain_records, domain_rows
@@ -105,12 +105,12 @@ class SequenceTask(Learner, Task[SequenceBatch]):
         return task
 
     @classmethod
-    def open_held_out(cls, sections: Sections, checkpoint: Checkpoint) -> "SequenceTask":
-        """Opens rows to score a checkpoint with: by its own tokenizer and classes."""
-        tokenizer = tokenizer_of(checkpoint)
+    def open_held_out(cls, sections: Sections, weights: Weights) -> "SequenceTask":
+        """Opens rows to score weights with: by their own tokenizer and classes."""
+        tokenizer = tokenizer_of(weights)
         if tokenizer is None:
-            raise ConfigError(f"{checkpoint.folder}: has no tokenizer beside it")
-        return cls(_open(sections, tokenizer, class_names_of(checkpoint.folder)), sections)
+            raise ConfigError(f"{weights.folder}: has no tokenizer beside it")
+        return cls(_open(sections, tokenizer, names_of(weights)), sections)
 
     @property
     def place(self) -> str:

@@ -20,7 +20,6 @@ from polyad.model.config import Config
 from polyad.model.output import ModelOutput, RoutingStats
 from polyad.model.settings import ModelSettings
 from polyad.parallel import comm
-from polyad.parallel.checkpoint.checkpoint import Checkpoint
 from polyad.parallel.checkpoint.state_file import State
 from polyad.parallel.weights import Weights
 from polyad.parallel.zero import CrossEntropy
@@ -174,10 +173,10 @@ class Task(ABC, Generic[Batch]):
         """
 
     @classmethod
-    def open_held_out(cls, sections: Sections, checkpoint: Checkpoint) -> Self:
-        """Opens data to score a checkpoint with; the data of its training need not be there."""
+    def open_held_out(cls, sections: Sections, weights: Weights) -> Self:
+        """Opens data to score weights with; the data of their training need not be there."""
         task = cls.open(sections)
-        task.check_weights(checkpoint, "checkpoint")
+        task.check_weights(weights, "checkpoint")
         return task
 
     @property

@@ -11,11 +11,16 @@ from polyad.data.text.mixture import MixedSamples, Part, TrainingData
 from polyad.data.text.samples import TrainingSamples
 from polyad.model.bert import BertConfig
 from polyad.model.gpt2 import GPT2Config
-from polyad.parallel.checkpoint.checkpoint import Checkpoint
 from polyad.parallel.weights import Weights
 from polyad.train.errors import ConfigError
 from polyad.train.tasks.task import Batch, EvaluationConfig, Kept, Sections, StoredData, Task, Unit
-from polyad.train.tasks.tokenizers import check_tokenizer, data_named, open_data, tokenizer_of
+from polyad.train.tasks.tokenizers import (
+    check_tokenizer,
+    data_named,
+    fingerprint_of,
+    open_data,
+    tokenizer_of,
+)
 
 TextModel = TypeVar("TextModel", bound=GPT2Config | BertConfig)
 
@@ -47,8 +52,8 @@ class TextTask(Task[Batch]):
         return task
 
     @classmethod
-    def open_held_out(cls, sections: Sections, checkpoint: Checkpoint) -> Self:
-        """Opens the one folder that `data.path` names; it needs the checkpoint's tokenizer."""
+    def open_held_out(cls, sections: Sections, weights: Weights) -> Self:
+        """Opens the one folder that `data.path` names; it needs the tokenizer of the weights."""
         settings = sections.data
         assert isinstance(settings, DataConfig)
         if settings.mixture is not None:
@@ -56,12 +61,8 @@ class TextTask(Task[Batch]):
             raise ConfigError(
                 f"data.mixture: evaluate one folder at a time, with --data, of {folders}"
             )
-        prepared = open_data(
-            settings.path,
-            checkpoint.state.tokenizer_fingerprint,
-            "checkpoint",
-            lambda: tokenizer_of(checkpoint),
-        )
+        known = fingerprint_of(weights)
+        prepared = open_data(settings.path, known, "checkpoint", lambda: tokenizer_of(weights))
         part = Part(prepared.path.name, 1.0, prepared)
         return cls(TrainingData([part], "data.path"), sections)
 
@@ -129,13 +130,8 @@ class TextTask(Task[Batch]):
 
     def check_weights(self, weights: Weights, owner: str) -> None:
         """Checks that the weights were trained with these token ids."""
-        if isinstance(weights, Checkpoint):
-            fingerprint = weights.state.tokenizer_fingerprint
-        else:
-            tokenizer = tokenizer_of(weights)
-            fingerprint = tokenizer.fingerprint if tokenizer else None
-        prepared = self.data.parts[0].data
-        check_tokenizer(self.place, prepared, fingerprint, owner, lambda: tokenizer_of(weights))
+        known, prepared = fingerprint_of(weights), self.data.parts[0].data
+        check_tokenizer(self.place, prepared, known, owner, lambda: tokenizer_of(weights))
 
     def sources(self, samples: Sequence[int]) -> dict[str, list[int]]:
         """Numbers of the documents that the samples are cut from, by the name of their data."""

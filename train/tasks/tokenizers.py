@@ -110,6 +110,14 @@ def tokenizer_of(weights: Weights) -> Tokenizer | None:
     return None
 
 
+def fingerprint_of(weights: Weights) -> str | None:
+    """The fingerprint of the tokenizer whose ids a model knows; None if there is none."""
+    if isinstance(weights, Checkpoint):
+        return weights.state.tokenizer_fingerprint
+    tokenizer = tokenizer_of(weights)
+    return tokenizer.fingerprint if tokenizer else None
+
+
 def _data_folders(checkpoint: Checkpoint) -> list[Path]:
     """Folders of the training data: old checkpoints hold no tokenizer, so it is read from there."""
     try:
