@@ -1,1 +1,40 @@
-"""Pretrain mixture-of-experts transformers at scale."""
+"""Pretrain mixture-of-experts transformers at scale, and see what the experts do.
+
+    import polyad
+
+    run = polyad.load("runs/quickstart/run")
+    print(run.experts("def main():"))       # the experts of every token, layer by layer
+    run.evaluate()["perplexity"], run.generate("def "), run.model
+
+Training is started by the command `polyad`; the packages below are what it is made of.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from polyad.train.experts.decisions import ExpertRow, LayerExperts, TextExperts
+    from polyad.train.loading import Run, load
+
+__all__ = ["ExpertRow", "LayerExperts", "Run", "TextExperts", "load"]
+
+_HOME = {
+    "ExpertRow": "polyad.train.experts.decisions",
+    "LayerExperts": "polyad.train.experts.decisions",
+    "Run": "polyad.train.loading",
+    "TextExperts": "polyad.train.experts.decisions",
+    "load": "polyad.train.loading",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Imports what is asked for: the command starts without torch."""
+    if name not in _HOME:
+        raise AttributeError(f"module 'polyad' has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    """The public names."""
+    return sorted(__all__)

@@ -139,7 +139,13 @@ def open_evaluated(
     Raises:
         ValueError: with an `exit_status` of 2: one line says what is wrong.
     """
-    opened = open_weights(path, weights, base)
+    return open_data_for(open_weights(path, weights, base), data, overrides, weights)
+
+
+def open_data_for(
+    opened: Weights, data: str | None, overrides: tuple[str, ...], choice: Choice
+) -> Evaluated:
+    """Opens data that fits weights; see `open_evaluated`."""
     original = config_of(opened)
     if data is not None:
         overrides = (*overrides, *data_overrides(original, data))
@@ -151,7 +157,7 @@ def open_evaluated(
     config = parse_config(original.to_yaml(), overrides, origin=origin)
     _refuse_other_keys(original, config)
     task = task_class(config.data.kind).open_held_out(config.for_task(), opened)
-    return Evaluated(opened, config, task, weights)
+    return Evaluated(opened, config, task, choice)
 
 
 def config_of(weights: Weights) -> RunConfig:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -195,6 +195,71 @@ class TextStream:
         return text
 
 
+class Continuation(NamedTuple):
+    """What a model wrote after a prompt."""
+
+    prompt_ids: list[int]
+    token_ids: list[int]
+    """Without the end of text that may have ended it."""
+    text: str
+    """Without the prompt."""
+
+
+def continue_text(
+    model: nn.Module,
+    tokenizer: Tokenizer,
+    prompt: str,
+    *,
+    max_tokens: int = 100,
+    sampling: Sampling = Sampling(),  # frozen
+    use_cache: bool = True,
+    name: str = "the model",
+    write: Callable[[str], object] = lambda text: None,
+) -> Continuation:
+    """Continues a text with a model that is in memory.
+
+    Args:
+        model: a GPT-2 in evaluation mode.
+        tokenizer: of the model.
+        prompt: the text; an empty one begins a document.
+        max_tokens: see `generate`.
+        sampling: see `generate`.
+        use_cache: see `generate`.
+        name: of the model, for an error.
+        write: is handed every piece of text as it comes.
+
+    Raises:
+        ConfigError: the prompt is not text, or the weights are not finite.
+    """
+    check_prompt(prompt)
+    prompt_ids = tokenizer.encode(prompt) or [tokenizer.end_of_text_id]
+    stream, ids, pieces = TextStream(tokenizer, prompt_ids), [], []
+    for token in generate_ids(
+        model,
+        prompt_ids,
+        max_tokens=max_tokens,
+        sampling=sampling,
+        stop_ids=(tokenizer.end_of_text_id,),
+        vocab_size=tokenizer.vocab_size,
+        use_cache=use_cache,
+        name=name,
+    ):
+        ids.append(token)
+        pieces.append(stream.push(token))
+        write(pieces[-1])
+    pieces.append(stream.end())
+    write(pieces[-1])
+    return Continuation(prompt_ids, ids, "".join(pieces))
+
+
+def check_prompt(prompt: str) -> None:
+    """Refuses what cannot be written as UTF-8, such as half of a surrogate pair."""
+    try:
+        prompt.encode()
+    except UnicodeEncodeError:
+        raise ConfigError(f"--prompt: {prompt!r} is not text in UTF-8") from None
+
+
 def generate(
     path: Path,
     prompt: str,
@@ -232,37 +297,27 @@ def generate(
     weights = open_weights(path, base=base)
     language_model(weights)
     coder = need_tokenizer(weights, tokenizer)
-    try:
-        prompt.encode()
-    except UnicodeEncodeError:
-        raise ConfigError(f"--prompt: {prompt!r} is not text in UTF-8") from None
-    prompt_ids = coder.encode(prompt) or [coder.end_of_text_id]
+    check_prompt(prompt)
     model = load_model(weights, "cuda" if torch.cuda.is_available() else "cpu", precision=precision)
-    stream, ids, pieces = TextStream(coder, prompt_ids), [], []
     with steered(model, steerings):
         write(prompt)
         started = time.monotonic()
-        for token in generate_ids(
+        prompt_ids, ids, text = continue_text(
             model,
-            prompt_ids,
+            coder,
+            prompt,
             max_tokens=max_tokens,
             sampling=sampling,
-            stop_ids=(coder.end_of_text_id,),
-            vocab_size=coder.vocab_size,
             use_cache=use_cache,
             name="; ".join((str(weights.folder), *(f"--steer {one}" for one in steerings))),
-        ):
-            ids.append(token)
-            pieces.append(stream.push(token))
-            write(pieces[-1])
-    pieces.append(stream.end())
-    write(pieces[-1])
+            write=write,
+        )
     seconds = time.monotonic() - started
     length: int = model.config.sequence_length  # type: ignore[union-attr, assignment]
     return {
         "checkpoint": str(weights.folder),
         "prompt": prompt,
-        "text": "".join(pieces),
+        "text": text,
         "prompt_ids": prompt_ids,
         "token_ids": ids,
         "ended_by": "max_tokens" if len(ids) == max_tokens else "end_of_text",

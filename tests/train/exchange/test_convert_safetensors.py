@@ -11,6 +11,7 @@ from polyad.parallel.checkpoint.checkpoint import Checkpoint
 from polyad.parallel.fragments import MASTER
 from polyad.parallel.weights import load_model
 from polyad.train.evaluation.generate import Sampling, generate
+from polyad.train.evaluation.stability import compare
 from polyad.train.exchange.convert import conversion_table, convert
 from tests.helpers.everyday import everyday
 from tests.helpers.runs import (
@@ -146,9 +147,14 @@ def test_a_start_from_safetensors_of_another_model_is_refused(
     assert f"{plain('cp')}: is of another model: blocks.0.feed_forward." in text
 
 
-def test_only_a_checkpoint_is_evaluated_and_the_way_to_one_is_said(plain):
-    with pytest.raises(ValueError, match=r"is a folder of weights; `polyad convert .* --to polyad"):
+def test_a_folder_of_safetensors_is_evaluated_as_its_run(trained, plain, prepared_path):
+    with pytest.raises(ValueError, match=r"is a folder of weights, which names no data; --data"):
         evaluation(plain("cp"))
+    ours = evaluation(trained("cp"))
+    theirs = evaluation(plain("cp"), data=str(prepared_path))
+    assert theirs["loss"] == pytest.approx(ours["loss"], rel=1e-6)
+    with pytest.raises(ValueError, match=r"--compare: is not allowed with .* a folder of weights"):
+        compare(plain("cp"), trained("cp"), data=str(prepared_path))
 
 
 def test_weights_that_are_not_finite_are_converted_with_a_note(plain, tmp_path):

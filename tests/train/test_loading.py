@@ -1,0 +1,137 @@
+"""`polyad.load`: a trained model in Python, against the command line and the model's own output."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import polyad
+from polyad.data.text.tokenizers.files import load_tokenizer
+from polyad.launch.cli import run as command
+from polyad.model.bert import BertConfig
+from polyad.model.build import build_model, materialize
+from polyad.train.evaluation.generate import Sampling, generate
+from polyad.train.experts.decisions import experts_of
+from tests.helpers.everyday import everyday
+from tests.helpers.runs import FEED_FORWARDS, evaluation
+
+pytestmark = pytest.mark.distributed
+TEXT = "def polyad(tokens):\n    return [experts for experts in tokens]"
+
+
+def test_importing_polyad_imports_nothing_heavy():
+    code = (
+        "import sys, polyad\n"
+        "assert {'load', 'Run'} <= set(dir(polyad))\n"
+        "heavy = {'torch', 'numpy', 'pydantic', 'deepspeed', 'megatron'} & set(sys.modules)\n"
+        "assert not heavy, heavy"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    with pytest.raises(AttributeError, match="module 'polyad' has no attribute 'lod'"):
+        _ = polyad.lod
+
+
+@everyday("kind", [kind for kind in FEED_FORWARDS if kind != "dense"], keep=["smoe", "tr"])
+def test_experts_are_those_that_the_model_counts(trained, kind):
+    run = polyad.load(trained(kind))
+    found = run.experts(TEXT[:40], top=3)
+    ids = run.tokenizer.encode(TEXT[:40])
+    assert found.token_ids.tolist() == ids
+    assert "".join(found.tokens) == TEXT[:40]
+    with torch.inference_mode():
+        routing = run.model(torch.tensor([ids])).routing
+    assert [stats.name for stats in routing] == list(found.layers)
+    for stats, layer in zip(routing, found.layers.values(), strict=True):
+        usage_S = stats.load_E if stats.usage_E is None else stats.usage_E
+        torch.testing.assert_close(layer.scores.mean(0), usage_S.float())
+        assert layer.experts.shape == layer.weights.shape
+        if kind in ("cp", "tr"):  # every expert has a coefficient
+            torch.testing.assert_close(layer.weights, layer.scores.gather(1, layer.experts))
+            levels = layer.layer.levels
+            assert layer.experts.shape[1] == sum(min(3, count) for count in levels)
+            assert layer.weights[:, 0].equal(layer.scores[:, : levels[0]].amax(1))
+        else:
+            counts_E = torch.bincount(layer.experts.flatten(), minlength=len(stats.load_E))
+            torch.testing.assert_close(counts_E / layer.experts.numel(), stats.load_E.float())
+
+
+def test_rows_and_the_table_say_the_same_as_the_tensors(trained):
+    found = polyad.load(trained("smoe")).experts("import os")
+    rows = found.rows()
+    layer = found.layers["blocks.1.feed_forward"]
+    of_layer = [row for row in rows if row.layer == "blocks.1.feed_forward"]
+    assert len(of_layer) == layer.experts.numel()
+    last = of_layer[-1]
+    assert last.position == len(found.tokens) - 1
+    assert last.token == found.tokens[-1]
+    assert last.expert == str(int(layer.experts[-1, -1]))
+    assert last.weight == float(layer.weights[-1, -1])
+    assert last.score == float(layer.scores[-1, int(last.expert)])
+    header, *lines = str(found).splitlines()
+    assert header.split("  ")[-1] == "block 1"
+    assert len(lines) == len(found.tokens)
+    assert lines[-1].endswith(f"{last.expert} {last.weight:.2f}")
+
+
+def test_experts_with_several_levels_are_named_by_level(trained):
+    found = polyad.load(trained("tr")).experts("import os", top=1)
+    (first, second, *_) = found.rows()
+    assert (first.expert.split(".")[0], second.expert.split(".")[0]) == ("0", "1")
+
+
+def test_a_run_generates_and_evaluates_as_the_commands_do(trained, capfd, tmp_path):
+    folder = trained("smoe")
+    run = polyad.load(folder)
+    assert str(run.path) in repr(run)
+    expected = generate(folder, "def ", max_tokens=9, sampling=Sampling(top_k=5, seed=2))
+    assert run.generate("def ", max_tokens=9, top_k=5, seed=2) == expected["text"]
+    assert command(["evaluate", str(folder), "--json", str(tmp_path / "scores.json")]) == 0
+    capfd.readouterr()
+    theirs, ours = json.loads((tmp_path / "scores.json").read_text()), run.evaluate()
+    measured = {"seconds", "tokens_per_second"}
+    assert ours.keys() == theirs.keys()
+    assert all(ours[key] == theirs[key] for key in ours.keys() - measured)
+    with torch.no_grad():  # what is evaluated is the model in memory
+        run.model.final_norm.weight.zero_()
+    assert run.evaluate(batch_size=1)["loss"] > ours["loss"] + 0.1
+
+
+def test_a_folder_of_weights_is_loaded_and_evaluated_with_data(exported, finished, prepared_path):
+    run = polyad.load(str(exported))
+    with pytest.raises(ValueError, match=r"is a folder of weights, which names no data; --data"):
+        run.evaluate()
+    expected = evaluation(finished)
+    for found in (run.evaluate(prepared_path), evaluation(exported, data=str(prepared_path))):
+        assert found["loss"] == pytest.approx(expected["loss"], rel=1e-6)
+        assert found["tokens_scored"] == expected["tokens_scored"]
+    with pytest.raises(ValueError, match="the model is dense: it has no experts"):
+        run.experts("x")
+
+
+def test_arguments_that_do_not_fit_are_one_line(trained, tmp_path):
+    run = polyad.load(trained("smoe"))
+    with pytest.raises(ValueError, match=r"text: 0 tokens are not allowed; the model reads 1 to"):
+        run.experts("")
+    with pytest.raises(ValueError, match=r"tokens are not allowed; the model reads 1 to 32 at"):
+        run.experts(TEXT * 9)
+    with pytest.raises(ValueError, match=r"top: 0 is not allowed: 1 or more"):
+        run.experts("x", top=0)
+    with pytest.raises(ValueError, match=r"precision: 'fp8' is not allowed: "):
+        polyad.load(trained("smoe"), precision="fp8")
+    with pytest.raises(ValueError, match=str(tmp_path)):
+        polyad.load(tmp_path)
+
+
+def test_the_tokens_of_a_bert_have_experts_too(prepared_path):
+    feed_forward = {"kind": "smoe", "num_experts": 4, "top_k": 2}
+    config = BertConfig(
+        num_layers=2, hidden_size=32, num_heads=4, sequence_length=16, vocab_size=400,
+        feed_forward=feed_forward,
+    )  # fmt: skip
+    model = build_model(config)
+    materialize(model, seed=0)
+    ids = load_tokenizer(prepared_path / "tokenizer.json").encode("a text")
+    found = experts_of(model.eval(), ids, [str(one) for one in ids], top=1)
+    assert all(each.experts.shape == (len(ids), 2) for each in found.layers.values())

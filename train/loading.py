@@ -1,0 +1,213 @@
+"""A trained model in Python: `polyad.load(path)`."""
+
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from polyad.data.text.manifest import SplitName
+from polyad.data.text.tokenizers.tokenizer import Tokenizer
+from polyad.model.bert import BertConfig
+from polyad.model.gpt2 import GPT2Config
+from polyad.parallel.checkpoint.checkpoint import best_checkpoint
+from polyad.parallel.checkpoint.newest import newest_of, read_newest
+from polyad.parallel.weights import Choice, Weights, load_model, open_weights
+from polyad.parallel.zero import DTYPES, Precision
+from polyad.train.errors import ConfigError
+from polyad.train.evaluation.evaluate import evaluate_opened, open_data_for
+from polyad.train.evaluation.generate import Sampling, continue_text
+from polyad.train.experts.decisions import TextExperts, experts_of
+from polyad.train.tasks.language import language_model
+from polyad.train.tasks.tokenizers import need_tokenizer
+
+
+def load(
+    path: str | Path,
+    *,
+    weights: Choice = "trained",
+    best: bool = False,
+    precision: Precision = "fp32",
+    device: torch.device | str | None = None,
+    tokenizer: str | None = None,
+    base: str | Path | None = None,
+) -> "Run":
+    """Loads a trained model, with its tokenizer if it reads text.
+
+    Args:
+        path: a run, whose newest checkpoint is taken; a checkpoint; a folder of another library's
+            model (GPT-2, BERT, ViT, CLIP, timm's Mixer); or one of safetensors under our names.
+        weights: of a checkpoint: the `trained` ones, or `ema`, their moving average.
+        best: take a run's best checkpoint in place of its newest.
+        precision: of the parameters, `fp32` or `bf16`.
+        device: None: the first GPU, or the CPU where there is none.
+        tokenizer: a tokenizer.json, a SentencePiece .model or its folder; None: the one beside the
+            weights.
+        base: of a checkpoint of adapters: its base, if it has moved.
+
+    Returns:
+        The model on one device, in evaluation mode. No process group is needed.
+
+    Raises:
+        ValueError: one line says what is wrong.
+    """
+    if precision not in DTYPES:
+        raise ConfigError(f"precision: {precision!r} is not allowed: {', '.join(DTYPES)}")
+    place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+
+    def read(chosen: Path) -> Run:
+        opened = open_weights(chosen, weights, None if base is None else Path(base))
+        model = load_model(opened, place, precision)
+        return Run(opened, model, weights_choice=weights, precision=precision, tokenizer=tokenizer)
+
+    choose = best_checkpoint if best else newest_of
+    return read_newest(Path(path).expanduser(), read, choose)
+
+
+class Run:
+    """A trained model in memory; `load` makes it.
+
+    What is done with it is done with `model`, so that a change to its parameters, or a hook, shows.
+
+    Attributes:
+        path: the folder of the weights: a checkpoint, or what was loaded.
+        model: in evaluation mode, on one device; its `forward` returns a `ModelOutput`.
+    """
+
+    def __init__(
+        self,
+        weights: Weights,
+        model: nn.Module,
+        *,
+        weights_choice: Choice,
+        precision: Precision,
+        tokenizer: str | None,
+    ) -> None:
+        self.path = weights.folder
+        self.model = model
+        self._weights, self._choice, self._precision = weights, weights_choice, precision
+        self._tokenizer, self._config = tokenizer, weights.model_config()
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer of the model.
+
+        Raises:
+            ConfigError: the model does not read text, or has no tokenizer beside it.
+        """
+        if not isinstance(self._config, GPT2Config | BertConfig):
+            raise self._not_of_text("has no tokenizer")
+        return need_tokenizer(self._weights, self._tokenizer)
+
+    def experts(self, text: str, *, top: int = 4) -> TextExperts:
+        """Reads a text and returns the experts of every token.
+
+        A BERT reads the text between [CLS] and [SEP].
+
+        Args:
+            text: at most as many tokens as the model reads at once.
+            top: of a muMoE, which gives a share to every expert: how many a token is shown with, of
+                each level.
+
+        Returns:
+            Tokens, and of each layer with experts `experts` [T, K], `weights` [T, K] and `scores`
+            [T, S]; `rows()` for a table of pandas, and `print` for people.
+
+        Raises:
+            ConfigError: the model reads no text or has no experts, or the text is empty or too
+                long.
+        """
+        config = self._config
+        if not isinstance(config, GPT2Config | BertConfig):
+            raise self._not_of_text("`polyad report` shows the experts of images")
+        if not config.has_experts():
+            raise ConfigError(f"{self.path}: the model is dense: it has no experts")
+        if top < 1:
+            raise ConfigError(f"top: {top} is not allowed: 1 or more")
+        ids = self.tokenizer.encode(text)
+        if isinstance(config, BertConfig):
+            vocabulary = self.tokenizer.vocabulary()
+            ids = [vocabulary["[CLS]"], *ids, vocabulary["[SEP]"]]
+        if not 0 < len(ids) <= config.sequence_length:
+            raise ConfigError(
+                f"text: {len(ids):,} tokens are not allowed; the model reads 1 to "
+                f"{config.sequence_length:,} at once"
+            )
+        tokens = [self.tokenizer.text_within(one) or self.tokenizer.decode([one]) for one in ids]
+        return experts_of(self.model, ids, tokens, top)
+
+    def generate(
+        self,
+        prompt: str,
+        *,
+        max_tokens: int = 100,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        top_p: float = 1.0,
+        seed: int = 0,
+    ) -> str:
+        """Continues a text; needs a language model.
+
+        Args:
+            prompt: an empty one begins a document.
+            max_tokens: the most that are generated; an end of text ends earlier.
+            temperature: divides the logits; 0 takes the likeliest token.
+            top_k: choose among so many of the likeliest tokens; None: among all.
+            top_p: choose among the fewest tokens that have this probability together.
+            seed: of the choice; the same one gives the same text.
+
+        Returns:
+            The text after the prompt.
+
+        Raises:
+            ConfigError: the model does not predict text, or an argument is out of its range.
+        """
+        language_model(self._weights)
+        sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
+        return continue_text(
+            self.model,
+            self.tokenizer,
+            prompt,
+            max_tokens=max_tokens,
+            sampling=sampling,
+            name=str(self.path),
+        ).text
+
+    def evaluate(
+        self,
+        data: str | Path | None = None,
+        split: SplitName = "validation",
+        *,
+        batch_size: int | None = None,
+    ) -> dict[str, Any]:
+        """Scores the model on held-out data, as `polyad evaluate` does.
+
+        Args:
+            data: prepared data; None: that of the run. A folder of weights has none.
+            split: `validation`, `test` or `train`.
+            batch_size: samples in a forward pass; None: as the run's configuration says.
+
+        Returns:
+            What `polyad evaluate --json` writes: of text `loss` (nats a token), `perplexity` and
+            counts; of images `accuracy`.
+
+        Raises:
+            ValueError: one line says what is wrong.
+        """
+        overrides = [f"train.precision={self._precision}"]
+        if batch_size is not None:
+            overrides.append(f"evaluation.batch_size={batch_size}")
+        place = None if data is None else str(Path(data).expanduser())
+        opened = open_data_for(self._weights, place, tuple(overrides), self._choice)
+        return evaluate_opened(opened, split, model=self.model)
+
+    def __repr__(self) -> str:
+        """Names the folder, the model and its parameters."""
+        count = sum(parameter.numel() for parameter in self.model.parameters())
+        return f"polyad.Run({str(self.path)!r}: {self._config.kind}, {count:,} parameters)"
+
+    def _not_of_text(self, rest: str) -> ConfigError:
+        return ConfigError(
+            f"{self.path}: model.kind: {self._config.kind}: the model reads no text: {rest}"
+        )
