@@ -36,11 +36,12 @@ test: setup  ## the whole suite but the slow part
 test-slow: setup  ## the slow part of the suite
 	@$(RUN) pytest -q -m slow
 
-check: setup  ## lint, format, types, the direction of imports
+check: setup  ## lint, format, types, the direction of imports; prints lines by room
 	@$(RUN) ruff check .
 	@$(RUN) ruff format --check .
 	@$(RUN) mypy
 	@$(BIN)/python -c 'import sys; from importlinter.cli import lint_imports_command as c; sys.exit(c())' --no-logo
+	@$(RUN) tests.ruler
 
 clean:  ## remove caches; keeps .venv and runs/
 	@rm -rf .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis build *.egg-info

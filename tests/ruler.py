@@ -1,0 +1,381 @@
+"""Measures the size of the code: lines by room, and how much of it a call passes through.
+
+    python -m tests.ruler                           # lines by room
+    python -m tests.ruler model parallel            # with a row for each folder of these rooms
+    python -m tests.ruler --calls                   # functions and files that six calls pass
+    python -m tests.ruler --calls saving --list     # with the names of the functions of one
+
+A room is a folder at the top of the repository; only tracked Python files count. A line is code if
+it holds any of a statement, comment if it holds only a comment or a docstring (the strings under
+fields and constants are docstrings too, with the empty lines in them), and blank otherwise.
+
+A call passes through a function if its body runs, and through a file if one of its functions does.
+Functions are those written in the rooms of the product: also methods, lambdas, comprehensions and
+generator expressions, which are functions to Python 3.11 (from 3.12 on, only the last are). Each
+counts once however often it runs. Depth is the largest number that are active at once in one
+thread; frames of torch and other libraries between them do not count. A call is run twice and the
+second run is counted, which leaves out imports, with what pydantic does in them, and values that
+are computed once for a process. Blocks run on the CPU, by the kernels that `POLYAD_KERNELS` says.
+"""
+
+import argparse
+import inspect
+import io
+import itertools
+import subprocess
+import sys
+import tempfile
+import threading
+import tokenize
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any, NamedTuple, TypeAlias
+
+ROOT = Path(__file__).resolve().parent.parent
+ROOMS = ("model", "parallel", "train", "data", "launch")
+"""The rooms of the product, in the order of the table; `tests` and others come after them."""
+_BETWEEN = {tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
+
+
+class Lines(NamedTuple):
+    """Sizes of one file or of several."""
+
+    files: int = 0
+    code: int = 0
+    comment: int = 0
+    """Comments and docstrings."""
+    blank: int = 0
+
+    def plus(self, other: "Lines") -> "Lines":
+        """The sizes of both."""
+        return Lines(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
+
+
+def count_lines(source: str) -> Lines:
+    """Counts the lines of one file.
+
+    Args:
+        source: Its text.
+    """
+    code, comment = set[int](), set[int]()
+    statement: list[tokenize.TokenInfo] = []
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            comment.add(token.start[0])
+        elif token.type not in _BETWEEN:
+            statement.append(token)
+        elif token.type == tokenize.NEWLINE:
+            only_text = all(each.type == tokenize.STRING for each in statement)
+            for each in statement:
+                rows = range(each.start[0], each.end[0] + 1)
+                (comment if only_text else code).update(rows)
+            statement = []
+    comment -= code
+    lines = source.count("\n") + (source[-1:] not in ("", "\n"))
+    return Lines(1, len(code), len(comment), lines - len(code) - len(comment))
+
+
+def python_files(root: Path) -> list[Path]:
+    """The Python files that git tracks, or without git those outside of hidden folders.
+
+    Args:
+        root: The repository.
+
+    Returns:
+        Paths relative to `root`, in order; no links.
+    """
+    command = ["git", "-C", str(root), "ls-files", "-z", "--", "*.py"]
+    try:
+        listed = subprocess.run(command, capture_output=True, check=True, text=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        listed = ""
+    found = {Path(name) for name in listed.split("\0") if name}
+    if not found:
+        walked = (path.relative_to(root) for path in root.rglob("*.py"))
+        found = {path for path in walked if not any(part[0] == "." for part in path.parts)}
+    return sorted(p for p in found if (root / p).is_file() and not (root / p).is_symlink())
+
+
+def lines_by_room(root: Path, divided: Collection[str] = ()) -> dict[str, Lines]:
+    """Counts the lines of each room, and of all but the tests.
+
+    Args:
+        root: The repository.
+        divided: Rooms whose folders have rows of their own, below the room's.
+
+    Returns:
+        Sizes by the name of a room or folder, in the order of the table; files at the top of the
+        repository are under ".".
+    """
+    found: dict[str, Lines] = {}
+    for path in python_files(root):
+        with tokenize.open(root / path) as file:
+            lines = count_lines(file.read())
+        room = path.parts[0] if len(path.parts) > 1 else "."
+        names = [room]
+        if room in divided:
+            names.append(f"{room}/{path.parts[1]}/" if len(path.parts) > 2 else f"{room}/*.py")
+        names += [] if room == "tests" else ["all but tests"]
+        for name in names:
+            found[name] = found.get(name, Lines()).plus(lines)
+    last = [name for name in ("all but tests", "tests") if name in found]
+    ours = [room for room in ROOMS if room in found]
+    others = sorted(n for n in found if "/" not in n and n not in (*ours, *last))
+    rows = {}
+    for room in (*ours, *others, *last):
+        rows[room] = found[room]
+        rows |= {n: found[n] for n in sorted(found) if n.startswith(f"{room}/")}
+    return rows
+
+
+def lines_table(rows: dict[str, Lines]) -> Iterator[str]:
+    """The rows of `lines_by_room` as text."""
+    yield f"{'room':<22}{'files':>7}{'code':>9}{'comment':>9}{'blank':>9}{'code a file':>13}"
+    for name, lines in rows.items():
+        numbers = "".join(f"{number:>9,}" for number in lines[1:])
+        indented = f"  {name}" if "/" in name else name
+        yield f"{indented:<22}{lines.files:>7}{numbers}{lines.code / lines.files:>13.0f}"
+
+
+class Passed(NamedTuple):
+    """What a call passed through."""
+
+    functions: tuple[tuple[str, str], ...]
+    """File, relative to the repository, and qualified name with the line that it begins in."""
+    depth: int
+
+    @property
+    def files(self) -> set[str]:
+        """The files of the functions."""
+        return {file for file, _ in self.functions}
+
+
+class Recorder:
+    """Records the functions of some folders that run, in all threads that start meanwhile.
+
+    Use it as a context manager around everything that may start a thread, and `count` within.
+
+    Args:
+        root: The repository.
+        rooms: The folders in it whose functions count, whatever name they are imported by.
+    """
+
+    def __init__(self, root: Path, rooms: Iterable[str] = ROOMS) -> None:
+        self._root = root.resolve()
+        self._rooms = frozenset(rooms)
+        self._files: dict[str, str | None] = {}
+        # By identity: to Python, the code of equal functions in two files is equal.
+        self._codes: dict[int, CodeType] = {}
+        self._active = threading.local()
+        self._depth = 0
+        self._recording = False
+
+    def __enter__(self) -> "Recorder":
+        self._before = sys.getprofile()
+        threading.setprofile(self._profile)
+        sys.setprofile(self._profile)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        sys.setprofile(self._before)
+        threading.setprofile(None)
+
+    def count(self, call: Callable[[], object]) -> Passed:
+        """Runs a call twice, and records the second time.
+
+        Args:
+            call: What is run.
+        """
+        call()
+        self._codes, self._active, self._depth = {}, threading.local(), 0
+        self._recording = True
+        try:
+            call()
+        finally:
+            self._recording = False
+        functions = (
+            (str(self._file(code)), f"{code.co_qualname}:{code.co_firstlineno}")
+            for code in self._codes.values()
+        )
+        return Passed(tuple(sorted(functions)), self._depth)
+
+    def _profile(self, frame: FrameType, event: str, argument: Any) -> None:
+        if not self._recording or event not in ("call", "return"):
+            return
+        code = frame.f_code
+        # Bodies of modules and classes are not optimized.
+        if not code.co_flags & inspect.CO_OPTIMIZED or self._file(code) is None:
+            return
+        depth = getattr(self._active, "depth", 0) + (1 if event == "call" else -1)
+        self._active.depth = max(0, depth)
+        self._depth = max(self._depth, depth)
+        self._codes[id(code)] = code
+
+    def _file(self, code: CodeType) -> str | None:
+        """The file of a function relative to the root; None if it is in none of the rooms."""
+        name = code.co_filename
+        if name not in self._files:
+            path = Path(name).resolve()
+            inside = path.is_relative_to(self._root) and path.is_file()
+            relative = path.relative_to(self._root) if inside else Path()
+            ours = bool(relative.parts) and relative.parts[0] in self._rooms
+            self._files[name] = relative.as_posix() if ours else None
+        return self._files[name]
+
+
+GPT2: dict[str, Any] = {
+    "kind": "gpt2", "num_layers": 2, "hidden_size": 32, "num_heads": 4, "sequence_length": 16,
+    "vocab_size": 64,
+}  # fmt: skip
+VIT: dict[str, Any] = {
+    "kind": "vit", "num_layers": 2, "hidden_size": 32, "num_heads": 4, "image_size": 16,
+    "patch_size": 8, "num_classes": 10,
+}  # fmt: skip
+SPARSE: dict[str, Any] = {"kind": "smoe", "num_experts": 4, "top_k": 2}
+
+# Each scenario gets a folder for files, prepares a call, and returns it.
+Scenario: TypeAlias = Callable[[Path], Callable[[], object]]
+
+
+def _block(model_config: dict[str, Any]) -> Callable[[], object]:
+    import torch
+
+    from polyad.model.build import build_model, materialize, read_model_config
+
+    model = build_model(read_model_config(model_config))
+    materialize(model, seed=0)
+    block = model.eval().get_submodule(f"blocks.{model_config['num_layers'] - 1}")
+    seeded = torch.Generator().manual_seed(0)
+    token_BTD = torch.randn(1, 1, model_config["hidden_size"], generator=seeded)
+
+    def call() -> None:
+        with torch.inference_mode():
+            block(token_BTD)
+
+    return call
+
+
+def dense(folder: Path) -> Callable[[], object]:
+    """One token through a block of a dense GPT-2."""
+    return _block(GPT2)
+
+
+def graph(folder: Path) -> Callable[[], object]:
+    """One token through a block of a V-MoE with a similarity graph."""
+    experts = SPARSE | {"placement": 2, "combine": "softmax", "graph": "similarity"}
+    return _block(VIT | {"feed_forward": experts})
+
+
+def mumoe(folder: Path) -> Callable[[], object]:
+    """One token through a block of a GPT-2 with a muMoE in CP form."""
+    return _block(GPT2 | {"feed_forward": {"kind": "mumoe", "num_experts": [8], "rank": 8}})
+
+
+def building(folder: Path) -> Callable[[], object]:
+    """Parameters of a sparse GPT-2, from a seed into an engine."""
+    import torch
+
+    from polyad.model.build import build_model, read_model_config
+    from polyad.parallel import comm
+    from polyad.parallel.config import ParallelConfig
+    from polyad.parallel.dims import Dims
+    from polyad.parallel.parallelize import InitialWeights, parallelize
+
+    config = read_model_config(GPT2 | {"feed_forward": SPARSE})
+    return lambda: parallelize(
+        build_model(config),
+        Dims(world_size=1),
+        ParallelConfig(),
+        world=comm.initialize(),
+        make_optimizer=lambda named: torch.optim.AdamW([weight for _, weight, _ in named]),
+        precision="fp32",
+        global_batch_size=1,
+        micro_batch_size=1,
+        clip_grad_norm=1.0,
+        source=InitialWeights(build_model(config), 0),
+        cross_entropy=lambda logits, targets: logits,
+    )
+
+
+def saving(folder: Path) -> Callable[[], object]:
+    """Parameters of a sparse GPT-2, from an engine into a checkpoint."""
+    from polyad.model.config_yaml import dump
+    from polyad.parallel.checkpoint.writer import save
+
+    engine: Any = building(folder)()
+    text = dump({"model": GPT2 | {"feed_forward": SPARSE}})
+    steps = itertools.count(1)
+    return lambda: save(engine, folder, next(steps), state={}, config_yaml=text)
+
+
+def loading(folder: Path) -> Callable[[], object]:
+    """Parameters of a sparse GPT-2, from a checkpoint into an engine."""
+    from polyad.parallel.checkpoint.checkpoint import Checkpoint
+    from polyad.parallel.fragments import fill
+
+    saved: Any = saving(folder)()
+    engine: Any = building(folder)()
+    return lambda: fill(engine, Checkpoint(saved))
+
+
+SCENARIOS: dict[str, Scenario] = {
+    each.__name__: each for each in (dense, graph, mumoe, building, saving, loading)
+}
+
+
+def count_scenarios(chosen: Iterable[str]) -> dict[str, Passed]:
+    """Counts what some calls pass through.
+
+    Args:
+        chosen: Their names.
+    """
+    import torch
+
+    torch.set_num_threads(1)  # with more, experts run over as many as the machine has
+    found = {}
+    for name in chosen:
+        with tempfile.TemporaryDirectory() as folder, Recorder(ROOT) as recorder:
+            found[name] = recorder.count(SCENARIOS[name](Path(folder)))
+    return found
+
+
+def calls_table(found: dict[str, Passed], *, with_names: bool = False) -> Iterator[str]:
+    """What `count_scenarios` gave as text.
+
+    Args:
+        found: What each call passed through.
+        with_names: Whether the functions of each follow it.
+    """
+    yield f"{'call':<12}{'files':>5}{'functions':>11}{'depth':>7}"
+    for name, passed in found.items():
+        numbers = f"{len(passed.files):>5}{len(passed.functions):>11}{passed.depth:>7}"
+        yield f"{name:<12}{numbers}   {SCENARIOS[name].__doc__}"
+        if with_names:
+            yield from (f"    {file}:{function}" for file, function in passed.functions)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Prints a table."""
+    summary = (__doc__ or "").partition("\n")[0]
+    parser = argparse.ArgumentParser(prog="python -m tests.ruler", description=summary)
+    parser.add_argument(
+        "names", nargs="*", help="rooms to divide into folders, or with --calls which: all"
+    )
+    parser.add_argument(
+        "--calls", action="store_true", help="count what calls pass through, in place of lines"
+    )
+    parser.add_argument("--list", action="store_true", help="with --calls: name the functions")
+    given = parser.parse_args(arguments)
+    known = SCENARIOS if given.calls else lines_by_room(ROOT)
+    if unknown := [name for name in given.names if name not in known]:
+        parser.error(f"{unknown[0]} is unknown; known: {', '.join(known)}")
+    if given.calls:
+        table = calls_table(count_scenarios(given.names or SCENARIOS), with_names=given.list)
+    else:
+        table = lines_table(lines_by_room(ROOT, given.names))
+    print("\n".join(table))
+
+
+if __name__ == "__main__":
+    main()
