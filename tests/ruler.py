@@ -33,8 +33,9 @@ from types import CodeType, FrameType
 from typing import Any, NamedTuple, TypeAlias
 
 ROOT = Path(__file__).resolve().parent.parent
-ROOMS = ("model", "parallel", "train", "data", "launch")
-"""The rooms of the product, in the order of the table; `tests` and others come after them."""
+ROOMS = ("model", "parallel", "train", "data", "launch", "src")
+"""The rooms of the product, in the order of the table; `tests` and others come after them. `src`
+has what belongs to the package `polyad` as a whole, beside links to the other rooms."""
 _BETWEEN = {tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 
 
@@ -83,7 +84,7 @@ def python_files(root: Path) -> list[Path]:
         root: The repository.
 
     Returns:
-        Paths relative to `root`, in order; no links.
+        Paths relative to `root`, in order; none that a link leads to.
     """
     command = ["git", "-C", str(root), "ls-files", "-z", "--", "*.py"]
     try:
@@ -94,7 +95,8 @@ def python_files(root: Path) -> list[Path]:
     if not found:
         walked = (path.relative_to(root) for path in root.rglob("*.py"))
         found = {path for path in walked if not any(part[0] == "." for part in path.parts)}
-    return sorted(p for p in found if (root / p).is_file() and not (root / p).is_symlink())
+    root = root.resolve()
+    return sorted(p for p in found if (root / p).is_file() and (root / p).resolve() == root / p)
 
 
 def lines_by_room(root: Path, divided: Collection[str] = ()) -> dict[str, Lines]:

@@ -80,6 +80,7 @@ FILES = {
     "model/a.py": "x = 1\ny = 2\n",
     "model/smoe/b.py": "# comment\nx = 1\n",
     "tests/test_a.py": "\nx = 1\n",
+    "src/polyad/__init__.py": "x = 1\n",
     "setup.py": "x = 1\n",
     "docs/text.md": "x = 1\n",
     ".venv/lib/c.py": "x = 1\n",
@@ -89,13 +90,15 @@ FILES = {
 def test_rooms_without_git(tmp_path: Path) -> None:
     write(tmp_path, FILES)
     (tmp_path / "model" / "link.py").symlink_to(tmp_path / "model" / "a.py")
+    (tmp_path / "src" / "polyad" / "model").symlink_to(tmp_path / "model")
     rows = lines_by_room(tmp_path, ["model"])
     assert rows == {
         "model": Lines(3, 3, 1, 0),
         "model/*.py": Lines(2, 2, 0, 0),
         "model/smoe/": Lines(1, 1, 1, 0),
+        "src": Lines(1, 1, 0, 0),
         ".": Lines(1, 1, 0, 0),
-        "all but tests": Lines(4, 4, 1, 0),
+        "all but tests": Lines(5, 5, 1, 0),
         "tests": Lines(1, 1, 0, 1),
     }
     assert list(rows)[-1] == "tests"

@@ -10,7 +10,12 @@ PLANNED = {"imbalance": 1.0, "storage": 2.0, "failures": 50_000.0}
 
 def config_arguments(parser: Parser) -> None:
     """The configuration, and keys of it."""
-    parser.add_argument("config", type=Path, metavar="CONFIG", help="a YAML file")
+    parser.add_argument(
+        "config",
+        type=Path,
+        metavar="CONFIG",
+        help="a YAML file, or the name of one that comes with Polyad: gpt2/124m",
+    )
     override_arguments(parser)
 
 

@@ -30,6 +30,7 @@ from polyad.launch.via.kubernetes import (
 from polyad.launch.via.slurm import SlurmJob, find_sbatch, script_text, submit
 from polyad.launch.via.ssh import SshOptions, SshRun, check_ssh, forwarded_variables, run_over_ssh
 from polyad.launch.via.submission import write_launch_file
+from polyad.train.config.shipped import find_config
 from polyad.train.errors import one_line
 
 if TYPE_CHECKING:
@@ -233,7 +234,7 @@ class Launch:
         checked = self._checked(nodes, processes, here=False)
         _, *agent = self._agent(nodes, processes, (), Path(MOUNTED_CONFIG))
         text = manifest(
-            *(checked.run.folder, job, self.config.read_text(encoding="utf-8"), agent),
+            *(checked.run.folder, job, find_config(self.config).read_text(encoding="utf-8"), agent),
             *(nodes, processes),
             variables=variables | _patience(checked.monitor.grace_seconds),
             restarts=self.restarts,

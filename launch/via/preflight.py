@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from polyad.launch.via.hosts import LaunchError
+from polyad.train.config.shipped import find_config
 from polyad.train.errors import one_line, shown
 
 ANSWER = {"name", "machine", "own_addresses", "endpoint_addresses", "port_free", "digests"}
@@ -150,7 +151,7 @@ def _digests(files: Sequence[str]) -> dict[str, str | None]:
     found: dict[str, str | None] = {}
     for file in files:
         try:
-            found[file] = hashlib.sha256(Path(file).read_bytes()).hexdigest()
+            found[file] = hashlib.sha256(find_config(Path(file)).read_bytes()).hexdigest()
         except OSError:
             found[file] = None
     return found

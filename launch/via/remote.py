@@ -21,6 +21,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from polyad.train.config.shipped import find_config
+
 BEAT = 5.0
 """Seconds between two signs of life."""
 SILENCE = 30.0
@@ -95,7 +97,7 @@ def _port_is_free(port: int) -> bool:
 
 def _digest(path: Path) -> str | None:
     try:
-        return hashlib.sha256(path.read_bytes()).hexdigest()
+        return hashlib.sha256(find_config(path).read_bytes()).hexdigest()
     except OSError:
         return None
 

@@ -7,7 +7,6 @@ in `rules.py`.
 """
 
 import copy
-import difflib
 import functools
 import operator
 from collections.abc import Sequence
@@ -24,6 +23,7 @@ from polyad.model.lora import AdaptConfig
 from polyad.model.settings import ModelSettings
 from polyad.parallel.config import CheckpointConfig, ParallelConfig
 from polyad.train.config.faults import describe
+from polyad.train.config.shipped import find_config, near_config
 from polyad.train.config.text import apply_override, parse_yaml, settle
 from polyad.train.errors import ConfigError
 from polyad.train.guard.monitor import MonitorConfig
@@ -106,7 +106,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Reads a configuration.
 
     Args:
-        path: a YAML file.
+        path: a YAML file, or the name of one that comes with Polyad; see `find_config`.
         overrides: `dotted.key=value`, the value in YAML.
 
     Returns:
@@ -130,9 +130,9 @@ def read_tree(path: Path) -> dict[str, Any]:
         ConfigError: the file cannot be read, or holds something else.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = find_config(path).read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise ConfigError(f"{path}: there is no such file{_near_file(path)}") from None
+        raise ConfigError(f"{path}: there is no such file{near_config(path)}") from None
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:
@@ -159,11 +159,3 @@ def config_of(tree: dict[str, Any], overrides: Sequence[str] = (), *, origin: st
         return RunConfig.model_validate(settle(tree, RunConfig))
     except ValidationError as error:
         raise ConfigError(f"{origin}: {describe(error, RunConfig)}") from None
-
-
-def _near_file(path: Path) -> str:
-    if not path.parent.is_dir():
-        return ""
-    names = [p.name for p in path.parent.iterdir() if p.suffix in {".yaml", ".yml"}]
-    close = difflib.get_close_matches(path.name, names, n=1, cutoff=0.5)
-    return f"; the nearest is {path.parent / close[0]}" if close else ""

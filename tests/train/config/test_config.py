@@ -1,6 +1,7 @@
 """Configuration: precedence, and errors that name the key, the value and what is allowed."""
 
 import re
+from pathlib import Path
 
 import pytest
 import yaml
@@ -442,3 +443,19 @@ def test_a_section_of_another_kind_can_be_pasted(section, before, kind, begins):
     for name in section.split("."):
         found = getattr(found, name)
     assert found.kind == kind
+
+
+def test_configurations_that_come_with_polyad_have_names(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("gpt2/124m", "gpt2/124m.yaml", "configs/gpt2/124m.yaml"):
+        assert load_config(Path(name)).run.folder == "runs/gpt2-124m"
+    Path("gpt2").mkdir()
+    Path("gpt2/124m.yaml").write_text("run: {folder: mine}\n")
+    with pytest.raises(ConfigError, match=r"^gpt2/124m\.yaml: "):  # a file comes first
+        load_config(Path("gpt2/124m.yaml"))
+    assert load_config(Path("gpt2/124m")).run.folder == "runs/gpt2-124m"
+    for wrong in ("gpt2/125m", "vit/../gpt2/124m", str(tmp_path / "gpt2" / "125m")):
+        with pytest.raises(ConfigError, match=r"there is no such file"):
+            load_config(Path(wrong))
+    with pytest.raises(ConfigError, match=r"^gpt2/358m: .* the nearest is gpt2/355m$"):
+        load_config(Path("gpt2/358m"))
