@@ -24,7 +24,7 @@ from polyad.model.dense import DenseFeedForwardConfig
 from polyad.model.feedforward import FeedForwardConfig, build_feedforward
 from polyad.model.heads import ClassificationHeadConfig
 from polyad.model.initialization import Initializer, norm_initializers, normal
-from polyad.model.interface import Activation, FeedForwardContext
+from polyad.model.interface import Activation, BlockInput, FeedForwardContext
 from polyad.model.kernels.linear_cross_entropy import CHUNK
 from polyad.model.layers import Embedding, LayerNorm
 from polyad.model.output import ModelOutput, RoutingStats
@@ -306,10 +306,10 @@ class Bert(nn.Module):
                 f"{self.config.sequence_length}"
             )
         x_BTD = self.embed(input_ids_BT, segments_BT)
-        real = RealTokens.of(mask_BT) if self._routes else None
+        given = BlockInput(mask_BT, RealTokens.of(mask_BT) if self._routes else None)
         routing: list[RoutingStats] = []
         for index, block in enumerate(self.blocks):
-            x_BTD, stats = run_block(block, x_BTD, self.config.recompute, None, real, mask_BT)
+            x_BTD, stats = run_block(block, x_BTD, self.config.recompute, given)
             if stats is not None:
                 routing.append(stats._replace(name=f"blocks.{index}.feed_forward"))
         return ModelOutput(self.score(x_BTD, positions_BP, target_ids_BP), tuple(routing))

@@ -10,12 +10,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from polyad.model.attention import SelfAttention
-from polyad.model.cache import BlockCache
 from polyad.model.initialization import Initializer, norm_initializers
-from polyad.model.interface import FeedForward
+from polyad.model.interface import NOTHING_ELSE, BlockInput, FeedForward
 from polyad.model.layers import DropPath, LayerNorm
 from polyad.model.output import RoutingStats
-from polyad.model.padding import RealTokens
 
 Recompute: TypeAlias = Literal["none", "block"]
 
@@ -61,17 +59,13 @@ class Block(nn.Module):
         }
 
     def forward(
-        self,
-        x_BTD: Tensor,
-        cache: BlockCache | None = None,
-        real: RealTokens | None = None,
+        self, x_BTD: Tensor, given: BlockInput = NOTHING_ELSE
     ) -> tuple[Tensor, RoutingStats | None]:
         """Runs both branches.
 
         Args:
             x_BTD: The residual stream.
-            cache: Keys and values of earlier tokens, in generation.
-            real: The tokens that are not padding; None: all.
+            given: What else there is.
 
         Returns:
             The residual stream [B, T, D] after the block, and the routing statistics.
@@ -79,15 +73,12 @@ class Block(nn.Module):
         attended_BTD, trace = self.attention(
             self.attention_norm(x_BTD),
             traced_head=self.feed_forward.attention_head(),
-            cache=None if cache is None else cache.attention,
+            cache=None if given.cache is None else given.cache.attention,
+            mask_BT=given.mask_BT,
         )
         x_BTD = x_BTD + self.drop_path(attended_BTD)
         y_BTD, stats = self.feed_forward(
-            self.feed_forward_norm(x_BTD),
-            x_BTD,
-            trace,
-            None if cache is None else cache.feed_forward,
-            *(() if real is None else (real,)),
+            self.feed_forward_norm(x_BTD), x_BTD, given._replace(attention=trace)
         )
         return x_BTD + self.drop_path(y_BTD), stats
 
@@ -96,29 +87,15 @@ class PostNormBlock(Block):
     """A block that normalizes the sum of each branch and its input, as BERT's do."""
 
     def forward(
-        self,
-        x_BTD: Tensor,
-        cache: BlockCache | None = None,
-        real: RealTokens | None = None,
-        mask_BT: Tensor | None = None,
+        self, x_BTD: Tensor, given: BlockInput = NOTHING_ELSE
     ) -> tuple[Tensor, RoutingStats | None]:
-        """Runs both branches; see `Block.forward`. It takes no cache.
-
-        Args:
-            x_BTD: The residual stream.
-            cache: None.
-            real: The tokens that are not padding, for the feed-forward; None: all.
-            mask_BT: True for them, for the attention, which sees no other; None: all are.
-
-        Returns:
-            The residual stream [B, T, D] after the block, and the routing statistics.
-        """
-        assert cache is None
+        """Runs both branches; see `Block.forward`. It takes no cache."""
+        assert given.cache is None
         attended_BTD, trace = self.attention(
-            x_BTD, traced_head=self.feed_forward.attention_head(), mask_BT=mask_BT
+            x_BTD, traced_head=self.feed_forward.attention_head(), mask_BT=given.mask_BT
         )
         x_BTD = self.attention_norm(x_BTD + self.drop_path(attended_BTD))
-        y_BTD, stats = self.feed_forward(x_BTD, x_BTD, trace, None, real)
+        y_BTD, stats = self.feed_forward(x_BTD, x_BTD, given._replace(attention=trace))
         return self.feed_forward_norm(x_BTD + self.drop_path(y_BTD)), stats
 
 

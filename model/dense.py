@@ -11,13 +11,16 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from polyad.model.attention import AttentionTrace
-from polyad.model.cache import LayerCache
 from polyad.model.config import Config
 from polyad.model.initialization import Initializer, linear_initializers
-from polyad.model.interface import Activation, FeedForward, FeedForwardContext
+from polyad.model.interface import (
+    NOTHING_ELSE,
+    Activation,
+    BlockInput,
+    FeedForward,
+    FeedForwardContext,
+)
 from polyad.model.output import RoutingStats
-from polyad.model.padding import RealTokens
 
 
 class DenseFeedForwardConfig(Config):
@@ -157,9 +160,7 @@ class DenseFeedForward(FeedForward):
         self,
         normalized_BTD: Tensor,
         residual_BTD: Tensor,
-        attention: AttentionTrace | None = None,
-        cache: LayerCache | None = None,
-        real: RealTokens | None = None,
+        given: BlockInput = NOTHING_ELSE,
     ) -> tuple[Tensor, RoutingStats | None]:
         """Applies both layers to the normalized input; see `FeedForward.forward`."""
         inner_BTF = self.activation(self.up(normalized_BTD))

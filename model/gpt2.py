@@ -13,17 +13,16 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 from torch.nn.functional import linear
-from torch.utils.checkpoint import checkpoint
 
 from polyad.model.attention import SelfAttention
-from polyad.model.block import Block
-from polyad.model.cache import BlockCache, KeyValueCache
+from polyad.model.block import Block, run_block
+from polyad.model.cache import KeyValueCache
 from polyad.model.config import SectionError
 from polyad.model.dense import DenseFeedForwardConfig
 from polyad.model.feedforward import FeedForwardConfig, build_feedforward
 from polyad.model.heads import ClassificationHeadConfig, SequenceHead
 from polyad.model.initialization import Initializer, norm_initializers, normal
-from polyad.model.interface import FeedForwardContext
+from polyad.model.interface import BlockInput, FeedForwardContext
 from polyad.model.kernels.linear_cross_entropy import CHUNK, losses
 from polyad.model.layers import Embedding, LayerNorm
 from polyad.model.output import ModelOutput, RoutingStats
@@ -343,11 +342,13 @@ class GPT2(nn.Module):
             )
         positions_T = torch.arange(start, length, device=input_ids_BT.device)
         x_BTD = self.embed(input_ids_BT, positions_T)
-        real = RealTokens.of(mask_BT) if self._routes else None
+        given = BlockInput(real=RealTokens.of(mask_BT) if self._routes else None)
+        recompute = self.config.recompute if cache is None else "none"
         routing: list[RoutingStats] = []
         for index, block in enumerate(self.blocks):
-            block_cache = None if cache is None else cache.blocks[index]
-            x_BTD, stats = self._run(block, x_BTD, block_cache, real)
+            if cache is not None:
+                given = given._replace(cache=cache.blocks[index])
+            x_BTD, stats = run_block(block, x_BTD, recompute, given)
             if stats is not None:
                 # Named here: a block that knew its name could not share compiled code with the
                 # others.
@@ -374,26 +375,6 @@ class GPT2(nn.Module):
         assert self.last_token is not None
         scored: Tensor = self.head(self.final_norm(self.last_token(x_BTD, mask_BT)))
         return scored
-
-    def _run(
-        self,
-        block: nn.Module,
-        x_BTD: Tensor,
-        cache: BlockCache | None,
-        real: RealTokens | None,
-    ) -> tuple[Tensor, RoutingStats | None]:
-        result: tuple[Tensor, RoutingStats | None]
-        padding = () if real is None else (None, real)
-        if cache is not None:
-            result = block(x_BTD, cache)
-        elif self.config.recompute == "block" and torch.is_grad_enabled():
-            # The state of the random generators is kept, so the second pass drops the same units.
-            result = checkpoint(
-                block, x_BTD, *padding, use_reentrant=False, preserve_rng_state=True
-            )
-        else:
-            result = block(x_BTD, *padding)
-        return result
 
 
 def _build_block(config: GPT2Config, feed_forward: FeedForwardConfig) -> Block:

@@ -5,13 +5,13 @@ Shapes: B batch, T tokens in a sequence, D width, A heads, H width of one head, 
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from polyad.model.attention import AttentionTrace
-from polyad.model.cache import LayerCache
+from polyad.model.cache import BlockCache
 from polyad.model.output import RoutingStats
 from polyad.model.padding import RealTokens
 
@@ -39,6 +39,28 @@ class FeedForwardContext:
     """Of the dense feed-forward."""
     causal: bool = True
     """Whether a token must not depend on later ones, as in a language model."""
+
+
+class BlockInput(NamedTuple):
+    """What a block, its feed-forward and their router may read beside the residual stream.
+
+    A NamedTuple, because DeepSpeed's hooks look for tensors in tuples alone.
+    """
+
+    mask_BT: Tensor | None = None
+    """True for tokens, False for padding, for an attention that sees later tokens; None: there is
+    no padding, or attention is causal and padding comes last."""
+    real: RealTokens | None = None
+    """The tokens that are not padding, for routing; None: all, or no block routes."""
+    cache: BlockCache | None = None
+    """In generation: what this block stores of earlier tokens, to which these are added."""
+    attention: AttentionTrace | None = None
+    """The trace of the block's attention, for a feed-forward whose `attention_head` asks for it.
+    The block fills it in."""
+
+
+NOTHING_ELSE = BlockInput()
+"""No padding, no cache, no trace."""
 
 
 def refuse_autocast(x: Tensor, what: str) -> None:
@@ -78,19 +100,15 @@ class FeedForward(nn.Module, ABC):
         self,
         normalized_BTD: Tensor,
         residual_BTD: Tensor,
-        attention: AttentionTrace | None = None,
-        cache: LayerCache | None = None,
-        real: RealTokens | None = None,
+        given: BlockInput = NOTHING_ELSE,
     ) -> tuple[Tensor, RoutingStats | None]:
         """Computes the block's second branch.
 
         Args:
             normalized_BTD: The residual stream after the block's LayerNorm.
             residual_BTD: The residual stream before it, which the gate of a muMoE reads.
-            attention: The trace of the block's attention, if `attention_head` names a head.
-            cache: In generation: what this feed-forward stores of earlier tokens; these are added.
-            real: The tokens that are not padding; None: all. No other takes part in routing, and
-                what comes out for them means nothing.
+            given: What else there is. Padding takes no part in routing, and its output has no
+                meaning.
 
         Returns:
             The output [B, T, D], before it is added to the residual stream, and the routing

@@ -16,10 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from polyad.model.attention import AttentionTrace
-from polyad.model.cache import LayerCache
 from polyad.model.emoe.experts import MaskedDispatcher
-from polyad.model.padding import RealTokens
+from polyad.model.interface import NOTHING_ELSE, BlockInput
 from polyad.model.smoe.dispatch import Dispatcher, Plan
 from polyad.model.smoe.experts import Experts
 from polyad.model.smoe.graph import AttentionGraph, Mixed, head_entropies
@@ -307,20 +305,14 @@ class TensorParallelAttentionGraph(AttentionGraph):
         head = super().attention_head()
         return None if head is None else (head - self._first_head).clamp(0, self._heads_here - 1)
 
-    def forward(
-        self,
-        scores_BTE: Tensor,
-        u_BTD: Tensor,
-        attention: AttentionTrace | None = None,
-        cache: LayerCache | None = None,
-        real: RealTokens | None = None,
-    ) -> Mixed:
+    def forward(self, scores_BTE: Tensor, u_BTD: Tensor, given: BlockInput = NOTHING_ELSE) -> Mixed:
         """See `Graph.forward`."""
-        assert cache is None  # generation runs in one process
+        attention = given.attention
+        assert given.cache is None  # generation runs in one process
         library = tensor_parallel_library()
         reduce = library.reduce_from_tensor_model_parallel_region
         if not self.is_on:
-            own_A = self._own_entropies(attention, real)
+            own_A = self._own_entropies(given)
             return Mixed(scores_BTE, None, reduce(own_A) if self.chooses else None)
         assert attention is not None
         copy = library.copy_to_tensor_model_parallel_region
@@ -329,21 +321,21 @@ class TensorParallelAttentionGraph(AttentionGraph):
         whole = attention._replace(output_BTD=copy(attention.output_BTD))
         if attention.output_bias_D is not None:
             whole = whole._replace(output_bias_D=copy(attention.output_bias_D))
-        mixed_BTE, neighbours = self.mix(self.features(whole), copy(scores_BTE), real=real)
+        mixed_BTE, neighbours = self.mix(self.features(whole), copy(scores_BTE), given)
         mixed_BTE = torch.where(is_here, mixed_BTE, 0.0)
         mixed_BTE = reduce(mixed_BTE)
         assert neighbours is not None
         own = torch.where(is_here, neighbours, 0.0)
-        measured = reduce(torch.cat([own, self._own_entropies(attention, real).to(own.dtype)]))
+        measured = reduce(torch.cat([own, self._own_entropies(given).to(own.dtype)]))
         entropy_A = measured[1:] if self.chooses else None
         return Mixed(mixed_BTE, measured[0], entropy_A, self.chosen_head().squeeze(0))
 
-    def _own_entropies(self, attention: AttentionTrace | None, real: RealTokens | None) -> Tensor:
+    def _own_entropies(self, given: BlockInput) -> Tensor:
         """[A], 0 for the heads of other processes; empty if no head is chosen by them."""
         if not self.chooses:
             return self.fixed_head.new_empty(0)
-        assert attention is not None
-        own_A = head_entropies(attention, self.context.causal, real)
+        assert given.attention is not None
+        own_A = head_entropies(given.attention, self.context.causal, given.real)
         entropy_A = own_A.new_zeros(self.num_heads)
         entropy_A[self._first_head : self._first_head + self._heads_here] = own_A
         return entropy_A

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
-from polyad.model.attention import AttentionTrace, SelfAttention
+from polyad.model.attention import SelfAttention
 from polyad.model.block import Block
 from polyad.model.dense import DenseFeedForward
 from polyad.model.gpt2 import GPT2
@@ -233,11 +233,13 @@ def _surround(layer: FeedForward, tokens: Tokens) -> None:
     wants_residual = isinstance(layer, MuMoE) and layer.config.gate_input == "residual"
 
     def gathered(_: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...]:
-        normalized, residual, trace, *others = given
+        normalized, residual, beside = given
         residual = tokens.gather_equal(residual) if wants_residual else residual
-        if isinstance(trace, AttentionTrace):
-            trace = trace._replace(output_BTD=tokens.gather_equal(trace.output_BTD))
-        return tokens.gather_equal(normalized), residual, trace, *others
+        if beside.attention is not None:
+            output_BTD = tokens.gather_equal(beside.attention.output_BTD)
+            trace = beside.attention._replace(output_BTD=output_BTD)
+            beside = beside._replace(attention=trace)
+        return tokens.gather_equal(normalized), residual, beside
 
     def scattered(_: nn.Module, given: Any, result: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
         return tokens.scatter(result[0]), result[1]

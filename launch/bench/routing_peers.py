@@ -15,9 +15,8 @@ from torch import Tensor, nn
 
 from polyad.model.attention import AttentionTrace
 from polyad.model.build import build_model, initial_value, initial_values, place
-from polyad.model.cache import LayerCache
 from polyad.model.gpt2 import GPT2, GPT2Config
-from polyad.model.padding import RealTokens
+from polyad.model.interface import NOTHING_ELSE, BlockInput
 from polyad.model.smoe.config import SparseMoEConfig
 from polyad.model.smoe.graph import Graph, Mixed
 from polyad.model.smoe.selection import Selected, TopK
@@ -56,19 +55,12 @@ class MaterializedGraph(Graph):
         """See `Graph.attention_head`."""
         return self._head
 
-    def forward(
-        self,
-        scores_BTE: Tensor,
-        u_BTD: Tensor,
-        attention: AttentionTrace | None = None,
-        cache: LayerCache | None = None,
-        real: RealTokens | None = None,
-    ) -> Mixed:
+    def forward(self, scores_BTE: Tensor, u_BTD: Tensor, given: BlockInput = NOTHING_ELSE) -> Mixed:
         """See `Graph.forward`; no measures."""
-        if attention is None:
+        if given.attention is None:
             s_BTT = self._similarity(u_BTD.to(scores_BTE.dtype))
         else:
-            s_BTT = self._posterior(attention, scores_BTE.dtype)
+            s_BTT = self._posterior(given.attention, scores_BTE.dtype)
         return Mixed(s_BTT @ scores_BTE, None, None)
 
     def _similarity(self, u_BTD: Tensor) -> Tensor:
@@ -214,7 +206,7 @@ def _mixture_and_gradients(graph: Graph, read: list[Tensor]) -> tuple[Tensor, ..
         mixed_BTE = graph(scores_BTE, *others).scores_BTE
     else:
         trace = AttentionTrace(*others)
-        mixed_BTE = graph(scores_BTE, scores_BTE, trace).scores_BTE
+        mixed_BTE = graph(scores_BTE, scores_BTE, BlockInput(attention=trace)).scores_BTE
         inputs = [x for x in inputs if x is not trace.qkv_BT3AH]  # no way for gradients
     generator = torch.Generator().manual_seed(1)
     gradient_BTE = torch.randn(mixed_BTE.shape, generator=generator).to(mixed_BTE)

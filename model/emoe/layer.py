@@ -10,14 +10,11 @@ Shapes: B batch, T tokens in a sequence, N = B T tokens, D width, E experts, U i
 import torch
 from torch import Tensor, nn
 
-from polyad.model.attention import AttentionTrace
-from polyad.model.cache import LayerCache
 from polyad.model.emoe.config import EmergentMoEConfig
 from polyad.model.emoe.experts import MaskedDispatcher, UnitGroups
 from polyad.model.emoe.router import EmergentRouter, mean_keys
 from polyad.model.initialization import ZEROS, Initializer
-from polyad.model.interface import FeedForward, FeedForwardContext
-from polyad.model.padding import RealTokens
+from polyad.model.interface import NOTHING_ELSE, BlockInput, FeedForward, FeedForwardContext
 from polyad.model.smoe.dispatch import Dispatcher
 from polyad.model.smoe.layer import SparseMoE
 from polyad.model.smoe.router import Routing
@@ -51,16 +48,10 @@ class EmergentMoE(SparseMoE):
         """Says how what is its own starts; its parts have initializers."""
         return {"output_bias": ZEROS, "unit": Initializer(_in_order)}
 
-    def route(
-        self,
-        normalized_BTD: Tensor,
-        attention: AttentionTrace | None = None,
-        cache: LayerCache | None = None,
-        real: RealTokens | None = None,
-    ) -> Routing:
+    def route(self, normalized_BTD: Tensor, given: BlockInput = NOTHING_ELSE) -> Routing:
         """Chooses the experts of every token; see `Router.forward`."""
         directions_ED = self.directions() if self.score == "avg_k" else None
-        routing: Routing = self.router(normalized_BTD, real=real, directions_ED=directions_ED)
+        routing: Routing = self.router(normalized_BTD, given, directions_ED)
         return routing
 
     def directions(self) -> Tensor:

@@ -12,12 +12,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from polyad.model.attention import AttentionTrace
-from polyad.model.cache import LayerCache
 from polyad.model.emoe.config import EmergentMoEConfig
 from polyad.model.initialization import Initializer
-from polyad.model.interface import FeedForwardContext
-from polyad.model.padding import RealTokens, pack
+from polyad.model.interface import NOTHING_ELSE, BlockInput, FeedForwardContext
+from polyad.model.padding import pack
 from polyad.model.smoe.router import Router, Routing
 from polyad.model.smoe.scores import Score, router_dtype
 from polyad.model.smoe.selection import Selected, TopK
@@ -100,26 +98,21 @@ class EmergentRouter(Router):
     def forward(
         self,
         u_BTD: Tensor,
-        attention: AttentionTrace | None = None,
-        cache: LayerCache | None = None,
-        real: RealTokens | None = None,
+        given: BlockInput = NOTHING_ELSE,
         directions_ED: Tensor | None = None,
     ) -> Routing:
         """Chooses the experts of every token.
 
         Args:
             u_BTD: The input of the experts.
-            attention: Not looked at.
-            cache: Not looked at.
-            real: The tokens that are not padding; None: all.
+            given: Which tokens are real.
             directions_ED: Mean keys; None with a learned score.
 
         Returns:
             Experts and weights of the N tokens that are real, and their statistics.
         """
-        u_ND = pack(u_BTD.flatten(0, 1), real)
-        given = () if directions_ED is None else (directions_ED,)
-        return self.routing(self.score(u_ND, *given), u_BTD, real=real)
+        u_ND = pack(u_BTD.flatten(0, 1), given.real)
+        return self.routing(self.score(u_ND, directions_ED), u_BTD, given)
 
     def select(self, mixed_NE: Tensor, noisy_NE: Tensor) -> Selected:
         """Selects experts by their logits, which do not underflow; see `Router.select`."""

@@ -10,15 +10,19 @@ experts of a level.
 
 from torch import Tensor, nn
 
-from polyad.model.attention import AttentionTrace
-from polyad.model.cache import LayerCache
 from polyad.model.initialization import Initializer
-from polyad.model.interface import FeedForward, FeedForwardContext, refuse_autocast
+from polyad.model.interface import (
+    NOTHING_ELSE,
+    BlockInput,
+    FeedForward,
+    FeedForwardContext,
+    refuse_autocast,
+)
 from polyad.model.mumoe.config import MuMoEConfig
 from polyad.model.mumoe.gating import Gate
 from polyad.model.mumoe.statistics import gate_statistics
 from polyad.model.output import RoutingStats
-from polyad.model.padding import RealTokens, pack, unpack
+from polyad.model.padding import pack, unpack
 from polyad.model.samples import SampleStatistics
 
 
@@ -60,12 +64,11 @@ class MuMoE(FeedForward, SampleStatistics):
         self,
         normalized_BTD: Tensor,
         residual_BTD: Tensor,
-        attention: AttentionTrace | None = None,
-        cache: LayerCache | None = None,
-        real: RealTokens | None = None,
+        given: BlockInput = NOTHING_ELSE,
     ) -> tuple[Tensor, RoutingStats | None]:
         """Mixes the experts' outputs for the normalized input; see `FeedForward.forward`."""
         refuse_autocast(normalized_BTD, "a muMoE")
+        real = given.real
         u_BTD = residual_BTD if self.config.gate_input == "residual" else normalized_BTD
         output = self.gate(pack(u_BTD.flatten(0, 1), real))
         z_MD = pack(normalized_BTD.flatten(0, 1), real)

@@ -23,10 +23,14 @@ from torch import Tensor, nn
 from torch.nn.functional import normalize
 
 from polyad.model.attention import AttentionTrace
-from polyad.model.cache import LayerCache
 from polyad.model.entropy import entropy
 from polyad.model.initialization import ZEROS, Initializer, constant
-from polyad.model.interface import FeedForwardContext, refuse_autocast
+from polyad.model.interface import (
+    NOTHING_ELSE,
+    BlockInput,
+    FeedForwardContext,
+    refuse_autocast,
+)
 from polyad.model.kernels.mixture import matrix, mixture
 from polyad.model.padding import RealTokens
 from polyad.model.smoe.config import SparseMoEConfig
@@ -97,50 +101,38 @@ class Graph(nn.Module, ABC):
         return None
 
     @abstractmethod
-    def forward(
-        self,
-        scores_BTE: Tensor,
-        u_BTD: Tensor,
-        attention: AttentionTrace | None = None,
-        cache: LayerCache | None = None,
-        real: RealTokens | None = None,
-    ) -> Mixed:
+    def forward(self, scores_BTE: Tensor, u_BTD: Tensor, given: BlockInput = NOTHING_ELSE) -> Mixed:
         """Mixes scores.
 
         Args:
             scores_BTE: r, each row summing to 1.
             u_BTD: The tokens as the experts see them.
-            attention: The trace of the block's attention, if `attention_head` names a head.
-            cache: In generation: features and scores of earlier tokens, to which these are added.
-            real: The tokens that are not padding; None: all. They see no other, and no other is
-                measured.
+            given: The trace of the block's attention, if `attention_head` names a head; in
+                generation a cache of earlier tokens' features and scores, to which these are added;
+                and which tokens are real: they see no other, and no other is measured.
 
         Returns:
             The mixture and its statistics.
         """
 
     def mix(
-        self,
-        features: Features,
-        scores_BTE: Tensor,
-        cache: LayerCache | None = None,
-        real: RealTokens | None = None,
+        self, features: Features, scores_BTE: Tensor, given: BlockInput
     ) -> tuple[Tensor, Tensor | None]:
         """Computes p = S r.
 
         Args:
             features: What makes S.
             scores_BTE: r.
-            cache: See `forward`; with it S is causal in any case.
-            real: See `forward`.
+            given: See `forward`; with a cache S is causal in any case.
 
         Returns:
             p [B, T, E], and the effective neighbours as `Mixed` has them.
         """
         query_BTF, key_BSF, scale = features
         value_BSE = scores_BTE
+        cache, real = given.cache, given.real
         if cache is not None:
-            both = cache.append(key_BSF.unsqueeze(1), scores_BTE.unsqueeze(1))
+            both = cache.feed_forward.append(key_BSF.unsqueeze(1), scores_BTE.unsqueeze(1))
             key_BSF, value_BSE = (x.squeeze(1) for x in both)
         causal = self.causal or cache is not None
         # J_i of the paper's Proposition 1: tokens whose scores have no more entropy.
@@ -251,14 +243,7 @@ def head_entropies(
 class NoGraph(Graph):
     """No mixing: S is the identity."""
 
-    def forward(
-        self,
-        scores_BTE: Tensor,
-        u_BTD: Tensor,
-        attention: AttentionTrace | None = None,
-        cache: LayerCache | None = None,
-        real: RealTokens | None = None,
-    ) -> Mixed:
+    def forward(self, scores_BTE: Tensor, u_BTD: Tensor, given: BlockInput = NOTHING_ELSE) -> Mixed:
         """See `Graph.forward`."""
         return Mixed(scores_BTE, None, None)
 
@@ -266,14 +251,7 @@ class NoGraph(Graph):
 class SimilarityGraph(Graph):
     """S_i = softmax_j(u_i . u_j / tau), or with the cosine in place of the dot product."""
 
-    def forward(
-        self,
-        scores_BTE: Tensor,
-        u_BTD: Tensor,
-        attention: AttentionTrace | None = None,
-        cache: LayerCache | None = None,
-        real: RealTokens | None = None,
-    ) -> Mixed:
+    def forward(self, scores_BTE: Tensor, u_BTD: Tensor, given: BlockInput = NOTHING_ELSE) -> Mixed:
         """See `Graph.forward`."""
         if not self.is_on:
             return Mixed(scores_BTE, None, None)
@@ -281,7 +259,7 @@ class SimilarityGraph(Graph):
         if self.config.similarity == "cosine":
             u_BTD = normalize(u_BTD, dim=-1)
         features = Features(u_BTD, u_BTD, 1 / self.config.tau)
-        return Mixed(*self.mix(features, scores_BTE, cache, real), None)
+        return Mixed(*self.mix(features, scores_BTE, given), None)
 
 
 class AttentionGraph(Graph):
@@ -368,23 +346,16 @@ class AttentionGraph(Graph):
         key = (k_BTH, v_BTH, square_BT1 * (-(factor**2) / (2 * variance)))
         return Features(torch.cat(query, -1), torch.cat(key, -1))
 
-    def forward(
-        self,
-        scores_BTE: Tensor,
-        u_BTD: Tensor,
-        attention: AttentionTrace | None = None,
-        cache: LayerCache | None = None,
-        real: RealTokens | None = None,
-    ) -> Mixed:
+    def forward(self, scores_BTE: Tensor, u_BTD: Tensor, given: BlockInput = NOTHING_ELSE) -> Mixed:
         """See `Graph.forward`."""
-        entropy_A = None
-        if self.chooses and cache is None:
+        attention, entropy_A = given.attention, None
+        if self.chooses and given.cache is None:
             assert attention is not None
-            entropy_A = head_entropies(attention, self.context.causal, real)
+            entropy_A = head_entropies(attention, self.context.causal, given.real)
         if not self.is_on:
             return Mixed(scores_BTE, None, entropy_A)
         assert attention is not None
-        mixed_BTE, neighbours = self.mix(self.features(attention), scores_BTE, cache, real)
+        mixed_BTE, neighbours = self.mix(self.features(attention), scores_BTE, given)
         return Mixed(mixed_BTE, neighbours, entropy_A, self.chosen_head().squeeze(0))
 
 

@@ -9,12 +9,10 @@ experts, K experts of a token, F inner width of an expert.
 import torch
 from torch import Tensor, nn
 
-from polyad.model.attention import AttentionTrace
-from polyad.model.cache import LayerCache
 from polyad.model.initialization import ZEROS, Initializer
-from polyad.model.interface import FeedForward, FeedForwardContext
+from polyad.model.interface import NOTHING_ELSE, BlockInput, FeedForward, FeedForwardContext
 from polyad.model.output import RoutingStats
-from polyad.model.padding import RealTokens, pack, unpack
+from polyad.model.padding import pack, unpack
 from polyad.model.smoe.config import SparseMoEConfig
 from polyad.model.smoe.dispatch import Dispatcher
 from polyad.model.smoe.experts import Experts
@@ -55,15 +53,13 @@ class SparseMoE(FeedForward):
         self,
         normalized_BTD: Tensor,
         residual_BTD: Tensor,
-        attention: AttentionTrace | None = None,
-        cache: LayerCache | None = None,
-        real: RealTokens | None = None,
+        given: BlockInput = NOTHING_ELSE,
     ) -> tuple[Tensor, RoutingStats | None]:
         """Routes and computes the normalized input; see `FeedForward.forward`."""
-        selected, stats = self.route(normalized_BTD, attention, cache, real)
+        selected, stats = self.route(normalized_BTD, given)
         capacity_factor = self.config.capacity(self.training)
         y_ND, plan = self.dispatcher(
-            pack(normalized_BTD.flatten(0, 1), real), selected, self.experts, capacity_factor
+            pack(normalized_BTD.flatten(0, 1), given.real), selected, self.experts, capacity_factor
         )
         weights_NK = selected.weights_NK
         if plan is not None and plan.drops:
@@ -72,17 +68,11 @@ class SparseMoE(FeedForward):
             stats = stats.but(dropped=1 - kept_A.to(stats.load_E.dtype).mean())
         if self.output_bias is not None:
             y_ND = self.add_bias(y_ND, selected._replace(weights_NK=weights_NK))
-        return self.dropout(unpack(y_ND, real).view_as(normalized_BTD)), stats
+        return self.dropout(unpack(y_ND, given.real).view_as(normalized_BTD)), stats
 
-    def route(
-        self,
-        normalized_BTD: Tensor,
-        attention: AttentionTrace | None = None,
-        cache: LayerCache | None = None,
-        real: RealTokens | None = None,
-    ) -> Routing:
+    def route(self, normalized_BTD: Tensor, given: BlockInput = NOTHING_ELSE) -> Routing:
         """Chooses the experts of every token; see `Router.forward`."""
-        routing: Routing = self.router(normalized_BTD, attention, cache, real, self.hidden_means())
+        routing: Routing = self.router(normalized_BTD, given, self.hidden_means())
         return routing
 
     def hidden_means(self) -> Tensor | None:

@@ -9,11 +9,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from polyad.model.attention import AttentionTrace
-from polyad.model.cache import LayerCache
-from polyad.model.interface import FeedForwardContext
+from polyad.model.interface import NOTHING_ELSE, BlockInput, FeedForwardContext
 from polyad.model.output import RoutingStats
-from polyad.model.padding import RealTokens, counted, pack, unpack
+from polyad.model.padding import counted, pack, unpack
 from polyad.model.samples import SampleStatistics
 from polyad.model.smoe.config import SparseMoEConfig
 from polyad.model.smoe.graph import GRAPHS
@@ -55,33 +53,24 @@ class Router(SampleStatistics):
     def forward(
         self,
         u_BTD: Tensor,
-        attention: AttentionTrace | None = None,
-        cache: LayerCache | None = None,
-        real: RealTokens | None = None,
+        given: BlockInput = NOTHING_ELSE,
         hidden_EF: Tensor | None = None,
     ) -> Routing:
         """Chooses the experts of every token.
 
         Args:
             u_BTD: The input of the experts.
-            attention: The trace of the block's attention, if the graph needs it.
-            cache: In generation: the graph's features and scores of earlier tokens.
-            real: The tokens that are not padding; None: all.
+            given: What else there is, for the graph.
             hidden_EF: Of the experts, if the score asks for it; see `Score.forward`.
 
         Returns:
             Experts and weights of the N tokens that are real, and their statistics.
         """
-        logits_NE = self.score(pack(u_BTD.flatten(0, 1), real), hidden_EF)
-        return self.routing(logits_NE, u_BTD, attention, cache, real)
+        logits_NE = self.score(pack(u_BTD.flatten(0, 1), given.real), hidden_EF)
+        return self.routing(logits_NE, u_BTD, given)
 
     def routing(
-        self,
-        logits_NE: Tensor,
-        u_BTD: Tensor,
-        attention: AttentionTrace | None = None,
-        cache: LayerCache | None = None,
-        real: RealTokens | None = None,
+        self, logits_NE: Tensor, u_BTD: Tensor, given: BlockInput = NOTHING_ELSE
     ) -> Routing:
         """Chooses the experts of every token by given logits; see `forward`.
 
@@ -92,6 +81,7 @@ class Router(SampleStatistics):
             cache: In generation: the graph's features and scores of earlier tokens.
             real: The tokens that are not padding, which the logits are of; None: all.
         """
+        real = given.real
         clean_NE = scores_NE = logits_NE.softmax(-1)
         noisy_NE, load_term = logits_NE, None
         if self.training and self.noise_std:
@@ -101,7 +91,7 @@ class Router(SampleStatistics):
             scores_NE = noisy_NE.softmax(-1)
             load_term = load_loss(logits_NE, noisy_NE, self.noise_std, self.selection.top_k)
         scores_BTE = unpack(scores_NE, real).view(*u_BTD.shape[:2], -1)
-        mixed = self.graph(scores_BTE, u_BTD, attention, cache, real)
+        mixed = self.graph(scores_BTE, u_BTD, given)
         mixed_NE = pack(mixed.scores_BTE.flatten(0, 1), real)
         selected = self.select(mixed_NE, noisy_NE)
         load_E = load(selected.expert_ids_NK, mixed_NE.shape[1], mixed_NE.dtype)

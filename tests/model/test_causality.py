@@ -159,9 +159,9 @@ class UnmaskedAttention(AttentionGraph):
 class OwnEntropies(AttentionGraph):
     """Leaks, a little: takes the head of least entropy in the batch at hand."""
 
-    def forward(self, scores_BTE, u_BTD, attention=None, cache=None, real=None):
-        self.head_entropy.copy_(head_entropies(attention, self.causal))
-        return super().forward(scores_BTE, u_BTD, attention, cache, real)
+    def forward(self, scores_BTE, u_BTD, given):
+        self.head_entropy.copy_(head_entropies(given.attention, self.causal))
+        return super().forward(scores_BTE, u_BTD, given)
 
 
 def assert_causal_everywhere(model, ids):

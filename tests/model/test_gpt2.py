@@ -96,7 +96,7 @@ def test_dense_model_reports_no_routing(small_model, random_ids):
 class Routed(FeedForward):
     """Sends everything to the second of two experts."""
 
-    def forward(self, normalized_BTD, residual_BTD, attention=None, cache=None, mask_BT=None):
+    def forward(self, normalized_BTD, residual_BTD, given):
         stats = RoutingStats(name="", load_E=torch.tensor([0.0, 1.0]), entropy=torch.tensor(0.0))
         return residual_BTD - normalized_BTD, stats
 

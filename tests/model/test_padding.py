@@ -6,6 +6,7 @@ from torch.nn.functional import cross_entropy
 
 from polyad.model.build import build_model, materialize
 from polyad.model.gpt2 import GPT2Config
+from polyad.model.interface import BlockInput
 from polyad.model.padding import RealTokens
 from polyad.model.smoe.graph import GRAPHS, head_entropies
 from tests.helpers.routing import make, make_config, make_context, make_trace
@@ -132,7 +133,8 @@ def test_a_graph_without_a_mask_sees_no_padding(kind, restricted):
     random = {"generator": generator, "dtype": torch.float64}
     scores, u = torch.randn(2, 48, 6, **random).softmax(-1), torch.randn(2, 48, 12, **random)
     trace, lengths = make_trace(2, 48, heads=3, size=4, width=12), torch.tensor([7, 40])
-    mixed = graph(scores, u, trace, None, RealTokens.of(torch.arange(48) < lengths[:, None]))
+    real = RealTokens.of(torch.arange(48) < lengths[:, None])
+    mixed = graph(scores, u, BlockInput(real=real, attention=trace))
     neighbours, entropies = torch.zeros(()), torch.zeros(3)
     for row, size in enumerate(lengths.tolist()):
         own = trace._replace(
@@ -141,7 +143,8 @@ def test_a_graph_without_a_mask_sees_no_padding(kind, restricted):
                 for name in ("qkv_BT3AH", "of_head_BT3H", "output_BTD")
             }
         )
-        alone = graph(scores[row : row + 1, :size], u[row : row + 1, :size], own)
+        rows = slice(row, row + 1), slice(size)
+        alone = graph(scores[rows], u[rows], BlockInput(attention=own))
         torch.testing.assert_close(mixed.scores_BTE[row, :size], alone.scores_BTE[0])
         neighbours = neighbours + alone.effective_neighbours * size / 47
         entropies = entropies + head_entropies(own, causal=False) * size / 47

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from polyad.model.attention import AttentionTrace, SelfAttention
+from polyad.model.interface import BlockInput
 from polyad.model.smoe.graph import GRAPHS, AttentionGraph, SimilarityGraph, head_entropies
 from tests.helpers.routing import (
     Watch,
@@ -95,7 +96,7 @@ def test_posterior_equals_its_definition(causal, length, options, head):
     graph.head_entropy[head] = -1.0
     r_BTE, u_BTD = leaves(2, length)
     trace = make_trace(2, length, heads=3, size=4, width=12)
-    mixed = graph(r_BTE, u_BTD, asked_for(trace, head))
+    mixed = graph(r_BTE, u_BTD, BlockInput(attention=asked_for(trace, head)))
     s_BTT = posterior_matrix(trace, head, config, causal)
     if config.lower_entropy_only:
         s_BTT = restrict(s_BTT, r_BTE)
@@ -108,7 +109,8 @@ def test_a_graph_without_a_mask_has_heads_by_what_attention_did():
     trace = make_trace(2, 20, heads=3, size=4, width=12)
     r_BTE, u_BTD = leaves(2, 20)
     config = make_config(graph="attention", causal_graph=False, allow_leak=True)
-    mixed = make(AttentionGraph, config, make_context(causal=True))(r_BTE, u_BTD, trace)
+    graph = make(AttentionGraph, config, make_context(causal=True))
+    mixed = graph(r_BTE, u_BTD, BlockInput(attention=trace))
     torch.testing.assert_close(mixed.head_entropy_A, head_entropies(trace, causal=True))
     s_BTT = posterior_matrix(trace, 0, config, causal=False)
     torch.testing.assert_close(mixed.scores_BTE, s_BTT @ r_BTE)
@@ -177,7 +179,7 @@ def test_effective_neighbours_equal_those_of_the_matrix(causal, name, length, lo
     graph = make(GRAPHS[name], config, make_context(causal=causal))
     r_BTE, u_BTD = leaves(2, length)
     trace = make_trace(2, length, heads=3, size=4, width=12)
-    mixed = graph(r_BTE, u_BTD, trace)
+    mixed = graph(r_BTE, u_BTD, BlockInput(attention=trace))
     if name == "similarity":
         s_BTT = similarity_matrix(u_BTD, config, causal)
     else:
@@ -213,9 +215,13 @@ def test_bf16_tokens_are_mixed_in_fp32(name, lower_entropy_only):
     graph = make(GRAPHS[name], config)
     r_BTE, u_BTD = leaves(2, 40, dtype=torch.bfloat16)
     trace = make_trace(2, 40, heads=3, size=4, width=12, dtype=torch.bfloat16)
-    mixed = graph(r_BTE.float(), u_BTD, trace)
+    mixed = graph(r_BTE.float(), u_BTD, BlockInput(attention=trace))
     assert mixed.scores_BTE.dtype == torch.float32
-    exact = graph(r_BTE.double(), u_BTD.double(), AttentionTrace(*(x.double() for x in trace)))
+    exact = graph(
+        r_BTE.double(),
+        u_BTD.double(),
+        BlockInput(attention=AttentionTrace(*(x.double() for x in trace))),
+    )
     assert exact.scores_BTE.dtype == torch.float64
     # The same bf16 numbers; exponents of up to 100 or so, and fp32 keeps 1e-7 of them.
     torch.testing.assert_close(mixed.scores_BTE.double(), exact.scores_BTE, atol=1e-4, rtol=0)

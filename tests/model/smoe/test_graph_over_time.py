@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from polyad.model.build import materialize, place
+from polyad.model.interface import BlockInput
 from polyad.model.smoe.graph import GRAPHS, AttentionGraph, SimilarityGraph, head_entropies
 from tests.helpers.routing import (
     asked_for,
@@ -34,7 +35,7 @@ def test_the_head_is_the_one_of_least_running_entropy_and_changes_with_it():
     def assert_head(head):
         before = graph.head_entropy.clone()
         assert graph.attention_head().tolist() == [head]
-        mixed = graph(r_BTE, u_BTD, asked_for(trace, head))
+        mixed = graph(r_BTE, u_BTD, BlockInput(attention=asked_for(trace, head)))
         torch.testing.assert_close(mixed.scores_BTE, per_head[head])
         assert torch.equal(graph.head_entropy, before)  # forward only reads
 
@@ -84,7 +85,7 @@ def test_a_fixed_head_is_the_one_of_its_number(causal, head):
     assert graph.attention_head().tolist() == [head]
     r_BTE, u_BTD = leaves(2, 20)
     trace = make_trace(2, 20, heads=3, size=4, width=12)
-    mixed = graph(r_BTE, u_BTD, asked_for(trace, head))
+    mixed = graph(r_BTE, u_BTD, BlockInput(attention=asked_for(trace, head)))
     s_BTT = posterior_matrix(trace, head, config, causal)
     assert_same_with_gradients(mixed.scores_BTE, s_BTT @ r_BTE, (r_BTE, *leaves_of(trace)))
     assert mixed.head_entropy_A is None
@@ -99,7 +100,7 @@ def test_the_statistics_name_the_head_that_made_the_mixture():
     trace = make_trace(2, 20, heads=3, size=4, width=12)
     for head in (0, 2, 1):
         graph.head_entropy[head] = graph.head_entropy.min() - 1.0
-        mixed = graph(r_BTE, u_BTD, asked_for(trace, head))
+        mixed = graph(r_BTE, u_BTD, BlockInput(attention=asked_for(trace, head)))
         assert (mixed.attention_head.shape, mixed.attention_head.item()) == ((), head)
 
 
@@ -129,7 +130,7 @@ def test_a_graph_that_is_off_mixes_nothing_until_its_share_of_the_steps(name, op
     entropies = head_entropies(trace, causal=True) if measured else None
 
     def mixes():
-        mixed = graph(r_BTE, u_BTD, trace)
+        mixed = graph(r_BTE, u_BTD, BlockInput(attention=trace))
         if not measured:
             assert mixed.head_entropy_A is None
         else:  # to know the head when the graph begins

@@ -10,6 +10,7 @@ from torch.nn.functional import dropout, gelu
 from polyad.model.build import build_model, num_parameters
 from polyad.model.cache import KeyValueCache
 from polyad.model.gpt2 import GPT2Config
+from polyad.model.interface import BlockInput
 from polyad.model.smoe.dispatch import make_plan
 from polyad.model.smoe.layer import SparseMoE
 from polyad.model.smoe.scores import SCORES
@@ -357,4 +358,4 @@ def test_the_layer_asks_for_attention_only_if_its_graph_does():
         assert (layer.attention_head() is not None) is needed
     u_BTD = torch.randn(2, 9, 12, dtype=torch.float64)
     trace = make_trace(2, 9, heads=3, size=4, width=12)
-    assert layer(u_BTD, u_BTD, trace)[0].shape == (2, 9, 12)
+    assert layer(u_BTD, u_BTD, BlockInput(attention=trace))[0].shape == (2, 9, 12)

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from polyad.model.build import build_model
+from polyad.model.interface import BlockInput
 from polyad.model.smoe.graph import GRAPHS
 from polyad.model.smoe.router import Router
 from polyad.model.smoe.scores import SCORES
@@ -20,10 +21,10 @@ def test_any_score_goes_with_any_graph(score, graph, top_k):
     router = make(Router, make_config(score=score, graph=graph, top_k=top_k))
     u_BTD = torch.randn(2, 9, 12, dtype=torch.float64)
     trace = make_trace(2, 9, heads=3, size=4, width=12)
-    (weights_NK, expert_ids_NK, _), stats = router(u_BTD, trace)
+    (weights_NK, expert_ids_NK, _), stats = router(u_BTD, BlockInput(attention=trace))
     # The parts, one after the other.
     r_BTE = router.score(u_BTD.flatten(0, 1)).softmax(-1).unflatten(0, (2, 9))
-    p_NE = router.graph(r_BTE, u_BTD, trace).scores_BTE.flatten(0, 1)
+    p_NE = router.graph(r_BTE, u_BTD, BlockInput(attention=trace)).scores_BTE.flatten(0, 1)
     torch.testing.assert_close(p_NE.sum(-1), torch.ones(18, dtype=torch.float64))
     highest = p_NE.topk(top_k)
     assert torch.equal(expert_ids_NK, highest.indices)
@@ -56,7 +57,7 @@ def test_routing_is_fp32_in_a_bf16_model_and_float64_in_a_float64_one(graph, dty
     router = make(Router, make_config(graph=graph, balancing_rate=0.1), dtype=dtype)
     expected = torch.promote_types(dtype, torch.float32)
     trace = make_trace(2, 9, heads=3, size=4, width=12, dtype=dtype)
-    selected, stats = router(torch.randn(2, 9, 12, dtype=dtype), trace)
+    selected, stats = router(torch.randn(2, 9, 12, dtype=dtype), BlockInput(attention=trace))
     assert selected.weights_NK.dtype == expected
     for name, value in stats._asdict().items():
         if name not in ("name", "levels"):
@@ -71,13 +72,13 @@ def test_update_reaches_the_balancing_bias_k_and_the_head(graph):
     trace = make_trace(2, 9, heads=3, size=4, width=12, dtype=torch.float32)
     u_BTD = torch.randn(2, 9, 12)
     before = {name: buffer.clone() for name, buffer in router.named_buffers()}
-    _, stats = router(u_BTD, trace)
+    _, stats = router(u_BTD, BlockInput(attention=trace))
     for name, buffer in router.named_buffers():
         assert torch.equal(buffer, before[name]), name
     router.update(stats, progress=0.5)
     for name, buffer in router.named_buffers():
         assert not torch.equal(buffer, before[name]), name
-    selected, _ = router(u_BTD, trace)
+    selected, _ = router(u_BTD, BlockInput(attention=trace))
     assert selected.expert_ids_NK.shape == (18, 3)
 
 
