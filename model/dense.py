@@ -4,8 +4,9 @@ Shapes: B batch, T tokens in a sequence, D width, F inner width.
 """
 
 import functools
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 import torch
 from pydantic import Field
@@ -23,7 +24,68 @@ from polyad.model.interface import (
 from polyad.model.output import RoutingStats
 
 
-class DenseFeedForwardConfig(Config):
+class FeedForwardSettings(Config, ABC):
+    """The base of the configurations of feed-forwards, each of which says only what differs."""
+
+    @abstractmethod
+    def inner_size(self, width: int) -> int:
+        """The inner width F in a model of the given width D."""
+
+    @abstractmethod
+    def cut_sizes(self, width: int) -> list[dict[str, int]]:
+        """What tensor parallelism divides: one of the sizes of each entry, by key.
+
+        Args:
+            width: D.
+        """
+
+    def of_model(self, *, width: int, bias: bool) -> Self:
+        """Completed with what the model decides: by default nothing.
+
+        Args:
+            width: D.
+            bias: Whether linear layers have one.
+
+        Raises:
+            SectionError: It does not fit the model.
+        """
+        return self
+
+    def of_block(self, block: int) -> "Self | DenseFeedForwardConfig":
+        """The feed-forward of one block: by default the same in each.
+
+        Args:
+            block: Its number, from 0.
+        """
+        return self
+
+    def check_model(self, *, num_layers: int, num_heads: int | None, causal: bool) -> None:
+        """Checks this section against the rest of the model; by default it fits every one.
+
+        Args:
+            num_layers: Of the model.
+            num_heads: Of its attention; None without attention.
+            causal: Whether it is a language model.
+
+        Raises:
+            SectionError: They do not fit.
+        """
+
+    def mixing_flops_per_token(self, width: int, head_size: int, length: int) -> int:
+        """FLOPs of mixing over tokens: by default none.
+
+        Args:
+            width: D.
+            head_size: Of one attention head.
+            length: Tokens in a sequence.
+
+        Returns:
+            FLOPs, forward and backward.
+        """
+        return 0
+
+
+class DenseFeedForwardConfig(FeedForwardSettings):
     """GPT-2's own feed-forward: every token through the same two layers."""
 
     kind: Literal["dense"] = "dense"
@@ -39,11 +101,7 @@ class DenseFeedForwardConfig(Config):
         return 4 * width if self.hidden_size is None else self.hidden_size
 
     def cut_sizes(self, width: int) -> list[dict[str, int]]:
-        """What tensor parallelism divides: of each entry one of the sizes, by key.
-
-        Args:
-            width: D.
-        """
+        """See `FeedForwardSettings.cut_sizes`: the inner width."""
         return [{"hidden_size": self.inner_size(width)}]
 
     def parameters(self, width: int, bias: bool) -> int:
@@ -55,45 +113,6 @@ class DenseFeedForwardConfig(Config):
         """
         inner = self.inner_size(width)
         return 2 * width * inner + bias * (inner + width)
-
-    def of_model(self, *, width: int, bias: bool) -> "DenseFeedForwardConfig":
-        """Completed with what the model decides: nothing in this kind.
-
-        Args:
-            width: D.
-            bias: whether linear layers have one.
-        """
-        return self
-
-    def of_block(self, block: int) -> "DenseFeedForwardConfig":
-        """The feed-forward of one block: the same in each.
-
-        Args:
-            block: its number, from 0.
-        """
-        return self
-
-    def check_model(self, *, num_layers: int, num_heads: int | None, causal: bool) -> None:
-        """Does nothing: this kind fits every model.
-
-        Args:
-            num_layers: of the model.
-            num_heads: of its attention; None without attention.
-            causal: whether it is a language model.
-        """
-
-    def mixing_flops_per_token(self, width: int, head_size: int, length: int) -> int:
-        """FLOPs of mixing over tokens: none.
-
-        Args:
-            width: D.
-            head_size: of one attention head.
-            length: tokens in a sequence.
-
-        Returns:
-            0.
-        """
-        return 0
 
     def saved_numbers_per_token(self, width: int) -> int:
         """Numbers that a token saves for the backward pass: units before and after the activation.

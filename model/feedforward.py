@@ -30,9 +30,6 @@ FeedForwardConfig: TypeAlias = Annotated[
     BeforeValidator(_default_kind),
 ]
 
-SelectingConfig: TypeAlias = SparseMoEConfig | EmergentMoEConfig
-"""The kinds that select whole experts for each token."""
-
 # A builder takes the config class of its kind; a single type cannot say that, hence Any.
 FEED_FORWARDS: dict[str, Callable[[Any, FeedForwardContext], FeedForward]] = {
     "dense": DenseFeedForward,

@@ -40,10 +40,11 @@ from polyad.model.initialization import Initializer
 from polyad.model.mumoe.gating import GateOutput
 from polyad.model.mumoe.statistics import gate_statistics
 from polyad.model.output import ModelOutput, RoutingStats
-from polyad.model.samples import SampleStatistics
+from polyad.model.samples import StatisticsModule
 from polyad.model.settings import Count, ModelSettings
 from polyad.model.small_network import Linear, NetworkConfig, NetworkOutput, SmallNetwork
-from polyad.model.smoe.losses import importance_loss, load, load_balance_loss, router_z_loss
+from polyad.model.smoe.losses import importance_loss, load_balance_loss, router_z_loss
+from polyad.model.smoe.selection import count
 from polyad.model.vision import ImageSettings
 
 SCORES = "mixture.gate.scores."
@@ -243,7 +244,7 @@ class MixtureGate(nn.Module):
         return Shares(scores_BM, log_shares(scores_BM, self.top_k))
 
 
-class Mixture(SampleStatistics):
+class Mixture(StatisticsModule):
     """Experts and their gate.
 
     Args:
@@ -304,13 +305,15 @@ class Mixture(SampleStatistics):
         scores_BM, log_p_BM = shares
         before_BM = scores_BM.softmax(-1)
         best_BK = log_p_BM.topk(self.config.top_k or 1, dim=-1).indices
+        load_M = count(best_BK, log_p_BM.shape[1]).to(scores_BM.dtype) / best_BK.numel()
+        mean_M = before_BM.mean(0)
         norms = self.training and any(each.norm_mean_N.numel() for each in ran)
         coefficients = GateOutput([log_p_BM.detach().exp()], None, None)
         stats = gate_statistics(coefficients).but(
             name="mixture",
-            balance_loss=load_balance_loss(before_BM, load(best_BK, log_p_BM.shape[1])),
-            z_loss=router_z_loss(scores_BM),
-            importance_loss=importance_loss(before_BM),
+            balance_loss=load_balance_loss(self.for_loss("balance_loss", mean_M), load_M),
+            z_loss=router_z_loss(self.for_loss("z_loss", scores_BM)),
+            importance_loss=importance_loss(self.for_loss("importance_loss", mean_M)),
             norm_mean_N=torch.cat([each.norm_mean_N for each in ran]) if norms else None,
             norm_square_N=torch.cat([each.norm_square_N for each in ran]) if norms else None,
         )

@@ -30,12 +30,13 @@ class RoutingStats(NamedTuple):
     usage_E: Tensor | None = None
     """Mean over tokens of the scores that experts are chosen by; None: `load_E`."""
     balance_loss: Tensor | None = None
-    """E sum_e f_e P_e, with its gradient: 1 at even load."""
+    """E sum_e f_e P_e, with its gradient if training asks for it, as those of all losses: 1 at even
+    load. Sparse routing has losses while it trains; None in evaluation."""
     z_loss: Tensor | None = None
-    """Mean of the squared logsumexp of the router's logits, with its gradient."""
+    """Mean of the squared logsumexp of the router's logits."""
     importance_loss: Tensor | None = None
     """Squared coefficient of variation of the scores' sum over tokens, of each token's own scores
-    without noise and before a graph, with its gradient: 0 if it is even."""
+    without noise and before a graph: 0 if it is even."""
     load_loss: Tensor | None = None
     """The same of the load to be expected under the router's noise; None without noise."""
     dropped: Tensor | None = None

@@ -1,7 +1,4 @@
-"""What a router gave whole samples, for losses that compare pairs of them.
-
-It is a sum over tokens that nothing else needs, so a layer computes it only where the loop has
-switched it on.
+"""Statistics that training asks routers for: losses with their gradient, and numbers of samples.
 
 Shapes: B samples, T tokens of a sample, N tokens that are real (B T without padding), S experts of
 all levels side by side, D width.
@@ -15,12 +12,26 @@ from torch import Tensor, nn
 from polyad.model.output import RoutingStats
 from polyad.model.padding import RealTokens, pack
 
+AUXILIARY_LOSSES = frozenset({"balance_loss", "z_loss", "importance_loss", "load_loss"})
+"""Fields of `RoutingStats` that a run's coefficients `loss.*` may add to its loss."""
 
-class SampleStatistics(nn.Module):
-    """The base of modules that can return statistics of single samples while they train."""
 
+class StatisticsModule(nn.Module):
+    """The base of modules that return statistics of routing."""
+
+    learns_from: frozenset[str] = AUXILIARY_LOSSES
+    """Losses that get a gradient; of the others the value alone is known; see `ask_for`."""
     gives_samples: bool = False
-    """Whether they do; see `give_samples`."""
+    """Whether it returns numbers of single samples while it trains; see `ask_for`."""
+
+    def for_loss(self, name: str, x: Tensor) -> Tensor:
+        """What a loss is computed from: without gradient, unless the loss is asked for.
+
+        Args:
+            name: Of the loss, one of `AUXILIARY_LOSSES`.
+            x: Scores, logits, or their means.
+        """
+        return x if name in self.learns_from else x.detach()
 
     def with_samples(
         self,
@@ -29,7 +40,9 @@ class SampleStatistics(nn.Module):
         u_BTD: Tensor,
         real: RealTokens | None = None,
     ) -> RoutingStats:
-        """Adds of each sample the mean scores and the mean input, where something asked for them.
+        """Adds the mean scores and the mean input of each sample, where something asked for them.
+
+        They are sums over tokens that nothing but a loss over pairs of samples needs.
 
         Args:
             stats: Of the layer.
@@ -53,7 +66,7 @@ def mean_of_samples(x_NS: Tensor, u_BTD: Tensor, real: RealTokens | None) -> Ten
 
     Args:
         x_NS: Of real tokens.
-        u_BTD: Whose first axes are samples and tokens.
+        u_BTD: A tensor whose first axes are samples and tokens.
         real: Which tokens are real; None: all.
     """
     samples, tokens = u_BTD.shape[:2]
@@ -64,13 +77,16 @@ def mean_of_samples(x_NS: Tensor, u_BTD: Tensor, real: RealTokens | None) -> Ten
     return sums_BS / real.lengths_B.clamp_min(1).unsqueeze(-1).to(x_NS.dtype)
 
 
-def give_samples(model: nn.Module, wanted: bool) -> None:
-    """Switches statistics of single samples on or off, in all layers that route.
+def ask_for(model: nn.Module, *, losses: frozenset[str], samples: bool) -> None:
+    """Says which statistics training needs, to all layers that route.
 
     Args:
         model: The whole one.
-        wanted: Whether they are returned while it trains.
+        losses: The auxiliary losses that get a gradient: those with a coefficient.
+        samples: Whether numbers of single samples are returned.
     """
     for module in model.modules():
-        if isinstance(module, SampleStatistics):
-            module.gives_samples = wanted
+        if isinstance(module, StatisticsModule):
+            module.gives_samples = samples
+            if module.learns_from != losses:  # compiled programs are bound to the set itself
+                module.learns_from = losses

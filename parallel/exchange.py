@@ -16,7 +16,8 @@ from torch.nn.functional import pad
 
 from polyad.model.kernels.rows import permute
 from polyad.model.smoe.dispatch import Plan, make_plan
-from polyad.model.smoe.experts import Experts, Lot
+from polyad.model.smoe.experts import Lot, StackedExperts
+from polyad.model.smoe.selection import Selected
 
 
 def _at_once() -> None:
@@ -52,15 +53,18 @@ class RowExchange:
         self.sizes = [here - here // 2, here // 2] if lots == 2 else [here]
         self.group_name = ""
 
-    def order(self, expert_ids_NK: Tensor) -> Tensor:
+    def order(self, selected: Selected) -> tuple[Tensor, Tensor]:
         """Numbers of the experts by which rows are sorted: lot by lot, in each by process."""
+        expert_ids_NK, counts_E = selected.expert_ids_NK, selected.counts_E
         if self.lots == 1:
-            return expert_ids_NK
+            return expert_ids_NK, counts_E
         first, second = self.sizes
         process, expert = expert_ids_NK // (first + second), expert_ids_NK % (first + second)
         early = process * first + expert
         late = self.parts * first + process * second + expert - first
-        return torch.where(expert < first, early, late)
+        of_lots = counts_E.view(self.parts, -1).split(self.sizes, dim=1)
+        counts_E = torch.cat([counts.flatten() for counts in of_lots])
+        return torch.where(expert < first, early, late), counts_E
 
     def gather(self, part: Tensor) -> Tensor:
         """What all processes have, one after the other along the first axis, without gradient."""
@@ -88,7 +92,9 @@ class RowExchange:
             return Counts(arriving, numbers, copied.synchronize)
         return Counts(arriving, numbers)
 
-    def __call__(self, rows_MD: Tensor, plan: Plan, experts: Experts, counts: Counts) -> Tensor:
+    def __call__(
+        self, rows_MD: Tensor, plan: Plan, experts: StackedExperts, counts: Counts
+    ) -> Tensor:
         """Computes the experts of all rows; see `Dispatcher.compute`."""
         # The only place where the CPU waits for the GPU.
         counts.wait()
@@ -111,7 +117,7 @@ class RowExchange:
         receive: list[int],
         send: list[int],
         arriving_PX: Tensor,
-        experts: Experts,
+        experts: StackedExperts,
     ) -> Tensor:
         arrived_MD = _Exchanged.apply(rows_MD, receive, send, self.group_name)
         done_MD = self._compute(arrived_MD, arriving_PX, sum(receive), experts, None)
@@ -124,7 +130,7 @@ class RowExchange:
         receive: list[list[int]],
         send: list[list[int]],
         arriving: Sequence[Tensor],
-        experts: Experts,
+        experts: StackedExperts,
     ) -> Tensor:
         there = [_Flight(*way, self.group_name) for way in zip(receive, send, strict=True)]
         back = [_Flight(*way, self.group_name) for way in zip(send, receive, strict=True)]
@@ -139,7 +145,12 @@ class RowExchange:
         return torch.cat([flight.arrive(rows) for flight, rows in zip(back, coming, strict=True)])
 
     def _compute(
-        self, arrived_MD: Tensor, counts_PX: Tensor, total: int, experts: Experts, lot: Lot | None
+        self,
+        arrived_MD: Tensor,
+        counts_PX: Tensor,
+        total: int,
+        experts: StackedExperts,
+        lot: Lot | None,
     ) -> Tensor:
         """Runs rows that came sorted by sender, then by expert, through a lot of experts."""
         here = counts_PX.shape[1]
@@ -147,7 +158,8 @@ class RowExchange:
             return experts(arrived_MD, counts_PX.sum(0), lot)
         expert_E = torch.arange(here, device=counts_PX.device).repeat(self.parts)
         expert_M = expert_E.repeat_interleave(counts_PX.flatten(), output_size=total)
-        order_M, place_M, counts_X, _ = make_plan(expert_M.unsqueeze(1), here)
+        counts_X = counts_PX.sum(0)
+        order_M, place_M, *_ = make_plan(expert_M.unsqueeze(1), counts_X)
         sorted_MD = experts(permute(arrived_MD, order_M, place_M), counts_X, lot)
         return permute(sorted_MD, place_M, order_M)
 

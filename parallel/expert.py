@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from polyad.model.emoe.experts import MaskedDispatcher
+from polyad.model.emoe.layer import MaskedDispatcher
 from polyad.model.interface import NOTHING_ELSE, BlockInput
 from polyad.model.smoe.dispatch import Dispatcher, Plan
-from polyad.model.smoe.experts import Experts
+from polyad.model.smoe.experts import Experts, StackedExperts
 from polyad.model.smoe.graph import AttentionGraph, Mixed, head_entropies
-from polyad.model.smoe.layer import SparseMoE
+from polyad.model.smoe.layer import SelectingMoE
 from polyad.model.smoe.selection import Selected
 from polyad.parallel import comm
 from polyad.parallel.exchange import Counts, RowExchange
@@ -31,7 +31,7 @@ from polyad.parallel.tensor import own_random_numbers
 from polyad.parallel.zero import import_deepspeed
 
 
-def parallelize_experts(layer: SparseMoE, world: comm.World, overlap: bool = False) -> None:
+def parallelize_experts(layer: SelectingMoE, world: comm.World, overlap: bool = False) -> None:
     """Cuts the experts of one layer over the processes, in place.
 
     Args:
@@ -123,7 +123,7 @@ def split_groups(optimizer: torch.optim.Optimizer) -> None:
     optimizer.param_groups = [group for group in split if group["params"]]
 
 
-def connect_without_engine(layers: Iterable[SparseMoE]) -> None:
+def connect_without_engine(layers: Iterable[SelectingMoE]) -> None:
     """Finds the processes that rows are exchanged with, as an engine does when it is made.
 
     Args:
@@ -181,7 +181,7 @@ class TensorParallelDispatcher(Dispatcher):
         self,
         tokens_ND: Tensor,
         selected: Selected,
-        experts: Experts,
+        experts: StackedExperts,
         capacity_factor: float | None = None,
     ) -> tuple[Tensor, Plan | None]:
         """See `Dispatcher.forward`; y is the same on every process."""
@@ -254,7 +254,7 @@ def _expert_parallel_dispatcher() -> type:
             self,
             tokens_ND: Tensor,
             selected: Selected,
-            experts: Experts,
+            experts: StackedExperts,
             capacity_factor: float | None = None,
         ) -> tuple[Tensor, Plan | None]:
             kind = TensorParallelDispatcher if self._tensor_parallel else Dispatcher
@@ -273,11 +273,13 @@ def _expert_parallel_dispatcher() -> type:
         def begin(self, plan: Plan) -> Counts:
             return self._exchange.begin(plan)
 
-        def compute(self, rows_MD: Tensor, plan: Plan, experts: Experts, begun: Any) -> Tensor:
+        def compute(
+            self, rows_MD: Tensor, plan: Plan, experts: StackedExperts, begun: Any
+        ) -> Tensor:
             return self._exchange(rows_MD, plan, experts, begun)
 
-        def order(self, expert_ids_NK: Tensor) -> Tensor:
-            return self._exchange.order(expert_ids_NK)
+        def order(self, selected: Selected) -> tuple[Tensor, Tensor]:
+            return self._exchange.order(selected)
 
     return ExpertParallelDispatcher
 

@@ -16,7 +16,7 @@ from polyad.model.build import (
 from polyad.model.gpt2 import GPT2
 from polyad.model.lora import of_base
 from polyad.model.mumoe.layer import MuMoE
-from polyad.model.smoe.layer import SparseMoE
+from polyad.model.smoe.layer import SelectingMoE
 from polyad.parallel import comm, expert
 from polyad.parallel.adapters import cut_adapters
 from polyad.parallel.batch_norm import synchronize_norms
@@ -151,7 +151,7 @@ def parallelize(
         pad_vocabulary(model)
         pad_ranks(model)
     synchronize_norms(model, world)
-    routed = [module for module in model.modules() if isinstance(module, SparseMoE)]
+    routed = [module for module in model.modules() if isinstance(module, SelectingMoE)]
     if routed:
         expert.forget_groups(dims.tensor_parallel_size)
     for layer in routed:

@@ -18,7 +18,7 @@ from polyad.model.build import build_model, initial_value, initial_values, place
 from polyad.model.gpt2 import GPT2, GPT2Config
 from polyad.model.interface import NOTHING_ELSE, BlockInput
 from polyad.model.smoe.config import SparseMoEConfig
-from polyad.model.smoe.graph import Graph, Mixed
+from polyad.model.smoe.graph import Graph, Mixed, MixingGraph
 from polyad.model.smoe.selection import Selected, TopK
 from polyad.parallel.zero import DTYPES
 
@@ -39,7 +39,7 @@ def graphs_of(width: int) -> dict[str, dict[str, Any]]:
     }
 
 
-class MaterializedGraph(Graph):
+class MaterializedGraph(MixingGraph):
     """A graph's mixture as the paper writes it, with the matrix S [B, T, T] in memory.
 
     Args:
@@ -47,7 +47,7 @@ class MaterializedGraph(Graph):
             which is ours as long as nothing was learned.
     """
 
-    def __init__(self, like: Graph) -> None:
+    def __init__(self, like: MixingGraph) -> None:
         super().__init__(like.config, like.context)
         self._head = like.attention_head()
 
@@ -100,13 +100,13 @@ class GivenExperts(TopK):
         super().__init__(config)
         self.register_buffer("ids_NK", ids_NK)
 
-    def forward(self, scores_NE: Tensor) -> Selected:
+    def forward(self, scores_NE: Tensor, logits_NE: Tensor | None = None) -> Selected:
         """See `TopK.forward`."""
         selected = super().forward(scores_NE)
         weights_NK = scores_NE.gather(-1, self.ids_NK)
         weights_NK = weights_NK / weights_NK.sum(-1, keepdim=True)
         # Uses the selection's result without effect, so that the compiler keeps it.
-        return Selected(weights_NK + 0 * selected.weights_NK, self.ids_NK)
+        return Selected.of(weights_NK + 0 * selected.weights_NK, self.ids_NK, self.num_experts)
 
 
 def make_plain(config: GPT2Config, precision: str, device: torch.device) -> GPT2:
@@ -187,7 +187,7 @@ def difference(block: nn.Module, x_BTD: Tensor) -> float:
         )
         u_BTD = block.get_submodule("feed_forward_norm")(x_BTD + attended_BTD)
         scores_NE = layer.router.score(u_BTD.flatten(0, 1)).softmax(-1)
-    graph: Graph = layer.router.graph
+    graph: MixingGraph = layer.router.graph
     scores_BTE = scores_NE.unflatten(0, u_BTD.shape[:2])
     read = [scores_BTE, u_BTD] if trace is None else [scores_BTE, *trace]
     ours = _mixture_and_gradients(graph, read)

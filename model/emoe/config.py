@@ -1,22 +1,29 @@
 """The keys of an emergent mixture of experts."""
 
 import math
-from typing import Annotated, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from polyad.model.config import Config, SectionError
+from polyad.model.config import SectionError
 from polyad.model.dense import DenseFeedForwardConfig
-from polyad.model.placement import Placement, check_blocks, check_once, check_placement, is_placed
-from polyad.model.smoe.config import Count, Positive, SparseMoEConfig
+from polyad.model.smoe.config import (
+    Count,
+    Placement,
+    Positive,
+    SelectingConfig,
+    check_placement,
+)
 
 
-class EmergentMoEConfig(Config):
+class EmergentMoEConfig(SelectingConfig):
     """The inner units of a dense feed-forward in groups, of which each token uses some.
 
     `polyad convert --split` makes it from a trained dense model, and `--merge` makes that dense
     again. Source: Qiu et al. 2023, "Emergent mixture-of-experts".
     """
+
+    placement_key: ClassVar[str] = "blocks"
 
     kind: Literal["emoe"] = "emoe"
     """Which feed-forward this is."""
@@ -65,7 +72,7 @@ class EmergentMoEConfig(Config):
 
     @model_validator(mode="after")
     def _agree(self) -> Self:
-        check_once("blocks", self.blocks)
+        self.check_placement_once()
         if self.used_experts() < 1:
             raise SectionError(
                 f"@top_k: {self.top_k} of @num_experts: {self.num_experts} leaves no expert with "
@@ -76,58 +83,20 @@ class EmergentMoEConfig(Config):
                 f"@router_noise: {self.router_noise:g} is not allowed with @select: {self.select}; "
                 f"0 is"
             )
-        try:
-            self.sparse(self.num_experts)  # the keys that both kinds have obey the same rules
-        except ValidationError as error:
-            raise error.errors()[0]["ctx"]["error"] from None
+        self.check_number("top_k", self.used_experts())
+        self.check_capacity()
         return self
 
     def used_experts(self) -> int:
-        """The number of experts that a token uses."""
+        """See `SelectingConfig.used_experts`."""
         return self.num_experts - self.top_k if self.select == "not_top_k" else self.top_k
-
-    def sparse(self, width: int) -> SparseMoEConfig:
-        """The sparse mixture that has the same experts and the same router but for avg_k.
-
-        Args:
-            width: D.
-        """
-        return SparseMoEConfig(
-            num_experts=self.num_experts,
-            top_k=self.used_experts(),
-            expert_hidden_size=max(1, self.inner_size(width) // self.num_experts),
-            score="cosine" if self.score == "cosine" else "linear",
-            score_width=self.score_width,
-            router_noise=self.router_noise,
-            capacity_factor=self.capacity_factor,
-            evaluation_capacity_factor=self.evaluation_capacity_factor,
-            capacity_order=self.capacity_order,
-            allow_leak=self.allow_leak,
-            experts="loop" if self.experts == "loop" else "grouped",
-        )
 
     def inner_size(self, width: int) -> int:
         """The inner width F of all experts together in a model of the given width D."""
         return 4 * width if self.hidden_size is None else self.hidden_size
 
-    def routes(self, block: int) -> bool:
-        """Whether a block has experts.
-
-        Args:
-            block: its number, from 0.
-        """
-        return is_placed(self.blocks, block)
-
-    def of_model(self, *, width: int, bias: bool) -> "EmergentMoEConfig":
-        """Checks the experts against the model's width; nothing is completed in this kind.
-
-        Args:
-            width: D.
-            bias: whether linear layers have one.
-
-        Raises:
-            SectionError: the experts would not be of equal size.
-        """
+    def of_model(self, *, width: int, bias: bool) -> Self:
+        """See `FeedForwardSettings.of_model`: only checks that experts would be of equal size."""
         inner = self.inner_size(width)
         if inner % self.num_experts:
             small = [n for n in range(1, math.isqrt(inner) + 1) if inner % n == 0]
@@ -139,40 +108,12 @@ class EmergentMoEConfig(Config):
             )
         return self
 
-    def of_block(self, block: int) -> "EmergentMoEConfig | DenseFeedForwardConfig":
-        """The feed-forward of one block: this one, or a dense one of the same inner width.
-
-        Args:
-            block: its number, from 0.
-        """
-        return self if self.routes(block) else self.dense()
-
     def dense(self) -> DenseFeedForwardConfig:
         """The dense feed-forward that the experts are parts of."""
         return DenseFeedForwardConfig(hidden_size=self.hidden_size)
 
-    def check_model(self, *, num_layers: int, num_heads: int | None, causal: bool) -> None:
-        """Checks this section against the rest of the model.
-
-        Args:
-            num_layers: of the model.
-            num_heads: of its attention; None without attention.
-            causal: whether it is a language model.
-
-        Raises:
-            SectionError: a block that is not there is to be split, or a language model would leak.
-        """
-        check_blocks("blocks", self.blocks, num_layers)
-        self.sparse(self.num_experts).check_model(
-            num_layers=num_layers, num_heads=num_heads, causal=causal
-        )
-
     def cut_sizes(self, width: int) -> list[dict[str, int]]:
-        """What tensor parallelism divides: the inner width, and that of one expert.
-
-        Args:
-            width: D.
-        """
+        """See `FeedForwardSettings.cut_sizes`: the inner width, and that of one expert."""
         inner = self.inner_size(width)
         return [{"hidden_size": inner}, {"hidden_size / num_experts": inner // self.num_experts}]
 
@@ -185,7 +126,7 @@ class EmergentMoEConfig(Config):
         """
         if self.experts == "masked":
             return 3 * self.inner_size(width)
-        return self.sparse(width).saved_numbers_per_token(width)
+        return self.used_experts() * 2 * (self.inner_size(width) // self.num_experts + width)
 
     def matmul_parameters_per_token(self, width: int) -> int:
         """Counts the weights that multiply one token: those of the experts it uses, and the score.
@@ -196,17 +137,8 @@ class EmergentMoEConfig(Config):
         Returns:
             A number of weights, without biases. `masked` computes with all, and counts the same.
         """
-        return self.sparse(width).matmul_parameters_per_token(width)
-
-    def mixing_flops_per_token(self, width: int, head_size: int, length: int) -> int:
-        """FLOPs of mixing over tokens: none.
-
-        Args:
-            width: D.
-            head_size: of one attention head.
-            length: tokens in a sequence.
-
-        Returns:
-            0.
-        """
-        return 0
+        score = width * self.num_experts
+        if self.score == "cosine":
+            score = (width + self.num_experts) * self.score_size()
+        inner = self.inner_size(width) // self.num_experts
+        return score + 2 * self.used_experts() * width * inner

@@ -1,77 +1,200 @@
-"""The emergent mixture of experts as a feed-forward of a block.
+"""The emergent mixture of experts as a feed-forward of a block: parts of smoe, put together
+otherwise.
 
     y = sum_(e in TopK(x . mean K_e)) activation(x K_e^T + b_e) V_e + c
 
-With K = E it is the dense feed-forward whose units the experts are.
+With K = E it is the dense feed-forward whose units the experts are: the keys K_e are rows of its
+first matrix, the values V_e columns of its second one.
 
-Shapes: B batch, T tokens in a sequence, N = B T tokens, D width, E experts, U inner units of all.
+Shapes: B batch, T tokens in a sequence, N = B T tokens, D width, E experts, K experts of a token, F
+inner units of one expert, U = E F of all.
 """
+
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import linear
 
+from polyad.model.dense import ACTIVATIONS
 from polyad.model.emoe.config import EmergentMoEConfig
-from polyad.model.emoe.experts import MaskedDispatcher, UnitGroups
-from polyad.model.emoe.router import EmergentRouter, mean_keys
-from polyad.model.initialization import ZEROS, Initializer
-from polyad.model.interface import NOTHING_ELSE, BlockInput, FeedForward, FeedForwardContext
-from polyad.model.smoe.dispatch import Dispatcher
-from polyad.model.smoe.layer import SparseMoE
-from polyad.model.smoe.router import Routing
-from polyad.model.smoe.selection import Selected
+from polyad.model.initialization import ZEROS, Initializer, normal
+from polyad.model.interface import FeedForwardContext
+from polyad.model.smoe.dispatch import Dispatcher, Plan, make_plan
+from polyad.model.smoe.experts import Lot, StackedExperts
+from polyad.model.smoe.graph import NoGraph
+from polyad.model.smoe.layer import Router, SelectingMoE
+from polyad.model.smoe.scores import CosineScore, LinearScore, Score, router_dtype
+from polyad.model.smoe.selection import Selected, Selection, spread
 
 
-class EmergentMoE(SparseMoE):
-    """A sparse mixture whose experts are groups of one feed-forward's units.
+class AverageKeys(Score):
+    """Scores by the mean key of each expert, x . mean K_e; it has no parameters.
+
+    The keys are those of the moment, so that the gate follows them through training and nothing of
+    it is stored. They get no gradient through it; the token does, where a loss of routing asks for
+    it.
+    """
+
+    def columns(self, features: Tensor | None = None) -> Tensor:
+        """The mean keys themselves."""
+        assert features is not None
+        return features
+
+    def forward(self, u_ND: Tensor, features: Tensor | None = None) -> Tensor:
+        """See `Score.forward`; it reads mean keys [E, D], in routing's precision."""
+        assert features is not None
+        return linear(u_ND.to(features.dtype), features)
+
+
+class UnitSelection(Selection):
+    """The experts with the highest or the lowest logits; their weights are 1, or 1 on average.
+
+    Args:
+        config: Of the layer.
+    """
+
+    def __init__(self, config: EmergentMoEConfig) -> None:
+        super().__init__(config)
+        self.is_learned = config.score != "avg_k"
+        self.lowest = config.select != "top_k"  # all but the highest are the lowest
+
+    def forward(self, scores_NE: Tensor, logits_NE: Tensor | None = None) -> Selected:
+        """See `Selection.forward`; by logits, for some of the scores may have underflowed to 0."""
+        ranked_NE = scores_NE.log() if logits_NE is None else logits_NE
+        best = ranked_NE.topk(self.top_k, dim=-1, largest=not self.lowest)
+        ids_NK: Tensor = self.agreed(best.indices)
+        chosen_NK = ranked_NE.gather(-1, ids_NK)
+        weights_NK = torch.ones_like(chosen_NK)
+        if self.is_learned:
+            weights_NK = self.top_k * chosen_NK.softmax(-1)
+        return self.selected(weights_NK, ids_NK, scores_NE)
+
+
+class UnitGroups(StackedExperts):
+    """E groups of units: keys, an activation as in the dense feed-forward, values.
+
+    Args:
+        config: Of the layer.
+        context: Settings of the model.
+    """
+
+    inner_axes: ClassVar[dict[str, int]] = {"keys": 1, "bias": 1, "values": 1}
+
+    def __init__(self, config: EmergentMoEConfig, context: FeedForwardContext) -> None:
+        super().__init__(config, context, activation=context.activation)
+        experts, width = config.num_experts, context.hidden_size
+        inner = config.inner_size(width) // experts
+        self.keys = nn.Parameter(torch.empty(experts, inner, width))
+        self.bias = nn.Parameter(torch.empty(experts, inner)) if context.bias else None
+        self.values = nn.Parameter(torch.empty(experts, inner, width))
+        self.dense_activation = ACTIVATIONS[context.activation]()
+
+    def initializers(self) -> dict[str, Initializer]:
+        """Says how each parameter starts, expert by expert; see `model/initialization.py`."""
+        entries = {
+            "keys": normal(self.context.initializer_std).each_expert(),
+            "values": normal(self.context.residual_std).each_expert(),
+        }
+        return entries | ({"bias": ZEROS.each_expert()} if self.bias is not None else {})
+
+    def stacked(self) -> Lot:
+        """See `StackedExperts.stacked`."""
+        return Lot(self.keys.transpose(1, 2), self.bias, self.values)
+
+    def masked(self, tokens_ND: Tensor, weights_NE: Tensor) -> Tensor:
+        """All units of all tokens in one product; what a token does not use is multiplied by 0.
+
+        Args:
+            tokens_ND: Tokens.
+            weights_NE: Of every expert.
+
+        Returns:
+            [N, D].
+        """
+        bias_U = None if self.bias is None else self.bias.flatten()
+        inner_NU = self.dense_activation(linear(tokens_ND, self.keys.flatten(0, 1), bias_U))
+        inner_NEF = inner_NU.view(-1, *self.keys.shape[:2]) * weights_NE.unsqueeze(-1)
+        output_ND: Tensor = inner_NEF.flatten(1) @ self.values.flatten(0, 1)
+        return output_ND
+
+
+class MaskedDispatcher(Dispatcher):
+    """No token goes anywhere: every expert sees all of them."""
+
+    def forward(
+        self,
+        tokens_ND: Tensor,
+        selected: Selected,
+        experts: StackedExperts,
+        capacity_factor: float | None = None,
+    ) -> tuple[Tensor, Plan | None]:
+        """See `Dispatcher.forward`; a plan there is only where a capacity may drop assignments."""
+        assert isinstance(experts, UnitGroups)
+        plan = None
+        if capacity_factor is not None:
+            plan = make_plan(
+                selected.expert_ids_NK, selected.counts_E, capacity_factor, selected.priority_N
+            )
+            kept_NK = plan.kept_M()[plan.row_A].view_as(selected.weights_NK)
+            selected = selected._replace(weights_NK=selected.weights_NK * kept_NK)
+        weights_NE = spread(selected, experts.config.num_experts).to(tokens_ND.dtype)
+        return experts.masked(tokens_ND, weights_NE), plan
+
+
+class EmergentMoE(SelectingMoE):
+    """A mixture whose experts are groups of one feed-forward's units.
 
     Args:
         config: Its own configuration.
         context: Settings of the model.
     """
 
+    config: EmergentMoEConfig
+    experts: UnitGroups
     unit: Tensor
-    """[U], of each unit, expert by expert, its number in the dense feed-forward."""
+    """[U], the number in the dense feed-forward of each unit, expert by expert."""
 
     def __init__(self, config: EmergentMoEConfig, context: FeedForwardContext) -> None:
-        FeedForward.__init__(self)
-        self.config = config.sparse(context.hidden_size)
-        self.score = config.score
-        self.router = EmergentRouter(config, context)
-        self.dispatcher = MaskedDispatcher() if config.experts == "masked" else Dispatcher()
-        self.experts = UnitGroups(config, context)
+        super().__init__(
+            config,
+            context,
+            router=_make_router(config, context),
+            dispatcher=MaskedDispatcher() if config.experts == "masked" else Dispatcher(),
+            experts=UnitGroups(config, context),
+        )
         self.output_bias = nn.Parameter(torch.empty(context.hidden_size)) if context.bias else None
         units = config.inner_size(context.hidden_size)
         self.register_buffer("unit", torch.empty(units, dtype=torch.int64))
-        self.dropout = nn.Dropout(context.dropout)
 
     def initializers(self) -> dict[str, Initializer]:
         """Says how what is its own starts; its parts have initializers."""
         return {"output_bias": ZEROS, "unit": Initializer(_in_order)}
 
-    def route(self, normalized_BTD: Tensor, given: BlockInput = NOTHING_ELSE) -> Routing:
-        """Chooses the experts of every token; see `Router.forward`."""
-        directions_ED = self.directions() if self.score == "avg_k" else None
-        routing: Routing = self.router(normalized_BTD, given, directions_ED)
-        return routing
-
-    def directions(self) -> Tensor:
-        """The mean key of each expert, of all processes."""
-        keys_EFD = self.experts.keys
-        assert isinstance(keys_EFD, Tensor)
-        return self.dispatcher.of_all_experts(mean_keys(keys_EFD))
-
-    def parameters_by_expert(self) -> list[nn.Parameter]:
-        """See `SparseMoE.parameters_by_expert`; the output bias is every token's."""
-        return list(self.experts.parameters())
+    def expert_features(self) -> Tensor | None:
+        """The mean key of each expert, unless a score is learned."""
+        if self.config.score != "avg_k":
+            return None
+        keys_EFD = self.experts.keys.detach()
+        means_ED = keys_EFD.mean(1, dtype=router_dtype(keys_EFD.dtype))
+        return self.dispatcher.of_all_experts(means_ED)
 
     def add_bias(self, y_ND: Tensor, selected: Selected) -> Tensor:
         """Adds the output bias, once for each token."""
         assert self.output_bias is not None
         return y_ND + self.output_bias
 
-    def gate_columns(self) -> list[Tensor]:
-        """The mean keys, or the columns of a learned score."""
-        return [self.directions()] if self.score == "avg_k" else super().gate_columns()
+    def parameters_by_expert(self) -> list[nn.Parameter]:
+        """The experts' weights; the output bias is every token's."""
+        return list(self.experts.parameters())
+
+
+def _make_router(config: EmergentMoEConfig, context: FeedForwardContext) -> Router:
+    score: Score = AverageKeys(context)
+    if config.score != "avg_k":
+        score = {"linear": LinearScore, "cosine": CosineScore}[config.score](config, context)
+    noise_std = config.router_noise / config.num_experts
+    return Router(score, NoGraph(), UnitSelection(config), noise_std)
 
 
 def _in_order(value: Tensor, generator: torch.Generator) -> Tensor:

@@ -6,7 +6,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from polyad.model.config import Config, SectionError
-from polyad.model.dense import DenseFeedForwardConfig
+from polyad.model.dense import DenseFeedForwardConfig, FeedForwardSettings
 from polyad.model.mumoe.base import Factorized, Sizes
 from polyad.model.mumoe.cp import CP
 from polyad.model.mumoe.tr import TensorRing, TensorTrain
@@ -48,7 +48,7 @@ class FactorizedExperts(Config):
         return value
 
 
-class MuMoEConfig(FactorizedExperts):
+class MuMoEConfig(FactorizedExperts, FeedForwardSettings):
     """Two layers in which every expert takes part, weighted by one gate, in factorized form.
 
     Source: Oldfield et al. 2024, "Multilinear mixture of experts: scalable expert specialization
@@ -118,39 +118,14 @@ class MuMoEConfig(FactorizedExperts):
             )
         return self
 
-    def of_model(self, *, width: int, bias: bool) -> "MuMoEConfig":
-        """Completed: with the rank as a number.
-
-        Args:
-            width: D.
-            bias: whether the model's dense layers would have biases.
-
-        Raises:
-            SectionError: no rank is small enough to match the dense block.
-        """
+    def of_model(self, *, width: int, bias: bool) -> Self:
+        """See `FeedForwardSettings.of_model`: the rank that matches the dense block as a number."""
         if self.rank != "match-dense":
             return self
         return self.model_copy(update={"rank": self._nearest_rank(width, bias)})
 
-    def of_block(self, block: int) -> "MuMoEConfig":
-        """The feed-forward of one block: the same in each.
-
-        Args:
-            block: its number, from 0.
-        """
-        return self
-
     def check_model(self, *, num_layers: int, num_heads: int | None, causal: bool) -> None:
-        """Checks this section against the rest of the model.
-
-        Args:
-            num_layers: of the model.
-            num_heads: of its attention; None without attention.
-            causal: whether it is a language model.
-
-        Raises:
-            SectionError: a language model would leak.
-        """
+        """See `FeedForwardSettings.check_model`: no norm shows a language model later tokens."""
         if causal and self.gate_norm == "batch":
             raise SectionError(
                 "@gate_norm: batch is not allowed in a language model: means over the batch tell a "
@@ -162,11 +137,7 @@ class MuMoEConfig(FactorizedExperts):
         return 4 * width if self.hidden_size is None else self.hidden_size
 
     def cut_sizes(self, width: int) -> list[dict[str, int]]:
-        """What tensor parallelism divides: of each entry one of the sizes, by key.
-
-        Args:
-            width: D.
-        """
+        """See `FeedForwardSettings.cut_sizes`: the inner width, and a rank."""
         rank = {"rank": self.layer_sizes(width)[0].rank}
         inner = {"hidden_size": self.inner_size(width)}
         if self.factorization == "tr":
@@ -199,19 +170,6 @@ class MuMoEConfig(FactorizedExperts):
             width: D.
         """
         return self.factorized.expert_matrix_rank(self.layer_sizes(width)[0])
-
-    def mixing_flops_per_token(self, width: int, head_size: int, length: int) -> int:
-        """FLOPs of mixing over tokens: none.
-
-        Args:
-            width: D.
-            head_size: of one attention head.
-            length: tokens in a sequence.
-
-        Returns:
-            0.
-        """
-        return 0
 
     def saved_numbers_per_token(self, width: int) -> int:
         """Numbers that a token saves for the backward pass: scores, coefficients, their roots and

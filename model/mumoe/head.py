@@ -26,7 +26,7 @@ from polyad.model.mumoe.config import (
 from polyad.model.mumoe.gating import Gate
 from polyad.model.mumoe.statistics import gate_statistics
 from polyad.model.output import RoutingStats
-from polyad.model.samples import SampleStatistics
+from polyad.model.samples import StatisticsModule
 
 
 class MuMoEHeadConfig(FactorizedExperts):
@@ -103,7 +103,7 @@ class MuMoEHeadConfig(FactorizedExperts):
         return FACTORIZATIONS[self.factorization]
 
 
-class MuMoEHead(SampleStatistics):
+class MuMoEHead(StatisticsModule):
     """A gate and one factorized layer.
 
     Args:

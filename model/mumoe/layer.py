@@ -23,10 +23,10 @@ from polyad.model.mumoe.gating import Gate
 from polyad.model.mumoe.statistics import gate_statistics
 from polyad.model.output import RoutingStats
 from polyad.model.padding import pack, unpack
-from polyad.model.samples import SampleStatistics
+from polyad.model.samples import StatisticsModule
 
 
-class MuMoE(FeedForward, SampleStatistics):
+class MuMoE(FeedForward, StatisticsModule):
     """A gate and two factorized layers.
 
     Args:

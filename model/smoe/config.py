@@ -1,13 +1,13 @@
-"""The keys of a sparse mixture of experts."""
+"""The keys of a sparse mixture of experts, and the base of all kinds that select experts."""
 
-from typing import Annotated, Literal, Self
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self, TypeAlias
 
 from pydantic import Field, field_validator, model_validator
 
-from polyad.model.config import Config, SectionError
-from polyad.model.dense import DenseFeedForwardConfig
+from polyad.model.config import SectionError
+from polyad.model.dense import DenseFeedForwardConfig, FeedForwardSettings
 from polyad.model.interface import Activation
-from polyad.model.placement import Placement, check_blocks, check_once, check_placement, is_placed
 
 Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
 Positive = Annotated[float, Field(ge=1e-6, le=1e6)]
@@ -15,14 +15,179 @@ Probability = Annotated[float, Field(ge=0, lt=1)]
 ScoreName = Literal["linear", "cosine", "random", "attentive"]
 GraphName = Literal["none", "similarity", "attention"]
 LOWEST_ENTROPY: Literal["lowest_entropy"] = "lowest_entropy"
+Placement: TypeAlias = int | list[int]
+"""Blocks that have experts: 1 all of them, n the last of every n, or a list of block numbers, from
+0."""
 
 
-class SparseMoEConfig(Config):
+def check_placement(value: object) -> object:
+    """Checks what a file says, before pydantic does: its error on a union lists every member's.
+
+    Raises:
+        ValueError: It is no placement.
+    """
+    numbers, least = (value, 0) if isinstance(value, list) else ([value], 1)
+    if any(type(number) is not int or number < least for number in numbers):
+        raise ValueError("1 or more, or a list of block numbers from 0")
+    return value
+
+
+class SelectingConfig(FeedForwardSettings, ABC):
+    """The base of the kinds whose router selects whole experts for each token, in some blocks."""
+
+    if TYPE_CHECKING:  # each kind declares these keys: their order and their words are its own
+        num_experts: int
+        score_width: int | None
+        capacity_factor: float | None
+        evaluation_capacity_factor: float | None
+        capacity_order: Literal["arrival", "priority"]
+        allow_leak: bool
+        experts: str
+
+    placement_key: ClassVar[str]
+    """The key that says which blocks have experts."""
+
+    @abstractmethod
+    def used_experts(self) -> int:
+        """Experts that a token uses in the first steps of a run."""
+
+    def known_final_top_k(self) -> int:
+        """Experts of a token in the last steps of a run, and in the model that it leaves."""
+        return self.used_experts()
+
+    @abstractmethod
+    def dense(self) -> DenseFeedForwardConfig:
+        """The feed-forward of the blocks that have no experts."""
+
+    def check_placement_once(self) -> None:
+        """Checks that no block is listed twice.
+
+        Raises:
+            SectionError: One is.
+        """
+        placement = self._placement()
+        if isinstance(placement, list) and len(set(placement)) < len(placement):
+            raise SectionError(f"@{self.placement_key}: {placement} names a block twice")
+
+    def check_number(self, key: str, top_k: int) -> None:
+        """Checks that there are as many experts as a token uses.
+
+        Args:
+            key: The key that says so.
+            top_k: Experts that a token uses.
+
+        Raises:
+            SectionError: There are fewer.
+        """
+        if top_k > self.num_experts:
+            raise SectionError(f"@{key}: {top_k} is more than @num_experts: {self.num_experts}")
+
+    def check_capacity(self) -> None:
+        """Checks that nothing is said of a capacity that there is not.
+
+        Raises:
+            SectionError: Something is.
+        """
+        if self.capacity_factor is not None:
+            return
+        for name, unused in (("evaluation_capacity_factor", None), ("capacity_order", "arrival")):
+            if (value := getattr(self, name)) != unused:
+                raise SectionError(
+                    f"@{name}: {value} needs @capacity_factor, which is null: no token is dropped"
+                )
+
+    def check_blocks(self, num_layers: int) -> None:
+        """Checks that the model has the blocks that are to have experts.
+
+        Args:
+            num_layers: Of the model.
+
+        Raises:
+            SectionError: It has not, or none would have experts.
+        """
+        placement = self._placement()
+        listed = placement if isinstance(placement, list) else []
+        routed = any(self.routes(block) for block in range(num_layers))
+        if any(block >= num_layers for block in listed) or not routed:
+            raise SectionError(
+                f"@{self.placement_key}: {placement} is not allowed: the model has blocks 0 to "
+                f"{num_layers - 1}, and at least one has to route"
+            )
+
+    def check_drops(self, causal: bool) -> None:
+        """Checks that in a language model no token is dropped by what else is in the batch.
+
+        Args:
+            causal: Whether it is one.
+
+        Raises:
+            SectionError: One would be.
+        """
+        if causal and self.capacity_factor is not None and not self.allow_leak:
+            raise SectionError(
+                f"@capacity_factor: {self.capacity_factor} drops tokens by what else is "
+                f"in the batch and is not allowed in a language model: null drops none, and "
+                f"@allow_leak: true allows it"
+            )
+
+    def check_model(self, *, num_layers: int, num_heads: int | None, causal: bool) -> None:
+        """See `FeedForwardSettings.check_model`: the model has the blocks, and none would leak."""
+        self.check_blocks(num_layers)
+        self.check_drops(causal)
+
+    def routes(self, block: int) -> bool:
+        """Whether a block has experts.
+
+        Args:
+            block: Its number, from 0.
+        """
+        placement = self._placement()
+        if isinstance(placement, list):
+            return block in placement
+        return (block + 1) % placement == 0
+
+    def of_block(self, block: int) -> Self | DenseFeedForwardConfig:
+        """The feed-forward of one block: this one, or a dense one.
+
+        Args:
+            block: Its number, from 0.
+        """
+        return self if self.routes(block) else self.dense()
+
+    def capacity(self, training: bool) -> float | None:
+        """The capacity factor that holds.
+
+        Args:
+            training: Whether the layer trains.
+
+        Returns:
+            Most assignments of an expert, as a multiple of its even share; None: no limit.
+        """
+        if training or self.evaluation_capacity_factor is None:
+            return self.capacity_factor
+        return self.evaluation_capacity_factor
+
+    def score_size(self) -> int:
+        """Width of the cosine and attentive scores' space."""
+        return max(self.num_experts // 2, 8) if self.score_width is None else self.score_width
+
+    def scores_have_bias(self) -> bool:
+        """Whether the linear score has a bias where the model's layers have one."""
+        return True
+
+    def _placement(self) -> Placement:
+        placement: Placement = getattr(self, self.placement_key)
+        return placement
+
+
+class SparseMoEConfig(SelectingConfig):
     """Experts of which each token uses a few: a score, a graph of tokens, top-K, experts.
 
     Source of the graphs: Nguyen et al. 2025, "Improving routing in sparse mixture of experts with
     graph of tokens".
     """
+
+    placement_key: ClassVar[str] = "placement"
 
     kind: Literal["smoe"] = "smoe"
     """Which feed-forward this is."""
@@ -133,13 +298,9 @@ class SparseMoEConfig(Config):
 
     @model_validator(mode="after")
     def _agree(self) -> Self:
-        check_once("placement", self.placement)
-        for name in ("top_k", "final_top_k"):
-            value = getattr(self, name)
-            if value is not None and value > self.num_experts:
-                raise SectionError(
-                    f"@{name}: {value} is more than @num_experts: {self.num_experts}"
-                )
+        self.check_placement_once()
+        self.check_number("top_k", self.top_k)
+        self.check_number("final_top_k", self.known_final_top_k())
         if self.final_top_k is not None and self.final_top_k < self.top_k:
             raise SectionError(
                 f"@final_top_k: {self.final_top_k} is less than @top_k: {self.top_k}; "
@@ -163,60 +324,16 @@ class SparseMoEConfig(Config):
                     raise SectionError(
                         f"@{name}: {shown} needs @graph: attention, which is {self.graph}"
                     )
-        if self.capacity_factor is None:
-            for name, unused in (
-                ("evaluation_capacity_factor", None),
-                ("capacity_order", "arrival"),
-            ):
-                if (value := getattr(self, name)) != unused:
-                    raise SectionError(
-                        f"@{name}: {value} needs @capacity_factor, which is null: no token is "
-                        f"dropped"
-                    )
+        self.check_capacity()
         return self
 
-    def routes(self, block: int) -> bool:
-        """Whether a block has experts.
-
-        Args:
-            block: its number, from 0.
-        """
-        return is_placed(self.placement, block)
-
-    def of_model(self, *, width: int, bias: bool) -> "SparseMoEConfig":
-        """Completed with what the model decides: nothing in this kind.
-
-        Args:
-            width: D.
-            bias: whether linear layers have one.
-        """
-        return self
-
-    def of_block(self, block: int) -> "SparseMoEConfig | DenseFeedForwardConfig":
-        """The feed-forward of one block: this one, or a dense one.
-
-        Args:
-            block: its number, from 0.
-        """
-        return (
-            self
-            if self.routes(block)
-            else DenseFeedForwardConfig(hidden_size=self.dense_hidden_size)
-        )
+    def dense(self) -> DenseFeedForwardConfig:
+        """The feed-forward of the blocks that do not route."""
+        return DenseFeedForwardConfig(hidden_size=self.dense_hidden_size)
 
     def check_model(self, *, num_layers: int, num_heads: int | None, causal: bool) -> None:
-        """Checks this section against the rest of the model.
-
-        Args:
-            num_layers: of the model.
-            num_heads: of its attention; None without attention.
-            causal: whether it is a language model.
-
-        Raises:
-            SectionError: a block that is not there is to route, the graph needs attention or a head
-                that is not there, or a language model would leak.
-        """
-        check_blocks("placement", self.placement, num_layers)
+        """See `SelectingConfig.check_model`: a graph of attention has it and its head, too."""
+        self.check_blocks(num_layers)
         if self.graph == "attention" and num_heads is None:
             raise SectionError(
                 "@graph: attention is not allowed in a model without attention; none and "
@@ -227,12 +344,7 @@ class SparseMoEConfig(Config):
                 f"@attention_head: {self.fixed_head} is not allowed: the model has heads 0 to "
                 f"{num_heads - 1}"
             )
-        if causal and self.capacity_factor is not None and not self.allow_leak:
-            raise SectionError(
-                f"@capacity_factor: {self.capacity_factor} drops tokens by what else is "
-                f"in the batch and is not allowed in a language model: null drops none, and "
-                f"@allow_leak: true allows it"
-            )
+        self.check_drops(causal)
         if causal and not self.causal_graph and not self.allow_leak:
             raise SectionError(
                 "@causal_graph: false lets tokens choose experts by those that they are to "
@@ -244,19 +356,6 @@ class SparseMoEConfig(Config):
     def fixed_head(self) -> int | None:
         """The number of the attention graph's head; None: it is chosen by entropies."""
         return self.attention_head if isinstance(self.attention_head, int) else None
-
-    def capacity(self, training: bool) -> float | None:
-        """The capacity factor that holds.
-
-        Args:
-            training: whether the layer trains.
-
-        Returns:
-            Most assignments of an expert, as a multiple of its even share; None: no limit.
-        """
-        if training or self.evaluation_capacity_factor is None:
-            return self.capacity_factor
-        return self.evaluation_capacity_factor
 
     def inner_size(self, width: int) -> int:
         """The inner width F of one expert in a model of the given width D."""
@@ -274,12 +373,16 @@ class SparseMoEConfig(Config):
             sizes.append({"dense_hidden_size": dense})
         return sizes
 
-    def score_size(self) -> int:
-        """Width of the cosine and attentive scores' space."""
-        return max(self.num_experts // 2, 8) if self.score_width is None else self.score_width
+    def scores_have_bias(self) -> bool:
+        """See `SelectingConfig.scores_have_bias`."""
+        return self.router_bias
+
+    def used_experts(self) -> int:
+        """See `SelectingConfig.used_experts`."""
+        return self.top_k
 
     def known_final_top_k(self) -> int:
-        """Experts of a token in the last steps of a run, and in the model that it leaves."""
+        """See `SelectingConfig.known_final_top_k`."""
         return self.top_k if self.final_top_k is None else self.final_top_k
 
     def saved_numbers_per_token(self, width: int) -> int:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.functional import dropout
 
 from polyad.model.kernels import rows
-from polyad.model.smoe.experts import Experts
+from polyad.model.smoe.experts import Experts, StackedExperts
 from polyad.model.smoe.selection import Selected
 
 
@@ -42,7 +42,7 @@ class Plan(NamedTuple):
 
 def make_plan(
     expert_ids_NK: Tensor,
-    num_experts: int,
+    counts_E: Tensor,
     capacity_factor: float | None = None,
     priority_N: Tensor | None = None,
 ) -> Plan:
@@ -53,7 +53,7 @@ def make_plan(
 
     Args:
         expert_ids_NK: The experts of each token.
-        num_experts: E.
+        counts_E: How many tokens have each.
         capacity_factor: Rows that an expert takes, times N K / E; None: all.
         priority_N: An expert takes all first choices before any second one, and equal choices from
             the token with the highest number down; None: as tokens come.
@@ -62,6 +62,7 @@ def make_plan(
         The plan.
     """
     expert_A = expert_ids_NK.reshape(-1)
+    num_experts = counts_E.shape[0]
     # A GPU sorts a few bits at a time.
     key_A = expert_A.to(torch.int16) if num_experts <= 2**15 else expert_A
     total = expert_A.numel()
@@ -71,8 +72,6 @@ def make_plan(
         order_A = _by_priority(priority_N, expert_ids_NK.shape[1])
         sorted_A, place_A = key_A[order_A].sort(stable=True)
         assignment_A = order_A[place_A]
-    counts_E = torch.zeros(num_experts, dtype=torch.int64, device=expert_A.device)
-    counts_E = counts_E.scatter_add(0, expert_A, torch.ones_like(expert_A))
     rank_A = torch.arange(total, device=expert_A.device)
     if capacity_factor is None:
         return Plan(
@@ -101,7 +100,7 @@ class Dispatcher(nn.Module):
         self,
         tokens_ND: Tensor,
         selected: Selected,
-        experts: Experts,
+        experts: StackedExperts,
         capacity_factor: float | None = None,
     ) -> tuple[Tensor, Plan | None]:
         """Computes y_n = sum_k weight_nk expert_nk(token_n).
@@ -115,9 +114,8 @@ class Dispatcher(nn.Module):
         Returns:
             y [N, D], and where the assignments went; None where none had to go anywhere.
         """
-        config = experts.config
-        ids_NK = self.order(selected.expert_ids_NK)
-        plan = make_plan(ids_NK, config.num_experts, capacity_factor, selected.priority_N)
+        ids_NK, counts_E = self.order(selected)
+        plan = make_plan(ids_NK, counts_E, capacity_factor, selected.priority_N)
         begun = self.begin(plan)
         rows_MD = take_rows(tokens_ND, plan)
         if plan.drops:
@@ -127,20 +125,21 @@ class Dispatcher(nn.Module):
             rows_MD = torch.where(kept_M1, rows_MD, 0)
         else:
             rows_MD = self.compute(rows_MD, plan, experts, begun)
-        if config.expert_dropout:
-            rows_MD = dropout(rows_MD, config.expert_dropout, experts.training)
+        if experts.dropout.p:
+            rows_MD = dropout(rows_MD, experts.dropout.p, experts.training)
         return combine(rows_MD, selected.weights_NK.to(rows_MD.dtype), plan), plan
 
-    def order(self, expert_ids_NK: Tensor) -> Tensor:
-        """Numbers of the experts by which rows are sorted, and counted; by default their own.
+    def order(self, selected: Selected) -> tuple[Tensor, Tensor]:
+        """Numbers of the experts by which rows are sorted; by default their own.
 
         Args:
-            expert_ids_NK: The experts of each token.
+            selected: The experts of each token.
 
         Returns:
-            A permutation of 0..E-1, applied to them.
+            A permutation of 0..E-1, applied to the experts of each token [N, K] and to their
+            counts [E].
         """
-        return expert_ids_NK
+        return selected.expert_ids_NK, selected.counts_E
 
     def of_all_experts(self, means_eD: Tensor) -> Tensor:
         """Means over inner units, of all experts.
@@ -173,7 +172,7 @@ class Dispatcher(nn.Module):
         """
         return None
 
-    def compute(self, rows_MD: Tensor, plan: Plan, experts: Experts, begun: Any) -> Tensor:
+    def compute(self, rows_MD: Tensor, plan: Plan, experts: StackedExperts, begun: Any) -> Tensor:
         """Runs rows, sorted by expert, through the experts.
 
         Args:
@@ -183,7 +182,7 @@ class Dispatcher(nn.Module):
             begun: What `begin` returned.
 
         Returns:
-            [M, D], in the same order; of rows that no expert takes anything.
+            [M, D], in the same order; rows that no expert takes hold arbitrary values.
         """
         output_MD: Tensor = experts(rows_MD, plan.counts_E)
         return output_MD

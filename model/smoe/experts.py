@@ -3,6 +3,7 @@
 Shapes: M rows, E experts, D width, F inner width.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import ClassVar, NamedTuple
 
@@ -13,7 +14,7 @@ from polyad.model.dense import ACTIVATIONS
 from polyad.model.initialization import ZEROS, Initializer, normal
 from polyad.model.interface import Activation, FeedForwardContext
 from polyad.model.kernels.grouped import grouped, one_by_one
-from polyad.model.smoe.config import SparseMoEConfig
+from polyad.model.smoe.config import SelectingConfig, SparseMoEConfig
 
 
 class Lot(NamedTuple):
@@ -35,40 +36,38 @@ def activation_of_experts(name: Activation) -> Callable[[Tensor], Tensor] | None
     return None if name == "gelu_tanh" else ACTIVATIONS[name]()
 
 
-class Experts(nn.Module):
-    """E experts: up, an activation (GELU approximated by tanh by default), dropout, down.
+class StackedExperts(nn.Module, ABC):
+    """The base of experts: two layers each, with stacked weights, an activation and dropout.
 
-    The second bias is not here: `SparseMoE.output_bias` adds it to the sum over experts, which
+    The second bias is not here: `SelectingMoE.output_bias` adds it to the sum over experts, which
     needs no pass over all rows.
 
     Args:
         config: Of the layer.
         context: Settings of the model.
+        activation: Of the inner units.
+        dropout: Probability, of the inner units and of each expert's output.
     """
 
-    inner_axes: ClassVar[dict[str, int]] = {"up": 2, "up_bias": 1, "down": 1}
-    """Of each parameter the axis of inner units, by its name."""
+    inner_axes: ClassVar[dict[str, int]]
+    """The axis of inner units of each parameter, by its name."""
 
-    def __init__(self, config: SparseMoEConfig, context: FeedForwardContext) -> None:
+    def __init__(
+        self,
+        config: SelectingConfig,
+        context: FeedForwardContext,
+        *,
+        activation: Activation,
+        dropout: float = 0.0,
+    ) -> None:
         super().__init__()
         self.config, self.context = config, context
-        experts, width = config.num_experts, context.hidden_size
-        inner = config.inner_size(width)
-        self.up = nn.Parameter(torch.empty(experts, width, inner))
-        self.up_bias = nn.Parameter(torch.empty(experts, inner)) if context.bias else None
-        self.down = nn.Parameter(torch.empty(experts, inner, width))
-        self.dropout = nn.Dropout(config.expert_dropout)
-        self.activation = activation_of_experts(config.activation)
+        self.dropout = nn.Dropout(dropout)
+        self.activation = activation_of_experts(activation)
 
-    def initializers(self) -> dict[str, Initializer]:
-        """Says how each parameter starts, expert by expert; see `model/initialization.py`."""
-        first = self.context.initializer_std
-        second = self.context.residual_std if self.config.scale_residual_init else first
-        entries = {
-            "up": normal(first).each_expert(),
-            "down": normal(second).each_expert(),
-        }
-        return entries | ({"up_bias": ZEROS.each_expert()} if self.up_bias is not None else {})
+    @abstractmethod
+    def stacked(self) -> Lot:
+        """The weights of all experts: [E, D, F], [E, F] and [E, F, D]."""
 
     def lots(self, sizes: list[int]) -> list[Lot]:
         """Cuts the experts into groups that can be run one after the other.
@@ -83,8 +82,56 @@ class Experts(nn.Module):
         biases = [None] * len(sizes) if bias_EF is None else torch.split(bias_EF, sizes)
         return [Lot(*each) for each in zip(ups, biases, downs, strict=True)]
 
+    def forward(self, rows_MD: Tensor, counts_E: Tensor, lot: Lot | None = None) -> Tensor:
+        """Runs every row through its expert.
+
+        Args:
+            rows_MD: First all rows of expert 0, then all of expert 1, and so on.
+            counts_E: Rows of each expert; 0 is allowed. There may be more rows than these.
+            lot: Some of the experts, from `lots`; None: all.
+
+        Returns:
+            [M, D], in the same order; rows after the last expert hold arbitrary values.
+        """
+        compute = one_by_one if self.config.experts == "loop" else grouped
+        drop = self.dropout if self.training and self.dropout.p else None
+        lot = lot or self.stacked()
+        return compute(rows_MD, lot.up, lot.up_bias, lot.down, counts_E, drop, self.activation)
+
+
+class Experts(StackedExperts):
+    """E experts: up, an activation (GELU approximated by tanh by default), dropout, down.
+
+    Args:
+        config: Of the layer.
+        context: Settings of the model.
+    """
+
+    config: SparseMoEConfig
+    inner_axes: ClassVar[dict[str, int]] = {"up": 2, "up_bias": 1, "down": 1}
+
+    def __init__(self, config: SparseMoEConfig, context: FeedForwardContext) -> None:
+        super().__init__(
+            config, context, activation=config.activation, dropout=config.expert_dropout
+        )
+        experts, width = config.num_experts, context.hidden_size
+        inner = config.inner_size(width)
+        self.up = nn.Parameter(torch.empty(experts, width, inner))
+        self.up_bias = nn.Parameter(torch.empty(experts, inner)) if context.bias else None
+        self.down = nn.Parameter(torch.empty(experts, inner, width))
+
+    def initializers(self) -> dict[str, Initializer]:
+        """Says how each parameter starts, expert by expert; see `model/initialization.py`."""
+        first = self.context.initializer_std
+        second = self.context.residual_std if self.config.scale_residual_init else first
+        entries = {
+            "up": normal(first).each_expert(),
+            "down": normal(second).each_expert(),
+        }
+        return entries | ({"up_bias": ZEROS.each_expert()} if self.up_bias is not None else {})
+
     def stacked(self) -> Lot:
-        """The weights of all experts: [E, D, F], [E, F] and [E, F, D]."""
+        """See `StackedExperts.stacked`."""
         return Lot(self.up, self.up_bias, self.down)
 
     @torch.no_grad()
@@ -99,19 +146,3 @@ class Experts(nn.Module):
         """
         hidden_EF = torch.bmm(rows_ED.to(self.up.dtype).unsqueeze(1), self.up).squeeze(1)
         return hidden_EF if self.up_bias is None else hidden_EF + self.up_bias
-
-    def forward(self, rows_MD: Tensor, counts_E: Tensor, lot: Lot | None = None) -> Tensor:
-        """Runs every row through its expert.
-
-        Args:
-            rows_MD: First all rows of expert 0, then all of expert 1, and so on.
-            counts_E: Rows of each expert; 0 is allowed. There may be more rows than these.
-            lot: Some of the experts, from `lots`; None: all.
-
-        Returns:
-            [M, D], in the same order; of rows after the last expert's anything.
-        """
-        compute = one_by_one if self.config.experts == "loop" else grouped
-        drop = self.dropout if self.training and self.config.expert_dropout else None
-        lot = lot or self.stacked()
-        return compute(rows_MD, lot.up, lot.up_bias, lot.down, counts_E, drop, self.activation)

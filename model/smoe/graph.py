@@ -67,7 +67,46 @@ class Mixed(NamedTuple):
 
 
 class Graph(nn.Module, ABC):
-    """The interface of a graph.
+    """The interface of a graph."""
+
+    def attention_head(self) -> Tensor | None:
+        """See `FeedForward.attention_head`."""
+        return None
+
+    @abstractmethod
+    def forward(self, scores_BTE: Tensor, u_BTD: Tensor, given: BlockInput = NOTHING_ELSE) -> Mixed:
+        """Mixes scores.
+
+        Args:
+            scores_BTE: r, each row summing to 1.
+            u_BTD: The tokens as the experts see them.
+            given: The trace of the block's attention, if `attention_head` names a head; in
+                generation a cache of earlier tokens' features and scores, to which these are added;
+                and which tokens are real: they see no other, and no other is measured.
+
+        Returns:
+            The mixture and its statistics.
+        """
+
+    def update(self, head_entropy_A: Tensor | None, progress: float) -> None:
+        """Prepares the next optimizer step; called once after each.
+
+        Args:
+            head_entropy_A: As `Mixed` has it, averaged over the whole step.
+            progress: Share of the run's steps that are done.
+        """
+
+
+class NoGraph(Graph):
+    """No mixing: S is the identity."""
+
+    def forward(self, scores_BTE: Tensor, u_BTD: Tensor, given: BlockInput = NOTHING_ELSE) -> Mixed:
+        """See `Graph.forward`."""
+        return Mixed(scores_BTE, None, None)
+
+
+class MixingGraph(Graph):
+    """The base of graphs that mix, from a share of the run's steps on.
 
     Its state is in buffers: `forward` reads them, `update` is called after each optimizer step.
 
@@ -95,25 +134,6 @@ class Graph(nn.Module, ABC):
         """Reads from the buffer whether the graph is on, after a checkpoint was loaded into it."""
         if self.config.graph_from:
             self.is_on = bool(self.started)
-
-    def attention_head(self) -> Tensor | None:
-        """See `FeedForward.attention_head`."""
-        return None
-
-    @abstractmethod
-    def forward(self, scores_BTE: Tensor, u_BTD: Tensor, given: BlockInput = NOTHING_ELSE) -> Mixed:
-        """Mixes scores.
-
-        Args:
-            scores_BTE: r, each row summing to 1.
-            u_BTD: The tokens as the experts see them.
-            given: The trace of the block's attention, if `attention_head` names a head; in
-                generation a cache of earlier tokens' features and scores, to which these are added;
-                and which tokens are real: they see no other, and no other is measured.
-
-        Returns:
-            The mixture and its statistics.
-        """
 
     def mix(
         self, features: Features, scores_BTE: Tensor, given: BlockInput
@@ -154,13 +174,7 @@ class Graph(nn.Module, ABC):
 
     @torch.no_grad()
     def update(self, head_entropy_A: Tensor | None, progress: float) -> None:
-        """Prepares the next optimizer step, called once after each; after the last one no graph
-        begins, as no step was trained with it.
-
-        Args:
-            head_entropy_A: As `Mixed` has it, averaged over the whole step.
-            progress: Share of the run's steps that are done.
-        """
+        """See `Graph.update`; after the last step no graph begins, as none was trained with it."""
         if not self.is_on and self.config.graph_from - 1e-9 <= progress < 1:
             self.started.fill_(1)
             self.is_on = True
@@ -240,15 +254,7 @@ def head_entropies(
     return (entropy_BAM * measured.weights_BM.to(dtype).unsqueeze(1)).sum((0, 2))
 
 
-class NoGraph(Graph):
-    """No mixing: S is the identity."""
-
-    def forward(self, scores_BTE: Tensor, u_BTD: Tensor, given: BlockInput = NOTHING_ELSE) -> Mixed:
-        """See `Graph.forward`."""
-        return Mixed(scores_BTE, None, None)
-
-
-class SimilarityGraph(Graph):
+class SimilarityGraph(MixingGraph):
     """S_i = softmax_j(u_i . u_j / tau), or with the cosine in place of the dot product."""
 
     def forward(self, scores_BTE: Tensor, u_BTD: Tensor, given: BlockInput = NOTHING_ELSE) -> Mixed:
@@ -262,7 +268,7 @@ class SimilarityGraph(Graph):
         return Mixed(*self.mix(features, scores_BTE, given), None)
 
 
-class AttentionGraph(Graph):
+class AttentionGraph(MixingGraph):
     """The posterior over the token that one head attended to, given the attention's output.
 
         S_ij  proportional to  A_h[i, j] * exp(-|o_i - m_j|^2 / (2 sigma^2)),   m_j = A v_j,h W_O,h
@@ -304,7 +310,7 @@ class AttentionGraph(Graph):
 
     @torch.no_grad()
     def update(self, head_entropy_A: Tensor | None, progress: float) -> None:
-        """See `Graph.update`."""
+        """See `Graph.update`; the running mean follows the step's."""
         super().update(head_entropy_A, progress)
         if head_entropy_A is not None:
             self.head_entropy.lerp_(
@@ -360,7 +366,7 @@ class AttentionGraph(Graph):
 
 
 GRAPHS: dict[str, Callable[[SparseMoEConfig, FeedForwardContext], Graph]] = {
-    "none": NoGraph,
+    "none": lambda config, context: NoGraph(),
     "similarity": SimilarityGraph,
     "attention": AttentionGraph,
 }

@@ -1,10 +1,13 @@
-"""The sparse mixture of experts as a feed-forward of a block.
+"""The sparse mixture of experts as a feed-forward of a block: a router, a dispatcher and experts.
 
     y_i = sum_e TopK(p_i)_e g_e(u_i)
 
 Shapes: B batch, T tokens in a sequence, N tokens that are real (B T without padding), D width, E
-experts, K experts of a token, F inner width of an expert.
+experts, K experts of a token.
 """
+
+from abc import abstractmethod
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -12,38 +15,176 @@ from torch import Tensor, nn
 from polyad.model.initialization import ZEROS, Initializer
 from polyad.model.interface import NOTHING_ELSE, BlockInput, FeedForward, FeedForwardContext
 from polyad.model.output import RoutingStats
-from polyad.model.padding import pack, unpack
-from polyad.model.smoe.config import SparseMoEConfig
+from polyad.model.padding import counted, pack, unpack
+from polyad.model.samples import StatisticsModule
+from polyad.model.smoe.config import SelectingConfig, SparseMoEConfig
 from polyad.model.smoe.dispatch import Dispatcher
-from polyad.model.smoe.experts import Experts
-from polyad.model.smoe.router import Router, Routing
-from polyad.model.smoe.selection import Selected, spread
+from polyad.model.smoe.experts import Experts, StackedExperts
+from polyad.model.smoe.graph import GRAPHS, Graph
+from polyad.model.smoe.losses import (
+    importance_loss,
+    load_balance_loss,
+    load_loss,
+    mean_entropy,
+    router_z_loss,
+)
+from polyad.model.smoe.scores import SCORES, Score, expert_input
+from polyad.model.smoe.selection import Selected, Selection, TopK, spread
 
 
-class SparseMoE(FeedForward):
-    """A router, a dispatcher and experts.
+class Routing(NamedTuple):
+    """The output of a router."""
+
+    selected: Selected
+    stats: RoutingStats
+    """The statistics, with an empty name."""
+
+
+class Router(StatisticsModule):
+    """A score of each token by itself, mixed over a graph of tokens, of which experts are selected.
 
     Args:
-        config: Its own configuration.
-        context: Settings of the model.
+        score: Any.
+        graph: Any.
+        selection: Any.
+        noise_std: Standard deviation of the noise on logits in training; 0 adds none.
     """
 
-    def __init__(self, config: SparseMoEConfig, context: FeedForwardContext) -> None:
+    def __init__(
+        self, score: Score, graph: Graph, selection: Selection, noise_std: float = 0.0
+    ) -> None:
+        super().__init__()
+        self.score, self.graph, self.selection = score, graph, selection
+        self.noise_std = noise_std
+
+    def forward(
+        self, u_BTD: Tensor, given: BlockInput = NOTHING_ELSE, features: Tensor | None = None
+    ) -> Routing:
+        """Chooses the experts of every token.
+
+        Args:
+            u_BTD: The input of the experts.
+            given: What else there is, for the graph.
+            features: What the score reads of the experts; see `SelectingMoE.expert_features`.
+
+        Returns:
+            Experts and weights of the N tokens that are real, and their statistics.
+        """
+        real = given.real
+        u_ND = pack(u_BTD.flatten(0, 1), real)
+        logits_NE = noisy_NE = self.score(u_ND, features)
+        own_NE = scores_NE = logits_NE.softmax(-1)
+        if self.training and self.noise_std:
+            # Of the default generator: every tensor-parallel process draws the same, and
+            # recomputation draws it again.
+            noisy_NE = logits_NE + self.noise_std * torch.randn_like(logits_NE)
+            scores_NE = noisy_NE.softmax(-1)
+        scores_BTE = unpack(scores_NE, real).view(*u_BTD.shape[:2], -1)
+        mixed = self.graph(scores_BTE, u_BTD, given)
+        mixed_NE = scores_NE
+        if mixed.scores_BTE is not scores_BTE:
+            mixed_NE = pack(mixed.scores_BTE.flatten(0, 1), real)
+        selected: Selected = self.selection(mixed_NE, noisy_NE)
+        usage_E = mixed_NE.mean(0)
+        load_E = selected.load(usage_E.dtype)
+        expert_input_ED = None
+        if self.training and self.score.mean_inputs() is not None:
+            expert_input_ED = expert_input(u_ND, selected.expert_ids_NK, len(load_E))
+        stats = RoutingStats(
+            name="",
+            load_E=load_E,
+            usage_E=usage_E.detach(),
+            entropy=mean_entropy(mixed_NE.detach()),
+            dropped=load_E.new_zeros(()),
+            effective_neighbours=mixed.effective_neighbours,
+            head_entropy_A=mixed.head_entropy_A,
+            attention_head=mixed.attention_head,
+            expert_input_ED=expert_input_ED,
+            tokens=None if real is None else counted(real, usage_E.dtype),
+        )
+        if self.training:
+            mean_E = usage_E if mixed_NE is own_NE else own_NE.mean(0)
+            stats = self._with_losses(stats, logits_NE, noisy_NE, mean_E, usage_E)
+        return Routing(selected, self.with_samples(stats, [own_NE], u_BTD, real))
+
+    def _with_losses(
+        self,
+        stats: RoutingStats,
+        logits_NE: Tensor,
+        noisy_NE: Tensor,
+        mean_E: Tensor,
+        usage_E: Tensor,
+    ) -> RoutingStats:
+        """Adds the auxiliary losses; `mean_E` is the mean of the scores without noise and graph."""
+        of_noise = None
+        if noisy_NE is not logits_NE:
+            of_noise = load_loss(
+                self.for_loss("load_loss", logits_NE),
+                self.for_loss("load_loss", noisy_NE),
+                self.noise_std,
+                self.selection.top_k,
+            )
+        return stats.but(
+            balance_loss=load_balance_loss(self.for_loss("balance_loss", usage_E), stats.load_E),
+            z_loss=router_z_loss(self.for_loss("z_loss", logits_NE)),
+            importance_loss=importance_loss(self.for_loss("importance_loss", mean_E)),
+            load_loss=of_noise,
+        )
+
+    def update(self, stats: RoutingStats, progress: float) -> None:
+        """Prepares the next optimizer step; called once after each.
+
+        Args:
+            stats: Averaged over the step.
+            progress: Share of the run's steps that are done.
+        """
+        self.selection.update(stats.load_E, progress)
+        self.graph.update(stats.head_entropy_A, progress)
+        self.score.update(stats)
+
+
+def make_router(config: SparseMoEConfig, context: FeedForwardContext) -> Router:
+    """The router of a sparse mixture, with its score and its graph.
+
+    Args:
+        config: Of the layer.
+        context: Settings of the model.
+    """
+    return Router(
+        SCORES[config.score](config, context),
+        GRAPHS[config.graph](config, context),
+        TopK(config),
+        config.router_noise / config.num_experts,
+    )
+
+
+class SelectingMoE(FeedForward):
+    """The base of feed-forwards whose router selects whole experts for each token.
+
+    Args:
+        config: Of the layer.
+        context: Settings of the model.
+        router: Chooses the experts.
+        dispatcher: Brings tokens to experts; expert parallelism puts its own in its place.
+        experts: What it brings them to.
+    """
+
+    output_bias: nn.Parameter | None
+    """Added to the sum over experts."""
+
+    def __init__(
+        self,
+        config: SelectingConfig,
+        context: FeedForwardContext,
+        *,
+        router: Router,
+        dispatcher: Dispatcher,
+        experts: StackedExperts,
+    ) -> None:
         super().__init__()
         self.config = config
-        self.router = Router(config, context)
-        self.dispatcher = Dispatcher()
-        self.experts = Experts(config, context)
-        self.output_bias = (
-            nn.Parameter(torch.empty(config.num_experts, context.hidden_size))
-            if context.bias
-            else None
-        )
+        self.router, self.dispatcher, self.experts = router, dispatcher, experts
         self.dropout = nn.Dropout(context.dropout)
-
-    def initializers(self) -> dict[str, Initializer]:
-        """Says how its own parameter starts; its parts have initializers."""
-        return {"output_bias": ZEROS.each_expert()} if self.output_bias is not None else {}
 
     def attention_head(self) -> Tensor | None:
         """See `FeedForward.attention_head`."""
@@ -56,7 +197,7 @@ class SparseMoE(FeedForward):
         given: BlockInput = NOTHING_ELSE,
     ) -> tuple[Tensor, RoutingStats | None]:
         """Routes and computes the normalized input; see `FeedForward.forward`."""
-        selected, stats = self.route(normalized_BTD, given)
+        selected, stats = self.router(normalized_BTD, given, self.expert_features())
         capacity_factor = self.config.capacity(self.training)
         y_ND, plan = self.dispatcher(
             pack(normalized_BTD.flatten(0, 1), given.real), selected, self.experts, capacity_factor
@@ -70,16 +211,15 @@ class SparseMoE(FeedForward):
             y_ND = self.add_bias(y_ND, selected._replace(weights_NK=weights_NK))
         return self.dropout(unpack(y_ND, given.real).view_as(normalized_BTD)), stats
 
-    def route(self, normalized_BTD: Tensor, given: BlockInput = NOTHING_ELSE) -> Routing:
-        """Chooses the experts of every token; see `Router.forward`."""
-        routing: Routing = self.router(normalized_BTD, given, self.hidden_means())
-        return routing
+    @abstractmethod
+    def expert_features(self) -> Tensor | None:
+        """What the score reads of the experts of all processes, without gradient.
 
-    def hidden_means(self) -> Tensor | None:
-        """What the score reads of the hidden layers [E, F], of the experts of all processes."""
-        mean_ED = self.router.score.mean_inputs()
-        return None if mean_ED is None else self.dispatcher.hidden(mean_ED, self.experts)
+        Returns:
+            [E, ...]; None if it reads nothing of them.
+        """
 
+    @abstractmethod
     def add_bias(self, y_ND: Tensor, selected: Selected) -> Tensor:
         """Adds the output bias.
 
@@ -87,25 +227,59 @@ class SparseMoE(FeedForward):
             y_ND: The sum over experts without it.
             selected: Of each token, with weights of 0 where an assignment was dropped.
         """
+
+    @abstractmethod
+    def parameters_by_expert(self) -> list[nn.Parameter]:
+        """Parameters [E, ...] of which a token uses those of its experts alone."""
+
+    def gate_columns(self) -> list[Tensor]:
+        """The columns of the score, [E, D]: there is one level of experts."""
+        return [self.router.score.columns(self.expert_features())]
+
+    def update(self, stats: RoutingStats, progress: float) -> None:
+        """See `FeedForward.update`."""
+        self.router.update(stats, progress)
+
+
+class SparseMoE(SelectingMoE):
+    """A mixture of MLPs.
+
+    Args:
+        config: Its own configuration.
+        context: Settings of the model.
+    """
+
+    config: SparseMoEConfig
+    experts: Experts
+
+    def __init__(self, config: SparseMoEConfig, context: FeedForwardContext) -> None:
+        super().__init__(
+            config,
+            context,
+            router=make_router(config, context),
+            dispatcher=Dispatcher(),
+            experts=Experts(config, context),
+        )
+        shape = config.num_experts, context.hidden_size
+        self.output_bias = nn.Parameter(torch.empty(shape)) if context.bias else None
+
+    def initializers(self) -> dict[str, Initializer]:
+        """Says how its own parameter starts; its parts have initializers."""
+        return {"output_bias": ZEROS.each_expert()} if self.output_bias is not None else {}
+
+    def expert_features(self) -> Tensor | None:
+        """Hidden layers [E, F], where the score asks for them."""
+        mean_ED = self.router.score.mean_inputs()
+        return None if mean_ED is None else self.dispatcher.hidden(mean_ED, self.experts)
+
+    def add_bias(self, y_ND: Tensor, selected: Selected) -> Tensor:
+        """Adds the biases of a token's experts, by their weights."""
         assert self.output_bias is not None
         # sum_k weight_nk bias_(e_nk), as one product with the weights of all experts.
         weights_NE = spread(selected, self.config.num_experts)
         return torch.addmm(y_ND, weights_NE.to(y_ND.dtype), self.output_bias)
 
     def parameters_by_expert(self) -> list[nn.Parameter]:
-        """Parameters [E, ...] of which a token uses those of its experts alone."""
+        """The experts' weights, and the output bias of each."""
         experts = list(self.experts.parameters())
         return experts if self.output_bias is None else [*experts, self.output_bias]
-
-    def gate_columns(self) -> list[Tensor]:
-        """The columns of the score, [E, D]: there is one level of experts."""
-        return [self.router.score.columns(self.hidden_means())]
-
-    def update(self, stats: RoutingStats, progress: float) -> None:
-        """Prepares the next optimizer step; called once after each.
-
-        Args:
-            stats: Of this layer, averaged over the step.
-            progress: Share of the run's steps that are done.
-        """
-        self.router.update(stats, progress)

@@ -14,33 +14,17 @@ from torch import Tensor
 from polyad.model.entropy import entropy
 
 
-def load(expert_ids_NK: Tensor, num_experts: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The share of the assignments that each expert receives.
-
-    Args:
-        expert_ids_NK: The experts of each token.
-        num_experts: E.
-        dtype: Of the result.
-
-    Returns:
-        f [E], which sums to 1.
-    """
-    ids = expert_ids_NK.reshape(-1)
-    counts_E = torch.zeros(num_experts, dtype=dtype, device=ids.device)
-    return counts_E.scatter_add(0, ids, torch.ones_like(ids, dtype=dtype)) / ids.numel()
-
-
-def load_balance_loss(scores_NE: Tensor, load_E: Tensor) -> Tensor:
+def load_balance_loss(mean_scores_E: Tensor, load_E: Tensor) -> Tensor:
     """E * sum_e f_e P_e: 1 at uniform load, for any K (Fedus et al. 2022, equation 4).
 
     Args:
-        scores_NE: The scores that top-K sees; P is their mean over tokens.
-        load_E: f; no gradient flows to it.
+        mean_scores_E: P, the mean over tokens of the scores that top-K sees.
+        load_E: f, the share of the assignments of each expert; no gradient flows to it.
 
     Returns:
         No dimensions. Not linear in the batch: it belongs to one micro-batch of one process.
     """
-    return scores_NE.shape[1] * (load_E.detach() * scores_NE.mean(0)).sum()
+    return mean_scores_E.shape[0] * (load_E.detach() * mean_scores_E).sum()
 
 
 def router_z_loss(logits_NE: Tensor) -> Tensor:
@@ -55,18 +39,18 @@ def router_z_loss(logits_NE: Tensor) -> Tensor:
     return logits_NE.logsumexp(-1).square().mean()
 
 
-def importance_loss(scores_NE: Tensor) -> Tensor:
+def importance_loss(mean_scores_E: Tensor) -> Tensor:
     """The squared coefficient of variation, over experts, of the scores' sum over tokens.
 
     0 where all experts have the same. Source: Riquelme et al. 2021, appendix A.2.
 
     Args:
-        scores_NE: Of the base score, without noise; each row sums to 1.
+        mean_scores_E: The mean over tokens of the base score without noise; it sums to 1.
 
     Returns:
         No dimensions. Not linear in the batch: it belongs to one micro-batch of one process.
     """
-    return _squared_variation(scores_NE.mean(0))
+    return _squared_variation(mean_scores_E)
 
 
 def load_loss(logits_NE: Tensor, noisy_NE: Tensor, noise_std: float, top_k: int) -> Tensor:

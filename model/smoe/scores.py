@@ -17,7 +17,7 @@ from torch.nn.functional import linear, normalize
 from polyad.model.initialization import ZEROS, Initializer, constant, normal, uniform
 from polyad.model.interface import FeedForwardContext
 from polyad.model.output import RoutingStats
-from polyad.model.smoe.config import SparseMoEConfig
+from polyad.model.smoe.config import SelectingConfig, SparseMoEConfig
 
 INITIAL_TEMPERATURE = 0.07
 """Initial temperature of the cosine score, as in X-MoE (Chi et al. 2022, section 3.2)."""
@@ -34,24 +34,23 @@ class Score(nn.Module, ABC):
     """The interface of a base score.
 
     Args:
-        config: Of the layer.
         context: Settings of the model.
     """
 
-    def __init__(self, config: SparseMoEConfig, context: FeedForwardContext) -> None:
+    def __init__(self, context: FeedForwardContext) -> None:
         super().__init__()
         self.std = context.initializer_std
 
-    @abstractmethod
     def initializers(self) -> dict[str, Initializer]:
         """Says how each parameter starts; see `model/initialization.py`."""
+        return {}
 
     @abstractmethod
-    def columns(self, hidden_EF: Tensor | None = None) -> Tensor:
+    def columns(self, features: Tensor | None = None) -> Tensor:
         """The directions of a token that raise each expert's logit, [E, D].
 
         Args:
-            hidden_EF: As `forward` takes it.
+            features: As `forward` takes it.
         """
 
     def mean_inputs(self) -> Tensor | None:
@@ -61,13 +60,12 @@ class Score(nn.Module, ABC):
         return None
 
     @abstractmethod
-    def forward(self, u_ND: Tensor, hidden_EF: Tensor | None = None) -> Tensor:
+    def forward(self, u_ND: Tensor, features: Tensor | None = None) -> Tensor:
         """Scores the experts.
 
         Args:
             u_ND: Tokens.
-            hidden_EF: Each expert's hidden layer at `mean_inputs`, before its activation and
-                without gradient; None if it asks for none.
+            features: What it reads of the experts themselves; see `SelectingMoE.expert_features`.
 
         Returns:
             Logits [N, E], fp32 at least; their softmax is r.
@@ -84,10 +82,10 @@ class Score(nn.Module, ABC):
 class LinearScore(Score):
     """Logits W u + b (Shazeer et al. 2017)."""
 
-    def __init__(self, config: SparseMoEConfig, context: FeedForwardContext) -> None:
-        super().__init__(config, context)
+    def __init__(self, config: SelectingConfig, context: FeedForwardContext) -> None:
+        super().__init__(context)
         self.weight = nn.Parameter(torch.empty(config.num_experts, context.hidden_size))
-        has_bias = context.bias and config.router_bias
+        has_bias = context.bias and config.scores_have_bias()
         self.bias = nn.Parameter(torch.empty(config.num_experts)) if has_bias else None
 
     def initializers(self) -> dict[str, Initializer]:
@@ -95,11 +93,11 @@ class LinearScore(Score):
         entries = {"weight": normal(self.std)}
         return entries | ({"bias": ZEROS} if self.bias is not None else {})
 
-    def columns(self, hidden_EF: Tensor | None = None) -> Tensor:
+    def columns(self, features: Tensor | None = None) -> Tensor:
         """The weight."""
         return self.weight
 
-    def forward(self, u_ND: Tensor, hidden_EF: Tensor | None = None) -> Tensor:
+    def forward(self, u_ND: Tensor, features: Tensor | None = None) -> Tensor:
         """See `Score.forward`."""
         dtype = router_dtype(u_ND.dtype)
         bias = None if self.bias is None else self.bias.to(dtype)
@@ -112,8 +110,8 @@ class CosineScore(Score):
     Source: Chi et al. 2022, "On the representation collapse of sparse mixture of experts" (X-MoE).
     """
 
-    def __init__(self, config: SparseMoEConfig, context: FeedForwardContext) -> None:
-        super().__init__(config, context)
+    def __init__(self, config: SelectingConfig, context: FeedForwardContext) -> None:
+        super().__init__(context)
         size = config.score_size()
         self.projection = nn.Parameter(torch.empty(size, context.hidden_size))
         self.embedding = nn.Parameter(torch.empty(config.num_experts, size))
@@ -127,7 +125,7 @@ class CosineScore(Score):
             "temperature": constant(INITIAL_TEMPERATURE),
         }
 
-    def columns(self, hidden_EF: Tensor | None = None) -> Tensor:
+    def columns(self, features: Tensor | None = None) -> Tensor:
         """Each expert's direction, taken back through the projection: the weight that gives the
         cosine before it is divided by the token's length.
         """
@@ -135,7 +133,7 @@ class CosineScore(Score):
         directions_ES = normalize(self.embedding.to(dtype), dim=-1)
         return directions_ES @ self.projection.to(dtype)
 
-    def forward(self, u_ND: Tensor, hidden_EF: Tensor | None = None) -> Tensor:
+    def forward(self, u_ND: Tensor, features: Tensor | None = None) -> Tensor:
         """See `Score.forward`."""
         dtype = router_dtype(u_ND.dtype)
         projected_NS = normalize(linear(u_ND.to(dtype), self.projection.to(dtype)), dim=-1)
@@ -155,7 +153,7 @@ class RandomScore(Score):
     weight: Tensor
 
     def __init__(self, config: SparseMoEConfig, context: FeedForwardContext) -> None:
-        super().__init__(config, context)
+        super().__init__(context)
         self.bound = context.hidden_size**-0.5
         self.register_buffer("weight", torch.empty(config.num_experts, context.hidden_size))
 
@@ -163,11 +161,11 @@ class RandomScore(Score):
         """Uniform, as PyTorch starts a linear layer."""
         return {"weight": uniform(self.bound)}
 
-    def columns(self, hidden_EF: Tensor | None = None) -> Tensor:
+    def columns(self, features: Tensor | None = None) -> Tensor:
         """The weight."""
         return self.weight
 
-    def forward(self, u_ND: Tensor, hidden_EF: Tensor | None = None) -> Tensor:
+    def forward(self, u_ND: Tensor, features: Tensor | None = None) -> Tensor:
         """See `Score.forward`."""
         dtype = router_dtype(u_ND.dtype)
         return linear(u_ND.to(dtype), self.weight.to(dtype))
@@ -197,7 +195,7 @@ class AttentiveScore(Score):
     mean_input: Tensor
 
     def __init__(self, config: SparseMoEConfig, context: FeedForwardContext) -> None:
-        super().__init__(config, context)
+        super().__init__(context)
         experts, width, size = config.num_experts, context.hidden_size, config.score_size()
         self.follows = config.expert_keys == "hidden_means"
         self.query = nn.Parameter(torch.empty(size, width))
@@ -226,7 +224,8 @@ class AttentiveScore(Score):
         """The keys over the root of their width, [E, S].
 
         Args:
-            hidden_EF: See `Score.forward`.
+            hidden_EF: Each expert's hidden layer at `mean_inputs`, before its activation and
+                without gradient; None where keys are learned.
             dtype: Of the result.
         """
         if not self.follows:
@@ -236,16 +235,16 @@ class AttentiveScore(Score):
             key_ES = linear(hidden_EF.to(dtype), self.key_projection.to(dtype))
         return key_ES / math.sqrt(key_ES.shape[1])
 
-    def columns(self, hidden_EF: Tensor | None = None) -> Tensor:
+    def columns(self, features: Tensor | None = None) -> Tensor:
         """The weight of the linear score that gives the same logits."""
         dtype = router_dtype(self.query.dtype)
-        return self.keys(hidden_EF, dtype) @ self.query.to(dtype)
+        return self.keys(features, dtype) @ self.query.to(dtype)
 
-    def forward(self, u_ND: Tensor, hidden_EF: Tensor | None = None) -> Tensor:
+    def forward(self, u_ND: Tensor, features: Tensor | None = None) -> Tensor:
         """See `Score.forward`."""
         dtype = router_dtype(u_ND.dtype)
         query_NS = linear(u_ND.to(dtype), self.query.to(dtype))
-        return linear(query_NS, self.keys(hidden_EF, dtype))
+        return linear(query_NS, self.keys(features, dtype))
 
     @torch.no_grad()
     def update(self, stats: RoutingStats) -> None:

@@ -3,13 +3,14 @@
 Shapes: N tokens, E experts, K experts of a token.
 """
 
+from abc import ABC, abstractmethod
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from polyad.model.initialization import ZEROS, Initializer, constant
-from polyad.model.smoe.config import SparseMoEConfig
+from polyad.model.smoe.config import SelectingConfig, SparseMoEConfig
 
 
 class Selected(NamedTuple):
@@ -19,8 +20,38 @@ class Selected(NamedTuple):
     """Weights of the experts' outputs."""
     expert_ids_NK: Tensor
     """Indices of the experts, int64."""
+    counts_E: Tensor
+    """How many tokens selected each expert, int64."""
     priority_N: Tensor | None = None
     """Where a capacity asks for it: which tokens go first, the highest number before all others."""
+
+    @classmethod
+    def of(
+        cls,
+        weights_NK: Tensor,
+        expert_ids_NK: Tensor,
+        num_experts: int,
+        priority_N: Tensor | None = None,
+    ) -> "Selected":
+        """Counts the tokens of each of E experts; for the rest see the fields."""
+        counts_E = count(expert_ids_NK, num_experts)
+        return cls(weights_NK, expert_ids_NK, counts_E, priority_N)
+
+    def load(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The share of the assignments that each expert receives, [E]; it sums to 1."""
+        return self.counts_E.to(dtype) / self.expert_ids_NK.numel()
+
+
+def count(expert_ids: Tensor, num_experts: int) -> Tensor:
+    """How often each of E experts is named, [E].
+
+    Args:
+        expert_ids: Indices of experts, of any shape.
+        num_experts: E.
+    """
+    ids_A = expert_ids.reshape(-1)
+    counts_E = torch.zeros(num_experts, dtype=torch.int64, device=ids_A.device)
+    return counts_E.scatter_add(0, ids_A, torch.ones_like(ids_A))
 
 
 def spread(selected: Selected, num_experts: int) -> Tensor:
@@ -38,7 +69,49 @@ def spread(selected: Selected, num_experts: int) -> Tensor:
     return weights_NE.scatter(1, selected.expert_ids_NK, weights_NK)
 
 
-class TopK(nn.Module):
+class Selection(nn.Module, ABC):
+    """The interface of a selection.
+
+    Args:
+        config: Of the layer.
+    """
+
+    def __init__(self, config: SelectingConfig) -> None:
+        super().__init__()
+        self.num_experts, self.top_k = config.num_experts, config.used_experts()
+        self.by_priority = config.capacity_order == "priority"
+        # Tensor parallelism replaces it: processes that share tokens compute their scores each, and
+        # rounding may give a token other experts on one of them.
+        self.agreed: nn.Module = nn.Identity()
+
+    @abstractmethod
+    def forward(self, scores_NE: Tensor, logits_NE: Tensor | None = None) -> Selected:
+        """Selects.
+
+        Args:
+            scores_NE: Of every expert, each row summing to 1.
+            logits_NE: Whose softmax they are, unless a graph has mixed them; None: their
+                logarithms.
+
+        Returns:
+            Weights and experts, the best first.
+        """
+
+    def selected(self, weights_NK: Tensor, expert_ids_NK: Tensor, scores_NE: Tensor) -> Selected:
+        """Adds what dispatch asks for; a token's priority is its highest score."""
+        priority_N = self.agreed(scores_NE.detach().amax(-1)) if self.by_priority else None
+        return Selected.of(weights_NK, expert_ids_NK, self.num_experts, priority_N)
+
+    def update(self, load_E: Tensor, progress: float) -> None:
+        """Prepares the next optimizer step; called once after each.
+
+        Args:
+            load_E: The share of the assignments of each expert, over the whole step.
+            progress: Share of the run's steps that are done.
+        """
+
+
+class TopK(Selection):
     """The K highest scores, divided by their sum if K > 1 and `combine` says so.
 
     With K = 1 that quotient would be the constant 1 and the score would get no gradient: the weight
@@ -56,14 +129,10 @@ class TopK(nn.Module):
     num_selected: Tensor
 
     def __init__(self, config: SparseMoEConfig) -> None:
-        super().__init__()
+        # The buffer `num_selected` as a number: reading it in `forward` would wait for the device,
+        # and the shapes of what follows depend on it. `compile_model` has programs take any number.
+        super().__init__(config)
         self.config = config
-        # The buffer as a number: reading a buffer in `forward` would wait for the device, and the
-        # shapes of what follows depend on it. `compile_model` has programs take any number.
-        self.top_k = config.top_k
-        # Tensor parallelism replaces it: processes that share tokens compute their scores each, and
-        # rounding may give a token other experts on one of them.
-        self.agreed: nn.Module = nn.Identity()
         if config.balancing_rate:
             self.register_buffer("balancing_bias", torch.empty(config.num_experts))
         if config.final_top_k is not None:
@@ -80,12 +149,7 @@ class TopK(nn.Module):
 
     @torch.no_grad()
     def update(self, load_E: Tensor, progress: float) -> None:
-        """Prepares the next optimizer step.
-
-        Args:
-            load_E: The share of the assignments of each expert, over the whole step.
-            progress: Share of the run's steps that are done.
-        """
+        """Moves the bias, and lets K grow."""
         if self.config.balancing_rate:
             step_E = torch.sign(load_E.mean() - load_E).to(self.balancing_bias.dtype)
             self.balancing_bias += self.config.balancing_rate * step_E
@@ -98,15 +162,8 @@ class TopK(nn.Module):
                 self.top_k = min(grown, last)
                 self.num_selected.fill_(self.top_k)  # read back, it would wait for the device
 
-    def forward(self, scores_NE: Tensor) -> Selected:
-        """Selects.
-
-        Args:
-            scores_NE: Of every expert, each row summing to 1.
-
-        Returns:
-            Weights and experts, the highest first: of scores, or of scores with the bias.
-        """
+    def forward(self, scores_NE: Tensor, logits_NE: Tensor | None = None) -> Selected:
+        """See `Selection.forward`; the highest scores, or scores with the bias, come first."""
         ranked_NE = scores_NE
         if self.config.balancing_rate:
             ranked_NE = scores_NE + self.balancing_bias.to(scores_NE.dtype)
@@ -117,15 +174,4 @@ class TopK(nn.Module):
             weights_NK = weights_NK / sum_N1.clamp_min(torch.finfo(sum_N1.dtype).tiny)
             # The bias may select experts whose scores all underflow to 0.
             weights_NK = torch.where(sum_N1 > 0, weights_NK, 1 / self.top_k)
-        return Selected(weights_NK, expert_ids_NK, self.priority(scores_NE))
-
-    def priority(self, scores_NE: Tensor) -> Tensor | None:
-        """See `Selected.priority_N`: a token's highest score.
-
-        Args:
-            scores_NE: Of every expert.
-        """
-        if self.config.capacity_order != "priority":
-            return None
-        priority_N: Tensor = self.agreed(scores_NE.detach().amax(-1))
-        return priority_N
+        return self.selected(weights_NK, expert_ids_NK, scores_NE)

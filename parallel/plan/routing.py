@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from polyad.model.smoe.dispatch import Plan
-from polyad.model.smoe.layer import SparseMoE
+from polyad.model.smoe.layer import SelectingMoE
 from polyad.parallel.exchange import Counts, RowExchange
 
 
@@ -46,7 +46,7 @@ def assume_rows(model: nn.Module, imbalance: float) -> None:
         imbalance: Rows that arrive at this process, over the mean of all.
     """
     for layer in model.modules():
-        if isinstance(layer, SparseMoE):
+        if isinstance(layer, SelectingMoE):
             exchange = getattr(layer.dispatcher, "_exchange", None)
             if isinstance(exchange, RowExchange):
                 assumed = AssumedExchange(exchange, imbalance, layer.config.capacity_factor)

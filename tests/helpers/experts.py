@@ -103,7 +103,8 @@ def exchange_of_one_layer(config: GPT2Config, expert_parallel_size: int, tokens:
     weights_NK = torch.full((tokens, top_k), 1 / top_k, requires_grad=True)
     tokens_ND = torch.randn(tokens, config.hidden_size, requires_grad=True)
     with Exchanged(world.expert_parallel_rank) as forward:
-        y_ND, _ = layer.dispatcher(tokens_ND, Selected(weights_NK, ids_NK), layer.experts)
+        selected = Selected.of(weights_NK, ids_NK, experts)
+        y_ND, _ = layer.dispatcher(tokens_ND, selected, layer.experts)
     gradient = torch.ones_like(y_ND)
     with Exchanged(world.expert_parallel_rank) as backward:
         y_ND.backward(gradient)
@@ -147,7 +148,7 @@ def dispatch_against_one_process(
     weights_NK = torch.rand(count, top_k, generator=generator).requires_grad_()
     tokens_ND = torch.randn(count, width, generator=generator).requires_grad_()
     wanted_ND = torch.randn(count, width, generator=generator)
-    selected = Selected(weights_NK, ids_NK)
+    selected = Selected.of(weights_NK, ids_NK, total)
     parameters = dict(layer.experts.named_parameters())
     y_ND, _ = layer.dispatcher(tokens_ND, selected, layer.experts)
     (y_ND * wanted_ND).sum().backward()
@@ -209,11 +210,10 @@ def overlapping_against_in_turn(
         weights_NK.requires_grad_()
         tokens_ND = torch.randn(40, config.hidden_size, generator=generator).requires_grad_()
         wanted_ND = torch.randn(40, config.hidden_size, generator=generator)
+        selected = Selected.of(weights_NK, ids_NK, config.feed_forward.num_experts)
         forward, backward = Events(), Events()
         with forward:
-            y_ND, _ = layer.dispatcher(
-                tokens_ND, Selected(weights_NK, ids_NK), layer.experts, capacity_factor
-            )
+            y_ND, _ = layer.dispatcher(tokens_ND, selected, layer.experts, capacity_factor)
         with backward:
             (y_ND * wanted_ND).sum().backward()
         gradients = [p.grad for p in layer.experts.parameters()]

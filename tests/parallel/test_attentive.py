@@ -114,7 +114,7 @@ def mean_inputs(batches):
     for u_BTD, lengths in batches[comm.rank()]:
         mask_BT = torch.arange(u_BTD.shape[1]) < torch.tensor(lengths).unsqueeze(1)
         real = RealTokens.of(mask_BT)
-        selected, stats = layer.route(u_BTD, BlockInput(real=real))
+        selected, stats = layer.router(u_BTD, BlockInput(real=real), layer.expert_features())
         chosen.append((u_BTD[mask_BT], selected.expert_ids_NK))
         step.add(torch.zeros(()), (stats,))
     before_ED = layer.router.score.mean_input.clone()

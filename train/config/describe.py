@@ -8,10 +8,9 @@ from torch import nn
 
 from polyad.model.build import count_parameters
 from polyad.model.emoe.config import EmergentMoEConfig
-from polyad.model.feedforward import SelectingConfig
-from polyad.model.smoe.config import SparseMoEConfig
+from polyad.model.smoe.config import SelectingConfig, SparseMoEConfig
 from polyad.model.smoe.experts import Experts
-from polyad.model.smoe.layer import SparseMoE
+from polyad.model.smoe.layer import SelectingMoE
 from polyad.parallel.dims import Dims
 from polyad.train.config.adaptation import counts, in_words, model_of
 from polyad.train.config.comparison import comparison_rows, experts_compared
@@ -172,7 +171,7 @@ def unused_parameters(model: nn.Module) -> int:
     biases included."""
     unused = 0
     for module in model.modules():
-        if isinstance(module, SparseMoE):
+        if isinstance(module, SelectingMoE):
             of_all = sum(parameter.numel() for parameter in module.parameters_by_expert())
             config = module.experts.config
             idle = config.num_experts - config.known_final_top_k()
@@ -186,22 +185,22 @@ def _experts(config: RunConfig) -> dict[str, Any] | None:
         return None
     blocks = range(getattr(config.model, "num_layers", 0))  # a Mixer's sections go through all
     routed = [block for block in blocks if feed_forward.routes(block)]
-    sparse = feed_forward
+    graph = feed_forward
     if isinstance(feed_forward, EmergentMoEConfig):
-        sparse = feed_forward.sparse(feed_forward.num_experts)  # the width changes none of these
-    assert isinstance(sparse, SparseMoEConfig)
+        graph = SparseMoEConfig()  # without one
+    assert isinstance(graph, SparseMoEConfig)
     return {
-        "num_experts": sparse.num_experts,
-        "top_k": sparse.top_k,
-        "final_top_k": sparse.final_top_k,
+        "num_experts": feed_forward.num_experts,
+        "top_k": feed_forward.used_experts(),
+        "final_top_k": graph.final_top_k,
         "score": feed_forward.score,
-        "graph": sparse.graph,
+        "graph": graph.graph,
         "graph_options": {
             name: value
             for name in GRAPH_OPTIONS
-            if (value := getattr(sparse, name)) != SparseMoEConfig.model_fields[name].default
+            if (value := getattr(graph, name)) != SparseMoEConfig.model_fields[name].default
         },
-        "causal_graph": sparse.causal_graph,
+        "causal_graph": graph.causal_graph,
         "blocks": routed,
     }
 

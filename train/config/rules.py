@@ -5,9 +5,9 @@ from pathlib import Path
 
 from polyad.data.images.config import ImageDataConfig
 from polyad.model.emoe.config import EmergentMoEConfig
-from polyad.model.feedforward import SelectingConfig
 from polyad.model.mixture import MixtureConfig
 from polyad.model.settings import ModelSettings
+from polyad.model.smoe.config import SelectingConfig
 from polyad.model.vision import ImageSettings
 from polyad.parallel.dims import Dims
 from polyad.train.config.run import RunConfig

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from polyad.data.text.windows import EvaluationWindows, window_batches
 from polyad.model.smoe.config import SparseMoEConfig
-from polyad.model.smoe.graph import Graph
+from polyad.model.smoe.graph import MixingGraph
 from polyad.parallel import comm
 from polyad.train.config.run import RunConfig
 from polyad.train.errors import ConfigError
@@ -119,7 +119,7 @@ def measure(
 @contextmanager
 def masked(model: nn.Module) -> Iterator[None]:
     """A context in which all graphs of a language model are causal."""
-    graphs = [m for m in model.modules() if isinstance(m, Graph) and not m.causal]
+    graphs = [m for m in model.modules() if isinstance(m, MixingGraph) and not m.causal]
     for graph in graphs:
         graph.causal = True
     try:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from polyad.model.entropy import entropy
-from polyad.model.smoe.layer import SparseMoE
+from polyad.model.smoe.layer import SelectingMoE
 from polyad.train.console import json_number
 from polyad.train.experts.class_changes import Change, ChangeSums, ClassChanges
 from polyad.train.experts.gate_entropy import Summed
@@ -285,5 +285,5 @@ def _may_drop(model: nn.Module) -> bool:
     return any(
         part.config.capacity(training=False) is not None
         for part in model.modules()
-        if isinstance(part, SparseMoE)
+        if isinstance(part, SelectingMoE)
     )

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from polyad.model.mumoe.gating import Gate, GateOutput
-from polyad.model.smoe.layer import SparseMoE
-from polyad.model.smoe.router import Router
+from polyad.model.smoe.layer import Router, SelectingMoE
 from polyad.model.smoe.selection import Selected
 from polyad.train.experts.probing import RoutedLayer
 
@@ -27,7 +26,7 @@ def without_capacity(model: nn.Module) -> Iterator[None]:
     Args:
         model: in evaluation mode.
     """
-    layers = [part for part in model.modules() if isinstance(part, SparseMoE)]
+    layers = [part for part in model.modules() if isinstance(part, SelectingMoE)]
     before = [layer.config for layer in layers]
     unlimited = {"capacity_factor": None, "evaluation_capacity_factor": None}
     try:

@@ -14,7 +14,7 @@ from polyad.model.emoe.layer import EmergentMoE
 from polyad.model.mixture import Mixture
 from polyad.model.mumoe.head import MuMoEHead
 from polyad.model.mumoe.layer import MuMoE
-from polyad.model.smoe.layer import SparseMoE
+from polyad.model.smoe.layer import SelectingMoE
 from polyad.model.smoe.selection import Selected
 
 Outputs = Callable[[int, int, Tensor], Tensor]
@@ -39,7 +39,7 @@ def watch_inputs(layer: nn.Module, seen: Callable[[Outputs], None]) -> Removable
 def _parts(layer: nn.Module) -> tuple[nn.Module, Callable[[Any, int, int, Tensor], Tensor]]:
     """The module that reads what experts do, and their outputs from its arguments."""
     # Parts are called by their `forward`, which runs no hooks again.
-    if isinstance(layer, SparseMoE):
+    if isinstance(layer, SelectingMoE):
         return layer.dispatcher, lambda read, level, expert, rows_M: _sparse(
             layer, read[0][rows_M], expert
         )
@@ -55,10 +55,11 @@ def _parts(layer: nn.Module) -> tuple[nn.Module, Callable[[Any, int, int, Tensor
     return layer, lambda read, level, expert, rows_M: _network(layer, read[0][rows_M], expert)
 
 
-def _sparse(layer: SparseMoE, tokens_MD: Tensor, expert: int) -> Tensor:
+def _sparse(layer: SelectingMoE, tokens_MD: Tensor, expert: int) -> Tensor:
     """An expert's output with its own bias; the one bias of a split feed-forward is no expert's."""
     weights_M1 = tokens_MD.new_ones(len(tokens_MD), 1)
-    alone = Selected(weights_M1, torch.full_like(weights_M1, expert, dtype=torch.int64))
+    ids_M1 = torch.full_like(weights_M1, expert, dtype=torch.int64)
+    alone = Selected.of(weights_M1, ids_M1, layer.config.num_experts)
     y_MD, _ = layer.dispatcher.forward(tokens_MD, alone, layer.experts)
     if layer.output_bias is None or isinstance(layer, EmergentMoE):
         return y_MD

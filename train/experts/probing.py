@@ -19,7 +19,7 @@ from polyad.model.interface import FeedForward
 from polyad.model.mixture import Mixture, MixtureGate, Shares
 from polyad.model.mumoe.gating import Gate
 from polyad.model.mumoe.head import MuMoEHead
-from polyad.model.smoe.router import Router
+from polyad.model.smoe.layer import Router
 from polyad.model.smoe.selection import Selected
 from polyad.train.experts.outputs import Outputs, watch_inputs
 
@@ -83,7 +83,7 @@ def routed_layers(model: nn.Module) -> list[RoutedLayer]:
                     levels = tuple(part.norm.num_experts)
                     layers.append(RoutedLayer(name=name, levels=levels, shares=True))
                 elif isinstance(part, Router):
-                    experts = part.selection.config.num_experts
+                    experts = part.selection.num_experts
                     layers.append(RoutedLayer(name=name, levels=(experts,)))
         elif isinstance(module, Mixture):
             levels = (module.config.num_experts,)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 from typing import Any, NamedTuple
 
-from polyad.model.feedforward import SelectingConfig
+from polyad.model.smoe.config import SelectingConfig
 from polyad.parallel.dims import Dims
 from polyad.train.config.rules import validate
 from polyad.train.config.run import RunConfig, config_of

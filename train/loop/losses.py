@@ -39,10 +39,16 @@ class LossConfig(Config):
     """The loss that sends similar samples of a micro-batch to the same expert and different ones to
     others; null leaves it out."""
 
-    @property
-    def of_tokens(self) -> bool:
-        """Whether some of them are of tokens, and not of whole samples."""
-        return bool(self.load_balance or self.router_z or self.importance or self.load)
+    def coefficients(self) -> dict[str, float]:
+        """The coefficients of losses of tokens, and not of whole samples, by their names in
+        `RoutingStats`; those that are not 0."""
+        known = {
+            "balance_loss": self.load_balance,
+            "z_loss": self.router_z,
+            "importance_loss": self.importance,
+            "load_loss": self.load,
+        }
+        return {name: coefficient for name, coefficient in known.items() if coefficient}
 
 
 def routing_loss(
@@ -65,15 +71,11 @@ def routing_loss(
     """
     terms = []
     for stats in routing:
+        known = stats._replace(importance_loss=_importance(stats.importance_loss, config))
         of_tokens = [
             coefficient * value
-            for coefficient, value in (
-                (config.load_balance, stats.balance_loss),
-                (config.router_z, stats.z_loss),
-                (config.importance, _importance(stats.importance_loss, config)),
-                (config.load, stats.load_loss),
-            )
-            if coefficient and value is not None
+            for name, coefficient in config.coefficients().items()
+            if (value := getattr(known, name)) is not None
         ]
         if of_tokens and stats.tokens is not None:
             if mean_tokens is None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from polyad.model.output import RoutingStats
-from polyad.model.samples import give_samples
+from polyad.model.samples import ask_for
 from polyad.parallel import comm
 from polyad.parallel.zero import Engine, StepResult
 from polyad.train.guard.limits import LARGEST_WEIGHT, NO_LIMITS, Limits, StepOutcome
@@ -72,10 +72,10 @@ def issue_step(
         Whether the step was applied, and its numbers, which the host has not waited for.
     """
     statistics, pairs = StepStatistics(engine.device), losses.sample_similarity
-    give_samples(engine.module, pairs is not None)
+    ask_for(engine.module, losses=frozenset(losses.coefficients()), samples=pairs is not None)
     read = Reading(engine, getattr(engine.module, "as_read", None))
     mean_tokens = None
-    if losses.of_tokens:
+    if losses.coefficients():
         mean_tokens, micro_batches = _mean_tokens(micro_batches, accumulation_steps)
     for number in range(accumulation_steps):
         if number:

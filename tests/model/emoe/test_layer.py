@@ -186,7 +186,7 @@ def test_scores_far_apart_still_have_an_order():
     # The softmax of these underflows to 0 for all but one expert.
     dense = dense_layer()
     layer, x_BTD = split_layer(dense, top_k=3, select="bottom_k"), 1000 * some_tokens()
-    selected, _ = layer.route(x_BTD)
+    selected, _ = layer.router(x_BTD, features=layer.expert_features())
     logits_NE = x_BTD.flatten(0, 1) @ layer.directions().T
     assert torch.equal(selected.expert_ids_NK, logits_NE.topk(3, -1, largest=False).indices)
 
@@ -253,7 +253,7 @@ def test_clustered_keys_of_a_trained_layer_keep_more_of_the_activation_than_rand
         layer = split_layer(dense, top_k=top_k)
         weight = dense.up.weight.data
         layer.experts.keys.data = split("up.weight", weight, unit_order(group_U), EXPERTS)
-        chosen = layer.route(x_BTD).selected.expert_ids_NK
+        chosen = layer.router(x_BTD, features=layer.expert_features()).selected.expert_ids_NK
         mask_NE = torch.zeros(500, EXPERTS).scatter(1, chosen, 1.0)
         return ((active_NU * mask_NE[:, group_U]).sum() / active_NU.sum()).item()
 

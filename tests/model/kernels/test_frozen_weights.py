@@ -19,6 +19,7 @@ from polyad.model.kernels.rows import combine
 from polyad.model.lora import LoRAConfig, LoRAExperts
 from polyad.model.smoe.dispatch import make_plan
 from polyad.model.smoe.experts import Experts
+from polyad.model.smoe.selection import count
 from tests.helpers.routing import make, make_config, make_context
 
 COUNTS = [5, 0, 9, 2]
@@ -124,7 +125,7 @@ def test_one_layer_computes_what_is_wanted(wanted):
 @pytest.mark.parametrize("wanted", [(True, False), (False, True), (True, True)], ids=str)
 def test_weights_of_experts_without_a_gradient_cost_none(wanted):
     ids_NK = torch.tensor([[0, 2], [2, 1], [3, 2]])
-    plan = make_plan(ids_NK, 4)
+    plan = make_plan(ids_NK, count(ids_NK, 4))
     rows_MD, weights_NK = torch.randn(6, 8), torch.rand(3, 2)
 
     def run(rows, weights):

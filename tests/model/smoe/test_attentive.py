@@ -12,8 +12,7 @@ from polyad.model.lora import LoRAConfig, LoRAExperts
 from polyad.model.mixer import MixerConfig
 from polyad.model.smoe.experts import Experts
 from polyad.model.smoe.graph import GRAPHS
-from polyad.model.smoe.layer import SparseMoE
-from polyad.model.smoe.router import Router
+from polyad.model.smoe.layer import SparseMoE, make_router
 from polyad.model.smoe.scores import AttentiveScore
 from polyad.model.vit import ViTConfig
 from tests.helpers.routing import make, make_config, make_context, scatter
@@ -75,7 +74,7 @@ def test_keys_are_moving_means_of_hidden_layers_over_the_tokens_of_an_expert(bia
         expected_NE = torch.stack(
             [torch.stack([(score.query @ u_D) @ k / 5**0.5 for k in keys]) for u_D in u_ND]
         )
-        logits_NE = score(u_ND, layer.hidden_means())
+        logits_NE = score(u_ND, layer.expert_features())
         torch.testing.assert_close(logits_NE, expected_NE, atol=1e-12, rtol=1e-10)
         columns_ED = layer.gate_columns()[0]
         torch.testing.assert_close(u_ND @ columns_ED.T, logits_NE, atol=1e-12, rtol=1e-10)
@@ -87,12 +86,12 @@ def test_keys_are_moving_means_of_hidden_layers_over_the_tokens_of_an_expert(bia
             if of_tokens:
                 mean_F = sum(of_tokens) / len(of_tokens)
                 means[e] = KEPT * means[e] + (1 - KEPT) * mean_F
-    torch.testing.assert_close(layer.hidden_means(), torch.stack(means), atol=1e-12, rtol=1e-10)
+    torch.testing.assert_close(layer.expert_features(), torch.stack(means), atol=1e-12, rtol=1e-10)
 
 
 def test_hidden_means_follow_the_weights_and_pass_no_gradient_to_them():
     layer, u_BTD = layer_of(), torch.randn(2, 9, 12, dtype=torch.float64)
-    before_EF = layer.hidden_means()
+    before_EF = layer.expert_features()
     assert not before_EF.requires_grad
     logits_NE = layer.router.score(u_BTD.flatten(0, 1), before_EF)
     logits_NE.logsumexp(-1).sum().backward()
@@ -103,7 +102,7 @@ def test_hidden_means_follow_the_weights_and_pass_no_gradient_to_them():
     with torch.no_grad():
         layer.experts.up.mul_(2)
         layer.experts.up_bias.mul_(2)
-    torch.testing.assert_close(layer.hidden_means(), 2 * before_EF)
+    torch.testing.assert_close(layer.expert_features(), 2 * before_EF)
 
 
 def test_an_expert_without_tokens_keeps_its_mean_and_evaluation_moves_none():
@@ -132,7 +131,7 @@ def test_load_starts_about_as_even_as_that_of_a_linear_score(keys):
             layer = SparseMoE(config, make_context(hidden_size=64, initializer_std=0.02))
         materialize(layer, seed=0)
         u_BTD = torch.randn(8, 128, 64, generator=torch.Generator().manual_seed(0))
-        load_E = layer.route(u_BTD).stats.load_E
+        load_E = layer.router(u_BTD, features=layer.expert_features()).stats.load_E
         assert load_E.min() > 0.3 / 8
         return 8 * load_E.max().item()
 
@@ -146,7 +145,9 @@ def test_equal_keys_are_what_a_buffer_of_zeros_would_give():
     layer.router.score.mean_input.zero_()
     with torch.no_grad():
         layer.experts.up_bias.zero_()
-    load_E = layer.route(torch.randn(2, 9, 12, dtype=torch.float64)).stats.load_E
+    load_E = layer.router(
+        torch.randn(2, 9, 12, dtype=torch.float64), features=layer.expert_features()
+    ).stats.load_E
     assert (load_E > 0).sum() == 2
 
 
@@ -228,13 +229,13 @@ def test_adapters_of_experts_count_in_their_hidden_layers():
 def test_a_bf16_layer_has_its_buffer_and_its_logits_in_fp32():
     layer = make(SparseMoE, make_config(**FOLLOWING), dtype=torch.bfloat16)
     u_BTD = torch.randn(2, 9, 12, dtype=torch.bfloat16)
-    assert layer.router.score(u_BTD[0], layer.hidden_means()).dtype == torch.float32
-    stats = layer.route(u_BTD).stats
+    assert layer.router.score(u_BTD[0], layer.expert_features()).dtype == torch.float32
+    stats = layer.router(u_BTD, features=layer.expert_features()).stats
     layer.update(stats, 0.0)
     assert {layer.router.score.mean_input.dtype, stats.expert_input_ED.dtype} == {torch.float32}
 
 
 def test_a_score_that_follows_nothing_has_no_statistic_for_it():
-    router = make(Router, make_config(score="attentive"))
+    router = make(make_router, make_config(score="attentive"))
     u_BTD = torch.randn(2, 9, 12, dtype=torch.float64)
     assert router(u_BTD).stats.expert_input_ED is None

@@ -9,7 +9,7 @@ import torch
 from polyad.model.kernels import rows
 from polyad.model.smoe.dispatch import Dispatcher, combine, make_plan, take_rows
 from polyad.model.smoe.experts import Experts
-from polyad.model.smoe.selection import Selected
+from polyad.model.smoe.selection import Selected, count
 from tests.helpers.routing import make, make_config, make_context
 
 IDS = torch.tensor([[2, 0], [0, 1], [2, 0]])
@@ -38,6 +38,10 @@ CASES = {
 every_case = pytest.mark.parametrize(("ids", "experts", "factor"), CASES.values(), ids=CASES)
 
 
+def plan_of(ids, experts, *others, **named):
+    return make_plan(ids, count(ids, experts), *others, **named)
+
+
 def taken(plan):
     """The assignments that experts take."""
     return plan.assignment_M[plan.kept_M()].tolist()
@@ -46,7 +50,7 @@ def taken(plan):
 def test_plan_equals_numbers_worked_out_by_hand():
     # Assignments 0 to 5 go to the experts 2, 0, 0, 1, 2, 0: expert 0 has 1, 2, 5; 1 has 3; 2 has
     # 0, 4; 3 has none.
-    plan = make_plan(IDS, 4)
+    plan = plan_of(IDS, 4)
     assert plan.assignment_M.tolist() == [1, 2, 5, 3, 0, 4]
     assert plan.row_A.tolist() == [4, 0, 1, 3, 5, 2]
     assert plan.counts_E.tolist() == [3, 1, 2, 0]
@@ -54,7 +58,7 @@ def test_plan_equals_numbers_worked_out_by_hand():
 
 def test_plan_with_a_capacity_equals_numbers_worked_out_by_hand():
     # An even share is 6 / 4 = 1.5, rounded up to 2: expert 0 lets go of its last, assignment 5.
-    plan = make_plan(IDS, 4, capacity_factor=1.0)
+    plan = plan_of(IDS, 4, capacity_factor=1.0)
     assert plan.assignment_M.tolist() == [1, 2, 3, 0, 4, 5]
     assert plan.row_A.tolist() == [3, 0, 1, 2, 4, 5]
     assert plan.kept_M().tolist() == [True] * 5 + [False]
@@ -67,7 +71,7 @@ def test_plan_with_a_capacity_equals_numbers_worked_out_by_hand():
     [(0.01, 1), (0.5, 5), (1.0, 10), (1.01, 11), (1.1, 11), (1.5, 15), (9.0, 50)],
 )
 def test_capacity_is_a_multiple_of_the_even_share_rounded_up(factor, capacity):
-    plan = make_plan(torch.zeros(50, 1, dtype=torch.int64), 5, factor)
+    plan = plan_of(torch.zeros(50, 1, dtype=torch.int64), 5, factor)
     assert plan.counts_E.tolist() == [capacity, 0, 0, 0, 0]
     assert taken(plan) == list(range(capacity))  # the first come
 
@@ -77,7 +81,7 @@ def test_plan_by_priority_equals_numbers_worked_out_by_hand():
     # 0); then second ones: 5 (expert 0), 1 (expert 0), 3 (expert 1). Two of an expert are kept: of
     # expert 0 the first choice of token 1 and the second of token 2, but not that of token 0.
     priority_N = torch.tensor([0.5, 0.4, 0.9])
-    plan = make_plan(IDS, 4, 1.0, priority_N)
+    plan = plan_of(IDS, 4, 1.0, priority_N)
     assert plan.assignment_M.tolist() == [2, 5, 3, 4, 0, 1]
     assert plan.row_A.tolist() == [4, 5, 0, 2, 3, 1]
     assert plan.kept_M().tolist() == [True] * 5 + [False]
@@ -103,11 +107,11 @@ def by_vmoe(scores_NE, top_k, capacity):
 def test_priority_keeps_what_a_loop_over_choices_and_sorted_tokens_keeps(top_k):
     scores_NE = (2 * torch.randn(40, 5, dtype=torch.float64)).softmax(-1)
     ids_NK = scores_NE.topk(top_k).indices
-    plan = make_plan(ids_NK, 5, 0.7, scores_NE.amax(-1))
+    plan = plan_of(ids_NK, 5, 0.7, scores_NE.amax(-1))
     expected = by_vmoe(scores_NE, top_k, -(-int(0.7 * 40 * top_k) // 5))
     assert set(taken(plan)) == expected
     assert 0 < len(expected) < 40 * top_k
-    arrived = make_plan(ids_NK, 5, 0.7)
+    arrived = plan_of(ids_NK, 5, 0.7)
     assert torch.equal(arrived.counts_E, plan.counts_E)  # as many, but others
     assert set(taken(arrived)) != expected
 
@@ -115,7 +119,7 @@ def test_priority_keeps_what_a_loop_over_choices_and_sorted_tokens_keeps(top_k):
 @every_case
 @pytest.mark.parametrize("by_priority", [False, True])
 def test_plan_is_a_permutation_sorted_by_expert(ids, experts, factor, by_priority):
-    plan = make_plan(ids, experts, factor, torch.rand(len(ids)) if by_priority else None)
+    plan = plan_of(ids, experts, factor, torch.rand(len(ids)) if by_priority else None)
     expert_M = ids.flatten()[taken(plan)]
     assert torch.equal(expert_M, expert_M.sort().values)
     assert torch.equal(plan.counts_E, expert_M.bincount(minlength=experts))
@@ -125,7 +129,7 @@ def test_plan_is_a_permutation_sorted_by_expert(ids, experts, factor, by_priorit
 
 @every_case
 def test_taking_and_combining_equal_plain_indexing(ids, experts, factor):
-    plan = make_plan(ids, experts, factor)
+    plan = plan_of(ids, experts, factor)
     tokens_ND = torch.randn(len(ids), 3, dtype=torch.float64)
     weights_NK = torch.rand(ids.shape, dtype=torch.float64)
     rows_MD = take_rows(tokens_ND, plan)
@@ -140,7 +144,7 @@ def test_taking_and_combining_equal_plain_indexing(ids, experts, factor):
 
 @every_case
 def test_gradients_of_taking_and_combining_equal_differences(ids, experts, factor):
-    plan = make_plan(ids, experts, factor)
+    plan = plan_of(ids, experts, factor)
     tokens_ND = torch.randn(len(ids), 3, dtype=torch.float64, requires_grad=True)
     rows_MD = torch.randn(len(plan.assignment_M), 3, dtype=torch.float64, requires_grad=True)
     weights_NK = torch.rand(ids.shape, dtype=torch.float64, requires_grad=True)
@@ -153,7 +157,7 @@ def test_gradients_of_taking_and_combining_equal_differences(ids, experts, facto
 
 @pytest.mark.parametrize("top_k", [0, 1, 3])
 def test_a_process_may_have_no_token(top_k):
-    plan = make_plan(torch.zeros(0, top_k, dtype=torch.int64), 4)
+    plan = plan_of(torch.zeros(0, top_k, dtype=torch.int64), 4)
     tokens_ND = torch.zeros(0, 6, requires_grad=True)
     weights_NK = torch.zeros(0, top_k, requires_grad=True)
     y_ND = combine(take_rows(tokens_ND, plan), weights_NK, plan)
@@ -167,7 +171,7 @@ def test_a_process_may_have_no_token(top_k):
 def test_sums_over_experts_are_rounded_once(top_k, dtype):
     generator = torch.Generator().manual_seed(5)
     ids = torch.rand(50, 8, generator=generator).argsort(-1)[:, :top_k]
-    plan = make_plan(ids, 8)
+    plan = plan_of(ids, 8)
     rows_MD = torch.randn(50 * top_k, 6, generator=generator).to(dtype)
     weights_NK = torch.rand(50, top_k, generator=generator).to(dtype)
     tokens_ND = torch.zeros(50, 6, dtype=dtype, requires_grad=True)
@@ -185,7 +189,7 @@ def test_sums_over_experts_are_rounded_once(top_k, dtype):
 
 def test_a_gradient_that_is_not_contiguous_is_right():
     # The gradient of a sum is one number, expanded.
-    plan = make_plan(IDS, 4)
+    plan = plan_of(IDS, 4)
     tokens_ND = torch.randn(3, 5, dtype=torch.float64, requires_grad=True)
     weights_NK = torch.rand(3, 2, dtype=torch.float64)
     (gradient,) = torch.autograd.grad(
@@ -202,7 +206,7 @@ def test_dispatch_equals_a_loop_over_tokens_and_experts(ids, experts, factor):
     module = make(Experts, config, make_context(hidden_size=3))
     tokens_ND = torch.randn(len(ids), 3, dtype=torch.float64)
     weights_NK = torch.rand(ids.shape, dtype=torch.float64)
-    y_ND, plan = Dispatcher()(tokens_ND, Selected(weights_NK, ids), module, factor)
+    y_ND, plan = Dispatcher()(tokens_ND, Selected.of(weights_NK, ids, experts), module, factor)
     expected_ND = torch.zeros_like(y_ND)
     room = [len(ids) * ids.shape[1]] * experts
     if factor is not None:
@@ -215,4 +219,4 @@ def test_dispatch_equals_a_loop_over_tokens_and_experts(ids, experts, factor):
                 output = module(tokens_ND[n : n + 1], torch.tensor(one))
                 expected_ND[n] += weights_NK[n, k] * output[0]
     torch.testing.assert_close(y_ND, expected_ND)
-    assert torch.equal(plan.counts_E, make_plan(ids, experts, factor).counts_E)
+    assert torch.equal(plan.counts_E, plan_of(ids, experts, factor).counts_E)

@@ -140,7 +140,8 @@ def test_output_bias_is_no_part_of_the_posterior():
     )
     without = trace._replace(output_BTD=heads_BTD, output_bias_D=None)
     expected = posterior_matrix(without, 0, config, True) @ r_BTE
-    mixed = make(AttentionGraph, config)(r_BTE, u_BTD, trace).scores_BTE
+    given = BlockInput(attention=trace)
+    mixed = make(AttentionGraph, config)(r_BTE, u_BTD, given).scores_BTE
     torch.testing.assert_close(mixed, expected)
     with_bias = posterior_matrix(without._replace(output_BTD=y_BTD), 0, config, True) @ r_BTE
     assert (with_bias - expected).abs().max() > 0.05

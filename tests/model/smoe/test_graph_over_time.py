@@ -138,7 +138,7 @@ def test_a_graph_that_is_off_mixes_nothing_until_its_share_of_the_steps(name, op
         if mixed.scores_BTE is r_BTE:
             assert mixed.effective_neighbours is mixed.attention_head is None
             return False
-        expected = always(r_BTE, u_BTD, trace)
+        expected = always(r_BTE, u_BTD, BlockInput(attention=trace))
         assert torch.equal(mixed.scores_BTE, expected.scores_BTE)
         assert torch.equal(mixed.effective_neighbours, expected.effective_neighbours)
         return True

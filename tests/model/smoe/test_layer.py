@@ -123,7 +123,7 @@ def test_experts_drop_inner_units_and_outputs_in_training_only(experts):
     torch.manual_seed(6)
     y_ND = layer(u_BTD, u_BTD)[0].flatten(0, 1)
     selected = layer.router(u_BTD).selected
-    plan = make_plan(selected.expert_ids_NK, 6)
+    plan = make_plan(selected.expert_ids_NK, selected.counts_E)
     torch.manual_seed(6)
     counts = plan.counts_E.tolist()
     sizes = [18 * 2] if experts == "grouped" else [n for n in counts if n]

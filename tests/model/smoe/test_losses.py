@@ -5,18 +5,22 @@ import math
 import pytest
 import torch
 
+from polyad.model.smoe.layer import make_router
 from polyad.model.smoe.losses import (
     importance_loss,
-    load,
     load_balance_loss,
     load_loss,
     mean_entropy,
     router_z_loss,
 )
-from polyad.model.smoe.router import Router
+from polyad.model.smoe.selection import Selected
 from tests.helpers.routing import make, make_config
 
 SCORES = torch.tensor([[0.7, 0.1, 0.1, 0.1], [0.4, 0.3, 0.2, 0.1]], dtype=torch.float64)
+
+
+def load(ids_NK, num_experts, dtype=torch.float32):
+    return Selected.of(torch.ones(ids_NK.shape), ids_NK, num_experts).load(dtype)
 
 
 def test_load_equals_numbers_worked_out_by_hand():
@@ -35,7 +39,7 @@ def test_balance_loss_equals_numbers_worked_out_by_hand():
     # P = (0.55, 0.2, 0.15, 0.1).
     # All on expert 0: 4 x 0.55. On 0, 1, 0, 2: 4 (0.5 x 0.55 + 0.25 x 0.2 + 0.25 x 0.15).
     for load_E, expected in (([1.0, 0, 0, 0], 2.2), ([0.5, 0.25, 0.25, 0], 1.45)):
-        loss = load_balance_loss(SCORES, torch.tensor(load_E, dtype=torch.float64))
+        loss = load_balance_loss(SCORES.mean(0), torch.tensor(load_E, dtype=torch.float64))
         torch.testing.assert_close(loss.item(), expected)
 
 
@@ -44,14 +48,14 @@ def test_balance_loss_is_one_at_uniform_load_for_any_k(top_k):
     # Token n uses the experts n, n + 1, ... modulo 6.
     ids_NK = (torch.arange(12)[:, None] + torch.arange(top_k)) % 6
     scores_NE = torch.randn(12, 6, dtype=torch.float64).softmax(-1)
-    loss = load_balance_loss(scores_NE, load(ids_NK, 6, torch.float64))
+    loss = load_balance_loss(scores_NE.mean(0), load(ids_NK, 6, torch.float64))
     torch.testing.assert_close(loss.item(), 1.0)
 
 
 def test_balance_loss_pushes_down_the_scores_of_busy_experts():
     scores_NE = SCORES.clone().requires_grad_()
     load_E = torch.tensor([0.75, 0.25, 0.0, 0.0], dtype=torch.float64, requires_grad=True)
-    load_balance_loss(scores_NE, load_E).backward()
+    load_balance_loss(scores_NE.mean(0), load_E).backward()
     # E f_e / N = 4 f_e / 2.
     assert scores_NE.grad.tolist() == [[1.5, 0.5, 0.0, 0.0]] * 2
     assert load_E.grad is None
@@ -77,7 +81,7 @@ def test_entropy_equals_numbers_worked_out_by_hand():
 
 @pytest.mark.parametrize("top_k", [1, 2])
 def test_the_router_reports_the_losses_of_its_own_choice(top_k):
-    router = make(Router, make_config(top_k=top_k, graph="similarity"))
+    router = make(make_router, make_config(top_k=top_k, graph="similarity"))
     u_BTD = torch.randn(2, 9, 12, dtype=torch.float64)
     selected, stats = router(u_BTD)
     expert_ids_NK = selected.expert_ids_NK
@@ -102,14 +106,14 @@ def test_the_router_reports_the_losses_of_its_own_choice(top_k):
 def test_importance_loss_equals_numbers_worked_out_by_hand():
     # Sums 1.1, 0.4, 0.3, 0.2: mean 0.5, variance (0.36 + 0.01 + 0.04 + 0.09) / 4 = 0.125.
     scores_NE = SCORES.clone().requires_grad_()
-    loss = importance_loss(scores_NE)
+    loss = importance_loss(scores_NE.mean(0))
     torch.testing.assert_close(loss.item(), 0.125 / 0.25)
     loss.backward()
     # Of sums s: (2 / 4) (s - 0.5) / 0.25; the mean over tokens does not change.
     expected = torch.tensor([1.2, -0.2, -0.4, -0.6], dtype=torch.float64)
     centred = scores_NE.grad[0] - scores_NE.grad[0].mean()
     torch.testing.assert_close(centred, expected)
-    even = importance_loss(torch.full((7, 3), 1 / 3))
+    even = importance_loss(torch.full((3,), 1 / 3))
     assert even.item() < 1e-12
 
 
@@ -152,7 +156,7 @@ def test_load_loss_expects_what_noise_drawn_many_times_gives():
 
 @pytest.mark.parametrize("graph", ["none", "similarity"])
 def test_a_noisy_router_reports_the_losses_of_its_own_noise(graph):
-    router = make(Router, make_config(router_noise=1.5, graph=graph))
+    router = make(make_router, make_config(router_noise=1.5, graph=graph))
     u_BTD = torch.randn(2, 9, 12, dtype=torch.float64)
     torch.manual_seed(5)
     selected, stats = router(u_BTD)
@@ -163,9 +167,12 @@ def test_a_noisy_router_reports_the_losses_of_its_own_noise(graph):
     p_BTE = router.graph(noisy_NE.softmax(-1).unflatten(0, (2, 9)), u_BTD).scores_BTE
     assert torch.equal(expert_ids_NK, p_BTE.flatten(0, 1).topk(2).indices)
     torch.testing.assert_close(stats.load_loss, load_loss(logits_NE, noisy_NE, 0.25, 2))
-    torch.testing.assert_close(stats.importance_loss, importance_loss(logits_NE.softmax(-1)))
+    mean_E = logits_NE.softmax(-1).mean(0)
+    torch.testing.assert_close(stats.importance_loss, importance_loss(mean_E))
     torch.testing.assert_close(stats.z_loss, router_z_loss(logits_NE))
     router.eval()
-    plain = make(Router, make_config(graph=graph)).eval()
-    assert router(u_BTD).stats.load_loss is None
+    plain = make(make_router, make_config(graph=graph)).eval()
+    stats = router(u_BTD).stats
+    assert stats.load_loss is None
+    assert stats.balance_loss is stats.z_loss is stats.importance_loss is None
     assert torch.equal(router(u_BTD).selected.weights_NK, plain(u_BTD).selected.weights_NK)

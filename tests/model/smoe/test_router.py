@@ -6,7 +6,7 @@ import torch
 from polyad.model.build import build_model
 from polyad.model.interface import BlockInput
 from polyad.model.smoe.graph import GRAPHS
-from polyad.model.smoe.router import Router
+from polyad.model.smoe.layer import make_router
 from polyad.model.smoe.scores import SCORES
 from tests.helpers.routing import make, make_config, make_context, make_trace
 
@@ -18,7 +18,7 @@ every_graph = pytest.mark.parametrize("graph", GRAPHS)
 @every_graph
 @pytest.mark.parametrize("top_k", [1, 2, 6])
 def test_any_score_goes_with_any_graph(score, graph, top_k):
-    router = make(Router, make_config(score=score, graph=graph, top_k=top_k))
+    router = make(make_router, make_config(score=score, graph=graph, top_k=top_k))
     u_BTD = torch.randn(2, 9, 12, dtype=torch.float64)
     trace = make_trace(2, 9, heads=3, size=4, width=12)
     (weights_NK, expert_ids_NK, _), stats = router(u_BTD, BlockInput(attention=trace))
@@ -54,7 +54,7 @@ def test_the_output_teaches_the_router_for_any_k(small_model, random_ids, score,
 @every_graph
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
 def test_routing_is_fp32_in_a_bf16_model_and_float64_in_a_float64_one(graph, dtype):
-    router = make(Router, make_config(graph=graph, balancing_rate=0.1), dtype=dtype)
+    router = make(make_router, make_config(graph=graph, balancing_rate=0.1), dtype=dtype)
     expected = torch.promote_types(dtype, torch.float32)
     trace = make_trace(2, 9, heads=3, size=4, width=12, dtype=dtype)
     selected, stats = router(torch.randn(2, 9, 12, dtype=dtype), BlockInput(attention=trace))
@@ -68,7 +68,7 @@ def test_routing_is_fp32_in_a_bf16_model_and_float64_in_a_float64_one(graph, dty
 @every_graph
 def test_update_reaches_the_balancing_bias_k_and_the_head(graph):
     config = make_config(graph=graph, balancing_rate=0.1, top_k=1, final_top_k=4)
-    router = make(Router, config, dtype=torch.float32)
+    router = make(make_router, config, dtype=torch.float32)
     trace = make_trace(2, 9, heads=3, size=4, width=12, dtype=torch.float32)
     u_BTD = torch.randn(2, 9, 12)
     before = {name: buffer.clone() for name, buffer in router.named_buffers()}
@@ -110,4 +110,4 @@ def test_the_loop_does_read_numbers(small_config):
 
 def test_a_context_without_heads_serves_every_other_graph():
     for graph in ("none", "similarity"):
-        make(Router, make_config(graph=graph), make_context(num_heads=None))
+        make(make_router, make_config(graph=graph), make_context(num_heads=None))

@@ -37,7 +37,7 @@ def test_chance_is_that_of_whole_sequences():
         (label_A, 0.9, 1.0),
     ):
         ids_N1 = expert_A[row_N].unsqueeze(-1)
-        selected = Selected(torch.ones_like(ids_N1, dtype=torch.float32), ids_N1)
+        selected = Selected.of(torch.ones_like(ids_N1, dtype=torch.float32), ids_N1, 2)
         counts = ExpertsByClass([layer], ["a", "b"], label_A)
         decision = Decision(levels=[torch.zeros(rows * length, 2)], selected=selected)
         counts.add(layer.name, decision, row_N, torch.arange(rows))

@@ -31,7 +31,7 @@ LAYER = RoutedLayer(name="blocks.0.feed_forward", levels=(4,))
 def chosen(ids_MK, scores_ME):
     scores_ME = torch.tensor(scores_ME)
     ids_MK = torch.tensor(ids_MK)
-    selected = Selected(scores_ME.gather(-1, ids_MK), ids_MK)
+    selected = Selected.of(scores_ME.gather(-1, ids_MK), ids_MK, 4)
     return encode(Decision(levels=[scores_ME], selected=selected), expert_codes(4))
 
 

@@ -128,7 +128,7 @@ def test_probabilities_of_a_sparse_gate_are_all_of_its_scores():
     layer = RoutedLayer(name="blocks.0.feed_forward", levels=(3,))
     gates = GateEntropies([layer], samples=2)
     scores = [[0.5, 0.25, 0.25], [0.25, 0.5, 0.25]]
-    one = Selected(torch.ones(2, 1), torch.tensor([[0], [1]]))
+    one = Selected.of(torch.ones(2, 1), torch.tensor([[0], [1]]), 3)
     gates.add(layer.name, decided(scores, selected=one), torch.tensor([0, 1]))
     (found,) = gates.result()[layer.name]
     assert found.of_token.value == pytest.approx(1.5)

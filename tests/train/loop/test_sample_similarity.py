@@ -6,7 +6,7 @@ import torch
 from polyad.model.build import build_model, materialize, read_model_config
 from polyad.model.output import RoutingStats
 from polyad.model.padding import RealTokens
-from polyad.model.samples import SampleStatistics, give_samples
+from polyad.model.samples import AUXILIARY_LOSSES, StatisticsModule, ask_for
 from polyad.train.loop.losses import LossConfig, routing_loss
 from polyad.train.loop.sample_similarity import (
     Reading,
@@ -142,7 +142,7 @@ def test_every_layer_of_a_model_gets_it_from_its_own_router(name, of):
     torch.manual_seed(1)
     model, images = made(name), torch.randn(5, 3, 8, 8, dtype=torch.float64)
     assert all(stats.sample_scores_BS is None for stats in model(images).routing)
-    give_samples(model, True)
+    ask_for(model, losses=AUXILIARY_LOSSES, samples=True)
     read = Reading(model)
     routing = read(images).routing
     settings = config(of=of)
@@ -177,7 +177,7 @@ def test_grey_networks_compare_the_one_number_of_a_pixel_that_they_read():
     materialize(model, 0)
     model.double()
     images = torch.randn(5, 1, 8, 8, dtype=torch.float64).expand(-1, 3, -1, -1)
-    give_samples(model, True)
+    ask_for(model, losses=AUXILIARY_LOSSES, samples=True)
     read = Reading(model, model.as_read)
     (stats,) = read(images).routing
     (found,) = with_sample_similarity((stats,), read.inputs, config())
@@ -188,7 +188,7 @@ def test_grey_networks_compare_the_one_number_of_a_pixel_that_they_read():
 def test_probabilities_of_a_padded_sample_are_of_its_real_tokens():
     mask = torch.tensor([[1, 1, 0], [1, 0, 0], [1, 1, 1]], dtype=torch.bool)
     real = RealTokens.of(mask)
-    layer = SampleStatistics()
+    layer = StatisticsModule()
     layer.gives_samples = True
     u = torch.randn(3, 3, 4)
     scores = torch.rand(6, 2)
@@ -269,7 +269,7 @@ def test_pixels_are_compared_in_training(workers, recompute):
     assert two[key] == pytest.approx(one[key], rel=1e-4)
     model = build_model(case.model)
     materialize(model, 7)  # the seed of `train`
-    give_samples(model, True)
+    ask_for(model, losses=AUXILIARY_LOSSES, samples=True)
     losses = []
     for images in image_batch(0, case.model).images_BCHW.split(case.micro_batch):
         scores = model(images).routing[1].sample_scores_BS.detach()

@@ -11,10 +11,9 @@ from polyad.data.sequences.config import SequenceDataConfig
 from polyad.data.text.manifest import SplitName
 from polyad.model.build import build_model, count_parameters
 from polyad.model.emoe.config import EmergentMoEConfig
-from polyad.model.feedforward import SelectingConfig
 from polyad.model.mumoe.config import MuMoEConfig
 from polyad.model.mumoe.head import MuMoEHeadConfig
-from polyad.model.smoe.config import SparseMoEConfig
+from polyad.model.smoe.config import SelectingConfig, SparseMoEConfig
 from polyad.model.vision import ImageModelSettings
 from polyad.parallel.checkpoint.checkpoint import best_checkpoint, find_checkpoint
 from polyad.parallel.checkpoint.commit import BEST_FILE, STEP_FOLDER, complete_checkpoints
