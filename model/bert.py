@@ -18,13 +18,16 @@ from torch import Tensor, nn
 
 from polyad.model.attention import SelfAttention
 from polyad.model.bert_heads import ClassificationHead, MaskedLanguageHead, Pooler
-from polyad.model.block import PostNormBlock, run_block
+from polyad.model.block import FeedForwardConfig, PostNormBlock, build_feedforward, run_block
 from polyad.model.config import Config, SectionError
-from polyad.model.dense import DenseFeedForwardConfig
-from polyad.model.feedforward import FeedForwardConfig, build_feedforward
+from polyad.model.feedforward import (
+    Activation,
+    BlockInput,
+    DenseFeedForwardConfig,
+    FeedForwardContext,
+)
 from polyad.model.heads import ClassificationHeadConfig
 from polyad.model.initialization import Initializer, norm_initializers, normal
-from polyad.model.interface import Activation, BlockInput, FeedForwardContext
 from polyad.model.kernels.linear_cross_entropy import CHUNK
 from polyad.model.layers import Embedding, LayerNorm
 from polyad.model.output import ModelOutput, RoutingStats

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from polyad.model.dense import ACTIVATIONS
+from polyad.model.feedforward import ACTIVATIONS, Activation
 from polyad.model.initialization import ZEROS, Initializer, linear_initializers, norm_initializers
-from polyad.model.interface import Activation
 from polyad.model.kernels.linear_cross_entropy import scores
 from polyad.model.layers import LayerNorm
 

@@ -1,21 +1,73 @@
-"""One transformer block: normalize before each branch and add after it, or the other way round.
+"""One transformer block: normalize before each branch and add after it, or the other way round; and
+its feed-forward of any kind, chosen by `kind`.
+
+A new kind of feed-forward is a config class and a module, one member of the `FeedForwardConfig`
+union and one line of `FEED_FORWARDS`; the tests run over that registry.
 
 Shapes: B batch, T tokens in a sequence, D width.
 """
 
-from typing import Any, Literal, TypeAlias
+from collections.abc import Callable
+from typing import Annotated, Any, Literal, TypeAlias
 
 import torch
+from pydantic import BeforeValidator, Field
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from polyad.model.attention import SelfAttention
+from polyad.model.emoe.config import EmergentMoEConfig
+from polyad.model.emoe.layer import EmergentMoE
+from polyad.model.feedforward import (
+    NOTHING_ELSE,
+    BlockInput,
+    DenseFeedForward,
+    DenseFeedForwardConfig,
+    FeedForward,
+    FeedForwardContext,
+)
 from polyad.model.initialization import Initializer, norm_initializers
-from polyad.model.interface import NOTHING_ELSE, BlockInput, FeedForward
 from polyad.model.layers import DropPath, LayerNorm
+from polyad.model.mumoe.config import MuMoEConfig
+from polyad.model.mumoe.layer import MuMoE
 from polyad.model.output import RoutingStats
+from polyad.model.smoe.config import SparseMoEConfig
+from polyad.model.smoe.layer import SparseMoE
+
+
+def _default_kind(value: object) -> object:
+    """A section without a kind is dense."""
+    return {"kind": "dense"} | value if isinstance(value, dict) else value
+
 
 Recompute: TypeAlias = Literal["none", "block"]
+
+FeedForwardConfig: TypeAlias = Annotated[
+    DenseFeedForwardConfig | MuMoEConfig | SparseMoEConfig | EmergentMoEConfig,
+    Field(discriminator="kind"),
+    BeforeValidator(_default_kind),
+]
+
+# A builder takes the config class of its kind; a single type cannot say that, hence Any.
+FEED_FORWARDS: dict[str, Callable[[Any, FeedForwardContext], FeedForward]] = {
+    "dense": DenseFeedForward,
+    "mumoe": MuMoE,
+    "smoe": SparseMoE,
+    "emoe": EmergentMoE,
+}
+
+
+def build_feedforward(config: FeedForwardConfig, context: FeedForwardContext) -> FeedForward:
+    """Builds the feed-forward of one block, on the current default device.
+
+    Args:
+        config: Which kind, and its settings.
+        context: Settings of the model.
+
+    Returns:
+        A module with the interface of `FeedForward`.
+    """
+    return FEED_FORWARDS[config.kind](config, context)
 
 
 class Block(nn.Module):

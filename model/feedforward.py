@@ -1,52 +1,300 @@
-"""The feed-forward of a block: chosen by `kind`, built by one function.
+"""A feed-forward: what a block gives it and asks of it, its configuration, and the dense kind.
 
-A new kind is a config class and a module, one member of the `FeedForwardConfig` union and one line
-of `FEED_FORWARDS`; the tests run over that registry.
+Shapes: B batch, T tokens in a sequence, D width, F inner width, A heads, H width of one head, N
+experts.
 """
 
+import functools
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Annotated, Any, TypeAlias
+from dataclasses import dataclass
+from typing import Annotated, Literal, NamedTuple, Self, TypeAlias
 
-from pydantic import BeforeValidator, Field
+import torch
+from pydantic import Field
+from torch import Tensor, nn
 
-from polyad.model.dense import DenseFeedForward, DenseFeedForwardConfig
-from polyad.model.emoe.config import EmergentMoEConfig
-from polyad.model.emoe.layer import EmergentMoE
-from polyad.model.interface import FeedForward, FeedForwardContext
-from polyad.model.mumoe.config import MuMoEConfig
-from polyad.model.mumoe.layer import MuMoE
-from polyad.model.smoe.config import SparseMoEConfig
-from polyad.model.smoe.layer import SparseMoE
+from polyad.model.attention import AttentionTrace
+from polyad.model.cache import BlockCache
+from polyad.model.config import Config
+from polyad.model.initialization import Initializer, linear_initializers
+from polyad.model.output import RoutingStats
+from polyad.model.padding import RealTokens
 
-
-def _default_kind(value: object) -> object:
-    """A section without a kind is dense."""
-    return {"kind": "dense"} | value if isinstance(value, dict) else value
+Activation: TypeAlias = Literal["gelu", "gelu_tanh", "quick_gelu"]
+"""GELU, exact or approximated by tanh, or x sigmoid(1.702 x)."""
 
 
-FeedForwardConfig: TypeAlias = Annotated[
-    DenseFeedForwardConfig | MuMoEConfig | SparseMoEConfig | EmergentMoEConfig,
-    Field(discriminator="kind"),
-    BeforeValidator(_default_kind),
-]
+@dataclass(frozen=True, kw_only=True)
+class FeedForwardContext:
+    """Settings of the model that every kind of feed-forward gets."""
 
-# A builder takes the config class of its kind; a single type cannot say that, hence Any.
-FEED_FORWARDS: dict[str, Callable[[Any, FeedForwardContext], FeedForward]] = {
-    "dense": DenseFeedForward,
-    "mumoe": MuMoE,
-    "smoe": SparseMoE,
-    "emoe": EmergentMoE,
+    hidden_size: int
+    """Width D of the input and the output."""
+    bias: bool
+    """Whether linear layers have one."""
+    dropout: float
+    """Dropout probability of the output."""
+    initializer_std: float
+    """Standard deviation of initial weights, but for those before the residual stream."""
+    residual_std: float
+    """Standard deviation of initial weights whose output is added to the residual stream."""
+    num_heads: int | None = None
+    """Heads of the attention in the same block; None in a model without attention."""
+    activation: Activation = "gelu_tanh"
+    """Of the dense feed-forward."""
+    causal: bool = True
+    """Whether a token must not depend on later ones, as in a language model."""
+
+
+class BlockInput(NamedTuple):
+    """What a block, its feed-forward and their router may read beside the residual stream.
+
+    A NamedTuple, because DeepSpeed's hooks look for tensors in tuples alone.
+    """
+
+    mask_BT: Tensor | None = None
+    """True for tokens, False for padding, for an attention that sees later tokens; None: there is
+    no padding, or attention is causal and padding comes last."""
+    real: RealTokens | None = None
+    """The tokens that are not padding, for routing; None: all, or no block routes."""
+    cache: BlockCache | None = None
+    """In generation: what this block stores of earlier tokens, to which these are added."""
+    attention: AttentionTrace | None = None
+    """The trace of the block's attention, for a feed-forward whose `attention_head` asks for it.
+    The block fills it in."""
+
+
+NOTHING_ELSE = BlockInput()
+"""No padding, no cache, no trace."""
+
+
+def refuse_autocast(x: Tensor, what: str) -> None:
+    """Raises an error where `torch.autocast` would change the precision of some products only.
+
+    Args:
+        x: What is computed with.
+        what: What the error calls the layer.
+
+    Raises:
+        RuntimeError: Autocast is on, on the tensor's device.
+    """
+    kind = x.device.type
+    # Not `torch.amp.is_autocast_available`, where older compilers end their graph.
+    if kind in ("cpu", "cuda") and torch.is_autocast_enabled(kind):
+        raise RuntimeError(
+            f"{what} does not work under torch.autocast, which would mix precisions within its "
+            f"products: give the model bf16 weights instead, as train.precision: bf16 does"
+        )
+
+
+class FeedForward(nn.Module, ABC):
+    """The base of all feed-forwards."""
+
+    def attention_head(self) -> Tensor | None:
+        """The head of the block's attention that `forward` needs the trace of.
+
+        The block asks before attention runs. The answer changes only in `update`.
+
+        Returns:
+            [1], its index among those of this process; None: `forward` needs no trace.
+        """
+        return None
+
+    @abstractmethod
+    def forward(
+        self,
+        normalized_BTD: Tensor,
+        residual_BTD: Tensor,
+        given: BlockInput = NOTHING_ELSE,
+    ) -> tuple[Tensor, RoutingStats | None]:
+        """Computes the block's second branch.
+
+        Args:
+            normalized_BTD: The residual stream after the block's LayerNorm.
+            residual_BTD: The residual stream before it, which the gate of a muMoE reads.
+            given: What else there is. Padding takes no part in routing, and its output has no
+                meaning.
+
+        Returns:
+            The output [B, T, D], before it is added to the residual stream, and the routing
+            statistics with an empty name, or None from a feed-forward that does not route.
+        """
+
+    def gate_columns(self) -> list[Tensor]:
+        """The directions of the gate's input that raise each expert's score.
+
+        Returns:
+            For each level of experts [N, D], N experts; empty if it does not route.
+        """
+        return []
+
+    def update(self, stats: RoutingStats, progress: float) -> None:
+        """Prepares the next optimizer step; called once after each, if it routes.
+
+        Args:
+            stats: Of this layer, averaged over the step.
+            progress: Share of the run's steps that are done.
+        """
+
+
+class FeedForwardSettings(Config, ABC):
+    """The base of the configurations of feed-forwards, each of which says only what differs."""
+
+    @abstractmethod
+    def inner_size(self, width: int) -> int:
+        """The inner width F in a model of the given width D."""
+
+    @abstractmethod
+    def cut_sizes(self, width: int) -> list[dict[str, int]]:
+        """What tensor parallelism divides: one of the sizes of each entry, by key.
+
+        Args:
+            width: D.
+        """
+
+    def of_model(self, *, width: int, bias: bool) -> Self:
+        """Completed with what the model decides: by default nothing.
+
+        Args:
+            width: D.
+            bias: Whether linear layers have one.
+
+        Raises:
+            SectionError: It does not fit the model.
+        """
+        return self
+
+    def of_block(self, block: int) -> "Self | DenseFeedForwardConfig":
+        """The feed-forward of one block: by default the same in each.
+
+        Args:
+            block: Its number, from 0.
+        """
+        return self
+
+    def check_model(self, *, num_layers: int, num_heads: int | None, causal: bool) -> None:
+        """Checks this section against the rest of the model; by default it fits every one.
+
+        Args:
+            num_layers: Of the model.
+            num_heads: Of its attention; None without attention.
+            causal: Whether it is a language model.
+
+        Raises:
+            SectionError: They do not fit.
+        """
+
+    def mixing_flops_per_token(self, width: int, head_size: int, length: int) -> int:
+        """FLOPs of mixing over tokens: by default none.
+
+        Args:
+            width: D.
+            head_size: Of one attention head.
+            length: Tokens in a sequence.
+
+        Returns:
+            FLOPs, forward and backward.
+        """
+        return 0
+
+
+class DenseFeedForwardConfig(FeedForwardSettings):
+    """GPT-2's own feed-forward: every token through the same two layers."""
+
+    kind: Literal["dense"] = "dense"
+    """Which feed-forward this is."""
+
+    hidden_size: Annotated[int, Field(ge=1)] | None = None
+    """Inner width F, in units; None: four times the model's width."""
+    weight_scale: Annotated[float, Field(gt=0, le=1e6)] = 1.0
+    """What the initial weights of both layers are multiplied by; 1 is the model's own start."""
+
+    def inner_size(self, width: int) -> int:
+        """The inner width F in a model of the given width D."""
+        return 4 * width if self.hidden_size is None else self.hidden_size
+
+    def cut_sizes(self, width: int) -> list[dict[str, int]]:
+        """See `FeedForwardSettings.cut_sizes`: the inner width."""
+        return [{"hidden_size": self.inner_size(width)}]
+
+    def parameters(self, width: int, bias: bool) -> int:
+        """Counts the numbers of both layers.
+
+        Args:
+            width: D.
+            bias: whether they have one.
+        """
+        inner = self.inner_size(width)
+        return 2 * width * inner + bias * (inner + width)
+
+    def saved_numbers_per_token(self, width: int) -> int:
+        """Numbers that a token saves for the backward pass: units before and after the activation.
+
+        Args:
+            width: D.
+        """
+        return 2 * self.inner_size(width)
+
+    def matmul_parameters_per_token(self, width: int) -> int:
+        """Counts the weights that multiply one token; a sparse kind counts the active experts.
+
+        Args:
+            width: D.
+
+        Returns:
+            A number of weights, without biases.
+        """
+        return 2 * width * self.inner_size(width)
+
+
+class QuickGELU(nn.Module):
+    """x sigmoid(1.702 x), as in CLIP."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Applies it to each number."""
+        return x * torch.sigmoid(1.702 * x)
+
+
+ACTIVATIONS: dict[Activation, Callable[[], nn.Module]] = {
+    "gelu": nn.GELU,
+    "gelu_tanh": functools.partial(nn.GELU, approximate="tanh"),
+    "quick_gelu": QuickGELU,
 }
 
 
-def build_feedforward(config: FeedForwardConfig, context: FeedForwardContext) -> FeedForward:
-    """Builds the feed-forward of one block, on the current default device.
+class DenseFeedForward(FeedForward):
+    """Up, an activation (GELU approximated by tanh in GPT-2), down.
 
     Args:
-        config: Which kind, and its settings.
+        config: Its own configuration.
         context: Settings of the model.
-
-    Returns:
-        A module with the interface of `FeedForward`.
     """
-    return FEED_FORWARDS[config.kind](config, context)
+
+    def __init__(self, config: DenseFeedForwardConfig, context: FeedForwardContext) -> None:
+        super().__init__()
+        inner_size = config.inner_size(context.hidden_size)
+        self.context = context
+        self.weight_scale = config.weight_scale
+        self.up = nn.Linear(context.hidden_size, inner_size, bias=context.bias)
+        self.activation = ACTIVATIONS[context.activation]()
+        self.down = nn.Linear(inner_size, context.hidden_size, bias=context.bias)
+        self.dropout = nn.Dropout(context.dropout)
+
+    def initializers(self) -> dict[str, Initializer]:
+        """Says how each parameter starts; see `model/initialization.py`."""
+        scale, context = self.weight_scale, self.context
+        return {
+            **linear_initializers("up", self.up, scale * context.initializer_std),
+            **linear_initializers("down", self.down, scale * context.residual_std),
+        }
+
+    def forward(
+        self,
+        normalized_BTD: Tensor,
+        residual_BTD: Tensor,
+        given: BlockInput = NOTHING_ELSE,
+    ) -> tuple[Tensor, RoutingStats | None]:
+        """Applies both layers to the normalized input; see `FeedForward.forward`."""
+        inner_BTF = self.activation(self.up(normalized_BTD))
+        return self.dropout(self.down(inner_BTF)), None

@@ -15,14 +15,12 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from polyad.model.attention import SelfAttention
-from polyad.model.block import Block, run_block
+from polyad.model.block import Block, FeedForwardConfig, build_feedforward, run_block
 from polyad.model.cache import KeyValueCache
 from polyad.model.config import SectionError
-from polyad.model.dense import DenseFeedForwardConfig
-from polyad.model.feedforward import FeedForwardConfig, build_feedforward
+from polyad.model.feedforward import BlockInput, DenseFeedForwardConfig, FeedForwardContext
 from polyad.model.heads import ClassificationHeadConfig, SequenceHead
 from polyad.model.initialization import Initializer, norm_initializers, normal
-from polyad.model.interface import BlockInput, FeedForwardContext
 from polyad.model.kernels.linear_cross_entropy import CHUNK, losses
 from polyad.model.layers import Embedding, LayerNorm
 from polyad.model.output import ModelOutput, RoutingStats

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from pydantic import ValidationError
 
 from polyad.model.build import build_model
-from polyad.model.dense import DenseFeedForwardConfig
+from polyad.model.feedforward import DenseFeedForwardConfig
 from polyad.model.gpt2 import GPT2Config
 
 CONFIG_FILE = "config.json"

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from polyad.model.dense import DenseFeedForwardConfig
+from polyad.model.feedforward import DenseFeedForwardConfig
 from polyad.model.huggingface import HuggingFaceError
 from polyad.model.mixer import CHANNELS, TOKENS, MixerConfig
 

@@ -23,7 +23,7 @@ from torch.nn.functional import linear, pad
 
 from polyad.model.attention import SelfAttention
 from polyad.model.config import Config
-from polyad.model.dense import DenseFeedForward
+from polyad.model.feedforward import DenseFeedForward
 from polyad.model.initialization import ZEROS, Initializer, uniform
 from polyad.model.kernels.grouped import gelu_by_tanh, grouped_linear
 from polyad.model.mumoe.base import Factorized

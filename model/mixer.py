@@ -11,11 +11,9 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from polyad.model.block import run_block
-from polyad.model.dense import DenseFeedForwardConfig
-from polyad.model.feedforward import FeedForwardConfig, build_feedforward
+from polyad.model.block import FeedForwardConfig, build_feedforward, run_block
+from polyad.model.feedforward import DenseFeedForwardConfig, FeedForwardContext
 from polyad.model.initialization import Initializer, norm_initializers
-from polyad.model.interface import FeedForwardContext
 from polyad.model.layers import DropPath, LayerNorm
 from polyad.model.output import ModelOutput, RoutingStats
 from polyad.model.settings import Count, CutSizes

@@ -5,9 +5,9 @@ from typing import Annotated, ClassVar, Literal, Self, TypeAlias
 
 from pydantic import Field
 
+from polyad.model.block import FeedForwardConfig
 from polyad.model.config import Config
-from polyad.model.dense import DenseFeedForwardConfig
-from polyad.model.feedforward import FeedForwardConfig
+from polyad.model.feedforward import DenseFeedForwardConfig
 
 Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
 CutSizes: TypeAlias = list[dict[str, int]]

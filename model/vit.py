@@ -14,9 +14,8 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from polyad.model.attention import SelfAttention
-from polyad.model.block import Block, run_block
-from polyad.model.dense import DenseFeedForwardConfig
-from polyad.model.feedforward import FeedForwardConfig, build_feedforward
+from polyad.model.block import Block, FeedForwardConfig, build_feedforward, run_block
+from polyad.model.feedforward import DenseFeedForwardConfig, FeedForwardContext
 from polyad.model.initialization import (
     ZEROS,
     Initializer,
@@ -24,7 +23,6 @@ from polyad.model.initialization import (
     norm_initializers,
     normal,
 )
-from polyad.model.interface import FeedForwardContext
 from polyad.model.layers import LayerNorm
 from polyad.model.output import ModelOutput, RoutingStats
 from polyad.model.settings import Count, CutSizes

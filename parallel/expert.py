@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from polyad.model.emoe.layer import MaskedDispatcher
-from polyad.model.interface import NOTHING_ELSE, BlockInput
+from polyad.model.feedforward import NOTHING_ELSE, BlockInput
 from polyad.model.smoe.dispatch import Dispatcher, Plan
 from polyad.model.smoe.experts import Experts, StackedExperts
 from polyad.model.smoe.graph import AttentionGraph, Mixed, head_entropies

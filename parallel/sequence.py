@@ -23,9 +23,8 @@ from torch.nn.functional import pad
 
 from polyad.model.attention import SelfAttention
 from polyad.model.block import Block
-from polyad.model.dense import DenseFeedForward
+from polyad.model.feedforward import DenseFeedForward, FeedForward
 from polyad.model.gpt2 import GPT2
-from polyad.model.interface import FeedForward
 from polyad.model.layers import Embedding, embed
 from polyad.model.mumoe.layer import MuMoE
 from polyad.parallel import comm

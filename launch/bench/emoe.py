@@ -27,9 +27,9 @@ from polyad.launch.bench.layer import (
 from polyad.launch.bench.turns import say
 from polyad.launch.output import align
 from polyad.model.config import SectionError
-from polyad.model.dense import DenseFeedForward, DenseFeedForwardConfig
 from polyad.model.emoe.config import EmergentMoEConfig
 from polyad.model.emoe.layer import EmergentMoE
+from polyad.model.feedforward import DenseFeedForward, DenseFeedForwardConfig
 from polyad.parallel.zero import DTYPES
 from polyad.train.errors import ConfigError, RunError
 

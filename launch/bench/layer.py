@@ -17,7 +17,7 @@ from polyad.launch.bench.device import now
 from polyad.launch.bench.turns import Run, Times, part_medians, span, summary, take_turns
 from polyad.launch.machine import processor_name
 from polyad.model.build import materialize
-from polyad.model.interface import FeedForward, FeedForwardContext
+from polyad.model.feedforward import FeedForward, FeedForwardContext
 from polyad.model.kernels.cpu.gelu import has_native_gelu
 from polyad.model.kernels.cpu.processor import has_bf16_products
 from polyad.parallel import comm

@@ -39,7 +39,7 @@ from polyad.launch.bench.mumoe_peers import (
 )
 from polyad.launch.bench.turns import say
 from polyad.launch.output import align
-from polyad.model.dense import DenseFeedForward, DenseFeedForwardConfig
+from polyad.model.feedforward import DenseFeedForward, DenseFeedForwardConfig
 from polyad.model.kernels.cpu.processor import has_bf16_products
 from polyad.model.mumoe.config import MuMoEConfig
 from polyad.parallel.zero import DTYPES

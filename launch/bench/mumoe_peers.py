@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import gelu, layer_norm, linear
 
 from polyad.launch.bench.layer import TimedLayer, context_of, start
-from polyad.model.dense import DenseFeedForwardConfig
+from polyad.model.feedforward import DenseFeedForwardConfig
 from polyad.model.mumoe.base import Factorized
 from polyad.model.mumoe.config import FactorizationName, MuMoEConfig
 from polyad.model.mumoe.gating import EPSILON, entmax15

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from polyad.model.attention import AttentionTrace
 from polyad.model.build import build_model, initial_value, initial_values, place
+from polyad.model.feedforward import NOTHING_ELSE, BlockInput
 from polyad.model.gpt2 import GPT2, GPT2Config
-from polyad.model.interface import NOTHING_ELSE, BlockInput
 from polyad.model.smoe.config import SparseMoEConfig
 from polyad.model.smoe.graph import Graph, Mixed, MixingGraph
 from polyad.model.smoe.selection import Selected, TopK

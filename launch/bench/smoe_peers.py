@@ -7,8 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from polyad.launch.bench.layer import TimedLayer, context_of, of_ours, start
-from polyad.model.dense import DenseFeedForward, DenseFeedForwardConfig
-from polyad.model.interface import FeedForwardContext
+from polyad.model.feedforward import DenseFeedForward, DenseFeedForwardConfig, FeedForwardContext
 from polyad.model.smoe.config import SparseMoEConfig
 from polyad.model.smoe.layer import SparseMoE
 from polyad.model.smoe.scores import LinearScore

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import record_function
 
+from polyad.model.block import FeedForwardConfig
 from polyad.model.build import build_model, compile_model, materialize
-from polyad.model.dense import DenseFeedForwardConfig
-from polyad.model.feedforward import FeedForwardConfig
+from polyad.model.feedforward import DenseFeedForwardConfig
 from polyad.model.gpt2 import GPT2, GPT2Config
 from polyad.model.mumoe.config import MuMoEConfig
 from polyad.model.output import RoutingStats

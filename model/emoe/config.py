@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from polyad.model.config import SectionError
-from polyad.model.dense import DenseFeedForwardConfig
+from polyad.model.feedforward import DenseFeedForwardConfig
 from polyad.model.smoe.config import (
     Count,
     Placement,

@@ -16,10 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from polyad.model.dense import ACTIVATIONS
 from polyad.model.emoe.config import EmergentMoEConfig
+from polyad.model.feedforward import ACTIVATIONS, FeedForwardContext
 from polyad.model.initialization import ZEROS, Initializer, normal
-from polyad.model.interface import FeedForwardContext
 from polyad.model.smoe.dispatch import Dispatcher, Plan, make_plan
 from polyad.model.smoe.experts import Lot, StackedExperts
 from polyad.model.smoe.graph import NoGraph

@@ -6,7 +6,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from polyad.model.config import Config, SectionError
-from polyad.model.dense import DenseFeedForwardConfig, FeedForwardSettings
+from polyad.model.feedforward import DenseFeedForwardConfig, FeedForwardSettings
 from polyad.model.mumoe.base import Factorized, Sizes
 from polyad.model.mumoe.cp import CP
 from polyad.model.mumoe.tr import TensorRing, TensorTrain

@@ -10,14 +10,14 @@ experts of a level.
 
 from torch import Tensor, nn
 
-from polyad.model.initialization import Initializer
-from polyad.model.interface import (
+from polyad.model.feedforward import (
     NOTHING_ELSE,
     BlockInput,
     FeedForward,
     FeedForwardContext,
     refuse_autocast,
 )
+from polyad.model.initialization import Initializer
 from polyad.model.mumoe.config import MuMoEConfig
 from polyad.model.mumoe.gating import Gate
 from polyad.model.mumoe.statistics import gate_statistics

@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self, TypeAlias
 from pydantic import Field, field_validator, model_validator
 
 from polyad.model.config import SectionError
-from polyad.model.dense import DenseFeedForwardConfig, FeedForwardSettings
-from polyad.model.interface import Activation
+from polyad.model.feedforward import Activation, DenseFeedForwardConfig, FeedForwardSettings
 
 Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
 Positive = Annotated[float, Field(ge=1e-6, le=1e6)]

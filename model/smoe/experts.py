@@ -10,9 +10,8 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from polyad.model.dense import ACTIVATIONS
+from polyad.model.feedforward import ACTIVATIONS, Activation, FeedForwardContext
 from polyad.model.initialization import ZEROS, Initializer, normal
-from polyad.model.interface import Activation, FeedForwardContext
 from polyad.model.kernels.grouped import grouped, one_by_one
 from polyad.model.smoe.config import SelectingConfig, SparseMoEConfig
 

@@ -12,8 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from polyad.model.feedforward import NOTHING_ELSE, BlockInput, FeedForward, FeedForwardContext
 from polyad.model.initialization import ZEROS, Initializer
-from polyad.model.interface import NOTHING_ELSE, BlockInput, FeedForward, FeedForwardContext
 from polyad.model.output import RoutingStats
 from polyad.model.padding import counted, pack, unpack
 from polyad.model.samples import StatisticsModule

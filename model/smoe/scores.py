@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, normalize
 
+from polyad.model.feedforward import FeedForwardContext
 from polyad.model.initialization import ZEROS, Initializer, constant, normal, uniform
-from polyad.model.interface import FeedForwardContext
 from polyad.model.output import RoutingStats
 from polyad.model.smoe.config import SelectingConfig, SparseMoEConfig
 

@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_leaves
 
 from polyad.model.attention import AttentionTrace
 from polyad.model.build import materialize
-from polyad.model.interface import FeedForwardContext
+from polyad.model.feedforward import FeedForwardContext
 from polyad.model.mumoe.gating import Gate
 from polyad.model.smoe.config import SparseMoEConfig
 from polyad.model.smoe.selection import TopK

@@ -6,8 +6,8 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from polyad.model.bert import Bert, BertConfig
+from polyad.model.block import FEED_FORWARDS
 from polyad.model.build import build_model, num_parameters
-from polyad.model.feedforward import FEED_FORWARDS
 from polyad.model.huggingface_bert import parts_of, plain_name
 from polyad.model.mumoe.gating import NORMS
 from polyad.model.smoe.graph import GRAPHS

@@ -4,10 +4,9 @@ import pytest
 import torch
 from pydantic import TypeAdapter, ValidationError
 
+from polyad.model.block import FEED_FORWARDS, FeedForwardConfig
 from polyad.model.build import build_model, initial_values
-from polyad.model.dense import DenseFeedForward, DenseFeedForwardConfig
-from polyad.model.feedforward import FEED_FORWARDS, FeedForwardConfig
-from polyad.model.interface import FeedForwardContext
+from polyad.model.feedforward import DenseFeedForward, DenseFeedForwardConfig, FeedForwardContext
 
 every_kind = pytest.mark.parametrize("kind", FEED_FORWARDS)
 

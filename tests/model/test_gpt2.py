@@ -4,8 +4,8 @@ from pydantic import ValidationError
 from torch.nn.functional import cross_entropy
 
 from polyad.model.build import num_parameters
+from polyad.model.feedforward import FeedForward
 from polyad.model.gpt2 import GPT2, GPT2Config
-from polyad.model.interface import FeedForward
 from polyad.model.output import RoutingStats
 from tests.helpers.reference import reference_of
 

@@ -8,7 +8,7 @@ import itertools
 import pytest
 import torch
 
-from polyad.model.interface import BlockInput
+from polyad.model.feedforward import BlockInput
 from polyad.model.padding import RealTokens
 from polyad.model.smoe.layer import SparseMoE
 from polyad.parallel import comm

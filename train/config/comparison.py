@@ -5,9 +5,9 @@ from typing import Any
 
 from torch import nn
 
+from polyad.model.block import FeedForwardConfig
 from polyad.model.build import build_model, count_parameters
-from polyad.model.dense import DenseFeedForwardConfig
-from polyad.model.feedforward import FeedForwardConfig
+from polyad.model.feedforward import DenseFeedForwardConfig
 from polyad.model.gpt2 import GPT2Config
 from polyad.model.mumoe.config import MuMoEConfig
 from polyad.model.settings import ModelSettings

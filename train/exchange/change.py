@@ -13,8 +13,7 @@ from torch import nn
 
 from polyad.model.build import ModelSizeError, build_model, initial_value
 from polyad.model.config import Config
-from polyad.model.dense import DenseFeedForward, DenseFeedForwardConfig
-from polyad.model.interface import Activation
+from polyad.model.feedforward import Activation, DenseFeedForward, DenseFeedForwardConfig
 from polyad.model.settings import ModelSettings
 from polyad.parallel.checkpoint.tensor_folder import differing_shapes
 from polyad.parallel.fragments import persistent_buffers

@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from polyad.model.entropy import entropy
-from polyad.model.interface import FeedForward
+from polyad.model.feedforward import FeedForward
 from polyad.model.mixture import Mixture
 from polyad.model.mumoe.head import MuMoEHead
 from polyad.model.output import RoutingStats

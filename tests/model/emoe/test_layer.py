@@ -6,12 +6,16 @@ import pytest
 import torch
 
 from polyad.model.build import build_model, materialize
-from polyad.model.dense import ACTIVATIONS, DenseFeedForward, DenseFeedForwardConfig
 from polyad.model.emoe.clustering import balanced_kmeans, random_groups
 from polyad.model.emoe.config import EmergentMoEConfig
 from polyad.model.emoe.layer import EmergentMoE
 from polyad.model.emoe.splitting import DENSE_NAMES, merge, split, unit_order
-from polyad.model.interface import FeedForwardContext
+from polyad.model.feedforward import (
+    ACTIVATIONS,
+    DenseFeedForward,
+    DenseFeedForwardConfig,
+    FeedForwardContext,
+)
 
 WIDTH, UNITS, EXPERTS = 32, 128, 16
 

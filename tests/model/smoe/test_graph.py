@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from polyad.model.attention import AttentionTrace, SelfAttention
-from polyad.model.interface import BlockInput
+from polyad.model.feedforward import BlockInput
 from polyad.model.smoe.graph import GRAPHS, AttentionGraph, SimilarityGraph, head_entropies
 from tests.helpers.routing import (
     Watch,

@@ -9,8 +9,8 @@ from torch.nn.functional import dropout, gelu
 
 from polyad.model.build import build_model, num_parameters
 from polyad.model.cache import KeyValueCache
+from polyad.model.feedforward import BlockInput
 from polyad.model.gpt2 import GPT2Config
-from polyad.model.interface import BlockInput
 from polyad.model.smoe.dispatch import make_plan
 from polyad.model.smoe.layer import SparseMoE
 from polyad.model.smoe.scores import SCORES

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from polyad.model.build import build_model
-from polyad.model.interface import BlockInput
+from polyad.model.feedforward import BlockInput
 from polyad.model.smoe.graph import GRAPHS
 from polyad.model.smoe.layer import make_router
 from polyad.model.smoe.scores import SCORES
