@@ -17,7 +17,6 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from polyad.model.attention import SelfAttention
-from polyad.model.bert_heads import ClassificationHead, MaskedLanguageHead, Pooler
 from polyad.model.block import FeedForwardConfig, PostNormBlock, build_feedforward, run_block
 from polyad.model.config import Config, SectionError
 from polyad.model.feedforward import (
@@ -26,7 +25,12 @@ from polyad.model.feedforward import (
     DenseFeedForwardConfig,
     FeedForwardContext,
 )
-from polyad.model.heads import ClassificationHeadConfig
+from polyad.model.heads import (
+    ClassificationHead,
+    ClassificationHeadConfig,
+    MaskedLanguageHead,
+    Pooler,
+)
 from polyad.model.initialization import Initializer, norm_initializers, normal
 from polyad.model.kernels.linear_cross_entropy import CHUNK
 from polyad.model.layers import Embedding, LayerNorm

@@ -14,8 +14,7 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from polyad.model.attention import AttentionTrace
-from polyad.model.cache import BlockCache
+from polyad.model.attention import AttentionTrace, BlockCache
 from polyad.model.config import Config
 from polyad.model.initialization import Initializer, linear_initializers
 from polyad.model.output import RoutingStats

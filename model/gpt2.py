@@ -14,9 +14,8 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from polyad.model.attention import SelfAttention
+from polyad.model.attention import KeyValueCache, SelfAttention
 from polyad.model.block import Block, FeedForwardConfig, build_feedforward, run_block
-from polyad.model.cache import KeyValueCache
 from polyad.model.config import SectionError
 from polyad.model.feedforward import BlockInput, DenseFeedForwardConfig, FeedForwardContext
 from polyad.model.heads import ClassificationHeadConfig, SequenceHead

@@ -1,6 +1,6 @@
-"""Heads of language models that score a whole sequence, in place of the next token.
+"""Heads: the class of a sequence, of a decoder and of BERT, and the tokens that were hidden.
 
-Shapes: B sequences, D width, K classes.
+Shapes: B sequences, T tokens in one, P positions that are scored, D width, V vocabulary, K classes.
 """
 
 from typing import Annotated, Literal
@@ -11,7 +11,16 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from polyad.model.config import Config
-from polyad.model.initialization import Initializer, normal
+from polyad.model.feedforward import ACTIVATIONS, Activation
+from polyad.model.initialization import (
+    ZEROS,
+    Initializer,
+    linear_initializers,
+    norm_initializers,
+    normal,
+)
+from polyad.model.kernels.linear_cross_entropy import scores
+from polyad.model.layers import LayerNorm
 
 HEAD = "head."
 """How the names of a head's parameters begin."""
@@ -77,3 +86,135 @@ class SequenceHead(nn.Module):
             z_BD: What stands for each sequence.
         """
         return linear(self.dropout(z_BD), self.weight)
+
+
+class Decoder(nn.Module):
+    """Scores the vocabulary by the token embedding, and a bias of its own.
+
+    A module so that tensor parallelism can put its own in its place.
+
+    Args:
+        vocab_size: V.
+    """
+
+    def __init__(self, vocab_size: int) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.empty(vocab_size))
+
+    def initializers(self) -> dict[str, Initializer]:
+        """Zero."""
+        return {"bias": ZEROS}
+
+    def forward(
+        self, x_BPD: Tensor, embedding_VD: Tensor, target_ids_BP: Tensor | None = None
+    ) -> Tensor:
+        """Scores every token of the vocabulary.
+
+        Args:
+            x_BPD: What the head made of the positions.
+            embedding_VD: The token embedding.
+            target_ids_BP: The right tokens, for a loss.
+
+        Returns:
+            Logits [B, P, V]; with targets what `scores` says, and no logits are kept.
+        """
+        if target_ids_BP is not None:
+            return scores(x_BPD, embedding_VD, target_ids_BP, bias_V=self.bias)
+        return linear(x_BPD, embedding_VD, self.bias)
+
+
+class MaskedLanguageHead(nn.Module):
+    """A layer with an activation and LayerNorm, then the vocabulary.
+
+    Args:
+        vocab_size: V.
+        width: D.
+        activation: After the layer.
+        epsilon: Of the LayerNorm.
+        initializer_std: Standard deviation of the initial weights.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        width: int,
+        activation: Activation,
+        epsilon: float,
+        initializer_std: float,
+    ) -> None:
+        super().__init__()
+        self.transform = nn.Linear(width, width)
+        self.activation = ACTIVATIONS[activation]()
+        self.norm = LayerNorm(width, eps=epsilon)
+        self.decoder = Decoder(vocab_size)
+        self._std = initializer_std
+
+    def initializers(self) -> dict[str, Initializer]:
+        """Says how each parameter starts; see `model/initialization.py`."""
+        return {
+            **linear_initializers("transform", self.transform, self._std),
+            **norm_initializers("norm", self.norm),
+        }
+
+    def forward(
+        self, x_BPD: Tensor, embedding_VD: Tensor, target_ids_BP: Tensor | None = None
+    ) -> Tensor:
+        """Scores every token of the vocabulary; see `Decoder.forward`.
+
+        Args:
+            x_BPD: The last block's output at the positions to be scored.
+            embedding_VD: The token embedding.
+            target_ids_BP: The right tokens, for a loss.
+        """
+        x_BPD = self.norm(self.activation(self.transform(x_BPD)))
+        scored: Tensor = self.decoder(x_BPD, embedding_VD, target_ids_BP)
+        return scored
+
+
+class Pooler(nn.Module):
+    """A layer with tanh for the first token, which stands for the sequence.
+
+    Args:
+        width: D.
+        initializer_std: Standard deviation of the initial weight.
+    """
+
+    def __init__(self, width: int, initializer_std: float) -> None:
+        super().__init__()
+        self.dense = nn.Linear(width, width)
+        self._std = initializer_std
+
+    def initializers(self) -> dict[str, Initializer]:
+        """Says how each parameter starts; see `model/initialization.py`."""
+        return linear_initializers("dense", self.dense, self._std)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        """What stands for each sequence, [B, D]."""
+        return torch.tanh(self.dense(x_BTD[:, 0]))
+
+
+class ClassificationHead(nn.Module):
+    """The pooler, dropout, and a linear layer.
+
+    Args:
+        width: D.
+        classes: K.
+        dropout: Probability, of what the last layer reads.
+        initializer_std: Standard deviation of the initial weights.
+    """
+
+    def __init__(self, width: int, classes: int, dropout: float, initializer_std: float) -> None:
+        super().__init__()
+        self.pooler = Pooler(width, initializer_std)
+        self.dropout = nn.Dropout(dropout)
+        self.classifier = nn.Linear(width, classes)
+        self._std = initializer_std
+
+    def initializers(self) -> dict[str, Initializer]:
+        """Says how each parameter starts; see `model/initialization.py`."""
+        return linear_initializers("classifier", self.classifier, self._std)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        """Logits of each sequence [B, K], from the last block's output."""
+        logits_BK: Tensor = self.classifier(self.dropout(self.pooler(x_BTD)))
+        return logits_BK

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from polyad.model.emoe.layer import MaskedDispatcher
+from polyad.model.emoe.experts import MaskedDispatcher
 from polyad.model.feedforward import NOTHING_ELSE, BlockInput
 from polyad.model.smoe.dispatch import Dispatcher, Plan
 from polyad.model.smoe.experts import Experts, StackedExperts

@@ -19,9 +19,9 @@ from torch.nn.functional import linear
 
 from polyad.model.attention import SelfAttention
 from polyad.model.bert import Bert
-from polyad.model.bert_heads import MaskedLanguageHead
 from polyad.model.feedforward import DenseFeedForward
 from polyad.model.gpt2 import GPT2, UntiedHead
+from polyad.model.heads import MaskedLanguageHead
 from polyad.model.layers import embed
 from polyad.parallel import comm
 from polyad.parallel.megatron import tensor_parallel_library

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from polyad.model.bert import Bert
-from polyad.model.bert_heads import MaskedLanguageHead
 from polyad.model.gpt2 import GPT2, UntiedHead
+from polyad.model.heads import MaskedLanguageHead
 from polyad.model.kernels.linear_cross_entropy import VocabularyPart, losses, scores
 from polyad.model.layers import Embedding
 from polyad.parallel.megatron import tensor_parallel_group, tensor_parallel_library

@@ -3,28 +3,24 @@ otherwise.
 
     y = sum_(e in TopK(x . mean K_e)) activation(x K_e^T + b_e) V_e + c
 
-With K = E it is the dense feed-forward whose units the experts are: the keys K_e are rows of its
-first matrix, the values V_e columns of its second one.
+With K = E it is the dense feed-forward whose units the experts are.
 
-Shapes: B batch, T tokens in a sequence, N = B T tokens, D width, E experts, K experts of a token, F
-inner units of one expert, U = E F of all.
+Shapes: N tokens, D width, E experts, K experts of a token, F inner units of one expert, U of all.
 """
-
-from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from polyad.model.emoe.config import EmergentMoEConfig
-from polyad.model.feedforward import ACTIVATIONS, FeedForwardContext
-from polyad.model.initialization import ZEROS, Initializer, normal
-from polyad.model.smoe.dispatch import Dispatcher, Plan, make_plan
-from polyad.model.smoe.experts import Lot, StackedExperts
+from polyad.model.emoe.experts import MaskedDispatcher, UnitGroups
+from polyad.model.feedforward import FeedForwardContext
+from polyad.model.initialization import ZEROS, Initializer
+from polyad.model.smoe.dispatch import Dispatcher
 from polyad.model.smoe.graph import NoGraph
 from polyad.model.smoe.layer import Router, SelectingMoE
 from polyad.model.smoe.scores import CosineScore, LinearScore, Score, router_dtype
-from polyad.model.smoe.selection import Selected, Selection, spread
+from polyad.model.smoe.selection import Selected, Selection
 
 
 class AverageKeys(Score):
@@ -68,77 +64,6 @@ class UnitSelection(Selection):
         if self.is_learned:
             weights_NK = self.top_k * chosen_NK.softmax(-1)
         return self.selected(weights_NK, ids_NK, scores_NE)
-
-
-class UnitGroups(StackedExperts):
-    """E groups of units: keys, an activation as in the dense feed-forward, values.
-
-    Args:
-        config: Of the layer.
-        context: Settings of the model.
-    """
-
-    inner_axes: ClassVar[dict[str, int]] = {"keys": 1, "bias": 1, "values": 1}
-
-    def __init__(self, config: EmergentMoEConfig, context: FeedForwardContext) -> None:
-        super().__init__(config, context, activation=context.activation)
-        experts, width = config.num_experts, context.hidden_size
-        inner = config.inner_size(width) // experts
-        self.keys = nn.Parameter(torch.empty(experts, inner, width))
-        self.bias = nn.Parameter(torch.empty(experts, inner)) if context.bias else None
-        self.values = nn.Parameter(torch.empty(experts, inner, width))
-        self.dense_activation = ACTIVATIONS[context.activation]()
-
-    def initializers(self) -> dict[str, Initializer]:
-        """Says how each parameter starts, expert by expert; see `model/initialization.py`."""
-        entries = {
-            "keys": normal(self.context.initializer_std).each_expert(),
-            "values": normal(self.context.residual_std).each_expert(),
-        }
-        return entries | ({"bias": ZEROS.each_expert()} if self.bias is not None else {})
-
-    def stacked(self) -> Lot:
-        """See `StackedExperts.stacked`."""
-        return Lot(self.keys.transpose(1, 2), self.bias, self.values)
-
-    def masked(self, tokens_ND: Tensor, weights_NE: Tensor) -> Tensor:
-        """All units of all tokens in one product; what a token does not use is multiplied by 0.
-
-        Args:
-            tokens_ND: Tokens.
-            weights_NE: Of every expert.
-
-        Returns:
-            [N, D].
-        """
-        bias_U = None if self.bias is None else self.bias.flatten()
-        inner_NU = self.dense_activation(linear(tokens_ND, self.keys.flatten(0, 1), bias_U))
-        inner_NEF = inner_NU.view(-1, *self.keys.shape[:2]) * weights_NE.unsqueeze(-1)
-        output_ND: Tensor = inner_NEF.flatten(1) @ self.values.flatten(0, 1)
-        return output_ND
-
-
-class MaskedDispatcher(Dispatcher):
-    """No token goes anywhere: every expert sees all of them."""
-
-    def forward(
-        self,
-        tokens_ND: Tensor,
-        selected: Selected,
-        experts: StackedExperts,
-        capacity_factor: float | None = None,
-    ) -> tuple[Tensor, Plan | None]:
-        """See `Dispatcher.forward`; a plan there is only where a capacity may drop assignments."""
-        assert isinstance(experts, UnitGroups)
-        plan = None
-        if capacity_factor is not None:
-            plan = make_plan(
-                selected.expert_ids_NK, selected.counts_E, capacity_factor, selected.priority_N
-            )
-            kept_NK = plan.kept_M()[plan.row_A].view_as(selected.weights_NK)
-            selected = selected._replace(weights_NK=selected.weights_NK * kept_NK)
-        weights_NE = spread(selected, experts.config.num_experts).to(tokens_ND.dtype)
-        return experts.masked(tokens_ND, weights_NE), plan
 
 
 class EmergentMoE(SelectingMoE):

@@ -25,8 +25,7 @@ from polyad.model.mumoe.config import (
 )
 from polyad.model.mumoe.gating import Gate
 from polyad.model.mumoe.statistics import gate_statistics
-from polyad.model.output import RoutingStats
-from polyad.model.samples import StatisticsModule
+from polyad.model.output import RoutingStats, StatisticsModule
 
 
 class MuMoEHeadConfig(FactorizedExperts):

@@ -21,9 +21,8 @@ from polyad.model.initialization import Initializer
 from polyad.model.mumoe.config import MuMoEConfig
 from polyad.model.mumoe.gating import Gate
 from polyad.model.mumoe.statistics import gate_statistics
-from polyad.model.output import RoutingStats
+from polyad.model.output import RoutingStats, StatisticsModule
 from polyad.model.padding import pack, unpack
-from polyad.model.samples import StatisticsModule
 
 
 class MuMoE(FeedForward, StatisticsModule):

@@ -10,9 +10,8 @@ Shapes: M tokens, N experts of a level, E and S experts of all levels side by si
 import torch
 from torch import Tensor
 
-from polyad.model.entropy import entropy
 from polyad.model.mumoe.gating import GateOutput
-from polyad.model.output import RoutingStats
+from polyad.model.output import RoutingStats, entropy
 from polyad.model.padding import RealTokens, counted
 
 DOMINANT = 0.5

@@ -23,10 +23,10 @@ from torch import Tensor, nn
 from torch.nn.functional import normalize
 
 from polyad.model.attention import AttentionTrace
-from polyad.model.entropy import entropy
 from polyad.model.feedforward import NOTHING_ELSE, BlockInput, FeedForwardContext, refuse_autocast
 from polyad.model.initialization import ZEROS, Initializer, constant
 from polyad.model.kernels.mixture import matrix, mixture
+from polyad.model.output import entropy
 from polyad.model.padding import RealTokens
 from polyad.model.smoe.config import SparseMoEConfig
 from polyad.model.smoe.scores import router_dtype

@@ -14,9 +14,8 @@ from torch import Tensor, nn
 
 from polyad.model.feedforward import NOTHING_ELSE, BlockInput, FeedForward, FeedForwardContext
 from polyad.model.initialization import ZEROS, Initializer
-from polyad.model.output import RoutingStats
+from polyad.model.output import RoutingStats, StatisticsModule
 from polyad.model.padding import counted, pack, unpack
-from polyad.model.samples import StatisticsModule
 from polyad.model.smoe.config import SelectingConfig, SparseMoEConfig
 from polyad.model.smoe.dispatch import Dispatcher
 from polyad.model.smoe.experts import Experts, StackedExperts

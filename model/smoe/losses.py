@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor
 
-from polyad.model.entropy import entropy
+from polyad.model.output import entropy
 
 
 def load_balance_loss(mean_scores_E: Tensor, load_E: Tensor) -> Tensor:

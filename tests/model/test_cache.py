@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from polyad.model.cache import KeyValueCache
+from polyad.model.attention import KeyValueCache
 from polyad.model.mumoe.config import FACTORIZATIONS
 
 OVERRIDES = {"dense": {}, "dense, one head": {"bias": False, "num_heads": 1}} | {

@@ -7,7 +7,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from polyad.model.build import build_model, compile_model, materialize, read_model_config
-from polyad.model.samples import AUXILIARY_LOSSES, ask_for
+from polyad.model.output import AUXILIARY_LOSSES, ask_for_statistics
 from tests.helpers.everyday import everyday
 
 
@@ -199,7 +199,7 @@ WITH_STATISTICS = {
 def test_statistics_that_are_changed_come_out_of_a_graph(name):
     model = build_model(read_model_config(WITH_STATISTICS[name]))
     materialize(model, seed=0)
-    ask_for(model, losses=AUXILIARY_LOSSES, samples=name == "samples")
+    ask_for_statistics(model, losses=AUXILIARY_LOSSES, samples=name == "samples")
     assert images_step(model, backend="eager") <= 3
 
 

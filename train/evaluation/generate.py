@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from polyad.data.text.tokenizers.tokenizer import Tokenizer
-from polyad.model.cache import KeyValueCache
+from polyad.model.attention import KeyValueCache
 from polyad.model.gpt2 import GPT2Config
 from polyad.parallel.weights import load_model, open_weights
 from polyad.parallel.zero import Precision

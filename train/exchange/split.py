@@ -2,7 +2,7 @@
 `--merge`: such a model as a dense one again.
 
 Nothing is added and nothing is lost: weights change their places, which are kept in a buffer, and
-back they are bitwise what they were. How they are grouped: `model/emoe/clustering.py`.
+back they are bitwise what they were. How they are grouped: `model/emoe/splitting.py`.
 """
 
 import re
@@ -14,9 +14,15 @@ from pydantic import Field
 
 from polyad.model.build import build_model
 from polyad.model.config import Config
-from polyad.model.emoe.clustering import balanced_kmeans, random_groups
 from polyad.model.emoe.config import EmergentMoEConfig
-from polyad.model.emoe.splitting import DENSE_NAMES, merge, split, unit_order
+from polyad.model.emoe.splitting import (
+    DENSE_NAMES,
+    balanced_kmeans,
+    merge,
+    random_groups,
+    split,
+    unit_order,
+)
 from polyad.model.initialization import seeded_generator
 from polyad.model.settings import ModelSettings
 from polyad.parallel.weights import Weights

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from polyad.model.entropy import entropy
+from polyad.model.output import entropy
 from polyad.parallel import comm
 from polyad.parallel.zero import Engine
 from polyad.train.experts.probing import Decision, RoutedLayer, deciding, routed_layers

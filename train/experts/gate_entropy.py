@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from polyad.model.entropy import entropy
+from polyad.model.output import entropy
 from polyad.train.errors import ConfigError
 from polyad.train.experts.information import (
     Matrix,

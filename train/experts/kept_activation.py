@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from polyad.model.emoe.layer import UnitGroups
+from polyad.model.emoe.experts import UnitGroups
 from polyad.model.smoe.dispatch import Dispatcher
 from polyad.model.smoe.selection import Selected
 

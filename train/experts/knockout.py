@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from polyad.model.entropy import entropy
+from polyad.model.output import entropy
 from polyad.model.smoe.layer import SelectingMoE
 from polyad.train.console import json_number
 from polyad.train.experts.class_changes import Change, ChangeSums, ClassChanges

@@ -5,11 +5,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from polyad.model.entropy import entropy
 from polyad.model.feedforward import FeedForward
 from polyad.model.mixture import Mixture
 from polyad.model.mumoe.head import MuMoEHead
-from polyad.model.output import RoutingStats
+from polyad.model.output import RoutingStats, entropy
 from polyad.train.loop.statistics import Routing, tensors_of
 
 

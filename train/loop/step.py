@@ -8,8 +8,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from polyad.model.output import RoutingStats
-from polyad.model.samples import ask_for
+from polyad.model.output import RoutingStats, ask_for_statistics
 from polyad.parallel import comm
 from polyad.parallel.zero import Engine, StepResult
 from polyad.train.guard.limits import LARGEST_WEIGHT, NO_LIMITS, Limits, StepOutcome
@@ -72,10 +71,11 @@ def issue_step(
         Whether the step was applied, and its numbers, which the host has not waited for.
     """
     statistics, pairs = StepStatistics(engine.device), losses.sample_similarity
-    ask_for(engine.module, losses=frozenset(losses.coefficients()), samples=pairs is not None)
+    asked = frozenset(losses.coefficients())
+    ask_for_statistics(engine.module, losses=asked, samples=pairs is not None)
     read = Reading(engine, getattr(engine.module, "as_read", None))
     mean_tokens = None
-    if losses.coefficients():
+    if asked:
         mean_tokens, micro_batches = _mean_tokens(micro_batches, accumulation_steps)
     for number in range(accumulation_steps):
         if number:

@@ -6,10 +6,16 @@ import pytest
 import torch
 
 from polyad.model.build import build_model, materialize
-from polyad.model.emoe.clustering import balanced_kmeans, random_groups
 from polyad.model.emoe.config import EmergentMoEConfig
 from polyad.model.emoe.layer import EmergentMoE
-from polyad.model.emoe.splitting import DENSE_NAMES, merge, split, unit_order
+from polyad.model.emoe.splitting import (
+    DENSE_NAMES,
+    balanced_kmeans,
+    merge,
+    random_groups,
+    split,
+    unit_order,
+)
 from polyad.model.feedforward import (
     ACTIVATIONS,
     DenseFeedForward,
@@ -138,11 +144,11 @@ def test_the_gate_follows_the_keys_and_gives_them_no_gradient():
     losses.backward()
     assert layer.experts.keys.grad is None
     assert x_BTD.grad.abs().max() > 0
-    directions = layer.directions()
+    directions = layer.expert_features()
     with torch.no_grad():
         layer.experts.keys[2] *= -1
-    assert torch.equal(layer.directions()[2], -directions[2])
-    assert torch.equal(layer.gate_columns()[0], layer.directions())
+    assert torch.equal(layer.expert_features()[2], -directions[2])
+    assert torch.equal(layer.gate_columns()[0], layer.expert_features())
 
 
 @pytest.mark.parametrize("score", ["linear", "cosine"])
@@ -191,7 +197,7 @@ def test_scores_far_apart_still_have_an_order():
     dense = dense_layer()
     layer, x_BTD = split_layer(dense, top_k=3, select="bottom_k"), 1000 * some_tokens()
     selected, _ = layer.router(x_BTD, features=layer.expert_features())
-    logits_NE = x_BTD.flatten(0, 1) @ layer.directions().T
+    logits_NE = x_BTD.flatten(0, 1) @ layer.expert_features().T
     assert torch.equal(selected.expert_ids_NK, logits_NE.topk(3, -1, largest=False).indices)
 
 

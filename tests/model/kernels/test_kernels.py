@@ -14,10 +14,10 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
-from polyad.model.entropy import entropy
 from polyad.model.kernels import grouped, mixture, rows, switch
 from polyad.model.kernels.cpu import experts as cpu_experts
 from polyad.model.kernels.cpu import gelu
+from polyad.model.output import entropy
 from tests.helpers.everyday import everyday
 from tests.helpers.routing import Watch
 

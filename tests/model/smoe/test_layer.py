@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch.nn.functional import dropout, gelu
 
+from polyad.model.attention import KeyValueCache
 from polyad.model.build import build_model, num_parameters
-from polyad.model.cache import KeyValueCache
 from polyad.model.feedforward import BlockInput
 from polyad.model.gpt2 import GPT2Config
 from polyad.model.smoe.dispatch import make_plan

@@ -21,7 +21,7 @@ def test_any_score_goes_with_any_graph(score, graph, top_k):
     router = make(make_router, make_config(score=score, graph=graph, top_k=top_k))
     u_BTD = torch.randn(2, 9, 12, dtype=torch.float64)
     trace = make_trace(2, 9, heads=3, size=4, width=12)
-    (weights_NK, expert_ids_NK, _), stats = router(u_BTD, BlockInput(attention=trace))
+    (weights_NK, expert_ids_NK, *_), stats = router(u_BTD, BlockInput(attention=trace))
     # The parts, one after the other.
     r_BTE = router.score(u_BTD.flatten(0, 1)).softmax(-1).unflatten(0, (2, 9))
     p_NE = router.graph(r_BTE, u_BTD, BlockInput(attention=trace)).scores_BTE.flatten(0, 1)

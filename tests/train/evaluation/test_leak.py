@@ -10,7 +10,7 @@ import torch
 from polyad.data.text.dataset import PreparedData
 from polyad.data.text.prepare import prepare
 from polyad.launch.cli import run as polyad
-from polyad.model.cache import KeyValueCache
+from polyad.model.attention import KeyValueCache
 from polyad.parallel.weights import load_model
 from polyad.train.evaluation.evaluate import result_table
 from tests.helpers.runs import evaluation, run, write_config

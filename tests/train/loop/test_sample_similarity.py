@@ -4,9 +4,8 @@ import pytest
 import torch
 
 from polyad.model.build import build_model, materialize, read_model_config
-from polyad.model.output import RoutingStats
+from polyad.model.output import AUXILIARY_LOSSES, RoutingStats, StatisticsModule, ask_for_statistics
 from polyad.model.padding import RealTokens
-from polyad.model.samples import AUXILIARY_LOSSES, StatisticsModule, ask_for
 from polyad.train.loop.losses import LossConfig, routing_loss
 from polyad.train.loop.sample_similarity import (
     Reading,
@@ -142,7 +141,7 @@ def test_every_layer_of_a_model_gets_it_from_its_own_router(name, of):
     torch.manual_seed(1)
     model, images = made(name), torch.randn(5, 3, 8, 8, dtype=torch.float64)
     assert all(stats.sample_scores_BS is None for stats in model(images).routing)
-    ask_for(model, losses=AUXILIARY_LOSSES, samples=True)
+    ask_for_statistics(model, losses=AUXILIARY_LOSSES, samples=True)
     read = Reading(model)
     routing = read(images).routing
     settings = config(of=of)
@@ -177,7 +176,7 @@ def test_grey_networks_compare_the_one_number_of_a_pixel_that_they_read():
     materialize(model, 0)
     model.double()
     images = torch.randn(5, 1, 8, 8, dtype=torch.float64).expand(-1, 3, -1, -1)
-    ask_for(model, losses=AUXILIARY_LOSSES, samples=True)
+    ask_for_statistics(model, losses=AUXILIARY_LOSSES, samples=True)
     read = Reading(model, model.as_read)
     (stats,) = read(images).routing
     (found,) = with_sample_similarity((stats,), read.inputs, config())
@@ -269,7 +268,7 @@ def test_pixels_are_compared_in_training(workers, recompute):
     assert two[key] == pytest.approx(one[key], rel=1e-4)
     model = build_model(case.model)
     materialize(model, 7)  # the seed of `train`
-    ask_for(model, losses=AUXILIARY_LOSSES, samples=True)
+    ask_for_statistics(model, losses=AUXILIARY_LOSSES, samples=True)
     losses = []
     for images in image_batch(0, case.model).images_BCHW.split(case.micro_batch):
         scores = model(images).routing[1].sample_scores_BS.detach()

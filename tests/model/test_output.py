@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from polyad.model.entropy import entropy
+from polyad.model.output import entropy
 
 
 def test_by_hand():

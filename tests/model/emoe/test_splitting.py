@@ -7,7 +7,7 @@ import pytest
 from scipy.optimize import linear_sum_assignment
 
 from polyad.model.emoe import clustering
-from polyad.model.emoe.clustering import (
+from polyad.model.emoe.splitting import (
     assign,
     balanced_kmeans,
     normalized,
