@@ -1,4 +1,4 @@
-"""Adapters and their base: the source of a run with LoRA, and its checkpoint as whole weights.
+"""Adapters and their base: the checkpoint of a run with LoRA as whole weights.
 
 A checkpoint of such a run has no frozen weights: its configuration says in `checkpoint.init_from`
 where they are, and `state.json` in `base_digest` which they have to be.
@@ -15,12 +15,11 @@ from pydantic import ValidationError
 from polyad.model.build import build_model
 from polyad.model.lora import AdaptConfig, LoRAConfig, adapters, add_lora, of_base
 from polyad.model.patterns import PatternError
+from polyad.parallel.checkpoint.box import MASTER, OF_WEIGHTS, Box
 from polyad.parallel.checkpoint.checkpoint import Checkpoint
 from polyad.parallel.checkpoint.contents import Contents
-from polyad.parallel.checkpoint.index import OF_WEIGHTS
 from polyad.parallel.checkpoint.manifest import CheckpointError, damaged
-from polyad.parallel.checkpoint.tensor_folder import differing_shapes
-from polyad.parallel.fragments import MASTER, Source
+from polyad.parallel.tensor_folder import differing_shapes
 
 
 class WholeWeights(Protocol):
@@ -31,43 +30,6 @@ class WholeWeights(Protocol):
     def whole(self, name: str) -> torch.Tensor:
         """A whole weight, fp32."""
         ...
-
-
-class OnBase:
-    """The source of a run with adapters: some weights are the base's, the others its own.
-
-    Args:
-        base: what is frozen, and what starts from it.
-        own: all else: adapters as they start, or a checkpoint of them with their moments.
-        names: of the weights that the base gives.
-        buffers: which of the two gives the buffers.
-    """
-
-    def __init__(self, base: Source, own: Source, names: Collection[str], buffers: Source) -> None:
-        self._base, self._own, self._names = base, own, frozenset(names)
-        self._buffers = buffers
-
-    def read(
-        self,
-        name: str,
-        field: str,
-        global_shape: tuple[int, ...],
-        offset: tuple[int, ...],
-        size: tuple[int, ...],
-    ) -> torch.Tensor:
-        """A box of a weight or of optimizer state; what the base gives has none."""
-        box = global_shape, offset, size
-        if name not in self._names:
-            return self._own.read(name, field, *box)
-        return self._base.read(name, MASTER, *box) if field in OF_WEIGHTS else torch.zeros(size)
-
-    def step(self, name: str) -> float:
-        """Optimizer steps that a parameter has seen."""
-        return 0.0 if name in self._names else self._own.step(name)
-
-    def buffer(self, name: str) -> torch.Tensor:
-        """A buffer, whole."""
-        return self._buffers.buffer(name)
 
 
 def digest_of(base: WholeWeights, names: Collection[str]) -> str:
@@ -143,24 +105,16 @@ class AdaptedCheckpoint(Checkpoint):
         """Global shapes of the model's weights by name."""
         return self._shapes
 
-    def read(
-        self,
-        name: str,
-        field: str,
-        global_shape: tuple[int, ...],
-        offset: tuple[int, ...],
-        size: tuple[int, ...],
-    ) -> torch.Tensor:
+    def read(self, box: Box) -> torch.Tensor:
         """As `Checkpoint.read`; of a weight, with its adapter merged into it."""
-        if field not in OF_WEIGHTS or name not in self._shapes:
-            return super().read(name, field, global_shape, offset, size)
-        if self._shapes[name] != tuple(global_shape):
+        if box.field not in OF_WEIGHTS or box.name not in self._shapes:
+            return super().read(box)
+        if self._shapes[box.name] != tuple(box.shape):
             raise CheckpointError(
-                f"{self.folder}: {name} has shape {list(self._shapes[name])} there, "
-                f"{list(global_shape)} in this model"
+                f"{self.folder}: {box.name} has shape {list(self._shapes[box.name])} there, "
+                f"{list(box.shape)} in this model"
             )
-        box = tuple(slice(a, a + n) for a, n in zip(offset, size, strict=True))
-        return self.whole(name)[box].clone()
+        return self.whole(box.name)[box.slices].clone()
 
     def whole(self, name: str, field: str | None = None) -> torch.Tensor:
         """As `Checkpoint.whole`; of a weight, with its adapter merged into it."""
@@ -177,8 +131,7 @@ class AdaptedCheckpoint(Checkpoint):
     def own(self, name: str, field: str | None = None) -> torch.Tensor:
         """A tensor that the checkpoint itself has, whole."""
         field = field or (self._chosen if self._chosen in self.tensors[name] else MASTER)
-        shape = self.tensors[name][field].shape
-        return super().read(name, field, shape, (0,) * len(shape), shape)
+        return super().read(Box.whole(name, field, self.tensors[name][field].shape))
 
     def take_average(self) -> None:
         """See `Checkpoint.take_average`; the base has not changed."""

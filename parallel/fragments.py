@@ -8,15 +8,16 @@ This is the only file that reads DeepSpeed's internals (its version is pinned fo
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from polyad.model.build import buffers_changed
-from polyad.parallel.checkpoint.index import MASTER
+from polyad.parallel.checkpoint.box import MASTER, Box
 from polyad.parallel.placement import Placement, placement_of
+from polyad.parallel.source import Source
 from polyad.parallel.zero import Engine
 
 
@@ -45,32 +46,6 @@ class Fragment:
         """
         whole = self.key if field == MASTER else self.state[field]
         return whole.detach().view(-1)[self.position : self.position + self.numel]
-
-
-class Source(Protocol):
-    """Where the fragments of an engine are filled from: initial values, or a checkpoint."""
-
-    def read(
-        self,
-        name: str,
-        field: str,
-        global_shape: tuple[int, ...],
-        offset: tuple[int, ...],
-        size: tuple[int, ...],
-    ) -> torch.Tensor:
-        """A box of a master weight, its average or an optimizer state, fp32, of shape `size`.
-
-        A source without averages gives the weights for them.
-        """
-        ...
-
-    def step(self, name: str) -> float:
-        """Optimizer steps that the parameter has seen."""
-        ...
-
-    def buffer(self, name: str) -> torch.Tensor:
-        """A persistent buffer, whole."""
-        ...
 
 
 def fragments(engine: Engine) -> dict[str, Fragment]:
@@ -155,8 +130,9 @@ def fill(engine: Engine, source: Source, *, frozen: bool = True) -> None:
             view = fragment.view(field)
             stop = fragment.start + fragment.numel
             for first, (offset, size) in fragment.placement.boxes(fragment.start, stop):
-                box = source.read(name, field, fragment.placement.global_shape, offset, size)
-                fragment.placement.values(view, first - fragment.start, size).copy_(box)
+                box = Box(name, field, fragment.placement.global_shape, offset, size)
+                place = fragment.placement.values(view, first - fragment.start, size)
+                place.copy_(source.read(box))
         if "step" in fragment.state:
             fragment.state["step"].fill_(source.step(name))
     _refresh(engine, held, _fill_frozen(engine, source) if frozen else [])
@@ -210,8 +186,8 @@ def _read_range(
 ) -> None:
     """Sets elements of a shard, from `start` on, to the values of a source."""
     for first, (offset, size) in placement.boxes(start, start + flat.numel()):
-        box = source.read(name, MASTER, placement.global_shape, offset, size)
-        placement.values(flat, first - start, size).copy_(box)
+        box = Box(name, MASTER, placement.global_shape, offset, size)
+        placement.values(flat, first - start, size).copy_(source.read(box))
 
 
 def _owners_of_frozen(engine: Engine, named: Sequence[tuple[str, nn.Parameter]]) -> set[str]:

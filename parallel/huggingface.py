@@ -17,8 +17,8 @@ from polyad.model.huggingface import (
     their_tensor,
 )
 from polyad.model.settings import ModelSettings
-from polyad.parallel.checkpoint.tensor_folder import FolderWeights, TensorFolder, Wanted, read_json
 from polyad.parallel.huggingface_parts import is_copy
+from polyad.parallel.tensor_folder import FolderWeights, TensorFolder, Wanted, read_json
 
 # What decides which weights a model has and what they compute. Not `dropout`: that is training's.
 _ARCHITECTURE = (
@@ -33,7 +33,7 @@ def is_huggingface_folder(path: Path) -> bool:
 
 
 class HuggingFaceWeights(FolderWeights):
-    """The weights of a folder with config.json and safetensors: a `Source` without moments.
+    """The weights of a folder with config.json and safetensors: a `WeightSource`.
 
     Args:
         folder: with model.safetensors, or shards and model.safetensors.index.json.

@@ -17,8 +17,8 @@ from polyad.model.huggingface_bert import (
 )
 from polyad.model.huggingface_vision import Parts
 from polyad.model.settings import ModelSettings
-from polyad.parallel.checkpoint.tensor_folder import TensorFolder, Wanted, read_json
 from polyad.parallel.huggingface_parts import PartsWeights, is_copy
+from polyad.parallel.tensor_folder import TensorFolder, Wanted, read_json
 
 _UNUSED = ("pooler", "cls.seq_relationship")
 # What decides which weights the encoder has and what they compute; a head may be new.
@@ -31,7 +31,7 @@ def is_bert_folder(path: Path) -> bool:
 
 
 class BertWeights(PartsWeights):
-    """The weights of such a folder: a `Source` without moments.
+    """The weights of such a folder: a `WeightSource`.
 
     Args:
         folder: with config.json and model.safetensors, or shards and an index.

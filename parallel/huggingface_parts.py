@@ -11,15 +11,14 @@ from polyad.data.class_names import each_once
 from polyad.model.build import initial_value
 from polyad.model.huggingface import CONFIG_FILE, HuggingFaceError
 from polyad.model.huggingface_vision import Parts
-from polyad.parallel.checkpoint.index import OF_WEIGHTS
-from polyad.parallel.checkpoint.tensor_folder import FolderWeights, TensorFolder
+from polyad.parallel.tensor_folder import FolderWeights, TensorFolder
 
 _ROWS = 4096
 _UNNAMED = re.compile(r"LABEL_\d+")
 
 
 class PartsWeights(FolderWeights):
-    """The weights of such a folder: a `Source` without moments.
+    """The weights of such a folder: a `WeightSource`.
 
     Args:
         folder: with config.json and model.safetensors, or shards and an index.
@@ -81,24 +80,9 @@ class PartsWeights(FolderWeights):
             raise HuggingFaceError(f"{self.folder}: has no buffer {name}")
         return initial_value(self._fresh, name, self.seed)
 
-    def read(
-        self,
-        name: str,
-        field: str,
-        global_shape: tuple[int, ...],
-        offset: tuple[int, ...],
-        size: tuple[int, ...],
-    ) -> torch.Tensor:
-        """A box of a weight in our form, fp32; zeros for optimizer state."""
-        if field not in OF_WEIGHTS:
-            return torch.zeros(size)
-        if self._shapes.get(name) != tuple(global_shape):
-            raise HuggingFaceError(
-                f"{self.folder}: {name} has shape {list(self._shapes.get(name, ())) or 'none'} "
-                f"there, {list(global_shape)} in this model"
-            )
-        box = tuple(slice(a, a + n) for a, n in zip(offset, size, strict=True))
-        return self._value(name)[box].to(torch.float32, copy=True)
+    def part(self, name: str, slices: tuple[slice, ...]) -> torch.Tensor:
+        """A part of a weight in our form, of any type."""
+        return self._value(name)[slices]
 
     def _value(self, name: str) -> torch.Tensor:
         if self._fresh is not None and self.is_new(name):

@@ -15,8 +15,8 @@ from polyad.model.huggingface_vision import (
 )
 from polyad.model.settings import ModelSettings
 from polyad.model.vision import ImageModelSettings
-from polyad.parallel.checkpoint.tensor_folder import TensorFolder, Wanted, read_json
 from polyad.parallel.huggingface_parts import PartsWeights
+from polyad.parallel.tensor_folder import TensorFolder, Wanted, read_json
 
 # What decides which weights a model has and what they compute; the classes are the data's.
 _FREE = ("num_classes", "head", "head_bias", "dropout", "drop_path", "recompute", "compile",
@@ -29,7 +29,7 @@ def is_vision_folder(path: Path) -> bool:
 
 
 class VisionWeights(PartsWeights):
-    """The weights of such a folder: a `Source` without moments.
+    """The weights of such a folder: a `WeightSource`.
 
     Args:
         folder: with config.json and model.safetensors, or shards and an index.

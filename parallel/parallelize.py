@@ -8,7 +8,6 @@ from torch import nn
 from polyad.model.build import (
     compile_model,
     count_parameters,
-    has_experts,
     initial_value,
     matrix_dimensions,
     place,
@@ -20,14 +19,14 @@ from polyad.model.smoe.layer import SelectingMoE
 from polyad.parallel import comm, expert
 from polyad.parallel.adapters import cut_adapters
 from polyad.parallel.batch_norm import synchronize_norms
-from polyad.parallel.checkpoint.index import OF_WEIGHTS
 from polyad.parallel.config import ParallelConfig
 from polyad.parallel.dims import Dims
 from polyad.parallel.factors import pad_ranks, parallelize_factors
-from polyad.parallel.fragments import Source, fill
+from polyad.parallel.fragments import fill
 from polyad.parallel.megatron import Mpu
 from polyad.parallel.placement import placement_of
 from polyad.parallel.sequence import Tokens, cut_sequence, sum_gradients
+from polyad.parallel.source import Source
 from polyad.parallel.tensor import parallelize_tensors
 from polyad.parallel.vocabulary import pad_vocabulary, token_losses
 from polyad.parallel.zero import (
@@ -42,49 +41,6 @@ from polyad.parallel.zero import (
 # (parameter name, parameter, number of dimensions as `matrix_dimensions` has it)
 NamedParameters = list[tuple[str, nn.Parameter, int]]
 OptimizerFactory = Callable[[NamedParameters], torch.optim.Optimizer]
-
-
-class InitialWeights:
-    """The source that a new run is filled from: each parameter from its own generator.
-
-    One whole parameter, or some of its experts, is held at a time. Values are exact fp32 whatever
-    the training precision, and the same on any layout.
-    """
-
-    def __init__(self, model: nn.Module, seed: int) -> None:
-        self._model, self._seed = model, seed
-        self._last: tuple[str, range | None] | None = None
-        self._value = torch.empty(0)
-
-    def read(
-        self,
-        name: str,
-        field: str,
-        global_shape: tuple[int, ...],
-        offset: tuple[int, ...],
-        size: tuple[int, ...],
-    ) -> torch.Tensor:
-        """A box of a parameter's initial value; zeros for optimizer state."""
-        if field not in OF_WEIGHTS:
-            return torch.zeros(size)
-        box = [slice(a, a + n) for a, n in zip(offset, size, strict=True)]
-        experts = None
-        if has_experts(self._model, name):  # draws only the experts of this process
-            experts = range(offset[0], offset[0] + size[0])
-            box[0] = slice(None)
-        if (name, experts) != self._last:
-            self._last = name, experts
-            self._value = initial_value(self._model, name, self._seed, experts)
-        assert tuple(self._value.shape[1:]) == tuple(global_shape[1:])
-        return self._value[tuple(box)]
-
-    def step(self, name: str) -> float:
-        """0: a new run has done no steps."""
-        return 0.0
-
-    def buffer(self, name: str) -> torch.Tensor:
-        """A buffer's initial value."""
-        return initial_value(self._model, name, self._seed)
 
 
 def parallelize(

@@ -17,7 +17,8 @@ from polyad.model.build import ModelSizeError, build_model, read_model_config
 from polyad.model.config_yaml import load
 from polyad.model.settings import ModelSettings
 from polyad.parallel.checkpoint.tensor_file import DTYPE_NAMES
-from polyad.parallel.checkpoint.tensor_folder import (
+from polyad.parallel.fragments import persistent_buffers
+from polyad.parallel.tensor_folder import (
     INDEX_FILE,
     WEIGHTS_FILE,
     FolderWeights,
@@ -26,7 +27,6 @@ from polyad.parallel.checkpoint.tensor_folder import (
     check_file,
     differing_shapes,
 )
-from polyad.parallel.fragments import persistent_buffers
 
 CONFIG_FILE = "config.yaml"
 
@@ -46,7 +46,7 @@ def is_plain_folder(path: Path) -> bool:
 
 
 class PlainWeights(FolderWeights):
-    """The weights of such a folder: a `Source` without moments.
+    """The weights of such a folder: a `WeightSource`.
 
     Args:
         folder: the folder.

@@ -17,7 +17,7 @@ from torch import nn
 
 from polyad.model.output import ModelOutput
 from polyad.parallel import comm
-from polyad.parallel.checkpoint.index import EMA
+from polyad.parallel.checkpoint.box import EMA
 from polyad.parallel.config import ParallelConfig
 from polyad.parallel.gradient_order import InOneOrder
 from polyad.parallel.gradients import Fp32Gradients

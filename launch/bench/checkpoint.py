@@ -31,7 +31,8 @@ from polyad.parallel.checkpoint.storage import write_file
 from polyad.parallel.config import ParallelConfig
 from polyad.parallel.dims import Dims
 from polyad.parallel.fragments import fill
-from polyad.parallel.parallelize import InitialWeights, parallelize
+from polyad.parallel.parallelize import parallelize
+from polyad.parallel.source import InitialWeights
 from polyad.parallel.zero import Engine
 from polyad.train.console import Progress
 from polyad.train.errors import ConfigError

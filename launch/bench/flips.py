@@ -22,7 +22,8 @@ from polyad.parallel.checkpoint.writer import save
 from polyad.parallel.config import ParallelConfig
 from polyad.parallel.dims import Dims
 from polyad.parallel.fragments import fill
-from polyad.parallel.parallelize import InitialWeights, parallelize
+from polyad.parallel.parallelize import parallelize
+from polyad.parallel.source import InitialWeights
 from polyad.parallel.zero import Engine, Precision
 from polyad.train.console import Progress
 from polyad.train.guard.limits import Limits, StepOutcome

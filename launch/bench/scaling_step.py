@@ -7,8 +7,8 @@ from typing import NamedTuple
 from polyad.launch.bench.device import synchronize
 from polyad.model.build import build_model
 from polyad.parallel import comm
-from polyad.parallel.parallelize import InitialWeights
 from polyad.parallel.plan.traffic import Exchanges
+from polyad.parallel.source import InitialWeights
 from polyad.parallel.waiting import Step, Waiting
 from polyad.train.config.rules import validate
 from polyad.train.config.run import RunConfig

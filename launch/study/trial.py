@@ -27,7 +27,7 @@ from polyad.model.bert import BertConfig
 from polyad.model.gpt2 import GPT2Config
 from polyad.model.vision import ImageSettings
 from polyad.parallel import comm
-from polyad.parallel.parallelize import InitialWeights
+from polyad.parallel.source import InitialWeights
 from polyad.parallel.zero import Engine
 from polyad.train.config.adaptation import model_of
 from polyad.train.config.distillation import teacher_here

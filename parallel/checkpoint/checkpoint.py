@@ -18,9 +18,10 @@ from polyad.model.config_yaml import ConfigYamlError, load
 from polyad.model.lora import of_base
 from polyad.model.settings import ModelSettings
 from polyad.parallel import comm
+from polyad.parallel.checkpoint.box import BUFFER, EMA, MASTER, RANDOM, Box
 from polyad.parallel.checkpoint.commit import BEST_FILE, STEP_FOLDER, complete_checkpoints
 from polyad.parallel.checkpoint.contents import Contents, chunk_differs, read_contents
-from polyad.parallel.checkpoint.index import BUFFER, EMA, OF_WEIGHTS, RANDOM, Chunk, Tensor
+from polyad.parallel.checkpoint.index import Chunk, Tensor
 from polyad.parallel.checkpoint.manifest import (
     MANIFEST_FILE,
     PATIENCE,
@@ -30,10 +31,11 @@ from polyad.parallel.checkpoint.manifest import (
     patiently_opened,
 )
 from polyad.parallel.checkpoint.tensor_file import DTYPE_NAMES
-from polyad.parallel.checkpoint.tensor_folder import differing_shapes
-from polyad.parallel.fragments import MASTER, persistent_buffers
+from polyad.parallel.fragments import persistent_buffers
 from polyad.parallel.huggingface import is_huggingface_folder
 from polyad.parallel.plain_weights import is_plain_folder
+from polyad.parallel.source import Source
+from polyad.parallel.tensor_folder import differing_shapes
 
 TORCH_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 _NEEDED_TO_RESUME = {"step", "samples", "data_fingerprint", "tokenizer_fingerprint"}
@@ -41,7 +43,7 @@ _NEEDED_TO_RESUME = {"step", "samples", "data_fingerprint", "tokenizer_fingerpri
 _NUMPY = {"F32": "<f4", "U8": "u1", "I64": "<i8", "BOOL": "?"}
 
 
-class Checkpoint:
+class Checkpoint(Source):
     """A complete checkpoint; gives any box of any tensor, whatever layout wrote it.
 
     It is the `Source` that an engine resumes from.
@@ -116,14 +118,7 @@ class Checkpoint:
         """Optimizer steps that a parameter has seen."""
         return self.tensors[name][MASTER].chunks[0].step
 
-    def read(
-        self,
-        name: str,
-        field: str,
-        global_shape: tuple[int, ...],
-        offset: tuple[int, ...],
-        size: tuple[int, ...],
-    ) -> torch.Tensor:
+    def read(self, box: Box) -> torch.Tensor:
         """A box of a tensor; only the chunks that it touches are read, each verified once.
 
         Where there is no average of a weight it is the weight.
@@ -132,17 +127,18 @@ class Checkpoint:
             CheckpointError: the checkpoint lacks the tensor, has it in another shape, or a chunk
                 is damaged.
         """
+        name, field, shape, offset, size = box
         if field == EMA and EMA not in self.tensors.get(name, {}):
             field = MASTER
         about = self.tensors.get(name, {}).get(field)
         if about is None:
             raise CheckpointError(f"{self.folder}: has no {field} of {name}")
-        if about.shape != tuple(global_shape):
+        if about.shape != tuple(shape):
             raise CheckpointError(
                 f"{self.folder}: {name} has shape {list(about.shape)} there, "
-                f"{list(global_shape)} in this model"
+                f"{list(shape)} in this model"
             )
-        box = torch.empty(size, dtype=TORCH_DTYPES[about.dtype])
+        values = torch.empty(size, dtype=TORCH_DTYPES[about.dtype])
         missing = math.prod(size)
         for chunk in about.chunks:
             low = [max(a, b) for a, b in zip(offset, chunk.offset, strict=True)]
@@ -155,17 +151,16 @@ class Checkpoint:
                     tuple(slice(a - o, b - o) for a, b, o in zip(low, high, origin, strict=True))
                     for origin in (offset, chunk.offset)
                 )
-                box[here] = torch.from_numpy(np.array(self._stored(about, chunk)[there]))
-                missing -= box[here].numel()
+                values[here] = torch.from_numpy(np.array(self._stored(about, chunk)[there]))
+                missing -= values[here].numel()
         if missing:
             raise CheckpointError(f"{self.folder}: {missing} elements of {name} are in no chunk")
-        return box
+        return values
 
     def whole(self, name: str, field: str | None = None) -> torch.Tensor:
         """A whole tensor in its global shape; without a field the weight, or what stands for it."""
         field = field or (self._chosen if self._chosen in self.tensors[name] else MASTER)
-        shape = self.tensors[name][field].shape
-        return self.read(name, field, shape, (0,) * len(shape), shape)
+        return self.read(Box.whole(name, field, self.tensors[name][field].shape))
 
     def take_average(self) -> None:
         """Lets the moving average stand for the weights, wherever a whole weight is asked for.
@@ -314,34 +309,6 @@ class Checkpoint:
                 raise chunk_differs(self.manifest, chunk)
             self._verified.add(chunk)
         return values
-
-
-class WeightsOnly:
-    """A checkpoint as the start of another run: its weights, but no moments and no steps."""
-
-    def __init__(self, checkpoint: Checkpoint) -> None:
-        self._checkpoint = checkpoint
-
-    def read(
-        self,
-        name: str,
-        field: str,
-        global_shape: tuple[int, ...],
-        offset: tuple[int, ...],
-        size: tuple[int, ...],
-    ) -> torch.Tensor:
-        """A box of a weight, as `Checkpoint.read` returns it; zeros for optimizer state."""
-        if field not in OF_WEIGHTS:
-            return torch.zeros(size)
-        return self._checkpoint.read(name, MASTER, global_shape, offset, size)
-
-    def step(self, name: str) -> float:
-        """0: the new run has done no steps."""
-        return 0.0
-
-    def buffer(self, name: str) -> torch.Tensor:
-        """A whole buffer: buffers count as weights."""
-        return self._checkpoint.buffer(name)
 
 
 def best_checkpoint(path: Path) -> Path:

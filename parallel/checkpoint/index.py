@@ -12,6 +12,7 @@ from typing import Annotated, Literal
 import numpy as np
 from pydantic import Field, model_validator
 
+from polyad.parallel.checkpoint.box import BUFFER, MASTER, RANDOM
 from polyad.parallel.checkpoint.records import (
     ITEM_BYTES,
     Count,
@@ -21,11 +22,6 @@ from polyad.parallel.checkpoint.records import (
     parsed,
 )
 
-MASTER, EMA, BUFFER, RANDOM = "master", "ema", "buffer", "random"
-"""Fields: a weight in fp32, its moving average, a buffer, a random generator's state. Others are
-the optimizer's."""
-OF_WEIGHTS = (MASTER, EMA)
-"""Fields that begin as the weights: a source without averages gives the weights for them."""
 _LARGEST_HEADER = 100_000_000
 """Bytes; safetensors itself refuses more."""
 _MOST_COMPARISONS = 10**8

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from polyad.parallel.checkpoint.index import MASTER
+from polyad.parallel.checkpoint.box import MASTER
 from polyad.parallel.fragments import Fragment, fragments, partitions
 from polyad.parallel.placement import Placement
 from polyad.parallel.zero import Engine

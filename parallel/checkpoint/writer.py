@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import torch
 
 from polyad.parallel import comm
+from polyad.parallel.checkpoint.box import MASTER
 from polyad.parallel.checkpoint.commit import (
     NotFiniteError,
     Piece,
@@ -28,7 +29,7 @@ from polyad.parallel.checkpoint.commit import (
 from polyad.parallel.checkpoint.parts import parts_of
 from polyad.parallel.checkpoint.storage import make_folder, reason_of, remove_tree
 from polyad.parallel.checkpoint.tensor_file import DTYPE_NAMES, Entry
-from polyad.parallel.fragments import MASTER, persistent_buffers
+from polyad.parallel.fragments import persistent_buffers
 from polyad.parallel.placement import placement_of
 from polyad.parallel.zero import Engine
 

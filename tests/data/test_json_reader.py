@@ -12,7 +12,7 @@ from polyad.data.text.readers import read_jsonl
 from polyad.data.text.tokenizers.hub import named_end_of_text
 from polyad.launch.study.folder import _read as read_result
 from polyad.launch.study.measures import _read as read_measure
-from polyad.parallel.checkpoint.tensor_folder import read_json as read_config
+from polyad.parallel.tensor_folder import read_json as read_config
 from polyad.train.errors import ConfigError
 from polyad.train.evaluation.robustness import _real_labels
 from tests.data.images.test_prepare_images import prepared

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from polyad.parallel.checkpoint.index import EMA, MASTER
+from polyad.parallel.checkpoint.box import EMA, MASTER
 from polyad.parallel.checkpoint.writer import save
 from polyad.parallel.fragments import fragments
 from polyad.train.loop.step import train_step

@@ -14,9 +14,9 @@ from polyad.model.smoe.dispatch import Dispatcher
 from polyad.model.smoe.layer import SparseMoE
 from polyad.model.smoe.selection import Selected
 from polyad.parallel import comm, expert
-from polyad.parallel.fragments import MASTER
-from polyad.parallel.parallelize import InitialWeights
+from polyad.parallel.checkpoint.box import MASTER, Box
 from polyad.parallel.placement import placement_of
+from polyad.parallel.source import InitialWeights
 from tests.helpers.training import Case, build_engine
 
 
@@ -38,7 +38,10 @@ def expert_parallel_model(
         for name, parameter in model.named_parameters():
             where = placement_of(parameter)
             (piece,) = where.pieces
-            yield name, source.read(name, MASTER, where.global_shape, piece.origin, where.shape)
+            yield (
+                name,
+                source.read(Box(name, MASTER, where.global_shape, piece.origin, where.shape)),
+            )
         for name, _ in model.named_buffers():
             yield name, source.buffer(name)
 

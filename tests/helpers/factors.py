@@ -11,10 +11,10 @@ from polyad.model.build import build_model, place
 from polyad.model.gpt2 import GPT2, GPT2Config
 from polyad.parallel import comm, factors
 from polyad.parallel.batch_norm import synchronize_norms
+from polyad.parallel.checkpoint.box import MASTER, Box
 from polyad.parallel.factors import parallelize_factors
-from polyad.parallel.fragments import MASTER
-from polyad.parallel.parallelize import InitialWeights
 from polyad.parallel.placement import placement_of
+from polyad.parallel.source import InitialWeights
 from polyad.parallel.tensor import parallelize_tensors
 from polyad.train.loop.device import Prefetch
 from polyad.train.loop.step import train_step
@@ -57,7 +57,8 @@ def cut_model(
                     box = zip(piece.origin, size, strict=True)
                     value[rows] = whole[tuple(slice(a, a + n) for a, n in box)]
                 else:
-                    value[rows] = source.read(name, MASTER, where.global_shape, piece.origin, size)
+                    box = Box(name, MASTER, where.global_shape, piece.origin, size)
+                    value[rows] = source.read(box)
             yield name, value
         for name, _ in model.named_buffers():
             yield name, source.buffer(name)

@@ -7,9 +7,9 @@ import torch
 
 from polyad.parallel import comm
 from polyad.parallel.checkpoint.writer import save
-from polyad.parallel.parallelize import InitialWeights
 from polyad.parallel.plan.traffic import Amount, Exchange, Traffic
 from polyad.parallel.plan.weightless import Watched
+from polyad.parallel.source import InitialWeights
 from polyad.parallel.zero import Engine
 from polyad.train.config.adaptation import model_of
 from polyad.train.config.distillation import teacher_here

@@ -19,7 +19,7 @@ from polyad.parallel.checkpoint.copying import Copying
 from polyad.parallel.checkpoint.saver import Saver
 from polyad.parallel.checkpoint.writer import SaveError
 from polyad.parallel.fragments import fill, fragments, persistent_buffers
-from polyad.parallel.parallelize import InitialWeights
+from polyad.parallel.source import InitialWeights
 from polyad.parallel.zero import Engine
 from polyad.train.loop.device import Prefetch
 from polyad.train.loop.step import train_step

@@ -21,13 +21,13 @@ from polyad.model.lora import LoRAConfig, add_lora, of_base
 from polyad.model.output import RoutingStats
 from polyad.model.vision import ImageModelSettings
 from polyad.parallel import comm
-from polyad.parallel.adapted import OnBase
 from polyad.parallel.checkpoint.checkpoint import Checkpoint
 from polyad.parallel.checkpoint.writer import save
 from polyad.parallel.config import ParallelConfig
 from polyad.parallel.dims import Dims
-from polyad.parallel.fragments import Source, fill
-from polyad.parallel.parallelize import InitialWeights, parallelize
+from polyad.parallel.fragments import fill
+from polyad.parallel.parallelize import parallelize
+from polyad.parallel.source import InitialWeights, Source, on_base
 from polyad.parallel.zero import Engine
 from polyad.train.loop.device import Prefetch
 from polyad.train.loop.losses import LossConfig
@@ -163,7 +163,7 @@ def whole_model(case: Case) -> nn.Module:
 def resumed(case: Case, checkpoint: Checkpoint) -> Source:
     """A checkpoint as a source; frozen weights that it leaves out are the initial ones."""
     model = whole_model(case)
-    return OnBase(InitialWeights(model, 7), checkpoint, of_base(model), buffers=checkpoint)
+    return on_base(InitialWeights(model, 7), checkpoint, of_base(model), buffers=checkpoint)
 
 
 def optimizer_of(case: Case) -> OptimizerConfig:

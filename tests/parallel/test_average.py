@@ -3,8 +3,10 @@
 import pytest
 import torch
 
-from polyad.parallel.checkpoint.checkpoint import Checkpoint, WeightsOnly
+from polyad.parallel.checkpoint.box import Box
+from polyad.parallel.checkpoint.checkpoint import Checkpoint
 from polyad.parallel.checkpoint.manifest import CheckpointError
+from polyad.parallel.source import WeightsOnly
 from polyad.parallel.weights import load_model, open_weights
 from tests.helpers.averages import averaged
 from tests.helpers.everyday import everyday
@@ -116,7 +118,7 @@ def test_a_new_run_begins_its_average_with_the_weights_that_it_takes(saved):
     checkpoint = Checkpoint(saved(0.7))
     source, name = WeightsOnly(checkpoint), "token_embedding.weight"
     shape = checkpoint.shapes()[name]
-    box = source.read(name, "ema", shape, (0, 0), shape)
+    box = source.read(Box.whole(name, "ema", shape))
     assert torch.equal(box, checkpoint.whole(name, "master"))
     assert not torch.equal(box, checkpoint.whole(name, "ema"))
 

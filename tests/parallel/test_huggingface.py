@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from polyad.model.gpt2 import GPT2Config
 from polyad.model.huggingface import HuggingFaceError
-from polyad.parallel.fragments import MASTER
+from polyad.parallel.checkpoint.box import MASTER, Box
 from polyad.parallel.huggingface import HuggingFaceWeights, is_huggingface_folder
 from polyad.parallel.weights import load_model
 from tests.helpers.huggingface import save_reference
@@ -79,12 +79,12 @@ def test_any_box_is_the_box_of_the_whole(folder):
         ((90, 0), (6, 32)),
         ((0, 31), (9, 1)),
     ]:
-        box = weights.read(name, MASTER, shape, offset, size)
+        box = weights.read(Box(name, MASTER, shape, offset, size))
         (a, b), (n, m) = offset, size
         assert torch.equal(box, whole[a : a + n, b : b + m])
-    bias = weights.read("final_norm.bias", MASTER, (32,), (4,), (5,))
+    bias = weights.read(Box("final_norm.bias", MASTER, (32,), (4,), (5,)))
     assert torch.equal(bias, tensors["transformer.ln_f.bias"][4:9])
-    assert torch.equal(weights.read(name, "exp_avg", shape, (0, 0), (2, 2)), torch.zeros(2, 2))
+    assert torch.equal(weights.read(Box(name, "exp_avg", shape, (0, 0), (2, 2))), torch.zeros(2, 2))
     assert weights.step(name) == 0.0
 
 
@@ -99,17 +99,17 @@ def test_half_precision_becomes_exact_fp32(folder, tmp_path, dtype):
 PEAK = """
 import re, sys
 from pathlib import Path
-from polyad.parallel.fragments import MASTER
+from polyad.parallel.checkpoint.box import MASTER, Box
 from polyad.parallel.huggingface import HuggingFaceWeights
 def peak():
     # Not getrusage: it counts what the process had before `exec`.
     return int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
 weights = HuggingFaceWeights(Path(sys.argv[1]))
 name, shape = "token_embedding.weight", (1_000_000, 64)
-weights.read(name, MASTER, shape, (0, 0), (10, 64))
+weights.read(Box(name, MASTER, shape, (0, 0), (10, 64)))
 Path("/proc/self/clear_refs").write_text("5")  # the peak is what it is now
 before = peak()
-weights.read(name, MASTER, shape, (700_000, 0), (10, 64))
+weights.read(Box(name, MASTER, shape, (700_000, 0), (10, 64)))
 box = peak() - before
 weights.whole(name)
 print(box, peak() - before)

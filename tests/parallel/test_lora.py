@@ -7,8 +7,9 @@ import torch
 
 from polyad.model.build import build_model, num_parameters
 from polyad.model.lora import LoRAConfig
+from polyad.parallel.checkpoint.box import Box
 from polyad.parallel.checkpoint.checkpoint import Checkpoint
-from polyad.parallel.parallelize import InitialWeights
+from polyad.parallel.source import InitialWeights
 from polyad.train.loop.optimizer import GroupConfig
 from tests.helpers.everyday import everyday
 from tests.helpers.training import (
@@ -117,7 +118,7 @@ def test_a_checkpoint_has_adapters_and_what_is_trained_and_nothing_else(referenc
     initial = InitialWeights(build_model(MODEL), 7)
     shape = (36,)
     moved = tensors(checkpoint)[("final_norm.weight", "master")]
-    assert not torch.equal(moved, initial.read("final_norm.weight", "master", shape, (0,), shape))
+    assert not torch.equal(moved, initial.read(Box.whole("final_norm.weight", "master", shape)))
 
 
 @pytest.mark.slow
@@ -174,7 +175,7 @@ def test_frozen_groups_stay_to_the_last_bit_and_have_no_moments(
     assert names == {name for name, _ in build_model(MODEL).named_parameters()}
     for name in names:
         weight = found[(name, "master")]
-        start = initial.read(name, "master", tuple(weight.shape), (0,) * weight.dim(), weight.shape)
+        start = initial.read(Box.whole(name, "master", tuple(weight.shape)))
         is_frozen = name.startswith("blocks.0.")
         assert torch.equal(weight, start) == is_frozen, name
         assert ((name, "exp_avg") in found) != is_frozen
@@ -196,7 +197,7 @@ def test_a_group_moves_by_its_factor_of_the_step(workers, tmp_path, stage):
     initial = InitialWeights(build_model(MODEL), 7)
     for (name, field), whole_step in plain.items():
         shape = tuple(whole_step.shape)
-        start = initial.read(name, field, shape, (0,) * len(shape), shape)
+        start = initial.read(Box.whole(name, field, shape))
         # Of two blocks: 2^-2 in the first, 2^-1 in the second, 2^-3 in front of them.
         factor = {"b": 0.25, "t": 0.125, "p": 0.125, "f": 1.0}[name[0]]
         factor = 0.5 if name.startswith("blocks.1.") else factor

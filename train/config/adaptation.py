@@ -7,11 +7,15 @@ from torch import nn
 from polyad.model.build import build_model
 from polyad.model.lora import adapters, add_lora, of_base
 from polyad.model.settings import ModelSettings
-from polyad.parallel.adapted import OnBase
-from polyad.parallel.begun_anew import BegunAnew
-from polyad.parallel.checkpoint.checkpoint import Checkpoint, WeightsOnly
-from polyad.parallel.fragments import Source, persistent_buffers
-from polyad.parallel.parallelize import InitialWeights
+from polyad.parallel.checkpoint.checkpoint import Checkpoint
+from polyad.parallel.fragments import persistent_buffers
+from polyad.parallel.source import (
+    InitialWeights,
+    Source,
+    WeightsOnly,
+    begun_anew,
+    on_base,
+)
 from polyad.parallel.weights import Weights
 from polyad.train.config.run import RunConfig
 from polyad.train.loop.optimizer import freeze
@@ -93,14 +97,14 @@ def source_of(
     start: Source | None = WeightsOnly(init) if isinstance(init, Checkpoint) else init
     plain_model = build_model(config.model)
     if start is not None and anew:
-        start = BegunAnew(start, InitialWeights(plain_model, config.seed), anew)
+        start = begun_anew(start, InitialWeights(plain_model, config.seed), anew)
     if config.adapt.lora is None:
         return resume or start or InitialWeights(model, config.seed)
     assert start is not None
     if resume is not None:
-        return OnBase(start, resume, of_base(model), buffers=resume)
+        return on_base(start, resume, of_base(model), buffers=resume)
     plain = [name for name, _ in plain_model.named_parameters()]
-    return OnBase(start, InitialWeights(model, config.seed), plain, buffers=start)
+    return on_base(start, InitialWeights(model, config.seed), plain, buffers=start)
 
 
 def counts(model: nn.Module) -> dict[str, Any]:

@@ -15,8 +15,8 @@ from polyad.model.build import ModelSizeError, build_model, initial_value
 from polyad.model.config import Config
 from polyad.model.feedforward import Activation, DenseFeedForward, DenseFeedForwardConfig
 from polyad.model.settings import ModelSettings
-from polyad.parallel.checkpoint.tensor_folder import differing_shapes
 from polyad.parallel.fragments import persistent_buffers
+from polyad.parallel.tensor_folder import differing_shapes
 from polyad.parallel.weights import Weights
 from polyad.train.config.faults import describe
 from polyad.train.config.run import ModelSection, RunConfig

@@ -11,8 +11,8 @@ from polyad.data.text.tokenizers.tokenizer import Tokenizer
 from polyad.model.build import build_model
 from polyad.parallel.adapted import AdaptedCheckpoint
 from polyad.parallel.checkpoint.checkpoint import Checkpoint
-from polyad.parallel.checkpoint.tensor_folder import differing_shapes
 from polyad.parallel.fragments import persistent_buffers
+from polyad.parallel.tensor_folder import differing_shapes
 from polyad.parallel.weights import Weights
 from polyad.train.config.run import parse_config
 from polyad.train.errors import ConfigError

@@ -33,11 +33,11 @@ from polyad.model.mixer import MixerConfig
 from polyad.model.settings import ModelSettings
 from polyad.model.vision import ImageModelSettings, ImageSettings
 from polyad.parallel.checkpoint.tensor_file import Entry, write_safetensors
-from polyad.parallel.checkpoint.tensor_folder import WEIGHTS_FILE
 from polyad.parallel.checkpoint.writer import save_weights
 from polyad.parallel.huggingface import HuggingFaceWeights
 from polyad.parallel.huggingface_bert import BertWeights
 from polyad.parallel.plain_weights import CONFIG_FILE as OUR_CONFIG_FILE
+from polyad.parallel.tensor_folder import WEIGHTS_FILE
 from polyad.train.config.run import RunConfig
 from polyad.train.exchange.checked import Checked
 from polyad.train.exchange.peft import ADAPTER_CONFIG_FILE, ADAPTER_FILE, peft_files

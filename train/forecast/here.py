@@ -5,10 +5,10 @@ import time
 from typing import Any
 
 from polyad.parallel import comm
-from polyad.parallel.parallelize import InitialWeights
 from polyad.parallel.plan.devices import Device
 from polyad.parallel.plan.replay import exchanged_here, host_seconds, replayed
 from polyad.parallel.plan.times import StepTime
+from polyad.parallel.source import InitialWeights
 from polyad.train.config.adaptation import model_of
 from polyad.train.config.agreement import agreed_facts
 from polyad.train.config.distillation import teacher_here

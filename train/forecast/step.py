@@ -11,6 +11,7 @@ from torch import nn
 from polyad.model.build import build_model, initial_value, place
 from polyad.model.kernels import switch
 from polyad.model.smoe.layer import SparseMoE
+from polyad.parallel.checkpoint.box import Box
 from polyad.parallel.dims import Dims
 from polyad.parallel.parallelize import parallelize
 from polyad.parallel.plan.memory import Memory
@@ -19,6 +20,7 @@ from polyad.parallel.plan.traffic import Amount, Exchanges, Traffic
 from polyad.parallel.plan.weightless import Weightless
 from polyad.parallel.plan.work import Computed, Phase, Work
 from polyad.parallel.plan.world import pretended_world
+from polyad.parallel.source import WeightSource
 from polyad.parallel.zero import DTYPES, Engine
 from polyad.train.config.adaptation import model_of
 from polyad.train.config.distillation import teacher_model
@@ -53,26 +55,15 @@ class Footprint:
     """Operations of an optimizer step, and how often each is done."""
 
 
-class _Nothing:
+class _Nothing(WeightSource):
     """The source of weights whose numbers do not matter."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
 
-    def read(
-        self,
-        name: str,
-        field: str,
-        global_shape: tuple[int, ...],
-        offset: tuple[int, ...],
-        size: tuple[int, ...],
-    ) -> torch.Tensor:
+    def weight(self, box: Box) -> torch.Tensor:
         """Zeros."""
-        return torch.zeros(size)
-
-    def step(self, name: str) -> float:
-        """A run that has begun."""
-        return 0.0
+        return torch.zeros(box.size)
 
     def buffer(self, name: str) -> torch.Tensor:
         """A buffer's initial value."""

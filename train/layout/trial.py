@@ -17,11 +17,11 @@ from pydantic import BaseModel
 from polyad.model.config_yaml import dump
 from polyad.model.lora import of_base
 from polyad.parallel import comm
-from polyad.parallel.adapted import OnBase
+from polyad.parallel.checkpoint.box import Box
 from polyad.parallel.checkpoint.checkpoint import Checkpoint
 from polyad.parallel.checkpoint.writer import save
-from polyad.parallel.fragments import Source
-from polyad.parallel.parallelize import InitialWeights, parallelize
+from polyad.parallel.parallelize import parallelize
+from polyad.parallel.source import InitialWeights, Source, on_base
 from polyad.parallel.zero import Engine
 from polyad.train.config.adaptation import model_of
 from polyad.train.config.rules import validate
@@ -53,10 +53,10 @@ class Trial(BaseModel):
 class Nudged(InitialWeights):
     """Initial weights, each of which is moved by at most one rounding of fp32."""
 
-    def read(self, name: str, field: str, *box: tuple[int, ...]) -> torch.Tensor:
+    def weight(self, box: Box) -> torch.Tensor:
         """A box of a parameter's value; on one process, where a box is the whole of it."""
-        value = super().read(name, field, *box)
-        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+        value = super().weight(box)
+        generator = torch.Generator().manual_seed(zlib.crc32(box.name.encode()))
         up_or_down = torch.randint(-1, 2, value.shape, generator=generator)
         return value * (1 + torch.finfo(torch.float32).eps * up_or_down)
 
@@ -101,7 +101,7 @@ def save_again(config: RunConfig, world: comm.World, checkpoint: Path, folder: P
     saved = Checkpoint(checkpoint)
     model = model_of(config)
     start = InitialWeights(model, config.seed)
-    source = OnBase(start, saved, of_base(model), buffers=saved)
+    source = on_base(start, saved, of_base(model), buffers=saved)
     engine = engine_of(config, world, config.optimizer, source)
     return _save(engine, config, folder / "again", 1)
 

@@ -16,7 +16,7 @@ from polyad.data.images.config import NORMALIZATIONS, ImageDataConfig
 from polyad.model.config_yaml import load
 from polyad.model.huggingface import CONFIG_FILE, HuggingFaceError
 from polyad.parallel.checkpoint.checkpoint import Checkpoint
-from polyad.parallel.checkpoint.tensor_folder import read_json
+from polyad.parallel.tensor_folder import read_json
 from polyad.parallel.weights import Weights
 
 PREPROCESSOR_FILE = "preprocessor_config.json"

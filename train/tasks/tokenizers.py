@@ -15,7 +15,7 @@ from polyad.data.text.tokenizers.wordpiece import VOCABULARY_FILE
 from polyad.parallel.checkpoint.checkpoint import Checkpoint
 from polyad.parallel.checkpoint.records import Record
 from polyad.parallel.checkpoint.state_file import State
-from polyad.parallel.checkpoint.tensor_folder import check_file, read_form
+from polyad.parallel.tensor_folder import check_file, read_form
 from polyad.parallel.weights import Weights
 from polyad.train.errors import ConfigError
 

@@ -10,6 +10,7 @@ import pytest
 import safetensors
 import torch
 
+from polyad.parallel.checkpoint.box import Box
 from polyad.parallel.checkpoint.checkpoint import Checkpoint, find_checkpoint
 from polyad.parallel.checkpoint.commit import complete_checkpoints
 from polyad.parallel.checkpoint.manifest import CheckpointError
@@ -203,7 +204,7 @@ def test_readers_touch_only_the_bytes_they_ask_for(saved, monkeypatch):
 
     monkeypatch.setattr(Checkpoint, "_stored", record)
     shape = (DENSE.vocab_size, DENSE.hidden_size)
-    box = checkpoint.read("token_embedding.weight", "master", shape, (1, 2), (2, 3))
+    box = checkpoint.read(Box("token_embedding.weight", "master", shape, (1, 2), (2, 3)))
     assert len(opened) == 1  # of the several chunks of that tensor
     assert len(checkpoint.tensors["token_embedding.weight"]["master"].chunks) > 1
     assert torch.equal(box, checkpoint.whole("token_embedding.weight")[1:3, 2:5])

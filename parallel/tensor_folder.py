@@ -8,8 +8,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from polyad.data.json_reader import read_bounded
-from polyad.parallel.checkpoint.index import MASTER, OF_WEIGHTS
+from polyad.parallel.checkpoint.box import MASTER, Box
 from polyad.parallel.checkpoint.records import FormError, WeightMap, fault_of_file, parsed
+from polyad.parallel.source import WeightSource
 
 WEIGHTS_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 WEIGHT_DTYPES = ("F32", "F16", "BF16")
@@ -118,8 +119,8 @@ class TensorFolder:
         return self._open[path]
 
 
-class FolderWeights:
-    """Weights in such a folder as a `Source` without moments: boxes are read, never all of it.
+class FolderWeights(WeightSource):
+    """Weights in such a folder: boxes are read, never all of it.
 
     Args:
         folder: with the files.
@@ -149,37 +150,33 @@ class FolderWeights:
         """
         return name, False
 
-    def read(
-        self,
-        name: str,
-        field: str,
-        global_shape: tuple[int, ...],
-        offset: tuple[int, ...],
-        size: tuple[int, ...],
-    ) -> torch.Tensor:
-        """A box of a weight in our orientation, fp32; zeros for optimizer state."""
-        if field not in OF_WEIGHTS:
-            return torch.zeros(size)
-        if self._shapes.get(name) != tuple(global_shape):
-            raise self._error(
-                f"{self.folder}: {name} has shape {list(self._shapes.get(name, ())) or 'none'} "
-                f"there, {list(global_shape)} in this model"
-            )
-        box = tuple(slice(a, a + n) for a, n in zip(offset, size, strict=True))
+    def part(self, name: str, slices: tuple[slice, ...]) -> torch.Tensor:
+        """A part of a weight in our orientation, of any type, perhaps of the mapped file.
+
+        Args:
+            name: Polyad's name.
+            slices: of our orientation.
+        """
         stored, transposed = self.stored(name)
-        view = self._tensors.read(stored, box[::-1] if transposed else box)
-        view = view.T if transposed else view
-        # Always a copy, since the view is of the mapped file.
-        return view.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+        view = self._tensors.read(stored, slices[::-1] if transposed else slices)
+        return view.T if transposed else view
+
+    def weight(self, box: Box) -> torch.Tensor:
+        """A box of a weight in our orientation, fp32."""
+        there = self._shapes.get(box.name)
+        if there != tuple(box.shape):
+            raise self._error(
+                f"{self.folder}: {box.name} has shape {list(there or ()) or 'none'} there, "
+                f"{list(box.shape)} in this model"
+            )
+        # Always a copy, since the part may be of the mapped file.
+        return self.part(box.name, box.slices).to(
+            torch.float32, copy=True, memory_format=torch.contiguous_format
+        )
 
     def whole(self, name: str) -> torch.Tensor:
         """A whole weight in our orientation, fp32."""
-        shape = self._shapes[name]
-        return self.read(name, MASTER, shape, (0,) * len(shape), shape)
-
-    def step(self, name: str) -> float:
-        """0: such weights have done no steps of a run."""
-        return 0.0
+        return self.weight(Box.whole(name, MASTER, self._shapes[name]))
 
 
 def check_file(path: Path, error_class: type[ValueError]) -> None:
