@@ -117,7 +117,7 @@ class Dispatcher(nn.Module):
         ids_NK, counts_E = self.order(selected)
         plan = make_plan(ids_NK, counts_E, capacity_factor, selected.priority_N)
         begun = self.begin(plan)
-        rows_MD = take_rows(tokens_ND, plan)
+        rows_MD = rows.take(tokens_ND, plan.assignment_M, plan.row_A)
         if plan.drops:
             # Neither has a meaning where no expert takes a row: its output, the input's gradient.
             kept_M1 = plan.kept_M().unsqueeze(1)
@@ -127,7 +127,8 @@ class Dispatcher(nn.Module):
             rows_MD = self.compute(rows_MD, plan, experts, begun)
         if experts.dropout.p:
             rows_MD = dropout(rows_MD, experts.dropout.p, experts.training)
-        return combine(rows_MD, selected.weights_NK.to(rows_MD.dtype), plan), plan
+        weights_NK = selected.weights_NK.to(rows_MD.dtype)
+        return rows.combine(rows_MD, weights_NK, plan.assignment_M, plan.row_A), plan
 
     def order(self, selected: Selected) -> tuple[Tensor, Tensor]:
         """Numbers of the experts by which rows are sorted; by default their own.
@@ -186,30 +187,3 @@ class Dispatcher(nn.Module):
         """
         output_MD: Tensor = experts(rows_MD, plan.counts_E)
         return output_MD
-
-
-def take_rows(tokens_ND: Tensor, plan: Plan) -> Tensor:
-    """The token of each row.
-
-    Args:
-        tokens_ND: Tokens.
-        plan: Where they go.
-
-    Returns:
-        [M, D].
-    """
-    return rows.take(tokens_ND, plan.assignment_M, plan.row_A)
-
-
-def combine(rows_MD: Tensor, weights_NK: Tensor, plan: Plan) -> Tensor:
-    """The weighted sum of the rows of each token.
-
-    Args:
-        rows_MD: The experts' outputs; zeros where an assignment was dropped.
-        weights_NK: Of the rows' dtype.
-        plan: Where they come from.
-
-    Returns:
-        [N, D].
-    """
-    return rows.combine(rows_MD, weights_NK, plan.assignment_M, plan.row_A)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from polyad.model.feedforward import NOTHING_ELSE, BlockInput, FeedForward, FeedForwardContext
 from polyad.model.initialization import ZEROS, Initializer
-from polyad.model.output import RoutingStats, StatisticsModule
+from polyad.model.output import RoutingStats, StatisticsModule, entropy
 from polyad.model.padding import counted, pack, unpack
 from polyad.model.smoe.config import SelectingConfig, SparseMoEConfig
 from polyad.model.smoe.dispatch import Dispatcher
@@ -24,7 +24,6 @@ from polyad.model.smoe.losses import (
     importance_loss,
     load_balance_loss,
     load_loss,
-    mean_entropy,
     router_z_loss,
 )
 from polyad.model.smoe.scores import SCORES, Score, expert_input
@@ -93,7 +92,7 @@ class Router(StatisticsModule):
             name="",
             load_E=load_E,
             usage_E=usage_E.detach(),
-            entropy=mean_entropy(mixed_NE.detach()),
+            entropy=entropy(mixed_NE.detach()).mean(),
             dropped=load_E.new_zeros(()),
             effective_neighbours=mixed.effective_neighbours,
             head_entropy_A=mixed.head_entropy_A,

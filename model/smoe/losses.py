@@ -1,6 +1,6 @@
-"""Losses and statistics of routing: pure functions of scores and selected experts.
+"""Losses of routing: pure functions of scores and selected experts.
 
-The z-loss and the entropy are means over tokens. The others multiply or divide such means, so they
+The z-loss is a mean over tokens. The others multiply or divide such means, so they
 are not linear in the batch: a step's is the mean over its micro-batches (`train/loop/losses.py`).
 
 Shapes: N tokens, E experts, K experts of a token.
@@ -10,8 +10,6 @@ import math
 
 import torch
 from torch import Tensor
-
-from polyad.model.output import entropy
 
 
 def load_balance_loss(mean_scores_E: Tensor, load_E: Tensor) -> Tensor:
@@ -78,15 +76,3 @@ def load_loss(logits_NE: Tensor, noisy_NE: Tensor, noise_std: float, top_k: int)
 def _squared_variation(values_E: Tensor) -> Tensor:
     """Variance over squared mean; 0 where all are equal."""
     return values_E.var(correction=0) / values_E.mean().square()
-
-
-def mean_entropy(scores_NE: Tensor) -> Tensor:
-    """The mean over tokens of the entropy of their scores.
-
-    Args:
-        scores_NE: Non-negative, each row summing to 1.
-
-    Returns:
-        Nats, no dimensions.
-    """
-    return entropy(scores_NE).mean()

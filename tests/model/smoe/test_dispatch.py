@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from polyad.model.kernels import rows
-from polyad.model.smoe.dispatch import Dispatcher, combine, make_plan, take_rows
+from polyad.model.smoe.dispatch import Dispatcher, make_plan
 from polyad.model.smoe.experts import Experts
 from polyad.model.smoe.selection import Selected, count
 from tests.helpers.routing import make, make_config, make_context
@@ -40,6 +40,14 @@ every_case = pytest.mark.parametrize(("ids", "experts", "factor"), CASES.values(
 
 def plan_of(ids, experts, *others, **named):
     return make_plan(ids, count(ids, experts), *others, **named)
+
+
+def take_rows(tokens_ND, plan):
+    return rows.take(tokens_ND, plan.assignment_M, plan.row_A)
+
+
+def combine(rows_MD, weights_NK, plan):
+    return rows.combine(rows_MD, weights_NK, plan.assignment_M, plan.row_A)
 
 
 def taken(plan):

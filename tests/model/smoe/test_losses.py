@@ -10,7 +10,6 @@ from polyad.model.smoe.losses import (
     importance_loss,
     load_balance_loss,
     load_loss,
-    mean_entropy,
     router_z_loss,
 )
 from polyad.model.smoe.selection import Selected
@@ -70,13 +69,6 @@ def test_z_loss_equals_numbers_worked_out_by_hand():
     # (2 / N) logsumexp softmax: ln 2 x (1/2, 1/2) and ln 4 x (3/4, 1/4).
     expected = [[0.3465736, 0.3465736], [1.0397208, 0.3465736]]
     torch.testing.assert_close(logits_NE.grad, torch.tensor(expected))
-
-
-def test_entropy_equals_numbers_worked_out_by_hand():
-    # ln 2, 0 and ln 3 = (0.6931472 + 0 + 1.0986123) / 3; a score of zero counts nothing.
-    third = 1 / 3
-    scores_NE = torch.tensor([[0.5, 0.5, 0.0], [1.0, 0.0, 0.0], [third, third, third]])
-    torch.testing.assert_close(mean_entropy(scores_NE).item(), 0.5972532, atol=1e-6, rtol=0)
 
 
 @pytest.mark.parametrize("top_k", [1, 2])
