@@ -10,15 +10,14 @@ Shapes: B batch, T tokens in a sequence, P positions that are scored, D width, V
 classes, L blocks.
 """
 
-from typing import Annotated, ClassVar, Literal, Self, TypeAlias
+from typing import Annotated, ClassVar, Literal, TypeAlias
 
 import torch
-from pydantic import Field, model_validator
+from pydantic import Field
 from torch import Tensor, nn
 
-from polyad.model.attention import SelfAttention
-from polyad.model.block import FeedForwardConfig, PostNormBlock, build_feedforward, run_block
-from polyad.model.config import Config, SectionError
+from polyad.model.block import Block, FeedForwardConfig, PostNormBlock, build_block, run_blocks
+from polyad.model.config import Config
 from polyad.model.feedforward import (
     Activation,
     BlockInput,
@@ -34,9 +33,9 @@ from polyad.model.heads import (
 from polyad.model.initialization import Initializer, norm_initializers, normal
 from polyad.model.kernels.linear_cross_entropy import CHUNK
 from polyad.model.layers import Embedding, LayerNorm
-from polyad.model.output import ModelOutput, RoutingStats
+from polyad.model.output import ModelOutput
 from polyad.model.padding import RealTokens
-from polyad.model.settings import Count, CutSizes, ModelSettings
+from polyad.model.settings import Count, TransformerSettings
 
 
 class MaskedLanguageHeadConfig(Config):
@@ -70,7 +69,7 @@ HeadConfig: TypeAlias = Annotated[
 ]
 
 
-class BertConfig(ModelSettings):
+class BertConfig(TransformerSettings):
     """The defaults are BERT-base's, without dropout."""
 
     embeddings: ClassVar[tuple[str, ...]] = (
@@ -112,35 +111,9 @@ class BertConfig(ModelSettings):
     head: HeadConfig = MaskedLanguageHeadConfig()
     """What the output is read for."""
 
-    @model_validator(mode="after")
-    def _heads_divide_width(self) -> Self:
-        if self.hidden_size % self.num_heads:
-            nearest = max(1, round(self.hidden_size / self.num_heads)) * self.num_heads
-            raise ValueError(
-                f"model.hidden_size: {self.hidden_size} is not a multiple of "
-                f"model.num_heads: {self.num_heads}; nearest multiple: {nearest}"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _feed_forward_fits(self) -> Self:
-        try:
-            self.feed_forward.check_model(
-                num_layers=self.num_layers, num_heads=self.num_heads, causal=False
-            )
-            self.known_feed_forward()
-        except SectionError as error:
-            raise ValueError(error.within("model.feed_forward")) from None
-        return self
-
-    def feed_forwards(self) -> dict[str, FeedForwardConfig]:
-        """The feed-forward with what the model's sizes decide filled in, as a matching rank."""
-        return {"model.feed_forward": self.feed_forward.of_model(width=self.hidden_size, bias=True)}
-
-    def block_feed_forwards(self) -> list[FeedForwardConfig]:
-        """The feed-forward of each block: not every block need have the same."""
-        feed_forward = self.known_feed_forward()
-        return [feed_forward.of_block(block) for block in range(self.num_layers)]
+    def has_bias(self) -> bool:
+        """See `TransformerSettings.has_bias`."""
+        return True
 
     def known_vocab_size(self) -> int:
         """The vocabulary size, which must have been filled in.
@@ -153,10 +126,6 @@ class BertConfig(ModelSettings):
                 "model.vocab_size is not set: give a number, or take it from the data's tokenizer"
             )
         return self.vocab_size
-
-    def filled(self) -> Self:
-        """Completed with the rank that follows from the number of parameters."""
-        return self.model_copy(update={"feed_forward": self.known_feed_forward()})
 
     def units_per_sample(self) -> int:
         """Tokens that are read in a sample; 1 where a whole sequence is scored."""
@@ -172,17 +141,6 @@ class BertConfig(ModelSettings):
     def in_words(self) -> str:
         """The depth and width, for people."""
         return f"BERT, {self.num_layers} blocks, width {self.hidden_size}"
-
-    def cut_sizes(self) -> CutSizes:
-        """Heads, width, and the sizes of the feed-forward."""
-        sizes = [{"model.num_heads": self.num_heads}, {"model.hidden_size": self.hidden_size}]
-        for choices in self.known_feed_forward().cut_sizes(self.hidden_size):
-            sizes.append({f"model.feed_forward.{key}": n for key, n in choices.items()})
-        return sizes
-
-    def last_parameter(self) -> str:
-        """A parameter of the last block."""
-        return f"blocks.{self.num_layers - 1}.attention_norm.weight"
 
     def flops_per_unit(self) -> int:
         """Counts the floating-point operations of training on one token, forward and backward, or
@@ -314,12 +272,8 @@ class Bert(nn.Module):
             )
         x_BTD = self.embed(input_ids_BT, segments_BT)
         given = BlockInput(mask_BT, RealTokens.of(mask_BT) if self._routes else None)
-        routing: list[RoutingStats] = []
-        for index, block in enumerate(self.blocks):
-            x_BTD, stats = run_block(block, x_BTD, self.config.recompute, given)
-            if stats is not None:
-                routing.append(stats._replace(name=f"blocks.{index}.feed_forward"))
-        return ModelOutput(self.score(x_BTD, positions_BP, target_ids_BP), tuple(routing))
+        x_BTD, routing = run_blocks(self.blocks, x_BTD, self.config.recompute, given)
+        return ModelOutput(self.score(x_BTD, positions_BP, target_ids_BP), routing)
 
     def embed(self, input_ids_BT: Tensor, segments_BT: Tensor | None = None) -> Tensor:
         """What the first block gets [B, T, D]."""
@@ -369,16 +323,7 @@ def _build_head(config: BertConfig) -> nn.Module:
     return nn.ModuleDict({"pooler": Pooler(width, std)} if head.pooler else {})
 
 
-def _build_block(config: BertConfig, feed_forward: FeedForwardConfig) -> PostNormBlock:
-    attention = SelfAttention(
-        hidden_size=config.hidden_size,
-        num_heads=config.num_heads,
-        bias=True,
-        dropout=config.dropout,
-        initializer_std=config.initializer_range,
-        residual_std=config.initializer_range,
-        causal=False,
-    )
+def _build_block(config: BertConfig, feed_forward: FeedForwardConfig) -> Block:
     context = FeedForwardContext(
         hidden_size=config.hidden_size,
         bias=True,
@@ -389,10 +334,5 @@ def _build_block(config: BertConfig, feed_forward: FeedForwardConfig) -> PostNor
         causal=False,
         activation=config.activation,
     )
-    return PostNormBlock(
-        attention,
-        build_feedforward(feed_forward, context),
-        hidden_size=config.hidden_size,
-        layer_norm_epsilon=config.layer_norm_epsilon,
-        bias=True,
-    )
+    epsilon = config.layer_norm_epsilon
+    return build_block(feed_forward, context, layer_norm_epsilon=epsilon, kind=PostNormBlock)

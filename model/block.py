@@ -7,7 +7,7 @@ union and one line of `FEED_FORWARDS`; the tests run over that registry.
 Shapes: B batch, T tokens in a sequence, D width.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Annotated, Any, Literal, TypeAlias
 
 import torch
@@ -15,7 +15,7 @@ from pydantic import BeforeValidator, Field
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from polyad.model.attention import SelfAttention
+from polyad.model.attention import KeyValueCache, SelfAttention
 from polyad.model.emoe.config import EmergentMoEConfig
 from polyad.model.emoe.layer import EmergentMoE
 from polyad.model.feedforward import (
@@ -167,3 +167,74 @@ def run_block(block: nn.Module, x_BTD: Tensor, recompute: Recompute, *others: An
         # The state of the random generators is kept, so the second pass drops the same units.
         return checkpoint(block, x_BTD, *others, use_reentrant=False, preserve_rng_state=True)
     return block(x_BTD, *others)
+
+
+def run_blocks(
+    blocks: Iterable[nn.Module],
+    x_BTD: Tensor,
+    recompute: Recompute,
+    given: BlockInput = NOTHING_ELSE,
+    cache: KeyValueCache | None = None,
+) -> tuple[Tensor, tuple[RoutingStats, ...]]:
+    """Runs the blocks of a model, one after the other.
+
+    Args:
+        blocks: The model's `blocks`.
+        x_BTD: The residual stream.
+        recompute: The model's key; with a cache nothing is computed again.
+        given: What else there is.
+        cache: In generation: keys and values of earlier tokens.
+
+    Returns:
+        The residual stream after the last one, and the statistics of those that route.
+    """
+    routing = []
+    for index, block in enumerate(blocks):
+        if cache is None:
+            x_BTD, stats = run_block(block, x_BTD, recompute, given)
+        else:
+            x_BTD, stats = block(x_BTD, given._replace(cache=cache.blocks[index]))
+        if stats is not None:
+            # Named here: a block that knew its name could not share compiled code with the others.
+            routing.append(stats._replace(name=f"blocks.{index}.feed_forward"))
+    return x_BTD, tuple(routing)
+
+
+def build_block(
+    feed_forward: FeedForwardConfig,
+    context: FeedForwardContext,
+    *,
+    layer_norm_epsilon: float,
+    attention_std: float | None = None,
+    drop_path: float | None = None,
+    kind: type[Block] = Block,
+) -> Block:
+    """Builds a block, on the current default device.
+
+    Args:
+        feed_forward: Of this block.
+        context: Settings of the model, for both branches.
+        layer_norm_epsilon: Added to the variance.
+        attention_std: Standard deviation of the initial weights of attention; None: as those of the
+            feed-forward.
+        drop_path: See `Block`.
+        kind: Which order of branches and LayerNorms.
+    """
+    assert context.num_heads is not None
+    attention = SelfAttention(
+        hidden_size=context.hidden_size,
+        num_heads=context.num_heads,
+        bias=context.bias,
+        dropout=context.dropout,
+        initializer_std=attention_std or context.initializer_std,
+        residual_std=attention_std or context.residual_std,
+        causal=context.causal,
+    )
+    return kind(
+        attention,
+        build_feedforward(feed_forward, context),
+        hidden_size=context.hidden_size,
+        layer_norm_epsilon=layer_norm_epsilon,
+        bias=context.bias,
+        drop_path=drop_path,
+    )

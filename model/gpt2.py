@@ -7,30 +7,30 @@ Shapes: B batch, T tokens in a sequence, D width, V vocabulary, K classes, L blo
 """
 
 import math
-from typing import Annotated, ClassVar, Literal, Self
+from typing import Annotated, ClassVar, Literal
 
 import torch
-from pydantic import Field, model_validator
+from pydantic import Field
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from polyad.model.attention import KeyValueCache, SelfAttention
-from polyad.model.block import Block, FeedForwardConfig, build_feedforward, run_block
-from polyad.model.config import SectionError
+from polyad.model.attention import KeyValueCache
+from polyad.model.block import Block, FeedForwardConfig, build_block, run_blocks
 from polyad.model.feedforward import BlockInput, DenseFeedForwardConfig, FeedForwardContext
 from polyad.model.heads import ClassificationHeadConfig, SequenceHead
 from polyad.model.initialization import Initializer, norm_initializers, normal
 from polyad.model.kernels.linear_cross_entropy import CHUNK, losses
 from polyad.model.layers import Embedding, LayerNorm
-from polyad.model.output import ModelOutput, RoutingStats
+from polyad.model.output import ModelOutput
 from polyad.model.padding import LastToken, RealTokens
-from polyad.model.settings import Count, CutSizes, ModelSettings
+from polyad.model.settings import Count, TransformerSettings
 
 
-class GPT2Config(ModelSettings):
+class GPT2Config(TransformerSettings):
     """The defaults are the 124M model's."""
 
     embeddings: ClassVar[tuple[str, ...]] = ("token_embedding", "position_embedding", "head")
+    causal: ClassVar[bool] = True
 
     kind: Literal["gpt2"] = "gpt2"
     """Which model this is."""
@@ -59,36 +59,9 @@ class GPT2Config(ModelSettings):
     head: ClassificationHeadConfig | None = None
     """What is scored of a whole sequence; None: the token after each is."""
 
-    @model_validator(mode="after")
-    def _heads_divide_width(self) -> Self:
-        if self.hidden_size % self.num_heads:
-            nearest = max(1, round(self.hidden_size / self.num_heads)) * self.num_heads
-            raise ValueError(
-                f"model.hidden_size: {self.hidden_size} is not a multiple of "
-                f"model.num_heads: {self.num_heads}; nearest multiple: {nearest}"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _feed_forward_fits(self) -> Self:
-        try:
-            self.feed_forward.check_model(
-                num_layers=self.num_layers, num_heads=self.num_heads, causal=True
-            )
-            self.known_feed_forward()
-        except SectionError as error:
-            raise ValueError(error.within("model.feed_forward")) from None
-        return self
-
-    def feed_forwards(self) -> dict[str, FeedForwardConfig]:
-        """The feed-forward with what the model's sizes decide filled in, as a matching rank."""
-        known = self.feed_forward.of_model(width=self.hidden_size, bias=self.bias)
-        return {"model.feed_forward": known}
-
-    def block_feed_forwards(self) -> list[FeedForwardConfig]:
-        """The feed-forward of each block: not every block need have the same."""
-        feed_forward = self.known_feed_forward()
-        return [feed_forward.of_block(block) for block in range(self.num_layers)]
+    def has_bias(self) -> bool:
+        """See `TransformerSettings.has_bias`."""
+        return self.bias
 
     def known_vocab_size(self) -> int:
         """The vocabulary size, which must have been filled in.
@@ -101,10 +74,6 @@ class GPT2Config(ModelSettings):
                 "model.vocab_size is not set: give a number, or take it from the data's tokenizer"
             )
         return self.vocab_size
-
-    def filled(self) -> Self:
-        """Completed with the rank that follows from the number of parameters."""
-        return self.model_copy(update={"feed_forward": self.known_feed_forward()})
 
     def units_per_sample(self) -> int:
         """Tokens that are predicted in a sample; 1 where a whole sequence is scored."""
@@ -120,17 +89,6 @@ class GPT2Config(ModelSettings):
     def in_words(self) -> str:
         """The depth and width, for people."""
         return f"GPT-2, {self.num_layers} blocks, width {self.hidden_size}"
-
-    def cut_sizes(self) -> CutSizes:
-        """Heads, width, and the sizes of the feed-forward."""
-        sizes = [{"model.num_heads": self.num_heads}, {"model.hidden_size": self.hidden_size}]
-        for choices in self.known_feed_forward().cut_sizes(self.hidden_size):
-            sizes.append({f"model.feed_forward.{key}": n for key, n in choices.items()})
-        return sizes
-
-    def last_parameter(self) -> str:
-        """A parameter of the last block."""
-        return f"blocks.{self.num_layers - 1}.attention_norm.weight"
 
     def flops_per_unit(self) -> int:
         """Counts the floating-point operations of training on one token, forward and backward, or
@@ -340,19 +298,10 @@ class GPT2(nn.Module):
         positions_T = torch.arange(start, length, device=input_ids_BT.device)
         x_BTD = self.embed(input_ids_BT, positions_T)
         given = BlockInput(real=RealTokens.of(mask_BT) if self._routes else None)
-        recompute = self.config.recompute if cache is None else "none"
-        routing: list[RoutingStats] = []
-        for index, block in enumerate(self.blocks):
-            if cache is not None:
-                given = given._replace(cache=cache.blocks[index])
-            x_BTD, stats = run_block(block, x_BTD, recompute, given)
-            if stats is not None:
-                # Named here: a block that knew its name could not share compiled code with the
-                # others.
-                routing.append(stats._replace(name=f"blocks.{index}.feed_forward"))
+        x_BTD, routing = run_blocks(self.blocks, x_BTD, self.config.recompute, given, cache)
         if self.last_token is not None:
-            return ModelOutput(self.classify(x_BTD, mask_BT), tuple(routing))
-        return ModelOutput(self.score(x_BTD, target_ids_BT), tuple(routing))
+            return ModelOutput(self.classify(x_BTD, mask_BT), routing)
+        return ModelOutput(self.score(x_BTD, target_ids_BT), routing)
 
     def embed(self, input_ids_BT: Tensor, positions_T: Tensor) -> Tensor:
         """What the first block gets [B, T, D]."""
@@ -378,14 +327,6 @@ def _build_block(config: GPT2Config, feed_forward: FeedForwardConfig) -> Block:
     # 2 L branches add to the residual stream; the scale keeps its variance independent of depth
     # (Radford et al. 2019, section 2.3).
     residual_std = config.initializer_range / math.sqrt(2 * config.num_layers)
-    attention = SelfAttention(
-        hidden_size=config.hidden_size,
-        num_heads=config.num_heads,
-        bias=config.bias,
-        dropout=config.dropout,
-        initializer_std=config.initializer_range,
-        residual_std=residual_std,
-    )
     context = FeedForwardContext(
         hidden_size=config.hidden_size,
         bias=config.bias,
@@ -395,10 +336,4 @@ def _build_block(config: GPT2Config, feed_forward: FeedForwardConfig) -> Block:
         num_heads=config.num_heads,
         causal=True,
     )
-    return Block(
-        attention,
-        build_feedforward(feed_forward, context),
-        hidden_size=config.hidden_size,
-        layer_norm_epsilon=config.layer_norm_epsilon,
-        bias=config.bias,
-    )
+    return build_block(feed_forward, context, layer_norm_epsilon=config.layer_norm_epsilon)

@@ -16,14 +16,8 @@ from polyad.model.feedforward import DenseFeedForwardConfig, FeedForwardContext
 from polyad.model.initialization import Initializer, norm_initializers
 from polyad.model.layers import DropPath, LayerNorm
 from polyad.model.output import ModelOutput, RoutingStats
-from polyad.model.settings import Count, CutSizes
-from polyad.model.vision import (
-    ImageModelSettings,
-    PatchEmbedding,
-    build_head,
-    check_feed_forward,
-    classified,
-)
+from polyad.model.settings import Count, CutSizes, check_feed_forward, cut_sizes_of
+from polyad.model.vision import ImageModelSettings, PatchEmbedding, build_head, classified
 
 TOKENS, CHANNELS = "model.token_feed_forward", "model.channel_feed_forward"
 
@@ -53,6 +47,7 @@ class MixerConfig(ImageModelSettings):
                 num_heads=None,
                 layers=self.num_layers,
                 bias=self.bias,
+                causal=False,
             )
         return self
 
@@ -91,8 +86,8 @@ class MixerConfig(ImageModelSettings):
             widths.append({"model.hidden_size": self.hidden_size})
         return [
             *widths,
-            *self.cut_sizes_of(TOKENS, known[TOKENS], self.num_patches),
-            *self.cut_sizes_of(CHANNELS, known[CHANNELS], self.hidden_size),
+            *cut_sizes_of(TOKENS, known[TOKENS], self.num_patches),
+            *cut_sizes_of(CHANNELS, known[CHANNELS], self.hidden_size),
         ]
 
     def last_parameter(self) -> str:

@@ -1,17 +1,19 @@
 """The interface of the configurations of all models."""
 
 from abc import ABC, abstractmethod
-from typing import Annotated, ClassVar, Literal, Self, TypeAlias
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self, TypeAlias
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from polyad.model.block import FeedForwardConfig
-from polyad.model.config import Config
+from polyad.model.config import Config, SectionError
 from polyad.model.feedforward import DenseFeedForwardConfig
 
 Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
 CutSizes: TypeAlias = list[dict[str, int]]
 """Sizes by their keys: of each dictionary, one has to be a multiple of the number of parts."""
+FEED_FORWARD = "model.feed_forward"
+"""The key of the feed-forward of a model that has one kind of it."""
 
 
 class ModelSettings(Config, ABC):
@@ -92,3 +94,114 @@ class ModelSettings(Config, ABC):
         Sizes in a file have no bounds: this name is looked for before anything is built.
         """
         return None
+
+
+class TransformerSettings(ModelSettings, ABC):
+    """The base of models whose blocks are attention and a feed-forward."""
+
+    if TYPE_CHECKING:  # each model declares these keys: their order and their words are its own
+        num_layers: int
+        hidden_size: int
+        num_heads: int
+        feed_forward: FeedForwardConfig
+
+    causal: ClassVar[bool] = False
+    """Whether a token sees no later ones."""
+
+    @model_validator(mode="after")
+    def _heads_divide_width(self) -> Self:
+        if self.hidden_size % self.num_heads:
+            nearest = max(1, round(self.hidden_size / self.num_heads)) * self.num_heads
+            raise ValueError(
+                f"model.hidden_size: {self.hidden_size} is not a multiple of "
+                f"model.num_heads: {self.num_heads}; nearest multiple: {nearest}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _feed_forward_fits(self) -> Self:
+        check_feed_forward(
+            FEED_FORWARD,
+            self.feed_forward,
+            width=self.hidden_size,
+            num_heads=self.num_heads,
+            layers=self.num_layers,
+            bias=self.has_bias(),
+            causal=self.causal,
+        )
+        return self
+
+    @abstractmethod
+    def has_bias(self) -> bool:
+        """Whether linear layers and LayerNorms have a bias."""
+
+    def feed_forwards(self) -> dict[str, FeedForwardConfig]:
+        """The feed-forward, filled in, by its key."""
+        known = self.feed_forward.of_model(width=self.hidden_size, bias=self.has_bias())
+        return {FEED_FORWARD: known}
+
+    def block_feed_forwards(self) -> list[FeedForwardConfig]:
+        """The feed-forward of each block: not every block need have the same."""
+        feed_forward = self.known_feed_forward()
+        return [feed_forward.of_block(block) for block in range(self.num_layers)]
+
+    def filled(self) -> Self:
+        """Completed with the rank that follows from the number of parameters."""
+        return self.model_copy(update={"feed_forward": self.known_feed_forward()})
+
+    def cut_sizes(self) -> CutSizes:
+        """Heads, width, and the sizes of the feed-forward."""
+        return [
+            {"model.num_heads": self.num_heads},
+            {"model.hidden_size": self.hidden_size},
+            *cut_sizes_of(FEED_FORWARD, self.known_feed_forward(), self.hidden_size),
+        ]
+
+    def last_parameter(self) -> str:
+        """A parameter of the last block."""
+        return f"blocks.{self.num_layers - 1}.attention_norm.weight"
+
+
+def check_feed_forward(
+    key: str,
+    feed_forward: FeedForwardConfig,
+    *,
+    width: int,
+    num_heads: int | None,
+    layers: int,
+    bias: bool,
+    causal: bool,
+) -> None:
+    """Checks a feed-forward against its model.
+
+    Args:
+        key: The key of its section.
+        feed_forward: What the section says.
+        width: The width of its input.
+        num_heads: Heads of the model's attention; None without attention.
+        layers: L.
+        bias: Whether the model's layers have one.
+        causal: Whether it is a language model.
+
+    Raises:
+        ValueError: They do not fit.
+    """
+    try:
+        feed_forward.check_model(num_layers=layers, num_heads=num_heads, causal=causal)
+        feed_forward.of_model(width=width, bias=bias)
+    except SectionError as error:
+        raise ValueError(error.within(key)) from None
+
+
+def cut_sizes_of(key: str, feed_forward: FeedForwardConfig, width: int) -> CutSizes:
+    """What tensor parallelism divides in a feed-forward, by whole keys.
+
+    Args:
+        key: The key of its section.
+        feed_forward: With everything filled in.
+        width: The width of its input.
+    """
+    return [
+        {f"{key}.{name}": n for name, n in choices.items()}
+        for choices in feed_forward.cut_sizes(width)
+    ]

@@ -12,14 +12,13 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from polyad.model.block import FeedForwardConfig
 from polyad.model.config import Config, SectionError
 from polyad.model.feedforward import Activation
 from polyad.model.heads import HEAD
 from polyad.model.initialization import ZEROS, Initializer, constant, normal
 from polyad.model.mumoe.head import MuMoEHead, MuMoEHeadConfig
 from polyad.model.output import RoutingStats
-from polyad.model.settings import Count, CutSizes, ModelSettings
+from polyad.model.settings import Count, ModelSettings
 
 
 class LinearHeadConfig(Config):
@@ -175,42 +174,6 @@ class ImageModelSettings(ImageSettings):
         if not self.drop_path:
             return None
         return self.drop_path * block / max(1, self.num_layers - 1)
-
-    def cut_sizes_of(self, key: str, feed_forward: FeedForwardConfig, width: int) -> CutSizes:
-        """What tensor parallelism divides in a feed-forward, by whole keys."""
-        return [
-            {f"{key}.{name}": n for name, n in choices.items()}
-            for choices in feed_forward.cut_sizes(width)
-        ]
-
-
-def check_feed_forward(
-    key: str,
-    feed_forward: FeedForwardConfig,
-    *,
-    width: int,
-    num_heads: int | None,
-    layers: int,
-    bias: bool,
-) -> None:
-    """Checks a feed-forward against its model.
-
-    Args:
-        key: Of its section.
-        feed_forward: What it says.
-        width: Of what it reads.
-        num_heads: Of the model's attention; None without attention.
-        layers: L.
-        bias: Whether the model's layers have one.
-
-    Raises:
-        ValueError: They do not fit.
-    """
-    try:
-        feed_forward.check_model(num_layers=layers, num_heads=num_heads, causal=False)
-        feed_forward.of_model(width=width, bias=bias)
-    except SectionError as error:
-        raise ValueError(error.within(key)) from None
 
 
 class PatchEmbedding(nn.Module):

@@ -10,11 +10,10 @@ D width, K classes, L blocks.
 from typing import Annotated, Literal, Self
 
 import torch
-from pydantic import Field, model_validator
+from pydantic import Field
 from torch import Tensor, nn
 
-from polyad.model.attention import SelfAttention
-from polyad.model.block import Block, FeedForwardConfig, build_feedforward, run_block
+from polyad.model.block import Block, FeedForwardConfig, build_block, run_blocks
 from polyad.model.feedforward import DenseFeedForwardConfig, FeedForwardContext
 from polyad.model.initialization import (
     ZEROS,
@@ -25,21 +24,14 @@ from polyad.model.initialization import (
 )
 from polyad.model.layers import LayerNorm
 from polyad.model.output import ModelOutput, RoutingStats
-from polyad.model.settings import Count, CutSizes
-from polyad.model.vision import (
-    ImageModelSettings,
-    PatchEmbedding,
-    build_head,
-    check_feed_forward,
-    classified,
-)
+from polyad.model.settings import Count, TransformerSettings
+from polyad.model.vision import ImageModelSettings, PatchEmbedding, build_head, classified
 
-FEED_FORWARD = "model.feed_forward"
 POSITION_STD = 0.02
 """Standard deviation of initial position embeddings, as in the authors' code."""
 
 
-class ViTConfig(ImageModelSettings):
+class ViTConfig(TransformerSettings, ImageModelSettings):
     """The defaults are B/16's."""
 
     kind: Literal["vit"] = "vit"
@@ -55,68 +47,28 @@ class ViTConfig(ImageModelSettings):
     feed_forward: FeedForwardConfig = DenseFeedForwardConfig()
     """The feed-forward of every block."""
 
-    @model_validator(mode="after")
-    def _heads_divide_width(self) -> Self:
-        if self.hidden_size % self.num_heads:
-            nearest = max(1, round(self.hidden_size / self.num_heads)) * self.num_heads
-            raise ValueError(
-                f"model.hidden_size: {self.hidden_size} is not a multiple of "
-                f"model.num_heads: {self.num_heads}; nearest multiple: {nearest}"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _feed_forward_fits(self) -> Self:
-        check_feed_forward(
-            FEED_FORWARD,
-            self.feed_forward,
-            width=self.hidden_size,
-            num_heads=self.num_heads,
-            layers=self.num_layers,
-            bias=self.bias,
-        )
-        return self
-
     @property
     def num_tokens(self) -> int:
         """Patches, and the class token."""
         return self.num_patches + (self.pool == "class_token")
 
-    def feed_forwards(self) -> dict[str, FeedForwardConfig]:
-        """The feed-forward, filled in, by its key."""
-        return {FEED_FORWARD: self.feed_forward.of_model(width=self.hidden_size, bias=self.bias)}
+    def has_bias(self) -> bool:
+        """See `TransformerSettings.has_bias`."""
+        return self.bias
 
     def head_width(self) -> int:
         """Width of what the head reads."""
         return self.pre_logits or self.hidden_size
 
     def filled(self) -> Self:
-        """Completed with the rank that follows from the number of parameters."""
-        known = {"feed_forward": self.known_feed_forward()}
-        return self.model_copy(update=known | self.filled_head())
-
-    def block_feed_forwards(self) -> list[FeedForwardConfig]:
-        """The feed-forward of each block: not every block need have the same."""
-        feed_forward = self.known_feed_forward()
-        return [feed_forward.of_block(block) for block in range(self.num_layers)]
+        """Completed with the ranks that follow from the number of parameters."""
+        return super().filled().model_copy(update=self.filled_head())
 
     def in_words(self) -> str:
         """The depth, width and patches, for people."""
         return (
             f"ViT, {self.num_layers} blocks, width {self.hidden_size}, {self.num_patches} patches"
         )
-
-    def cut_sizes(self) -> CutSizes:
-        """Heads, width, and the sizes of the feed-forward."""
-        return [
-            {"model.num_heads": self.num_heads},
-            {"model.hidden_size": self.hidden_size},
-            *self.cut_sizes_of(FEED_FORWARD, self.known_feed_forward(), self.hidden_size),
-        ]
-
-    def last_parameter(self) -> str:
-        """A parameter of the last block."""
-        return f"blocks.{self.num_layers - 1}.attention_norm.weight"
 
     def flops_per_unit(self) -> int:
         """Counts the floating-point operations of training on one image, forward and backward.
@@ -209,11 +161,7 @@ class ViT(nn.Module):
             Logits [B, K] and one `RoutingStats` per block whose feed-forward routes.
         """
         x_BTD = self.embed(images_BCHW)
-        routing: list[RoutingStats] = []
-        for number, block in enumerate(self.blocks):
-            x_BTD, stats = run_block(block, x_BTD, self.config.recompute)
-            if stats is not None:
-                routing.append(stats._replace(name=f"blocks.{number}.feed_forward"))
+        x_BTD, routing = run_blocks(self.blocks, x_BTD, self.config.recompute)
         logits_BK, of_head = self.score(x_BTD)
         return ModelOutput(logits_BK, (*routing, *of_head))
 
@@ -249,16 +197,6 @@ class ViT(nn.Module):
 
 def _build_block(config: ViTConfig, feed_forward: FeedForwardConfig, number: int) -> Block:
     width = config.hidden_size
-    of_attention = config.weight_std(width, width)
-    attention = SelfAttention(
-        hidden_size=width,
-        num_heads=config.num_heads,
-        bias=config.bias,
-        dropout=config.dropout,
-        initializer_std=of_attention,
-        residual_std=of_attention,
-        causal=False,
-    )
     std = config.weight_std(width, feed_forward.inner_size(width))
     context = FeedForwardContext(
         hidden_size=width,
@@ -270,11 +208,10 @@ def _build_block(config: ViTConfig, feed_forward: FeedForwardConfig, number: int
         causal=False,
         activation=config.activation,
     )
-    return Block(
-        attention,
-        build_feedforward(feed_forward, context),
-        hidden_size=width,
+    return build_block(
+        feed_forward,
+        context,
         layer_norm_epsilon=config.layer_norm_epsilon,
-        bias=config.bias,
+        attention_std=config.weight_std(width, width),
         drop_path=config.drop_path_of(number),
     )
