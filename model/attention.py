@@ -67,7 +67,7 @@ class KeyValueCache:
     For generation alone: no gradient flows to tokens in it, and dropout has to be off.
 
     Args:
-        num_layers: Of the model.
+        num_layers: Blocks of the model.
         capacity: Tokens that there is room for, at most the model's `sequence_length`.
     """
 
@@ -94,7 +94,7 @@ def attend_cached(
         k_BATH: Their keys.
         v_BATH: Their values.
         cache: Keys and values of the tokens before them, to which theirs are added.
-        scale: Of the inner products; None: 1 / sqrt(H).
+        scale: What inner products are multiplied by; None: 1 / sqrt(H).
 
     Returns:
         [B, A, T, H].

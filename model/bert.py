@@ -119,7 +119,7 @@ class BertConfig(TransformerSettings):
         """The vocabulary size, which must have been filled in.
 
         Raises:
-            ValueError: It is still None.
+            ValueError: It is not known yet.
         """
         if self.vocab_size is None:
             raise ValueError(
@@ -170,7 +170,7 @@ class BertConfig(TransformerSettings):
         return length * self._flops_of_blocks(length) + 6 * self._head_weights_of_sample()
 
     def _flops_of_blocks(self, length: int) -> int:
-        """Of one token of a sequence of this length."""
+        """FLOPs of the blocks for one token of a sequence of this length."""
         width, weights, mixing = self.hidden_size, 0, 0
         for feed_forward in self.block_feed_forwards():
             weights += 4 * width**2 + feed_forward.matmul_parameters_per_token(width)

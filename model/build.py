@@ -193,7 +193,7 @@ def materialize(
         model: A model from `build_model`.
         seed: The run's seed.
         device: Where it goes.
-        dtype: Of the parameters; buffers keep their own.
+        dtype: The parameters' precision; buffers keep their own.
     """
     place(model, initial_values(model, seed), device, dtype)
 
@@ -215,7 +215,7 @@ def place(
         values: Names, as in `named_parameters` or `named_buffers`, and values; each is let go
             before the next is asked for.
         device: Where they go.
-        dtype: Of the parameters; buffers keep their own.
+        dtype: The parameters' precision; buffers keep their own.
         placed: Is handed each parameter once it is in the model, before the next one is made.
     """
     owners = _owners(model)

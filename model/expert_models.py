@@ -62,11 +62,11 @@ def check_expert(config: ExpertConfig, image_size: int) -> None:
     """Checks an expert against its mixture.
 
     Args:
-        config: Of the expert.
+        config: The expert's configuration.
         image_size: Side of the image, in pixels.
 
     Raises:
-        SectionError: It cannot be one.
+        SectionError: It cannot be an expert.
     """
     if isinstance(config, NetworkConfig):
         config.check(image_size)

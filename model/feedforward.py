@@ -132,7 +132,7 @@ class FeedForward(nn.Module, ABC):
         """Prepares the next optimizer step; called once after each, if it routes.
 
         Args:
-            stats: Of this layer, averaged over the step.
+            stats: This layer's statistics, averaged over the step.
             progress: Share of the run's steps that are done.
         """
 
@@ -160,7 +160,7 @@ class FeedForwardSettings(Config, ABC):
             bias: Whether linear layers have one.
 
         Raises:
-            SectionError: It does not fit the model.
+            SectionError: The section does not fit the model.
         """
         return self
 
@@ -176,8 +176,8 @@ class FeedForwardSettings(Config, ABC):
         """Checks this section against the rest of the model; by default it fits every one.
 
         Args:
-            num_layers: Of the model.
-            num_heads: Of its attention; None without attention.
+            num_layers: Blocks of the model.
+            num_heads: Heads of its attention; None without attention.
             causal: Whether it is a language model.
 
         Raises:

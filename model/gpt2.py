@@ -67,7 +67,7 @@ class GPT2Config(TransformerSettings):
         """The vocabulary size, which must have been filled in.
 
         Raises:
-            ValueError: It is still None.
+            ValueError: It is not known yet.
         """
         if self.vocab_size is None:
             raise ValueError(
@@ -123,7 +123,7 @@ class GPT2Config(TransformerSettings):
         return length * self._flops_of_blocks(length) + of_head
 
     def _flops_of_blocks(self, length: int) -> int:
-        """Of one token of a sequence of this length."""
+        """FLOPs of the blocks for one token of a sequence of this length."""
         width = self.hidden_size
         head_size = width // self.num_heads
         matmul_parameters, mixing = 0, 0

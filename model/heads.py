@@ -44,7 +44,7 @@ class ClassificationHeadConfig(Config):
         """The number of classes, which must have been filled in.
 
         Raises:
-            ValueError: It is still None.
+            ValueError: It is not known yet.
         """
         if self.num_classes is None:
             raise ValueError(
@@ -130,7 +130,7 @@ class MaskedLanguageHead(nn.Module):
         vocab_size: V.
         width: D.
         activation: After the layer.
-        epsilon: Of the LayerNorm.
+        epsilon: Added to the variance in the LayerNorm.
         initializer_std: Standard deviation of the initial weights.
     """
 

@@ -137,7 +137,7 @@ class MixerBlock(nn.Module):
     """Mixes patches, then channels, both on the residual stream.
 
     Args:
-        config: Of the model.
+        config: The model's configuration.
         block: Its number, from 0.
     """
 

@@ -206,7 +206,7 @@ class Shares(NamedTuple):
     """What the gate decides."""
 
     scores_BM: Tensor
-    """Of every expert, fp32 at least, before top-K."""
+    """The scores of every expert, fp32 at least, before top-K."""
     log_p_BM: Tensor
     """The logarithm of each expert's share; minus infinity where it has none."""
 
@@ -215,7 +215,7 @@ class MixtureGate(nn.Module):
     """A network, and what makes the experts' shares of its last hidden layer.
 
     Args:
-        config: Of the model.
+        config: The model's configuration.
     """
 
     def __init__(self, config: MixtureConfig) -> None:
@@ -247,7 +247,7 @@ class Mixture(StatisticsModule):
     """Experts and their gate.
 
     Args:
-        config: Of the model.
+        config: The model's configuration.
     """
 
     def __init__(self, config: MixtureConfig) -> None:
@@ -322,7 +322,7 @@ class Mixture(StatisticsModule):
         """Moves the running statistics of the BatchNorms; called once after each optimizer step.
 
         Args:
-            stats: Of the mixture, averaged over the step.
+            stats: The mixture's statistics, averaged over the step.
             progress: Share of the run's steps that are done.
         """
         if stats.norm_mean_N is None or stats.norm_square_N is None:
@@ -342,7 +342,7 @@ def log_shares(scores_BM: Tensor, top_k: int | None) -> Tensor:
     """The logarithm of each expert's share.
 
     Args:
-        scores_BM: Of the gate, fp32 at least.
+        scores_BM: The gate's scores, fp32 at least.
         top_k: How many experts have one; None: all.
 
     Returns:

@@ -24,26 +24,27 @@ class RoutingStats(NamedTuple):
 
     name: str
     """The name of the module in the model, as in parameter names. A feed-forward leaves it empty,
-    and the model fills it in: see `GPT2.forward`."""
+    and the model fills it in: see `run_blocks`."""
     load_E: Tensor
-    """Share of the assignments that each expert received; sums to 1. Of a muMoE: the mean over
+    """Share of the assignments that each expert received; sums to 1. In a muMoE the mean over
     tokens of each coefficient; every level sums to 1."""
     entropy: Tensor
-    """Mean over tokens of the entropy of the scores that experts are chosen by, in nats. Of a
-    muMoE: of the leaves' coefficients, products over levels, whose entropy is the levels' sum. No
-    dimensions, as all that follow unless a suffix says them."""
+    """Mean over tokens of the entropy of the scores that experts are chosen by, in nats. In a
+    muMoE that of the leaves' coefficients, products over levels, whose entropy is the levels' sum.
+    No dimensions, as all that follow unless a suffix says them."""
     usage_E: Tensor | None = None
     """Mean over tokens of the scores that experts are chosen by; None: `load_E`."""
     balance_loss: Tensor | None = None
-    """E sum_e f_e P_e, with its gradient if training asks for it, as those of all losses: 1 at even
-    load. Sparse routing has losses while it trains; None in evaluation."""
+    """E sum_e f_e P_e: 1 at even load. Losses have a gradient where training asks for it, and those
+    of sparse routing are None in evaluation."""
     z_loss: Tensor | None = None
     """Mean of the squared logsumexp of the router's logits."""
     importance_loss: Tensor | None = None
     """Squared coefficient of variation of the scores' sum over tokens, of each token's own scores
     without noise and before a graph: 0 if it is even."""
     load_loss: Tensor | None = None
-    """The same of the load to be expected under the router's noise; None without noise."""
+    """Squared coefficient of variation of the load to be expected under the router's noise; None
+    without noise."""
     dropped: Tensor | None = None
     """Share of the assignments that were dropped."""
     effective_neighbours: Tensor | None = None
@@ -55,33 +56,33 @@ class RoutingStats(NamedTuple):
     """The number of the head that a graph of attention is made of; None as
     `effective_neighbours`."""
     effective_experts: Tensor | None = None
-    """Of a muMoE: mean over tokens of exp(entropy of its leaves' coefficients), 1 to all leaves."""
+    """muMoE: the mean over tokens of exp(entropy of its leaves' coefficients), 1 to all leaves."""
     dominated: Tensor | None = None
-    """Of a muMoE: share of the tokens of which one leaf has a coefficient of at least 0.5."""
+    """muMoE: the share of the tokens that give one leaf a coefficient of at least 0.5."""
     dominant_E: Tensor | None = None
-    """Of a muMoE: load at a >= 0.5, the share of the tokens that give this expert at least 0.5."""
+    """muMoE: load at a >= 0.5, the share of the tokens that give this expert at least 0.5."""
     level_entropy_L: Tensor | None = None
-    """Of a muMoE with several levels: the part of each in `entropy`."""
+    """muMoE with several levels: the part of each in `entropy`."""
     levels: tuple[int, ...] = ()
-    """Of a muMoE: how many experts of each level stand side by side; of others nothing."""
+    """muMoE: how many experts of each level stand side by side; empty for other kinds."""
     score_mean_S: Tensor | None = None
     """Mean over tokens of each expert's score, all levels of a muMoE side by side; None unless its
     gate has a BatchNorm."""
     score_square_S: Tensor | None = None
     """Mean over tokens of each expert's squared score; None as `score_mean_S`."""
     norm_mean_N: Tensor | None = None
-    """Of a mixture of networks with BatchNorm, in training: mean of each channel that one of them
+    """Mixture of networks with BatchNorm, in training: the mean of each channel that one of them
     reads, the networks side by side; for the update of the running statistics alone."""
     norm_square_N: Tensor | None = None
     """Mean of the squares; None as `norm_mean_N`."""
     expert_input_ED: Tensor | None = None
-    """Of a score that follows what experts compute, in training: mean over all assignments of the
+    """A score that follows what experts compute, in training: the mean over all assignments of the
     token, 0 for those to another expert; for the update of its buffer alone."""
     sample_scores_BS: Tensor | None = None
-    """Of each sample the mean over its tokens of each expert's score, without noise and before a
+    """The mean over each sample's tokens of each expert's score, without noise and before a
     graph, with its gradient; None unless a loss over pairs of samples asks for it."""
     sample_inputs_BD: Tensor | None = None
-    """Of each sample the mean over its tokens of what the router reads; None as
+    """The mean over each sample's tokens of what the router reads; None as
     `sample_scores_BS`."""
     similarity_loss: Tensor | None = None
     """The loss of sample similarity, which the loop puts in the place of both, with its
@@ -143,7 +144,7 @@ class StatisticsModule(nn.Module):
         They are sums over tokens that nothing but a loss over pairs of samples needs.
 
         Args:
-            stats: Of the layer.
+            stats: The layer's statistics.
             levels: The scores of real tokens, of each level [N, E]; each row sums to 1.
             u_BTD: What they follow from.
             real: The tokens that are not padding; None: all.
@@ -163,7 +164,7 @@ def mean_of_samples(x_NS: Tensor, u_BTD: Tensor, real: RealTokens | None) -> Ten
     """The mean over the real tokens of each sample, [B, S].
 
     Args:
-        x_NS: Of real tokens.
+        x_NS: Numbers of each real token.
         u_BTD: A tensor whose first axes are samples and tokens.
         real: Which tokens are real; None: all.
     """

@@ -47,7 +47,7 @@ def counted(real: RealTokens, dtype: torch.dtype) -> Tensor:
 
     Args:
         real: The tokens.
-        dtype: Of the statistics.
+        dtype: The precision of the statistics.
     """
     return real.mask_BT.sum().to(dtype)
 
@@ -85,7 +85,7 @@ class LastToken(nn.Module):
         """Takes them out, [B, D].
 
         Args:
-            x_BTD: Of all tokens.
+            x_BTD: The vectors of all tokens.
             mask_BT: True for real tokens, which stand before the padding; None: all are.
         """
         if mask_BT is None:

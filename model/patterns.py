@@ -53,7 +53,7 @@ def kinds(names: Iterable[str]) -> list[str]:
     """Names without the numbers of blocks, each once.
 
     Args:
-        names: Of parameters or layers.
+        names: Names of parameters or layers.
     """
     return list(dict.fromkeys(_without_number(name) for name in names))
 

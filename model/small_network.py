@@ -184,7 +184,7 @@ class Convolution(nn.Module):
     Args:
         read: Input channels.
         made: Output channels.
-        config: Of the network.
+        config: The network's configuration.
         norm: Whether it has a BatchNorm.
     """
 

@@ -53,7 +53,7 @@ class ImageSettings(ModelSettings):
         """The number of classes, which must have been filled in.
 
         Raises:
-            ValueError: It is still None.
+            ValueError: It is not known yet.
         """
         if self.num_classes is None:
             raise ValueError("model.num_classes is not set: give a number, or take the data's")
@@ -182,7 +182,7 @@ class PatchEmbedding(nn.Module):
     The weight has the shape of a convolution's, as other libraries store it.
 
     Args:
-        config: Of the model.
+        config: The model's configuration.
     """
 
     def __init__(self, config: ImageModelSettings) -> None:
@@ -219,7 +219,7 @@ class ClassHead(nn.Linear):
     """The last layer.
 
     Args:
-        width: Of its input.
+        width: The width of its input.
         classes: K.
         start: What its biases start at.
     """

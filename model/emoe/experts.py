@@ -26,7 +26,7 @@ class UnitGroups(StackedExperts):
     """E groups of units: keys, an activation as in the dense feed-forward, values.
 
     Args:
-        config: Of the layer.
+        config: The layer's configuration.
         context: Settings of the model.
     """
 
@@ -58,7 +58,7 @@ class UnitGroups(StackedExperts):
 
         Args:
             tokens_ND: Tokens.
-            weights_NE: Of every expert.
+            weights_NE: The weights of every expert.
 
         Returns:
             [N, D].

@@ -46,7 +46,7 @@ class UnitSelection(Selection):
     """The experts with the highest or the lowest logits; their weights are 1, or 1 on average.
 
     Args:
-        config: Of the layer.
+        config: The layer's configuration.
     """
 
     def __init__(self, config: EmergentMoEConfig) -> None:

@@ -24,9 +24,9 @@ DENSE_NAMES = {
     "experts.values": "down.weight",
     "output_bias": "down.bias",
 }
-"""Of each tensor of a split feed-forward, where in the dense one its numbers are."""
+"""The tensor of a dense feed-forward that holds the numbers of each tensor of a split one."""
 OF_UNITS = {"up.weight": 0, "up.bias": 0, "down.weight": 1}
-"""Of each dense tensor the axis of units; what is not here has none."""
+"""The axis of units of each dense tensor; a tensor that is not listed has none."""
 
 
 def unit_order(group_U: Tensor) -> Tensor:
@@ -45,8 +45,8 @@ def split(name: str, dense: Tensor, unit_U: Tensor, num_experts: int) -> Tensor:
     """A tensor of the split feed-forward.
 
     Args:
-        name: Of the dense tensor, as `up.weight`.
-        dense: It.
+        name: The name of the dense tensor, as `up.weight`.
+        dense: The dense tensor.
         unit_U: See `unit_order`.
         num_experts: E.
 
@@ -63,8 +63,8 @@ def merge(name: str, stacked: Tensor, unit_U: Tensor) -> Tensor:
     """A tensor of the dense feed-forward: what `split` made its argument of.
 
     Args:
-        name: Of the dense tensor.
-        stacked: Of the split feed-forward.
+        name: The name of the dense tensor.
+        stacked: The tensor of the split feed-forward.
         unit_U: See `unit_order`.
     """
     if name not in OF_UNITS:

@@ -23,7 +23,7 @@ def check_placement(value: object) -> object:
     """Checks what a file says, before pydantic does: its error on a union lists every member's.
 
     Raises:
-        ValueError: It is no placement.
+        ValueError: The value is not a placement.
     """
     numbers, least = (value, 0) if isinstance(value, list) else ([value], 1)
     if any(type(number) is not int or number < least for number in numbers):
@@ -99,7 +99,7 @@ class SelectingConfig(FeedForwardSettings, ABC):
         """Checks that the model has the blocks that are to have experts.
 
         Args:
-            num_layers: Of the model.
+            num_layers: Blocks of the model.
 
         Raises:
             SectionError: It has not, or none would have experts.

@@ -169,7 +169,7 @@ class Dispatcher(nn.Module):
         """What can be done before there are rows; `compute` gets it.
 
         Args:
-            plan: Of the rows.
+            plan: Where the rows go.
         """
         return None
 

@@ -42,9 +42,9 @@ class StackedExperts(nn.Module, ABC):
     needs no pass over all rows.
 
     Args:
-        config: Of the layer.
+        config: The layer's configuration.
         context: Settings of the model.
-        activation: Of the inner units.
+        activation: The activation of the inner units.
         dropout: Probability, of the inner units and of each expert's output.
     """
 
@@ -102,7 +102,7 @@ class Experts(StackedExperts):
     """E experts: up, an activation (GELU approximated by tanh by default), dropout, down.
 
     Args:
-        config: Of the layer.
+        config: The layer's configuration.
         context: Settings of the model.
     """
 

@@ -106,7 +106,7 @@ class MixingGraph(Graph):
     Its state is in buffers: `forward` reads them, `update` is called after each optimizer step.
 
     Args:
-        config: Of the layer.
+        config: The layer's configuration.
         context: Settings of the model.
     """
 

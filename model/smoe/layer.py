@@ -145,7 +145,7 @@ def make_router(config: SparseMoEConfig, context: FeedForwardContext) -> Router:
     """The router of a sparse mixture, with its score and its graph.
 
     Args:
-        config: Of the layer.
+        config: The layer's configuration.
         context: Settings of the model.
     """
     return Router(
@@ -160,7 +160,7 @@ class SelectingMoE(FeedForward):
     """The base of feed-forwards whose router selects whole experts for each token.
 
     Args:
-        config: Of the layer.
+        config: The layer's configuration.
         context: Settings of the model.
         router: Chooses the experts.
         dispatcher: Brings tokens to experts; expert parallelism puts its own in its place.

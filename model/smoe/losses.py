@@ -29,7 +29,7 @@ def router_z_loss(logits_NE: Tensor) -> Tensor:
     """The mean of logsumexp(logits)^2 (Zoph et al. 2022, equation 5): it keeps logits small.
 
     Args:
-        logits_NE: Of the base score.
+        logits_NE: Logits of the base score.
 
     Returns:
         No dimensions.
@@ -59,10 +59,10 @@ def load_loss(logits_NE: Tensor, noisy_NE: Tensor, noise_std: float, top_k: int)
     Riquelme et al. 2021, appendix A.2, whose code compares with the K-th highest of all experts.
 
     Args:
-        logits_NE: Of the base score.
+        logits_NE: Logits of the base score.
         noisy_NE: The same with noise.
         noise_std: Standard deviation of the noise, above 0.
-        top_k: K.
+        top_k: K, the experts of a token.
 
     Returns:
         No dimensions. Not linear in the batch: it belongs to one micro-batch of one process.

@@ -75,7 +75,7 @@ class Score(nn.Module, ABC):
         """Prepares the next optimizer step; called once after each.
 
         Args:
-            stats: Of this layer, averaged over the step.
+            stats: This layer's statistics, averaged over the step.
         """
 
 
@@ -226,7 +226,7 @@ class AttentiveScore(Score):
         Args:
             hidden_EF: Each expert's hidden layer at `mean_inputs`, before its activation and
                 without gradient; None where keys are learned.
-            dtype: Of the result.
+            dtype: The precision of the result.
         """
         if not self.follows:
             key_ES = self.key.to(dtype)

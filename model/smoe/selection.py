@@ -58,7 +58,7 @@ def spread(selected: Selected, num_experts: int) -> Tensor:
     """The weights of all experts.
 
     Args:
-        selected: Of each token.
+        selected: The experts of each token.
         num_experts: E.
 
     Returns:
@@ -73,7 +73,7 @@ class Selection(nn.Module, ABC):
     """The interface of a selection.
 
     Args:
-        config: Of the layer.
+        config: The layer's configuration.
     """
 
     def __init__(self, config: SelectingConfig) -> None:
@@ -89,7 +89,7 @@ class Selection(nn.Module, ABC):
         """Selects.
 
         Args:
-            scores_NE: Of every expert, each row summing to 1.
+            scores_NE: The scores of every expert, each row summing to 1.
             logits_NE: Whose softmax they are, unless a graph has mixed them; None: their
                 logarithms.
 
@@ -122,7 +122,7 @@ class TopK(Selection):
     Its state is in buffers: `forward` reads them, `update` is called after each optimizer step.
 
     Args:
-        config: Of the layer.
+        config: The layer's configuration.
     """
 
     balancing_bias: Tensor

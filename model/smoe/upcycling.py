@@ -59,7 +59,7 @@ def copies(value: Tensor, num_experts: int, noise: float, seed: int, name: str) 
         num_experts: E.
         noise: Standard deviation of what is added, as a share of that of the values; 0 adds nothing
             and draws nothing.
-        seed: Of the noise.
+        seed: The seed of the noise.
         name: The stacked parameter's, which the noise depends on too.
 
     Returns:
