@@ -305,14 +305,15 @@ class Mixture(StatisticsModule):
         before_BM = scores_BM.softmax(-1)
         best_BK = log_p_BM.topk(self.config.top_k or 1, dim=-1).indices
         load_M = count(best_BK, log_p_BM.shape[1]).to(scores_BM.dtype) / best_BK.numel()
-        mean_M = before_BM.mean(0)
         norms = self.training and any(each.norm_mean_N.numel() for each in ran)
         coefficients = GateOutput([log_p_BM.detach().exp()], None, None)
         stats = gate_statistics(coefficients).but(
             name="mixture",
-            balance_loss=load_balance_loss(self.for_loss("balance_loss", mean_M), load_M),
+            balance_loss=load_balance_loss(
+                self.for_loss("balance_loss", before_BM).mean(0), load_M
+            ),
             z_loss=router_z_loss(self.for_loss("z_loss", scores_BM)),
-            importance_loss=importance_loss(self.for_loss("importance_loss", mean_M)),
+            importance_loss=importance_loss(self.for_loss("importance_loss", before_BM).mean(0)),
             norm_mean_N=torch.cat([each.norm_mean_N for each in ran]) if norms else None,
             norm_square_N=torch.cat([each.norm_square_N for each in ran]) if norms else None,
         )

@@ -79,9 +79,7 @@ class Router(StatisticsModule):
             scores_NE = noisy_NE.softmax(-1)
         scores_BTE = unpack(scores_NE, real).view(*u_BTD.shape[:2], -1)
         mixed = self.graph(scores_BTE, u_BTD, given)
-        mixed_NE = scores_NE
-        if mixed.scores_BTE is not scores_BTE:
-            mixed_NE = pack(mixed.scores_BTE.flatten(0, 1), real)
+        mixed_NE = pack(mixed.scores_BTE.flatten(0, 1), real)
         selected: Selected = self.selection(mixed_NE, noisy_NE)
         usage_E = mixed_NE.mean(0)
         load_E = selected.load(usage_E.dtype)
@@ -101,8 +99,7 @@ class Router(StatisticsModule):
             tokens=None if real is None else counted(real, usage_E.dtype),
         )
         if self.training:
-            mean_E = usage_E if mixed_NE is own_NE else own_NE.mean(0)
-            stats = self._with_losses(stats, logits_NE, noisy_NE, mean_E, usage_E)
+            stats = self._with_losses(stats, logits_NE, noisy_NE, own_NE, usage_E)
         return Routing(selected, self.with_samples(stats, [own_NE], u_BTD, real))
 
     def _with_losses(
@@ -110,10 +107,10 @@ class Router(StatisticsModule):
         stats: RoutingStats,
         logits_NE: Tensor,
         noisy_NE: Tensor,
-        mean_E: Tensor,
+        own_NE: Tensor,
         usage_E: Tensor,
     ) -> RoutingStats:
-        """Adds the auxiliary losses; `mean_E` is the mean of the scores without noise and graph."""
+        """Adds the auxiliary losses; `own_NE` are the scores without noise and graph."""
         of_noise = None
         if noisy_NE is not logits_NE:
             of_noise = load_loss(
@@ -125,7 +122,7 @@ class Router(StatisticsModule):
         return stats.but(
             balance_loss=load_balance_loss(self.for_loss("balance_loss", usage_E), stats.load_E),
             z_loss=router_z_loss(self.for_loss("z_loss", logits_NE)),
-            importance_loss=importance_loss(self.for_loss("importance_loss", mean_E)),
+            importance_loss=importance_loss(self.for_loss("importance_loss", own_NE).mean(0)),
             load_loss=of_noise,
         )
 
