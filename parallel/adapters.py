@@ -7,10 +7,7 @@ gradient of the whole matrix, of which each process then has a part. The README 
 Shapes: r rank, I input width, O output width.
 """
 
-from typing import Any
-
 import torch
-import torch.distributed._functional_collectives as collectives
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
@@ -18,8 +15,8 @@ from polyad.model.lora import Adapter, ExpertsLowRank, FactorLowRank, LoRAExpert
 from polyad.parallel import comm
 from polyad.parallel.expert import cut_experts
 from polyad.parallel.factors import CutLayer
-from polyad.parallel.megatron import tensor_parallel_group, tensor_parallel_library
 from polyad.parallel.placement import Piece, Placement, cut, placement_of
+from polyad.parallel.regions import copy, sum_parts, tensor_group
 from polyad.parallel.tensor import CutTokens
 
 
@@ -118,6 +115,7 @@ class _CutAdapter(Adapter):
     def __init__(self, whole: Adapter) -> None:
         Adapter.__init__(self, whole.adapts, whole.scale)
         self.A, self.B = whole.A, whole.B
+        self._group = tensor_group()
 
 
 class ColumnLowRank(_CutAdapter, LowRank):
@@ -131,12 +129,11 @@ class ColumnLowRank(_CutAdapter, LowRank):
     def __init__(self, whole: Adapter, tokens: CutTokens | None) -> None:
         super().__init__(whole)
         self._own_tokens = tokens is not None
-        copy = tensor_parallel_library().copy_to_tensor_model_parallel_region
         self._share = copy if tokens is None else tokens.gather
 
     def forward(self, x: Tensor) -> Tensor:
         """See `LowRank.forward`; the gradient of the narrow numbers is summed."""
-        A = with_summed_gradient(self.A) if self._own_tokens else self.A
+        A = self._group.sum_gradient(self.A) if self._own_tokens else self.A
         return self.scale * linear(self._share(linear(x, A)), self.B)
 
 
@@ -151,17 +148,16 @@ class RowLowRank(_CutAdapter, LowRank):
     def __init__(self, whole: Adapter, tokens: CutTokens | None) -> None:
         super().__init__(whole)
         self._own_tokens = tokens is not None
-        total = tensor_parallel_library().reduce_from_tensor_model_parallel_region
-        self._sum = total if tokens is None else tokens.sum_and_scatter
+        self._sum = sum_parts if tokens is None else tokens.sum_and_scatter
 
     def forward(self, x: Tensor) -> Tensor:
         """See `LowRank.forward`; the narrow numbers are summed."""
-        B = with_summed_gradient(self.B) if self._own_tokens else self.B
+        B = self._group.sum_gradient(self.B) if self._own_tokens else self.B
         return self.scale * linear(self._sum(linear(x, self.A)), B)
 
     def merged(self) -> Tensor:
         """What is added to this process's columns of the weight, which it alone computes with."""
-        return self.delta(self.A, with_summed_gradient(self.B))
+        return self.delta(self.A, self._group.sum_gradient(self.B))
 
 
 class CutExpertsLowRank(_CutAdapter, ExpertsLowRank):
@@ -178,8 +174,8 @@ class CutExpertsLowRank(_CutAdapter, ExpertsLowRank):
 
     def matrices(self) -> tuple[Tensor, Tensor]:
         """See `ExpertsLowRank.matrices`."""
-        A = with_summed_gradient(self.A) if self._uncut == "A" else self.A
-        B = with_summed_gradient(self.B) if self._uncut == "B" else self.B
+        A = self._group.sum_gradient(self.A) if self._uncut == "A" else self.A
+        B = self._group.sum_gradient(self.B) if self._uncut == "B" else self.B
         return A, self.scale * B
 
 
@@ -197,23 +193,6 @@ class CutFactorLowRank(_CutAdapter, FactorLowRank):
 
     def matrices(self) -> tuple[Tensor, Tensor]:
         """See `FactorLowRank.matrices`."""
-        A = with_summed_gradient(self.A) if self._uncut == "A" else self.A
-        B = with_summed_gradient(self.B) if self._uncut == "B" else self.B
+        A = self._group.sum_gradient(self.A) if self._uncut == "A" else self.A
+        B = self._group.sum_gradient(self.B) if self._uncut == "B" else self.B
         return A, B
-
-
-def with_summed_gradient(matrix: Tensor) -> Tensor:
-    """A matrix of which each tensor-parallel process has a part of the gradient, summed in fp32."""
-    shared: Tensor = _SummedGradient.apply(matrix)
-    return shared
-
-
-class _SummedGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, matrix: Tensor) -> Tensor:
-        return matrix.view_as(matrix)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        total = collectives.all_reduce(gradient.float(), "sum", tensor_parallel_group())
-        return collectives.wait_tensor(total).to(gradient.dtype)

@@ -8,17 +8,13 @@ exchanged forward, and their gradients backward.
 Shapes: M tokens of this process, S experts of all levels.
 """
 
-from typing import Any
-
 import torch
-import torch.distributed as dist
-import torch.distributed._functional_collectives as collectives
 from torch import Tensor, nn
 
 from polyad.model.mumoe.gating import BatchNorm, Gate
 from polyad.model.small_network import Convolution
 from polyad.parallel import comm
-from polyad.parallel.megatron import data_parallel_group
+from polyad.parallel.regions import data_group
 
 
 def synchronize_norms(model: nn.Module, world: comm.World) -> None:
@@ -46,7 +42,7 @@ class SynchronizedBatchNorm(BatchNorm):
 
     def __init__(self, whole: BatchNorm, world: comm.World) -> None:
         super().__init__(whole.num_experts, whole.epsilon)
-        self._world = world
+        self._group = data_group(world)
 
     def moments(self, scores_MS: Tensor) -> tuple[Tensor, Tensor]:
         """See `BatchNorm.moments`; gradients are averaged over the processes, as those of weights
@@ -56,37 +52,9 @@ class SynchronizedBatchNorm(BatchNorm):
         wide = torch.promote_types(scores_MS.dtype, torch.float32)
         here_S, variance_S = (moment_S.to(wide) for moment_S in super().moments(scores_MS))
         count_1 = here_S.new_full((1,), len(scores_MS))
-        sums = _Mean.apply(torch.cat([count_1 * here_S, count_1]), self._world)
+        sums = self._group.mean(torch.cat([count_1 * here_S, count_1]))
         weight_1 = count_1 / sums[-1:].detach()  # of this process, 1 on average
         mean_S = sums[:-1] / sums[-1:].detach()
         # The local variance is around the local mean; around the mean of all it is larger.
         spread_S = weight_1 * (variance_S + (here_S - mean_S).square())
-        return mean_S, _Mean.apply(spread_S, self._world)
-
-
-class _Mean(torch.autograd.Function):
-    """The mean over data-parallel processes.
-
-    Each has the gradient of its own loss, and the loss of all is their mean: so the gradient of
-    what a process gave is the mean of the gradients, too.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, world: comm.World) -> Tensor:
-        ctx.world = world
-        return _mean(x, world)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _mean(gradient, ctx.world), None
-
-
-def _mean(x: Tensor, world: comm.World) -> Tensor:
-    total = collectives.all_reduce(x, "sum", _group(world))
-    return collectives.wait_tensor(total) / world.data_parallel_size
-
-
-def _group(world: comm.World) -> Any:
-    if world.tensor_parallel_size == 1:
-        return dist.group.WORLD
-    return data_parallel_group()
+        return mean_S, self._group.mean(spread_S)

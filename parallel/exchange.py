@@ -7,21 +7,21 @@ Shapes: M rows, E experts, D width, P processes that share the experts, X expert
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
 from polyad.model.kernels.rows import permute
 from polyad.model.smoe.dispatch import Plan, make_plan
 from polyad.model.smoe.experts import Lot, StackedExperts
 from polyad.model.smoe.selection import Selected
+from polyad.parallel.regions import Flight, Group, wait
 
 
-def _at_once() -> None:
-    """Nothing is waited for."""
+def _on_host() -> None:
+    """Returns at once: the numbers are there."""
 
 
 class Counts(NamedTuple):
@@ -31,8 +31,8 @@ class Counts(NamedTuple):
     """Of each lot: from each process for each expert here, on the device."""
     numbers: Tensor
     """[2, lots, P]: sent and received, perhaps on their way to the host."""
-    wait: Callable[[], None] = _at_once
-    """Until they are there."""
+    wait: Callable[[], None] = _on_host
+    """Returns when the numbers are on the host."""
 
 
 class RowExchange:
@@ -51,7 +51,8 @@ class RowExchange:
         here = num_experts // parts
         self.parts, self.lots = parts, lots
         self.sizes = [here - here // 2, here // 2] if lots == 2 else [here]
-        self.group_name = ""
+        self.group: Group
+        """The processes; set when the engine has made their group."""
 
     def order(self, selected: Selected) -> tuple[Tensor, Tensor]:
         """Numbers of the experts by which rows are sorted: lot by lot, in each by process."""
@@ -68,10 +69,7 @@ class RowExchange:
 
     def gather(self, part: Tensor) -> Tensor:
         """What all processes have, one after the other along the first axis, without gradient."""
-        gathered = torch.ops._c10d_functional.all_gather_into_tensor(
-            part.contiguous(), self.parts, self.group_name
-        )
-        return _wait(gathered)
+        return self.group.all_parts(part)
 
     def begin(self, plan: Plan) -> Counts:
         """Exchanges how many rows come, and has the numbers on their way to the host."""
@@ -79,7 +77,7 @@ class RowExchange:
         leaving = [counts.view(self.parts, -1) for counts in lots]
         even = [sum(self.sizes)] * self.parts
         counts_E = torch.cat(leaving, 1).flatten()
-        arriving_E = _wait(_start(counts_E, even, even, self.group_name))
+        arriving_E = wait(self.group.start_exchange(counts_E, even, even))
         arriving = arriving_E.view(self.parts, -1).split(self.sizes, dim=1)
         numbers = torch.stack(
             [torch.stack([counts_PX.sum(1) for counts_PX in each]) for each in (leaving, arriving)]
@@ -119,10 +117,9 @@ class RowExchange:
         arriving_PX: Tensor,
         experts: StackedExperts,
     ) -> Tensor:
-        arrived_MD = _Exchanged.apply(rows_MD, receive, send, self.group_name)
+        arrived_MD = self.group.exchange(rows_MD, receive, send)
         done_MD = self._compute(arrived_MD, arriving_PX, sum(receive), experts, None)
-        back_MD: Tensor = _Exchanged.apply(done_MD, send, receive, self.group_name)
-        return back_MD
+        return self.group.exchange(done_MD, send, receive)
 
     def _overlapping(
         self,
@@ -132,8 +129,8 @@ class RowExchange:
         arriving: Sequence[Tensor],
         experts: StackedExperts,
     ) -> Tensor:
-        there = [_Flight(*way, self.group_name) for way in zip(receive, send, strict=True)]
-        back = [_Flight(*way, self.group_name) for way in zip(send, receive, strict=True)]
+        there = [Flight(*way, self.group) for way in zip(receive, send, strict=True)]
+        back = [Flight(*way, self.group) for way in zip(send, receive, strict=True)]
         of_lots = rows_MD.split([sum(each) for each in send])
         away = [flight.depart(rows) for flight, rows in zip(there, of_lots, strict=True)]
         coming = []
@@ -162,84 +159,3 @@ class RowExchange:
         order_M, place_M, *_ = make_plan(expert_M.unsqueeze(1), counts_X)
         sorted_MD = experts(permute(arrived_MD, order_M, place_M), counts_X, lot)
         return permute(sorted_MD, place_M, order_M)
-
-
-class _Exchanged(torch.autograd.Function):
-    """Rows exchanged, and the gradients back."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, rows_MD: Tensor, receive: list[int], send: list[int], group: str
-    ) -> Tensor:
-        ctx.way = send, receive, group
-        return _wait(_start(rows_MD.contiguous(), receive, send, group))
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient_MD: Tensor) -> tuple[Tensor, None, None, None]:
-        return _wait(_start(gradient_MD.contiguous(), *ctx.way)), None, None, None
-
-
-class _Flight:
-    """An exchange that other operations come between, forward and backward.
-
-    Between `depart` and `arrive` the rows must not be read. Backward `arrive` starts the exchange
-    of the gradients and `depart` waits for it: autograd runs, in between, what ran in between.
-
-    Args:
-        receive: rows from each process.
-        send: rows to each.
-        group: name of their group.
-    """
-
-    def __init__(self, receive: list[int], send: list[int], group: str) -> None:
-        self.receive, self.send, self.group = receive, send, group
-        self.gradient: Tensor | None = None
-        """On its way."""
-
-    def depart(self, rows_MD: Tensor) -> Tensor:
-        """Starts the exchange."""
-        away_MD: Tensor = _Departure.apply(rows_MD, self)
-        return away_MD
-
-    def arrive(self, away_MD: Tensor) -> Tensor:
-        """Waits for it."""
-        arrived_MD: Tensor = _Arrival.apply(away_MD, self)
-        return arrived_MD
-
-
-class _Departure(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows_MD: Tensor, flight: _Flight) -> Tensor:
-        ctx.flight = flight
-        return _start(rows_MD.contiguous(), flight.receive, flight.send, flight.group)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None]:
-        assert ctx.flight.gradient is not None
-        return _wait(ctx.flight.gradient), None
-
-
-class _Arrival(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, away_MD: Tensor, flight: _Flight) -> Tensor:
-        ctx.flight = flight
-        return _wait(away_MD)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient_MD: Tensor) -> tuple[Tensor, None]:
-        flight = ctx.flight
-        rows_MD = gradient_MD.contiguous()
-        flight.gradient = _start(rows_MD, flight.send, flight.receive, flight.group)
-        # What is on its way has another shape than what autograd hands on here.
-        return gradient_MD.new_zeros(()).expand_as(gradient_MD), None
-
-
-def _start(rows: Tensor, receive: list[int], send: list[int], group: str) -> Tensor:
-    return torch.ops._c10d_functional.all_to_all_single(rows, receive, send, group)
-
-
-def _wait(tensor: Tensor) -> Tensor:
-    return torch.ops._c10d_functional.wait_tensor(tensor)

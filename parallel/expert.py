@@ -25,8 +25,8 @@ from polyad.model.smoe.layer import SelectingMoE
 from polyad.model.smoe.selection import Selected
 from polyad.parallel import comm
 from polyad.parallel.exchange import Counts, RowExchange
-from polyad.parallel.megatron import tensor_parallel_group, tensor_parallel_library
 from polyad.parallel.placement import split_experts
+from polyad.parallel.regions import Group, copy, sum_parts, tensor_group
 from polyad.parallel.tensor import own_random_numbers
 from polyad.parallel.zero import import_deepspeed
 
@@ -169,9 +169,7 @@ class OfFirst(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """The first process's numbers, of the same shape."""
-        sent = torch.ops._c10d_functional.broadcast(x, 0, tensor_parallel_group().group_name)
-        first: Tensor = torch.ops._c10d_functional.wait_tensor(sent)
-        return first
+        return tensor_group().of_first(x)
 
 
 class TensorParallelDispatcher(Dispatcher):
@@ -185,44 +183,27 @@ class TensorParallelDispatcher(Dispatcher):
         capacity_factor: float | None = None,
     ) -> tuple[Tensor, Plan | None]:
         """See `Dispatcher.forward`; y is the same on every process."""
-        library = tensor_parallel_library()
         # Each process computes a part of the output, so gradients of both inputs are summed.
-        copy = library.copy_to_tensor_model_parallel_region
         y_ND, plan = super().forward(
             copy(tokens_ND),
             selected._replace(weights_NK=copy(selected.weights_NK)),
             experts,
             capacity_factor,
         )
-        return library.reduce_from_tensor_model_parallel_region(y_ND), plan
+        return sum_parts(y_ND), plan
 
     def of_all_experts(self, means_eD: Tensor) -> Tensor:
         """See `Dispatcher.of_all_experts`; of each expert every process has as many units."""
-        return _mean_of_parts(means_eD)
+        group = tensor_group()
+        return group.total(means_eD) / group.size
 
     def hidden(self, rows_ED: Tensor, experts: Experts) -> Tensor:
         """See `Dispatcher.hidden`: of each expert every process has some units."""
-        return _all_units(experts.hidden(rows_ED))
+        return tensor_group().all_parts(experts.hidden(rows_ED).T).T
 
 
 class TensorParallelMaskedDispatcher(TensorParallelDispatcher, MaskedDispatcher):
     """The same where every expert sees all tokens."""
-
-
-def _mean_of_parts(part: Tensor) -> Tensor:
-    """The mean over the tensor-parallel processes."""
-    group = tensor_parallel_group()
-    total = torch.ops._c10d_functional.all_reduce(part, "sum", group.group_name)
-    return torch.ops._c10d_functional.wait_tensor(total) / group.size()
-
-
-def _all_units(part_EF: Tensor) -> Tensor:
-    """The units of all tensor-parallel processes, one after the other."""
-    group = tensor_parallel_group()
-    gathered_FE = torch.ops._c10d_functional.all_gather_into_tensor(
-        part_EF.T.contiguous(), group.size(), group.group_name
-    )
-    return torch.ops._c10d_functional.wait_tensor(gathered_FE).T
 
 
 @functools.cache
@@ -248,7 +229,7 @@ def _expert_parallel_dispatcher() -> type:
         def set_deepspeed_parallelism(self, use_data_before_expert_parallel_: bool = False) -> None:
             groups._create_expert_data_and_model_parallel(self._size, mpu=groups.mpu)
             group = groups._get_expert_parallel_group(self.expert_group_name)
-            self._exchange.group_name = group.group_name
+            self._exchange.group = Group.of(group)
 
         def forward(
             self,
@@ -262,7 +243,7 @@ def _expert_parallel_dispatcher() -> type:
 
         def of_all_experts(self, means_eD: Tensor) -> Tensor:
             if self._tensor_parallel:
-                means_eD = _mean_of_parts(means_eD)
+                means_eD = TensorParallelDispatcher.of_all_experts(self, means_eD)
             return self._exchange.gather(means_eD)
 
         def hidden(self, rows_ED: Tensor, experts: Experts) -> Tensor:
@@ -311,13 +292,10 @@ class TensorParallelAttentionGraph(AttentionGraph):
         """See `Graph.forward`."""
         attention = given.attention
         assert given.cache is None  # generation runs in one process
-        library = tensor_parallel_library()
-        reduce = library.reduce_from_tensor_model_parallel_region
         if not self.is_on:
             own_A = self._own_entropies(given)
-            return Mixed(scores_BTE, None, reduce(own_A) if self.chooses else None)
+            return Mixed(scores_BTE, None, sum_parts(own_A) if self.chooses else None)
         assert attention is not None
-        copy = library.copy_to_tensor_model_parallel_region
         head = self.chosen_head() - self._first_head
         is_here = (head >= 0) & (head < self._heads_here)
         whole = attention._replace(output_BTD=copy(attention.output_BTD))
@@ -325,10 +303,10 @@ class TensorParallelAttentionGraph(AttentionGraph):
             whole = whole._replace(output_bias_D=copy(attention.output_bias_D))
         mixed_BTE, neighbours = self.mix(self.features(whole), copy(scores_BTE), given)
         mixed_BTE = torch.where(is_here, mixed_BTE, 0.0)
-        mixed_BTE = reduce(mixed_BTE)
+        mixed_BTE = sum_parts(mixed_BTE)
         assert neighbours is not None
         own = torch.where(is_here, neighbours, 0.0)
-        measured = reduce(torch.cat([own, self._own_entropies(given).to(own.dtype)]))
+        measured = sum_parts(torch.cat([own, self._own_entropies(given).to(own.dtype)]))
         entropy_A = measured[1:] if self.chooses else None
         return Mixed(mixed_BTE, measured[0], entropy_A, self.chosen_head().squeeze(0))
 

@@ -11,12 +11,10 @@ narrow modes of a layer before and after mixing, I input width, O output width, 
 """
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
-import torch.distributed._functional_collectives as collectives
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
@@ -29,10 +27,8 @@ from polyad.model.mumoe.products import contract
 from polyad.model.mumoe.tr import TensorRing, TensorTrain
 from polyad.model.mumoe.tucker import Tucker
 from polyad.parallel import comm
-from polyad.parallel.megatron import tensor_parallel_group, tensor_parallel_library
 from polyad.parallel.placement import Placement, cut, padded, split_columns, split_rows_and_rest
-
-Region = Callable[[Tensor], Tensor]
+from polyad.parallel.regions import copy, sum_parts, tensor_group
 
 
 def parallelize_factors(layer: MuMoE, world: comm.World) -> None:
@@ -125,7 +121,7 @@ class CutLayer(Factorized):
 
     def __init__(self, whole: Factorized, world: comm.World) -> None:
         super().__init__(whole.sizes, whole.output_scale, whole.activated)
-        self.group = _Group()
+        self.group = tensor_group()
         self.rank, self.parts = world.tensor_parallel_rank, world.tensor_parallel_size
         axes, shapes = self.rank_axes(), self.factor_shapes(self.sizes)
         # A narrow mode cut along its second axis is one cut block for each row of its first.
@@ -154,7 +150,7 @@ class CutLayer(Factorized):
     def scatter(self, whole: Tensor) -> Tensor:
         """Sums the second layer's narrow modes over processes; each receives a part."""
         blocks = whole.view(whole.shape[0], self.output_blocks, -1)
-        return self.group.scatter(blocks, 2).flatten(1)
+        return self.group.sum_and_scatter(blocks, 2).flatten(1)
 
 
 class _FirstLayer(CutLayer):
@@ -166,7 +162,7 @@ class _FirstLayer(CutLayer):
         return super().placement(name, shape)
 
     def contract_input(self, z_MI: Tensor) -> Tensor:
-        return self.gather(super().contract_input(self.group.copy(z_MI)))
+        return self.gather(super().contract_input(copy(z_MI)))
 
 
 class _SecondLayer(CutLayer):
@@ -182,7 +178,7 @@ class _SecondLayer(CutLayer):
         return self.multiply_input(z_MI, self.sizes.bias and self.rank == self.parts - 1)
 
     def contract_output(self, mixed: Tensor) -> Tensor:
-        return self.group.sum(super().contract_output(self.scatter(mixed)))
+        return sum_parts(super().contract_output(self.scatter(mixed)))
 
 
 class _CutCP(CutLayer, CP):
@@ -197,7 +193,7 @@ class _FirstCP(_FirstLayer, _CutCP):
     """Mixes its own part of the ranks, and gathers afterwards."""
 
     def contract_input(self, z_MI: Tensor) -> Tensor:
-        return Factorized.contract_input(self, self.group.copy(z_MI))
+        return Factorized.contract_input(self, copy(z_MI))
 
     def contract_output(self, mixed: Tensor) -> Tensor:
         return super().contract_output(self.gather(mixed))
@@ -210,7 +206,7 @@ class _SecondCP(_SecondLayer, _CutCP):
         return self.scatter(super().contract_input(z_MI))
 
     def contract_output(self, mixed: Tensor) -> Tensor:
-        return self.group.sum(Factorized.contract_output(self, mixed))
+        return sum_parts(Factorized.contract_output(self, mixed))
 
 
 class _CutRing(CutLayer, TensorRing):
@@ -225,7 +221,7 @@ class _CutRing(CutLayer, TensorRing):
 
     def mix_experts(self, coefficients: Sequence[Tensor]) -> Tensor:
         # Every process computes the same matrix and multiplies a part by it.
-        return self.group.copy(super().mix_experts(coefficients))
+        return copy(super().mix_experts(coefficients))
 
 
 class _FirstRing(_FirstLayer, _CutRing):
@@ -255,7 +251,7 @@ class _CutTucker(CutLayer, Tucker):
 
     def mix_experts(self, coefficients: Sequence[Tensor]) -> list[Tensor]:
         # Every process computes the same vectors and multiplies a part by them.
-        return [self.group.copy(a_MQ) for a_MQ in super().mix_experts(coefficients)]
+        return [copy(a_MQ) for a_MQ in super().mix_experts(coefficients)]
 
 
 class _FirstTucker(_FirstLayer, _CutTucker):
@@ -289,7 +285,7 @@ class _CutGate(Gate):
         nn.Module.__init__(self)
         self.norm, self.activation, self.std = whole.norm, whole.activation, whole.std
         self.dropout = whole.dropout
-        self.group = _Group()
+        self.group = tensor_group()
         rank, parts = world.tensor_parallel_rank, world.tensor_parallel_size
         _replace(self, "weight", split_columns(tuple(whole.weight.shape), 1, rank, parts))
 
@@ -301,63 +297,11 @@ class _GateByCoefficients(_CutGate):
     """A gate that sums the gradients of its coefficients over processes at once."""
 
     def mixing_weights(self, output: GateOutput, dtype: torch.dtype) -> list[Tensor]:
-        return [self.group.copy(a_MN) for a_MN in super().mixing_weights(output, dtype)]
+        return [copy(a_MN) for a_MN in super().mixing_weights(output, dtype)]
 
 
 class _GateByInput(_CutGate):
     """A gate that sums gradients later: those of its input and of its weight."""
 
     def scores(self, u_MD: Tensor) -> Tensor:
-        return linear(self.group.copy(u_MD), self.group.gather(self.weight, 1))
-
-
-def _collective(name: str) -> Callable[..., Tensor]:
-    """A functional collective of torch: its name ends in `_single` from 2.13 on, else `_tensor`."""
-    newer: Callable[..., Tensor] | None = getattr(collectives, name.replace("*", "single"), None)
-    return newer or getattr(collectives, name.replace("*", "tensor"))
-
-
-_all_gather = _collective("all_gather_*")
-_all_gather_autograd = _collective("all_gather_*_autograd")
-_reduce_scatter_autograd = _collective("reduce_scatter_*_autograd")
-
-
-class _Group:
-    """Collectives of the tensor-parallel processes, with their backward passes."""
-
-    def __init__(self) -> None:
-        library = tensor_parallel_library()
-        self.copy: Region = library.copy_to_tensor_model_parallel_region
-        """Forward the identity; backward the sum."""
-        self.sum: Region = library.reduce_from_tensor_model_parallel_region
-        """Forward the sum; backward the identity."""
-
-    def gather(self, part: Tensor, axis: int) -> Tensor:
-        """Forward gathers all parts; backward each process gets a part of the summed gradients."""
-        return _wait(_all_gather_autograd(part, axis, tensor_parallel_group()))
-
-    def scatter(self, whole: Tensor, axis: int) -> Tensor:
-        """Forward each process receives a part of the sum; backward gathers the gradients."""
-        return _wait(_reduce_scatter_autograd(whole, "sum", axis, tensor_parallel_group()))
-
-    def gather_equal(self, part: Tensor, axis: int) -> Tensor:
-        """Forward gathers all parts; backward each takes its part: gradients are equal on all."""
-        whole: Tensor = _GatherAlike.apply(part, axis)
-        return whole
-
-
-class _GatherAlike(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, part: Tensor, axis: int) -> Tensor:
-        ctx.axis = axis
-        return _wait(_all_gather(part, axis, tensor_parallel_group()))
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        group = tensor_parallel_group()
-        return gradient.chunk(group.size(), ctx.axis)[group.rank()].contiguous(), None
-
-
-def _wait(tensor: Tensor) -> Tensor:
-    done: Tensor = collectives.wait_tensor(tensor)
-    return done
+        return linear(copy(u_MD), self.group.gather(self.weight, 1))

@@ -16,7 +16,6 @@ process has between the cut layers is of shape [1, n, D].
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
@@ -29,7 +28,7 @@ from polyad.model.layers import Embedding, embed
 from polyad.model.mumoe.layer import MuMoE
 from polyad.parallel import comm
 from polyad.parallel.expert import OwnDropout
-from polyad.parallel.megatron import tensor_parallel_group
+from polyad.parallel.regions import Group, tensor_group, wait
 
 
 class Tokens:
@@ -41,7 +40,7 @@ class Tokens:
 
     def __init__(self, world: comm.World) -> None:
         self._rank, self._parts = world.tensor_parallel_rank, world.tensor_parallel_size
-        self._group = _Group(world)
+        self._group = tensor_group()
         self.shape = (0, 0)
         """B and T, as the embedding saw them."""
 
@@ -63,92 +62,25 @@ class Tokens:
 
     def gather(self, x_1nD: Tensor) -> Tensor:
         """All tokens [B, T, D], for a layer of which each process has a part of the gradient."""
-        return self.whole(_Gather.apply(x_1nD.flatten(0, 1), self._group, True))
+        return self.whole(self._group.gather(x_1nD.flatten(0, 1), 0))
 
     def gather_equal(self, x_1nD: Tensor) -> Tensor:
         """All tokens [B, T, D], for a layer that gives each process the whole gradient."""
-        return self.whole(_Gather.apply(x_1nD.flatten(0, 1), self._group, False))
+        return self.whole(self._group.gather_equal(x_1nD.flatten(0, 1), 0))
 
     def sum_and_scatter(self, part_BTD: Tensor) -> Tensor:
         """This process's tokens [1, n, D] of the sum of all parts."""
         rows_ND = self.padded(part_BTD.flatten(0, -2))
-        return _SumAndScatter.apply(rows_ND, self._group).unsqueeze(0)
+        return self._group.sum_and_scatter(rows_ND, 0).unsqueeze(0)
 
     def scatter(self, whole_BTD: Tensor) -> Tensor:
         """This process's tokens [1, n, D] of what each process has whole."""
-        return _Scatter.apply(self.padded(whole_BTD.flatten(0, 1)), self._group).unsqueeze(0)
+        return self._group.scatter(self.padded(whole_BTD.flatten(0, 1)), 0).unsqueeze(0)
 
     def gathered_linear(self, x_1nD: Tensor, weight_FD: Tensor, bias_F: Tensor | None) -> Tensor:
         """A linear layer, cut by output, of all tokens: [B, T, F]. Keeps this process's alone."""
         y_NF = _GatheredLinear.apply(x_1nD.flatten(0, 1), weight_FD, self._group)
         return self.whole(y_NF if bias_F is None else y_NF + bias_F)
-
-
-class _Group:
-    """Exchanges of rows among the processes that share layers; `wait` for what they return.
-
-    Args:
-        world: this process.
-    """
-
-    def __init__(self, world: comm.World) -> None:
-        self.rank, self.size = world.tensor_parallel_rank, world.tensor_parallel_size
-        self._name = tensor_parallel_group().group_name
-
-    def start_gather(self, rows_nD: Tensor) -> Tensor:
-        return torch.ops._c10d_functional.all_gather_into_tensor(
-            rows_nD.contiguous(), self.size, self._name
-        )
-
-    def start_sum(self, rows_ND: Tensor) -> Tensor:
-        return torch.ops._c10d_functional.reduce_scatter_tensor(
-            rows_ND.contiguous(), "sum", self.size, self._name
-        )
-
-    def own(self, rows_ND: Tensor) -> Tensor:
-        return rows_ND.chunk(self.size)[self.rank].contiguous()
-
-
-def _wait(rows: Tensor) -> Tensor:
-    return torch.ops._c10d_functional.wait_tensor(rows)
-
-
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x_nD: Tensor, group: _Group, in_parts: bool) -> Tensor:
-        ctx.group, ctx.in_parts = group, in_parts
-        return _wait(group.start_gather(x_nD))
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient_ND: Tensor) -> tuple[Tensor, None, None]:
-        if ctx.in_parts:
-            return _wait(ctx.group.start_sum(gradient_ND)), None, None
-        return ctx.group.own(gradient_ND), None, None
-
-
-class _SumAndScatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, part_ND: Tensor, group: _Group) -> Tensor:
-        ctx.group = group
-        return _wait(group.start_sum(part_ND))
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient_nD: Tensor) -> tuple[Tensor, None]:
-        return _wait(ctx.group.start_gather(gradient_nD)), None
-
-
-class _Scatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, whole_ND: Tensor, group: _Group) -> Tensor:
-        ctx.group = group
-        return group.own(whole_ND)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient_nD: Tensor) -> tuple[Tensor, None]:
-        return _wait(ctx.group.start_gather(gradient_nD)), None
 
 
 class _GatheredLinear(torch.autograd.Function):
@@ -157,11 +89,11 @@ class _GatheredLinear(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x_nD: Tensor, weight_FD: Tensor, group: _Group) -> Tensor:
+    def forward(ctx: Any, x_nD: Tensor, weight_FD: Tensor, group: Group) -> Tensor:
         of_x, of_weight, _ = ctx.needs_input_grad
         ctx.save_for_backward(x_nD if of_weight else None, weight_FD if of_x else None)
         ctx.group = group
-        return _wait(group.start_gather(x_nD)) @ weight_FD.t()
+        return group.all_parts(x_nD) @ weight_FD.t()
 
     @staticmethod
     @once_differentiable
@@ -171,12 +103,12 @@ class _GatheredLinear(torch.autograd.Function):
         if x_nD is not None:  # or the weight is frozen, and nothing is gathered
             coming_ND = ctx.group.start_gather(x_nD)
             if not x_nD.is_cuda:  # gloo: two of these on their way at once have corrupted the heap
-                coming_ND = _wait(coming_ND)
+                coming_ND = wait(coming_ND)
         if weight_FD is not None:
             leaving_nD = ctx.group.start_sum(gradient_NF @ weight_FD)
         if coming_ND is not None:
-            for_weight_FD = gradient_NF.t() @ _wait(coming_ND)
-        return None if leaving_nD is None else _wait(leaving_nD), for_weight_FD, None
+            for_weight_FD = gradient_NF.t() @ wait(coming_ND)
+        return None if leaving_nD is None else wait(leaving_nD), for_weight_FD, None
 
 
 class OwnPositions(Embedding):
@@ -254,13 +186,7 @@ def sum_gradients(model: nn.Module) -> None:
         model: with storage; `cut_sequence` has cut its tokens.
     """
     assert isinstance(model, GPT2)
-    group = tensor_parallel_group()
-
-    def summed(gradient: Tensor) -> Tensor:
-        total = gradient.to(torch.float32, copy=True)
-        dist.all_reduce(total, group=group)
-        return total.to(gradient.dtype)
-
+    group = tensor_group()
     owners: list[nn.Module] = [model.position_embedding]
     if model.last_token is None:  # or the norm reads whole sequences, after these were gathered
         owners.append(model.final_norm)
@@ -275,4 +201,4 @@ def sum_gradients(model: nn.Module) -> None:
     parameters += [parameter for owner in owners for parameter in owner.parameters()]
     for parameter in parameters:
         if parameter.requires_grad:
-            parameter.register_hook(summed)
+            parameter.register_hook(group.total_in_fp32)

@@ -6,7 +6,6 @@ Shapes: B batch, T tokens in a sequence, D width, V vocabulary (of this process,
 from collections.abc import Callable
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
@@ -15,8 +14,9 @@ from polyad.model.gpt2 import GPT2, UntiedHead
 from polyad.model.heads import MaskedLanguageHead
 from polyad.model.kernels.linear_cross_entropy import VocabularyPart, losses, scores
 from polyad.model.layers import Embedding
-from polyad.parallel.megatron import tensor_parallel_group, tensor_parallel_library
+from polyad.parallel.megatron import tensor_parallel_library
 from polyad.parallel.placement import Placement, placement_of, split_padded
+from polyad.parallel.regions import highest_in_place, total_in_place
 
 
 def pad_vocabulary(model: nn.Module) -> None:
@@ -63,7 +63,7 @@ def part_of(embedding: nn.Module) -> tuple[Placement, VocabularyPart]:
     place = placement_of(weight)
     real = sum(piece.num_rows for piece in place.pieces)
     first = place.pieces[0].origin[0] if real else 0
-    return place, VocabularyPart(first, real, _highest, _total)
+    return place, VocabularyPart(first, real, highest_in_place, total_in_place)
 
 
 def token_losses(logits_BTV: Tensor, target_ids_BT: Tensor) -> Tensor:
@@ -141,14 +141,3 @@ class ParallelDecoder(ParallelHead):
         if target_ids_BT is not None:
             return scores(self._copy(x_BTD), embedding_VD, target_ids_BT, self._part, self.bias)
         return self._real(linear(self._copy(x_BTD), embedding_VD, self.bias))
-
-
-def _highest(values: Tensor) -> Tensor:
-    group = tensor_parallel_group()
-    dist.all_reduce(values, dist.ReduceOp.MAX, group=group)
-    return values
-
-
-def _total(values: Tensor) -> Tensor:
-    dist.all_reduce(values, group=tensor_parallel_group())
-    return values
