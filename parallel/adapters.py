@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from polyad.model.lora import Adapter, ExpertsLowRank, FactorLowRank, LoRAExperts, LowRank
+from polyad.model.mumoe.base import Factorized
 from polyad.parallel import comm
 from polyad.parallel.expert import cut_experts
-from polyad.parallel.factors import CutLayer
 from polyad.parallel.placement import Piece, Placement, cut, placement_of
 from polyad.parallel.regions import copy, sum_parts, tensor_group
 from polyad.parallel.tensor import CutTokens
@@ -35,7 +35,7 @@ def cut_adapters(model: nn.Module, world: comm.World, tokens: CutTokens | None) 
             continue
         if isinstance(getattr(module, "lora", None), LowRank):
             _cut_beside_linear(module, tokens)
-        elif isinstance(module, CutLayer):
+        elif isinstance(module, Factorized):
             for name in ("input_lora", "output_lora"):
                 _cut_beside_factor(module, name)
 
@@ -64,7 +64,7 @@ def _cut_beside_experts(experts: LoRAExperts, world: comm.World) -> None:
     cut_experts(experts.down_lora, "B", world, inner=None)
 
 
-def _cut_beside_factor(layer: CutLayer, name: str) -> None:
+def _cut_beside_factor(layer: Factorized, name: str) -> None:
     whole = getattr(layer, name)
     if not isinstance(whole, FactorLowRank):
         return

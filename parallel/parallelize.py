@@ -14,17 +14,18 @@ from polyad.model.build import (
 )
 from polyad.model.gpt2 import GPT2
 from polyad.model.lora import of_base
+from polyad.model.mumoe.gating import BatchNorm
 from polyad.model.mumoe.layer import MuMoE
 from polyad.model.smoe.layer import SelectingMoE
 from polyad.parallel import comm, expert
 from polyad.parallel.adapters import cut_adapters
-from polyad.parallel.batch_norm import synchronize_norms
 from polyad.parallel.config import ParallelConfig
 from polyad.parallel.dims import Dims
 from polyad.parallel.factors import pad_ranks, parallelize_factors
 from polyad.parallel.fragments import fill
 from polyad.parallel.megatron import Mpu
 from polyad.parallel.placement import placement_of
+from polyad.parallel.regions import data_group
 from polyad.parallel.sequence import Tokens, cut_sequence, sum_gradients
 from polyad.parallel.source import Source
 from polyad.parallel.tensor import parallelize_tensors
@@ -143,6 +144,20 @@ def parallelize(
     comm.limit_waiting(parallel.timeout_minutes)
     fill(engine, source)
     return engine
+
+
+def synchronize_norms(model: nn.Module, world: comm.World) -> None:
+    """Has every BatchNorm of a model normalize over all data-parallel processes, in place.
+
+    Args:
+        model: on the meta device.
+        world: this process.
+    """
+    if world.data_parallel_size > 1:
+        group = data_group(world)
+        for module in model.modules():
+            if isinstance(module, BatchNorm):
+                module.mean = group.mean
 
 
 def _copies(parameter: nn.Parameter, world: comm.World) -> int:

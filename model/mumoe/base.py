@@ -15,12 +15,14 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from polyad.model.initialization import Initializer, orthogonal, uniform
 from polyad.model.mumoe.products import contract
+from polyad.model.regions import Region, same
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +56,23 @@ class Sizes:
         return self.inputs + self.bias
 
 
+class FactorRegions(NamedTuple):
+    """Where the processes that share a layer exchange numbers; see `model/regions.py`."""
+
+    input: Region = same
+    """The tokens."""
+    contracted: Region = same
+    """The tokens with the input factor, before experts are mixed."""
+    experts: Region = same
+    """What a token's coefficients choose, which every process computes."""
+    core: Region = same
+    """The core, of a factorization that has one."""
+    mixed: Region = same
+    """What the mixed experts make of a token, before the output factor."""
+    output: Region = same
+    """The layer's output."""
+
+
 class Factorized(nn.Module, ABC):
     """A linear layer of every expert, mixed by coefficients.
 
@@ -62,10 +81,13 @@ class Factorized(nn.Module, ABC):
     gathers what the module whose `forward` runs holds.
 
     Args:
-        sizes: Of the factors.
-        output_scale: Times the output factor's initial values.
+        sizes: The sizes of the factors.
+        output_scale: Multiplies the output factor's initial values.
         activated: Whether it takes GELU of its input.
     """
+
+    mixes_parts: ClassVar[bool] = False
+    """Whether a process that has a part of the rank can mix the experts for it alone."""
 
     input_factor: Tensor
     output_factor: Tensor
@@ -76,6 +98,9 @@ class Factorized(nn.Module, ABC):
     def __init__(self, sizes: Sizes, output_scale: float = 1.0, activated: bool = False) -> None:
         super().__init__()
         self.sizes, self.output_scale, self.activated = sizes, output_scale, activated
+        self.adds_bias = sizes.bias
+        """Whether this process has the bias row."""
+        self.regions = FactorRegions()
         for name, shape in self.factor_shapes(sizes).items():
             self.register_parameter(name, nn.Parameter(torch.empty(shape)))
         self.register_module("input_lora", None)
@@ -85,6 +110,19 @@ class Factorized(nn.Module, ABC):
     @abstractmethod
     def factor_shapes(cls, sizes: Sizes) -> dict[str, tuple[int, ...]]:
         """The factors by name; those of the experts are named `expert_factor_LEVEL`."""
+
+    @classmethod
+    @abstractmethod
+    def rank_axes(cls, sizes: Sizes, parts: int) -> dict[str, int]:
+        """The axis of each factor along which tensor parallelism cuts the rank.
+
+        Args:
+            sizes: The sizes of the factors.
+            parts: Processes that share them.
+
+        Returns:
+            Axes by factor; a factor that is not named stays whole.
+        """
 
     @classmethod
     @abstractmethod
@@ -132,9 +170,10 @@ class Factorized(nn.Module, ABC):
         Returns:
             [M, O].
         """
-        contracted = self.contract_input(z_MI)
-        mixed = self.mix(contracted, coefficients)
-        return self.contract_output(mixed)
+        regions = self.regions
+        contracted = regions.contracted(self.contract_input(regions.input(z_MI)))
+        mixed = regions.mixed(self.mix(contracted, coefficients))
+        return regions.output(self.contract_output(mixed))
 
     @classmethod
     def num_parameters(cls, sizes: Sizes) -> int:
@@ -187,19 +226,7 @@ class Factorized(nn.Module, ABC):
         Returns:
             [M, ...], the other modes of the input factor flattened.
         """
-        return self.multiply_input(z_MI, self.sizes.bias)
-
-    def multiply_input(self, z_MI: Tensor, bias: bool) -> Tensor:
-        """Multiplies the input, or GELU of it, by the input factor.
-
-        Args:
-            z_MI: Tokens.
-            bias: Whether the factor's last row is added.
-
-        Returns:
-            [M, ...], the other modes of the input factor flattened.
-        """
-        activated = self.activated
+        bias, activated = self.adds_bias, self.activated
         contracted = contract(z_MI, self.input_factor, bias=bias, activated=activated)
         if self.input_lora is None:
             return contracted

@@ -8,6 +8,7 @@ Shapes: M tokens, N experts of a level, R rank, I input width, O output width.
 """
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -20,6 +21,8 @@ from polyad.model.mumoe.products import contract
 class CP(Factorized):
     """Factors [N, R] of every level, [I + 1, R] and [R, O]."""
 
+    mixes_parts: ClassVar[bool] = True
+
     @classmethod
     def factor_shapes(cls, sizes: Sizes) -> dict[str, tuple[int, ...]]:
         """See `Factorized`."""
@@ -31,6 +34,12 @@ class CP(Factorized):
             "input_factor": (sizes.input_rows, sizes.rank),
             "output_factor": (sizes.rank, sizes.outputs),
         }
+
+    @classmethod
+    def rank_axes(cls, sizes: Sizes, parts: int) -> dict[str, int]:
+        """R, of expert factors too: a term of the sum is a column of each."""
+        experts = {expert_factor(level): 1 for level in range(len(sizes.num_experts))}
+        return experts | {"input_factor": 1, "output_factor": 0}
 
     @classmethod
     def multiply_adds(cls, sizes: Sizes) -> int:

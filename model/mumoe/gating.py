@@ -19,6 +19,7 @@ from torch.nn.functional import dropout, layer_norm, linear
 
 from polyad.model.initialization import ONES, ZEROS, Initializer, normal
 from polyad.model.kernels.entmax import above_threshold
+from polyad.model.regions import Region, same
 
 EPSILON = 1e-5
 """Added to the variance of the scores, unless a gate says otherwise: the paper's."""
@@ -182,6 +183,8 @@ class BatchNorm(ScoreNorm):
 
     def __init__(self, num_experts: Sequence[int], epsilon: float = EPSILON) -> None:
         super().__init__(num_experts, epsilon)
+        self.mean: Region = same
+        """The mean over the processes that have other tokens."""
         for name in ("running_mean", "running_variance"):
             self.register_buffer(name, torch.empty(sum(num_experts)))
 
@@ -200,16 +203,29 @@ class BatchNorm(ScoreNorm):
         return Normalized(levels, seen.mean(0), seen.square().mean(0))
 
     def moments(self, scores_MS: Tensor) -> tuple[Tensor, Tensor]:
-        """Mean and variance over the tokens of the micro-batch, with gradients.
+        """Mean and variance over the tokens of the micro-batches of all processes, with gradients.
+
+        With padding some processes have more tokens than others, and count for more.
 
         Args:
-            scores_MS: Of the tokens.
+            scores_MS: The scores of this process's tokens.
 
         Returns:
             [S] and [S]; the variance is the mean of squares.
         """
         variance_S, mean_S = torch.var_mean(scores_MS, dim=0, correction=0)
-        return mean_S, variance_S
+        if self.mean is same:
+            return mean_S, variance_S
+        # At least fp32, in which numbers of tokens are exact.
+        wide = torch.promote_types(scores_MS.dtype, torch.float32)
+        here_S, variance_S = mean_S.to(wide), variance_S.to(wide)
+        count_1 = here_S.new_full((1,), len(scores_MS))
+        sums = self.mean(torch.cat([count_1 * here_S, count_1]))
+        weight_1 = count_1 / sums[-1:].detach()  # of this process, 1 on average
+        mean_S = sums[:-1] / sums[-1:].detach()
+        # The local variance is around the local mean; around the mean of all it is larger.
+        spread_S = weight_1 * (variance_S + (here_S - mean_S).square())
+        return mean_S, self.mean(spread_S)
 
     def update(self, mean_S: Tensor | None, square_S: Tensor | None) -> None:
         """Moves the running statistics towards the step's."""
@@ -232,6 +248,16 @@ class GateOutput(NamedTuple):
     """See `Normalized`."""
     square_S: Tensor | None
     """See `Normalized`."""
+
+
+class GateRegions(NamedTuple):
+    """Where the processes that share a gate exchange numbers; see `model/regions.py`."""
+
+    input: Region = same
+    """What the gate reads."""
+    weight: Region = same
+    coefficients: Region = same
+    """The coefficients of a level."""
 
 
 class Gate(nn.Module):
@@ -269,6 +295,7 @@ class Gate(nn.Module):
         if softmax_share:
             self.activation = SoftmaxFirst(activation, softmax_share)
         self.std, self.dropout = std, dropout
+        self.regions = GateRegions()
 
     def initializers(self) -> dict[str, Initializer]:
         """Normal, or zero."""
@@ -295,7 +322,7 @@ class Gate(nn.Module):
         Returns:
             [M, S].
         """
-        return linear(u_MD, self.weight)
+        return linear(self.regions.input(u_MD), self.regions.weight(self.weight))
 
     def mixing_weights(self, output: GateOutput, dtype: torch.dtype) -> list[Tensor]:
         """The coefficients that both layers get: in their precision, in training some dropped.
@@ -312,7 +339,7 @@ class Gate(nn.Module):
             # Of the default generator: every tensor-parallel process draws the same, and
             # recomputation draws it again.
             levels = [dropout(a_MN, self.dropout) for a_MN in levels]
-        return [a_MN.to(dtype) for a_MN in levels]
+        return [self.regions.coefficients(a_MN.to(dtype)) for a_MN in levels]
 
     def update(self, mean_S: Tensor | None, square_S: Tensor | None, progress: float) -> None:
         """Prepares the next optimizer step; called once after each.

@@ -47,6 +47,14 @@ class TensorRing(Factorized):
         }
 
     @classmethod
+    def rank_axes(cls, sizes: Sizes, parts: int) -> dict[str, int]:
+        """Q of the input and P of the output factor if they have equal parts, or else R."""
+        return {
+            "input_factor": 2 if sizes.expert_rank % parts else 1,
+            "output_factor": 1 if cls.first_rank(sizes) % parts else 0,
+        }
+
+    @classmethod
     def multiply_adds(cls, sizes: Sizes) -> int:
         """Each factor once, and the products of a token's own small matrices."""
         first, ring = cls.first_rank(sizes), sizes.expert_rank
@@ -79,7 +87,8 @@ class TensorRing(Factorized):
     def mix(self, contracted: Tensor, coefficients: Sequence[Tensor]) -> Tensor:
         """See `Factorized.mix`; [M, Q R] to [M, P R]."""
         input_MQR = contracted.view(-1, self.sizes.expert_rank, self.sizes.rank)
-        return (self.mix_experts(coefficients) @ input_MQR).flatten(1)
+        chosen_MPQ = self.regions.experts(self.mix_experts(coefficients))
+        return (chosen_MPQ @ input_MQR).flatten(1)
 
     def mix_experts(self, coefficients: Sequence[Tensor]) -> Tensor:
         """The matrix that a token's coefficients choose: a product over levels.

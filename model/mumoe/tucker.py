@@ -42,6 +42,11 @@ class Tucker(Factorized):
         }
 
     @classmethod
+    def rank_axes(cls, sizes: Sizes, parts: int) -> dict[str, int]:
+        """S of the input and T of the output factor; of the core each process keeps a part."""
+        return {"input_factor": 1, "core": 0, "output_factor": 0}
+
+    @classmethod
     def multiply_adds(cls, sizes: Sizes) -> int:
         """Each factor and the core once, and the core's contractions with a token's experts."""
         bias = sizes.bias * sizes.rank
@@ -74,36 +79,12 @@ class Tucker(Factorized):
 
     def mix(self, contracted: Tensor, coefficients: Sequence[Tensor]) -> Tensor:
         """See `Factorized.mix`; [M, S] to [M, T]."""
-        h = self.contract_core(contracted)  # [M, Q ... Q T]
-        for a_MQ in self.mix_experts(coefficients):
+        h = contract(contracted, self.regions.core(self.core))  # [M, Q ... Q T]
+        for a_MN, factor_NQ in zip(coefficients, self.expert_factors(), strict=True):
+            a_MQ = self.regions.experts(contract(a_MN, factor_NQ))
             h_MQX = h.view(*a_MQ.shape, -1)
             h = (a_MQ.unsqueeze(1) @ h_MQX).squeeze(1)  # one Q fewer
         return h
-
-    def contract_core(self, contracted_MS: Tensor) -> Tensor:
-        """The contracted input with the core.
-
-        Args:
-            contracted_MS: The input with the input factor.
-
-        Returns:
-            [M, Q ... Q T], flattened.
-        """
-        return contract(contracted_MS, self.core)
-
-    def mix_experts(self, coefficients: Sequence[Tensor]) -> list[Tensor]:
-        """The coefficients of each level with its expert factor.
-
-        Args:
-            coefficients: Of each level, [M, N].
-
-        Returns:
-            Of each level, [M, Q].
-        """
-        factors = self.expert_factors()
-        return [
-            contract(a_MN, factor_NQ) for a_MN, factor_NQ in zip(coefficients, factors, strict=True)
-        ]
 
 
 def _contracted(sizes: Sizes) -> list[int]:

@@ -9,10 +9,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from polyad.model.build import build_model, place
 from polyad.model.gpt2 import GPT2, GPT2Config
+from polyad.model.regions import same
 from polyad.parallel import comm, factors
-from polyad.parallel.batch_norm import synchronize_norms
 from polyad.parallel.checkpoint.box import MASTER, Box
 from polyad.parallel.factors import parallelize_factors
+from polyad.parallel.parallelize import synchronize_norms
 from polyad.parallel.placement import placement_of
 from polyad.parallel.source import InitialWeights
 from polyad.parallel.tensor import parallelize_tensors
@@ -174,10 +175,10 @@ def batch_norm_against_the_whole(
     }
 
 
-def norm_of_an_engine(case: Case) -> str:
-    """What the first gate of an engine normalizes with."""
+def norm_is_synchronized(case: Case) -> bool:
+    """Whether the first gate of an engine normalizes over processes."""
     engine, _ = build_engine(case)
-    return type(engine.module.blocks[0].feed_forward.gate.norm).__name__
+    return engine.module.blocks[0].feed_forward.gate.norm.mean is not same
 
 
 def _mean(value: torch.Tensor, world: comm.World) -> torch.Tensor:

@@ -5,7 +5,7 @@ import pytest
 from polyad.model.gpt2 import GPT2Config
 from polyad.model.mumoe.config import MuMoEConfig
 from tests.helpers.everyday import everyday
-from tests.helpers.factors import batch_norm_against_the_whole, norm_of_an_engine
+from tests.helpers.factors import batch_norm_against_the_whole, norm_is_synchronized
 from tests.helpers.training import MODEL, Case
 
 pytestmark = pytest.mark.distributed
@@ -31,6 +31,6 @@ def test_processes_with_more_tokens_than_others_count_for_more(workers):
 
 def test_an_engine_synchronizes_where_there_is_somebody_to_talk_to(workers):
     case = Case(model=with_batch_norm())
-    assert workers(1).run(norm_of_an_engine, case) == ["BatchNorm"]
-    assert workers(2).run(norm_of_an_engine, case.but(tensor=2)) == ["BatchNorm"] * 2
-    assert workers(2).run(norm_of_an_engine, case) == ["SynchronizedBatchNorm"] * 2
+    assert workers(1).run(norm_is_synchronized, case) == [False]
+    assert workers(2).run(norm_is_synchronized, case.but(tensor=2)) == [False] * 2
+    assert workers(2).run(norm_is_synchronized, case) == [True] * 2

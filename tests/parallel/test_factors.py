@@ -5,8 +5,6 @@ import torch
 
 from polyad.model.build import num_parameters
 from polyad.model.gpt2 import GPT2Config
-from polyad.model.mumoe.config import FACTORIZATIONS
-from polyad.parallel.factors import CUT_LAYERS
 from polyad.parallel.placement import split_rows_and_rest
 from tests.helpers.everyday import everyday
 from tests.helpers.factors import block_against_the_whole, logits, traffic_of_a_block
@@ -223,10 +221,6 @@ def test_a_checkpoint_goes_into_a_layout_and_back_unchanged(
     for after in (tensors(path), tensors(back / "step-00000004")):
         assert before.keys() == after.keys()
         assert all(torch.equal(before[key], after[key]) for key in before)
-
-
-def test_every_factorization_is_cut():
-    assert set(CUT_LAYERS) == set(FACTORIZATIONS.values())
 
 
 @pytest.mark.parametrize("parts", [1, 2, 4])
