@@ -29,6 +29,7 @@ from polyad.model.kernels.grouped import gelu_by_tanh, grouped_linear
 from polyad.model.mumoe.base import Factorized
 from polyad.model.mumoe.products import contract
 from polyad.model.patterns import PatternError, kinds, matched
+from polyad.model.regions import Region, same
 from polyad.model.smoe.experts import Experts, Lot
 
 Patterns = Annotated[tuple[str, ...], Field(strict=False)]
@@ -65,6 +66,17 @@ class LoRAError(PatternError):
     """Adapters that would do nothing, or do not fit: one line that says so."""
 
 
+class AdapterRegions(NamedTuple):
+    """Where the processes that share an adapter exchange numbers; see `model/regions.py`."""
+
+    A: Region = same
+    B: Region = same
+    narrow: Region = same
+    """The r numbers of a token between the two, beside a linear layer."""
+    merged_B: Region = same
+    """B where both are merged into the weight."""
+
+
 class Adapter(nn.Module, ABC):
     """The two narrow matrices beside one parameter of the module that holds it.
 
@@ -79,6 +91,7 @@ class Adapter(nn.Module, ABC):
     def __init__(self, adapts: str, scale: float) -> None:
         super().__init__()
         self.adapts, self.scale = adapts, scale
+        self.regions = AdapterRegions()
 
     @abstractmethod
     def delta(self, A: Tensor, B: Tensor) -> Tensor:
@@ -117,7 +130,13 @@ class LowRank(Adapter):
         Args:
             x: The layer's input, [..., I].
         """
-        return self.scale * linear(linear(x, self.A), self.B)
+        regions = self.regions
+        narrow = regions.narrow(linear(x, regions.A(self.A)))
+        return self.scale * linear(narrow, regions.B(self.B))
+
+    def merged(self) -> Tensor:
+        """What is added to the weight, or to this process's columns of it."""
+        return self.delta(self.A, self.regions.merged_B(self.B))
 
 
 class LoRALinear(nn.Linear):
@@ -140,7 +159,8 @@ class LoRALinear(nn.Linear):
 
     def merged_weight(self) -> Tensor:
         """The matrix that does both, [O, I]."""
-        return self.weight + self.lora.delta(self.lora.A, self.lora.B)
+        added: Tensor = self.lora.merged()
+        return self.weight + added
 
 
 class ExpertsLowRank(Adapter):
@@ -169,7 +189,7 @@ class ExpertsLowRank(Adapter):
 
     def matrices(self) -> tuple[Tensor, Tensor]:
         """A and scale B, as rows are multiplied by them."""
-        return self.A, self.scale * self.B
+        return self.regions.A(self.A), self.scale * self.regions.B(self.B)
 
 
 def _aligned(A_EIr: Tensor, B_ErO: Tensor) -> tuple[Tensor, Tensor]:
@@ -253,7 +273,7 @@ class FactorLowRank(Adapter):
 
     def matrices(self) -> tuple[Tensor, Tensor]:
         """A and B."""
-        return self.A, self.B
+        return self.regions.A(self.A), self.regions.B(self.B)
 
     def forward(self, x_MC: Tensor, bias: bool, activated: bool) -> Tensor:
         """What is added to the product of tokens with the factor.
