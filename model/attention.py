@@ -4,6 +4,8 @@ Shapes: B batch, T tokens in a sequence (that are new, in generation), S tokens 
 width, A heads, H width of one head, M = A H: D, or a part of it under tensor parallelism.
 """
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -180,6 +182,8 @@ class SelfAttention(nn.Module):
         self.qkv = nn.Linear(hidden_size, 3 * hidden_size, bias=bias)
         self.projection = nn.Linear(hidden_size, hidden_size, bias=bias)
         self.residual_dropout = nn.Dropout(dropout)
+        self.random_numbers: Callable[[], AbstractContextManager[None]] = nullcontext
+        """Around dropout of attention weights: processes that have other heads drop others."""
 
     def initializers(self) -> dict[str, Initializer]:
         """Says how each parameter starts; see `model/initialization.py`."""
@@ -258,9 +262,10 @@ class SelfAttention(nn.Module):
             [B, A, T, H].
         """
         seen_B11T = None if mask_BT is None or self.causal else mask_BT[:, None, None, :]
-        return scaled_dot_product_attention(
-            q_BATH, k_BATH, v_BATH, attn_mask=seen_B11T, dropout_p=drop, is_causal=self.causal
-        )
+        with self.random_numbers() if drop else nullcontext():
+            return scaled_dot_product_attention(
+                q_BATH, k_BATH, v_BATH, attn_mask=seen_B11T, dropout_p=drop, is_causal=self.causal
+            )
 
 
 def _matrix_of(layer: nn.Linear) -> Tensor:

@@ -12,12 +12,11 @@ from typing import Annotated, ClassVar, Literal
 import torch
 from pydantic import Field
 from torch import Tensor, nn
-from torch.nn.functional import linear
 
 from polyad.model.attention import KeyValueCache
 from polyad.model.block import Block, FeedForwardConfig, build_block, run_blocks
 from polyad.model.feedforward import BlockInput, DenseFeedForwardConfig, FeedForwardContext
-from polyad.model.heads import ClassificationHeadConfig, SequenceHead
+from polyad.model.heads import ClassificationHeadConfig, SequenceHead, VocabularyHead
 from polyad.model.initialization import Initializer, norm_initializers, normal
 from polyad.model.kernels.linear_cross_entropy import CHUNK, losses
 from polyad.model.layers import Embedding, LayerNorm
@@ -158,12 +157,8 @@ class GPT2Config(TransformerSettings):
         return tokens * blocks * number_bytes + chunk + head
 
 
-class TiedHead(nn.Module):
-    """The output head; it has no parameters and borrows the token embedding's.
-
-    A module and not a line of `GPT2.forward`, so that tensor parallelism can put its own in its
-    place.
-    """
+class TiedHead(VocabularyHead):
+    """The output head; it has no parameters and borrows the token embedding's."""
 
     def forward(
         self, x_BTD: Tensor, weight_VD: Tensor, target_ids_BT: Tensor | None = None
@@ -179,11 +174,11 @@ class TiedHead(nn.Module):
             Logits [B, T, V]; with targets what `losses` says, and no logits are kept.
         """
         if target_ids_BT is not None:
-            return losses(x_BTD, weight_VD, target_ids_BT)
-        return linear(x_BTD, weight_VD)
+            return losses(self.input(x_BTD), weight_VD, target_ids_BT, self.part)
+        return self.logits(x_BTD, weight_VD)
 
 
-class UntiedHead(nn.Module):
+class UntiedHead(VocabularyHead):
     """The output head with a matrix of its own.
 
     Args:
@@ -218,8 +213,8 @@ class UntiedHead(nn.Module):
             Logits [B, T, V]; with targets what `losses` says, and no logits are kept.
         """
         if target_ids_BT is not None:
-            return losses(x_BTD, self.weight, target_ids_BT)
-        return linear(x_BTD, self.weight)
+            return losses(self.input(x_BTD), self.weight, target_ids_BT, self.part)
+        return self.logits(x_BTD, self.weight)
 
 
 class GPT2(nn.Module):

@@ -1,4 +1,5 @@
-"""Heads: the class of a sequence, of a decoder and of BERT, and the tokens that were hidden.
+"""Heads: a vocabulary, of which processes may share the rows; the class of a sequence, of a decoder
+and of BERT; and the tokens that were hidden.
 
 Shapes: B sequences, T tokens in one, P positions that are scored, D width, V vocabulary, K classes.
 """
@@ -19,11 +20,37 @@ from polyad.model.initialization import (
     norm_initializers,
     normal,
 )
-from polyad.model.kernels.linear_cross_entropy import scores
+from polyad.model.kernels.linear_cross_entropy import VocabularyPart, scores
 from polyad.model.layers import LayerNorm
+from polyad.model.regions import Region, same
 
 HEAD = "head."
 """How the names of a head's parameters begin."""
+
+
+class VocabularyHead(nn.Module):
+    """The base of heads that score a vocabulary, of which processes may share the rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.input: Region = same
+        """What the product with the vocabulary reads."""
+        self.part: VocabularyPart | None = None
+        """The rows that there are; None: the whole vocabulary, without padding."""
+
+    def logits(self, x: Tensor, weight_VD: Tensor, bias_V: Tensor | None = None) -> Tensor:
+        """Multiplies by the vocabulary.
+
+        Args:
+            x: What the product reads, [..., D].
+            weight_VD: The rows.
+            bias_V: Added to the logits.
+
+        Returns:
+            [..., V].
+        """
+        logits = linear(self.input(x), weight_VD, bias_V)
+        return logits if self.part is None else self.part.without_padding(logits)
 
 
 class ClassificationHeadConfig(Config):
@@ -88,10 +115,8 @@ class SequenceHead(nn.Module):
         return linear(self.dropout(z_BD), self.weight)
 
 
-class Decoder(nn.Module):
+class Decoder(VocabularyHead):
     """Scores the vocabulary by the token embedding, and a bias of its own.
-
-    A module so that tensor parallelism can put its own in its place.
 
     Args:
         vocab_size: V.
@@ -119,8 +144,10 @@ class Decoder(nn.Module):
             Logits [B, P, V]; with targets what `scores` says, and no logits are kept.
         """
         if target_ids_BP is not None:
-            return scores(x_BPD, embedding_VD, target_ids_BP, bias_V=self.bias)
-        return linear(x_BPD, embedding_VD, self.bias)
+            return scores(
+                self.input(x_BPD), embedding_VD, target_ids_BP, self.part, bias_V=self.bias
+            )
+        return self.logits(x_BPD, embedding_VD, self.bias)
 
 
 class MaskedLanguageHead(nn.Module):

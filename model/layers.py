@@ -8,6 +8,7 @@ numbers stops growing at 256 times one of them.
 Shapes: B samples, T tokens of a sample, V rows of an embedding, D width.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,11 +20,21 @@ from polyad.model.kernels.switch import on_cpu
 
 
 class Embedding(nn.Embedding):
-    """PyTorch's Embedding, with gradients summed in fp32."""
+    """PyTorch's Embedding, with gradients summed in fp32.
+
+    Args:
+        rows: V.
+        width: D.
+    """
+
+    def __init__(self, rows: int, width: int) -> None:
+        super().__init__(rows, width)
+        self.lookup: Callable[[Tensor, Tensor], Tensor] = embed
+        """From the numbers of rows and the matrix to rows; processes share one or the other."""
 
     def forward(self, ids: Tensor) -> Tensor:
         """The rows of these numbers, [..., D]."""
-        return embed(ids, self.weight)
+        return self.lookup(ids, self.weight)
 
 
 def embed(ids: Tensor, weight_VD: Tensor) -> Tensor:

@@ -5,20 +5,18 @@ between the two, r for each token; where the layer's own sum joins the parts, no
 gradient of the whole matrix, of which each process then has a part. The README has the table.
 """
 
-import torch
 from torch import nn
 
-from polyad.model.lora import Adapter, AdapterRegions, FactorLowRank, LoRAExperts, LowRank
+from polyad.model.lora import AdapterRegions, FactorLowRank, LoRAExperts, LowRank
 from polyad.model.mumoe.base import Factorized
-from polyad.model.regions import same
+from polyad.model.regions import Region, same
 from polyad.parallel import comm
-from polyad.parallel.expert import cut_experts
-from polyad.parallel.placement import Piece, Placement, cut, placement_of
 from polyad.parallel.regions import copy, sum_parts, tensor_group
-from polyad.parallel.tensor import CutTokens
+from polyad.parallel.sequence import Tokens
+from polyad.parallel.shard import Axis, Placement, cut, placement_of
 
 
-def cut_adapters(model: nn.Module, world: comm.World, tokens: CutTokens | None) -> None:
+def cut_adapters(model: nn.Module, world: comm.World, tokens: Tokens | None) -> None:
     """Cuts the adapters of a model over processes, in place.
 
     Args:
@@ -39,7 +37,7 @@ def cut_adapters(model: nn.Module, world: comm.World, tokens: CutTokens | None) 
                     _cut_beside_factor(module, adapter)
 
 
-def _cut_beside_linear(layer: nn.Module, tokens: CutTokens | None) -> None:
+def _cut_beside_linear(layer: nn.Module, tokens: Tokens | None) -> None:
     placement, adapter = placement_of(layer.get_parameter("weight")), layer.get_submodule("lora")
     assert isinstance(adapter, LowRank)
     if placement.replicated:  # a layer that no process shares
@@ -47,12 +45,12 @@ def _cut_beside_linear(layer: nn.Module, tokens: CutTokens | None) -> None:
     # Where tokens are cut, the whole matrix meets those of this process alone.
     summed = tensor_group().sum_gradient
     of_whole = same if tokens is None else summed
-    if placement.shape[0] < placement.global_shape[0]:  # cut by output
-        _replace(adapter, "B", _front(placement, 1, len(adapter.A)))
-        narrow = copy if tokens is None else tokens.gather
+    if placement.axes[0].size < placement.axes[0].whole:  # cut by output
+        cut(adapter, "B", _beside_front(placement, 1, len(adapter.A)))
+        narrow: Region = copy if tokens is None else tokens.gather
         adapter.regions = AdapterRegions(A=of_whole, narrow=narrow)
     else:
-        _replace(adapter, "A", _back(placement, 1, len(adapter.A)))
+        cut(adapter, "A", _beside_back(placement, 1, len(adapter.A)))
         narrow = sum_parts if tokens is None else tokens.sum_and_scatter
         # Each process computes alone with its columns of the merged weight.
         adapter.regions = AdapterRegions(B=of_whole, narrow=narrow, merged_B=summed)
@@ -63,44 +61,33 @@ def _cut_beside_experts(experts: LoRAExperts, world: comm.World) -> None:
         summed = tensor_group().sum_gradient
         experts.up_lora.regions = AdapterRegions(A=summed)
         experts.down_lora.regions = AdapterRegions(B=summed)
-    cut_experts(experts.up_lora, "A", world, inner=None)
-    cut_experts(experts.up_lora, "B", world, inner=2)
-    cut_experts(experts.down_lora, "A", world, inner=1)
-    cut_experts(experts.down_lora, "B", world, inner=None)
+    inner_axes = {"up_lora": {"A": None, "B": 2}, "down_lora": {"A": 1, "B": None}}
+    for adapter, axes in inner_axes.items():
+        owner = experts.get_submodule(adapter)
+        for name, inner in axes.items():
+            shape = tuple(owner.get_parameter(name).shape)
+            cut(owner, name, Placement.of_experts(shape, world, inner))
 
 
 def _cut_beside_factor(layer: Factorized, adapter: FactorLowRank) -> None:
-    placement = placement_of(layer.get_parameter(adapter.adapts))
-    sizes = zip(placement.shape, placement.global_shape, strict=True)
-    axis = next(axis for axis, (here, everywhere) in enumerate(sizes) if here != everywhere)
-    rank, modes, summed = len(adapter.B), adapter.modes, tensor_group().sum_gradient
-    if axis < modes:
-        _replace(adapter, "A", _front(placement, modes, rank))
+    placement, summed = (
+        placement_of(layer.get_parameter(adapter.adapts)),
+        tensor_group().sum_gradient,
+    )
+    number = next(number for number, axis in enumerate(placement.axes) if axis.size != axis.whole)
+    if number < adapter.modes:
+        cut(adapter, "A", _beside_front(placement, adapter.modes, len(adapter.B)))
         adapter.regions = AdapterRegions(B=summed)
     else:
-        _replace(adapter, "B", _back(placement, modes, rank))
+        cut(adapter, "B", _beside_back(placement, adapter.modes, len(adapter.B)))
         adapter.regions = AdapterRegions(A=summed)
 
 
-def _front(placement: Placement, modes: int, rank: int) -> Placement:
-    """The placement of a matrix with the first modes of a cut parameter, and the rank."""
-    pieces = tuple(
-        Piece(piece.first_row, piece.num_rows, (*piece.origin[:modes], 0))
-        for piece in placement.pieces
-    )
-    shape, whole = placement.shape[:modes], placement.global_shape[:modes]
-    return Placement((*shape, rank), (*whole, rank), pieces, False)
+def _beside_front(placement: Placement, modes: int, rank: int) -> Placement:
+    """The placement of a matrix with the first modes of a parameter that is cut, and the rank."""
+    return Placement((*placement.axes[:modes], Axis.uncut(rank)), replicated=False)
 
 
-def _back(placement: Placement, modes: int, rank: int) -> Placement:
-    """The placement of a matrix with the rank, and the modes behind the first ones."""
-    piece = Piece(0, rank, (0, *placement.pieces[0].origin[modes:]))
-    shape, whole = placement.shape[modes:], placement.global_shape[modes:]
-    return Placement((rank, *shape), (rank, *whole), (piece,), False)
-
-
-def _replace(adapter: Adapter, name: str, placement: Placement) -> None:
-    with torch.device("meta"):
-        part = nn.Parameter(torch.empty(placement.shape))
-    cut(part, placement)
-    setattr(adapter, name, part)
+def _beside_back(placement: Placement, modes: int, rank: int) -> Placement:
+    """The placement of a matrix with the rank, and the later modes of a parameter that is cut."""
+    return Placement((Axis.uncut(rank), *placement.axes[modes:]), replicated=False)

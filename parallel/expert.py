@@ -25,9 +25,8 @@ from polyad.model.smoe.layer import SelectingMoE
 from polyad.model.smoe.selection import Selected
 from polyad.parallel import comm
 from polyad.parallel.exchange import Counts, RowExchange
-from polyad.parallel.placement import split_experts
-from polyad.parallel.regions import Group, copy, sum_parts, tensor_group
-from polyad.parallel.tensor import own_random_numbers
+from polyad.parallel.regions import Group, OwnDropout, copy, sum_parts, tensor_group
+from polyad.parallel.shard import Placement, cut, group_name
 from polyad.parallel.zero import import_deepspeed
 
 
@@ -41,8 +40,8 @@ def parallelize_experts(layer: SelectingMoE, world: comm.World, overlap: bool = 
     """
     experts = layer.experts
     for name, inner in experts.inner_axes.items():
-        if getattr(experts, name) is not None:
-            cut_experts(experts, name, world, inner=inner)
+        if (whole := getattr(experts, name)) is not None:
+            cut(experts, name, Placement.of_experts(tuple(whole.shape), world, inner))
     if world.expert_parallel_size > 1:
         layer.dispatcher = _expert_parallel_dispatcher()(
             experts.config.num_experts, world, lots=2 if overlap else 1
@@ -58,42 +57,6 @@ def parallelize_experts(layer: SelectingMoE, world: comm.World, overlap: bool = 
     graph = layer.router.graph
     if world.tensor_parallel_size > 1 and isinstance(graph, AttentionGraph):
         layer.router.graph = TensorParallelAttentionGraph(graph, world)
-
-
-def cut_experts(owner: nn.Module, name: str, world: comm.World, *, inner: int | None) -> None:
-    """Reduces a parameter to this process's part: some experts, some of their inner units.
-
-    Args:
-        owner: the module that holds it; on the meta device.
-        name: of the parameter, whose first axis counts experts.
-        world: this process.
-        inner: the axis of the inner units; None: it has none, and tensor parallelism does not cut
-            it.
-    """
-    whole = owner.get_parameter(name)
-    placement = split_experts(
-        tuple(whole.shape),
-        expert_rank=world.expert_parallel_rank,
-        expert_parts=world.expert_parallel_size,
-        inner_axis=inner or 0,
-        inner_rank=0 if inner is None else world.tensor_parallel_rank,
-        inner_parts=1 if inner is None else world.tensor_parallel_size,
-    )
-    with torch.device("meta"):
-        part = nn.Parameter(torch.empty(placement.shape))
-    part.placement = placement  # type: ignore[attr-defined]
-    # DeepSpeed reads these attributes: they say which processes sum a gradient and a norm.
-    if world.tensor_parallel_size > 1 and inner is not None:
-        part.tensor_model_parallel = True  # type: ignore[attr-defined]
-    if world.expert_parallel_size > 1:
-        part.allreduce = False  # type: ignore[attr-defined]
-        part.group_name = group_name(world.expert_parallel_size)  # type: ignore[attr-defined]
-    setattr(owner, name, part)
-
-
-def group_name(expert_parallel_size: int) -> str:
-    """DeepSpeed's name of the groups of processes that share a set of experts."""
-    return f"ep_size_{expert_parallel_size}"
 
 
 def forget_groups(tensor_parallel_size: int) -> None:
@@ -138,24 +101,6 @@ def connect_without_engine(layers: Iterable[SelectingMoE]) -> None:
     groups.mpu = None
     for layer in layers:
         layer.dispatcher.set_deepspeed_parallelism()  # type: ignore[operator]
-
-
-class OwnDropout(nn.Dropout):
-    """Dropout of units that are cut: each process drops others.
-
-    Args:
-        probability: of a unit.
-        world: this process.
-    """
-
-    def __init__(self, probability: float, world: comm.World) -> None:
-        super().__init__(probability)
-        self._world = world
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Zeros some units, and scales the others up."""
-        with own_random_numbers(self._world):
-            return super().forward(x)
 
 
 class OfFirst(nn.Module):

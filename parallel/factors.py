@@ -12,7 +12,6 @@ Shapes: M tokens, R rank.
 from collections.abc import Callable
 from dataclasses import replace
 
-import torch
 from torch import Tensor, nn
 
 from polyad.model.lora import FactorLowRank
@@ -21,8 +20,8 @@ from polyad.model.mumoe.gating import GateRegions
 from polyad.model.mumoe.layer import MuMoE
 from polyad.model.regions import Region
 from polyad.parallel import comm
-from polyad.parallel.placement import Placement, cut, padded, split_columns, split_rows_and_rest
 from polyad.parallel.regions import Group, copy, sum_parts, tensor_group
+from polyad.parallel.shard import Axis, Placement, cut
 
 
 def parallelize_factors(layer: MuMoE, world: comm.World) -> None:
@@ -40,21 +39,25 @@ def parallelize_factors(layer: MuMoE, world: comm.World) -> None:
         if not is_first:
             factors.adds_bias &= group.rank == group.size - 1
         for name, shape in factors.factor_shapes(factors.sizes).items():
-            if placement := _placement(factors, name, shape, group, is_first=is_first):
-                _replace(factors, name, placement)
+            if axes := _cut_axes(factors, name, shape, group, is_first=is_first):
+                cut(factors, name, Placement.cut(shape, axes))
 
 
-def _placement(
+def _cut_axes(
     factors: Factorized, name: str, shape: tuple[int, ...], group: Group, *, is_first: bool
-) -> Placement | None:
-    """Where this process's part of a factor lies; None: every process has the whole."""
-    rank, parts = group.rank, group.size
-    if is_first and name == "output_factor":  # inner units
-        return split_columns(shape, len(shape) - 1, rank, parts)
-    if not is_first and name == "input_factor":  # the last process has the bias row below them
-        return split_rows_and_rest(shape, factors.sizes.inputs, rank, parts)
-    axis = factors.rank_axes(factors.sizes, parts).get(name)
-    return None if axis is None else split_columns(shape, axis, rank, parts)
+) -> dict[int, Axis]:
+    """The axes of a factor that are cut; empty: every process has the whole."""
+    if not is_first and name == "input_factor":  # the last process has the bias row below the units
+        inner = factors.sizes.inputs
+        return {0: Axis.part_and_rest(shape[0], inner, group.rank, group.size)}
+    if is_first and name == "output_factor":
+        axis = len(shape) - 1  # of the inner units
+    else:
+        axes = factors.rank_axes(factors.sizes, group.size)
+        if name not in axes:
+            return {}
+        axis = axes[name]
+    return {axis: Axis.part(shape[axis], group.rank, group.size)}
 
 
 def _regions(factors: Factorized, group: Group, *, is_first: bool) -> FactorRegions:
@@ -113,14 +116,8 @@ def _cut_gate(layer: MuMoE, group: Group) -> None:
         gate.regions = GateRegions(weight=lambda part: group.gather_equal(part, 1))
         if layer.up.mixes_parts:
             gate.regions = gate.regions._replace(coefficients=copy)
-    _replace(gate, "weight", split_columns((experts, width), 1, group.rank, group.size))
-
-
-def _replace(module: nn.Module, name: str, placement: Placement) -> None:
-    with torch.device("meta"):
-        part = nn.Parameter(torch.empty(placement.shape))
-    cut(part, placement)
-    setattr(module, name, part)
+    columns = Axis.part(width, group.rank, group.size)
+    cut(gate, "weight", Placement.cut((experts, width), {1: columns}))
 
 
 RANKS = 8
@@ -144,10 +141,7 @@ def pad_ranks(model: nn.Module) -> None:
         layer.sizes = replace(layer.sizes, rank=rank)
         for name, shape in layer.factor_shapes(layer.sizes).items():
             if shape != before[name]:
-                with torch.device("meta"):
-                    factor = nn.Parameter(torch.empty(shape))
-                factor.placement = padded(shape, before[name])  # type: ignore[attr-defined]
-                setattr(layer, name, factor)
+                cut(layer, name, Placement.padded(shape, before[name]))
         for adapter in (layer.input_lora, layer.output_lora):
             if isinstance(adapter, FactorLowRank):
                 _pad_adapter(layer, adapter, before[adapter.adapts])
@@ -162,7 +156,4 @@ def _pad_adapter(layer: Factorized, adapter: FactorLowRank, before: tuple[int, .
     }
     for name, (shape, real) in shapes.items():
         if shape != real:
-            with torch.device("meta"):
-                matrix = nn.Parameter(torch.empty(shape))
-            matrix.placement = padded(shape, real)  # type: ignore[attr-defined]
-            setattr(adapter, name, matrix)
+            cut(adapter, name, Placement.padded(shape, real))

@@ -16,7 +16,7 @@ from torch import nn
 
 from polyad.model.build import buffers_changed
 from polyad.parallel.checkpoint.box import MASTER, Box
-from polyad.parallel.placement import Placement, placement_of
+from polyad.parallel.shard import Placement, placement_of
 from polyad.parallel.source import Source
 from polyad.parallel.zero import Engine
 

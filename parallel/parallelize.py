@@ -24,9 +24,9 @@ from polyad.parallel.dims import Dims
 from polyad.parallel.factors import pad_ranks, parallelize_factors
 from polyad.parallel.fragments import fill
 from polyad.parallel.megatron import Mpu
-from polyad.parallel.placement import placement_of
 from polyad.parallel.regions import data_group
 from polyad.parallel.sequence import Tokens, cut_sequence, sum_gradients
+from polyad.parallel.shard import placement_of
 from polyad.parallel.source import Source
 from polyad.parallel.tensor import parallelize_tensors
 from polyad.parallel.vocabulary import pad_vocabulary, token_losses

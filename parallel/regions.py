@@ -2,14 +2,16 @@
 
 A layer of `model/` that can be cut names the places where it may have to exchange something, and
 has the identity there (`model/regions.py`). Cutting it puts a function of this file there. Each
-says what its gradient is reduced over.
+says what its gradient is reduced over. Random numbers of activations that are cut are here, too.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from polyad.parallel import comm
@@ -200,6 +202,38 @@ class Flight:
         """Waits for it."""
         arrived_MD: Tensor = _Arrival.apply(away_MD, self)
         return arrived_MD
+
+
+@contextmanager
+def own_random_numbers(world: comm.World) -> Iterator[None]:
+    """Random numbers of this process's own, for dropout of activations that are cut.
+
+    All tensor-parallel processes draw the same numbers otherwise, since what they drop there is
+    replicated. The seed is drawn from those, so recomputation finds the same numbers again.
+    """
+    seed = int(torch.randint(2**31 - world.tensor_parallel_size, ()))
+    devices = [world.device] if world.device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices):
+        torch.manual_seed(seed + world.tensor_parallel_rank)
+        yield
+
+
+class OwnDropout(nn.Dropout):
+    """Dropout of units that are cut: each process drops others.
+
+    Args:
+        probability: Of a unit.
+        world: This process.
+    """
+
+    def __init__(self, probability: float, world: comm.World) -> None:
+        super().__init__(probability)
+        self._world = world
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Zeros some units, and scales the others up."""
+        with own_random_numbers(self._world):
+            return super().forward(x)
 
 
 def _gathered(part: Tensor, axis: int, group: Group) -> Tensor:

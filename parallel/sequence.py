@@ -24,11 +24,10 @@ from polyad.model.attention import SelfAttention
 from polyad.model.block import Block
 from polyad.model.feedforward import DenseFeedForward, FeedForward
 from polyad.model.gpt2 import GPT2
-from polyad.model.layers import Embedding, embed
+from polyad.model.layers import embed
 from polyad.model.mumoe.layer import MuMoE
 from polyad.parallel import comm
-from polyad.parallel.expert import OwnDropout
-from polyad.parallel.regions import Group, tensor_group, wait
+from polyad.parallel.regions import Group, OwnDropout, tensor_group, wait
 
 
 class Tokens:
@@ -77,6 +76,16 @@ class Tokens:
         """This process's tokens [1, n, D] of what each process has whole."""
         return self._group.scatter(self.padded(whole_BTD.flatten(0, 1)), 0).unsqueeze(0)
 
+    def positions(self, positions_T: Tensor, weight: Tensor) -> Tensor:
+        """The position embedding of this process's tokens [1, n, D].
+
+        Args:
+            positions_T: Positions of one sequence.
+            weight: The embedding of all positions.
+        """
+        positions_N = positions_T.repeat(self.shape[0])
+        return embed(self.own(positions_N), weight).unsqueeze(0)
+
     def gathered_linear(self, x_1nD: Tensor, weight_FD: Tensor, bias_F: Tensor | None) -> Tensor:
         """A linear layer, cut by output, of all tokens: [B, T, F]. Keeps this process's alone."""
         y_NF = _GatheredLinear.apply(x_1nD.flatten(0, 1), weight_FD, self._group)
@@ -111,24 +120,6 @@ class _GatheredLinear(torch.autograd.Function):
         return None if leaving_nD is None else wait(leaving_nD), for_weight_FD, None
 
 
-class OwnPositions(Embedding):
-    """The position embedding of this process's tokens.
-
-    Args:
-        whole: the model's, on the meta device.
-        tokens: how they are cut.
-    """
-
-    def __init__(self, whole: Embedding, tokens: Tokens) -> None:
-        super().__init__(whole.num_embeddings, whole.embedding_dim)
-        self._tokens = tokens
-
-    def forward(self, positions_T: Tensor) -> Tensor:
-        """[1, n, D] from the positions of one sequence."""
-        positions_N = positions_T.repeat(self._tokens.shape[0])
-        return embed(self._tokens.own(positions_N), self.weight).unsqueeze(0)
-
-
 def cut_sequence(model: GPT2, tokens: Tokens, world: comm.World) -> None:
     """Lets what is between the cut layers of a model work on some of the tokens, in place.
 
@@ -137,9 +128,7 @@ def cut_sequence(model: GPT2, tokens: Tokens, world: comm.World) -> None:
         tokens: how they are cut.
         world: this process.
     """
-    with torch.device("meta"):
-        positions = OwnPositions(model.position_embedding, tokens)
-    model._modules["position_embedding"] = positions
+    model.position_embedding.lookup = tokens.positions
     for module in list(model.modules()):
         if isinstance(module, FeedForward) and not isinstance(module, DenseFeedForward):
             _surround(module, tokens)

@@ -1,22 +1,20 @@
-"""The output head over a vocabulary that is cut between processes, or padded on one.
+"""Embedding and output head of a vocabulary that is cut between processes, or padded on one.
 
 Shapes: B batch, T tokens in a sequence, D width, V vocabulary (of this process, with padding).
 """
 
-from collections.abc import Callable
-
-import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
 
 from polyad.model.bert import Bert
 from polyad.model.gpt2 import GPT2, UntiedHead
-from polyad.model.heads import MaskedLanguageHead
-from polyad.model.kernels.linear_cross_entropy import VocabularyPart, losses, scores
-from polyad.model.layers import Embedding
+from polyad.model.heads import Decoder, MaskedLanguageHead, VocabularyHead
+from polyad.model.kernels.linear_cross_entropy import VocabularyPart
+from polyad.model.layers import embed
+from polyad.parallel import comm
 from polyad.parallel.megatron import tensor_parallel_library
-from polyad.parallel.placement import Placement, placement_of, split_padded
-from polyad.parallel.regions import highest_in_place, total_in_place
+from polyad.parallel.regions import copy, highest_in_place, sum_parts, total_in_place
+from polyad.parallel.sequence import Tokens
+from polyad.parallel.shard import Axis, Placement, cut
 
 
 def pad_vocabulary(model: nn.Module) -> None:
@@ -27,43 +25,75 @@ def pad_vocabulary(model: nn.Module) -> None:
     Args:
         model: on the meta device.
     """
+    if isinstance(model, GPT2 | Bert):
+        words = model.token_embedding.weight.shape[0]
+        axis = Axis.part_of_vocabulary(words, 0, 1)
+        if axis.size != words:
+            _cut_rows(model, axis, VocabularyPart(0, words), replicated=True)
+
+
+def cut_vocabulary(model: nn.Module, world: comm.World, tokens: Tokens | None) -> None:
+    """Cuts the embedding and output head of text over the tensor-parallel processes, in place.
+
+    Args:
+        model: on the meta device.
+        world: this process.
+        tokens: how tokens are cut between layers; None: every process has all.
+    """
     if not isinstance(model, GPT2 | Bert):
         return
-    shape = tuple(model.token_embedding.weight.shape)
-    place = split_padded(shape, 0, 1)
-    if place.shape == shape:
-        return
-    with torch.device("meta"):
-        embedding = Embedding(place.shape[0], place.shape[1])
-        embedding.weight.placement = place  # type: ignore[attr-defined]
-        whole = VocabularyPart(0, shape[0], _same, _same)
-        if isinstance(model, Bert):
-            if isinstance(model.head, MaskedLanguageHead):
-                decoder = ParallelDecoder(_same, whole, place.shape[0])
-                decoder.bias.placement = split_padded(shape[:1], 0, 1)  # type: ignore[attr-defined]
-                model.head.add_module("decoder", decoder)
-        else:
-            head = ParallelHead(_same, whole)
-            if isinstance(model.head, UntiedHead):
-                head.weight = nn.Parameter(torch.empty(place.shape))
-                head.weight.placement = place  # type: ignore[attr-defined]
-            if model.last_token is None:
-                model.add_module("head", head)
-    model.add_module("token_embedding", embedding)
+    words = model.token_embedding.weight.shape[0]
+    rank, parts = world.tensor_parallel_rank, world.tensor_parallel_size
+    axis = Axis.part_of_vocabulary(words, rank, parts)
+    first, real = (axis.runs[0].there, axis.runs[0].length) if axis.runs else (0, 0)
+    part = VocabularyPart(first, real, highest_in_place, total_in_place)
+    _cut_rows(model, axis, part, replicated=False)
+    model.token_embedding.lookup = _PartOfRows(first, real, tokens)
+    if (head := _head(model)) is not None:
+        head.input = copy if tokens is None else tokens.gather
 
 
-def _same(values: Tensor) -> Tensor:
-    return values
+def _cut_rows(model: GPT2 | Bert, axis: Axis, part: VocabularyPart, *, replicated: bool) -> None:
+    """Has a process keep some rows of the embedding, and of what the head has of its own."""
+    head = _head(model)
+    owners: list[tuple[nn.Module, str]] = [(model.token_embedding, "weight")]
+    if isinstance(head, UntiedHead):
+        owners.append((head, "weight"))
+    elif isinstance(head, Decoder):
+        owners.append((head, "bias"))
+    for owner, name in owners:
+        shape = tuple(owner.get_parameter(name).shape)
+        cut(owner, name, Placement.cut(shape, {0: axis}, replicated=replicated))
+    if head is not None:
+        head.part = part
 
 
-def part_of(embedding: nn.Module) -> tuple[Placement, VocabularyPart]:
-    """Where the rows of a cut embedding are, and which of the vocabulary they are."""
-    weight = embedding.weight
-    assert isinstance(weight, nn.Parameter)
-    place = placement_of(weight)
-    real = sum(piece.num_rows for piece in place.pieces)
-    first = place.pieces[0].origin[0] if real else 0
-    return place, VocabularyPart(first, real, highest_in_place, total_in_place)
+def _head(model: GPT2 | Bert) -> VocabularyHead | None:
+    """The head that scores the vocabulary; those of classes are small, and each process has all."""
+    head = model.head.decoder if isinstance(model.head, MaskedLanguageHead) else model.head
+    return head if isinstance(head, VocabularyHead) else None
+
+
+class _PartOfRows:
+    """Looks rows of the embedding up, of which a process has some.
+
+    Args:
+        first: its first token id.
+        real: its rows that are no padding.
+        tokens: how tokens are cut between layers; None: every process has all.
+    """
+
+    def __init__(self, first: int, real: int, tokens: Tokens | None) -> None:
+        self._first, self._last, self._tokens = first, first + real, tokens
+
+    def __call__(self, ids_BT: Tensor, weight_VD: Tensor) -> Tensor:
+        elsewhere_BT = (ids_BT < self._first) | (ids_BT >= self._last)
+        own_BT = (ids_BT - self._first).masked_fill(elsewhere_BT, 0)
+        x_BTD = embed(own_BT, weight_VD).masked_fill(elsewhere_BT.unsqueeze(-1), 0)
+        if self._tokens is None:
+            return sum_parts(x_BTD)
+        self._tokens.shape = ids_BT.shape[0], ids_BT.shape[1]
+        return self._tokens.sum_and_scatter(x_BTD)
 
 
 def token_losses(logits_BTV: Tensor, target_ids_BT: Tensor) -> Tensor:
@@ -80,64 +110,3 @@ def token_losses(logits_BTV: Tensor, target_ids_BT: Tensor) -> Tensor:
         logits_BTV.float(), target_ids_BT
     )
     return each_BT
-
-
-class ParallelHead(nn.Module):
-    """The output head: logits of this process's part of the vocabulary, or a loss over all parts.
-
-    Args:
-        copy: identity, whose gradient is summed over the tensor-parallel processes.
-        part: this process's.
-    """
-
-    weight: nn.Parameter | None
-
-    def __init__(self, copy: Callable[[Tensor], Tensor], part: VocabularyPart) -> None:
-        super().__init__()
-        self._copy, self._part = copy, part
-        self.register_parameter("weight", None)  # of its own, unless the embedding is the head
-
-    def forward(
-        self, x_BTD: Tensor, embedding_VD: Tensor | None, target_ids_BT: Tensor | None = None
-    ) -> Tensor:
-        """As `TiedHead.forward`, over this part of the vocabulary."""
-        weight_VD = self.weight if embedding_VD is None else embedding_VD
-        assert weight_VD is not None
-        if target_ids_BT is not None:
-            return losses(self._copy(x_BTD), weight_VD, target_ids_BT, self._part)
-        return self._real(linear(self._copy(x_BTD), weight_VD))
-
-    def _real(self, logits_BTV: Tensor) -> Tensor:
-        """Logits without those of padding, or with the lowest number in their place."""
-        if self._copy is _same:
-            return logits_BTV[..., : self._part.real]
-        rows = logits_BTV.shape[-1]
-        if self._part.real == rows:
-            return logits_BTV
-        padding_V = torch.arange(rows, device=logits_BTV.device) >= self._part.real
-        return logits_BTV.masked_fill(padding_V, torch.finfo(logits_BTV.dtype).min)
-
-
-class ParallelDecoder(ParallelHead):
-    """The last product of a masked language model's head, with its part of the bias.
-
-    Args:
-        copy: as `ParallelHead` has it.
-        part: this process's.
-        rows: of that part, with padding.
-    """
-
-    bias: nn.Parameter
-
-    def __init__(self, copy: Callable[[Tensor], Tensor], part: VocabularyPart, rows: int) -> None:
-        super().__init__(copy, part)
-        self.bias = nn.Parameter(torch.empty(rows))
-
-    def forward(
-        self, x_BTD: Tensor, embedding_VD: Tensor | None, target_ids_BT: Tensor | None = None
-    ) -> Tensor:
-        """As `TiedHead.forward`, with a bias."""
-        assert embedding_VD is not None
-        if target_ids_BT is not None:
-            return scores(self._copy(x_BTD), embedding_VD, target_ids_BT, self._part, self.bias)
-        return self._real(linear(self._copy(x_BTD), embedding_VD, self.bias))

@@ -13,7 +13,7 @@ from polyad.model.smoe.layer import SparseMoE
 from polyad.model.smoe.scores import LinearScore
 from polyad.parallel import comm
 from polyad.parallel.expert import connect_without_engine, parallelize_experts
-from polyad.parallel.placement import placement_of
+from polyad.parallel.shard import placement_of
 from polyad.parallel.zero import import_deepspeed
 
 REFERENCE = "loop"
@@ -84,9 +84,7 @@ def _cut(whole: SparseMoE, context: FeedForwardContext, world: comm.World) -> Sp
     parallelize_experts(layer, world)
     values = dict(whole.state_dict())
     for name, parameter in layer.named_parameters():
-        (piece,) = placement_of(parameter).pieces
-        where = zip(piece.origin, parameter.shape, strict=True)
-        values[name] = values[name][tuple(slice(first, first + size) for first, size in where)]
+        values[name] = placement_of(parameter).of_whole(values[name])
     layer.load_state_dict(values, assign=True)
     layer.requires_grad_()
     connect_without_engine([layer])

@@ -11,7 +11,6 @@ vocabulary, adds up the gradient of W in fp32, and needs no certain version.
 Shapes: N tokens, D width, V vocabulary (of this process, with padding), C tokens of a chunk.
 """
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -20,22 +19,37 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import cross_entropy, linear
 
 from polyad.model.kernels import switch
+from polyad.model.regions import Region, same
 
 CHUNK = 2**26
 """Logits of a chunk: 256 MiB in fp32."""
 
 
 class VocabularyPart(NamedTuple):
-    """This process's part of the vocabulary, and how numbers of all parts come together."""
+    """This process's part of a vocabulary that is cut or padded."""
 
     first: int
     """Its first token id."""
     real: int
     """Rows that are no padding."""
-    highest: Callable[[Tensor], Tensor]
+    highest: Region = same
     """The elementwise maximum over the processes, in place."""
-    total: Callable[[Tensor], Tensor]
+    total: Region = same
     """The elementwise sum over the processes, in place."""
+
+    def without_padding(self, logits_BTV: Tensor) -> Tensor:
+        """Logits without those of padding.
+
+        Where several processes have a part, all keep as many logits: the lowest number is then in
+        the place of padding.
+        """
+        rows = logits_BTV.shape[-1]
+        if self.real == rows:
+            return logits_BTV
+        if self.total is same:
+            return logits_BTV[..., : self.real]
+        padding_V = torch.arange(rows, device=logits_BTV.device) >= self.real
+        return logits_BTV.masked_fill(padding_V, torch.finfo(logits_BTV.dtype).min)
 
 
 class TokenScores(NamedTuple):

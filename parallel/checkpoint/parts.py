@@ -18,7 +18,7 @@ from torch import Tensor
 
 from polyad.parallel.checkpoint.box import MASTER
 from polyad.parallel.fragments import Fragment, fragments, partitions
-from polyad.parallel.placement import Placement
+from polyad.parallel.shard import Placement
 from polyad.parallel.zero import Engine
 
 REARRANGED_FROM = 32

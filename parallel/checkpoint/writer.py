@@ -30,7 +30,7 @@ from polyad.parallel.checkpoint.parts import parts_of
 from polyad.parallel.checkpoint.storage import make_folder, reason_of, remove_tree
 from polyad.parallel.checkpoint.tensor_file import DTYPE_NAMES, Entry
 from polyad.parallel.fragments import persistent_buffers
-from polyad.parallel.placement import placement_of
+from polyad.parallel.shard import placement_of
 from polyad.parallel.zero import Engine
 
 T = TypeVar("T")

@@ -15,7 +15,7 @@ from polyad.model.smoe.layer import SparseMoE
 from polyad.model.smoe.selection import Selected
 from polyad.parallel import comm, expert
 from polyad.parallel.checkpoint.box import MASTER, Box
-from polyad.parallel.placement import placement_of
+from polyad.parallel.shard import placement_of
 from polyad.parallel.source import InitialWeights
 from tests.helpers.training import Case, build_engine
 
@@ -37,11 +37,8 @@ def expert_parallel_model(
     def values() -> Iterator[tuple[str, torch.Tensor]]:
         for name, parameter in model.named_parameters():
             where = placement_of(parameter)
-            (piece,) = where.pieces
-            yield (
-                name,
-                source.read(Box(name, MASTER, where.global_shape, piece.origin, where.shape)),
-            )
+            ((_, (offset, size)),) = where.boxes(0, parameter.numel())
+            yield name, source.read(Box(name, MASTER, where.global_shape, offset, size))
         for name, _ in model.named_buffers():
             yield name, source.buffer(name)
 

@@ -14,7 +14,7 @@ from polyad.parallel import comm, factors
 from polyad.parallel.checkpoint.box import MASTER, Box
 from polyad.parallel.factors import parallelize_factors
 from polyad.parallel.parallelize import synchronize_norms
-from polyad.parallel.placement import placement_of
+from polyad.parallel.shard import placement_of
 from polyad.parallel.source import InitialWeights
 from polyad.parallel.tensor import parallelize_tensors
 from polyad.train.loop.device import Prefetch
@@ -48,19 +48,12 @@ def cut_model(
     def values() -> Any:
         for name, parameter in model.named_parameters():
             where = placement_of(parameter)
-            value = torch.zeros(where.shape)
             generator = torch.Generator().manual_seed(len(name))
-            whole = torch.randn(where.global_shape, generator=generator)
-            for piece in where.pieces:
-                size = (piece.num_rows, *where.shape[1:])
-                rows = slice(piece.first_row, piece.first_row + piece.num_rows)
-                if randomized:
-                    box = zip(piece.origin, size, strict=True)
-                    value[rows] = whole[tuple(slice(a, a + n) for a, n in box)]
-                else:
-                    box = Box(name, MASTER, where.global_shape, piece.origin, size)
-                    value[rows] = source.read(box)
-            yield name, value
+            shape = where.global_shape
+            whole = torch.randn(shape, generator=generator)
+            if not randomized:
+                whole = source.read(Box(name, MASTER, shape, (0,) * len(shape), shape))
+            yield name, where.of_whole(whole)
         for name, _ in model.named_buffers():
             yield name, source.buffer(name)
 
@@ -115,12 +108,9 @@ def block_against_the_whole(config: GPT2Config, parts: int, tokens: int) -> dict
     (ours, cut), (theirs, _) = found
     for name, parameter in cut.named_parameters():
         where = placement_of(parameter)
-        (piece,) = where.pieces
-        rows = slice(piece.first_row, piece.first_row + piece.num_rows)
-        assert ours[name][piece.num_rows :].eq(0).all()  # padding
-        size = (piece.num_rows, *where.shape[1:])
-        box = tuple(slice(a, a + n) for a, n in zip(piece.origin, size, strict=True))
-        ours[name], theirs[name] = ours[name][rows], theirs[name][box]
+        (run,) = where.axes[0].runs
+        assert ours[name][run.length :].eq(0).all()  # padding
+        theirs[name] = where.of_whole(theirs[name])
     return {
         name: ((ours[name] - theirs[name]).abs().max() / theirs[name].abs().max()).item()
         for name in theirs
@@ -206,7 +196,7 @@ def padding_after_training(case: Case) -> dict[str, tuple[tuple[int, ...], float
     found = {}
     for name, parameter in engine.module.named_parameters():
         where = placement_of(parameter)
-        if where.inner is not None:
+        if where.shape != where.global_shape:
             padding = parameter.detach().clone()
             padding[tuple(slice(0, size) for size in where.global_shape)] = 0
             found[name] = where.shape, padding.abs().max().item()

@@ -5,7 +5,7 @@ import torch
 
 from polyad.model.build import num_parameters
 from polyad.model.gpt2 import GPT2Config
-from polyad.parallel.placement import split_rows_and_rest
+from polyad.parallel.shard import Axis, Placement
 from tests.helpers.everyday import everyday
 from tests.helpers.factors import block_against_the_whole, logits, traffic_of_a_block
 from tests.helpers.training import (
@@ -226,7 +226,8 @@ def test_a_checkpoint_goes_into_a_layout_and_back_unchanged(
 @pytest.mark.parametrize("parts", [1, 2, 4])
 def test_rows_below_those_that_are_cut_go_to_the_last_part(parts):
     whole = torch.arange(18).view(9, 2)  # 8 rows and a bias
-    places = [split_rows_and_rest((9, 2), 8, rank, parts) for rank in range(parts)]
+    axes = [Axis.part_and_rest(9, 8, rank, parts) for rank in range(parts)]
+    places = [Placement.cut((9, 2), {0: axis}) for axis in axes]
     assert [place.shape for place in places] == [(8 // parts + 1, 2)] * parts
     padding = torch.full((1, 2), -7)
     shards = [torch.cat([rows, padding]) for rows in whole[:8].split(8 // parts)]

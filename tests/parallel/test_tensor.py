@@ -5,7 +5,7 @@ import torch
 
 from polyad.model.build import num_parameters
 from polyad.parallel.dims import Dims
-from polyad.parallel.placement import Placement, split_columns, split_fused, split_padded
+from polyad.parallel.shard import Axis, Placement
 from tests.helpers.groups import groups_of_many_processes, groups_of_tensor_parallelism
 from tests.helpers.training import MODEL, Case, inspect_shards, local_losses, train
 
@@ -15,12 +15,12 @@ pytestmark = pytest.mark.distributed
 WIDE = MODEL.model_copy(update={"hidden_size": 128, "vocab_size": 1001})
 
 
-def gathered(placements, shards):
+def gathered(places, shards):
     """The global tensor, put together from all shards; -1 where nothing lies."""
-    whole = torch.full(placements[0].global_shape, -1)
-    for placement, shard in zip(placements, shards, strict=True):
+    whole = torch.full(places[0].global_shape, -1)
+    for place, shard in zip(places, shards, strict=True):
         flat = shard.reshape(-1)
-        for first, (offset, size) in placement.boxes(0, flat.numel()):
+        for first, (offset, size) in place.boxes(0, flat.numel()):
             box = tuple(slice(a, a + n) for a, n in zip(offset, size, strict=True))
             assert whole[box].eq(-1).all()
             whole[box] = flat[first : first + whole[box].numel()].view(size)
@@ -29,7 +29,7 @@ def gathered(placements, shards):
 
 def test_fused_rows_are_split_by_matrix():
     whole = torch.arange(24).view(12, 2)  # three matrices of 4 rows
-    parts = [split_fused((12, 2), 3, rank, 2) for rank in (0, 1)]
+    parts = [Placement.cut((12, 2), {0: Axis.part_of_each(12, 3, rank, 2)}) for rank in (0, 1)]
     # By hand: the first process has rows 0, 1 of each matrix.
     shards = [whole[[0, 1, 4, 5, 8, 9]], whole[[2, 3, 6, 7, 10, 11]]]
     assert torch.equal(gathered(parts, shards), whole)
@@ -37,21 +37,22 @@ def test_fused_rows_are_split_by_matrix():
 
 def test_columns_are_split_evenly():
     whole = torch.arange(24).view(4, 6)
-    parts = [split_columns((4, 6), 1, rank, 3) for rank in range(3)]
+    parts = [Placement.cut((4, 6), {1: Axis.part(6, rank, 3)}) for rank in range(3)]
     assert torch.equal(gathered(parts, whole.split(2, dim=1)), whole)
 
 
 @pytest.mark.parametrize(("rows", "parts"), [(5, 2), (6, 2), (5, 4), (2, 4)])
 def test_padding_is_in_no_box(rows, parts):
     whole = torch.arange(rows * 3).view(rows, 3)
-    places = [split_padded((rows, 3), rank, parts) for rank in range(parts)]
+    axes = [Axis.part_of_vocabulary(rows, rank, parts) for rank in range(parts)]
+    places = [Placement.cut((rows, 3), {0: axis}) for axis in axes]
     size = places[0].shape[0]
     padded = torch.cat([whole, torch.full((size * parts - rows, 3), -7)])
     assert torch.equal(gathered(places, padded.split(size)), whole)
 
 
 def test_any_range_of_a_shard_is_covered_in_order():
-    place = split_fused((12, 2), 3, 1, 2)
+    place = Placement.cut((12, 2), {0: Axis.part_of_each(12, 3, 1, 2)})
     flat = torch.arange(24).view(12, 2)[[2, 3, 6, 7, 10, 11]].reshape(-1)
     whole = torch.arange(24).view(12, 2)
     for start in range(13):
@@ -64,7 +65,7 @@ def test_any_range_of_a_shard_is_covered_in_order():
             assert (torch.cat(found).tolist() if found else []) == expected
 
 
-def test_scalars_and_vectors_have_a_placement():
+def test_scalars_and_vectors_have_a_shard():
     assert list(Placement.whole(()).boxes(0, 1)) == [(0, ((), ()))]
     assert list(Placement.whole((5,)).boxes(1, 4)) == [(1, ((1,), (3,)))]
 

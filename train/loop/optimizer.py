@@ -11,7 +11,7 @@ from torch import nn
 from polyad.model.config import Config
 from polyad.model.kernels.switch import on_cpu
 from polyad.model.patterns import matched, matches
-from polyad.parallel.placement import placement_of
+from polyad.parallel.shard import placement_of
 from polyad.parallel.zero import RATE_FACTOR, STATE_TENSORS
 from polyad.train.errors import ConfigError
 from polyad.train.loop.muon import OF_MATRICES, OF_OTHERS, Matrix, Muon, is_matrix, matrix_of

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from polyad.parallel.placement import boxes
+from polyad.parallel.shard import boxes
 
 
 @pytest.mark.parametrize("shape", [(), (7,), (3, 4), (1, 5), (2, 3, 4), (2, 2, 2, 3)])

@@ -1,0 +1,288 @@
+"""How a parameter is cut over processes, and padded: one description for every layer.
+
+A shard is the part of a global tensor that one process holds. Along each axis it has one run of
+positions or, along the first, several: all of a column-parallel weight is one run, a fused q, k, v
+weight has three. What is in no run is padding, which exists inside the layout alone: no checkpoint
+and no count has it. ZeRO cuts shards further (`fragments.py`).
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from polyad.parallel import comm
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+"""Offset and size."""
+
+ROWS = 128
+"""A part of a vocabulary is a multiple of this: products of other sizes are slow on a GPU."""
+
+
+class Run(NamedTuple):
+    """Consecutive positions of an axis."""
+
+    here: int
+    """The first one in the shard."""
+    length: int
+    there: int
+    """The first one in the global tensor."""
+
+
+class Axis(NamedTuple):
+    """One axis of a shard."""
+
+    size: int
+    """Positions in the shard, padding included."""
+    whole: int
+    """Positions in the global tensor."""
+    runs: tuple[Run, ...]
+    """What the shard has of them, in order; an axis that is not the first has one run, from 0."""
+
+    @classmethod
+    def uncut(cls, whole: int, size: int | None = None) -> "Axis":
+        """All positions, and padding up to `size`."""
+        return cls(whole if size is None else size, whole, (Run(0, whole, 0),))
+
+    @classmethod
+    def part(cls, whole: int, rank: int, parts: int) -> "Axis":
+        """One of `parts` equal parts, which divide `whole`."""
+        assert whole % parts == 0
+        size = whole // parts
+        return cls(size, whole, (Run(0, size, rank * size),))
+
+    @classmethod
+    def part_of_each(cls, whole: int, fused: int, rank: int, parts: int) -> "Axis":
+        """An equal part of each of several matrices that are stored on top of one another.
+
+        Args:
+            whole: Rows of all.
+            fused: How many matrices (3 for q, k, v).
+            rank: Which part.
+            parts: How many.
+        """
+        rows = whole // fused
+        size = rows // parts
+        runs = (Run(i * size, size, i * rows + rank * size) for i in range(fused))
+        return cls(fused * size, whole, tuple(runs))
+
+    @classmethod
+    def part_and_rest(cls, whole: int, cut: int, rank: int, parts: int) -> "Axis":
+        """An equal part of the first positions; those behind them go to the last part.
+
+        The others have padding there: ZeRO's parts of what is replicated fall in the same places on
+        every process only if all of them have as many numbers.
+
+        Args:
+            whole: All positions.
+            cut: How many of them are cut; `parts` divides them.
+            rank: Which part.
+            parts: How many.
+        """
+        assert cut % parts == 0
+        size, rest = cut // parts, whole - cut
+        own = size + (rest if rank == parts - 1 else 0)
+        return cls(size + rest, whole, (Run(0, own, rank * size),))
+
+    @classmethod
+    def part_of_vocabulary(cls, whole: int, rank: int, parts: int) -> "Axis":
+        """Some words, as many on each process: a multiple of `ROWS`, the last of them padding."""
+        size = ROWS * -(-whole // (ROWS * parts))
+        first = min(rank * size, whole)
+        real = min(size, whole - first)
+        return cls(size, whole, (Run(0, real, first),) if real else ())
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where a process's shard of a parameter lies in the whole, before ZeRO cuts it."""
+
+    axes: tuple[Axis, ...]
+    replicated: bool
+    """Whether each tensor-parallel process holds the same."""
+    expert_parallel_size: int = 1
+    """Groups of data-parallel processes that hold different experts of it."""
+
+    @classmethod
+    def whole(cls, shape: tuple[int, ...]) -> "Placement":
+        """A parameter that is not cut: each process has the whole."""
+        return cls(tuple(map(Axis.uncut, shape)), True)
+
+    @classmethod
+    def cut(
+        cls,
+        shape: tuple[int, ...],
+        axes: Mapping[int, Axis],
+        *,
+        replicated: bool = False,
+        expert_parallel_size: int = 1,
+    ) -> "Placement":
+        """A parameter that is cut or padded along some axes.
+
+        Args:
+            shape: The global shape.
+            axes: Those axes, by number.
+            replicated: See `Placement`.
+            expert_parallel_size: See `Placement`.
+        """
+        found = tuple(axes.get(number, Axis.uncut(size)) for number, size in enumerate(shape))
+        return cls(found, replicated, expert_parallel_size)
+
+    @classmethod
+    def padded(cls, shape: tuple[int, ...], global_shape: tuple[int, ...]) -> "Placement":
+        """A parameter that is not cut, with padding at the end of any axes.
+
+        Args:
+            shape: With the padding.
+            global_shape: Without.
+        """
+        sizes = zip(global_shape, shape, strict=True)
+        return cls(tuple(Axis.uncut(whole, size) for whole, size in sizes), True)
+
+    @classmethod
+    def of_experts(
+        cls, shape: tuple[int, ...], world: comm.World, inner: int | None
+    ) -> "Placement":
+        """An equal part of the experts, and of each an equal part of its inner units.
+
+        Args:
+            shape: The global shape, experts first.
+            world: This process.
+            inner: The axis of the inner units; None: there are none, and tensor parallelism does
+                not cut it.
+        """
+        axes = {0: Axis.part(shape[0], world.expert_parallel_rank, world.expert_parallel_size)}
+        parts = world.tensor_parallel_size
+        if inner is not None:
+            axes[inner] = Axis.part(shape[inner], world.tensor_parallel_rank, parts)
+        replicated = inner is None or parts == 1
+        return cls.cut(
+            shape, axes, replicated=replicated, expert_parallel_size=world.expert_parallel_size
+        )
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the shard, padding included."""
+        return tuple(axis.size for axis in self.axes)
+
+    @property
+    def global_shape(self) -> tuple[int, ...]:
+        """The shape of the global tensor, without padding."""
+        return tuple(axis.whole for axis in self.axes)
+
+    def boxes(self, start: int, stop: int) -> Iterator[tuple[int, Box]]:
+        """A row-major range of the shard's elements as boxes of the global tensor.
+
+        Args:
+            start: First element.
+            stop: One past the last.
+
+        Yields:
+            (first element, (offset, size)) of each box, in order. Padding is left out.
+        """
+        if not self.axes:
+            yield from ((start, box) for box in boxes((), start, stop))
+            return
+        shape = self.shape
+        row = math.prod(shape[1:])
+        inner = tuple(axis.runs[0] for axis in self.axes[1:])
+        for run in self.axes[0].runs:
+            begin = run.here * row
+            low, high = max(start, begin), min(stop, begin + run.length * row)
+            for offset, size in boxes((run.length, *shape[1:]), low - begin, high - begin):
+                runs = (run, *inner)
+                where = tuple(each.there + first for each, first in zip(runs, offset, strict=True))
+                real = tuple(
+                    max(0, min(number, each.length - first))
+                    for each, first, number in zip(runs, offset, size, strict=True)
+                )
+                if all(real):
+                    yield low, (where, real)
+                low += math.prod(size)
+
+    def values(self, flat: Tensor, first: int, size: tuple[int, ...]) -> Tensor:
+        """A box of the shard, in place.
+
+        Args:
+            flat: Elements of the shard, contiguous.
+            first: The box's first element there.
+            size: Of the box, as `boxes` gives it.
+        """
+        shape = self.shape
+        strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
+        return flat.as_strided(size, strides, flat.storage_offset() + first)
+
+    def of_whole(self, whole: Tensor) -> Tensor:
+        """The shard of a global tensor; padding is 0."""
+        part = whole.new_zeros(self.shape)
+        for first, (offset, size) in self.boxes(0, part.numel()):
+            box = tuple(slice(a, a + n) for a, n in zip(offset, size, strict=True))
+            self.values(part.view(-1), first, size).copy_(whole[box])
+        return part
+
+
+def boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
+    """Splits elements start .. stop of a row-major tensor into at most 2 * dims - 1 boxes.
+
+    Args:
+        shape: The shape of the tensor; an empty one has a single element.
+        start: First element.
+        stop: One past the last element.
+
+    Yields:
+        (offset, size) of each box. In order, their elements are exactly start .. stop.
+    """
+    if start >= stop:
+        return
+    if not shape:
+        yield (), ()
+        return
+    row, rest = math.prod(shape[1:]), shape[1:]
+    first, last = -(-start // row), stop // row  # whole rows: first .. last
+    if first > last:  # inside one row
+        for offset, size in boxes(rest, start - last * row, stop - last * row):
+            yield (last, *offset), (1, *size)
+        return
+    for offset, size in boxes(rest, start - (first - 1) * row, row) if start < first * row else ():
+        yield (first - 1, *offset), (1, *size)
+    if first < last:
+        yield (first, *[0] * len(rest)), (last - first, *rest)
+    for offset, size in boxes(rest, 0, stop - last * row):
+        yield (last, *offset), (1, *size)
+
+
+def placement_of(parameter: nn.Parameter) -> Placement:
+    """Where a parameter lies in its global tensor: it is the whole, unless it was cut."""
+    shape = tuple(getattr(parameter, "ds_shape", parameter.shape))  # ZeRO 3 empties `shape`
+    placement: Placement = getattr(parameter, "placement", None) or Placement.whole(shape)
+    assert placement.shape == shape
+    return placement
+
+
+def cut(owner: nn.Module, name: str, placement: Placement) -> None:
+    """Puts this process's part of a parameter in the place of the whole.
+
+    Args:
+        owner: The module that holds it; on the meta device.
+        name: The parameter's name there.
+        placement: What the part has of the whole.
+    """
+    with torch.device("meta"):
+        part = nn.Parameter(torch.empty(placement.shape))
+    part.placement = placement  # type: ignore[attr-defined]
+    # DeepSpeed reads these attributes: they say which processes sum a gradient and a norm.
+    if not placement.replicated:
+        part.tensor_model_parallel = True  # type: ignore[attr-defined]
+    if placement.expert_parallel_size > 1:
+        part.allreduce = False  # type: ignore[attr-defined]
+        part.group_name = group_name(placement.expert_parallel_size)  # type: ignore[attr-defined]
+    setattr(owner, name, part)
+
+
+def group_name(expert_parallel_size: int) -> str:
+    """DeepSpeed's name of the groups of processes that share a set of experts."""
+    return f"ep_size_{expert_parallel_size}"
