@@ -67,10 +67,6 @@ class RowExchange:
         counts_E = torch.cat([counts.flatten() for counts in of_lots])
         return torch.where(expert < first, early, late), counts_E
 
-    def gather(self, part: Tensor) -> Tensor:
-        """What all processes have, one after the other along the first axis, without gradient."""
-        return self.group.all_parts(part)
-
     def begin(self, plan: Plan) -> Counts:
         """Exchanges how many rows come, and has the numbers on their way to the host."""
         lots = plan.counts_E.split([self.parts * size for size in self.sizes])

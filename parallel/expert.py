@@ -16,9 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from polyad.model.emoe.experts import MaskedDispatcher
 from polyad.model.feedforward import NOTHING_ELSE, BlockInput
-from polyad.model.smoe.dispatch import Dispatcher, Plan
+from polyad.model.smoe.dispatch import Dispatcher, DispatchRegions, Plan
 from polyad.model.smoe.experts import Experts, StackedExperts
 from polyad.model.smoe.graph import AttentionGraph, Mixed, head_entropies
 from polyad.model.smoe.layer import SelectingMoE
@@ -46,17 +45,21 @@ def parallelize_experts(layer: SelectingMoE, world: comm.World, overlap: bool = 
         layer.dispatcher = _expert_parallel_dispatcher()(
             experts.config.num_experts, world, lots=2 if overlap else 1
         )
-    elif world.tensor_parallel_size > 1:
-        is_masked = isinstance(layer.dispatcher, MaskedDispatcher)
-        layer.dispatcher = (
-            TensorParallelMaskedDispatcher() if is_masked else TensorParallelDispatcher()
-        )
     if world.tensor_parallel_size > 1:
+        group = tensor_group()
+        # Each process computes a part of every output, so gradients of both inputs are summed.
+        layer.dispatcher.regions = DispatchRegions(
+            tokens=copy,
+            weights=copy,
+            output=sum_parts,
+            unit_mean=group.mean,
+            units=lambda part_EF: group.all_parts(part_EF.T).T,
+        )
         experts.dropout = OwnDropout(experts.dropout.p, world)
-        layer.router.selection.agreed = OfFirst()
-    graph = layer.router.graph
-    if world.tensor_parallel_size > 1 and isinstance(graph, AttentionGraph):
-        layer.router.graph = TensorParallelAttentionGraph(graph, world)
+        layer.router.selection.agreed = group.of_first
+        graph = layer.router.graph
+        if isinstance(graph, AttentionGraph):
+            layer.router.graph = TensorParallelAttentionGraph(graph, world)
 
 
 def forget_groups(tensor_parallel_size: int) -> None:
@@ -103,54 +106,6 @@ def connect_without_engine(layers: Iterable[SelectingMoE]) -> None:
         layer.dispatcher.set_deepspeed_parallelism()  # type: ignore[operator]
 
 
-class OfFirst(nn.Module):
-    """What the first of the processes that share tokens has, on all of them, without gradient.
-
-    Each computes the scores of all tokens, and sums whose order is not fixed, or another kind of
-    GPU, may round one differently. A token that then goes to other experts on one process than on
-    another would get parts of two experts' outputs, and nothing would say so: every exchange still
-    has the sizes that both sides expect.
-    """
-
-    def forward(self, x: Tensor) -> Tensor:
-        """The first process's numbers, of the same shape."""
-        return tensor_group().of_first(x)
-
-
-class TensorParallelDispatcher(Dispatcher):
-    """Experts whose inner width is cut: each process computes a part of every output."""
-
-    def forward(
-        self,
-        tokens_ND: Tensor,
-        selected: Selected,
-        experts: StackedExperts,
-        capacity_factor: float | None = None,
-    ) -> tuple[Tensor, Plan | None]:
-        """See `Dispatcher.forward`; y is the same on every process."""
-        # Each process computes a part of the output, so gradients of both inputs are summed.
-        y_ND, plan = super().forward(
-            copy(tokens_ND),
-            selected._replace(weights_NK=copy(selected.weights_NK)),
-            experts,
-            capacity_factor,
-        )
-        return sum_parts(y_ND), plan
-
-    def of_all_experts(self, means_eD: Tensor) -> Tensor:
-        """See `Dispatcher.of_all_experts`; of each expert every process has as many units."""
-        group = tensor_group()
-        return group.total(means_eD) / group.size
-
-    def hidden(self, rows_ED: Tensor, experts: Experts) -> Tensor:
-        """See `Dispatcher.hidden`: of each expert every process has some units."""
-        return tensor_group().all_parts(experts.hidden(rows_ED).T).T
-
-
-class TensorParallelMaskedDispatcher(TensorParallelDispatcher, MaskedDispatcher):
-    """The same where every expert sees all tokens."""
-
-
 @functools.cache
 def _expert_parallel_dispatcher() -> type:
     """Defines the dispatcher class, a subclass of DeepSpeed's `MoE`, which its engine looks for."""
@@ -158,17 +113,14 @@ def _expert_parallel_dispatcher() -> type:
     from deepspeed.moe.layer import MoE
     from deepspeed.utils import groups
 
-    class ExpertParallelDispatcher(TensorParallelDispatcher, MoE):
+    class ExpertParallelDispatcher(Dispatcher, MoE):
         def __init__(self, num_experts: int, world: comm.World, lots: int) -> None:
             nn.Module.__init__(self)
             self.num_experts = num_experts
             self.num_local_experts = num_experts // world.expert_parallel_size
             self._first_expert = self.num_local_experts * world.expert_parallel_rank
             self.expert_group_name = group_name(world.expert_parallel_size)
-            self._size, self._tensor_parallel = (
-                world.expert_parallel_size,
-                world.tensor_parallel_size > 1,
-            )
+            self._size = world.expert_parallel_size
             self._exchange = RowExchange(num_experts, self._size, lots)
 
         def set_deepspeed_parallelism(self, use_data_before_expert_parallel_: bool = False) -> None:
@@ -176,25 +128,12 @@ def _expert_parallel_dispatcher() -> type:
             group = groups._get_expert_parallel_group(self.expert_group_name)
             self._exchange.group = Group.of(group)
 
-        def forward(
-            self,
-            tokens_ND: Tensor,
-            selected: Selected,
-            experts: StackedExperts,
-            capacity_factor: float | None = None,
-        ) -> tuple[Tensor, Plan | None]:
-            kind = TensorParallelDispatcher if self._tensor_parallel else Dispatcher
-            return kind.forward(self, tokens_ND, selected, experts, capacity_factor)
-
         def of_all_experts(self, means_eD: Tensor) -> Tensor:
-            if self._tensor_parallel:
-                means_eD = TensorParallelDispatcher.of_all_experts(self, means_eD)
-            return self._exchange.gather(means_eD)
+            return self._exchange.group.all_parts(super().of_all_experts(means_eD))
 
         def hidden(self, rows_ED: Tensor, experts: Experts) -> Tensor:
             own_ED = rows_ED.narrow(0, self._first_expert, self.num_local_experts)
-            kind = TensorParallelDispatcher if self._tensor_parallel else Dispatcher
-            return self._exchange.gather(kind.hidden(self, own_ED, experts))
+            return self._exchange.group.all_parts(super().hidden(own_ED, experts))
 
         def begin(self, plan: Plan) -> Counts:
             return self._exchange.begin(plan)

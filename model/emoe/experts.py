@@ -82,6 +82,8 @@ class MaskedDispatcher(Dispatcher):
     ) -> tuple[Tensor, Plan | None]:
         """See `Dispatcher.forward`; a plan there is only where a capacity may drop assignments."""
         assert isinstance(experts, UnitGroups)
+        tokens_ND = self.regions.tokens(tokens_ND)
+        selected = selected._replace(weights_NK=self.regions.weights(selected.weights_NK))
         plan = None
         if capacity_factor is not None:
             plan = make_plan(
@@ -90,4 +92,4 @@ class MaskedDispatcher(Dispatcher):
             kept_NK = plan.kept_M()[plan.row_A].view_as(selected.weights_NK)
             selected = selected._replace(weights_NK=selected.weights_NK * kept_NK)
         weights_NE = spread(selected, experts.config.num_experts).to(tokens_ND.dtype)
-        return experts.masked(tokens_ND, weights_NE), plan
+        return self.regions.output(experts.masked(tokens_ND, weights_NE)), plan

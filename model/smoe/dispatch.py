@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.functional import dropout
 
 from polyad.model.kernels import rows
+from polyad.model.regions import Region, same
 from polyad.model.smoe.experts import Experts, StackedExperts
 from polyad.model.smoe.selection import Selected
 
@@ -93,8 +94,26 @@ def _by_priority(priority_N: Tensor, top_k: int) -> Tensor:
     return (token_N * top_k + choice_K1).reshape(-1)
 
 
+class DispatchRegions(NamedTuple):
+    """Where processes that each have some inner units of every expert exchange numbers.
+
+    See `model/regions.py`.
+    """
+
+    tokens: Region = same
+    weights: Region = same
+    """The routing weights."""
+    output: Region = same
+    unit_mean: Region = same
+    """A mean over inner units."""
+    units: Region = same
+    """Inner units, in the last dimension."""
+
+
 class Dispatcher(nn.Module):
     """Dispatch within one process; expert parallelism replaces it by a subclass."""
+
+    regions: DispatchRegions = DispatchRegions()
 
     def forward(
         self,
@@ -114,6 +133,8 @@ class Dispatcher(nn.Module):
         Returns:
             y [N, D], and where the assignments went; None where none had to go anywhere.
         """
+        tokens_ND = self.regions.tokens(tokens_ND)
+        weights_NK = self.regions.weights(selected.weights_NK)
         ids_NK, counts_E = self.order(selected)
         plan = make_plan(ids_NK, counts_E, capacity_factor, selected.priority_N)
         begun = self.begin(plan)
@@ -127,8 +148,9 @@ class Dispatcher(nn.Module):
             rows_MD = self.compute(rows_MD, plan, experts, begun)
         if experts.dropout.p:
             rows_MD = dropout(rows_MD, experts.dropout.p, experts.training)
-        weights_NK = selected.weights_NK.to(rows_MD.dtype)
-        return rows.combine(rows_MD, weights_NK, plan.assignment_M, plan.row_A), plan
+        weights_NK = weights_NK.to(rows_MD.dtype)
+        y_ND = rows.combine(rows_MD, weights_NK, plan.assignment_M, plan.row_A)
+        return self.regions.output(y_ND), plan
 
     def order(self, selected: Selected) -> tuple[Tensor, Tensor]:
         """Numbers of the experts by which rows are sorted; by default their own.
@@ -151,7 +173,7 @@ class Dispatcher(nn.Module):
         Returns:
             [E, D].
         """
-        return means_eD
+        return self.regions.unit_mean(means_eD)
 
     def hidden(self, rows_ED: Tensor, experts: Experts) -> Tensor:
         """The hidden layer of every expert for a row of its own; see `Experts.hidden`.
@@ -163,7 +185,7 @@ class Dispatcher(nn.Module):
         Returns:
             [E, F], of all experts and units, without gradient.
         """
-        return experts.hidden(rows_ED)
+        return self.regions.units(experts.hidden(rows_ED))
 
     def begin(self, plan: Plan) -> Any:
         """What can be done before there are rows; `compute` gets it.

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from polyad.model.initialization import ZEROS, Initializer, constant
+from polyad.model.regions import Region, same
 from polyad.model.smoe.config import SelectingConfig, SparseMoEConfig
 
 
@@ -80,9 +81,14 @@ class Selection(nn.Module, ABC):
         super().__init__()
         self.num_experts, self.top_k = config.num_experts, config.used_experts()
         self.by_priority = config.capacity_order == "priority"
-        # Tensor parallelism replaces it: processes that share tokens compute their scores each, and
-        # rounding may give a token other experts on one of them.
-        self.agreed: nn.Module = nn.Identity()
+        self.agreed: Region = same
+        """What the first of the processes that share tokens has.
+
+        Each computes the scores of all tokens, and sums whose order is not fixed, or another kind
+        of GPU, may round one differently. A token that then goes to other experts on one process
+        than on another would get parts of two experts' outputs, and nothing would say so: every
+        exchange still has the sizes that both sides expect.
+        """
 
     @abstractmethod
     def forward(self, scores_NE: Tensor, logits_NE: Tensor | None = None) -> Selected:

@@ -196,7 +196,7 @@ def padding_after_training(case: Case) -> dict[str, tuple[tuple[int, ...], float
     found = {}
     for name, parameter in engine.module.named_parameters():
         where = placement_of(parameter)
-        if where.shape != where.global_shape:
+        if ".feed_forward." in name and where.shape != where.global_shape:
             padding = parameter.detach().clone()
             padding[tuple(slice(0, size) for size in where.global_shape)] = 0
             found[name] = where.shape, padding.abs().max().item()
