@@ -142,14 +142,6 @@ class FolderWeights(WeightSource):
         """Shapes of the weights by Polyad's names."""
         return self._shapes
 
-    def stored(self, name: str) -> tuple[str, bool]:
-        """The name of a weight in the folder, and whether it is stored transposed.
-
-        Args:
-            name: Polyad's name.
-        """
-        return name, False
-
     def part(self, name: str, slices: tuple[slice, ...]) -> torch.Tensor:
         """A part of a weight in our orientation, of any type, perhaps of the mapped file.
 
@@ -157,9 +149,7 @@ class FolderWeights(WeightSource):
             name: Polyad's name.
             slices: of our orientation.
         """
-        stored, transposed = self.stored(name)
-        view = self._tensors.read(stored, slices[::-1] if transposed else slices)
-        return view.T if transposed else view
+        return self._tensors.read(name, slices)
 
     def weight(self, box: Box) -> torch.Tensor:
         """A box of a weight in our orientation, fp32."""

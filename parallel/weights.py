@@ -12,14 +12,12 @@ from polyad.parallel.adapted import AdaptedCheckpoint, base_of, lora_of
 from polyad.parallel.checkpoint.checkpoint import Checkpoint, find_checkpoint
 from polyad.parallel.checkpoint.manifest import CheckpointError
 from polyad.parallel.checkpoint.newest import read_newest
+from polyad.parallel.families import FamilyWeights, is_huggingface_folder
 from polyad.parallel.fragments import persistent_buffers
-from polyad.parallel.huggingface import HuggingFaceWeights, is_huggingface_folder
-from polyad.parallel.huggingface_bert import BertWeights, is_bert_folder
-from polyad.parallel.huggingface_vision import VisionWeights, is_vision_folder
 from polyad.parallel.plain_weights import PlainWeights, is_plain_folder
 from polyad.parallel.zero import DTYPES, Precision
 
-Weights: TypeAlias = Checkpoint | HuggingFaceWeights | BertWeights | VisionWeights | PlainWeights
+Weights: TypeAlias = Checkpoint | FamilyWeights | PlainWeights
 """A model's weights in any format: names, shapes and whole tensors, one at a time."""
 Choice = Literal["trained", "ema"]
 """Which weights of a checkpoint: those that were trained, or their moving average (`train.ema`)."""
@@ -49,9 +47,7 @@ def _open(path: Path, choice: Choice, above: tuple[Path, ...], base: Path | None
     if base is not None and (is_huggingface_folder(path) or is_plain_folder(path)):
         raise _without_adapters(path, base)
     if is_huggingface_folder(path):
-        if is_bert_folder(path):
-            return BertWeights(path)
-        return VisionWeights(path) if is_vision_folder(path) else HuggingFaceWeights(path)
+        return FamilyWeights(path)
     if is_plain_folder(path):
         return PlainWeights(path)
     if not above:
@@ -118,7 +114,7 @@ def check_fits(weights: Weights, config: ModelSettings, without: tuple[str, ...]
     Raises:
         ValueError: with an `exit_status` of 2: they are of another.
     """
-    if isinstance(weights, HuggingFaceWeights | BertWeights | VisionWeights):
+    if isinstance(weights, FamilyWeights):
         weights.check_config(config)
     else:
         weights.check_model(build_model(config), without)

@@ -31,8 +31,8 @@ from polyad.parallel.checkpoint.manifest import (
     patiently_opened,
 )
 from polyad.parallel.checkpoint.tensor_file import DTYPE_NAMES
+from polyad.parallel.families import is_huggingface_folder
 from polyad.parallel.fragments import persistent_buffers
-from polyad.parallel.huggingface import is_huggingface_folder
 from polyad.parallel.plain_weights import is_plain_folder
 from polyad.parallel.source import Source
 from polyad.parallel.tensor_folder import differing_shapes

@@ -8,7 +8,7 @@ from torch import Tensor
 from polyad.model.bert import Bert, BertConfig
 from polyad.model.block import FEED_FORWARDS
 from polyad.model.build import build_model, num_parameters
-from polyad.model.huggingface_bert import parts_of, plain_name
+from polyad.model.families.bert import BERT
 from polyad.model.mumoe.gating import NORMS
 from polyad.model.smoe.graph import GRAPHS
 from tests.helpers.bert import LENGTHS, padded_input, scatter, small_bert, their_bert
@@ -46,11 +46,11 @@ def test_flops_are_those_counted_by_hand():
 def copied(theirs, dtype: torch.dtype, **keys) -> Bert:
     """Our model with the weights of transformers' one."""
     ours = small_bert(dtype, num_segments=3, feed_forward={"hidden_size": 96}, **keys)
-    held = {plain_name(name): value for name, value in theirs.state_dict().items()}
+    held = {BERT.plain_name(name): value for name, value in theirs.state_dict().items()}
     with torch.no_grad():
         for name, parameter in ours.named_parameters():
-            parts = parts_of(name, tuple(parameter.shape)).names
-            parameter.copy_(torch.cat([held[part] for part in parts]))
+            pieces = BERT.pieces(name, tuple(parameter.shape))
+            parameter.copy_(torch.cat([held[piece.name] for piece in pieces]))
     return ours
 
 

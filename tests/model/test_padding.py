@@ -165,16 +165,16 @@ def test_scores_are_those_of_transformers():
     with torch.no_grad():
         for parameter in theirs.parameters():
             parameter.normal_(std=0.3)
-    from polyad.model.huggingface import their_tensor
+    from polyad.model.families.gpt2 import GPT2
 
     ours, weights = model_of("dense").eval(), theirs.state_dict()
     for name, parameter in ours.named_parameters():
         if name == "head.weight":
             parameter.data.copy_(weights["score.weight"])
             continue
-        key, transposed = their_tensor(name)
-        value = weights[f"transformer.{key}"]
-        parameter.data.copy_(value.T if transposed else value)
+        (piece,) = GPT2.pieces(name, tuple(parameter.shape))
+        value = weights[f"transformer.{piece.name}"]
+        parameter.data.copy_(piece.in_our_form(value, piece.size))
     ids, mask = padded(48, 60)
     with torch.no_grad():
         expected = theirs(ids, attention_mask=mask.long()).logits

@@ -14,7 +14,7 @@ import torch
 
 from polyad.parallel.checkpoint.manifest import MANIFEST_FILE
 from polyad.parallel.comm import World, from_all
-from polyad.parallel.huggingface import is_huggingface_folder
+from polyad.parallel.families import is_huggingface_folder
 from polyad.parallel.meeting import DisagreementError, comparison
 from polyad.parallel.plain_weights import is_plain_folder
 from polyad.train.config.run import RunConfig

@@ -15,7 +15,7 @@ from polyad.parallel.checkpoint.checkpoint import Checkpoint
 from polyad.parallel.checkpoint.contents import CONFIG_FILE
 from polyad.parallel.checkpoint.verification import newest_that_opens, shared
 from polyad.parallel.dims import Dims
-from polyad.parallel.huggingface_parts import PartsWeights
+from polyad.parallel.families import FamilyWeights
 from polyad.parallel.weights import Weights, check_fits, open_weights
 from polyad.train.config.adaptation import begins_anew, graph_statistics, model_of
 from polyad.train.config.agreement import check_same_checkpoint
@@ -253,14 +253,14 @@ def check_resume(config: RunConfig, checkpoint: Checkpoint) -> None:
 def _open_init(config: RunConfig, task: Task[Any]) -> Weights:
     """The weights that a new run starts from, checked to fit its model and data."""
     weights = open_weights(Path(config.checkpoint.init_from or ""))
-    if isinstance(weights, PartsWeights):
+    if isinstance(weights, FamilyWeights):
         weights.seed = config.seed
     anew = begins_anew(task, weights, config.model)
     check_fits(weights, config.model, (*anew, *graph_statistics(weights, config.model)[1]))
     lost = [
         name
         for name in sorted(of_base(model_of(config)))
-        if name.startswith(anew) or (isinstance(weights, PartsWeights) and weights.is_new(name))
+        if name.startswith(anew) or (isinstance(weights, FamilyWeights) and weights.is_new(name))
     ]
     if lost:
         begins = next((each for each in anew if lost[0].startswith(each)), "")

@@ -12,10 +12,12 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from polyad.model import huggingface_bert as bert
 from polyad.model.bert import BertConfig
+from polyad.model.families.bert import BERT
+from polyad.model.families.family import Known
+from polyad.model.families.gpt2 import GPT2
+from polyad.model.families.registry import family_of_model
 from polyad.model.gpt2 import GPT2Config
-from polyad.model.huggingface import PREFIX, config_to_huggingface, their_tensor
 from polyad.model.lora import LowRank
 from polyad.model.settings import ModelSettings
 from polyad.parallel.adapted import AdaptedCheckpoint
@@ -75,10 +77,10 @@ def peft_files(weights: AdaptedCheckpoint) -> tuple[dict[str, Any], Iterator[tup
 def _theirs(config: ModelSettings, weights: AdaptedCheckpoint) -> _Theirs:
     """Of a kind of model; raises an error if transformers has no such model."""
     if isinstance(config, GPT2Config):
-        config_to_huggingface(config, None)
+        GPT2.write_config(config, Known())  # raises an error
         return _Theirs(True, {}, None, "CAUSAL_LM")
     if isinstance(config, BertConfig):
-        bert.config_to_huggingface(config, None, None)
+        BERT.write_config(config, Known())
         saved = {"head.classifier.": "classifier", "head.pooler.": "pooler"}
         is_class = config.head.kind == "classification"
         return _Theirs(False, saved if is_class else {}, "SEQ_CLS", None)
@@ -105,11 +107,8 @@ def _saved_whole(weights: AdaptedCheckpoint, theirs: _Theirs) -> list[str]:
 
 def _stored(config: ModelSettings, name: str, shape: tuple[int, ...]) -> tuple[str, ...]:
     """Their names of a weight: several where theirs are parts of ours, one below the other."""
-    if isinstance(config, BertConfig):
-        return tuple(
-            bert.stored_name(part, config.head.kind) for part in bert.parts_of(name, shape).names
-        )
-    return (PREFIX + their_tensor(name).name,)
+    family = family_of_model(config)
+    return tuple(family.stored_name(piece.name, config) for piece in family.pieces(name, shape))
 
 
 def _tensors(

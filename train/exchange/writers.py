@@ -5,6 +5,7 @@ Each writes into a folder that becomes the destination once it is whole, one ten
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,28 +15,18 @@ from polyad.data.config import DataConfig, DataSettings, MaskedTextConfig
 from polyad.data.images.config import NORMALIZATIONS, ImageDataConfig
 from polyad.data.text.manifest import SENTENCEPIECE_FILE, TOKENIZER_FILE
 from polyad.data.text.tokenizers.tokenizer import Tokenizer
-from polyad.model import huggingface_bert as bert
 from polyad.model.bert import BertConfig
 from polyad.model.config_yaml import dump
+from polyad.model.families.family import CONFIG_FILE, Known
+from polyad.model.families.mixer import timm_call
+from polyad.model.families.registry import family_of_model
 from polyad.model.gpt2 import GPT2Config
-from polyad.model.huggingface import (
-    CONFIG_FILE,
-    HEAD,
-    PREFIX,
-    HuggingFaceError,
-    config_to_huggingface,
-    parameter_shapes,
-    their_tensor,
-)
-from polyad.model.huggingface_timm import timm_call
-from polyad.model.huggingface_vision import Parts, config_to_files, parts_of
 from polyad.model.mixer import MixerConfig
 from polyad.model.settings import ModelSettings
-from polyad.model.vision import ImageModelSettings, ImageSettings
+from polyad.model.vision import ImageSettings
 from polyad.parallel.checkpoint.tensor_file import Entry, write_safetensors
 from polyad.parallel.checkpoint.writer import save_weights
-from polyad.parallel.huggingface import HuggingFaceWeights
-from polyad.parallel.huggingface_bert import BertWeights
+from polyad.parallel.families import FamilyWeights, stored_entries
 from polyad.parallel.plain_weights import CONFIG_FILE as OUR_CONFIG_FILE
 from polyad.parallel.tensor_folder import WEIGHTS_FILE
 from polyad.train.config.run import RunConfig
@@ -64,34 +55,54 @@ BATCH_SIZE = 8
 
 
 def _to_huggingface(weights: Checked, staging: Path, destination: Path) -> None:
-    if isinstance(weights.config, ImageSettings):
-        _to_vision_library(weights, staging)
-        return
-    if isinstance(weights.config, BertConfig):
-        _to_bert(weights, weights.config, staging)
-        return
-    config, tokenizer, held = weights.config, weights.tokenizer, weights.shapes
-    assert isinstance(config, GPT2Config)
-    tree = config_to_huggingface(config, tokenizer.end_of_text_id if tokenizer else None)
-    shapes = dict(parameter_shapes(config))
-    if strange := held.keys() - shapes.keys():
-        raise HuggingFaceError(f"{weights.folder}: {min(strange)} has no place in GPT-2")
-    if lacking := [n for n in shapes if n not in held and (config.bias or n.endswith("weight"))]:
-        raise HuggingFaceError(f"{weights.folder}: has no weight {lacking[0]}")
-    entries = []
-    for name, shape in shapes.items():
-        theirs, transposed = their_tensor(name)
-        read = _reader(weights, name, shape, transposed)
-        shape = shape[::-1] if transposed else shape
-        stored = theirs if theirs == HEAD else PREFIX + theirs
-        entries.append(Entry(stored, torch.float32, shape, read))
+    """The folder of another library: transformers', or timm's for a Mixer."""
+    config, tokenizer = weights.config, weights.tokenizer
+    family = family_of_model(config)
+    known = Known(
+        weights.class_names,
+        tokenizer.end_of_text_id if tokenizer else None,
+        tokenizer.vocabulary().get("[PAD]") if tokenizer else None,
+    )
+    tree = family.write_config(config, known)
+    held = weights.check_model()
+    entries = stored_entries(
+        family,
+        config,
+        family.parameter_shapes(config),
+        lambda name: weights.whole(name) if name in held else None,
+    )
+    if isinstance(config, ImageSettings):
+        tree |= _write_pixels(weights, config, tree, staging)
     _write_json(staging / CONFIG_FILE, tree)
     write_safetensors(staging / WEIGHTS_FILE, entries, {"format": "pt"})
     _write_tokenizer(weights, staging)
+    if isinstance(config, GPT2Config):
+        _note_what_transformers_lacks(weights, config)
+
+
+def _write_pixels(
+    weights: Checked, config: ImageSettings, tree: dict[str, Any], staging: Path
+) -> dict[str, Any]:
+    """Writes how images are read, as the library wants it: keys of config.json, or a file."""
+    settings = _pixels_of(weights)
+    if not isinstance(config, MixerConfig):
+        if settings is not None:
+            _write_json(staging / PREPROCESSOR_FILE, transformers_file(settings, config.image_size))
+        return {}
+    if (call := timm_call(config)) is not None:
+        weights.notes.append(
+            f"timm has no Mixer of these sizes by name: build {call} and load {WEIGHTS_FILE}"
+        )
+    keys = timm_keys(settings, config.image_size) if settings else {}
+    return {"pretrained_cfg": tree["pretrained_cfg"] | keys}
+
+
+def _note_what_transformers_lacks(weights: Checked, config: GPT2Config) -> None:
     if not config.bias:
         weights.notes.append(
             "model.bias is false and Hugging Face's GPT-2 always has biases: zeros were written"
         )
+    tokenizer = weights.tokenizer
     if tokenizer is not None and tokenizer.file_name == SENTENCEPIECE_FILE:
         weights.notes.append(
             f"the tokenizer is a SentencePiece model, {SENTENCEPIECE_FILE}: transformers does not "
@@ -99,70 +110,9 @@ def _to_huggingface(weights: Checked, staging: Path, destination: Path) -> None:
         )
 
 
-def _to_vision_library(weights: Checked, staging: Path) -> None:
-    """transformers' ViT, or timm's Mixer."""
-    tree, library = config_to_files(weights.config, weights.class_names)
-    settings, config = _pixels_of(weights), weights.config
-    assert isinstance(config, ImageModelSettings)
-    if isinstance(config, MixerConfig):
-        if settings is not None:
-            tree["pretrained_cfg"] |= timm_keys(settings, config.image_size)
-        if (call := timm_call(config)) is not None:
-            weights.notes.append(
-                f"timm has no Mixer of these sizes by name: build {call} and load {WEIGHTS_FILE}"
-            )
-    elif settings is not None:
-        _write_json(staging / PREPROCESSOR_FILE, transformers_file(settings, config.image_size))
-    _write_json(staging / CONFIG_FILE, tree)
-    _write_parts(
-        weights,
-        staging,
-        lambda name, shape: parts_of(name, shape, library, ()),
-        lambda name: ("" if name.startswith("classifier.") else library.prefix) + name,
-    )
-
-
-def _to_bert(weights: Checked, config: BertConfig, staging: Path) -> None:
-    """transformers' BERT, of the class that has such a head."""
-    tokenizer = weights.tokenizer
-    pad_id = tokenizer.vocabulary().get("[PAD]") if tokenizer else None
-    tree = bert.config_to_huggingface(config, pad_id, weights.class_names)
-    _write_json(staging / CONFIG_FILE, tree)
-    _write_parts(
-        weights, staging, bert.parts_of, lambda name: bert.stored_name(name, config.head.kind)
-    )
-    _write_tokenizer(weights, staging)
-
-
-def _write_parts(
-    weights: Checked,
-    staging: Path,
-    parts_of_one: Callable[[str, tuple[int, ...]], Parts],
-    stored_name: Callable[[str], str],
-) -> None:
-    """Writes weights of which one of ours is several of theirs."""
-    entries = []
-    for name, shape in weights.check_model().items():
-        parts = parts_of_one(name, shape)
-        for number, theirs in enumerate(parts.names):
-            read = _part_reader(weights, name, number, parts)
-            entries.append(Entry(stored_name(theirs), torch.float32, parts.shape, read))
-    write_safetensors(staging / WEIGHTS_FILE, entries, {"format": "pt"})
-
-
-def _part_reader(
-    weights: Checked, name: str, number: int, parts: Parts
-) -> Callable[[], torch.Tensor]:
-    def read() -> torch.Tensor:
-        pieces = weights.whole(name).chunk(len(parts.names))
-        return pieces[number].reshape(parts.shape).contiguous()
-
-    return read
-
-
 def _to_safetensors(weights: Checked, staging: Path, destination: Path) -> None:
     entries = [
-        Entry(name, torch.float32, shape, _reader(weights, name, shape, transposed=False))
+        Entry(name, torch.float32, shape, partial(weights.whole, name))
         for name, shape in weights.check_model().items()
     ]
     for name, value in weights.buffers().items():
@@ -174,18 +124,6 @@ def _to_safetensors(weights: Checked, staging: Path, destination: Path) -> None:
         _write_json(staging / PREPROCESSOR_FILE, transformers_file(settings, config.image_size))
     write_safetensors(staging / WEIGHTS_FILE, entries, {"format": "pt"})
     _write_tokenizer(weights, staging)
-
-
-def _reader(
-    weights: Checked, name: str, shape: tuple[int, ...], transposed: bool
-) -> Callable[[], torch.Tensor]:
-    def read() -> torch.Tensor:
-        if name not in weights.shapes:
-            return torch.zeros(shape)
-        value = weights.whole(name)
-        return value.T if transposed else value
-
-    return read
 
 
 def _write_tokenizer(weights: Checked, staging: Path) -> None:
@@ -317,7 +255,7 @@ def _to_peft(weights: Checked, staging: Path, destination: Path) -> None:
     entries = [
         Entry(name, torch.float32, tuple(value.shape), value.detach) for name, value in tensors
     ]
-    if not isinstance(weights.adapted.base, HuggingFaceWeights | BertWeights):
+    if not isinstance(weights.adapted.base, FamilyWeights):
         weights.notes.append(
             f"peft wants the base in transformers' form: `polyad convert "
             f"{weights.adapted.base.folder} DESTINATION --to huggingface`"

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from polyad.data.json_reader import read_json
-from polyad.parallel.huggingface_parts import PartsWeights
+from polyad.parallel.families import FamilyWeights
 from polyad.parallel.weights import Weights
 from polyad.train.errors import ConfigError
 
@@ -28,7 +28,7 @@ def class_names_of(folder: Path) -> list[str] | None:
 
 def names_of(weights: Weights) -> list[str] | None:
     """The names of the classes of weights of any format; None: they do not say."""
-    named = weights.class_names if isinstance(weights, PartsWeights) else None
+    named = weights.class_names if isinstance(weights, FamilyWeights) else None
     return class_names_of(weights.folder) if named is None else named
 
 

@@ -20,12 +20,12 @@ from polyad.data.images.config import ImageDataConfig
 from polyad.data.images.dataset import ImageData
 from polyad.data.images.noise import GaussianNoise
 from polyad.data.images.samples import EvaluationImages, ImageBatch, ImageSamples
+from polyad.model.families.family import CONFIG_FILE
 from polyad.model.heads import HEAD
-from polyad.model.huggingface import CONFIG_FILE
 from polyad.model.output import RoutingStats
 from polyad.model.vision import ImageSettings
 from polyad.parallel import comm
-from polyad.parallel.huggingface_vision import VisionWeights
+from polyad.parallel.families import FamilyWeights
 from polyad.parallel.weights import Weights
 from polyad.train.errors import ConfigError
 from polyad.train.tasks.class_names import CLASSES_FILE, differing, names_of
@@ -407,7 +407,7 @@ class ImageClassification(Learner, Task[ImageBatch]):
     def begins_anew(self, weights: Weights) -> tuple[str, ...]:
         """What the model cannot take from these weights, as a head of other classes; a folder of
         another library's knows that itself."""
-        if isinstance(weights, VisionWeights):
+        if isinstance(weights, FamilyWeights):
             return ()
         return self.model.begins_anew_from(weights.model_config())
 
@@ -415,7 +415,7 @@ class ImageClassification(Learner, Task[ImageBatch]):
         """Checks that the weights were trained with these classes in this order, unless the head is
         a new one."""
         # Another library's folder knows itself whether its head is taken.
-        if isinstance(weights, VisionWeights):
+        if isinstance(weights, FamilyWeights):
             new = weights.is_new(f"{HEAD}weight")
         else:
             new = HEAD in self.begins_anew(weights)
@@ -436,7 +436,7 @@ class ImageClassification(Learner, Task[ImageBatch]):
         ours = list(self.data.manifest.class_names)
         if names is not None and names != ours:
             way = ""
-            if isinstance(weights, VisionWeights):
+            if isinstance(weights, FamilyWeights):
                 way = (
                     f" (id2label or label_names in {weights.folder / CONFIG_FILE}; without these "
                     f"keys its head is taken as it is)"

@@ -30,7 +30,7 @@ from polyad.model.settings import ModelSettings
 from polyad.parallel import comm
 from polyad.parallel.checkpoint.checkpoint import Checkpoint
 from polyad.parallel.checkpoint.state_file import State
-from polyad.parallel.huggingface_bert import BertWeights
+from polyad.parallel.families import FamilyWeights
 from polyad.parallel.weights import Weights, open_weights
 from polyad.train.errors import ConfigError
 from polyad.train.tasks.benchmark_metrics import METRICS, TITLES, scores_of_predictions
@@ -393,8 +393,8 @@ class SequenceTask(Learner, Task[SequenceBatch]):
         same = same and _task_of(weights) in (None, self.schema.task)
         if same and names == self.data.class_names:
             return ()
-        # A folder of transformers' knows itself whether its pooler is there.
-        pooled = isinstance(weights, BertWeights) or any(
+        # A folder of transformers' BERT knows itself whether its pooler is there.
+        pooled = (isinstance(weights, FamilyWeights) and self.model.kind == "bert") or any(
             name.startswith(POOLER) for name in weights.shapes()
         )
         return (CLASSIFIER,) if pooled else (HEAD,)

@@ -5,15 +5,11 @@ import torch
 from transformers import GPT2Config as TheirConfig
 from transformers import GPT2LMHeadModel
 
+from polyad.model.families.family import Known
+from polyad.model.families.gpt2 import GPT2
+from polyad.model.families.keys import HuggingFaceError
+from polyad.model.families.registry import family_of_files
 from polyad.model.gpt2 import GPT2Config
-from polyad.model.huggingface import (
-    PREFIX,
-    HuggingFaceError,
-    config_from_huggingface,
-    config_to_huggingface,
-    parameter_shapes,
-    their_tensor,
-)
 
 SIZES = {
     "124m": (12, 768, 12, 124_439_808),
@@ -23,6 +19,20 @@ SIZES = {
 }
 
 
+def stored_shapes(config):
+    """Names and shapes that a file of transformers would have."""
+    pieces = [
+        piece
+        for name, shape in GPT2.parameter_shapes(config).items()
+        for piece in GPT2.pieces(name, shape)
+    ]
+    return {GPT2.stored_name(piece.name, config): piece.shape for piece in pieces}
+
+
+def read(tree, origin="x"):
+    return family_of_files(tree, origin).read_config(tree, lambda name: None, origin)
+
+
 @pytest.mark.parametrize("size", SIZES)
 def test_names_and_shapes_equal_transformers_at_every_size(size):
     num_layers, hidden_size, num_heads, count = SIZES[size]
@@ -30,23 +40,20 @@ def test_names_and_shapes_equal_transformers_at_every_size(size):
         num_layers=num_layers, hidden_size=hidden_size, num_heads=num_heads, vocab_size=50257
     )
     with torch.device("meta"):
-        theirs = GPT2LMHeadModel(TheirConfig(**config_to_huggingface(config, 50256)))
+        theirs = GPT2LMHeadModel(
+            TheirConfig(**GPT2.write_config(config, Known(end_of_text_id=50256)))
+        )
     expected = {name: tuple(p.shape) for name, p in theirs.named_parameters()}
-    ours = {}
-    for name, shape in parameter_shapes(config):
-        there, transposed = their_tensor(name)
-        ours[PREFIX + there] = shape[::-1] if transposed else shape
-    assert ours == expected
+    assert stored_shapes(config) == expected
     assert sum(p.numel() for p in theirs.parameters()) == count
 
 
 def test_a_head_of_its_own_is_theirs_too():
     config = GPT2Config(num_layers=1, vocab_size=61, tied_embeddings=False)
     with torch.device("meta"):
-        theirs = GPT2LMHeadModel(TheirConfig(**config_to_huggingface(config, 3)))
-    names = {there for there, _ in (their_tensor(name) for name, _ in parameter_shapes(config))}
-    expected = {name.removeprefix(PREFIX) for name, _ in theirs.named_parameters()}
-    assert names == expected
+        theirs = GPT2LMHeadModel(TheirConfig(**GPT2.write_config(config, Known(end_of_text_id=3))))
+    names = stored_shapes(config).keys()
+    assert names == {name for name, _ in theirs.named_parameters()}
     assert "lm_head.weight" in names
 
 
@@ -62,24 +69,24 @@ def test_a_head_of_its_own_is_theirs_too():
 )
 def test_a_configuration_comes_back_as_it_was(overrides):
     config = GPT2Config.model_validate({"vocab_size": 61} | overrides)
-    written = config_to_huggingface(config, 3)
-    assert config_from_huggingface(written, "x") == config
+    written = GPT2.write_config(config, Known(end_of_text_id=3))
+    assert read(written) == config
     # And through their own class, which writes its defaults, aliases and version beside.
     theirs = TheirConfig(**written).to_dict()
-    assert config_from_huggingface(theirs, "x") == config
+    assert read(theirs) == config
     assert (theirs["bos_token_id"], theirs["eos_token_id"]) == (3, 3)
 
 
 def test_what_is_not_said_is_what_transformers_takes():
-    ours = config_from_huggingface({"model_type": "gpt2"}, "x")
+    ours = read({"model_type": "gpt2"})
     theirs = TheirConfig()
-    assert ours == config_from_huggingface(theirs.to_dict(), "x")
+    assert ours == read(theirs.to_dict())
     assert (ours.vocab_size, ours.dropout) == (50257, 0.1)
 
 
 def test_different_dropouts_are_none():
     tree = {"model_type": "gpt2", "attn_pdrop": 0.0, "resid_pdrop": 0.1}
-    assert config_from_huggingface(tree, "x").dropout == 0.0
+    assert read(tree).dropout == 0.0
 
 
 @pytest.mark.parametrize(
@@ -104,7 +111,7 @@ def test_different_dropouts_are_none():
 )
 def test_another_architecture_is_refused_by_name_and_value(change, words):
     with pytest.raises(HuggingFaceError) as caught:
-        config_from_huggingface({"model_type": "gpt2"} | change, "somewhere/config.json")
+        read({"model_type": "gpt2"} | change, "somewhere/config.json")
     text = str(caught.value)
     assert text.startswith("somewhere/config.json: ")
     assert "\n" not in text
@@ -116,4 +123,4 @@ def test_another_architecture_is_refused_by_name_and_value(change, words):
 @pytest.mark.parametrize("name", ["blocks.0.router.weight", "token_embedding", "blocks.x.qkv.bias"])
 def test_a_parameter_that_they_do_not_have_is_refused(name):
     with pytest.raises(HuggingFaceError, match=name):
-        their_tensor(name)
+        GPT2.pieces(name, (4, 4))

@@ -10,10 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from polyad.model.families.keys import HuggingFaceError
 from polyad.model.gpt2 import GPT2Config
-from polyad.model.huggingface import HuggingFaceError
 from polyad.parallel.checkpoint.box import MASTER, Box
-from polyad.parallel.huggingface import HuggingFaceWeights, is_huggingface_folder
+from polyad.parallel.families import FamilyWeights, is_huggingface_folder
 from polyad.parallel.weights import load_model
 from tests.helpers.huggingface import save_reference
 
@@ -68,7 +68,7 @@ def test_logits_equal_transformers_in_every_form_of_file(folder, tmp_path, form)
 
 
 def test_any_box_is_the_box_of_the_whole(folder):
-    weights = HuggingFaceWeights(folder)
+    weights = FamilyWeights(folder)
     tensors = load_file(folder / "model.safetensors")
     name, shape = "blocks.1.attention.qkv.weight", (96, 32)
     whole = tensors["transformer.h.1.attn.c_attn.weight"].T
@@ -91,7 +91,7 @@ def test_any_box_is_the_box_of_the_whole(folder):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_becomes_exact_fp32(folder, tmp_path, dtype):
     rewrite(folder, tmp_path, lambda t: {name: x.to(dtype) for name, x in t.items()})
-    weights = HuggingFaceWeights(tmp_path)
+    weights = FamilyWeights(tmp_path)
     expected = load_file(folder / "model.safetensors")["transformer.wte.weight"].to(dtype).float()
     assert torch.equal(weights.whole("token_embedding.weight"), expected)
 
@@ -100,11 +100,11 @@ PEAK = """
 import re, sys
 from pathlib import Path
 from polyad.parallel.checkpoint.box import MASTER, Box
-from polyad.parallel.huggingface import HuggingFaceWeights
+from polyad.parallel.families import FamilyWeights
 def peak():
     # Not getrusage: it counts what the process had before `exec`.
     return int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
-weights = HuggingFaceWeights(Path(sys.argv[1]))
+weights = FamilyWeights(Path(sys.argv[1]))
 name, shape = "token_embedding.weight", (1_000_000, 64)
 weights.read(Box(name, MASTER, shape, (0, 0), (10, 64)))
 Path("/proc/self/clear_refs").write_text("5")  # the peak is what it is now
@@ -162,7 +162,7 @@ def drop(name):
 )
 def test_other_tensors_are_refused_by_name(folder, tmp_path, change, words):
     with pytest.raises(HuggingFaceError) as caught:
-        HuggingFaceWeights(rewrite(folder, tmp_path, change))
+        FamilyWeights(rewrite(folder, tmp_path, change))
     assert all(word in str(caught.value) for word in [str(tmp_path), *words]), str(caught.value)
 
 
@@ -171,7 +171,7 @@ def test_an_index_of_shards_that_are_gone_is_not_read_beside_a_whole_file(folder
         shutil.copy(folder / name, tmp_path)
     index = {"weight_map": {"transformer.wte.weight": "model-00001.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    ours, theirs = HuggingFaceWeights(tmp_path), HuggingFaceWeights(folder)
+    ours, theirs = FamilyWeights(tmp_path), FamilyWeights(folder)
     assert torch.equal(ours.whole("token_embedding.weight"), theirs.whole("token_embedding.weight"))
 
 
@@ -227,19 +227,19 @@ def test_a_head_with_the_nan_of_its_embedding_is_tied(folder, tmp_path):
         tied = {"transformer.wte.weight": embedding, "lm_head.weight": embedding.clone()}
         return tensors | tied
 
-    weights = HuggingFaceWeights(rewrite(folder, tmp_path, spoil))
+    weights = FamilyWeights(rewrite(folder, tmp_path, spoil))
     assert weights.whole("token_embedding.weight").isnan().sum() == 1
 
 
 def refused(folder, *words):
     with pytest.raises(HuggingFaceError) as caught:
-        HuggingFaceWeights(folder)
+        FamilyWeights(folder)
     assert "\n" not in str(caught.value)
     assert all(word in str(caught.value) for word in words), str(caught.value)
 
 
 def test_a_configuration_of_another_model_is_refused_by_key(folder):
-    weights = HuggingFaceWeights(folder)
+    weights = FamilyWeights(folder)
     same = weights.config.model_copy(update={"dropout": 0.5, "recompute": "block"})
     weights.check_config(same)
     for update, word in [

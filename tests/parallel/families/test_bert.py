@@ -10,8 +10,10 @@ from safetensors.torch import load_file, save_file
 
 from polyad.data.text.tokenizers.wordpiece import train_wordpiece
 from polyad.model.bert import BertConfig
-from polyad.model.huggingface import HuggingFaceError
-from polyad.parallel.huggingface_bert import BertWeights
+from polyad.model.families.bert import BERT
+from polyad.model.families.family import Known
+from polyad.model.families.keys import HuggingFaceError
+from polyad.parallel.families import FamilyWeights
 from polyad.parallel.weights import load_model, open_weights
 from polyad.train.exchange.convert import convert
 from tests.helpers.bert import padded_input, their_bert
@@ -111,7 +113,7 @@ def test_names_of_the_first_release_are_read(saved):
         return {names[name]: value for name, value in tensors.items()} | extra
 
     weights = open_weights(rewritten(folder, older))
-    assert isinstance(weights, BertWeights)
+    assert isinstance(weights, FamilyWeights)
     assert weights.config.head.kind == "language"
     assert torch.equal(
         weights.whole("blocks.1.attention_norm.bias"),
@@ -122,7 +124,7 @@ def test_names_of_the_first_release_are_read(saved):
 
 def test_a_class_is_learned_from_a_folder_without_one(saved):
     theirs, folder = saved("BertForPreTraining")
-    weights = BertWeights(folder)
+    weights = FamilyWeights(folder)
     head = {"kind": "classification", "num_classes": 9}
     weights.check_config(BertConfig.model_validate(weights.config.model_dump() | {"head": head}))
     pooler = theirs.state_dict()["bert.pooler.dense.weight"]
@@ -155,7 +157,7 @@ def test_what_is_not_built_here_is_refused(saved, change, message):
     about = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(about | change))
     with pytest.raises(HuggingFaceError, match=message) as raised:
-        BertWeights(folder)
+        FamilyWeights(folder)
     assert "\n" not in str(raised.value)
     assert raised.value.exit_status == 2
 
@@ -178,19 +180,17 @@ def test_what_is_not_built_here_is_refused(saved, change, message):
 def test_tensors_that_do_not_fit_are_refused(saved, change, message):
     _, folder = saved("BertForMaskedLM")
     with pytest.raises(HuggingFaceError, match=message):
-        BertWeights(rewritten(folder, change))
+        FamilyWeights(rewritten(folder, change))
 
 
 def test_a_pickle_is_not_read(saved):
     _, folder = saved("BertModel")
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     with pytest.raises(HuggingFaceError, match="a pickle, which can run code"):
-        BertWeights(folder)
+        FamilyWeights(folder)
 
 
 def test_experts_have_no_place_in_transformers(tmp_path):
-    from polyad.model.huggingface_bert import config_to_huggingface
-
     config = BertConfig.model_validate({"vocab_size": 61, "feed_forward": {"kind": "smoe"}})
     with pytest.raises(HuggingFaceError, match=r"'smoe'.*`--to safetensors`"):
-        config_to_huggingface(config, None, None)
+        BERT.write_config(config, Known())

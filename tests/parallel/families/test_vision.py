@@ -11,10 +11,10 @@ from polyad.data.images.augmentation import evaluation_image
 from polyad.data.images.config import ImageDataConfig
 from polyad.data.images.torchvision_door import available
 from polyad.model.build import build_model, read_model_config
-from polyad.model.huggingface import HuggingFaceError
-from polyad.model.huggingface_timm import timm_call
-from polyad.model.huggingface_vision import config_to_files
-from polyad.parallel.huggingface_vision import VisionWeights
+from polyad.model.families.family import Known
+from polyad.model.families.keys import HuggingFaceError
+from polyad.model.families.mixer import MIXER, timm_call
+from polyad.parallel.families import FamilyWeights
 from polyad.parallel.weights import load_model, open_weights
 from polyad.train.config.run import load_config
 from polyad.train.exchange.convert import convert
@@ -200,7 +200,7 @@ def test_a_mixer_of_timm_has_one_epsilon():
     small = {"image_size": 8, "patch_size": 4, "num_layers": 1, "hidden_size": 8, "num_classes": 2}
     other = read_model_config({"kind": "mixer", "layer_norm_epsilon": 1e-3, **small})
     with pytest.raises(HuggingFaceError, match=r"model.layer_norm_epsilon: 0\.001: timm's Mixer"):
-        config_to_files(other, None)
+        MIXER.write_config(other, Known())
 
 
 @pytest.mark.parametrize("pooler", [False, True])
@@ -210,7 +210,7 @@ def test_a_backbone_gets_a_new_head(transformers, tmp_path, pooler):
         transformers.ViTConfig(**SIZES, layer_norm_eps=1e-6), add_pooling_layer=pooler
     )
     weights = open_weights(saved(theirs, tmp_path / "dino"))
-    assert isinstance(weights, VisionWeights)
+    assert isinstance(weights, FamilyWeights)
     assert "the head is new" in weights.note
     wanted = weights.config.model_copy(update={"num_classes": 7, "head_bias": -2.0})
     weights.check_config(wanted)
@@ -312,13 +312,13 @@ OWN = {"token_feed_forward": 256, "channel_feed_forward": 2048}
 
 
 def test_a_mixer_is_written_under_timms_name_with_its_pixels(tmp_path):
-    tree, _ = config_to_files(mixer(inner=OWN), None)
+    tree = MIXER.write_config(mixer(inner=OWN), Known())
     assert (tree["architecture"], tree["model_args"]) == ("mixer_s16_224", {})
-    tree, _ = config_to_files(mixer(inner=OWN | {"token_feed_forward": 333}), None)
+    tree = MIXER.write_config(mixer(inner=OWN | {"token_feed_forward": 333}), Known())
     token, channel = tree["model_args"]["mlp_ratio"]
     assert (int(token * 512), channel) == (333, 4.0)
     own = mixer(inner=OWN, num_layers=3)
-    assert config_to_files(own, None)[0]["architecture"] == "mixer_w512_l3_p16_32"
+    assert MIXER.write_config(own, Known())["architecture"] == "mixer_w512_l3_p16_32"
     assert "num_blocks=3, embed_dim=512, mlp_ratio=(0.5, 4.0))" in timm_call(own)
     settings = ImageDataConfig(path="x", normalization="half", evaluation_resize=256 / 224)
     for size, shorter in ((224, 256), (32, 37), (299, 342)):

@@ -1,0 +1,1 @@
+"""Names and configurations of other libraries' checkpoints: one table a family."""

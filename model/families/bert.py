@@ -1,0 +1,135 @@
+"""BERT of Hugging Face's `transformers`.
+
+Their queries, keys and values are three layers, ours is one: its rows are theirs, one after the
+other.
+
+    BertForMaskedLM                  model.head.kind: language
+    BertForSequenceClassification    model.head.kind: classification
+    BertModel                        model.head.kind: none
+"""
+
+import re
+from typing import Any
+
+from polyad.model.bert import BertConfig
+from polyad.model.families.family import (
+    Family,
+    Known,
+    ShapeOf,
+    label_keys,
+    labels_or_numbers,
+    refuse_experts,
+)
+from polyad.model.families.keys import Tree, activation, dropouts, field, inner_size, only
+from polyad.model.families.tensors import rows
+from polyad.model.heads import ClassificationHeadConfig
+
+_EMBEDDING, _BIAS = "embeddings.word_embeddings.weight", "cls.predictions.bias"
+_CLASSES = {
+    "language": "BertForMaskedLM", "classification": "BertForSequenceClassification",
+    "none": "BertModel",
+}  # fmt: skip
+_FREE = frozenset({"head", "dropout", "recompute", "compile", "initializer_range"})
+
+
+def _copies(config: BertConfig) -> dict[str, str]:
+    copies = {"cls.predictions.decoder.weight": _EMBEDDING}
+    if config.head.kind == "language":
+        copies["cls.predictions.decoder.bias"] = _BIAS
+    return copies
+
+
+def _head_of(tree: Tree, shape_of: ShapeOf) -> dict[str, Any]:
+    """The head that a folder has: by its tensors, since older files name no class."""
+    if shape_of(_BIAS) is not None:
+        return {"kind": "language"}
+    classifier = shape_of("classifier.weight")
+    pooler = shape_of("pooler.dense.weight") is not None
+    if classifier and pooler:
+        return {
+            "kind": "classification", "num_classes": classifier[0],
+            "dropout": tree.get("classifier_dropout"),
+        }  # fmt: skip
+    return {"kind": "none", "pooler": pooler}
+
+
+def _num_classes(config: BertConfig) -> int:
+    head = config.head
+    return head.num_classes or 0 if isinstance(head, ClassificationHeadConfig) else 0
+
+
+def _write(family: Family, config: BertConfig, known: Known) -> dict[str, Any]:
+    head, about = config.head, {}
+    if isinstance(head, ClassificationHeadConfig):
+        names = labels_or_numbers(known.class_names, head.known_num_classes())
+        about = {"classifier_dropout": head.dropout, **label_keys(names)}
+    return {
+        "architectures": [_CLASSES[head.kind]],
+        "model_type": "bert",
+        **family.written_keys(config),
+        "pad_token_id": known.pad_id,
+        **about,
+        "dtype": "float32",
+        "use_cache": True,
+    }
+
+
+BERT = Family(
+    title="Hugging Face's BERT",
+    config=BertConfig,
+    is_of=lambda tree: tree.get("model_type") == "bert",
+    prefix="bert.",
+    without_prefix=re.compile(r"(cls|classifier)\..*"),
+    has_prefix=lambda config: config.head.kind != "none",
+    older={"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"},
+    outside={
+        "token_embedding": "embeddings.word_embeddings",
+        "position_embedding": "embeddings.position_embeddings",
+        "segment_embedding": "embeddings.token_type_embeddings",
+        "embedding_norm": "embeddings.LayerNorm",
+        "head.transform": "cls.predictions.transform.dense",
+        "head.norm": "cls.predictions.transform.LayerNorm",
+        "head.decoder": "cls.predictions",
+        "head.pooler.dense": "pooler.dense",
+        "head.classifier": "classifier",
+    },
+    block="encoder.layer.{}.",
+    inside={
+        "attention.qkv": rows(*(f"attention.self.{name}" for name in ("query", "key", "value"))),
+        "attention.projection": "attention.output.dense",
+        "attention_norm": "attention.output.LayerNorm",
+        "feed_forward.up": "intermediate.dense",
+        "feed_forward.down": "output.dense",
+        "feed_forward_norm": "output.LayerNorm",
+    },
+    # Buffers of older versions; what not every head here has, as the pooler and the head for the
+    # next sentence; copies.
+    ignored=re.compile(
+        r"embeddings\.position_ids|pooler\.dense\..*|cls\.seq_relationship\..*|"
+        r"cls\.predictions\.decoder\..*"
+    ),
+    mentioned=("pooler", "cls.seq_relationship"),
+    copies=_copies,
+    keys=(
+        field("vocab_size", "vocab_size", 30522, is_needed=True),
+        field("hidden_size", "hidden_size", 768),
+        field("num_hidden_layers", "num_layers", 12),
+        field("num_attention_heads", "num_heads", 12),
+        field("max_position_embeddings", "sequence_length", 512),
+        field("type_vocab_size", "num_segments", 2),
+        field("layer_norm_eps", "layer_norm_epsilon", 1e-12),
+        field("initializer_range", "initializer_range", 0.02),
+        inner_size("intermediate_size", 3072),
+        activation("hidden_act", "gelu"),
+        dropouts("hidden_dropout_prob", "attention_probs_dropout_prob"),
+        only("is_decoder", False),
+        only("add_cross_attention", False),
+        only("tie_word_embeddings", True),
+        only("position_embedding_type", "absolute"),
+    ),
+    further=lambda tree, shape_of: {"head": _head_of(tree, shape_of)},
+    free=lambda config: _FREE,
+    num_classes=_num_classes,
+    check=lambda config: refuse_experts(config, "BERT"),
+    write=_write,
+)

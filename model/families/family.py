@@ -1,0 +1,249 @@
+"""What a family of models of another library is: the form of the tables beside this file."""
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, TypeAlias
+
+from pydantic import ValidationError
+
+from polyad.model.build import build_model
+from polyad.model.families.keys import HuggingFaceError, Key, Tree, absent
+from polyad.model.families.tensors import Piece, Rule, Shape
+from polyad.model.settings import ModelSettings
+
+CONFIG_FILE = "config.json"
+_BLOCK = re.compile(r"blocks\.(\d+)\.(.+)")
+_NONE = re.compile(r"(?!)")
+"""Matches nothing."""
+_REFUSED = (absent("quantization_config"), absent("pruned_heads"))
+"""Options of every family of transformers that are built nowhere here."""
+
+ShapeOf: TypeAlias = Callable[[str], Shape | None]
+"""The shape of a tensor of a folder by its plain name; None if it is not there."""
+Rules: TypeAlias = Mapping[str, str | Rule]
+"""Rules by our names of modules and single parameters; a string is a module's name there."""
+
+
+class Known(NamedTuple):
+    """What a config.json of theirs says, and no configuration of ours."""
+
+    class_names: list[str] | None = None
+    """None: they are not known."""
+    end_of_text_id: int | None = None
+    """The token that ends a document; None: there is none, or no tokenizer is known."""
+    pad_id: int | None = None
+    """The token that fills sequences up; None: as before."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """One architecture of another library: its names, and its configuration.
+
+    Plain names are without the prefix, and as newer versions write them.
+    """
+
+    title: str
+    """For errors."""
+    config: type[ModelSettings]
+    """Of our model."""
+    is_of: Callable[[Tree], bool]
+    """Whether a config.json is of this family."""
+
+    outside: Rules
+    """Of what is outside blocks."""
+    block: str
+    """Before the names of a block, with its number for {}."""
+    inside: Rules
+    """Of what is in a block."""
+    prefix: str = ""
+    """Before the names in the files of some of its classes."""
+    without_prefix: re.Pattern[str] = _NONE
+    """Plain names that no class has a prefix before."""
+    has_prefix: Callable[[Any], bool] = lambda config: True
+    """Whether the class has one that a model is written as."""
+    older: Mapping[str, str] = field(default_factory=dict)
+    """Ends of names in older files, and the newer ones."""
+    ignored: re.Pattern[str] = _NONE
+    """Plain names of tensors that files may have and no model here."""
+    mentioned: tuple[str, ...] = ()
+    """Beginnings of ignored names that people are told of."""
+    copies: Callable[[Any], dict[str, str]] = lambda config: {}
+    """Tensors that files may have besides, each with the one that it has to equal."""
+    always_has_bias: bool = False
+    """Whether their model has biases even where ours has none."""
+    may_lack_head: bool = False
+    """Whether files may be of a model without a head: a new one then starts from the seed."""
+
+    keys: tuple[Key, ...] = ()
+    """In the order in which they are written."""
+    section: Callable[[Tree], Tree] = lambda tree: tree
+    """The part of config.json that has the keys."""
+    further: Callable[[Tree, ShapeOf], dict[str, Any]] = lambda tree, shape_of: {}
+    """Values of ours that tensors tell, or that no single key does."""
+    free: Callable[[Any], frozenset[str]]
+    """Keys of ours that matter in training alone, or say which head there is, which may be new."""
+    width: Callable[[Any, str], int] = lambda config, key: config.hidden_size
+    """What the feed-forward of a section reads."""
+    labels: Callable[[Tree], object] = lambda tree: tree.get("id2label")
+    """What config.json calls the classes: names by their number, or in their order."""
+    num_classes: Callable[[Any], int] = lambda config: 0
+    """Classes of a head; 0 without one."""
+    check: Callable[[Any], None] = lambda config: None
+    """Raises a `HuggingFaceError` if they have no such model as ours."""
+    write: Callable[["Family", Any, Known], dict[str, Any]] | None = None
+    """The content of config.json for a checked model; None: such folders are read alone."""
+
+    def plain_name(self, stored: str) -> str:
+        """The plain name of a tensor of a file."""
+        name = stored.removeprefix(self.prefix)
+        for older, newer in self.older.items():
+            if name.endswith(older):
+                return name.removesuffix(older) + newer
+        return name
+
+    def stored_name(self, plain: str, config: ModelSettings) -> str:
+        """The name that a file gets.
+
+        Args:
+            plain: As rules have it.
+            config: Of our model.
+        """
+        bare = self.without_prefix.fullmatch(plain) or not self.has_prefix(config)
+        return plain if bare else self.prefix + plain
+
+    def find(self, name: str) -> Rule | None:
+        """The rule of a parameter of ours, with whole names; None: they have no such parameter."""
+        rules, before = self.outside, ""
+        if inside := _BLOCK.fullmatch(name):
+            rules, before, name = self.inside, self.block.format(inside[1]), inside[2]
+        owner, _, kind = name.rpartition(".")
+        rule, after = _rule(rules, name), ""
+        if rule is None or rule.of_module:
+            rule, after = _rule(rules, owner), f".{kind}"
+            if rule is None or not rule.of_module:
+                return None
+        return replace(rule, names=tuple(f"{before}{each}{after}" for each in rule.names))
+
+    def pieces(self, name: str, shape: Shape) -> Iterator[Piece]:
+        """Where a parameter of ours is in the files.
+
+        Args:
+            name: Ours.
+            shape: Ours.
+
+        Raises:
+            HuggingFaceError: They have no such parameter.
+        """
+        rule = self.find(name)
+        if rule is None:
+            raise HuggingFaceError(f"{name}: {self.title} has no such parameter")
+        return rule.pieces(shape)
+
+    def parameter_shapes(self, config: ModelSettings) -> dict[str, Shape]:
+        """Our names and shapes of the parameters that their model has, in our order."""
+        if self.always_has_bias:
+            config = config.model_copy(update={"bias": True})
+        named = build_model(config).named_parameters()
+        return {name: tuple(parameter.shape) for name, parameter in named}
+
+    def read_config(self, tree: Tree, shape_of: ShapeOf, origin: str) -> ModelSettings:
+        """Reads the configuration of a folder.
+
+        Args:
+            tree: The content of config.json.
+            shape_of: Of its tensors.
+            origin: What to call config.json in errors.
+
+        Returns:
+            Ours, complete.
+
+        Raises:
+            HuggingFaceError: It asks for what is not built here.
+        """
+        try:
+            section = self.section(tree)
+            for key in (*self.keys, *_REFUSED):
+                key.refuse(section)
+            values: dict[str, Any] = {}
+            for key in self.keys:
+                values |= key.read(section)
+            return self.config.model_validate(values | self.further(tree, shape_of))
+        except ValidationError as error:
+            raise HuggingFaceError(f"{origin}: {self._in_their_names(error)}") from None
+        except HuggingFaceError as error:
+            raise HuggingFaceError(f"{origin}: {error}") from None
+
+    def write_config(self, config: ModelSettings, known: Known) -> dict[str, Any]:
+        """Writes a configuration.
+
+        Args:
+            config: Ours, complete.
+            known: What else is known of the model.
+
+        Returns:
+            The content of config.json; every key that decides what is computed is written out.
+
+        Raises:
+            HuggingFaceError: They have no such model.
+        """
+        self.check(config)
+        assert self.write is not None
+        assert config.left_to_data() is None
+        return self.write(self, config, known)
+
+    def written_keys(self, config: ModelSettings) -> dict[str, Any]:
+        """What `keys` write."""
+        tree: dict[str, Any] = {}
+        for key in self.keys:
+            tree |= key.write(config)
+        return tree
+
+    def their_keys(self) -> dict[str, str]:
+        """Their keys by ours, as errors name them."""
+        return {ours: theirs for key in self.keys for ours, theirs in key.names.items()}
+
+    def _in_their_names(self, error: ValidationError) -> str:
+        """The first fault of a configuration that was read from their keys."""
+        first, names = error.errors()[0], self.their_keys()
+        reason = first["msg"].removeprefix("Value error, ")
+        reason = re.sub(r"\bmodel\.(\w+)", lambda key: names.get(key[1], key[0]), reason)
+        ours = ".".join(map(str, first["loc"]))
+        return f"{names.get(ours, ours)}: {first['input']!r:.60}: {reason}" if ours else reason
+
+
+def _rule(rules: Rules, name: str) -> Rule | None:
+    found = rules.get(name)
+    return Rule((found,), of_module=True) if isinstance(found, str) else found
+
+
+def refuse_experts(config: ModelSettings, name: str) -> None:
+    """Raises an error if feed-forwards are not dense.
+
+    Args:
+        config: Ours.
+        name: What transformers calls its model.
+
+    Raises:
+        HuggingFaceError: They are not.
+    """
+    kind = config.known_feed_forward().kind
+    if kind != "dense":
+        raise HuggingFaceError(
+            f"model.feed_forward.kind: {kind!r}: Hugging Face's transformers has no such "
+            f"architecture, its {name} is 'dense' alone; `--to safetensors` writes the weights "
+            f"under our names"
+        )
+
+
+def labels_or_numbers(names: list[str] | None, count: int) -> list[str]:
+    """The names of classes; those that transformers gives if they are not known."""
+    return names or [f"LABEL_{number}" for number in range(count)]
+
+
+def label_keys(names: list[str]) -> dict[str, Any]:
+    """The names of classes as transformers has them."""
+    return {
+        "id2label": {str(number): name for number, name in enumerate(names)},
+        "label2id": {name: number for number, name in enumerate(names)},
+    }

@@ -1,0 +1,91 @@
+"""GPT-2 of Hugging Face's `transformers`.
+
+Their linear layers are `Conv1D`s, [in, out]: the transpose of ours. Their fused q, k, v has our
+order.
+"""
+
+import re
+from typing import Any
+
+from polyad.model.families.family import Family, Known, refuse_experts
+from polyad.model.families.keys import HuggingFaceError, dropouts, field, inner_size, only
+from polyad.model.families.tensors import parameter, transposed
+from polyad.model.gpt2 import GPT2Config
+
+_HEAD = "lm_head.weight"
+_FREE = frozenset({"head", "dropout", "recompute", "compile", "initializer_range"})
+
+
+def _free(config: GPT2Config) -> frozenset[str]:
+    # A model that scores sequences has no head that could be tied.
+    return _FREE if config.head is None else _FREE | {"tied_embeddings"}
+
+
+def _check(config: GPT2Config) -> None:
+    if config.head is not None:
+        raise HuggingFaceError(
+            f"model.head.kind: {config.head.kind!r}: only a language model is written in Hugging "
+            f"Face's form; `--to safetensors` writes the weights under our names"
+        )
+    refuse_experts(config, "GPT-2")
+
+
+def _write(family: Family, config: GPT2Config, known: Known) -> dict[str, Any]:
+    return {
+        "architectures": ["GPT2LMHeadModel"],
+        "model_type": "gpt2",
+        **family.written_keys(config),
+        "bos_token_id": known.end_of_text_id,
+        "eos_token_id": known.end_of_text_id,
+        "dtype": "float32",
+        "use_cache": True,
+    }
+
+
+GPT2 = Family(
+    title="Hugging Face's GPT-2",
+    config=GPT2Config,
+    is_of=lambda tree: tree.get("model_type") == "gpt2",
+    prefix="transformer.",  # the hub's first files have none, as those of `GPT2Model`
+    without_prefix=re.compile(re.escape(_HEAD)),
+    outside={
+        "token_embedding": "wte",
+        "position_embedding": "wpe",
+        "final_norm": "ln_f",
+        "head.weight": parameter(_HEAD),
+    },
+    block="h.{}.",
+    inside={
+        "attention_norm": "ln_1",
+        "attention.qkv": transposed("attn.c_attn"),
+        "attention.projection": transposed("attn.c_proj"),
+        "feed_forward_norm": "ln_2",
+        "feed_forward.up": transposed("mlp.c_fc"),
+        "feed_forward.down": transposed("mlp.c_proj"),
+    },
+    # A tied head is a copy. Older files have the causal mask as a buffer.
+    ignored=re.compile(rf"{re.escape(_HEAD)}|h\.\d+\.attn\.(masked_)?bias"),
+    copies=lambda config: {_HEAD: "wte.weight"} if config.tied_embeddings else {},
+    always_has_bias=True,
+    keys=(
+        field("vocab_size", "vocab_size", 50257, is_needed=True),
+        field("n_positions", "sequence_length", 1024, "max_position_embeddings"),
+        field("n_embd", "hidden_size", 768, "hidden_size"),
+        field("n_layer", "num_layers", 12, "num_hidden_layers"),
+        field("n_head", "num_heads", 12, "num_attention_heads"),
+        field("layer_norm_epsilon", "layer_norm_epsilon", 1e-5),
+        field("initializer_range", "initializer_range", 0.02),
+        field("tie_word_embeddings", "tied_embeddings", True),
+        inner_size("n_inner", None),
+        dropouts("resid_pdrop", "embd_pdrop", "attn_pdrop"),
+        only("activation_function", "gelu_new"),
+        only("scale_attn_weights", True),
+        only("scale_attn_by_inverse_layer_idx", False),
+        only("reorder_and_upcast_attn", False),
+        only("add_cross_attention", False),
+        only("is_encoder_decoder", False),
+    ),
+    free=_free,
+    check=_check,
+    write=_write,
+)

@@ -1,0 +1,155 @@
+"""MLP-Mixers of timm: most of their configuration is in the shapes of tensors."""
+
+import math
+from typing import Any
+
+from polyad.model.families.family import Family, Known, ShapeOf, labels_or_numbers
+from polyad.model.families.keys import HuggingFaceError, Tree, only
+from polyad.model.families.tensors import Shape
+from polyad.model.families.vision import FREE, check_image_model, classes_of
+from polyad.model.feedforward import DenseFeedForwardConfig
+from polyad.model.mixer import CHANNELS, TOKENS, MixerConfig
+
+EPSILON = 1e-6
+"""In every LayerNorm of timm's Mixer."""
+NAMES = {
+    (patch, layers, width): f"mixer_{letter}{patch}_224"
+    for letter, layers, width in (("s", 8, 512), ("b", 12, 768), ("l", 24, 1024))
+    for patch in (16, 32)
+}
+"""Timm's name of a Mixer, by patch size, blocks and width; the image size may be any."""
+RATIOS = (0.5, 4.0)
+"""Inner widths of token and channel layers over the width, unless `model_args` has others."""
+_ARGUMENTS = ("mlp_ratio", "img_size", "in_chans", "num_classes", "patch_size", "num_blocks",
+              "embed_dim", "drop_rate", "proj_drop_rate", "drop_path_rate")  # fmt: skip
+"""`model_args` that the shapes of tensors tell, or that matter in training alone."""
+
+
+def timm_call(config: MixerConfig) -> str | None:
+    """How timm builds a Mixer that it has no name for; None: it has one.
+
+    Args:
+        config: With the number of classes.
+    """
+    if _name(config) is not None:
+        return None
+    return (
+        f"timm.models.mlp_mixer.MlpMixer(num_classes={config.known_num_classes()}, "
+        f"img_size={config.image_size}, patch_size={config.patch_size}, "
+        f"num_blocks={config.num_layers}, embed_dim={config.hidden_size}, "
+        f"mlp_ratio={_ratios(config)})"
+    )
+
+
+def _read(tree: Tree, shape_of: ShapeOf) -> dict[str, Any]:
+    arguments = tree.get("model_args") or {}
+    if not isinstance(arguments, dict):
+        raise HuggingFaceError(f"model_args: {arguments!r:.60} is not an object of keys")
+    if strange := sorted(arguments.keys() - set(_ARGUMENTS)):
+        raise HuggingFaceError(f"model_args.{strange[0]}: is not supported")
+
+    def known(name: str, axes: int = 2) -> Shape:
+        shape = shape_of(name)
+        if shape is None or len(shape) != axes:
+            found = "no such tensor" if shape is None else f"the shape is {list(shape)}"
+            raise HuggingFaceError(f"{name}: {found}; a Mixer of timm has one of {axes} axes")
+        return shape
+
+    width, channels, patch, _ = known("stem.proj.weight", 4)
+    tokens, patches = known("blocks.0.mlp_tokens.fc1.weight")
+    inner, _ = known("blocks.0.mlp_channels.fc1.weight")
+    layers = 1
+    while shape_of(f"blocks.{layers}.norm1.weight") is not None:
+        layers += 1
+    return {
+        "image_size": math.isqrt(patches) * patch,
+        "patch_size": patch,
+        "channels": channels,
+        "num_classes": classes_of("head.weight", shape_of),
+        "num_layers": layers,
+        "hidden_size": width,
+        "layer_norm_epsilon": EPSILON,
+        "token_feed_forward": DenseFeedForwardConfig(hidden_size=tokens),
+        "channel_feed_forward": DenseFeedForwardConfig(hidden_size=inner),
+    }
+
+
+def _labels(tree: Tree) -> object:
+    about = tree.get("pretrained_cfg")
+    inside = about.get("label_names") if isinstance(about, dict) else None
+    return tree.get("label_names", inside)
+
+
+def _width(config: MixerConfig, key: str) -> int:
+    return config.num_patches if key == TOKENS else config.hidden_size
+
+
+def _check(config: MixerConfig) -> None:
+    check_image_model(config)
+    if config.activation != "gelu":
+        raise HuggingFaceError(f"model.activation: {config.activation!r}: timm's Mixer has 'gelu'")
+    if config.layer_norm_epsilon != EPSILON:
+        raise HuggingFaceError(
+            f"model.layer_norm_epsilon: {config.layer_norm_epsilon:g}: timm's Mixer has {EPSILON:g}"
+        )
+
+
+def _write(family: Family, config: MixerConfig, known: Known) -> dict[str, Any]:
+    size, ratios = config.image_size, _ratios(config)
+    own = f"mixer_w{config.hidden_size}_l{config.num_layers}_p{config.patch_size}_{size}"
+    return {
+        "architecture": _name(config) or own,
+        "num_classes": config.known_num_classes(),
+        "num_features": config.hidden_size,
+        "global_pool": "avg",
+        "label_names": labels_or_numbers(known.class_names, config.known_num_classes()),
+        "model_args": {} if ratios == RATIOS else {"mlp_ratio": list(ratios)},
+        "pretrained_cfg": {
+            "input_size": [config.channels, size, size],
+            "fixed_input_size": True,
+            "first_conv": "stem.proj",
+            "classifier": "head",
+        },
+    }
+
+
+def _name(config: MixerConfig) -> str | None:
+    return NAMES.get((config.patch_size, config.num_layers, config.hidden_size))
+
+
+def _ratios(config: MixerConfig) -> tuple[float, float]:
+    """Inner widths of token and channel layers over the width; timm rounds their products down."""
+    ratios = []
+    for key in (TOKENS, CHANNELS):
+        size = config.feed_forwards()[key].inner_size(_width(config, key))
+        ratio = size / config.hidden_size
+        while int(ratio * config.hidden_size) < size:
+            ratio = math.nextafter(ratio, math.inf)
+        ratios.append(ratio)
+    return ratios[0], ratios[1]
+
+
+MIXER = Family(
+    title="timm's Mixer",
+    config=MixerConfig,
+    is_of=lambda tree: str(tree.get("architecture", "")).startswith("mixer_"),
+    outside={"patch_embedding": "stem.proj", "final_norm": "norm", "head": "head"},
+    block="blocks.{}.",
+    inside={
+        "token_norm": "norm1",
+        "token_feed_forward.up": "mlp_tokens.fc1",
+        "token_feed_forward.down": "mlp_tokens.fc2",
+        "channel_norm": "norm2",
+        "channel_feed_forward.up": "mlp_channels.fc1",
+        "channel_feed_forward.down": "mlp_channels.fc2",
+    },
+    may_lack_head=True,
+    keys=(only("global_pool", "avg"),),
+    further=_read,
+    free=lambda config: FREE,
+    width=_width,
+    labels=_labels,
+    num_classes=lambda config: config.num_classes,
+    check=_check,
+    write=_write,
+)

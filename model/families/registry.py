@@ -1,0 +1,56 @@
+"""The families that are known: a new one is a file beside this one, and a line here."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from polyad.model.families.bert import BERT
+from polyad.model.families.family import Family
+from polyad.model.families.gpt2 import GPT2
+from polyad.model.families.keys import HuggingFaceError
+from polyad.model.families.mixer import MIXER
+from polyad.model.families.vision import CLIP, VIT
+from polyad.model.settings import ModelSettings
+
+FAMILIES = (GPT2, BERT, VIT, CLIP, MIXER)
+WRITTEN = {"gpt2": GPT2, "bert": BERT, "vit": VIT, "mixer": MIXER}
+"""The family that a model is written as, by `model.kind`."""
+SUPPORTED = "gpt2, bert, vit, clip and clip_vision_model of transformers, and timm's mixer_*"
+"""For people."""
+
+
+def family_of_files(tree: Mapping[str, Any], origin: str) -> Family:
+    """The family that a folder is of.
+
+    Args:
+        tree: The content of its config.json.
+        origin: What to call that in errors.
+
+    Raises:
+        HuggingFaceError: It is of none that is known.
+    """
+    for family in FAMILIES:
+        if family.is_of(tree):
+            return family
+    kind = tree.get("model_type")
+    said = f"model_type: {kind!r}"
+    if kind is None and "architecture" in tree:
+        said = f"architecture: {tree['architecture']!r:.60}"
+    raise HuggingFaceError(f"{origin}: {said} is not supported; {SUPPORTED} are")
+
+
+def family_of_model(config: ModelSettings) -> Family:
+    """The family that a model is written as.
+
+    Args:
+        config: Of the model.
+
+    Raises:
+        HuggingFaceError: There is none.
+    """
+    family = WRITTEN.get(config.kind)
+    if family is None:
+        raise HuggingFaceError(
+            f"model.kind: {config.kind!r}: other libraries have no such model; `--to safetensors` "
+            f"writes the weights under our names"
+        )
+    return family

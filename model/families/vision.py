@@ -1,0 +1,174 @@
+"""Models of images: ViT and CLIP of Hugging Face's `transformers`.
+
+    vit                  ViTModel and ViTForImageClassification, DINO's among them
+    clip_vision_model    CLIPVisionModel, alone or as part of a CLIP: it is read and never written
+
+Their queries, keys and values are three layers, ours is one: its rows are theirs, one after the
+other.
+"""
+
+import re
+from typing import Any
+
+from polyad.model.families.family import Family, Known, ShapeOf, label_keys, labels_or_numbers
+from polyad.model.families.keys import (
+    HuggingFaceError,
+    Key,
+    Tree,
+    activation,
+    dropouts,
+    field,
+    inner_size,
+    only,
+)
+from polyad.model.families.tensors import parameter, rows
+from polyad.model.vision import ImageModelSettings
+from polyad.model.vit import ViTConfig
+
+FREE = frozenset({"num_classes", "head", "head_bias", "dropout", "drop_path", "recompute",
+                  "compile", "initializer_range"})  # fmt: skip
+"""Keys of ours that may differ from a folder's: the classes are the data's."""
+
+
+def classes_of(name: str, shape_of: ShapeOf) -> int:
+    """The classes of a folder's head; 1 where it has none, since a model has at least one.
+
+    Args:
+        name: Of the head's weight.
+        shape_of: Of the folder's tensors.
+    """
+    head = shape_of(name)
+    return head[0] if head else 1
+
+
+def check_image_model(config: ImageModelSettings) -> None:
+    """Raises an error where no library has such a model.
+
+    Raises:
+        HuggingFaceError: It has experts, another head, or no biases.
+    """
+    for key, each in config.feed_forwards().items():
+        if each.kind != "dense":
+            raise HuggingFaceError(
+                f"{key}.kind: {each.kind!r}: other libraries have no such architecture, but dense "
+                f"ones; `--to safetensors` writes the weights under our names"
+            )
+    if config.head.kind != "linear":
+        raise HuggingFaceError(
+            f"model.head.kind: {config.head.kind!r}: other libraries have 'linear' heads alone"
+        )
+    if not config.bias:
+        raise HuggingFaceError("model.bias: False: other libraries' models of images have biases")
+
+
+def _keys(patch_size: int, epsilon: float, usual: str) -> tuple[Key, ...]:
+    """The keys that ViT and CLIP share, with the defaults that they do not."""
+    return (
+        field("hidden_size", "hidden_size", 768),
+        field("num_hidden_layers", "num_layers", 12),
+        field("num_attention_heads", "num_heads", 12),
+        inner_size("intermediate_size", 3072),
+        activation("hidden_act", usual),
+        field("image_size", "image_size", 224),
+        field("patch_size", "patch_size", patch_size),
+        field("num_channels", "channels", 3),
+        field("layer_norm_eps", "layer_norm_epsilon", epsilon),
+        dropouts("hidden_dropout_prob", "attention_probs_dropout_prob", is_read=False),
+        only("qkv_bias", True),
+    )
+
+
+def _check(config: ViTConfig) -> None:
+    check_image_model(config)
+    for key, value in (("pre_norm", False), ("pre_logits", None), ("pool", "class_token")):
+        if getattr(config, key) != value:
+            raise HuggingFaceError(
+                f"model.{key}: {getattr(config, key)!r}: transformers' ViT has no such model; "
+                f"{value!r} is"
+            )
+
+
+def _write(family: Family, config: ViTConfig, known: Known) -> dict[str, Any]:
+    names = labels_or_numbers(known.class_names, config.known_num_classes())
+    return {
+        "architectures": ["ViTForImageClassification"],
+        "model_type": "vit",
+        **family.written_keys(config),
+        **label_keys(names),
+        "dtype": "float32",
+    }
+
+
+VIT = Family(
+    title="transformers' ViT",
+    config=ViTConfig,
+    is_of=lambda tree: tree.get("model_type") == "vit",
+    prefix="vit.",
+    without_prefix=re.compile(r"classifier\..*"),
+    outside={
+        "patch_embedding": "embeddings.patch_embeddings.projection",
+        "class_token": parameter("embeddings.cls_token", 1),
+        "position_embedding": parameter("embeddings.position_embeddings", 1),
+        "final_norm": "layernorm",
+        "head": "classifier",
+    },
+    block="encoder.layer.{}.",
+    inside={
+        "attention_norm": "layernorm_before",
+        "attention.qkv": rows(
+            *(f"attention.attention.{name}" for name in ("query", "key", "value"))
+        ),
+        "attention.projection": "attention.output.dense",
+        "feed_forward_norm": "layernorm_after",
+        "feed_forward.up": "intermediate.dense",
+        "feed_forward.down": "output.dense",
+    },
+    ignored=re.compile(r"pooler\.dense\..*|.*position_ids"),
+    may_lack_head=True,
+    keys=_keys(16, 1e-12, "gelu"),
+    further=lambda tree, shape_of: {"num_classes": classes_of("classifier.weight", shape_of)},
+    free=lambda config: FREE,
+    num_classes=lambda config: config.num_classes,
+    check=_check,
+    write=_write,
+)
+
+
+def _tower(tree: Tree) -> Tree:
+    tower: Tree = tree.get("vision_config", tree)
+    if not isinstance(tower, dict):
+        raise HuggingFaceError(f"vision_config: {tower!r} is not an object of keys")
+    return tower
+
+
+CLIP = Family(
+    title="transformers' CLIP",
+    config=ViTConfig,
+    is_of=lambda tree: tree.get("model_type") in ("clip", "clip_vision_model"),
+    prefix="vision_model.",
+    outside={
+        "patch_embedding.bias": parameter("embeddings.patch_embedding.bias", optional=True),
+        "patch_embedding": "embeddings.patch_embedding",
+        "class_token": parameter("embeddings.class_embedding", -1),
+        "position_embedding": parameter("embeddings.position_embedding.weight"),
+        "pre_norm": "pre_layrnorm",
+        "final_norm": "post_layernorm",
+    },
+    block="encoder.layers.{}.",
+    inside={
+        "attention_norm": "layer_norm1",
+        "attention.qkv": rows(*(f"self_attn.{name}_proj" for name in "qkv")),
+        "attention.projection": "self_attn.out_proj",
+        "feed_forward_norm": "layer_norm2",
+        "feed_forward.up": "mlp.fc1",
+        "feed_forward.down": "mlp.fc2",
+    },
+    # The tower for text, what compares both, and buffers of older versions.
+    ignored=re.compile(r"text_model\..*|logit_scale|(visual|text)_projection\..*|.*position_ids"),
+    may_lack_head=True,
+    keys=_keys(32, 1e-5, "quick_gelu"),
+    section=_tower,
+    further=lambda tree, shape_of: {"num_classes": 1, "pre_norm": True},
+    free=lambda config: FREE,
+    num_classes=lambda config: config.num_classes,
+)

@@ -1,0 +1,307 @@
+"""Folders of other libraries' models: read as a source of weights, and written from ours.
+
+The names and configurations are those of `model/families`.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from polyad.data.class_names import each_once
+from polyad.model.build import ModelSizeError, build_model, initial_value
+from polyad.model.families.family import CONFIG_FILE, Family
+from polyad.model.families.keys import HuggingFaceError
+from polyad.model.families.registry import family_of_files
+from polyad.model.families.tensors import Piece, Shape, Slices
+from polyad.model.heads import HEAD
+from polyad.model.settings import ModelSettings
+from polyad.parallel.checkpoint.tensor_file import Entry
+from polyad.parallel.tensor_folder import FolderWeights, TensorFolder, Wanted, read_json
+
+_ROWS = 4096
+"""Rows of two tensors that are compared at once."""
+_UNNAMED = re.compile(r"LABEL_\d+")
+
+
+def is_huggingface_folder(path: Path) -> bool:
+    """Whether a path is a folder of another library, and neither a checkpoint nor a run of ours."""
+    return (path / CONFIG_FILE).is_file() and not (path / "manifest.json").exists()
+
+
+class FamilyWeights(FolderWeights):
+    """The weights of such a folder: a `WeightSource`. Boxes are read, never all of it.
+
+    Args:
+        folder: with config.json and model.safetensors, or shards and model.safetensors.index.json.
+
+    Raises:
+        HuggingFaceError: it is of no family that is known, incomplete or damaged, asks for what is
+            not built here, or holds a pickle.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        place = folder / CONFIG_FILE
+        self._tree = read_json(place, HuggingFaceError)
+        self.family: Family = family_of_files(self._tree, str(place))
+        tensors = TensorFolder(folder, HuggingFaceError, self.family.plain_name)
+        super().__init__(folder, tensors, {}, HuggingFaceError)
+        self.config: Any = self.family.read_config(self._tree, self._shape, str(place))
+        self.seed = 0
+        """That a new head starts from; a run sets its own."""
+        self._check_layers()
+        self._describe(self.config)
+        self._head_may_be_new = self.family.may_lack_head and not self._has_head()
+        self._check()
+
+    @property
+    def class_names(self) -> list[str] | None:
+        """The names of the classes of its head; None if it has none, or does not name them all."""
+        count, labels = self._num_classes, self.family.labels(self._tree)
+        if isinstance(labels, list):
+            labels = {str(number): name for number, name in enumerate(labels)}
+        if not isinstance(labels, dict) or count < 2 or len(labels) != count:
+            return None
+        names = [labels.get(str(number)) for number in range(count)]
+        known = [name for name in names if isinstance(name, str)]
+        if len(known) < count or all(map(_UNNAMED.fullmatch, known)):
+            return None
+        return each_once(known)
+
+    @property
+    def note(self) -> str | None:
+        """A line for people: what is new, and what of the folder is not used; None for nothing."""
+        new = [name for name in self._shapes if self.is_new(name)]
+        if new and self.family.may_lack_head:
+            return f"the head is new: {self.folder} has none for these classes"
+        if new:
+            return f"{', '.join(new)}: new, {self.folder} has none of these shapes"
+        used = {piece.name for name in self._shapes for piece in self._pieces(name)}
+        left = sorted(
+            name
+            for name in set(self._tensors.names()) - used
+            if name.startswith(self.family.mentioned)
+        )
+        said = [f"not brought over: {', '.join(left)}"] if left else []
+        if self._num_classes > 1 and self.class_names is None:
+            said.append(
+                f"{self.folder / CONFIG_FILE} does not name all {self._num_classes} classes of its "
+                f"head: that they are those of the data, in this order, is not checked"
+            )
+        return "; ".join(said) or None
+
+    def model_config(self) -> ModelSettings:
+        """The configuration of its model, complete."""
+        return self.config
+
+    def is_new(self, name: str) -> bool:
+        """Whether a weight or buffer is of a head that the folder does not have in this shape."""
+        return self._head_may_be_new and name.startswith(HEAD) and not self._holds(name)
+
+    def check_config(self, config: ModelSettings) -> None:
+        """Compares the folder's model with one that starts from it.
+
+        What of that one's head the folder does not have is new from now on.
+
+        Raises:
+            HuggingFaceError: a key differs; each is named with both values.
+        """
+        if type(config) is not type(self.config):
+            raise HuggingFaceError(
+                f"{self.folder}: is of another model: model.kind {self.config.kind!r} there, "
+                f"{config.kind!r} here"
+            )
+        free = self.family.free(config)
+        theirs, ours = (self._compared(each, free) for each in (self.config, config))
+        differing = [
+            f"{key} {theirs.get(key)!r} there, {value!r} here"
+            for key, value in ours.items()
+            if theirs.get(key) != value
+        ]
+        if differing:
+            more = f"; and {len(differing) - 3} more" if len(differing) > 3 else ""
+            raise HuggingFaceError(
+                f"{self.folder}: is of another model: {'; '.join(differing[:3])}{more}"
+            )
+        self._head_may_be_new = True
+        self._describe(config)
+
+    def buffer(self, name: str) -> Tensor:
+        """The initial value of a buffer of a new head: such a model has no others."""
+        if not self.is_new(name):
+            raise HuggingFaceError(f"{self.folder}: has no buffer {name}")
+        return initial_value(self._model, name, self.seed)
+
+    def part(self, name: str, slices: Slices) -> Tensor:
+        """A part of a weight in our form, of any type, perhaps of the mapped file."""
+        if self.is_new(name):
+            return initial_value(self._model, name, self.seed)[slices]
+        parts = list(self._stored_parts(name, slices))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _stored_parts(self, name: str, slices: Slices) -> Iterator[Tensor]:
+        """What each tensor of the folder has of a box, row after row."""
+        for piece in self._pieces(name):
+            start = max(slices[0].start, piece.rows.start) - piece.rows.start
+            stop = min(slices[0].stop, piece.rows.stop) - piece.rows.start
+            if start >= stop:
+                continue
+            box = (slice(start, stop), *slices[1:])
+            size = tuple(each.stop - each.start for each in box)
+            if self._lacks(piece):
+                yield torch.zeros(size)
+            else:
+                yield piece.in_our_form(self._tensors.read(piece.name, piece.box(box)), size)
+
+    @property
+    def _num_classes(self) -> int:
+        return self.family.num_classes(self.config)
+
+    def _shape(self, name: str) -> Shape | None:
+        """The shape of a tensor of the folder; None if it is not there."""
+        if name not in self._tensors.names():
+            return None
+        return tuple(self._tensors.mapped(name).get_shape())
+
+    def _pieces(self, name: str) -> Iterator[Piece]:
+        return self.family.pieces(name, self._shapes[name])
+
+    def _lacks(self, piece: Piece) -> bool:
+        """Whether it is not there, and may be."""
+        return piece.rule.optional and piece.name not in self._tensors.names()
+
+    def _holds(self, name: str) -> bool:
+        """Whether the folder has a weight, in this shape."""
+        if name not in self._shapes or self.family.find(name) is None:
+            return False
+        return all(self._shape(piece.name) == piece.shape for piece in self._pieces(name))
+
+    def _has_head(self) -> bool:
+        """Whether the folder has any tensor of a head."""
+        rules = [self.family.find(name) for name in self._shapes if name.startswith(HEAD)]
+        return any(rule and rule.names[0] in self._tensors.names() for rule in rules)
+
+    def _compared(self, config: ModelSettings, free: frozenset[str]) -> dict[str, Any]:
+        """What decides which weights a model has and what they compute, by its whole key."""
+        dumped = config.model_dump(exclude=set(free))
+        values = {f"model.{key}": value for key, value in dumped.items()}
+        for key, each in config.feed_forwards().items():
+            del values[key]
+            values[f"{key}.kind"] = each.kind
+            if each.kind == "dense":  # null is four times the width
+                inner = each.inner_size(self.family.width(config, key))
+                values[f"{key}.hidden_size"] = inner
+        return values
+
+    def _check_layers(self) -> None:
+        """Looks for the last block: numbers in config.json have no bounds, so the files come first.
+
+        Raises:
+            HuggingFaceError: it is not there.
+        """
+        key, last = self.family.their_keys().get("num_layers"), self.config.last_parameter()
+        rule = self.family.find(last) if last else None
+        if key is None or rule is None or rule.names[0] in self._tensors.names():
+            return
+        raise HuggingFaceError(
+            f"{self.folder}: no tensor {rule.names[0]}, though {CONFIG_FILE} says {key} "
+            f"{self.config.num_layers}"
+        )
+
+    def _describe(self, config: ModelSettings) -> None:
+        """Sets the model whose weights are asked for."""
+        try:
+            self._model = build_model(config)
+        except ModelSizeError:
+            raise HuggingFaceError(
+                f"{self.folder / CONFIG_FILE}: asks for more numbers than a tensor can have"
+            ) from None
+        named = self._model.named_parameters()
+        self._shapes = {name: tuple(parameter.shape) for name, parameter in named}
+
+    def _check(self) -> None:
+        """Accounts for every tensor."""
+        wanted: dict[str, Wanted] = {}
+        for name in self._shapes:
+            if not self.is_new(name):
+                pieces = (piece for piece in self._pieces(name) if not self._lacks(piece))
+                wanted |= {piece.name: Wanted(piece.shape) for piece in pieces}
+        faults = self._tensors.faults(wanted, CONFIG_FILE)
+        strange = sorted(self._tensors.names() - wanted.keys())
+        ignored = self.family.ignored
+        faults += [f"unknown tensor {name}" for name in strange if not ignored.fullmatch(name)]
+        if not faults:
+            faults = [
+                f"{name} is not {other}, though {CONFIG_FILE} says that they are tied"
+                for name, other in self.family.copies(self.config).items()
+                if not _is_copy(self._tensors, name, other)
+            ]
+        self._tensors.refuse(faults)
+
+
+def stored_entries(
+    family: Family,
+    config: ModelSettings,
+    shapes: Mapping[str, Shape],
+    whole: Callable[[str], Tensor | None],
+) -> list[Entry]:
+    """The tensors of a file of another library, in the order of our weights.
+
+    Args:
+        family: that the model is written as.
+        config: of the model.
+        shapes: of the weights that their model has, by our names.
+        whole: gives one of our weights; None: there is none, and zeros are written.
+    """
+    parts: dict[str, list[tuple[str, Piece]]] = {}
+    for name, shape in shapes.items():
+        for piece in family.pieces(name, shape):
+            parts.setdefault(piece.name, []).append((name, piece))
+    return [
+        Entry(
+            family.stored_name(plain, config),
+            torch.float32,
+            pieces[0][1].shape,
+            partial(_assembled, pieces, whole),
+        )
+        for plain, pieces in parts.items()
+    ]
+
+
+def _assembled(pieces: list[tuple[str, Piece]], whole: Callable[[str], Tensor | None]) -> Tensor:
+    stored = torch.zeros(pieces[0][1].shape)
+    for name, piece in pieces:
+        value = whole(name)
+        if value is not None:
+            piece.write(stored, value)
+    return stored
+
+
+def _is_copy(tensors: TensorFolder, name: str, other: str) -> bool:
+    """Whether two tensors of a folder are the same, bit for bit or both NaN.
+
+    Args:
+        tensors: of the folder.
+        name: of a tensor that need not be there, as a tied head; then it counts as a copy.
+        other: of one that is there.
+    """
+    if name not in tensors.names():
+        return True
+    one, two = tensors.mapped(name), tensors.mapped(other)
+    if one.get_shape() != two.get_shape():
+        return False
+    return all(
+        # A diverged run has NaN in both, which are not equal to each other.
+        torch.allclose(
+            one[row : row + _ROWS].double(),
+            two[row : row + _ROWS].double(),
+            rtol=0,
+            atol=0,
+            equal_nan=True,
+        )
+        for row in range(0, one.get_shape()[0], _ROWS)
+    )
