@@ -42,7 +42,7 @@ class Config(BaseModel):
     @classmethod
     def _number_can_be_computed_with(cls, value: Any) -> Any:
         if isinstance(value, int) and abs(value) > LARGEST_WHOLE_NUMBER:
-            raise ValueError(f"at most {LARGEST_WHOLE_NUMBER} is")
+            raise ValueError(f"Input should be at most {LARGEST_WHOLE_NUMBER}")
         if isinstance(value, float) and value and not SMALLEST <= abs(value) <= LARGEST:
-            raise ValueError(f"a number from {SMALLEST:g} to {LARGEST:g} in size is")
+            raise ValueError(f"Input should be from {SMALLEST:g} to {LARGEST:g} in magnitude")
         return value
