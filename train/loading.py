@@ -54,7 +54,10 @@ def load(
     """
     if precision not in DTYPES:
         raise ConfigError(f"precision: {precision!r} is not allowed: {', '.join(DTYPES)}")
-    place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    has_gpu = torch.cuda.is_available()
+    place = torch.device(device or ("cuda" if has_gpu else "cpu"))
+    if place.type == "cuda" and not has_gpu:
+        raise ConfigError(f"device: {device} is not allowed: no GPU is found; cpu is")
 
     def read(chosen: Path) -> Run:
         opened = open_weights(chosen, weights, None if base is None else Path(base))

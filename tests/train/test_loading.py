@@ -120,6 +120,9 @@ def test_arguments_that_do_not_fit_are_one_line(trained, tmp_path):
         run.experts("x", top=0)
     with pytest.raises(ValueError, match=r"precision: 'fp8' is not allowed: "):
         polyad.load(trained("smoe"), precision="fp8")
+    if not torch.cuda.is_available():
+        with pytest.raises(ValueError, match=r"device: cuda:1 is not allowed: no GPU is found"):
+            polyad.load(trained("smoe"), device="cuda:1")
     with pytest.raises(ValueError, match=str(tmp_path)):
         polyad.load(tmp_path)
 
