@@ -166,3 +166,31 @@ def norm_initializers(name: str, norm: nn.LayerNorm) -> dict[str, Initializer]:
     if norm.bias is not None:
         entries[f"{name}.bias"] = ZEROS
     return entries
+
+
+def around_one(std: float = 1.0, scale: float = 1.0) -> Initializer:
+    """Every entry N(1, std^2), times a scale: factors of experts.
+
+    Args:
+        std: Standard deviation, before scaling.
+        scale: What mean and standard deviation are multiplied by.
+    """
+    return Initializer(
+        lambda value, generator: value.normal_(scale, scale * std, generator=generator)
+    )
+
+
+def diagonal_around_one(std: float = 1.0) -> Initializer:
+    """Each expert's slice [P, Q] is diagonal, with independent N(1, std^2) entries; N experts.
+
+    Args:
+        std: Standard deviation; 0 gives the identity.
+    """
+
+    def fill(value_NPQ: Tensor, generator: torch.Generator) -> None:
+        diagonal = torch.empty(value_NPQ.shape[0], min(value_NPQ.shape[1:]))
+        value_NPQ.zero_().diagonal(dim1=1, dim2=2).copy_(
+            diagonal.normal_(1.0, std, generator=generator)
+        )
+
+    return Initializer(fill)

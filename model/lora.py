@@ -26,8 +26,7 @@ from polyad.model.config import Config
 from polyad.model.feedforward import DenseFeedForward
 from polyad.model.initialization import ZEROS, Initializer, uniform
 from polyad.model.kernels.grouped import gelu_by_tanh, grouped_linear
-from polyad.model.mumoe.base import Factorized
-from polyad.model.mumoe.products import contract
+from polyad.model.mumoe.base import Factorized, contract
 from polyad.model.patterns import PatternError, kinds, matched
 from polyad.model.regions import Region, same
 from polyad.model.smoe.experts import Experts, Lot

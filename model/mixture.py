@@ -38,7 +38,7 @@ from polyad.model.expert_models import (
 )
 from polyad.model.initialization import Initializer
 from polyad.model.mumoe.gating import GateOutput
-from polyad.model.mumoe.statistics import gate_statistics
+from polyad.model.mumoe.layer import gate_statistics
 from polyad.model.output import ModelOutput, RoutingStats, StatisticsModule
 from polyad.model.settings import Count, ModelSettings
 from polyad.model.small_network import Linear, NetworkConfig, NetworkOutput, SmallNetwork

@@ -12,10 +12,8 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from polyad.model.initialization import Initializer
-from polyad.model.mumoe.base import Factorized, Sizes, expert_factor
-from polyad.model.mumoe.initialization import around_one
-from polyad.model.mumoe.products import contract
+from polyad.model.initialization import Initializer, around_one
+from polyad.model.mumoe.base import Factorized, Sizes, contract, expert_factor
 
 
 class CP(Factorized):

@@ -25,8 +25,8 @@ from typing import NamedTuple
 import torch
 from torch import Generator, Tensor
 
+from polyad.model.initialization import around_one, diagonal_around_one
 from polyad.model.mumoe.base import Sizes
-from polyad.model.mumoe.initialization import around_one, diagonal_around_one
 
 FITTED = ("cp", "tr")
 """The factorizations that can begin as a dense matrix."""

@@ -24,7 +24,7 @@ from polyad.model.mumoe.config import (
     nearest_rank,
 )
 from polyad.model.mumoe.gating import Gate
-from polyad.model.mumoe.statistics import gate_statistics
+from polyad.model.mumoe.layer import gate_statistics
 from polyad.model.output import RoutingStats, StatisticsModule
 
 

@@ -19,10 +19,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from polyad.model.initialization import Initializer
-from polyad.model.mumoe.base import Factorized, Sizes, expert_factor
-from polyad.model.mumoe.initialization import around_one, diagonal_around_one
-from polyad.model.mumoe.products import contract
+from polyad.model.initialization import Initializer, around_one, diagonal_around_one
+from polyad.model.mumoe.base import Factorized, Sizes, contract, expert_factor
 
 
 class TensorRing(Factorized):

@@ -16,10 +16,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from polyad.model.initialization import Initializer, uniform
-from polyad.model.mumoe.base import Factorized, Sizes, expert_factor
-from polyad.model.mumoe.initialization import around_one
-from polyad.model.mumoe.products import contract
+from polyad.model.initialization import Initializer, around_one, uniform
+from polyad.model.mumoe.base import Factorized, Sizes, contract, expert_factor
 
 
 class Tucker(Factorized):

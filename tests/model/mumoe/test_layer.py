@@ -14,8 +14,7 @@ from polyad.model.feedforward import DenseFeedForward, DenseFeedForwardConfig, F
 from polyad.model.gpt2 import GPT2Config
 from polyad.model.mumoe.config import FACTORIZATIONS, MuMoEConfig
 from polyad.model.mumoe.gating import NORMS, GateOutput, entmax15
-from polyad.model.mumoe.layer import MuMoE
-from polyad.model.mumoe.statistics import gate_statistics
+from polyad.model.mumoe.layer import MuMoE, gate_statistics
 from tests.helpers.factorized import contract, full_tensor
 
 every_factorization = pytest.mark.parametrize("name", FACTORIZATIONS)

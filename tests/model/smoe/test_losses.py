@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from polyad.model.output import AUXILIARY_LOSSES, ask_for_statistics
 from polyad.model.smoe.layer import make_router
 from polyad.model.smoe.losses import (
     importance_loss,
@@ -168,3 +169,18 @@ def test_a_noisy_router_reports_the_losses_of_its_own_noise(graph):
     assert stats.load_loss is None
     assert stats.balance_loss is stats.z_loss is stats.importance_loss is None
     assert torch.equal(router(u_BTD).selected.weights_NK, plain(u_BTD).selected.weights_NK)
+
+
+@pytest.mark.parametrize("asked", [set(), {"z_loss"}, {"balance_loss", "load_loss"}])
+def test_losses_that_are_not_asked_for_have_a_value_and_no_gradient(asked):
+    router = make(make_router, make_config(router_noise=1.5, graph="similarity"))
+    u_BTD = torch.randn(2, 9, 12, dtype=torch.float64)
+    torch.manual_seed(5)
+    every = router(u_BTD).stats
+    ask_for_statistics(router, losses=frozenset(asked), samples=False)
+    torch.manual_seed(5)
+    some = router(u_BTD).stats
+    for name in AUXILIARY_LOSSES:
+        assert torch.equal(getattr(some, name), getattr(every, name)), name
+        assert getattr(some, name).requires_grad == (name in asked), name
+        assert getattr(every, name).requires_grad, name

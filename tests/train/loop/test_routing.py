@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from polyad.model.mumoe.gating import GateOutput
-from polyad.model.mumoe.statistics import gate_statistics
+from polyad.model.mumoe.layer import gate_statistics
 from polyad.model.output import RoutingStats
 from polyad.parallel import comm
 from polyad.train.loop.routing import console_summary, measures, routing_record

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from polyad.model.mumoe.statistics import DOMINANT
+from polyad.model.mumoe.layer import DOMINANT
 
 STRETCH = 32
 """Of so many tokens in a row only the highest counts, so that the contexts are different ones."""
