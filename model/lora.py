@@ -29,7 +29,7 @@ from polyad.model.kernels.grouped import gelu_by_tanh, grouped_linear
 from polyad.model.mumoe.base import Factorized, contract
 from polyad.model.patterns import PatternError, kinds, matched
 from polyad.model.regions import Region, same
-from polyad.model.smoe.experts import Experts, Lot
+from polyad.model.smoe.experts import Experts, ExpertWeights
 
 Patterns = Annotated[tuple[str, ...], Field(strict=False)]
 
@@ -211,13 +211,13 @@ class LoRAExperts(Experts):
         self.up_lora = ExpertsLowRank("up", experts.up, config)
         self.down_lora = ExpertsLowRank("down", experts.down, config)
 
-    def lots(self, sizes: list[int]) -> list[Lot]:
-        """See `Experts.lots`."""
+    def split(self, sizes: list[int]) -> list[ExpertWeights]:
+        """See `StackedExperts.split`."""
         narrow = (*_aligned(*self.up_lora.matrices()), *_aligned(*self.down_lora.matrices()))
         of_each = zip(*(torch.split(x, sizes) for x in narrow), strict=True)
         return [
-            lot._replace(low_rank=some)
-            for lot, some in zip(super().lots(sizes), of_each, strict=True)
+            weights._replace(low_rank=some)
+            for weights, some in zip(super().split(sizes), of_each, strict=True)
         ]
 
     @torch.no_grad()
@@ -227,21 +227,23 @@ class LoRAExperts(Experts):
         added_E1F = rows_ED.to(A_EDr.dtype).unsqueeze(1) @ A_EDr @ B_ErF
         return super().hidden(rows_ED) + added_E1F.squeeze(1)
 
-    def forward(self, rows_MD: Tensor, counts_E: Tensor, lot: Lot | None = None) -> Tensor:
+    def forward(
+        self, rows_MD: Tensor, counts_E: Tensor, weights: ExpertWeights | None = None
+    ) -> Tensor:
         """See `Experts.forward`: what is added to the first layer comes before its activation."""
-        lot = lot or self.lots([len(self.up)])[0]
-        up_A, up_B, down_A, down_B = lot.low_rank
+        weights = weights or self.split([len(self.up)])[0]
+        up_A, up_B, down_A, down_B = weights.low_rank
         loop = self.config.experts == "loop"
 
         def multiply(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
             return grouped_linear(rows, weight, counts_E, bias, loop=loop)
 
-        inner_MF = multiply(rows_MD, lot.up, lot.up_bias)
+        inner_MF = multiply(rows_MD, weights.up, weights.up_bias)
         inner_MF = inner_MF + multiply(multiply(rows_MD, up_A), up_B)
         inner_MF = (self.activation or gelu_by_tanh)(inner_MF)
         if self.training and self.config.expert_dropout:
             inner_MF = self.dropout(inner_MF)
-        return multiply(inner_MF, lot.down) + multiply(multiply(inner_MF, down_A), down_B)
+        return multiply(inner_MF, weights.down) + multiply(multiply(inner_MF, down_A), down_B)
 
 
 class FactorLowRank(Adapter):

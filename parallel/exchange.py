@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 
 from polyad.model.kernels.rows import permute
 from polyad.model.smoe.dispatch import Plan, make_plan
-from polyad.model.smoe.experts import Lot, StackedExperts
+from polyad.model.smoe.experts import ExpertWeights, StackedExperts
 from polyad.model.smoe.selection import Selected
 from polyad.parallel.regions import Flight, Group, wait
 
@@ -130,7 +130,7 @@ class RowExchange:
         of_lots = rows_MD.split([sum(each) for each in send])
         away = [flight.depart(rows) for flight, rows in zip(there, of_lots, strict=True)]
         coming = []
-        for lot, weights in enumerate(experts.lots(self.sizes)):
+        for lot, weights in enumerate(experts.split(self.sizes)):
             arrived_MD = there[lot].arrive(away[lot])
             total = sum(receive[lot])
             done_MD = self._compute(arrived_MD, arriving[lot], total, experts, weights)
@@ -143,15 +143,15 @@ class RowExchange:
         counts_PX: Tensor,
         total: int,
         experts: StackedExperts,
-        lot: Lot | None,
+        weights: ExpertWeights | None,
     ) -> Tensor:
         """Runs rows that came sorted by sender, then by expert, through a lot of experts."""
         here = counts_PX.shape[1]
         if here == 1:
-            return experts(arrived_MD, counts_PX.sum(0), lot)
+            return experts(arrived_MD, counts_PX.sum(0), weights)
         expert_E = torch.arange(here, device=counts_PX.device).repeat(self.parts)
         expert_M = expert_E.repeat_interleave(counts_PX.flatten(), output_size=total)
         counts_X = counts_PX.sum(0)
         order_M, place_M, *_ = make_plan(expert_M.unsqueeze(1), counts_X)
-        sorted_MD = experts(permute(arrived_MD, order_M, place_M), counts_X, lot)
+        sorted_MD = experts(permute(arrived_MD, order_M, place_M), counts_X, weights)
         return permute(sorted_MD, place_M, order_M)

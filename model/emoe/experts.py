@@ -18,7 +18,7 @@ from polyad.model.emoe.config import EmergentMoEConfig
 from polyad.model.feedforward import ACTIVATIONS, FeedForwardContext
 from polyad.model.initialization import ZEROS, Initializer, normal
 from polyad.model.smoe.dispatch import Dispatcher, Plan, make_plan
-from polyad.model.smoe.experts import Lot, StackedExperts
+from polyad.model.smoe.experts import ExpertWeights, StackedExperts
 from polyad.model.smoe.selection import Selected, spread
 
 
@@ -49,9 +49,9 @@ class UnitGroups(StackedExperts):
         }
         return entries | ({"bias": ZEROS.each_expert()} if self.bias is not None else {})
 
-    def stacked(self) -> Lot:
+    def stacked(self) -> ExpertWeights:
         """See `StackedExperts.stacked`."""
-        return Lot(self.keys.transpose(1, 2), self.bias, self.values)
+        return ExpertWeights(self.keys.transpose(1, 2), self.bias, self.values)
 
     def masked(self, tokens_ND: Tensor, weights_NE: Tensor) -> Tensor:
         """All units of all tokens in one product; what a token does not use is multiplied by 0.

@@ -16,14 +16,17 @@ from polyad.model.kernels.grouped import grouped, one_by_one
 from polyad.model.smoe.config import SelectingConfig, SparseMoEConfig
 
 
-class Lot(NamedTuple):
-    """The weights of some experts."""
+class ExpertWeights(NamedTuple):
+    """The weights of some experts of a layer, stacked."""
 
     up: Tensor
+    """[E, D, F]."""
     up_bias: Tensor | None
+    """[E, F]."""
     down: Tensor
+    """[E, F, D]."""
     low_rank: tuple[Tensor, ...] = ()
-    """What is added to both layers, of experts with LoRA: see `model/lora.py`."""
+    """What experts with LoRA add to both layers; see `model/lora.py`."""
 
 
 def activation_of_experts(name: Activation) -> Callable[[Tensor], Tensor] | None:
@@ -65,10 +68,10 @@ class StackedExperts(nn.Module, ABC):
         self.activation = activation_of_experts(activation)
 
     @abstractmethod
-    def stacked(self) -> Lot:
-        """The weights of all experts: [E, D, F], [E, F] and [E, F, D]."""
+    def stacked(self) -> ExpertWeights:
+        """The weights of all experts."""
 
-    def lots(self, sizes: list[int]) -> list[Lot]:
+    def split(self, sizes: list[int]) -> list[ExpertWeights]:
         """Cuts the experts into groups that can be run one after the other.
 
         Args:
@@ -79,23 +82,27 @@ class StackedExperts(nn.Module, ABC):
             return [self.stacked()]
         ups, downs = (torch.split(x, sizes) for x in (up_EDF, down_EFD))
         biases = [None] * len(sizes) if bias_EF is None else torch.split(bias_EF, sizes)
-        return [Lot(*each) for each in zip(ups, biases, downs, strict=True)]
+        return [ExpertWeights(*each) for each in zip(ups, biases, downs, strict=True)]
 
-    def forward(self, rows_MD: Tensor, counts_E: Tensor, lot: Lot | None = None) -> Tensor:
+    def forward(
+        self, rows_MD: Tensor, counts_E: Tensor, weights: ExpertWeights | None = None
+    ) -> Tensor:
         """Runs every row through its expert.
 
         Args:
             rows_MD: First all rows of expert 0, then all of expert 1, and so on.
             counts_E: Rows of each expert; 0 is allowed. There may be more rows than these.
-            lot: Some of the experts, from `lots`; None: all.
+            weights: Some of the experts, from `split`; None: all.
 
         Returns:
             [M, D], in the same order; rows after the last expert hold arbitrary values.
         """
         compute = one_by_one if self.config.experts == "loop" else grouped
         drop = self.dropout if self.training and self.dropout.p else None
-        lot = lot or self.stacked()
-        return compute(rows_MD, lot.up, lot.up_bias, lot.down, counts_E, drop, self.activation)
+        weights = weights or self.stacked()
+        return compute(
+            rows_MD, weights.up, weights.up_bias, weights.down, counts_E, drop, self.activation
+        )
 
 
 class Experts(StackedExperts):
@@ -129,9 +136,9 @@ class Experts(StackedExperts):
         }
         return entries | ({"up_bias": ZEROS.each_expert()} if self.up_bias is not None else {})
 
-    def stacked(self) -> Lot:
+    def stacked(self) -> ExpertWeights:
         """See `StackedExperts.stacked`."""
-        return Lot(self.up, self.up_bias, self.down)
+        return ExpertWeights(self.up, self.up_bias, self.down)
 
     @torch.no_grad()
     def hidden(self, rows_ED: Tensor) -> Tensor:
