@@ -8,16 +8,16 @@ from typing import Any, Literal
 from polyad.data.progress import Progress
 from polyad.launch.output import align
 from polyad.launch.parser import UsageError
-from polyad.parallel.checkpoint.commit import (
+from polyad.parallel.checkpoint.format import CheckpointError
+from polyad.parallel.checkpoint.keeping import (
     LEFT_BY_CRASHES,
     STEP_FOLDER,
     complete_checkpoints,
     point_at_newest,
     step_folders,
 )
-from polyad.parallel.checkpoint.contents import is_good, read_contents, verify_contents
-from polyad.parallel.checkpoint.manifest import CheckpointError
 from polyad.parallel.checkpoint.storage import discard
+from polyad.parallel.checkpoint.verification import is_good, read_contents, verify_contents
 
 Status = Literal["complete", "verified", "damaged", "unfinished"]
 """complete: manifest and sizes are right; verified: every byte is; unfinished: never committed."""

@@ -173,7 +173,7 @@ def step_to_go_on_from(run: Path, result: Path) -> int:
         run: its folder.
         result: what the last of the quickstart's steps but one writes.
     """
-    from polyad.parallel.checkpoint.commit import complete_checkpoints
+    from polyad.parallel.checkpoint.keeping import complete_checkpoints
 
     found = [] if result.exists() else complete_checkpoints(run / "checkpoints")
     return int(found[-1].name.removeprefix("step-")) if found else 0

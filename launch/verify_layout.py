@@ -82,7 +82,7 @@ def verify_layout(config: Path, overrides: Sequence[str], processes: int) -> dic
 
 def _compare(small: "RunConfig", theirs: "Reference | None", place: Path) -> dict[str, Any] | None:
     from polyad.parallel import comm
-    from polyad.parallel.checkpoint.checkpoint import Checkpoint
+    from polyad.parallel.checkpoint.reading import Checkpoint
     from polyad.train.config.agreement import agreed_facts
     from polyad.train.layout.compare import differences
     from polyad.train.layout.trial import run_trial, save_again

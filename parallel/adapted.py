@@ -16,9 +16,9 @@ from polyad.model.build import build_model
 from polyad.model.lora import AdaptConfig, LoRAConfig, adapters, add_lora, of_base
 from polyad.model.patterns import PatternError
 from polyad.parallel.checkpoint.box import MASTER, OF_WEIGHTS, Box
-from polyad.parallel.checkpoint.checkpoint import Checkpoint
-from polyad.parallel.checkpoint.contents import Contents
-from polyad.parallel.checkpoint.manifest import CheckpointError, damaged
+from polyad.parallel.checkpoint.format import CheckpointError, damaged
+from polyad.parallel.checkpoint.reading import Checkpoint
+from polyad.parallel.checkpoint.verification import Contents
 from polyad.parallel.tensor_folder import differing_shapes
 
 

@@ -46,8 +46,8 @@ class CheckpointConfig(Config):
 
     asynchronous: bool = False
     """Whether training goes on while a thread copies a snapshot (the next optimizer step waits for
-    what is left of that) and another process writes it. It takes as much more memory on the host as
-    this process's part of a checkpoint. The end of a run waits for it."""
+    what is left of that) and writes it. It takes as much more memory on the host as this process's
+    part of a checkpoint. The end of a run waits for it."""
 
     keep_last: int | None = Field(default=None, ge=1)
     """So many of the newest checkpoints stay, older ones are deleted; None keeps all. One whose

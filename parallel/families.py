@@ -20,7 +20,7 @@ from polyad.model.families.registry import family_of_files
 from polyad.model.families.tensors import Piece, Shape, Slices
 from polyad.model.heads import HEAD
 from polyad.model.settings import ModelSettings
-from polyad.parallel.checkpoint.tensor_file import Entry
+from polyad.parallel.checkpoint.tensor_file import FileTensor
 from polyad.parallel.tensor_folder import FolderWeights, TensorFolder, Wanted, read_json
 
 _ROWS = 4096
@@ -248,7 +248,7 @@ def stored_entries(
     config: ModelSettings,
     shapes: Mapping[str, Shape],
     whole: Callable[[str], Tensor | None],
-) -> list[Entry]:
+) -> list[FileTensor]:
     """The tensors of a file of another library, in the order of our weights.
 
     Args:
@@ -262,7 +262,7 @@ def stored_entries(
         for piece in family.pieces(name, shape):
             parts.setdefault(piece.name, []).append((name, piece))
     return [
-        Entry(
+        FileTensor(
             family.stored_name(plain, config),
             torch.float32,
             pieces[0][1].shape,

@@ -2,19 +2,29 @@
 
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
+from pydantic import ConfigDict, Field
 from safetensors import SafetensorError, safe_open
 
 from polyad.data.json_reader import read_bounded
 from polyad.parallel.checkpoint.box import MASTER, Box
-from polyad.parallel.checkpoint.records import FormError, WeightMap, fault_of_file, parsed
+from polyad.parallel.records import FormError, PlainName, Record, fault_of_file, parsed
 from polyad.parallel.source import WeightSource
 
 WEIGHTS_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 WEIGHT_DTYPES = ("F32", "F16", "BF16")
 """Types of stored weights; each is exact in fp32."""
+
+
+class _WeightMap(Record):
+    """`model.safetensors.index.json` of a folder of weights, as transformers writes it."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    weight_map: Annotated[dict[str, PlainName], Field(min_length=1)]
+    """The file of each tensor."""
 
 
 class Wanted(NamedTuple):
@@ -103,7 +113,7 @@ class TensorFolder:
         if single.is_file():  # first, as transformers looks: it leaves an older index beside it
             return [single]
         if index.is_file():
-            listed: WeightMap = read_form(index, WeightMap, self._error)
+            listed: _WeightMap = read_form(index, _WeightMap, self._error)
             return [self.folder / file for file in sorted(set(listed.weight_map.values()))]
         raise self._error(_no_weights(self.folder))
 
@@ -184,7 +194,7 @@ def read_form(path: Path, kind: Any, error_class: type[ValueError]) -> Any:
 
     Args:
         path: the file.
-        kind: a `Record`, or another type that `polyad.parallel.checkpoint.records.parsed` knows.
+        kind: a `Record`, or another type that `polyad.parallel.records.parsed` knows.
         error_class: of what is raised.
 
     Raises:

@@ -9,9 +9,9 @@ from torch import nn
 from polyad.model.build import build_model, initial_value, place
 from polyad.model.settings import ModelSettings
 from polyad.parallel.adapted import AdaptedCheckpoint, base_of, lora_of
-from polyad.parallel.checkpoint.checkpoint import Checkpoint, find_checkpoint
-from polyad.parallel.checkpoint.manifest import CheckpointError
-from polyad.parallel.checkpoint.newest import read_newest
+from polyad.parallel.checkpoint.finding import find_checkpoint, read_newest
+from polyad.parallel.checkpoint.format import CheckpointError
+from polyad.parallel.checkpoint.reading import Checkpoint
 from polyad.parallel.families import FamilyWeights, is_huggingface_folder
 from polyad.parallel.fragments import persistent_buffers
 from polyad.parallel.plain_weights import PlainWeights, is_plain_folder

@@ -11,8 +11,7 @@ from polyad.data.text.manifest import SplitName
 from polyad.data.text.tokenizers.tokenizer import Tokenizer
 from polyad.model.bert import BertConfig
 from polyad.model.gpt2 import GPT2Config
-from polyad.parallel.checkpoint.checkpoint import best_checkpoint
-from polyad.parallel.checkpoint.newest import newest_of, read_newest
+from polyad.parallel.checkpoint.finding import best_checkpoint, newest_of, read_newest
 from polyad.parallel.weights import Choice, Weights, load_model, open_weights
 from polyad.parallel.zero import DTYPES, Precision
 from polyad.train.errors import ConfigError

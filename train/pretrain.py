@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from polyad.parallel import comm
-from polyad.parallel.checkpoint.checkpoint import Checkpoint
-from polyad.parallel.checkpoint.saver import Saver
+from polyad.parallel.checkpoint.reading import Checkpoint
+from polyad.parallel.checkpoint.saving import Saver
 from polyad.parallel.checkpoint.storage import reason_of
-from polyad.parallel.checkpoint.writer import SaveError
+from polyad.parallel.checkpoint.writing import SaveError
 from polyad.parallel.imports import import_libraries
 from polyad.parallel.zero import Engine
 from polyad.train.config.agreement import agreed_facts

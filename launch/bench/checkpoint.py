@@ -23,11 +23,12 @@ from polyad.launch.output import align
 from polyad.model.build import build_model
 from polyad.model.gpt2 import GPT2Config
 from polyad.parallel import comm
-from polyad.parallel.checkpoint.checkpoint import Checkpoint
-from polyad.parallel.checkpoint.commit import Retention, step_folder
-from polyad.parallel.checkpoint.manifest import PIECE_BYTES, Manifest
-from polyad.parallel.checkpoint.saver import Saver
+from polyad.parallel.checkpoint.format import PIECE_BYTES
+from polyad.parallel.checkpoint.keeping import Retention, step_folder
+from polyad.parallel.checkpoint.reading import Checkpoint
+from polyad.parallel.checkpoint.saving import Saver
 from polyad.parallel.checkpoint.storage import write_file
+from polyad.parallel.checkpoint.verification import Manifest
 from polyad.parallel.config import ParallelConfig
 from polyad.parallel.dims import Dims
 from polyad.parallel.fragments import fill
@@ -243,7 +244,7 @@ class _Writes:
         }  # fmt: skip
 
     def close(self) -> None:
-        """Ends the writing process."""
+        """Ends the thread, and lets its memory go."""
         self._asynchronous.close()
 
 

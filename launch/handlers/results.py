@@ -19,8 +19,12 @@ def evaluate(options: Namespace) -> None:
     end_with_launcher()
     prepare_environment()
     from polyad.parallel import comm
-    from polyad.parallel.checkpoint.checkpoint import best_checkpoint
-    from polyad.parallel.checkpoint.newest import chosen_by_main, newest_of, read_newest
+    from polyad.parallel.checkpoint.finding import (
+        best_checkpoint,
+        chosen_by_main,
+        newest_of,
+        read_newest,
+    )
     from polyad.parallel.meeting import agree
 
     check_json_path(options.json)
@@ -45,7 +49,7 @@ def _evaluated(path: Path, options: Namespace) -> tuple[dict[str, Any], str]:
     """What `polyad evaluate` finds at a checkpoint, and its table."""
     from polyad.data.images.noise import GaussianNoise
     from polyad.data.text.attack import WordSwap
-    from polyad.parallel.checkpoint.newest import read_newest
+    from polyad.parallel.checkpoint.finding import read_newest
     from polyad.train.evaluation.evaluate import evaluate, result_table
     from polyad.train.evaluation.stability import PROBE_UNITS, compare, comparison_table
     from polyad.train.experts.steering import parse_steering
@@ -287,8 +291,7 @@ def generate(options: Namespace) -> None:
     from polyad.launch.machine import prepare_environment
 
     prepare_environment()
-    from polyad.parallel.checkpoint.checkpoint import best_checkpoint
-    from polyad.parallel.checkpoint.newest import newest_of, read_newest
+    from polyad.parallel.checkpoint.finding import best_checkpoint, newest_of, read_newest
     from polyad.train.evaluation.generate import Sampling, generate
     from polyad.train.experts.steering import effect_lines, parse_steering
 

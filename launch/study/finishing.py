@@ -13,7 +13,7 @@ from polyad.launch.study.jobs import CommandFailed, Work
 from polyad.launch.study.measures import Measure, forget
 from polyad.launch.study.plan import newest_step
 from polyad.launch.study.progress import trained_line
-from polyad.parallel.checkpoint.verification import newest_that_opens
+from polyad.parallel.checkpoint.finding import newest_that_opens
 from polyad.train.errors import RunError
 from polyad.train.loop.best import is_over
 from polyad.train.records import METRICS_FILE, read_records, records_of

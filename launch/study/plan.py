@@ -8,7 +8,7 @@ from polyad.launch.study.data import model_of
 from polyad.launch.study.measures import all_measures
 from polyad.launch.study.state import finished_runs, unfinished
 from polyad.model.settings import ModelSettings
-from polyad.parallel.checkpoint.commit import complete_checkpoints
+from polyad.parallel.checkpoint.keeping import complete_checkpoints
 from polyad.train.config.describe import describe
 from polyad.train.config.plan import open_inputs, plan_run
 from polyad.train.config.rules import validate

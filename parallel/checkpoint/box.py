@@ -1,4 +1,8 @@
-"""Boxes of global tensors: what a source is asked for, and what a checkpoint is made of."""
+"""Boxes of global tensors: what a source is asked for, and what a checkpoint is made of.
+
+A `Box` says which numbers of which tensor. A `HeldBox` (`writing.py`) has them in memory, a
+`StoredBox` (`format.py`) in a file.
+"""
 
 from typing import NamedTuple
 

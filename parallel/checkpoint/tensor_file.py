@@ -1,53 +1,139 @@
-"""Writes a safetensors file of torch's tensors, one at a time."""
+"""Writes a safetensors file tensor by tensor, and digests it."""
 
+import json
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import struct
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
+import xxhash
 
-from polyad.parallel.checkpoint.tensor_bytes import RawTensor, WrittenFile, write_tensors
+from polyad.parallel.checkpoint.format import BLOCK_BYTES, PIECE_BYTES, FileRecord
+from polyad.parallel.checkpoint.storage import write_file
 
-# Names as safetensors has them.
 DTYPE_NAMES = {
     torch.float32: "F32", torch.uint8: "U8", torch.int64: "I64", torch.bool: "BOOL",
 }  # fmt: skip
+"""Types of tensors, as safetensors names them."""
 
 
-@dataclass(frozen=True)
-class Entry:
+class FileTensor(NamedTuple):
     """A tensor that will be written."""
 
     key: str
+    """Its name in the file."""
     dtype: torch.dtype
     shape: tuple[int, ...]
     values: Callable[[], torch.Tensor]
     """Called once, when its turn comes; the result is freed before the next call."""
 
-    def raw(self) -> RawTensor:
-        """The entry with its values as bytes."""
-        nbytes = math.prod(self.shape) * self.dtype.itemsize
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it takes."""
+        return math.prod(self.shape) * self.dtype.itemsize
 
-        def data() -> memoryview:
-            flat = self.values().detach().cpu().contiguous().reshape(-1)
-            assert flat.dtype == self.dtype
-            return flat.view(torch.uint8).numpy().data
+    def data(self) -> memoryview:
+        """Its values as bytes."""
+        flat = self.values().detach().cpu().contiguous().reshape(-1)
+        assert flat.dtype == self.dtype
+        data: memoryview = flat.view(torch.uint8).numpy().data
+        assert data.nbytes == self.nbytes
+        return data
 
-        return RawTensor(self.key, DTYPE_NAMES[self.dtype], self.shape, nbytes, data)
+
+class WrittenFile(NamedTuple):
+    """A file whose content is on the disk."""
+
+    begins: list[int]
+    """The first byte of each tensor, counted from the beginning of the file."""
+    digests: list[str]
+    """The digest of each tensor."""
+    record: FileRecord
 
 
-def write_safetensors(
-    path: Path, entries: Sequence[Entry], metadata: dict[str, str] | None = None
+class BlockDigests:
+    """Digests the blocks of a file whose pieces come one after the other."""
+
+    def __init__(self) -> None:
+        self._done: list[str] = []
+        self._current, self._room, self._bytes = xxhash.xxh3_64(), BLOCK_BYTES, 0
+
+    def update(self, piece: memoryview) -> None:
+        """Takes the next piece, of any size."""
+        self._bytes += len(piece)
+        while len(piece):
+            here, piece = piece[: self._room], piece[self._room :]
+            self._current.update(here)
+            self._room -= len(here)
+            if not self._room:
+                self._done.append(self._current.hexdigest())
+                self._current, self._room = xxhash.xxh3_64(), BLOCK_BYTES
+
+    def record(self) -> FileRecord:
+        """The record of the pieces so far."""
+        last = [self._current.hexdigest()] if self._room < BLOCK_BYTES or not self._done else []
+        return FileRecord(bytes=self._bytes, xxh3=(*self._done, *last))
+
+
+def record_of(content: bytes) -> FileRecord:
+    """The record of a small file."""
+    blocks = BlockDigests()
+    blocks.update(memoryview(content))
+    return blocks.record()
+
+
+def write_tensors(
+    path: Path,
+    tensors: Sequence[FileTensor],
+    metadata: dict[str, str] | None = None,
+    *,
+    check: Callable[[int, memoryview], None] = lambda number, piece: None,
 ) -> WrittenFile:
     """Writes a safetensors file and waits until it is on the disk.
 
     Args:
         path: the file, which is not there yet.
-        entries: what it holds, in this order.
+        tensors: what it holds, in this order; one is in memory at a time.
         metadata: for readers that ask for it.
+        check: is given the number of a tensor and some of its bytes before they are written.
 
     Returns:
         Where each tensor came to lie, and digests.
     """
-    return write_tensors(path, [entry.raw() for entry in entries], metadata)
+    header: dict[str, object] = {"__metadata__": metadata} if metadata else {}
+    end = 0
+    for tensor in tensors:
+        begin, end = end, end + tensor.nbytes
+        header[tensor.key] = {
+            "dtype": DTYPE_NAMES[tensor.dtype], "shape": tensor.shape, "data_offsets": [begin, end]
+        }  # fmt: skip
+    encoded = json.dumps(header).encode()
+    encoded += b" " * (-len(encoded) % 8)
+    begins: list[int] = []
+    digests: list[str] = []
+    blocks = BlockDigests()
+
+    def pieces() -> Iterator[memoryview]:
+        position = 8 + len(encoded)
+        yield memoryview(struct.pack("<Q", len(encoded)) + encoded)
+        for number, tensor in enumerate(tensors):
+            data, whole = tensor.data(), xxhash.xxh3_64()
+            for first in range(0, len(data), PIECE_BYTES):
+                piece = data[first : first + PIECE_BYTES]
+                check(number, piece)
+                whole.update(piece)
+                yield piece
+            begins.append(position)
+            digests.append(whole.hexdigest())
+            position += tensor.nbytes
+            del data  # or it would stay in memory beside the next one
+
+    def digested() -> Iterator[memoryview]:
+        for piece in pieces():
+            blocks.update(piece)
+            yield piece
+
+    write_file(path, digested())
+    return WrittenFile(begins, digests, blocks.record())

@@ -1,152 +1,428 @@
-"""Which checkpoint a run goes on from: the newest one whose every byte is verified."""
+"""Whether a checkpoint is what was written: its manifest, its small files, and every byte.
 
+Every file is digested in blocks, so that any process can verify any part. All commands that open a
+checkpoint read its small files here, and so judge it alike. Imports no torch.
+"""
+
+import itertools
 import os
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias
 
-from polyad.data.progress import Progress
-from polyad.parallel import comm
-from polyad.parallel.checkpoint.checkpoint import Checkpoint
-from polyad.parallel.checkpoint.commit import step_folders
-from polyad.parallel.checkpoint.manifest import (
-    PATIENCE,
-    Block,
+import numpy as np
+import xxhash
+
+from polyad.parallel.checkpoint.box import Box
+from polyad.parallel.checkpoint.format import (
+    CONFIG_FILE,
+    FORMAT,
+    FORMAT_VERSION,
+    INDEX_FILE,
+    MANIFEST_FILE,
+    PIECE_BYTES,
+    STATE_FILE,
     CheckpointError,
     DamagedCheckpoint,
-    Manifest,
-    share_of,
+    Header,
+    Index,
+    ManifestFile,
+    ManifestHead,
+    State,
+    StoredBox,
+    damaged,
+    digest,
 )
+from polyad.parallel.records import FormError, fault_of_file, parsed
+
+Watch: TypeAlias = Callable[[str, int, memoryview], None]
+"""Takes the name of a file, a position in it, and the bytes that were read there."""
+PATIENCE = 90.0
+"""Seconds that a node waits for a file that another node has seen: NFS trusts what it knows of a
+folder for up to 60."""
+_SELF = re.compile(rb',\n "xxh3": "([0-9a-f]{16})"\n}\n\Z')
 
 
-def newest_that_opens(folder: Path) -> Checkpoint | None:
-    """The newest checkpoint whose manifest, sizes and small files are right, or None if none is.
+class Block(NamedTuple):
+    """A part of a file that is verified at once."""
 
-    Nothing else is read, so every process may do it for itself, before there is a process group.
-    Those that are damaged are named in a warning.
+    name: str
+    begin: int
+    size: int
+    digest: str
+
+
+class Manifest:
+    """A manifest that was read, and the files that it vouches for.
 
     Args:
-        folder: the run's `checkpoints` folder.
+        folder: the checkpoint's.
 
     Raises:
-        CheckpointError: there are some, and none opens; or one is newer than this program.
+        CheckpointError: it is of another version than this program's.
+        DamagedCheckpoint: it is missing or damaged; or a file is missing, of another size, or not
+            listed.
     """
-    reasons = []
-    for path in reversed(step_folders(folder)):
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        manifest = self._read(folder / MANIFEST_FILE)
+        self.step = manifest.step
+        self.files = manifest.files
+        self._block_bytes = manifest.block_bytes
+        self._check_names()
+
+    def _read(self, path: Path) -> ManifestFile:
+        if path.is_symlink() and (fault := fault_of_file(self.folder, path.name)):
+            raise damaged(path, fault)
         try:
-            checkpoint = Checkpoint(path)
-        except DamagedCheckpoint as error:
-            reasons.append(str(error))
-            continue
-        _warn(reasons, path)
-        return checkpoint
-    if reasons:
-        raise DamagedCheckpoint(_none_is_good(folder, reasons))
-    return None
+            content = path.read_bytes()
+        except (FileNotFoundError, NotADirectoryError):
+            raise DamagedCheckpoint(
+                f"{self.folder}: is not a complete checkpoint: no {MANIFEST_FILE}"
+            ) from None
+        except OSError as error:
+            raise damaged(path, f"cannot be read: {error.strerror}") from None
+        ending = _SELF.search(content)
+        if ending and digest(content[: ending.start()]) != ending[1].decode():
+            raise damaged(path, "its digest of itself differs")
+        what = "it is no manifest of a Polyad checkpoint"
+        try:
+            head: ManifestHead = parsed(ManifestHead, content)
+            if head.format != FORMAT:
+                raise FormError(f"format: {head.format!r:.60}: {FORMAT!r} is needed")
+            if head.version > FORMAT_VERSION:
+                raise CheckpointError(
+                    f"{self.folder}: format version {head.version} is newer than "
+                    f"{FORMAT_VERSION}, which this Polyad reads"
+                )
+            if head.version < FORMAT_VERSION:
+                raise CheckpointError(
+                    f"{self.folder}: format version {head.version} is older than "
+                    f"{FORMAT_VERSION}, which this Polyad reads; no release wrote it"
+                )
+            manifest: ManifestFile = parsed(ManifestFile, content)
+        except FormError as error:
+            raise damaged(path, f"{what}: {error}") from None
+        if not ending:
+            raise damaged(path, f"{what}: no digest of itself")
+        return manifest
+
+    def _check_names(self) -> None:
+        for name in (INDEX_FILE, STATE_FILE, CONFIG_FILE):
+            if name not in self.files:
+                raise damaged(self.folder / MANIFEST_FILE, f"it does not list {name}")
+        with os.scandir(self.folder) as entries:
+            found = {entry.name: entry for entry in entries}
+        for name, about in self.files.items():
+            if name not in found:
+                raise damaged(self.folder / name, "missing, though the manifest lists it")
+            if fault := fault_of_file(self.folder, name):
+                raise damaged(self.folder / name, fault)
+            size = found[name].stat().st_size
+            if size != about.bytes:
+                raise damaged(
+                    self.folder / name, f"{size:,} bytes, the manifest says {about.bytes:,}"
+                )
+        if extra := sorted(found.keys() - self.files.keys() - {MANIFEST_FILE}):
+            raise damaged(
+                self.folder / extra[0],
+                "is not of the checkpoint, the manifest does not list it; move it away",
+            )
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all files but the manifest itself."""
+        return sum(record.bytes for record in self.files.values())
+
+    def blocks(self) -> list[Block]:
+        """All blocks, in order."""
+        size = self._block_bytes
+        return [
+            Block(name, begin, min(size, record.bytes - begin), value)
+            for name, record in self.files.items()
+            for begin, value in zip(itertools.count(0, size), record.xxh3, strict=False)
+        ]
+
+    def verify(
+        self,
+        blocks: Iterable[Block] | None = None,
+        report: Callable[[int], None] = lambda done: None,
+        watch: Watch = lambda name, begin, piece: None,
+        patience: float = 0.0,
+    ) -> None:
+        """Reads blocks and compares their digests.
+
+        Args:
+            blocks: some of `blocks()`; None: all of them, the bytes of each file in order.
+            report: called with the bytes that are verified so far.
+            watch: called with each piece that was read, before its block's digest is compared.
+            patience: seconds to wait for a file that is not there.
+
+        Raises:
+            DamagedCheckpoint: the first that differs or cannot be read.
+        """
+        done = 0
+        for block in self.blocks() if blocks is None else blocks:
+            path = self.folder / block.name
+            try:
+                actual = self._digest(path, block, watch, patience)
+            except OSError as error:
+                raise damaged(path, f"cannot be read: {error.strerror}") from None
+            if actual != block.digest:
+                raise damaged(
+                    path,
+                    f"the xxh3 of bytes {block.begin:,} to "
+                    f"{block.begin + block.size:,} differs from the manifest's",
+                )
+            done += block.size
+            report(done)
+
+    def content(self, name: str) -> bytes:
+        """A small file, verified.
+
+        Raises:
+            DamagedCheckpoint: it is damaged.
+        """
+        self.verify(block for block in self.blocks() if block.name == name)
+        return (self.folder / name).read_bytes()
+
+    def text(self, name: str) -> str:
+        """The text of a small file, verified.
+
+        Raises:
+            DamagedCheckpoint: it is not UTF-8, although its digest is right.
+        """
+        try:
+            return self.content(name).decode()
+        except UnicodeDecodeError:
+            raise damaged(self.folder / name, "it is no text") from None
+
+    def parsed(self, name: str, kind: Any) -> Any:
+        """The JSON of a small file, verified and checked.
+
+        Args:
+            name: of the file.
+            kind: what it holds, as `polyad.parallel.records.parsed` knows it.
+
+        Raises:
+            DamagedCheckpoint: it is damaged, or has another form although its digest is right.
+        """
+        try:
+            return parsed(kind, self.content(name))
+        except FormError as error:
+            raise damaged(self.folder / name, str(error)) from None
+
+    def _digest(self, path: Path, block: Block, watch: Watch, patience: float) -> str:
+        running, at = xxhash.xxh3_64(), block.begin
+        with patiently_opened(path, patience) as file:
+            file.seek(block.begin)
+            for piece in _pieces(file, block.size):
+                running.update(piece)
+                watch(block.name, at, piece)
+                at += len(piece)
+        return running.hexdigest()
 
 
-def shared(checkpoint: Checkpoint | None) -> Checkpoint | None:
-    """The checkpoint that rank 0 has opened, on every process.
-
-    Manifest, index, state and headers are read by rank 0 alone: 1,024 processes that each ask for
-    the sizes of 1,024 files would be a million requests to a server.
+def patiently_opened(path: Path, patience: float) -> Any:
+    """Opens a file to read bytes; waits for one that this node does not see yet.
 
     Args:
-        checkpoint: what rank 0 has; of the others it is not looked at.
-    """
-    contents = comm.from_main(None if checkpoint is None else checkpoint.contents)
-    if contents is None or comm.rank() == 0:
-        return checkpoint if comm.rank() == 0 else None
-    return Checkpoint(contents.manifest.folder, contents)
-
-
-def newest_verified(checkpoint: Checkpoint | None, folder: Path) -> Checkpoint | None:
-    """The checkpoint to go on from, with every byte verified; all processes share the reading.
-
-    Args:
-        checkpoint: what `newest_that_opens` gave on rank 0.
-        folder: the run's `checkpoints` folder.
-
-    Returns:
-        That one, or the next older one that is good, the same on every process; those that are
-        damaged are named in a warning.
+        path: of the file.
+        patience: seconds.
 
     Raises:
-        CheckpointError: on every process: there are some, and none is good.
+        OSError: it cannot be opened, or is not there after that time.
     """
-    newest = comm.from_main(None if checkpoint is None else checkpoint.folder)
-    if newest is None:
-        return None
-    found = step_folders(folder) if comm.rank() == 0 else []
-    older = found[: found.index(newest)][::-1] if newest in found else found[::-1]
-    reasons: list[str] = []
-    for path in comm.from_main([newest, *older]) or []:
-        opened, reason = _opened(path, checkpoint)
-        if opened is not None:
-            reason = _verify_together(opened.manifest)
-            if reason is None:
-                _warn(reasons, path)
-                opened.is_verified = True
-                return opened
-        reasons.append(reason or "")
-    raise DamagedCheckpoint(_none_is_good(folder, reasons))
-
-
-def _opened(path: Path, newest: Checkpoint | None) -> tuple[Checkpoint | None, str | None]:
-    """What rank 0 finds at a path, on every process: a checkpoint, or why it is none."""
-    checkpoint, reason = None, None
-    if comm.rank() == 0:
+    end = time.monotonic() + patience
+    while True:
         try:
-            known = newest is not None and newest.folder == path
-            checkpoint = newest if known else Checkpoint(path)
-        except CheckpointError as error:
-            reason = str(error)
-    return shared(checkpoint), comm.from_main(reason)
+            return path.open("rb", buffering=0)
+        except FileNotFoundError:
+            if time.monotonic() >= end:
+                raise
+            time.sleep(0.5)
 
 
-def _verify_together(manifest: Manifest) -> str | None:
-    """Reads every byte once, each on one process; None if all is well, else the first reason."""
-    reason = None
-    share = share_of(manifest.blocks(), comm.rank(), comm.size())
-    try:
-        with progress_of(manifest, share, quiet=comm.rank() > 0) as report:
-            manifest.verify(share, report, patience=PATIENCE if comm.rank() else 0.0)
-    except CheckpointError as error:
-        reason = str(error)
-    if not comm.any_rank(reason is not None):
-        return None
-    return next(text for text in comm.from_all(reason) if text is not None)
+def _pieces(file: Any, size: int) -> Iterator[memoryview]:
+    buffer = memoryview(bytearray(min(PIECE_BYTES, size)))
+    while size:
+        count = file.readinto(buffer[: min(len(buffer), size)])
+        if not count:
+            return  # the file was cut after its size was checked: the digest will differ
+        size -= count
+        yield buffer[:count]
 
 
-@contextmanager
-def progress_of(
-    manifest: Manifest, blocks: Sequence[Block], *, quiet: bool = False
-) -> Iterator[Callable[[int], None]]:
-    """Yields a function that takes the bytes verified so far, and prints rate and time left.
+def share_of(blocks: Sequence[Block], rank: int, size: int) -> list[Block]:
+    """The blocks that one of several processes verifies: about as many bytes as any other."""
+    return sorted(blocks, key=lambda block: -block.size)[rank::size]
+
+
+@dataclass(frozen=True)
+class Contents:
+    """The small files of a checkpoint, which agree with one another and with the tensor files."""
+
+    manifest: Manifest
+    index: Index
+    state: State
+    config_yaml: str
+    """The text, not parsed: `train` and `model` know its keys."""
+
+    @property
+    def is_judged(self) -> bool:
+        """Whether no validation of its weights was cut short: one that was may be not finite."""
+        return self.state.unfinished is None
+
+
+def read_contents(folder: Path) -> Contents:
+    """Reads the small files of a checkpoint, verified, and the headers of its tensor files.
 
     Args:
-        manifest: what is verified.
-        blocks: of it.
-        quiet: print nothing.
+        folder: the checkpoint's.
+
+    Raises:
+        CheckpointError: it is of another version than this program's.
+        DamagedCheckpoint: something is missing, damaged, of another form, or contradicts the rest.
     """
-    progress = Progress(report=(lambda line: None) if quiet else None)
-    progress.start(f"verify {manifest.folder.name}", sum(block.size for block in blocks))
+    manifest = Manifest(folder)
+    index: Index = manifest.parsed(INDEX_FILE, Index)
+    state: State = manifest.parsed(STATE_FILE, State)
+    config_yaml = manifest.text(CONFIG_FILE)
+    if "step" in state.model_fields_set and state.step != manifest.step:
+        raise damaged(
+            folder / STATE_FILE, f"step: {state.step:,}: the manifest says {manifest.step:,}"
+        )
+    headers = {}
+    for name, record in manifest.files.items():
+        if name.endswith(".safetensors"):
+            try:
+                headers[name] = Header(folder / name, record.bytes)
+            except FormError as error:
+                raise damaged(folder / name, str(error)) from None
+            except OSError as error:
+                raise damaged(folder / name, f"cannot be read: {error.strerror}") from None
     try:
-        yield progress.update
-    finally:
-        progress.close()
+        _check_index(index, headers)
+    except FormError as error:
+        raise damaged(folder / INDEX_FILE, str(error)) from None
+    return Contents(manifest, index, state, config_yaml)
 
 
-def _none_is_good(folder: Path, reasons: Sequence[str]) -> str:
-    return (
-        f"{'; '.join(reasons)}; no good checkpoint is left in {folder}: move the folder away to "
-        f"begin at step 0, or put a good copy back"
+def _check_index(index: Index, headers: Mapping[str, Header]) -> None:
+    """Compares an index with the files: each box must be a tensor of its file, at its place.
+
+    Args:
+        index: of a checkpoint.
+        headers: of its tensor files, by name.
+
+    Raises:
+        FormError: the first box that is not.
+    """
+    for name, fields in index.tensors.items():
+        for field, tensor in fields.items():
+            for box in tensor.chunks:
+                where = f"the chunk at {list(box.offset)} of {field} of {name}"
+                header = headers.get(box.file)
+                if header is None:
+                    raise FormError(
+                        f"{where}: {box.file!r} is no tensor file that the manifest lists"
+                    )
+                key = Box(name, field, tensor.shape, box.offset, box.size).key
+                if fault := header.fault(key, tensor.dtype, box.size, box.begin):
+                    raise FormError(
+                        f"{where}: {tensor.dtype} {list(box.size)} at byte {box.begin:,} of "
+                        f"{box.file}: {fault}"
+                    )
+
+
+def is_good(contents: Contents) -> bool:
+    """Whether a run can go on from a checkpoint: it is judged, and all its numbers are finite.
+
+    Args:
+        contents: of a checkpoint whose bytes are verified.
+    """
+    return contents.is_judged and all(
+        all_finite(_bytes(contents.manifest.folder / box.file, box.begin, tensor.bytes_of(box)))
+        for fields in contents.index.tensors.values()
+        for tensor in fields.values()
+        if tensor.dtype == "F32"
+        for box in tensor.chunks
     )
 
 
-def _warn(reasons: Sequence[str], path: Path) -> None:
-    if os.environ.get("RANK", "0") == "0":
-        for reason in reasons:
-            line = f"polyad: warning: {reason}; the run goes on from {path.name}"
-            print(line, file=sys.stderr, flush=True)
+def all_finite(data: memoryview) -> bool:
+    """Whether no number is NaN or infinite.
+
+    Args:
+        data: of fp32 numbers.
+    """
+    numbers = np.frombuffer(data, "<f4")
+    count = PIECE_BYTES // numbers.itemsize
+    with np.errstate(all="ignore"):
+        for first in range(0, len(numbers), count):
+            some = numbers[first : first + count]
+            # A sum is quick, and finite only of finite numbers; of finite ones it may overflow.
+            if not np.isfinite(some.sum()) and not np.isfinite(some).all():
+                return False
+    return True
+
+
+def _bytes(path: Path, begin: int, size: int) -> memoryview:
+    """A part of a file, mapped."""
+    if not size:
+        return memoryview(b"")
+    with path.open("rb") as file:
+        return np.memmap(file, "u1", "r", begin, size).data
+
+
+def verify_contents(folder: Path, report: Callable[[int], None] = lambda done: None) -> Contents:
+    """As `read_contents`, and reads every byte once: digests of files and those of the index.
+
+    Args:
+        folder: the checkpoint's.
+        report: called with the bytes that are verified so far.
+
+    Raises:
+        CheckpointError: as `read_contents`, or a digest differs.
+    """
+    contents = read_contents(folder)
+    contents.manifest.verify(report=report, watch=_BoxDigests(contents))
+    return contents
+
+
+class _BoxDigests:
+    """Digests the boxes of an index from the pieces of its files, each file's in order."""
+
+    def __init__(self, contents: Contents) -> None:
+        self._manifest = contents.manifest
+        self._waiting: dict[str, list[tuple[int, int, StoredBox]]] = {}
+        for fields in contents.index.tensors.values():
+            for tensor in fields.values():
+                for box in tensor.chunks:
+                    end = box.begin + tensor.bytes_of(box)
+                    if end > box.begin:
+                        self._waiting.setdefault(box.file, []).append((box.begin, end, box))
+        for place in self._waiting.values():
+            place.sort(key=lambda each: -each[0])  # the next one stands at the end
+        self._digest = xxhash.xxh3_64()
+
+    def __call__(self, name: str, at: int, piece: memoryview) -> None:
+        waiting, stop = self._waiting.get(name, []), at + len(piece)
+        while waiting and waiting[-1][0] < stop:
+            begin, end, box = waiting[-1]
+            self._digest.update(piece[max(begin - at, 0) : end - at])
+            if end > stop:
+                return
+            waiting.pop()
+            if self._digest.hexdigest() != box.xxh3:
+                raise box_differs(self._manifest.folder, box)
+            self._digest.reset()
+
+
+def box_differs(folder: Path, box: StoredBox) -> DamagedCheckpoint:
+    """The error for a box whose digest is not that of the index."""
+    return damaged(folder / box.file, f"the xxh3 of the chunk at byte {box.begin:,} differs")

@@ -11,7 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from polyad.model.build import build_model, compile_model, materialize
 from polyad.model.gpt2 import GPT2Config
 from polyad.model.kernels.linear_cross_entropy import by_definition, linear_cross_entropy
-from polyad.parallel.checkpoint.copying import Copying, Pair
+from polyad.parallel.checkpoint.saving import Copy, Task
 from polyad.parallel.comm import World
 from polyad.train.errors import RunError
 from polyad.train.guard.memory import explain_out_of_memory
@@ -192,14 +192,15 @@ def test_a_snapshot_has_what_was_queued_before_it_and_waits_for_nothing_after() 
         busy = torch.tanh(busy @ busy)
     for number, value in enumerate(values):
         value += number + 0 * busy[0, 0]
-    pairs = [Pair(torch.empty(value.shape), value) for value in values]
+    pairs = [Copy(torch.empty(value.shape), value) for value in values]
     ordered = threading.Event()
-    copying = Copying(pairs, ordered.set, CUDA)
+    copying = Task(lambda check: ordered.set(), pairs, CUDA)
     for _ in itertools.repeat(None, 100):  # hundreds of milliseconds, queued at once
         busy = torch.tanh(busy @ busy)
     done = torch.cuda.Event()
     done.record()
-    assert copying.result() is None
+    copying.join()
+    assert copying.error is None
     assert not done.query()
     assert ordered.is_set()
     for number, pair in enumerate(pairs):

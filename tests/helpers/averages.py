@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from polyad.parallel.checkpoint.box import EMA, MASTER
-from polyad.parallel.checkpoint.writer import save
+from polyad.parallel.checkpoint.writing import save
 from polyad.parallel.fragments import fragments
 from polyad.train.loop.step import train_step
 from polyad.train.tasks.language import text_losses
@@ -24,8 +24,8 @@ def averaged(case: Case) -> dict[str, Any]:
     engine, world = build_engine(case)
     held, decay = fragments(engine), case.average
     assert decay is not None
-    expected = {name: fragment.view(MASTER).double() for name, fragment in held.items()}
-    started = [torch.equal(f.view(EMA), f.view(MASTER)) for f in held.values()]
+    expected = {name: fragment.values[MASTER].double() for name, fragment in held.items()}
+    started = [torch.equal(f.view(EMA), f.values[MASTER]) for f in held.values()]
     applied = []
     for step in range(case.last_step):
         batches = list(text_batches(step, world, case.model))
@@ -36,11 +36,13 @@ def averaged(case: Case) -> dict[str, Any]:
         applied.append(outcome.result.applied)
         if applied[-1]:
             for name, fragment in held.items():
-                now = fragment.view(MASTER).double()
+                now = fragment.values[MASTER].double()
                 expected[name] = decay * expected[name] + (1 - decay) * now
     if case.save_to:
         save(engine, Path(case.save_to), case.last_step, state={}, config_yaml=model_yaml(case))
-    pairs = [(f.view(EMA).double(), f.view(MASTER).double(), expected[n]) for n, f in held.items()]
+    pairs = [
+        (f.values[EMA].double(), f.values[MASTER].double(), expected[n]) for n, f in held.items()
+    ]
     return {
         "started": all(started),
         "wrong": max((average - by_hand).abs().max().item() for average, _, by_hand in pairs),

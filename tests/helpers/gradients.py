@@ -63,7 +63,7 @@ def mean_gradient(stage: int, gradients: list[list[float]]) -> tuple[list[float]
         x_S = torch.full((SIZE,), of_ranks[world.rank], dtype=torch.bfloat16)
         engine.backward(engine.deepspeed(x_S))
         engine.step(1.0)
-    moved = -fragments(engine)["weight"].view(MASTER)
+    moved = -fragments(engine)["weight"].values[MASTER]
     return moved.unique().tolist(), engine.deepspeed.tput_timer.config.enabled
 
 

@@ -7,7 +7,7 @@ from unittest import mock
 import torch
 
 from polyad.parallel import comm
-from polyad.parallel.checkpoint.checkpoint import Checkpoint
+from polyad.parallel.checkpoint.reading import Checkpoint
 from polyad.train.config.run import RunConfig
 from polyad.train.layout import trial
 from polyad.train.layout.compare import Difference, differences

@@ -9,7 +9,7 @@ from torch import Tensor
 from polyad.data.sequences.samples import SequenceBatch
 from polyad.model.output import RoutingStats
 from polyad.parallel import comm
-from polyad.parallel.checkpoint.writer import save
+from polyad.parallel.checkpoint.writing import save
 from polyad.train.loop.device import Prefetch
 from polyad.train.loop.routing import routing_record
 from polyad.train.loop.step import train_step

@@ -11,7 +11,8 @@ from pathlib import Path
 import xxhash
 
 from polyad.launch.cli import run as polyad
-from polyad.parallel.checkpoint.manifest import record_of, render
+from polyad.parallel.checkpoint.format import render
+from polyad.parallel.checkpoint.tensor_file import record_of
 from tests.helpers.runs import newest
 
 WEIGHT = "token_embedding.weight"

@@ -13,8 +13,9 @@ import torch
 import yaml
 
 from polyad.parallel import comm
-from polyad.parallel.checkpoint.checkpoint import Checkpoint
-from polyad.parallel.checkpoint.manifest import MANIFEST_FILE, record_of, render
+from polyad.parallel.checkpoint.format import MANIFEST_FILE, render
+from polyad.parallel.checkpoint.reading import Checkpoint
+from polyad.parallel.checkpoint.tensor_file import record_of
 from polyad.train.evaluation.evaluate import evaluate
 from polyad.train.evaluation.rewriting import rewriting
 from polyad.train.evaluation.robustness import robustness

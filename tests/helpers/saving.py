@@ -1,28 +1,25 @@
 """Saves of a tiny model with its disk recorded or failing, called in worker processes."""
 
 import io
-import mmap
 import os
 import resource
 import shutil
-import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import psutil
-
 from polyad.parallel import comm
-from polyad.parallel.checkpoint import checkpoint as checkpoint_file
-from polyad.parallel.checkpoint import parts, snapshot, snapshot_process, verification
-from polyad.parallel.checkpoint.commit import Retention
-from polyad.parallel.checkpoint.manifest import CheckpointError, Manifest
-from polyad.parallel.checkpoint.saver import Saver
-from polyad.parallel.checkpoint.verification import newest_that_opens, newest_verified
-from polyad.parallel.checkpoint.writer import SaveError
+from polyad.parallel import fragments as fragments_file
+from polyad.parallel.checkpoint import finding, reading
+from polyad.parallel.checkpoint.finding import newest_that_opens, newest_verified
+from polyad.parallel.checkpoint.format import CheckpointError
+from polyad.parallel.checkpoint.keeping import Retention
+from polyad.parallel.checkpoint.saving import Saver
+from polyad.parallel.checkpoint.verification import Manifest
+from polyad.parallel.checkpoint.writing import SaveError
 from polyad.parallel.fragments import fill, fragments
 from polyad.parallel.zero import Engine
 from tests.helpers.disk import audited, read_tree, recorded
@@ -33,51 +30,26 @@ Save = Callable[[int], None]
 
 @contextmanager
 def saving(engine: Engine, folder: Path, last: int | None, *, way: str) -> Iterator[Save]:
-    """Gives what saves a step and returns once it is done, in this way.
+    """Gives what saves a step, `synchronous` or by a `snapshot`, and returns once it is done."""
+    keep = Retention(last=last)
+    saver = Saver(engine, folder, keep=keep, asynchronous=way == "snapshot")
 
-    `snapshot` is as `process`, but the orders are done by a thread of this process, where they can
-    be recorded and failed.
-    """
-    thread = mock.patch.object(snapshot, "_start", _Thread) if way == "snapshot" else nullcontext()
-    with thread:
-        keep = Retention(last=last)
-        saver = Saver(engine, folder, keep=keep, asynchronous=way != "synchronous")
+    def save(step: int) -> None:
+        saver.save(step, {"step": step}, model_yaml(Case()), {})
+        saver.finish()
 
-        def save(step: int) -> None:
-            saver.save(step, {"step": step}, model_yaml(Case()), {})
-            saver.finish()
-
-        try:
-            yield save
-        finally:
-            saver.close()
-
-
-class _Thread:
-    """A writing process that is a thread; the part of `Popen` that is used."""
-
-    def __init__(self, descriptor: int) -> None:
-        (orders, stdin), (stdout, answers) = os.pipe(), os.pipe()
-        self.stdin, self.stdout, self.pid = os.fdopen(stdin, "wb"), os.fdopen(stdout, "rb"), 0
-        memory = mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ)
-        arguments = (os.fdopen(orders), os.fdopen(answers, "w"), memory)
-        self._thread = threading.Thread(target=snapshot_process.serve, args=arguments)
-        self._thread.start()
-
-    def kill(self) -> None:
-        """Nothing is left running: it ends with its orders."""
-
-    def wait(self) -> int:
-        self._thread.join()
-        return 0
+    try:
+        yield save
+    finally:
+        saver.close()
 
 
 def change(engine: Engine, step: int) -> None:
     """Makes the next checkpoint another one in every tensor."""
     engine.about_to_change()
     for fragment in fragments(engine).values():
-        for field in ("master", *engine.state_fields):
-            fragment.view(field).fill_(step)
+        for values in fragment.values.values():
+            values.fill_(step)
 
 
 def record_saves(case: Case, folder: str, steps: list[int], last: int, way: str) -> dict[str, Any]:
@@ -165,11 +137,9 @@ def save_in_little_room(case: Case, folder: str, size: int, way: str) -> tuple[s
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     with saving(engine, Path(folder), None, way=way) as save:
         save(1)
-        writers = [child.pid for child in psutil.Process().children()]
-        limited = [0, *writers] if world.is_main else []
         try:
-            for process in limited:
-                resource.prlimit(process, resource.RLIMIT_FSIZE, (size, before[1]))
+            if world.is_main:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
             save(2)
             text = "none"
         except SaveError as error:
@@ -218,7 +188,7 @@ def files_opened(folder: str, case: Any) -> dict[str, Any]:
     """What this process opens, lists and digests when it takes up the newest checkpoint."""
     engine, world = build_engine(case)
     opened, digested, listed = [], [], []
-    original, scan, digest = io.open, os.scandir, checkpoint_file.digest
+    original, scan, digest = io.open, os.scandir, reading.digest
 
     def note(path: Any, *others: Any, **named: Any) -> Any:
         if isinstance(path, Path | str) and str(path).startswith(folder):
@@ -236,7 +206,7 @@ def files_opened(folder: str, case: Any) -> dict[str, Any]:
     with (
         mock.patch.object(io, "open", note),
         mock.patch.object(os, "scandir", note_list),
-        mock.patch.object(checkpoint_file, "digest", note_digest),
+        mock.patch.object(reading, "digest", note_digest),
     ):
         newest = newest_that_opens(Path(folder)) if world.is_main else None
         chosen = newest_verified(newest, Path(folder))
@@ -262,7 +232,7 @@ def verify_behind_a_cache(folder: str, seconds: float) -> str:
     newest = newest_that_opens(Path(folder)) if comm.rank() == 0 else None
     with (
         mock.patch.object(Path, "open", late),
-        mock.patch.object(verification, "PATIENCE", 2.0),
+        mock.patch.object(finding, "PATIENCE", 2.0),
     ):
         try:
             chosen = newest_verified(newest, Path(folder))
@@ -273,5 +243,5 @@ def verify_behind_a_cache(folder: str, seconds: float) -> str:
 
 def train_rearranging(case: Case) -> dict[str, Any]:
     """As `train`, with parts that are rearranged before they are written, on any process."""
-    with mock.patch.object(parts, "REARRANGED_FROM", 1):
+    with mock.patch.object(fragments_file, "REARRANGED_FROM", 1):
         return train(case)

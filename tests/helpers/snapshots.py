@@ -1,23 +1,22 @@
 """Snapshots of a tiny model that is trained meanwhile, called in worker processes."""
 
-import os
-import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import torch
 
 from polyad.model.build import build_model
 from polyad.parallel import comm
-from polyad.parallel.checkpoint import copying
-from polyad.parallel.checkpoint.commit import Retention, complete_checkpoints
-from polyad.parallel.checkpoint.copying import Copying
-from polyad.parallel.checkpoint.saver import Saver
-from polyad.parallel.checkpoint.writer import SaveError
+from polyad.parallel.checkpoint import saving as saving_file
+from polyad.parallel.checkpoint import writing
+from polyad.parallel.checkpoint.keeping import Retention, complete_checkpoints
+from polyad.parallel.checkpoint.saving import Saver, Task
+from polyad.parallel.checkpoint.writing import SaveError
 from polyad.parallel.fragments import fill, fragments, persistent_buffers
 from polyad.parallel.source import InitialWeights
 from polyad.parallel.zero import Engine
@@ -48,7 +47,7 @@ def save_both_ways(case: Case, folder: str, then: str = "step", waits: bool = Tr
     root = Path(folder)
     with saving(engine, root / "synchronous", None, way="synchronous") as save:
         save(1)
-    saver = Saver(engine, root / "process", keep=Retention(), asynchronous=True)
+    saver = Saver(engine, root / "snapshot", keep=Retention(), asynchronous=True)
     deaf = mock.patch.object(engine, "before_change") if not waits else nullcontext()
     with copies_held(), deaf:
         saver.save(1, {"step": 1}, model_yaml(Case()), {})
@@ -89,9 +88,9 @@ def changes_told(case: Case) -> list[bool]:
 
 def _content(engine: Engine) -> dict[tuple[str, str], torch.Tensor]:
     return {
-        (name, field): fragment.view(field).clone()
+        (name, field): values.clone()
         for name, fragment in fragments(engine).items()
-        for field in ("master", *engine.state_fields)
+        for field, values in fragment.values.items()
     }
 
 
@@ -106,17 +105,21 @@ def take_step(engine: Engine, world: comm.World, case: Case, step: int) -> None:
 @contextmanager
 def copies_held() -> Iterator[None]:
     """No thread copies a tensor before somebody waits for the copies."""
-    begun, copy_tensor, wait = threading.Event(), copying.copy_tensor, Copying.wait
+    begun, copy_tensor, wait = threading.Event(), saving_file.copy_tensor, Task.wait_for_copies
 
     def held(place: torch.Tensor, values: torch.Tensor) -> None:
-        begun.wait()
+        if threading.current_thread() is not threading.main_thread():
+            begun.wait()
         copy_tensor(place, values)
 
-    def told(self: Copying) -> None:
+    def told(self: Task) -> None:
         begun.set()
         wait(self)
 
-    with mock.patch.object(copying, "copy_tensor", held), mock.patch.object(Copying, "wait", told):
+    with (
+        mock.patch.object(saving_file, "copy_tensor", held),
+        mock.patch.object(Task, "wait_for_copies", told),
+    ):
         yield
 
 
@@ -125,20 +128,25 @@ def second_save_waits(case: Case, folder: str) -> list[str]:
     engine, world = build_engine(case)
     path = Path(folder)
     saver = Saver(engine, path, keep=Retention(), asynchronous=True)
-    assert saver.writer_id is not None
-    if world.is_main:
-        os.kill(saver.writer_id, signal.SIGSTOP)
-    saver.save(1, {"step": 1}, model_yaml(case), {})
-    for _ in range(3):
-        saver.poll()
-    comm.barrier()
-    before = [path.name for path in complete_checkpoints(path)]
-    comm.barrier()
-    started = time.monotonic()
-    if world.is_main:
-        threading.Timer(1.0, os.kill, (saver.writer_id, signal.SIGCONT)).start()
-    saver.save(2, {"step": 2}, model_yaml(case), {})
-    comm.barrier()
+    going, write_shard = threading.Event(), saving_file.write_shard
+
+    def held_up(*given: Any, **named: Any) -> Any:
+        going.wait()
+        return write_shard(*given, **named)
+
+    if not world.is_main:
+        going.set()
+    with mock.patch.object(saving_file, "write_shard", held_up):
+        saver.save(1, {"step": 1}, model_yaml(case), {})
+        for _ in range(3):
+            saver.poll()
+        comm.barrier()
+        before = [path.name for path in complete_checkpoints(path)]
+        comm.barrier()
+        started = time.monotonic()
+        threading.Timer(1.0, going.set).start()
+        saver.save(2, {"step": 2}, model_yaml(case), {})
+        comm.barrier()
     waited = time.monotonic() - started
     # The second one may be done as well by now.
     between = [path.name for path in complete_checkpoints(path)][:1]
@@ -154,20 +162,16 @@ def save_that_fails(case: Case, folder: str, what: str) -> tuple[str, str]:
     Args:
         case: what is saved.
         folder: for checkpoints.
-        what: fails: the `writer`, which is killed, or a `copy` in the thread.
+        what: fails in the thread: `copy_tensor` or `write_shard`.
     """
     engine, world = build_engine(case)
     lines = []
     for in_a_step in (True, False):
         saver = Saver(engine, Path(folder), keep=Retention(), asynchronous=True)
-        assert saver.writer_id is not None
         failing = nullcontext()
-        if world.rank == 1 and what == "copy":
+        if world.rank == 1:
             error = RuntimeError("the device is lost\nand a line for its makers")
-            failing = mock.patch.object(copying, "copy_tensor", side_effect=error)
-        elif world.rank == 1:
-            os.kill(saver.writer_id, signal.SIGKILL)
-            os.waitid(os.P_PID, saver.writer_id, os.WEXITED | os.WNOWAIT)
+            failing = mock.patch.object(Task, "_run", failing_run(what, error))
         comm.barrier()
         try:
             with failing:
@@ -187,6 +191,43 @@ def save_that_fails(case: Case, folder: str, what: str) -> tuple[str, str]:
     return lines[0], lines[1]
 
 
+def failing_run(what: str, error: Exception) -> Callable[[Task], None]:
+    """The work of a thread in which one function of `saving.py` fails."""
+    run = Task._run
+
+    def failing(self: Task) -> None:
+        with mock.patch.object(saving_file, what, side_effect=error):
+            run(self)
+
+    return failing
+
+
+def close_while_writing(case: Case, folder: str) -> tuple[float, list[str]]:
+    """What a run leaves that ends in the middle of a file, whose every piece takes 10 ms.
+
+    Returns:
+        Seconds that closing took, and names in the checkpoints' folder.
+    """
+    engine, _ = build_engine(case)
+    saver = Saver(engine, Path(folder), keep=Retention(), asynchronous=True)
+    written, all_finite = threading.Event(), writing.all_finite
+
+    def slow(piece: memoryview) -> bool:
+        written.set()
+        time.sleep(0.01)
+        return all_finite(piece)
+
+    with mock.patch.object(writing, "all_finite", slow):
+        saver.save(1, {}, model_yaml(case), {})
+        assert written.wait(10)
+        started = time.monotonic()
+        saver.close()
+        seconds = time.monotonic() - started
+    assert not [t for t in threading.enumerate() if t.name == saving_file.THREAD_NAME]
+    comm.barrier()
+    return seconds, [path.name for path in Path(folder).glob("step-*")]
+
+
 def close_while_copying(case: Case, folder: str) -> list[str]:
     """What a run that ends in the middle of a copy leaves: nothing is committed or read any more.
 
@@ -198,7 +239,7 @@ def close_while_copying(case: Case, folder: str) -> list[str]:
     with copies_held():
         saver.save(1, {}, model_yaml(case), {})
         saver.close()
-    assert not [t for t in threading.enumerate() if t.name == copying.THREAD_NAME]
+    assert not [t for t in threading.enumerate() if t.name == saving_file.THREAD_NAME]
     change(engine, 7)
     saver.finish()  # nothing is pending
     comm.barrier()
@@ -210,9 +251,9 @@ def slow_copies(folder: Path, rank: int) -> None:
 
     For the process of a run, of two blocks or so.
     """
-    run, copy_tensor = Copying._run, copying.copy_tensor
+    run, copy_tensor = Task._run, saving_file.copy_tensor
 
-    def marked(self: Copying) -> None:
+    def marked(self: Task) -> None:
         mark = folder / f"copying-{rank}"
         mark.touch()
         try:
@@ -224,5 +265,5 @@ def slow_copies(folder: Path, rank: int) -> None:
         time.sleep(0.001)
         copy_tensor(place, values)
 
-    Copying._run = marked  # type: ignore[method-assign]
-    copying.copy_tensor = slow
+    Task._run = marked  # type: ignore[method-assign]
+    saving_file.copy_tensor = slow

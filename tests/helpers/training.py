@@ -21,8 +21,8 @@ from polyad.model.lora import LoRAConfig, add_lora, of_base
 from polyad.model.output import RoutingStats
 from polyad.model.vision import ImageModelSettings
 from polyad.parallel import comm
-from polyad.parallel.checkpoint.checkpoint import Checkpoint
-from polyad.parallel.checkpoint.writer import save
+from polyad.parallel.checkpoint.reading import Checkpoint
+from polyad.parallel.checkpoint.writing import save
 from polyad.parallel.config import ParallelConfig
 from polyad.parallel.dims import Dims
 from polyad.parallel.fragments import fill

@@ -11,7 +11,7 @@ from unittest import mock
 import torch
 
 from polyad.parallel import comm
-from polyad.parallel.checkpoint.commit import complete_checkpoints
+from polyad.parallel.checkpoint.keeping import complete_checkpoints
 from polyad.train.loop.hooks import Checkpoints, Validation
 from polyad.train.pretrain import main
 

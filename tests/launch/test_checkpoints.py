@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from polyad.launch.cli import run as polyad
-from polyad.parallel.checkpoint.commit import write_rest
-from polyad.parallel.checkpoint.writer import save_weights
+from polyad.parallel.checkpoint.writing import save_weights, write_rest
 
 NAMES = ("step-00000002", "step-00000004", "step-00000006")
 
@@ -109,9 +108,9 @@ def test_a_checkpoint_that_is_not_finite_or_not_judged_is_not_the_good_one(
         shutil.rmtree(folder / name)
         (folder / name).mkdir()
         with monkeypatch.context() as older:  # versions that wrote whatever there was
-            older.setattr("polyad.parallel.checkpoint.commit.all_finite", lambda data: True)
+            older.setattr("polyad.parallel.checkpoint.writing.all_finite", lambda data: True)
             older.setattr(
-                "polyad.parallel.checkpoint.writer.write_rest", write_rest_of(int(name[5:]))
+                "polyad.parallel.checkpoint.writing.write_rest", write_rest_of(int(name[5:]))
             )
             save_weights(
                 folder / name, {"weight": (3,)}, lambda _, value=value: torch.full((3,), value),

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from polyad.launch.child import polyad
-from polyad.parallel.checkpoint.commit import complete_checkpoints
+from polyad.parallel.checkpoint.keeping import complete_checkpoints
 from tests.launch.conftest import ROOT
 
 pytestmark = pytest.mark.distributed

@@ -15,7 +15,7 @@ import pytest
 
 from polyad.launch.torchrun import STOP_FILE, _stopped, forget_stop, tell_launcher
 from polyad.launch.via.command import torchrun
-from polyad.parallel.checkpoint.commit import complete_checkpoints
+from polyad.parallel.checkpoint.keeping import complete_checkpoints
 
 pytestmark = pytest.mark.distributed
 

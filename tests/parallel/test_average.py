@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from polyad.parallel.checkpoint.box import Box
-from polyad.parallel.checkpoint.checkpoint import Checkpoint
-from polyad.parallel.checkpoint.manifest import CheckpointError
+from polyad.parallel.checkpoint.format import CheckpointError
+from polyad.parallel.checkpoint.reading import Checkpoint
 from polyad.parallel.source import WeightsOnly
 from polyad.parallel.weights import load_model, open_weights
 from tests.helpers.averages import averaged

@@ -8,7 +8,7 @@ import torch
 from polyad.model.build import build_model, num_parameters
 from polyad.model.lora import LoRAConfig
 from polyad.parallel.checkpoint.box import Box
-from polyad.parallel.checkpoint.checkpoint import Checkpoint
+from polyad.parallel.checkpoint.reading import Checkpoint
 from polyad.parallel.source import InitialWeights
 from polyad.train.loop.optimizer import GroupConfig
 from tests.helpers.everyday import everyday

@@ -12,10 +12,12 @@ import yaml
 
 from polyad.launch.cli import run as polyad
 from polyad.model.build import build_model
-from polyad.parallel.checkpoint.checkpoint import Checkpoint
-from polyad.parallel.checkpoint.manifest import CheckpointError, Manifest, record_of, render
-from polyad.parallel.checkpoint.verification import newest_that_opens
-from polyad.parallel.checkpoint.writer import save_weights
+from polyad.parallel.checkpoint.finding import newest_that_opens
+from polyad.parallel.checkpoint.format import CheckpointError, render
+from polyad.parallel.checkpoint.reading import Checkpoint
+from polyad.parallel.checkpoint.tensor_file import record_of
+from polyad.parallel.checkpoint.verification import Manifest
+from polyad.parallel.checkpoint.writing import save_weights
 from polyad.parallel.weights import load_model
 from polyad.train.guard import room
 from tests.helpers.runs import write_config

@@ -11,8 +11,9 @@ import os
 import pytest
 
 from polyad.model.gpt2 import GPT2Config
-from polyad.parallel.checkpoint.commit import complete_checkpoints, put_back, remove_leftovers
-from polyad.parallel.checkpoint.manifest import CheckpointError, Manifest
+from polyad.parallel.checkpoint.format import CheckpointError
+from polyad.parallel.checkpoint.keeping import complete_checkpoints, put_back, remove_leftovers
+from polyad.parallel.checkpoint.verification import Manifest
 from tests.helpers.disk import Disk, write_tree
 from tests.helpers.saving import failing_save, record_saves, save_in_little_room
 from tests.helpers.training import Case
@@ -26,8 +27,7 @@ STEPS = {
 }  # the second save removes the first, or replaces it
 TINY = GPT2Config(num_layers=1, hidden_size=12, num_heads=2, sequence_length=9, vocab_size=31)
 CASE = Case(stage=1, model=TINY)
-# By the training process itself, or from a snapshot: there a thread takes the place of the writing
-# process and does the same orders, where they can be recorded and failed.
+# While training waits, or by a thread from a snapshot.
 WAYS = ("synchronous", "snapshot")
 
 
@@ -258,7 +258,6 @@ def test_every_operation_may_fail(workers, tmp_path, error, way):
     assert_refused_and_kept(workers, tmp_path, faults, way)
 
 
-@pytest.mark.parametrize("way", ["synchronous", "process"])
 def test_a_file_that_the_kernel_finds_too_large_is_one_line(workers, tmp_path, way):
     folder = tmp_path / "checkpoints"
     (text, tree), (other, _) = workers(2).run(save_in_little_room, CASE, str(folder), 10_000, way)

@@ -3,20 +3,14 @@
 import json
 import random
 import shutil
-import zlib
 from pathlib import Path
 
 import pytest
 
-from polyad.parallel.checkpoint.checkpoint import Checkpoint
-from polyad.parallel.checkpoint.manifest import (
-    BLOCK_BYTES,
-    CheckpointError,
-    DamagedCheckpoint,
-    Manifest,
-)
+from polyad.parallel.checkpoint.format import BLOCK_BYTES, CheckpointError, DamagedCheckpoint
+from polyad.parallel.checkpoint.reading import Checkpoint
+from polyad.parallel.checkpoint.verification import Manifest
 from polyad.parallel.weights import load_model
-from tests.helpers.training import tensors
 
 pytestmark = pytest.mark.distributed
 
@@ -154,7 +148,8 @@ def test_a_name_that_leads_out_of_the_folder_is_refused(copy):
 def test_a_file_of_several_blocks_is_verified_block_by_block(tmp_path):
     import xxhash
 
-    from polyad.parallel.checkpoint.manifest import BlockDigests, share_of
+    from polyad.parallel.checkpoint.tensor_file import BlockDigests
+    from polyad.parallel.checkpoint.verification import share_of
 
     size = 2 * BLOCK_BYTES + 5
     blocks = BlockDigests()
@@ -162,11 +157,11 @@ def test_a_file_of_several_blocks_is_verified_block_by_block(tmp_path):
         blocks.update(memoryview(bytes(min(7 * 2**20 + 1, size - first))))
     record = blocks.record()
     whole, rest = (xxhash.xxh3_64_hexdigest(bytes(n)) for n in (BLOCK_BYTES, 5))
-    assert (record.bytes, record.digests) == (size, (whole, whole, rest))
+    assert (record.bytes, record.xxh3) == (size, (whole, whole, rest))
 
     class Several(Manifest):
         def __init__(self, folder):
-            self.folder, self.version, self.algorithm = folder, 2, "xxh3"
+            self.folder = folder
             self._block_bytes, self.files = BLOCK_BYTES, {"file": record}
 
     with (tmp_path / "file").open("wb") as file:
@@ -183,31 +178,15 @@ def test_a_file_of_several_blocks_is_verified_block_by_block(tmp_path):
         manifest.verify()
 
 
-def test_a_checkpoint_of_the_first_version_is_read_and_verified(copy, good_checkpoint):
-    """It had one crc32 for a file, one for a chunk, and none for the manifest."""
-    index = json.loads((copy / "index.json").read_text())
-    for fields in index["tensors"].values():
-        for about in fields.values():
-            for chunk in about["chunks"]:
-                data = (copy / chunk["file"]).read_bytes()
-                size = {"F32": 4, "I64": 8}.get(about["dtype"], 1)
-                for count in chunk["size"]:
-                    size *= count
-                del chunk["xxh3"]
-                chunk["crc32"] = zlib.crc32(data[chunk["begin"] : chunk["begin"] + size])
-    (copy / "index.json").write_text(json.dumps(index))
-    files = {
-        path.name: {"bytes": path.stat().st_size, "crc32": zlib.crc32(path.read_bytes())}
-        for path in copy.iterdir()
-        if path.name != "manifest.json"
-    }
-    old = {"format": "polyad-checkpoint", "version": 1, "step": 1, "files": files}
-    (copy / "manifest.json").write_text(json.dumps(old, indent=1))
-    Manifest(copy).verify()
-    before, after = tensors(good_checkpoint), tensors(copy)
-    assert all(before[key].equal(after[key]) for key in before)
-    shard = copy / "rank-00001.safetensors"
-    data = bytearray(shard.read_bytes())
-    data[-9] ^= 2
-    shard.write_bytes(data)
-    assert "the crc32 of bytes 0 to" in refused(copy, shard.name)
+@pytest.mark.parametrize(
+    ("version", "reason"),
+    [(1, "is older than 2, which this Polyad reads"), (3, "is newer than 2")],
+)
+def test_another_version_is_one_line(copy, version, reason):
+    other = {"format": "polyad-checkpoint", "version": version, "step": 1, "files": {}}
+    (copy / "manifest.json").write_text(json.dumps(other, indent=1))
+    with pytest.raises(CheckpointError) as caught:
+        Checkpoint(copy)
+    assert not isinstance(caught.value, DamagedCheckpoint)
+    assert str(caught.value).startswith(f"{copy}: format version {version} {reason}")
+    assert "\n" not in str(caught.value)

@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from polyad.parallel.checkpoint.commit import complete_checkpoints
-from polyad.parallel.checkpoint.manifest import Manifest
+from polyad.parallel.checkpoint.keeping import complete_checkpoints
+from polyad.parallel.checkpoint.verification import Manifest
 from tests.helpers.everyday import everyday
 from tests.helpers.forking import ForkedRun
 from tests.helpers.runs import records, write_config

@@ -1,10 +1,5 @@
 """Saving while training goes on: the same bytes, in order, and never without telling."""
 
-import os
-import signal
-import time
-
-import psutil
 import pytest
 
 from tests.helpers.disk import read_tree
@@ -12,6 +7,7 @@ from tests.helpers.everyday import everyday
 from tests.helpers.snapshots import (
     changes_told,
     close_while_copying,
+    close_while_writing,
     save_both_ways,
     save_that_fails,
     second_save_waits,
@@ -38,7 +34,7 @@ LAYOUTS = [
 
 
 def assert_same(folder, files):
-    trees = [read_tree(folder / way) for way in ("synchronous", "process")]
+    trees = [read_tree(folder / way) for way in ("synchronous", "snapshot")]
     assert len(trees[0]) >= files
     assert trees[0] == trees[1]
 
@@ -76,7 +72,7 @@ def test_the_engine_tells_once_before_anything_changes(workers, stage, precision
 def test_without_the_wait_it_would_be_another_one(workers, tmp_path, stage):
     case = Case(stage=stage, precision="bf16")
     assert workers(1).run(save_both_ways, case, str(tmp_path), waits=False) == [False]
-    trees = [read_tree(tmp_path / way) for way in ("synchronous", "process")]
+    trees = [read_tree(tmp_path / way) for way in ("synchronous", "snapshot")]
     (tensors,) = (name for name in trees[0] if name.endswith(".safetensors"))
     assert len(trees[0][tensors]) == len(trees[1][tensors])
     assert trees[0][tensors] != trees[1][tensors]
@@ -92,6 +88,12 @@ def test_closing_waits_for_the_copy_and_commits_nothing(workers, tmp_path):
     assert workers(2).run(close_while_copying, Case(), str(tmp_path)) == [[], []]
 
 
+def test_closing_ends_a_file_that_is_being_written(workers, tmp_path):
+    for seconds, names in workers(2).run(close_while_writing, Case(), str(tmp_path)):
+        assert seconds < 0.5  # a file has a hundred boxes and more
+        assert names == []
+
+
 def test_a_second_save_waits_for_the_first(workers, tmp_path):
     for waited, *names in workers(2).run(second_save_waits, Case(), str(tmp_path)):
         assert waited == "True"
@@ -101,8 +103,8 @@ def test_a_second_save_waits_for_the_first(workers, tmp_path):
 @pytest.mark.parametrize(
     ("what", "reason"),
     [
-        ("writer", "its writing process ended with status -9"),
-        ("copy", "RuntimeError: the device is lost"),
+        ("copy_tensor", "RuntimeError: the device is lost"),
+        ("write_shard", "RuntimeError: the device is lost"),
     ],
 )
 def test_a_failure_beside_the_run_ends_it_with_the_reason(workers, tmp_path, what, reason):
@@ -111,52 +113,3 @@ def test_a_failure_beside_the_run_ends_it_with_the_reason(workers, tmp_path, wha
     for line in ours:
         assert line == f"step 1 could not be saved: rank 1: {reason}"
     assert [path.name for path in tmp_path.iterdir()] == []
-
-
-@everyday("state", ["waiting", "stopped"], keep=["stopped"])
-def test_a_writer_dies_with_the_process_that_trains(state):
-    from polyad.parallel.checkpoint.snapshot import SnapshotWriter
-
-    ours, theirs = os.pipe()
-    child = os.fork()
-    if child == 0:  # does nothing that needs a thread of this process
-        try:
-            os.write(theirs, str(SnapshotWriter(1000).process_id).encode())
-            time.sleep(60)
-        finally:
-            os._exit(1)
-    writer = psutil.Process(int(os.read(ours, 20)))
-    os.close(ours)
-    os.close(theirs)
-    while not any("snapshot_process" in word for word in writer.cmdline()):
-        time.sleep(0.01)
-    time.sleep(0.5)  # it tells the kernel at its start
-    if state == "stopped":
-        writer.suspend()
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    _, alive = psutil.wait_procs([writer], timeout=5)
-    assert not alive or alive[0].status() == psutil.STATUS_ZOMBIE
-
-
-def test_a_writer_that_died_between_two_saves_says_so_and_is_closed():
-    from polyad.parallel.checkpoint.snapshot import SnapshotWriter
-
-    writer = SnapshotWriter(1000)
-    os.kill(writer.process_id, signal.SIGKILL)
-    os.waitid(os.P_PID, writer.process_id, os.WEXITED | os.WNOWAIT)
-    writer.order({"do": "write", "staging": "/nowhere", "rank": 0, "tensors": []})
-    assert "its writing process ended with status -9" in writer.answer(wait=True)["error"]
-    writer.close()  # what was ordered is still in the pipe's buffer
-
-
-def test_a_writer_ignores_what_a_terminal_or_a_scheduler_sends():
-    from polyad.parallel.checkpoint.snapshot import SnapshotWriter
-
-    writer = SnapshotWriter(1000)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
-        os.kill(writer.process_id, number)
-    writer.order({"do": "write", "staging": "/nowhere\0", "rank": 0, "tensors": []})
-    answer = writer.answer(wait=True)
-    writer.close()
-    assert "null byte" in answer["error"]

@@ -7,7 +7,7 @@ import torch
 
 from polyad.launch.cli import run as polyad
 from polyad.model.smoe.scores import INITIAL_TEMPERATURE
-from polyad.parallel.checkpoint.checkpoint import Checkpoint
+from polyad.parallel.checkpoint.reading import Checkpoint
 from polyad.parallel.weights import load_model
 from polyad.train.evaluation.evaluate import result_table
 from polyad.train.exchange.convert import convert

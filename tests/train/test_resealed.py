@@ -10,7 +10,7 @@ import shutil
 import pytest
 import torch
 
-from polyad.parallel.checkpoint.checkpoint import Checkpoint
+from polyad.parallel.checkpoint.reading import Checkpoint
 from tests.helpers.resealed import WEIGHT, changed, commands, said, without
 
 pytestmark = pytest.mark.distributed

@@ -7,8 +7,8 @@ import shutil
 import pytest
 import torch
 
-from polyad.parallel.checkpoint.checkpoint import Checkpoint
-from polyad.parallel.checkpoint.contents import read_contents, verify_contents
+from polyad.parallel.checkpoint.reading import Checkpoint
+from polyad.parallel.checkpoint.verification import read_contents, verify_contents
 from polyad.parallel.weights import load_model, open_checkpoint, open_weights
 from polyad.train.config.plan import plan_run
 from polyad.train.tasks.tokenizers import tokenizer_of

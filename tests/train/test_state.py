@@ -7,9 +7,8 @@ import time
 import pytest
 import torch
 
-from polyad.parallel.checkpoint.index import Chunk, Tensor
-from polyad.parallel.checkpoint.records import FormError, parsed
-from polyad.parallel.checkpoint.state_file import State
+from polyad.parallel.checkpoint.format import State, StoredBox, StoredTensor
+from polyad.parallel.records import FormError, parsed
 from polyad.parallel.zero import _state_fields
 from polyad.train.loop.optimizer import OptimizerConfig, build_optimizer, state_tensors
 from polyad.train.state import TrainState
@@ -18,9 +17,10 @@ from polyad.train.state import TrainState
 def test_boxes_of_a_tensor_cover_it_once():
     def tiles(shape, *boxes):
         chunks = [
-            Chunk(offset=offset, size=size, step=0.0, file="f", begin=0) for offset, size in boxes
+            StoredBox(offset=offset, size=size, step=0.0, file="f", begin=0, xxh3="0" * 16)
+            for offset, size in boxes
         ]
-        return outcome_of(lambda: Tensor(shape=shape, dtype="F32", chunks=tuple(chunks)))
+        return outcome_of(lambda: StoredTensor(shape=shape, dtype="F32", chunks=tuple(chunks)))
 
     def outcome_of(work):
         try:

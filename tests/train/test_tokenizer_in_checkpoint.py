@@ -10,8 +10,9 @@ import xxhash
 from polyad.data.text.dataset import PreparedData
 from polyad.data.text.prepare import prepare
 from polyad.launch.cli import run as polyad
-from polyad.parallel.checkpoint.checkpoint import Checkpoint, find_checkpoint
-from polyad.parallel.checkpoint.manifest import CheckpointError, FileRecord, render
+from polyad.parallel.checkpoint.finding import find_checkpoint
+from polyad.parallel.checkpoint.format import CheckpointError, FileRecord, render
+from polyad.parallel.checkpoint.reading import Checkpoint
 from polyad.train.evaluation.generate import Sampling, generate
 from polyad.train.exchange.convert import convert
 from polyad.train.tasks.tokenizers import need_tokenizer, tokenizer_of
@@ -121,7 +122,7 @@ def test_an_older_checkpoint_finds_it_in_its_data(trained, tmp_path):
     shutil.copytree(find_checkpoint(folder), old)
     manifest = json.loads((old / "manifest.json").read_text())
     files = {
-        name: FileRecord(about["bytes"], tuple(about["xxh3"]))
+        name: FileRecord(bytes=about["bytes"], xxh3=tuple(about["xxh3"]))
         for name, about in manifest["files"].items()
         if name != KINDS[kind]
     }

@@ -7,7 +7,7 @@ from torch import nn
 from polyad.model.build import build_model
 from polyad.model.lora import adapters, add_lora, of_base
 from polyad.model.settings import ModelSettings
-from polyad.parallel.checkpoint.checkpoint import Checkpoint
+from polyad.parallel.checkpoint.reading import Checkpoint
 from polyad.parallel.fragments import persistent_buffers
 from polyad.parallel.source import (
     InitialWeights,

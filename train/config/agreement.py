@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from polyad.parallel.checkpoint.manifest import MANIFEST_FILE
+from polyad.parallel.checkpoint.format import MANIFEST_FILE
 from polyad.parallel.comm import World, from_all
 from polyad.parallel.families import is_huggingface_folder
 from polyad.parallel.meeting import DisagreementError, comparison

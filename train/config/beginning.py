@@ -4,7 +4,7 @@ import os
 import sys
 from pathlib import Path
 
-from polyad.parallel.checkpoint.checkpoint import Checkpoint
+from polyad.parallel.checkpoint.reading import Checkpoint
 from polyad.parallel.weights import Weights
 from polyad.train.config.adaptation import begins_anew, counts, in_words, model_of
 from polyad.train.config.plan import Plan

@@ -10,7 +10,7 @@ from polyad.model.gpt2 import GPT2Config
 from polyad.model.settings import ModelSettings
 from polyad.model.smoe.config import SparseMoEConfig
 from polyad.model.vision import ImageSettings
-from polyad.parallel.checkpoint.checkpoint import Checkpoint
+from polyad.parallel.checkpoint.reading import Checkpoint
 from polyad.parallel.weights import load_model, open_checkpoint
 from polyad.train.config.run import RunConfig, parse_config
 from polyad.train.errors import ConfigError

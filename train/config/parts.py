@@ -8,10 +8,10 @@ from typing import Any
 from polyad.data.files import write_whole
 from polyad.data.sampler import micro_batches
 from polyad.parallel import comm
-from polyad.parallel.checkpoint.commit import Retention, complete_checkpoints, remove_leftovers
-from polyad.parallel.checkpoint.contents import CONFIG_FILE
-from polyad.parallel.checkpoint.saver import Saver
-from polyad.parallel.checkpoint.verification import newest_verified
+from polyad.parallel.checkpoint.finding import newest_verified
+from polyad.parallel.checkpoint.format import CONFIG_FILE
+from polyad.parallel.checkpoint.keeping import Retention, complete_checkpoints, remove_leftovers
+from polyad.parallel.checkpoint.saving import Saver
 from polyad.parallel.parallelize import parallelize
 from polyad.parallel.zero import Engine
 from polyad.train.config.adaptation import begins_anew, model_of, source_of

@@ -11,9 +11,9 @@ from polyad.data.files import partial_of
 from polyad.model.lora import of_base
 from polyad.parallel import comm
 from polyad.parallel.adapted import AdaptedCheckpoint, check_base, digest_of
-from polyad.parallel.checkpoint.checkpoint import Checkpoint
-from polyad.parallel.checkpoint.contents import CONFIG_FILE
-from polyad.parallel.checkpoint.verification import newest_that_opens, shared
+from polyad.parallel.checkpoint.finding import newest_that_opens, shared
+from polyad.parallel.checkpoint.format import CONFIG_FILE
+from polyad.parallel.checkpoint.reading import Checkpoint
 from polyad.parallel.dims import Dims
 from polyad.parallel.families import FamilyWeights
 from polyad.parallel.weights import Weights, check_fits, open_weights

@@ -16,7 +16,7 @@ from polyad.data.temporary import temporary_folder
 from polyad.data.text.attack import WordSwap, write_attacked
 from polyad.data.text.manifest import SplitName
 from polyad.parallel import comm
-from polyad.parallel.checkpoint.checkpoint import Checkpoint
+from polyad.parallel.checkpoint.reading import Checkpoint
 from polyad.parallel.weights import Choice, Weights, load_model, open_weights
 from polyad.train.config.agreement import agreed_facts, folder_digest
 from polyad.train.config.held_out import data_overrides

@@ -15,7 +15,7 @@ from lm_eval.api.model import TemplateLM
 from tqdm import tqdm
 
 from polyad.data.text.tokenizers.tokenizer import Tokenizer
-from polyad.parallel.checkpoint.newest import read_newest
+from polyad.parallel.checkpoint.finding import read_newest
 from polyad.parallel.weights import load_model, open_weights
 from polyad.parallel.zero import DTYPES, Precision
 from polyad.train.errors import ConfigError

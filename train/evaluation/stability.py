@@ -9,7 +9,7 @@ import torch
 
 from polyad.data.text.manifest import SplitName
 from polyad.parallel import comm
-from polyad.parallel.checkpoint.checkpoint import Checkpoint
+from polyad.parallel.checkpoint.reading import Checkpoint
 from polyad.parallel.weights import load_model, open_checkpoint
 from polyad.train.config.smaller import to_evaluate
 from polyad.train.config.text import flatten

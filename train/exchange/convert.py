@@ -10,8 +10,7 @@ from polyad.data.files import named
 from polyad.data.temporary import temporary_folder
 from polyad.model.build import num_parameters
 from polyad.parallel.adapted import AdaptedCheckpoint
-from polyad.parallel.checkpoint.checkpoint import find_checkpoint
-from polyad.parallel.checkpoint.newest import read_newest
+from polyad.parallel.checkpoint.finding import find_checkpoint, read_newest
 from polyad.parallel.families import is_huggingface_folder
 from polyad.parallel.plain_weights import is_plain_folder
 from polyad.parallel.weights import Choice, Weights, open_weights

@@ -24,8 +24,8 @@ from polyad.model.gpt2 import GPT2Config
 from polyad.model.mixer import MixerConfig
 from polyad.model.settings import ModelSettings
 from polyad.model.vision import ImageSettings
-from polyad.parallel.checkpoint.tensor_file import Entry, write_safetensors
-from polyad.parallel.checkpoint.writer import save_weights
+from polyad.parallel.checkpoint.tensor_file import FileTensor, write_tensors
+from polyad.parallel.checkpoint.writing import save_weights
 from polyad.parallel.families import FamilyWeights, stored_entries
 from polyad.parallel.plain_weights import CONFIG_FILE as OUR_CONFIG_FILE
 from polyad.parallel.tensor_folder import WEIGHTS_FILE
@@ -74,7 +74,7 @@ def _to_huggingface(weights: Checked, staging: Path, destination: Path) -> None:
     if isinstance(config, ImageSettings):
         tree |= _write_pixels(weights, config, tree, staging)
     _write_json(staging / CONFIG_FILE, tree)
-    write_safetensors(staging / WEIGHTS_FILE, entries, {"format": "pt"})
+    write_tensors(staging / WEIGHTS_FILE, entries, {"format": "pt"})
     _write_tokenizer(weights, staging)
     if isinstance(config, GPT2Config):
         _note_what_transformers_lacks(weights, config)
@@ -112,17 +112,17 @@ def _note_what_transformers_lacks(weights: Checked, config: GPT2Config) -> None:
 
 def _to_safetensors(weights: Checked, staging: Path, destination: Path) -> None:
     entries = [
-        Entry(name, torch.float32, shape, partial(weights.whole, name))
+        FileTensor(name, torch.float32, shape, partial(weights.whole, name))
         for name, shape in weights.check_model().items()
     ]
     for name, value in weights.buffers().items():
-        entries.append(Entry(name, value.dtype, tuple(value.shape), value.detach))
+        entries.append(FileTensor(name, value.dtype, tuple(value.shape), value.detach))
     section = {"model": weights.config.model_dump(mode="json")}
     (staging / OUR_CONFIG_FILE).write_text(dump(section), encoding="utf-8")
     config = weights.config
     if isinstance(config, ImageSettings) and (settings := _pixels_of(weights)) is not None:
         _write_json(staging / PREPROCESSOR_FILE, transformers_file(settings, config.image_size))
-    write_safetensors(staging / WEIGHTS_FILE, entries, {"format": "pt"})
+    write_tensors(staging / WEIGHTS_FILE, entries, {"format": "pt"})
     _write_tokenizer(weights, staging)
 
 
@@ -253,7 +253,7 @@ def _to_peft(weights: Checked, staging: Path, destination: Path) -> None:
     assert weights.adapted is not None
     tree, tensors = peft_files(weights.adapted)
     entries = [
-        Entry(name, torch.float32, tuple(value.shape), value.detach) for name, value in tensors
+        FileTensor(name, torch.float32, tuple(value.shape), value.detach) for name, value in tensors
     ]
     if not isinstance(weights.adapted.base, FamilyWeights):
         weights.notes.append(
@@ -261,7 +261,7 @@ def _to_peft(weights: Checked, staging: Path, destination: Path) -> None:
             f"{weights.adapted.base.folder} DESTINATION --to huggingface`"
         )
     _write_json(staging / ADAPTER_CONFIG_FILE, tree)
-    write_safetensors(staging / ADAPTER_FILE, entries, {"format": "pt"})
+    write_tensors(staging / ADAPTER_FILE, entries, {"format": "pt"})
 
 
 def write_classes(weights: Checked, staging: Path) -> None:

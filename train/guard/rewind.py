@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from polyad.parallel import comm
-from polyad.parallel.checkpoint.checkpoint import Checkpoint
-from polyad.parallel.checkpoint.saver import Saver
-from polyad.parallel.checkpoint.verification import newest_that_opens, newest_verified
+from polyad.parallel.checkpoint.finding import newest_that_opens, newest_verified
+from polyad.parallel.checkpoint.reading import Checkpoint
+from polyad.parallel.checkpoint.saving import Saver
 from polyad.parallel.fragments import fill
 from polyad.parallel.zero import Engine
 from polyad.train.guard.spikes import batches_left_out

@@ -6,7 +6,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from polyad.parallel.checkpoint.commit import complete_checkpoints
+from polyad.parallel.checkpoint.keeping import complete_checkpoints
 from polyad.parallel.config import CheckpointConfig
 from polyad.train.console import in_bytes
 from polyad.train.errors import ConfigError

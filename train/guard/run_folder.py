@@ -16,7 +16,7 @@ from pydantic import AfterValidator
 from polyad.data.errors import check_path
 from polyad.model.config import Config
 from polyad.parallel import comm
-from polyad.parallel.checkpoint.commit import put_back, replaced_checkpoints
+from polyad.parallel.checkpoint.keeping import put_back, replaced_checkpoints
 from polyad.parallel.checkpoint.storage import reason_of
 from polyad.train.errors import ConfigError, RunError
 from polyad.train.guard.lease import Lease, LeaseTaken

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from polyad.model.build import has_experts
-from polyad.parallel.checkpoint.checkpoint import Checkpoint
+from polyad.parallel.checkpoint.reading import Checkpoint
 from polyad.train.config.adaptation import model_of
 from polyad.train.config.run import RunConfig
 from polyad.train.layout.trial import GRADIENT, Trial

@@ -18,8 +18,8 @@ from polyad.model.config_yaml import dump
 from polyad.model.lora import of_base
 from polyad.parallel import comm
 from polyad.parallel.checkpoint.box import Box
-from polyad.parallel.checkpoint.checkpoint import Checkpoint
-from polyad.parallel.checkpoint.writer import save
+from polyad.parallel.checkpoint.reading import Checkpoint
+from polyad.parallel.checkpoint.writing import save
 from polyad.parallel.parallelize import parallelize
 from polyad.parallel.source import InitialWeights, Source, on_base
 from polyad.parallel.zero import Engine

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from polyad.parallel.checkpoint.saver import Saver
+from polyad.parallel.checkpoint.saving import Saver
 from polyad.parallel.zero import Engine
 from polyad.train.guard.memory import RunMemory
 from polyad.train.guard.stopping import StopSignals

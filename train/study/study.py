@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from polyad.data.config import DataConfig
 from polyad.data.images.config import ImageDataConfig
 from polyad.model.smoe.config import SparseMoEConfig
-from polyad.parallel.checkpoint.checkpoint import best_checkpoint
+from polyad.parallel.checkpoint.finding import best_checkpoint
 from polyad.train.config.run import RunConfig
 from polyad.train.config.text import apply_override, flatten, settle
 from polyad.train.errors import ConfigError

@@ -20,7 +20,7 @@ from polyad.model.config import Config
 from polyad.model.output import ModelOutput, RoutingStats
 from polyad.model.settings import ModelSettings
 from polyad.parallel import comm
-from polyad.parallel.checkpoint.state_file import State
+from polyad.parallel.checkpoint.format import State
 from polyad.parallel.weights import Weights
 from polyad.parallel.zero import CrossEntropy
 from polyad.train.errors import ConfigError

@@ -12,9 +12,9 @@ from polyad.data.text.manifest import TOKENIZER_FILES
 from polyad.data.text.tokenizers.files import load_tokenizer
 from polyad.data.text.tokenizers.tokenizer import Tokenizer
 from polyad.data.text.tokenizers.wordpiece import VOCABULARY_FILE
-from polyad.parallel.checkpoint.checkpoint import Checkpoint
-from polyad.parallel.checkpoint.records import Record
-from polyad.parallel.checkpoint.state_file import State
+from polyad.parallel.checkpoint.format import State
+from polyad.parallel.checkpoint.reading import Checkpoint
+from polyad.parallel.records import Record
 from polyad.parallel.tensor_folder import check_file, read_form
 from polyad.parallel.weights import Weights
 from polyad.train.errors import ConfigError

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from polyad.data.text.prepare import prepare
-from polyad.parallel.checkpoint.commit import complete_checkpoints
+from polyad.parallel.checkpoint.keeping import complete_checkpoints
 from tests.helpers.hosts import several_hosts
 from tests.helpers.slurm import Slurm, slurm
 from tests.launch.conftest import ROOT

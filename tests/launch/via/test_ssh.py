@@ -16,7 +16,7 @@ import yaml
 
 from polyad.launch.cli import run as command
 from polyad.launch.via import ssh
-from polyad.parallel.checkpoint.commit import complete_checkpoints
+from polyad.parallel.checkpoint.keeping import complete_checkpoints
 from tests.helpers.hosts import Host, SshServers, several_hosts
 from tests.launch.conftest import ROOT, SMALL
 from tests.launch.test_cli import error_line

@@ -11,9 +11,10 @@ import safetensors
 import torch
 
 from polyad.parallel.checkpoint.box import Box
-from polyad.parallel.checkpoint.checkpoint import Checkpoint, find_checkpoint
-from polyad.parallel.checkpoint.commit import complete_checkpoints
-from polyad.parallel.checkpoint.manifest import CheckpointError
+from polyad.parallel.checkpoint.finding import find_checkpoint
+from polyad.parallel.checkpoint.format import CheckpointError
+from polyad.parallel.checkpoint.keeping import complete_checkpoints
+from polyad.parallel.checkpoint.reading import Checkpoint
 from polyad.parallel.weights import load_model
 from tests.helpers import training
 from tests.helpers.everyday import everyday

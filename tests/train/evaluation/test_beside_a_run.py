@@ -5,10 +5,10 @@ import shutil
 import pytest
 
 from polyad.launch.cli import run as polyad
-from polyad.parallel.checkpoint import checkpoint as reading
-from polyad.parallel.checkpoint.manifest import Manifest
-from polyad.parallel.checkpoint.newest import read_newest
+from polyad.parallel.checkpoint import reading
+from polyad.parallel.checkpoint.finding import read_newest
 from polyad.parallel.checkpoint.storage import discard
+from polyad.parallel.checkpoint.verification import Manifest
 from polyad.parallel.weights import load_model
 from tests.helpers.runs import weights_of
 

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from polyad.data.text.dataset import PreparedData
 from polyad.launch.cli import run as polyad
 from polyad.parallel.checkpoint.box import MASTER
-from polyad.parallel.checkpoint.checkpoint import Checkpoint
+from polyad.parallel.checkpoint.reading import Checkpoint
 from polyad.parallel.weights import load_model
 from polyad.train.errors import ConfigError
 from polyad.train.exchange.convert import conversion_table, convert

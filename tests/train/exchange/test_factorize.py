@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 
 from polyad.launch.cli import run as polyad
 from polyad.model.build import build_model, initial_values, read_model_config
-from polyad.parallel.checkpoint.checkpoint import Checkpoint
+from polyad.parallel.checkpoint.reading import Checkpoint
 from polyad.parallel.weights import load_model
 from polyad.train.exchange.convert import convert
 from polyad.train.exchange.factorize import Factorizing

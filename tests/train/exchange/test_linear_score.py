@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from polyad.launch.cli import run as polyad
 from polyad.model.build import build_model, initial_values, read_model_config
 from polyad.model.settings import ModelSettings
-from polyad.parallel.checkpoint.checkpoint import Checkpoint
+from polyad.parallel.checkpoint.reading import Checkpoint
 from polyad.parallel.weights import load_model
 from polyad.train.exchange.convert import convert
 from polyad.train.exchange.linear_score import LinearScores

@@ -6,7 +6,6 @@ import io
 import json
 import pickle
 import shutil
-import subprocess
 import sys
 import zipfile
 from pathlib import Path
@@ -15,9 +14,9 @@ import pytest
 import torch
 
 from polyad.launch.cli import run as polyad
-from polyad.parallel.checkpoint.commit import complete_checkpoints
-from polyad.parallel.checkpoint.manifest import CheckpointError, record_of, render
-from polyad.parallel.checkpoint.snapshot import SnapshotWriter
+from polyad.parallel.checkpoint.format import CheckpointError, render
+from polyad.parallel.checkpoint.keeping import complete_checkpoints
+from polyad.parallel.checkpoint.tensor_file import record_of
 from polyad.parallel.weights import load_model
 from polyad.train.exchange.convert import convert
 from tests.helpers.runs import write_config
@@ -188,24 +187,6 @@ def test_in_a_folder_of_transformers(trained, tmp_path, marker, capfd):
             assert not marker.exists(), (name, kind)
             shutil.rmtree(folder)
             shutil.rmtree(tmp_path / "out", ignore_errors=True)
-
-
-def test_where_the_command_is_started(tmp_path, marker, monkeypatch):
-    """A module of ours, found in the working folder first, would be code of whoever wrote it."""
-    monkeypatch.delenv("PYTHONSAFEPATH", raising=False)
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "parallel").mkdir()
-    for name in ("xxhash.py", "parallel/__init__.py"):
-        (tmp_path / name).write_text(f"open({str(marker)!r}, 'w')\n")
-    writer = SnapshotWriter(1000)
-    writer.order({"do": "write", "staging": str(tmp_path / "s"), "rank": 0, "tensors": []})
-    assert "shard" in (writer.answer(wait=True) or {})
-    writer.close()
-    assert not marker.exists()
-    # The files there do run for a python that looks for them.
-    subprocess.run([sys.executable, "-c", "import xxhash"], check=False, capture_output=True)
-    assert marker.exists()
-    marker.unlink()
 
 
 FORBIDDEN = {

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from polyad.launch.cli import run as polyad
 from polyad.model.build import build_model, initial_value, initial_values
 from polyad.model.gpt2 import GPT2Config
-from polyad.parallel.checkpoint.checkpoint import Checkpoint
+from polyad.parallel.checkpoint.reading import Checkpoint
 from polyad.parallel.weights import load_model
 from polyad.train.evaluation.generate import Sampling, generate
 from polyad.train.exchange.convert import conversion_table, convert

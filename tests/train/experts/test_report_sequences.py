@@ -7,7 +7,8 @@ from sklearn.metrics import confusion_matrix
 from torch.nn.functional import cross_entropy
 
 from polyad.data.text.tokenizers.wordpiece import SPECIAL, VOCABULARY_FILE
-from polyad.parallel.checkpoint.checkpoint import Checkpoint, find_checkpoint
+from polyad.parallel.checkpoint.finding import find_checkpoint
+from polyad.parallel.checkpoint.reading import Checkpoint
 from polyad.parallel.weights import load_model
 from polyad.train.config.run import load_config
 from polyad.train.errors import ConfigError

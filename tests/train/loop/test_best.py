@@ -2,8 +2,8 @@
 
 import pytest
 
-from polyad.parallel.checkpoint.checkpoint import best_checkpoint
-from polyad.parallel.checkpoint.manifest import CheckpointError
+from polyad.parallel.checkpoint.finding import best_checkpoint
+from polyad.parallel.checkpoint.format import CheckpointError
 from polyad.train.loop.best import is_over, judge, why_it_is_over
 from polyad.train.state import TrainState
 

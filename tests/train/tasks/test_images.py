@@ -10,7 +10,7 @@ from torch.nn.functional import cross_entropy
 from polyad.data.images.noise import GaussianNoise
 from polyad.data.images.prepare import prepare_images
 from polyad.data.images.torchvision_door import available
-from polyad.parallel.checkpoint.checkpoint import Checkpoint
+from polyad.parallel.checkpoint.reading import Checkpoint
 from polyad.parallel.weights import load_model
 from polyad.train.errors import ConfigError
 from polyad.train.exchange.convert import convert

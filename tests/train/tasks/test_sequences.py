@@ -15,7 +15,8 @@ from torch.nn.functional import cross_entropy
 from polyad.data.sequences.schemas import Schema
 from polyad.data.sequences.tables import read_tables
 from polyad.data.text.prepare import prepare
-from polyad.parallel.checkpoint.checkpoint import Checkpoint, best_checkpoint
+from polyad.parallel.checkpoint.finding import best_checkpoint
+from polyad.parallel.checkpoint.reading import Checkpoint
 from polyad.parallel.weights import load_model
 from polyad.train.config.run import load_config
 from polyad.train.tasks.sequences import SequenceTask

@@ -15,10 +15,9 @@ from polyad.model.mumoe.config import MuMoEConfig
 from polyad.model.mumoe.head import MuMoEHeadConfig
 from polyad.model.smoe.config import SelectingConfig, SparseMoEConfig
 from polyad.model.vision import ImageModelSettings
-from polyad.parallel.checkpoint.checkpoint import best_checkpoint, find_checkpoint
-from polyad.parallel.checkpoint.commit import BEST_FILE, STEP_FOLDER, complete_checkpoints
-from polyad.parallel.checkpoint.manifest import CheckpointError
-from polyad.parallel.checkpoint.newest import read_newest
+from polyad.parallel.checkpoint.finding import best_checkpoint, find_checkpoint, read_newest
+from polyad.parallel.checkpoint.format import CheckpointError
+from polyad.parallel.checkpoint.keeping import BEST_FILE, STEP_FOLDER, complete_checkpoints
 from polyad.parallel.weights import open_checkpoint
 from polyad.train.config.describe import unused_parameters
 from polyad.train.config.run import RunConfig, load_config

@@ -12,7 +12,7 @@ from polyad.data.config import DataConfig
 from polyad.data.errors import DataError
 from polyad.data.text.manifest import SplitName
 from polyad.parallel import comm
-from polyad.parallel.checkpoint.checkpoint import Checkpoint
+from polyad.parallel.checkpoint.reading import Checkpoint
 from polyad.parallel.weights import load_model
 from polyad.train.config.held_out import data_overrides
 from polyad.train.config.run import RunConfig, parse_config

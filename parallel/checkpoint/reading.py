@@ -1,8 +1,7 @@
-"""Sharded checkpoints that do not depend on the layout that wrote them: reading.
+"""Reads a checkpoint: any box of any tensor, whatever layout wrote it.
 
-The format, and what is promised of it, is described in `CHECKPOINTS.md`. Nothing in a checkpoint
-can hold code. Readers map the files and touch only the bytes that they need, each verified before
-it is used.
+Files are mapped, and only the bytes that are needed are touched, each verified before it is used.
+Nothing in a checkpoint can hold code. `../CHECKPOINTS.md` describes the format and its promises.
 """
 
 import math
@@ -19,21 +18,25 @@ from polyad.model.lora import of_base
 from polyad.model.settings import ModelSettings
 from polyad.parallel import comm
 from polyad.parallel.checkpoint.box import BUFFER, EMA, MASTER, RANDOM, Box
-from polyad.parallel.checkpoint.commit import BEST_FILE, STEP_FOLDER, complete_checkpoints
-from polyad.parallel.checkpoint.contents import Contents, chunk_differs, read_contents
-from polyad.parallel.checkpoint.index import Chunk, Tensor
-from polyad.parallel.checkpoint.manifest import (
-    MANIFEST_FILE,
-    PATIENCE,
+from polyad.parallel.checkpoint.format import (
+    CONFIG_FILE,
+    INDEX_FILE,
+    STATE_FILE,
     CheckpointError,
+    StoredBox,
+    StoredTensor,
     damaged,
     digest,
-    patiently_opened,
 )
 from polyad.parallel.checkpoint.tensor_file import DTYPE_NAMES
-from polyad.parallel.families import is_huggingface_folder
+from polyad.parallel.checkpoint.verification import (
+    PATIENCE,
+    Contents,
+    box_differs,
+    patiently_opened,
+    read_contents,
+)
 from polyad.parallel.fragments import persistent_buffers
-from polyad.parallel.plain_weights import is_plain_folder
 from polyad.parallel.source import Source
 from polyad.parallel.tensor_folder import differing_shapes
 
@@ -53,7 +56,7 @@ class Checkpoint(Source):
         contents: what another process has read of its small files; None: they are read.
 
     Raises:
-        CheckpointError: it is incomplete, truncated, of a newer version, or no checkpoint.
+        CheckpointError: it is incomplete, truncated, of another version, or no checkpoint.
     """
 
     def __init__(self, folder: Path, contents: Contents | None = None) -> None:
@@ -66,7 +69,7 @@ class Checkpoint(Source):
         self.tensors = contents.index.tensors
         self.is_verified = False
         """Whether every byte was compared with the manifest: it is not digested again."""
-        self._verified: set[Chunk] = set()
+        self._verified: set[StoredBox] = set()
         self._chosen = MASTER
         self.has_average = self._has_average()
         """Whether a moving average of every weight is there; a frozen one is its own."""
@@ -83,7 +86,7 @@ class Checkpoint(Source):
         Raises:
             CheckpointError: there is none.
         """
-        path = self.folder / "config.yaml"
+        path = self.folder / CONFIG_FILE
         try:
             return read_model_config(load(self.config_yaml)["model"])
         except (ConfigYamlError, TypeError, KeyError, ValueError):
@@ -119,7 +122,7 @@ class Checkpoint(Source):
         return self.tensors[name][MASTER].chunks[0].step
 
     def read(self, box: Box) -> torch.Tensor:
-        """A box of a tensor; only the chunks that it touches are read, each verified once.
+        """A box of a tensor; only the stored boxes that it touches are read, each verified once.
 
         Where there is no average of a weight it is the weight.
 
@@ -140,18 +143,18 @@ class Checkpoint(Source):
             )
         values = torch.empty(size, dtype=TORCH_DTYPES[about.dtype])
         missing = math.prod(size)
-        for chunk in about.chunks:
-            low = [max(a, b) for a, b in zip(offset, chunk.offset, strict=True)]
+        for stored in about.chunks:
+            low = [max(a, b) for a, b in zip(offset, stored.offset, strict=True)]
             high = [
                 min(a + n, b + m)
-                for a, n, b, m in zip(offset, size, chunk.offset, chunk.size, strict=True)
+                for a, n, b, m in zip(offset, size, stored.offset, stored.size, strict=True)
             ]
             if all(a < b for a, b in zip(low, high, strict=True)):
                 here, there = (
                     tuple(slice(a - o, b - o) for a, b, o in zip(low, high, origin, strict=True))
-                    for origin in (offset, chunk.offset)
+                    for origin in (offset, stored.offset)
                 )
-                values[here] = torch.from_numpy(np.array(self._stored(about, chunk)[there]))
+                values[here] = torch.from_numpy(np.array(self._stored(about, stored)[there]))
                 missing -= values[here].numel()
         if missing:
             raise CheckpointError(f"{self.folder}: {missing} elements of {name} are in no chunk")
@@ -209,7 +212,7 @@ class Checkpoint(Source):
         Raises:
             CheckpointError: they differ, or there is no such model.
         """
-        config, path = self.model_config(), self.folder / "config.yaml"
+        config, path = self.model_config(), self.folder / CONFIG_FILE
         last = config.last_parameter()  # checked before a wrong number of layers is built
         if last is not None and last not in self.shapes():
             raise CheckpointError(
@@ -232,25 +235,25 @@ class Checkpoint(Source):
             DamagedCheckpoint: something is not there.
         """
         if lacking := _NEEDED_TO_RESUME - self.state.model_fields_set:
-            raise damaged(self.folder / "state.json", f"{min(lacking)}: is missing")
+            raise damaged(self.folder / STATE_FILE, f"{min(lacking)}: is missing")
         for name in self.shapes():
             if self.step(name) > self.training_step:
                 raise damaged(
-                    self.folder / "index.json",
+                    self.folder / INDEX_FILE,
                     f"{name} has seen {self.step(name)} steps of {self.training_step:,}",
                 )
             if name not in state_fields:
                 continue
             for field in state_fields[name]:
                 if field not in self.tensors[name]:
-                    raise damaged(self.folder / "index.json", f"it has no {field} of {name}")
+                    raise damaged(self.folder / INDEX_FILE, f"it has no {field} of {name}")
             if EMA not in self.tensors[name] and any(EMA in f for f in self.tensors.values()):
-                raise damaged(self.folder / "index.json", f"it has no {EMA} of {name}")
+                raise damaged(self.folder / INDEX_FILE, f"it has no {EMA} of {name}")
         size = torch.get_rng_state().numel()
         for name, fields in self.tensors.items():
             if name.endswith(".torch") and RANDOM in fields and fields[RANDOM].shape != (size,):
                 raise damaged(
-                    self.folder / "index.json",
+                    self.folder / INDEX_FILE,
                     f"{name} has {fields[RANDOM].shape[0]:,} bytes, {size:,} are needed",
                 )
 
@@ -299,61 +302,12 @@ class Checkpoint(Source):
             raise damaged(self.folder, f"the random state of {prefix[:-1]}: {reason}") from None
         return True
 
-    def _stored(self, about: Tensor, chunk: Chunk) -> np.ndarray:
-        path = self.folder / chunk.file
+    def _stored(self, about: StoredTensor, box: StoredBox) -> np.ndarray:
+        path = self.folder / box.file
         with patiently_opened(path, self._patience) as file:
-            values = np.memmap(file, _NUMPY[about.dtype], "r", chunk.begin, chunk.size)
-        if not self.is_verified and chunk not in self._verified:
-            algorithm = self.manifest.algorithm
-            if digest(values.data, algorithm) != chunk.digest(algorithm):
-                raise chunk_differs(self.manifest, chunk)
-            self._verified.add(chunk)
+            values = np.memmap(file, _NUMPY[about.dtype], "r", box.begin, box.size)
+        if not self.is_verified and box not in self._verified:
+            if digest(values.data) != box.xxh3:
+                raise box_differs(self.folder, box)
+            self._verified.add(box)
         return values
-
-
-def best_checkpoint(path: Path) -> Path:
-    """The checkpoint of a run's best validation.
-
-    Args:
-        path: the run's folder.
-
-    Raises:
-        CheckpointError: none is marked, or it is not there.
-    """
-    marked = path / "checkpoints" / BEST_FILE
-    if not marked.is_file():
-        raise CheckpointError(
-            f"{path}: no checkpoint is marked as the best; a run with checkpoint.keep_best: true "
-            f"and a validation split marks one"
-        )
-    name = marked.read_text(errors="replace").strip()
-    if not STEP_FOLDER.fullmatch(name) or not (marked.parent / name / MANIFEST_FILE).is_file():
-        raise CheckpointError(f"{marked}: names {name!r:.60}, which is no checkpoint beside it")
-    return marked.parent / name
-
-
-def find_checkpoint(path: Path) -> Path:
-    """The checkpoint that a path means: itself, or the newest of the run folder it is.
-
-    Raises:
-        CheckpointError: there is none.
-    """
-    if (path / MANIFEST_FILE).is_file() and (path / "index.json").is_file():
-        return path
-    for folder in (path / "checkpoints", path):
-        if found := complete_checkpoints(folder):
-            return found[-1]
-    if not path.exists():
-        raise CheckpointError(f"{path}: there is no such folder")
-    if path.is_file():
-        raise CheckpointError(
-            f"{path}: is a file; a checkpoint is a folder step-NNNNNNNN, a run has several. A "
-            f"pickle (.pt, .bin) is not read: it could run code"
-        )
-    if is_huggingface_folder(path) or is_plain_folder(path):
-        kind = "a Hugging Face folder" if is_huggingface_folder(path) else "a folder of weights"
-        raise CheckpointError(
-            f"{path}: is {kind}; `polyad convert {path} DESTINATION --to polyad` makes a "
-            f"checkpoint of it"
-        )
-    raise CheckpointError(f"{path}: holds no complete checkpoint (a run folder or a step-* folder)")

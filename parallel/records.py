@@ -2,7 +2,6 @@
 
 Every JSON file of a checkpoint or of a folder of weights is read through `parsed`. Nothing is
 converted: a string is not taken for a number, and unknown keys are errors in Polyad's own formats.
-Imports no torch.
 """
 
 import reprlib
@@ -13,8 +12,6 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, 
 
 T = TypeVar("T")
 Count = Annotated[int, Field(ge=0, lt=2**63)]
-ITEM_BYTES = {"F32": 4, "U8": 1, "I64": 8, "BOOL": 1}
-"""Bytes of an element, by the types of a checkpoint's tensors in safetensors' names."""
 _SHOWN = 60
 _MESSAGES = {"missing": "is missing", "extra_forbidden": "is not known here"}
 _QUOTE = reprlib.Repr()
@@ -40,15 +37,6 @@ def plain_name(name: str) -> str:
 
 
 PlainName = Annotated[str, AfterValidator(plain_name)]
-
-
-class WeightMap(Record):
-    """`model.safetensors.index.json` of a folder of weights, as transformers writes it."""
-
-    model_config = ConfigDict(extra="ignore")
-
-    weight_map: Annotated[dict[str, PlainName], Field(min_length=1)]
-    """The file of each tensor."""
 
 
 def parsed(kind: Any, content: bytes) -> Any:

@@ -4,7 +4,8 @@ import shutil
 
 import pytest
 
-from polyad.parallel.checkpoint.manifest import CheckpointError, Manifest
+from polyad.parallel.checkpoint.format import CheckpointError
+from polyad.parallel.checkpoint.verification import Manifest
 from tests.helpers.saving import files_opened, verify_behind_a_cache, verify_shares
 from tests.helpers.training import Case, train
 

@@ -8,10 +8,9 @@ import pytest
 import torch
 
 from polyad.parallel.checkpoint import storage
-from polyad.parallel.checkpoint.commit import (
+from polyad.parallel.checkpoint.keeping import (
     BEST_FILE,
     Retention,
-    commit,
     complete_checkpoints,
     prune,
     put_back,
@@ -21,7 +20,7 @@ from polyad.parallel.checkpoint.commit import (
     step_folder,
     step_folders,
 )
-from polyad.parallel.checkpoint.writer import save_weights
+from polyad.parallel.checkpoint.writing import commit, save_weights
 
 
 def make(folder, steps, damaged):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from polyad.model.build import build_model
-from polyad.parallel.checkpoint.checkpoint import Checkpoint
+from polyad.parallel.checkpoint.reading import Checkpoint
 from polyad.train.loop.optimizer import GroupConfig
 from tests.helpers.everyday import everyday
 from tests.helpers.saving import train_rearranging

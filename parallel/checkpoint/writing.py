@@ -1,0 +1,375 @@
+"""Writes checkpoints: every process its own boxes, nothing gathered.
+
+`../CHECKPOINTS.md` describes the format, and the order that makes a crash harmless.
+"""
+
+import contextlib
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+
+from polyad.parallel import comm
+from polyad.parallel.checkpoint.box import BUFFER, MASTER, RANDOM, Box
+from polyad.parallel.checkpoint.format import (
+    CONFIG_FILE,
+    INDEX_FILE,
+    MANIFEST_FILE,
+    STATE_FILE,
+    FileRecord,
+    StoredBox,
+    render,
+)
+from polyad.parallel.checkpoint.keeping import (
+    BEST_FILE,
+    LATEST_FILE,
+    Retention,
+    prune,
+    remove_or_warn,
+    staging_folder,
+    step_folder,
+)
+from polyad.parallel.checkpoint.storage import (
+    make_folder,
+    reason_of,
+    remove_file,
+    remove_tree,
+    rename,
+    replace_file,
+    set_aside,
+    sync_folder,
+    write_file,
+)
+from polyad.parallel.checkpoint.tensor_file import (
+    DTYPE_NAMES,
+    FileTensor,
+    record_of,
+    write_tensors,
+)
+from polyad.parallel.checkpoint.verification import all_finite
+from polyad.parallel.fragments import persistent_buffers, shares
+from polyad.parallel.shard import placement_of
+from polyad.parallel.zero import Engine
+
+T = TypeVar("T")
+KEEP_ALL = Retention()
+NO_FILES: Mapping[str, bytes] = MappingProxyType({})
+
+
+class SaveError(RuntimeError):
+    """A checkpoint that could not be written: one line with the reason, on every process."""
+
+    exit_status = 1
+
+
+class NotFiniteError(ValueError):
+    """Values that no run can go on from: NaN or infinity. One line that names them."""
+
+    exit_status = 2
+
+
+class HeldBox(NamedTuple):
+    """A box that this process writes."""
+
+    box: Box
+    dtype: torch.dtype
+    values: Callable[[], torch.Tensor]
+    """Returns the values; called when it is their turn to be copied or written."""
+    step: float = 0.0
+    """Optimizer steps that the parameter has seen."""
+    by_optimizer: bool = False
+    """Whether every change of the values is announced by `Engine.about_to_change`."""
+
+
+def held(
+    box: Box, values: torch.Tensor, step: float = 0.0, *, by_optimizer: bool = False
+) -> HeldBox:
+    """A box whose values are in memory, and are not copied here."""
+    return HeldBox(box, values.dtype, lambda: values, step, by_optimizer)
+
+
+class Shard(NamedTuple):
+    """What one process wrote; it travels to the process that writes the index."""
+
+    boxes: list[tuple[Box, str, StoredBox]]
+    """Each box, its type as safetensors names it, and where it came to lie."""
+    name: str
+    record: FileRecord
+
+
+def save(
+    engine: Engine,
+    folder: Path,
+    step: int,
+    *,
+    state: dict[str, Any],
+    config_yaml: str,
+    files: Mapping[str, bytes] = NO_FILES,
+    keep: Retention = KEEP_ALL,
+) -> Path:
+    """Writes `folder/step-NNNNNNNN` from all processes; all of them call it.
+
+    In the order that makes a crash harmless: shards, then index and manifest in a staging folder,
+    all flushed to disk; then the rename that makes it a checkpoint; then the pointer `latest`; then
+    the removal of older ones.
+
+    Args:
+        engine: what to save.
+        folder: the run's `checkpoints` folder.
+        step: optimizer steps done.
+        state: JSON values for `state.json`, the same on every process.
+        config_yaml: the resolved configuration.
+        files: what else lies in it by name, as the tokenizer whose ids the model knows.
+        keep: which older checkpoints stay.
+
+    Returns:
+        The checkpoint's folder.
+
+    Raises:
+        SaveError: on every process, if writing failed on any; older checkpoints are as they were.
+    """
+    staging = comm.from_main(staging_folder(folder, step))
+    try:
+        together(step, lambda: make_folder(staging) if comm.rank() == 0 else None)
+        boxes = list(held_boxes(engine))  # views, not copies
+        shard = together(step, lambda: write_shard(staging, comm.rank(), boxes))
+        shards = comm.gather_to_main(shard)
+        others = small_files(state, config_yaml, files)
+        together(step, lambda: commit(staging, step, shards, others, keep) if shards else None)
+    except SaveError:
+        if comm.rank() == 0:
+            remove_quietly(staging)
+        raise
+    return folder / step_folder(step)
+
+
+def save_weights(
+    folder: Path,
+    shapes: dict[str, tuple[int, ...]],
+    read: Callable[[str], torch.Tensor],
+    *,
+    buffers: Mapping[str, torch.Tensor],
+    state: dict[str, Any],
+    config_yaml: str,
+    files: Mapping[str, bytes] = NO_FILES,
+) -> None:
+    """Writes a checkpoint of weights alone, at step 0, from this process and without an engine.
+
+    Args:
+        folder: the checkpoint's own, which exists and is empty.
+        shapes: of the weights, by name.
+        read: gives a whole weight, fp32; one is held at a time.
+        buffers: of the model, by name.
+        state: JSON values for `state.json`.
+        config_yaml: the configuration.
+        files: what else lies in it by name, as the tokenizer whose ids the model knows.
+    """
+    boxes = [
+        HeldBox(Box.whole(name, MASTER, shape), torch.float32, partial(read, name))
+        for name, shape in shapes.items()
+    ]
+    boxes += [_held_buffer(name, buffer) for name, buffer in buffers.items()]
+    # What is converted stays as it is; whoever converts says what is not finite.
+    shard = write_shard(folder, 0, boxes, check_finite=False)
+    write_rest(folder, 0, [shard], small_files(state, config_yaml, files))
+
+
+def small_files(
+    state: dict[str, Any], config_yaml: str, files: Mapping[str, bytes]
+) -> dict[str, bytes]:
+    """Contents of the small files beside the tensors, by name."""
+    return {
+        STATE_FILE: json.dumps(state, indent=1).encode(),
+        CONFIG_FILE: config_yaml.encode(),
+        **files,
+    }
+
+
+def write_shard(
+    staging: Path,
+    rank: int,
+    boxes: Sequence[HeldBox],
+    *,
+    check_finite: bool = True,
+    check: Callable[[], None] = lambda: None,
+) -> Shard:
+    """Writes the file of one process; beside its state it holds one box at a time.
+
+    Args:
+        staging: the folder.
+        rank: of the process.
+        boxes: the content.
+        check_finite: whether numbers of fp32 have to be finite.
+        check: called again and again; what it raises ends the writing.
+
+    Raises:
+        NotFiniteError: a number is NaN or infinite: such weights take no good checkpoint's place.
+    """
+
+    def check_piece(number: int, piece: memoryview) -> None:
+        check()
+        held = boxes[number]
+        if check_finite and held.dtype == torch.float32 and not all_finite(piece):
+            raise NotFiniteError(
+                f"{held.box.name} ({held.box.field}) has numbers that are not finite"
+            )
+
+    path = staging / f"rank-{rank:05d}.safetensors"
+    tensors = [FileTensor(held.box.key, held.dtype, held.box.size, held.values) for held in boxes]
+    begins, digests, record = write_tensors(path, tensors, check=check_piece)
+    stored = [
+        (
+            held.box,
+            DTYPE_NAMES[held.dtype],
+            StoredBox(
+                offset=held.box.offset, size=held.box.size, step=held.step, file=path.name,
+                begin=begin, xxh3=digest,
+            ),
+        )
+        for held, begin, digest in zip(boxes, begins, digests, strict=True)
+    ]  # fmt: skip
+    return Shard(stored, path.name, record)
+
+
+def write_rest(staging: Path, step: int, shards: Sequence[Shard], others: dict[str, bytes]) -> None:
+    """Writes the index of what all shards hold, and the other files; the manifest last."""
+    index = json.dumps(_index(shards)).encode()
+    files = {shard.name: shard.record for shard in shards}
+    for name, content in ({INDEX_FILE: index} | others).items():
+        write_file(staging / name, [content])
+        files[name] = record_of(content)
+    write_file(staging / MANIFEST_FILE, [render(step, files)])
+    sync_folder(staging)
+
+
+def _index(shards: Sequence[Shard]) -> dict[str, Any]:
+    """The boxes of all processes, grouped by tensor and field."""
+    tensors: dict[str, dict[str, Any]] = {}
+    for box, dtype, stored in (each for shard in shards for each in shard.boxes):
+        fields = tensors.setdefault(box.name, {})
+        about = fields.setdefault(box.field, {"shape": box.shape, "dtype": dtype, "chunks": []})
+        about["chunks"].append(stored.model_dump())
+    return {"tensors": tensors}
+
+
+def commit(
+    staging: Path, step: int, shards: Sequence[Shard], others: dict[str, bytes], keep: Retention
+) -> Path:
+    """Makes a checkpoint of a staging folder whose shards are all on the disk.
+
+    Args:
+        staging: the folder, beside the checkpoints.
+        step: optimizer steps done.
+        shards: of all processes.
+        others: the small files, by name.
+        keep: which checkpoints stay.
+
+    Returns:
+        The checkpoint's folder.
+    """
+    folder = staging.parent
+    final = folder / step_folder(step)
+    write_rest(staging, step, shards, others)
+    # The folder exists if this step was saved before, and was damaged, not judged, or the run went
+    # back. Until the new one has its name, the old one can be put back: see `put_back`.
+    replaced = set_aside(final, "replaced") if final.exists() else None
+    try:
+        rename(staging, final)
+    except OSError:
+        if replaced is not None and not final.exists():
+            with contextlib.suppress(OSError):  # the next start of the run does it
+                rename(replaced, final)
+        raise
+    replace_file(folder / LATEST_FILE, f"{final.name}\n".encode())
+    if keep.best is not None and (folder / step_folder(keep.best) / MANIFEST_FILE).is_file():
+        replace_file(folder / BEST_FILE, f"{step_folder(keep.best)}\n".encode())
+    elif (folder / BEST_FILE).is_file():  # a checkpoint that is no longer the best, or not kept
+        remove_file(folder / BEST_FILE)
+    if replaced is not None:
+        remove_or_warn(replaced, remove_tree)
+    prune(folder, step, keep)
+    return final
+
+
+def together(step: int, work: Callable[[], T]) -> T:
+    """Runs one phase on every process; if it fails on any, it fails on all and none hangs.
+
+    Raises:
+        SaveError: on every process, with the reason of the first that failed.
+    """
+    reason = None
+    try:
+        result = work()
+    except OSError as error:
+        reason = reason_of(error)
+    except NotFiniteError as error:
+        reason = str(error)
+    raise_together(step, reason)
+    return result
+
+
+def raise_together(step: int, reason: str | None) -> None:
+    """Ends a save on every process if any of them has a reason to.
+
+    Raises:
+        SaveError: with the reason of the first.
+    """
+    if not comm.any_rank(reason is not None):
+        return
+    reasons = {rank: text for rank, text in enumerate(comm.from_all(reason)) if text}
+    first = min(reasons)
+    raise SaveError(f"step {step} could not be saved: rank {first}: {reasons[first]}")
+
+
+def remove_quietly(staging: Path) -> None:
+    """Removes the folder of a checkpoint that failed; what cannot be removed is left."""
+    with contextlib.suppress(OSError):
+        remove_tree(staging)
+
+
+def held_boxes(engine: Engine) -> Iterator[HeldBox]:
+    """The boxes that this process writes; each element is written by exactly one process.
+
+    All processes call it together: under ZeRO 3 on many of them they exchange values.
+    """
+    for share in shares(engine):
+        stop = share.start + share.numel
+        for field, flat in share.values.items():
+            for first, (offset, size) in share.placement.boxes(share.start, stop):
+                box = Box(share.name, field, share.placement.global_shape, offset, size)
+                values = share.placement.values(flat, first - share.start, size)
+                yield held(box, values, share.steps, by_optimizer=True)
+    yield from _held_frozen(engine)
+    if comm.rank() == 0:
+        for name, buffer in persistent_buffers(engine.module):
+            yield _held_buffer(name, buffer)
+    for name, state in random_states(engine.device).items():
+        full_name = f"rank-{comm.rank():05d}.{name}"
+        yield held(Box.whole(full_name, RANDOM, (state.numel(),)), state)
+
+
+def _held_frozen(engine: Engine) -> Iterator[HeldBox]:
+    """Frozen weights, which have no moments and never change."""
+    for name, parameter in engine.module.named_parameters():
+        if (flat := engine.frozen.get(name)) is None:
+            continue
+        placement = placement_of(parameter)
+        for first, (offset, size) in placement.boxes(0, flat.numel()):
+            box = Box(name, MASTER, placement.global_shape, offset, size)
+            yield held(box, placement.values(flat, first, size), by_optimizer=True)
+
+
+def _held_buffer(name: str, buffer: torch.Tensor) -> HeldBox:
+    return held(Box.whole(name, BUFFER, tuple(buffer.shape)), buffer)
+
+
+def random_states(device: torch.device) -> dict[str, torch.Tensor]:
+    """States of the random generators that training draws from, as bytes."""
+    states = {"torch": torch.get_rng_state()}
+    if device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(device)
+    return states
