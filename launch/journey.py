@@ -232,9 +232,9 @@ def model_rows(run: Path, unit: str) -> list[tuple[str, str]]:
     Returns:
         Names and values.
     """
-    from polyad.train.config.describe import describe, size_in_words
     from polyad.train.config.rules import validate
     from polyad.train.config.run import load_config
+    from polyad.train.forecast.describe import describe, size_in_words
 
     records = read_records(run)
     config = load_config(run / "config.yaml")

@@ -31,7 +31,6 @@ from polyad.model.heads import (
     Pooler,
 )
 from polyad.model.initialization import Initializer, norm_initializers, normal
-from polyad.model.kernels.linear_cross_entropy import CHUNK
 from polyad.model.layers import Embedding, LayerNorm
 from polyad.model.output import ModelOutput
 from polyad.model.padding import RealTokens
@@ -141,65 +140,6 @@ class BertConfig(TransformerSettings):
     def in_words(self) -> str:
         """The depth and width, for people."""
         return f"BERT, {self.num_layers} blocks, width {self.hidden_size}"
-
-    def flops_per_unit(self) -> int:
-        """Counts the floating-point operations of training on one token, forward and backward, or
-        on one sequence of the full length where the head scores that.
-
-        As GPT-2's: 6 for each weight and each token that it multiplies, and 12 D T for attention,
-        which sees the whole sequence here. The language head multiplies the masked tokens alone,
-        that of a class one token of a sequence.
-
-        Returns:
-            FLOPs, a multiply-add counted as two.
-
-        Raises:
-            ValueError: The vocabulary size is None.
-        """
-        length = self.sequence_length
-        if self.head.kind == "classification":
-            return self.flops_of_sequence(length)
-        return self._flops_of_blocks(length) + round(6 * self._head_weights_of_sample() / length)
-
-    def flops_of_sequence(self, length: int) -> int:
-        """Counts those of training on one sequence that is scored as a whole.
-
-        Args:
-            length: Its tokens.
-        """
-        return length * self._flops_of_blocks(length) + 6 * self._head_weights_of_sample()
-
-    def _flops_of_blocks(self, length: int) -> int:
-        """FLOPs of the blocks for one token of a sequence of this length."""
-        width, weights, mixing = self.hidden_size, 0, 0
-        for feed_forward in self.block_feed_forwards():
-            weights += 4 * width**2 + feed_forward.matmul_parameters_per_token(width)
-            mixing += 12 * width * length
-            mixing += feed_forward.mixing_flops_per_token(width, width // self.num_heads, length)
-        return 6 * weights + mixing
-
-    def _head_weights_of_sample(self) -> int:
-        """Weights of the head, each as often as it multiplies a token of a sample."""
-        width = self.hidden_size
-        if isinstance(self.head, MaskedLanguageHeadConfig):
-            masked = self.head.num_masked(self.sequence_length)
-            return masked * (width**2 + width * self.known_vocab_size())
-        if isinstance(self.head, ClassificationHeadConfig):
-            return width**2 + width * (self.head.num_classes or 1)
-        return 0
-
-    def activation_bytes(self, micro_batch_size: int, number_bytes: int) -> int:
-        """A rough estimate of what the backward pass needs from the forward pass; see GPT-2's."""
-        width, length = self.hidden_size, self.sequence_length
-        each = [8 * width + f.saved_numbers_per_token(width) for f in self.block_feed_forwards()]
-        blocks = self.num_layers * width + max(each) if self.recompute == "block" else sum(each)
-        head = 0
-        if isinstance(self.head, MaskedLanguageHeadConfig):
-            vocabulary = self.known_vocab_size()
-            masked = micro_batch_size * self.head.num_masked(length)
-            head = min(masked * vocabulary, CHUNK) * (2 * number_bytes + 4)
-            head += vocabulary * width * (number_bytes + 4) + 3 * masked * width * number_bytes
-        return micro_batch_size * length * (blocks + 2 * width) * number_bytes + head
 
 
 class Bert(nn.Module):

@@ -101,20 +101,6 @@ def hidden_width(config: ExpertConfig) -> int:
     return config.head_width()
 
 
-def multiply_adds(config: ExpertConfig, image_size: int, channels: int, classes: int) -> int:
-    """Counts the multiply-adds of one image."""
-    if isinstance(config, NetworkConfig):
-        return config.multiply_adds(image_size, channels, classes)
-    return _with_classes(config, classes).flops_per_unit() // 6
-
-
-def saved_numbers(config: ExpertConfig, image_size: int, channels: int) -> int:
-    """Counts the numbers that the backward pass needs of one image, roughly."""
-    if isinstance(config, NetworkConfig):
-        return config.saved_numbers(image_size, channels)
-    return _with_classes(config, 1).activation_bytes(1, 1)
-
-
 def last_parameter(config: ExpertConfig) -> str:
     """The name of a late parameter of an expert."""
     if isinstance(config, NetworkConfig):

@@ -184,19 +184,6 @@ class FeedForwardSettings(Config, ABC):
             SectionError: They do not fit.
         """
 
-    def mixing_flops_per_token(self, width: int, head_size: int, length: int) -> int:
-        """FLOPs of mixing over tokens: by default none.
-
-        Args:
-            width: D.
-            head_size: Of one attention head.
-            length: Tokens in a sequence.
-
-        Returns:
-            FLOPs, forward and backward.
-        """
-        return 0
-
 
 class DenseFeedForwardConfig(FeedForwardSettings):
     """GPT-2's own feed-forward: every token through the same two layers."""
@@ -226,25 +213,6 @@ class DenseFeedForwardConfig(FeedForwardSettings):
         """
         inner = self.inner_size(width)
         return 2 * width * inner + bias * (inner + width)
-
-    def saved_numbers_per_token(self, width: int) -> int:
-        """Numbers that a token saves for the backward pass: units before and after the activation.
-
-        Args:
-            width: D.
-        """
-        return 2 * self.inner_size(width)
-
-    def matmul_parameters_per_token(self, width: int) -> int:
-        """Counts the weights that multiply one token; a sparse kind counts the active experts.
-
-        Args:
-            width: D.
-
-        Returns:
-            A number of weights, without biases.
-        """
-        return 2 * width * self.inner_size(width)
 
 
 class QuickGELU(nn.Module):

@@ -18,7 +18,7 @@ from polyad.model.block import Block, FeedForwardConfig, build_block, run_blocks
 from polyad.model.feedforward import BlockInput, DenseFeedForwardConfig, FeedForwardContext
 from polyad.model.heads import ClassificationHeadConfig, SequenceHead, VocabularyHead
 from polyad.model.initialization import Initializer, norm_initializers, normal
-from polyad.model.kernels.linear_cross_entropy import CHUNK, losses
+from polyad.model.kernels.linear_cross_entropy import losses
 from polyad.model.layers import Embedding, LayerNorm
 from polyad.model.output import ModelOutput
 from polyad.model.padding import LastToken, RealTokens
@@ -88,73 +88,6 @@ class GPT2Config(TransformerSettings):
     def in_words(self) -> str:
         """The depth and width, for people."""
         return f"GPT-2, {self.num_layers} blocks, width {self.hidden_size}"
-
-    def flops_per_unit(self) -> int:
-        """Counts the floating-point operations of training on one token, forward and backward, or
-        on one sequence of the full length where the head scores that.
-
-        6 N + 12 L D T: N the weights that multiply a token, with the output head and without the
-        lookups of tokens and positions; T the full sequence length, although causal attention needs
-        half of it; recomputation is not counted. Source: PaLM (Chowdhery et al. 2022), appendix B,
-        the convention of "model FLOPs utilization". Of experts those count that a token uses; a
-        graph of tokens counts as attention does.
-
-        Returns:
-            FLOPs, a multiply-add counted as two.
-
-        Raises:
-            ValueError: The vocabulary size, or the number of classes, is None.
-        """
-        if self.head is not None:
-            return self.flops_of_sequence(self.sequence_length)
-        return 6 * self.hidden_size * self.known_vocab_size() + self._flops_of_blocks(
-            self.sequence_length
-        )
-
-    def flops_of_sequence(self, length: int) -> int:
-        """Counts those of training on one sequence that is scored as a whole.
-
-        Args:
-            length: Its tokens.
-        """
-        assert self.head is not None
-        of_head = 6 * self.hidden_size * self.head.known_num_classes()
-        return length * self._flops_of_blocks(length) + of_head
-
-    def _flops_of_blocks(self, length: int) -> int:
-        """FLOPs of the blocks for one token of a sequence of this length."""
-        width = self.hidden_size
-        head_size = width // self.num_heads
-        matmul_parameters, mixing = 0, 0
-        for feed_forward in self.block_feed_forwards():
-            matmul_parameters += 4 * width**2 + feed_forward.matmul_parameters_per_token(width)
-            mixing += 12 * width * length
-            mixing += feed_forward.mixing_flops_per_token(width, head_size, length)
-        return 6 * matmul_parameters + mixing
-
-    def activation_bytes(self, micro_batch_size: int, number_bytes: int) -> int:
-        """A rough estimate of what the backward pass needs from the forward pass.
-
-        A token leaves 8 D + 2 F numbers in a dense block of width D and inner width F: the inputs
-        of both LayerNorms, of q, k, v and of the output projection, q, k, v, the input of the
-        feed-forward, and its inner values before and after the activation function (Korthikanti et
-        al. 2022, section 4, without the attention matrix, which fused attention never stores).
-        Recomputation keeps the block's input alone, and one block at a time is whole again. The
-        loss adds the logits of a chunk of tokens in both precisions with their gradient, and the
-        head's gradient in fp32 and in its own precision.
-        """
-        width = self.hidden_size
-        each = [8 * width + f.saved_numbers_per_token(width) for f in self.block_feed_forwards()]
-        blocks = sum(each)
-        if self.recompute == "block":
-            blocks = self.num_layers * width + max(each)
-        tokens = micro_batch_size * self.sequence_length
-        if self.head is not None:
-            return tokens * blocks * number_bytes
-        vocabulary = self.known_vocab_size()
-        chunk = min(tokens * vocabulary, CHUNK) * (2 * number_bytes + 4)
-        head = vocabulary * width * (number_bytes + 4)
-        return tokens * blocks * number_bytes + chunk + head
 
 
 class TiedHead(VocabularyHead):

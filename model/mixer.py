@@ -94,44 +94,6 @@ class MixerConfig(ImageModelSettings):
         """A parameter of the last block."""
         return f"blocks.{self.num_layers - 1}.token_norm.weight"
 
-    def flops_per_unit(self) -> int:
-        """Counts the floating-point operations of training on one image, forward and backward.
-
-        Returns:
-            FLOPs, a multiply-add counted as two: 6 for each weight and each token that it
-            multiplies, and what graphs of tokens cost.
-        """
-        patches, width = self.num_patches, self.hidden_size
-        weights = patches * self.patch_numbers * width
-        weights += self.known_head().multiply_adds(width, self.known_num_classes())
-        mixing = 0
-        known = self.feed_forwards()
-        for key, own, rows in ((TOKENS, patches, width), (CHANNELS, width, patches)):
-            for block in range(self.num_layers):
-                each = known[key].of_block(block)
-                weights += rows * each.matmul_parameters_per_token(own)
-                mixing += rows * each.mixing_flops_per_token(own, 0, rows)
-        return 6 * weights + mixing
-
-    def activation_bytes(self, micro_batch_size: int, number_bytes: int) -> int:
-        """A rough estimate of what the backward pass needs from the forward pass.
-
-        A block keeps the inputs of both LayerNorms and of both feed-forwards, and what those keep.
-        """
-        patches, width = self.num_patches, self.hidden_size
-        known = self.feed_forwards()
-        each = []
-        for block in range(self.num_layers):
-            tokens, channels = (known[key].of_block(block) for key in (TOKENS, CHANNELS))
-            inner = width * tokens.saved_numbers_per_token(patches)
-            inner += patches * channels.saved_numbers_per_token(width)
-            each.append(4 * patches * width + inner)
-        kept = sum(each)
-        if self.recompute == "block":
-            kept = self.num_layers * patches * width + max(each)
-        numbers = patches * self.patch_numbers + kept + self.known_num_classes()
-        return micro_batch_size * numbers * number_bytes
-
 
 class MixerBlock(nn.Module):
     """Mixes patches, then channels, both on the residual stream.

@@ -33,8 +33,6 @@ from polyad.model.expert_models import (
     completed,
     hidden_width,
     last_parameter,
-    multiply_adds,
-    saved_numbers,
 )
 from polyad.model.initialization import Initializer
 from polyad.model.mumoe.gating import GateOutput
@@ -124,32 +122,6 @@ class MixtureConfig(ImageSettings):
     def last_parameter(self) -> str:
         """A parameter of the last expert."""
         return f"mixture.experts.{self.num_experts - 1}.{last_parameter(self.expert)}"
-
-    def flops_per_unit(self) -> int:
-        """Counts the floating-point operations of training on one image, forward and backward.
-
-        Returns:
-            FLOPs, a multiply-add counted as two: 6 for each weight and each place where it is used.
-        """
-        size, channels, experts = self.image_size, self.read_channels, self.num_experts
-        classes, width = self.known_num_classes(), hidden_width(self.expert)
-        each = multiply_adds(self.expert, size, channels, classes)
-        gate = self.gate_network.multiply_adds(size, channels, None)
-        own = self.gate_network.hidden_sizes[-1]
-        attention = own * width + experts * (width * width + width)
-        scores = attention if self.gate == "attentive" else own * experts
-        return 6 * (experts * (each + classes) + gate + scores)
-
-    def activation_bytes(self, micro_batch_size: int, number_bytes: int) -> int:
-        """A rough estimate of what the backward pass needs from the forward pass."""
-        size, channels = self.image_size, self.read_channels
-        each = saved_numbers(self.expert, size, channels)
-        gate = self.gate_network.saved_numbers(size, channels)
-        kept = self.num_experts * each + gate
-        if self.recompute == "block":
-            kept = max(each, gate)
-        numbers = channels * size**2 + kept + 3 * self.num_experts * self.known_num_classes()
-        return micro_batch_size * numbers * number_bytes
 
 
 class LinearScores(Linear):

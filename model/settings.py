@@ -3,7 +3,9 @@
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self, TypeAlias
 
+import torch
 from pydantic import Field, model_validator
+from torch import Tensor
 
 from polyad.model.block import FeedForwardConfig
 from polyad.model.config import Config, SectionError
@@ -38,25 +40,17 @@ class ModelSettings(Config, ABC):
         """What throughput counts in a sample: tokens of a text; 1 where the sample is the unit."""
         return 1
 
-    @abstractmethod
-    def flops_per_unit(self) -> int:
-        """Floating-point operations of training on one unit, forward and backward.
-
-        Returns:
-            FLOPs, a multiply-add counted as two; recomputation is not counted.
-        """
-
-    @abstractmethod
-    def activation_bytes(self, micro_batch_size: int, number_bytes: int) -> int:
-        """A rough estimate of what the backward pass needs from the forward pass.
+    def random_sample(self, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        """A random input and its class, to plan a step of a model that a plugin brings, and to
+        count its FLOPs.
 
         Args:
-            micro_batch_size: Samples in a forward pass.
-            number_bytes: Bytes of a number in the precision that is trained in.
+            generator: Of the numbers.
 
         Returns:
-            Bytes.
+            The input [...], without a dimension for the batch, and the class [].
         """
+        raise NotImplementedError(f"{type(self).__name__}.random_sample")
 
     def feed_forwards(self) -> dict[str, FeedForwardConfig]:
         """The feed-forwards of its blocks, filled in, by their keys."""

@@ -90,25 +90,6 @@ class NetworkConfig(Config):
         channels = self.convolutions[-1] if self.convolutions else channels
         return [channels * side**2, *self.hidden_sizes]
 
-    def multiply_adds(self, image_size: int, channels: int, outputs: int | None) -> int:
-        """Counts the multiply-adds of one image; the arguments are those of `SmallNetwork`."""
-        total = 0
-        all_channels = (channels, *self.convolutions)
-        for (read, made), (side, _) in zip(
-            pairwise(all_channels), self.sides(image_size), strict=True
-        ):
-            total += read * made * self.kernel_size**2 * side**2
-        widths = [*self.widths(image_size, channels), *([] if outputs is None else [outputs])]
-        return total + sum(read * made for read, made in pairwise(widths))
-
-    def saved_numbers(self, image_size: int, channels: int) -> int:
-        """Counts the numbers that the backward pass needs of one image, roughly."""
-        maps = sum(
-            made * (2 * side**2 + pooled**2)
-            for made, (side, pooled) in zip(self.convolutions, self.sides(image_size), strict=True)
-        )
-        return maps + 2 * sum(self.widths(image_size, channels))
-
 
 class NetworkOutput(NamedTuple):
     """What a small network computes."""

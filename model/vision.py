@@ -31,10 +31,6 @@ class LinearHeadConfig(Config):
         """Completed with what the model decides: nothing in this kind."""
         return self
 
-    def multiply_adds(self, width: int, classes: int) -> int:
-        """Counts the multiply-adds of one image."""
-        return width * classes
-
 
 HeadConfig: TypeAlias = Annotated[LinearHeadConfig | MuMoEHeadConfig, Field(discriminator="kind")]
 

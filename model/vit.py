@@ -70,35 +70,6 @@ class ViTConfig(TransformerSettings, ImageModelSettings):
             f"ViT, {self.num_layers} blocks, width {self.hidden_size}, {self.num_patches} patches"
         )
 
-    def flops_per_unit(self) -> int:
-        """Counts the floating-point operations of training on one image, forward and backward.
-
-        Returns:
-            FLOPs, a multiply-add counted as two: 6 for each weight and each token that it
-            multiplies, 12 D T for the attention of a token, and what graphs of tokens cost.
-        """
-        width, tokens = self.hidden_size, self.num_tokens
-        weights = self.num_patches * self.patch_numbers * width
-        weights += self.known_head().multiply_adds(self.head_width(), self.known_num_classes())
-        weights += width * self.pre_logits if self.pre_logits else 0
-        mixing = 0
-        for each in self.block_feed_forwards():
-            weights += tokens * (4 * width**2 + each.matmul_parameters_per_token(width))
-            mixing += 12 * width * tokens * tokens
-            head_size = width // self.num_heads
-            mixing += tokens * each.mixing_flops_per_token(width, head_size, tokens)
-        return 6 * weights + mixing
-
-    def activation_bytes(self, micro_batch_size: int, number_bytes: int) -> int:
-        """A rough estimate of what the backward pass needs from the forward pass; see GPT-2's."""
-        width, tokens = self.hidden_size, self.num_tokens
-        each = [8 * width + f.saved_numbers_per_token(width) for f in self.block_feed_forwards()]
-        kept = sum(each)
-        if self.recompute == "block":
-            kept = self.num_layers * width + max(each)
-        numbers = self.num_patches * self.patch_numbers + tokens * kept
-        return micro_batch_size * (numbers + self.known_num_classes()) * number_bytes
-
 
 class ViT(nn.Module):
     """A vision transformer; see `GPT2` for how a model is built and filled.

@@ -10,7 +10,14 @@ LATE = ("torch._dynamo", "deepspeed.runtime.zero.muon.muon_optimizer")
 
 
 def import_libraries() -> None:
-    """Imports what building an engine and the first step would import later.
+    """Imports what reading data, building an engine and the first step would import later."""
+    import_engine()
+    indexed_dataset()
+    sample_index_helpers()
+
+
+def import_engine() -> None:
+    """Imports what building an engine and its first step would import later.
 
     DeepSpeed's Muon, which nothing here uses, would bring torch's compiler; see `quick_import`.
     """
@@ -18,5 +25,3 @@ def import_libraries() -> None:
         import_deepspeed()
         for name in LATE:
             import_module(name)
-    indexed_dataset()
-    sample_index_helpers()

@@ -4,9 +4,9 @@ import re
 from pathlib import Path
 
 from polyad.train.config.adaptation import counts, in_words, model_of
-from polyad.train.config.describe import describe, size_in_words
 from polyad.train.config.rules import validate
 from polyad.train.config.run import load_config
+from polyad.train.forecast.describe import describe, size_in_words
 from tests.configs.test_shipped import EXPECTED_STUDIES
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -18,6 +18,7 @@ from polyad.launch.bench.layer import (
     cells,
     context_of,
     measure,
+    multiply_adds,
     of_ours,
     setting,
     start,
@@ -103,11 +104,11 @@ def _compare(
     context, width = context_of(shape["width"]), shape["width"]
     dense = DenseFeedForwardConfig(hidden_size=shape["hidden"])
     layers = {"dense": of_ours(start(DenseFeedForward, dense, context, tokens_ND))}
-    weights = {"dense": dense.matmul_parameters_per_token(width)}
+    weights = {"dense": multiply_adds(DenseFeedForward, dense, width)}
     for way in WAYS:
         config = _config(shape, way)
         layers[way] = of_ours(start(EmergentMoE, config, context, tokens_ND))
-        weights[way] = config.matmul_parameters_per_token(width)
+        weights[way] = multiply_adds(EmergentMoE, config, width)
     differences = _check(layers, tokens_ND, precision)
     say(precision)
     rows = measure(layers, tokens_ND, repeats)

@@ -22,6 +22,7 @@ from polyad.model.kernels.cpu.gelu import has_native_gelu
 from polyad.model.kernels.cpu.processor import has_bf16_products
 from polyad.parallel import comm
 from polyad.parallel.host_memory import give_back_freed_memory
+from polyad.parallel.plan.work import forward_flops
 
 TOLERANCES = {"fp32": 1e-4, "bf16": 0.03}
 """Allowed norm of the difference to a reference, as a share of the reference's norm."""
@@ -78,6 +79,21 @@ def start(part: Any, config: Any, context: FeedForwardContext, like: Tensor) -> 
                 generator = torch.Generator().manual_seed(number)
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.02)
     return module
+
+
+def multiply_adds(part: Any, config: Any, width: int) -> int:
+    """Counts the multiply-adds of a token in a feed-forward, on shapes alone.
+
+    Args:
+        part: A kind of feed-forward.
+        config: Its own.
+        width: D.
+    """
+    with torch.device("meta"):
+        module = part(config, context_of(width))
+    token_BTD = torch.zeros(1, 1, width)
+    run = lambda layer, inputs: layer(*inputs, *inputs)  # noqa: E731
+    return forward_flops(module, (token_BTD,), run) // 2
 
 
 def context_of(width: int) -> FeedForwardContext:

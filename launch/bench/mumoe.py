@@ -21,6 +21,7 @@ from polyad.launch.bench.layer import (
     cells,
     context_of,
     measure,
+    multiply_adds,
     of_ours,
     setting,
     start,
@@ -42,6 +43,7 @@ from polyad.launch.output import align
 from polyad.model.feedforward import DenseFeedForward, DenseFeedForwardConfig
 from polyad.model.kernels.cpu.processor import has_bf16_products
 from polyad.model.mumoe.config import MuMoEConfig
+from polyad.model.mumoe.layer import MuMoE
 from polyad.parallel.zero import DTYPES
 from polyad.train.errors import RunError
 
@@ -130,7 +132,7 @@ class _Comparison:
         width = self.shape["width"]
         config = DenseFeedForwardConfig(hidden_size=self.shape["hidden"])
         dense = start(DenseFeedForward, config, context_of(width), self.tokens_ND)
-        self._add("dense", of_ours(dense), config.matmul_parameters_per_token(width), 1)
+        self._add("dense", of_ours(dense), multiply_adds(DenseFeedForward, config, width), 1)
         say(f"{self.precision}: are all variants alike?")
         for number in experts:
             for name in FACTORIZATIONS:
@@ -155,7 +157,7 @@ class _Comparison:
         width = self.shape["width"]
         name = f"{config.factorization} {experts}"
         ours = make_ours(config, width, self.tokens_ND)
-        weights = config.matmul_parameters_per_token(width)
+        weights = multiply_adds(MuMoE, config, width)
         package = package_entmax()
         reference = Einsum(ours, package) if package else Einsum(ours)
         expected = _output_and_gradient(reference.double(), self.tokens_ND.double())
@@ -179,7 +181,8 @@ class _Comparison:
         width, hidden = self.shape["width"], self.shape["hidden"]
         gate = make_ours(config_of("cp", experts, self.shape), width, self.tokens_ND).gate
         module = DenseMoE(gate.weight, hidden)
-        one = DenseFeedForwardConfig(hidden_size=hidden).matmul_parameters_per_token(width)
+        config = DenseFeedForwardConfig(hidden_size=hidden)
+        one = multiply_adds(DenseFeedForward, config, width)
         self._add(name, timed(module), experts * (one + 2 * width), experts)
         few_ND = self.tokens_ND[:CHECKED].detach()
         with torch.no_grad():

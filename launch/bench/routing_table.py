@@ -5,12 +5,13 @@ Shapes: T tokens in a sequence.
 
 from typing import Any
 
-from polyad.launch.bench.layer import setting
+from polyad.launch.bench.layer import multiply_adds, setting
 from polyad.launch.bench.routing_peers import MATERIALIZED, PLAIN, graphs_of
 from polyad.launch.bench.turns import span
 from polyad.launch.output import align
 from polyad.model.gpt2 import GPT2Config
 from polyad.model.smoe.config import SparseMoEConfig
+from polyad.model.smoe.layer import SparseMoE
 
 HEAD = (
     "variant",
@@ -71,7 +72,8 @@ def add_ratios(rows: dict[str, Any], shape: dict[str, int], place: str, length: 
 def plain_flops(config: GPT2Config) -> float:
     """FLOPs of a token without a graph, forward and backward; attention to what comes before."""
     width, keys = config.hidden_size, (config.sequence_length + 1) / 2
-    weights = 4 * width**2 + config.feed_forward.matmul_parameters_per_token(width)
+    plain = config.known_feed_forward().model_copy(update={"graph": "none"})
+    weights = 4 * width**2 + multiply_adds(SparseMoE, plain, width)
     head = width * config.known_vocab_size() if config.num_layers > 1 else 0
     return 6 * (config.num_layers * weights + head) + config.num_layers * 12 * width * keys
 

@@ -29,6 +29,7 @@ from polyad.model.gpt2 import GPT2Config
 from polyad.train.errors import ConfigError, RunError
 from polyad.train.guard.memory import is_out_of_memory
 from polyad.train.loop.metrics import LogConfig, peak_flops
+from polyad.train.tasks.random_input import flops_of_unit
 
 VARIANTS = ("polyad", "transformers")
 OUT_OF_MEMORY = "out of memory"
@@ -135,7 +136,7 @@ def _rates(
     return {
         "seconds": seconds,
         "tokens_per_second": rate,
-        "mfu": rate * at_length.flops_per_unit() / peak if peak else None,
+        "mfu": rate * flops_of_unit(at_length) / peak if peak else None,
     }
 
 

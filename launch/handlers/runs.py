@@ -40,7 +40,7 @@ def launch(options: Namespace) -> int:
 def validate(options: Namespace) -> None:
     """`polyad validate`."""
     from polyad.parallel.comm import environment_world_size
-    from polyad.train.config.describe import describe_run, description_table
+    from polyad.train.forecast.describe import describe_run, description_table
 
     check_json_path(options.json)
     with only_results_on_stdout() as stdout:

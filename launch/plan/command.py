@@ -35,10 +35,10 @@ def configuration(path: Path, overrides: Sequence[str], processes: int) -> "RunC
     Raises:
         ValueError: with an `exit_status` of 2: one line says what is wrong.
     """
-    from polyad.train.config.describe import check_without_data
     from polyad.train.config.plan import open_inputs
     from polyad.train.config.rules import validate
     from polyad.train.config.run import load_config
+    from polyad.train.forecast.describe import check_without_data
 
     config = load_config(path, overrides)
     validate(config, processes)

@@ -9,9 +9,9 @@ from polyad.launch.study.measures import all_measures
 from polyad.launch.study.state import finished_runs, unfinished
 from polyad.model.settings import ModelSettings
 from polyad.parallel.checkpoint.keeping import complete_checkpoints
-from polyad.train.config.describe import describe
 from polyad.train.config.plan import open_inputs, plan_run
 from polyad.train.config.rules import validate
+from polyad.train.forecast.describe import describe
 from polyad.train.study.study import Run, Study
 
 

@@ -116,29 +116,3 @@ class EmergentMoEConfig(SelectingConfig):
         """See `FeedForwardSettings.cut_sizes`: the inner width, and that of one expert."""
         inner = self.inner_size(width)
         return [{"hidden_size": inner}, {"hidden_size / num_experts": inner // self.num_experts}]
-
-    def saved_numbers_per_token(self, width: int) -> int:
-        """Numbers that a token saves for the backward pass: units before and after the activation,
-        and what is left of them.
-
-        Args:
-            width: D.
-        """
-        if self.experts == "masked":
-            return 3 * self.inner_size(width)
-        return self.used_experts() * 2 * (self.inner_size(width) // self.num_experts + width)
-
-    def matmul_parameters_per_token(self, width: int) -> int:
-        """Counts the weights that multiply one token: those of the experts it uses, and the score.
-
-        Args:
-            width: D.
-
-        Returns:
-            A number of weights, without biases. `masked` computes with all, and counts the same.
-        """
-        score = width * self.num_experts
-        if self.score == "cosine":
-            score = (width + self.num_experts) * self.score_size()
-        inner = self.inner_size(width) // self.num_experts
-        return score + 2 * self.used_experts() * width * inner

@@ -37,6 +37,8 @@ def one_by_one(
     activation: Drop | None = None,
 ) -> Tensor:
     """As `grouped`, by definition; reads the counts from the device."""
+    if not switch.can_read():
+        return by_grouped_products(rows_MD, up_EDF, bias_EF, down_EFD, counts_E, drop, activation)
     # Not by index: autograd would fill a gradient of all experts for each one.
     biases = [None] * len(up_EDF) if bias_EF is None else bias_EF.unbind(0)
     counts = counts_E.tolist()
@@ -73,7 +75,8 @@ def grouped(
         activation: In place of GELU approximated by tanh; None: that.
 
     Returns:
-        [M, D], in the same order; of rows after the last expert's anything, as is their gradient.
+        [M, D], in the same order. Rows after the last expert's hold arbitrary values, and so do
+        their gradients.
     """
     tensors = rows_MD, up_EDF, bias_EF, down_EFD, counts_E
     if switch.REFERENCE:
@@ -95,7 +98,7 @@ def by_grouped_products(
     activation: Drop | None = None,
 ) -> Tensor:
     """As `grouped`, on any device; by definition in float64 and with rows of odd sizes."""
-    if not _takes_grouped(rows_MD.dtype, up_EDF):
+    if switch.can_read() and not _takes_grouped(rows_MD.dtype, up_EDF):
         return one_by_one(rows_MD, up_EDF, bias_EF, down_EFD, counts_E, drop, activation)
     offsets_E = counts_E.cumsum(0).to(torch.int32)
     inner_MF: Tensor = _grouped_mm(rows_MD, up_EDF, offsets_E)
@@ -124,9 +127,10 @@ def grouped_linear(
         loop: Whether to compute by definition, one expert after the other.
 
     Returns:
-        [M, F], in the same order; of rows after the last expert's anything.
+        [M, F], in the same order; rows after the last expert's hold arbitrary values.
     """
-    if loop or switch.REFERENCE or not _takes_grouped(rows_MD.dtype, weight_EDF):
+    by_definition = loop or switch.REFERENCE or not _takes_grouped(rows_MD.dtype, weight_EDF)
+    if by_definition and switch.can_read():
         counts = counts_E.tolist()
         *of_each, rest_MD = torch.split(rows_MD, [*counts, len(rows_MD) - sum(counts)])
         outputs = [x @ weight for x, weight in zip(of_each, weight_EDF.unbind(0), strict=True)]

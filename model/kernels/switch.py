@@ -54,18 +54,28 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 """Whether those run on a CPU, one program after the other."""
 
 
+_has_numbers = True
 _stands_in = False
 
 
 @contextmanager
-def as_on_gpu() -> Iterator[None]:
-    """A context in which tensors on a CPU stand for those of a GPU: a plan has no numbers."""
-    global _stands_in
-    _stands_in = True
+def without_numbers(*, on_gpu: bool = False) -> Iterator[None]:
+    """A context in which tensors have shapes alone, as those of a plan: none can be read.
+
+    Args:
+        on_gpu: Whether tensors on a CPU stand for those of a GPU.
+    """
+    global _has_numbers, _stands_in
+    _has_numbers, _stands_in = False, on_gpu
     try:
         yield
     finally:
-        _stands_in = False
+        _has_numbers, _stands_in = True, False
+
+
+def can_read() -> bool:
+    """Whether what is computed may depend on numbers of tensors, as those of rows."""
+    return _has_numbers
 
 
 def on_cpu(x: Tensor) -> bool:

@@ -128,16 +128,6 @@ class Factorized(nn.Module, ABC):
 
     @classmethod
     @abstractmethod
-    def multiply_adds(cls, sizes: Sizes) -> int:
-        """Multiply-adds in the matrix products of one token, without biases."""
-
-    @classmethod
-    @abstractmethod
-    def saved_numbers(cls, sizes: Sizes) -> int:
-        """Numbers that a token saves for backward, beside input, coefficients and output."""
-
-    @classmethod
-    @abstractmethod
     def expert_matrix_rank(cls, sizes: Sizes) -> int:
         """The highest rank that the I x O matrix of one expert can have."""
 

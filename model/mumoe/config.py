@@ -171,30 +171,6 @@ class MuMoEConfig(FactorizedExperts, FeedForwardSettings):
         """
         return self.factorized.expert_matrix_rank(self.layer_sizes(width)[0])
 
-    def saved_numbers_per_token(self, width: int) -> int:
-        """Numbers that a token saves for the backward pass: scores, coefficients, their roots and
-        which are dropped, inner units before the activation, and the factors' intermediate results.
-
-        Args:
-            width: D.
-        """
-        layers = sum(self.factorized.saved_numbers(sizes) for sizes in self.layer_sizes(width))
-        gate = (4 if self.expert_dropout else 3) * sum(self.num_experts)
-        return gate + self.inner_size(width) + layers
-
-    def matmul_parameters_per_token(self, width: int) -> int:
-        """Counts multiply-adds of one token: every weight once, and products of a token's own
-        small matrices.
-
-        Args:
-            width: D.
-
-        Returns:
-            A number of weights, without biases.
-        """
-        layers = sum(self.factorized.multiply_adds(sizes) for sizes in self.layer_sizes(width))
-        return sum(self.num_experts) * width + layers
-
     @property
     def factorized(self) -> type[Factorized]:
         """The class of both layers."""

@@ -40,16 +40,6 @@ class CP(Factorized):
         return experts | {"input_factor": 1, "output_factor": 0}
 
     @classmethod
-    def multiply_adds(cls, sizes: Sizes) -> int:
-        """Each factor once. Elementwise products are never counted."""
-        return sizes.rank * (sum(sizes.num_experts) + sizes.inputs + sizes.outputs)
-
-    @classmethod
-    def saved_numbers(cls, sizes: Sizes) -> int:
-        """The contracted modes, and their product after each level."""
-        return sizes.rank * (2 * len(sizes.num_experts) + 1)
-
-    @classmethod
     def expert_matrix_rank(cls, sizes: Sizes) -> int:
         """See `Factorized`."""
         return min(sizes.inputs, sizes.outputs, sizes.rank)

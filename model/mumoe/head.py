@@ -78,11 +78,6 @@ class MuMoEHeadConfig(FactorizedExperts):
         layer = self.factorized.num_parameters(self.sizes(width, classes))
         return sum(self.num_experts) * width + layer
 
-    def multiply_adds(self, width: int, classes: int) -> int:
-        """Counts the multiply-adds of one image."""
-        layer = self.factorized.multiply_adds(self.sizes(width, classes))
-        return sum(self.num_experts) * width + layer
-
     def sizes(self, width: int, classes: int) -> Sizes:
         """Sizes of the layer, once the rank is a number."""
         assert isinstance(self.rank, int), "of_model() fills the rank in"

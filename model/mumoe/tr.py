@@ -53,21 +53,6 @@ class TensorRing(Factorized):
         }
 
     @classmethod
-    def multiply_adds(cls, sizes: Sizes) -> int:
-        """Each factor once, and the products of a token's own small matrices."""
-        first, ring = cls.first_rank(sizes), sizes.expert_rank
-        bias = sizes.bias * ring * sizes.rank
-        chain = (len(sizes.num_experts) - 1) * first * ring * ring
-        return cls.num_parameters(sizes) - bias + chain + first * ring * sizes.rank
-
-    @classmethod
-    def saved_numbers(cls, sizes: Sizes) -> int:
-        """The small matrices of every mode, and the product after each level."""
-        first, ring = cls.first_rank(sizes), sizes.expert_rank
-        further = (len(sizes.num_experts) - 1) * (ring + first) * ring
-        return first * ring + further + (ring + first) * sizes.rank
-
-    @classmethod
     def expert_matrix_rank(cls, sizes: Sizes) -> int:
         """min(R3 min(R1, R2), I, O)."""
         narrowest = min(cls.first_rank(sizes), sizes.expert_rank)

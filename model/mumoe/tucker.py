@@ -45,18 +45,6 @@ class Tucker(Factorized):
         return {"input_factor": 1, "core": 0, "output_factor": 0}
 
     @classmethod
-    def multiply_adds(cls, sizes: Sizes) -> int:
-        """Each factor and the core once, and the core's contractions with a token's experts."""
-        bias = sizes.bias * sizes.rank
-        return cls.num_parameters(sizes) - bias + sum(_contracted(sizes))
-
-    @classmethod
-    def saved_numbers(cls, sizes: Sizes) -> int:
-        """The contracted modes, and the core after each contraction."""
-        experts = len(sizes.num_experts) * sizes.expert_rank
-        return experts + sizes.rank + sum(_contracted(sizes)) + sizes.rank
-
-    @classmethod
     def expert_matrix_rank(cls, sizes: Sizes) -> int:
         """min(R_I, R_O, I, O)."""
         return min(sizes.inputs, sizes.outputs, sizes.rank)

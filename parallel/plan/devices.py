@@ -69,6 +69,8 @@ class Device:
         return 1e12 * (bf16 if precision == "bf16" else low if tf32 else fp32)
 
 
+DEFAULT_DEVICE = "a100-80gb"
+"""What a run is planned on unless something else is asked for."""
 GB = 1_000_000_000
 DEVICES = {
     device.name: device

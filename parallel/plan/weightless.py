@@ -9,16 +9,16 @@ import mmap
 import sys
 import weakref
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
 
 SMALL = 65_536
 """Elements up to which known numbers are computed with."""
-_PAGES = 1 << 20
+_PAGES = 1 << 16
 """Bytes from which memory comes from the system, page by page as it is touched: never."""
 _NO_RESERVE = 0x4000 if sys.platform == "linux" else 0  # Python 3.11 does not have its name
 ALIASES = {
@@ -60,7 +60,29 @@ class Observer(Protocol):
 
 def tensors_in(tree: Any) -> list[Tensor]:
     """All tensors of nested lists, tuples and dictionaries."""
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+    found: list[Tensor] = []
+    _add_tensors(tree, found)
+    return found
+
+
+def _add_tensors(tree: Any, found: list[Tensor]) -> None:
+    if isinstance(tree, Tensor):
+        found.append(tree)
+    elif isinstance(tree, list | tuple | dict):
+        for each in tree.values() if isinstance(tree, dict) else tree:
+            if isinstance(each, Tensor):
+                found.append(each)
+            elif isinstance(each, list | tuple | dict):
+                _add_tensors(each, found)
+
+
+def mapped(change: Callable[[Any], Any], tree: Any) -> Any:
+    """Nested lists, tuples and dictionaries with something else in place of what is in them."""
+    if isinstance(tree, dict):
+        return {name: mapped(change, each) for name, each in tree.items()}
+    if isinstance(tree, list | tuple) and not isinstance(tree, torch.Size):
+        return type(tree)([mapped(change, each) for each in tree])
+    return change(tree)
 
 
 class Watched(TorchDispatchMode):
@@ -103,6 +125,8 @@ class Weightless(Watched):
     def __init__(self, observers: Sequence[Observer] = ()) -> None:
         super().__init__(observers)
         self._unknown: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._shapes: dict[Any, Any] = {}
+        """Results on the meta device, by function and arguments: layers are much alike."""
 
     def is_unknown(self, tensor: Tensor) -> bool:
         """Whether a tensor has no numbers."""
@@ -114,8 +138,7 @@ class Weightless(Watched):
 
     def execute(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Does the operation on shapes, or on numbers that are known and few."""
-        schema, name = function._schema, function._schema.name
-        inputs = tensors_in((args, kwargs))
+        name, inputs = function._schema.name, tensors_in((args, kwargs))
         if function.namespace == "c10d":
             return self._collective(function, args, kwargs)
         if name == "_c10d_functional::wait_tensor":
@@ -123,27 +146,26 @@ class Weightless(Watched):
         unknown = any(map(self.is_unknown, inputs))
         if function is torch.ops.aten._local_scalar_dense.default and unknown:
             return 1.0 if args[0].is_floating_point() else 0
-        written = [a for a in schema.arguments if a.alias_info and a.alias_info.is_write]
-        returns_tensors = any("Tensor" in str(each.type) for each in schema.returns)
+        written = _written(function)
         is_meta = kwargs.get("device") == torch.device("meta")  # asked for as a shape
-        if is_meta or function.is_view or name in ALIASES or not (returns_tensors or written):
+        makes_tensors = written or _returns_tensors(function)
+        if is_meta or function.is_view or name in ALIASES or not makes_tensors:
             return function(*args, **kwargs)
         known = not unknown and all(each.numel() <= SMALL for each in inputs)
         if known and inputs and function.namespace != "_c10d_functional":
             return function(*args, **kwargs)
         if written:
-            return self._in_place(schema, args, kwargs)
+            return self._in_place(function, args, kwargs)
         on_meta = self._on_meta(function, args, kwargs)
         if not inputs and all(each.numel() <= SMALL for each in tensors_in(on_meta)):
             return function(*args, **kwargs)
-        return tree_map(lambda x: self._like(x) if isinstance(x, Tensor) else x, on_meta)
+        return mapped(lambda x: self._like(x) if isinstance(x, Tensor) else x, on_meta)
 
-    def _in_place(self, schema: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _in_place(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Returns what was written to, whose numbers are not known any more."""
+        schema = function._schema
         given = {a.name: x for a, x in zip(schema.arguments, args, strict=False)} | kwargs
-        written = [
-            given[a.name] for a in schema.arguments if a.alias_info and a.alias_info.is_write
-        ]
+        written = [given[name] for name in _written(function)]
         for tensor in tensors_in(written):
             self.forget(tensor)
         if not schema.returns:
@@ -151,6 +173,16 @@ class Weightless(Watched):
         return written[0] if len(schema.returns) == 1 else tuple(written)
 
     def _on_meta(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The result as tensors that have a shape alone; it must not be changed."""
+        key = (function, _described(args), _described(kwargs))
+        try:
+            if key not in self._shapes:
+                self._shapes[key] = self._run_on_meta(function, args, kwargs)
+        except TypeError:  # an argument that has no hash
+            return self._run_on_meta(function, args, kwargs)
+        return self._shapes[key]
+
+    def _run_on_meta(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         copies: dict[int, Tensor] = {}
 
         def shape_of(value: Any) -> Any:
@@ -164,7 +196,7 @@ class Weightless(Watched):
                 )
             return copies[id(value)]
 
-        args, kwargs = tree_map(shape_of, (args, kwargs))
+        args, kwargs = mapped(shape_of, (args, kwargs))
         if not copies and "device" in {a.name for a in function._schema.arguments}:
             kwargs = {**kwargs, "device": torch.device("meta"), "pin_memory": False}
         return function(*args, **kwargs)
@@ -180,7 +212,7 @@ class Weightless(Watched):
         nothing: Callable[[Any], Any] = lambda x: (  # noqa: E731
             torch.empty(0, dtype=x.dtype) if isinstance(x, Tensor) else x
         )
-        empty, named = tree_map(nothing, (args, kwargs))
+        empty, named = mapped(nothing, (args, kwargs))
         result = function(*empty, **named)
         for written, read in _copied(function._schema.name, args):
             if self.is_unknown(read) or read.numel() > SMALL or written.numel() % read.numel():
@@ -188,6 +220,29 @@ class Weightless(Watched):
             else:
                 written.view(-1, read.numel()).copy_(read.clone().view(1, -1))
         return (args[0], *result[1:]) if isinstance(result, tuple) else result
+
+
+@cache
+def _written(function: Any) -> tuple[str, ...]:
+    """The arguments that an operation writes to."""
+    arguments = function._schema.arguments
+    return tuple(a.name for a in arguments if a.alias_info and a.alias_info.is_write)
+
+
+@cache
+def _returns_tensors(function: Any) -> bool:
+    return any("Tensor" in str(each.type) for each in function._schema.returns)
+
+
+def _described(value: Any) -> Any:
+    """What the shape of a result may depend on, of an argument."""
+    if isinstance(value, Tensor):
+        return value.shape, value.stride(), value.dtype
+    if isinstance(value, list | tuple):
+        return tuple(map(_described, value))
+    if isinstance(value, dict):
+        return tuple((name, _described(each)) for name, each in value.items())
+    return type(value), value  # 1, 1.0 and True are equal, and are not the same argument
 
 
 def _copied(name: str, args: tuple[Any, ...]) -> list[tuple[Tensor, Tensor]]:

@@ -3,14 +3,17 @@
 from collections import Counter
 from collections.abc import Callable
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import flop_registry
 
-from polyad.parallel.plan.weightless import ALIASES, Operation
+from polyad.model.build import initial_value, place
+from polyad.model.kernels import switch
+from polyad.parallel.plan.weightless import ALIASES, Operation, Weightless, mapped
+
+Inputs = TypeVar("Inputs", bound=tuple[Tensor, ...])
 
 
 class Shape(NamedTuple):
@@ -92,7 +95,7 @@ class Computed:
         moved = sum(each.nbytes for each in tensors)
         if not moved:
             return
-        args, kwargs = tree_map(_shape, (operation.args, operation.kwargs))
+        args, kwargs = mapped(_shape, (operation.args, operation.kwargs))
         phase = self._phase()
         key = f"{phase} {function} {args} {kwargs}"
         if key not in self.of:
@@ -109,43 +112,93 @@ def _shape(value: Any) -> Any:
     return value
 
 
-def flops_of(operation: Operation) -> int:
-    """Floating-point operations of a product, by torch's own count where it has one; else 0."""
+def forward_flops(
+    model: nn.Module, inputs: Inputs, run: Callable[[nn.Module, Inputs], object]
+) -> int:
+    """Counts the FLOPs of a forward pass in training mode, on shapes alone.
+
+    Causal attention counts in full, as model FLOPs do by convention (Chowdhery et al. 2022,
+    appendix B).
+
+    Args:
+        model: On the meta device, from `build_model`; it gets memory that nobody touches.
+        inputs: What it reads. Their numbers do not matter.
+        run: The forward pass.
+
+    Returns:
+        FLOPs of products, a multiply-add counted as two.
+    """
+    total = 0
+
+    def count(operation: Operation) -> None:
+        nonlocal total
+        total += flops_of(operation, causal_in_full=True)
+
+    with (
+        torch.random.fork_rng(devices=[]),
+        torch.no_grad(),
+        switch.without_numbers(),
+        Weightless([count]) as weightless,
+    ):
+        weights = ((name, torch.empty(p.shape)) for name, p in model.named_parameters())
+        place(model, weights)
+        place(model, ((name, initial_value(model, name, 0)) for name, _ in model.named_buffers()))
+        for tensor in (*model.parameters(), *inputs):
+            weightless.forget(tensor)
+        run(model.train(), inputs)
+    return total
+
+
+def flops_of(operation: Operation, *, causal_in_full: bool = False) -> int:
+    """Floating-point operations of a product, by torch's own count where it has one; else 0.
+
+    Args:
+        operation: Any.
+        causal_in_full: Whether causal attention counts as if every token saw all others; else at
+            half.
+    """
     args, name = operation.args, operation.name
     if name in _OTHERS:
-        return int(_OTHERS[name](args))
+        flops, is_causal = _OTHERS[name](args)
+        return flops // 2 if is_causal and not causal_in_full else flops
     packet = operation.function.overloadpacket
     if packet not in flop_registry:
         return 0
     return int(flop_registry[packet](*args, **operation.kwargs, out_val=operation.result))
 
 
-def _attention(args: Any, products: int, causal: bool) -> int:
+def _attention(args: Any, products: int, is_causal: bool) -> tuple[int, bool]:
     *batch, queries, width = args[0].shape
     keys = args[1].shape[-2]
-    return 2 * products * prod(batch) * queries * keys * width // (2 if causal else 1)
+    return 2 * products * prod(batch) * queries * keys * width, is_causal
 
 
-def _grouped(args: Any) -> int:
-    rows, by = args[0].shape, args[1].shape
-    return 2 * prod(rows) * by[-1]
+def _mixture(args: Any, of_features: int, of_scores: int, is_causal: bool) -> tuple[int, bool]:
+    """So many products as wide as features, and as wide as scores."""
+    (*batch, queries, features), (*_, keys, scores) = args[0].shape, args[2].shape
+    width = of_features * features + of_scores * scores
+    return 2 * prod(batch) * queries * keys * width, is_causal
 
 
-def _products_backward(of_rows: bool, of_up: bool, of_bias: bool, of_down: bool) -> int:
-    """Products of an expert's backward pass, of which frozen weights need none."""
-    return of_rows + of_up + of_down + (of_rows or of_up or of_bias)
+def _experts_backward(args: Any) -> tuple[int, bool]:
+    """The products of an expert's backward pass, of which frozen weights need none."""
+    of_rows, of_up, of_bias, of_down = args[7]
+    products = of_rows + of_up + of_down + (of_rows or of_up or of_bias)
+    return 2 * prod(args[0].shape) * args[3].shape[2] * products, False
 
 
-_OTHERS = {
+_OTHERS: dict[str, Callable[[Any], tuple[int, bool]]] = {
     "aten::_scaled_dot_product_flash_attention_for_cpu": lambda args: _attention(
         args, 2, len(args) > 4 and bool(args[4])
     ),
     "aten::_scaled_dot_product_flash_attention_for_cpu_backward": lambda args: _attention(
         args[1:], 5, bool(args[7])
     ),
-    "polyad::experts_on_cpu": lambda args: 4 * prod(args[0].shape) * args[1].shape[2],
-    "polyad::experts_on_cpu_backward": lambda args: (
-        2 * prod(args[0].shape) * args[3].shape[2] * _products_backward(*args[7])
-    ),
-    "polyad::grouped_mm": _grouped,
+    "polyad::experts_on_cpu": lambda args: (4 * prod(args[0].shape) * args[1].shape[2], False),
+    "polyad::experts_on_cpu_backward": _experts_backward,
+    "polyad::grouped_mm": lambda args: (2 * prod(args[0].shape) * args[1].shape[-1], False),
+    "polyad::mixture": lambda args: _mixture(args, 1, 1, bool(args[4])),
+    "polyad::mixture_backward": lambda args: _mixture(args[3:], 3, 2, bool(args[7])),
 }
+"""FLOPs of operations that torch does not count, and whether half of them are for tokens that a
+causal one does not see; by their arguments."""

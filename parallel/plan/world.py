@@ -11,8 +11,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from polyad.parallel import comm
 from polyad.parallel.dims import Dims
+from polyad.parallel.imports import import_engine
 from polyad.parallel.megatron import forget_groups, join_groups
-from polyad.parallel.zero import import_deepspeed
 
 
 @contextmanager
@@ -31,7 +31,7 @@ def pretended_world(dims: Dims, rank: int = 0) -> Iterator[comm.World]:
     """
     os.environ["DS_ACCELERATOR"] = "cpu"
     os.environ.setdefault("LOCAL_RANK", "0")
-    import_deepspeed()
+    import_engine()
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=dims.world_size)
     try:
         with warnings.catch_warnings():

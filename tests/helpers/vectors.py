@@ -39,11 +39,10 @@ class PerceptronConfig(ModelSettings):
     def left_to_data(self) -> str | None:
         return "model.classes" if self.classes is None else None
 
-    def flops_per_unit(self) -> int:
-        return 6 * self.hidden_size * (self.inputs + (self.classes or 0))
-
-    def activation_bytes(self, micro_batch_size: int, number_bytes: int) -> int:
-        return micro_batch_size * number_bytes * (self.inputs + 2 * self.hidden_size)
+    def random_sample(self, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        assert self.classes is not None
+        vector_D = torch.randn(self.inputs, generator=generator)
+        return vector_D, torch.randint(self.classes, (), generator=generator)
 
 
 class Perceptron(nn.Module):

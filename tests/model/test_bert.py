@@ -36,13 +36,6 @@ def test_parameters_are_those_of_the_released_models(sizes, head, count):
     assert num_parameters(config) == count
 
 
-def test_flops_are_those_counted_by_hand():
-    config = BertConfig(num_layers=2, hidden_size=8, num_heads=2, sequence_length=20, vocab_size=50)
-    # A block: 4 D^2 of attention, 8 D^2 of the feed-forward. Of 20 tokens 3 are masked.
-    weights = 2 * 12 * 64 + 3 * (64 + 8 * 50) / 20
-    assert config.flops_per_unit() == round(6 * weights) + 2 * 12 * 8 * 20
-
-
 def copied(theirs, dtype: torch.dtype, **keys) -> Bert:
     """Our model with the weights of transformers' one."""
     ours = small_bert(dtype, num_segments=3, feed_forward={"hidden_size": 96}, **keys)

@@ -7,6 +7,7 @@ from polyad.model.build import num_parameters
 from polyad.model.feedforward import FeedForward
 from polyad.model.gpt2 import GPT2, GPT2Config
 from polyad.model.output import RoutingStats
+from polyad.train.tasks.random_input import flops_of_unit
 from tests.helpers.reference import reference_of
 
 
@@ -75,7 +76,7 @@ def test_a_head_of_its_own_is_one_more_matrix_and_no_more_work(small_model):
     assert untied.head.weight.shape == untied.token_embedding.weight.shape
     assert not torch.equal(untied.head.weight, untied.token_embedding.weight)
     assert untied.head.weight.std().item() == pytest.approx(0.02, rel=0.1)
-    assert tied.config.flops_per_unit() == untied.config.flops_per_unit()
+    assert flops_of_unit(tied.config) == flops_of_unit(untied.config)
 
 
 def test_no_bias_anywhere_when_switched_off(small_model, random_ids):
@@ -129,28 +130,6 @@ def test_dropout_acts_in_training_only(small_model, random_ids):
     torch.testing.assert_close(model(ids).logits, small_model()(ids).logits)
 
 
-def test_flops_equal_a_count_by_hand():
-    # Block: 4 x 32^2 = 4,096 attention, 2 x 32 x 128 = 8,192 feed-forward: 12,288; three: 36,864.
-    # Head: 32 x 61 = 1,952. 6 x 38,816 = 232,896. Attention: 12 x 3 x 32 x 16 = 18,432.
-    config = GPT2Config(
-        num_layers=3, hidden_size=32, num_heads=4, sequence_length=16, vocab_size=61
-    )
-    assert config.flops_per_unit() == 251_328
-
-
-def test_flops_follow_the_width_of_the_feedforward():
-    # As above with 2 x 32 x 10 = 640: 6 x (3 x 4,736 + 1,952) + 18,432 = 96,960 + 18,432.
-    config = GPT2Config(
-        num_layers=3,
-        hidden_size=32,
-        num_heads=4,
-        sequence_length=16,
-        vocab_size=61,
-        feed_forward={"hidden_size": 10},
-    )
-    assert config.flops_per_unit() == 115_392
-
-
 def test_width_that_heads_do_not_divide_is_refused_by_name_and_value():
     message = (
         "model.hidden_size: 770 is not a multiple of model.num_heads: 12; nearest multiple: 768"
@@ -187,7 +166,7 @@ def test_every_field_has_a_description():
     assert all(field.description for field in GPT2Config.model_fields.values())
 
 
-@pytest.mark.parametrize("use", [GPT2, GPT2Config.flops_per_unit, num_parameters])
+@pytest.mark.parametrize("use", [GPT2, flops_of_unit, num_parameters])
 def test_missing_vocabulary_size_is_refused(use):
     with pytest.raises(ValueError, match=r"model\.vocab_size is not set"):
         use(GPT2Config(num_layers=1))

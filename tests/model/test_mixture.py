@@ -10,6 +10,7 @@ from torch import nn
 
 from polyad.model.build import build_model, materialize, num_parameters, read_model_config
 from polyad.model.small_network import Convolution
+from polyad.train.tasks.random_input import flops_of_unit
 
 CONVOLUTIONS = {"convolutions": [2, 3], "kernel_size": 2, "padding": 1, "hidden_sizes": [5, 6]}
 VIT = {"kind": "vit", "patch_size": 3, "hidden_size": 8, "num_layers": 2, "num_heads": 2}
@@ -316,8 +317,8 @@ def test_a_mixture_of_models_counts_what_they_have_and_do():
     smaller = read_model_config(SECTION | {"expert": VIT, "num_experts": 4})
     gate = 8 * 1 + 1  # of the last layer, for one expert more
     assert num_parameters(config) - num_parameters(smaller) == num_parameters(alone) + gate
-    more = config.flops_per_unit() - smaller.flops_per_unit()
-    assert more == alone.flops_per_unit() // 6 * 6 + 6 * (4 + 8)
+    more = flops_of_unit(config) - flops_of_unit(smaller)
+    assert more == flops_of_unit(alone) + 6 * 8  # of the gate's last layer
     grey = read_model_config(SECTION | {"expert": VIT, "grey": True})
     assert grey.expert.channels == 1
 

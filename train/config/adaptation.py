@@ -7,6 +7,7 @@ from torch import nn
 from polyad.model.build import build_model
 from polyad.model.lora import adapters, add_lora, of_base
 from polyad.model.settings import ModelSettings
+from polyad.model.smoe.layer import SelectingMoE
 from polyad.parallel.checkpoint.reading import Checkpoint
 from polyad.parallel.fragments import persistent_buffers
 from polyad.parallel.source import (
@@ -44,6 +45,19 @@ def model_of(config: RunConfig) -> nn.Module:
         add_lora(model, config.adapt.lora)
     freeze(model, config.optimizer)
     return model
+
+
+def unused_parameters(model: nn.Module) -> int:
+    """Counts the parameters of the experts that one token does not use once a run is done, output
+    biases included."""
+    unused = 0
+    for module in model.modules():
+        if isinstance(module, SelectingMoE):
+            of_all = sum(parameter.numel() for parameter in module.parameters_by_expert())
+            config = module.experts.config
+            idle = config.num_experts - config.known_final_top_k()
+            unused += of_all * idle // config.num_experts
+    return unused
 
 
 def begins_anew(task: Task[Any], weights: Weights, model: ModelSettings) -> tuple[str, ...]:

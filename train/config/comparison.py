@@ -12,6 +12,7 @@ from polyad.model.gpt2 import GPT2Config
 from polyad.model.mumoe.config import MuMoEConfig
 from polyad.model.settings import ModelSettings
 from polyad.model.smoe.config import SparseMoEConfig
+from polyad.train.tasks.random_input import flops_of_unit
 
 MOST = 2**31 - 1
 """Experts of a sparse mixture, at most."""
@@ -46,10 +47,11 @@ def factorized_experts(model: GPT2Config) -> dict[str, Any] | None:
                 num_experts=experts, top_k=top_k, expert_hidden_size=inner
             )
     matrix_rank = feed_forward.expert_matrix_rank(model.hidden_size)
-    rows = {"this run": _cost(model, feed_forward, experts, matrix_rank)}
+    flops = flops_of_unit(model)
+    rows = {"this run": _cost(model, feed_forward, flops, experts, matrix_rank)}
     for name, other in others.items():
         number = 1 if name == "dense" else experts
-        rows[name] = _cost(model, other, number, full_rank)
+        rows[name] = _cost(model, other, _flops(model, other), number, full_rank)
     return {
         "factorization": feed_forward.factorization,
         "num_experts": list(feed_forward.num_experts),
@@ -61,18 +63,36 @@ def factorized_experts(model: GPT2Config) -> dict[str, Any] | None:
     }
 
 
+def _flops(model: GPT2Config, feed_forward: FeedForwardConfig) -> int:
+    """FLOPs of a token of the model with another feed-forward.
+
+    Those of a sparse mixture are linear in the number of experts and in that of a token, which may
+    be more than can be run, even without numbers: they follow from three small mixtures.
+    """
+    if not isinstance(feed_forward, SparseMoEConfig):
+        return flops_of_unit(model.model_copy(update={"feed_forward": feed_forward}))
+
+    def of(num_experts: int, top_k: int) -> int:
+        small = feed_forward.model_copy(update={"num_experts": num_experts, "top_k": top_k})
+        return flops_of_unit(model.model_copy(update={"feed_forward": small}))
+
+    least = of(2, 1)
+    of_expert, of_chosen = of(3, 1) - least, of(2, 2) - least
+    experts, top_k = feed_forward.num_experts, feed_forward.top_k
+    return least + (experts - 2) * of_expert + (top_k - 1) * of_chosen
+
+
 def _cost(
-    model: GPT2Config, feed_forward: FeedForwardConfig, experts: int, matrix_rank: int
+    model: GPT2Config, feed_forward: FeedForwardConfig, flops: int, experts: int, matrix_rank: int
 ) -> dict[str, int]:
-    """Parameters and FLOPs of the model with another feed-forward, counted without memory."""
-    config = model.model_copy(update={"feed_forward": feed_forward})
-    built = build_model(config)
+    """Parameters and FLOPs of the model with another feed-forward."""
+    built = build_model(model.model_copy(update={"feed_forward": feed_forward}))
     return {
         "feed_forward_parameters": sum(
             count_parameters(block.get_submodule("feed_forward")) for block in _blocks(built)
         ),
         "parameters": count_parameters(built),
-        "flops_per_token": config.flops_per_unit(),
+        "flops_per_token": flops,
         "experts_per_block": experts,
         "expert_matrix_rank": matrix_rank,
     }

@@ -3,9 +3,8 @@
 import difflib
 from pathlib import Path
 
-import polyad
-
-SHIPPED = Path(polyad.__file__).parent / "configs"
+# The folder `configs` of a clone, and of an installed package.
+SHIPPED = Path(__file__).resolve().parents[2] / "configs"
 
 
 def find_config(path: Path) -> Path:

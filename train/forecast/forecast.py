@@ -126,6 +126,16 @@ def with_libraries(memory: dict[str, int], device: Device) -> dict[str, int]:
     return memory | {"libraries": device.libraries, "allocator": share}
 
 
+def memory_by_kind(found: Footprint, device: Device) -> dict[str, int]:
+    """Bytes of a process at its peak, in the order in which people read them, and their `total`."""
+    return _by_kind(with_libraries(found.memory, device))
+
+
+def _by_kind(memory: dict[str, int]) -> dict[str, int]:
+    held = {kind: memory[kind] for kind in KINDS if memory.get(kind)}
+    return held | {"total": sum(held.values())}
+
+
 def describe_forecast(
     config: RunConfig,
     dims: Dims,
@@ -155,8 +165,7 @@ def describe_forecast(
     units = train.global_batch_size * config.model.units_per_sample()
     rate = units / spent.total
     flops = flops_of_unit(config.model, config.data)
-    held = {kind: memory[kind] for kind in KINDS if memory.get(kind)}
-    total = sum(held.values())
+    held = _by_kind(memory)
     return {
         "prediction": True,
         "unit": unit,
@@ -176,9 +185,9 @@ def describe_forecast(
             ),
             "global_batch_size": train.global_batch_size,
         },
-        "memory_bytes": held | {"total": total, "device": machines.device.memory},
+        "memory_bytes": held | {"device": machines.device.memory},
         "largest_bytes": {kind: found.largest[kind] for kind in KINDS if kind in found.largest},
-        "fits": total <= machines.device.memory,
+        "fits": held["total"] <= machines.device.memory,
         "exchanges": _exchanges(found.exchanges, place_of(config, dims, machines)),
         "step": {
             "seconds": spent.total,

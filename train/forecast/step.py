@@ -1,7 +1,6 @@
 """A step of a configuration on a layout, without its numbers: what it holds, sends and computes."""
 
 from collections.abc import Iterator
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,7 +92,7 @@ def footprint(
     traffic = _Parts(lambda: Traffic(dims, 0))
     computed = _Parts(lambda: Computed(lambda: phases[0]() if phases else "build"))
     with (
-        switch.as_on_gpu() if on_gpu else nullcontext(),
+        switch.without_numbers(on_gpu=on_gpu),
         pretended_world(dims) as world,
         Weightless([memory, traffic, computed]) as weightless,
     ):

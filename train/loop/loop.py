@@ -26,6 +26,7 @@ from polyad.train.loop.step import IssuedStep, issue_step
 from polyad.train.loop.timing import StepTimer, TimedBatches
 from polyad.train.loop.trace import profiler
 from polyad.train.state import TrainState
+from polyad.train.tasks.random_input import training_flops
 from polyad.train.tasks.task import Task
 
 MEMORY = ("memory_bytes", "memory_reserved_bytes")
@@ -99,9 +100,11 @@ class TrainLoop:
         self._state, self._config = state, config
         self._accumulation_steps, self._world = accumulation_steps, engine.world
         self._hooks, self._metrics = hooks, metrics
-        self._flops_per_unit = task.flops_per_unit()
         self._units_per_sample = task.model.units_per_sample()
         self._peak = peak_flops(config.log, config.train.precision, tf32=config.train.tf32)
+        self._flops_per_unit = (
+            training_flops(task.model, *task.sequences_of_sample()) if self._peak else 0
+        )
         self._guard = SpikeGuard(config.monitor, config.folder, hooks.sources, metrics)
         self._saved_at = state.step
         self._owes_save = False

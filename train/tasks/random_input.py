@@ -1,4 +1,4 @@
-"""Samples that say nothing, for a model of any kind: to try a layout, or to plan one."""
+"""Random samples for a model of any kind: to try a layout, to plan one, and to count FLOPs."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -12,11 +12,14 @@ from polyad.data.images.samples import ImageBatch
 from polyad.data.sequences.config import SequenceDataConfig
 from polyad.data.text.masking import MaskedBatch
 from polyad.model.bert import BertConfig, MaskedLanguageHeadConfig
+from polyad.model.build import build_model
 from polyad.model.gpt2 import GPT2Config
 from polyad.model.heads import ClassificationHeadConfig
 from polyad.model.output import RoutingStats
 from polyad.model.settings import ModelSettings
+from polyad.model.smoe.config import SparseMoEConfig
 from polyad.model.vision import ImageSettings
+from polyad.parallel.plan.work import forward_flops
 from polyad.train.errors import ConfigError
 from polyad.train.tasks.cross_entropy import cross_entropy
 from polyad.train.tasks.distillation import Teacher
@@ -24,13 +27,13 @@ from polyad.train.tasks.language import TextBatch, text_losses
 from polyad.train.tasks.masked_language import masked_losses
 from polyad.train.tasks.task import Predictor
 
-RandomBatch: TypeAlias = "TextBatch | MaskedBatch | SequenceBatch | ImageBatch"
+RandomBatch: TypeAlias = "TextBatch | MaskedBatch | ClassBatch | ImageBatch"
 
 
-class SequenceBatch(NamedTuple):
-    """Sequences without padding, each with a class."""
+class ClassBatch(NamedTuple):
+    """Inputs, as sequences without padding, each with a class."""
 
-    input_ids_BT: Tensor
+    inputs: Tensor
     labels_B: Tensor
 
 
@@ -46,12 +49,66 @@ def length_of(model: GPT2Config | BertConfig, data: DataSettings | None) -> int:
     return min(longest or model.sequence_length, model.sequence_length)
 
 
-def flops_of_unit(model: ModelSettings, data: DataSettings) -> int:
-    """Floating-point operations of training on what throughput counts, as `flops_per_unit`, where
-    each sequence is as long as it may be."""
+def flops_of_unit(model: ModelSettings, data: DataSettings | None = None) -> int:
+    """Floating-point operations of training on what throughput counts, where each sequence is as
+    long as it may be; see `training_flops`.
+
+    Args:
+        model: Complete.
+        data: As for `random_batch`.
+    """
     if isinstance(model, GPT2Config | BertConfig) and isinstance(data, SequenceDataConfig):
-        return sequences_of(data) * model.flops_of_sequence(length_of(model, data))
-    return model.flops_per_unit()
+        return training_flops(model, sequences_of(data), length_of(model, data))
+    return training_flops(model)
+
+
+def training_flops(model: ModelSettings, sequences: int = 1, length: int | None = None) -> int:
+    """Counts the floating-point operations of training on what throughput counts.
+
+    The products of a forward pass, three times: the backward pass has two for each. Causal
+    attention counts in full, and what is computed again does not count, so that the share of a
+    device's peak is the "model FLOPs utilization" of PaLM (Chowdhery et al. 2022, appendix B).
+    Where the number of a token's experts grows, the mean of the first and the last counts, since
+    each number has an equal share of the run; a graph of tokens counts as if it were on from the
+    start. What a layer computes once for a whole batch counts as for a batch of one sample.
+
+    Args:
+        model: Complete.
+        sequences: Of a sample.
+        length: Tokens of a sequence that is scored as a whole; None: as many as the model takes.
+
+    Returns:
+        FLOPs, a multiply-add counted as two.
+
+    Raises:
+        ValueError: What the data decides is not filled in.
+    """
+    begin, end = _in_run(model, at_end=False), _in_run(model, at_end=True)
+    counted = [
+        forward_flops(build_model(each), _batch(each, range(sequences), length), losses_for(each))
+        for each in ([begin] if begin == end else [begin, end])
+    ]
+    return round(3 * sum(counted) / (len(counted) * model.units_per_sample()))
+
+
+def _in_run(model: ModelSettings, *, at_end: bool) -> ModelSettings:
+    """The model as a run begins or ends, with its graph of tokens on."""
+    sparse = {
+        key.removeprefix("model."): each
+        for key, each in model.feed_forwards().items()
+        if isinstance(each, SparseMoEConfig)
+    }
+    changed = {
+        key: each.model_copy(
+            update={
+                "top_k": each.known_final_top_k() if at_end else each.top_k,
+                "final_top_k": None,
+                "graph_from": 0.0,
+            }
+        )
+        for key, each in sparse.items()
+    }
+    return model.model_copy(update=changed)
 
 
 def random_batch(
@@ -67,20 +124,28 @@ def random_batch(
     """
     each = 1 if data is None else sequences_of(data)
     seeds = [each * sample + number for sample in samples for number in range(each)]
-    found = [_sample(model, data, seed) for seed in seeds]
+    length = length_of(model, data) if isinstance(model, GPT2Config | BertConfig) else None
+    return _batch(model, seeds, length)
+
+
+def _batch(model: ModelSettings, seeds: Sequence[int], length: int | None) -> RandomBatch:
+    found = [_sample(model, length, seed) for seed in seeds]
     return type(found[0])(*map(torch.stack, zip(*found, strict=True)))
 
 
-def _sample(model: ModelSettings, data: DataSettings | None, seed: int) -> RandomBatch:
+def _sample(model: ModelSettings, length: int | None, seed: int) -> RandomBatch:
     generator = torch.Generator().manual_seed(seed)
     if isinstance(model, GPT2Config):
         if model.head is not None:
-            return _sequence_sample(model, model.head, length_of(model, data), generator)
-        length = model.sequence_length + 1
-        return TextBatch.of(torch.randint(model.known_vocab_size(), (length,), generator=generator))
+            return _sequence_sample(model, model.head, length or model.sequence_length, generator)
+        ids = torch.randint(
+            model.known_vocab_size(), (model.sequence_length + 1,), generator=generator
+        )
+        return TextBatch.of(ids)
     if isinstance(model, BertConfig):
-        return _bert_sample(model, length_of(model, data), generator)
-    assert isinstance(model, ImageSettings)
+        return _bert_sample(model, length or model.sequence_length, generator)
+    if not isinstance(model, ImageSettings):
+        return ClassBatch(*model.random_sample(generator))
     side = model.image_size
     return ImageBatch(
         torch.randn((model.channels, side, side), generator=generator),
@@ -92,7 +157,7 @@ def _sample(model: ModelSettings, data: DataSettings | None, seed: int) -> Rando
 
 def _bert_sample(
     model: BertConfig, length: int, generator: torch.Generator
-) -> MaskedBatch | SequenceBatch:
+) -> MaskedBatch | ClassBatch:
     if isinstance(model.head, ClassificationHeadConfig):
         return _sequence_sample(model, model.head, length, generator)
     if isinstance(model.head, MaskedLanguageHeadConfig):
@@ -111,9 +176,9 @@ def _sequence_sample(
     head: ClassificationHeadConfig,
     length: int,
     generator: torch.Generator,
-) -> SequenceBatch:
+) -> ClassBatch:
     ids_T = torch.randint(model.known_vocab_size(), (length,), generator=generator)
-    return SequenceBatch(ids_T, torch.randint(head.num_classes or 1, (), generator=generator))
+    return ClassBatch(ids_T, torch.randint(head.num_classes or 1, (), generator=generator))
 
 
 def losses_for(model: ModelSettings, teacher: Teacher | None = None) -> Any:
@@ -140,7 +205,7 @@ def _taught_text_losses(teacher: Teacher, model: Predictor, batch: TextBatch) ->
 
 
 def _class_losses(
-    teacher: Teacher | None, model: Predictor, batch: SequenceBatch | ImageBatch
+    teacher: Teacher | None, model: Predictor, batch: ClassBatch | ImageBatch
 ) -> Losses:
     """The loss of the class; of a single output its square."""
     inputs = batch[0]

@@ -165,10 +165,10 @@ class SequenceTask(Learner, Task[SequenceBatch]):
         """The name of the class that `f1` is of; None: it is not a metric."""
         return self.data.class_names[1] if "f1" in self.schema.metrics else None
 
-    def flops_per_unit(self) -> int:
-        """Of the mean sequence without padding, times the choices of a sample."""
+    def sequences_of_sample(self) -> tuple[int, int | None]:
+        """The choices of a sample, and the mean tokens of the training sequences."""
         mean = float(self.data.encoded("train").pieces.lengths_R.mean())
-        return self.data.choices * self.model.flops_of_sequence(max(1, round(mean)))
+        return self.data.choices, max(1, round(mean))
 
     def losses(
         self, model: Predictor, batch: SequenceBatch

@@ -335,9 +335,10 @@ class Task(ABC, Generic[Batch]):
         """What a person should know of the data before a run, a line each."""
         return ()
 
-    def flops_per_unit(self) -> int:
-        """Floating-point operations of training on a unit as it comes, for utilization."""
-        return self.model.flops_per_unit()
+    def sequences_of_sample(self) -> tuple[int, int | None]:
+        """How many sequences a sample has, and the mean number of tokens of one without padding, by
+        which FLOPs are counted; None: as many as the model takes."""
+        return 1, None
 
     def begins_anew(self, weights: Weights) -> tuple[str, ...]:
         """How the names of parameters begin that start from the seed, not from these weights.

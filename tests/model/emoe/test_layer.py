@@ -210,16 +210,6 @@ def test_splitting_and_merging_are_bitwise_inverse():
         assert merged.is_contiguous()
 
 
-def test_flops_are_those_of_the_experts_that_a_token_uses():
-    config = EmergentMoEConfig(num_experts=64, top_k=16)
-    # A quarter of both matrices, and the scores.
-    assert config.matmul_parameters_per_token(768) == 2 * 768 * 3072 // 4 + 64 * 768
-    others = config.model_copy(update={"select": "not_top_k"})
-    assert others.matmul_parameters_per_token(768) == 3 * 2 * 768 * 3072 // 4 + 64 * 768
-    assert config.mixing_flops_per_token(768, 64, 1024) == 0
-    assert config.saved_numbers_per_token(768) == 3 * 3072
-
-
 def test_blocks_that_are_not_split_are_dense_and_names_say_which_are(small_config, random_ids):
     section = {"kind": "emoe", "blocks": [0, 2], "num_experts": 8, "top_k": 4, "hidden_size": 40}
     model = build_model(small_config(feed_forward=section))

@@ -326,32 +326,6 @@ def test_graphs_have_no_parameters_and_a_cosine_score_has_two_matrices():
     assert count(score="random") == count() - 528
 
 
-def test_flops_equal_numbers_worked_out_by_hand():
-    # Width 32, 4 heads of 8, 4 blocks of 16 tokens, 61 words; blocks 1 and 3 route, 2 of 16
-    # experts of 24, over the attention graph.
-    # Weights of a token: head 32 x 61 = 1,952; attention 4 x 4 x 1,024 = 16,384; two dense
-    # 2 x 2 x 32 x 128 = 16,384; two routed 2 (32 x 16 + 2 x 2 x 32 x 24) = 7,168; together 41,888,
-    # times 6 = 251,328. Attention 4 x 12 x 32 x 16 = 24,576. The graph: 2 x 8 + 1 features and 16
-    # scores for each of 16 tokens, in two blocks: 2 x 6 x 16 x 33 = 6,336.
-    options = {"kind": "smoe", "placement": 2, "graph": "attention", "expert_hidden_size": 24}
-
-    def flops(**more):
-        return GPT2Config(
-            num_layers=4,
-            hidden_size=32,
-            num_heads=4,
-            sequence_length=16,
-            vocab_size=61,
-            feed_forward=options | more,
-        ).flops_per_unit()
-
-    assert flops() == 251_328 + 24_576 + 6_336
-    # Similarity: 32 features. None: nothing. Cosine score: (32 + 16) x 8 in place of 512 weights.
-    assert flops(graph="similarity") == 251_328 + 24_576 + 2 * 6 * 16 * 48
-    assert flops(graph="none") == 251_328 + 24_576
-    assert flops(graph="none", score="cosine") == 251_328 + 24_576 - 2 * 6 * (512 - 384)
-
-
 def test_the_layer_asks_for_attention_only_if_its_graph_does():
     for graph, needed in (("none", False), ("similarity", False), ("attention", True)):
         layer = make(SparseMoE, make_config(graph=graph))

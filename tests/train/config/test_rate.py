@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from polyad.train.config.rate import change_of_rate, schedule_line, schedule_notes
-from tests.train.config.test_describe import small
+from tests.train.forecast.test_describe import small
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from polyad.train.forecast.forecast import Machines, with_libraries
 from polyad.train.forecast.layouts import tried
 from polyad.train.forecast.step import footprint
 from polyad.train.layout.small import small_config
-from polyad.train.tasks.random_input import flops_of_unit, random_batch
+from polyad.train.tasks.random_input import flops_of_unit, random_batch, training_flops
 from tests.helpers.everyday import everyday
 from tests.helpers.footprints import measured_rise, save_start, second_step
 
@@ -181,7 +181,7 @@ def test_a_sample_of_choices_is_as_many_sequences_of_the_longest_length():
     words += ["model.vocab_size=61", "model.head.num_classes=1", "data.task=multiple_choice"]
     words += ["train.global_batch_size=12", "data.columns={choices: [a, b, c]}"]
     config = load_config(file, [*words, "train.micro_batch_size=2"])
-    assert random_batch(config.model, [0, 1], config.data).input_ids_BT.shape == (6, 128)
+    assert random_batch(config.model, [0, 1], config.data).inputs.shape == (6, 128)
     assert config.model.sequence_length == 512
     single = config.data.model_copy(update={"columns": None, "task": "classification"})
     train = config.train.model_copy(update={"global_batch_size": 36, "micro_batch_size": 6})
@@ -190,7 +190,7 @@ def test_a_sample_of_choices_is_as_many_sequences_of_the_longest_length():
     assert ours.memory == theirs.memory
     assert flops(ours) == flops(theirs)
     per_sample = flops_of_unit(config.model, config.data)
-    assert per_sample == 3 * config.model.flops_of_sequence(128)
+    assert per_sample == training_flops(config.model, 3, 128)
 
 
 def test_of_a_k_that_grows_the_last_takes_the_memory_and_the_middle_one_the_time():
@@ -212,7 +212,7 @@ def test_of_a_k_that_grows_the_last_takes_the_memory_and_the_middle_one_the_time
     same = {kind: size for kind, size in last.memory.items() if kind != "weights"}
     assert {kind: growing.memory[kind] for kind in same} == same
     assert flops(growing) == flops(middle)
-    assert config.model.flops_per_unit() == planned(top_k=4)[0].model.flops_per_unit()
+    assert flops_of_unit(config.model) == flops_of_unit(planned(top_k=4)[0].model)
     late = planned(graph="similarity", graph_from=0.75)[1]
     on = planned(graph="similarity")[1]
     assert late.memory["activations"] == pytest.approx(on.memory["activations"], rel=0.01)

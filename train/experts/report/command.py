@@ -19,7 +19,7 @@ from polyad.parallel.checkpoint.finding import best_checkpoint, find_checkpoint,
 from polyad.parallel.checkpoint.format import CheckpointError
 from polyad.parallel.checkpoint.keeping import BEST_FILE, STEP_FOLDER, complete_checkpoints
 from polyad.parallel.weights import open_checkpoint
-from polyad.train.config.describe import unused_parameters
+from polyad.train.config.adaptation import unused_parameters
 from polyad.train.config.run import RunConfig, load_config
 from polyad.train.console import Progress
 from polyad.train.errors import ConfigError, RunError

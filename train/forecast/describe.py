@@ -9,10 +9,9 @@ from torch import nn
 from polyad.model.build import count_parameters
 from polyad.model.emoe.config import EmergentMoEConfig
 from polyad.model.smoe.config import SelectingConfig, SparseMoEConfig
-from polyad.model.smoe.experts import Experts
-from polyad.model.smoe.layer import SelectingMoE
 from polyad.parallel.dims import Dims
-from polyad.train.config.adaptation import counts, in_words, model_of
+from polyad.parallel.plan.devices import DEFAULT_DEVICE, DEVICES
+from polyad.train.config.adaptation import counts, in_words, model_of, unused_parameters
 from polyad.train.config.comparison import comparison_rows, experts_compared
 from polyad.train.config.environment import check_compiler
 from polyad.train.config.plan import checkpoint_bytes, plan_run
@@ -21,9 +20,11 @@ from polyad.train.config.rules import validate
 from polyad.train.config.run import RunConfig, load_config
 from polyad.train.console import in_bytes
 from polyad.train.errors import ConfigError
+from polyad.train.forecast.forecast import memory_by_kind
+from polyad.train.forecast.step import footprint
+from polyad.train.tasks.random_input import flops_of_unit
 from polyad.train.tasks.registry import task_class
 
-PRECISION_BYTES = {"fp32": 4, "bf16": 2}
 GRAPH_OPTIONS = (
     "similarity", "tau", "sigma", "attention_head", "head_mean", "lower_entropy_only", "graph_from",
 )  # fmt: skip
@@ -43,7 +44,8 @@ def describe_run(
             `model.vocab_size`, and the run's folder is not looked at.
 
     Returns:
-        JSON values, as `describe` makes them, and the step the run would go on from.
+        JSON values, as `describe` makes them, the memory of a process, and the step the run would
+        go on from.
 
     Raises:
         ValueError: with an `exit_status` of 2: one line says what is wrong.
@@ -58,7 +60,10 @@ def describe_run(
         dims = validate(config, world_size)
         check_without_data(config)
     check_compiler(config)
-    return describe(config, dims, samples_per_epoch=epoch) | {"goes_on_from_step": step}
+    return describe(config, dims, samples_per_epoch=epoch) | {
+        "memory_bytes_per_process": memory_per_process(config, dims),
+        "goes_on_from_step": step,
+    }
 
 
 def check_without_data(config: RunConfig) -> None:
@@ -94,8 +99,7 @@ def describe(
     unit = task_class(config.data.kind).unit.name
     units_per_step = train.global_batch_size * config.model.units_per_sample()
     samples = train.steps * train.global_batch_size
-    flops = config.model.flops_per_unit()
-    experts = expert_parameters(model)
+    flops = flops_of_unit(config.model, config.data)
     return {
         "run": config.run.folder,
         "unit": unit,
@@ -132,13 +136,6 @@ def describe(
                 train.global_batch_size, train.micro_batch_size
             ),
         },
-        "memory_bytes_per_process": memory_per_process(
-            config,
-            dims,
-            parameters,
-            experts,
-            trained=(adapted["trained"], expert_parameters(model, trained=True)),
-        ),
         "checkpoint_bytes": checkpoint_bytes(config, model),
     }
 
@@ -152,31 +149,6 @@ def size_in_words(parameters: int, active: int, unit: str) -> str:
         unit: a token or an image.
     """
     return f"{parameters:,} parameters, {active:,} active per {unit}"
-
-
-def expert_parameters(model: nn.Module, *, trained: bool = False) -> int:
-    """Counts the parameters that expert parallelism spreads.
-
-    Args:
-        model: a whole one.
-        trained: whether to count those that are trained alone.
-    """
-    experts = [module for module in model.modules() if isinstance(module, Experts)]
-    parameters = [p for module in experts for p in module.parameters()]
-    return sum(p.numel() for p in parameters if p.requires_grad or not trained)
-
-
-def unused_parameters(model: nn.Module) -> int:
-    """Counts the parameters of the experts that one token does not use once a run is done, output
-    biases included."""
-    unused = 0
-    for module in model.modules():
-        if isinstance(module, SelectingMoE):
-            of_all = sum(parameter.numel() for parameter in module.parameters_by_expert())
-            config = module.experts.config
-            idle = config.num_experts - config.known_final_top_k()
-            unused += of_all * idle // config.num_experts
-    return unused
 
 
 def _experts(config: RunConfig) -> dict[str, Any] | None:
@@ -205,92 +177,41 @@ def _experts(config: RunConfig) -> dict[str, Any] | None:
     }
 
 
-def memory_per_process(
-    config: RunConfig,
-    dims: Dims,
-    parameters: int,
-    experts: int = 0,
-    trained: tuple[int, int] | None = None,
-) -> dict[str, int]:
-    """An estimate of what a process holds at the peak of a step, in bytes.
-
-    With P parameters (over T tensor-parallel processes, P / T of them), D data-parallel processes,
-    s bytes a number of the precision:
-
-        weights       s P          / D from stage 3
-        gradients     4 P          / D from stage 2    (bf16: accumulated in fp32)
-        optimizer     4 (m + n) P  / D from stage 1    (m: 1 master copy, n: moments, with muon as
-                                                        if all were AdamW's, and a moving average;
-                                                        fp32 at stage 0 steps its weights
-                                                        themselves: m 0)
-        buffers       2 s min(bucket_size, P)          (reduction and gathering)
-        activations   see `activation_bytes`
-        snapshot      4 (1 + n) P  / all processes     (asynchronous checkpoints; always in the
-                                                        host's memory)
-
-    Of frozen parameters there are weights alone. Of experts, each of E expert-parallel processes
-    holds 1 / E, and D / E processes hold the same.
-
-    Python and its libraries, some 0.4 GB, and what allocators waste are not in it; of activations,
-    what tensor parallelism saves is not taken off.
+def memory_per_process(config: RunConfig, dims: Dims) -> dict[str, int]:
+    """What a process of a run on GPUs holds at the peak of a step, as `polyad plan` says it.
 
     Args:
         config: the run's, resolved.
         dims: the layout.
-        parameters: P, experts included.
-        experts: those of them that expert parallelism spreads.
-        trained: of both, those that are trained; None: all.
 
     Returns:
-        Bytes by name, and their `total`.
+        Bytes by name, and their `total`; beside it `snapshot`, what asynchronous checkpoints take
+        of the host's memory.
     """
-    stage, size = config.parallel.zero_stage, PRECISION_BYTES[config.train.precision]
-
-    def parts_of(parameters: int, experts: int) -> tuple[int, int]:
-        """What a process has of all but experts (and at most 5% more), and of experts."""
-        whole = dims.tensor_parallel_size
-        return (parameters - experts) // whole, experts // (whole * dims.expert_parallel_size)
-
-    everything = parts_of(parameters, experts)
-    changing = everything if trained is None else parts_of(*trained)
-    ranks = dims.data_parallel_size
-    expert_ranks = ranks // dims.expert_parallel_size
-    masters = 0 if stage == 0 and config.train.precision == "fp32" else 1
-    moments = config.tensors_per_weight()
-    bucket = min(config.parallel.bucket_size, sum(changing))
-
-    def held(some: tuple[int, int], is_sharded: bool) -> int:
-        """Elements that a process holds of something that ZeRO shards or not."""
-        return some[0] // ranks + some[1] // expert_ranks if is_sharded else sum(some)
-
-    parts = {
-        "weights": size * held(everything, stage >= 3),
-        "gradients": 4 * held(changing, stage >= 2),
-        "optimizer": 4 * (masters + moments) * held(changing, stage >= 1),
-        "buffers": 2 * size * bucket if dims.world_size > 1 else 0,
-        "activations": config.model.activation_bytes(config.train.micro_batch_size, size),
-    }
+    memory = memory_by_kind(footprint(config, dims, on_gpu=True), DEVICES[DEFAULT_DEVICE])
     if config.checkpoint.asynchronous:
-        changed = parameters if trained is None else trained[0]
-        parts["snapshot"] = 4 * (1 + moments) * changed // dims.world_size
-    return parts | {"total": sum(parts.values())}
+        trained = counts(model_of(config))["trained"]
+        numbers = 1 + config.tensors_per_weight()
+        memory["snapshot"] = 4 * numbers * trained // dims.world_size
+    return memory
 
 
 def description_table(description: dict[str, Any]) -> str:
     """A description for a person.
 
     Args:
-        description: what `describe` made.
+        description: what `describe` made, or `describe_run`.
 
     Returns:
         Aligned lines.
     """
+    memory = description.get("memory_bytes_per_process")
     rows = [
         ("run", _run_row(description)),
         *_model_rows(description["model"], description["unit"]),
         *_training_rows(description["training"], description["unit"]),
         ("layout", _layout_row(description["layout"])),
-        ("memory", _memory_row(description["memory_bytes_per_process"])),
+        *([("memory", _memory_row(memory))] if memory else []),
         ("checkpoint", in_bytes(description["checkpoint_bytes"])),
         *(("warning", line) for line in description["warnings"]),
     ]
@@ -377,9 +298,14 @@ def _layout_row(layout: dict[str, Any]) -> str:
 
 def _memory_row(memory: dict[str, int]) -> str:
     parts = ", ".join(
-        f"{name} {in_bytes(size)}" for name, size in memory.items() if name != "total"
+        f"{name} {in_bytes(size)}"
+        for name, size in memory.items()
+        if name not in {"total", "snapshot"}
     )
-    return f"about {in_bytes(memory['total'])} a process, beside the libraries' own  ({parts})"
+    row = f"about {in_bytes(memory['total'])} a process on a GPU  ({parts})"
+    if "snapshot" in memory:
+        row += f"; {in_bytes(memory['snapshot'])} of the host's for asynchronous checkpoints"
+    return row
 
 
 def _blocks(model: nn.Module) -> Iterator[nn.Module]:

@@ -5,13 +5,15 @@ from typing import Any
 import pytest
 
 from polyad.parallel.dims import Dims
+from polyad.parallel.plan.devices import DEFAULT_DEVICE, DEVICES
 from polyad.train.config.comparison import comparison_rows
-from polyad.train.config.describe import (
+from polyad.train.config.run import RunConfig
+from polyad.train.forecast.describe import (
     describe,
     description_table,
     memory_per_process,
 )
-from polyad.train.config.run import RunConfig
+from polyad.train.forecast.forecast import Machines, forecast
 
 
 def small(**sections: dict[str, Any]) -> RunConfig:
@@ -51,57 +53,31 @@ def test_counts_are_those_worked_out_by_hand() -> None:
     assert about["checkpoint_bytes"] == 3 * 4 * PARAMETERS
 
 
+@pytest.mark.distributed
+@pytest.mark.usefixtures("no_process_group")
 @pytest.mark.parametrize(
-    ("stage", "precision", "weights", "gradients", "optimizer"),
+    "sections",
     [
-        # Bytes a parameter, over 4 processes.
-        (0, "fp32", 4, 4, 8),
-        (1, "fp32", 4, 4, 12 / 4),
-        (2, "fp32", 4, 4 / 4, 12 / 4),
-        (3, "fp32", 4 / 4, 4 / 4, 12 / 4),
-        (0, "bf16", 2, 4, 12),
-        (1, "bf16", 2, 4, 12 / 4),
-        (3, "bf16", 2 / 4, 4 / 4, 12 / 4),
+        {},
+        {"model": {"recompute": "block"}, "train": {"precision": "bf16"}},
+        {"parallel": {"zero_stage": 3}, "checkpoint": {"asynchronous": True}},
     ],
 )
-def test_memory_follows_the_zero_stage(
-    stage: int, precision: str, weights: float, gradients: float, optimizer: float
-) -> None:
-    config = small(parallel={"zero_stage": stage}, train={"precision": precision})
-    memory = memory_per_process(config, Dims(world_size=4), PARAMETERS)
-    wanted = {"weights": weights, "gradients": gradients, "optimizer": optimizer}
-    assert {name: memory[name] for name in wanted} == {
-        name: int(share * PARAMETERS) for name, share in wanted.items()
-    }
+def test_validate_says_the_memory_that_plan_says(sections: dict[str, Any]) -> None:
+    config, dims = small(**sections), Dims(world_size=2)
+    machines = Machines(device=DEVICES[DEFAULT_DEVICE], nodes=1, processes_per_node=2)
+    planned = forecast(config, dims, machines)["memory_bytes"]
+    memory = memory_per_process(config, dims)
+    snapshot = memory.pop("snapshot", None)
+    assert memory == {kind: size for kind, size in planned.items() if kind != "device"}
     assert memory["total"] == sum(size for name, size in memory.items() if name != "total")
+    # Of asynchronous checkpoints a weight and two moments, over 2 processes.
+    assert snapshot == (4 * 3 * PARAMETERS // 2 if "checkpoint" in sections else None)
 
 
-def test_asynchronous_checkpoints_take_memory_for_their_share_of_one() -> None:
-    config = small(checkpoint={"asynchronous": True})
-    without = memory_per_process(small(), Dims(world_size=4), PARAMETERS)
-    memory = memory_per_process(config, Dims(world_size=4), PARAMETERS)
-    assert memory == without | {"snapshot": 3 * PARAMETERS, "total": memory["total"]}
-    assert memory["total"] == without["total"] + 3 * PARAMETERS  # 4 bytes, 3 numbers, 4 processes
-
-
-def test_a_moving_average_takes_as_much_as_a_moment() -> None:
-    config, dims = small(train={"ema": 0.999}, parallel={"zero_stage": 1}), Dims(world_size=4)
-    without = memory_per_process(small(parallel={"zero_stage": 1}), dims, PARAMETERS)
-    memory = memory_per_process(config, dims, PARAMETERS)
-    assert memory["optimizer"] == without["optimizer"] + PARAMETERS
+def test_a_moving_average_is_in_a_checkpoint_as_a_moment_is() -> None:
+    config = small(train={"ema": 0.999}, parallel={"zero_stage": 1})
     assert describe(config, Dims(world_size=1))["checkpoint_bytes"] == 4 * 4 * PARAMETERS
-
-
-def test_activations_are_those_of_the_formula_and_recomputation_keeps_less() -> None:
-    # A token: 2 blocks x (8 x 8 + 2 x 32) numbers of 4 bytes, and 5 logits x 12 bytes; the head's
-    # gradient: 5 x 8 numbers of 8 bytes.
-    assert small().model.activation_bytes(2, 4) == 2 * 3 * (2 * 128 * 4 + 60) + 320
-    recomputing = small(model={"recompute": "block"}).model
-    assert recomputing.activation_bytes(2, 4) == 2 * 3 * ((2 * 8 + 128) * 4 + 60) + 320
-    # Of many tokens the logits of some exist at a time.
-    large = small(model={"vocab_size": 50_000, "sequence_length": 1024}).model
-    more = large.activation_bytes(65, 4) - large.activation_bytes(64, 4)
-    assert more == 1024 * 2 * 128 * 4
 
 
 @pytest.mark.parametrize(
