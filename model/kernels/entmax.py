@@ -8,8 +8,6 @@ import math
 import torch
 from torch import Tensor
 
-from polyad.model.kernels import switch
-
 
 def above_threshold(x_MN: Tensor) -> Tensor:
     """max(x - tau, 0) with tau of each row such that the norm is 1. The highest x is 0.
@@ -26,11 +24,6 @@ def above_threshold(x_MN: Tensor) -> Tensor:
         Of the same shape.
     """
     steps = math.ceil(math.log(x_MN.shape[-1] / torch.finfo(x_MN.dtype).eps, 4))
-    if switch.takes_triton(x_MN):
-        from polyad.model.kernels.triton.entmax import entmax_root
-
-        above_MN: Tensor = entmax_root(x_MN.contiguous(), steps)
-        return above_MN
     tau_M1 = torch.full_like(x_MN[..., :1], -1.0)
     s_MN = (x_MN - tau_M1).clamp_(min=0)
     for _ in range(steps):

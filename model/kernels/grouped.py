@@ -2,11 +2,12 @@
 
 By definition one expert after the other. Faster: on a CPU one operation over all of them
 (`cpu/experts.py`), on a GPU, and where inner units are dropped, grouped products. On a GPU before
-compute capability 9.0 torch's wait for the counts; those in Triton (`triton/grouped.py`) do not.
+compute capability 9.0 torch's wait for the counts; those in Triton (`grouped_triton.py`) do not.
 
 Shapes: M rows, E experts, D width, F inner width.
 """
 
+import os
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
@@ -18,6 +19,8 @@ from torch.nn.functional import gelu, grouped_mm
 from polyad.model.kernels import switch
 from polyad.model.kernels.cpu.experts import experts_on_cpu
 
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+"""Whether Triton's programs run on a CPU, one after the other."""
 Drop: TypeAlias = Callable[[Tensor], Tensor]
 """Changes inner units, as dropout does: of the same shape, and each by itself."""
 
@@ -83,7 +86,7 @@ def grouped(
         return one_by_one(*tensors, drop, activation)
     takes_these = switch.on_cpu(rows_MD) or rows_MD.is_meta
     is_plain = drop is None and activation is None
-    if takes_these and not switch.takes_triton(rows_MD) and is_plain:
+    if takes_these and not _takes_triton(rows_MD) and is_plain:
         return experts_on_cpu(*tensors)
     return by_grouped_products(*tensors, drop, activation)
 
@@ -144,6 +147,13 @@ def grouped_linear(
     return output_MF + _of_each_row(bias_EF, offsets_E, rows_MD.shape[0])
 
 
+def _takes_triton(x: Tensor) -> bool:
+    """Whether grouped products in Triton are asked for, and can compute with this tensor: they sum
+    in fp32, and Triton's interpreter has no products in bf16."""
+    runs = x.is_cuda or (INTERPRETED and x.device.type == "cpu" and x.dtype != torch.bfloat16)
+    return switch.TRITON and runs and x.dtype != torch.float64
+
+
 def _takes_grouped(dtype: torch.dtype, up_EDF: Tensor) -> bool:
     """Whether the grouped product takes these: no float64, and rows of whole 16 bytes."""
     aligned = all(size * dtype.itemsize % 16 == 0 for size in up_EDF.shape[1:])
@@ -188,8 +198,8 @@ def _grouped_mm(a: Tensor, b: Tensor, offsets_E: Tensor) -> Tensor:
     """[M, D] with [E, D, F] is [M, F]; [D, M] with [M, F] is [E, D, F]."""
     if not a.numel():
         return torch.zeros_like(_like_grouped_mm(a, b, offsets_E))
-    if switch.takes_triton(a):
-        from polyad.model.kernels.triton.grouped import grouped_mm as by_triton
+    if _takes_triton(a):
+        from polyad.model.kernels.grouped_triton import grouped_mm as by_triton
 
         return by_triton(a, b, offsets_E)
     product = grouped_mm(a, b, offs=offsets_E).contiguous()

@@ -101,12 +101,6 @@ def _sum_rows(rows_MD: Tensor, row_NK: Tensor, weights_NK: Tensor | None = None)
         return rows_MD.new_zeros(num_tokens, rows_MD.shape[1])
     if top_k == 1 and weights_NK is None:  # a permutation: nothing is summed
         return rows_MD.index_select(0, row_NK.view(-1))
-    if switch.takes_triton(rows_MD):
-        from polyad.model.kernels.triton.rows import sum_rows
-
-        weights = None if weights_NK is None else weights_NK.contiguous()
-        sums_ND: Tensor = sum_rows(rows_MD.contiguous(), row_NK, weights)
-        return sums_ND
     if _takes_bags(rows_MD):
         return embedding_bag(row_NK, rows_MD, per_sample_weights=weights_NK, mode="sum")
     rows_NKD = rows_MD.index_select(0, row_NK.view(-1)).view(num_tokens, top_k, -1)
@@ -184,11 +178,6 @@ class _Combine(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         rows_MD, weights_NK, assignment_M, row_A = ctx.saved_tensors
         (gradient_ND,), (of_rows, of_weights, *_) = gradients, ctx.needs_input_grad
-        if switch.takes_triton(rows_MD) and row_A.numel() and of_rows and of_weights:
-            from polyad.model.kernels.triton.rows import spread_rows
-
-            tensors = gradient_ND, rows_MD, weights_NK, assignment_M
-            return (*spread_rows(*(x.contiguous() for x in tensors)), None, None)
         for_rows_MD = for_weights_NK = None
         if of_rows:
             token_M = assignment_M // weights_NK.shape[1]

@@ -1,7 +1,7 @@
 """The choice between fast kernels and definitions: `POLYAD_KERNELS`.
 
 fast        the default: the fastest that the device, the precision and the installation allow
-triton      as `fast`, with kernels in Triton on a GPU that nobody has measured yet
+triton      as `fast`, with grouped products in Triton on a GPU: see `grouped_triton.py`
 reference   the definition of every operation, in plain PyTorch
 """
 
@@ -10,7 +10,6 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import torch
 from torch import Tensor
 
 VARIABLE = "POLYAD_KERNELS"
@@ -49,9 +48,7 @@ _WAY = chosen_way(os.environ.get(VARIABLE))
 REFERENCE = _WAY == "reference"
 """Whether every operation is computed by its definition."""
 TRITON = _WAY == "triton"
-"""Whether kernels in Triton are taken where they can run."""
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-"""Whether those run on a CPU, one program after the other."""
+"""Whether grouped products in Triton are taken where they can run."""
 
 
 _has_numbers = True
@@ -81,12 +78,3 @@ def can_read() -> bool:
 def on_cpu(x: Tensor) -> bool:
     """Whether a CPU computes with this tensor, and takes what is faster there, or needed."""
     return x.device.type == "cpu" and not _stands_in
-
-
-def takes_triton(x: Tensor) -> bool:
-    """Whether a kernel in Triton is to compute with this tensor: they sum in fp32.
-
-    Triton's interpreter has no products in bf16.
-    """
-    runs = x.is_cuda or (INTERPRETED and x.device.type == "cpu" and x.dtype != torch.bfloat16)
-    return TRITON and runs and x.dtype != torch.float64

@@ -1,25 +1,21 @@
-"""Kernels in Triton against definitions in float64: on the GPU, or by Triton's interpreter.
+"""Grouped products in Triton against definitions in float64: on the GPU, or by its interpreter.
 
 Of products in bf16, which the interpreter has none of, fp16 stands in the place.
 """
-
-import json
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
 
 from polyad.model.kernels import switch
-from polyad.model.mumoe.gating import entmax15
+from polyad.model.kernels.grouped import INTERPRETED
 from tests.helpers.everyday import everyday
+from tests.helpers.machine_code import compiled_for
 from tests.model.kernels.test_kernels import OPERATIONS, with_gradients
 
 pytest.importorskip("triton", reason="triton is not installed")
-from polyad.model.kernels.triton import entmax, grouped, rows
+from polyad.model.kernels import grouped_triton
 
-DEVICE = "cpu" if switch.INTERPRETED else "cuda"
+DEVICE = "cpu" if INTERPRETED else "cuda"
 TOLERANCES = {torch.float32: 2e-6, torch.float16: 2e-3}
 if DEVICE == "cuda":
     TOLERANCES[torch.bfloat16] = 0.02
@@ -39,26 +35,19 @@ def assert_near(actual, exact, dtype):
 
 
 @every_precision
-@pytest.mark.parametrize(
-    "name", [name for name in OPERATIONS if name.startswith(("experts", "rows"))]
-)
+@pytest.mark.parametrize("name", [name for name in OPERATIONS if name.startswith("experts")])
 def test_outputs_and_gradients_are_the_definitions(name, dtype, monkeypatch):
-    called = []
-    for module, kernels in ((grouped, ["grouped_mm"]), (rows, ["sum_rows", "spread_rows"])):
-        for kernel in kernels:
-            original = getattr(module, kernel)
-            monkeypatch.setattr(
-                module, kernel, lambda *given, o=original, k=kernel: called.append(k) or o(*given)
-            )
+    called, product = [], grouped_triton.grouped_mm
+    monkeypatch.setattr(
+        grouped_triton, "grouped_mm", lambda *given: called.append(1) or product(*given)
+    )
     compute, definition, inputs = OPERATIONS[name]
     inputs = [x.to(dtype).double() for x in inputs]
     exact = with_gradients(definition, inputs, torch.float64)
     ours = with_gradients(compute, [x.to(DEVICE) for x in inputs], dtype)
     for mine, other in zip(ours, exact, strict=True):
         assert_near(mine, other, dtype)
-    of = {"rows taken": {"sum_rows"}, "rows combined": {"sum_rows", "spread_rows"}}
-    of["rows permuted"] = set()
-    assert set(called) == of.get(name, {"grouped_mm"})
+    assert called
 
 
 SIZES = [[5, 0, 9, 3], [0, 0, 17, 0], [130, 1, 0, 256], [1] * 40, [0, 0]]
@@ -86,30 +75,15 @@ def test_groups_of_any_sizes_are_products_one_by_one(counts, spare, dtype):
     outer = [a.t() @ g for a, g in zip(*split, strict=True)]
     a_MD, b_EDF, g_MF, offsets_E = (x.to(DEVICE) for x in (a_MD, b_EDF, g_MF, offsets_E))
     for actual, exact in (
-        (grouped.grouped_mm(a_MD, b_EDF, offsets_E)[:rows_here], torch.cat(forward)),
-        (grouped.grouped_mm(g_MF, b_EDF.mT, offsets_E)[:rows_here], torch.cat(back)),
-        (grouped.grouped_mm(a_MD.t(), g_MF, offsets_E), torch.stack(outer)),
+        (grouped_triton.grouped_mm(a_MD, b_EDF, offsets_E)[:rows_here], torch.cat(forward)),
+        (grouped_triton.grouped_mm(g_MF, b_EDF.mT, offsets_E)[:rows_here], torch.cat(back)),
+        (grouped_triton.grouped_mm(a_MD.t(), g_MF, offsets_E), torch.stack(outer)),
     ):
         assert_near(actual, exact, dtype)
 
 
-@pytest.mark.parametrize(("tokens", "experts"), [(1, 1), (7, 5), (130, 64), (3, 3000)])
-def test_entmax_is_that_of_newtons_steps_one_by_one(tokens, experts, monkeypatch):
-    scores_MN = 3 * torch.randn(tokens, experts, generator=torch.Generator().manual_seed(1))
-    called = []
-    root = entmax.entmax_root
-    monkeypatch.setattr(entmax, "entmax_root", lambda *x: called.append(1) or root(*x))
-    ours = with_gradients(entmax15, [scores_MN.to(DEVICE)], torch.float32)
-    assert called
-    exact = with_gradients(entmax15, [scores_MN.double()], torch.float64)
-    for mine, other in zip(ours, exact, strict=True):
-        torch.testing.assert_close(mine.double().cpu(), other, atol=3e-6, rtol=1e-5)
-    assert torch.equal(ours[0].cpu() == 0, exact[0] == 0)
-
-
-@pytest.mark.parametrize("name", ["experts", "rows combined", "rows taken"])
-def test_a_compiler_traces_them_whole(name):
-    compute, _, inputs = OPERATIONS[name]
+def test_a_compiler_traces_them_whole():
+    compute, _, inputs = OPERATIONS["experts"]
     inputs = [x.to(DEVICE) for x in inputs]
     torch._dynamo.reset()
     compiled = torch.compile(compute, backend="aot_eager", fullgraph=True)
@@ -120,17 +94,8 @@ def test_a_compiler_traces_them_whole(name):
 @pytest.mark.slow
 @pytest.mark.parametrize(("capability", "shared"), [(80, 163), (90, 227)])
 def test_they_become_machine_code_of_an_a100_and_an_h100(capability, shared, tmp_path):
-    kept = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.helpers.triton_kernels", str(capability)],
-        env=kept | {"TRITON_CACHE_DIR": str(tmp_path)},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    found = json.loads(done.stdout)
-    assert len(found) == 9
+    found = compiled_for(capability, tmp_path, "products")
+    assert len(found) == 4
     for name, about in found.items():
         assert about["shared_bytes"] <= shared * 1024, name  # of a block, by CUDA's tables
-        products = name.startswith(("_rows", "_sums"))
-        assert about["tensor_cores"] == (products and name.endswith("bf16")), name
+        assert about["tensor_cores"] == name.endswith("bf16"), name

@@ -1,8 +1,12 @@
 """Products of groups of rows, each with a matrix of its own, as `torch.nn.functional.grouped_mm`.
 
-That is a kernel from compute capability 9.0 up; on an A100 (8.0) it is a loop over the groups, for
-which the host waits to read their sizes. Here the sizes stay on the device: there are as many
-programs as any sizes could need, and those that none needs end at once.
+That is a kernel from compute capability 9.0 up, for bf16; on an A100 (8.0), and in fp32, it is a
+loop over the groups, for which the host waits to read their sizes (pytorch/pytorch#186620: it is to
+stay so). Here the sizes stay on the device: there are as many programs as any sizes could need, and
+those that none needs end at once.
+
+Nobody has measured these on a GPU: they are taken with `POLYAD_KERNELS=triton` alone. This module
+needs the package `triton`. With `TRITON_INTERPRET=1` the kernels run on a CPU, slowly, as in tests.
 
 Shapes: M rows, E groups, D and F widths.
 """
@@ -27,7 +31,8 @@ def grouped_mm(a: Tensor, b: Tensor, offsets_E: Tensor) -> Tensor:
         offsets_E: After the last row of each group; int32. There may be more rows.
 
     Returns:
-        [M, F], of rows after the last group's anything; or [E, D, F], zeros where a group is empty.
+        [M, F], where rows after the last group's hold arbitrary values; or [E, D, F], zeros where a
+        group is empty.
     """
     if b.dim() == 3:
         return _rows_times_matrices(a, b, offsets_E)
