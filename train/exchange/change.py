@@ -2,14 +2,12 @@
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from pydantic import ValidationError
-from torch import nn
 
 from polyad.model.build import ModelSizeError, build_model, initial_value
 from polyad.model.config import Config
@@ -24,29 +22,6 @@ from polyad.train.config.text import apply_override, settle
 from polyad.train.errors import ConfigError
 
 
-class Changed(Protocol):
-    """The weights of the other model, made one at a time, when they are asked for."""
-
-    folder: Path
-
-    def model_config(self) -> ModelSettings:
-        """Its configuration, complete."""
-
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of its weights by name."""
-
-    def whole(self, name: str) -> torch.Tensor:
-        """A whole weight, fp32."""
-
-    def buffer(self, name: str) -> torch.Tensor:
-        """A persistent buffer, whole."""
-
-    def notes(self) -> list[str]:
-        """Whether it computes what the model computed that it was made of; asked for once all
-        weights have been made.
-        """
-
-
 class Change(Protocol):
     """An option of `polyad convert` that makes another model."""
 
@@ -58,7 +33,7 @@ class Change(Protocol):
     def error(self, message: str) -> ConfigError:
         """An error about this option."""
 
-    def of(self, weights: Weights) -> Changed:
+    def of(self, weights: Weights) -> "Changed":
         """The other model's weights.
 
         Raises:
@@ -72,19 +47,30 @@ class _Tree(Config):
     model: ModelSection
 
 
-class Option:
+class Option(ABC):
     """An option whose value is keys: those of the new feed-forward, and some that say how.
 
     Args:
         name: of the option, with dashes.
         text: as in `num_experts=8,top_k=2,placement=[1,3],seed=2`; values in YAML.
-        start: the class of the keys that say how.
+        start: the class of the keys that say how, with `section`.
         feed_forward: the class of the feed-forward's.
         example: what an error proposes.
 
     Raises:
-        ConfigError: it names no number of experts, or a key that is unknown or twice there.
+        ConfigError: it names no number of experts, or a key that is unknown or twice there. What
+            the dense model decides is checked by `model_config`.
     """
+
+    done: str
+    """What happens to the dense model."""
+    kind: str
+    """Of the new feed-forward."""
+    widths: tuple[str, ...] = ("hidden_size",)
+    """Its keys that say the inner width; those that are not given get the dense one's."""
+    start: Any
+    """Keys that say how, with the section that is changed; None: a Mixer's channels, or the only
+    one."""
 
     def __init__(
         self,
@@ -124,14 +110,39 @@ class Option:
         """An error about this value of the option."""
         return ConfigError(f"{self.name} {self.text}: {message}")
 
+    @abstractmethod
+    def of(self, weights: Weights) -> "Changed":
+        """See `Change.of`."""
 
-class FromDense(ABC):
-    """A dense model's weights with other feed-forwards: what is the dense model's own stays, and a
-    subclass makes the rest.
+    def model_config(self, dense: ModelSettings, folder: Path) -> tuple[str, ModelSettings]:
+        """The configuration of the other model.
+
+        Args:
+            dense: that of the dense one, complete.
+            folder: where its weights are, for errors.
+
+        Returns:
+            The name of the feed-forward that is changed, and the configuration.
+
+        Raises:
+            ConfigError: that feed-forward is not dense, or the keys do not fit it.
+        """
+        section, inner = dense_section(self, dense, folder)
+        keys = {"kind": self.kind} | self.keys_of(dense) | self.keys
+        return section, with_inner_width(self, dense, section, keys, inner, folder)
+
+    def keys_of(self, dense: ModelSettings) -> dict[str, Any]:
+        """Keys that the dense model decides, unless the option has them."""
+        return {}
+
+
+class Changed(ABC):
+    """A model's weights with other feed-forwards: what both models have stays, and a subclass makes
+    the rest, one at a time, when it is asked for.
 
     Args:
-        weights: the dense model's, of any format.
-        option: that changes them.
+        weights: the first model's, of any format.
+        change: makes the other model.
         config: of the other model.
         seed: of what begins as in a new run.
 
@@ -139,12 +150,20 @@ class FromDense(ABC):
         ConfigError: the weights are not of their configuration, or the other model is too large.
     """
 
-    def __init__(self, weights: Weights, option: Option, config: ModelSettings, seed: int) -> None:
-        check_own(weights)
+    def __init__(
+        self, weights: Weights, change: Change, config: ModelSettings, seed: int = 0
+    ) -> None:
+        self._before = build_model(weights.model_config())
+        expected = {name: tuple(p.shape) for name, p in self._before.named_parameters()}
+        if differing := differing_shapes(weights.shapes(), expected):
+            raise ConfigError(f"{weights.folder}: is not of its configuration: {differing}")
         self.folder = weights.folder
         self._weights, self._config, self._seed = weights, config, seed
-        self._own_buffers = own_buffers(weights)
-        self._model = built(option, config)
+        self._own_buffers = frozenset(name for name, _ in persistent_buffers(self._before))
+        try:
+            self._model = build_model(config)
+        except ModelSizeError:
+            raise change.error("asks for more numbers than a tensor can have") from None
         self._shapes = {name: tuple(p.shape) for name, p in self._model.named_parameters()}
 
     def model_config(self) -> ModelSettings:
@@ -156,20 +175,21 @@ class FromDense(ABC):
         return self._shapes
 
     def whole(self, name: str) -> torch.Tensor:
-        """A whole weight, fp32: the dense model's own, or one that is made of its."""
+        """A whole weight, fp32: the first model's own, or one that is made of its."""
         return self._weights.whole(name) if name in self._weights.shapes() else self.made(name)
 
     def buffer(self, name: str) -> torch.Tensor:
-        """A persistent buffer: the dense model's own, or one that is made."""
+        """A persistent buffer: the first model's own, as of a section that was changed earlier, or
+        one that is made."""
         own = name in self._own_buffers
         return self._weights.buffer(name) if own else self.made_buffer(name)
 
     @abstractmethod
     def made(self, name: str) -> torch.Tensor:
-        """A weight that the dense model has not, fp32."""
+        """A weight that the first model has not, fp32."""
 
     def made_buffer(self, name: str) -> torch.Tensor:
-        """A buffer that the dense model has not; as in a new run."""
+        """A buffer that the first model has not; as in a new run."""
         dtypes = {known: buffer.dtype for known, buffer in persistent_buffers(self._model)}
         return self.begun(name).to(dtypes[name])
 
@@ -177,18 +197,19 @@ class FromDense(ABC):
         """The value of a parameter or buffer in a new run of the seed."""
         return initial_value(self._model, name, self._seed)
 
+    @abstractmethod
+    def notes(self) -> list[str]:
+        """Whether it computes what the first model computed; asked for once all weights have been
+        made."""
 
-def dense_section(
-    option: Option, model: ModelSettings, given: str | None, folder: Path, verb: str
-) -> tuple[str, int]:
+
+def dense_section(option: Option, model: ModelSettings, folder: Path) -> tuple[str, int]:
     """The feed-forward that is changed, which has to be dense.
 
     Args:
         option: that changes it.
         model: of the weights.
-        given: its name; None: a Mixer's channels, or the only one.
         folder: where the weights are, for errors.
-        verb: what happens to it, for errors.
 
     Returns:
         Its name, and its inner width.
@@ -199,6 +220,7 @@ def dense_section(
     known = [key.removeprefix("model.") for key in model.feed_forwards()]
     if not known:
         raise option.error(f"{folder}: model.kind: {model.kind} has no feed-forward")
+    given = option.start.section
     section = known[-1] if given is None else given
     if section not in known:
         raise option.error(
@@ -208,7 +230,7 @@ def dense_section(
     if not isinstance(found, DenseFeedForwardConfig):
         raise option.error(
             f"{folder}: model.{section}.kind: {found.kind!r} is not allowed: a dense model is "
-            f"{verb}"
+            f"{option.done}"
         )
     layer = build_model(model).get_submodule(f"blocks.0.{section}")
     assert isinstance(layer, DenseFeedForward)
@@ -247,7 +269,6 @@ def with_inner_width(
     keys: dict[str, Any],
     inner: int,
     folder: Path,
-    widths: Sequence[str] = ("hidden_size",),
 ) -> ModelSettings:
     """The configuration with another feed-forward that is as wide inside as the dense one.
 
@@ -258,11 +279,11 @@ def with_inner_width(
         keys: of the other one.
         inner: the dense one's inner units.
         folder: where its weights are, for errors.
-        widths: keys that say the inner width; those that are missing get it.
 
     Raises:
         ConfigError: the keys are wrong, do not fit the model, or say another width.
     """
+    widths = option.widths
     given = {key: keys[key] for key in widths if keys.get(key) is not None}
     config = with_feed_forward(option, model, section, keys | dict.fromkeys(widths, inner) | given)
     for key in widths:
@@ -272,34 +293,3 @@ def with_inner_width(
                 f"{inner} inner units, and what is made of them has as many"
             )
     return config
-
-
-def check_own(weights: Weights) -> None:
-    """Checks that weights are those of their configuration.
-
-    Raises:
-        ConfigError: they are not; the first few differences.
-    """
-    built = build_model(weights.model_config())
-    expected = {name: tuple(p.shape) for name, p in built.named_parameters()}
-    if differing := differing_shapes(weights.shapes(), expected):
-        raise ConfigError(f"{weights.folder}: is not of its configuration: {differing}")
-
-
-def own_buffers(weights: Weights) -> frozenset[str]:
-    """Names of the persistent buffers that a model has before it is changed, as of a section that
-    was changed earlier.
-    """
-    return frozenset(name for name, _ in persistent_buffers(build_model(weights.model_config())))
-
-
-def built(option: Option, config: ModelSettings) -> nn.Module:
-    """The model on the meta device.
-
-    Raises:
-        ConfigError: it is larger than can be counted.
-    """
-    try:
-        return build_model(config)
-    except ModelSizeError:
-        raise option.error("asks for more numbers than a tensor can have") from None

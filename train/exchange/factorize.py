@@ -19,13 +19,7 @@ from polyad.model.mumoe.fitting import FITTED, Fit, components, equal_experts, f
 from polyad.model.settings import ModelSettings
 from polyad.parallel.weights import Weights
 from polyad.train.config.run import RunConfig
-from polyad.train.exchange.change import (
-    FromDense,
-    Option,
-    activation_of,
-    dense_section,
-    with_inner_width,
-)
+from polyad.train.exchange.change import Changed, Option, activation_of
 
 
 class _Start(Config):
@@ -51,7 +45,7 @@ class Factorizing(Option):
             or a seed that is none. What the dense model decides is checked by `model_config`.
     """
 
-    done = "factorized"
+    done, kind = "factorized", "mumoe"
     start: _Start
 
     def __init__(self, text: str) -> None:
@@ -70,24 +64,12 @@ class Factorizing(Option):
         return Factored(weights, self)
 
     def model_config(self, dense: ModelSettings, folder: Path) -> tuple[str, ModelSettings]:
-        """The configuration of the model with factorized experts.
-
-        Args:
-            dense: that of the dense one, complete.
-            folder: where its weights are, for errors.
-
-        Returns:
-            The name of the feed-forward that has experts, and the configuration, with its rank.
-
-        Raises:
-            ConfigError: that model is not dense, or experts like these do not fit it.
-        """
-        section, inner = dense_section(self, dense, self.start.section, folder, "factorized")
-        keys = {"kind": "mumoe"} | self.keys
-        return section, with_inner_width(self, dense, section, keys, inner, folder).filled()
+        """As `Option.model_config`, with the rank filled in."""
+        section, config = super().model_config(dense, folder)
+        return section, config.filled()
 
 
-class Factored(FromDense):
+class Factored(Changed):
     """A dense model's weights with its feed-forwards as the start of factorized experts.
 
     Args:

@@ -11,13 +11,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from polyad.model.build import build_model
-from polyad.model.settings import ModelSettings
 from polyad.model.smoe.config import SparseMoEConfig
 from polyad.model.smoe.layer import SparseMoE
 from polyad.parallel.weights import Weights
 from polyad.train.errors import ConfigError
-from polyad.train.exchange.change import check_own
+from polyad.train.exchange.change import Changed
 
 LINEAR = ".router.score.weight"
 """The end of the name of what is made."""
@@ -37,7 +35,7 @@ class LinearScores:
         return Linearized(weights, self)
 
 
-class Linearized:
+class Linearized(Changed):
     """The weights of a model with attentive scores as those of one with linear scores.
 
     Args:
@@ -49,7 +47,6 @@ class Linearized:
     """
 
     def __init__(self, weights: Weights, option: LinearScores) -> None:
-        self.folder, self._weights = weights.folder, weights
         config = weights.model_config()
         sections = {
             key.removeprefix("model."): each for key, each in config.feed_forwards().items()
@@ -66,7 +63,7 @@ class Linearized:
                 if (found := getattr(each, "score", None)) is not None
             ]
             raise option.error(
-                f"{self.folder}: has {' and '.join(scores) or 'no sparse experts'}; only score: "
+                f"{weights.folder}: has {' and '.join(scores) or 'no sparse experts'}; only score: "
                 f"attentive has a linear score that gives the same logits"
             )
         # Its logits have no bias; the other keys of a score are not its own.
@@ -74,26 +71,12 @@ class Linearized:
         linear: dict[str, Any] = {
             name: each.model_copy(update=keys) for name, each in attentive.items()
         }
-        self._config = config.model_copy(update=linear)
-        check_own(weights)
-        self._attentive = build_model(config)
-        model = build_model(self._config)
-        self._shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+        super().__init__(weights, option, config.model_copy(update=linear))
 
-    def model_config(self) -> ModelSettings:
-        """The configuration of the other model, complete."""
-        return self._config
-
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of its weights by name."""
-        return self._shapes
-
-    def whole(self, name: str) -> torch.Tensor:
-        """A whole weight, fp32."""
-        if name in self._weights.shapes():
-            return self._weights.whole(name)
+    def made(self, name: str) -> torch.Tensor:
+        """The weight of a linear score, fp32."""
         path = name.removesuffix(LINEAR)
-        layer = deepcopy(self._attentive.get_submodule(path))  # goes away with what is read
+        layer = deepcopy(self._before.get_submodule(path))  # goes away with what is read
         assert isinstance(layer, SparseMoE)
         self._fill(layer.router.score, f"{path}.router.score")
         if layer.router.score.mean_inputs() is not None:
@@ -109,10 +92,6 @@ class Linearized:
                 setattr(module, name, nn.Parameter(value, requires_grad=False))
         for name, _ in module.named_buffers():
             setattr(module, name, self._weights.buffer(f"{path}.{name}").double())
-
-    def buffer(self, name: str) -> torch.Tensor:
-        """A buffer that both models have."""
-        return self._weights.buffer(name)
 
     def notes(self) -> list[str]:
         """Says what it computes."""

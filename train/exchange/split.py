@@ -6,13 +6,11 @@ back they are bitwise what they were. How they are grouped: `model/emoe/splittin
 """
 
 import re
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import Field
 
-from polyad.model.build import build_model
 from polyad.model.config import Config
 from polyad.model.emoe.config import EmergentMoEConfig
 from polyad.model.emoe.splitting import (
@@ -28,13 +26,7 @@ from polyad.model.settings import ModelSettings
 from polyad.parallel.weights import Weights
 from polyad.train.config.run import RunConfig
 from polyad.train.errors import ConfigError
-from polyad.train.exchange.change import (
-    FromDense,
-    Option,
-    check_own,
-    dense_section,
-    with_inner_width,
-)
+from polyad.train.exchange.change import Changed, Option
 
 UNIT = "unit"
 """The name of the buffer that has the places."""
@@ -62,7 +54,7 @@ class Splitting(Option):
             to group that is none.
     """
 
-    done = "split"
+    done, kind = "split", "emoe"
     start: _Start
 
     def __init__(self, text: str) -> None:
@@ -78,25 +70,8 @@ class Splitting(Option):
         """The split model's weights."""
         return Split(weights, self)
 
-    def model_config(self, dense: ModelSettings, folder: Path) -> tuple[str, ModelSettings]:
-        """The configuration of the split model.
 
-        Args:
-            dense: that of the dense one, complete.
-            folder: where its weights are, for errors.
-
-        Returns:
-            The name of the feed-forward that is split, and the configuration.
-
-        Raises:
-            ConfigError: that feed-forward is not dense, or groups like these do not fit it.
-        """
-        section, inner = dense_section(self, dense, self.start.section, folder, "split")
-        keys = {"kind": "emoe"} | self.keys
-        return section, with_inner_width(self, dense, section, keys, inner, folder)
-
-
-class Split(FromDense):
+class Split(Changed):
     """A dense model's weights with the units of its feed-forwards in groups.
 
     Args:
@@ -186,7 +161,7 @@ class Merging:
         return Merged(weights, self)
 
 
-class Merged:
+class Merged(Changed):
     """The weights of a split model as those of a dense one.
 
     Args:
@@ -198,7 +173,6 @@ class Merged:
     """
 
     def __init__(self, weights: Weights, merging: Merging) -> None:
-        self.folder, self._weights = weights.folder, weights
         split_config = weights.model_config()
         sections = {
             key.removeprefix("model."): each
@@ -209,35 +183,20 @@ class Merged:
             kinds = " and ".join(
                 f"{key}.kind: {each.kind}" for key, each in split_config.feed_forwards().items()
             )
-            raise merging.error(f"{self.folder}: has {kinds or 'no feed-forward'}; emoe is merged")
+            raise merging.error(
+                f"{weights.folder}: has {kinds or 'no feed-forward'}; emoe is merged"
+            )
         self._is_learned = any(each.score != "avg_k" for each in sections.values())
         dense: dict[str, Any] = {name: each.dense() for name, each in sections.items()}
-        self._config = split_config.model_copy(update=dense)
-        check_own(weights)
-        model = build_model(self._config)
-        self._shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+        super().__init__(weights, merging, split_config.model_copy(update=dense))
 
-    def model_config(self) -> ModelSettings:
-        """The configuration of the dense model, complete."""
-        return self._config
-
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of the dense model's weights by name."""
-        return self._shapes
-
-    def whole(self, name: str) -> torch.Tensor:
-        """A whole weight, fp32."""
-        if name in self._weights.shapes():
-            return self._weights.whole(name)
+    def made(self, name: str) -> torch.Tensor:
+        """The units of a layer in their first places."""
         layer, *ends = name.rsplit(".", 2)
         dense_name = ".".join(ends)
         (stacked,) = (theirs for theirs, ours in DENSE_NAMES.items() if ours == dense_name)
         unit_U = self._weights.buffer(f"{layer}.{UNIT}")
         return merge(dense_name, self._weights.whole(f"{layer}.{stacked}"), unit_U)
-
-    def buffer(self, name: str) -> torch.Tensor:
-        """A buffer that both models have."""
-        return self._weights.buffer(name)
 
     def notes(self) -> list[str]:
         """Says what is left out."""

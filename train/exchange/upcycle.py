@@ -4,8 +4,7 @@ The weights are made one parameter at a time, when they are asked for. What is c
 is: `model/smoe/upcycling.py`. A router starts as in a new run of the same seed.
 """
 
-from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 from pydantic import Field
@@ -16,15 +15,7 @@ from polyad.model.smoe.config import SparseMoEConfig
 from polyad.model.smoe.upcycling import copies, dense_tensor
 from polyad.parallel.weights import Weights
 from polyad.train.config.run import RunConfig
-from polyad.train.exchange.change import (
-    FromDense,
-    Option,
-    activation_of,
-    dense_section,
-    with_inner_width,
-)
-
-_WIDTHS = ("expert_hidden_size", "dense_hidden_size")
+from polyad.train.exchange.change import Changed, Option, activation_of
 
 
 class _Start(Config):
@@ -49,7 +40,7 @@ class Upcycling(Option):
             or a seed that is none. What the dense model decides is checked by `model_config`.
     """
 
-    done = "upcycled"
+    done, kind, widths = "upcycled", "smoe", ("expert_hidden_size", "dense_hidden_size")
     start: _Start
 
     def __init__(self, text: str) -> None:
@@ -59,25 +50,12 @@ class Upcycling(Option):
         """The sparse model's weights."""
         return Upcycled(weights, self)
 
-    def model_config(self, dense: ModelSettings, folder: Path) -> tuple[str, ModelSettings]:
-        """The configuration of the sparse model.
-
-        Args:
-            dense: that of the dense one, complete.
-            folder: where its weights are, for errors.
-
-        Returns:
-            The name of the feed-forward that has experts, and the configuration.
-
-        Raises:
-            ConfigError: that model is not dense, or experts like these do not fit it.
-        """
-        section, inner = dense_section(self, dense, self.start.section, folder, "upcycled")
-        keys = {"kind": "smoe", "activation": activation_of(dense)} | self.keys
-        return section, with_inner_width(self, dense, section, keys, inner, folder, _WIDTHS)
+    def keys_of(self, dense: ModelSettings) -> dict[str, Any]:
+        """The activation of the dense layers."""
+        return {"activation": activation_of(dense)}
 
 
-class Upcycled(FromDense):
+class Upcycled(Changed):
     """A dense model's weights with its feed-forwards as experts.
 
     Args:
