@@ -282,7 +282,8 @@ def building(folder: Path) -> Callable[[], object]:
     from polyad.parallel import comm
     from polyad.parallel.config import ParallelConfig
     from polyad.parallel.dims import Dims
-    from polyad.parallel.parallelize import InitialWeights, parallelize
+    from polyad.parallel.parallelize import parallelize
+    from polyad.parallel.source import InitialWeights
 
     config = read_model_config(GPT2 | {"feed_forward": SPARSE})
     return lambda: parallelize(
