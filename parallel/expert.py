@@ -26,7 +26,7 @@ from polyad.parallel import comm
 from polyad.parallel.exchange import Counts, RowExchange
 from polyad.parallel.regions import Group, OwnDropout, copy, sum_parts, tensor_group
 from polyad.parallel.shard import Placement, cut, group_name
-from polyad.parallel.zero import import_deepspeed
+from polyad.parallel.zero import connect, expert_group, moe_class
 
 
 def parallelize_experts(layer: SelectingMoE, world: comm.World, overlap: bool = False) -> None:
@@ -62,46 +62,13 @@ def parallelize_experts(layer: SelectingMoE, world: comm.World, overlap: bool = 
             layer.router.graph = TensorParallelAttentionGraph(graph, world)
 
 
-def forget_groups(tensor_parallel_size: int) -> None:
-    """Makes DeepSpeed create its expert groups again, if they belong to another layout."""
-    import_deepspeed()
-    from deepspeed.utils import groups
-
-    if groups.expert_tensor_parallel_world_size != tensor_parallel_size:
-        groups._EXPERT_PARALLEL_GROUP.clear()
-        groups._EXPERT_PARALLEL_GROUP_RANKS.clear()
-        groups._EXPERT_DATA_PARALLEL_GROUP.clear()
-        groups._EXPERT_DATA_PARALLEL_GROUP_RANKS.clear()
-
-
-def split_groups(optimizer: torch.optim.Optimizer) -> None:
-    """Moves experts into parameter groups of their own, as DeepSpeed requires, in place.
-
-    Args:
-        optimizer: before its first step.
-    """
-    import_deepspeed()
-    from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
-
-    for number, group in enumerate(optimizer.param_groups):
-        group["name"] = f"group {number}"
-    split = split_params_into_different_moe_groups_for_optimizer(optimizer.param_groups)
-    optimizer.param_groups = [group for group in split if group["params"]]
-
-
 def connect_without_engine(layers: Iterable[SelectingMoE]) -> None:
     """Finds the processes that rows are exchanged with, as an engine does when it is made.
 
     Args:
         layers: whose experts `parallelize_experts` has cut over processes. All processes call it.
     """
-    deepspeed = import_deepspeed()
-    from deepspeed.utils import groups
-
-    forget_groups(1)
-    with comm.quiet():
-        deepspeed.init_distributed(verbose=False)
-    groups.mpu = None
+    connect()
     for layer in layers:
         layer.dispatcher.set_deepspeed_parallelism()  # type: ignore[operator]
 
@@ -109,11 +76,9 @@ def connect_without_engine(layers: Iterable[SelectingMoE]) -> None:
 @functools.cache
 def _expert_parallel_dispatcher() -> type:
     """Defines the dispatcher class, a subclass of DeepSpeed's `MoE`, which its engine looks for."""
-    import_deepspeed()
-    from deepspeed.moe.layer import MoE
-    from deepspeed.utils import groups
+    layer_class: Any = moe_class()
 
-    class ExpertParallelDispatcher(Dispatcher, MoE):
+    class ExpertParallelDispatcher(Dispatcher, layer_class):
         def __init__(self, num_experts: int, world: comm.World, lots: int) -> None:
             nn.Module.__init__(self)
             self.num_experts = num_experts
@@ -124,9 +89,7 @@ def _expert_parallel_dispatcher() -> type:
             self._exchange = RowExchange(num_experts, self._size, lots)
 
         def set_deepspeed_parallelism(self, use_data_before_expert_parallel_: bool = False) -> None:
-            groups._create_expert_data_and_model_parallel(self._size, mpu=groups.mpu)
-            group = groups._get_expert_parallel_group(self.expert_group_name)
-            self._exchange.group = Group.of(group)
+            self._exchange.group = Group.of(expert_group(self.expert_group_name, self._size))
 
         def of_all_experts(self, means_eD: Tensor) -> Tensor:
             return self._exchange.group.all_parts(super().of_all_experts(means_eD))

@@ -1,13 +1,12 @@
-"""Which weights a process optimizes, and where it keeps them, under every ZeRO stage.
+"""Fills what a process holds of a model, and says which of it the process writes.
 
-A fragment is a row-major range of one parameter's elements. Together the fragments of all processes
-cover every parameter; under data parallelism without ZeRO they cover it once per process.
-This is the only file that reads DeepSpeed's internals (its version is pinned for that reason).
+A fragment (`zero.py`) is a row-major range of one parameter's elements. Together the fragments of
+all processes cover every parameter; under data parallelism without ZeRO they cover it once per
+process.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,102 +17,17 @@ from polyad.model.build import buffers_changed
 from polyad.parallel.checkpoint.box import MASTER, Box
 from polyad.parallel.shard import Placement, placement_of
 from polyad.parallel.source import Source
-from polyad.parallel.zero import Engine
+from polyad.parallel.zero import (
+    Engine,
+    Fragment,
+    fragments,
+    own_range,
+    partitions,
+    refresh,
+)
 
 REARRANGED_FROM = 32
 """Data-parallel processes of ZeRO 3. Below, the index is small, and nothing is exchanged."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Fragment:
-    """Elements start .. start + numel, row-major, of this process's shard of a parameter."""
-
-    name: str
-    parameter: nn.Parameter
-    placement: Placement
-    """Where the shard lies in the global tensor."""
-    start: int
-    numel: int
-    values: Mapping[str, torch.Tensor]
-    """The elements of the master weight, of its moving average and of each optimizer state, flat,
-    by field, in place: call `Engine.about_to_change` before writing to them."""
-    counter: torch.Tensor | None
-    """The optimizer's count of the steps that the weight has seen; None: it keeps none."""
-
-    @property
-    def steps(self) -> float:
-        """Optimizer steps that the weight has seen."""
-        return 0.0 if self.counter is None else float(self.counter)
-
-    def cut(self, start: int, stop: int) -> "Fragment":
-        """The elements start .. stop of those that it has."""
-        values = {field: flat[start:stop] for field, flat in self.values.items()}
-        return replace(self, start=self.start + start, numel=stop - start, values=values)
-
-
-def fragments(engine: Engine) -> dict[str, Fragment]:
-    """This process's fragments of what is trained, by name. Nothing is sent, nothing copied.
-
-    Optimizer state that does not exist yet (before the first step) is created, as zeros.
-    """
-    held: dict[str, Fragment] = {}
-    locate = {0: _locate_replicated, 1: _locate_flat, 2: _locate_flat, 3: _locate_partitioned}
-    find = locate[engine.stage](engine)
-    state = engine.deepspeed.basic_optimizer.state
-    fields_by_weight = engine.fields_by_weight()
-    for name, parameter in engine.module.named_parameters():
-        if not parameter.requires_grad:
-            continue
-        if (found := find(parameter)) is None or found[3] <= 0:
-            continue
-        key, position, start, numel = found
-        fields = fields_by_weight.get(id(key), engine.state_fields)
-        for field in fields:
-            if not isinstance(state[key].get(field), torch.Tensor):
-                state[key][field] = torch.zeros_like(key)
-        if "exp_avg" in engine.state_fields:
-            state[key].setdefault("step", torch.zeros((), device=_step_device(engine, key)))
-        tensors = {MASTER: key} | {field: state[key][field] for field in fields}
-        here = slice(position, position + numel)
-        held[name] = Fragment(
-            name=name,
-            parameter=parameter,
-            placement=placement_of(parameter),
-            start=start,
-            numel=numel,
-            values={field: whole.detach().view(-1)[here] for field, whole in tensors.items()},
-            counter=state[key].get("step"),
-        )
-    return held
-
-
-class Partitions(NamedTuple):
-    """How ZeRO 3 cuts parameters over the processes of a group: each into equal parts."""
-
-    names: list[str]
-    parameters: list[nn.Parameter]
-    numels: list[int]
-    """Elements of this process's shard of each, before ZeRO cuts it."""
-    sizes: list[int]
-    """Elements of a part; the last parts have less, or none."""
-    group: Any
-
-
-def partitions(engine: Engine) -> Partitions:
-    """How ZeRO 3 has cut what is trained; the same on every process of the group."""
-    found = Partitions([], [], [], [], None)
-    optimizer = engine.deepspeed.optimizer
-    named: list[tuple[str, Any]] = list(engine.module.named_parameters())
-    for name, parameter in named:
-        if not parameter.requires_grad:
-            continue
-        _, _, size = optimizer.grad_position[optimizer.get_param_id(parameter)]
-        found.names.append(name)
-        found.parameters.append(parameter)
-        found.numels.append(parameter.ds_numel)
-        found.sizes.append(size)
-        found = found._replace(group=parameter.ds_process_group)
-    return found
 
 
 @torch.no_grad()
@@ -138,7 +52,7 @@ def fill(engine: Engine, source: Source, *, frozen: bool = True) -> None:
                 place.copy_(source.read(box))
         if fragment.counter is not None:
             fragment.counter.fill_(source.step(name))
-    _refresh(engine, held, _fill_frozen(engine, source) if frozen else [])
+    refresh(engine, held, _fill_frozen(engine, source) if frozen else [])
     for name, buffer in persistent_buffers(engine.module):
         buffer.copy_(source.buffer(name))
     buffers_changed(engine.module)
@@ -156,7 +70,7 @@ def _fill_frozen(engine: Engine, source: Source) -> list[tuple[Any, torch.Tensor
     """Sets frozen weights, which have no masters, and keeps those that this process writes.
 
     Returns:
-        At stage 3, where weights are set in `_refresh`: parameters, and the values of this
+        At stage 3, where weights are set in `refresh`: parameters, and the values of this
         process's part of each.
     """
     parts: list[tuple[Any, torch.Tensor]] = []
@@ -167,9 +81,8 @@ def _fill_frozen(engine: Engine, source: Source) -> list[tuple[Any, torch.Tensor
         placement = placement_of(parameter)
         whole = math.prod(placement.shape)
         if engine.stage == 3:
-            size = parameter.ds_tensor.numel()  # type: ignore[attr-defined]
-            start = size * dist.get_rank(parameter.ds_process_group)  # type: ignore[attr-defined]
-            part = torch.zeros(max(0, min(size, whole - start)), device=engine.device)
+            start, stop = own_range(parameter)
+            part = torch.zeros(max(0, stop - start), device=engine.device)
             _read_range(part, name, placement, start, source)
             parts.append((parameter, part))
         else:
@@ -211,34 +124,6 @@ def _owners_of_frozen(engine: Engine, named: Sequence[tuple[str, nn.Parameter]])
             mine.add(name)
         at[kind] = at.get(kind, 0) + math.prod(placement.shape)
     return mine
-
-
-def _refresh(
-    engine: Engine, held: dict[str, Fragment], frozen: Sequence[tuple[Any, torch.Tensor]]
-) -> None:
-    """Makes the forward pass use the master weights, and at stage 3 the frozen ones."""
-    optimizer = engine.deepspeed.optimizer
-    if engine.stage == 0:
-        for fragment in held.values():
-            fragment.parameter.copy_(fragment.values[MASTER].view_as(fragment.parameter))
-    elif engine.stage == 3:
-        optimizer.checkpoint_event_prologue()  # drops the whole copies of small parameters
-        for fragment in held.values():
-            partition: torch.Tensor = fragment.parameter.ds_tensor  # type: ignore[attr-defined]
-            partition[: fragment.numel] = fragment.values[MASTER]
-        for parameter, part in frozen:
-            parameter.ds_tensor[: part.numel()] = part
-        optimizer.checkpoint_event_epilogue()  # gathers them again
-    else:
-        optimizer.update_lp_params()
-
-
-def _step_device(engine: Engine, key: torch.Tensor) -> torch.device:
-    """Fused and capturable optimizers count steps on the device, the others on the CPU."""
-    defaults = engine.deepspeed.basic_optimizer.defaults
-    return (
-        key.device if defaults.get("fused") or defaults.get("capturable") else torch.device("cpu")
-    )
 
 
 def shares(engine: Engine) -> Iterator[Fragment]:
@@ -374,45 +259,3 @@ def _rearranged(engine: Engine, held: list[Fragment]) -> list[Fragment]:
                 )
             )
     return result
-
-
-# Each of these returns a function: parameter -> (key, position, start, numel), or None.
-
-
-def _locate_replicated(engine: Engine) -> Any:
-    """Stage 0: the whole parameter on every process; in bf16 with DeepSpeed's fp32 master."""
-    working, masters = (
-        [p for group in getattr(engine.deepspeed.optimizer, groups, []) for p in group]
-        for groups in ("fp16_groups", "fp32_groups")
-    )
-    master_of = {id(p): master for p, master in zip(working, masters, strict=True)}
-    return lambda p: (master_of.get(id(p), p), 0, 0, p.numel())
-
-
-def _locate_flat(engine: Engine) -> Any:
-    """Stages 1 and 2: an equal part of each flattened parameter group."""
-    # Not the optimizer's own groups: while it steps, DeepSpeed shows it one group at a time.
-    masters = engine.deepspeed.optimizer.single_partition_of_fp32_groups
-
-    def find(parameter: Any) -> tuple[torch.Tensor, int, int, int] | None:
-        mapping = parameter._hp_mapping
-        if mapping is None:
-            return None
-        key = masters[mapping.param_group_index]
-        whole, part = mapping.hp_fragment_address, mapping.lp_fragment_address
-        return key, whole.start, part.start, part.numel
-
-    return find
-
-
-def _locate_partitioned(engine: Engine) -> Any:
-    """Stage 3: an equal part of every parameter, the last one padded."""
-    optimizer = engine.deepspeed.optimizer
-
-    def find(parameter: Any) -> tuple[torch.Tensor, int, int, int]:
-        group, position, size = optimizer.grad_position[optimizer.get_param_id(parameter)]
-        start = size * dist.get_rank(parameter.ds_process_group)
-        key = optimizer.fp32_partitioned_groups_flat[group]
-        return key, position, start, min(size, parameter.ds_numel - start)
-
-    return find

@@ -36,7 +36,9 @@ from polyad.parallel.zero import (
     Engine,
     Precision,
     deepspeed_config,
-    import_deepspeed,
+    forget_expert_groups,
+    partitioner,
+    split_expert_groups,
 )
 
 # (parameter name, parameter, number of dimensions as `matrix_dimensions` has it)
@@ -110,7 +112,7 @@ def parallelize(
     synchronize_norms(model, world)
     routed = [module for module in model.modules() if isinstance(module, SelectingMoE)]
     if routed:
-        expert.forget_groups(dims.tensor_parallel_size)
+        forget_expert_groups(dims.tensor_parallel_size)
     for layer in routed:
         expert.parallelize_experts(layer, world, parallel.expert_overlap)
     cut_adapters(model, world, tokens)
@@ -127,7 +129,7 @@ def parallelize(
     named = [(name, p, dimensions[name]) for name, p in model.named_parameters()]
     optimizer = make_optimizer(named)
     if dims.expert_parallel_size > 1:
-        expert.split_groups(optimizer)
+        split_expert_groups(optimizer)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     engine = Engine(
         model,
@@ -173,14 +175,7 @@ def _allocate(
     """Gives parameters storage, one at a time; stage 3 keeps only this process's part of each."""
     placed = None
     if config["zero_optimization"]["stage"] == 3:
-        deepspeed = import_deepspeed()
-        group = mpu.get_data_parallel_group() if mpu else None
-        init = deepspeed.zero.Init(
-            data_parallel_group=group, config_dict_or_path=config, dtype=dtype, mpu=mpu
-        )
-
-        def placed(parameter: nn.Parameter) -> None:
-            init._convert_to_zero_parameters([parameter])
+        placed = partitioner(config, dtype, mpu)
 
     named = list(model.named_parameters())
     zeros = ((name, torch.zeros(p.shape, dtype=dtype, device=world.device)) for name, p in named)

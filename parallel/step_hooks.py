@@ -1,10 +1,9 @@
-"""Hooks between the gradient and the update of the weights, which may refuse a step.
+"""What happens between the gradient and the update of the weights: a step may be refused.
 
 A refused step changes nothing, as a step that is not finite.
 """
 
 import math
-import sys
 from typing import Any
 
 import torch
@@ -71,51 +70,3 @@ class StageZeroHook:
         pairs = [(p.grad, n) for p, n in zip(parameters, self._copies, strict=True)]
         shares = [g.float().square().sum() / n for g, n in pairs if g is not None]
         return comm.sum_over_ranks(torch.stack(shares).sum()).sqrt()
-
-
-class ZeroHook:
-    """Refuses steps at stages 1 to 3, where DeepSpeed's optimizers offer no hook.
-
-    Each of its optimizers computes the norm, asks `is_invalid_grad_norm` of its module about it,
-    and skips the step if the answer is true. During a step this class answers instead, and reads
-    the norm from the device once: the optimizers ask about it again for each group of parameters.
-
-    Args:
-        optimizer: DeepSpeed's, around ours.
-    """
-
-    def __init__(self, optimizer: Any) -> None:
-        self.refuse_above = math.inf
-        self.refused = False
-        """Always False: DeepSpeed itself knows whether the last step was refused."""
-        self.grad_norm: float | None = None
-        """The norm of the last step; None if it was not asked for, as gradients had overflown."""
-        self.replicas = 1
-        """Divisor of DeepSpeed's gradients: 1 where they are means, else the number of summands."""
-        module: Any = sys.modules[type(optimizer).__module__]
-        is_invalid, step = module.is_invalid_grad_norm, optimizer.step
-
-        answer: list[bool] = []
-
-        def judge(norm: Any) -> bool:
-            if not answer:
-                value = float(norm)
-                # DeepSpeed's -1 says that a part of the norm is not finite.
-                valid = math.isfinite(value) and value >= 0
-                self.grad_norm = value if valid else None
-                judged = value if valid else math.nan
-                answer.append(above(judged, self.refuse_above) or not valid)
-            return answer[0]
-
-        def watched_step(*args: Any, **kwargs: Any) -> Any:
-            answer.clear()
-            if self.replicas > 1:
-                for sums in optimizer.averaged_gradients.values():
-                    torch._foreach_div_(list(sums), self.replicas)
-            module.is_invalid_grad_norm = judge
-            try:
-                return step(*args, **kwargs)
-            finally:
-                module.is_invalid_grad_norm = is_invalid
-
-        optimizer.step = watched_step

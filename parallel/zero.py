@@ -1,27 +1,34 @@
 """Our configuration -> DeepSpeed's dictionary -> an engine that the training loop can drive.
 
 `Engine` is all that the rest of Polyad sees of DeepSpeed. It adds what DeepSpeed does not do at
-every stage: one rule for steps that are not finite, and a gradient norm.
+every stage: one rule for steps that are not finite, and a gradient norm. `fragments` says where a
+process keeps the weights that it optimizes. This is the only file that reads DeepSpeed's internals;
+its version is pinned for that reason.
 """
 
 import logging
 import math
 import os
+import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
+from importlib import import_module
 from typing import Any, Literal, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
+from polyad.data.text.indexed import indexed_dataset, quick_import, sample_index_helpers
 from polyad.model.output import ModelOutput
 from polyad.parallel import comm
-from polyad.parallel.checkpoint.box import EMA
+from polyad.parallel.checkpoint.box import EMA, MASTER
 from polyad.parallel.config import ParallelConfig
-from polyad.parallel.gradient_order import InOneOrder
-from polyad.parallel.gradients import Fp32Gradients
-from polyad.parallel.step_hooks import StageZeroHook, ZeroHook
+from polyad.parallel.gradients import Fp32Gradients, InOneOrder
+from polyad.parallel.shard import Placement, placement_of
+from polyad.parallel.step_hooks import StageZeroHook, above
 
 Precision = Literal["fp32", "bf16"]
 CrossEntropy = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -31,6 +38,8 @@ RATE_FACTOR = "learning_rate_factor"
 STATE_TENSORS = "state_tensors"
 """The key of an optimizer's group for the names of the tensors that it keeps of each weight, where
 groups differ in that."""
+LATE = ("torch._dynamo", "deepspeed.runtime.zero.muon.muon_optimizer")
+"""Modules that optimizers of torch and DeepSpeed import only when they are constructed."""
 DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -63,6 +72,27 @@ def import_deepspeed() -> Any:
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     deepspeed.ops.__compatible_ops__ = {}  # skips the probe for what could be compiled
     return deepspeed
+
+
+def import_libraries() -> None:
+    """Imports what reading data, building an engine and the first step would import later.
+
+    At one point, so that their time can be measured.
+    """
+    import_engine()
+    indexed_dataset()
+    sample_index_helpers()
+
+
+def import_engine() -> None:
+    """Imports what building an engine and its first step would import later.
+
+    DeepSpeed's Muon, which nothing here uses, would bring torch's compiler; see `quick_import`.
+    """
+    with quick_import():
+        import_deepspeed()
+        for name in LATE:
+            import_module(name)
 
 
 def deepspeed_config(
@@ -112,6 +142,25 @@ def deepspeed_config(
     if precision == "bf16" and stage:
         config["data_types"] = {"grad_accum_dtype": "fp32"}
     return config
+
+
+def partitioner(
+    config: dict[str, Any], dtype: torch.dtype, mpu: Any = None
+) -> Callable[[nn.Parameter], None]:
+    """A function that cuts a parameter for stage 3, so that this process keeps its part alone.
+
+    Args:
+        config: what `deepspeed_config` made.
+        dtype: of the parameters.
+        mpu: tells DeepSpeed of tensor parallelism; None without it.
+    """
+    init = import_deepspeed().zero.Init(
+        data_parallel_group=mpu.get_data_parallel_group() if mpu else None,
+        config_dict_or_path=config,
+        dtype=dtype,
+        mpu=mpu,
+    )
+    return lambda parameter: init._convert_to_zero_parameters([parameter])
 
 
 class Engine:
@@ -174,18 +223,23 @@ class Engine:
         self._order: InOneOrder | None = None
         if self.stage:
             trained = [p for p in self.module.parameters() if p.requires_grad]
-            self._order = InOneOrder(self.deepspeed.optimizer, trained)
+            self._order = _in_one_order(self.deepspeed.optimizer, trained)
         if config["bf16"]["enabled"]:
             self._average_in_fp32(config["zero_optimization"]["reduce_bucket_size"])
         _restore_buffers(self.module, buffers)
         self._average_decay = average_decay
         averaged = () if average_decay is None else (EMA,)
-        self.state_fields = (*_state_fields(self.deepspeed.basic_optimizer), *averaged)
+        self.state_fields = (*_state_fields(self.optimizer), *averaged)
 
     def _average_in_fp32(self, bucket_size: int) -> None:
         """Averages gradients in fp32 at the stages where DeepSpeed would round them to bf16."""
         if isinstance(self._hook, StageZeroHook):
-            self._hook.gradients = Fp32Gradients(self.deepspeed, bucket_size, self.world)
+            zero = self.deepspeed.optimizer
+            working = [p for group in zero.fp16_groups for p in group]
+            masters = [p for group in zero.fp32_groups for p in group]
+            pairs = list(zip(working, masters, strict=True))
+            self._hook.gradients = Fp32Gradients(pairs, _replica_group, bucket_size, self.world)
+            self.deepspeed.enable_backward_allreduce = False
         elif self.stage in (1, 2):
             # DeepSpeed would divide by the number of processes in bf16 before it sums in fp32,
             # which rounds unless the number is a power of two.
@@ -193,10 +247,10 @@ class Engine:
             self._hook.replicas = self.world.data_parallel_size
 
     def fields_by_weight(self) -> dict[int, tuple[str, ...]]:
-        """Of weights that have not all of `state_fields` those that they have, by their `id`."""
+        """Maps the `id` of each weight whose group names its state fields to those fields."""
         return {
             id(parameter): tuple(f for f in self.state_fields if f in (*group[STATE_TENSORS], EMA))
-            for group in self.deepspeed.basic_optimizer.param_groups
+            for group in self.optimizer.param_groups
             if STATE_TENSORS in group
             for parameter in group["params"]
         }
@@ -205,6 +259,11 @@ class Engine:
     def module(self) -> nn.Module:
         """The model that was handed in."""
         return self.deepspeed.module
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer that was handed in, whose groups DeepSpeed may have given other tensors."""
+        return self.deepspeed.basic_optimizer
 
     def __call__(self, *inputs: torch.Tensor, **named: torch.Tensor) -> ModelOutput:
         """The model's forward pass on this process's micro-batch."""
@@ -269,7 +328,7 @@ class Engine:
         if not boundary:
             self.deepspeed.step()
             return None
-        for group in self.deepspeed.basic_optimizer.param_groups:
+        for group in self.optimizer.param_groups:
             group["lr"] = learning_rate * group.get(RATE_FACTOR, 1.0)
         self._hook.grad_norm, self._hook.refuse_above = None, refuse_above
         self._hook.refused = False
@@ -279,11 +338,30 @@ class Engine:
             self._average(1 - self._average_decay)
         return StepResult(applied, self._grad_norm())
 
+    def tensors(self) -> dict[str, list[torch.Tensor]]:
+        """What this process holds between steps: `weights`, `optimizer` (masters and moments), and
+        the `gradients` that stage 3 keeps memory for."""
+        zero = self.deepspeed.optimizer
+        masters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        masters += getattr(zero, "fp32_partitioned_groups_flat", [])  # of stage 3
+        moments = [
+            value
+            for state in self.optimizer.state.values()
+            for value in state.values()
+            if isinstance(value, torch.Tensor)
+        ]
+        sums = getattr(zero, "grad_partitions_flat_buffer", None)  # of stage 3
+        return {
+            "weights": [getattr(p, "ds_tensor", p) for p in self.module.parameters()],
+            "optimizer": [*masters, *moments],
+            "gradients": [] if sums is None else [sums],
+        }
+
     @torch.no_grad()
     def _average(self, share: float) -> None:
         """Moves the averages, which lie where the optimizer's state does, towards the masters."""
         self.about_to_change()
-        state = self.deepspeed.basic_optimizer.state
+        state = self.optimizer.state
         pairs = [(values[EMA], key) for key, values in state.items() if EMA in values]
         if not pairs:  # of few trained numbers a process may have none
             return
@@ -362,3 +440,318 @@ def _state_fields(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
     if isinstance(optimizer, torch.optim.SGD):
         return ("momentum_buffer",) if optimizer.defaults["momentum"] else ()
     raise TypeError(f"no checkpoint is known for {type(optimizer).__name__}")
+
+
+def _in_one_order(optimizer: Any, parameters: Sequence[nn.Parameter]) -> InOneOrder:
+    """Has DeepSpeed's optimizer of stages 1 to 3 take gradients in one order."""
+    order = InOneOrder(
+        parameters,
+        optimizer.reduce_ready_partitions_and_remove_grads,
+        optimizer.overlapping_partition_gradients_reduce_epilogue,
+    )
+    optimizer.reduce_ready_partitions_and_remove_grads = order.arrive
+    optimizer.overlapping_partition_gradients_reduce_epilogue = order.end
+    return order
+
+
+class ZeroHook:
+    """Refuses steps at stages 1 to 3, where DeepSpeed's optimizers offer no hook.
+
+    Each of its optimizers computes the norm, asks `is_invalid_grad_norm` of its module about it,
+    and skips the step if the answer is true. During a step this class answers instead, and reads
+    the norm from the device once: the optimizers ask about it again for each group of parameters.
+
+    Args:
+        optimizer: DeepSpeed's, around ours.
+    """
+
+    def __init__(self, optimizer: Any) -> None:
+        self.refuse_above = math.inf
+        self.refused = False
+        """Always False: DeepSpeed itself knows whether the last step was refused."""
+        self.grad_norm: float | None = None
+        """The norm of the last step; None if it was not asked for, as gradients had overflown."""
+        self.replicas = 1
+        """Divisor of DeepSpeed's gradients: 1 where they are means, else the number of summands."""
+        module: Any = sys.modules[type(optimizer).__module__]
+        is_invalid, step = module.is_invalid_grad_norm, optimizer.step
+
+        answer: list[bool] = []
+
+        def judge(norm: Any) -> bool:
+            if not answer:
+                value = float(norm)
+                # DeepSpeed's -1 says that a part of the norm is not finite.
+                valid = math.isfinite(value) and value >= 0
+                self.grad_norm = value if valid else None
+                judged = value if valid else math.nan
+                answer.append(above(judged, self.refuse_above) or not valid)
+            return answer[0]
+
+        def watched_step(*args: Any, **kwargs: Any) -> Any:
+            answer.clear()
+            if self.replicas > 1:
+                for sums in optimizer.averaged_gradients.values():
+                    torch._foreach_div_(list(sums), self.replicas)
+            module.is_invalid_grad_norm = judge
+            try:
+                return step(*args, **kwargs)
+            finally:
+                module.is_invalid_grad_norm = is_invalid
+
+        optimizer.step = watched_step
+
+
+def _replica_group(parameter: Any) -> Any:
+    """The processes that hold the same parameter and see other samples."""
+    from deepspeed.moe.utils import is_moe_param
+    from deepspeed.utils import groups
+
+    if is_moe_param(parameter):
+        return groups._get_expert_data_parallel_group(parameter.group_name)
+    return groups._get_sequence_data_parallel_group()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fragment:
+    """Elements start .. start + numel, row-major, of this process's shard of a parameter."""
+
+    name: str
+    parameter: nn.Parameter
+    placement: Placement
+    """Where the shard lies in the global tensor."""
+    start: int
+    numel: int
+    values: Mapping[str, torch.Tensor]
+    """The elements of the master weight, of its moving average and of each optimizer state, flat,
+    by field, in place: call `Engine.about_to_change` before writing to them."""
+    counter: torch.Tensor | None
+    """The optimizer's count of the steps that the weight has seen; None: it keeps none."""
+
+    @property
+    def steps(self) -> float:
+        """Optimizer steps that the weight has seen."""
+        return 0.0 if self.counter is None else float(self.counter)
+
+    def cut(self, start: int, stop: int) -> "Fragment":
+        """The elements start .. stop of those that it has."""
+        values = {field: flat[start:stop] for field, flat in self.values.items()}
+        return replace(self, start=self.start + start, numel=stop - start, values=values)
+
+
+def fragments(engine: Engine) -> dict[str, Fragment]:
+    """This process's fragments of what is trained, by name. Nothing is sent, nothing copied.
+
+    Optimizer state that does not exist yet (before the first step) is created, as zeros.
+    """
+    held: dict[str, Fragment] = {}
+    locate = {0: _locate_replicated, 1: _locate_flat, 2: _locate_flat, 3: _locate_partitioned}
+    find = locate[engine.stage](engine)
+    state = engine.optimizer.state
+    fields_by_weight = engine.fields_by_weight()
+    for name, parameter in engine.module.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        if (found := find(parameter)) is None or found[3] <= 0:
+            continue
+        key, position, start, numel = found
+        fields = fields_by_weight.get(id(key), engine.state_fields)
+        for field in fields:
+            if not isinstance(state[key].get(field), torch.Tensor):
+                state[key][field] = torch.zeros_like(key)
+        if "exp_avg" in engine.state_fields:
+            state[key].setdefault("step", torch.zeros((), device=_step_device(engine, key)))
+        tensors = {MASTER: key} | {field: state[key][field] for field in fields}
+        here = slice(position, position + numel)
+        held[name] = Fragment(
+            name=name,
+            parameter=parameter,
+            placement=placement_of(parameter),
+            start=start,
+            numel=numel,
+            values={field: whole.detach().view(-1)[here] for field, whole in tensors.items()},
+            counter=state[key].get("step"),
+        )
+    return held
+
+
+class Partitions(NamedTuple):
+    """How ZeRO 3 cuts parameters over the processes of a group: each into equal parts."""
+
+    names: list[str]
+    parameters: list[nn.Parameter]
+    numels: list[int]
+    """Elements of this process's shard of each, before ZeRO cuts it."""
+    sizes: list[int]
+    """Elements of a part; the last parts have less, or none."""
+    group: Any
+
+
+def partitions(engine: Engine) -> Partitions:
+    """How ZeRO 3 has cut what is trained; the same on every process of the group."""
+    found = Partitions([], [], [], [], None)
+    optimizer = engine.deepspeed.optimizer
+    named: list[tuple[str, Any]] = list(engine.module.named_parameters())
+    for name, parameter in named:
+        if not parameter.requires_grad:
+            continue
+        _, _, size = optimizer.grad_position[optimizer.get_param_id(parameter)]
+        found.names.append(name)
+        found.parameters.append(parameter)
+        found.numels.append(parameter.ds_numel)
+        found.sizes.append(size)
+        found = found._replace(group=parameter.ds_process_group)
+    return found
+
+
+def own_range(parameter: Any) -> tuple[int, int]:
+    """The elements of a parameter's shard that are this process's at stage 3: first, one past the
+    last."""
+    size = parameter.ds_tensor.numel()
+    start = size * dist.get_rank(parameter.ds_process_group)
+    return start, min(start + size, parameter.ds_numel)
+
+
+def refresh(
+    engine: Engine, held: dict[str, Fragment], frozen: Sequence[tuple[Any, torch.Tensor]]
+) -> None:
+    """Makes the forward pass use the master weights, and at stage 3 the frozen ones."""
+    optimizer = engine.deepspeed.optimizer
+    if engine.stage == 0:
+        for fragment in held.values():
+            fragment.parameter.copy_(fragment.values[MASTER].view_as(fragment.parameter))
+    elif engine.stage == 3:
+        optimizer.checkpoint_event_prologue()  # drops the whole copies of small parameters
+        for fragment in held.values():
+            partition: torch.Tensor = fragment.parameter.ds_tensor  # type: ignore[attr-defined]
+            partition[: fragment.numel] = fragment.values[MASTER]
+        for parameter, part in frozen:
+            parameter.ds_tensor[: part.numel()] = part
+        optimizer.checkpoint_event_epilogue()  # gathers them again
+    else:
+        optimizer.update_lp_params()
+
+
+def _step_device(engine: Engine, key: torch.Tensor) -> torch.device:
+    """Fused and capturable optimizers count steps on the device, the others on the CPU."""
+    defaults = engine.optimizer.defaults
+    return (
+        key.device if defaults.get("fused") or defaults.get("capturable") else torch.device("cpu")
+    )
+
+
+# Each of these returns a function: parameter -> (key, position, start, numel), or None.
+
+
+def _locate_replicated(engine: Engine) -> Any:
+    """Stage 0: the whole parameter on every process; in bf16 with DeepSpeed's fp32 master."""
+    working, masters = (
+        [p for group in getattr(engine.deepspeed.optimizer, groups, []) for p in group]
+        for groups in ("fp16_groups", "fp32_groups")
+    )
+    master_of = {id(p): master for p, master in zip(working, masters, strict=True)}
+    return lambda p: (master_of.get(id(p), p), 0, 0, p.numel())
+
+
+def _locate_flat(engine: Engine) -> Any:
+    """Stages 1 and 2: an equal part of each flattened parameter group."""
+    # Not the optimizer's own groups: while it steps, DeepSpeed shows it one group at a time.
+    masters = engine.deepspeed.optimizer.single_partition_of_fp32_groups
+
+    def find(parameter: Any) -> tuple[torch.Tensor, int, int, int] | None:
+        mapping = parameter._hp_mapping
+        if mapping is None:
+            return None
+        key = masters[mapping.param_group_index]
+        whole, part = mapping.hp_fragment_address, mapping.lp_fragment_address
+        return key, whole.start, part.start, part.numel
+
+    return find
+
+
+def _locate_partitioned(engine: Engine) -> Any:
+    """Stage 3: an equal part of every parameter, the last one padded."""
+    optimizer = engine.deepspeed.optimizer
+
+    def find(parameter: Any) -> tuple[torch.Tensor, int, int, int]:
+        group, position, size = optimizer.grad_position[optimizer.get_param_id(parameter)]
+        start = size * dist.get_rank(parameter.ds_process_group)
+        key = optimizer.fp32_partitioned_groups_flat[group]
+        return key, position, start, min(size, parameter.ds_numel - start)
+
+    return find
+
+
+# Experts: DeepSpeed reduces their gradients over the processes that have the same ones.
+
+
+def moe_class() -> type:
+    """The class of DeepSpeed's layer of experts, by which its engine knows what is one."""
+    import_deepspeed()
+    from deepspeed.moe.layer import MoE
+
+    kind: type = MoE
+    return kind
+
+
+def expert_group(name: str, expert_parallel_size: int) -> Any:
+    """The group of the processes that together have all experts; made if it is not there.
+
+    Args:
+        name: DeepSpeed's name of such groups.
+        expert_parallel_size: processes in a group.
+    """
+    from deepspeed.utils import groups
+
+    groups._create_expert_data_and_model_parallel(expert_parallel_size, mpu=groups.mpu)
+    return groups._get_expert_parallel_group(name)
+
+
+def forget_expert_groups(tensor_parallel_size: int) -> None:
+    """Makes DeepSpeed create its expert groups again, if they belong to another layout."""
+    import_deepspeed()
+    from deepspeed.utils import groups
+
+    if groups.expert_tensor_parallel_world_size != tensor_parallel_size:
+        groups._EXPERT_PARALLEL_GROUP.clear()
+        groups._EXPERT_PARALLEL_GROUP_RANKS.clear()
+        groups._EXPERT_DATA_PARALLEL_GROUP.clear()
+        groups._EXPERT_DATA_PARALLEL_GROUP_RANKS.clear()
+
+
+def split_expert_groups(optimizer: torch.optim.Optimizer) -> None:
+    """Moves experts into parameter groups of their own, as DeepSpeed requires, in place.
+
+    Args:
+        optimizer: before its first step.
+    """
+    import_deepspeed()
+    from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
+
+    for number, group in enumerate(optimizer.param_groups):
+        group["name"] = f"group {number}"
+    split = split_params_into_different_moe_groups_for_optimizer(optimizer.param_groups)
+    optimizer.param_groups = [group for group in split if group["params"]]
+
+
+def connect() -> None:
+    """Lets DeepSpeed use the process group, as an engine does when it is made."""
+    deepspeed = import_deepspeed()
+    from deepspeed.utils import groups
+
+    forget_expert_groups(1)
+    with comm.quiet():
+        deepspeed.init_distributed(verbose=False)
+    groups.mpu = None
+
+
+def forget_world() -> None:
+    """Makes DeepSpeed forget the process group and all groups that it has made."""
+    import deepspeed.comm.comm
+    from deepspeed.utils import groups
+
+    deepspeed.comm.comm.cdb = None
+    groups.mpu = None
+    for name, value in list(vars(groups).items()):
+        if name.startswith("_") and name.isupper() and "GROUP" in name:
+            setattr(groups, name, {} if isinstance(value, dict) else None)

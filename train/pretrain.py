@@ -11,8 +11,7 @@ from polyad.parallel.checkpoint.reading import Checkpoint
 from polyad.parallel.checkpoint.saving import Saver
 from polyad.parallel.checkpoint.storage import reason_of
 from polyad.parallel.checkpoint.writing import SaveError
-from polyad.parallel.imports import import_libraries
-from polyad.parallel.zero import Engine
+from polyad.parallel.zero import Engine, import_libraries
 from polyad.train.config.agreement import agreed_facts
 from polyad.train.config.beginning import nothing_is_left, say_first_line
 from polyad.train.config.distillation import set_teacher

@@ -11,8 +11,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from polyad.parallel import comm
 from polyad.parallel.dims import Dims
-from polyad.parallel.imports import import_engine
 from polyad.parallel.megatron import forget_groups, join_groups
+from polyad.parallel.zero import forget_world, import_engine
 
 
 @contextmanager
@@ -52,13 +52,6 @@ def pretended_world(dims: Dims, rank: int = 0) -> Iterator[comm.World]:
 
 
 def _forget_groups(dims: Dims) -> None:
-    import deepspeed.comm.comm
-    from deepspeed.utils import groups
-
     if dims.tensor_parallel_size > 1:
         forget_groups()
-    deepspeed.comm.comm.cdb = None
-    groups.mpu = None
-    for name, value in list(vars(groups).items()):
-        if name.startswith("_") and name.isupper() and "GROUP" in name:
-            setattr(groups, name, {} if isinstance(value, dict) else None)
+    forget_world()

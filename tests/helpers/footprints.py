@@ -45,27 +45,18 @@ def second_step(config: RunConfig) -> tuple[dict[Exchange, Amount], dict[str, in
                 progress=0.5,
                 own=lambda: (0,) * OWN_NUMBERS,
             )
-    return traffic.exchanges, held(engine)
+    return traffic.exchanges, bytes_held(engine)
 
 
-def held(engine: Engine) -> dict[str, int]:
+def bytes_held(engine: Engine) -> dict[str, int]:
     """Bytes of weights and buffers, and of what the optimizer keeps."""
-    optimizer = engine.deepspeed.basic_optimizer
-    masters = [p for group in optimizer.param_groups for p in group["params"]]
-    moments = [
-        value
-        for state in optimizer.state.values()
-        for value in state.values()
-        if isinstance(value, torch.Tensor)
-    ]
-    masters += getattr(engine.deepspeed.optimizer, "fp32_partitioned_groups_flat", [])
-    weights = [getattr(p, "ds_tensor", p) for p in engine.module.parameters()]
+    tensors = engine.tensors()
     found: dict[str, Any] = {}
-    for kind, tensors in (
-        ("weights", [*weights, *engine.module.buffers()]),
-        ("optimizer", [*masters, *moments]),
+    for kind, held in (
+        ("weights", [*tensors["weights"], *engine.module.buffers()]),
+        ("optimizer", tensors["optimizer"]),
     ):
-        for tensor in tensors:
+        for tensor in held:
             storage = tensor.untyped_storage()
             found.setdefault(storage.data_ptr(), (kind, storage.nbytes()))
     sizes = {"weights": 0, "optimizer": 0}

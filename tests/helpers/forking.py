@@ -158,7 +158,7 @@ def _serve(pipe: Connection) -> None:
     import polyad.launch.cli
     import polyad.train.pretrain  # noqa: F401
     from polyad.launch.machine import prepare_environment
-    from polyad.parallel.imports import import_libraries
+    from polyad.parallel.zero import import_libraries
 
     prepare_environment()
     import_libraries()

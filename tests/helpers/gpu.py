@@ -37,7 +37,7 @@ def world() -> dict[str, Any]:
 def optimizer_of(case: Case) -> dict[str, Any]:
     """Whether the engine's optimizer is fused, and where its tensors are."""
     engine, _ = build_engine(case)
-    optimizer = engine.deepspeed.basic_optimizer
+    optimizer = engine.optimizer
     devices = {p.device.type for group in optimizer.param_groups for p in group["params"]}
     return {"fused": optimizer.defaults["fused"], "devices": devices}
 

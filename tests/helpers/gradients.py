@@ -10,9 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from polyad.parallel import comm
 from polyad.parallel.checkpoint.box import MASTER
 from polyad.parallel.config import ParallelConfig
-from polyad.parallel.fragments import fragments
 from polyad.parallel.parallelize import _allocate
-from polyad.parallel.zero import DTYPES, Engine, deepspeed_config
+from polyad.parallel.zero import DTYPES, Engine, deepspeed_config, fragments
 from polyad.train.loop.device import Prefetch
 from polyad.train.loop.step import train_step
 from polyad.train.tasks.language import TextBatch, text_losses

@@ -20,8 +20,8 @@ from polyad.parallel.checkpoint.keeping import Retention
 from polyad.parallel.checkpoint.saving import Saver
 from polyad.parallel.checkpoint.verification import Manifest
 from polyad.parallel.checkpoint.writing import SaveError
-from polyad.parallel.fragments import fill, fragments
-from polyad.parallel.zero import Engine
+from polyad.parallel.fragments import fill
+from polyad.parallel.zero import Engine, fragments
 from tests.helpers.disk import audited, read_tree, recorded
 from tests.helpers.training import Case, build_engine, model_yaml, train
 

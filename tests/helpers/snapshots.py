@@ -17,9 +17,9 @@ from polyad.parallel.checkpoint import writing
 from polyad.parallel.checkpoint.keeping import Retention, complete_checkpoints
 from polyad.parallel.checkpoint.saving import Saver, Task
 from polyad.parallel.checkpoint.writing import SaveError
-from polyad.parallel.fragments import fill, fragments, persistent_buffers
+from polyad.parallel.fragments import fill, persistent_buffers
 from polyad.parallel.source import InitialWeights
-from polyad.parallel.zero import Engine
+from polyad.parallel.zero import Engine, fragments
 from polyad.train.loop.device import Prefetch
 from polyad.train.loop.step import train_step
 from polyad.train.tasks.language import TextBatch, text_losses

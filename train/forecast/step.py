@@ -217,22 +217,11 @@ def _work(computed: _Parts, micro_batches: int) -> list[tuple[Work, int]]:
 
 def _name_state(engine: Engine, memory: Memory, weightless: Weightless) -> None:
     """Says what the memory of a built engine is for, and that its numbers are not known."""
-    optimizer = engine.deepspeed.basic_optimizer
-    zero = engine.deepspeed.optimizer
-    masters = [p for group in optimizer.param_groups for p in group["params"]]
-    masters += getattr(zero, "fp32_partitioned_groups_flat", [])  # of stage 3
-    moments = [
-        value
-        for state in optimizer.state.values()
-        for value in state.values()
-        if isinstance(value, torch.Tensor)
-    ]
-    weights = [getattr(p, "ds_tensor", p) for p in engine.module.parameters()]
-    state = [*masters, *moments]
+    held = engine.tensors()
+    weights, state = held["weights"], held["optimizer"]
     memory.name(state, "optimizer")
     memory.name([*weights, *engine.module.buffers()], "weights")
-    sums = getattr(zero, "grad_partitions_flat_buffer", None)  # of stage 3
-    memory.name([] if sums is None else [sums], "gradients")
+    memory.name(held["gradients"], "gradients")
     for tensor in (*state, *weights):
         if tensor.numel() > 1:  # a step's number is known
             weightless.forget(tensor)

@@ -189,7 +189,7 @@ class TrainLoop:
         rate = learning_rate(
             config.schedule, config.optimizer.learning_rate, state.step, config.train.steps
         )
-        warm_up(self._engine.deepspeed.basic_optimizer, state.step)
+        warm_up(self._engine.optimizer, state.step)
         batch = batch_of_step(state.step, state.left_out)
         limits = self._guard.limits(state) if self._guard.holds else NO_LIMITS
         look = self._hooks.stragglers

@@ -97,7 +97,7 @@ def test_a_run_says_it_at_each_start(workers, tmp_path, prepared_path):
 def test_libraries_come_without_torch_s_compiler():
     code = (
         "import json, sys, torch\n"
-        "from polyad.parallel.imports import import_libraries\n"
+        "from polyad.parallel.zero import import_libraries\n"
         "compiler = torch.compile\n"
         "import_libraries()\n"
         "assert torch.compile is compiler\n"
