@@ -1,1 +1,1 @@
-"""What a step will take and cost on processes that are not there: memory, exchanges, time."""
+"""What a step holds, exchanges and computes on processes that are not there."""

@@ -5,13 +5,13 @@ from typing import Any
 
 from polyad.parallel.dims import Dims
 from polyad.parallel.plan.devices import Device
-from polyad.parallel.plan.failures import HOURS_OF_ONE, best_saving, saving
-from polyad.parallel.plan.times import Place, StepTime, seconds_by_axis, step_time
 from polyad.parallel.plan.traffic import Exchanges
 from polyad.train.config.adaptation import model_of
 from polyad.train.config.plan import checkpoint_bytes
 from polyad.train.config.run import RunConfig
+from polyad.train.forecast.saving import HOURS_OF_ONE, best_saving, saving
 from polyad.train.forecast.step import Footprint, footprint
+from polyad.train.forecast.times import Place, StepTime, seconds_by_axis, step_time
 from polyad.train.tasks.random_input import flops_of_unit
 from polyad.train.tasks.registry import task_class
 

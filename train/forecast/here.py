@@ -7,7 +7,6 @@ from typing import Any
 from polyad.parallel import comm
 from polyad.parallel.plan.devices import Device
 from polyad.parallel.plan.replay import exchanged_here, host_seconds, replayed
-from polyad.parallel.plan.times import StepTime
 from polyad.parallel.source import InitialWeights
 from polyad.train.config.adaptation import model_of
 from polyad.train.config.agreement import agreed_facts
@@ -17,6 +16,7 @@ from polyad.train.config.run import RunConfig
 from polyad.train.console import Progress
 from polyad.train.forecast.forecast import Machines, describe_forecast
 from polyad.train.forecast.step import footprint
+from polyad.train.forecast.times import StepTime
 from polyad.train.layout.trial import engine_of, micro_batches
 from polyad.train.loop.step import issue_step
 from polyad.train.tasks.random_input import losses_for

@@ -14,11 +14,10 @@ from polyad.parallel.checkpoint.box import Box
 from polyad.parallel.dims import Dims
 from polyad.parallel.parallelize import parallelize
 from polyad.parallel.plan.memory import Memory
-from polyad.parallel.plan.routing import assume_rows
 from polyad.parallel.plan.traffic import Amount, Exchanges, Traffic
 from polyad.parallel.plan.weightless import Weightless
 from polyad.parallel.plan.work import Computed, Phase, Work
-from polyad.parallel.plan.world import pretended_world
+from polyad.parallel.plan.world import assume_rows, pretended_world
 from polyad.parallel.source import WeightSource
 from polyad.parallel.zero import DTYPES, Engine
 from polyad.train.config.adaptation import model_of

@@ -1,4 +1,4 @@
-"""What failures cost, and how often to save: Young's and Daly's interval."""
+"""How often to save, and what failures cost: Young's and Daly's interval."""
 
 from math import sqrt
 from typing import NamedTuple
