@@ -20,15 +20,17 @@ from polyad.model.kernels.switch import on_cpu
 
 
 class Embedding(nn.Embedding):
-    """PyTorch's Embedding, with gradients summed in fp32.
+    """PyTorch's Embedding, with gradients summed in fp32; it starts with zeros.
 
     Args:
         rows: V.
         width: D.
+        dtype: Of the weights; None: torch's default.
     """
 
-    def __init__(self, rows: int, width: int) -> None:
-        super().__init__(rows, width)
+    def __init__(self, rows: int, width: int, dtype: torch.dtype | None = None) -> None:
+        # Random numbers would only be drawn over, and on the meta device they import a compiler.
+        super().__init__(rows, width, _weight=torch.zeros(rows, width, dtype=dtype))
         self.lookup: Callable[[Tensor, Tensor], Tensor] = embed
         """From the numbers of rows and the matrix to rows; processes share one or the other."""
 

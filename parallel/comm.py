@@ -296,6 +296,17 @@ def _members_of(name: str) -> str:
     return f"of group {name or 'unknown'}"
 
 
+@contextmanager
+def left_again() -> Iterator[None]:
+    """A context after which this process is in no process group, unless it was in one before."""
+    was_in_one = dist.is_initialized()
+    try:
+        yield
+    finally:
+        if not was_in_one:
+            shutdown()
+
+
 def shutdown() -> None:
     """Leaves the process group once every process has called this."""
     if dist.is_initialized():

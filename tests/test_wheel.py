@@ -53,8 +53,11 @@ def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     for package in ours.iterdir():
         if "polyad" not in package.name and package.suffix != ".pth":
             (site / package.name).symlink_to(package)
+    # `src` on the path would count as an installed Polyad.
+    clean = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     install = ["--python", str(folder / "bin" / "python"), "install", "--no-deps", "-q"]
-    subprocess.run([sys.executable, "-m", "pip", *install, str(wheel)], check=True, timeout=300)
+    pip = [sys.executable, "-m", "pip", *install, str(wheel)]
+    subprocess.run(pip, env=clean, check=True, timeout=300)
     return folder / "bin"
 
 

@@ -11,6 +11,7 @@ from polyad.data.text.manifest import SplitName
 from polyad.data.text.tokenizers.tokenizer import Tokenizer
 from polyad.model.bert import BertConfig
 from polyad.model.gpt2 import GPT2Config
+from polyad.parallel import comm
 from polyad.parallel.checkpoint.finding import best_checkpoint, newest_of, read_newest
 from polyad.parallel.weights import Choice, Weights, load_model, open_weights
 from polyad.parallel.zero import DTYPES, Precision
@@ -202,7 +203,8 @@ class Run:
             overrides.append(f"evaluation.batch_size={batch_size}")
         place = None if data is None else str(Path(data).expanduser())
         opened = open_data_for(self._weights, place, tuple(overrides), self._choice)
-        return evaluate_opened(opened, split, model=self.model)
+        with comm.left_again():
+            return evaluate_opened(opened, split, model=self.model)
 
     def __repr__(self) -> str:
         """Names the folder, the model and its parameters."""

@@ -96,14 +96,18 @@ def test_a_run_generates_and_evaluates_as_the_commands_do(trained, capfd, tmp_pa
     with torch.no_grad():  # what is evaluated is the model in memory
         run.model.final_norm.weight.zero_()
     assert run.evaluate(batch_size=1)["loss"] > ours["loss"] + 0.1
+    assert not torch.distributed.is_initialized()
 
 
-def test_a_folder_of_weights_is_loaded_and_evaluated_with_data(exported, finished, prepared_path):
+def test_a_folder_of_weights_is_loaded_and_evaluated_with_data(
+    workers, exported, finished, prepared_path
+):
     run = polyad.load(str(exported))
     with pytest.raises(ValueError, match=r"is a folder of weights, which names no data; --data"):
         run.evaluate()
-    expected = evaluation(finished)
-    for found in (run.evaluate(prepared_path), evaluation(exported, data=str(prepared_path))):
+    (expected,) = workers(1).run(evaluation, finished)
+    (command_says,) = workers(1).run(evaluation, exported, data=str(prepared_path))
+    for found in (run.evaluate(prepared_path), command_says):
         assert found["loss"] == pytest.approx(expected["loss"], rel=1e-6)
         assert found["tokens_scored"] == expected["tokens_scored"]
     with pytest.raises(ValueError, match="the model is dense: it has no experts"):

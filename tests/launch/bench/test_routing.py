@@ -111,8 +111,9 @@ def test_what_graphs_keep_for_backward_is_the_same_for_each_token_unlike_the_mat
 def test_flops_equal_those_worked_out_by_hand():
     config = model_config(SHAPE, "block", 3)
     # Keys that a token sees: (1 + 2 + 3) / 3 = 2. A multiply-add is 2 FLOPs, backward twice that.
-    score, experts, attention = 16 * 4, 2 * 2 * 16 * 8, 4 * 16 * 16
-    assert plain_flops(config) == 6 * (score + experts + attention) + 6 * 2 * 16 * 2
+    # Weights of all experts times their output biases are a product too.
+    score, experts, biases, attention = 16 * 4, 2 * 2 * 16 * 8, 4 * 16, 4 * 16 * 16
+    assert plain_flops(config) == 6 * (score + experts + biases + attention) + 6 * 2 * 16 * 2
     assert graph_flops(config, "none") == 0
     assert graph_flops(config, "similarity") == 6 * (16 + 4) * 2
     assert graph_flops(config, "attention") == 6 * ((17 + 4) * 2 + 8 * 16 + 8 * 8)

@@ -147,11 +147,11 @@ def test_a_start_from_safetensors_of_another_model_is_refused(
     assert f"{plain('cp')}: is of another model: blocks.0.feed_forward." in text
 
 
-def test_a_folder_of_safetensors_is_evaluated_as_its_run(trained, plain, prepared_path):
+def test_a_folder_of_safetensors_is_evaluated_as_its_run(workers, trained, plain, prepared_path):
     with pytest.raises(ValueError, match=r"is a folder of weights, which names no data; --data"):
         evaluation(plain("cp"))
-    ours = evaluation(trained("cp"))
-    theirs = evaluation(plain("cp"), data=str(prepared_path))
+    (ours,) = workers(1).run(evaluation, trained("cp"))
+    (theirs,) = workers(1).run(evaluation, plain("cp"), data=str(prepared_path))
     assert theirs["loss"] == pytest.approx(ours["loss"], rel=1e-6)
     with pytest.raises(ValueError, match=r"--compare: is not allowed with .* a folder of weights"):
         compare(plain("cp"), trained("cp"), data=str(prepared_path))
