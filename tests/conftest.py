@@ -54,6 +54,14 @@ def interfaces_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name)
 
 
+@pytest.fixture(autouse=True)
+def no_group_left() -> Iterator[None]:
+    """A command that fails leaves its process group, which its process would end with."""
+    yield
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
 @pytest.fixture(scope="session")
 def forks() -> Iterator[ForkServer]:
     """Starts whole runs as processes of their own, which can be killed: `forks.start(...)`."""
