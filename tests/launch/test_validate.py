@@ -40,6 +40,17 @@ def test_without_data_the_vocabulary_has_to_be_given(
     assert "not looked at" in capfd.readouterr().out
 
 
+def test_without_data_a_teacher_need_not_be_there(
+    config: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["validate", str(config), "--without-data", "model.vocab_size=400"]
+    assert run([*arguments, "distill.teacher=/no/such/run", "--json", "-"]) == 0
+    description = json.loads(capfd.readouterr().out)
+    said = "distill.teacher: /no/such/run is not here: the memory is without the teacher"
+    assert said in description["warnings"]
+    assert "teacher" not in description["memory_bytes_per_process"]
+
+
 def test_compiling_without_a_compiler_is_one_line(
     config: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

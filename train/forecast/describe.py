@@ -60,7 +60,15 @@ def describe_run(
         dims = validate(config, world_size)
         check_without_data(config)
     check_compiler(config)
-    return describe(config, dims, samples_per_epoch=epoch) | {
+    description = describe(config, dims, samples_per_epoch=epoch)
+    teacher = config.distill.teacher
+    if not with_data and teacher is not None and not Path(teacher).expanduser().exists():
+        description["warnings"].append(
+            f"distill.teacher: {teacher} is not here: the memory is without the teacher"
+        )
+        distill = config.distill.model_copy(update={"teacher": None})
+        config = config.model_copy(update={"distill": distill})
+    return description | {
         "memory_bytes_per_process": memory_per_process(config, dims),
         "goes_on_from_step": step,
     }
