@@ -353,13 +353,20 @@ def test_a_shipped_config_is_valid(name: str, capfd: pytest.CaptureFixture[str])
     status = run([*arguments, "--processes", str(processes), f"{left}={of_data}"])
     captured = capfd.readouterr()
     assert (status, captured.err) == (0, "")
-    model = json.loads(captured.out)["model"]
+    described = json.loads(captured.out)
+    model, memory = described["model"], described["memory_bytes_per_process"]
     assert model["parameters"] == parameters
     head = path.read_text().partition("\n\n")[0]
     if size := re.search(r"^# Size +([\d,]+) parameters", head, re.M):  # as it stands there
         assert size[1] == f"{parameters:,}"
     if active := re.search(r"^# Size .*, ([\d,]+) active per", head, re.M):
         assert active[1] == f"{model['active_parameters']:,}"
+    computed = r"^# Memory .*about ([\d.]+) ([GMK])B.*, beside the libraries' own"
+    # That of a distilled one has the teacher, which the command names.
+    if (stands := re.search(computed, head, re.M)) and "-distilled" not in name:
+        own = memory["total"] - memory["libraries"] - memory["allocator"]
+        said = float(stands[1]) * {"G": 1e9, "M": 1e6, "K": 1e3}[stands[2]]
+        assert said == pytest.approx(own, rel=0.06)
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=NAMES)
