@@ -137,7 +137,9 @@ def test_a_loader_process_that_is_killed_is_one_line(config: Path) -> None:
     _, said = agent.communicate(timeout=60)
     assert agent.returncode == 1
     ours = ("begins anew: ", "first step ", "step ")
-    (line,) = [line for line in said.splitlines() if not line.startswith(ours)]
+    lines = [line for line in said.splitlines() if not line.startswith(ours)]
+    assert len(lines) == 1, lines
+    (line,) = lines
     assert f"a loader process (pid {killed.pid}) was ended by signal 9 (SIGKILL)" in line
     assert "data.num_workers" in line
     _, alive = psutil.wait_procs(others, timeout=20)
