@@ -79,7 +79,7 @@ Numbers: TypeAlias = NDArray[np.float64]
 Labels: TypeAlias = NDArray[np.int64]
 
 MOST_ROUNDS, MOST_SWEEPS = 50, 30
-"""Of k-means, and of exchanges within a round."""
+"""At most so many rounds of k-means, and sweeps of exchanges within a round."""
 SMALLEST_GAIN = 1e-7
 """Share of the objective: with less than this a round is the last one."""
 

@@ -104,7 +104,7 @@ def token_scores(
     part: VocabularyPart | None = None,
     bias_V: Tensor | None = None,
 ) -> TokenScores:
-    """Of each target the loss, and whether it is what the model would say; without gradients."""
+    """The loss of each target, and whether the model would say it; without gradients."""
     if switch.REFERENCE and part is None:
         logits_NV = linear(x_ND, weight_VD, bias_V).float()
         best_N = logits_NV.gather(1, targets_N.unsqueeze(1)).squeeze(1) >= logits_NV.amax(1)

@@ -198,7 +198,7 @@ class Factorized(nn.Module, ABC):
         }
 
     def _start(self, fan: int, modes: int = 1, scale: float = 1.0) -> Initializer:
-        """Of a factor that is a matrix from its first modes to the others."""
+        """Initializes a factor that is a matrix from its first modes to the others."""
         bound = scale * self.sizes.factor_scale / math.sqrt(fan)
         if self.sizes.orthogonal:
             return orthogonal(bound / math.sqrt(3), modes)  # entries as large as uniform ones
