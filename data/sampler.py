@@ -14,6 +14,7 @@ import signal
 import sys
 import weakref
 from collections.abc import Collection, Iterable, Iterator
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -202,6 +203,17 @@ def _begin(parent: int, worker: int) -> None:
     # and needs its workers for that long; they end when it does.
     for number in _STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
+    sys.excepthook = _report
+
+
+def _report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Reports what fails in a loader process outside of reading, unless training only ended.
+
+    Batches are fetched over a socket, served by a thread that reports here. A training process may
+    end, and say why, in the middle of a fetch.
+    """
+    if not isinstance(error, ConnectionError | EOFError):
+        sys.__excepthook__(kind, error, trace)
 
 
 @contextlib.contextmanager

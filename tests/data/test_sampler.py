@@ -1,8 +1,10 @@
 import hashlib
 import os
 import signal
+import socket
 import subprocess
 import sys
+from multiprocessing import resource_sharer
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +12,7 @@ import pytest
 import torch
 
 from polyad.data.errors import DataError
-from polyad.data.sampler import micro_batches
+from polyad.data.sampler import loader_of, micro_batches
 from polyad.data.text.dataset import TokenStream
 from polyad.data.text.samples import TrainingSamples
 
@@ -192,3 +194,23 @@ if __name__ == "__main__":
     )
     assert (done.returncode, done.stdout) == (0, "torch.Size([8])\n"), done.stderr
     assert "Traceback" not in done.stderr
+
+
+class SharedFiles:
+    """A sample is a shared file of its loader: the address where it is fetched, and its number."""
+
+    def __getitem__(self, number: int) -> tuple[str, int]:
+        address, key = resource_sharer.DupFd(1)._id
+        return address, key
+
+
+def test_a_loader_says_nothing_when_training_ends_while_it_fetches_a_batch(capfd):
+    """A training process says itself why it ends."""
+    batches = iter(loader_of(SharedFiles(), [[0]], num_workers=1))
+    ((address,), (key,)) = next(batches)
+    with socket.socket(socket.AF_UNIX) as broken_off:
+        broken_off.connect(address)
+    fetched = resource_sharer.DupFd.__new__(resource_sharer.DupFd)
+    fetched._id = (address, key.item())
+    os.close(fetched.detach())  # served after the one that was broken off
+    assert capfd.readouterr().err == ""
