@@ -145,7 +145,13 @@ def _sample(model: ModelSettings, length: int | None, seed: int) -> RandomBatch:
     if isinstance(model, BertConfig):
         return _bert_sample(model, length or model.sequence_length, generator)
     if not isinstance(model, ImageSettings):
-        return ClassBatch(*model.random_sample(generator))
+        try:
+            return ClassBatch(*model.random_sample(generator))
+        except NotImplementedError as error:
+            raise ConfigError(
+                f"model.kind: {model.kind}: {type(model).__name__} has no method random_sample, "
+                "which planning a step and counting its FLOPs need"
+            ) from error
     side = model.image_size
     return ImageBatch(
         torch.randn((model.channels, side, side), generator=generator),

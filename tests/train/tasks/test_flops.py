@@ -1,11 +1,15 @@
 """FLOPs that are counted by running, against numbers worked out by hand."""
 
+from typing import Literal
+
 import pytest
 import torch
 
 from polyad.model.bert import BertConfig
 from polyad.model.gpt2 import GPT2Config
-from polyad.train.tasks.random_input import flops_of_unit
+from polyad.model.settings import ModelSettings
+from polyad.train.errors import ConfigError
+from polyad.train.tasks.random_input import flops_of_unit, random_batch
 
 
 def test_flops_of_gpt2_equal_a_count_by_hand():
@@ -129,3 +133,14 @@ def test_counting_leaves_random_numbers_as_they_were():
                    sequence_length=16, feed_forward=section)
     )  # fmt: skip
     assert torch.equal(torch.rand(4), expected)
+
+
+class UnfinishedConfig(ModelSettings):
+    """Settings of a plugin that has left the random sample out."""
+
+    kind: Literal["unfinished"] = "unfinished"
+
+
+def test_a_plugin_without_a_random_sample_is_told_what_it_lacks() -> None:
+    with pytest.raises(ConfigError, match="unfinished: UnfinishedConfig has no method random_sam"):
+        random_batch(UnfinishedConfig(), [0])
