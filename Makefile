@@ -48,7 +48,7 @@ clean:  ## remove caches; keeps .venv and runs/
 	@find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 
 # On a terminal pip's lines renew a single one; its warnings are shown only if it fails.
-$(INSTALLED): pyproject.toml constraints.txt $(wildcard model/*/*.c model/kernels/cpu/*.[ch])
+$(INSTALLED): pyproject.toml constraints.txt model/kernels/cpu/gelu.c
 	@command -v $(PYTHON) > /dev/null || { echo "make: there is no $(PYTHON); name a Python 3.11 or newer: make PYTHON=..." >&2; exit 2; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	  || { echo "make: $(PYTHON) is $$($(PYTHON) --version), 3.11 or newer is needed: make PYTHON=..." >&2; exit 2; }

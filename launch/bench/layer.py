@@ -18,8 +18,8 @@ from polyad.launch.bench.turns import Run, Times, part_medians, span, summary, t
 from polyad.launch.machine import processor_name
 from polyad.model.build import materialize
 from polyad.model.feedforward import FeedForward, FeedForwardContext
+from polyad.model.kernels.cpu.experts import has_bf16_products
 from polyad.model.kernels.cpu.gelu import has_native_gelu
-from polyad.model.kernels.cpu.processor import has_bf16_products
 from polyad.parallel import comm
 from polyad.parallel.host_memory import give_back_freed_memory
 from polyad.parallel.plan.work import forward_flops

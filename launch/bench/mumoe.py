@@ -41,7 +41,7 @@ from polyad.launch.bench.mumoe_peers import (
 from polyad.launch.bench.turns import say
 from polyad.launch.output import align
 from polyad.model.feedforward import DenseFeedForward, DenseFeedForwardConfig
-from polyad.model.kernels.cpu.processor import has_bf16_products
+from polyad.model.kernels.cpu.experts import has_bf16_products
 from polyad.model.mumoe.config import MuMoEConfig
 from polyad.model.mumoe.layer import MuMoE
 from polyad.parallel.zero import DTYPES

@@ -13,6 +13,7 @@ of them is left out.
 Shapes: M rows, P inner rows with the padding, E experts, D width, F inner width; m rows at once.
 """
 
+import functools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -22,7 +23,6 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from polyad.model.kernels.cpu.gelu import gelu_backward, gelu_forward
-from polyad.model.kernels.cpu.processor import has_bf16_products
 from polyad.model.kernels.cpu.threads import parallel_for
 
 SHARED_NUMBERS = 2**21
@@ -30,6 +30,13 @@ SHARED_NUMBERS = 2**21
 forward pass would take longer."""
 UNIT = 32
 """Numbers of rows in bf16 are multiples of it, unless they are small."""
+
+
+@functools.cache
+def has_bf16_products() -> bool:
+    """Whether this processor has instructions that PyTorch's products in bf16 use."""
+    available = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    return bool(available and torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def experts_on_cpu(
@@ -45,7 +52,8 @@ def experts_on_cpu(
         counts_E: Rows of each expert; 0 is allowed. There may be more rows than these.
 
     Returns:
-        [M, D], in the same order; of rows after the last expert's anything, as is their gradient.
+        [M, D], in the same order. Rows after the last expert's hold arbitrary values, and so do
+        their gradients.
     """
     output_MD: Tensor = _forward(rows_MD, up_EDF, bias_EF, down_EFD, counts_E)[0]
     return output_MD

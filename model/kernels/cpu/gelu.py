@@ -10,11 +10,10 @@ Shapes: m rows, F inner width.
 
 import ctypes
 import functools
+import importlib.util
 
 import torch
 from torch import Tensor
-
-from polyad.model.kernels.cpu.native import load_library
 
 NATIVE = {torch.bfloat16: "bf16", torch.float32: "fp32"}
 """Precisions that it is compiled for, and their parts of function names."""
@@ -92,5 +91,15 @@ def _function(name: str, tensors: int) -> "ctypes._NamedFuncPointer":
     return function
 
 
+@functools.cache
 def _library() -> ctypes.CDLL | None:
-    return load_library("polyad.model.kernels.cpu._gelu", VERSION)
+    """The compiled library; None if it is not there, or is that of an older installation."""
+    found = importlib.util.find_spec("polyad.model.kernels.cpu._gelu")
+    if found is None or found.origin is None:
+        return None
+    library = ctypes.CDLL(found.origin)
+    try:
+        version = ctypes.c_int.in_dll(library, "polyad_gelu_version").value
+    except ValueError:
+        return None
+    return library if version == VERSION else None
