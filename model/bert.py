@@ -100,9 +100,9 @@ class BertConfig(TransformerSettings):
     layer_norm_epsilon: Annotated[float, Field(gt=0, le=1e6)] = 1e-12
     """Added to the variance in every LayerNorm."""
     activation: Activation = "gelu"
-    """Of dense feed-forwards and of the language head: `gelu`, exact; `gelu_tanh`, its
-    approximation; or `quick_gelu`, x sigmoid(1.702 x). Sparse experts have a key of their own for
-    it."""
+    """The activation of dense feed-forwards and of the language head: `gelu`, exact; `gelu_tanh`,
+    its approximation; or `quick_gelu`, x sigmoid(1.702 x). Sparse experts have a key of their own
+    for it."""
     initializer_range: Annotated[float, Field(gt=0, le=1e6)] = 0.02
     """Standard deviation of the initial weights."""
     feed_forward: FeedForwardConfig = DenseFeedForwardConfig()
@@ -192,8 +192,8 @@ class Bert(nn.Module):
             mask_BT: True for tokens, False for padding, which reaches no attention, no expert and
                 no statistic of routing; None: there is no padding. No row is all padding.
             segments_BT: Which of `num_segments` each token is of; None: all are of the first.
-            positions_BP: Of the language head: the positions that it scores; None: all.
-            target_ids_BP: Of the language head: the right tokens there, for the loss alone.
+            positions_BP: The positions that the language head scores; None: all.
+            target_ids_BP: The right tokens there, for the loss of the language head alone.
 
         Returns:
             In place of logits what the head gives: of the language head logits [B, P, V], or with

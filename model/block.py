@@ -212,7 +212,7 @@ def build_block(
     """Builds a block, on the current default device.
 
     Args:
-        feed_forward: Of this block.
+        feed_forward: The configuration of this block's feed-forward.
         context: Settings of the model, for both branches.
         layer_norm_epsilon: Added to the variance.
         attention_std: Standard deviation of the initial weights of attention; None: as those of the

@@ -41,7 +41,7 @@ class FeedForwardContext:
     num_heads: int | None = None
     """Heads of the attention in the same block; None in a model without attention."""
     activation: Activation = "gelu_tanh"
-    """Of the dense feed-forward."""
+    """The activation of the dense feed-forward."""
     causal: bool = True
     """Whether a token must not depend on later ones, as in a language model."""
 

@@ -25,7 +25,7 @@ class Embedding(nn.Embedding):
     Args:
         rows: V.
         width: D.
-        dtype: Of the weights; None: torch's default.
+        dtype: The dtype of the weights; None: torch's default.
     """
 
     def __init__(self, rows: int, width: int, dtype: torch.dtype | None = None) -> None:

@@ -98,7 +98,7 @@ class Adapter(nn.Module, ABC):
 
         Args:
             A: A value of the first matrix.
-            B: Of the second.
+            B: A value of the second.
         """
 
 
@@ -296,7 +296,7 @@ class _Place(NamedTuple):
     """Where an adapter can be put."""
 
     smaller_side: int
-    """Of the matrix; a rank has to be less."""
+    """The smaller side of the matrix; a rank has to be less."""
     put: Callable[[LoRAConfig], None]
 
 

@@ -127,7 +127,7 @@ class StatisticsModule(nn.Module):
         """What a loss is computed from: without gradient, unless the loss is asked for.
 
         Args:
-            name: Of the loss, one of `AUXILIARY_LOSSES`.
+            name: The loss, one of `AUXILIARY_LOSSES`.
             x: Scores, logits, or their means.
         """
         return x if name in self.learns_from else x.detach()

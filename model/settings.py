@@ -45,7 +45,7 @@ class ModelSettings(Config, ABC):
         count its FLOPs.
 
         Args:
-            generator: Of the numbers.
+            generator: Where the numbers are drawn from.
 
         Returns:
             The input [...], without a dimension for the batch, and the class [].

@@ -256,7 +256,7 @@ def collectives_recorded() -> bytes:
 
 
 def collectives_waited_for(recorded: bytes) -> list[str]:
-    """Those that were begun and are not done, in words, the first in each group.
+    """Names the collectives that were begun and are not done, the first in each group.
 
     Args:
         recorded: what `collectives_recorded` gave.

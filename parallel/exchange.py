@@ -28,7 +28,7 @@ class Counts(NamedTuple):
     """How many rows travel."""
 
     arriving: Sequence[Tensor]
-    """Of each lot: from each process for each expert here, on the device."""
+    """For each lot, the rows that come from each process for each expert here, on the device."""
     numbers: Tensor
     """[2, lots, P]: sent and received, perhaps on their way to the host."""
     wait: Callable[[], None] = _on_host

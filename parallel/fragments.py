@@ -199,7 +199,7 @@ def _rearranged(engine: Engine, held: list[Fragment]) -> list[Fragment]:
         return found
 
     def of_range(some: list[_Range], other: int) -> list[_Range]:
-        """Those elements that another process will have."""
+        """The elements that another process will have."""
         low, high = other * size, (other + 1) * size
         return [
             _Range(number, max(first, low), min(last, high))

@@ -45,7 +45,7 @@ class Measured:
     between: list[Link] = field(default_factory=list)
     """Pairs of hosts, between their first processes."""
     flops: list[float] = field(default_factory=list)
-    """Of a matrix product on each process, a second."""
+    """FLOP/s of a matrix product on each process."""
     clocks: list[float] = field(default_factory=list)
     """Seconds that the clock of each process is ahead of rank 0's."""
 

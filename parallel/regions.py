@@ -222,7 +222,7 @@ class OwnDropout(nn.Dropout):
     """Dropout of units that are cut: each process drops others.
 
     Args:
-        probability: Of a unit.
+        probability: The probability that a unit is dropped.
         world: This process.
     """
 

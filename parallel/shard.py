@@ -210,7 +210,7 @@ class Placement:
         Args:
             flat: Elements of the shard, contiguous.
             first: The box's first element there.
-            size: Of the box, as `boxes` gives it.
+            size: The size of the box, as `boxes` gives it.
         """
         shape = self.shape
         strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]

@@ -90,7 +90,7 @@ def balanced_kmeans(keys_FD: Numbers, groups: int, seed: int) -> Labels:
     Args:
         keys_FD: Finite.
         groups: E, which divides F.
-        seed: Of the first centers (k-means++).
+        seed: The seed of the first centers (k-means++).
 
     Returns:
         The group of each key [F], from 0.
@@ -116,7 +116,7 @@ def random_groups(num_keys: int, groups: int, seed: int) -> Labels:
     Args:
         num_keys: F.
         groups: E, which divides F.
-        seed: Of them.
+        seed: The seed of the grouping.
 
     Returns:
         The group of each key [F], from 0.
@@ -161,7 +161,7 @@ def assign(cost_FE: Numbers, size: int) -> Labels:
     """Gives each group as many keys, at a low total cost.
 
     Args:
-        cost_FE: Of each key in each group.
+        cost_FE: The cost of each key in each group.
         size: Keys of a group, F / E.
 
     Returns:

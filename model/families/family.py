@@ -46,16 +46,16 @@ class Family:
     title: str
     """For errors."""
     config: type[ModelSettings]
-    """Of our model."""
+    """The configuration of our model."""
     is_of: Callable[[Tree], bool]
     """Whether a config.json is of this family."""
 
     outside: Rules
-    """Of what is outside blocks."""
+    """Rules for what is outside blocks."""
     block: str
     """Before the names of a block, with its number for {}."""
     inside: Rules
-    """Of what is in a block."""
+    """Rules for what is in a block."""
     prefix: str = ""
     """Before the names in the files of some of its classes."""
     without_prefix: re.Pattern[str] = _NONE
@@ -107,7 +107,7 @@ class Family:
 
         Args:
             plain: As rules have it.
-            config: Of our model.
+            config: The configuration of our model.
         """
         bare = self.without_prefix.fullmatch(plain) or not self.has_prefix(config)
         return plain if bare else self.prefix + plain
@@ -152,7 +152,7 @@ class Family:
 
         Args:
             tree: The content of config.json.
-            shape_of: Of its tensors.
+            shape_of: The shapes of its tensors, by name.
             origin: What to call config.json in errors.
 
         Returns:

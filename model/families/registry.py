@@ -42,7 +42,7 @@ def family_of_model(config: ModelSettings) -> Family:
     """The family that a model is written as.
 
     Args:
-        config: Of the model.
+        config: The configuration of the model.
 
     Raises:
         HuggingFaceError: There is none.

@@ -35,7 +35,7 @@ class Share:
     """Which part of an axis of a fused tensor is ours."""
 
     axis: int
-    """Of theirs, counted from the last: -1."""
+    """The axis of the fused tensor, counted from the last: -1."""
     index: int
     count: int
     """Weights of ours that share the tensor, all of one size."""
@@ -48,7 +48,7 @@ class Rule:
     """How a weight of ours is stored."""
 
     names: tuple[str, ...]
-    """Of the tensors there: our rows are theirs, one after the other."""
+    """Names of the tensors there: our rows are theirs, one after the other."""
     of_module: bool = False
     """Whether it is that of a module: names are without the parameter's own."""
     transposed: bool = False
@@ -64,7 +64,7 @@ class Rule:
         """The tensors there, in the order of our rows.
 
         Args:
-            shape: Of our weight.
+            shape: The shape of our weight.
         """
         names = self.names
         if EXPERT in names[0]:
@@ -82,7 +82,7 @@ class Piece:
     name: str
     first_row: int
     size: Shape
-    """Of these rows of ours."""
+    """The shape of these rows of ours."""
     rule: Rule
 
     @property
@@ -102,7 +102,7 @@ class Piece:
         """Where a box is in the tensor there.
 
         Args:
-            slices: Of these rows of ours, each with both ends.
+            slices: Slices of these rows of ours, each with both ends.
         """
         there = self._as_there(slices, slice(0, 1))
         if share := self.rule.share:
@@ -121,7 +121,7 @@ class Piece:
 
         Args:
             box: As `box` cut it out.
-            size: Of the box of ours.
+            size: The size of our box.
         """
         return (box.mT if self._is_transposed(box.ndim) else box).view(size)
 

@@ -34,8 +34,8 @@ def classes_of(name: str, shape_of: ShapeOf) -> int:
     """The classes of a folder's head; 1 where it has none, since a model has at least one.
 
     Args:
-        name: Of the head's weight.
-        shape_of: Of the folder's tensors.
+        name: The name of the head's weight.
+        shape_of: The shapes of the folder's tensors, by name.
     """
     head = shape_of(name)
     return head[0] if head else 1

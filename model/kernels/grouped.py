@@ -71,7 +71,7 @@ def grouped(
     Args:
         rows_MD: First all rows of expert 0, then all of expert 1, and so on.
         up_EDF: First layers.
-        bias_EF: Of the first layers; None: they have none.
+        bias_EF: Biases of the first layers; None: they have none.
         down_EFD: Second layers.
         counts_E: Rows of each expert; 0 is allowed. There may be more rows than these.
         drop: What happens to the inner units after the activation; None: nothing.
@@ -124,7 +124,7 @@ def grouped_linear(
 
     Args:
         rows_MD: As in `grouped`.
-        weight_EDF: Of each expert.
+        weight_EDF: The matrix of each expert.
         counts_E: As in `grouped`.
         bias_EF: What is added; None: nothing.
         loop: Whether to compute by definition, one expert after the other.

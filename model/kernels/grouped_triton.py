@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 ROWS, COLUMNS = 128, 128
-"""Of the output, of a program."""
+"""Rows and columns of the output that one program computes."""
 TERMS = {torch.float32: 32, torch.bfloat16: 64, torch.float16: 64}
 """Terms of the sums that a program loads at a time."""
 

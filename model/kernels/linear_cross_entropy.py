@@ -83,7 +83,7 @@ def linear_cross_entropy(
         targets_N: The right token of each position.
         part: Where each process has a part of the vocabulary: this one's. The gradient of x is
             then that of this part, and has to be summed over the processes.
-        bias_V: Of the output head.
+        bias_V: The bias of the output head; None: it has none.
 
     Returns:
         A scalar in fp32, the same on every process that has a part.

@@ -38,11 +38,12 @@ def matrix(
     """The matrix S, or some of its rows. B may stand for any number of dimensions.
 
     Args:
-        query_BTF: Of the last T tokens.
-        key_BSF: Of all.
-        scale: Of the inner products.
+        query_BTF: Queries of the last T tokens.
+        key_BSF: Keys of all tokens.
+        scale: The factor of the inner products.
         causal: Whether a token sees itself and those before it alone.
-        entropy_BS: Of each token's scores, if a token sees only those with at most its own entropy.
+        entropy_BS: The entropy of each token's scores, if a token sees only those with at most its
+            own.
         rows: Which of the T rows, [M] or [B, M], of each B its own; None: all.
 
     Returns:

@@ -37,8 +37,8 @@ def take(tokens_ND: Tensor, assignment_M: Tensor, row_A: Tensor) -> Tensor:
 
     Args:
         tokens_ND: Tokens.
-        assignment_M: Of each row.
-        row_A: Of each assignment.
+        assignment_M: The assignment of each row.
+        row_A: The row of each assignment.
 
     Returns:
         [M, D].
@@ -54,7 +54,7 @@ def combine(rows_MD: Tensor, weights_NK: Tensor, assignment_M: Tensor, row_A: Te
 
     Args:
         rows_MD: Rows.
-        weights_NK: Of the same dtype.
+        weights_NK: The weights of each token's rows, in the same dtype.
         assignment_M: See `take`.
         row_A: See `take`.
 

@@ -146,7 +146,7 @@ class Factorized(nn.Module, ABC):
 
         Args:
             contracted: The input with the input factor, [M, ...], its other modes flattened.
-            coefficients: Of each level, [M, N].
+            coefficients: The coefficients of each level, [M, N].
 
         Returns:
             [M, ...], flattened, to be contracted with the output factor.
@@ -157,7 +157,7 @@ class Factorized(nn.Module, ABC):
 
         Args:
             z_MI: Tokens.
-            coefficients: Of each level, [M, N].
+            coefficients: The coefficients of each level, [M, N].
 
         Returns:
             [M, O].

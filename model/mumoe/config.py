@@ -58,8 +58,8 @@ class MuMoEConfig(FactorizedExperts, FeedForwardSettings):
     kind: Literal["mumoe"] = "mumoe"
     """Which feed-forward this is."""
     factorization: FactorizationName = "cp"
-    """Of the tensor of all experts' weights: `cp`, `tr` (tensor ring), `tt` (tensor train) or
-    `tucker`."""
+    """How the tensor of all experts' weights is factorized: `cp`, `tr` (tensor ring), `tt` (tensor
+    train) or `tucker`."""
     rank: int | Literal["match-dense"] = "match-dense"
     """R of the factors of input and output (R3 of a ring); `match-dense`: the one whose block is
     nearest to the dense block of the same hidden_size in parameters."""
@@ -79,8 +79,8 @@ class MuMoEConfig(FactorizedExperts, FeedForwardSettings):
     """What the gate reads: the residual stream before the block's LayerNorm, or what the experts
     get, after it."""
     gate_norm: Literal["layer", "batch"] = "layer"
-    """Of the scores: over the experts of a token, or over the tokens of a batch (vision models
-    alone: it shows a token what comes after)."""
+    """How scores are normalized: over the experts of a token, or over the tokens of a batch
+    (vision models alone: it shows a token what comes after)."""
     gate_norm_epsilon: Annotated[float, Field(gt=0, le=1e6)] = 1.0e-5
     """Added to the variance of the scores, by whose root they are divided. While scores are near
     zero, as at the start, this root is what the gate's gradients are divided by."""
@@ -210,7 +210,8 @@ def nearest_rank(parameters: Callable[[int], int], target: int) -> int:
     """The rank with as many parameters as a target, or nearly.
 
     Args:
-        parameters: Of a rank; the count grows with it, and is at most the target at rank 1.
+        parameters: Counts the parameters at a rank; the count grows with the rank, and is at most
+            the target at rank 1.
         target: How many there are to be.
     """
     # Either the last rank not above the target, or the next one.

@@ -48,7 +48,7 @@ def components(factorization: str, sizes: Sizes) -> int:
 
     Args:
         factorization: One of `FITTED`.
-        sizes: Of the layer.
+        sizes: The sizes of the layer.
     """
     return _paths(factorization, sizes) * sizes.rank
 
@@ -58,7 +58,7 @@ def fit(factorization: str, sizes: Sizes, dense_CO: Tensor, first_input_factor: 
 
     Args:
         factorization: One of `FITTED`.
-        sizes: Of the layer.
+        sizes: The sizes of the layer.
         dense_CO: The matrix of every expert, its bias as the last row; finite.
         first_input_factor: As a new run has it. Components that the matrix has no use for begin
             with it, and zero in the output factor: they add nothing, and can learn.
@@ -92,7 +92,7 @@ def equal_experts(
 
     Args:
         factorization: One of `FITTED`.
-        shape: Of the factor: [N, R] of CP, [N, P, P] of a ring.
+        shape: The shape of the factor: [N, R] of CP, [N, P, P] of a ring.
         noise: Standard deviation of what is added, before its mean over the experts is taken off;
             of a ring to the diagonal.
         generator: Draws it.

@@ -78,7 +78,7 @@ class SoftmaxFirst(nn.Module):
 
     Args:
         later: A name of `ACTIVATIONS`, of the steps after the first ones.
-        share: Of the run's steps, that are the first ones.
+        share: The share of the run's steps that are the first ones.
     """
 
     is_softmax: Tensor
@@ -147,7 +147,7 @@ class ScoreNorm(nn.Module, ABC):
         """Normalizes.
 
         Args:
-            scores_MS: Of all levels side by side, in fp32 at least.
+            scores_MS: The scores of all levels side by side, in fp32 at least.
         """
 
     def update(self, mean_S: Tensor | None, square_S: Tensor | None) -> None:
@@ -273,7 +273,7 @@ class Gate(nn.Module):
         epsilon: Added to the variance of the scores in the norm.
         std: Standard deviation of the initial weights; zero in the authors' code.
         dropout: Probability with which the layers do without a coefficient in training.
-        softmax_share: Of the run's steps, from the first, in which softmax is the activation.
+        softmax_share: The share of the run's steps, from the first, with softmax as the activation.
     """
 
     def __init__(
@@ -329,7 +329,7 @@ class Gate(nn.Module):
 
         Args:
             output: What the gate decided.
-            dtype: Of the layers.
+            dtype: The dtype of the layers.
 
         Returns:
             Of each level, [M, N].

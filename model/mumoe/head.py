@@ -34,7 +34,7 @@ class MuMoEHeadConfig(FactorizedExperts):
     kind: Literal["mumoe"] = "mumoe"
     """Which head this is."""
     factorization: FactorizationName = "cp"
-    """Of the tensor of all experts' weights: `cp`, `tr`, `tt` or `tucker`."""
+    """How the tensor of all experts' weights is factorized: `cp`, `tr`, `tt` or `tucker`."""
     rank: int | Literal["match-dense"] = "match-dense"
     """R of the factors of input and output; `match-dense`: the one whose head is nearest to a
     linear one in parameters."""
@@ -43,7 +43,7 @@ class MuMoEHeadConfig(FactorizedExperts):
     gate: Literal["entmax15", "softmax"] = "entmax15"
     """From normalized scores to coefficients."""
     gate_norm: Literal["layer", "batch"] = "layer"
-    """Of the scores: over the experts of an image, or over the images of a batch."""
+    """How scores are normalized: over the experts of an image, or over the images of a batch."""
     level_std: float = Field(default=0.0, ge=0, le=1e6)
     """Standard deviation around one, or the identity, of the expert factors of levels after the
     first."""
@@ -138,7 +138,7 @@ class MuMoEHead(StatisticsModule):
         """Prepares the next optimizer step; called once after each.
 
         Args:
-            stats: Of the head, averaged over the step.
+            stats: Statistics of the head, averaged over the step.
             progress: Share of the run's steps that are done.
         """
         self.gate.update(stats.score_mean_S, stats.score_square_S, progress)

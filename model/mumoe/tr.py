@@ -77,7 +77,7 @@ class TensorRing(Factorized):
         """The matrix that a token's coefficients choose: a product over levels.
 
         Args:
-            coefficients: Of each level, [M, N].
+            coefficients: The coefficients of each level, [M, N].
 
         Returns:
             [M, P, Q].

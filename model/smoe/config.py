@@ -229,7 +229,8 @@ class SparseMoEConfig(SelectingConfig):
     to this one, or those that one head's `attention` went to. In a language model a token sees no
     later one."""
     similarity: Literal["dot", "cosine"] = "dot"
-    """Of the similarity graph. Of normalized tokens the dot product is nearly the identity."""
+    """How the similarity graph compares tokens. With normalized tokens the graph of dot products is
+    nearly the identity."""
     tau: Positive = 1.0
     """Temperature of the similarity graph: its exponent is similarity / tau."""
     sigma: Positive = 1.0
@@ -264,8 +265,8 @@ class SparseMoEConfig(SelectingConfig):
     `priority`, first choices before second ones, and among them those of the tokens with the
     highest scores (V-MoE's batch priority routing)."""
     activation: Activation = "gelu_tanh"
-    """Of the experts: `gelu_tanh`, GELU approximated by tanh; `gelu`, exact; or `quick_gelu`, x
-    sigmoid(1.702 x). Blocks that do not route have the model's."""
+    """The activation of experts: `gelu_tanh`, GELU approximated by tanh; `gelu`, exact; or
+    `quick_gelu`, x sigmoid(1.702 x). Blocks that do not route have the model's."""
     expert_dropout: Probability = 0.0
     """Dropout probability inside experts, beside the model's own: of the inner units after the
     activation, and of each expert's output, before its bias and the routing weight."""

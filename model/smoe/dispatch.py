@@ -168,7 +168,7 @@ class Dispatcher(nn.Module):
         """Means over inner units, of all experts.
 
         Args:
-            means_eD: Of the experts and units that this process has, without gradient.
+            means_eD: Means of the experts and units that this process has, without gradient.
 
         Returns:
             [E, D].

@@ -220,7 +220,7 @@ class SelectingMoE(FeedForward):
 
         Args:
             y_ND: The sum over experts without it.
-            selected: Of each token, with weights of 0 where an assignment was dropped.
+            selected: The experts of each token, with weights of 0 where an assignment was dropped.
         """
 
     @abstractmethod

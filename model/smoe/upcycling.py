@@ -39,7 +39,7 @@ def dense_tensor(name: str) -> DenseTensor | None:
     """Says where the parameter of a sparse layer comes from.
 
     Args:
-        name: Of the sparse model, as in `named_parameters`.
+        name: The parameter's name in the sparse model, as in `named_parameters`.
 
     Returns:
         None if it is not made of copies: a router's, or outside of sparse layers.
@@ -55,7 +55,7 @@ def copies(value: Tensor, num_experts: int, noise: float, seed: int, name: str) 
     """Stacks copies of a parameter, each with noise of its own.
 
     Args:
-        value: Of one expert, in its orientation.
+        value: The parameter of one expert, in its orientation.
         num_experts: E.
         noise: Standard deviation of what is added, as a share of that of the values; 0 adds nothing
             and draws nothing.

@@ -37,26 +37,26 @@ class Device:
     processors: int
     """Streaming multiprocessors: tiles of a product that are computed at once."""
     product_share: float = 0.75
-    """Of the peak, that large products reach."""
+    """Share of the peak that large products reach."""
     attention_share: float = 0.5
-    """Of the peak, that fused attention reaches (Dao 2023, figures 4 to 6, forward and backward at
-    2,048 tokens)."""
+    """Share of the peak that fused attention reaches (Dao 2023, figures 4 to 6, forward and
+    backward at 2,048 tokens)."""
     memory_share: float = 0.85
-    """Of the bandwidth, that kernels reach."""
+    """Share of the bandwidth that kernels reach."""
     link_share: float = 0.8
-    """Of the links, that NCCL reaches with large messages."""
+    """Share of the links that NCCL reaches with large messages."""
     kernel_seconds: float = 3e-6
     """The least that an operation takes on the GPU."""
     host_seconds: float = 6e-6
     """That the host needs to issue one: where kernels are shorter, the GPU waits."""
     node_latency: float = 6e-6
-    """Of a collective within a node, for each doubling of its processes."""
+    """Latency of a collective within a node, for each doubling of its processes."""
     network_latency: float = 12e-6
-    """Of one that leaves it."""
+    """Latency of a collective that leaves the node, likewise."""
     libraries: int = 2_000_000_000
     """Bytes that CUDA, cuBLAS and NCCL take for themselves."""
     allocator_share: float = 0.05
-    """Of what tensors take, that the allocator keeps beside it."""
+    """What the allocator keeps beside the tensors, as a share of them."""
 
     def peak(self, precision: str, *, tf32: bool = False) -> float:
         """FLOP/s of products.

@@ -25,9 +25,9 @@ MOST = 20
 CACHE = 64_000_000
 """Bytes that are not in a cache any more when as many others were read."""
 SETS = 8
-"""Of arguments for an operation, at most."""
+"""Sets of arguments that an operation is tried with, at most."""
 BOUND = 8
-"""Of indices, which any tensor that they go into should have."""
+"""Indices are less than this: any tensor that they go into should have so many rows."""
 
 
 def replayed(
@@ -162,7 +162,7 @@ class HereLinks:
                     self._groups[axis] = group
 
     def seconds(self, exchange: Exchange, amount: Amount) -> float:
-        """Of all calls, each of the mean size; all processes call it together."""
+        """Seconds of all calls, each of the mean size; all processes call it together."""
         group = self._groups.get(exchange.axis)
         if group is None or dist.get_world_size(group) == 1 or not amount.calls:
             return 0.0
@@ -196,7 +196,7 @@ def exchanged_here(dims: Dims, exchanges: Exchanges) -> dict[str, float]:
 
     Args:
         dims: The layout of the processes that are there.
-        exchanges: Of a step.
+        exchanges: The collectives of a step.
 
     Returns:
         Seconds by axis.

@@ -48,7 +48,7 @@ class Exchange(NamedTuple):
 
 
 class Amount(NamedTuple):
-    """Of one kind of collective, or of several."""
+    """Calls and bytes of one kind of collective, or of several."""
 
     calls: int = 0
     payload: int = 0
@@ -76,7 +76,7 @@ def sent_bytes(kind: str, payload: int, size: int) -> int:
     Args:
         kind: As in `KINDS`.
         payload: See `Amount`.
-        size: Of the group.
+        size: The processes of the group.
     """
     if kind in {"send", "recv"}:
         return payload if kind == "send" else 0
@@ -88,7 +88,7 @@ def axes_of(dims: Dims, rank: int) -> dict[str, frozenset[int]]:
 
     Args:
         dims: The layout.
-        rank: Of the process.
+        rank: The rank of the process.
     """
     cut, experts = dims.tensor_parallel_size, dims.expert_parallel_size
     here, together = rank // cut, rank % cut
@@ -109,7 +109,7 @@ class Traffic:
 
     Args:
         dims: The layout.
-        rank: Of this process.
+        rank: The rank of this process.
         told: Called with each collective, if given.
     """
 

@@ -32,7 +32,7 @@ class Operation(NamedTuple):
     """An operation that was done."""
 
     function: Any
-    """Of torch's dispatcher, an `OpOverload`."""
+    """The dispatcher's function, an `OpOverload`."""
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     result: Any

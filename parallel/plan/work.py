@@ -38,7 +38,7 @@ class Work(NamedTuple):
     bytes: int
     """Read and written, each tensor once."""
     dtype: torch.dtype
-    """Of its largest tensor."""
+    """The dtype of its largest tensor."""
 
     @property
     def name(self) -> str:

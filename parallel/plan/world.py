@@ -31,7 +31,7 @@ def pretended_world(dims: Dims, rank: int = 0) -> Iterator[comm.World]:
 
     Args:
         dims: The layout.
-        rank: Of this process.
+        rank: The rank of this process.
 
     Yields:
         This process, on a CPU.

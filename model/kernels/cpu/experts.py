@@ -47,7 +47,7 @@ def experts_on_cpu(
     Args:
         rows_MD: First all rows of expert 0, then all of expert 1, and so on.
         up_EDF: First layers.
-        bias_EF: Of the first layers.
+        bias_EF: Biases of the first layers; None: they have none.
         down_EFD: Second layers.
         counts_E: Rows of each expert; 0 is allowed. There may be more rows than these.
 
