@@ -12,8 +12,10 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 # Checkers are called as modules: the scripts in bin/ break when the clone is moved.
 RUN := $(BIN)/python -m
+# Two processes, which take a file each.
+IN_TWO := -n 2 --dist loadfile
 
-.PHONY: help setup setup-eval quickstart quickstart-images test test-slow check clean
+.PHONY: help setup setup-eval quickstart quickstart-images test test-slice test-all check clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-18s %s\n", $$1, $$2}' Makefile
@@ -30,11 +32,14 @@ quickstart: setup  ## text to perplexity in two processes: minutes
 quickstart-images: setup  ## images to accuracy in two processes: minutes; SOURCE=hub:uoft-cs/cifar10
 	@$(RUN) polyad.launch.quickstart_images --images $(SOURCE)
 
-test: setup  ## the whole suite but the slow part
-	@$(RUN) pytest -q -m "not slow" -n 2 --dist loadfile --durations=10
+test: setup  ## the everyday suite and one slice of the slow tests
+	@$(RUN) pytest -q --slice due $(IN_TWO) --durations=10
 
-test-slow: setup  ## the slow part of the suite
-	@$(RUN) pytest -q -m slow
+test-slice: setup  ## one of the 20 slices of the slow tests: SLICE=7
+	@$(RUN) pytest -q -m slow --slice $(or $(SLICE),due) $(IN_TWO)
+
+test-all: setup  ## every test: hours
+	@$(RUN) pytest -q --slice all $(IN_TWO)
 
 check: setup  ## lint, format, types, the direction of imports; prints lines by room
 	@$(RUN) ruff check .

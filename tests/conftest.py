@@ -18,6 +18,8 @@ from polyad.data.text.prepare import prepare
 from tests.helpers.forking import ForkServer
 from tests.helpers.workers import WorkerPool
 
+pytest_plugins = ["tests.slices"]
+
 # A shell that starts the suite in the background has it ignore Ctrl-C, and so does every process
 # that a test starts and interrupts.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

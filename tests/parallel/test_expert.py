@@ -16,6 +16,7 @@ from tests.helpers.experts import (
     logits_and_ids,
     overlapping_against_in_turn,
 )
+from tests.helpers.pairwise import pairwise
 from tests.helpers.training import MODEL, Case, moe_model, relative, tensors, train
 
 pytestmark = pytest.mark.distributed
@@ -24,13 +25,13 @@ pytestmark = pytest.mark.distributed
 LAYOUTS = [(1, 1, 1), (2, 1, 2), (4, 1, 2), (4, 1, 4), (4, 2, 2), (2, 1, 1), (2, 2, 1)]
 SCORES = ["linear", "cosine", "random"]
 GRAPHS = ["none", "similarity", "attention"]
-FACTORS = (LAYOUTS, [0, 1, 2], SCORES, GRAPHS, [0.5, 0.0])
 EVERYDAY = [
     ((4, 2, 2), 2, "random", "similarity", 0.5),
     ((4, 2, 2), 1, "linear", "attention", 0.5),
     ((4, 1, 4), 0, "cosine", "attention", 0.5),
     ((2, 1, 2), 1, "linear", "none", 0.5),
 ]
+CASES = pairwise(itertools.product(LAYOUTS, [0, 1, 2], SCORES, GRAPHS, [0.5, 0.0]), EVERYDAY)
 LOSSES = LossConfig(load_balance=0.01, router_z=0.001)
 
 
@@ -99,7 +100,7 @@ def compare(workers, references, tmp_path_factory):
     return run
 
 
-@everyday(("layout", "stage", "score", "graph", "clip"), itertools.product(*FACTORS), EVERYDAY)
+@everyday(("layout", "stage", "score", "graph", "clip"), CASES, EVERYDAY)
 def test_sgd_gives_equal_losses_norms_routing_and_weights(
     compare, layout, stage, score, graph, clip
 ):

@@ -45,11 +45,7 @@ EVERY = [
     if allowed(kind, shape, stage)
 ]
 # Rows in which every pair of kind, shape and stage stands together, of what is allowed.
-WHOLE_LAYERS = pairwise(
-    [kind for kind in MODELS if kind not in WITH_BUFFERS],
-    [shape for shape in SHAPES if allowed("dense", shape, 0)],
-    range(4),
-)
+WHOLE_LAYERS = pairwise(row for row in EVERY if row[0] not in WITH_BUFFERS)
 TRAINED = [*WHOLE_LAYERS, *(row for row in EVERY if row[0] in WITH_BUFFERS)]
 
 

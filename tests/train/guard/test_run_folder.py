@@ -1,12 +1,12 @@
 """Two real runs on one folder."""
 
+import functools
 import os
 import signal
 from pathlib import Path
 
 import pytest
 
-from tests.helpers.forking import ForkServer
 from tests.helpers.runs import write_config
 
 pytestmark = pytest.mark.distributed
@@ -24,23 +24,20 @@ def die_before_there_is_a_config(rank: int) -> None:
     Path.replace = killed  # type: ignore[method-assign, assignment]
 
 
-def work_in_a_folder_of_its_own(rank: int) -> None:
+def work_in_a_folder_of_its_own(hosts: Path, rank: int) -> None:
     """A host whose disk is its own sees another folder behind the same path."""
-    Path(f"host-{rank}").mkdir()
-    os.chdir(f"host-{rank}")
+    own = hosts / f"host-{rank}"
+    own.mkdir()
+    os.chdir(own)
 
 
 def test_a_run_folder_that_is_another_one_on_a_host_is_refused_before_the_first_step(
-    tmp_path, prepared_path, monkeypatch
+    forks, tmp_path, prepared_path
 ):
     path = write_config(tmp_path / "config.yaml", prepared_path, run__folder="run")
-    server = ForkServer()
-    monkeypatch.chdir(tmp_path)  # where the server's processes begin
-    try:
-        run = server.start(tmp_path, ["train", str(path)], before=work_in_a_folder_of_its_own)
-        assert run.wait() == [2, 2], run.text()
-    finally:
-        server.stop()
+    before = functools.partial(work_in_a_folder_of_its_own, tmp_path)
+    run = forks.start(tmp_path, ["train", str(path)], before=before)
+    assert run.wait() == [2, 2], run.text()
     (line,) = [line for line in run.logs[0].read_text().splitlines() if "error" in line]
     assert line.startswith("polyad: error: run.folder: run: on ")
     assert "(rank 1) it is another folder than the one that" in line
