@@ -60,11 +60,11 @@ def run(argv: Sequence[str]) -> int:
 
 def _dispatch(argv: Sequence[str]) -> int:
     load_plugins()
-    words = 2 if " ".join(argv[:2]) in COMMANDS else 1  # two, as in `bench data`
+    words = 2 if " ".join(argv[:2]) in COMMANDS else 1  # two, as in `data verify`
     name = " ".join(argv[:words])
     if name in COMMANDS:
         command = COMMANDS[name]
-        parser = Parser(name, command.summary, command.example)
+        parser = Parser(name, command.summary, command.example, f"polyad {name}")
         command.arguments(parser)
         return command.handler(parser.parse_intermixed_args(argv[words:])) or 0
     if name in {"-h", "--help"}:
@@ -73,7 +73,7 @@ def _dispatch(argv: Sequence[str]) -> int:
     if name == "--version":
         print(f"polyad {_version()}")
         return 0
-    group = [each for each in COMMANDS if each.startswith(f"{name} ")]  # as `bench` is
+    group = [each for each in COMMANDS if each.startswith(f"{name} ")]  # as `checkpoint` is
     if group and argv[1:2] in (["-h"], ["--help"]):
         print(_group_overview(name, group))
         return 0

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from polyad.launch.arguments import data as data_arguments
 from polyad.launch.arguments import results as result_arguments
 from polyad.launch.arguments import runs as run_arguments
-from polyad.launch.bench import arguments as bench_arguments
-from polyad.launch.bench import handlers as bench_handlers
 from polyad.launch.handlers import data, results, runs
 from polyad.launch.parser import Parser
 
@@ -143,63 +141,6 @@ COMMANDS: dict[str, Command] = {
         example="polyad data verify runs/stdlib\npolyad data verify runs/stdlib --json -",
         arguments=data_arguments.data_arguments,
         handler=data.data_verify,
-    ),
-    "bench data": Command(
-        summary="Times encoding beside the tokenizers library, and the loader beside training.",
-        example="polyad bench data --json data.json\n"
-        "polyad bench data --config configs/gpt2/355m.yaml --megabytes 32",
-        arguments=bench_arguments.bench_data_arguments,
-        handler=bench_handlers.bench_data,
-    ),
-    "bench checkpoint": Command(
-        summary="Times saving and loading GPT-2 124M with its moments beside a plain write.",
-        example="polyad bench checkpoint --folder runs --json checkpoint.json",
-        arguments=bench_arguments.bench_checkpoint_arguments,
-        handler=bench_handlers.bench_checkpoint,
-    ),
-    "bench step": Command(
-        summary="Times a training step of GPT-2 124M beside transformers', or with experts.",
-        example="polyad bench step --precision bf16 --json step.json\n"
-        "polyad bench step --device cuda --precision bf16 --batch-size 32 --compile\n"
-        "polyad bench step --feed-forward mumoe-cp",
-        arguments=bench_arguments.bench_step_arguments,
-        handler=bench_handlers.bench_step,
-    ),
-    "bench plan": Command(
-        summary="Compares predictions of `polyad plan` with published throughputs.",
-        example="polyad bench plan --json plan.json",
-        arguments=bench_arguments.bench_plan_arguments,
-        handler=bench_handlers.bench_plan,
-    ),
-    "bench flips": Command(
-        summary="Flips bits of weights and gradients, and says which the monitors notice.",
-        example="polyad bench flips --json flips.json",
-        arguments=bench_arguments.bench_flips_arguments,
-        handler=bench_handlers.bench_flips,
-    ),
-    "bench layer": Command(
-        summary="Times a layer of experts, sparse or factorized, beside a dense MLP and peers.",
-        example="polyad bench layer --precision bf16 --json layer.json\n"
-        "polyad bench layer --expert-parallel 2 --precision bf16\n"
-        "polyad bench layer --kind mumoe --experts 256 --threads 1",
-        arguments=bench_arguments.bench_layer_arguments,
-        handler=bench_handlers.bench_layer,
-    ),
-    "bench routing": Command(
-        summary="Times graphs of tokens beside the plain router and the T x T form.",
-        example="polyad bench routing --tokens 512 2048 --precision bf16 --json routing.json\n"
-        "polyad bench routing --tokens 8192 --layers 0",
-        arguments=bench_arguments.bench_routing_arguments,
-        handler=bench_handlers.bench_routing,
-    ),
-    "bench scaling": Command(
-        summary="Times a step with several numbers of processes: computing, waiting, bytes.",
-        example="polyad bench scaling --json scaling.json\n"
-        "polyad bench scaling --processes 1 2 --threads 1 --steps 3\n"
-        "polyad bench scaling configs/gpt2/124m-smoe-16.yaml --processes 2 4 "
-        "parallel.expert_parallel_size=2 model.vocab_size=50257",
-        arguments=bench_arguments.bench_scaling_arguments,
-        handler=bench_handlers.bench_scaling,
     ),
     "generate": Command(
         summary="Continues a text with a checkpoint.",

@@ -4,8 +4,9 @@ import json
 import math
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, TextIO
 
@@ -32,6 +33,24 @@ def only_results_on_stdout() -> Iterator[TextIO]:
         sys.stdout.flush()
         os.dup2(saved, 1)
         os.close(saved)
+
+
+@contextmanager
+def results(json_path: str | None) -> Iterator[Callable[[dict[str, Any], str], None]]:
+    """A context in which standard output is for results alone; see `show`.
+
+    Args:
+        json_path: of `--json`.
+
+    Yields:
+        What shows a result: it takes JSON values, and the same for a person.
+
+    Raises:
+        UsageError: the JSON cannot be written there; no work was done.
+    """
+    check_json_path(json_path)
+    with only_results_on_stdout() as stdout:
+        yield partial(show, json_path=json_path, stdout=stdout)
 
 
 def pass_on(lines: IO[str], to: IO[str], prefix: str) -> None:

@@ -22,11 +22,12 @@ class Parser(argparse.ArgumentParser):
         command: its name.
         summary: what it does.
         example: lines for the end of `--help`.
+        program: what is typed to call it.
     """
 
-    def __init__(self, command: str, summary: str, example: str) -> None:
+    def __init__(self, command: str, summary: str, example: str, program: str) -> None:
         super().__init__(
-            prog=f"polyad {command}".strip(),
+            prog=program,
             description=summary,
             epilog=f"example:\n{_indent(example)}",
             formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -35,7 +35,7 @@ NOT_RUN = {
     "make test": "is this suite",
     "lm_eval ": "needs lm-eval, an extra, and a task from the network",
     "tensorboard ": "serves until it is stopped; what it would show is read instead",
-    "polyad bench step --device cuda": "needs a GPU",
+    "python -m tests.benchmarks.step --device cuda": "needs a GPU",
     "polyad train configs/finetune/gpt2-small-sst2.yaml": "needs SST-2, from the network",
     "polyad evaluate runs/gpt2-small-sst2": "is of such a run",
     "polyad report runs/gpt2-small-sst2": "is of such a run",
@@ -65,16 +65,17 @@ TINY_STUDY = {
 }  # fmt: skip
 FEW_TURNS = ("--repeats", "1")
 SHORT = {
-    "bench data": (*FEW_TURNS, "--megabytes", "0.2", "--consumption", "1000"),
-    "bench checkpoint": (*FEW_TURNS, "--steps", "1", "--sequence-length", "16"),
-    "bench step": (*FEW_TURNS, "--batch-size", "1", "--sequence-length", "16"),
-    "bench flips": ("--steps", "8"),
-    "bench layer": (*FEW_TURNS, "--tokens", "64", "--width", "128", "--hidden", "512"),
-    "bench routing": (
+    "tests.benchmarks.data": (*FEW_TURNS, "--megabytes", "0.2", "--consumption", "1000"),
+    "tests.benchmarks.images": FEW_TURNS,
+    "tests.benchmarks.checkpoint": (*FEW_TURNS, "--steps", "1", "--sequence-length", "16"),
+    "tests.benchmarks.step": (*FEW_TURNS, "--batch-size", "1", "--sequence-length", "16"),
+    "tests.benchmarks.flips": ("--steps", "8"),
+    "tests.benchmarks.layer": (*FEW_TURNS, "--tokens", "64", "--width", "128", "--hidden", "512"),
+    "tests.benchmarks.routing": (
         *(*FEW_TURNS, "--tokens", "64", "--layers", "0", "--width", "32", "--heads", "2"),
         *("--hidden", "32", "--experts", "4"),
     ),
-    "bench scaling": (
+    "tests.benchmarks.scaling": (
         *(*FEW_TURNS, "--processes", "2", "model.num_layers=2", "model.hidden_size=32"),
         *("model.num_heads=2", "model.sequence_length=32", "model.vocab_size=61"),
         *("train.global_batch_size=4", "train.micro_batch_size=2"),

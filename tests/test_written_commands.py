@@ -11,6 +11,7 @@ from polyad.launch.parser import UsageError
 from polyad.launch.via.hostfile import read_hostfile
 from polyad.train.config.run import load_config
 from tests.helpers.written import (
+    BENCHMARK,
     PAGES,
     ROOT,
     World,
@@ -153,7 +154,7 @@ def test_runs_that_are_written_down_are_valid(capfd: pytest.CaptureFixture[str])
 def test_options_that_are_mentioned_exist() -> None:
     known = 0
     for command in inline_commands():
-        words = re.sub(r"[()\[\]|,]", " ", command.text).split()[1:]
+        words = polyad_words(re.sub(r"[()\[\]|,]", " ", command.text).split()) or []
         if words[0] in NO_COMMANDS or " ".join(words) in GROUPS:
             continue
         _, parser, rest = parser_of(words)
@@ -164,8 +165,8 @@ def test_options_that_are_mentioned_exist() -> None:
 
 
 def test_measurements_name_commands_that_can_be_typed() -> None:
-    benches = [one for one in inline_commands() if one.text.startswith("polyad bench ")]
-    for command in benches:
-        if "..." not in command.text and len(command.words) > 2:
-            parsed(command.words[1:])
-    assert len(benches) > 10
+    found = [polyad_words(one.words) for one in inline_commands() if "..." not in one.text]
+    measured = [words for words in found if words and words[0].startswith(BENCHMARK)]
+    for words in measured:
+        parsed(words)
+    assert len(measured) > 10

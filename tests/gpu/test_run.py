@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from polyad.launch.cli import run as polyad
 from polyad.model.smoe.config import SparseMoEConfig
 from polyad.train.loop.losses import LossConfig
+from tests.benchmarks.script import run as run_script
+from tests.benchmarks.step import step
 from tests.helpers.disk import read_tree
 from tests.helpers.gpu import (
     NEEDS_CUDA,
@@ -180,7 +181,7 @@ def test_a_run_that_does_not_fit_says_which_keys_to_lower(on_gpu, config) -> Non
 def test_bench_step_reports_rates_and_starts(options, tmp_path, capfd) -> None:
     file = tmp_path / "step.json"
     shape = ["--batch-size", "4", "--repeats", "3", "--precision", "bf16"]
-    assert polyad(["bench", "step", "--device", "cuda", *shape, *options, "--json", str(file)]) == 0
+    assert run_script(step, ["--device", "cuda", *shape, *options, "--json", str(file)]) == 0
     assert "median ratio, polyad / transformers: " in capfd.readouterr().out
     result = json.loads(file.read_text())
     assert result["device_name"] == torch.cuda.get_device_name()

@@ -151,8 +151,8 @@ def save_in_little_room(case: Case, folder: str, size: int, way: str) -> tuple[s
 
 
 def bench_saves(folder: str, model: Any) -> tuple[dict[str, Any], str]:
-    """`polyad bench checkpoint` of a tiny model."""
-    from polyad.launch.bench.checkpoint import bench_checkpoint, checkpoint_bench_table
+    """`checkpoint.py` of a tiny model."""
+    from tests.benchmarks.checkpoint import bench_checkpoint, checkpoint_bench_table
 
     result = bench_checkpoint(
         Path(folder), repeats=2, steps=1, rest=0.0, sequence_length=model.sequence_length,

@@ -3,16 +3,16 @@
 import time
 from collections.abc import Callable
 
-from polyad.launch.bench.scaling_step import Measured, Training
 from polyad.parallel import comm
 from polyad.train.config.run import RunConfig
+from tests.benchmarks.scaling_process import Measured, Training
 
 DOZING = 1
 """The rank of the process that sleeps."""
 
 
 def measured_steps(config: RunConfig) -> Measured:
-    """What `polyad bench scaling` is told after a step that does not count."""
+    """What `scaling.py` is told after a step that does not count."""
     training = _training(config)
     training.measured(1)
     return training.measured(2)

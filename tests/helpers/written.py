@@ -5,6 +5,7 @@ Documents are all Markdown files: READMEs, the pages of `docs/`, BENCHMARKS.md. 
 """
 
 import contextlib
+import importlib
 import io
 import re
 import shlex
@@ -18,6 +19,7 @@ import yaml
 
 from polyad.data.sequences.schemas import BENCHMARKS
 from polyad.launch.cli import run
+from polyad.launch.command import Command
 from polyad.launch.commands import COMMANDS
 from polyad.launch.parser import Parser
 from polyad.launch.quickstart import CONFIG as QUICKSTART
@@ -26,6 +28,11 @@ from polyad.train.config.run import load_config
 from polyad.train.study.config import StudyConfig
 
 ROOT = Path(__file__).resolve().parents[2]
+BENCHMARK = "tests.benchmarks."
+"""What the names of measurements begin with, as in `python -m tests.benchmarks.layer`."""
+SCRIPTS = (
+    *("checkpoint", "data", "flips", "images", "layer", "plan", "routing", "scaling", "step"),
+)
 PROGRAMS = ("polyad", "torchrun", "python", "make", "tensorboard", "lm_eval")
 """First words that make a block of text one of commands. Every line of it is one then."""
 PATHS = frozenset({"DIR", "FILE", "FOLDER", "PATH", "RUN", "CHECKPOINT", "CHECKPOINT_OR_RUN"})
@@ -145,7 +152,12 @@ def by_hand(words: Sequence[str]) -> list[Written] | None:
 def help_commands() -> dict[str, list[Written]]:
     """The examples of `polyad --help`, and those of all commands as `polyad --help` lists them."""
     each = [command for name in COMMANDS for command in _examples(*name.split())]
-    return {"polyad --help": _examples(), "polyad COMMAND --help": each}
+    measured = [command for name in SCRIPTS for command in _examples_of_script(name)]
+    return {
+        "polyad --help": _examples(),
+        "polyad COMMAND --help": each,
+        "python -m tests.benchmarks.SCRIPT --help": measured,
+    }
 
 
 def _examples(*command: str) -> list[Written]:
@@ -155,19 +167,37 @@ def _examples(*command: str) -> list[Written]:
     return [Written(place, line) for line in _joined(said.getvalue().partition("example:")[2:])]
 
 
+def _examples_of_script(name: str) -> list[Written]:
+    place = f"python -m {BENCHMARK}{name} --help"
+    return [Written(place, line) for line in script(f"{BENCHMARK}{name}").examples]
+
+
+def script(module: str) -> Command:
+    """The command of a measurement."""
+    name = module.removeprefix(BENCHMARK)
+    assert name in SCRIPTS, f"there is no script {module!r}"
+    found: Command = getattr(importlib.import_module(module), name)
+    return found
+
+
 def inline_commands() -> list[Written]:
     """What stands in documents between `marks` within a line; often only the part that matters."""
+    ours = re.compile(rf"`((?:polyad |python -m {BENCHMARK})[^`]+)`")
     return [
         Written(str(path.relative_to(ROOT)), text)
         for path in markdown_files()
-        for text in re.findall(r"`(polyad [^`]+)`", path.read_text(encoding="utf-8"))
+        for text in ours.findall(path.read_text(encoding="utf-8"))
     ]
 
 
 def polyad_words(words: Sequence[str]) -> list[str] | None:
-    """What `polyad` is given, also by torchrun; None of another program."""
+    """What `polyad` is given, also by torchrun; what a measurement is given, with its module; None
+    of another program.
+    """
     if words[0] == "polyad":
         return list(words[1:])
+    if list(words[:2]) == ["python", "-m"] and words[2].startswith(BENCHMARK):
+        return list(words[2:])
     if words[0] == "torchrun":
         return list(words[words.index("polyad.launch") + 1 :])
     return None
@@ -175,11 +205,14 @@ def polyad_words(words: Sequence[str]) -> list[str] | None:
 
 def parser_of(words: Sequence[str]) -> tuple[str, Parser, list[str]]:
     """The command of these words, its parser, and what is left for that."""
+    if words[0].startswith(BENCHMARK):
+        return words[0], script(words[0]).parser(), list(words[1:])
     count = 2 if " ".join(words[:2]) in COMMANDS else 1
     name = " ".join(words[:count])
     assert name in COMMANDS, f"there is no command {name!r}"
-    parser = Parser(name, COMMANDS[name].summary, COMMANDS[name].example)
-    COMMANDS[name].arguments(parser)
+    command = COMMANDS[name]
+    parser = Parser(name, command.summary, command.example, f"polyad {name}")
+    command.arguments(parser)
     return name, parser, list(words[count:])
 
 

@@ -73,7 +73,7 @@ def test_version_is_printed(capfd: pytest.CaptureFixture[str]) -> None:
         ([], ["a command is needed", "prepare, train, launch, evaluate, validate"]),
         (["trian"], ["'trian'", "nearest is train"]),
         (["checkpoint"], ["checkpoint: one of list, verify, delete is needed"]),
-        (["bench", "lyer"], ["one of data, checkpoint, step", "not 'lyer'"]),
+        (["checkpoint", "lst"], ["one of list, verify, delete", "not 'lst'"]),
         (["train"], ["train: ", "CONFIG"]),
         (["evaluate"], ["CHECKPOINT_OR_RUN"]),
         (["prepare", "--source", "x"], ["--output"]),

@@ -1,1 +1,0 @@
-"""Comparisons with named peers, in one run each; may import anything, lazily."""
