@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from polyad.launch.commands import COMMANDS
+from polyad.launch.commands.old_flags import in_new_words
 from polyad.launch.ending import guard
-from polyad.launch.parser import Parser, UsageError, nearest
+from polyad.launch.parser import UsageError, nearest
 from polyad.launch.plugins import load_plugins
 from polyad.launch.signals import stop_at_signals, unblock_signals
 
@@ -63,10 +64,10 @@ def _dispatch(argv: Sequence[str]) -> int:
     words = 2 if " ".join(argv[:2]) in COMMANDS else 1  # two, as in `data verify`
     name = " ".join(argv[:words])
     if name in COMMANDS:
-        command = COMMANDS[name]
-        parser = Parser(name, command.summary, command.example, f"polyad {name}")
-        command.arguments(parser)
-        return command.handler(parser.parse_intermixed_args(argv[words:])) or 0
+        rest = list(argv[words:])
+        if name == "evaluate":
+            name, rest = in_new_words(rest)
+        return COMMANDS[name](rest)
     if name in {"-h", "--help"}:
         print(_overview())
         return 0

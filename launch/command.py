@@ -10,14 +10,14 @@
 
 A parameter before the `*` is a word of the command line, one behind it an option of its name. A
 parameter whose annotation is a dataclass stands for all of its fields, which several commands may
-share. The first line of the docstring is what `--help` says of the command.
+share. The docstring is what `--help` says of the command, its first line what the list of all says.
 """
 
 import dataclasses
 import inspect
 import types
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
 
@@ -55,6 +55,10 @@ class Argument:
     group: Group | None = None
     one_of: str | None = None
     """A name that options share of which at most one may be given."""
+
+    def within(self, group: Group) -> "Argument":
+        """The same in a group."""
+        return replace(self, group=group)
 
 
 Json = Annotated[
@@ -94,22 +98,28 @@ class Command:
     @property
     def summary(self) -> str:
         """What the command does: the first line of the function's docstring."""
-        return inspect.getdoc(self.function).splitlines()[0]  # type: ignore[union-attr]
+        return self._about.splitlines()[0]
+
+    @property
+    def _about(self) -> str:
+        return inspect.getdoc(self.function) or ""
 
     def parser(self) -> Parser:
         """A parser of its arguments."""
-        parser = Parser(
-            self.name, self.summary, "\n".join(self.examples), f"{self.program}{self.name}"
-        )
+        program = f"{self.program}{self.name}"
+        parser = Parser(self.name, self._about, "\n".join(self.examples), program)
         groups: dict[object, Any] = {None: parser}
         for each in _parameters(self.function):
             about = get_args(each.annotation)[1]
-            key = about.one_of or about.group
-            if key not in groups and about.one_of:
-                groups[key] = parser.add_mutually_exclusive_group()
-            elif key not in groups:
-                groups[key] = parser.add_argument_group(key.title, key.about)
-            groups[key].add_argument(*_names(each, about), **_keywords(each, about))
+            place = groups.get(about.group)
+            if place is None and about.group:
+                place = parser.add_argument_group(about.group.title, about.group.about)
+                groups[about.group] = place
+            if about.one_of:
+                if about.one_of not in groups:
+                    groups[about.one_of] = place.add_mutually_exclusive_group()
+                place = groups[about.one_of]
+            place.add_argument(*_names(each, about), **_keywords(each, about))
         return parser
 
     def __call__(self, words: Sequence[str]) -> int:
@@ -181,7 +191,8 @@ def _keywords(parameter: _Parameter, about: Argument) -> dict[str, Any]:
     else:
         told |= {"type": about.parse or _element(kind)}
     if about.repeated:
-        told |= {"action": "append", "default": list(parameter.default)}
+        told |= {"action": "append"}
+        told |= {"default": list(parameter.default)} if _has_default(parameter) else {}
         return told | ({"nargs": about.nargs} if about.nargs else {})
     return told | {"nargs": about.nargs, "const": about.const}
 

@@ -20,15 +20,15 @@ class Parser(argparse.ArgumentParser):
 
     Args:
         command: its name.
-        summary: what it does.
+        about: what it does.
         example: lines for the end of `--help`.
         program: what is typed to call it.
     """
 
-    def __init__(self, command: str, summary: str, example: str, program: str) -> None:
+    def __init__(self, command: str, about: str, example: str, program: str) -> None:
         super().__init__(
             prog=program,
-            description=summary,
+            description=about,
             epilog=f"example:\n{_indent(example)}",
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,

@@ -1,13 +1,14 @@
 """`polyad prepare --parts`: its options, the steps of one machine, and a scheduler's."""
 
 import time
-from argparse import Namespace
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+from polyad.launch.command import Argument, Group
 from polyad.launch.output import only_results_on_stdout
-from polyad.launch.parser import Parser, UsageError, non_negative, positive
+from polyad.launch.parser import UsageError, non_negative, positive
+from polyad.launch.via.options import LIMIT, MEMORY, OF_CLUSTER, check_ways
 
 if TYPE_CHECKING:
     from polyad.data.text.parts.prepare import InParts
@@ -20,111 +21,126 @@ SLURM = (
 """Options of --via slurm, as attributes of a `SlurmJob`."""
 _STEPS = ("part", "begin", "join")
 _OF_PARTS = (*_STEPS, "processes", "dry_run")
-OPTIONS = ("parts", *_OF_PARTS, "via", *SLURM)
+IN_PARTS = Group(
+    "in parts", "For text that is more than one machine's work; the files are the same."
+)
+BY_SLURM = Group("--via slurm", "Of each part's job. What is not given is the cluster's default.")
 
 
-def parts_arguments(parser: Parser) -> None:
-    """Declares the options of `polyad prepare` that are of parts."""
-    from polyad.launch.via.options import resource_arguments
+@dataclass(frozen=True, kw_only=True)
+class PartsOptions:
+    """What `polyad prepare` takes of parts."""
 
-    group = parser.add_argument_group(
-        "in parts", "For text that is more than one machine's work; the files are the same."
-    )
-    add = group.add_argument
-    add(
-        "--parts",
-        type=positive,
-        metavar="N",
-        help="encode N parts of the text independently, in .DIR.parts, and join them; the same "
-        "command goes on, and keeps what is finished",
-    )
-    add(
-        "--processes",
-        type=positive,
-        metavar="P",
-        help="parts that are encoded at one time on this machine; default 1, which uses all cores",
-    )
-    step = group.add_mutually_exclusive_group()
-    step.add_argument(
-        "--begin",
-        action="store_true",
-        help="only train the tokenizer, before the parts; one that is given needs no such step",
-    )
-    step.add_argument(
-        "--part", type=non_negative, metavar="K", help="only encode part K, from 0 to N - 1"
-    )
-    step.add_argument("--join", action="store_true", help="only join the parts")
-    add(
-        "--via",
-        choices=("local", "slurm"),
-        default="local",
-        help="local: on this machine; slurm: a job array, and a job that joins after it",
-    )
-    add("--dry-run", action="store_true", help="slurm: only write the scripts")
-    group = parser.add_argument_group(
-        "--via slurm", "Of each part's job. What is not given is the cluster's default."
-    )
-    resource_arguments(group.add_argument)
-    add = group.add_argument
-    add("--job-name", metavar="NAME", help="default: the name of DIR")
-    add(
-        "--cpus-per-node",
-        type=positive,
-        metavar="C",
-        help="cores for a part; default: whole nodes (--exclusive)",
-    )
-    add("--image", metavar="IMAGE", help="a container: for pyxis, or a .sif of Apptainer")
-    add("--mount", metavar="PATH", help="the folder with text and DIR in it; default: this folder")
+    parts: Annotated[
+        int | None,
+        Argument(
+            "encode N parts of the text independently, in .DIR.parts, and join them; the same "
+            "command goes on, and keeps what is finished",
+            "N",
+            positive,
+            group=IN_PARTS,
+        ),
+    ] = None
+    processes: Annotated[
+        int | None,
+        Argument(
+            "parts that are encoded at one time on this machine; default 1, which uses all cores",
+            "P",
+            positive,
+            group=IN_PARTS,
+        ),
+    ] = None
+    begin: Annotated[
+        bool,
+        Argument(
+            "only train the tokenizer, before the parts; one that is given needs no such step",
+            group=IN_PARTS,
+            one_of="step",
+        ),
+    ] = False
+    part: Annotated[
+        int | None,
+        Argument(
+            "only encode part K, from 0 to N - 1", "K", non_negative, group=IN_PARTS, one_of="step"
+        ),
+    ] = None
+    join: Annotated[bool, Argument("only join the parts", group=IN_PARTS, one_of="step")] = False
+    via: Annotated[
+        Literal["local", "slurm"],
+        Argument(
+            "local: on this machine; slurm: a job array, and a job that joins after it",
+            group=IN_PARTS,
+        ),
+    ] = "local"
+    dry_run: Annotated[bool, Argument("slurm: only write the scripts", group=IN_PARTS)] = False
+    time: Annotated[str | None, LIMIT.within(BY_SLURM)] = None
+    partition: Annotated[str | None, OF_CLUSTER.within(BY_SLURM)] = None
+    account: Annotated[str | None, OF_CLUSTER.within(BY_SLURM)] = None
+    qos: Annotated[str | None, OF_CLUSTER.within(BY_SLURM)] = None
+    memory_per_node: Annotated[str | None, MEMORY.within(BY_SLURM)] = None
+    job_name: Annotated[
+        str | None, Argument("default: the name of DIR", "NAME", group=BY_SLURM)
+    ] = None
+    cpus_per_node: Annotated[
+        int | None,
+        Argument(
+            "cores for a part; default: whole nodes (--exclusive)", "C", positive, group=BY_SLURM
+        ),
+    ] = None
+    image: Annotated[
+        str | None,
+        Argument("a container: for pyxis, or a .sif of Apptainer", "IMAGE", group=BY_SLURM),
+    ] = None
+    mount: Annotated[
+        str | None,
+        Argument(
+            "the folder with text and DIR in it; default: this folder", "PATH", group=BY_SLURM
+        ),
+    ] = None
 
 
-def take_parts(given: dict[str, Any]) -> Namespace:
-    """Takes the options of parts out of those of `polyad prepare`.
-
-    Args:
-        given: All of them; those of text are left.
+def check_parts(asked: PartsOptions) -> None:
+    """Checks that the options of parts go together.
 
     Raises:
-        ValueError: with an `exit_status` of 2: options that do not go together.
+        ValueError: with an `exit_status` of 2: they do not.
     """
-    from polyad.launch.via.options import check_ways
-
-    taken = Namespace(**{name: given.pop(name) for name in OPTIONS})
-    values = vars(taken)
-    check_ways(values, taken.via, dict.fromkeys(SLURM, ("slurm",)))
+    values = vars(asked)
+    check_ways(values, asked.via, dict.fromkeys(SLURM, ("slurm",)))
     # Part 0 is given, what is None or False is not.
     of_parts = [
         name for name in _OF_PARTS if values[name] is not None and values[name] is not False
     ]
     step = next((name for name in of_parts if name in _STEPS), None)
-    if taken.parts is None:
+    if asked.parts is None:
         if of_parts:
             raise UsageError(f"--{of_parts[0].replace('_', '-')}: means nothing without --parts N")
-        if taken.via != "local":
-            raise UsageError(f"--via: {taken.via} needs --parts N, the number of its jobs")
-        return taken
-    if taken.via == "slurm" and (step or taken.processes):
+        if asked.via != "local":
+            raise UsageError(f"--via: {asked.via} needs --parts N, the number of its jobs")
+        return
+    if asked.via == "slurm" and (step or asked.processes):
         raise UsageError(
             f"--{step or 'processes'}: is not allowed with --via slurm, whose jobs take each step"
         )
-    if taken.via != "slurm" and taken.dry_run:
+    if asked.via != "slurm" and asked.dry_run:
         raise UsageError("--dry-run: is an option of --via slurm")
-    if step and taken.processes:
-        raise UsageError(f"--processes: {taken.processes} is not allowed with --{step}")
-    if taken.part is not None and taken.part >= taken.parts:
+    if step and asked.processes:
+        raise UsageError(f"--processes: {asked.processes} is not allowed with --{step}")
+    if asked.part is not None and asked.part >= asked.parts:
         raise UsageError(
-            f"--part: {taken.part} is not allowed; 0 to {taken.parts - 1} with --parts "
-            f"{taken.parts}"
+            f"--part: {asked.part} is not allowed; 0 to {asked.parts - 1} with --parts "
+            f"{asked.parts}"
         )
-    return taken
 
 
-def prepare_in_parts(given: dict[str, Any], options: Namespace) -> None:
+def prepare_in_parts(given: dict[str, Any], options: PartsOptions) -> None:
     """Takes the step of a preparation in parts that was asked for.
 
     Args:
-        given: The options of text.
-        options: Those of parts.
+        given: the options of text.
+        options: those of parts, which go together.
     """
+    assert options.parts is not None
     from polyad.data.text.job import Asked
     from polyad.data.text.parts.part import ranges
     from polyad.data.text.parts.prepare import InParts
@@ -165,7 +181,9 @@ def prepare_in_parts(given: dict[str, Any], options: Namespace) -> None:
         stdout.write(prepared_table(manifest, output, time.monotonic() - started) + "\n")
 
 
-def _by_slurm(parts: "InParts", given: dict[str, Any], options: Namespace, job: "SlurmJob") -> str:
+def _by_slurm(
+    parts: "InParts", given: dict[str, Any], options: PartsOptions, job: "SlurmJob"
+) -> str:
     """Writes the scripts and submits them; gives the jobs, or the commands that submit them."""
     from polyad.launch.via.slurm import find_sbatch
     from polyad.launch.via.slurm_array import ArrayJobs

@@ -19,10 +19,8 @@ from polyad.launch.machine import (
     END_WITH_PARENT,
     end_with_launcher,
     prepare_environment,
-    share_cores,
 )
 from polyad.launch.output import align
-from polyad.launch.via.agent import STANDALONE
 from polyad.train.errors import ConfigError, RunError
 
 if TYPE_CHECKING:
@@ -30,24 +28,6 @@ if TYPE_CHECKING:
     from polyad.train.layout.verify import Reference
 
 OF_TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR")
-
-
-def become_processes(arguments: Sequence[str], processes: int) -> None:
-    """Replaces this process by torchrun, which starts `polyad verify-layout` in each of P.
-
-    Args:
-        arguments: of the command.
-        processes: P.
-    """
-    prepare_environment()
-    share_cores(processes)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    words = [
-        *(sys.executable, "-m", "polyad.launch.torchrun", *STANDALONE),
-        *("--nproc-per-node", str(processes), "-m", "polyad.launch", "verify-layout", *arguments),
-    ]
-    os.execv(sys.executable, words)
 
 
 def verify_layout(config: Path, overrides: Sequence[str], processes: int) -> dict[str, Any] | None:

@@ -154,6 +154,8 @@ def test_runs_that_are_written_down_are_valid(capfd: pytest.CaptureFixture[str])
 def test_options_that_are_mentioned_exist() -> None:
     known = 0
     for command in inline_commands():
+        if command.place == "CHANGELOG.md":  # which names what has gone, too
+            continue
         words = polyad_words(re.sub(r"[()\[\]|,]", " ", command.text).split()) or []
         if words[0] in NO_COMMANDS or " ".join(words) in GROUPS:
             continue

@@ -1,12 +1,15 @@
 """The torchrun command of one host, which starts its processes and meets the other hosts."""
 
 import hashlib
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 from polyad.launch import torchrun as launcher
+from polyad.launch.machine import prepare_environment, share_cores
 from polyad.launch.via.hosts import endpoint, host_name, plain_name
 
 STANDALONE = (launcher.STANDALONE,)
@@ -107,3 +110,19 @@ def torchrun(
         *("--nproc-per-node", str(processes_per_node), "--max-restarts", str(max_restarts)),
         *("-m", "polyad.launch", *command, *file, *overrides),
     ]
+
+
+def become_processes(command: Sequence[str], processes: int) -> NoReturn:
+    """Replaces this process by torchrun, which runs a command of `polyad` in each of P processes.
+
+    Args:
+        command: with its arguments.
+        processes: P, of this machine.
+    """
+    prepare_environment()
+    share_cores(processes)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    start = [sys.executable, "-m", "polyad.launch.torchrun", *STANDALONE]
+    words = ["--nproc-per-node", str(processes), "-m", "polyad.launch", *command]
+    os.execv(sys.executable, [*start, *words])

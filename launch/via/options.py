@@ -1,17 +1,13 @@
-"""The options of `polyad launch`."""
+"""The options of `polyad launch` and `polyad doctor`: how processes are started, and where."""
 
-from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
-from polyad.launch.parser import Parser, non_negative, positive
-from polyad.launch.via.agent import Rendezvous
-from polyad.launch.via.command import MAX_RESTARTS, Launch
+from polyad.launch.command import Argument, Group
+from polyad.launch.parser import non_negative, positive
 from polyad.launch.via.hosts import LaunchError
-from polyad.launch.via.kubernetes import KubernetesJob
-from polyad.launch.via.slurm import SlurmJob
-from polyad.launch.via.ssh import SshOptions
 
 Way = TypeVar("Way")
 BATCH = ("slurm", "kubernetes")
@@ -26,122 +22,139 @@ ONLY_FOR: dict[str, tuple[str, ...]] = {
 }
 """Options, and the ways to launch that they are of."""
 
+LIMIT = Argument("for example 24:00:00, or 2-12 (days-hours)", "LIMIT")
+OF_CLUSTER = Argument("one of the cluster's", "NAME")
+MEMORY = Argument("for example 480G; 0 is all", "SIZE")
 
-def launch_arguments(parser: Parser) -> None:
-    """Declares the options; those of a way to launch that is not taken have to stay away."""
-    add = parser.add_argument
-    add(
-        "--processes-per-node",
-        type=positive,
-        metavar="P",
-        help="processes on each host; with --via ssh by default the slots of the hostfile",
-    )
-    add("--nodes", type=positive, metavar="N", help="number of hosts; default 1, or the hostfile's")
-    add(
-        "--min-nodes",
-        type=positive,
-        metavar="M",
-        help="torchrun, ssh: hosts that the run goes on with if others are lost; default: all",
-    )
-    add(
-        "--via",
-        choices=tuple(MAX_RESTARTS),
-        default="local",
-        help="how processes are started; default local: on this machine",
-    )
-    add(
-        "--max-restarts",
-        type=non_negative,
-        metavar="R",
-        help="starts after a failure, from the newest checkpoint; default 0 local, else 3",
-    )
-    add("--interface", metavar="NAME", help="network interface of gloo and NCCL, for example eth0")
-    add("--dry-run", action="store_true", help="only print the command or write the script")
-    _torchrun_arguments(parser)
-    _slurm_arguments(parser)
-    _container_arguments(parser)
-    _ssh_arguments(parser)
-    _kubernetes_arguments(parser)
+TORCHRUN = Group("--via torchrun", "The same command on every host.")
+JOB = Group("--via slurm, --via kubernetes", "What is not given is the cluster's default.")
+CONTAINER = Group("--via slurm, --via kubernetes: a container with Polyad")
+SSH = Group("--via ssh", "From one machine, which stays with the run.")
+KUBERNETES = Group("--via kubernetes")
 
 
-def _torchrun_arguments(parser: Parser) -> None:
-    group = parser.add_argument_group("--via torchrun", "The same command on every host.")
-    add = group.add_argument
-    add("--rdzv-endpoint", metavar="HOST[:PORT]", help="where the hosts meet: one of them")
-    add(
-        "--rdzv-id",
-        metavar="ID",
-        help="name of the run where hosts meet; default: made from run.folder",
-    )
-    add(
-        "--rdzv-is-host",
-        choices=("true", "false"),
-        help="whether the endpoint is this host; default: found by name and address",
-    )
-    add("--local-addr", metavar="HOST", help="how the others reach this host; default: its name")
+@dataclass(frozen=True, kw_only=True)
+class LaunchOptions:
+    """How processes are started; options of a way that is not taken have to stay away."""
 
-
-def _slurm_arguments(parser: Parser) -> None:
-    group = parser.add_argument_group(
-        "--via slurm, --via kubernetes", "What is not given is the cluster's default."
-    )
-    add = group.add_argument
-    resource_arguments(add)
-    add("--job-name", metavar="NAME", help="default: the name of run.folder")
-    add("--gpus-per-node", type=positive, metavar="G", help="GPUs of each node; usually P")
-    add(
-        "--cpus-per-node",
-        type=positive,
-        metavar="C",
-        help="cores of each node, for all P processes; default: whole nodes (--exclusive)",
-    )
-    add(
-        "--signal-seconds",
-        type=positive,
-        metavar="S",
-        help="seconds before the limit at which the job saves and requeues itself; default 120",
-    )
-
-
-def resource_arguments(add: Callable[..., object]) -> None:
-    """Declares what any job of Slurm may ask for."""
-    add("--time", metavar="LIMIT", help="for example 24:00:00, or 2-12 (days-hours)")
-    for name in ("partition", "account", "qos"):
-        add(f"--{name}", metavar="NAME", help="one of the cluster's")
-    add("--memory-per-node", metavar="SIZE", help="for example 480G; 0 is all")
-
-
-def _container_arguments(parser: Parser) -> None:
-    group = parser.add_argument_group("--via slurm, --via kubernetes: a container with Polyad")
-    add = group.add_argument
-    add("--image", metavar="IMAGE", help="its image; Slurm: for pyxis, or a .sif of Apptainer")
-    add(
-        "--mount",
-        metavar="PATH",
-        help="the folder with data and runs in it; default: the working folder with Slurm, /polyad "
-        "with Kubernetes, where the claim stands",
-    )
-
-
-def _ssh_arguments(parser: Parser) -> None:
-    group = parser.add_argument_group("--via ssh", "From one machine, which stays with the run.")
-    add = group.add_argument
-    add("--hostfile", type=Path, metavar="FILE", help="a line for each host: HOST slots=P")
-    add("--ssh-config", type=Path, metavar="FILE", help="of OpenSSH; default: the user's")
-    add("--port", type=positive, metavar="PORT", help="where agents meet; default 29400")
-    add(
-        "--wait-minutes",
-        type=positive,
-        metavar="T",
-        help="how long lost hosts are waited for; default 30",
-    )
-
-
-def _kubernetes_arguments(parser: Parser) -> None:
-    group = parser.add_argument_group("--via kubernetes")
-    add = group.add_argument
-    add("--claim", metavar="NAME", help="the PersistentVolumeClaim with data and run.folder")
-    add("--namespace", metavar="NAME", help="default: that of kubectl's context")
+    processes_per_node: Annotated[
+        int | None,
+        Argument(
+            "processes on each host; with --via ssh by default the slots of the hostfile",
+            "P",
+            positive,
+        ),
+    ] = None
+    nodes: Annotated[
+        int | None,
+        Argument("number of hosts; default 1, or the hostfile's", "N", positive),
+    ] = None
+    min_nodes: Annotated[
+        int | None,
+        Argument(
+            "torchrun, ssh: hosts that the run goes on with if others are lost; default: all",
+            "M",
+            positive,
+        ),
+    ] = None
+    via: Annotated[
+        Literal["local", "torchrun", "ssh", "slurm", "kubernetes"],
+        Argument("how processes are started; default local: on this machine"),
+    ] = "local"
+    max_restarts: Annotated[
+        int | None,
+        Argument(
+            "starts after a failure, from the newest checkpoint; default 0 local, else 3",
+            "R",
+            non_negative,
+        ),
+    ] = None
+    interface: Annotated[
+        str | None, Argument("network interface of gloo and NCCL, for example eth0", "NAME")
+    ] = None
+    dry_run: Annotated[bool, Argument("only print the command or write the script")] = False
+    rdzv_endpoint: Annotated[
+        str | None,
+        Argument("where the hosts meet: one of them", "HOST[:PORT]", group=TORCHRUN),
+    ] = None
+    rdzv_id: Annotated[
+        str | None,
+        Argument(
+            "name of the run where hosts meet; default: made from run.folder", "ID", group=TORCHRUN
+        ),
+    ] = None
+    rdzv_is_host: Annotated[
+        Literal["true", "false"] | None,
+        Argument(
+            "whether the endpoint is this host; default: found by name and address", group=TORCHRUN
+        ),
+    ] = None
+    local_addr: Annotated[
+        str | None,
+        Argument("how the others reach this host; default: its name", "HOST", group=TORCHRUN),
+    ] = None
+    time: Annotated[str | None, LIMIT.within(JOB)] = None
+    partition: Annotated[str | None, OF_CLUSTER.within(JOB)] = None
+    account: Annotated[str | None, OF_CLUSTER.within(JOB)] = None
+    qos: Annotated[str | None, OF_CLUSTER.within(JOB)] = None
+    memory_per_node: Annotated[str | None, MEMORY.within(JOB)] = None
+    job_name: Annotated[
+        str | None, Argument("default: the name of run.folder", "NAME", group=JOB)
+    ] = None
+    gpus_per_node: Annotated[
+        int | None, Argument("GPUs of each node; usually P", "G", positive, group=JOB)
+    ] = None
+    cpus_per_node: Annotated[
+        int | None,
+        Argument(
+            "cores of each node, for all P processes; default: whole nodes (--exclusive)",
+            "C",
+            positive,
+            group=JOB,
+        ),
+    ] = None
+    signal_seconds: Annotated[
+        int | None,
+        Argument(
+            "seconds before the limit at which the job saves and requeues itself; default 120",
+            "S",
+            positive,
+            group=JOB,
+        ),
+    ] = None
+    image: Annotated[
+        str | None,
+        Argument("its image; Slurm: for pyxis, or a .sif of Apptainer", "IMAGE", group=CONTAINER),
+    ] = None
+    mount: Annotated[
+        str | None,
+        Argument(
+            "the folder with data and runs in it; default: the working folder with Slurm, /polyad "
+            "with Kubernetes, where the claim stands",
+            "PATH",
+            group=CONTAINER,
+        ),
+    ] = None
+    hostfile: Annotated[
+        Path | None, Argument("a line for each host: HOST slots=P", "FILE", group=SSH)
+    ] = None
+    ssh_config: Annotated[
+        Path | None, Argument("of OpenSSH; default: the user's", "FILE", group=SSH)
+    ] = None
+    port: Annotated[
+        int | None, Argument("where agents meet; default 29400", "PORT", positive, group=SSH)
+    ] = None
+    wait_minutes: Annotated[
+        int | None,
+        Argument("how long lost hosts are waited for; default 30", "T", positive, group=SSH),
+    ] = None
+    claim: Annotated[
+        str | None,
+        Argument("the PersistentVolumeClaim with data and run.folder", "NAME", group=KUBERNETES),
+    ] = None
+    namespace: Annotated[
+        str | None, Argument("default: that of kubectl's context", "NAME", group=KUBERNETES)
+    ] = None
 
 
 def check_ways(
@@ -166,11 +179,18 @@ def check_ways(
             )
 
 
-def launch_from(options: Namespace, command: Sequence[str] = ("train",)) -> int:
+def launch_from(
+    config: Path | None,
+    overrides: Sequence[str],
+    options: LaunchOptions,
+    command: Sequence[str] = ("train",),
+) -> int:
     """Launches as the command line says.
 
     Args:
-        options: of the command line.
+        config: the run's file; None: of `doctor`, which looks at machines alone then.
+        overrides: `key=value`.
+        options: how.
         command: of `polyad`, which each process runs.
 
     Returns:
@@ -179,6 +199,12 @@ def launch_from(options: Namespace, command: Sequence[str] = ("train",)) -> int:
     Raises:
         ValueError: with an `exit_status` of 2: an option or the run is wrong.
     """
+    from polyad.launch.via.agent import Rendezvous
+    from polyad.launch.via.command import Launch
+    from polyad.launch.via.kubernetes import KubernetesJob
+    from polyad.launch.via.slurm import SlurmJob
+    from polyad.launch.via.ssh import SshOptions
+
     values: dict[str, Any] = vars(options)
     check_ways(values, options.via, ONLY_FOR)
     is_host = {None: None, "true": True, "false": False}[options.rdzv_is_host]
@@ -192,8 +218,8 @@ def launch_from(options: Namespace, command: Sequence[str] = ("train",)) -> int:
         return kind(**given) if options.via == via else None
 
     return Launch(
-        config=options.config,
-        overrides=options.overrides,
+        config=config,
+        overrides=overrides,
         processes_per_node=options.processes_per_node,
         nodes=options.nodes,
         min_nodes=options.min_nodes,

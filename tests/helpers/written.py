@@ -150,14 +150,10 @@ def by_hand(words: Sequence[str]) -> list[Written] | None:
 
 
 def help_commands() -> dict[str, list[Written]]:
-    """The examples of `polyad --help`, and those of all commands as `polyad --help` lists them."""
+    """The examples of `polyad --help`; those of all commands, and of measurements."""
     each = [command for name in COMMANDS for command in _examples(*name.split())]
     measured = [command for name in SCRIPTS for command in _examples_of_script(name)]
-    return {
-        "polyad --help": _examples(),
-        "polyad COMMAND --help": each,
-        "python -m tests.benchmarks.SCRIPT --help": measured,
-    }
+    return {"polyad --help": _examples(), "polyad COMMAND --help": each + measured}
 
 
 def _examples(*command: str) -> list[Written]:
@@ -210,10 +206,7 @@ def parser_of(words: Sequence[str]) -> tuple[str, Parser, list[str]]:
     count = 2 if " ".join(words[:2]) in COMMANDS else 1
     name = " ".join(words[:count])
     assert name in COMMANDS, f"there is no command {name!r}"
-    command = COMMANDS[name]
-    parser = Parser(name, command.summary, command.example, f"polyad {name}")
-    command.arguments(parser)
-    return name, parser, list(words[count:])
+    return name, COMMANDS[name].parser(), list(words[count:])
 
 
 def parsed(words: Sequence[str]) -> tuple[str, Parser, Namespace]:

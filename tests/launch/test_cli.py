@@ -70,7 +70,7 @@ def test_version_is_printed(capfd: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ([], ["a command is needed", "prepare, train, launch, evaluate, validate"]),
+        ([], ["a command is needed", "prepare, train, launch, evaluate, compare"]),
         (["trian"], ["'trian'", "nearest is train"]),
         (["checkpoint"], ["checkpoint: one of list, verify, delete is needed"]),
         (["checkpoint", "lst"], ["one of list, verify, delete", "not 'lst'"]),

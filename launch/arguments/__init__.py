@@ -1,1 +1,0 @@
-"""The arguments of the commands of `polyad`."""

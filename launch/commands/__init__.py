@@ -1,0 +1,43 @@
+"""The commands of `polyad`, in the order of its help: a function for each, whose parameters are the
+arguments; see `launch/command.py`. Nothing heavy is imported before one runs."""
+
+from polyad.launch.command import Command
+from polyad.launch.commands import (
+    checkpoints,
+    data,
+    evaluate,
+    plan,
+    report,
+    runs,
+    study,
+    weights,
+)
+
+COMMANDS: dict[str, Command] = {
+    each.name: each
+    for each in (
+        data.prepare,
+        runs.train,
+        runs.launch,
+        evaluate.evaluate,
+        evaluate.compare,
+        evaluate.robustness,
+        evaluate.knockout,
+        evaluate.specialize,
+        evaluate.rewrite,
+        evaluate.steer,
+        runs.validate,
+        runs.schema,
+        runs.doctor,
+        runs.verify_layout,
+        plan.plan,
+        report.report,
+        study.study,
+        checkpoints.checkpoint_list,
+        checkpoints.checkpoint_verify,
+        checkpoints.checkpoint_delete,
+        data.data_verify,
+        weights.generate,
+        weights.convert,
+    )
+}

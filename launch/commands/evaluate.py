@@ -1,0 +1,388 @@
+"""Commands that read a checkpoint over held-out data.
+
+Each runs in one process, or in each process that torchrun has started; rank 0 shows the result.
+"""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from polyad.launch.command import Argument, Json, Overrides, command
+from polyad.launch.commands.options import (
+    Base,
+    Best,
+    CheckpointOrRun,
+    Data,
+    Split,
+    Weights,
+    numbers,
+    steering,
+)
+from polyad.launch.machine import is_main
+from polyad.launch.output import results
+from polyad.launch.parser import UsageError, non_negative, positive, share
+
+Found = tuple[dict[str, Any], str]
+"""A result as JSON values, and for a person."""
+READ = "about how many tokens or images are read, evenly; default 65536"
+
+
+@command(
+    "evaluate",
+    "polyad evaluate runs/quickstart/run --split test evaluation.stride=128",
+    "polyad evaluate runs/quickstart/run/checkpoints/step-00000100 --json - > result.json",
+    "polyad evaluate runs/quickstart/run --attack word-swap --rate 0.1 --seed 1",
+)
+def evaluate(
+    path: CheckpointOrRun,
+    overrides: Overrides,
+    *,
+    data: Data = None,
+    best: Best = False,
+    split: Split = "validation",
+    json: Json = None,
+    attack: Annotated[
+        Literal["word-swap", "gaussian-noise"] | None,
+        Argument("replace words of a text by AAA, or add noise to images, before they are read"),
+    ] = None,
+    rate: Annotated[
+        float | None,
+        Argument(
+            "for --attack: share of the words, or standard deviation of the noise on pixels from "
+            "0 to 1; from 0 to 1",
+            "R",
+            share,
+        ),
+    ] = None,
+    seed: Annotated[
+        int | None,
+        Argument(
+            "for --attack: which words are replaced, or which noise; default 0", "S", non_negative
+        ),
+    ] = None,
+    leak: Annotated[
+        int | None,
+        Argument(
+            "for a graph of tokens without a mask: score about N tokens again from only what "
+            "stands before each, and all tokens with the mask",
+            "N",
+            positive,
+        ),
+    ] = None,
+    weights: Weights = "trained",
+    base: Base = None,
+) -> None:
+    """Scores a checkpoint on held-out data."""
+    asked = dict(locals())
+    for option, value in (("--rate", rate), ("--seed", seed)):
+        if value is not None and attack is None:
+            raise UsageError(f"{option}: {value} means nothing without --attack")
+    if attack is not None and rate is None:
+        raise UsageError(f"--attack {attack}: needs --rate, a number from 0 to 1")
+
+    def measure(checkpoint: Path) -> Found:
+        from polyad.data.images.noise import GaussianNoise
+        from polyad.data.text.attack import WordSwap
+        from polyad.train.evaluation.evaluate import evaluate, result_table
+
+        attacked: WordSwap | GaussianNoise | None = None
+        if attack is not None and rate is not None:
+            kind = WordSwap if attack == "word-swap" else GaussianNoise
+            attacked = kind(rate, seed or 0)
+        result = evaluate(
+            checkpoint,
+            attack=attacked,
+            leak=leak,
+            weights=weights,
+            base=base,
+            data=data,
+            split=split,
+            overrides=tuple(overrides),
+        )
+        return result, result_table(result)
+
+    _show("evaluate", asked, measure)
+
+
+@command(
+    "compare",
+    "polyad compare runs/quickstart/run --with runs/quickstart/run/checkpoints/step-00000100",
+)
+def compare(
+    path: CheckpointOrRun,
+    overrides: Overrides,
+    *,
+    other: Annotated[
+        Path, Argument("the other one; a run: its newest", "CHECKPOINT_OR_RUN", flag="--with")
+    ],
+    tokens: Annotated[int | None, Argument(READ, "N", positive)] = None,
+    data: Data = None,
+    best: Best = False,
+    split: Split = "validation",
+    json: Json = None,
+) -> None:
+    """Compares the routing of two checkpoints.
+
+    Of each layer the share of tokens that get other experts, and the entropy ratio.
+    """
+    asked = dict(locals())
+
+    def measure(checkpoint: Path) -> Found:
+        from polyad.parallel.checkpoint.finding import read_newest
+        from polyad.train.evaluation.stability import PROBE_UNITS, compare, comparison_table
+
+        result = read_newest(
+            asked["other"],
+            lambda second: compare(
+                checkpoint,
+                second,
+                units=PROBE_UNITS if tokens is None else tokens,
+                data=data,
+                split=split,
+                overrides=tuple(overrides),
+            ),
+        )
+        return result, comparison_table(result)
+
+    _show("compare", asked, measure)
+
+
+@command("robustness", "polyad robustness runs/quickstart/run --set v2 --images imagenetv2")
+def robustness(
+    path: CheckpointOrRun,
+    overrides: Overrides,
+    *,
+    kind: Annotated[
+        Literal["c", "a", "r", "o", "v2", "sketch", "real"],
+        Argument("ImageNet-C, -A, -R, -O, -V2, -Sketch, or ReaL's labels", flag="--set"),
+    ],
+    images: Annotated[str, Argument("the set's folder; of real its file real.json", "IMAGES")],
+    data: Data = None,
+    best: Best = False,
+    json: Json = None,
+    weights: Weights = "trained",
+    base: Base = None,
+) -> None:
+    """Scores a model of ImageNet on a published set of other images, in place of a split."""
+    asked = dict(locals())
+
+    def measure(checkpoint: Path) -> Found:
+        from polyad.data.errors import user_path
+        from polyad.train.evaluation.robustness import robustness, robustness_table
+
+        result = robustness(
+            checkpoint,
+            kind,
+            user_path(images),
+            weights=weights,
+            base=base,
+            data=data,
+            overrides=tuple(overrides),
+        )
+        return result, robustness_table(result)
+
+    _show("robustness", asked, measure)
+
+
+@command("experts specialize", "polyad experts specialize runs/quickstart/run")
+def specialize(
+    path: CheckpointOrRun,
+    overrides: Overrides,
+    *,
+    data: Data = None,
+    best: Best = False,
+    split: Split = "validation",
+    json: Json = None,
+    weights: Weights = "trained",
+    base: Base = None,
+) -> None:
+    """Shows how experts divide the work.
+
+    Entropies of the gates, and what experts tell about classes, of text about classes of tokens;
+    of images also for how many classes each expert matters, by leaving it out.
+    """
+    asked = dict(locals())
+
+    def measure(checkpoint: Path) -> Found:
+        from polyad.train.evaluation.specialization import specialization, specialization_table
+
+        result = specialization(
+            checkpoint,
+            weights=weights,
+            base=base,
+            data=data,
+            split=split,
+            overrides=tuple(overrides),
+        )
+        return result, specialization_table(result)
+
+    _show("experts specialize", asked, measure)
+
+
+Layers = Annotated[
+    Sequence[str],
+    numbers(
+        "blocks whose experts are left out, or all; default: the first, the middle and the last "
+        "block that has experts"
+    ),
+]
+Experts = Annotated[
+    Sequence[str],
+    numbers("experts of each of these that are left out; with levels LEVEL.N; default: all"),
+]
+
+
+@command("experts knockout", "polyad experts knockout runs/quickstart/run --layers 0,3")
+def knockout(
+    path: CheckpointOrRun,
+    overrides: Overrides,
+    *,
+    layers: Layers = (),
+    experts: Experts = (),
+    tokens: Annotated[int | None, Argument(READ, "N", positive)] = None,
+    data: Data = None,
+    best: Best = False,
+    split: Split = "validation",
+    json: Json = None,
+    weights: Weights = "trained",
+    base: Base = None,
+) -> None:
+    """Shows what each expert of a language model is for, by leaving it out.
+
+    The change of the loss without it, for classes of tokens by characters, position and frequency.
+    """
+    _knock_out("experts knockout", dict(locals()))
+
+
+@command(
+    "experts steer",
+    "polyad experts steer runs/quickstart/run --steer layer=3,expert=2,strength=8",
+)
+def steer(
+    path: CheckpointOrRun,
+    overrides: Overrides,
+    *,
+    steer: Annotated[
+        Sequence[str],
+        steering(
+            "X times the expert's gate column is added to what enters a block (level=N of a "
+            "hierarchy); may be given several times, all act at once; leaves out these experts "
+            "alone unless --layers or --experts names others"
+        ),
+    ],
+    layers: Layers = (),
+    experts: Experts = (),
+    tokens: Annotated[int | None, Argument(READ, "N", positive)] = None,
+    data: Data = None,
+    best: Best = False,
+    split: Split = "validation",
+    json: Json = None,
+    weights: Weights = "trained",
+    base: Base = None,
+) -> None:
+    """Shows what a language model predicts when it is steered to experts.
+
+    The change of the loss, and of the predicted probability, for the classes of tokens of
+    `polyad experts knockout`, beside what leaving the experts out does.
+    """
+    _knock_out("experts steer", dict(locals()))
+
+
+def _knock_out(name: str, asked: dict[str, Any]) -> None:
+    def measure(checkpoint: Path) -> Found:
+        from polyad.train.evaluation.knockout import knockout
+        from polyad.train.evaluation.knockout_table import knockout_table
+        from polyad.train.experts.knockout_pass import KNOCKOUT_TOKENS
+        from polyad.train.experts.steering import parse_steering
+
+        result = knockout(
+            checkpoint,
+            tokens=asked["tokens"] or KNOCKOUT_TOKENS,
+            layers=asked["layers"],
+            experts=asked["experts"],
+            steerings=[parse_steering(text) for text in asked.get("steer", ())],
+            overrides=tuple(asked["overrides"]),
+            **{name: asked[name] for name in ("weights", "base", "data", "split")},
+        )
+        return result, knockout_table(result)
+
+    _show(name, asked, measure)
+
+
+@command("experts rewrite", "polyad experts rewrite runs/quickstart/run --move class=1,of=Young:0")
+def rewrite(
+    path: CheckpointOrRun,
+    overrides: Overrides,
+    *,
+    move: Annotated[
+        str,
+        Argument(
+            "the class whose output is moved by the experts that training images of a "
+            "subpopulation use, as of=Young:0+Male:0; by: the number of experts, if it is missing",
+            "class=C,of=A+B,by=N",
+        ),
+    ],
+    data: Data = None,
+    best: Best = False,
+    split: Split = "validation",
+    json: Json = None,
+    weights: Weights = "trained",
+    base: Base = None,
+) -> None:
+    """Moves a class's output by experts, in a model with a muMoE head.
+
+    Accuracy and fairness before and after.
+    """
+    asked = dict(locals())
+
+    def measure(checkpoint: Path) -> Found:
+        from polyad.train.evaluation.rewriting import rewriting, rewriting_table
+
+        result = rewriting(
+            checkpoint,
+            move,
+            weights=weights,
+            base=base,
+            data=data,
+            split=split,
+            overrides=tuple(overrides),
+        )
+        return result, rewriting_table(result)
+
+    _show("experts rewrite", asked, measure)
+
+
+def _show(name: str, asked: dict[str, Any], measure: Callable[[Path], Found]) -> None:
+    """Shows what is measured of a checkpoint.
+
+    Args:
+        name: of the command.
+        asked: the command's arguments, which have to be the same in all processes; paths in it
+            become those that rank 0 has found.
+        measure: of the checkpoint's folder; all processes call it.
+    """
+    from polyad.launch.machine import end_with_launcher, prepare_environment
+
+    end_with_launcher()
+    prepare_environment()
+    from polyad.parallel import comm
+    from polyad.parallel.checkpoint.finding import (
+        best_checkpoint,
+        chosen_by_main,
+        newest_of,
+        read_newest,
+    )
+    from polyad.parallel.meeting import agree
+
+    choose = best_checkpoint if asked["best"] else newest_of
+    with results(asked["json"]) as show:
+        if comm.environment_world_size() > 1:
+            facts = {"name": name} | {key: f"{asked[key]}" for key in asked if key != "json"}
+            agree("the command", {f"the command's {key}": value for key, value in facts.items()})
+            asked["path"], choose = chosen_by_main("path", asked["path"], choose), newest_of
+            if "other" in asked:
+                asked["other"] = chosen_by_main("--with", asked["other"], newest_of)
+        result, table = read_newest(asked["path"], measure, choose)
+        if is_main():
+            show(result, table)
+        comm.shutdown()

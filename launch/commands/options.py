@@ -1,0 +1,54 @@
+"""Options that several commands take which read a checkpoint."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from polyad.launch.command import Argument
+from polyad.launch.parser import names
+
+CheckpointOrRun = Annotated[
+    Path, Argument("a run means its newest checkpoint", "CHECKPOINT_OR_RUN")
+]
+Data = Annotated[str | None, Argument("prepared data; default: what the run was trained on", "DIR")]
+Best = Annotated[
+    bool,
+    Argument(
+        "of a run with checkpoint.keep_best: the checkpoint of its best validation in place "
+        "of the newest"
+    ),
+]
+Split = Annotated[Literal["validation", "test", "train"], Argument()]
+Weights = Annotated[
+    Literal["trained", "ema"],
+    Argument(
+        "of a checkpoint: those that were trained, or their moving average, which a run with "
+        "train.ema keeps; default trained"
+    ),
+]
+Base = Annotated[
+    Path | None,
+    Argument(
+        "of a checkpoint of adapters: where their base is; it has to have the same numbers; "
+        "default: checkpoint.init_from of the checkpoint's configuration",
+        "PATH",
+    ),
+]
+NUMBERS = "N,N,..."
+
+
+def numbers(about: str) -> Argument:
+    """A list of blocks or experts.
+
+    Args:
+        about: what it is for.
+    """
+    return Argument(about, NUMBERS, names)
+
+
+def steering(about: str) -> Argument:
+    """Experts that are added to what enters a block.
+
+    Args:
+        about: what it is for.
+    """
+    return Argument(about, "layer=N,expert=N,strength=X", repeated=True)

@@ -1,0 +1,170 @@
+"""Commands about a run's configuration: training, and what is checked before it."""
+
+import dataclasses
+import sys
+from pathlib import Path
+from typing import Annotated, Literal
+
+from polyad.launch.command import Argument, ConfigFile, Json, Overrides, command
+from polyad.launch.machine import is_main
+from polyad.launch.output import check_json_path, only_results_on_stdout, results
+from polyad.launch.parser import positive
+from polyad.launch.via.options import LaunchOptions
+
+
+@command(
+    "train",
+    "polyad train configs/quickstart/gpt2.yaml data.path=runs/stdlib train.steps=20",
+    "torchrun --nproc-per-node 2 -m polyad.launch train configs/quickstart/gpt2.yaml "
+    "data.path=runs/stdlib",
+)
+def train(config: ConfigFile, overrides: Overrides) -> None:
+    """Trains in this process, or as a process of torchrun; run it again to continue."""
+    from polyad.launch.machine import bind_to_cores, end_with_launcher, prepare_environment
+    from polyad.launch.tables import trained_table
+    from polyad.launch.torchrun import forget_stop
+
+    launched = end_with_launcher()
+    bind_to_cores()
+    forget_stop()
+    prepare_environment()
+    from polyad.parallel import comm
+    from polyad.train.pretrain import main
+
+    with only_results_on_stdout() as stdout:
+        state = main(config, overrides, launched=launched)
+        if is_main():
+            stdout.write(trained_table(state, config, overrides) + "\n")
+        comm.shutdown()
+
+
+@command(
+    "launch",
+    "polyad launch configs/quickstart/gpt2-smoe.yaml --processes-per-node 2 data.path=runs/stdlib",
+    "polyad launch configs/gpt2/124m.yaml --nodes 2 --processes-per-node 4 --via torchrun "
+    "--rdzv-endpoint node-1:29400 data.path=runs/stdlib",
+    "polyad launch configs/gpt2/124m.yaml --nodes 2 --processes-per-node 4 --via slurm "
+    "--gpus-per-node 4 --time 24:00:00 data.path=runs/stdlib --dry-run",
+)
+def launch(config: ConfigFile, overrides: Overrides, how: LaunchOptions) -> int:
+    """Checks a run, then trains it in P processes of this machine, or of N hosts."""
+    from polyad.launch.machine import end_with_launcher
+    from polyad.launch.via.options import launch_from
+
+    end_with_launcher()
+    return launch_from(config, overrides, how)
+
+
+@command(
+    "validate",
+    "polyad validate configs/gpt2/124m.yaml --processes 8 --without-data model.vocab_size=50257",
+)
+def validate(
+    config: ConfigFile,
+    overrides: Overrides,
+    *,
+    processes: Annotated[
+        int | None, Argument("how many will run it; default: WORLD_SIZE, or 1", "N", positive)
+    ] = None,
+    json: Annotated[
+        str | None,
+        Argument("write the description to FILE as JSON; - is standard output", "FILE"),
+    ] = None,
+    without_data: Annotated[
+        bool, Argument("for a machine without the data; set model.vocab_size")
+    ] = False,
+) -> None:
+    """Checks a run without starting it, and prints what it will do and cost."""
+    from polyad.parallel.comm import environment_world_size
+    from polyad.train.forecast.describe import describe_run, description_table
+
+    with results(json) as show:
+        number = processes or environment_world_size()
+        description = describe_run(config, overrides, number, with_data=not without_data)
+        show(description, description_table(description))
+
+
+@command("schema", "polyad schema > polyad.schema.json", "polyad schema study > study.schema.json")
+def schema(
+    kind: Annotated[
+        Literal["run", "study"],
+        Argument("of a file for `polyad train`, or for `polyad study`", nargs="?"),
+    ] = "run",
+) -> None:
+    """Prints the JSON Schema of a configuration, for editors."""
+    from polyad.launch.schema import schema_text
+
+    sys.stdout.write(schema_text(kind))
+
+
+@command(
+    "doctor",
+    "polyad doctor --processes-per-node 2",
+    "polyad doctor configs/quickstart/gpt2.yaml --processes-per-node 2 data.path=runs/stdlib",
+)
+def doctor(
+    config: Annotated[
+        Path | None, Argument("a run's file, to look at its data", "CONFIG", nargs="?")
+    ],
+    overrides: Overrides,
+    how: LaunchOptions,
+    *,
+    json: Json = None,
+) -> int | None:
+    """Checks these hosts for what would break a run or slow it down."""
+    from polyad.launch.doctor.command import check, examine, in_a_group, table
+    from polyad.launch.machine import end_with_launcher, prepare_environment
+    from polyad.launch.via.options import launch_from
+
+    check_json_path(json)
+    end_with_launcher()
+    if not in_a_group():
+        if how.processes_per_node is None and how.via != "ssh":
+            how = dataclasses.replace(how, processes_per_node=1)
+        words = ["--json", json] if json else []
+        return launch_from(config, overrides, how, ("doctor", *words))
+    prepare_environment()
+    with results(json) as show:
+        result = examine(config, overrides)
+        if result is not None:
+            show(result, table(result))
+            check(result)
+    return None
+
+
+@command(
+    "verify-layout",
+    "polyad verify-layout configs/gpt2/124m-smoe-16.yaml --processes 2 "
+    "parallel.expert_parallel_size=2",
+)
+def verify_layout(
+    config: ConfigFile,
+    overrides: Overrides,
+    *,
+    processes: Annotated[
+        int | None,
+        Argument("of this machine; default: those that torchrun has started", "N", positive),
+    ] = None,
+    json: Json = None,
+) -> None:
+    """Compares a layout with one process: losses, every gradient, and a checkpoint."""
+    from polyad.launch.verify_layout import check, check_processes, table, verify_layout
+    from polyad.launch.via.agent import become_processes
+    from polyad.parallel.comm import environment_world_size
+
+    check_json_path(json)
+    found = environment_world_size()
+    number = check_processes(processes, found)
+    if found == 1:
+        from polyad.train.config.run import load_config
+        from polyad.train.layout.small import small_config
+
+        small_config(load_config(config, overrides), number)
+        words = [str(config), "--processes", str(number)]
+        words += ["--json", json] if json else []
+        become_processes(["verify-layout", *words, *overrides], number)
+    with results(json) as show:
+        result = verify_layout(config, overrides, number)
+        if result is not None:
+            show(result, table(result))
+            check(result)

@@ -1,0 +1,121 @@
+"""`polyad study`: variants of a run over several seeds, compared in pairs."""
+
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Annotated
+
+from polyad.data.files import write_whole
+from polyad.launch.command import Argument, Json, command
+from polyad.launch.output import check_json_path, results
+from polyad.launch.parser import UsageError, duration, positive
+
+
+@command(
+    "study",
+    "polyad study configs/studies/mumoe.yaml --dry-run",
+    "polyad study configs/studies/mumoe.yaml --markdown",
+)
+def study(
+    study: Annotated[
+        Path,
+        Argument(
+            "a YAML file; the same command again continues the study. Or a results.json that a "
+            "study wrote: it is shown again, without its runs",
+            "STUDY",
+        ),
+    ],
+    *,
+    dry_run: Annotated[
+        bool, Argument("print what it will train and what is finished; start nothing")
+    ] = False,
+    jobs: Annotated[
+        int,
+        Argument(
+            "train N runs at a time, each with its share of this machine's cores; default 1",
+            "N",
+            positive,
+        ),
+    ] = 1,
+    budget: Annotated[
+        float | None,
+        Argument(
+            "do what fits into TIME, as 3h, 90m, 45s or 1h30m: the most informative pairs first, "
+            "and the rest at another start",
+            "TIME",
+            duration,
+        ),
+    ] = None,
+    beside: Annotated[
+        str | None,
+        Argument(
+            "compare what is finished with this variant in place of the baseline; start nothing, "
+            "and leave the study as it is, also while it is going on",
+            "VARIANT",
+        ),
+    ] = None,
+    markdown: Annotated[bool, Argument("print the tables as Markdown")] = False,
+    figure: Annotated[
+        Path | None, Argument("draw the comparison into FILE, as .svg", "FILE")
+    ] = None,
+    page: Annotated[
+        Path | None,
+        Argument(
+            "write all of the result into FILE as one .html page: what was asked, what the "
+            "intervals say, figure, tables, and how it was made; also where a run fails or is "
+            "stopped",
+            "FILE",
+        ),
+    ] = None,
+    json: Json = None,
+) -> None:
+    """Trains variants of a run over several seeds, and compares them in pairs."""
+    from polyad.launch.machine import prepare_environment
+
+    prepare_environment()
+    from polyad.launch.study import figure as figures
+    from polyad.launch.study import page as pages
+    from polyad.launch.study import run as runs
+    from polyad.launch.study.folder import form_of, kept_result
+    from polyad.launch.study.progress import plans_table
+    from polyad.launch.study.tables import result_table
+    from polyad.train.errors import ConfigError, RunError, Stopped
+
+    check_json_path(json)
+    is_kept = study.suffix == ".json"  # a result, and no study
+    training = {"--dry-run": dry_run, "--jobs": jobs > 1, "--budget": budget is not None}
+    given = [option for option, is_given in training.items() if is_given]
+    if beside is not None and given:
+        raise UsageError(f"--beside: {beside} is not allowed with {given[0]}")
+    given += ["--beside"] if beside is not None else []
+    if is_kept and given:
+        raise UsageError(f"{given[0]}: is not allowed with {study}, which is a result")
+    if figure is not None:
+        figures.check_figure(figure, dry_run=dry_run)
+    if page is not None:
+        pages.check_page(page, dry_run=dry_run)
+    with results(json) as show:
+        if dry_run:
+            plan = runs.describe_study(study, jobs, budget)
+            show(plan, plans_table(plan))
+            return
+        try:
+            if is_kept:
+                with form_of(study):
+                    result = kept_result(study)
+            elif beside is None:
+                result = runs.study(study, jobs, budget)
+            elif (known := runs.compare_finished(study, beside)) is not None:
+                result = known
+            else:
+                raise ConfigError(f"{study}: no run is finished, so none is compared")
+        except (RunError, Stopped, KeyboardInterrupt):
+            if page is not None and (found := runs.compare_finished(study)):
+                write_whole(page, pages.page(found))
+            raise
+        with form_of(study) if is_kept else nullcontext():
+            if figure is not None:
+                write_whole(figure, figures.figure(result))
+            if page is not None:
+                write_whole(page, pages.page(result))
+            table = result_table(result, markdown=markdown)
+        show(result, table)
