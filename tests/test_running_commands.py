@@ -36,6 +36,8 @@ NOT_RUN = {
     "lm_eval ": "needs lm-eval, an extra, and a task from the network",
     "tensorboard ": "serves until it is stopped; what it would show is read instead",
     "python -m tests.benchmarks.step --device cuda": "needs a GPU",
+    "polyad robustness ": "needs ImageNet, and a model of it",
+    "polyad experts rewrite ": "needs a model with factorized experts in its head",
     "polyad train configs/finetune/gpt2-small-sst2.yaml": "needs SST-2, from the network",
     "polyad evaluate runs/gpt2-small-sst2": "is of such a run",
     "polyad report runs/gpt2-small-sst2": "is of such a run",
@@ -114,7 +116,8 @@ def cheaper(command: Written) -> list[str]:
     name, _, options = parsed(given)
     if name == "launch" and options.via in DRY:
         return words if options.dry_run else [*words, "--dry-run"]
-    if name in ("train", "launch"):
+    if name in ("train", "launch", "bench"):
+        words += ["--steps", "1"] if name == "bench" else []
         config = load_config(ROOT / options.config)
         if config.model.kind == "mixture":  # small as it is
             return words

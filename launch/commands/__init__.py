@@ -3,6 +3,7 @@ arguments; see `launch/command.py`. Nothing heavy is imported before one runs.""
 
 from polyad.launch.command import Command
 from polyad.launch.commands import (
+    bench,
     checkpoints,
     data,
     evaluate,
@@ -31,6 +32,7 @@ COMMANDS: dict[str, Command] = {
         runs.doctor,
         runs.verify_layout,
         plan.plan,
+        bench.bench,
         report.report,
         study.study,
         checkpoints.checkpoint_list,

@@ -10,31 +10,21 @@ them it waits on its socket and takes nothing from the processes of other varian
 import json
 import sys
 import time
-from collections.abc import Iterator
 from multiprocessing.connection import Client
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from polyad.launch.ending import guard
 from polyad.launch.machine import bind_to_cores, end_with_launcher, prepare_environment
-from polyad.model.build import build_model
 from polyad.parallel import comm
 from polyad.parallel.plan.traffic import Exchanges
-from polyad.parallel.source import InitialWeights
 from polyad.train.config.rules import validate
 from polyad.train.config.run import RunConfig, load_config
 from polyad.train.errors import RunError
-from polyad.train.forecast.step import OWN_NUMBERS
+from polyad.train.forecast.measured import RandomTraining
 from polyad.train.guard.memory import is_out_of_memory
-from polyad.train.layout.trial import engine_of, micro_batches
-from polyad.train.loop.device import Prefetch, allow_tf32
-from polyad.train.loop.step import IssuedStep, issue_step
-from polyad.train.tasks.random_input import losses_for
 from tests.benchmarks.turns import synchronize
 from tests.benchmarks.waiting import Step, Waiting
-
-LEARNING_RATE = 1e-4
-"""The samples say nothing: no higher one is needed, and this one is safe without warm-up."""
 
 
 class Measured(NamedTuple):
@@ -49,40 +39,27 @@ class Measured(NamedTuple):
     """Of that step."""
 
 
-class Training:
-    """A configuration in training, on samples that say nothing.
+class Training(RandomTraining):
+    """A configuration in training on random samples, some of whose steps are watched.
 
     Args:
         config: Resolved.
         world: This process.
-
-    Attributes:
-        engine: The model and its optimizer.
     """
 
     def __init__(self, config: RunConfig, world: comm.World) -> None:
-        self._config, self._world = config, world
-        self._dims = validate(config, world.size)
-        allow_tf32(config.train.tf32, world.device)
-        start = InitialWeights(build_model(config.model), config.seed)
-        self.engine = engine_of(config, world, config.optimizer, start)
-        on_gpu = world.device.type == "cuda"
-        self._batches = [
-            type(batch)(*(part.pin_memory() for part in batch)) if on_gpu else batch
-            for batch in micro_batches(config, world, 0)
-        ]
+        super().__init__(config, world)
+        self._here, self._dims = world, validate(config, world.size)
 
     def measured(self, steps: int) -> Measured:
         """Does so many steps, and one more; all processes call it together."""
         began = self._start()
-        for outcome in self._steps(steps):
-            if not outcome.result.applied:
-                raise RunError("a step was skipped: its gradient is not finite")
+        list(self.steps(steps))
         ended = self._now()
-        watch = Waiting(self._dims, self._world.rank, self._world.device)
+        watch = Waiting(self._dims, self._here.rank, self._here.device)
         watched_from = self._start()
         with watch:
-            list(self._steps(1))
+            list(self.steps(1))
         step = Step(watched_from, self._now(), watch.calls())
         return Measured(began, ended, step, watch.traffic.exchanges)
 
@@ -91,33 +68,8 @@ class Training:
         return self._now()
 
     def _now(self) -> float:
-        synchronize(self._world.device)
+        synchronize(self._here.device)
         return time.monotonic()  # all processes of a machine have one
-
-    def _steps(self, number: int) -> Iterator[IssuedStep]:
-        """Steps whose numbers are read when the next one is under way, as in the training loop."""
-        pending = None
-        for _ in range(number):
-            issued = self._issue()
-            if pending is not None:
-                pending.outcome()
-                yield pending
-            pending = issued
-        assert pending is not None
-        pending.outcome()
-        yield pending
-
-    def _issue(self) -> IssuedStep:
-        return issue_step(
-            self.engine,
-            losses_for(self._config.model),
-            Prefetch(iter(self._batches), self._world.device),
-            len(self._batches),
-            LEARNING_RATE,
-            losses=self._config.loss,
-            progress=0.5,
-            own=lambda: (0,) * OWN_NUMBERS,
-        )
 
 
 def serve(address: str, configs: dict[str, RunConfig]) -> None:

@@ -1,11 +1,6 @@
 """Runs in turn: the order, the ratio that a slower minute does not change, and its interval."""
 
-import random
-import statistics
-
-import pytest
-
-from tests.benchmarks.turns import CONFIDENCE, SLOW, interval, span, summary, take_turns
+from tests.benchmarks.turns import SLOW, span, summary, take_turns
 
 
 def recorded(turns, names=("a", "b", "c"), seconds=None, **options):
@@ -63,26 +58,6 @@ def test_what_is_slow_has_the_ratio_of_its_only_turn():
     assert row == {
         "seconds": long, "seconds_ratio": long, "seconds_ratio_interval": None, "timed": 1
     }  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("count", "expected"),
-    [(1, None), (4, None), (5, (0, 4)), (7, (0, 6)), (8, (1, 6)), (9, (1, 7)), (20, (5, 14))],
-)
-def test_the_interval_has_the_ranks_of_the_sign_test(count, expected):
-    values = [float(value) for value in range(count)]
-    random.Random(0).shuffle(values)
-    assert interval(values) == expected
-
-
-@pytest.mark.parametrize("count", [5, 9, 15])
-def test_the_interval_holds_the_median_as_often_as_it_says(count):
-    draw = random.Random(count)
-    held = []
-    for _ in range(4000):
-        low, high = interval([draw.lognormvariate(0, 1) for _ in range(count)])
-        held.append(low <= 1 <= high)  # the distribution's median
-    assert CONFIDENCE - 0.01 < statistics.fmean(held) < 0.99
 
 
 def test_an_interval_in_a_table():

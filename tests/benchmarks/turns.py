@@ -6,11 +6,10 @@ the variants changes from turn to turn, so that what a run leaves in caches is n
 the same variant.
 """
 
-import math
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import psutil
@@ -18,6 +17,7 @@ import torch
 
 from polyad.parallel.host_memory import keep_freed_memory
 from polyad.train.errors import ConfigError
+from polyad.train.forecast.measured import interval
 
 Run = Callable[[], tuple[float, ...]]
 """Does the work once; returns the seconds of its parts."""
@@ -26,8 +26,6 @@ Times = dict[str, list[tuple[float, ...]]]
 SLOW = 10
 """Variants that take longer than this multiple of the base are timed once: their ratio needs no
 third digit."""
-CONFIDENCE = 0.9
-"""The probability that a ratio lies in its interval."""
 
 
 def take_turns(
@@ -103,7 +101,7 @@ def summary(times: Times, base: str) -> dict[str, dict[str, Any]]:
     Returns:
         JSON values: `seconds`, the median of whole runs; `seconds_ratio`, the median of the turns'
         ratios to the base; `seconds_ratio_interval`, where that median lies with a probability of
-        `CONFIDENCE`, or null where there are too few turns; `timed`, turns.
+        90%, or null where there are too few turns; `timed`, turns.
     """
     whole = {name: [sum(parts) for parts in taken] for name, taken in times.items()}
     rows = {}
@@ -127,28 +125,6 @@ def part_medians(times: Times, part: int) -> dict[str, float]:
         part: Which, from 0.
     """
     return {name: statistics.median(one[part] for one in taken) for name, taken in times.items()}
-
-
-def interval(values: Sequence[float]) -> tuple[float, float] | None:
-    """Where the median of what values are drawn from lies, whatever its distribution.
-
-    Each value is above it or below with equal probability, so the k-th smallest and the k-th
-    largest miss it with twice the probability of fewer than k heads among as many coins.
-
-    Args:
-        values: Independent ones.
-
-    Returns:
-        Two of them, with a probability of at least `CONFIDENCE`; None for fewer than 5.
-    """
-    count, missed, k = len(values), 0.0, 0
-    while k < count:
-        missed += 2 * math.comb(count, k) / 2**count
-        if missed > 1 - CONFIDENCE:
-            break
-        k += 1
-    ordered = sorted(values)
-    return (ordered[k - 1], ordered[-k]) if k else None
 
 
 def span(found: tuple[float, float] | None, digits: int = 2) -> str:

@@ -1,25 +1,20 @@
 """A plan for this machine: each operation and collective of a step is done here, and timed."""
 
 import os
-import time
+from itertools import pairwise
 from typing import Any
 
 from polyad.parallel import comm
 from polyad.parallel.plan.devices import Device
 from polyad.parallel.plan.replay import exchanged_here, host_seconds, replayed
-from polyad.parallel.source import InitialWeights
-from polyad.train.config.adaptation import model_of
 from polyad.train.config.agreement import agreed_facts
-from polyad.train.config.distillation import teacher_here
 from polyad.train.config.rules import validate
 from polyad.train.config.run import RunConfig
 from polyad.train.console import Progress
 from polyad.train.forecast.forecast import Machines, describe_forecast
+from polyad.train.forecast.measured import RandomTraining
 from polyad.train.forecast.step import footprint
 from polyad.train.forecast.times import StepTime
-from polyad.train.layout.trial import engine_of, micro_batches
-from polyad.train.loop.step import issue_step
-from polyad.train.tasks.random_input import losses_for
 
 LIBRARIES = 400_000_000
 """Bytes that Python and its libraries take in a process."""
@@ -89,16 +84,6 @@ def _this_machine(processes: int) -> Device:
 
 def _measured(config: RunConfig, world: comm.World, steps: int) -> float:
     """The median of real steps, after one that warms up."""
-    start = InitialWeights(model_of(config), config.seed)
-    engine = engine_of(config, world, config.optimizer, start)
-    losses_of = losses_for(config.model, teacher_here(config, world.device))
-    times = []
-    for step in range(1 + steps):
-        batches = list(micro_batches(config, world, step))
-        comm.barrier()
-        begin = time.perf_counter()
-        issue_step(
-            engine, losses_of, iter(batches), len(batches), 1e-4, losses=config.loss
-        ).outcome()
-        times.append(time.perf_counter() - begin)
-    return sorted(times[1:])[(len(times) - 1) // 2]
+    ends = RandomTraining(config, world).ends(1 + steps)
+    times = sorted(b - a for a, b in pairwise(ends))
+    return times[(len(times) - 1) // 2]

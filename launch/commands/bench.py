@@ -1,0 +1,156 @@
+"""`polyad bench`: what a step of a configuration takes here."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from polyad.launch.command import Argument, ConfigFile, Json, Overrides, command
+from polyad.launch.output import align, check_json_path, results
+from polyad.launch.parser import positive
+
+if TYPE_CHECKING:
+    from polyad.train.config.run import RunConfig
+
+
+@command(
+    "bench",
+    "polyad bench configs/quickstart/gpt2.yaml model.vocab_size=8192",
+    "polyad bench configs/gpt2/124m-smoe-16.yaml --processes 2 --json bench.json "
+    "parallel.expert_parallel_size=2 model.vocab_size=50257",
+)
+def bench(
+    config: ConfigFile,
+    overrides: Overrides,
+    *,
+    steps: Annotated[
+        int, Argument("timed steps, after 2 that are not; default 10", "N", positive)
+    ] = 10,
+    compile: Annotated[
+        bool,
+        Argument("time the step without torch.compile and with it; default: as model.compile says"),
+    ] = False,
+    processes: Annotated[
+        int | None,
+        Argument("of this machine; default: those that torchrun has started, or 1", "P", positive),
+    ] = None,
+    json: Json = None,
+) -> None:
+    """Times a training step of a configuration here: rate, memory, MFU. Needs no data."""
+    from polyad.launch.commands.plan import configuration
+    from polyad.launch.machine import bind_to_cores, end_with_launcher, prepare_environment
+    from polyad.launch.via.agent import become_processes
+    from polyad.parallel.comm import environment_world_size
+    from polyad.train.errors import ConfigError
+
+    check_json_path(json)
+    found = environment_world_size()
+    if processes is not None and found > 1 and processes != found:
+        raise ConfigError(
+            f"--processes: {processes} is not allowed, {found} processes were started"
+        )
+    number = processes or found
+    known = configuration(config, overrides, number)
+    if number > found:
+        words = ["bench", str(config), "--steps", str(steps)]
+        words += ["--compile"] if compile else []
+        words += ["--json", json] if json else []
+        become_processes([*words, *overrides], number)
+    end_with_launcher()
+    bind_to_cores()
+    prepare_environment()
+    with results(json) as show:
+        ways = (False, True) if compile else (known.model.compile,)
+        result = _measured(known, config, overrides, steps, ways)
+        if result is not None:
+            show(result, _table(result))
+
+
+def _measured(
+    config: "RunConfig", path: Path, overrides: Sequence[str], steps: int, ways: Sequence[bool]
+) -> dict[str, Any] | None:
+    """JSON values on rank 0, with the times of a step by way; None on the other processes."""
+    from dataclasses import asdict
+
+    import torch
+
+    from polyad.launch.machine import processor_name
+    from polyad.model.build import build_model, count_parameters
+    from polyad.parallel import comm
+    from polyad.train.config.agreement import agreed_facts
+    from polyad.train.config.rules import validate
+    from polyad.train.forecast.measured import BEFORE, time_steps
+    from polyad.train.tasks.registry import task_class
+
+    degrees, train = config.parallel, config.train
+    world = comm.initialize(
+        degrees.timeout_minutes,
+        degrees.tensor_parallel_size,
+        degrees.expert_parallel_size,
+        agreed_facts(config, None),
+    )
+    on_gpu = world.device.type == "cuda"
+    dims = validate(config, world.size)
+    times = {
+        "compiled" if compiled else "eager": asdict(
+            time_steps(config, world, steps, compiled=compiled)
+        )
+        for compiled in ways
+    }
+    comm.shutdown()
+    if not world.is_main:
+        return None
+    return {
+        "config": path.name,
+        "overrides": list(overrides),
+        "unit": task_class(config.data.kind).unit.name,
+        "parameters": count_parameters(build_model(config.model)),
+        "precision": train.precision,
+        "processes": world.size,
+        "data_parallel_size": dims.data_parallel_size,
+        "tensor_parallel_size": degrees.tensor_parallel_size,
+        "expert_parallel_size": degrees.expert_parallel_size,
+        "zero_stage": degrees.zero_stage,
+        "global_batch_size": train.global_batch_size,
+        "micro_batch_size": train.micro_batch_size,
+        "device": torch.cuda.get_device_name() if on_gpu else processor_name(),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "steps": steps,
+        "steps_before": BEFORE,
+        "times": times,
+    }
+
+
+def _table(result: dict[str, Any]) -> str:
+    """The result for a person."""
+    from polyad.train.console import in_bytes
+
+    processes = f"{result['processes']} process{'es' if result['processes'] > 1 else ''}"
+    lines = [
+        f"{result['config']}: {result['parameters']:,} parameters in {result['precision']}, "
+        f"{result['global_batch_size']} samples a step in micro-batches of "
+        f"{result['micro_batch_size']}",
+        f"{processes} (data parallel {result['data_parallel_size']}, tensor parallel "
+        f"{result['tensor_parallel_size']}, expert parallel {result['expert_parallel_size']}, "
+        f"ZeRO {result['zero_stage']}), {result['threads']} threads of {result['device']}",
+    ]
+    columns = ("s a step", "90%", f"{result['unit']}s/s", "first steps", "peak memory", "MFU")
+    rows: list[tuple[str, ...]] = [("", *columns)]
+    for way, row in result["times"].items():
+        between = row["seconds_interval"]
+        rows.append(
+            (
+                way,
+                f"{row['seconds']:.4f}",
+                "-" if between is None else f"{between[0]:.4f} to {between[1]:.4f}",
+                f"{row['units_per_second']:,.0f}",
+                f"{row['first_steps_seconds']:.1f} s",
+                in_bytes(row["peak_memory_bytes"]),
+                "-" if row["mfu"] is None else f"{row['mfu']:.1%}",
+            )
+        )
+    lines.append(align(rows))
+    if len(result["times"]) == 2:
+        eager, compiled = (row["seconds"] for row in result["times"].values())
+        lines.append(f"compiled takes {compiled / eager:.2f} of the eager step")
+    return "\n".join(lines)

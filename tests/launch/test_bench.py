@@ -1,0 +1,109 @@
+"""`polyad bench`: what a step of a configuration takes, on random samples."""
+
+import json
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from polyad.launch.cli import run
+from polyad.train.forecast import measured
+from tests.launch.test_cli import error_line
+
+pytestmark = [pytest.mark.distributed, pytest.mark.usefixtures("no_process_group")]
+
+Polyad = Callable[..., subprocess.CompletedProcess[str]]
+GPT2 = "configs/gpt2/124m.yaml"
+SMALL = (
+    *("model.num_layers=1", "model.hidden_size=16", "model.num_heads=2"),
+    *("model.sequence_length=16", "train.global_batch_size=8", "train.micro_batch_size=2"),
+    *("model.compile=false", "train.precision=fp32"),
+)
+WORDS = "model.vocab_size=64"
+"""Makes data unnecessary."""
+
+
+def test_a_step_is_timed_without_data(polyad: Polyad, tmp_path: Path) -> None:
+    path = tmp_path / "bench.json"
+    asked = ("--steps", 5, "log.peak_tflops=0.5", "--json", path)
+    done = polyad("bench", GPT2, *SMALL, WORDS, *asked)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(path.read_text())
+    assert list(result["times"]) == ["eager"]
+    row = result["times"]["eager"]
+    low, high = row["seconds_interval"]
+    assert row["seconds"] / 9 < low <= row["seconds"] <= high < 9 * row["seconds"]
+    assert row["units_per_second"] == pytest.approx(8 * 16 / row["seconds"])
+    # 6 FLOPs a weight of 12 x 16^2 in the block and 64 x 16 in the head, and attention's two
+    # products of 16 keys and 16 numbers: 6 x (3072 + 1024 + 2 x 256).
+    assert row["mfu"] == pytest.approx(row["units_per_second"] * 6 * 4608 / 0.5e12)
+    assert row["peak_memory_bytes"] > 1e8
+    assert (result["unit"], result["steps"], result["processes"]) == ("token", 5, 1)
+    lines = done.stdout.splitlines()
+    assert "8 samples a step in micro-batches of 2" in lines[0]
+    assert "tokens/s" in lines[2]
+    shown = ["eager", f"{row['seconds']:.4f}", f"{low:.4f}", "to", f"{high:.4f}"]
+    assert lines[3].split()[:5] == shown
+    assert "tok/s" in done.stderr
+    assert " left" in done.stderr
+
+
+@pytest.mark.slow
+def test_a_table_counts_images(polyad: Polyad) -> None:
+    small = ("model.num_layers=2", "model.hidden_size=16", "model.num_heads=2")
+    small += ("model.num_classes=10", "train.global_batch_size=4", "train.micro_batch_size=2")
+    done = polyad("bench", "configs/quickstart/vmoe.yaml", *small, "--steps", 1)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0].startswith("vmoe.yaml: ")
+    assert "images/s" in lines[2]
+    assert lines[3].split()[::2][:2] == ["eager", "-"]  # no interval of one step
+
+
+def test_memory_that_runs_out_says_what_to_lower(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(measured, "RandomTraining", fail)
+    assert run(["bench", GPT2, *SMALL, WORDS]) == 1
+    assert "out of memory; lower train.micro_batch_size (now 2)" in error_line(
+        capfd.readouterr().err
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["nowhere.yaml"], ["nowhere.yaml: there is no such file"]),
+        ([GPT2, "data.path=nowhere"], ["model.vocab_size: null", "model.vocab_size=50257"]),
+        ([GPT2, WORDS, "model.num_layer=2"], ["model.num_layer", "nearest is"]),
+        ([GPT2, WORDS, "--steps", "0"], ["--steps", "at least 1"]),
+        ([GPT2, WORDS, "--processes", "3"], ["train.global_batch_size"]),
+        ([GPT2, WORDS, "--json", "nowhere/x.json"], ["--json", "there is no folder nowhere"]),
+        (["layer", "--kind", "smoe"], ["unknown option --kind"]),
+    ],
+)
+def test_bad_input_is_one_line_and_status_2(
+    arguments: list[str], words: list[str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["bench", *arguments]) == 2
+    captured = capfd.readouterr()
+    assert captured.out == ""
+    for word in words:
+        assert word in error_line(captured.err)
+
+
+@pytest.mark.slow
+def test_two_processes_with_and_without_the_compiler(polyad: Polyad, tmp_path: Path) -> None:
+    path = tmp_path / "bench.json"
+    asked = ("--processes", 2, "--steps", 1, "--compile", "--json", path)
+    done = polyad("bench", GPT2, *SMALL, WORDS, *asked)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(path.read_text())
+    assert (result["processes"], result["data_parallel_size"]) == (2, 2)
+    assert list(result["times"]) == ["eager", "compiled"]
+    eager, compiled = (row["seconds"] for row in result["times"].values())
+    assert done.stdout.endswith(f"compiled takes {compiled / eager:.2f} of the eager step\n")

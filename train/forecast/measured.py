@@ -1,0 +1,215 @@
+"""Real steps of a configuration on random samples, timed: `polyad bench`."""
+
+import gc
+import math
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+
+from polyad.parallel import comm
+from polyad.parallel.source import InitialWeights
+from polyad.train.config.adaptation import model_of
+from polyad.train.config.distillation import teacher_here
+from polyad.train.config.run import RunConfig
+from polyad.train.console import Progress
+from polyad.train.errors import RunError
+from polyad.train.forecast.step import OWN_NUMBERS
+from polyad.train.guard.memory import is_out_of_memory
+from polyad.train.layout.trial import engine_of, micro_batches
+from polyad.train.loop.device import Prefetch, allow_tf32
+from polyad.train.loop.metrics import peak_flops, peak_memory_bytes
+from polyad.train.loop.step import IssuedStep, issue_step
+from polyad.train.tasks.random_input import flops_of_unit, losses_for
+from polyad.train.tasks.registry import task_class
+
+LEARNING_RATE = 1e-4
+"""Nothing is learned from random samples, and this rate is safe without warm-up."""
+BEFORE = 2
+"""Steps that do not count: in the first two DeepSpeed learns the order of parameters, and
+torch.compile compiles."""
+CONFIDENCE = 0.9
+"""The probability that a median lies in its interval."""
+
+
+class RandomTraining:
+    """A configuration in training on random samples, the same in each step.
+
+    Args:
+        config: with all that the data decides filled in.
+        world: this process.
+        compiled: whether blocks run through torch.compile.
+
+    Attributes:
+        engine: the model and its optimizer.
+    """
+
+    def __init__(self, config: RunConfig, world: comm.World, *, compiled: bool = False) -> None:
+        self._config, self._world = config, world
+        allow_tf32(config.train.tf32, world.device)
+        start = InitialWeights(model_of(config), config.seed)
+        self.engine = engine_of(config, world, config.optimizer, start, compiled=compiled)
+        self._losses_of = losses_for(config.model, teacher_here(config, world.device))
+        on_gpu = world.device.type == "cuda"
+        self._batches = [
+            type(batch)(*(part.pin_memory() for part in batch)) if on_gpu else batch
+            for batch in micro_batches(config, world, 0)
+        ]
+
+    def steps(self, number: int) -> Iterator[IssuedStep]:
+        """Steps whose numbers are read when the next one is under way, as in the training loop.
+
+        Raises:
+            RunError: a gradient is not finite, so that a step did less than others.
+        """
+        pending = None
+        for _ in range(number):
+            issued = self._issue()
+            if pending is not None:
+                yield _ended(pending)
+            pending = issued
+        if pending is not None:
+            yield _ended(pending)
+
+    def ends(self, number: int) -> Iterator[float]:
+        """The moments at which so many steps end, in seconds; one more is under way then."""
+        for done, _ in enumerate(self.steps(number + 1)):
+            if done < number:
+                yield time.perf_counter()
+
+    def _issue(self) -> IssuedStep:
+        return issue_step(
+            self.engine,
+            self._losses_of,
+            Prefetch(iter(self._batches), self._world.device),
+            len(self._batches),
+            LEARNING_RATE,
+            losses=self._config.loss,
+            progress=0.5,
+            own=lambda: (0,) * OWN_NUMBERS,
+        )
+
+
+def _ended(step: IssuedStep) -> IssuedStep:
+    step.outcome()
+    if not step.result.applied:
+        raise RunError("a step was skipped: its gradient is not finite")
+    return step
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTimes:
+    """What a step takes."""
+
+    seconds: float
+    """The median."""
+    seconds_interval: tuple[float, float] | None
+    """Where the median lies with a probability of `CONFIDENCE`; None with fewer than 5 steps."""
+    units_per_second: float
+    """Tokens or images of all processes."""
+    mfu: float | None
+    """Share of the devices' peak rate; None where that is not known, as on a CPU."""
+    peak_memory_bytes: int
+    """The most that a process has held; on a CPU with Python, its libraries and a compiler."""
+    first_steps_seconds: float
+    """The steps that do not count; they compile."""
+
+
+def time_steps(config: RunConfig, world: comm.World, steps: int, *, compiled: bool) -> StepTimes:
+    """Trains for some steps; all processes call it together.
+
+    Args:
+        config: with all that the data decides filled in.
+        world: this process.
+        steps: that are timed.
+        compiled: whether blocks run through torch.compile.
+
+    Returns:
+        The same on each process, from the times of rank 0, which collectives make those of all.
+
+    Raises:
+        RunError: memory ran out, or a gradient is not finite.
+    """
+    _begin_peak(world.device)
+    try:
+        first, seconds = _seconds(config, world, steps, compiled=compiled)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        raise RunError(
+            f"out of memory; lower train.micro_batch_size (now {config.train.micro_batch_size}), "
+            f"or take model.recompute=block (now {getattr(config.model, 'recompute', 'none')})"
+        ) from None
+    memory = comm.max_over_ranks(
+        torch.tensor(peak_memory_bytes(world.device), device=world.device)
+    ).item()
+    median = statistics.median(seconds)
+    rate = config.train.global_batch_size * config.model.units_per_sample() / median
+    peak = peak_flops(config.log, config.train.precision, tf32=config.train.tf32)
+    flops = rate * flops_of_unit(config.model, config.data) if peak else 0.0
+    return StepTimes(
+        seconds=median,
+        seconds_interval=interval(seconds),
+        units_per_second=rate,
+        mfu=flops / (peak * world.size) if peak else None,
+        peak_memory_bytes=int(memory),
+        first_steps_seconds=first,
+    )
+
+
+def _seconds(
+    config: RunConfig, world: comm.World, steps: int, *, compiled: bool
+) -> tuple[float, list[float]]:
+    """Seconds of the steps that do not count together, and of each one that does."""
+    training = RandomTraining(config, world, compiled=compiled)
+    unit = task_class(config.data.kind).unit
+    units = steps * config.train.global_batch_size * config.model.units_per_sample()
+    progress = None
+    comm.barrier()
+    ends = [time.perf_counter()]
+    for number, end in enumerate(training.ends(BEFORE + steps), start=1):
+        ends.append(end)
+        if number == BEFORE and world.is_main:
+            progress = Progress("compiled" if compiled else "eager", units, unit.short)
+        if progress is not None:
+            progress(max(0, number - BEFORE) / steps)
+    del training
+    gc.collect()  # the next engine finds the memory free
+    return comm.from_main((ends[BEFORE] - ends[0], [b - a for a, b in pairwise(ends[BEFORE:])]))
+
+
+def _begin_peak(device: torch.device) -> None:
+    """Forgets the most memory that this process held before."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+    else:
+        with suppress(OSError):  # not every system lets a process do so
+            Path("/proc/self/clear_refs").write_text("5")
+
+
+def interval(values: Sequence[float]) -> tuple[float, float] | None:
+    """Where the median of what values are drawn from lies, whatever its distribution.
+
+    Each value is above it or below with equal probability, so the k-th smallest and the k-th
+    largest miss it with twice the probability of fewer than k heads among as many coins.
+
+    Args:
+        values: Independent ones.
+
+    Returns:
+        Two of them, with a probability of at least `CONFIDENCE`; None for fewer than 5.
+    """
+    count, missed, k = len(values), 0.0, 0
+    while k < count:
+        missed += 2 * math.comb(count, k) / 2**count
+        if missed > 1 - CONFIDENCE:
+            break
+        k += 1
+    ordered = sorted(values)
+    return (ordered[k - 1], ordered[-k]) if k else None
