@@ -111,7 +111,7 @@ class Command:
         groups: dict[object, Any] = {None: parser}
         for each in _parameters(self.function):
             about = get_args(each.annotation)[1]
-            place = groups.get(about.group)
+            place: Any = groups.get(about.group)
             if place is None and about.group:
                 place = parser.add_argument_group(about.group.title, about.group.about)
                 groups[about.group] = place

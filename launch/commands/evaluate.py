@@ -4,6 +4,7 @@ Each runs in one process, or in each process that torchrun has started; rank 0 s
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -24,6 +25,38 @@ from polyad.launch.parser import UsageError, non_negative, positive, share
 
 Found = tuple[dict[str, Any], str]
 """A result as JSON values, and for a person."""
+Measure = Callable[[Path], Found]
+"""What is measured of a checkpoint, by all processes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeldOut:
+    """What is read, and where the result goes."""
+
+    data: Data = None
+    best: Best = False
+    split: Split = "validation"
+    json: Json = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stored(HeldOut):
+    """The same, and which weights of the checkpoint are meant."""
+
+    weights: Weights = "trained"
+    base: Base = None
+
+    def keywords(self, overrides: Sequence[str]) -> dict[str, Any]:
+        """The arguments of what measures."""
+        return {
+            "weights": self.weights,
+            "base": self.base,
+            "data": self.data,
+            "split": self.split,
+            "overrides": tuple(overrides),
+        }
+
+
 READ = "about how many tokens or images are read, evenly; default 65536"
 
 
@@ -36,11 +69,8 @@ READ = "about how many tokens or images are read, evenly; default 65536"
 def evaluate(
     path: CheckpointOrRun,
     overrides: Overrides,
+    held: Stored,
     *,
-    data: Data = None,
-    best: Best = False,
-    split: Split = "validation",
-    json: Json = None,
     attack: Annotated[
         Literal["word-swap", "gaussian-noise"] | None,
         Argument("replace words of a text by AAA, or add noise to images, before they are read"),
@@ -69,11 +99,8 @@ def evaluate(
             positive,
         ),
     ] = None,
-    weights: Weights = "trained",
-    base: Base = None,
 ) -> None:
     """Scores a checkpoint on held-out data."""
-    asked = dict(locals())
     for option, value in (("--rate", rate), ("--seed", seed)):
         if value is not None and attack is None:
             raise UsageError(f"{option}: {value} means nothing without --attack")
@@ -93,15 +120,12 @@ def evaluate(
             checkpoint,
             attack=attacked,
             leak=leak,
-            weights=weights,
-            base=base,
-            data=data,
-            split=split,
-            overrides=tuple(overrides),
+            **held.keywords(overrides),
         )
         return result, result_table(result)
 
-    _show("evaluate", asked, measure)
+    asked = {"overrides": overrides, "attack": attack, "rate": rate, "seed": seed, "leak": leak}
+    _show("evaluate", path, held, asked, measure)
 
 
 @command(
@@ -116,16 +140,13 @@ def compare(
         Path, Argument("the other one; a run: its newest", "CHECKPOINT_OR_RUN", flag="--with")
     ],
     tokens: Annotated[int | None, Argument(READ, "N", positive)] = None,
-    data: Data = None,
-    best: Best = False,
-    split: Split = "validation",
-    json: Json = None,
+    held: HeldOut,
 ) -> None:
     """Compares the routing of two checkpoints.
 
     Of each layer the share of tokens that get other experts, and the entropy ratio.
     """
-    asked = dict(locals())
+    asked = {"overrides": overrides, "other": other, "tokens": tokens}
 
     def measure(checkpoint: Path) -> Found:
         from polyad.parallel.checkpoint.finding import read_newest
@@ -137,14 +158,14 @@ def compare(
                 checkpoint,
                 second,
                 units=PROBE_UNITS if tokens is None else tokens,
-                data=data,
-                split=split,
+                data=held.data,
+                split=held.split,
                 overrides=tuple(overrides),
             ),
         )
         return result, comparison_table(result)
 
-    _show("compare", asked, measure)
+    _show("compare", path, held, asked, measure)
 
 
 @command("robustness", "polyad robustness runs/quickstart/run --set v2 --images imagenetv2")
@@ -164,59 +185,40 @@ def robustness(
     base: Base = None,
 ) -> None:
     """Scores a model of ImageNet on a published set of other images, in place of a split."""
-    asked = dict(locals())
+    held = Stored(data=data, best=best, json=json, weights=weights, base=base)
 
     def measure(checkpoint: Path) -> Found:
         from polyad.data.errors import user_path
         from polyad.train.evaluation.robustness import robustness, robustness_table
 
-        result = robustness(
-            checkpoint,
-            kind,
-            user_path(images),
-            weights=weights,
-            base=base,
-            data=data,
-            overrides=tuple(overrides),
-        )
+        asked = held.keywords(overrides)
+        del asked["split"]  # the set is in its place
+        result = robustness(checkpoint, kind, user_path(images), **asked)
         return result, robustness_table(result)
 
-    _show("robustness", asked, measure)
+    asked = {"overrides": overrides, "set": kind, "images": images}
+    _show("robustness", path, held, asked, measure)
 
 
 @command("experts specialize", "polyad experts specialize runs/quickstart/run")
 def specialize(
     path: CheckpointOrRun,
     overrides: Overrides,
-    *,
-    data: Data = None,
-    best: Best = False,
-    split: Split = "validation",
-    json: Json = None,
-    weights: Weights = "trained",
-    base: Base = None,
+    held: Stored,
 ) -> None:
     """Shows how experts divide the work.
 
     Entropies of the gates, and what experts tell about classes, of text about classes of tokens;
     of images also for how many classes each expert matters, by leaving it out.
     """
-    asked = dict(locals())
 
     def measure(checkpoint: Path) -> Found:
         from polyad.train.evaluation.specialization import specialization, specialization_table
 
-        result = specialization(
-            checkpoint,
-            weights=weights,
-            base=base,
-            data=data,
-            split=split,
-            overrides=tuple(overrides),
-        )
+        result = specialization(checkpoint, **held.keywords(overrides))
         return result, specialization_table(result)
 
-    _show("experts specialize", asked, measure)
+    _show("experts specialize", path, held, {"overrides": overrides}, measure)
 
 
 Layers = Annotated[
@@ -240,18 +242,14 @@ def knockout(
     layers: Layers = (),
     experts: Experts = (),
     tokens: Annotated[int | None, Argument(READ, "N", positive)] = None,
-    data: Data = None,
-    best: Best = False,
-    split: Split = "validation",
-    json: Json = None,
-    weights: Weights = "trained",
-    base: Base = None,
+    held: Stored,
 ) -> None:
     """Shows what each expert of a language model is for, by leaving it out.
 
     The change of the loss without it, for classes of tokens by characters, position and frequency.
     """
-    _knock_out("experts knockout", dict(locals()))
+    asked = {"overrides": overrides, "layers": layers, "experts": experts, "tokens": tokens}
+    _knock_out("experts knockout", path, held, asked)
 
 
 @command(
@@ -273,22 +271,18 @@ def steer(
     layers: Layers = (),
     experts: Experts = (),
     tokens: Annotated[int | None, Argument(READ, "N", positive)] = None,
-    data: Data = None,
-    best: Best = False,
-    split: Split = "validation",
-    json: Json = None,
-    weights: Weights = "trained",
-    base: Base = None,
+    held: Stored,
 ) -> None:
     """Shows what a language model predicts when it is steered to experts.
 
     The change of the loss, and of the predicted probability, for the classes of tokens of
     `polyad experts knockout`, beside what leaving the experts out does.
     """
-    _knock_out("experts steer", dict(locals()))
+    asked = {"overrides": overrides, "layers": layers, "experts": experts, "tokens": tokens}
+    _knock_out("experts steer", path, held, asked | {"steer": steer})
 
 
-def _knock_out(name: str, asked: dict[str, Any]) -> None:
+def _knock_out(name: str, path: Path, held: Stored, asked: dict[str, Any]) -> None:
     def measure(checkpoint: Path) -> Found:
         from polyad.train.evaluation.knockout import knockout
         from polyad.train.evaluation.knockout_table import knockout_table
@@ -301,12 +295,11 @@ def _knock_out(name: str, asked: dict[str, Any]) -> None:
             layers=asked["layers"],
             experts=asked["experts"],
             steerings=[parse_steering(text) for text in asked.get("steer", ())],
-            overrides=tuple(asked["overrides"]),
-            **{name: asked[name] for name in ("weights", "base", "data", "split")},
+            **held.keywords(asked["overrides"]),
         )
         return result, knockout_table(result)
 
-    _show(name, asked, measure)
+    _show(name, path, held, asked, measure)
 
 
 @command("experts rewrite", "polyad experts rewrite runs/quickstart/run --move class=1,of=Young:0")
@@ -322,44 +315,31 @@ def rewrite(
             "class=C,of=A+B,by=N",
         ),
     ],
-    data: Data = None,
-    best: Best = False,
-    split: Split = "validation",
-    json: Json = None,
-    weights: Weights = "trained",
-    base: Base = None,
+    held: Stored,
 ) -> None:
     """Moves a class's output by experts, in a model with a muMoE head.
 
     Accuracy and fairness before and after.
     """
-    asked = dict(locals())
 
     def measure(checkpoint: Path) -> Found:
         from polyad.train.evaluation.rewriting import rewriting, rewriting_table
 
-        result = rewriting(
-            checkpoint,
-            move,
-            weights=weights,
-            base=base,
-            data=data,
-            split=split,
-            overrides=tuple(overrides),
-        )
+        result = rewriting(checkpoint, move, **held.keywords(overrides))
         return result, rewriting_table(result)
 
-    _show("experts rewrite", asked, measure)
+    _show("experts rewrite", path, held, {"overrides": overrides, "move": move}, measure)
 
 
-def _show(name: str, asked: dict[str, Any], measure: Callable[[Path], Found]) -> None:
+def _show(name: str, path: Path, held: HeldOut, asked: dict[str, Any], measure: Measure) -> None:
     """Shows what is measured of a checkpoint.
 
     Args:
         name: of the command.
-        asked: the command's arguments, which have to be the same in all processes; paths in it
-            become those that rank 0 has found.
-        measure: of the checkpoint's folder; all processes call it.
+        path: of a checkpoint or a run.
+        held: what is read.
+        asked: the command's other arguments; `other`, a path, becomes that which rank 0 has found.
+        measure: of the checkpoint's folder.
     """
     from polyad.launch.machine import end_with_launcher, prepare_environment
 
@@ -374,15 +354,16 @@ def _show(name: str, asked: dict[str, Any], measure: Callable[[Path], Found]) ->
     )
     from polyad.parallel.meeting import agree
 
-    choose = best_checkpoint if asked["best"] else newest_of
-    with results(asked["json"]) as show:
+    choose = best_checkpoint if held.best else newest_of
+    with results(held.json) as show:
         if comm.environment_world_size() > 1:
-            facts = {"name": name} | {key: f"{asked[key]}" for key in asked if key != "json"}
-            agree("the command", {f"the command's {key}": value for key, value in facts.items()})
-            asked["path"], choose = chosen_by_main("path", asked["path"], choose), newest_of
+            facts = {"name": name, "path": path} | vars(held) | asked
+            del facts["json"]
+            agree("the command", {f"the command's {key}": f"{facts[key]}" for key in facts})
+            path, choose = chosen_by_main("path", path, choose), newest_of
             if "other" in asked:
                 asked["other"] = chosen_by_main("--with", asked["other"], newest_of)
-        result, table = read_newest(asked["path"], measure, choose)
+        result, table = read_newest(path, measure, choose)
         if is_main():
             show(result, table)
         comm.shutdown()

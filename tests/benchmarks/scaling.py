@@ -394,7 +394,7 @@ def scaling(
     if not numbers:
         raise UsageError(f"--processes: {words[-1][0]} is not a number of processes")
     if config is not None and "=" in config and not Path(config).exists():
-        config, overrides = None, [config, *overrides]  # a key, and no file before it
+        overrides, config = [config, *overrides], None  # a key, and no file before it
     with results(json) as show:
         result = bench_scaling(
             None if config is None else Path(config),

@@ -45,9 +45,9 @@ def deletes_the_newest(monkeypatch, run, *, while_it_opens):
     "command",
     [
         ["evaluate", "{run}", "evaluation.max_windows=2"],
-        ["evaluate", "{run}", "--specialization", "evaluation.max_windows=2"],
-        ["evaluate", "{run}", "--knockout", "--probe-tokens", "200"],
-        ["evaluate", "{other}", "--compare", "{run}", "--probe-tokens", "200"],
+        ["experts", "specialize", "{run}", "evaluation.max_windows=2"],
+        ["experts", "knockout", "{run}", "--tokens", "200"],
+        ["compare", "{other}", "--with", "{run}", "--tokens", "200"],
         ["generate", "{run}", "--prompt", "def", "--max-tokens", "2"],
         ["report", "{run}", "--tokens", "400"],
         ["convert", "{run}", "{run}/../out", "--to", "safetensors"],

@@ -183,8 +183,9 @@ def test_the_experts_steered_to_are_left_out_unless_others_are_named(workers, tr
 
 
 def test_the_command_says_it_for_people(trained, capfd):
-    command = ["evaluate", str(trained("smoe")), "--knockout", "--probe-tokens", "640"]
-    assert polyad([*command, "--steer", STEER, "--experts", "1,2", "--json", "-"]) == 0
+    words = [str(trained("smoe")), "--tokens", "640"]
+    steer = ["--steer", STEER, "--experts", "1,2", "--json", "-"]
+    assert polyad(["experts", "steer", *words, *steer]) == 0
     captured = capfd.readouterr()
     result = json.loads(captured.out)
     assert "leave out experts" in captured.err
@@ -199,7 +200,7 @@ def test_the_command_says_it_for_people(trained, capfd):
     assert row[2] == f"{layer['by']['all']['change']['value'][0][0]:+.4f}"
     assert f"--steer {STEER}" in lines
     assert sum(line.startswith("next characters") for line in lines) == 1
-    assert polyad(command) == 0
+    assert polyad(["experts", "knockout", *words]) == 0
     assert "--steer" not in capfd.readouterr().out
 
 
@@ -310,6 +311,6 @@ def test_images_are_refused(workers, tmp_path, capfd):
         train__steps=1, evaluation={}, checkpoint__every=1,
     )  # fmt: skip
     workers(1).run(run, config)
-    assert polyad(["evaluate", str(tmp_path / "run"), "--knockout"]) == 2
+    assert polyad(["experts", "knockout", str(tmp_path / "run")]) == 2
     error = capfd.readouterr().err.splitlines()[-1]
     assert "--knockout: is not allowed with data.kind: images; text and masked_text" in error

@@ -171,7 +171,7 @@ def test_sequences_are_by_class(workers, tmp_path_factory, capfd):
     hidden = [json.dumps(row | {"label": -1}) + "\n" for row in held_out]
     (folder.parent / "table" / "test.jsonl").write_text("".join(hidden))
     capfd.readouterr()
-    assert polyad(["evaluate", str(folder), "--specialization", "--split", "test"]) == 2
+    assert polyad(["experts", "specialize", str(folder), "--split", "test"]) == 2
     (line,) = capfd.readouterr().err.splitlines()
     assert line.endswith("test.jsonl: its labels are hidden: nothing can be scored there")
 
@@ -198,13 +198,13 @@ def test_the_report_says_the_same(workers, runs, tmp_path):
 
 @pytest.mark.slow
 def test_the_command_says_it_for_people(runs, capfd, tmp_path):
-    assert polyad(["evaluate", str(runs["smoe"]), "--specialization", "--json", "-"]) == 0
+    assert polyad(["experts", "specialize", str(runs["smoe"]), "--json", "-"]) == 0
     result = json.loads(capfd.readouterr().out)
     lines = specialization_table(result).splitlines()
     (heads,) = (line for line in lines if "H_s" in line)
     assert " ".join(heads.split()) == "H_s H_u at most I(E; Y) by chance normalized purity"
     assert sum(line.startswith("  by ") for line in lines) == 2 * 3
-    assert polyad(["evaluate", str(runs["dense"]), "--specialization"]) == 2
+    assert polyad(["experts", "specialize", str(runs["dense"])]) == 2
     error = capfd.readouterr().err.splitlines()[-1]
     assert "--specialization" in error
     assert "its model has no experts, in blocks or as its head" in error

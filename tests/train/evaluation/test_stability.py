@@ -153,9 +153,7 @@ def test_the_report_draws_what_the_loop_logged(runs, tmp_path):
 def test_the_command_writes_json_and_leaves_nothing(runs, capfd, tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     first, second = (str(checkpoint(runs["smoe"], step)) for step in (6, 3))
-    assert (
-        polyad(["evaluate", first, "--compare", second, "--probe-tokens", "64", "--json", "-"]) == 0
-    )
+    assert polyad(["compare", first, "--with", second, "--tokens", "64", "--json", "-"]) == 0
     result = json.loads(capfd.readouterr().out)
     assert (result["probe_tokens"], result["probe_windows"]) == (64, 2)
     assert polyad(["evaluate", first, "--attack", "word-swap", "--rate", "0.5", "--json", "-"]) == 0
@@ -177,7 +175,6 @@ def test_the_command_writes_json_and_leaves_nothing(runs, capfd, tmp_path, monke
         (("--rate", "0.1"), "--rate: 0.1 means nothing without --attack"),
         (("--seed", "0"), "--seed: 0 means nothing without --attack"),
         (("--probe-tokens", "9"), "--probe-tokens: 9 means nothing without --compare"),
-        (("--compare", ".", "--probe-tokens", "0"), "--probe-tokens: '0' is not a whole number"),
         (
             ("--compare", ".", "--attack", "word-swap", "--rate", "0"),
             "is not allowed with --compare",
@@ -186,15 +183,30 @@ def test_the_command_writes_json_and_leaves_nothing(runs, capfd, tmp_path, monke
             ("--robustness", "a", ".", "--split", "test"),
             "--split: test is not allowed with --robustness",
         ),
-        (("--compare", "nowhere"), "nowhere: there is no such folder"),
     ],
 )
 def test_bad_options_are_one_line(runs, capfd, options, expected):
-    assert polyad(["evaluate", str(runs["smoe"]), *options]) == 2
+    assert expected in said_of(["evaluate", str(runs["smoe"]), *options], capfd)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (("--with", ".", "--tokens", "0"), "--tokens: '0' is not a whole number"),
+        (("--with", "nowhere"), "nowhere: there is no such folder"),
+        ((), "compare: the following arguments are required: --with"),
+    ],
+)
+def test_bad_options_of_a_comparison_are_one_line(runs, capfd, options, expected):
+    assert expected in said_of(["compare", str(runs["smoe"]), *options], capfd)
+
+
+def said_of(words, capfd):
+    assert polyad(words) == 2
     captured = capfd.readouterr()
     assert captured.out == ""
-    assert expected in captured.err
-    assert len(captured.err.strip().splitlines()) == 1
+    (line,) = captured.err.strip().splitlines()
+    return line
 
 
 def refused(*arguments, **options):
