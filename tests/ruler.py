@@ -2,7 +2,7 @@
 
     python -m tests.ruler                           # lines by room
     python -m tests.ruler model parallel            # with a row for each folder of these rooms
-    python -m tests.ruler --calls                   # functions and files that six calls pass
+    python -m tests.ruler --calls                   # functions and files that eight calls pass
     python -m tests.ruler --calls saving --list     # with the names of the functions of one
 
 A room is a folder at the top of the repository; only tracked Python files count. A line is code if
@@ -19,6 +19,7 @@ are computed once for a process. Blocks run on the CPU, by the kernels that `POL
 """
 
 import argparse
+import contextlib
 import inspect
 import io
 import itertools
@@ -322,8 +323,67 @@ def loading(folder: Path) -> Callable[[], object]:
     return lambda: fill(engine, Checkpoint(saved))
 
 
+def _small_run(folder: Path) -> Path:
+    """A configuration of three steps on text that is prepared: two validations, one checkpoint."""
+    from polyad.data.text.prepare import prepare
+    from polyad.model.config_yaml import dump
+
+    text = "".join(f"It was the {word} of times. " for word in ("best", "worst", "age") * 400)
+    (folder / "texts").mkdir()
+    (folder / "texts" / "a.txt").write_text(text)
+    prepare(str(folder / "texts"), "train:300", folder / "data", report=lambda line: None)
+    model = {key: value for key, value in GPT2.items() if key != "vocab_size"}
+    tree = {
+        "run": {"folder": str(folder / "run")},
+        "model": model | {"feed_forward": SPARSE},
+        "data": {"path": str(folder / "data")},
+        "train": {"steps": 3, "global_batch_size": 4, "micro_batch_size": 2},
+        "evaluation": {"every": 2},
+    }
+    path = folder / "config.yaml"
+    path.write_text(dump(tree))
+    return path
+
+
+def _command(words: Callable[[], Sequence[str]]) -> Callable[[], object]:
+    """A command of `polyad` that says nothing."""
+    from polyad.launch.cli import run
+
+    def call() -> None:
+        said = io.StringIO()
+        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+            status = run(words())
+        if status:
+            raise RuntimeError(said.getvalue())
+
+    return call
+
+
+def training(folder: Path) -> Callable[[], object]:
+    """`polyad train`: three steps of a sparse GPT-2, with validations and a checkpoint."""
+    config, number = _small_run(folder), itertools.count()
+    return _command(lambda: ("train", str(config), f"run.folder={folder}/run-{next(number)}"))
+
+
+def study(folder: Path) -> Callable[[], object]:
+    """`polyad study --dry-run`: two variants with two seeds, none of them trained."""
+    from polyad.model.config_yaml import dump
+
+    file = folder / "study.yaml"
+    tree = {
+        "base": str(_small_run(folder)),
+        "folder": str(folder / "study"),
+        "seeds": [1, 2],
+        "baseline": "sparse",
+        "variants": {"sparse": {}, "dense": {"model.feed_forward": {"kind": "dense"}}},
+    }
+    file.write_text(dump(tree))
+    return _command(lambda: ("study", str(file), "--dry-run"))
+
+
 SCENARIOS: dict[str, Scenario] = {
-    each.__name__: each for each in (dense, graph, mumoe, building, saving, loading)
+    each.__name__: each
+    for each in (dense, graph, mumoe, building, saving, loading, training, study)
 }
 
 

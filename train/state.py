@@ -1,5 +1,6 @@
 """Where a run stands: what a checkpoint holds beside weights and optimizer state."""
 
+import math
 import platform
 import time
 from dataclasses import asdict, dataclass, field
@@ -32,11 +33,11 @@ class TrainState:
     unfinished: dict[str, Any] | None = None
     """The record of the last step, where a signal came while it was validated; otherwise None."""
     best_score: float | None = None
-    """Of the best validation so far; None before there is one."""
+    """The best validation so far; None before there is one."""
     best_step: int = 0
-    """The step that it was after."""
+    """The step after which that validation was."""
     validations_since_best: int = 0
-    """That were no better."""
+    """Validations since then, none of them better."""
     first_loss: float | None = None
     """Training loss of the run's first step, in nats."""
     seconds: float = 0.0
@@ -47,9 +48,9 @@ class TrainState:
     end_of_text: str | None = None
     """The token that ends each document of the data."""
     base_digest: str | None = None
-    """Of the frozen weights, in a run with LoRA."""
+    """A digest of the frozen weights, in a run with LoRA."""
     teacher_step: int | None = None
-    """Of the checkpoint that the run learns from, if it learns from one."""
+    """The step of the checkpoint that the run learns from, if it learns from one."""
     vocab_size: int = 0
     world_size: int = 1
     """Processes that wrote this."""
@@ -68,6 +69,42 @@ class TrainState:
             if name in values
         }
         return cls(**known)
+
+    def judge(self, score: float, *, higher_is_better: bool) -> bool:
+        """Counts a validation.
+
+        Args:
+            score: of the newest validation; one that is not finite is no better than any.
+            higher_is_better: or lower, as of a loss.
+
+        Returns:
+            Whether it is better than all before.
+        """
+        best = self.best_score
+        better = best is None or (score > best if higher_is_better else score < best)
+        if better and math.isfinite(score):
+            self.best_score, self.best_step, self.validations_since_best = score, self.step, 0
+            return True
+        self.validations_since_best += 1
+        return False
+
+    def is_over(self, patience: int | None) -> bool:
+        """Whether the run ends: so many validations in a row were no better than the best.
+
+        Args:
+            patience: `evaluation.patience`; None: never.
+        """
+        return patience is not None and self.validations_since_best >= patience
+
+    def why_it_is_over(self, patience: int | None) -> str:
+        """The reason that `is_over` has, for people."""
+        best = "none" if self.best_score is None else f"{self.best_score:.4f}, at step "
+        best += "" if self.best_score is None else f"{self.best_step:,}"
+        return (
+            f"the run ends early after step {self.step:,}: {self.validations_since_best} "
+            f"validations in a row were no better (evaluation.patience: {patience}); the best: "
+            f"{best}"
+        )
 
 
 def package_versions() -> dict[str, str]:

@@ -176,7 +176,7 @@ def configuration(path: Path, overrides: Sequence[str], processes: int) -> "RunC
     Raises:
         ValueError: with an `exit_status` of 2: one line says what is wrong.
     """
-    from polyad.train.config.plan import open_inputs
+    from polyad.train.config.plan import open_plan
     from polyad.train.config.rules import validate
     from polyad.train.config.run import load_config
     from polyad.train.forecast.describe import check_without_data
@@ -186,7 +186,7 @@ def configuration(path: Path, overrides: Sequence[str], processes: int) -> "RunC
     if not config.model.left_to_data():
         return config
     try:
-        return open_inputs(path, overrides, processes).config
+        return open_plan(path, overrides, processes).config
     except ValueError as error:
         try:
             check_without_data(config)

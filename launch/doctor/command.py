@@ -94,7 +94,7 @@ def _room(config: "RunConfig", processes: int) -> str | None:
     from polyad.train.config.adaptation import model_of
     from polyad.train.config.plan import checkpoint_bytes
     from polyad.train.config.rules import validate
-    from polyad.train.guard.room import check_room
+    from polyad.train.guard.run_folder import check_room
     from polyad.train.tasks.registry import open_task
 
     try:

@@ -15,7 +15,6 @@ from polyad.launch.study.plan import newest_step
 from polyad.launch.study.progress import trained_line
 from polyad.parallel.checkpoint.finding import newest_that_opens
 from polyad.train.errors import RunError
-from polyad.train.loop.best import is_over
 from polyad.train.records import METRICS_FILE, read_records, records_of
 from polyad.train.state import TrainState
 from polyad.train.study.study import Run
@@ -140,6 +139,5 @@ def _is_trained(run: Run) -> bool:
     if newest is None or newest.state.unfinished is not None:
         return False
     is_done = newest.training_step >= config.train.steps
-    return is_done or is_over(
-        TrainState.from_json(newest.state.model_dump()), config.evaluation.patience
-    )
+    state = TrainState.from_json(newest.state.model_dump())
+    return is_done or state.is_over(config.evaluation.patience)

@@ -9,7 +9,7 @@ from polyad.launch.study.measures import all_measures
 from polyad.launch.study.state import finished_runs, unfinished
 from polyad.model.settings import ModelSettings
 from polyad.parallel.checkpoint.keeping import complete_checkpoints
-from polyad.train.config.plan import open_inputs, plan_run
+from polyad.train.config.plan import open_plan, plan_run
 from polyad.train.config.rules import validate
 from polyad.train.forecast.describe import describe
 from polyad.train.study.study import Run, Study
@@ -31,7 +31,7 @@ def planned(study: Study) -> dict[str, Any]:
         if all((other.name, run.seed) in results for other in run.sources.values()):
             plan_run(base, run.overrides, 1)
         else:
-            open_inputs(base, run.checked_overrides, 1)
+            open_plan(base, run.checked_overrides, 1)
     return plan
 
 

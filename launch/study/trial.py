@@ -31,7 +31,7 @@ from polyad.parallel.source import InitialWeights
 from polyad.parallel.zero import Engine
 from polyad.train.config.adaptation import model_of
 from polyad.train.config.distillation import teacher_here
-from polyad.train.config.plan import open_inputs
+from polyad.train.config.plan import open_plan
 from polyad.train.config.run import RunConfig
 from polyad.train.errors import STOP_SIGNALS, ConfigError, RunError
 from polyad.train.layout.trial import engine_of, micro_batches
@@ -129,7 +129,7 @@ def _passes(config: RunConfig, task: Task[Any], split: str, samples: int) -> int
 
 
 def _measure(out: str, began: str, split: str, base: str, *overrides: str) -> int:
-    opened = open_inputs(Path(base), overrides, 1)
+    opened = open_plan(Path(base), overrides, 1)
     model = opened.config.model
     if not isinstance(model, GPT2Config | BertConfig | ImageSettings):
         raise ConfigError(f"model.kind: {model.kind}: no random input is known for it")

@@ -28,9 +28,7 @@ from polyad.parallel.parallelize import parallelize
 from polyad.parallel.source import InitialWeights
 from polyad.parallel.zero import Engine, Precision
 from polyad.train.console import Progress
-from polyad.train.guard.limits import Limits, StepOutcome
-from polyad.train.guard.monitor import MonitorConfig
-from polyad.train.guard.spikes import limits_of, remember
+from polyad.train.guard.spikes import Limits, MonitorConfig, StepOutcome, limits_of, remember
 from polyad.train.loop.optimizer import OptimizerConfig, build_optimizer
 from polyad.train.loop.step import train_step
 from polyad.train.state import TrainState

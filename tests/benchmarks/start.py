@@ -15,7 +15,7 @@ import torch
 
 from polyad.model.gpt2 import GPT2Config
 from polyad.train.guard.memory import is_out_of_memory
-from polyad.train.loop.metrics import peak_memory_bytes
+from polyad.train.loop.device import peak_memory_bytes
 from tests.benchmarks.step import OUT_OF_MEMORY
 from tests.benchmarks.step_variants import make_step
 from tests.benchmarks.turns import prepare_device, synchronize

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from polyad.train.guard.limits import Limits
+from polyad.train.guard.spikes import Limits
 from polyad.train.loop.step import train_step
 from polyad.train.tasks.language import text_losses
 from tests.helpers.training import Case, build_engine, text_batches

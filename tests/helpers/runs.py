@@ -19,8 +19,8 @@ from polyad.parallel.checkpoint.tensor_file import record_of
 from polyad.train.evaluation.evaluate import evaluate
 from polyad.train.evaluation.rewriting import rewriting
 from polyad.train.evaluation.robustness import robustness
-from polyad.train.loop.device import memory_of_process
-from polyad.train.loop.metrics import Metrics, peak_memory_bytes
+from polyad.train.loop.device import memory_of_process, peak_memory_bytes
+from polyad.train.loop.metrics import Metrics
 from polyad.train.loop.statistics import StepStatistics
 from polyad.train.pretrain import main
 

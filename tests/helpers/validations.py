@@ -5,14 +5,13 @@ import io
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import torch
 
 from polyad.parallel import comm
 from polyad.parallel.checkpoint.keeping import complete_checkpoints
-from polyad.train.loop.hooks import Checkpoints, Validation
+from polyad.train.loop.loop import TrainLoop
 from polyad.train.pretrain import main
 
 
@@ -31,32 +30,32 @@ def run_with_bad_validations(
         How it ended, and what it said.
     """
     count = iter(range(1000))
-    real = Validation.__call__
+    real = TrainLoop._validate
 
-    def validate(self: Validation) -> dict[str, float]:
+    def validate(self: TrainLoop) -> dict[str, float]:
         number = next(count)
         if number == stop_at and comm.rank() == comm.size() - 1:
-            self._stop.fail("a signal")
+            self.stop.fail("a signal")
         scores = real(self)
         return scores | {"validation_loss": math.nan} if number in bad else scores
 
-    with mock.patch.object(Validation, "__call__", validate):
+    with mock.patch.object(TrainLoop, "_validate", validate):
         return ended(config, *overrides)
 
 
 def run_with_bad_weights(config: Path, name: str, step: int, *overrides: str) -> tuple[str, str]:
     """`polyad train` where an element of a buffer or weight is NaN before a step's checkpoint."""
-    save = Checkpoints.save
+    save = TrainLoop._write_checkpoint
 
-    def spoiled(self: Checkpoints, state: Any) -> None:
-        module = self._saver._engine.module
+    def spoiled(self: TrainLoop) -> None:
+        module = self.engine.module
         value = dict([*module.named_parameters(), *module.named_buffers()])[name]
-        if state.step == step:
+        if self.state.step == step:
             with torch.no_grad():
                 value.data.view(-1)[-1] = math.nan
-        save(self, state)
+        save(self)
 
-    with mock.patch.object(Checkpoints, "save", spoiled):
+    with mock.patch.object(TrainLoop, "_write_checkpoint", spoiled):
         return ended(config, *overrides)
 
 

@@ -19,7 +19,7 @@ from polyad.parallel.checkpoint.tensor_file import record_of
 from polyad.parallel.checkpoint.verification import Manifest
 from polyad.parallel.checkpoint.writing import save_weights
 from polyad.parallel.weights import load_model
-from polyad.train.guard import room
+from polyad.train.guard import run_folder
 from tests.helpers.runs import write_config
 from tests.helpers.training import MODEL
 
@@ -113,7 +113,7 @@ def disk(monkeypatch):
 
     def free(nbytes):
         usage = SimpleNamespace(total=10**12, used=0, free=nbytes)
-        monkeypatch.setattr(room.shutil, "disk_usage", lambda path: usage)
+        monkeypatch.setattr(run_folder.shutil, "disk_usage", lambda path: usage)
 
     return free
 

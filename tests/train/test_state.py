@@ -1,4 +1,4 @@
-"""What the small files of a checkpoint can say, and that it is all that a run writes."""
+"""What the small files of a checkpoint can say; which validation is the best, by hand."""
 
 import json
 import math
@@ -7,7 +7,8 @@ import time
 import pytest
 import torch
 
-from polyad.parallel.checkpoint.format import State, StoredBox, StoredTensor
+from polyad.parallel.checkpoint.finding import best_checkpoint
+from polyad.parallel.checkpoint.format import CheckpointError, State, StoredBox, StoredTensor
 from polyad.parallel.records import FormError, parsed
 from polyad.parallel.zero import _state_fields
 from polyad.train.loop.optimizer import OptimizerConfig, build_optimizer, state_tensors
@@ -81,3 +82,36 @@ def test_what_an_optimizer_keeps_is_known_without_it():
         parameter = torch.nn.Parameter(torch.ones(2))
         optimizer = build_optimizer(config, [("weight", parameter, 1)])
         assert state_tensors(config) == _state_fields(optimizer)
+
+
+@pytest.mark.parametrize(
+    ("scores", "higher", "best", "since"),
+    [
+        ([0.5, 0.7, 0.6, 0.7], True, (0.7, 2), 2),
+        ([3.0, 2.0, 2.5], False, (2.0, 2), 1),
+        ([float("nan"), 2.0, float("inf"), float("nan")], True, (2.0, 2), 2),
+        ([float("nan"), float("nan")], False, (None, 0), 2),
+    ],
+)
+def test_the_best_of_all_so_far(scores, higher, best, since):
+    state = TrainState()
+    for state.step, score in enumerate(scores, start=1):
+        state.judge(score, higher_is_better=higher)
+    assert (state.best_score, state.best_step) == best
+    assert state.validations_since_best == since
+    assert [state.is_over(patience) for patience in (None, since, since + 1)] == [
+        False, True, False,
+    ]  # fmt: skip
+    assert f"after step {len(scores)}" in state.why_it_is_over(since)
+
+
+def test_a_mark_that_leads_nowhere_is_one_line(tmp_path):
+    with pytest.raises(CheckpointError, match="no checkpoint is marked as the best; a run with"):
+        best_checkpoint(tmp_path)
+    (tmp_path / "checkpoints").mkdir()
+    for name in ("step-00000003", "../../elsewhere", "\udcff"):
+        content = f"{name}\n".encode(errors="surrogateescape")
+        (tmp_path / "checkpoints" / "best").write_bytes(content)
+        with pytest.raises(CheckpointError, match="which is no checkpoint beside it") as caught:
+            best_checkpoint(tmp_path)
+        assert "\n" not in str(caught.value)

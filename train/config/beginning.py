@@ -10,7 +10,6 @@ from polyad.train.config.adaptation import begins_anew, counts, in_words, model_
 from polyad.train.config.plan import Plan
 from polyad.train.config.rate import change_of_rate, warm_up_note
 from polyad.train.config.run import parse_config
-from polyad.train.loop.best import is_over, why_it_is_over
 from polyad.train.state import TrainState
 from polyad.train.tasks.images import ImageClassification
 from polyad.train.tasks.preprocessing import normalization_of
@@ -25,7 +24,7 @@ def nothing_is_left(plan: Plan, state: TrainState) -> bool:
     """
     if state.unfinished is not None:
         return False
-    return state.step == plan.config.train.steps or is_over(state, plan.config.evaluation.patience)
+    return state.step == plan.config.train.steps or state.is_over(plan.config.evaluation.patience)
 
 
 def first_line(plan: Plan, state: TrainState) -> str:
@@ -40,7 +39,7 @@ def first_line(plan: Plan, state: TrainState) -> str:
         return f"begins anew: {steps:,} steps to do, in {folder}{_weights(plan)}"
     place, left = plan.resume.folder, steps - state.step
     if nothing_is_left(plan, state) and left:
-        reason = why_it_is_over(state, plan.config.evaluation.patience)
+        reason = state.why_it_is_over(plan.config.evaluation.patience)
         line = f"nothing is left to do: {reason}; the last checkpoint is {place}"
     elif nothing_is_left(plan, state):
         line = (

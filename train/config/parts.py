@@ -1,45 +1,52 @@
 """From a plan to the parts of a run: batches, engine, checkpoints, metrics."""
 
 from collections.abc import Iterator
-from dataclasses import replace
-from pathlib import Path
+from dataclasses import fields
 from typing import Any
 
 from polyad.data.files import write_whole
 from polyad.data.sampler import micro_batches
 from polyad.parallel import comm
-from polyad.parallel.checkpoint.finding import newest_verified
+from polyad.parallel.checkpoint.finding import newest_that_opens, newest_verified
 from polyad.parallel.checkpoint.format import CONFIG_FILE
-from polyad.parallel.checkpoint.keeping import Retention, complete_checkpoints, remove_leftovers
+from polyad.parallel.checkpoint.keeping import Retention, remove_leftovers
+from polyad.parallel.checkpoint.reading import Checkpoint
 from polyad.parallel.checkpoint.saving import Saver
+from polyad.parallel.fragments import fill
 from polyad.parallel.parallelize import parallelize
 from polyad.parallel.zero import Engine
 from polyad.train.config.adaptation import begins_anew, model_of, source_of
+from polyad.train.config.agreement import agreed_facts
 from polyad.train.config.environment import write_environment
-from polyad.train.config.plan import Plan, check_resume
-from polyad.train.config.run import RunConfig
-from polyad.train.loop.loop import LoopConfig
+from polyad.train.config.plan import Plan
+from polyad.train.guard.spikes import batches_left_out
 from polyad.train.loop.metrics import Metrics
 from polyad.train.loop.optimizer import build_optimizer
-from polyad.train.loop.startup import Startup
+from polyad.train.loop.timing import Startup
 from polyad.train.state import TrainState
 from polyad.train.tasks.cross_entropy import cross_entropy
 
 
-def with_verified(plan: Plan) -> Plan:
-    """The plan with a checkpoint whose every byte was verified: the newest one that is good."""
-    resume = newest_verified(plan.resume, plan.checkpoints)
-    if resume is not None and (plan.resume is None or resume.folder != plan.resume.folder):
-        check_resume(plan.config, resume)
-    return replace(plan, resume=resume)
+def meet(plan: Plan) -> comm.World:
+    """Joins the process group of the run, where all processes compare what they are about to do."""
+    dims, parallel = plan.dims, plan.config.parallel
+    return comm.initialize(
+        parallel.timeout_minutes,
+        dims.tensor_parallel_size,
+        dims.expert_parallel_size,
+        agreed_facts(plan.config, plan.task) if dims.world_size > 1 else None,
+    )
 
 
-def what_is_kept(config: RunConfig) -> str:
-    """Where a run that was interrupted will go on."""
-    found = complete_checkpoints(Path(config.run.folder) / "checkpoints")
-    if not found:
-        return "no checkpoint was written yet; the same command begins at step 0"
-    return f"the same command goes on from {found[-1]}"
+def start_state(plan: Plan, world: comm.World) -> TrainState:
+    """The state that a run starts with, and the batches left out since its last checkpoint.
+
+    All processes call it together.
+    """
+    state = plan.start_state(plan.resume)
+    later = comm.from_main(batches_left_out(plan.folder, state.step) if world.is_main else None)
+    state.left_out = sorted({*state.left_out, *later})
+    return state
 
 
 def batches_of(plan: Plan, world: comm.World, state: TrainState) -> Iterator[Any]:
@@ -80,12 +87,53 @@ def build_engine(plan: Plan, world: comm.World) -> Engine:
     )
 
 
-def saver_of(engine: Engine, config: RunConfig) -> Saver:
+def restore_random_numbers(
+    plan: Plan, state: TrainState, checkpoint: Checkpoint | None, world: comm.World
+) -> None:
+    """Restores dropout's generators; without those of this layout seeds them by seed and step."""
+    comm.seed_random(plan.config.seed, state.step, world)
+    if checkpoint is not None:
+        checkpoint.restore_random_states(world)
+
+
+def go_back(
+    plan: Plan, engine: Engine, saver: Saver, state: TrainState, batch: int
+) -> Iterator[Any] | None:
+    """Goes back to the newest checkpoint in the middle of a run, and on without a batch.
+
+    Args:
+        plan: of the run.
+        engine: whose weights and optimizer state go back.
+        saver: of the run's checkpoints, one of which may still be written.
+        state: changed in place to that of the checkpoint, but for the batches left out.
+        batch: the global batch that is left out.
+
+    Returns:
+        The micro-batches that follow; None where there is no checkpoint, and then nothing is
+        changed.
+    """
+    saver.finish()
+    world = engine.world
+    newest = newest_that_opens(plan.checkpoints) if world.is_main else None
+    checkpoint = newest_verified(newest, plan.checkpoints)
+    if checkpoint is None:
+        return None
+    left_out = sorted({*state.left_out, batch})
+    fill(engine, checkpoint, frozen=False)
+    earlier = plan.start_state(checkpoint)
+    for each in fields(TrainState):
+        setattr(state, each.name, getattr(earlier, each.name))
+    state.left_out, state.unfinished = left_out, None
+    restore_random_numbers(plan, state, checkpoint, world)
+    return batches_of(plan, world, state)
+
+
+def saver_of(plan: Plan, engine: Engine) -> Saver:
     """Writes the checkpoints of a run."""
-    wanted = config.checkpoint
+    wanted = plan.config.checkpoint
     return Saver(
         engine,
-        Path(config.run.folder) / "checkpoints",
+        plan.checkpoints,
         keep=Retention(wanted.keep_last, wanted.keep_every),
         asynchronous=wanted.asynchronous,
     )
@@ -112,21 +160,4 @@ def open_run_folder(
         validation_score=plan.task.validation_score,
         about=plan.config.model_dump(mode="json"),
         nodes=comm.environment_nodes(),
-    )
-
-
-def loop_config(config: RunConfig) -> LoopConfig:
-    """The sections that the loop reads."""
-    return LoopConfig(
-        folder=Path(config.run.folder),
-        train=config.train,
-        optimizer=config.optimizer,
-        schedule=config.schedule,
-        loss=config.loss,
-        monitor=config.monitor,
-        log=config.log,
-        validate_every=config.evaluation.every,
-        patience=config.evaluation.patience,
-        keep_best=config.checkpoint.keep_best,
-        save_every=config.checkpoint.every,
     )

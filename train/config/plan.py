@@ -1,7 +1,7 @@
 """The plan of a run, checked before a process group exists or memory is taken."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +11,9 @@ from polyad.data.files import partial_of
 from polyad.model.lora import of_base
 from polyad.parallel import comm
 from polyad.parallel.adapted import AdaptedCheckpoint, check_base, digest_of
-from polyad.parallel.checkpoint.finding import newest_that_opens, shared
+from polyad.parallel.checkpoint.finding import newest_that_opens, newest_verified, shared
 from polyad.parallel.checkpoint.format import CONFIG_FILE
+from polyad.parallel.checkpoint.keeping import complete_checkpoints
 from polyad.parallel.checkpoint.reading import Checkpoint
 from polyad.parallel.dims import Dims
 from polyad.parallel.families import FamilyWeights
@@ -24,8 +25,7 @@ from polyad.train.config.environment import check_compiler
 from polyad.train.config.rules import refuse_changes, validate
 from polyad.train.config.run import RunConfig, load_config, parse_config
 from polyad.train.errors import ConfigError, RunError
-from polyad.train.guard.room import check_room
-from polyad.train.guard.run_folder import LEASE_FILE, LOCK_FILE, check_place
+from polyad.train.guard.run_folder import LEASE_FILE, LOCK_FILE, check_place, check_room
 from polyad.train.loop.optimizer import state_tensors
 from polyad.train.loop.trackers import check_trackers
 from polyad.train.state import TrainState
@@ -38,18 +38,20 @@ LAUNCH_FOLDER = "launch"
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """A run that was checked and can start."""
+    """A run that was checked: at first against its data, then also against what it starts from."""
 
     config: RunConfig
     """The configuration, with all that the data decides filled in."""
     dims: Dims
     task: Task[Any]
-    resume: Checkpoint | None
+    kept: Kept
+    """What a checkpoint stores for the task."""
+    resume: Checkpoint | None = None
     """The checkpoint that the run goes on from."""
-    init: Weights | None
+    init: Weights | None = None
     """The weights that a new run starts from; with adapters also those that a run goes on with."""
     base_digest: str | None = None
-    """Of the frozen weights that adapters are beside."""
+    """A digest of the frozen weights that adapters are beside."""
     teacher: TeacherAt | None = None
     """The checkpoint that the run learns from."""
 
@@ -63,17 +65,28 @@ class Plan:
         """The folder of its checkpoints."""
         return self.folder / "checkpoints"
 
-    def start_state(self, checkpoint: Checkpoint | None, kept: Kept) -> TrainState:
+    @property
+    def accumulation_steps(self) -> int:
+        """Micro-batches of one process in a step."""
+        train = self.config.train
+        return self.dims.accumulation_steps(train.global_batch_size, train.micro_batch_size)
+
+    def what_is_kept(self) -> str:
+        """Where the run goes on if it is interrupted, in words."""
+        if found := complete_checkpoints(self.checkpoints):
+            return f"the same command goes on from {found[-1]}"
+        return "no checkpoint was written yet; the same command begins at step 0"
+
+    def start_state(self, checkpoint: Checkpoint | None) -> TrainState:
         """The state of a run that goes on from a checkpoint, or begins.
 
         Args:
             checkpoint: None at the beginning.
-            kept: what a checkpoint carries of the task.
         """
         state = TrainState.from_json(checkpoint.state.model_dump()) if checkpoint else TrainState()
         if checkpoint is not None and state.best_score is not None:
             self._forget_best(state, checkpoint)
-        for name, value in kept.state.items():
+        for name, value in self.kept.state.items():
             setattr(state, name, value)
         state.world_size = self.dims.world_size
         state.base_digest = self.base_digest
@@ -93,17 +106,7 @@ class Plan:
             state.best_score = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Inputs:
-    """The checked configuration and the opened data of a run; nothing is built yet."""
-
-    config: RunConfig
-    """The configuration, with all that the data decides filled in."""
-    dims: Dims
-    task: Task[Any]
-
-
-def open_inputs(path: Path, overrides: Sequence[str], world_size: int) -> Inputs:
+def open_plan(path: Path, overrides: Sequence[str], world_size: int) -> Plan:
     """Reads the configuration and opens the data, which takes no library that is slow to import.
 
     Args:
@@ -136,7 +139,7 @@ def open_inputs(path: Path, overrides: Sequence[str], world_size: int) -> Inputs
                 f"{task.to_validate}"
             )
     config = config.model_copy(update={"model": task.model})
-    return Inputs(config=config, dims=dims, task=task)
+    return Plan(config=config, dims=dims, task=task, kept=task.kept())
 
 
 def plan_run(path: Path, overrides: Sequence[str], world_size: int) -> Plan:
@@ -150,12 +153,16 @@ def plan_run(path: Path, overrides: Sequence[str], world_size: int) -> Plan:
     Raises:
         ValueError: with an `exit_status` of 2: one line says what is wrong.
     """
-    return plan_of(open_inputs(path, overrides, world_size))
+    return find_start(open_plan(path, overrides, world_size))
 
 
-def plan_of(inputs: Inputs) -> Plan:
-    """Makes the plan from what `open_inputs` returned; see `plan_run`."""
-    config, task = inputs.config, inputs.task
+def find_start(plan: Plan) -> Plan:
+    """Finds and checks what a run starts from: a checkpoint, other weights, a teacher.
+
+    Raises:
+        ValueError: with an `exit_status` of 2: one line says what is wrong.
+    """
+    config, task = plan.config, plan.task
     model = model_of(config)
     teacher = check_teacher(config, task)
     resume = find_resume(config, task)
@@ -170,32 +177,29 @@ def plan_of(inputs: Inputs) -> Plan:
         if resume is not None:
             check_base(resume.folder, resume.state.base_digest, init, base_digest)
     check_room(
-        Path(config.run.folder),
+        plan.folder,
         config.checkpoint,
         step=resume.training_step if resume else 0,
         steps=config.train.steps,
         size=checkpoint_bytes(config, model),  # a moving average may have come or gone
     )
-    return Plan(
-        config=config, dims=inputs.dims, task=task, resume=resume, init=init,
-        base_digest=base_digest, teacher=teacher,
-    )  # fmt: skip
+    return replace(plan, resume=resume, init=init, base_digest=base_digest, teacher=teacher)
 
 
-def plan_together(inputs: Inputs, world: comm.World) -> Plan:
-    """As `plan_of`, on all processes of a group: rank 0 alone reads the run's folder.
+def find_start_together(plan: Plan, world: comm.World) -> Plan:
+    """As `find_start`, on all processes of a group: rank 0 alone reads the run's folder.
 
     Args:
-        inputs: the same on all.
+        plan: the same on all.
         world: this process.
 
     Raises:
         ValueError: on all processes, if rank 0 finds something wrong.
     """
-    plan: Plan | None = None
+    found = plan
     if world.is_main:
         try:
-            plan = plan_of(inputs)
+            found = find_start(plan)
         except Exception as error:
             kind = type(error) if isinstance(error, ValueError) else RunError
             comm.from_main((kind, str(error)))
@@ -203,33 +207,40 @@ def plan_together(inputs: Inputs, world: comm.World) -> Plan:
     failed: tuple[type[Exception], str] | None = comm.from_main(None)
     if failed is not None:
         raise failed[0](failed[1])
-    config, task = inputs.config, inputs.task
-    resume = shared(plan.resume if plan else None)
-    init = plan.init if plan else None
+    resume, init = shared(found.resume), found.init
     # One with a base of its own is opened by each process.
     alone = isinstance(init, Checkpoint) and not isinstance(init, AdaptedCheckpoint)
     start = shared(init if alone and isinstance(init, Checkpoint) else None)
     if start is not None:
         init = start
     elif comm.from_main(init is not None) and not world.is_main:
-        init = _open_init(config, task)
-    base_digest = comm.from_main(plan.base_digest if plan else None)
-    teacher = comm.from_main(plan.teacher if plan else None)
+        init = _open_init(plan.config, plan.task)
+    base_digest = comm.from_main(found.base_digest)
+    teacher = comm.from_main(found.teacher)
     if comm.from_main(isinstance(init, Checkpoint)):
         place = comm.from_main(init.folder if isinstance(init, Checkpoint) else None)
         check_same_checkpoint("checkpoint.init_from", place, world)
     if teacher is not None:
         check_same_checkpoint("distill.teacher", teacher.folder, world)
-    return Plan(
-        config=config, dims=inputs.dims, task=task, resume=resume, init=init,
-        base_digest=base_digest, teacher=teacher,
-    )  # fmt: skip
+    return replace(plan, resume=resume, init=init, base_digest=base_digest, teacher=teacher)
+
+
+def verify_start(plan: Plan) -> Plan:
+    """Verifies every byte of the checkpoint that a run goes on from; all processes call it.
+
+    Returns:
+        The plan with the newest checkpoint that is good.
+    """
+    resume = newest_verified(plan.resume, plan.checkpoints)
+    if resume is not None and (plan.resume is None or resume.folder != plan.resume.folder):
+        check_resume(plan.config, resume)
+    return replace(plan, resume=resume)
 
 
 def checkpoint_bytes(config: RunConfig, model: nn.Module) -> int:
     """The size of a checkpoint: weights and what training keeps of them, in fp32.
 
-    Of frozen weights nothing is kept, and those that adapters are beside are left out.
+    Frozen weights have no moments, and those that adapters are beside are left out.
     """
     base = of_base(model)
     kept = [(name, p) for name, p in model.named_parameters() if name not in base]

@@ -8,6 +8,7 @@ in `rules.py`.
 
 import copy
 import functools
+import json
 import operator
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +16,9 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 from pydantic import BeforeValidator, Field, ValidationError
 
-from polyad.data.config import DataSettings
+from polyad.data.config import DataConfig, DataSettings
+from polyad.data.images.config import ImageDataConfig
+from polyad.data.sequences.config import SequenceDataConfig
 from polyad.model.build import MODELS
 from polyad.model.config import Config
 from polyad.model.config_yaml import dump
@@ -26,13 +29,12 @@ from polyad.train.config.faults import describe
 from polyad.train.config.shipped import find_config, near_config
 from polyad.train.config.text import apply_override, parse_yaml, settle
 from polyad.train.errors import ConfigError
-from polyad.train.guard.monitor import MonitorConfig
 from polyad.train.guard.run_folder import RunFolderConfig
-from polyad.train.loop.config import TrainConfig
+from polyad.train.guard.spikes import MonitorConfig
 from polyad.train.loop.losses import LossConfig
 from polyad.train.loop.metrics import LogConfig
 from polyad.train.loop.optimizer import OptimizerConfig, state_tensors
-from polyad.train.loop.schedule import ScheduleConfig
+from polyad.train.loop.schedule import ScheduleConfig, TrainConfig
 from polyad.train.tasks.distillation import DistillConfig
 from polyad.train.tasks.registry import TASKS
 from polyad.train.tasks.task import EvaluationConfig, Sections
@@ -159,3 +161,19 @@ def config_of(tree: dict[str, Any], overrides: Sequence[str] = (), *, origin: st
         return RunConfig.model_validate(settle(tree, RunConfig))
     except ValidationError as error:
         raise ConfigError(f"{origin}: {describe(error, RunConfig)}") from None
+
+
+def data_overrides(config: RunConfig, data: str) -> tuple[str, ...]:
+    """`key=value` that puts a folder in the place of the data of a run.
+
+    Args:
+        config: the run's.
+        data: the folder.
+
+    Raises:
+        ConfigError: data of its kind are in no folder.
+    """
+    if not isinstance(config.data, DataConfig | ImageDataConfig | SequenceDataConfig):
+        raise ConfigError(f"--data: is not allowed with data.kind: {config.data.kind}")
+    instead = ("data.mixture=null",) if isinstance(config.data, DataConfig) else ()
+    return (f"data.path={json.dumps(data)}", *instead)

@@ -33,7 +33,7 @@ from polyad.train.config.run import RunConfig
 from polyad.train.exchange.checked import Checked
 from polyad.train.exchange.peft import ADAPTER_CONFIG_FILE, ADAPTER_FILE, peft_files
 from polyad.train.guard.run_folder import RunFolderConfig
-from polyad.train.loop.config import TrainConfig
+from polyad.train.loop.schedule import TrainConfig
 from polyad.train.state import TrainState
 from polyad.train.tasks.class_names import CLASSES_FILE
 from polyad.train.tasks.preprocessing import (

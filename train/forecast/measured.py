@@ -22,8 +22,8 @@ from polyad.train.errors import RunError
 from polyad.train.forecast.step import OWN_NUMBERS
 from polyad.train.guard.memory import is_out_of_memory
 from polyad.train.layout.trial import engine_of, micro_batches
-from polyad.train.loop.device import Prefetch, allow_tf32
-from polyad.train.loop.metrics import peak_flops, peak_memory_bytes
+from polyad.train.loop.device import Prefetch, allow_tf32, peak_memory_bytes
+from polyad.train.loop.metrics import peak_flops
 from polyad.train.loop.step import IssuedStep, issue_step
 from polyad.train.tasks.random_input import flops_of_unit, losses_for
 from polyad.train.tasks.registry import task_class

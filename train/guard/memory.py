@@ -11,7 +11,7 @@ import torch
 
 from polyad.parallel import comm
 from polyad.train.errors import RunError
-from polyad.train.guard.room import last_checkpoint
+from polyad.train.guard.run_folder import last_checkpoint
 
 UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 ASKED = re.compile(rf"allocate (?P<size>[\d.]+) (?P<unit>{'|'.join(UNITS)})", re.IGNORECASE)

@@ -1,11 +1,14 @@
-"""A run's folder, and the lock that lets only one start of the run use it at a time."""
+"""A run's folder: whether it can be used and has room, and the lock of one start of the run."""
 
 import contextlib
 import errno
 import fcntl
+import math
 import os
 import secrets
+import shutil
 import socket
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,8 +19,14 @@ from pydantic import AfterValidator
 from polyad.data.errors import check_path
 from polyad.model.config import Config
 from polyad.parallel import comm
-from polyad.parallel.checkpoint.keeping import put_back, replaced_checkpoints
+from polyad.parallel.checkpoint.keeping import (
+    complete_checkpoints,
+    put_back,
+    replaced_checkpoints,
+)
 from polyad.parallel.checkpoint.storage import reason_of
+from polyad.parallel.config import CheckpointConfig
+from polyad.train.console import in_bytes
 from polyad.train.errors import ConfigError, RunError
 from polyad.train.guard.lease import Lease, LeaseTaken
 
@@ -80,6 +89,68 @@ def check_place(folder: Path, key: str) -> set[str]:
         raise ConfigError(f"{key}: {folder}: cannot be used: {error.strerror}") from None
 
 
+def check_room(
+    folder: Path, checkpoint: CheckpointConfig, *, step: int, steps: int, size: int
+) -> None:
+    """Checks that the next checkpoints fit: as many as `checkpoint.keep_last` holds at once.
+
+    Without that key the next one has to fit; if all that follow do not, or those that
+    `checkpoint.keep_every` keeps, rank 0 says so.
+
+    Args:
+        folder: the run's.
+        checkpoint: how often one is written, and how many stay.
+        step: the step that the run goes on from.
+        steps: of the whole run.
+        size: of a checkpoint, in bytes.
+
+    Raises:
+        ConfigError: they do not fit.
+    """
+    every = checkpoint.every or steps
+    coming = math.ceil(steps / every) - step // every
+    if coming <= 0 or step >= steps:
+        return
+    place = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    free = shutil.disk_usage(place).free
+    keep, present = checkpoint.keep_last, len(complete_checkpoints(folder / "checkpoints"))
+    best = int(checkpoint.keep_best)  # perhaps none of the newest
+    # One more than stay: a new checkpoint is written before an old one is removed.
+    needed = 1 if keep is None else min(coming + best, max(keep + best + 1 - present, 1))
+    if needed * size > free:
+        some = "the next checkpoint" if needed == 1 else f"{needed} more checkpoints"
+        advice = "" if keep in (None, 1) else "lower checkpoint.keep_last, "
+        raise ConfigError(
+            f"run.folder: {folder}: {some} of {in_bytes(size)} must fit, {place} has "
+            f"{in_bytes(free)} free; {advice}make room or take another folder"
+        )
+    if keep is not None and checkpoint.keep_every:  # those that stay for ever
+        often = math.lcm(every, checkpoint.keep_every)
+        staying = steps // often - step // often
+        advice = "a higher checkpoint.keep_every keeps fewer"
+    else:
+        staying = coming if keep is None else 0
+        advice = "checkpoint.keep_last deletes old ones"
+    if staying * size > free and os.environ.get("RANK", "0") == "0":
+        print(
+            f"polyad: warning: {staying} checkpoints of {in_bytes(size)} are to come and "
+            f"{in_bytes(free)} are free; {advice}",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+def last_checkpoint(checkpoints: Path) -> str:
+    """Says which checkpoint is the last.
+
+    Args:
+        checkpoints: the folder of a run's.
+    """
+    if found := complete_checkpoints(checkpoints):
+        return f"the last checkpoint is of step {int(found[-1].name.removeprefix('step-'))}"
+    return "there is no checkpoint yet"
+
+
 class RunLock:
     """A lock that the main process holds; the kernel releases it when the process ends.
 
@@ -136,6 +207,12 @@ class RunLock:
             self.release()
             return f"cannot be locked: {error.strerror}"
         return ""
+
+    def __enter__(self) -> "RunLock":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.release()
 
     def release(self) -> None:
         """Releases the lock."""
@@ -200,14 +277,13 @@ def put_back_replaced(folder: Path, world: comm.World) -> None:
     checkpoints = folder / "checkpoints"
     if not comm.from_main(bool(replaced_checkpoints(checkpoints)) if world.is_main else None):
         return
-    lock = RunLock(folder, world)
     reason = ""
-    if world.is_main:
-        try:
-            put_back(checkpoints)
-        except OSError as error:
-            reason = reason_of(error)
-    reason = comm.from_main(reason)
-    lock.release()
+    with RunLock(folder, world):
+        if world.is_main:
+            try:
+                put_back(checkpoints)
+            except OSError as error:
+                reason = reason_of(error)
+        reason = comm.from_main(reason)
     if reason:
         raise ConfigError(f"run.folder: {folder}: a checkpoint cannot be put back: {reason}")

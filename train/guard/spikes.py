@@ -1,4 +1,4 @@
-"""Loss and gradient spikes: what counts as one, and the record of them.
+"""The keys under `monitor:`, and loss and gradient spikes: what counts as one, and their record.
 
 A step is judged by the steps before it: by the median m over a window, and the spread s, 1.4826
 times the median of the distances from m, which is the standard deviation of normal numbers. Neither
@@ -12,13 +12,16 @@ import os
 import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Annotated, Any, Literal, NamedTuple, Protocol
+
+from pydantic import Field, model_validator
 
 from polyad.data.files import named
+from polyad.model.config import Config
+from polyad.model.output import RoutingStats
+from polyad.parallel.zero import StepResult
 from polyad.train.console import json_number
 from polyad.train.errors import RunError
-from polyad.train.guard.limits import NO_LIMITS, Limits, StepOutcome
-from polyad.train.guard.monitor import MonitorConfig
 from polyad.train.state import TrainState
 
 LOSS_FLOOR = 0.01
@@ -27,6 +30,80 @@ LOG_NORM_FLOOR = 0.1
 """The spread of a norm's logarithm counts as at least this."""
 SPIKES_FILE = "spikes.jsonl"
 """In a run's folder: every spike, a JSON object a line. It is never cut when a run goes back."""
+LARGEST_WEIGHT = 1e9
+"""No sound weight is larger. A flip of the highest exponent bit multiplies a weight by 2^128, and
+attention or a later norm may hide that from the loss."""
+
+
+class MonitorConfig(Config):
+    """What is watched while a run goes on, and what is done about it."""
+
+    spike_action: Literal["none", "warn", "skip", "rewind"] = "warn"
+    """What a loss or gradient norm far above the recent ones leads to. warn: a line. skip: the step
+    changes nothing. rewind: back to the last checkpoint, and on without that batch."""
+    spike_threshold: Annotated[float, Field(gt=0)] = 10.0
+    """How far above the median is a spike, in standard deviations by the median distance."""
+    spike_window: Annotated[int, Field(ge=8, le=100_000)] = 128
+    """Steps that the median is over; a checkpoint keeps two numbers of each."""
+    spike_warmup: Annotated[int, Field(ge=8)] = 64
+    """Steps in the window before anything is judged."""
+    max_skips: Annotated[int, Field(ge=1)] = 10
+    """Spikes in a row that are skipped; one more ends the run."""
+    max_rewinds: Annotated[int, Field(ge=1)] = 10
+    """How often a run goes back to a checkpoint in its whole life; once more ends it."""
+
+    stall_minutes: Annotated[float, Field(ge=0, le=7 * 24 * 60)] = 15.0
+    """Minutes without any progress after which a process is named as stalled, with its stack, and
+    the run ends. Longer than the longest time without a collective, as in compiling or in writing
+    a checkpoint, and shorter than `parallel.timeout_minutes`. 0 watches nothing."""
+    stragglers: Annotated[int, Field(ge=0)] = 100
+    """Steps between two looks for processes that all others wait for, which are named with their
+    host; 0: none. A look waits for the device once."""
+    grace_seconds: Annotated[float, Field(gt=0, le=86_400)] = 25.0
+    """Seconds from a signal to the end of the process, saved or not: less than what the scheduler
+    allows before it kills it, and torchrun (30, unless `polyad launch` tells it more)."""
+
+    @model_validator(mode="after")
+    def _warmup_fits_the_window(self) -> "MonitorConfig":
+        if self.spike_warmup > self.spike_window:
+            raise ValueError(
+                f"monitor.spike_warmup: {self.spike_warmup} is more than monitor.spike_window: "
+                f"{self.spike_window}, which would never hold so many"
+            )
+        return self
+
+
+class Limits(NamedTuple):
+    """The highest loss and gradient norm of a step: both finite, or both infinite."""
+
+    loss: float
+    grad_norm: float
+
+    def exceeded(self, loss: float, grad_norm: float) -> bool:
+        """Whether a step is a spike. One that is not finite is no spike: it is skipped anyway.
+
+        Args:
+            loss: of the global batch.
+            grad_norm: before clipping.
+        """
+        finite = math.isfinite(loss) and math.isfinite(grad_norm)
+        return finite and (loss > self.loss or grad_norm > self.grad_norm)
+
+
+NO_LIMITS = Limits(math.inf, math.inf)
+
+
+class StepOutcome(NamedTuple):
+    """An optimizer step over the global batch; the same on every process."""
+
+    loss: float
+    """Mean over the targets of all samples."""
+    result: StepResult
+    routing: tuple[RoutingStats, ...]
+    """Averaged over the step; empty in a dense model."""
+    sane: bool
+    """False if a weight was larger than `LARGEST_WEIGHT`, on any process. Checked only where the
+    step has finite limits."""
 
 
 def limits_of(config: MonitorConfig, state: TrainState) -> Limits:

@@ -1,11 +1,13 @@
 """Device settings, batches that are copied ahead of their use, and memory statistics."""
 
+import resource
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Generic
 
 import torch
 
-from polyad.train.loop.metrics import peak_memory_bytes
 from polyad.train.tasks.task import Batch
 
 
@@ -79,6 +81,18 @@ class Prefetch(Generic[Batch]):
         with torch.cuda.stream(self._stream):
             moved = (part.to(self._device, non_blocking=True) for part in batch)
             self._ahead = type(batch)(*moved)
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """The most memory this process has held: on the GPU if it uses one, else resident."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    status = Path("/proc/self/status")
+    if status.exists():  # getrusage would count the parent process's peak, too
+        line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM"))
+        return int(line.split()[1]) * 1024
+    scale = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale
 
 
 def memory_of_process(device: torch.device) -> tuple[int, int]:

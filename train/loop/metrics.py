@@ -3,7 +3,6 @@
 import json
 import math
 import os
-import resource
 import sys
 from collections import deque
 from collections.abc import Mapping
@@ -20,21 +19,12 @@ from polyad.parallel.plan.devices import PEAKS
 from polyad.train.console import Clock, Console, bar, duration, json_number
 from polyad.train.guard.run_folder import gone
 from polyad.train.loop.routing import console_summary
-from polyad.train.loop.startup import PREFIX, Startup, startup_line
+from polyad.train.loop.timing import PREFIX, ProfileConfig, Startup, startup_line
 from polyad.train.loop.trackers import TrackerName, Trackers
 from polyad.train.records import METRICS_FILE, record_of
 from polyad.train.tasks.task import Unit
 
 NOTHING: Mapping[str, Any] = {}
-
-
-class ProfileConfig(Config):
-    """A torch profiler trace of a few steps, written to `profile/` in the run folder."""
-
-    first_step: Annotated[int, Field(ge=1)] = 3
-    """The first step of a start that is traced; earlier ones warm up."""
-    num_steps: Annotated[int, Field(ge=0)] = 0
-    """How many steps are traced; 0 traces none."""
 
 
 class LogConfig(Config):
@@ -93,18 +83,6 @@ def peak_flops(config: LogConfig, precision: str, *, tf32: bool = False) -> floa
         return None
     bf16, fp32, with_tf32 = peaks
     return 1e12 * (bf16 if precision == "bf16" else with_tf32 if tf32 else fp32)
-
-
-def peak_memory_bytes(device: torch.device) -> int:
-    """The most memory this process has held: on the GPU if it uses one, else resident."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    status = Path("/proc/self/status")
-    if status.exists():  # getrusage would count the parent process's peak, too
-        line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM"))
-        return int(line.split()[1]) * 1024
-    scale = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale
 
 
 class Metrics:

@@ -11,7 +11,7 @@ from torch import Tensor
 from polyad.model.output import RoutingStats, ask_for_statistics
 from polyad.parallel import comm
 from polyad.parallel.zero import Engine, StepResult
-from polyad.train.guard.limits import LARGEST_WEIGHT, NO_LIMITS, Limits, StepOutcome
+from polyad.train.guard.spikes import LARGEST_WEIGHT, NO_LIMITS, Limits, StepOutcome
 from polyad.train.loop.losses import LossConfig, routing_loss
 from polyad.train.loop.routing import update_routers
 from polyad.train.loop.sample_similarity import Reading, with_sample_similarity

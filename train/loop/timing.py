@@ -1,11 +1,84 @@
-"""The duration of a step, with all the work since the step before; the wait for data in it."""
+"""Where time goes: the start of a process, each step, its wait for data, and a trace of a few."""
 
+import os
+import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Generic, TypeVar
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Annotated, Generic, TypeVar
+
+import torch
+from pydantic import Field
+
+from polyad.data.files import named
+from polyad.model.config import Config
+from polyad.parallel import comm
 
 Batch = TypeVar("Batch")
+PREFIX = "startup_"
+"""How the keys begin that only the first record of a process has."""
+
+
+class Startup:
+    """Measures the time of each part of a start; the first part begins with the process."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[str, float] = {}
+        self._since = time.monotonic() - process_seconds()
+
+    def lap(self, part: str) -> None:
+        """Ends a part; the time that follows belongs to the next one.
+
+        Args:
+            part: its name; times of equal names are added up.
+        """
+        now = time.monotonic()
+        self._seconds[part] = self._seconds.get(part, 0.0) + now - self._since
+        self._since = now
+
+    def record(self, step_seconds: float) -> dict[str, float]:
+        """The keys that the first record has for the start.
+
+        Args:
+            step_seconds: the time of the first step, which follows the last part.
+
+        Returns:
+            `startup_seconds`, from the start of the process to the end of that step, and the
+            seconds of each part.
+        """
+        parts = self._seconds | {"first_step": step_seconds}
+        named = {f"{PREFIX}{part}_seconds": seconds for part, seconds in parts.items()}
+        return {f"{PREFIX}seconds": sum(parts.values())} | named
+
+
+def startup_line(record: dict[str, float]) -> str:
+    """The times of a start as a line for the console.
+
+    Args:
+        record: what `Startup.record` gave.
+    """
+    parts = [
+        f"{key.removeprefix(PREFIX).removesuffix('_seconds').replace('_', ' ')} {seconds:.2f}"
+        for key, seconds in record.items()
+        if key != f"{PREFIX}seconds"
+    ]
+    total = record[f"{PREFIX}seconds"]
+    return f"first step done {total:.2f} s after the start of the process: {', '.join(parts)}"
+
+
+def process_seconds() -> float:
+    """Seconds since this process was started."""
+    if sys.platform == "linux":
+        # Field 22 is the start in clock ticks after the boot. Fields are counted after the name in
+        # parentheses, which may hold spaces. psutil is less exact: it adds the time of the boot,
+        # which the kernel gives in whole seconds.
+        fields = Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+        started = int(fields[19]) / os.sysconf("SC_CLK_TCK")
+        return time.clock_gettime(time.CLOCK_BOOTTIME) - started
+    import psutil
+
+    return max(0.0, time.time() - psutil.Process().create_time())
 
 
 class StepTimer:
@@ -64,3 +137,62 @@ class TimedBatches(Generic[Batch]):
         """What was waited since the last call."""
         seconds, self._seconds = self._seconds, 0.0
         return seconds
+
+
+class ProfileConfig(Config):
+    """A torch profiler trace of a few steps, written to `profile/` in the run folder."""
+
+    first_step: Annotated[int, Field(ge=1)] = 3
+    """The first step of a start that is traced; earlier ones warm up."""
+    num_steps: Annotated[int, Field(ge=0)] = 0
+    """How many steps are traced; 0 traces none."""
+
+
+def profiler(
+    config: ProfileConfig, folder: Path, world: comm.World
+) -> AbstractContextManager[Callable[[], None]]:
+    """A context that yields a function to call after every step, which advances the profiler.
+
+    Args:
+        config: the steps that are traced.
+        folder: the run's.
+        world: this process.
+    """
+    if config.num_steps == 0:
+        return nullcontext(lambda: None)
+    return _Trace(config.first_step, config.num_steps, folder / "profile", world)
+
+
+class _Trace:
+    """Traces steps first .. first + num - 1 of this process, written as a Chrome trace."""
+
+    def __init__(self, first: int, num: int, folder: Path, world: comm.World) -> None:
+        self._folder, self._rank = folder, world.rank
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        if world.device.type == "cuda":
+            activities.append(torch.profiler.ProfilerActivity.CUDA)
+        self._profiler = torch.profiler.profile(
+            activities=activities,
+            schedule=torch.profiler.schedule(
+                wait=max(first - 2, 0), warmup=min(first - 1, 1), active=num, repeat=1
+            ),
+            on_trace_ready=self._write,
+            profile_memory=True,
+        )
+
+    def __enter__(self) -> Callable[[], None]:
+        self._profiler.start()
+        return self._profiler.step
+
+    def __exit__(self, *error: object) -> None:
+        self._profiler.stop()
+
+    def _write(self, profiler: torch.profiler.profile) -> None:
+        with named(self._folder):
+            self._write_files(profiler)
+
+    def _write_files(self, profiler: torch.profiler.profile) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        profiler.export_chrome_trace(str(self._folder / f"rank-{self._rank:05d}.json"))
+        table = profiler.key_averages().table(sort_by="self_cpu_time_total", row_limit=25)
+        (self._folder / f"rank-{self._rank:05d}.txt").write_text(table, encoding="utf-8")

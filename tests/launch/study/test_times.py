@@ -16,7 +16,7 @@ from polyad.launch.study.plan import planned
 from polyad.launch.study.progress import estimate_line, spoken
 from polyad.launch.study.times import TIMES, Times, estimate, run_seconds, spread_over, time_left
 from polyad.launch.study.trials import take_trials
-from polyad.train.config.plan import open_inputs
+from polyad.train.config.plan import open_plan
 from polyad.train.study.reading import load_study
 from tests.helpers import sequences as made
 from tests.launch.conftest import SMALL
@@ -245,5 +245,5 @@ def test_adapters_of_another_variants_run_are_checked_before_that_is_there(
     study = load_study(path)
     assert [run["variant"] for run in planned(study)["runs"]] == ["dense", "lora"]
     words = next(run for run in study.runs(study.variants) if run.sources).checked_overrides
-    plan = open_inputs(Path(study.config.base), words, 1)
+    plan = open_plan(Path(study.config.base), words, 1)
     assert plan.config.adapt.lora is not None

@@ -9,9 +9,15 @@ import numpy as np
 import pytest
 import torch
 
-from polyad.train.guard.limits import NO_LIMITS, Limits
-from polyad.train.guard.monitor import MonitorConfig
-from polyad.train.guard.spikes import batches_left_out, limits_of, remember, spike_line
+from polyad.train.guard.spikes import (
+    NO_LIMITS,
+    Limits,
+    MonitorConfig,
+    batches_left_out,
+    limits_of,
+    remember,
+    spike_line,
+)
 from polyad.train.state import TrainState
 from tests.helpers.everyday import everyday
 from tests.helpers.runs import FEED_FORWARDS, records, run, write_config

@@ -14,8 +14,7 @@ from polyad.data.text.manifest import SplitName
 from polyad.parallel import comm
 from polyad.parallel.checkpoint.reading import Checkpoint
 from polyad.parallel.weights import load_model
-from polyad.train.config.held_out import data_overrides
-from polyad.train.config.run import RunConfig, parse_config
+from polyad.train.config.run import RunConfig, data_overrides, parse_config
 from polyad.train.console import Progress
 from polyad.train.errors import ConfigError
 from polyad.train.experts.chosen import columns_of
