@@ -99,17 +99,6 @@ def share(text: str) -> float:
     return number
 
 
-def duration(text: str) -> float:
-    """The type of a time on the command line: 3h, 90m, 45s, 1h30m; in seconds."""
-    found = re.fullmatch(r"(?:(\d{1,6})h)?(?:(\d{1,6})m)?(?:(\d{1,6})s)?", text)
-    hours, minutes, seconds = (int(part or 0) for part in (found.groups() if found else (0, 0, 0)))
-    if not (total := 3600 * hours + 60 * minutes + seconds):
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not a time above 0, as 3h, 90m, 45s or 1h30m"
-        )
-    return float(total)
-
-
 def names(text: str) -> list[str]:
     """The type of a list on the command line: words between commas."""
     words = [word.strip() for word in text.split(",")]

@@ -7,7 +7,7 @@ from typing import Annotated
 from polyad.data.files import write_whole
 from polyad.launch.command import Argument, Json, command
 from polyad.launch.output import check_json_path, results
-from polyad.launch.parser import UsageError, duration, positive
+from polyad.launch.parser import UsageError, positive
 
 
 @command(
@@ -36,15 +36,6 @@ def study(
             positive,
         ),
     ] = 1,
-    budget: Annotated[
-        float | None,
-        Argument(
-            "do what fits into TIME, as 3h, 90m, 45s or 1h30m: the most informative pairs first, "
-            "and the rest at another start",
-            "TIME",
-            duration,
-        ),
-    ] = None,
     beside: Annotated[
         str | None,
         Argument(
@@ -82,7 +73,7 @@ def study(
 
     check_json_path(json)
     is_kept = study.suffix == ".json"  # a result, and no study
-    training = {"--dry-run": dry_run, "--jobs": jobs > 1, "--budget": budget is not None}
+    training = {"--dry-run": dry_run, "--jobs": jobs > 1}
     given = [option for option, is_given in training.items() if is_given]
     if beside is not None and given:
         raise UsageError(f"--beside: {beside} is not allowed with {given[0]}")
@@ -95,7 +86,7 @@ def study(
         pages.check_page(page, dry_run=dry_run)
     with results(json) as show:
         if dry_run:
-            plan = runs.describe_study(study, jobs, budget)
+            plan = runs.describe_study(study, jobs)
             show(plan, plans_table(plan))
             return
         try:
@@ -103,7 +94,7 @@ def study(
                 with form_of(study):
                     result = kept_result(study)
             elif beside is None:
-                result = runs.study(study, jobs, budget)
+                result = runs.study(study, jobs)
             elif (known := runs.compare_finished(study, beside)) is not None:
                 result = known
             else:

@@ -30,40 +30,6 @@ def answers(result: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def closing_answers(result: Mapping[str, Any]) -> list[str]:
-    """A sentence for each variant whose differences over training were fitted.
-
-    Args:
-        result: what `summarize` made.
-    """
-    units, found = f"{result['unit']}s", []
-    for name, variant in result["variants"].items():
-        if (closing := variant["closing"]) is None:
-            continue
-        end, slope, seen = closing["at_end"], a_doubling(closing), closing[f"to_{units}"]
-        said = (
-            f"{name}: {end['mean']:+.4f} at the end ({_interval(end, 4)}), and "
-            f"{slope['mean']:+.4f} with each doubling of {units} ({_interval(slope, 4)})"
-        )
-        if (zero := closing["crossing"]) is None:
-            found.append(f"{said}; no crossing of zero is supported")
-        else:
-            low, high = (amount(zero[key]) for key in ("low", "high"))
-            found.append(
-                f"{said}; if it went on straight, it would be zero after {amount(zero['units'])} "
-                f"{units} (interval {low} to {high}), {zero['units'] / seen:.3g} times those of "
-                f"this study"
-            )
-    return found
-
-
-def a_doubling(closing: Mapping[str, Any]) -> dict[str, Any]:
-    """The slope of a `closing` for twice the units, in place of e times."""
-    slope = closing["slope"]
-    scaled = {key: slope[key] * math.log(2) for key in ("mean", "low", "high")}
-    return scaled | {"pairs": slope["pairs"], "excludes_zero": slope["excludes_zero"]}
-
-
 def amount(value: float) -> str:
     """A number of tokens or images, as 410k or 2.62M."""
     if value < 1e4:

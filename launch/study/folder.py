@@ -34,8 +34,6 @@ _OTHER_FORM = (
     LookupError, TypeError, AttributeError, ArithmeticError, ValueError, RecursionError,
 )  # fmt: skip
 """What code meets that reads JSON of another form than it expects."""
-CROSSING = {"units", "low", "high"}
-"""Where a difference would be zero, as `polyad.launch.study.curves` has it."""
 
 
 def check_folder(study: Study) -> None:
@@ -231,15 +229,12 @@ def form_of(path: Path) -> Iterator[None]:
 
 
 def _restored(value: Any) -> Any:
-    """With the NaN of means and intervals that are none, and the infinity of crossings that are too
-    far for a number, which JSON has as null."""
+    """With the NaN of means and intervals that are none, which JSON has as null."""
     if isinstance(value, list):
         return [_restored(each) for each in value]
     if not isinstance(value, dict):
         return value
     found = {key: _restored(each) for key, each in value.items()}
-    if found.keys() == CROSSING:
-        found = {key: math.inf if each is None else each for key, each in found.items()}
     if found.keys() >= SPREAD:
         found |= {key: math.nan for key in INTERVAL & found.keys() if found[key] is None}
     return found

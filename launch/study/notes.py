@@ -64,12 +64,6 @@ def notes(result: Mapping[str, Any]) -> str:
             f"after {units}: {result['validation_score'].replace('_', ' ')} in training, and its "
             f"difference to {name}'s of the same seed at the same step"
         )
-    if any(variant["closing"] for variant in variants):
-        found.append(
-            f"closing: a straight line over the logarithm of {units} seen, for each seed, after "
-            f"the first quarter; zero after: where it would be 0 if it went on straight, which "
-            f"nothing here shows; intervals are over seeds alone"
-        )
     if result["relations"]:
         found.append(
             "rank correlation: Spearman's over variants, within a seed; mean and interval over "

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from polyad.launch.output import check_result_file
-from polyad.launch.study.answer import UNCORRECTED, answers, closing_answers
+from polyad.launch.study.answer import UNCORRECTED, answers
 from polyad.launch.study.cells import Row
 from polyad.launch.study.drawing import STYLE
 from polyad.launch.study.figure import figure
@@ -21,12 +21,6 @@ from polyad.train.experts.report.page import POLICY
 from polyad.train.experts.report.style import CSS
 
 Result = Mapping[str, Any]
-WORTH = (
-    "What such a line is worth: it says where a longer study should look, and no more. Its "
-    "intervals have in them what seeds differ by, and nothing of whether the line goes on "
-    "straight; and where the learning rate falls to the end, a longer training has another one at "
-    "the same step."
-)
 PAGE_CSS = """
 .answers { padding-left: 1.1rem; max-width: 56rem; }
 .answers li { margin: .35rem 0; }
@@ -145,14 +139,8 @@ def _whole(result: Result) -> str:
     """The tables of a study without tasks, or of one of them."""
     parts = "".join(_table(heading, rows) for heading, rows in tables_of(result))
     lines = "".join(f"<li>{escape(line)}</li>" for line in notes(result).splitlines())
-    closing = closing_answers(result)
-    course = (
-        f'<h3>Whether differences close</h3>{_list(closing)}<p class="note">{WORTH}</p>'
-        if closing
-        else ""
-    )
     return (
-        f'<section><h2>Tables</h2><div class="grid">{parts}</div>{course}'
+        f'<section><h2>Tables</h2><div class="grid">{parts}</div>'
         f'<ul class="answers note">{lines}</ul></section>'
     )
 

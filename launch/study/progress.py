@@ -8,7 +8,7 @@ from polyad.launch.output import align
 from polyad.launch.study.measures import Measure
 from polyad.launch.study.times import Estimate
 from polyad.train.console import duration
-from polyad.train.study.study import Run, Study, Variant
+from polyad.train.study.study import Run, Study
 
 Row = tuple[str, ...]
 
@@ -104,12 +104,6 @@ def nothing_left(study: Study, finished: Collection[tuple[str, int]]) -> list[st
     return lines
 
 
-def trial_line(study: Study, variant: Variant, number: int, count: int) -> str:
-    """Which variant's trial begins."""
-    task = f"{study.task_name}, " if study.task_name else ""
-    return f"trial {number} of {count}: how long a step of {task}{variant.name} takes"
-
-
 def estimate_line(estimates: Sequence[Estimate], jobs: int) -> str:
     """How long what is left takes.
 
@@ -128,13 +122,10 @@ def estimate_line(estimates: Sequence[Estimate], jobs: int) -> str:
         return ""
     what, seconds = " and ".join(parts), sum(each.seconds for each in estimates)
     if not seconds:
-        return f"{what} to do; how long they take is measured at the start"
-    ways = {way for each in estimates for way in each.ways}
-    known = {"trials": "measured by trial steps", "runs": "as finished runs took"}
-    how = ", ".join(words for way, words in known.items() if way in ways)
+        return f"{what} to do; how long they take is known once one is finished"
     without = f", without {', '.join(unknown)}: no time is known" if unknown else ""
-    took = f"about {spoken(seconds)} with {counted(jobs, 'job')}"
-    return f"{what} to do, {took}{f' ({how})' if how else ''}{without}"
+    took = f"about {spoken(seconds)} with {counted(jobs, 'job')}, as those that are finished took"
+    return f"{what} to do, {took}{without}"
 
 
 def counted(number: int, what: str) -> str:

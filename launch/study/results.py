@@ -5,7 +5,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from polyad.launch.study.curves import closing, curve
+from polyad.launch.study.curves import curve
 from polyad.launch.study.relations import relations
 from polyad.train.config.environment import describe_environment
 from polyad.train.errors import RunError
@@ -66,7 +66,7 @@ def summarize(
             name: plan["variants"][f"{name}/{points[name]}".rstrip("/")]
             | {"point": points[name]}
             | _compared(runs, baseline, averaged)
-            | _over_training(runs, None if name == plan["baseline"] else baseline, units)
+            | {"curve": curve(runs, None if name == plan["baseline"] else baseline, units)}
             for name, runs in by_variant.items()
             if runs
         },
@@ -149,14 +149,6 @@ def _compared(runs: BySeed, baseline: BySeed, averaged: Sequence[str]) -> dict[s
         "difference": beside.get(score),
         "differences": beside,
         "leak": _leaks(runs, baseline),
-    }
-
-
-def _over_training(runs: BySeed, baseline: BySeed | None, units: str) -> dict[str, Any]:
-    """Validation in training; the baseline is compared with none."""
-    return {
-        "curve": curve(runs, baseline, units),
-        "closing": None if baseline is None else closing(runs, baseline, units),
     }
 
 

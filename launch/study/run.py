@@ -6,8 +6,6 @@ goes on from its newest checkpoint: the same command again is all that is needed
 finished, what else the study wants to know is measured, from their checkpoints.
 """
 
-import math
-import time
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -39,19 +37,16 @@ from polyad.launch.study.progress import (
 from polyad.launch.study.results import over_tasks
 from polyad.launch.study.state import beside, can_begin, compare, finished_runs, key, write_results
 from polyad.launch.study.times import Times, estimate, left_of, spread_over, time_left, with_others
-from polyad.launch.study.trials import take_trials
-from polyad.launch.study.within import Within, choice_lines, left_line, shares
 from polyad.train.study.reading import load_studies
 from polyad.train.study.study import Run, Study
 
 
-def describe_study(file: Path, jobs: int = 1, budget: float | None = None) -> dict[str, Any]:
+def describe_study(file: Path, jobs: int = 1) -> dict[str, Any]:
     """What a study will train and what of it stands; nothing is written.
 
     Args:
         file: the study.
         jobs: runs that would be trained at a time.
-        budget: seconds that all may take; None: all is done.
 
     Returns:
         JSON values: the variants' sizes and the state of every run; of a study with tasks those of
@@ -70,19 +65,15 @@ def describe_study(file: Path, jobs: int = 1, budget: float | None = None) -> di
     found = [estimate(s, results[n], times[n]) for n, s in studies.items()]
     seconds = sum(each.seconds for each in found)
     plan |= {"seconds_left": seconds or None, "time": estimate_line(found, jobs)}
-    if budget is not None and seconds:
-        tasks = shares(studies, results, times, time.monotonic() + budget)
-        plan["time"] += f"\n{choice_lines(tasks, results, budget)}"
     return plan
 
 
-def study(file: Path, jobs: int = 1, budget: float | None = None) -> dict[str, Any]:
+def study(file: Path, jobs: int = 1) -> dict[str, Any]:
     """Runs what is left of a study.
 
     Args:
         file: the study.
         jobs: runs that are trained at a time.
-        budget: seconds that all may take, of which as much is done as fits; None: all is done.
 
     Returns:
         The comparison, as `summarize` makes it, of tasks as `over_tasks`.
@@ -92,34 +83,24 @@ def study(file: Path, jobs: int = 1, budget: float | None = None) -> dict[str, A
         RunError: a run failed; those that are finished stay.
         Stopped: or KeyboardInterrupt, as a signal asked; the runs that were going on have ended.
     """
-    until = math.inf if budget is None else time.monotonic() + budget
     studies = load_studies(file)
     for study in studies.values():
         check_folder(study)
     with ExitStack() as locks:
         plans = _ready(studies, locks)
         times = {name: Times(study, jobs) for name, study in studies.items()}
-        take_trials(studies, times, until)
         results = {name: finished_runs(study) for name, study in studies.items()}
         estimates = [estimate(s, results[n], times[n]) for n, s in studies.items()]
         if line := estimate_line(estimates, jobs):
             say(line)
-        if budget is not None:
-            say(choice_lines(shares(studies, results, times, until), results, budget))
         found: dict[str, dict[str, Any]] = {}
         for number, (name, study) in enumerate(studies.items(), start=1):
             if name:
                 say(f"\n=== task {name}, {number} of {len(studies)}")
-            to_come = {other: s for other, s in studies.items() if other not in found}
-            within = None
-            if budget is not None:
-                within = shares(to_come, results, times, until)[name]
-            found[name] = result = _train_and_compare(study, plans[name], times[name], within)
+            found[name] = result = _train_and_compare(study, plans[name], times[name])
             if name:
                 result = over_tasks(found, [*studies])
                 write_json(Path(study.config.folder) / RESULTS, result)
-        if budget is not None and (line := left_line(studies.values())):
-            say(line)
         return result
 
 
@@ -161,31 +142,25 @@ def _ready(studies: Mapping[str, Study], locks: ExitStack) -> dict[str, dict[str
     return plans
 
 
-def _train_and_compare(
-    study: Study, plan: Mapping[str, Any], times: Times, within: Within | None
-) -> dict[str, Any]:
-    """Runs what is left of one task, or what fits."""
+def _train_and_compare(study: Study, plan: Mapping[str, Any], times: Times) -> dict[str, Any]:
+    """Runs what is left of one task."""
     results = finished_runs(study)
     say("\n".join([plan_table(plan), *nothing_left(study, results)]))
-    _train(study, plan, results, times, within)
-    _measure(study, plan, results, times, within)
+    _train(study, plan, results, times)
+    _measure(study, plan, results, times)
     return write_results(study, plan, results)
 
 
-def _train(
-    study: Study, plan: Mapping[str, Any], results: Results, times: Times, within: Within | None
-) -> None:
-    """Trains what is left or fits, up to so many runs at a time."""
+def _train(study: Study, plan: Mapping[str, Any], results: Results, times: Times) -> None:
+    """Trains what is left, up to so many runs at a time."""
     with Jobs[Run](times.jobs) as works:
         while True:
             while works.has_room:
                 going = {key(run): seconds for run, seconds in works.going}
-                run = _next(study, results, going, within)
-                if run is None:
+                ready = (run for run in can_begin(study, results) if key(run) not in going)
+                if (run := next(ready, None)) is None:
                     break
                 left = time_left(study, results, times, going)
-                if within is not None:
-                    left = min(left, within.until - time.monotonic())
                 number = study.num_runs - len(left_of(study, results, times)) + len(going) + 1
                 say("\n== " + progress_line(run, number, study.num_runs, left))
                 works.begin(run, str(run), finishing(run, times.jobs))
@@ -197,20 +172,7 @@ def _train(
             write_results(study, plan, results)
 
 
-def _next(
-    study: Study, results: Results, going: Mapping[tuple[str, int], float], within: Within | None
-) -> Run | None:
-    """The run that begins next: the first whose sources are finished, of those that fit."""
-    ready = [run for run in can_begin(study, results) if key(run) not in going]
-    if within is None or not ready:
-        return ready[0] if ready else None
-    can = {key(run) for run in ready}
-    return next((run for run in within.chosen(results, going) if key(run) in can), None)
-
-
-def _measure(
-    study: Study, plan: Mapping[str, Any], results: Results, times: Times, within: Within | None
-) -> None:
+def _measure(study: Study, plan: Mapping[str, Any], results: Results, times: Times) -> None:
     """Takes the measures of finished runs that are not there yet, up to so many at a time."""
     wanted = all_measures(study, choose(study, results))
     missing = [m for m in wanted if key(m.run) in results and m.read() is None]
@@ -221,10 +183,9 @@ def _measure(
                 seconds = [times.of_measure(each.kind) for each in missing]
                 left, number = spread_over(times.jobs, with_others(seconds)), count - len(missing)
                 measure = missing.pop(0)
-                if within is None or within.has_time_for(measure):
-                    say("\n== " + measure_line(measure, number + 1, count, left))
-                    works.begin(measure, str(measure.run), measuring(measure))
+                say("\n== " + measure_line(measure, number + 1, count, left))
+                works.begin(measure, str(measure.run), measuring(measure))
                 continue
             measure, done = works.wait()
-            times.keep_measure(measure.kind, done["seconds"])
+            times.add_measure(measure.kind, done["seconds"])
             write_results(study, plan, results)

@@ -7,7 +7,7 @@ from polyad.launch.output import align
 from polyad.launch.study.answer import answers
 from polyad.launch.study.cells import Row, difference_cells, mark, pm
 from polyad.launch.study.notes import notes, tasks_note
-from polyad.launch.study.training_rows import closing_rows, curve_rows, honest_rows, leak_rows
+from polyad.launch.study.training_rows import curve_rows, honest_rows, leak_rows
 
 
 def result_table(result: dict[str, Any], *, markdown: bool = False) -> str:
@@ -44,7 +44,6 @@ def tables_of(result: Mapping[str, Any]) -> list[tuple[str, list[Row]]]:
         "On attacked data": _attacked_rows(variants, result["scores"]),
         "Size and cost": _cost_rows(variants, result["unit"]),
         "Validation over training": curve_rows(result),
-        "Lines through the differences": closing_rows(result),
         "Routing": _routing_rows(variants, score),
         f"Routing, less that of {beside}": _routing_difference_rows(variants, score),
         f"Measures and {result['scores'][0]['title']}": _relation_rows(result),
@@ -70,7 +69,7 @@ def tasks_table(result: dict[str, Any], *, markdown: bool = False) -> str:
     table = _markdown if markdown else align
     parts = [table(over_tasks_rows(result))]
     for task, found in result["tasks"].items():
-        shown = (_score_rows, _grid_rows, curve_rows, closing_rows)
+        shown = (_score_rows, _grid_rows, curve_rows)
         first, *others = (rows(found) for rows in shown)
         if len(first) > 1:
             parts.append(f"{task}\n{table(first)}")

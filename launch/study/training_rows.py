@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from polyad.launch.study.answer import a_doubling, amount
+from polyad.launch.study.answer import amount
 from polyad.launch.study.cells import Row, difference_cells, mark, pm
 
 MOST_STEPS = 8
@@ -39,29 +39,6 @@ def _curve_cell(at: Mapping[str, Any]) -> str:
     if difference is None:
         return f"{at['score']['mean']:.4f}"
     return f"{difference['mean']:+.4f}" + mark(difference)
-
-
-def closing_rows(result: Mapping[str, Any]) -> list[Row]:
-    """Lines through differences over the logarithm of what was seen."""
-    units = f"{result['unit']}s"
-    rows: list[Row] = [
-        ("closing", "line at the end", "95% interval", "a doubling", "95% interval",
-         "zero after", "95% interval", "seeds"),
-    ]  # fmt: skip
-    for name, variant in result["variants"].items():
-        if (found := variant["closing"]) is not None:
-            zero = found["crossing"]
-            at = [amount(zero[key]) for key in ("units", "low", "high")] if zero else []
-            where = (at[0], f"{at[1]} to {at[2]} {units}") if at else ("", "none is supported")
-            end, doubling = found["at_end"], a_doubling(found)
-            cells = (*_mean_cells(end), *_mean_cells(doubling), *where, f"{end['pairs']}")
-            rows.append((name, *cells))
-    return rows
-
-
-def _mean_cells(found: Mapping[str, Any]) -> Row:
-    interval = f"{found['low']:+.4f} to {found['high']:+.4f}{mark(found)}"
-    return f"{found['mean']:+.4f}", interval
 
 
 def leak_rows(variants: Mapping[str, Any]) -> list[Row]:

@@ -106,7 +106,7 @@ def test_a_folder_of_another_study_is_not_compared(
     assert "variants.tr: model.feed_forward" in refused(path, capfd, "--beside", "cp")
 
 
-@pytest.mark.parametrize("option", [["--dry-run"], ["--jobs", "2"], ["--budget", "1h"]])
+@pytest.mark.parametrize("option", [["--dry-run"], ["--jobs", "2"]])
 def test_what_is_about_training_does_not_go_with_it(
     write_study: WriteStudy, capfd: pytest.CaptureFixture[str], option: list[str]
 ) -> None:

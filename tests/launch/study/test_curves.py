@@ -1,16 +1,14 @@
-"""Validation over training: differences at each step, and lines through them; by other means."""
+"""Validation over training: differences at each step, by hand."""
 
 import json
 import math
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from scipy import optimize, stats
 
 from polyad.launch.records import validations
-from polyad.launch.study.curves import closing, curve
+from polyad.launch.study.curves import curve
 from polyad.train.records import read_records
 
 END = 100 * 2**20
@@ -32,10 +30,9 @@ def runs_of(**scores: list[float | None]) -> Runs:
     }
 
 
-def lines(ends: list[float], slopes: list[float], noise: float = 0.0) -> tuple[Runs, Runs]:
-    """Runs whose differences to the baseline lie on these lines over ln(tokens), but for noise, and
-    the baseline; eight validations, evenly over `END` tokens."""
-    generator = np.random.default_rng(3)
+def lines(ends: list[float], slopes: list[float]) -> tuple[Runs, Runs]:
+    """Runs whose differences to the baseline lie on these lines over ln(tokens), and the baseline;
+    eight validations, evenly over `END` tokens."""
     runs: Runs = {}
     baseline: Runs = {}
     for seed, (height, slope) in enumerate(zip(ends, slopes, strict=True), start=1):
@@ -43,7 +40,7 @@ def lines(ends: list[float], slopes: list[float], noise: float = 0.0) -> tuple[R
         for step in STEPS:
             tokens = END * step // STEPS[-1]
             score = 5 - math.log(step)
-            d = height + slope * math.log(tokens / END) + noise * generator.standard_normal()
+            d = height + slope * math.log(tokens / END)
             ours.append({"step": step, "tokens": tokens, "score": score + d})
             theirs.append({"step": step, "tokens": tokens, "score": score})
         runs[seed], baseline[seed] = {"validations": ours}, {"validations": theirs}
@@ -73,89 +70,6 @@ def test_runs_that_were_validated_once_have_no_curve() -> None:
     assert curve(once, None, "tokens") == []
     assert curve(once, runs_of(s1=[4.0, 3.5, 3.0]), "tokens") == []
     assert curve({1: {}}, {1: {}}, "tokens") == []
-    assert closing(once, once, "tokens") is None
-
-
-def test_lines_are_found_with_their_slopes_and_where_they_cross_zero() -> None:
-    # 0.02 at the end, 0.01 less for each e-fold: zero after e^2 times the training.
-    found = closing(*lines([0.02] * 3, [-0.01] * 3), "tokens")
-    assert found is not None
-    assert (found["seeds"], found["to_tokens"]) == ([1, 2, 3], END)
-    assert found["from_tokens"] == END * 3 // 8  # a quarter is not after the first quarter
-    assert found["slope"]["slopes"] == pytest.approx([-0.01] * 3)
-    assert found["at_end"]["mean"] == pytest.approx(0.02)
-    for name in ("units", "low", "high"):  # without spread there is no doubt
-        assert found["crossing"][name] == pytest.approx(END * math.e**2)
-    from_below = closing(*lines([-0.02] * 3, [0.01] * 3), "tokens")
-    assert from_below is not None
-    assert from_below["crossing"]["units"] == pytest.approx(END * math.e**2)
-
-
-def test_slopes_and_intervals_are_those_of_other_libraries() -> None:
-    ends, slopes = [0.040, 0.044, 0.038, 0.042], [-0.020, -0.024, -0.019, -0.021]
-    runs, baseline = lines(ends, slopes, noise=1e-4)
-    found = closing(runs, baseline, "tokens")
-    assert found is not None
-    fitted = []
-    for seed in runs:
-        pairs = zip(runs[seed]["validations"], baseline[seed]["validations"], strict=True)
-        late = [(a["tokens"], a["score"] - b["score"]) for a, b in pairs if a["tokens"] > END / 4]
-        x, y = np.log([tokens / END for tokens, _ in late]), [d for _, d in late]
-        fitted.append(np.polyfit(x, y, 1))  # slope, height at the end
-    slopes_S, heights_S = np.array(fitted).T
-    assert found["slope"]["slopes"] == pytest.approx(slopes_S)
-    for name, values in (("slope", slopes_S), ("at_end", heights_S)):
-        low, high = stats.t.interval(0.95, 3, np.mean(values), stats.sem(values))
-        assert (found[name]["low"], found[name]["high"]) == pytest.approx((low, high))
-
-    # The crossing's interval ends where the interval of the lines' heights begins to leave 0 out.
-    def nearest_to_zero(x: float) -> float:
-        low, high = stats.t.interval(
-            0.95, 3, np.mean(heights_S + slopes_S * x), stats.sem(heights_S + slopes_S * x)
-        )
-        return float(low if np.mean(heights_S + slopes_S * x) > 0 else -high)
-
-    middle = -np.mean(heights_S) / np.mean(slopes_S)
-    first = optimize.brentq(nearest_to_zero, 0.0, middle - 1e-9)
-    last = optimize.brentq(nearest_to_zero, middle + 1e-9, 20.0)
-    wanted = (END * np.exp(x) for x in (middle, first, last))
-    crossing = found["crossing"]
-    assert (crossing["units"], crossing["low"], crossing["high"]) == pytest.approx(
-        tuple(wanted), rel=1e-6
-    )
-    assert END < crossing["low"] < crossing["units"] < crossing["high"]
-
-
-@pytest.mark.parametrize(
-    ("ends", "slopes"),
-    [
-        ([0.02, 0.02, 0.02], [0.01, 0.01, 0.01]),  # it grows
-        ([0.02, 0.02, 0.02], [-0.01, 0.01, -0.02]),  # seeds disagree on the slope
-        ([0.02, -0.02, 0.01], [-0.01, -0.01, -0.01]),  # and on the side
-    ],
-)
-def test_no_crossing_is_given_that_seeds_do_not_bear_out(
-    ends: list[float], slopes: list[float]
-) -> None:
-    found = closing(*lines(ends, slopes), "tokens")
-    assert found is not None
-    assert found["crossing"] is None
-
-
-def test_too_few_seeds_or_steps_are_not_fitted() -> None:
-    runs, baseline = lines([0.02, 0.03], [-0.01, -0.01])
-    assert closing(runs, baseline, "tokens") is not None
-    assert closing({1: runs[1]}, baseline, "tokens") is None
-    few = {seed: {"validations": run["validations"][:-2]} for seed, run in runs.items()}
-    assert closing(few, baseline, "tokens") is not None  # 3, 4, 5 and 6 of 6
-    fewer = {seed: {"validations": run["validations"][4:7]} for seed, run in runs.items()}
-    assert closing(fewer, baseline, "tokens") is None
-
-
-def test_a_crossing_too_far_for_a_number_is_infinite() -> None:
-    found = closing(*lines([1.0, 1.0], [-0.001, -0.001]), "tokens")
-    assert found is not None
-    assert found["crossing"]["units"] == math.inf
 
 
 def test_validations_are_the_records_with_a_finite_score(tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
 """Results that were kept, shown again without their runs, and those that are shipped."""
 
 import json
-import math
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +62,6 @@ def test_what_a_study_has_written_is_shown_where_its_runs_are_gone(
     [
         (("--dry-run",), "--dry-run: is not allowed with"),
         (("--jobs", "2"), "--jobs: is not allowed with"),
-        (("--budget", "1h"), "--budget: is not allowed with"),
         (("--beside", "cp"), "--beside: is not allowed with"),
     ],
 )
@@ -72,12 +70,6 @@ def test_a_kept_result_is_not_trained(
 ) -> None:
     write_json(tmp_path / "kept.json", RESULTS["pairs"])
     assert words in refused(tmp_path / "kept.json", capfd, *options)
-
-
-def test_a_crossing_too_far_for_a_number_stays_so(tmp_path: Path) -> None:
-    found = RESULTS["pairs"] | {"crossing": {"units": 1e9, "low": 1e8, "high": math.inf}}
-    write_json(tmp_path / "kept.json", found)
-    assert kept_result(tmp_path / "kept.json")["crossing"] == found["crossing"]
 
 
 def test_what_is_no_result_is_one_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
