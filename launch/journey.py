@@ -16,9 +16,8 @@ from typing import Any
 
 from polyad.launch.child import STOPPED, polyad
 from polyad.launch.cli import run as run_command
-from polyad.launch.records import last_loss, median_rate, peak_memory
 from polyad.train.errors import stopped
-from polyad.train.records import read_records
+from polyad.train.records import last_loss, median_rate, peak_memory, read_records
 
 ROOT = Path(__file__).resolve().parent.parent
 PROCESSES = 2

@@ -4,8 +4,8 @@ import math
 import statistics
 from typing import Any
 
-from polyad.launch.records import Records
 from polyad.train.errors import RunError
+from polyad.train.records import Records
 from polyad.train.study.study import Run, Study, Variant
 
 Results = dict[tuple[str, int], dict[str, Any]]

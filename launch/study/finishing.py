@@ -6,7 +6,6 @@ from typing import Any
 
 from polyad.data.json_reader import read_json
 from polyad.launch.output import say, strict
-from polyad.launch.records import last_loss, last_routing, median_rate, peak_memory
 from polyad.launch.study.choice import validation_score
 from polyad.launch.study.folder import write_json
 from polyad.launch.study.jobs import CommandFailed, Work
@@ -15,7 +14,15 @@ from polyad.launch.study.plan import newest_step
 from polyad.launch.study.progress import trained_line
 from polyad.parallel.checkpoint.finding import newest_that_opens
 from polyad.train.errors import RunError
-from polyad.train.records import METRICS_FILE, read_records, records_of
+from polyad.train.records import (
+    METRICS_FILE,
+    last_loss,
+    last_routing,
+    median_rate,
+    peak_memory,
+    read_records,
+    records_of,
+)
 from polyad.train.state import TrainState
 from polyad.train.study.study import Run
 

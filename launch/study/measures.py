@@ -19,10 +19,15 @@ from pathlib import Path
 from typing import Any
 
 from polyad.data.json_reader import read_json
-from polyad.launch.records import head_changes, last_fluctuation, validations
 from polyad.launch.study.folder import write_json
 from polyad.train.errors import ConfigError, RunError
-from polyad.train.records import METRICS_FILE, read_records
+from polyad.train.records import (
+    METRICS_FILE,
+    head_changes,
+    last_fluctuation,
+    read_records,
+    validations,
+)
 from polyad.train.study.study import Run, Study, Variant
 
 KEYS = ("loss", "split", "step", "attack", "leak")

@@ -1,6 +1,8 @@
-"""Which lines of metrics.jsonl are records: to every reader the same."""
+"""Reading of records, and what they come to, by hand."""
 
 import json
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -8,7 +10,15 @@ from polyad.launch.tables import _last_loss
 from polyad.train.errors import ConfigError
 from polyad.train.experts.report.history import read_history
 from polyad.train.loop.metrics import drop_records_after
-from polyad.train.records import read_records
+from polyad.train.records import (
+    head_changes,
+    last_fluctuation,
+    last_loss,
+    last_routing,
+    median_rate,
+    peak_memory,
+    read_records,
+)
 
 GOOD = [
     {"step": step, "loss": 1.0 / step, "routing/load": [0.5, None], "spike": {"a": "b"}}
@@ -64,3 +74,61 @@ def test_records_that_are_not_there_are_one_line(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "lo')
     with pytest.raises(ConfigError, match="holds no record of a step yet"):
         read_records(tmp_path)
+
+
+def record(step: int, **more: Any) -> dict[str, Any]:
+    values = {"step": step, "loss": float(step), "tokens_per_second": 100.0, "memory_bytes": step}
+    return values | {key.replace("__", "/"): value for key, value in more.items()}
+
+
+def test_figures_of_the_end_are_means_of_the_last_ten_records(tmp_path: Path) -> None:
+    records = [record(step, routing__unused=step / 10) for step in range(1, 21)]
+    records[-1]["loss"] = None  # a step that was skipped
+    lines = "".join(json.dumps(one) + "\n" for one in records)
+    (tmp_path / "metrics.jsonl").write_text(lines)
+    assert read_records(tmp_path) == records
+    assert last_loss(records) == 15.0  # 11 to 19
+    assert last_routing(records) == {"unused": pytest.approx(1.55)}  # 1.1 to 2.0
+    assert (median_rate(records), peak_memory(records)) == (100.0, 20)
+
+
+def test_fluctuation_is_that_between_the_last_two_checkpoints() -> None:
+    first = record(40, fluctuation__seconds=0.1)
+    later = {
+        step: record(step, fluctuation__seconds=0.1, fluctuation__top1=top1, fluctuation__set=0.5)
+        for step, top1 in ((80, 0.4), (100, 0.3))
+    }
+    plain = [record(step) for step in (41, 99)]
+    found = last_fluctuation([first, plain[0], later[80], plain[1], later[100]])
+    assert found == {"top1": 0.3, "set": 0.5, "steps": 20}
+    assert last_fluctuation([first, *plain]) is None  # nothing before it
+    assert last_fluctuation(plain) is None
+
+
+def test_changes_of_a_head_are_counted_from_record_to_record() -> None:
+    # Layer a: 0 0 2 0, which is two changes; layer b: 1 1 1, none. The first record, of a graph
+    # that is still off, names none.
+    a, b = (f"routing__blocks.{block}.feed_forward__attention_head" for block in (0, 1))
+    heads = [{}, {a: 0, b: 1}, {a: 0, b: 1}, {a: 2, b: 1}, {a: 0}]
+    records = [record(step, **each) for step, each in enumerate(heads)]
+    assert head_changes(records) == 1.0
+    assert head_changes(records[:2]) == 0.0
+    assert head_changes(records[:1]) is None
+    assert last_routing(records) == {}  # a number of a head has no mean
+
+
+def test_a_model_that_does_not_route_has_no_routing() -> None:
+    assert last_routing([record(1)]) == {}
+
+
+def test_shared_experts_are_of_the_mean_load_over_steps_that_tell_it() -> None:
+    # Layer a: each step takes one expert, both steps half of each of two: 2. Layer b: all four: 4.
+    a = [[1.0, 0.0, 0.0, 0.0], [0.0, 1.0, 0.0, 0.0]]
+    loads = [{"routing__a__load": load, "routing__b__load": [0.25] * 4} for load in a]
+    records = [record(1, **loads[0]), record(2), record(3, **loads[1])]  # the second had no line
+    assert last_routing(records) == {"shared_experts": pytest.approx(3.0)}
+
+
+def test_what_a_token_uses_is_another_measure_than_what_all_share() -> None:
+    found = last_routing([record(1, routing__a__load=[0.5, 0.5], routing__effective_experts=1.25)])
+    assert found == {"shared_experts": pytest.approx(2.0), "effective_experts": 1.25}

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from polyad.launch.records import validations
 from polyad.launch.study.curves import curve
-from polyad.train.records import read_records
+from polyad.train.records import read_records, validations
 
 END = 100 * 2**20
 STEPS = range(1, 9)
