@@ -66,8 +66,8 @@ def study(
     from polyad.launch.study import figure as figures
     from polyad.launch.study import page as pages
     from polyad.launch.study import run as runs
-    from polyad.launch.study.folder import form_of, kept_result
     from polyad.launch.study.progress import plans_table
+    from polyad.launch.study.result import form_of, kept_result
     from polyad.launch.study.tables import result_table
     from polyad.train.errors import ConfigError, RunError, Stopped
 
@@ -91,8 +91,7 @@ def study(
             return
         try:
             if is_kept:
-                with form_of(study):
-                    result = kept_result(study)
+                result = kept_result(study)
             elif beside is None:
                 result = runs.study(study, jobs)
             elif (known := runs.compare_finished(study, beside)) is not None:
@@ -109,4 +108,4 @@ def study(
             if page is not None:
                 write_whole(page, pages.page(result))
             table = result_table(result, markdown=markdown)
-        show(result, table)
+        show(result.to_json(), table)

@@ -4,10 +4,10 @@ import math
 from collections.abc import Mapping, Sequence
 from html import escape
 from itertools import groupby
-from typing import Any
 
-from polyad.launch.study.answer import amount
 from polyad.launch.study.drawing import FOOT, HEAD, WIDTH, Scale, heading, scale, span
+from polyad.launch.study.result import Difference, StudyResult, Validation
+from polyad.launch.study.sentences import amount
 from polyad.train.experts.report.charts import ticks
 
 CURVES_HEIGHT = 280
@@ -17,19 +17,19 @@ LOGARITHMIC = 8
 """The x axis is logarithmic where the most units are more than this times the fewest."""
 
 
-def curves_of(result: Mapping[str, Any]) -> dict[str, Sequence[Mapping[str, Any]]]:
+def curves_of(result: StudyResult) -> dict[str, list[Validation]]:
     """The curves that are drawn: of variants that have one beside the baseline."""
-    beside = {n: v for n, v in result["variants"].items() if n != result["baseline"]}
-    return {name: variant["curve"] for name, variant in beside.items() if variant["curve"]}
+    beside = {n: v for n, v in result.variants.items() if n != result.baseline}
+    return {name: variant.curve for name, variant in beside.items() if variant.curve}
 
 
 def draw_curves(
-    result: Mapping[str, Any], colours: Mapping[str, str], title: str, x: float, y: float
+    result: StudyResult, colours: Mapping[str, str], title: str, x: float, y: float
 ) -> list[str]:
     """Draws the mean difference at each step, and its interval as a band.
 
     Args:
-        result: what `summarize` made, with a curve at least.
+        result: of a study, with a curve at least.
         colours: of variants.
         title: of the panel.
         x: its left end.
@@ -38,10 +38,10 @@ def draw_curves(
     Returns:
         Parts of an SVG file.
     """
-    curves, units = curves_of(result), f"{result['unit']}s"
-    seen = sorted({each[units] for curve in curves.values() for each in curve})
+    curves, units = curves_of(result), f"{result.unit}s"
+    seen = sorted({each.seen for curve in curves.values() for each in curve})
     logarithmic = seen[-1] > LOGARITHMIC * seen[0] > 0
-    low, high, beyond = _y_range([each for curve in curves.values() for each in curve], units)
+    low, high, beyond = _y_range([each for curve in curves.values() for each in curve])
     legend = 18 * math.ceil(len(curves) / 3)
     top, bottom = y + HEAD + legend, y + CURVES_HEIGHT - FOOT
     first, last = x + LEFT, x + WIDTH - RIGHT
@@ -52,7 +52,7 @@ def draw_curves(
 
     axis = ", logarithmic" if logarithmic else ""
     cut = "; cut at the edges" if beyond else ""
-    share = f"{100 * result['confidence']:.0f}%"
+    share = f"{100 * result.confidence:.0f}%"
     note = f"by {units} seen{axis}; band: {share} interval of the mean{cut}"
     parts = heading(title, note, x, y)
     for tick in ticks(low, high, 6):
@@ -68,11 +68,11 @@ def draw_curves(
             f"{amount(tick)}</text>"
         )
     for number, (name, curve) in enumerate(curves.items()):
-        places = [(to_x(each[units]), each["difference"]) for each in curve]
+        places = [(to_x(each.seen), each.difference) for each in curve if each.difference]
         parts += _draw_curve(name, places, to_y, colours[name])
         parts += [
             f'<circle class="mean" cx="{px}" cy="{to_y(mean)}" r="3" fill="{colours[name]}"/>'
-            for px, mean in ((px, one["mean"]) for px, one in places)
+            for px, mean in ((px, one.mean) for px, one in places)
             if low <= mean <= high
         ]
         place = f'x="{first + 150 * (number % 3):g}" y="{y + 48 + 18 * (number // 3):g}"'
@@ -82,39 +82,40 @@ def draw_curves(
     return parts
 
 
-def _y_range(steps: Sequence[Mapping[str, Any]], units: str) -> tuple[float, float, bool]:
+def _y_range(steps: Sequence[Validation]) -> tuple[float, float, bool]:
     """The ends of the y axis, and whether anything lies beyond them.
 
     One spike at the start would press all that follows into a line: the axis has room for what
     comes after the first quarter of validations.
     """
-    seen = sorted({each[units] for each in steps})
+    seen = sorted({each.seen for each in steps})
     start = seen[len(seen) // 4]
-    low, high = span([*_numbers([each for each in steps if each[units] >= start]), 0.0])
+    low, high = span([*_numbers([each for each in steps if each.seen >= start]), 0.0])
     return low, high, any(not low <= number <= high for number in _numbers(steps))
 
 
-def _numbers(steps: Sequence[Mapping[str, Any]]) -> list[float]:
+def _numbers(steps: Sequence[Validation]) -> list[float]:
     """Means and ends of intervals that there are."""
-    found = [each["difference"][key] for each in steps for key in ("mean", "low", "high")]
-    return [*filter(math.isfinite, found)]
+    found = [each.difference for each in steps if each.difference is not None]
+    numbers = (number for one in found for number in (one.mean, one.low, one.high))
+    return [*filter(math.isfinite, numbers)]
 
 
 def _draw_curve(
-    name: str, places: Sequence[tuple[float, Mapping[str, Any]]], to_y: Scale, colour: str
+    name: str, places: Sequence[tuple[float, Difference]], to_y: Scale, colour: str
 ) -> list[str]:
     """One variant: its mean as a line, over the band of intervals."""
     parts = [f"<g><title>{escape(name)}</title>"]
-    for has_interval, group in groupby(places, key=lambda at: math.isfinite(at[1]["low"])):
+    for has_interval, group in groupby(places, key=lambda at: math.isfinite(at[1].low)):
         if has_interval:
             found = [*group]
-            upper = [f"{px},{to_y(one['high'])}" for px, one in found]
-            lower = [f"{px},{to_y(one['low'])}" for px, one in reversed(found)]
+            upper = [f"{px},{to_y(one.high)}" for px, one in found]
+            lower = [f"{px},{to_y(one.low)}" for px, one in reversed(found)]
             parts.append(
                 f'<polygon class="band" points="{" ".join(upper + lower)}" fill="{colour}" '
                 f'fill-opacity="0.14" stroke="{colour}" stroke-opacity="0.4" stroke-width="0.75"/>'
             )
-    path = " ".join(f"{px},{to_y(one['mean'])}" for px, one in places)
+    path = " ".join(f"{px},{to_y(one.mean)}" for px, one in places)
     parts.append(
         f'<polyline class="curve" points="{path}" fill="none" stroke="{colour}" stroke-width="2"/>'
     )

@@ -1,12 +1,11 @@
 """The data of a study: prepared if it is not there, and what it decides of models."""
 
-import fcntl
-import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from polyad.data.errors import DataError, user_path
+from polyad.data.files import locked
 from polyad.data.images.prepare import prepare_images
 from polyad.data.text.dataset import PreparedData
 from polyad.data.text.prepare import prepare
@@ -85,22 +84,14 @@ def _alone(path: Path) -> Iterator[None]:
     Where no lock can be had, as on a read-only disk, there is none.
     """
     path = user_path(path).resolve()
-    descriptor = None
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(path.parent / f".{path.name}.lock", os.O_RDWR | os.O_CREAT, 0o644)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            say(f"{path}: another study prepares it; this one waits for that")
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-    except OSError:
-        pass  # preparing says what is wrong with the place, if anything is
-    try:
+    lock = path.parent / f".{path.name}.lock"
+    with ExitStack() as held:
+        with suppress(OSError):  # preparing says what is wrong with the place, if anything is
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if not held.enter_context(locked(lock, wait=False)):
+                say(f"{path}: another study prepares it; this one waits for that")
+                held.enter_context(locked(lock, wait=True))
         yield
-    finally:
-        if descriptor is not None:
-            os.close(descriptor)
 
 
 def model_of(study: Study, variant: Variant) -> ModelSettings:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from html import escape
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from polyad.launch.output import check_result_file
 from polyad.launch.study.curve_panel import CURVES_HEIGHT, curves_of, draw_curves
@@ -29,13 +29,22 @@ from polyad.launch.study.drawing import (
     scale,
     span,
 )
+from polyad.launch.study.result import (
+    Difference,
+    Leak,
+    Result,
+    StudyResult,
+    TasksResult,
+    parts_of,
+)
 from polyad.launch.study.results import measures
 from polyad.train.experts.report.charts import ticks
 
 NAMES = 140
 """Width of the variants' names."""
 LEAK_HEIGHT = 260
-WAYS = ("prefix", "masked")
+WAYS = {"prefix": "", "masked": ' stroke-dasharray="5 4"'}
+"""How a loss is found without later tokens, and the dashes of its line."""
 
 
 class Panel(NamedTuple):
@@ -69,25 +78,29 @@ def check_figure(path: Path, *, dry_run: bool) -> None:
     check_result_file("--figure", path, ".svg", dry_run=dry_run)
 
 
-def figure(result: Mapping[str, Any], *, inline: bool = False) -> str:
+def figure(result: Result, *, inline: bool = False) -> str:
     """Draws a study.
 
     Args:
-        result: what `summarize` made, or `over_tasks`.
+        result: of a study.
         inline: for a page that has the style for the class `study`, in place of a file.
 
     Returns:
         The text of an SVG file, or an element.
     """
-    leaks = {name: v["leak"] for name, v in result["variants"].items() if v.get("leak")}
-    panels = _panels_of_tasks(result) if "tasks" in result else _panels(result)
+    leaks: dict[str, Mapping[str, Leak]] = {}
+    if isinstance(result, TasksResult):
+        panels = _panels_of_tasks(result)
+    else:
+        panels = _panels(result)
+        leaks = {name: each.leak for name, each in result.variants.items() if each.leak}
     drawings: list[tuple[float, Callable[[float, float], list[str]]]] = [
         (_panel_height(panel), partial(_draw_panel, panel)) for panel in panels
     ]
-    for task, found in result.get("tasks", {"": result}).items():
+    for task, found in parts_of(result).items():
         if curves_of(found):
             title = (f"{task}: " if task else "") + (
-                f"{found['validation_score'].replace('_', ' ')} less that of {found['baseline']}"
+                f"{found.validation_score.replace('_', ' ')} less that of {found.baseline}"
             )
             panel = partial(draw_curves, found, _colours(found), title[0].upper() + title[1:])
             drawings.append((CURVES_HEIGHT, panel))
@@ -101,7 +114,7 @@ def figure(result: Mapping[str, Any], *, inline: bool = False) -> str:
             parts += draw(MARGIN + column * (WIDTH + GAP), y)
         y += max(height for height, _ in pair) + GAP
     width = 2 * MARGIN + WIDTH + (WIDTH + GAP if len(drawings) > 1 else 0)
-    title = escape(f"{result['study']}: {', '.join(result['variants'])}")
+    title = escape(f"{result.study}: {', '.join(result.variants)}")
     fits = f"max-width:{width}px;min-width:{0.65 * width:.0f}px"
     css = f' class="study" style="{fits}"' if inline else ""
     style = "" if inline else f"<style>{STYLE}</style>"
@@ -112,23 +125,23 @@ def figure(result: Mapping[str, Any], *, inline: bool = False) -> str:
     )
 
 
-def _colours(result: Mapping[str, Any]) -> dict[str, str]:
-    return {name: COLOURS[i % len(COLOURS)] for i, name in enumerate(result["variants"])}
+def _colours(result: Result) -> dict[str, str]:
+    return {name: COLOURS[i % len(COLOURS)] for i, name in enumerate(result.variants)}
 
 
-def _panels(result: Mapping[str, Any]) -> list[Panel]:
+def _panels(result: StudyResult) -> list[Panel]:
     """Differences of losses, and what routers did as it is: those that are known."""
-    beside, share = result["baseline"], f"{100 * result['confidence']:.0f}%"
-    score = result["scores"][0]
-    unit = f", {score['unit']}" if score["unit"] else ""
-    head = f"{score['title'].capitalize()} less that of {beside}{unit}"
-    what = "text" if result["unit"] == "token" else "data"
+    beside, share = result.baseline, f"{100 * result.confidence:.0f}%"
+    score = result.scores[0]
+    unit = f", {score.unit}" if score.unit else ""
+    head = f"{score.title.capitalize()} less that of {beside}{unit}"
+    what = "text" if result.unit == "token" else "data"
     attacked = f"On attacked {what}, less that of {beside}"
     interval = f"dots: seeds; bar: {share} interval of the mean"
     plain = "dots: seeds; line: their mean"
     panels = [
-        _differences(result, score["name"], head, interval),
-        _differences(result, f"attacked_{score['name']}", attacked, interval),
+        _differences(result, score.name, head, interval),
+        _differences(result, f"attacked_{score.name}", attacked, interval),
         _values(result, "changed_set", "Share of tokens that changed experts at the end", plain),
         _values(result, "effective_neighbours", "Effective neighbours in the graph", plain),
         _values(result, "entropy", "Entropy of routing, nats", plain),
@@ -137,44 +150,42 @@ def _panels(result: Mapping[str, Any]) -> list[Panel]:
     return [panel for panel in panels if panel.rows]
 
 
-def _panels_of_tasks(result: Mapping[str, Any]) -> list[Panel]:
+def _panels_of_tasks(result: TasksResult) -> list[Panel]:
     """The difference of the mean over tasks, and of each task."""
-    score, beside = result["scores"][0], result["baseline"]
+    score, beside = result.scores[0], result.baseline
     note = "dots: seeds; bar: 95% interval of the mean"
     rows = [
         _difference_row(name, colour, found)
         for name, colour in _colours(result).items()
-        if (found := result["variants"][name]["difference"]) is not None
+        if (found := result.variants[name].difference) is not None
     ]
-    title = f"Mean {score['title']} over tasks less that of {beside}"
+    title = f"Mean {score.title} over tasks less that of {beside}"
     panels = [Panel(title, note, rows, from_zero=True)]
     panels += [
-        _differences(found, score["name"], f"{task}: {score['title']} less that of {beside}", note)
-        for task, found in result["tasks"].items()
+        _differences(found, score.name, f"{task}: {score.title} less that of {beside}", note)
+        for task, found in result.tasks.items()
     ]
     return [panel for panel in panels if panel.rows]
 
 
-def _difference_row(name: str, colour: str, found: Mapping[str, Any]) -> PanelRow:
-    return PanelRow(name, colour, found["differences"], found["mean"], found["low"], found["high"])
+def _difference_row(name: str, colour: str, found: Difference) -> PanelRow:
+    return PanelRow(name, colour, found.differences, found.mean, found.low, found.high)
 
 
-def _differences(result: Mapping[str, Any], measure: str, title: str, note: str) -> Panel:
+def _differences(result: StudyResult, measure: str, title: str, note: str) -> Panel:
     rows = []
     for name, colour in _colours(result).items():
-        found = result["variants"][name]["differences"].get(measure)
+        found = result.variants[name].differences.get(measure)
         if found is not None:
             rows.append(_difference_row(name, colour, found))
     return Panel(title, note, rows, from_zero=True)
 
 
-def _values(result: Mapping[str, Any], measure: str, title: str, note: str) -> Panel:
+def _values(result: StudyResult, measure: str, title: str, note: str) -> Panel:
     rows = []
     for name, colour in _colours(result).items():
         known = (
-            measures(run, result["scores"][0]["name"])
-            for run in result["runs"]
-            if run["variant"] == name
+            measures(run, result.scores[0].name) for run in result.runs if run["variant"] == name
         )
         values = [found[measure] for found in known if measure in found]
         if values:
@@ -230,12 +241,12 @@ def _draw_row(row: PanelRow, to_x: Scale, x: float, y: float) -> list[str]:
 
 
 def _draw_leaks(
-    leaks: Mapping[str, Mapping[str, Any]], colours: Mapping[str, str], x: float, y: float
+    leaks: Mapping[str, Mapping[str, Leak]], colours: Mapping[str, str], x: float, y: float
 ) -> list[str]:
     """What later tokens are worth: from the prefix a full line, with the mask a dashed one."""
     steps = sorted({int(step) for leak in leaks.values() for step in leak})
-    found = [one[f"{way}_leak"] for leak in leaks.values() for one in leak.values() for way in WAYS]
-    numbers = [value for one in found for value in (one["mean"], *one["differences"])]
+    found = [each for leak in leaks.values() for one in leak.values() for each in _ways(one)]
+    numbers = [value for one in found for value in (one.mean, *one.differences)]
     low, high = span([*(value for value in numbers if math.isfinite(value)), 0.0])
     top, bottom = y + HEAD + 18 * math.ceil(len(leaks) / 3), y + LEAK_HEIGHT - FOOT
     to_x = scale(0, steps[-1], x + 50, x + WIDTH - 12)
@@ -263,10 +274,15 @@ def _draw_leaks(
     return parts
 
 
-def _draw_leak(leak: Mapping[str, Any], colour: str, to_x: Scale, to_y: Scale) -> list[str]:
+def _ways(leak: Leak) -> tuple[Difference, Difference]:
+    """What later tokens are worth, by each of `WAYS`."""
+    return leak.prefix_leak, leak.masked_leak
+
+
+def _draw_leak(leak: Mapping[str, Leak], colour: str, to_x: Scale, to_y: Scale) -> list[str]:
     parts = []
-    for way, dashes in zip(WAYS, ("", ' stroke-dasharray="5 4"'), strict=True):
-        points = [(to_x(int(step)), to_y(one[f"{way}_leak"]["mean"])) for step, one in leak.items()]
+    for number, (way, dashes) in enumerate(WAYS.items()):
+        points = [(to_x(int(step)), to_y(_ways(one)[number].mean)) for step, one in leak.items()]
         path = " ".join(f"{px},{py}" for px, py in points)
         parts.append(
             f'<polyline class="{way}" points="{path}" fill="none" stroke="{colour}" '
@@ -276,6 +292,6 @@ def _draw_leak(leak: Mapping[str, Any], colour: str, to_x: Scale, to_y: Scale) -
         f'<circle class="seed" cx="{to_x(int(step))}" cy="{to_y(value)}" r="3" fill="{colour}" '
         f'fill-opacity="0.6"/>'
         for step, one in leak.items()
-        for value in one["prefix_leak"]["differences"]
+        for value in one.prefix_leak.differences
     ]
     return parts

@@ -6,12 +6,12 @@ from typing import Any
 
 from polyad.data.json_reader import read_json
 from polyad.launch.output import say, strict
-from polyad.launch.study.choice import validation_score
 from polyad.launch.study.folder import write_json
 from polyad.launch.study.jobs import CommandFailed, Work
 from polyad.launch.study.measures import Measure, forget
 from polyad.launch.study.plan import newest_step
 from polyad.launch.study.progress import trained_line
+from polyad.launch.study.state import validation_score
 from polyad.parallel.checkpoint.finding import newest_that_opens
 from polyad.train.errors import RunError
 from polyad.train.records import (

@@ -5,35 +5,21 @@ results.json            the comparison, brought up to date after every run
 runs/VARIANT/seed-N/    run folders; beside each that is finished its result, seed-N.json
 """
 
-import fcntl
 import json
-import math
-import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from polyad.data.files import write_whole
+from polyad.data.files import locked, write_whole
 from polyad.data.json_reader import read_json
 from polyad.launch.output import strict
-from polyad.train.errors import ConfigError, shortened
-from polyad.train.guard.run_folder import NO_LOCKS, check_place
+from polyad.train.errors import ConfigError
+from polyad.train.guard.run_folder import check_place
 from polyad.train.study.config import StudyData
 from polyad.train.study.study import Run, Study, changed_key
 
 RECORD, RESULTS, LOCK = "study.json", "results.json", ".lock"
-RESULT_KEYS = (
-    "study", "baseline", "scores", "variants", "finished", "higher_is_better", "about",
-)  # fmt: skip
-"""Keys that every result has, with tasks or without."""
-SPREAD = {"mean", "deviation"}
-INTERVAL = SPREAD | {"low", "high"}
-"""Numbers of a mean and its interval, as `polyad.train.study.paired` has them."""
-_OTHER_FORM = (
-    LookupError, TypeError, AttributeError, ArithmeticError, ValueError, RecursionError,
-)  # fmt: skip
-"""What code meets that reads JSON of another form than it expects."""
 
 
 def check_folder(study: Study) -> None:
@@ -191,55 +177,6 @@ def check_sources(run: Run, result: Mapping[str, Any]) -> None:
             )
 
 
-def kept_result(path: Path) -> dict[str, Any]:
-    """A result as `polyad study` wrote it: its `results.json`, wherever that is kept.
-
-    Raises:
-        ConfigError: it cannot be read, or is none.
-    """
-    return {key: _restored(value) for key, value in _read(path, RESULT_KEYS).items()}
-
-
-@contextmanager
-def form_of(path: Path) -> Iterator[None]:
-    """In the block a kept result is shown, which may hold anything.
-
-    Args:
-        path: of the result.
-
-    Raises:
-        ConfigError: it has another form than `polyad study` gives it.
-    """
-    try:
-        yield
-    except (
-        LookupError,
-        TypeError,
-        AttributeError,
-        ArithmeticError,
-        ValueError,
-        RecursionError,
-    ) as error:
-        if hasattr(error, "exit_status"):
-            raise
-        reason = f"{type(error).__name__}: {shortened(str(error))}"
-        raise ConfigError(
-            f"{path}: has another form than `polyad study` gives its results ({reason})"
-        ) from None
-
-
-def _restored(value: Any) -> Any:
-    """With the NaN of means and intervals that are none, which JSON has as null."""
-    if isinstance(value, list):
-        return [_restored(each) for each in value]
-    if not isinstance(value, dict):
-        return value
-    found = {key: _restored(each) for key, each in value.items()}
-    if found.keys() >= SPREAD:
-        found |= {key: math.nan for key in INTERVAL & found.keys() if found[key] is None}
-    return found
-
-
 def _read(path: Path, keys: tuple[str, ...]) -> dict[str, Any]:
     tree = read_json(path, error=ConfigError)
     missing = [key for key in keys if not isinstance(tree, dict) or key not in tree]
@@ -255,7 +192,7 @@ def write_json(path: Path, tree: dict[str, Any]) -> None:
 
 
 @contextmanager
-def locked(study: Study) -> Iterator[None]:
+def held(study: Study) -> Iterator[None]:
     """Holds the study's folder, which is made; the kernel lets go of it when this process ends.
 
     On a file system without locks nothing is held here; each run holds its own folder.
@@ -264,17 +201,9 @@ def locked(study: Study) -> Iterator[None]:
         ConfigError: another start of the study is still going.
     """
     study.folder.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(study.folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+    with locked(study.folder / LOCK, wait=False) as ours:
+        if not ours:
             raise ConfigError(
                 f"{study.file}: folder: {study.folder} is in use by another start of this study"
-            ) from None
-        except OSError as error:
-            if error.errno not in NO_LOCKS:
-                raise
+            )
         yield
-    finally:
-        os.close(descriptor)

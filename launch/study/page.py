@@ -7,20 +7,17 @@ import re
 from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
-from typing import Any
 
 from polyad.launch.output import check_result_file
-from polyad.launch.study.answer import UNCORRECTED, answers
-from polyad.launch.study.cells import Row
 from polyad.launch.study.drawing import STYLE
 from polyad.launch.study.figure import figure
-from polyad.launch.study.notes import notes, tasks_note
-from polyad.launch.study.tables import over_tasks_rows, tables_of
+from polyad.launch.study.result import Result, StudyResult, TasksResult, parts_of
+from polyad.launch.study.sentences import UNCORRECTED, answers, notes, tasks_note
+from polyad.launch.study.tables import Row, over_tasks_rows, tables_of
 from polyad.train.experts.report.class_page import CLASS_CSS, figure_of_table, table
 from polyad.train.experts.report.page import POLICY
 from polyad.train.experts.report.style import CSS
 
-Result = Mapping[str, Any]
 PAGE_CSS = """
 .answers { padding-left: 1.1rem; max-width: 56rem; }
 .answers li { margin: .35rem 0; }
@@ -64,8 +61,8 @@ def page(result: Result) -> str:
     Returns:
         HTML.
     """
-    name = Path(result["study"]).stem
-    body = _tasks(result) if "tasks" in result else _whole(result)
+    name = Path(result.study).stem
+    body = _tasks(result) if isinstance(result, TasksResult) else _whole(result)
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
@@ -79,21 +76,15 @@ def page(result: Result) -> str:
     )
 
 
-def _parts(result: Result) -> dict[str, Result]:
-    """The result of each task that was begun; the whole one without a name if there are none."""
-    parts: dict[str, Result] = result.get("tasks", {"": result})
-    return parts
-
-
 def _folder(result: Result) -> str:
-    folder = next(iter(_parts(result).values()))["folder"]
-    return str(Path(folder).parent if "tasks" in result else folder)
+    folder = next(iter(parts_of(result).values())).folder
+    return str(Path(folder).parent if isinstance(result, TasksResult) else folder)
 
 
 def _unfinished(result: Result) -> str:
-    if result["finished"]:
+    if result.finished:
         return ""
-    done = sum(len(part["runs"]) + len(part["swept"]) for part in _parts(result).values())
+    done = sum(len(part.runs) + len(part.swept) for part in parts_of(result).values())
     return (
         f'<p class="unfinished"><b>This study is not finished</b>: {done:,} of its runs are, and '
         f"what follows is of these alone. It will change.</p>"
@@ -101,7 +92,7 @@ def _unfinished(result: Result) -> str:
 
 
 def _question(result: Result) -> str:
-    asked = result["about"]["question"]
+    asked = result.about.question
     return f'<p class="question">{escape(asked)}</p>' if asked else ""
 
 
@@ -112,11 +103,11 @@ def _list(sentences: Sequence[str]) -> str:
 def _answer(result: Result) -> str:
     found = answers(result)
     said = _list(found) if found else "<p>Nothing is compared yet.</p>"
-    better = "higher" if result["higher_is_better"] else "lower"
-    score, baseline = result["scores"][0], result["baseline"]
+    better = "higher" if result.higher_is_better else "lower"
+    score, baseline = result.scores[0], result.baseline
     return (
         f'<section id="answer"><h2>What the intervals say</h2>{said}<p class="note">Of the '
-        f"{escape(score['title'])}: each variant's less {escape(baseline)}'s, in pairs of runs "
+        f"{escape(score.title)}: each variant's less {escape(baseline)}'s, in pairs of runs "
         f"with the same seed and the same batches; {better} is better. {UNCORRECTED}</p></section>"
     )
 
@@ -135,7 +126,7 @@ def _table(heading: str, rows: Sequence[Row], caption: str = "") -> str:
     return figure_of_table(heading, table(head, others), caption, wide=True)
 
 
-def _whole(result: Result) -> str:
+def _whole(result: StudyResult) -> str:
     """The tables of a study without tasks, or of one of them."""
     parts = "".join(_table(heading, rows) for heading, rows in tables_of(result))
     lines = "".join(f"<li>{escape(line)}</li>" for line in notes(result).splitlines())
@@ -145,14 +136,14 @@ def _whole(result: Result) -> str:
     )
 
 
-def _tasks(result: Result) -> str:
+def _tasks(result: TasksResult) -> str:
     """The means over tasks, and each task by itself."""
     overall = _table("Mean over tasks", over_tasks_rows(result))
     each = "".join(
         f"<section><h2>Task {escape(task)}</h2>"
         f"{_list(answers(found)) if answers(found) else '<p>Nothing is compared yet.</p>'}"
         f"</section>{_whole(found)}"
-        for task, found in result["tasks"].items()
+        for task, found in result.tasks.items()
     )
     lines = "".join(f"<li>{escape(line)}</li>" for line in tasks_note(result).splitlines())
     return (
@@ -163,39 +154,38 @@ def _tasks(result: Result) -> str:
 
 def _asked(result: Result) -> str:
     """The study, and the variant beside which it is compared where that is not its baseline."""
-    beside = result.get("beside")
-    return f"{result['study']} --beside {beside}" if beside else str(result["study"])
+    return f"{result.study} --beside {result.beside}" if result.beside else result.study
 
 
 def _made(result: Result) -> str:
     """How it was made."""
-    about = result["about"]
-    parts = _parts(result)
-    days = sorted(day for part in parts.values() for day in part["about"]["days"])
+    about = result.about
+    parts = parts_of(result)
+    days = sorted(day for part in parts.values() for day in part.about.days)
     facts = [
         ("Command", f"<code>polyad study {escape(_asked(result))}</code>"),
         ("Trained", escape(_days(days))),
         ("With", "<br>".join(_environments(parts))),
-        ("Base", escape(about["base"])),
-        ("Seeds", ", ".join(f"{seed}" for seed in result["seeds"])),
+        ("Base", escape(about.base)),
+        ("Seeds", ", ".join(f"{seed}" for seed in result.seeds)),
     ]
     for task, part in parts.items():
         facts.append((f"Task {escape(task)}" if task else "Data", escape(_data(part))))
-    if about["common"]:
-        facts.append(("In every run", _keys(about["common"])))
+    if about.common:
+        facts.append(("In every run", _keys(about.common)))
     listed = "".join(f"<dt>{name}</dt><dd>{value}</dd>" for name, value in facts)
     rows = []
-    for name, keys in about["variants"].items():
+    for name, keys in about.variants.items():
         tried = "".join(
-            f"; {_keys({key: values})} tried" for key, values in about["grids"][name].items()
+            f"; {_keys({key: values})} tried" for key, values in about.grids.get(name, {}).items()
         )
-        baseline = ", the baseline" if name == result["baseline"] else ""
+        baseline = ", the baseline" if name == result.baseline else ""
         said = _keys(keys) if keys else "no key of its own"
         rows.append((f"{escape(name)}{baseline}", f"{said}{tried}"))
-    keys = table(("variant", "keys in which it differs"), rows, names=2)
+    listed_keys = table(("variant", "keys in which it differs"), rows, names=2)
     return (
         f'<section id="made"><h2>How it was made</h2><dl class="made">{listed}</dl>'
-        f"{figure_of_table('Variants', keys, wide=True)}</section>"
+        f"{figure_of_table('Variants', listed_keys, wide=True)}</section>"
     )
 
 
@@ -209,38 +199,38 @@ def _days(days: Sequence[str]) -> str:
     return days[0] if days[0] == days[-1] else f"{days[0]} to {days[-1]}"
 
 
-def _environments(parts: Mapping[str, Result]) -> list[str]:
+def _environments(parts: Mapping[str, StudyResult]) -> list[str]:
     """Commit, versions and machine of the runs, each that differs once."""
     counts: dict[str, int] = {}
     for part in parts.values():
-        for each in part["about"]["environments"]:
-            commit = each["git_commit"] or "unknown commit"
-            changed = " with uncommitted changes" if each["uncommitted_changes"] else ""
-            versions = ", ".join(f"{name} {number}" for name, number in each["versions"].items())
-            gpus = ", ".join(each["gpus"]) or "no GPU"
-            said = escape(f"{commit}{changed}; {versions}; {each['platform']}; {gpus}")
-            counts[said] = counts.get(said, 0) + each["runs"]
+        for each in part.about.environments:
+            commit = each.git_commit or "unknown commit"
+            changed = " with uncommitted changes" if each.uncommitted_changes else ""
+            versions = ", ".join(f"{name} {number}" for name, number in each.versions.items())
+            gpus = ", ".join(each.gpus) or "no GPU"
+            said = escape(f"{commit}{changed}; {versions}; {each.platform}; {gpus}")
+            counts[said] = counts.get(said, 0) + each.runs
     if not counts:
         return ["unknown: no run's folder is there"]
     return [f"{said} ({runs:,} runs)" for said, runs in counts.items()]
 
 
-def _data(part: Result) -> str:
+def _data(part: StudyResult) -> str:
     """What runs were trained and scored on."""
-    about, unit = part["about"], part["unit"]
-    source = f" ({about['source']})" if about["source"] else ""
-    first = next(iter(part["variants"].values()), None)
+    about, unit = part.about, part.unit
+    source = f" ({about.source})" if about.source else ""
+    first = next(iter(part.variants.values()), None)
     if first is None:
-        return f"{about['data']}{source}"
-    training = first["training"]
+        return f"{about.data}{source}"
+    training = first.training
     return (
-        f"{about['data']}{source}; {training['steps']:,} steps of "
-        f"{training[f'{unit}s_per_step']:,} {unit}s; scored on the {part[f'{unit}s_scored']:,} "
-        f"{unit}s of the {part['split']} split"
+        f"{about.data}{source}; {training['steps']:,} steps of "
+        f"{training[f'{unit}s_per_step']:,} {unit}s; scored on the {part.scored:,} "
+        f"{unit}s of the {part.split} split"
     )
 
 
 def _not_shown(result: Result) -> str:
-    said = result["about"]["not_shown"] or ["The study's file does not say (not_shown)."]
+    said = result.about.not_shown or ["The study's file does not say (not_shown)."]
     paragraphs = "".join(f"<p>{escape(one)}</p>" for one in said)
     return f'<section id="not-shown"><h2>What it does not show</h2>{paragraphs}</section>'

@@ -1,18 +1,34 @@
-"""What a study will train: the sizes of its variants, and the state of every run."""
+"""What a study will train: the sizes of its variants, and the state of every run, and how long
+it will take.
 
+The time of a run is that of finished runs of its variant. Variants that differ in rates alone have
+the same. The time of a measure is that of others of its kind, since the study was started.
+"""
+
+import hashlib
+import heapq
+import json
+import math
+import statistics
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from polyad.launch.study.choice import Results, choose
 from polyad.launch.study.data import model_of
 from polyad.launch.study.measures import all_measures
-from polyad.launch.study.state import finished_runs, unfinished
+from polyad.launch.study.state import Results, choose, finished_runs, key, unfinished
 from polyad.model.settings import ModelSettings
 from polyad.parallel.checkpoint.keeping import complete_checkpoints
 from polyad.train.config.plan import open_plan, plan_run
 from polyad.train.config.rules import validate
+from polyad.train.config.text import flatten
 from polyad.train.forecast.describe import describe
-from polyad.train.study.study import Run, Study
+from polyad.train.study.study import Run, Study, Variant, below
+
+FREE_OF_COST = (
+    "seed", "run", "data", "log", "checkpoint", "optimizer", "schedule", "train.steps",
+)  # fmt: skip
+"""Keys, or whole sections, that a step takes as long with whatever they say."""
 
 
 def planned(study: Study) -> dict[str, Any]:
@@ -101,3 +117,170 @@ def newest_step(run: Run) -> int:
     """The step of a run's newest checkpoint; 0 if there is none."""
     found = complete_checkpoints(run.folder / "checkpoints")
     return int(found[-1].name.removeprefix("step-")) if found else 0
+
+
+class Times:
+    """What is known of how long the runs of a study take.
+
+    Args:
+        study: whose.
+        jobs: runs that are trained at a time; those that were trained with as many count first.
+    """
+
+    def __init__(self, study: Study, jobs: int) -> None:
+        self.jobs = jobs
+        self._costs = {name: _cost(variant) for name, variant in study.variants.items()}
+        self._measures: dict[str, list[float]] = {}
+
+    def of_run(self, variant: Variant, results: Results) -> float:
+        """Seconds of a whole run; NaN if nothing is known.
+
+        Args:
+            variant: of the study.
+            results: of finished runs.
+        """
+        taken = [
+            (result.get("jobs", 1), result["seconds"])
+            for (name, _), result in results.items()
+            if result["seconds"] is not None and self._costs[name] == self._costs[variant.name]
+        ]
+        return _mean([took for jobs, took in taken if jobs == self.jobs] or [t for _, t in taken])
+
+    def of_measure(self, kind: str) -> float:
+        """Seconds of a measure of finished runs; NaN if none of its kind was taken."""
+        return _mean(self._measures.get(kind, []))
+
+    def add_measure(self, kind: str, seconds: float) -> None:
+        """Counts what a measure took."""
+        self._measures.setdefault(kind, []).append(seconds)
+
+
+class Estimate(NamedTuple):
+    """How long what is left of a study takes."""
+
+    runs: int
+    measures: int
+    seconds: float
+    """Of those whose time is known."""
+    unknown: tuple[str, ...]
+    """Variants of which no time is known, and `measures` if none is known of some."""
+
+
+def estimate(study: Study, results: Results, times: Times) -> Estimate:
+    """How long what is left takes.
+
+    Args:
+        study: whose.
+        results: of finished runs.
+        times: what is known.
+    """
+    left = left_of(study, results, times)
+    missing = [m for m in all_measures(study, choose(study, results)) if m.read() is None]
+    measures = [times.of_measure(measure.kind) for measure in missing]
+    unknown = dict.fromkeys(group for group, seconds in left if math.isnan(seconds))
+    known = [seconds for _, seconds in left if not math.isnan(seconds)]
+    known += [seconds for seconds in measures if not math.isnan(seconds)]
+    return Estimate(
+        runs=len(left),
+        measures=len(missing),
+        seconds=spread_over(times.jobs, known),
+        unknown=(*unknown, *(["measures"] if any(map(math.isnan, measures)) else [])),
+    )
+
+
+def time_left(
+    study: Study, results: Results, times: Times, going: Mapping[tuple[str, int], float]
+) -> float:
+    """Seconds until all runs are done; one of which nothing is known takes as long as others.
+
+    Args:
+        study: whose.
+        results: of finished runs.
+        times: what is known.
+        going: runs that go on, with the seconds since they began.
+
+    Returns:
+        NaN if nothing is known.
+    """
+    left = [seconds for _, seconds in left_of(study, results, times, going)]
+    return spread_over(times.jobs, with_others(left))
+
+
+def left_of(
+    study: Study,
+    results: Results,
+    times: Times,
+    going: Mapping[tuple[str, int], float] | None = None,
+) -> list[tuple[str, float]]:
+    """The names of the variants of all runs that are left, and the seconds of each, NaN or known.
+
+    Args:
+        study: whose.
+        results: of finished runs.
+        times: what is known.
+        going: runs that go on, with the seconds since they began.
+    """
+    since, left = going or {}, []
+    for run in unfinished(study, results):
+        if key(run) in since:
+            seconds = times.of_run(run.variant, results)
+            seconds -= min(seconds, since[key(run)])
+        else:
+            seconds = remaining(run, results, times)
+        left.append((run.variant.group, seconds))
+    runs = [*study.runs(choose(study, results))]
+    for group, points in study.groups.items():  # at points that are not chosen yet
+        known = sum(run.variant.group == group for run in runs)
+        count = study.num_runs_of(group) - known
+        left += [(group, _mean([times.of_run(point, results) for point in points]))] * count
+    return left
+
+
+def remaining(run: Run, results: Results, times: Times) -> float:
+    """Seconds that a run takes which does not go on; less of one that has begun.
+
+    Args:
+        run: that is not finished.
+        results: of finished runs.
+        times: what is known.
+    """
+    done = newest_step(run) / run.variant.config.train.steps
+    return times.of_run(run.variant, results) * (1 - min(1.0, done))
+
+
+def with_others(seconds: Sequence[float]) -> list[float]:
+    """Seconds of which those that are not known are the mean of those that are.
+
+    Args:
+        seconds: some of them NaN, or all, which stay so.
+    """
+    other = _mean([each for each in seconds if not math.isnan(each)])
+    return [other if math.isnan(each) else each for each in seconds]
+
+
+def spread_over(jobs: int, seconds: Sequence[float]) -> float:
+    """Seconds that works take in all, where each is begun by the job that is free first.
+
+    Args:
+        jobs: works at a time.
+        seconds: of each, in their order.
+    """
+    free_at = [0.0] * jobs
+    for each in seconds:
+        heapq.heapreplace(free_at, free_at[0] + each)
+    return math.nan if any(map(math.isnan, seconds)) else max(free_at)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return statistics.fmean(values) if values else math.nan
+
+
+def _cost(variant: Variant) -> str:
+    """A digest of the keys that decide how long a step takes."""
+    config = variant.config
+    flat = flatten(config.model_dump(mode="json"))
+    paid = {name: value for name, value in flat.items() if not below(name, FREE_OF_COST)}
+    paid["optimizer.kind"] = config.optimizer.kind
+    if frozen := [group.match for group in config.optimizer.groups if group.freeze]:
+        paid["optimizer.groups"] = frozen
+    return hashlib.sha256(json.dumps(paid, sort_keys=True).encode()).hexdigest()[:16]

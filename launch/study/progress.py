@@ -6,7 +6,7 @@ from typing import Any
 
 from polyad.launch.output import align
 from polyad.launch.study.measures import Measure
-from polyad.launch.study.times import Estimate
+from polyad.launch.study.plan import Estimate
 from polyad.train.console import duration
 from polyad.train.study.study import Run, Study
 

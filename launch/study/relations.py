@@ -6,10 +6,10 @@ repeats the comparison: the mean over seeds has an interval, one correlation has
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from scipy.stats import spearmanr
 
+from polyad.launch.study.result import Relation
 from polyad.train.study.paired import interval
 
 LEAST = 5
@@ -20,7 +20,7 @@ BySeed = Mapping[int, Mapping[str, Mapping[str, float]]]
 """By seed and variant the measures of a run, by name."""
 
 
-def relations(measured: BySeed, score: str) -> dict[str, dict[str, Any]]:
+def relations(measured: BySeed, score: str) -> dict[str, Relation]:
     """Correlates every measure with the score, within each seed.
 
     Args:
@@ -28,11 +28,10 @@ def relations(measured: BySeed, score: str) -> dict[str, dict[str, Any]]:
         score: the one to look at.
 
     Returns:
-        JSON values, by the measure's name: Spearman's rank correlation of each seed (`values`, by
-        `seeds`), their mean and its interval by the t distribution over seeds, as far
-        as it is from -1 to 1. Only measures that
-        at least `LEAST` variants have, and that are not the same for all. Seeds of which some of
-        these variants are not finished are left out.
+        By the measure's name Spearman's rank correlation of each seed, their mean and its interval
+        by the t distribution over seeds, as far as it is from -1 to 1. Only measures that at least
+        `LEAST` variants have, and that are not the same for all. Seeds of which some of these
+        variants are not finished are left out.
     """
     names = {name: None for known in measured.values() for each in known.values() for name in each}
     found = {name: _relation(measured, name, score) for name in names if name != score}
@@ -53,8 +52,8 @@ def rank_correlation(ours: Sequence[float], theirs: Sequence[float]) -> float:
     return math.nan if alike else float(spearmanr(ours, theirs).statistic)
 
 
-def _relation(measured: BySeed, name: str, score: str) -> dict[str, Any] | None:
-    """Of one measure; None if too few variants have it."""
+def _relation(measured: BySeed, name: str, score: str) -> Relation | None:
+    """The correlation of one measure; None if too few variants have it."""
     having = {v for known in measured.values() for v, each in known.items() if name in each}
     if len(having) < LEAST:
         return None
@@ -68,14 +67,14 @@ def _relation(measured: BySeed, name: str, score: str) -> dict[str, Any] | None:
     if not values:
         return None
     mean = interval(list(values.values()))
-    inside = {"low": max(mean.low, -1.0), "high": min(mean.high, 1.0)}
-    return (
-        mean._asdict()
-        | inside
-        | {
-            "variants": len(having),
-            "seeds": list(values),
-            "values": list(values.values()),
-            "excludes_zero": mean.excludes_zero,
-        }
+    return Relation(
+        mean=mean.mean,
+        deviation=mean.deviation,
+        low=max(mean.low, -1.0),
+        high=min(mean.high, 1.0),
+        pairs=mean.pairs,
+        variants=len(having),
+        seeds=list(values),
+        values=list(values.values()),
+        excludes_zero=mean.excludes_zero,
     )

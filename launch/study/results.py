@@ -1,15 +1,32 @@
-"""What the results of finished runs come to: means, spread, differences of pairs."""
+"""What the results of finished runs come to: means, spread, differences of pairs.
+
+Runs of one seed see the same batches, so a difference is one of a pair: at the end of training, and
+at each step at which both were validated.
+"""
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from polyad.launch.study.curves import curve
 from polyad.launch.study.relations import relations
+from polyad.launch.study.result import (
+    Difference,
+    Leak,
+    MeanOverTasks,
+    Relation,
+    Score,
+    Spread,
+    StudyResult,
+    TasksResult,
+    Validation,
+    VariantOverTasks,
+    VariantResult,
+)
 from polyad.train.config.environment import describe_environment
 from polyad.train.errors import RunError
-from polyad.train.study.paired import CONFIDENCE, paired_difference, spread
+from polyad.train.study import paired
+from polyad.train.study.paired import CONFIDENCE
 
 Run = Mapping[str, Any]
 """The result of a finished run, with what was measured of it."""
@@ -18,7 +35,7 @@ BySeed = Mapping[int, Run]
 
 def summarize(
     plan: Mapping[str, Any], results: Sequence[Run], chosen: Mapping[str, str] | None = None
-) -> dict[str, Any]:
+) -> StudyResult:
     """Compares variants over the seeds that are finished.
 
     Args:
@@ -27,100 +44,185 @@ def summarize(
         chosen: the best point of each variant for which it is known; None: no variant has a grid.
 
     Returns:
-        JSON values: for each variant with a finished run its sizes, means and spread over seeds,
-        and the difference to the baseline over the seeds that both have finished. `runs` are those
-        that are compared, `swept` those of other points of a grid; `relations` as the function of
-        that name.
+        The comparison, of variants with a finished run, without what is said of the study itself.
 
     Raises:
         RunError: runs were scored on different tokens.
     """
-    units, scores = f"{plan['unit']}s", [score["name"] for score in plan["scores"]]
+    units, scores = f"{plan['unit']}s", [Score(**score) for score in plan["scores"]]
     known = (result[f"{units}_scored"] for result in results)
     scored = {each for each in known if each is not None}  # None: a point that diverged
     if len(scored) > 1:
         raise RunError(f"runs were scored on different numbers of {units}: {sorted(scored)}")
-    averaged = [*scores, "training_loss", f"{units}_per_second"]
     points = dict.fromkeys(plan["groups"], "") if chosen is None else chosen
     compared = [result for result in results if points.get(result["variant"]) == result["point"]]
     by_variant = {
         name: {result["seed"]: result for result in compared if result["variant"] == name}
         for name in points
     }
-    baseline = by_variant.get(plan["baseline"], {})
     environment = describe_environment(1)
-    return {
-        "study": plan["study"],
-        "folder": plan["folder"],
-        "baseline": plan["baseline"],
-        "unit": plan["unit"],
-        "scores": plan["scores"],
-        "validation_score": plan["validation_score"],
-        "higher_is_better": plan["higher_is_better"],
-        "seeds": plan["seeds"],
-        "swept_seeds": plan["swept_seeds"],
-        "finished": len(results) == plan["num_runs"],
-        f"{units}_scored": min(scored, default=0),
-        "confidence": CONFIDENCE,
-        "variants": {
-            name: plan["variants"][f"{name}/{points[name]}".rstrip("/")]
-            | {"point": points[name]}
-            | _compared(runs, baseline, averaged)
-            | {"curve": curve(runs, None if name == plan["baseline"] else baseline, units)}
+    return StudyResult(
+        study=plan["study"],
+        folder=plan["folder"],
+        baseline=plan["baseline"],
+        unit=plan["unit"],
+        scores=scores,
+        validation_score=plan["validation_score"],
+        higher_is_better=plan["higher_is_better"],
+        seeds=plan["seeds"],
+        swept_seeds=plan["swept_seeds"],
+        finished=len(results) == plan["num_runs"],
+        scored=min(scored, default=0),
+        confidence=CONFIDENCE,
+        variants={
+            name: _variant(plan, name, points[name], by_variant)
             for name, runs in by_variant.items()
             if runs
         },
-        "relations": _relations(by_variant, scores[0]),
-        "runs": compared,
-        "swept": [result for result in results if result not in compared],
-        "environment": {
+        relations=_relations(by_variant, scores[0].name),
+        runs=[dict(result) for result in compared],
+        swept=[dict(result) for result in results if result not in compared],
+        environment={
             key: environment[key] for key in ("git_commit", "versions", "platform", "gpus")
         },
-    }
+    )
 
 
-def over_tasks(results: Mapping[str, Mapping[str, Any]], tasks: Sequence[str]) -> dict[str, Any]:
-    """Compares variants by the mean of their scores over tasks.
+def _variant(
+    plan: Mapping[str, Any], name: str, point: str, by_variant: Mapping[str, BySeed]
+) -> VariantResult:
+    """One variant, by its runs and those of the baseline."""
+    size = plan["variants"][f"{name}/{point}".rstrip("/")]
+    units, scores = f"{plan['unit']}s", [score["name"] for score in plan["scores"]]
+    by_seed, baseline = by_variant[name], by_variant.get(plan["baseline"], {})
+    is_baseline = name == plan["baseline"]
+    differences = {} if is_baseline else _differences(by_seed, baseline, scores[0])
+    runs = list(by_seed.values())
+    measured = [measures(run, scores[0]) for run in runs]
+    return VariantResult(
+        parameters=size["parameters"],
+        active_parameters=size["active_parameters"],
+        flops=size[f"flops_per_{plan['unit']}"],
+        training=size.get("training", {}),
+        point=point,
+        seeds=[run["seed"] for run in runs],
+        scores={score: _spread_of(runs, score) for score in scores},
+        training_loss=_spread_of(runs, "training_loss"),
+        rate=_spread_of(runs, f"{units}_per_second"),
+        routing={key: _spread_of(measured, key) for key in _keys(run["routing"] for run in runs)},
+        measures={key: _spread_of(measured, key) for key in _keys(measured)},
+        difference=differences.get(scores[0]),
+        differences=differences,
+        leak=_leaks(by_seed, baseline),
+        curve=curve(by_seed, None if is_baseline else baseline, units),
+    )
+
+
+def _keys(found: Iterable[Mapping[str, Any]]) -> list[str]:
+    """The keys of all, in their order."""
+    return list({key: None for each in found for key in each})
+
+
+def _spread_of(runs: Sequence[Mapping[str, Any]], key: str) -> Spread:
+    """A number of the runs that have it, and in which it is finite."""
+    return _spread([run[key] for run in runs if run.get(key) is not None])
+
+
+def _spread(values: Sequence[float]) -> Spread:
+    return Spread(**paired.spread(values)._asdict())
+
+
+def curve(runs: BySeed, baseline: BySeed | None, units: str) -> list[Validation]:
+    """A variant's validations while it was trained, step by step.
 
     Args:
-        results: of each task that was begun, as `summarize` makes them.
+        runs: by seed, with `validations`.
+        baseline: the same of the baseline, whose steps alone count; None: this is the baseline.
+        units: what training is counted in, as `tokens`.
+
+    Returns:
+        Nothing of runs that were validated at their end alone.
+    """
+    pairs = _validated(runs, runs if baseline is None else baseline, units)
+    steps = sorted({step for of_seed in pairs.values() for step in of_seed})
+    found = []
+    for step in steps if len(steps) > 1 else ():
+        known = {seed: of_seed[step] for seed, of_seed in pairs.items() if step in of_seed}
+        scores = {seed: (ours, theirs) for seed, (_, ours, theirs) in known.items()}
+        found.append(
+            Validation(
+                step=step,
+                seen=round(statistics.fmean(seen for seen, _, _ in known.values())),
+                score=_spread([ours for ours, _ in scores.values()]),
+                difference=None if baseline is None else _paired(scores),
+            )
+        )
+    return found
+
+
+def _validated(
+    runs: BySeed, baseline: BySeed, units: str
+) -> dict[int, dict[int, tuple[float, float, float]]]:
+    """By seed and step the units seen and both scores, of what both have."""
+    found = {}
+    for seed in runs:
+        ours, theirs = (
+            {each["step"]: each for each in of.get(seed, {}).get("validations", ())}
+            for of in (runs, baseline)
+        )
+        found[seed] = {
+            step: (each[units], each["score"], theirs[step]["score"])
+            for step, each in ours.items()
+            if step in theirs
+        }
+    return found
+
+
+def over_tasks(results: Mapping[str, StudyResult], tasks: Sequence[str]) -> TasksResult:
+    """Compares variants by the mean of their first scores over tasks.
+
+    Args:
+        results: of each task that was begun.
         tasks: the names of all, in the order of the study.
 
     Returns:
-        JSON values: `tasks` as they are, and of each variant that is finished on all of them the
-        mean of the first score over tasks: its spread over seeds, and the difference to the
-        baseline's of the same seeds.
+        Variants that are finished on all tasks.
     """
     first = results[tasks[0]]
-    score, baseline = first["scores"][0]["name"], first["baseline"]
+    score, baseline = first.scores[0].name, first.baseline
     of_seeds = {
         name: found
-        for name in first["variants"]
+        for name in first.variants
         if (found := _means_over_tasks([results.get(task) for task in tasks], name, score))
     }
     variants, theirs = {}, of_seeds.get(baseline, {})
     for name, means in of_seeds.items():
         pairs = {seed: (mean, theirs[seed]) for seed, mean in means.items() if seed in theirs}
-        variants[name] = {
-            "mean": spread(list(means.values()))._asdict() | {"values": list(means.values())},
-            "difference": _paired(pairs) if name != baseline and pairs else None,
-        }
-    return {
-        **{key: first[key] for key in ("study", "baseline", "unit", "scores", "seeds")},
-        "higher_is_better": first["higher_is_better"],
-        "about": first.get("about"),
-        "finished": len(results) == len(tasks) and all(r["finished"] for r in results.values()),
-        "variants": variants,
-        "tasks": dict(results),
-    }
+        values = list(means.values())
+        variants[name] = VariantOverTasks(
+            mean=MeanOverTasks(**paired.spread(values)._asdict(), values=values),
+            difference=_paired(pairs) if name != baseline and pairs else None,
+        )
+    return TasksResult(
+        study=first.study,
+        baseline=baseline,
+        unit=first.unit,
+        scores=first.scores,
+        seeds=first.seeds,
+        higher_is_better=first.higher_is_better,
+        about=first.about,
+        finished=len(results) == len(tasks) and all(r.finished for r in results.values()),
+        variants=variants,
+        tasks=dict(results),
+    )
 
 
 def _means_over_tasks(
-    results: Sequence[Mapping[str, Any] | None], variant: str, score: str
+    results: Sequence[StudyResult | None], variant: str, score: str
 ) -> dict[int, float]:
     """By seed the mean over tasks; of seeds that are finished on all."""
     by_task = [
-        {run["seed"]: run[score] for run in found["runs"] if run["variant"] == variant}
+        {run["seed"]: run[score] for run in found.runs if run["variant"] == variant}
         for found in results
         if found is not None
     ]
@@ -130,42 +232,14 @@ def _means_over_tasks(
     return {seed: statistics.fmean(known[seed] for known in by_task) for seed in seeds}
 
 
-def _relations(by_variant: Mapping[str, BySeed], score: str) -> dict[str, dict[str, Any]]:
-    """Of the measures of all variants with the score."""
+def _relations(by_variant: Mapping[str, BySeed], score: str) -> dict[str, Relation]:
+    """How the measures of all variants go with the score."""
     seeds = {seed: None for runs in by_variant.values() for seed in runs}
     measured = {
         seed: {n: measures(runs[seed], score) for n, runs in by_variant.items() if seed in runs}
         for seed in seeds
     }
     return relations(measured, score)
-
-
-def _compared(runs: BySeed, baseline: BySeed, averaged: Sequence[str]) -> dict[str, Any]:
-    """Of a variant; the first of what is averaged is the score to look at."""
-    score = averaged[0]
-    beside = {} if runs is baseline else _differences(runs, baseline, score)
-    return {
-        **_means(list(runs.values()), averaged),
-        "difference": beside.get(score),
-        "differences": beside,
-        "leak": _leaks(runs, baseline),
-    }
-
-
-def _means(runs: Sequence[Run], averaged: Sequence[str]) -> dict[str, Any]:
-    means: dict[str, Any] = {"seeds": [run["seed"] for run in runs]}
-    for key in averaged:
-        means[key] = spread([run[key] for run in runs if run[key] is not None])._asdict()
-    return means | {
-        "routing": {
-            name: _spread_of(runs, name, averaged[0])
-            for name in {name: None for run in runs for name in run["routing"]}
-        },
-        "measures": {
-            name: _spread_of(runs, name, averaged[0])
-            for name in {n: None for r in runs for n in measures(r, averaged[0])}
-        },
-    }
 
 
 def measures(run: Run, score: str = "loss") -> dict[str, float]:
@@ -192,18 +266,13 @@ def measures(run: Run, score: str = "loss") -> dict[str, float]:
     return {name: value for name, value in found.items() if value is not None}
 
 
-def _spread_of(runs: Sequence[Run], name: str, score: str) -> dict[str, Any]:
-    return spread([m[name] for run in runs if name in (m := measures(run, score))])._asdict()
-
-
-def _differences(runs: BySeed, baseline: BySeed, score: str) -> dict[str, Any]:
-    """Of every measure, over the seeds for which both know it."""
+def _differences(runs: BySeed, baseline: BySeed, score: str) -> dict[str, Difference]:
+    """Those of every measure, over the seeds for which both know it."""
     of_runs, of_baseline = (
         {seed: measures(run, score) for seed, run in of.items()} for of in (runs, baseline)
     )
-    names = {name: None for each in of_runs.values() for name in each}
     found = {}
-    for name in names:
+    for name in _keys(of_runs.values()):
         ours, theirs = (
             {seed: each[name] for seed, each in known.items() if name in each}
             for known in (of_runs, of_baseline)
@@ -214,18 +283,19 @@ def _differences(runs: BySeed, baseline: BySeed, score: str) -> dict[str, Any]:
     return found
 
 
-def _paired(pairs: Mapping[int, tuple[float, float]]) -> dict[str, Any]:
+def _paired(pairs: Mapping[int, tuple[float, float]]) -> Difference:
     """One less the other, by seed."""
     ours, theirs = ([pair[i] for pair in pairs.values()] for i in (0, 1))
-    difference = paired_difference(ours, theirs)
-    return difference._asdict() | {
-        "seeds": list(pairs),
-        "differences": [one - other for one, other in zip(ours, theirs, strict=True)],
-        "excludes_zero": difference.excludes_zero,
-    }
+    difference = paired.paired_difference(ours, theirs)
+    return Difference(
+        **difference._asdict(),
+        seeds=list(pairs),
+        differences=[one - other for one, other in zip(ours, theirs, strict=True)],
+        excludes_zero=difference.excludes_zero,
+    )
 
 
-def _leaks(runs: BySeed, baseline: BySeed) -> dict[str, Any]:
+def _leaks(runs: BySeed, baseline: BySeed) -> dict[str, Leak]:
     """What later tokens are worth to a variant, by step, and what is left beside the baseline.
 
     The loss from the prefix is that of the split with the difference of the sample added, which
@@ -235,37 +305,42 @@ def _leaks(runs: BySeed, baseline: BySeed) -> dict[str, Any]:
     return {f"{step}": _leak(runs, baseline, f"{step}") for step in steps}
 
 
-def _leak(runs: BySeed, baseline: BySeed, step: str) -> dict[str, Any]:
+def _leak(runs: BySeed, baseline: BySeed, step: str) -> Leak:
     known = {seed: run["leak"][step] for seed, run in runs.items() if step in run.get("leak", {})}
     reported = {seed: leak["loss"] for seed, leak in known.items()}
-    without = {
-        "masked": {seed: leak["masked_loss"] for seed, leak in known.items()},
-        "prefix": {s: leak["loss"] + leak["prefix_difference"] for s, leak in known.items()},
-    }
+    masked = {seed: leak["masked_loss"] for seed, leak in known.items()}
+    prefix = {seed: leak["loss"] + leak["prefix_difference"] for seed, leak in known.items()}
     errors = [leak["prefix_standard_error"] for leak in known.values()]
-    found: dict[str, Any] = {
-        "seeds": list(known),
-        "reported": spread(list(reported.values()))._asdict(),
-        "prefix_tokens": min(leak["prefix_tokens"] for leak in known.values()),
-        # Root mean square: of one run's sample.
-        "prefix_standard_error": math.sqrt(statistics.fmean(error**2 for error in errors)),
-    }
-    # Of a checkpoint on the way a baseline that does not leak has no loss.
+    # A baseline that does not leak has no loss at a checkpoint on the way.
     beside = {
         seed: baseline[seed] for seed in known
         if seed in baseline and runs[seed]["step"] == int(step)
     }  # fmt: skip
-    for name, losses in without.items():
+
+    def less_reported(losses: Mapping[int, float]) -> Difference:
+        return _paired({seed: (losses[seed], reported[seed]) for seed in losses})
+
+    def less_baseline(losses: Mapping[int, float], way: str) -> Difference | None:
         theirs = {
             seed: loss for seed, run in beside.items()
-            if (loss := _without_later(run, step, name)) is not None
+            if (loss := _without_later(run, step, way)) is not None
         }  # fmt: skip
-        found[name] = spread(list(losses.values()))._asdict()
-        found[f"{name}_leak"] = _paired({s: (losses[s], reported[s]) for s in losses})
-        found[f"{name}_beside_baseline"] = (
-            _paired({s: (losses[s], theirs[s]) for s in theirs}) if theirs else None
-        )
-    return found
+        pairs = {seed: (losses[seed], loss) for seed, loss in theirs.items()}
+        return _paired(pairs) if pairs else None
+
+    return Leak(
+        seeds=list(known),
+        reported=_spread(list(reported.values())),
+        prefix_tokens=min(leak["prefix_tokens"] for leak in known.values()),
+        # Root mean square: that of one run's sample.
+        prefix_standard_error=math.sqrt(statistics.fmean(error**2 for error in errors)),
+        masked=_spread(list(masked.values())),
+        masked_leak=less_reported(masked),
+        masked_beside_baseline=less_baseline(masked, "masked"),
+        prefix=_spread(list(prefix.values())),
+        prefix_leak=less_reported(prefix),
+        prefix_beside_baseline=less_baseline(prefix, "prefix"),
+    )
 
 
 def _without_later(run: Run, step: str, way: str) -> float | None:

@@ -12,20 +12,28 @@ from pathlib import Path
 from typing import Any
 
 from polyad.launch.output import say
-from polyad.launch.study.choice import Results, choose
 from polyad.launch.study.data import prepared
 from polyad.launch.study.finishing import finishing, measuring
 from polyad.launch.study.folder import (
     RESULTS,
     check_data,
     check_folder,
-    locked,
+    held,
     write_json,
     write_record,
 )
 from polyad.launch.study.jobs import Jobs
 from polyad.launch.study.measures import Measure, all_measures
-from polyad.launch.study.plan import plan_of, planned
+from polyad.launch.study.plan import (
+    Times,
+    estimate,
+    left_of,
+    plan_of,
+    planned,
+    spread_over,
+    time_left,
+    with_others,
+)
 from polyad.launch.study.progress import (
     estimate_line,
     finished_line,
@@ -34,9 +42,18 @@ from polyad.launch.study.progress import (
     plan_table,
     progress_line,
 )
+from polyad.launch.study.result import Result, StudyResult
 from polyad.launch.study.results import over_tasks
-from polyad.launch.study.state import beside, can_begin, compare, finished_runs, key, write_results
-from polyad.launch.study.times import Times, estimate, left_of, spread_over, time_left, with_others
+from polyad.launch.study.state import (
+    Results,
+    beside,
+    can_begin,
+    choose,
+    compare,
+    finished_runs,
+    key,
+    write_results,
+)
 from polyad.train.study.reading import load_studies
 from polyad.train.study.study import Run, Study
 
@@ -68,7 +85,7 @@ def describe_study(file: Path, jobs: int = 1) -> dict[str, Any]:
     return plan
 
 
-def study(file: Path, jobs: int = 1) -> dict[str, Any]:
+def study(file: Path, jobs: int = 1) -> Result:
     """Runs what is left of a study.
 
     Args:
@@ -76,7 +93,7 @@ def study(file: Path, jobs: int = 1) -> dict[str, Any]:
         jobs: runs that are trained at a time.
 
     Returns:
-        The comparison, as `summarize` makes it, of tasks as `over_tasks`.
+        The comparison.
 
     Raises:
         ValueError: with an `exit_status` of 2: one line says what is wrong. Nothing was started.
@@ -93,18 +110,20 @@ def study(file: Path, jobs: int = 1) -> dict[str, Any]:
         estimates = [estimate(s, results[n], times[n]) for n, s in studies.items()]
         if line := estimate_line(estimates, jobs):
             say(line)
-        found: dict[str, dict[str, Any]] = {}
+        found: dict[str, StudyResult] = {}
+        result: Result | None = None
         for number, (name, study) in enumerate(studies.items(), start=1):
             if name:
                 say(f"\n=== task {name}, {number} of {len(studies)}")
-            found[name] = result = _train_and_compare(study, plans[name], times[name])
+            result = found[name] = _train_and_compare(study, plans[name], times[name])
             if name:
                 result = over_tasks(found, [*studies])
-                write_json(Path(study.config.folder) / RESULTS, result)
+                write_json(Path(study.config.folder) / RESULTS, result.to_json())
+        assert result is not None
         return result
 
 
-def compare_finished(file: Path, baseline: str | None = None) -> dict[str, Any] | None:
+def compare_finished(file: Path, baseline: str | None = None) -> Result | None:
     """Compares the runs of a study that are finished; nothing is started or written.
 
     Args:
@@ -115,7 +134,8 @@ def compare_finished(file: Path, baseline: str | None = None) -> dict[str, Any] 
         As `study` gives it, of tasks that were begun, with the `baseline` that was asked for as
         `beside`; None where no run is finished.
     """
-    found, waiting = {}, []
+    found: dict[str, StudyResult] = {}
+    waiting: list[str] = []
     for name, study in load_studies(file, baseline).items():
         check_folder(study)
         if results := finished_runs(study):
@@ -125,13 +145,13 @@ def compare_finished(file: Path, baseline: str | None = None) -> dict[str, Any] 
     if not found:
         return None
     result = found[""] if "" in found else over_tasks(found, [*found, *waiting])
-    return result if baseline is None else result | {"beside": baseline}
+    return result.model_copy(update={"beside": baseline})
 
 
 def _ready(studies: Mapping[str, Study], locks: ExitStack) -> dict[str, dict[str, Any]]:
     """Locks the folders of all tasks, prepares their data and checks their runs; their plans."""
     for study in studies.values():
-        locks.enter_context(locked(study))
+        locks.enter_context(held(study))
     fingerprints = {name: prepared(study) for name, study in studies.items()}
     plans = {}
     for name, study in studies.items():
@@ -142,7 +162,7 @@ def _ready(studies: Mapping[str, Study], locks: ExitStack) -> dict[str, dict[str
     return plans
 
 
-def _train_and_compare(study: Study, plan: Mapping[str, Any], times: Times) -> dict[str, Any]:
+def _train_and_compare(study: Study, plan: Mapping[str, Any], times: Times) -> StudyResult:
     """Runs what is left of one task."""
     results = finished_runs(study)
     say("\n".join([plan_table(plan), *nothing_left(study, results)]))

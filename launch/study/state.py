@@ -1,14 +1,107 @@
-"""What of a study is finished, what is left, and the comparison as it stands."""
+"""What of a study is finished, the best point of each grid, and the comparison as it stands."""
 
-from collections.abc import Mapping
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
-from polyad.launch.study.about import about
-from polyad.launch.study.choice import Results, choose, grids
+from polyad.data.json_reader import read_json
 from polyad.launch.study.folder import RESULTS, check_sources, read_result, write_json
 from polyad.launch.study.measures import all_measures, read_measures
+from polyad.launch.study.result import About, Attack, Environment, StudyResult
 from polyad.launch.study.results import summarize
-from polyad.train.study.study import Run, Study
+from polyad.train.errors import RunError
+from polyad.train.records import Records
+from polyad.train.study.grid import as_written
+from polyad.train.study.study import Run, Study, Variant
+
+ENVIRONMENT = ("git_commit", "versions", "platform", "gpus")
+
+Results = dict[tuple[str, int], dict[str, Any]]
+"""What finished runs came to, by variant and seed."""
+
+
+def validation_score(run: Run, records: Records) -> float | None:
+    """The validation of the checkpoint of a run that is scored.
+
+    Args:
+        run: of the study.
+        records: its own.
+
+    Returns:
+        The last one, or the best where the best checkpoint is scored; None where the run was never
+        validated, or to no finite score.
+    """
+    task = run.study.task
+    name = task.validation_score
+    found = [record[name] for record in records if record.get(name) is not None]
+    if not found:
+        return None
+    if not run.variant.scores_best:
+        return float(found[-1])
+    return float(max(found) if task.higher_is_better else min(found))
+
+
+def mean_validation(study: Study, variant: Variant, results: Results) -> float | None:
+    """The mean score on the validation split over the seeds of the sweep.
+
+    Args:
+        study: whose.
+        variant: one point.
+        results: of finished runs.
+
+    Returns:
+        None while a run is missing; a run without a score is worse than any.
+    """
+    known = [results.get((variant.name, seed)) for seed in study.swept_seeds]
+    scores = [found["validation"] for found in known if found is not None]
+    if len(scores) < len(known):
+        return None
+    if None in scores:
+        return -math.inf if study.task.higher_is_better else math.inf
+    return statistics.fmean(scores)
+
+
+def choose(study: Study, results: Results) -> dict[str, Variant]:
+    """The best point of each variant, the first of equal ones.
+
+    Args:
+        study: whose.
+        results: of finished runs.
+
+    Returns:
+        By the names of variants in the file; those whose sweep is not finished are left out.
+
+    Raises:
+        RunError: every point of a grid diverged.
+    """
+    chosen = {}
+    for group, variants in study.groups.items():
+        if len(variants) == 1:
+            chosen[group] = variants[0]
+            continue
+        scores = [mean_validation(study, variant, results) for variant in variants]
+        known = [score for score in scores if score is not None]
+        if len(known) == len(variants):
+            best = max(known) if study.task.higher_is_better else min(known)
+            if math.isinf(best):
+                raise RunError(
+                    f"{study.file}: grid: no point of {group} has a finite validation: take other "
+                    f"values, or take {group} out"
+                )
+            chosen[group] = variants[known.index(best)]
+    return chosen
+
+
+def grids(study: Study, results: Results) -> dict[str, dict[str, float | None]]:
+    """The mean validation of each point of a grid by the point's name, of variants with a grid."""
+    return {
+        group: {each.point: mean_validation(study, each, results) for each in variants}
+        for group, variants in study.groups.items()
+        if len(variants) > 1
+    }
 
 
 def key(run: Run) -> tuple[str, int]:
@@ -79,23 +172,82 @@ def beside(study: Study, run: Run, results: Results) -> Mapping[str, Any] | None
     return None if chosen is None else results.get((chosen.name, run.seed))
 
 
-def write_results(study: Study, plan: Mapping[str, Any], results: Results) -> dict[str, Any]:
-    """Brings results.json up to date.
+def about(study: Study, runs: Sequence[Run]) -> About:
+    """What a result says of the study itself.
+
+    Args:
+        study: of the result.
+        runs: those that are finished.
+    """
+    config = study.config
+    days = sorted(_day(run.result_file) for run in runs)
+    not_shown = config.not_shown
+    data = config.data.path if config.data else getattr(study.baseline.config.data, "path", None)
+    return About(
+        question=config.question,
+        not_shown=[not_shown] if isinstance(not_shown, str) else not_shown or [],
+        base=config.base,
+        data=data if data is None else str(data),
+        source=config.data.source if config.data else None,
+        common=_written(config.common),
+        variants={
+            name: _written(keys)
+            | {key: f"the run of {other}" for key, other in config.from_runs.get(name, {}).items()}
+            for name, keys in config.variants.items()
+        },
+        grids={
+            name: _written(config.grid | config.grids.get(name, {})) for name in config.variants
+        },
+        leaking=[name for name, points in study.groups.items() if points[0].leaks],
+        days=[days[0], days[-1]] if days else [],
+        environments=_environments(runs),
+    )
+
+
+def _written(keys: Mapping[str, Any]) -> dict[str, str]:
+    return {key: as_written(value) for key, value in keys.items()}
+
+
+def _day(file: Path) -> str:
+    return datetime.fromtimestamp(file.stat().st_mtime, UTC).date().isoformat()
+
+
+def _environments(runs: Sequence[Run]) -> list[Environment]:
+    """What trained the runs whose folders are there, each that differs once.
+
+    Commit and versions are those with which runs were trained, and not those with which they were
+    compared.
+    """
+    found: list[dict[str, Any]] = []
+    counts: list[int] = []
+    for run in runs:
+        try:
+            tree = read_json(run.folder / "environment.json")
+            environment = {key: tree[key] for key in ENVIRONMENT}
+            environment["uncommitted_changes"] = bool(tree["git_diff"])
+        except (ValueError, KeyError, TypeError):
+            continue  # what is known of a run, and no part of its result
+        if environment not in found:
+            found.append(environment)
+            counts.append(0)
+        counts[found.index(environment)] += 1
+    return [Environment(**each, runs=n) for each, n in zip(found, counts, strict=True)]
+
+
+def write_results(study: Study, plan: Mapping[str, Any], results: Results) -> StudyResult:
+    """Compares finished runs, and brings results.json up to date.
 
     Args:
         study: whose.
         plan: of the study.
         results: of finished runs.
-
-    Returns:
-        The comparison, as `compare` makes it.
     """
     found = compare(study, plan, results)
-    write_json(study.folder / RESULTS, found)
+    write_json(study.folder / RESULTS, found.to_json())
     return found
 
 
-def compare(study: Study, plan: Mapping[str, Any], results: Results) -> dict[str, Any]:
+def compare(study: Study, plan: Mapping[str, Any], results: Results) -> StudyResult:
     """Compares finished runs; nothing is written.
 
     Args:
@@ -114,10 +266,14 @@ def compare(study: Study, plan: Mapping[str, Any], results: Results) -> dict[str
         for run in done
     ]
     found = summarize(plan, runs, {group: variant.point for group, variant in chosen.items()})
-    measures = all_measures(study, chosen)
-    found["finished"] = found["finished"] and all(each.read() is not None for each in measures)
-    found["grids"] = grids(study, results)
-    found["split"] = study.config.split
-    found["attack"] = study.config.attack and study.config.attack.model_dump()
-    found["about"] = about(study, done)
-    return found
+    measures, attack = all_measures(study, chosen), study.config.attack
+    all_taken = all(each.read() is not None for each in measures)
+    return found.model_copy(
+        update={
+            "finished": found.finished and all_taken,
+            "grids": grids(study, results),
+            "split": study.config.split,
+            "attack": attack and Attack(**attack.model_dump()),
+            "about": about(study, done),
+        }
+    )

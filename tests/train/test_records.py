@@ -18,6 +18,7 @@ from polyad.train.records import (
     median_rate,
     peak_memory,
     read_records,
+    validations,
 )
 
 GOOD = [
@@ -132,3 +133,14 @@ def test_shared_experts_are_of_the_mean_load_over_steps_that_tell_it() -> None:
 def test_what_a_token_uses_is_another_measure_than_what_all_share() -> None:
     found = last_routing([record(1, routing__a__load=[0.5, 0.5], routing__effective_experts=1.25)])
     assert found == {"shared_experts": pytest.approx(2.0), "effective_experts": 1.25}
+
+
+def test_validations_are_the_records_with_a_finite_score(tmp_path: Path) -> None:
+    records = [
+        {"step": 1, "tokens": 8, "loss": 3.0},
+        {"step": 2, "tokens": 16, "loss": 2.0, "validation_loss": 2.5},
+        {"step": 3, "tokens": 24, "loss": 2.0, "validation_loss": None},
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    found = validations(read_records(tmp_path), "validation_loss", "tokens")
+    assert found == [{"step": 2, "tokens": 16, "score": 2.5}]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from polyad.launch.cli import run
-from polyad.launch.study.folder import locked, write_record
+from polyad.launch.study.folder import held, write_record
 from polyad.train.study.reading import load_studies, load_study
 from tests.launch.study.conftest import CP, WriteStudy
 from tests.launch.study.test_checks import refused
@@ -47,7 +47,7 @@ def test_differences_are_those_to_the_variant_that_is_named(
     before = stored(tmp_path / "study")
     pages = ["--page", str(tmp_path / "p.html"), "--json", str(tmp_path / "r.json")]
     # Also while another start of the study is going on.
-    with locked(load_study(path)):
+    with held(load_study(path)):
         assert run(["study", str(path), "--beside", "cp", *pages]) == 0
     found = json.loads((tmp_path / "r.json").read_text())
     assert found["baseline"] == "cp"
@@ -150,5 +150,5 @@ def test_a_folder_on_a_disk_without_locks_is_used(
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(fcntl, "flock", no_locks)
-    with locked(load_study(write_study())):
+    with held(load_study(write_study())):
         pass

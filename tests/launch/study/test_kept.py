@@ -2,27 +2,27 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from polyad.launch.cli import run
 from polyad.launch.output import strict
-from polyad.launch.study.folder import kept_result, write_json
+from polyad.launch.study.folder import write_json
 from polyad.launch.study.page import page
+from polyad.launch.study.result import Result, StudyResult, kept_result
 from polyad.launch.study.results import over_tasks
 from polyad.launch.study.tables import result_table
 from polyad.train.study.reading import load_study
 from tests.launch.study.conftest import WriteStudy
-from tests.launch.study.test_answer import compared
 from tests.launch.study.test_beside import half_finished
 from tests.launch.study.test_checks import refused
 from tests.launch.study.test_page import of
 from tests.launch.study.test_results import SUMMARY
+from tests.launch.study.test_sentences import compared
 
 SHIPPED = sorted(Path("configs/studies/results").glob("*.json"))
 TASKS = {"one": of(compared([0.1, 0.2, 0.3])), "other": of(compared([0.3, 0.2, 0.1]))}
-RESULTS: dict[str, dict[str, Any]] = {
+RESULTS: dict[str, Result] = {
     "pairs": of(compared([0.1, 0.2, 0.3])),
     "one pair": of(compared([0.1])),
     "all measures": of(SUMMARY),
@@ -35,14 +35,14 @@ def test_a_kept_result_says_what_the_study_said(
     name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     found = RESULTS[name]
-    write_json(tmp_path / "kept.json", found)
+    write_json(tmp_path / "kept.json", found.to_json())
     files = ("--page", str(tmp_path / "page.html"), "--figure", str(tmp_path / "figure.svg"))
     assert run(["study", str(tmp_path / "kept.json"), "--markdown", *files]) == 0
     assert capfd.readouterr().out == result_table(found, markdown=True) + "\n"
     assert (tmp_path / "page.html").read_text() == page(found)
     assert (tmp_path / "figure.svg").read_text().startswith("<svg")
     assert run(["study", str(tmp_path / "kept.json"), "--json", "-"]) == 0
-    assert json.loads(capfd.readouterr().out) == strict(found)
+    assert json.loads(capfd.readouterr().out) == strict(found.to_json())
 
 
 def test_what_a_study_has_written_is_shown_where_its_runs_are_gone(
@@ -68,7 +68,7 @@ def test_what_a_study_has_written_is_shown_where_its_runs_are_gone(
 def test_a_kept_result_is_not_trained(
     options: tuple[str, ...], words: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    write_json(tmp_path / "kept.json", RESULTS["pairs"])
+    write_json(tmp_path / "kept.json", RESULTS["pairs"].to_json())
     assert words in refused(tmp_path / "kept.json", capfd, *options)
 
 
@@ -83,13 +83,14 @@ def test_what_is_no_result_is_one_line(tmp_path: Path, capfd: pytest.CaptureFixt
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
 def test_a_shipped_result_is_of_a_shipped_study_and_stands_in_its_table(path: Path) -> None:
     found = kept_result(path)
-    study = load_study(Path(found["study"]))
+    assert isinstance(found, StudyResult)
+    study = load_study(Path(found.study))
     assert path.stem == study.file.stem
-    assert found["finished"] is True
-    assert set(found["variants"]) <= {variant.group for variant in study.variants.values()}
+    assert found.finished is True
+    assert set(found.variants) <= {variant.group for variant in study.variants.values()}
     text = Path("configs/README.md").read_text()
     section = text.split(f"### What `studies/{path.stem}.yaml` has shown")[1].split("\n### ")[0]
-    first = found["scores"][0]
-    for name, variant in found["variants"].items():
-        assert f"{variant[first['name']]['mean']:.{first['digits']}f}" in section, name
+    first = found.scores[0]
+    for name, variant in found.variants.items():
+        assert f"{variant.scores[first.name].mean:.{first.digits}f}" in section, name
     assert page(found)

@@ -4,7 +4,6 @@ import json
 import re
 import subprocess
 import time
-from collections.abc import Mapping
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -12,18 +11,19 @@ from typing import Any
 import pytest
 
 from polyad.launch.cli import run
-from polyad.launch.study.about import about
-from polyad.launch.study.answer import UNCORRECTED, answers
 from polyad.launch.study.data import prepared
 from polyad.launch.study.folder import write_record
 from polyad.launch.study.page import page
+from polyad.launch.study.result import About, StudyResult, TasksResult
 from polyad.launch.study.results import over_tasks
 from polyad.launch.study.run import compare_finished
+from polyad.launch.study.sentences import UNCORRECTED, answers
+from polyad.launch.study.state import about
 from polyad.train.study.reading import load_studies, load_study
 from polyad.train.study.study import Run
 from tests.launch.study.conftest import CP, LEAKY, WriteStudy
-from tests.launch.study.test_answer import compared, fitted
 from tests.launch.study.test_results import SUMMARY, result
+from tests.launch.study.test_sentences import compared, fitted
 
 EMPTY = ("meta", "br")
 ABOUT: dict[str, Any] = {
@@ -79,10 +79,11 @@ class Reader(HTMLParser):
         return " ".join(self.sections[heading])
 
 
-def of(found: Mapping[str, Any], **about: Any) -> dict[str, Any]:
+def of(found: StudyResult, **about: Any) -> StudyResult:
     """A result with what a study's file says of it."""
-    variants = {name: v | {"training": TRAINING} for name, v in found["variants"].items()}
-    return {**found, "variants": variants, "about": ABOUT | about}
+    trained = {"training": TRAINING}
+    variants = {name: each.model_copy(update=trained) for name, each in found.variants.items()}
+    return found.model_copy(update={"variants": variants, "about": About(**ABOUT | about)})
 
 
 def test_a_page_has_the_question_the_answer_and_how_it_was_found() -> None:
@@ -103,7 +104,6 @@ def test_a_page_has_the_question_the_answer_and_how_it_was_found() -> None:
     assert "Validation loss less that of dense" in read.text("Figure")
     assert ["variant", "loss", "perplexity", "difference", "95% interval", "pairs"] in read.rows
     assert any(row[0] == "cp - dense" for row in read.rows)
-    assert "if it went on straight, it would be zero after 775M tokens" in read.text("Tables")
     made = read.text("How it was made")
     for words in (
         *("polyad study s.yaml", "2026-11-01 to 2026-11-03", "b.yaml", "1, 2, 3", "log.every: 5"),
@@ -134,7 +134,7 @@ def test_a_page_needs_nothing_beside_itself() -> None:
 def test_what_a_file_says_cannot_become_part_of_the_page() -> None:
     bad = "<script>alert(1)</script>&\"'"
     about = {"question": bad, "not_shown": [bad], "variants": {"dense": {}, "cp": {"a.b": bad}}}
-    html = page(of(compared([0.1, 0.2]), **about) | {"study": f"{bad}.yaml"})
+    html = page(of(compared([0.1, 0.2]), **about).model_copy(update={"study": f"{bad}.yaml"}))
     assert "script" not in Reader(html).tags
     assert html.count("&lt;script&gt;alert(1)") >= 4
 
@@ -239,7 +239,7 @@ def test_keys_are_said_as_the_file_has_them(write_study: WriteStudy) -> None:
             grids={"leaky": {"optimizer.learning_rate": [2.0e-5, 0.1]}},
         )
     )
-    found = about(study, [])
+    found = about(study, []).model_dump()
     assert found["common"] == {"optimizer.learning_rate": "0.01", "log.trackers": "[]"}
     assert found["variants"]["again"] == {"distill.teacher": "the run of dense"}
     assert json.loads(found["variants"]["leaky"]["model.feed_forward"]) == LEAKY
@@ -261,9 +261,9 @@ def test_what_is_finished_of_tasks_is_compared_without_the_others(
     finish(first, 5.0)
     finish(second, 4.5)
     found = compare_finished(path)
-    assert found is not None
-    assert not found["finished"]
-    assert [*found["tasks"]] == ["other"]
+    assert isinstance(found, TasksResult)
+    assert not found.finished
+    assert [*found.tasks] == ["other"]
     read = Reader(page(found))
     assert "This study is not finished : 2 of its runs are" in read.text("")
     assert "one pair: no interval: loss -0.5000 nats a token" in read.text("Task other")

@@ -29,12 +29,12 @@ def test_correlations_are_within_seeds_and_their_interval_is_over_seeds() -> Non
     worse = [(9.0 - 0.1 * i, 100.0 + i) for i in range(5)]
     swapped = [(5.0 - 0.1 * (0, 2, 1, 3, 4)[i], float(i)) for i in range(5)]
     found = relations(measured((1, falling), (2, worse), (3, swapped)), "loss")["entropy"]
-    assert found["values"] == pytest.approx([-1, -1, -0.9])
-    assert found["seeds"] == [1, 2, 3]
-    assert found["mean"] == pytest.approx(-2.9 / 3)
+    assert found.values == pytest.approx([-1, -1, -0.9])
+    assert found.seeds == [1, 2, 3]
+    assert found.mean == pytest.approx(-2.9 / 3)
     half = 4.30265 * 0.0577350 / 3**0.5  # t of two degrees of freedom
-    assert (found["low"], found["high"]) == pytest.approx((-1, -2.9 / 3 + half))  # cut at -1
-    assert found["excludes_zero"]
+    assert (found.low, found.high) == pytest.approx((-1, -2.9 / 3 + half))  # cut at -1
+    assert found.excludes_zero
 
 
 def test_nothing_is_said_of_few_variants_of_one_number_and_of_half_a_seed() -> None:
@@ -44,5 +44,5 @@ def test_nothing_is_said_of_few_variants_of_one_number_and_of_half_a_seed() -> N
     assert relations(few, "loss") == {}
     assert relations(measured((1, [(loss, 0.0) for loss, _ in falling])), "loss") == {}
     found = relations(measured((1, falling), (2, falling[:1])), "loss")
-    assert found["entropy"]["seeds"] == [1]
-    assert not found["entropy"]["excludes_zero"]
+    assert found["entropy"].seeds == [1]
+    assert not found["entropy"].excludes_zero

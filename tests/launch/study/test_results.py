@@ -1,13 +1,17 @@
 """What results of runs come to, and how it is shown; the numbers by hand."""
 
+import math
 from typing import Any
 
 import pytest
 
-from polyad.launch.study.results import summarize
+from polyad.launch.study.result import Attack
+from polyad.launch.study.results import curve, summarize
 from polyad.launch.study.tables import result_table
 from polyad.train.errors import RunError
 from polyad.train.tasks.language import LanguageModelling
+
+TEST = {"split": "test"}
 
 
 def result(variant: str, seed: int, loss: float, **more: Any) -> dict[str, Any]:
@@ -46,7 +50,7 @@ RUNS = [
 
 
 def test_differences_are_of_pairs_and_spread_is_theirs() -> None:
-    found = summarize(plan("dense", "cp"), RUNS)
+    found = summarize(plan("dense", "cp"), RUNS).to_json()
     assert found["finished"]
     dense, cp = found["variants"]["dense"], found["variants"]["cp"]
     assert dense["loss"] == {"mean": 5.0, "deviation": 1.0, "runs": 3}
@@ -59,7 +63,7 @@ def test_differences_are_of_pairs_and_spread_is_theirs() -> None:
 
 def test_pairs_are_matched_by_seed_and_not_by_place() -> None:
     shuffled = [RUNS[4], RUNS[1], RUNS[2], RUNS[5], RUNS[0], RUNS[3]]
-    one, other = (summarize(plan("dense", "cp"), runs) for runs in (RUNS, shuffled))
+    one, other = (summarize(plan("dense", "cp"), runs).to_json() for runs in (RUNS, shuffled))
     wanted = one["variants"]["cp"]["difference"]
     found = other["variants"]["cp"]["difference"]
     assert found["mean"] == pytest.approx(wanted["mean"])
@@ -67,12 +71,12 @@ def test_pairs_are_matched_by_seed_and_not_by_place() -> None:
 
 
 def test_a_seed_that_only_one_has_finished_is_no_pair() -> None:
-    found = summarize(plan("dense", "cp"), RUNS[:5])
+    found = summarize(plan("dense", "cp"), RUNS[:5]).to_json()
     assert not found["finished"]
     assert found["variants"]["dense"]["seeds"] == [1, 2, 3]
     assert found["variants"]["cp"]["difference"]["seeds"] == [1, 2]
     alone = summarize(plan("dense", "cp"), RUNS[:1])
-    assert list(alone["variants"]) == ["dense"]
+    assert list(alone.variants) == ["dense"]
 
 
 def test_runs_scored_on_different_tokens_are_not_compared() -> None:
@@ -81,7 +85,7 @@ def test_runs_scored_on_different_tokens_are_not_compared() -> None:
 
 
 def test_the_table_is_aligned_and_marks_what_leaves_zero_out() -> None:
-    found = summarize(plan("dense", "cp"), RUNS) | {"split": "test", "grids": {}}
+    found = summarize(plan("dense", "cp"), RUNS).model_copy(update=TEST)
     table = result_table(found)
     head, dense, cp, *rest = table.splitlines()
     assert len(head) == len(cp)
@@ -94,7 +98,7 @@ def test_the_table_is_aligned_and_marks_what_leaves_zero_out() -> None:
 
 
 def test_markdown_has_as_many_columns_in_every_row() -> None:
-    found = summarize(plan("dense", "cp"), RUNS) | {"split": "test", "grids": {}}
+    found = summarize(plan("dense", "cp"), RUNS).model_copy(update=TEST)
     losses = result_table(found, markdown=True).split("\n\n")[0].splitlines()
     assert [line.count("|") for line in losses] == [7, 7, 7, 7]
     assert losses[1] == "|---|---:|---:|---:|---:|---:|"
@@ -136,13 +140,13 @@ MEASURED = [
         for seed in (1, 2, 3)
     ),
 ]
-SUMMARY = summarize(plan("plain", "leaky"), MEASURED) | {
-    **{"split": "validation", "grids": {}, "attack": {"rate": 0.1, "seed": 0}},
-}
+SUMMARY = summarize(plan("plain", "leaky"), MEASURED).model_copy(
+    update={"split": "validation", "attack": Attack(rate=0.1, seed=0)}
+)
 
 
 def test_every_measure_is_compared_in_pairs() -> None:
-    plain, leaky = (SUMMARY["variants"][name] for name in ("plain", "leaky"))
+    plain, leaky = (SUMMARY.to_json()["variants"][name] for name in ("plain", "leaky"))
     assert plain["differences"] == {}
     beside = leaky["differences"]
     assert beside["loss"]["differences"] == pytest.approx([-0.1] * 3)
@@ -159,8 +163,9 @@ def test_every_measure_is_compared_in_pairs() -> None:
 
 
 def test_a_leak_is_what_a_loss_gains_by_it_and_hides_beside_the_baseline() -> None:
-    leaks = SUMMARY["variants"]["leaky"]["leak"]
-    assert SUMMARY["variants"]["plain"]["leak"] == {}
+    variants = SUMMARY.to_json()["variants"]
+    leaks = variants["leaky"]["leak"]
+    assert variants["plain"]["leak"] == {}
     assert list(leaks) == ["4", "8"]
     last = leaks["8"]
     assert last["masked_leak"]["differences"] == pytest.approx([0.11, 0.12, 0.13])
@@ -205,19 +210,82 @@ def test_beside_a_leaking_baseline_both_are_without_what_leaks() -> None:
         for seed in (1, 2, 3)
         for name, reported in (("leaky", 3.0), ("other", 2.0), ("unmeasured", 1.0))
     ]
-    found = summarize(plan(*names), runs)["variants"]["other"]["leak"]["8"]
+    found = summarize(plan(*names), runs).to_json()["variants"]["other"]["leak"]["8"]
     assert found["masked_beside_baseline"]["differences"] == [0.0] * 3
     assert found["prefix_beside_baseline"]["differences"] == [0.0] * 3
-    turned = summarize(plan("unmeasured", "leaky"), runs)["variants"]["leaky"]["leak"]["8"]
-    assert turned["masked_beside_baseline"] is None
+    turned = summarize(plan("unmeasured", "leaky"), runs).variants["leaky"].leak["8"]
+    assert turned.masked_beside_baseline is None
 
 
 def test_a_score_that_is_not_finite_is_an_empty_cell_and_no_difference() -> None:
     runs = [each | {"perplexity": None, "training_loss": None} for each in RUNS]
     runs[0] = runs[0] | {"routing": {"unused": None}}
-    found = summarize(plan("dense", "cp"), runs)
-    assert found["variants"]["cp"]["difference"]["pairs"] == 3
-    lines = result_table(found | {"split": "test", "grids": {}}).splitlines()
+    found = summarize(plan("dense", "cp"), runs).model_copy(update=TEST)
+    difference = found.variants["cp"].difference
+    assert difference is not None
+    assert difference.pairs == 3
+    lines = result_table(found).splitlines()
     cells = next(line.split() for line in lines if line.startswith("dense"))
     assert cells == ["dense", "5.0000", "±", "1.0000"]
-    assert "nan" not in result_table(found | {"split": "test", "grids": {}}).lower()
+    assert "nan" not in result_table(found).lower()
+
+
+END = 100 * 2**20
+STEPS = range(1, 9)
+Runs = dict[int, dict[str, Any]]
+
+
+def runs_of(**scores: list[float | None]) -> Runs:
+    """By seed, as `s1=[...]`: the scores of steps 1, 2, ..., of 10 tokens each; None: none."""
+    return {
+        int(name[1:]): {
+            "validations": [
+                {"step": step, "tokens": 10 * step, "score": score}
+                for step, score in enumerate(found, start=1)
+                if score is not None
+            ]
+        }
+        for name, found in scores.items()
+    }
+
+
+def lines(ends: list[float], slopes: list[float]) -> tuple[Runs, Runs]:
+    """Runs whose differences to the baseline lie on these lines over ln(tokens), and the baseline;
+    eight validations, evenly over `END` tokens."""
+    runs: Runs = {}
+    baseline: Runs = {}
+    for seed, (height, slope) in enumerate(zip(ends, slopes, strict=True), start=1):
+        ours, theirs = [], []
+        for step in STEPS:
+            tokens = END * step // STEPS[-1]
+            score = 5 - math.log(step)
+            d = height + slope * math.log(tokens / END)
+            ours.append({"step": step, "tokens": tokens, "score": score + d})
+            theirs.append({"step": step, "tokens": tokens, "score": score})
+        runs[seed], baseline[seed] = {"validations": ours}, {"validations": theirs}
+    return runs, baseline
+
+
+def test_differences_are_of_pairs_at_steps_that_both_have() -> None:
+    runs = runs_of(s1=[5.0, 4.0, 3.0], s2=[5.2, None, 3.4], s3=[9.0, 9.0, 9.0])
+    baseline = runs_of(s1=[4.0, 3.5, None], s2=[4.4, 3.0, 3.0], s4=[1.0, 1.0, 1.0])
+    first, second, third = [each.model_dump() for each in curve(runs, baseline, "tokens")]
+    assert [each["step"] for each in (first, second, third)] == [1, 2, 3]
+    assert [each["seen"] for each in (first, second, third)] == [10, 20, 30]
+    assert first["score"] == {"mean": 5.1, "deviation": pytest.approx(0.02**0.5), "runs": 2}
+    # 1.0 and 0.8: their mean is 0.9, its half interval t(1) x 0.1414 / sqrt 2 = 12.706 x 0.1.
+    assert first["difference"]["differences"] == pytest.approx([1.0, 0.8])
+    assert first["difference"]["low"] == pytest.approx(0.9 - 1.2706, abs=1e-4)
+    assert not first["difference"]["excludes_zero"]
+    assert (second["difference"]["seeds"], second["difference"]["mean"]) == ([1], 0.5)
+    assert (third["difference"]["seeds"], third["difference"]["pairs"]) == ([2], 1)
+    of_baseline = [each.model_dump() for each in curve(baseline, None, "tokens")]
+    assert [each["score"]["runs"] for each in of_baseline] == [3, 3, 2]
+    assert [each["difference"] for each in of_baseline] == [None] * 3
+
+
+def test_runs_that_were_validated_once_have_no_curve() -> None:
+    once = runs_of(s1=[None, None, 3.0])
+    assert curve(once, None, "tokens") == []
+    assert curve(once, runs_of(s1=[4.0, 3.5, 3.0]), "tokens") == []
+    assert curve({1: {}}, {1: {}}, "tokens") == []

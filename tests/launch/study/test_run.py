@@ -18,7 +18,7 @@ import yaml
 
 from polyad.data.text.mixture import TrainingData
 from polyad.launch.cli import run
-from polyad.launch.study.folder import locked, read_record, write_record
+from polyad.launch.study.folder import held, read_record, write_record
 from polyad.train.config.run import load_config
 from polyad.train.study.reading import load_study
 from tests.launch.conftest import ROOT, SMALL
@@ -209,7 +209,7 @@ def test_a_record_from_before_a_key_existed_is_that_of_the_default(
 
 
 def test_two_starts_of_a_study_do_not_run_at_once(finished: Path, capfd: Capture) -> None:
-    with locked(load_study(finished)):
+    with held(load_study(finished)):
         assert "is in use by another start" in refused(finished, capfd)
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from polyad.launch.study.answer import answers
+from polyad.launch.study.sentences import answers
 from tests.launch.study.test_page import Reader
 from tests.launch.study.test_run import QUICK, start, write
 

@@ -5,15 +5,16 @@ import math
 import pytest
 
 from polyad.launch.output import strict
-from polyad.launch.study.choice import Results, choose, grids, validation_score
 from polyad.launch.study.folder import check_sources
+from polyad.launch.study.result import StudyResult
 from polyad.launch.study.results import over_tasks, summarize
+from polyad.launch.study.state import Results, choose, grids, validation_score
 from polyad.launch.study.tables import result_table
 from polyad.train.errors import ConfigError, RunError
 from polyad.train.study.reading import load_study
 from polyad.train.study.study import Study
 from tests.launch.study.conftest import WriteStudy
-from tests.launch.study.test_results import plan, result
+from tests.launch.study.test_results import TEST, plan, result
 
 RATES = {"optimizer.learning_rate": [0.1, 0.2]}
 
@@ -143,20 +144,23 @@ def test_points_that_were_not_chosen_are_left_out_of_the_comparison() -> None:
     of_study = plan("dense", "cp", seeds=(1, 2))
     of_study["variants"] |= {f"cp/k={k}": of_study["variants"]["cp"] for k in (1, 2)}
     found = summarize(of_study, runs, {"dense": "", "cp": "k=1"})
-    assert found["variants"]["cp"]["point"] == "k=1"
-    assert found["variants"]["cp"]["loss"]["mean"] == 3.5
-    assert found["variants"]["cp"]["difference"]["differences"] == [-1.0, -1.0]
-    assert [run["loss"] for run in found["swept"]] == [9.0]
+    cp = found.to_json()["variants"]["cp"]
+    assert cp["point"] == "k=1"
+    assert cp["loss"]["mean"] == 3.5
+    assert cp["difference"]["differences"] == [-1.0, -1.0]
+    assert [run["loss"] for run in found.swept] == [9.0]
     # A column for each point, empty where a variant has not been scored at it.
     points = {"dense": {"k=2": None}, "cp": {"k=1": 2.0, "k=2": 2.5}}
-    table = result_table(found | {"split": "test", "grids": points}, markdown=True)
+    table = result_table(found.model_copy(update=TEST | {"grids": points}), markdown=True)
     assert "| grid, validation | k=2 | k=1 |" in table
     assert "| dense |  |  |" in table
     assert "| cp | 2.5000 | 2.0000 best |" in table
     assert "grid: chosen by the mean on the validation split, seeds 1, 2" in table
     # Of a point that diverged a kept result has null, as of one that is not finished.
-    found["swept"] = [found["swept"][0] | {"validation": None}]
-    kept = strict(found | {"split": "test", "grids": {"cp": {"k=1": 2.0, "k=2": math.inf}}})
+    swept = [found.swept[0] | {"validation": None}]
+    grid = {"cp": {"k=1": 2.0, "k=2": math.inf}}
+    diverged = found.model_copy(update=TEST | {"swept": swept, "grids": grid})
+    kept = StudyResult.from_json(strict(diverged.to_json()))
     assert "| cp | 2.0000 best | not finite |" in result_table(kept, markdown=True)
 
 
@@ -167,14 +171,15 @@ def test_variants_are_compared_by_their_mean_over_tasks() -> None:
         runs = [result("dense", s, loss) for s, loss in zip((1, 2), dense, strict=True)]
         runs += [result("cp", s, loss) for s, loss in zip((1, 2), cp, strict=True)]
         found = summarize(plan("dense", "cp", seeds=(1, 2)), runs)
-        tasks[task] = found | {"split": "test", "grids": {}}
-    found = over_tasks(tasks, ["one", "two"])
+        tasks[task] = found.model_copy(update=TEST)
+    over = over_tasks(tasks, ["one", "two"])
+    found = over.to_json()
     # Means over tasks: dense 3 and 3.5, cp 2.25 and 2.75; differences -0.75 and -0.75.
     assert found["finished"]
     assert found["variants"]["dense"]["mean"]["values"] == [3.0, 3.5]
     assert found["variants"]["cp"]["mean"]["mean"] == 2.5
     assert found["variants"]["cp"]["difference"]["differences"] == [-0.75, -0.75]
-    head, dense_row, cp_row = result_table(found).splitlines()[:3]
+    head, dense_row, cp_row = result_table(over).splitlines()[:3]
     assert head.split()[:4] == ["variant", "one", "two", "mean"]
     assert dense_row.split()[:2] == ["dense", "4.5000"]
     assert "-0.7500 ± 0.0000" in cp_row
@@ -182,8 +187,8 @@ def test_variants_are_compared_by_their_mean_over_tasks() -> None:
 
 def test_a_task_that_is_not_finished_leaves_no_mean() -> None:
     found = summarize(plan("dense", "cp"), [result("dense", 1, 4.0)])
-    over = over_tasks({"one": found | {"split": "test", "grids": {}}}, ["one", "two"])
-    assert (over["finished"], over["variants"]) == (False, {})
+    over = over_tasks({"one": found.model_copy(update=TEST)}, ["one", "two"])
+    assert (over.finished, over.variants) == (False, {})
     assert "4.0000" in result_table(over)
 
 
@@ -191,12 +196,13 @@ def test_a_seed_that_the_baseline_has_not_finished_on_all_tasks_is_in_no_pair() 
     runs = [result(name, seed, 4.0 + seed) for name in ("dense", "cp") for seed in (1, 2)]
     one = summarize(plan("dense", "cp", seeds=(1, 2)), runs)
     other = summarize(plan("dense", "cp", seeds=(1, 2)), [runs[0], *runs[2:]])
-    found = over_tasks({"one": one, "other": other}, ["one", "other"])["variants"]
-    assert found["cp"]["mean"]["runs"] == 2
-    assert found["cp"]["difference"]["seeds"] == [1]
+    cp = over_tasks({"one": one, "other": other}, ["one", "other"]).variants["cp"]
+    assert cp.mean.runs == 2
+    assert cp.difference is not None
+    assert cp.difference.seeds == [1]
 
 
 def test_before_any_point_is_the_best_one_nothing_is_compared(study: Study) -> None:
     found = summarize(plan("dense", "cp"), [result("dense", 1, 4.0, point="x")], {})
-    known = found | {"grids": grids(study, {}), "split": "validation", "attack": None}
+    known = found.model_copy(update={"grids": grids(study, {}), "split": "validation"})
     assert result_table(known).startswith("nothing is compared yet")

@@ -6,22 +6,21 @@ from typing import Any
 
 import pytest
 
-from polyad.launch.study.answer import amount, answers
+from polyad.launch.study.result import About, StudyResult
 from polyad.launch.study.results import over_tasks, summarize
-from polyad.launch.study.tables import result_table
-from polyad.launch.study.training_rows import MOST_STEPS
-from tests.launch.study.test_curves import lines
-from tests.launch.study.test_results import RUNS, SUMMARY, plan, result
+from polyad.launch.study.sentences import amount, answers
+from polyad.launch.study.tables import MOST_STEPS, result_table
+from tests.launch.study.test_results import RUNS, SUMMARY, TEST, lines, plan, result
 
 
-def compared(differences: Sequence[float], **more: Any) -> dict[str, Any]:
+def compared(differences: Sequence[float], **more: Any) -> StudyResult:
     """A study of cp beside dense with these differences, one a seed."""
     runs = [result("dense", seed, 4.0 + seed) for seed in range(1, len(differences) + 1)]
     runs += [
         result("cp", seed, 4.0 + seed + difference)
         for seed, difference in enumerate(differences, start=1)
     ]
-    return summarize(plan("dense", "cp") | more, runs) | {"split": "test", "grids": {}}
+    return summarize(plan("dense", "cp") | more, runs).model_copy(update=TEST)
 
 
 WORSE = "cp is worse than dense: loss {}0.2000 nats a token, 95% interval {}0.{} to {}0.{}, 3 pairs"
@@ -65,7 +64,8 @@ def test_a_variant_whose_tokens_see_later_ones_is_not_judged_by_that_alone() -> 
     assert masked.startswith("no difference between leaky with the mask and plain is shown: ")
     assert "-0.0048 to +0.0448" in masked
     assert prefix.startswith("leaky from the prefix is worse than plain: ")
-    known = compared([-0.21, -0.19, -0.20]) | {"about": {"leaking": ["cp"]}}
+    about = {"about": About(leaking=["cp"])}
+    known = compared([-0.21, -0.19, -0.20]).model_copy(update=about)
     assert answers(known)[0].startswith("cp, whose tokens see later ones, is better than dense")
 
 
@@ -79,7 +79,7 @@ def test_tasks_are_answered_by_their_mean() -> None:
     assert answers(found)[0] in table.splitlines()
 
 
-def fitted(ends: list[float], slopes: list[float]) -> dict[str, Any]:
+def fitted(ends: list[float], slopes: list[float]) -> StudyResult:
     """A study of three seeds with these lines."""
     of_cp, of_dense = lines(ends, slopes)
     runs = [
@@ -87,7 +87,7 @@ def fitted(ends: list[float], slopes: list[float]) -> dict[str, Any]:
         for name, of in (("dense", of_dense), ("cp", of_cp))
         for seed in of
     ]
-    return summarize(plan("dense", "cp"), runs) | {"split": "test", "grids": {}}
+    return summarize(plan("dense", "cp"), runs).model_copy(update=TEST)
 
 
 def test_tables_have_the_course_of_differences() -> None:
@@ -120,7 +120,7 @@ def test_a_table_has_few_of_many_steps_spread_evenly() -> None:
         }
         for name in ("dense", "cp")
     ]
-    found = summarize(plan("dense", "cp"), runs) | {"split": "test", "grids": {}}
+    found = summarize(plan("dense", "cp"), runs).model_copy(update=TEST)
     head, *_ = (
         line for line in result_table(found).splitlines() if line.startswith("after tokens ")
     )

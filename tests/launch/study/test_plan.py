@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from polyad.launch.cli import run
-from polyad.launch.study.plan import planned
+from polyad.launch.study.plan import Times, estimate, planned, spread_over, time_left
 from polyad.launch.study.progress import estimate_line, spoken
-from polyad.launch.study.times import Times, estimate, spread_over, time_left
 from polyad.train.config.plan import open_plan
 from polyad.train.study.reading import load_study
 from tests.launch.study.conftest import CP, WriteStudy
