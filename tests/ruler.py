@@ -32,6 +32,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, NamedTuple, TypeAlias
+from unittest import mock
 
 ROOT = Path(__file__).resolve().parent.parent
 ROOMS = ("model", "parallel", "train", "data", "launch", "src")
@@ -361,8 +362,16 @@ def _command(words: Callable[[], Sequence[str]]) -> Callable[[], object]:
 
 def training(folder: Path) -> Callable[[], object]:
     """`polyad train`: three steps of a sparse GPT-2, with validations and a checkpoint."""
+    from polyad.parallel import comm
+
     config, number = _small_run(folder), itertools.count()
-    return _command(lambda: ("train", str(config), f"run.folder={folder}/run-{next(number)}"))
+    train = _command(lambda: ("train", str(config), f"run.folder={folder}/run-{next(number)}"))
+
+    def call() -> None:
+        with mock.patch.object(comm, "shutdown"):  # DeepSpeed cannot begin a second time
+            train()
+
+    return call
 
 
 def study(folder: Path) -> Callable[[], object]:
