@@ -87,7 +87,7 @@ def study(
     with results(json) as show:
         if dry_run:
             plan = runs.describe_study(study, jobs)
-            show(plan, plans_table(plan))
+            show(plan.to_json(), plans_table(plan))
             return
         try:
             if is_kept:

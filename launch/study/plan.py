@@ -12,10 +12,17 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from polyad.launch.study.data import model_of
 from polyad.launch.study.measures import all_measures
+from polyad.launch.study.result import (
+    MeasuresTaken,
+    PlannedRun,
+    Score,
+    StudyPlan,
+    VariantSize,
+)
 from polyad.launch.study.state import Results, choose, finished_runs, key, unfinished
 from polyad.model.settings import ModelSettings
 from polyad.parallel.checkpoint.keeping import complete_checkpoints
@@ -31,7 +38,7 @@ FREE_OF_COST = (
 """Keys, or whole sections, that a step takes as long with whatever they say."""
 
 
-def planned(study: Study) -> dict[str, Any]:
+def planned(study: Study) -> StudyPlan:
     """Plans the study, and checks every run that is not finished, as far as it is known.
 
     Args:
@@ -51,54 +58,56 @@ def planned(study: Study) -> dict[str, Any]:
     return plan
 
 
-def plan_of(study: Study, results: Results) -> dict[str, Any]:
+def plan_of(study: Study, results: Results) -> StudyPlan:
     """What a study will train and what of it stands.
 
     Args:
         study: its data need not be prepared.
         results: of finished runs.
-
-    Returns:
-        JSON values.
     """
     unit, chosen = study.task.unit.name, choose(study, results)
     variants, models = {}, _models(study)
     for name, variant in study.variants.items():
         config = variant.config.model_copy(update={"model": models[name]})
         described = describe(config, validate(config, 1))
-        variants[name] = {
-            key: described["model"][key]
-            for key in ("parameters", "active_parameters", f"flops_per_{unit}")
-        } | {"training": described["training"]}
+        model = described["model"]
+        variants[name] = VariantSize(
+            parameters=model["parameters"],
+            active_parameters=model["active_parameters"],
+            flops=model[f"flops_per_{unit}"],
+            training=described["training"],
+        )
     measures = all_measures(study, chosen)
-    return {
-        "study": str(study.file),
-        "folder": str(study.folder),
-        "baseline": study.config.baseline,
-        "unit": unit,
-        "scores": [score._asdict() for score in study.task.scores],
-        "validation_score": study.task.validation_score,
-        "higher_is_better": study.task.higher_is_better,
-        "seeds": study.config.seeds,
-        "swept_seeds": study.swept_seeds,
-        "groups": {name: [v.name for v in points] for name, points in study.groups.items()},
-        "from_runs": study.config.from_runs,
-        "variants": variants,
-        "num_runs": study.num_runs,
-        "runs": [
-            {
-                "variant": run.variant.name,
-                "seed": run.seed,
-                "finished": run.result_file.exists(),
-                "step": newest_step(run),
-            }
+    return StudyPlan(
+        study=str(study.file),
+        folder=str(study.folder),
+        baseline=study.config.baseline,
+        unit=unit,
+        scores=[Score(**score._asdict()) for score in study.task.scores],
+        validation_score=study.task.validation_score,
+        higher_is_better=study.task.higher_is_better,
+        seeds=study.config.seeds,
+        swept_seeds=study.swept_seeds,
+        groups={name: [v.name for v in points] for name, points in study.groups.items()},
+        from_runs={
+            name: {str(key): other for key, other in keys.items()}
+            for name, keys in study.config.from_runs.items()
+        },
+        variants=variants,
+        num_runs=study.num_runs,
+        runs=[
+            PlannedRun(
+                variant=run.variant.name,
+                seed=run.seed,
+                finished=run.result_file.exists(),
+                step=newest_step(run),
+            )
             for run in study.runs(chosen)
         ],
-        "measures": {
-            "wanted": len(measures),
-            "taken": sum(measure.read() is not None for measure in measures),
-        },
-    }
+        measures=MeasuresTaken(
+            wanted=len(measures), taken=sum(measure.read() is not None for measure in measures)
+        ),
+    )
 
 
 def _models(study: Study) -> dict[str, ModelSettings]:

@@ -7,72 +7,68 @@ from typing import Any
 from polyad.launch.output import align
 from polyad.launch.study.measures import Measure
 from polyad.launch.study.plan import Estimate
+from polyad.launch.study.result import StudyPlan, StudyPlans
 from polyad.train.console import duration
 from polyad.train.study.study import Run, Study
 
 Row = tuple[str, ...]
 
 
-def plans_table(plan: Mapping[str, Any]) -> str:
-    """What `describe_study` found: one plan, or those of all tasks.
-
-    Args:
-        plan: of the study.
-    """
-    tables = [f"task {name}\n{plan_table(each)}" for name, each in plan.get("tasks", {}).items()]
-    table = "\n\n".join(tables or [plan_table(plan)])
-    return f"{table}\n{plan['time']}".rstrip()
+def plans_table(plans: StudyPlans) -> str:
+    """One plan, or those of all tasks."""
+    tables = [
+        f"task {name}\n{plan_table(plan)}" if name else plan_table(plan)
+        for name, plan in plans.plans.items()
+    ]
+    return "\n".join(["\n\n".join(tables), plans.time]).rstrip()
 
 
-def plan_table(plan: Mapping[str, Any]) -> str:
+def plan_table(plan: StudyPlan) -> str:
     """The variants and what is to be done.
 
     Args:
         plan: of the study.
     """
-    groups, unit = plan["groups"], plan["unit"]
-    variants = {name: plan["variants"][points[0]] for name, points in groups.items()}
-    base = variants[plan["baseline"]]
-    has_grid = any(len(points) > 1 for points in groups.values())
+    unit = plan.unit
+    variants = {name: plan.variants[points[0]] for name, points in plan.groups.items()}
+    base = variants[plan.baseline]
+    has_grid = any(len(points) > 1 for points in plan.groups.values())
     head = ("parameters", f"active per {unit}", "beside", f"FLOPs/{unit}", "beside")
     rows: list[Row] = [("variant", *(("points",) if has_grid else ()), *head)]
     for name, variant in variants.items():
-        size, flops = variant["parameters"], variant[f"flops_per_{unit}"]
         rows.append(
             (
                 name,
-                *((f"{len(groups[name])}",) if has_grid else ()),
-                f"{size:,}",
-                f"{variant['active_parameters']:,}",
-                _share(size, base["parameters"]),
-                f"{flops:.3g}",
-                _share(flops, base[f"flops_per_{unit}"]),
+                *((f"{len(plan.groups[name])}",) if has_grid else ()),
+                f"{variant.parameters:,}",
+                f"{variant.active_parameters:,}",
+                _share(variant.parameters, base.parameters),
+                f"{variant.flops:.3g}",
+                _share(variant.flops, base.flops),
             )
         )
-    runs = plan["runs"]
-    finished = sum(run["finished"] for run in runs)
-    begun = sum(run["step"] > 0 and not run["finished"] for run in runs)
-    training, measures = base["training"], plan["measures"]
-    wanted, taken = measures["wanted"], measures["taken"]
+    finished = sum(run.finished for run in plan.runs)
+    begun = sum(run.step > 0 and not run.finished for run in plan.runs)
+    wanted, taken = plan.measures.wanted, plan.measures.taken
     also = f"{wanted} measures of them: {taken} taken, {wanted - taken} to take\n" if wanted else ""
-    swept = ", ".join(str(seed) for seed in plan["swept_seeds"])
+    swept = ", ".join(str(seed) for seed in plan.swept_seeds)
     swept = f", all points with {swept}" if has_grid else ""
-    count = plan["num_runs"]
+    count, training = plan.num_runs, base.training
     return (
         f"{align(rows)}\n{_from_runs(plan)}"
         f"{count} runs ({len(variants)} variants, seeds "
-        f"{', '.join(str(seed) for seed in plan['seeds'])}{swept}) of {training['steps']:,} steps "
+        f"{', '.join(str(seed) for seed in plan.seeds)}{swept}) of {training['steps']:,} steps "
         f"of {training[f'{unit}s_per_step']:,} {unit}s: {finished} finished, {begun} to go on, "
         f"{count - finished - begun} to begin\n{also}"
-        f"beside: {plan['baseline']}; in {plan['folder']}"
+        f"beside: {plan.baseline}; in {plan.folder}"
     )
 
 
-def _from_runs(plan: Mapping[str, Any]) -> str:
+def _from_runs(plan: StudyPlan) -> str:
     """A line for each key of a variant that names the run of another."""
     return "".join(
         f"{name}: {key} is the run of {other} with the same seed\n"
-        for name, keys in plan["from_runs"].items()
+        for name, keys in plan.from_runs.items()
         for key, other in keys.items()
     )
 

@@ -1,4 +1,4 @@
-"""The result of a study: what its finished runs come to, as `results.json` has it.
+"""A study's plan, and its result: what finished runs come to, as `results.json` has it.
 
 Sentences, tables, the figure and the page are views of it, of a study that goes on as of a result
 that was kept. In JSON some keys are named after what the task counts and is scored by, as
@@ -96,15 +96,20 @@ class Validation(Form):
     """None for the baseline."""
 
 
-class VariantResult(Form):
-    """One variant."""
+class VariantSize(Form):
+    """How large a variant is, and what it is trained with."""
 
     parameters: int
     active_parameters: int
     flops: int
     """FLOPs of a token or an image, in training."""
     training: dict[str, Any] = Field(default_factory=dict)
-    """What it is trained with, as `polyad validate` describes it."""
+    """Steps, batches and the like, as `polyad validate` describes them."""
+
+
+class VariantResult(VariantSize):
+    """What one variant came to."""
+
     point: str
     """The point of its grid that is compared; empty without a grid."""
     seeds: list[int]
@@ -172,8 +177,8 @@ class Attack(Form):
     seed: int
 
 
-class StudyResult(Form):
-    """The result of a study without tasks, or of one task."""
+class StudyFacts(Form):
+    """What plan and result say of a study without tasks, or of one task."""
 
     study: str
     folder: str
@@ -187,6 +192,67 @@ class StudyResult(Form):
     seeds: list[int]
     swept_seeds: list[int]
     """Seeds with which all points of a grid are trained."""
+
+
+class PlannedRun(Form):
+    """A run whose variant and seed are known."""
+
+    variant: str
+    """Its variant, at a point of the grid."""
+    seed: int
+    finished: bool
+    step: int
+    """The step of its newest checkpoint; 0: there is none."""
+
+
+class MeasuresTaken(Form):
+    """How many measures of finished runs are wanted, and are there."""
+
+    wanted: int
+    taken: int
+
+
+class StudyPlan(StudyFacts):
+    """What a study will train, and what of it stands."""
+
+    groups: dict[str, list[str]]
+    """The points of each variant's grid, as keys of `variants`."""
+    from_runs: dict[str, dict[str, str]]
+    variants: dict[str, VariantSize]
+    num_runs: int
+    """Runs in all, those at points that are not chosen yet among them."""
+    runs: list[PlannedRun]
+    measures: MeasuresTaken
+
+    def to_json(self) -> dict[str, Any]:
+        """The form that `polyad study --dry-run --json` writes."""
+        names = {"flops": f"flops_per_{self.unit}"}
+        tree = self.model_dump()
+        tree["variants"] = {name: _renamed(each, names) for name, each in tree["variants"].items()}
+        return tree
+
+
+class StudyPlans(Form):
+    """The plan of a study, or those of its tasks, and how long what is left takes."""
+
+    study: str
+    plans: dict[str, StudyPlan]
+    """By the names of tasks; one without a name if there are none."""
+    seconds_left: float | None
+    """None where no time is known."""
+    time: str
+    """The same for people; empty if nothing is left."""
+
+    def to_json(self) -> dict[str, Any]:
+        """The form that `polyad study --dry-run --json` writes."""
+        each = {name: plan.to_json() for name, plan in self.plans.items()}
+        tree = each.get("") or {"study": self.study, "tasks": each}
+        return tree | {"seconds_left": self.seconds_left, "time": self.time}
+
+
+class StudyResult(StudyFacts):
+    """The result of a study without tasks, or of one task."""
+
     finished: bool
     scored: int
     """Tokens or images that each run is scored on."""
@@ -346,7 +412,9 @@ def form_of(path: Path) -> Iterator[None]:
 
 
 def _renamed(
-    tree: Mapping[str, Any], names: Mapping[str, str], before: Mapping[str, Mapping[str, Any]]
+    tree: Mapping[str, Any],
+    names: Mapping[str, str],
+    before: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> dict[str, Any]:
     """A tree in its order, some keys with other names.
 
@@ -357,5 +425,5 @@ def _renamed(
     """
     found: dict[str, Any] = {}
     for key, value in tree.items():
-        found |= {**before.get(key, {}), names.get(key, key): value}
+        found |= {**(before or {}).get(key, {}), names.get(key, key): value}
     return found

@@ -15,13 +15,15 @@ from polyad.launch.study.result import (
     Leak,
     MeanOverTasks,
     Relation,
-    Score,
     Spread,
+    StudyFacts,
+    StudyPlan,
     StudyResult,
     TasksResult,
     Validation,
     VariantOverTasks,
     VariantResult,
+    VariantSize,
 )
 from polyad.train.config.environment import describe_environment
 from polyad.train.errors import RunError
@@ -34,12 +36,12 @@ BySeed = Mapping[int, Run]
 
 
 def summarize(
-    plan: Mapping[str, Any], results: Sequence[Run], chosen: Mapping[str, str] | None = None
+    plan: StudyPlan, results: Sequence[Run], chosen: Mapping[str, str] | None = None
 ) -> StudyResult:
     """Compares variants over the seeds that are finished.
 
     Args:
-        plan: of the study: variants with their sizes, baseline and seeds.
+        plan: of the study.
         results: of finished runs, in the order of the study.
         chosen: the best point of each variant for which it is known; None: no variant has a grid.
 
@@ -49,12 +51,12 @@ def summarize(
     Raises:
         RunError: runs were scored on different tokens.
     """
-    units, scores = f"{plan['unit']}s", [Score(**score) for score in plan["scores"]]
+    units = f"{plan.unit}s"
     known = (result[f"{units}_scored"] for result in results)
     scored = {each for each in known if each is not None}  # None: a point that diverged
     if len(scored) > 1:
         raise RunError(f"runs were scored on different numbers of {units}: {sorted(scored)}")
-    points = dict.fromkeys(plan["groups"], "") if chosen is None else chosen
+    points = dict.fromkeys(plan.groups, "") if chosen is None else chosen
     compared = [result for result in results if points.get(result["variant"]) == result["point"]]
     by_variant = {
         name: {result["seed"]: result for result in compared if result["variant"] == name}
@@ -62,16 +64,8 @@ def summarize(
     }
     environment = describe_environment(1)
     return StudyResult(
-        study=plan["study"],
-        folder=plan["folder"],
-        baseline=plan["baseline"],
-        unit=plan["unit"],
-        scores=scores,
-        validation_score=plan["validation_score"],
-        higher_is_better=plan["higher_is_better"],
-        seeds=plan["seeds"],
-        swept_seeds=plan["swept_seeds"],
-        finished=len(results) == plan["num_runs"],
+        **{name: getattr(plan, name) for name in StudyFacts.model_fields},
+        finished=len(results) == plan.num_runs,
         scored=min(scored, default=0),
         confidence=CONFIDENCE,
         variants={
@@ -79,7 +73,7 @@ def summarize(
             for name, runs in by_variant.items()
             if runs
         },
-        relations=_relations(by_variant, scores[0].name),
+        relations=_relations(by_variant, plan.scores[0].name),
         runs=[dict(result) for result in compared],
         swept=[dict(result) for result in results if result not in compared],
         environment={
@@ -89,21 +83,18 @@ def summarize(
 
 
 def _variant(
-    plan: Mapping[str, Any], name: str, point: str, by_variant: Mapping[str, BySeed]
+    plan: StudyPlan, name: str, point: str, by_variant: Mapping[str, BySeed]
 ) -> VariantResult:
     """One variant, by its runs and those of the baseline."""
-    size = plan["variants"][f"{name}/{point}".rstrip("/")]
-    units, scores = f"{plan['unit']}s", [score["name"] for score in plan["scores"]]
-    by_seed, baseline = by_variant[name], by_variant.get(plan["baseline"], {})
-    is_baseline = name == plan["baseline"]
+    size = plan.variants[f"{name}/{point}".rstrip("/")]
+    units, scores = f"{plan.unit}s", [score.name for score in plan.scores]
+    by_seed, baseline = by_variant[name], by_variant.get(plan.baseline, {})
+    is_baseline = name == plan.baseline
     differences = {} if is_baseline else _differences(by_seed, baseline, scores[0])
     runs = list(by_seed.values())
     measured = [measures(run, scores[0]) for run in runs]
     return VariantResult(
-        parameters=size["parameters"],
-        active_parameters=size["active_parameters"],
-        flops=size[f"flops_per_{plan['unit']}"],
-        training=size.get("training", {}),
+        **{name: getattr(size, name) for name in VariantSize.model_fields},
         point=point,
         seeds=[run["seed"] for run in runs],
         scores={score: _spread_of(runs, score) for score in scores},

@@ -9,7 +9,6 @@ finished, what else the study wants to know is measured, from their checkpoints.
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 from polyad.launch.output import say
 from polyad.launch.study.data import prepared
@@ -42,7 +41,7 @@ from polyad.launch.study.progress import (
     plan_table,
     progress_line,
 )
-from polyad.launch.study.result import Result, StudyResult
+from polyad.launch.study.result import Result, StudyPlan, StudyPlans, StudyResult
 from polyad.launch.study.results import over_tasks
 from polyad.launch.study.state import (
     Results,
@@ -58,16 +57,12 @@ from polyad.train.study.reading import load_studies
 from polyad.train.study.study import Run, Study
 
 
-def describe_study(file: Path, jobs: int = 1) -> dict[str, Any]:
+def describe_study(file: Path, jobs: int = 1) -> StudyPlans:
     """What a study will train and what of it stands; nothing is written.
 
     Args:
         file: the study.
         jobs: runs that would be trained at a time.
-
-    Returns:
-        JSON values: the variants' sizes and the state of every run; of a study with tasks those of
-        each under its name.
 
     Raises:
         ValueError: with an `exit_status` of 2: one line says what is wrong.
@@ -75,14 +70,16 @@ def describe_study(file: Path, jobs: int = 1) -> dict[str, Any]:
     studies = load_studies(file)
     for study in studies.values():
         check_folder(study)
-    plans = {name: plan_of(study, finished_runs(study)) for name, study in studies.items()}
-    plan: dict[str, Any] = plans.get("") or {"study": str(file), "tasks": plans}
     results = {name: finished_runs(study) for name, study in studies.items()}
-    times = {name: Times(study, jobs) for name, study in studies.items()}
-    found = [estimate(s, results[n], times[n]) for n, s in studies.items()]
+    plans = {name: plan_of(study, results[name]) for name, study in studies.items()}
+    found = [estimate(s, results[n], Times(s, jobs)) for n, s in studies.items()]
     seconds = sum(each.seconds for each in found)
-    plan |= {"seconds_left": seconds or None, "time": estimate_line(found, jobs)}
-    return plan
+    return StudyPlans(
+        study=str(file),
+        plans=plans,
+        seconds_left=seconds or None,
+        time=estimate_line(found, jobs),
+    )
 
 
 def study(file: Path, jobs: int = 1) -> Result:
@@ -148,7 +145,7 @@ def compare_finished(file: Path, baseline: str | None = None) -> Result | None:
     return result.model_copy(update={"beside": baseline})
 
 
-def _ready(studies: Mapping[str, Study], locks: ExitStack) -> dict[str, dict[str, Any]]:
+def _ready(studies: Mapping[str, Study], locks: ExitStack) -> dict[str, StudyPlan]:
     """Locks the folders of all tasks, prepares their data and checks their runs; their plans."""
     for study in studies.values():
         locks.enter_context(held(study))
@@ -162,7 +159,7 @@ def _ready(studies: Mapping[str, Study], locks: ExitStack) -> dict[str, dict[str
     return plans
 
 
-def _train_and_compare(study: Study, plan: Mapping[str, Any], times: Times) -> StudyResult:
+def _train_and_compare(study: Study, plan: StudyPlan, times: Times) -> StudyResult:
     """Runs what is left of one task."""
     results = finished_runs(study)
     say("\n".join([plan_table(plan), *nothing_left(study, results)]))
@@ -171,7 +168,7 @@ def _train_and_compare(study: Study, plan: Mapping[str, Any], times: Times) -> S
     return write_results(study, plan, results)
 
 
-def _train(study: Study, plan: Mapping[str, Any], results: Results, times: Times) -> None:
+def _train(study: Study, plan: StudyPlan, results: Results, times: Times) -> None:
     """Trains what is left, up to so many runs at a time."""
     with Jobs[Run](times.jobs) as works:
         while True:
@@ -192,7 +189,7 @@ def _train(study: Study, plan: Mapping[str, Any], results: Results, times: Times
             write_results(study, plan, results)
 
 
-def _measure(study: Study, plan: Mapping[str, Any], results: Results, times: Times) -> None:
+def _measure(study: Study, plan: StudyPlan, results: Results, times: Times) -> None:
     """Takes the measures of finished runs that are not there yet, up to so many at a time."""
     wanted = all_measures(study, choose(study, results))
     missing = [m for m in wanted if key(m.run) in results and m.read() is None]

@@ -10,7 +10,7 @@ from typing import Any
 from polyad.data.json_reader import read_json
 from polyad.launch.study.folder import RESULTS, check_sources, read_result, write_json
 from polyad.launch.study.measures import all_measures, read_measures
-from polyad.launch.study.result import About, Attack, Environment, StudyResult
+from polyad.launch.study.result import About, Attack, Environment, StudyPlan, StudyResult
 from polyad.launch.study.results import summarize
 from polyad.train.errors import RunError
 from polyad.train.records import Records
@@ -234,7 +234,7 @@ def _environments(runs: Sequence[Run]) -> list[Environment]:
     return [Environment(**each, runs=n) for each, n in zip(found, counts, strict=True)]
 
 
-def write_results(study: Study, plan: Mapping[str, Any], results: Results) -> StudyResult:
+def write_results(study: Study, plan: StudyPlan, results: Results) -> StudyResult:
     """Compares finished runs, and brings results.json up to date.
 
     Args:
@@ -247,7 +247,7 @@ def write_results(study: Study, plan: Mapping[str, Any], results: Results) -> St
     return found
 
 
-def compare(study: Study, plan: Mapping[str, Any], results: Results) -> StudyResult:
+def compare(study: Study, plan: StudyPlan, results: Results) -> StudyResult:
     """Compares finished runs; nothing is written.
 
     Args:

@@ -121,7 +121,7 @@ def test_adapters_of_another_variants_run_are_checked_before_that_is_there(
         from_runs={"lora": {"checkpoint.init_from": "dense"}},
     )
     study = load_study(path)
-    assert [run["variant"] for run in planned(study)["runs"]] == ["dense", "lora"]
+    assert [run.variant for run in planned(study).runs] == ["dense", "lora"]
     words = next(run for run in study.runs(study.variants) if run.sources).checked_overrides
     plan = open_plan(Path(study.config.base), words, 1)
     assert plan.config.adapt.lora is not None

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from polyad.launch.study.result import Attack
+from polyad.launch.study.result import Attack, MeasuresTaken, Score, StudyPlan, VariantSize
 from polyad.launch.study.results import curve, summarize
 from polyad.launch.study.tables import result_table
 from polyad.train.errors import RunError
@@ -23,21 +23,28 @@ def result(variant: str, seed: int, loss: float, **more: Any) -> dict[str, Any]:
     }
 
 
-def plan(*names: str, seeds: tuple[int, ...] = (1, 2, 3)) -> dict[str, Any]:
-    """Of a study of these variants."""
-    sizes = {"parameters": 1000, "active_parameters": 900, "flops_per_token": 6000}
-    return {
-        **{"study": "s.yaml", "folder": "s", "baseline": names[0], "seeds": list(seeds)},
-        "unit": "token",
-        "scores": [score._asdict() for score in LanguageModelling.scores],
-        "validation_score": LanguageModelling.validation_score,
-        "higher_is_better": LanguageModelling.higher_is_better,
-        "groups": {name: [name] for name in names},
-        "swept_seeds": list(seeds),
-        "num_runs": len(names) * len(seeds),
-        "variants": {name: sizes for name in names},
-        "runs": [{"variant": name, "seed": seed} for seed in seeds for name in names],
-    }
+SIZE = VariantSize(parameters=1000, active_parameters=900, flops=6000)
+
+
+def plan(*names: str, seeds: tuple[int, ...] = (1, 2, 3)) -> StudyPlan:
+    """That of a study of these variants."""
+    return StudyPlan(
+        study="s.yaml",
+        folder="s",
+        baseline=names[0],
+        unit="token",
+        scores=[Score(**score._asdict()) for score in LanguageModelling.scores],
+        validation_score=LanguageModelling.validation_score,
+        higher_is_better=LanguageModelling.higher_is_better,
+        seeds=list(seeds),
+        swept_seeds=list(seeds),
+        groups={name: [name] for name in names},
+        from_runs={},
+        variants=dict.fromkeys(names, SIZE),
+        num_runs=len(names) * len(seeds),
+        runs=[],
+        measures=MeasuresTaken(wanted=0, taken=0),
+    )
 
 
 # Differences -0.21, -0.19 and -0.20, as in test_paired.py: +- 0.0248. Losses of one

@@ -20,7 +20,7 @@ def compared(differences: Sequence[float], **more: Any) -> StudyResult:
         result("cp", seed, 4.0 + seed + difference)
         for seed, difference in enumerate(differences, start=1)
     ]
-    return summarize(plan("dense", "cp") | more, runs).model_copy(update=TEST)
+    return summarize(plan("dense", "cp").model_copy(update=more), runs).model_copy(update=TEST)
 
 
 WORSE = "cp is worse than dense: loss {}0.2000 nats a token, 95% interval {}0.{} to {}0.{}, 3 pairs"

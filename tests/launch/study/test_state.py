@@ -14,7 +14,7 @@ from polyad.train.errors import ConfigError, RunError
 from polyad.train.study.reading import load_study
 from polyad.train.study.study import Study
 from tests.launch.study.conftest import WriteStudy
-from tests.launch.study.test_results import TEST, plan, result
+from tests.launch.study.test_results import SIZE, TEST, plan, result
 
 RATES = {"optimizer.learning_rate": [0.1, 0.2]}
 
@@ -142,7 +142,8 @@ def test_points_that_were_not_chosen_are_left_out_of_the_comparison() -> None:
         *(result("dense", 2, 5.0), result("cp", 2, 4.0, point="k=1")),
     ]
     of_study = plan("dense", "cp", seeds=(1, 2))
-    of_study["variants"] |= {f"cp/k={k}": of_study["variants"]["cp"] for k in (1, 2)}
+    sizes = {f"cp/k={k}": SIZE for k in (1, 2)}
+    of_study = of_study.model_copy(update={"variants": of_study.variants | sizes})
     found = summarize(of_study, runs, {"dense": "", "cp": "k=1"})
     cp = found.to_json()["variants"]["cp"]
     assert cp["point"] == "k=1"
