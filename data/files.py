@@ -3,8 +3,11 @@
 import contextlib
 import errno
 import fcntl
+import hashlib
+import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import IO
 
 from polyad.data.errors import DataError
 
@@ -51,12 +54,12 @@ def partial_of(path: Path) -> Path:
 
 
 @contextlib.contextmanager
-def writing(path: Path, goes_on: str) -> Iterator[None]:
-    """Makes one line of what a disk refuses while a file is written.
+def writing(path: Path, what_to_do: str = "") -> Iterator[None]:
+    """Makes one line of what a disk refuses while a file or folder is written.
 
     Args:
-        path: the file.
-        goes_on: what to do when there is room.
+        path: the file or folder.
+        what_to_do: how to go on when there is room, if that is not plain.
 
     Raises:
         DataError: it cannot be written.
@@ -64,9 +67,65 @@ def writing(path: Path, goes_on: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise DataError(
-            f"{path}: cannot be written: {error.strerror or error}; {goes_on}"
-        ) from error
+        advice = f"; {what_to_do}" if what_to_do else ""
+        raise DataError(f"{path}: cannot be written: {error.strerror or error}{advice}") from error
+
+
+def flush_to_disk(path: Path) -> None:
+    """Waits until a file, or the names in a folder, are on the disk.
+
+    Args:
+        path: The file or folder.
+    """
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def digest_of(path: Path) -> str:
+    """The SHA-256 of a file, hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+class DigestedFile:
+    """A file that is written from its beginning, and the digest of what it holds.
+
+    Args:
+        path: The file; what is there is replaced.
+
+    Attributes:
+        size: Bytes so far.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("wb")
+        self._digest = hashlib.sha256()
+        self.size = 0
+
+    def write(self, content: bytes | memoryview) -> None:
+        """Appends bytes, of a buffer of any type."""
+        self._file.write(content)
+        self._digest.update(content)
+        self.size += memoryview(content).nbytes
+
+    def finish(self) -> str:
+        """Ends the file and waits until it is on the disk.
+
+        Returns:
+            The SHA-256 of all of it, hexadecimal.
+        """
+        with self._file:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+        return self._digest.hexdigest()
+
+    def close(self) -> None:
+        """Closes the file; of one that is not finished, what is not on the disk yet may be lost."""
+        with contextlib.suppress(OSError):
+            self._file.close()
 
 
 @contextlib.contextmanager
@@ -74,14 +133,31 @@ def locked(path: Path, *, wait: bool) -> Iterator[bool]:
     """Within the block no other process has the lock; False: another one has it, without `wait`.
 
     A file system without locks gives it to all.
+
+    Args:
+        path: The file that is locked; it is made, with its folder, and may be removed by who has
+            the lock.
+        wait: Whether to wait for a process that has it.
     """
-    with path.open("a") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-        except BlockingIOError:
-            yield False
-            return
-        except OSError as error:
-            if error.errno not in NO_LOCKS:
-                raise
-        yield True
+    while True:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            except BlockingIOError:
+                yield False
+                return
+            except OSError as error:
+                if error.errno not in NO_LOCKS:
+                    raise
+            if _is_at(file, path):
+                yield True
+                return
+        # Whoever had it removed the file while this process waited: it is the lock of nobody.
+
+
+def _is_at(file: IO[str], path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except FileNotFoundError:
+        return False

@@ -11,8 +11,13 @@ from polyad.data.images.manifest import ImageManifest
 from polyad.data.progress import Progress
 from polyad.data.text.checks import check_prepared
 from polyad.data.text.manifest import Manifest
-from polyad.data.text.verification import Read, bytes_to_verify, unsealed, verify_files
+from polyad.data.text.verification import bytes_to_verify, unsealed, verify_files
+from polyad.data.verification import Read
 from polyad.launch.output import align
+
+IMAGES_NOTE = (
+    "images are read when they are trained on; here the files that hold them are looked at"
+)
 
 
 def verify_data(folders: Sequence[str]) -> dict[str, Any]:
@@ -49,10 +54,7 @@ def verify_data(folders: Sequence[str]) -> dict[str, Any]:
         progress.update(done)
 
     try:
-        listed = [
-            _about_images(images[path], read) if path in images else _about(path, read)
-            for path in paths
-        ]
+        listed = [_about(path, images.get(path), read) for path in paths]
     finally:
         progress.close()
     return {
@@ -63,32 +65,16 @@ def verify_data(folders: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def _about(folder: Path, read: Read) -> dict[str, Any]:
-    files = [
-        report._asdict() | {"status": "verified" if report.reason is None else "damaged"}
-        for report in verify_files(folder, read)
-    ]
-    good = all(file["reason"] is None for file in files)
-    note = unsealed(Manifest.read(folder)) if files[0]["reason"] is None else None
+def _about(folder: Path, images: ImageData | None, read: Read) -> dict[str, Any]:
+    """Reads a folder of images, or of text where there are none."""
+    reports = list(verify_files(folder, read) if images is None else images.reports(read))
+    note: str | None = IMAGES_NOTE
+    if images is None:
+        note = unsealed(Manifest.read(folder)) if reports[0].reason is None else None
+    status = {True: "verified", False: "damaged"}
+    files = [each._asdict() | {"status": status[each.reason is None]} for each in reports]
+    good = all(each.reason is None for each in reports)
     return {"folder": str(folder), "files": files, "good": good, "note": note}
-
-
-def _about_images(data: ImageData, read: Read) -> dict[str, Any]:
-    faults = dict(data.faults(read))
-    records = {name: record.bytes for name, record in data.manifest.files.items()}
-    records |= {shard.path: shard.size for shard in data.manifest.shards}
-    files = [
-        {
-            "name": name,
-            "bytes": size,
-            "checked": "SHA-256" if name in data.manifest.files else "its size",
-            "reason": None if name not in faults else f"{name}: {faults[name]}",
-            "status": "damaged" if name in faults else "verified",
-        }
-        for name, size in records.items()
-    ]
-    note = "images are read when they are trained on; here the files that hold them are looked at"
-    return {"folder": str(data.path), "files": files, "good": not faults, "note": note}
 
 
 def data_table(result: dict[str, Any]) -> str:

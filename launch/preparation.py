@@ -11,7 +11,7 @@ from polyad.launch.parser import UsageError, non_negative, positive
 from polyad.launch.via.options import LIMIT, MEMORY, OF_CLUSTER, check_ways
 
 if TYPE_CHECKING:
-    from polyad.data.text.parts.prepare import InParts
+    from polyad.data.text.prepare import Preparation
     from polyad.launch.via.slurm import SlurmJob
 
 SLURM = (
@@ -133,17 +133,16 @@ def check_parts(asked: PartsOptions) -> None:
         )
 
 
-def prepare_in_parts(given: dict[str, Any], options: PartsOptions) -> None:
-    """Takes the step of a preparation in parts that was asked for.
+def prepare_text(given: dict[str, Any], options: PartsOptions) -> None:
+    """Prepares text: all of it, or the step of a preparation in parts that was asked for.
 
     Args:
         given: the options of text.
         options: those of parts, which go together.
     """
-    assert options.parts is not None
     from polyad.data.text.job import Asked
     from polyad.data.text.parts.part import ranges
-    from polyad.data.text.parts.prepare import InParts
+    from polyad.data.text.prepare import Preparation
     from polyad.launch.tables import prepared_table
     from polyad.launch.via.slurm import SlurmJob
 
@@ -154,7 +153,7 @@ def prepare_in_parts(given: dict[str, Any], options: PartsOptions) -> None:
     job = SlurmJob(**resources, signal_seconds=None)
     with only_results_on_stdout() as stdout:
         output, overwrite = given["output"], given["overwrite"]
-        parts = InParts(Asked(**asked), output, options.parts, overwrite=overwrite)
+        parts = Preparation(Asked(**asked), output, options.parts, overwrite=overwrite)
         if parts.existing is not None:
             manifest = parts.existing
         elif options.via == "slurm":
@@ -166,12 +165,10 @@ def prepare_in_parts(given: dict[str, Any], options: PartsOptions) -> None:
             return
         elif options.part is not None:
             done, left = parts.part(options.part)
-            documents = sum(split.documents for split in done.splits.values())
-            tokens = sum(split.tokens for split in done.splits.values())
             rest = f"missing: {ranges(left)}" if left else "all are there: join them with --join"
             stdout.write(
-                f"part {options.part} of {options.parts}: {documents:,} documents, {tokens:,} "
-                f"tokens in {time.monotonic() - started:.1f} s\n{rest}\n"
+                f"part {options.part} of {options.parts}: {done.documents:,} documents, "
+                f"{done.tokens:,} tokens in {time.monotonic() - started:.1f} s\n{rest}\n"
             )
             return
         elif options.join:
@@ -182,7 +179,7 @@ def prepare_in_parts(given: dict[str, Any], options: PartsOptions) -> None:
 
 
 def _by_slurm(
-    parts: "InParts", given: dict[str, Any], options: PartsOptions, job: "SlurmJob"
+    parts: "Preparation", given: dict[str, Any], options: PartsOptions, job: "SlurmJob"
 ) -> str:
     """Writes the scripts and submits them; gives the jobs, or the commands that submit them."""
     from polyad.launch.via.slurm import find_sbatch

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +12,11 @@ import numpy.typing as npt
 from polyad.data.domains import check_classes, check_leave_out
 from polyad.data.errors import DataError, listed, user_path
 from polyad.data.images.decoding import Pixels
-from polyad.data.images.manifest import MANIFEST_FILE, ImageManifest
+from polyad.data.images.manifest import FileRecord, ImageManifest
 from polyad.data.images.shards import MOST_BYTES, ROW, Reader, Rows
 from polyad.data.json_reader import read_json
+from polyad.data.manifest import MANIFEST_FILE
+from polyad.data.verification import FileReport, Read, read_pieces
 
 TEST = "test"
 
@@ -272,28 +274,40 @@ class ImageData:
         """Bytes of the index."""
         return sum(record.bytes for record in self.manifest.files.values())
 
-    def faults(self, read: Callable[[int], None]) -> Iterator[tuple[str, str]]:
-        """Reads the index, and looks at the size of each shard.
+    def reports(self, read: Read) -> Iterator[FileReport]:
+        """Reads the index, and looks at the size of each shard, whatever is wrong with others.
 
         Args:
-            read: Is told the bytes read since the last time.
+            read: Called as the files are read.
 
         Yields:
-            The name of a damaged file, and what is wrong with it.
+            What each file showed.
         """
         for name, record in self.manifest.files.items():
-            digest = hashlib.sha256()
-            try:
-                with (self.path / name).open("rb") as file:
-                    while chunk := file.read(1 << 20):
-                        digest.update(chunk)
-                        read(len(chunk))
-            except OSError as error:
-                yield name, f"cannot be read: {error.strerror}"
-                continue
-            if digest.hexdigest() != record.sha256:
-                yield name, f"is damaged: its SHA-256 is not what {MANIFEST_FILE} says"
-        yield from self._changed_shards()
+            yield FileReport(name, record.bytes, "SHA-256", self._damage(name, record, read))
+        changed = dict(self._changed_shards())
+        for shard in self.manifest.shards:
+            fault = changed.get(shard.path)
+            reason = f"{shard.path}: {fault}" if fault else None
+            yield FileReport(shard.path, shard.size, "its size", reason)
+
+    def _damage(self, name: str, record: FileRecord, read: Read) -> str | None:
+        """Reads a file of the index; says in one line why it is damaged."""
+        digest = hashlib.sha256()
+        try:
+            for piece in read_pieces(self.path / name, read):
+                digest.update(piece)
+        except OSError as error:
+            return f"{name}: cannot be read: {error.strerror}"
+        if digest.hexdigest() == record.sha256:
+            return None
+        return f"{name}: is damaged: its SHA-256 is not what {MANIFEST_FILE} says"
+
+    def faults(self, read: Read) -> Iterator[tuple[str, str]]:
+        """Names each damaged file of `reports`, and says in one line what is wrong with it."""
+        for report in self.reports(read):
+            if report.reason is not None:
+                yield report.name, report.reason
 
     def _changed_shards(self) -> Iterator[tuple[str, str]]:
         for shard in self.manifest.shards:

@@ -1,5 +1,6 @@
 """Writes the index of images: rows, names and the manifest, and what they vouch for."""
 
+import contextlib
 import hashlib
 import io
 import json
@@ -12,18 +13,14 @@ import numpy as np
 import numpy.typing as npt
 
 from polyad.data.errors import DataError
-from polyad.data.files import writing
-from polyad.data.images.manifest import (
-    MANIFEST_FILE,
-    SPLITS,
-    ImageManifest,
-    ImageSplitInfo,
-    record_of,
-)
-from polyad.data.images.packed import GO_ON, PACKED_FILE
+from polyad.data.files import DigestedFile, writing
+from polyad.data.images.manifest import FileRecord, ImageManifest, ImageSplitInfo, record_of
+from polyad.data.images.packed import PACKED_FILE, WHAT_TO_DO
 from polyad.data.images.shards import Rows, Shard
 from polyad.data.images.sources.found import Found
 from polyad.data.images.splits import Listed
+from polyad.data.manifest import MANIFEST_FILE, SPLITS
+from polyad.data.staging import partial_file
 
 QUICK = ("folder", "raw")
 """Kinds of shards that are listed anew each time: it is quick, and files may have come or gone, or
@@ -61,26 +58,25 @@ def write_index(
     Raises:
         DataError: The disk refuses it.
     """
-    written: list[Path] = []
+    files = _Files(output)
     shards = found.shards
     if found.packed is not None:
         shards = without_packed(found.shards)
-        if (packed := found.packed.close()) is not None:
-            about = {"path": str(output / packed.stem), "size": found.packed.size}
+        if (packed := found.packed.finish()) is not None:
+            name, record = packed
+            files.records[name] = record
+            about = {"path": str(output / name), "size": record.bytes}
             shards += [shard.model_copy(update=about) for shard in found.shards[len(shards) :]]
-            written.append(packed)
     for split, each in splits.items():
         encoded = [os.fsencode(name) for name in each.names]
         ends = np.cumsum([len(name) + 1 for name in encoded], dtype=np.int64) - 1
-        written += [
-            _save(output / f"{split}.npy", each.rows),
-            _save(output / f"{split}.ends.npy", ends),
-            _write(output / f"{split}.names", b"".join(name + b"\n" for name in encoded)),
-        ]
+        files.save(f"{split}.npy", each.rows)
+        files.save(f"{split}.ends.npy", ends)
+        files.write(f"{split}.names", b"".join(name + b"\n" for name in encoded))
         if each.attributes is not None:
-            written.append(_save(output / f"{split}.attributes.npy", each.attributes))
+            files.save(f"{split}.attributes.npy", each.attributes)
         if each.domains is not None:
-            written.append(_save(output / f"{split}.domains.npy", each.domains))
+            files.save(f"{split}.domains.npy", each.domains)
     manifest = ImageManifest(
         source=source,
         class_names=names,
@@ -101,24 +97,43 @@ def write_index(
         held_out=said,
         request=request,
         fingerprint=_fingerprint(splits["train"], names, found.domain_names),
-        files={path.stem: record_of(path) for path in written},
+        files=dict(files.records),
     )
-    new = _write(output / MANIFEST_FILE, manifest.to_json().encode())
+    files.write(MANIFEST_FILE, manifest.to_json().encode())
     if _stands(output, manifest):
-        for path in written:
-            path.unlink()
         if ImageManifest.read(output) == manifest:
-            new.unlink()
             return manifest
     else:
         (output / MANIFEST_FILE).unlink(missing_ok=True)  # or it would vouch for some new files
-        for path in written:
-            path.replace(output / path.stem)
-    new.replace(output / MANIFEST_FILE)
+        for name in manifest.files:
+            partial_file(output / name).replace(output / name)
+    partial_file(output / MANIFEST_FILE).replace(output / MANIFEST_FILE)
     for path in output.iterdir():  # of an earlier index
         if INDEX.fullmatch(path.name) and path.name not in manifest.files:
             path.unlink()
     return manifest
+
+
+class _Files:
+    """The files of an index, written beside their places, with sizes and digests."""
+
+    def __init__(self, output: Path) -> None:
+        self._output = output
+        self.records: dict[str, FileRecord] = {}
+
+    def save(self, name: str, array: npt.NDArray[np.generic] | Rows) -> None:
+        content = io.BytesIO()
+        np.save(content, array, allow_pickle=False)
+        self.write(name, content.getbuffer())
+
+    def write(self, name: str, content: bytes | memoryview) -> None:
+        path = self._output / name
+        with (
+            writing(path, WHAT_TO_DO),
+            contextlib.closing(DigestedFile(partial_file(path))) as file,
+        ):
+            file.write(content)
+            self.records[name] = FileRecord(bytes=file.size, sha256=file.finish())
 
 
 def _stands(output: Path, manifest: ImageManifest) -> bool:
@@ -148,27 +163,6 @@ def _fingerprint(train: Listed, names: list[str], domain_names: list[str]) -> st
 def without_packed(shards: Sequence[Shard]) -> list[Shard]:
     """The shards that are files of the source."""
     return [shard for shard in shards if not PACKED_FILE.fullmatch(Path(shard.path).name)]
-
-
-def _save(path: Path, array: npt.NDArray[np.generic] | Rows) -> Path:
-    """Writes an array, as `_write` does bytes."""
-    content = io.BytesIO()
-    np.save(content, array, allow_pickle=False)
-    return _write(path, content.getbuffer())
-
-
-def _write(path: Path, content: bytes | memoryview) -> Path:
-    """Writes what is to become a file, and gives the partial one."""
-    unfinished = path.with_name(f"{path.name}.partial")
-    try:
-        with writing(path, GO_ON), unfinished.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-    except BaseException:
-        unfinished.unlink(missing_ok=True)
-        raise
-    return unfinished
 
 
 def stamp_of(found: Found) -> str:

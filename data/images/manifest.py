@@ -9,7 +9,6 @@ SPLIT.domains.npy   the number of each image's domain, where images have domains
 images-*.bin        images that cannot be read where they are, one after the other
 """
 
-import hashlib
 import json
 from pathlib import Path
 from typing import Annotated, Literal
@@ -18,17 +17,16 @@ from pydantic import Field, ValidationError
 
 from polyad.data.config import Config
 from polyad.data.errors import DataError
+from polyad.data.files import digest_of
 from polyad.data.images.shards import Shard
 from polyad.data.json_reader import read_json
+from polyad.data.manifest import MANIFEST_FILE, Count
 
-MANIFEST_FILE = "manifest.json"
 FORMAT_VERSION = 2
 """1 read images of Parquet in other ways, and gave the class names of one file of a table to the
 numbers of all."""
-SPLITS = ("train", "validation", "test")
 TEST_IS_VALIDATION = "test: the data set's validation split"
 """How `held_out` ends where that is so."""
-Count = Annotated[int, Field(ge=0)]
 
 
 class ImageSplitInfo(Config):
@@ -133,6 +131,4 @@ def is_of_images(tree: object) -> bool:
 
 def record_of(path: Path) -> FileRecord:
     """Size and digest of a file."""
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    return FileRecord(bytes=path.stat().st_size, sha256=digest)
+    return FileRecord(bytes=path.stat().st_size, sha256=digest_of(path))

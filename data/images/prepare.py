@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,10 +13,10 @@ import numpy as np
 import numpy.typing as npt
 
 from polyad.data.errors import DataError, check_path, user_path
-from polyad.data.files import locked, writing
+from polyad.data.files import writing
 from polyad.data.images.index import INDEX, QUICK, stamp_of, without_packed, write_index
 from polyad.data.images.labels import by_name
-from polyad.data.images.manifest import FORMAT_VERSION, MANIFEST_FILE, SPLITS, ImageManifest
+from polyad.data.images.manifest import FORMAT_VERSION, ImageManifest
 from polyad.data.images.mistakes import check_highest, check_mistakes
 from polyad.data.images.shards import MOST_BYTES, ROW, Entry, too_large
 from polyad.data.images.sources.found import Found
@@ -23,16 +24,16 @@ from polyad.data.images.sources.opening import open_images
 from polyad.data.images.sources.raw import MNIST
 from polyad.data.images.splits import Listed, missing_classes, split_images
 from polyad.data.left_out import in_words
+from polyad.data.manifest import MANIFEST_FILE, SPLITS
 from polyad.data.progress import Progress, Report
+from polyad.data.staging import LOCK_FILE, PARTIAL_FOLDER, alone
 
 FEW = 100
 """Images of a validation split below which it is said that they are few."""
-LOCK_FILE = ".lock"
-"""Is locked while the folder is prepared."""
 OURS = re.compile(
-    rf"({INDEX.pattern}|{re.escape(MANIFEST_FILE)}|"
-    rf"{'|'.join(re.escape(name) for names in MNIST.values() for name in names)})(\.partial)?|"
-    rf"files|{re.escape(LOCK_FILE)}"
+    rf"{INDEX.pattern}|{re.escape(MANIFEST_FILE)}|"
+    rf"{'|'.join(re.escape(name) for names in MNIST.values() for name in names)}|"
+    rf"files|{re.escape(LOCK_FILE)}|{re.escape(PARTIAL_FOLDER)}"
 )
 """All that a prepared folder holds."""
 
@@ -97,7 +98,7 @@ def prepare_images(
             return write_index(output, source, request, found, names, splits, said, accepted=accept)
         finally:
             if found.packed is not None:
-                found.packed.discard()
+                found.packed.close()
 
 
 @contextlib.contextmanager
@@ -107,14 +108,14 @@ def _alone(output: Path) -> Iterator[None]:
     Raises:
         DataError: Another one does, or the folder cannot be made.
     """
-    lock = output / LOCK_FILE
-    taken, ours = contextlib.ExitStack(), True
-    with writing(output, "name another folder with --output"):
-        output.mkdir(parents=True, exist_ok=True)
-        # Who may not write there can still find that all is as it was asked for.
-        if os.access(lock if lock.exists() else output, os.W_OK):
-            ours = taken.enter_context(locked(lock, wait=False))
-    with taken:
+    with contextlib.ExitStack() as taken:
+        ours = True
+        with writing(output, "name another folder with --output"):
+            output.mkdir(parents=True, exist_ok=True)
+            lock = output / LOCK_FILE
+            # Who may not write there can still find that all is as it was asked for.
+            if os.access(lock if lock.exists() else output, os.W_OK):
+                ours = taken.enter_context(alone(output))
         if not ours:
             raise DataError(
                 f"--output: {output}: another process prepares it; wait until that has ended, or "
@@ -123,13 +124,7 @@ def _alone(output: Path) -> Iterator[None]:
         try:
             yield
         finally:
-            with contextlib.suppress(OSError):
-                for entry in output.iterdir():
-                    if entry.name.endswith(".partial") and INDEX.fullmatch(entry.stem):
-                        entry.unlink()
-                if [entry.name for entry in output.iterdir()] == [LOCK_FILE]:
-                    lock.unlink()
-                    output.rmdir()
+            shutil.rmtree(output / PARTIAL_FOLDER, ignore_errors=True)
 
 
 def _check_output(output: Path, request: str, overwrite: bool) -> None:
@@ -137,7 +132,7 @@ def _check_output(output: Path, request: str, overwrite: bool) -> None:
     if not manifest.exists():
         others = [e.name for e in output.iterdir()] if output.is_dir() else []
         foreign = [name for name in others if not OURS.fullmatch(name)]
-        if f"{MANIFEST_FILE}.partial" not in others and not overwrite:  # nothing of ours was begun
+        if PARTIAL_FOLDER not in others and not overwrite:  # nothing of ours was begun
             foreign += [name for name in others if INDEX.fullmatch(name)]
         if output.exists() and (not output.is_dir() or foreign):
             what = f"holds {foreign[0]}" if foreign else "is a file"
@@ -176,7 +171,7 @@ def _kept(output: Path, request: str, found: Found) -> ImageManifest | None:
 
 
 def _listed(found: Found, progress: Progress) -> dict[str, Listed]:
-    listed = {}
+    listed: dict[str, Listed] = {}
     for split in (name for name in SPLITS if name in found.splits):
         progress.start(f"index {split}", found.total_bytes)
         rows: list[tuple[int, int, int, int]] = []

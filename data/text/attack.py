@@ -3,17 +3,19 @@
 import random
 import re
 from collections.abc import Callable, Iterator
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import NamedTuple
+
+import numpy as np
 
 from polyad.data.errors import DataError
 from polyad.data.text.dataset import TokenStream
 from polyad.data.text.manifest import SplitInfo
-from polyad.data.text.split_writer import SplitWriter
+from polyad.data.text.parts.writer import BATCH_CHARACTERS
+from polyad.data.text.split_files import RECORD, SplitWriter
 from polyad.data.text.tokenizers.pieces import cut_between_words
 from polyad.data.text.tokenizers.tokenizer import Tokenizer, UnknownWordError
-from polyad.data.text.writer import BATCH_CHARACTERS
 
 REPLACEMENT = "AAA"
 """The word of TextAttack's word swap, which the papers use."""
@@ -113,7 +115,7 @@ def write_attacked(
             swapped = [attack(text, first + row) for row, text in enumerate(texts)]
             words += sum(each.words for each in swapped)
             replaced += sum(each.replaced for each in swapped)
-            _write(writer, tokenizer, [each.text for each in swapped], first)
+            _write(writer, tokenizer, [each.text for each in swapped])
         info = writer.finish()
     except UnknownWordError as error:
         raise DataError(f"{stream.prefix}.bin: cannot be attacked: {error}") from None
@@ -149,12 +151,13 @@ def _batches(texts: Iterator[str]) -> Iterator[tuple[int, list[str]]]:
         yield first, batch
 
 
-def _write(writer: SplitWriter, tokenizer: Tokenizer, texts: list[str], first: int) -> None:
+def _write(writer: SplitWriter, tokenizer: Tokenizer, texts: list[str]) -> None:
     """Encodes long documents in the pieces in which `polyad prepare` does."""
     cuts = tokenizer.encodes_in_pieces()
     pieces = [list(cut_between_words(text)) if cuts else [text] for text in texts]
     encoded = iter(tokenizer.encode_batch(list(chain.from_iterable(pieces))))
-    for row, parts in enumerate(pieces):
-        for number, part in enumerate(parts, start=1):
-            is_last = number == len(parts)
-            writer.add(next(encoded), part, is_last=is_last, name=f"document {first + row}")
+    for text, parts in zip(texts, pieces, strict=True):
+        ids = [*chain.from_iterable(islice(encoded, len(parts))), tokenizer.end_of_text_id]
+        record = (len(ids), len(text.split()), len(text.encode("utf-8")), False)
+        tokens = np.array(ids, dtype=writer.dtype)
+        writer.copy([tokens.data], np.array([record], dtype=RECORD))

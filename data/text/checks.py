@@ -1,7 +1,7 @@
-"""Checks at the opening of a prepared folder, in a time that does not grow with its files."""
+"""Checks of a prepared folder, when it is opened or to be replaced; their time does not grow with
+its files."""
 
 import os
-import struct
 from pathlib import Path
 
 import numpy as np
@@ -9,23 +9,18 @@ import numpy.typing as npt
 
 from polyad.data.errors import DataError, nearest
 from polyad.data.fingerprint import file_fingerprint
+from polyad.data.manifest import MANIFEST_FILE, SPLITS, SplitName
 from polyad.data.text.manifest import (
     END_BYTES,
-    INDEX_HEADER_BYTES,
-    MANIFEST_FILE,
-    SPLITS,
+    FILES,
     Manifest,
     SplitInfo,
-    SplitName,
     ends_digest,
-    index_bytes,
     plain_file,
 )
+from polyad.data.text.split_files import index_bytes, read_header
 
 AGAIN = "of another data set or damaged; prepare the data again"
-_INDEX_HEADER = struct.Struct("<9sQBQQ")
-_TYPE_CODES = {"uint16": 8, "int32": 4}
-"""Codes of types in megatron-core's format."""
 
 
 def check_prepared(folder: Path) -> None:
@@ -53,6 +48,36 @@ def _nearest_folder(folder: Path) -> str:
         return ""
     prepared = [entry.name for entry in siblings if (entry / MANIFEST_FILE).is_file()]
     return nearest(folder.name, prepared)
+
+
+def check_replaceable(output: Path, *, overwrite: bool) -> None:
+    """Refuses to touch a folder that `polyad prepare` did not make, or may not replace.
+
+    Args:
+        output: Where prepared data shall be.
+        overwrite: Whether prepared data there may be replaced.
+
+    Raises:
+        DataError: There is something else, or prepared data that may not be replaced.
+    """
+    if not output.exists():
+        return
+    if not output.is_dir():
+        raise DataError(f"{output}: is a file; the output is a folder")
+    names = {entry.name for entry in output.iterdir()}
+    if not names:
+        return
+    if MANIFEST_FILE not in names or names - FILES:
+        other = sorted(names - FILES) or sorted(names)
+        raise DataError(
+            f"{output}: holds {other[0]!r}, which `polyad prepare` did not make there; choose "
+            "another folder (nothing was changed)"
+        )
+    if not overwrite:
+        raise DataError(
+            f"{output}: holds prepared data of another request, or damaged; choose another folder "
+            "or add --overwrite"
+        )
 
 
 def check_folder(folder: Path, manifest: Manifest) -> None:
@@ -144,14 +169,12 @@ def check_index_header(path: Path, info: SplitInfo, dtype: str) -> None:
     Raises:
         DataError: It is not so.
     """
-    with path.open("rb") as file:
-        head = file.read(INDEX_HEADER_BYTES)
-    magic, version, code, sequences, bounds = _INDEX_HEADER.unpack(head)
-    if (magic, version, code) != (b"MMIDIDX\0\0", 1, _TYPE_CODES[dtype]):
+    header = read_header(path, dtype)
+    if not header.is_of_dtype:
         raise DataError(f"{path}: does not begin as an index of {dtype} tokens does: {AGAIN}")
-    if (sequences, bounds) != (info.documents, info.documents + 1):
+    if (header.sequences, header.bounds) != (info.documents, info.documents + 1):
         raise DataError(
-            f"{path}: lists {sequences:,} documents where {MANIFEST_FILE} says "
+            f"{path}: lists {header.sequences:,} documents where {MANIFEST_FILE} says "
             f"{info.documents:,}: {AGAIN}"
         )
 

@@ -69,7 +69,7 @@ def part_of_file(read: Reader, path: Path, size: int, first: int, last: int) -> 
         DataError: The file cannot be read.
     """
     find = _PLACES.get(read)
-    if find is None or path.name.lower().endswith(".gz") or (first <= 0 and size < last):
+    if find is None or not can_be_cut(read, path) or (first <= 0 and size < last):
         return FilePart(read, 0, size) if first <= 0 < last else None
     if last <= 0 or first >= size:
         return None
@@ -125,6 +125,11 @@ _PLACES: dict[Reader, Callable[[Path, int, int], Place]] = {
 """By reader what finds the first document that begins at or behind a byte."""
 
 
-def can_be_cut(read: Reader) -> bool:
-    """Tells whether a reader's files may be cut between their documents."""
-    return read in _PLACES
+def can_be_cut(read: Reader, path: Path) -> bool:
+    """Tells whether a file may be cut between its documents.
+
+    Args:
+        read: Its reader.
+        path: The file.
+    """
+    return read in _PLACES and not path.name.lower().endswith(".gz")

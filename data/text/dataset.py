@@ -1,7 +1,7 @@
 """A prepared folder, opened and checked in a time that does not grow with it."""
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +9,14 @@ import numpy as np
 import numpy.typing as npt
 
 from polyad.data.errors import DataError, user_path
+from polyad.data.manifest import SplitName
 from polyad.data.text.checks import check_folder, check_ids, check_prepared
 from polyad.data.text.indexed import indexed_dataset
-from polyad.data.text.manifest import Manifest, SplitName
+from polyad.data.text.manifest import Manifest
 from polyad.data.text.tokenizers.files import load_tokenizer
 from polyad.data.text.tokenizers.tokenizer import Tokenizer
 from polyad.data.text.verification import bytes_to_verify, verify_files
+from polyad.data.verification import Read
 
 
 class TokenStream:
@@ -195,7 +197,7 @@ class PreparedData:
         vocab_size = self.manifest.tokenizer.vocab_size
         return TokenStream(self.path / name, info.tokens, info.documents, vocab_size)
 
-    def verify(self, read: Callable[[int], None] = lambda count: None) -> None:
+    def verify(self, read: Read = lambda count: None) -> None:
         """Reads every byte of every file and compares it with the manifest's digests.
 
         Args:
@@ -204,15 +206,14 @@ class PreparedData:
         Raises:
             DataError: A file is not what was written.
         """
-        for report in verify_files(self.path, read):
-            if report.reason is not None:
-                raise DataError(report.reason)
+        for _, reason in self.faults(read):
+            raise DataError(reason)
 
     def bytes_to_verify(self) -> int:
         """Counts what `faults` reads of the files that grow with the data."""
         return bytes_to_verify(self.path)
 
-    def faults(self, read: Callable[[int], None]) -> Iterator[tuple[str, str]]:
+    def faults(self, read: Read) -> Iterator[tuple[str, str]]:
         """Reads every file, whatever is wrong with those before it.
 
         Args:

@@ -1,6 +1,7 @@
 """Sources of text: a name or a path becomes a stream of documents."""
 
 import hashlib
+import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -10,10 +11,10 @@ from typing import Literal
 
 from polyad.data.errors import DataError, nearest, user_path
 from polyad.data.left_out import LeftOut
+from polyad.data.manifest import SplitName
 from polyad.data.text.corpus import PACKAGE, module_files, package, standard_library
 from polyad.data.text.cuts import can_be_cut, part_of_file, share
 from polyad.data.text.folders import ending_of, text_files
-from polyad.data.text.manifest import SplitName
 from polyad.data.text.readers import (
     KEYED_READERS,
     READERS,
@@ -78,7 +79,7 @@ class FileSource:
     @property
     def can_be_cut_in_files(self) -> bool:
         """Whether some file may be cut between its documents."""
-        return any(can_be_cut(file.read) for file in self.files)
+        return any(can_be_cut(file.read, file.path) for file in self.files)
 
     @property
     def has_text_files(self) -> bool:
@@ -126,6 +127,15 @@ class FileSource:
         """Says that bytes of its files are counted."""
         return f"{self.total_bytes} bytes"
 
+    def parts_of(self, size: int) -> int:
+        """Counts parts of about `size` bytes, as many as there are places to cut at."""
+        whole = (not can_be_cut(file.read, file.path) for file in self.files)
+        pieces = (
+            1 if is_whole else math.ceil(file.size / size)
+            for file, is_whole in zip(self.files, whole, strict=True)
+        )
+        return max(1, min(math.ceil(self.total_bytes / size), sum(pieces)))
+
     def part(self, number: int, parts: int) -> "FileSource":
         """Cuts the source between files, or between documents of those that can be cut.
 
@@ -141,18 +151,21 @@ class FileSource:
         """
         first, last = share(self.total_bytes, number, parts)
         files: list[SourceFile] = []
-        before = offset = 0
+        end = offset = 0
         for file in self.files:
-            bounds = first - before, last - before
-            if found := part_of_file(file.read, file.path, file.size, *bounds):
+            begin, end = end, end + file.size
+            if begin >= last:
+                break
+            if begin < first and end <= first:  # there may be very many such
+                continue
+            if found := part_of_file(file.read, file.path, file.size, first - begin, last - begin):
                 if not files:
-                    offset = before + found.start
+                    offset = begin + found.start
                 name = f"{file.name} from byte {found.start:,} on" if found.start else file.name
                 size = found.stop - found.start
                 files.append(
                     replace(file, name=name, size=size, read=found.read, start=found.start)
                 )
-            before += file.size
         return replace(self, files=tuple(files), offset=offset)
 
     def documents(self, skipped: Skipped | None = None) -> Iterator[Document]:
@@ -184,7 +197,7 @@ class FileSource:
             except (OSError, UnicodeDecodeError) as error:
                 if not self.skip_unreadable:
                     reason = getattr(error, "strerror", None) or error
-                    # The cause says that the disk may give it the next time: see `data.staging`.
+                    # The cause tells `polyad prepare` that the disk may give it the next time.
                     cause = error if isinstance(error, OSError) else None
                     raise DataError(f"{file.path}: cannot be read: {reason}") from cause
                 skipped.unreadable += 1
@@ -248,7 +261,7 @@ def open_source(
     Args:
         spec: `python-stdlib`, or `python:` and a package; a `.txt`, `.jsonl`, `.jsonl.gz` or
             `.parquet` file; a folder, searched for such files (hidden ones left out) and read in
-            the order of their paths; or a Hugging Face data set, see `data.hub.find_dataset`.
+            the order of their paths; or a Hugging Face data set, see `data.text.hub.find_dataset`.
         text_key: Key or column of the text in `.jsonl` and `.parquet` files and data sets.
         streaming: Whether data sets of the Hugging Face hub are read without a copy on the disk.
         split: Which split of a data set that has several; train where it does not have this one.

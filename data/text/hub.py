@@ -5,6 +5,7 @@ Nothing here runs code that comes with a data set.
 
 import contextlib
 import hashlib
+import math
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,14 +16,16 @@ from typing import Any, Literal, NamedTuple
 
 from polyad.data.errors import DataError, listed, nearest, user_path
 from polyad.data.left_out import LeftOut
+from polyad.data.manifest import SPLITS, SplitName
 from polyad.data.text.cuts import share
-from polyad.data.text.manifest import SPLITS, SplitName
 from polyad.data.text.source import Document, NoDocuments, Skipped, Source
 
 HUB, ARROW = "hub:", "arrow:"
 README = "README.md"  # where a data set says which files are which configuration and split
 BATCH_ROWS = 256
 """Rows read at once."""
+MOST_PARTS_OF_A_STREAM = 256
+"""Where the size of its text is not known, and it is not asked for more."""
 
 NETWORK_LIBRARIES = frozenset({"httpx", "httpx2", "aiohttp", "requests", "urllib3"})
 """Their errors need not be OSErrors; all of them may be under `datasets`, by its version."""
@@ -136,6 +139,16 @@ class DatasetSource:
             return f"{len(self.rows)} rows"
         return "nothing" if self.by_article else f"{self.rows.num_shards} files"
 
+    def parts_of(self, size: int) -> int:
+        """Counts parts of about `size` bytes of rows, or of whole files of a stream."""
+        if hasattr(self.rows, "select"):
+            return max(1, math.ceil((self.total_bytes or self.rows.data.nbytes) / size))
+        if self.by_article:
+            return 1
+        files: int = self.rows.num_shards
+        wanted = math.ceil(self.total_bytes / size) if self.total_bytes else MOST_PARTS_OF_A_STREAM
+        return max(1, min(files, wanted))
+
     def part(self, number: int, parts: int) -> Source:
         """Cuts between rows, or articles of several; a stream between its files, if at all."""
         if parts == 1:
@@ -178,7 +191,7 @@ class DatasetSource:
             after_blank = not line.strip()
 
     def documents(self, skipped: Skipped | None = None) -> Iterator[Document]:
-        """Reads the split from its beginning; see `data.source.Source`."""
+        """Reads the split from its beginning; see `data.text.source.Source`."""
         skipped = Skipped() if skipped is None else skipped
         texts = join_articles(self._texts()) if self.by_article else self._texts()
         position = 0
@@ -406,7 +419,8 @@ def _one_line(spec: str, dataset: HubDataset | None = None) -> Iterator[None]:
 
 
 def _network_as_os_error(error: Exception) -> Exception:
-    """Gives what a library of the network raises as the kind that `data.staging` keeps work for."""
+    """Gives what a library of the network raises as the kind of error that a disk raises, after
+    which `polyad prepare` keeps what is done."""
     if isinstance(error, OSError) or type(error).__module__.split(".")[0] not in NETWORK_LIBRARIES:
         return error
     return ConnectionError(str(error))

@@ -7,6 +7,7 @@ from typing import Literal, NamedTuple, TypedDict
 
 from polyad.data.errors import DataError
 from polyad.data.left_out import LeftOut
+from polyad.data.manifest import SPLITS, SplitName
 from polyad.data.progress import Progress
 from polyad.data.text.documents import (
     TEXT_KEY,
@@ -17,7 +18,7 @@ from polyad.data.text.documents import (
     open_splits,
 )
 from polyad.data.text.hub import DatasetSource
-from polyad.data.text.manifest import SPLITS, Request, SplitName
+from polyad.data.text.manifest import Request
 from polyad.data.text.source import Skipped, Source
 from polyad.data.text.splits import Sources, documents_needed
 from polyad.data.text.tokenizers.pieces import PieceCutter

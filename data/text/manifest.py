@@ -1,23 +1,20 @@
 """The description of a prepared folder: `manifest.json`, written last."""
 
 import hashlib
-import json
-import os
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Literal
 
 from pydantic import Field, ValidationError, model_validator
 
 from polyad.data.config import Config
 from polyad.data.errors import DataError
 from polyad.data.json_reader import parse_json, read_bounded
+from polyad.data.manifest import MANIFEST_FILE, SPLITS, Count, Sha256, seal, write_sealed
+from polyad.data.manifest import SplitName as SplitName
 
 FORMAT_VERSION = 2
 UNSEALED_VERSION = 1
 """The version without digests of the manifest itself and of the .idx files; still readable."""
-SplitName = Literal["train", "validation", "test"]
-SPLITS: tuple[SplitName, ...] = ("train", "validation", "test")
-MANIFEST_FILE = "manifest.json"
 TokenizerFile = Literal["tokenizer.json", "tokenizer.model"]
 TOKENIZER_FILE: TokenizerFile = "tokenizer.json"
 SENTENCEPIECE_FILE: TokenizerFile = "tokenizer.model"
@@ -30,18 +27,10 @@ FILES = frozenset(
 )
 """All files that a prepared folder may hold."""
 
-LENGTHS_SUFFIX = ".lengths"
-"""Of a file that lies beside the others while they are written."""
-
-INDEX_HEADER_BYTES = 34
-"""Of an .idx file: 9 magic, 8 version, 1 type code, 8 sequences, 8 document bounds."""
 END_BYTES = 64 * 1024
 """How much of either end of a file `ends_digest` reads."""
 MOST_BYTES = 16 * 2**20
 """Of a manifest: far more than any has, and little enough to be read whatever the file is."""
-
-Count = Annotated[int, Field(ge=0, lt=2**63)]
-Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
 
 class SplitInfo(Config):
@@ -230,19 +219,7 @@ class Manifest(Config):
         Returns:
             The manifest as `read` gives it.
         """
-        path = folder / MANIFEST_FILE
-        sealed = self.model_copy(update={"sha256": seal(self.model_dump(mode="json"))})
-        path.write_text(sealed.model_dump_json(indent=2) + "\n", encoding="utf-8")
-        flush_to_disk(path)
-        return sealed
-
-
-def seal(tree: dict[str, Any]) -> str:
-    """Digests all keys of a manifest but the digest itself, in canonical form."""
-    others = {key: value for key, value in tree.items() if key != "sha256"}
-    return hashlib.sha256(
-        json.dumps(others, sort_keys=True, separators=(",", ":")).encode()
-    ).hexdigest()
+        return write_sealed(self, folder / MANIFEST_FILE)
 
 
 def _first_problem(error: ValidationError) -> str:
@@ -301,18 +278,6 @@ def data_fingerprint(splits: dict[SplitName, SplitInfo], tokenizer: TokenizerInf
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
-def index_bytes(documents: int) -> int:
-    """Size of an .idx file.
-
-    Args:
-        documents: Documents it lists, one sequence each.
-
-    Returns:
-        Bytes: a length (4) and a pointer (8) per sequence, a bound (8) per document and one more.
-    """
-    return INDEX_HEADER_BYTES + 12 * documents + 8 * (documents + 1)
-
-
 def ends_digest(*paths: Path) -> str:
     """Digests the first and last `END_BYTES` of files and their sizes.
 
@@ -331,16 +296,3 @@ def ends_digest(*paths: Path) -> str:
             file.seek(max(0, size - END_BYTES))
             digest.update(file.read(END_BYTES))
     return digest.hexdigest()
-
-
-def flush_to_disk(path: Path) -> None:
-    """Waits until a file, or the names in a folder, are on the disk.
-
-    Args:
-        path: The file or folder.
-    """
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

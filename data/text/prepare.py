@@ -1,38 +1,40 @@
-"""Text to a folder of tokens: split by document, encoded, written, sealed with a manifest."""
+"""Text to a folder of tokens: split by document, encoded in parts, joined, sealed by a manifest."""
 
 import contextlib
-import time
-from collections.abc import Callable
+import functools
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from polyad.data.errors import DataError, user_path
+from polyad.data.files import writing
 from polyad.data.left_out import in_words
+from polyad.data.manifest import MANIFEST_FILE, SPLITS, SplitName
 from polyad.data.progress import Progress, Report
+from polyad.data.staging import alone, staged_folder
+from polyad.data.text.checks import check_replaceable
 from polyad.data.text.documents import TEXT_KEY, DocumentKind, FileFormat
-from polyad.data.text.job import Asked, Job
+from polyad.data.text.job import Asked
 from polyad.data.text.manifest import (
     FORMAT_VERSION,
-    MANIFEST_FILE,
-    SPLITS,
     Manifest,
-    Request,
     SplitInfo,
-    SplitName,
     TokenizerInfo,
     data_fingerprint,
 )
-from polyad.data.text.resume import Resume, read_resume, remove_resume, save_resume
-from polyad.data.text.source import Skipped
-from polyad.data.text.split_writer import token_dtype
-from polyad.data.text.splits import Sources
-from polyad.data.text.staging import check_replaceable, staged_folder
-from polyad.data.text.tokenizers.files import load_tokenizer
-from polyad.data.text.tokenizers.tokenizer import Tokenizer, all_cores
-from polyad.data.text.tokenizers.training import training_wanted
-from polyad.data.text.writer import DatasetWriter
+from polyad.data.text.parts.join import join
+from polyad.data.text.parts.part import (
+    Finished,
+    encode_part,
+    finished_parts,
+    missing_parts,
+    read_part,
+)
+from polyad.data.text.parts.plan import MOST_PARTS, Cut, Workplace
+from polyad.data.text.parts.processes import Work, encode_in_processes
+from polyad.data.text.split_files import token_dtype
 
-SAVE_SECONDS = 30.0
-"""An interrupted call loses at most this much of its work."""
+TEXT_OF_A_PART = 128 << 20
+"""Bytes of text of a part, about: an interrupted call loses at most so much of its work."""
 
 
 def prepare(
@@ -57,8 +59,8 @@ def prepare(
 
     The text is streamed, once, and once before to train a tokenizer (on the documents of the train
     split alone). The folder appears complete or not at all. If it exists and was prepared from the
-    same request, it is kept and nothing is read; if such a request was interrupted, the files are
-    those that it would have written, and only what it had not yet saved is encoded.
+    same request, it is kept and nothing is read. Large text is encoded in parts: if such a request
+    was interrupted, only the parts that were not finished are encoded.
 
     Args:
         source: `python-stdlib`, a file, a folder or a Hugging Face data set, whose own splits are
@@ -105,233 +107,278 @@ def prepare(
         file_format=file_format,
         accept=accept,
     )
-    job, output, progress = asked.open(), user_path(output).resolve(), Progress(report)
-    request = job.request
-    if existing := begin(job, output, progress, overwrite=overwrite):
-        return existing
-    sources = job.sources(progress)
-    with (
-        contextlib.closing(progress),
-        all_cores(),
-        staged_folder(output, lambda folder: read_resume(folder, request) is not None) as folder,
-    ):
-        resume = read_resume(folder, request)
-        if resume is not None:
-            progress.say(f"{output}: goes on behind {resume.documents:,} documents or parts")
-            chosen = load_tokenizer(folder / resume.tokenizer_file, resume.end_of_text)
+    return Preparation(asked, output, overwrite=overwrite, report=report).all()
+
+
+class Preparation:
+    """A text that is prepared: parts are encoded, independently of each other, and joined.
+
+    What is made does not depend on how many parts there are. A part that is finished is kept, and
+    skipped by the next call for the same request.
+
+    Args:
+        asked: What to prepare.
+        output: The folder to make.
+        parts: How many parts, for steps that several processes or machines take; None decides it by
+            the size of the text.
+        overwrite: Whether prepared data in `output`, and parts of another request, may be replaced.
+        report: Receives each line of progress; None writes them to standard error.
+
+    Attributes:
+        output: The folder to make.
+        existing: Its manifest, if it was prepared from the same request.
+
+    Raises:
+        DataError: The request or the folder will not do.
+    """
+
+    def __init__(
+        self,
+        asked: Asked,
+        output: str | Path,
+        parts: int | None = None,
+        *,
+        overwrite: bool = False,
+        report: Report | None = None,
+    ) -> None:
+        self._asked, self._parts, self._overwrite = asked, parts, overwrite
+        self.output = user_path(output).resolve()
+        self._progress = Progress(report)
+        self._job = asked.open()
+        for note in self._job.notes:
+            self._progress.say(note)
+        self.existing = self._found_or_replaceable()
+        if self.existing is not None:
+            self._progress.say(
+                f"{self.output}: already prepared from the same text and options; kept as it is"
+            )
+        if parts is not None and not 1 <= parts <= MOST_PARTS:
+            raise DataError(f"--parts: {parts} is not allowed; 1 to {MOST_PARTS:,}")
+
+    @functools.cached_property
+    def _cut(self) -> Cut:
+        sources = self._job.sources(self._progress)
+        parts = self._parts or min(sources.parts_of(TEXT_OF_A_PART), MOST_PARTS)
+        return Cut(self._job, sources, self.output, parts, asked=self._parts is not None)
+
+    @property
+    def folder(self) -> Path:
+        """Where the parts are made."""
+        return self._cut.folder
+
+    def begin(self) -> list[int]:
+        """Makes the folder of the parts with its plan, and trains the tokenizer if need be.
+
+        Returns:
+            The numbers of the parts that are not there.
+        """
+        with contextlib.closing(self._progress), writing(self.output):
+            return missing_parts(self._open(train=True, overwrite=self._overwrite))
+
+    def needs_training(self) -> bool:
+        """Whether `begin` has a tokenizer to train."""
+        return self._job.tokenizer is None and self._cut.find(overwrite=self._overwrite) is None
+
+    def left(self) -> list[int]:
+        """Lists the numbers of the parts that are not there, and changes nothing."""
+        found = self._cut.find(overwrite=self._overwrite)
+        return list(range(self._cut.parts)) if found is None else missing_parts(found)
+
+    def part(self, number: int) -> tuple[Finished, list[int]]:
+        """Encodes one part.
+
+        Args:
+            number: Which one, from 0.
+
+        Returns:
+            What is in it, and the numbers of the parts that are not there.
+
+        Raises:
+            DataError: There is no such part, the tokenizer is not trained yet, or the folder holds
+                parts of another request.
+        """
+        if not 0 <= number < self._cut.parts:
+            raise DataError(
+                f"--part: {number} is not allowed; 0 to {self._cut.parts - 1} with --parts "
+                f"{self._cut.parts}"
+            )
+        with contextlib.closing(self._progress), writing(self.output):
+            work = self._open(train=False, overwrite=False)
+            self._encode(work, [number], 1)
+            done = read_part(work, number)
+            assert done is not None
+            return done, missing_parts(work)
+
+    def join(self) -> Manifest:
+        """Joins the parts.
+
+        Returns:
+            The manifest of the folder.
+
+        Raises:
+            DataError: A part is missing, of something else or damaged.
+        """
+        with contextlib.closing(self._progress), self._undisturbed():
+            return self._join(self._open(train=False, overwrite=False))
+
+    def all(self, processes: int = 1) -> Manifest:
+        """Encodes the parts that are not there, and joins all.
+
+        Args:
+            processes: How many parts are encoded at one time.
+
+        Returns:
+            The manifest of the folder.
+        """
+        if self.existing is not None:
+            return self.existing
+        with contextlib.closing(self._progress), self._undisturbed():
+            return self.existing or self._made(processes)
+
+    @contextlib.contextmanager
+    def _undisturbed(self) -> Iterator[None]:
+        """Within the block no other process joins the same parts; waits for one that does."""
+        with writing(self.output), contextlib.ExitStack() as stack:
+            if not stack.enter_context(alone(self.folder)):
+                self._progress.say(f"{self.output}: waits for another process that prepares it")
+                stack.enter_context(alone(self.folder, wait=True))
+                self.existing = self._found_or_replaceable()
+            yield
+
+    def _made(self, processes: int) -> Manifest:
+        try:
+            work = self._open(train=True, overwrite=self._overwrite)
+            left, parts = missing_parts(work), work.plan.parts
+            if len(left) < parts:
+                there = parts - len(left)
+                self._progress.say(f"{self.folder}: {there} of {parts} parts are there")
+            self._encode(work, left, processes)
+            return self._join(work)
+        except BaseException as error:
+            # Bad text has to be changed, and its parts are of no use then; the disk and the network
+            # may do better the next time.
+            final = isinstance(error, DataError) and not isinstance(error.__cause__, OSError)
+            if not self._cut.asked and (final or not self._cut.holds_work()):
+                self._cut.remove()
+            raise
+
+    def _open(self, *, train: bool, overwrite: bool) -> Workplace:
+        return self._cut.open(self._progress, train=train, overwrite=overwrite)
+
+    def _encode(self, work: Workplace, numbers: list[int], processes: int) -> None:
+        """Encodes parts, with one line of progress for all of them."""
+        if not numbers:
+            return
+        # How much each part has is known when it is cut; a share of the whole is near enough.
+        total_bytes = work.sources.total_bytes * len(numbers) // work.plan.parts
+        self._progress.start("encoding", total_bytes)
+        if processes > 1:
+            files = Work(self._asked, str(self.output), work.plan.parts)
+            total = encode_in_processes(files, numbers, processes, self._progress.update)
         else:
-            chosen = job.tokenizer or job.train(sources, progress)
-            chosen.save(folder / chosen.file_name)
-        manifest = _write(sources, chosen, job, folder, progress, resume)
-        check_still_replaceable(request, output, overwrite=overwrite)
-    summarize(manifest, output, progress)
-    return manifest
+            total = [0, 0]
+            for number in numbers:
+                before = tuple(total)
 
+                def update(read: int, tokens: int, before: tuple[int, ...] = before) -> None:
+                    self._progress.update(before[0] + read, before[1] + tokens)
 
-def begin(job: Job, output: Path, progress: Progress, *, overwrite: bool) -> Manifest | None:
-    """Says what there is to say of a request, and looks at the folder that it is to make.
+                done = encode_part(work, number, update)
+                total[0] += done.bytes_read
+                total[1] += done.tokens
+        self._progress.finish(*total)
 
-    Args:
-        job: The request.
-        output: The folder.
-        progress: Receives the lines.
-        overwrite: Whether prepared data there may be replaced.
+    def _join(self, work: Workplace) -> Manifest:
+        parts = finished_parts(work)
+        with staged_folder(self.output) as folder:
+            work.tokenizer.save(folder / work.tokenizer.file_name)
+            splits = join(work, parts, folder, self._progress)
+            manifest = self._manifest(work, parts, splits).write(folder)
+            self._found_or_replaceable()  # another call may have made something meanwhile
+        self._cut.remove()
+        self._tell(parts, manifest)
+        return manifest
 
-    Returns:
-        The manifest of the folder if it was prepared from the same request; else None.
+    def _manifest(
+        self, work: Workplace, parts: Sequence[Finished], splits: dict[SplitName, SplitInfo]
+    ) -> Manifest:
+        for name, source in work.sources.by_split.items():
+            if splits[name].documents == 0:
+                raise DataError(f"{source.spec}: no text in it (for the {name} split)")
+        tokenizer = work.tokenizer
+        info = TokenizerInfo(
+            fingerprint=tokenizer.fingerprint,
+            file=tokenizer.file_name,
+            vocab_size=tokenizer.vocab_size,
+            end_of_text=tokenizer.end_of_text,
+            end_of_text_id=tokenizer.end_of_text_id,
+        )
+        return Manifest(
+            format_version=FORMAT_VERSION,
+            request=self._job.request,
+            tokenizer=info,
+            splits=splits,
+            dtype="uint16" if token_dtype(tokenizer.vocab_size)().itemsize == 2 else "int32",
+            skipped_empty=sum(part.skipped_empty for part in parts),
+            skipped_unreadable=sum(part.skipped_unreadable for part in parts),
+            files=dict(self._job.files),
+            left_out=dict(self._job.left_out),
+            split_by=work.sources.split_by,
+            fingerprint=data_fingerprint(splits, info),
+        )
 
-    Raises:
-        DataError: The folder holds something that may not be replaced.
-    """
-    for note in job.notes:
-        progress.say(note)
-    if existing := _prepared_before(output, job.request):
-        progress.say(f"{output}: already prepared from the same text and options; kept as it is")
-        return existing
-    check_replaceable(output, overwrite=overwrite)
-    return None
+    def _found_or_replaceable(self) -> Manifest | None:
+        """Reads the manifest of the output if it was prepared from the same request.
 
+        Returns:
+            The manifest; None if the output may be made, or replaced.
 
-def check_still_replaceable(request: Request, output: Path, *, overwrite: bool) -> None:
-    """Looks again before a folder is put in place: another call may have made one meanwhile.
+        Raises:
+            DataError: The output holds something that may not be replaced.
+        """
+        from polyad.data.text.dataset import PreparedData
 
-    Args:
-        request: What was asked for.
-        output: The folder.
-        overwrite: Whether prepared data there may be replaced.
-
-    Raises:
-        DataError: The folder holds something else that may not be replaced.
-    """
-    if _prepared_before(output, request) is None:
-        check_replaceable(output, overwrite=overwrite)
-
-
-def encode(
-    sources: Sources,
-    writer: DatasetWriter,
-    resume: Resume | None,
-    save: Callable[[int], None],
-    update: Callable[[int, int], None],
-    *,
-    save_at_once: bool = False,
-) -> Skipped:
-    """Encodes what is left of some text.
-
-    Args:
-        sources: The text.
-        writer: Encodes and writes it; it is to be finished afterwards.
-        resume: Where it goes on; None begins.
-        save: Called from time to time with the number of documents that the writer has.
-        update: Called with the bytes read and the tokens written so far.
-        save_at_once: Whether to save before any text is encoded.
-
-    Returns:
-        What was left out.
-    """
-    skipped = Skipped()
-    done = resume.documents if resume else 0
-    saved_at = -SAVE_SECONDS if save_at_once else time.monotonic()
-    for number, (split, document) in enumerate(sources.assigned(skipped)):
-        if number < done:
-            continue  # already encoded; reading it again is a small part of the work
-        if time.monotonic() - saved_at >= SAVE_SECONDS:
-            save(number)
-            saved_at = time.monotonic()
-        writer.add(split, document.text, document.name, document.is_last)
-        update(document.bytes_read, writer.tokens)
-    return skipped
-
-
-def _write(
-    sources: Sources,
-    tokenizer: Tokenizer,
-    job: Job,
-    folder: Path,
-    progress: Progress,
-    resume: Resume | None,
-) -> Manifest:
-    request = job.request
-    saved = (resume.splits, resume.held) if resume else (None, "")
-    writer = DatasetWriter(folder, tokenizer, *saved)
-
-    def save(number: int) -> None:
-        states = writer.states()
-        save_resume(folder, request, tokenizer, number, states, writer.held)
-
-    # A trained tokenizer is saved before any text is encoded, since training takes long.
-    at_once = training_wanted(request.tokenizer) is not None and not resume
-    with contextlib.closing(writer):
-        progress.start("encoding", sources.total_bytes)
-        skipped = encode(sources, writer, resume, save, progress.update, save_at_once=at_once)
-        splits = writer.finish()
-        progress.finish(sources.total_bytes, writer.tokens)
-    tell_cuts(writer.cut_documents, writer.forced_cuts, progress)
-    return seal_folder(sources, tokenizer, job, folder, splits, skipped)
-
-
-def tell_cuts(cut_documents: int, forced_cuts: int, progress: Progress) -> None:
-    """Says how often text was cut where its tokens, or its documents, may be others for it.
-
-    Args:
-        cut_documents: Documents that were ended because no document can be longer.
-        forced_cuts: Pieces that were cut because memory demanded it.
-        progress: Receives the lines.
-    """
-    for count, what in (
-        (cut_documents, "documents go on in another one: 2,147,483,647 tokens is the most"),
-        (forced_cuts, "cuts of long documents at line ends: tokens beside them may differ"),
-    ):
-        if count:
-            progress.say(f"{count:,} {what}")
-
-
-def seal_folder(
-    sources: Sources,
-    tokenizer: Tokenizer,
-    job: Job,
-    folder: Path,
-    splits: dict[SplitName, SplitInfo],
-    skipped: Skipped,
-) -> Manifest:
-    """Writes the manifest of files that are complete, and removes what only their making needs.
-
-    Args:
-        sources: The text, of which every source has to have given some.
-        tokenizer: Encoded it.
-        job: What was asked for.
-        folder: Where the files are.
-        splits: What they hold.
-        skipped: What was left out.
-
-    Returns:
-        The manifest.
-
-    Raises:
-        DataError: A source had no text.
-    """
-    for name, source in sources.by_split.items():
-        if splits[name].documents == 0:
-            raise DataError(f"{source.spec}: no text in it (for the {name} split)")
-    info = TokenizerInfo(
-        fingerprint=tokenizer.fingerprint,
-        file=tokenizer.file_name,
-        vocab_size=tokenizer.vocab_size,
-        end_of_text=tokenizer.end_of_text,
-        end_of_text_id=tokenizer.end_of_text_id,
-    )
-    manifest = Manifest(
-        format_version=FORMAT_VERSION,
-        request=job.request,
-        tokenizer=info,
-        splits=splits,
-        dtype="uint16" if token_dtype(tokenizer.vocab_size)().itemsize == 2 else "int32",
-        skipped_empty=skipped.empty,
-        skipped_unreadable=skipped.unreadable,
-        files=dict(job.files),
-        left_out=dict(job.left_out),
-        split_by=sources.split_by,
-        fingerprint=data_fingerprint(splits, info),
-    )
-    remove_resume(folder)
-    return manifest.write(folder)
-
-
-def _prepared_before(output: Path, request: Request) -> Manifest | None:
-    """Returns the manifest of existing data if it is complete and of the same request."""
-    from polyad.data.text.dataset import PreparedData
-
-    if not (output / MANIFEST_FILE).is_file():
+        if (self.output / MANIFEST_FILE).is_file():
+            # Damaged data is replaced with --overwrite, and refused without.
+            with contextlib.suppress(DataError):
+                manifest = PreparedData.open(self.output).manifest
+                if manifest.request == self._job.request:
+                    return manifest
+        check_replaceable(self.output, overwrite=self._overwrite)
         return None
-    try:
-        manifest = PreparedData.open(output).manifest
-    except DataError:
-        return None  # damaged: replaced with --overwrite, refused without
-    return manifest if manifest.request == request else None
 
-
-def summarize(manifest: Manifest, output: Path, progress: Progress) -> None:
-    """Says what a folder holds and what was left out.
-
-    Args:
-        manifest: Of the folder.
-        output: The folder.
-        progress: Receives the lines.
-    """
-    request = manifest.request
-    is_requested = {
-        "train": True,
-        "validation": bool(request.validation_fraction),
-        "test": bool(request.test_fraction),
-    }
-    for name in SPLITS:
-        split = manifest.splits[name]
-        progress.say(f"{name}: {split.documents:,} documents, {split.tokens:,} tokens")
-        if is_requested[name] and split.documents == 0:
-            progress.say(f"warning: too few documents in {request.source} for a {name} split")
-    if left := left_out_of(manifest):
-        progress.say(f"left out: {left}")
-    progress.say(f"prepared {output} (vocabulary of {manifest.tokenizer.vocab_size:,})")
+    def _tell(self, parts: Sequence[Finished], manifest: Manifest) -> None:
+        """Says what the folder holds, what was left out, and where text was cut."""
+        counted = {
+            "documents go on in another one: 2,147,483,647 tokens is the most": sum(
+                part.cut_documents for part in parts
+            ),
+            "cuts of long documents at line ends: tokens beside them may differ": sum(
+                part.forced_cuts for part in parts
+            ),
+        }
+        if self._cut.asked:
+            what = (
+                f"of {len(parts):,} parts had no text: no document is cut, and no compressed file"
+            )
+            counted[what] = sum(not part.documents for part in parts)
+        for what, count in counted.items():
+            if count:
+                self._progress.say(f"{count:,} {what}")
+        request = manifest.request
+        fractions = {"validation": request.validation_fraction, "test": request.test_fraction}
+        for name in SPLITS:
+            split = manifest.splits[name]
+            self._progress.say(f"{name}: {split.documents:,} documents, {split.tokens:,} tokens")
+            if fractions.get(name, 1) and split.documents == 0:
+                self._progress.say(
+                    f"warning: too few documents in {request.source} for a {name} split"
+                )
+        if left := left_out_of(manifest):
+            self._progress.say(f"left out: {left}")
+        self._progress.say(
+            f"prepared {self.output} (vocabulary of {manifest.tokenizer.vocab_size:,})"
+        )
 
 
 def left_out_of(manifest: Manifest) -> str:

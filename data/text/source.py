@@ -52,6 +52,16 @@ class Source(Protocol):
     def cut_by(self) -> str:
         """Says what `part` counts, and how many of it there are; equal where it cuts alike."""
 
+    def parts_of(self, size: int) -> int:
+        """Says how many parts it may be cut into, none of which needs to have fewer bytes.
+
+        Args:
+            size: Bytes of a part, about.
+
+        Returns:
+            At least 1, which is all where there is no place to cut at.
+        """
+
     def part(self, number: int, parts: int) -> "Source":
         """Cuts the source between documents.
 
@@ -96,6 +106,10 @@ class NoDocuments:
     def cut_by(self) -> str:
         """Says that there is nothing to cut."""
         return "nothing"
+
+    def parts_of(self, size: int) -> int:
+        """Returns 1: there is nothing to cut."""
+        return 1
 
     def part(self, number: int, parts: int) -> "Source":
         """Returns itself."""

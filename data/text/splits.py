@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
-from polyad.data.text.manifest import SplitName
+from polyad.data.manifest import SplitName
 from polyad.data.text.source import Document, NoDocuments, Skipped, Source
 
 MOST_SLACK = 4096
@@ -30,6 +30,16 @@ class Sources(NamedTuple):
     split_by: Literal["documents", "position"]
     can_be_cut: bool = True
     train_bytes: int | None = None
+
+    def parts_of(self, size: int) -> int:
+        """Says how many parts to cut into, so that those of the largest source have a size.
+
+        Args:
+            size: Bytes of a part, about.
+        """
+        if not self.can_be_cut:
+            return 1
+        return max(source.parts_of(size) for source in self.by_split.values())
 
     def part(self, number: int, parts: int) -> "Sources":
         """Cuts all sources between documents.

@@ -4,12 +4,13 @@ import hashlib
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple, TypeAlias, TypeVar
+from typing import TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from polyad.data.errors import DataError
+from polyad.data.manifest import MANIFEST_FILE, SPLITS, SplitName
 from polyad.data.text.checks import (
     AGAIN,
     check_ids,
@@ -19,39 +20,13 @@ from polyad.data.text.checks import (
     check_tokenizer,
     check_tokens_size,
 )
-from polyad.data.text.manifest import (
-    INDEX_HEADER_BYTES,
-    MANIFEST_FILE,
-    SPLITS,
-    UNSEALED_VERSION,
-    Manifest,
-    SplitName,
-)
+from polyad.data.text.manifest import UNSEALED_VERSION, Manifest
+from polyad.data.text.split_files import read_index
 from polyad.data.text.tokenizers.files import load_tokenizer
+from polyad.data.verification import FileReport, Read, read_pieces
 
 T = TypeVar("T")
 Problem: TypeAlias = DataError | OSError
-PIECE_BYTES = 2**20
-"""Bytes that are read and checked together: a piece stays in a core's cache."""
-
-Read = Callable[[int], None]
-"""Called with the number of bytes, whenever some were read. What it raises ends the reading."""
-
-
-class FileReport(NamedTuple):
-    """The result of reading a file of a prepared folder.
-
-    Attributes:
-        name: The file's.
-        bytes: Its size; 0 where it is missing.
-        checked: What it was compared with, in a few words.
-        reason: One line on why it is damaged; None where it is whole.
-    """
-
-    name: str
-    bytes: int
-    checked: str
-    reason: str | None
 
 
 def bytes_to_verify(folder: Path) -> int:
@@ -135,22 +110,18 @@ def _verify_index(
     path = check_index_size(folder, name, info)
     check_index_header(path, info, manifest.dtype)
     digest = hashlib.sha256()
-    for piece in _pieces(path, read):
+    for piece in read_pieces(path, read):
         digest.update(piece)
     if info.index_sha256 is not None:
         _check_digest(path, digest, info.index_sha256)
     count = info.documents
-    with path.open("rb") as file:
-        file.seek(INDEX_HEADER_BYTES)
-        lengths_D = np.fromfile(file, np.int32, count)
-        pointers_D = np.fromfile(file, np.int64, count)
-        bounds_D = np.fromfile(file, np.int64, count + 1)
+    lengths_D, places_D, bounds_D = read_index(path, count)
     ends_D = np.cumsum(lengths_D, dtype=np.int64)
     starts_D = (ends_D - lengths_D) * np.dtype(manifest.dtype).itemsize
     whole = (
         bool((lengths_D > 0).all())
         and (int(ends_D[-1]) if count else 0) == info.tokens
-        and np.array_equal(pointers_D, starts_D)
+        and np.array_equal(places_D, starts_D)
         and np.array_equal(bounds_D, np.arange(count + 1))
     )
     if not whole:
@@ -174,7 +145,7 @@ def _verify_tokens(
     itemsize = np.dtype(manifest.dtype).itemsize
     digest, start, agree = hashlib.sha256(), 0, True
     outside: Problem | None = None
-    for piece in _pieces(path, read):
+    for piece in read_pieces(path, read):
         digest.update(piece)
         tokens = np.frombuffer(piece[: len(piece) // itemsize * itemsize], manifest.dtype)
         if outside is None:
@@ -232,10 +203,3 @@ def _size(path: Path) -> int:
         return path.stat().st_size
     except OSError:
         return 0
-
-
-def _pieces(path: Path, read: Read) -> Iterator[bytes]:
-    with path.open("rb") as file:
-        while piece := file.read(PIECE_BYTES):
-            read(len(piece))
-            yield piece

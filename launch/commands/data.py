@@ -2,7 +2,7 @@
 
 import time
 from dataclasses import dataclass, fields
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from polyad.launch.command import Argument, Json, command
 from polyad.launch.output import only_results_on_stdout, results
@@ -131,21 +131,10 @@ def prepare(
     missing = [f"--{name}" for name in ("source", "tokenizer") if getattr(text, name) is None]
     if missing:
         raise UsageError(f"needs {' and '.join(missing)}, or --images for images")
-    from polyad.launch.preparation import check_parts, prepare_in_parts
+    from polyad.launch.preparation import check_parts, prepare_text
 
     check_parts(parts)
-    given: dict[str, Any] = vars(text)
-    if parts.parts is not None:
-        prepare_in_parts(given, parts)
-        return
-    from polyad.data.text.prepare import prepare
-    from polyad.launch.tables import prepared_table
-
-    with only_results_on_stdout() as stdout:
-        started = time.monotonic()
-        manifest = prepare(**given)
-        seconds = time.monotonic() - started
-        stdout.write(prepared_table(manifest, text.output, seconds) + "\n")
+    prepare_text(vars(text), parts)
 
 
 def _refuse_text(text: TextOptions, parts: PartsOptions) -> None:

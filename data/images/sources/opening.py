@@ -6,7 +6,7 @@ import numpy as np
 
 from polyad.data.errors import DataError, user_path
 from polyad.data.files import writing
-from polyad.data.images.packed import GO_ON
+from polyad.data.images.packed import WHAT_TO_DO
 from polyad.data.images.shards import png
 from polyad.data.images.sources.archives import read_tar, read_zip
 from polyad.data.images.sources.arrow import open_arrow
@@ -155,7 +155,7 @@ def _digits(folder: Path) -> Path:
         target = folder / str(label) / f"{number:04}.png"
         grey = png(np.clip(np.asarray(image) * 255 / 16, 0, 255).round().astype(np.uint8))
         if not target.is_file() or target.stat().st_size != len(grey):
-            with writing(target, GO_ON):
+            with writing(target, WHAT_TO_DO):
                 target.parent.mkdir(parents=True, exist_ok=True)
                 target.write_bytes(grey)
     return folder

@@ -8,10 +8,11 @@ from pathlib import Path
 
 from polyad.data.errors import DataError
 from polyad.data.files import writing
-from polyad.data.images.packed import GO_ON
+from polyad.data.images.packed import WHAT_TO_DO
 from polyad.data.images.shards import Entry, Shard
 from polyad.data.images.sources.found import Found, is_image
 from polyad.data.left_out import LeftOut, is_hidden
+from polyad.data.staging import partial_file
 
 MNIST = {
     "train": ("train-images-idx3-ubyte", "train-labels-idx1-ubyte"),
@@ -105,15 +106,12 @@ def _unpacked(file: Path, output: Path) -> Path:
     if file.suffix != ".gz":
         return file.resolve()
     target = output / file.stem
-    partial = target.with_name(f"{target.name}.partial")
-    try:
-        with writing(target, GO_ON), partial.open("wb") as unpacked:
+    with writing(target, WHAT_TO_DO):
+        partial = partial_file(target)
+        with partial.open("wb") as unpacked:
             for block in _blocks(file):
                 unpacked.write(block)
-        return partial.replace(target).resolve()
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
+    return partial.replace(target).resolve()
 
 
 def _blocks(file: Path) -> Iterator[bytes]:

@@ -2,7 +2,7 @@
 
 import contextlib
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import repeat
 from pathlib import Path
@@ -12,15 +12,14 @@ import numpy as np
 import numpy.typing as npt
 
 from polyad.data.errors import DataError
+from polyad.data.manifest import SPLITS, SplitName
 from polyad.data.progress import Progress
-from polyad.data.text.manifest import LENGTHS_SUFFIX, SPLITS, Manifest, SplitName
-from polyad.data.text.parts.part import Finished, damaged, expected_sizes, ranges, read_part
+from polyad.data.text.manifest import SplitInfo
+from polyad.data.text.parts.part import Finished, expected_sizes
 from polyad.data.text.parts.plan import Workplace
-from polyad.data.text.prepare import check_still_replaceable, seal_folder, summarize, tell_cuts
-from polyad.data.text.source import Skipped
-from polyad.data.text.split_writer import COUNTS, COUNTS_SUFFIX, SplitState, SplitWriter
+from polyad.data.text.parts.writer import RECORDS_SUFFIX, PartSplit
+from polyad.data.text.split_files import RECORD, SplitWriter
 from polyad.data.text.splits import split_of_documents
-from polyad.data.text.staging import staged_folder
 
 BLOCK_BYTES = 4 << 20
 """Read at once."""
@@ -28,34 +27,26 @@ BLOCK_DOCUMENTS = 1 << 16
 """Documents dealt out at once."""
 
 
-def join(work: Workplace, output: Path, progress: Progress, *, overwrite: bool) -> Manifest:
-    """Makes the folder from its parts, which are removed then.
+def join(
+    work: Workplace, parts: Sequence[Finished], folder: Path, progress: Progress
+) -> dict[SplitName, SplitInfo]:
+    """Writes the files of all splits from the parts.
 
-    Memory does not grow with the text. Every byte of the parts is compared with their digests
-    before the folder appears.
+    Memory does not grow with the text. Every byte of the parts is compared with their digests.
 
     Args:
         work: The folder of the parts.
-        output: The folder to make.
-        progress: Of the copying.
-        overwrite: Whether prepared data in `output` may be replaced.
+        parts: All of them, in order.
+        folder: Where the files go.
+        progress: Of the copying; it says how fast that was where there are several parts.
 
     Returns:
-        The manifest of the folder: that of text which is prepared in one.
+        What each split holds.
 
     Raises:
-        DataError: A part is missing, of something else or damaged.
+        DataError: A part is damaged.
     """
-    found = [read_part(work, number) for number in range(work.plan.parts)]
-    parts = [part for part in found if part is not None]
-    if lacking := [number for number, part in enumerate(found) if part is None]:
-        many = "parts" if len(lacking) > 1 else "part"
-        raise DataError(
-            f"{work.name}: {many} {ranges(lacking)} of {work.plan.parts} (from 0) missing; encode "
-            f"each with --part, or all by the same command without --join"
-        )
-    with contextlib.ExitStack() as stack, staged_folder(output, lambda folder: False) as folder:
-        work.tokenizer.save(folder / work.tokenizer.file_name)
+    with contextlib.ExitStack() as stack:
         joint = _Joint(work, folder, progress)
         for writer in joint.writers.values():
             stack.enter_context(contextlib.closing(writer))
@@ -63,27 +54,9 @@ def join(work: Workplace, output: Path, progress: Progress, *, overwrite: bool) 
         for part in parts:
             joint.add(part)
         splits = {name: writer.finish() for name, writer in joint.writers.items()}
-        progress.finish(joint.done)
-        skipped = Skipped(
-            sum(part.skipped_empty for part in parts),
-            sum(part.skipped_unreadable for part in parts),
-        )
-        sources, request = work.sources, work.plan.request
-        manifest = seal_folder(sources, work.tokenizer, work.job, folder, splits, skipped)
-        check_still_replaceable(request, output, overwrite=overwrite)
-    work.remove()
-    tell_cuts(
-        sum(part.cut_documents for part in parts),
-        sum(part.forced_cuts for part in parts),
-        progress,
-    )
-    if without := sum(not any(s.documents for s in part.splits.values()) for part in parts):
-        progress.say(
-            f"{without:,} of {len(parts):,} parts had no text: no document is cut, and no "
-            "compressed file"
-        )
-    summarize(manifest, output, progress)
-    return manifest
+        if len(parts) > 1:
+            progress.finish(joint.done)
+    return splits
 
 
 def _bytes(work: Workplace, part: Finished) -> int:
@@ -98,7 +71,7 @@ class _Joint:
         self.writers = {name: SplitWriter(folder / name, work.tokenizer) for name in SPLITS}
         self.done = 0
         by_documents = work.sources.split_by == "documents"
-        dealt = split_of_documents("train", work.job.fractions if by_documents else {})
+        dealt = split_of_documents("train", work.sources.fractions if by_documents else {})
         self._dealt: dict[SplitName, Iterator[SplitName]] = {
             name: dealt if name == "train" else repeat(name) for name in SPLITS
         }
@@ -109,27 +82,25 @@ class _Joint:
             self._copy(name, self._work.part_folder(part.part) / name, part.splits[name])
         self.done += _bytes(self._work, part)
 
-    def _copy(self, name: SplitName, prefix: Path, state: SplitState) -> None:
+    def _copy(self, name: SplitName, prefix: Path, split: PartSplit) -> None:
         """Copies what a part has of a source."""
         width = self.writers[name].dtype.itemsize
+        records_path = prefix.with_suffix(RECORDS_SUFFIX)
         with (
-            _CheckedFile(prefix.with_suffix(".bin"), state.sha256) as tokens,
-            _CheckedFile(prefix.with_suffix(LENGTHS_SUFFIX), state.lengths_sha256) as lengths,
-            _CheckedFile(prefix.with_suffix(COUNTS_SUFFIX), state.counts_sha256) as counts,
+            _CheckedFile(self._work, prefix.with_suffix(".bin"), split.sha256) as tokens,
+            _CheckedFile(self._work, records_path, split.records_sha256) as records,
         ):
             copied = 0
-            for start in range(0, state.documents, BLOCK_DOCUMENTS):
-                count = min(BLOCK_DOCUMENTS, state.documents - start)
-                lengths_D = np.frombuffer(lengths.take_all(count * 4), dtype=np.int32)
-                counts_D = np.frombuffer(counts.take_all(count * COUNTS.itemsize), dtype=COUNTS)
-                if int(lengths_D.sum(dtype=np.int64)) * width > state.tokens * width - copied:
-                    raise damaged(prefix.with_suffix(LENGTHS_SUFFIX), "is not what was written")
-                for split, first, last in self._runs(name, counts_D["goes_on"]):
-                    run_D, sums = lengths_D[first:last], counts_D[first:last]
-                    size = int(run_D.sum(dtype=np.int64)) * width
-                    self.writers[split].copy(
-                        tokens.take(size), run_D, int(sums["words"].sum()), int(sums["bytes"].sum())
-                    )
+            for start in range(0, split.documents, BLOCK_DOCUMENTS):
+                count = min(BLOCK_DOCUMENTS, split.documents - start)
+                records_D = np.frombuffer(records.take_all(count * RECORD.itemsize), dtype=RECORD)
+                left = split.tokens * width - copied
+                if int(records_D["tokens"].sum(dtype=np.int64)) * width > left:
+                    raise self._work.damaged(records_path, "is not what was written")
+                for to, first, last in self._runs(name, records_D["goes_on"]):
+                    run_D = records_D[first:last]
+                    size = int(run_D["tokens"].sum(dtype=np.int64)) * width
+                    self.writers[to].copy(tokens.take(size), run_D)
                     copied += size
                 self._progress.update(self.done + copied)
 
@@ -155,8 +126,8 @@ class _CheckedFile:
     A thread digests a block while the one before is copied.
     """
 
-    def __init__(self, path: Path, sha256: str | None) -> None:
-        self._path, self._sha256 = path, sha256
+    def __init__(self, work: Workplace, path: Path, sha256: str) -> None:
+        self._work, self._path, self._sha256 = work, path, sha256
         self._digest = hashlib.sha256()
         self._block = memoryview(b"")
         self._digested: Future[Any] | None = None
@@ -170,10 +141,10 @@ class _CheckedFile:
         try:
             if error is None:
                 if self._block or self._next_block():
-                    raise damaged(self._path, "is longer than it was")
+                    raise self._damaged("is longer than it was")
                 self._thread.shutdown()
                 if self._digest.hexdigest() != self._sha256:
-                    raise damaged(self._path, "has not the SHA-256 of what was written")
+                    raise self._damaged("has not the SHA-256 of what was written")
         finally:
             self._thread.shutdown()
             self._file.close()
@@ -182,7 +153,7 @@ class _CheckedFile:
         """Reads so many bytes, in blocks."""
         while count:
             if not self._block and not self._next_block():
-                raise damaged(self._path, "is shorter than it was")
+                raise self._damaged("is shorter than it was")
             part, self._block = self._block[:count], self._block[count:]
             count -= len(part)
             yield part
@@ -190,6 +161,9 @@ class _CheckedFile:
     def take_all(self, count: int) -> bytes:
         """Reads so many bytes, together."""
         return b"".join(self.take(count))
+
+    def _damaged(self, how: str) -> DataError:
+        return self._work.damaged(self._path, how)
 
     def _next_block(self) -> bool:
         if self._digested is not None:

@@ -1,35 +1,24 @@
 """One part: encoded into a folder of its own, which appears complete or not at all.
 
 It holds the tokens of the text that it has, by the split of its source: which split a document is
-dealt to depends on how many there are before it, in all parts. `.lengths` and `.counts` say of each
-document what the join needs to deal it out.
+dealt to depends on how many there are before it, in all parts. A record of each document says what
+the join needs to deal it out.
 """
 
 import contextlib
 from collections.abc import Callable
-from pathlib import Path
 
 from pydantic import ValidationError
 
 from polyad.data.config import Config
 from polyad.data.errors import DataError
-from polyad.data.text.manifest import (
-    LENGTHS_SUFFIX,
-    SPLITS,
-    Count,
-    Sha256,
-    SplitName,
-    flush_to_disk,
-    seal,
-)
+from polyad.data.manifest import SPLITS, Count, Sha256, SplitName, seal, write_sealed
+from polyad.data.staging import staged_folder
 from polyad.data.text.parts.plan import Workplace
-from polyad.data.text.prepare import encode
-from polyad.data.text.resume import read_resume, remove_resume, save_resume
-from polyad.data.text.split_writer import COUNTS, COUNTS_SUFFIX, SplitState, token_dtype
-from polyad.data.text.staging import staged_folder
-from polyad.data.text.tokenizers.files import load_tokenizer
+from polyad.data.text.parts.writer import RECORDS_SUFFIX, DatasetWriter, PartSplit
+from polyad.data.text.source import Skipped
+from polyad.data.text.split_files import RECORD, token_dtype
 from polyad.data.text.tokenizers.tokenizer import all_cores
-from polyad.data.text.writer import DatasetWriter
 
 PART_FILE = "part.json"
 Update = Callable[[int, int], None]
@@ -45,7 +34,7 @@ class Finished(Config):
     """Its number."""
     bytes_read: Count
     """Bytes of the sources."""
-    splits: dict[SplitName, SplitState]
+    splits: dict[SplitName, PartSplit]
     """What it holds of each source, with digests of its files."""
     skipped_empty: Count
     skipped_unreadable: Count
@@ -54,11 +43,19 @@ class Finished(Config):
     sha256: Sha256 | None = None
     """SHA-256 of all other keys."""
 
+    @property
+    def tokens(self) -> int:
+        """Tokens of all splits."""
+        return sum(split.tokens for split in self.splits.values())
+
+    @property
+    def documents(self) -> int:
+        """Documents of all splits."""
+        return sum(split.documents for split in self.splits.values())
+
 
 def encode_part(work: Workplace, number: int, update: Update) -> Finished:
     """Encodes a part, unless it is there.
-
-    An interrupted call on the same host is gone on from.
 
     Args:
         work: The folder of the parts.
@@ -70,50 +67,28 @@ def encode_part(work: Workplace, number: int, update: Update) -> Finished:
 
     Raises:
         DataError: The part that is there is of something else or damaged, or the text is bad.
+        OSError: It cannot be written.
     """
     if done := read_part(work, number):
         return done
-    request, name = work.plan.request, f"{number} of {work.plan.parts}"
-    sources = work.sources.part(number, work.plan.parts)
-    output = work.part_folder(number)
-
-    def goes_on(folder: Path) -> bool:
-        return read_resume(folder, request, name) is not None
-
-    with all_cores(), staged_folder(output, goes_on) as folder:
-        resume = read_resume(folder, request, name)
-        tokenizer = work.tokenizer
-        if resume is not None:
-            tokenizer = load_tokenizer(folder / resume.tokenizer_file, resume.end_of_text)
-        else:
-            tokenizer.save(folder / tokenizer.file_name)
-        saved = (resume.splits, resume.held) if resume else (None, "")
-        writer = DatasetWriter(folder, tokenizer, *saved, counted=True)
-
-        def save(documents: int) -> None:
-            states = writer.states()
-            save_resume(folder, request, tokenizer, documents, states, writer.held, name)
-
-        with contextlib.closing(writer):
-            skipped = encode(sources, writer, resume, save, update)
-            states = writer.states()
+    sources, skipped = work.sources.part(number, work.plan.parts), Skipped()
+    with all_cores(), staged_folder(work.part_folder(number)) as folder:
+        with contextlib.closing(DatasetWriter(folder, work.tokenizer)) as writer:
+            for split, document in sources.assigned(skipped):
+                writer.add(split, document.text, document.name, document.is_last)
+                update(document.bytes_read, writer.tokens)
+            splits = writer.finish()
         finished = Finished(
             plan=work.plan.digest(),
             part=number,
             bytes_read=sources.total_bytes,
-            splits=states,
+            splits=splits,
             skipped_empty=skipped.empty,
             skipped_unreadable=skipped.unreadable,
             cut_documents=writer.cut_documents,
             forced_cuts=writer.forced_cuts,
         )
-        (folder / tokenizer.file_name).unlink()
-        remove_resume(folder, lengths=False)
-        sealed = finished.model_copy(update={"sha256": seal(finished.model_dump(mode="json"))})
-        path = folder / PART_FILE
-        path.write_text(sealed.model_dump_json(indent=2) + "\n", encoding="utf-8")
-        flush_to_disk(path)
-    return sealed
+        return write_sealed(finished, folder / PART_FILE)
 
 
 def read_part(work: Workplace, number: int) -> Finished | None:
@@ -136,9 +111,9 @@ def read_part(work: Workplace, number: int) -> Finished | None:
     try:
         found = Finished.model_validate_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, ValidationError):
-        raise damaged(path, "is not readable") from None
+        raise work.damaged(path, "is not readable") from None
     if found.sha256 != seal(found.model_dump(mode="json")) or set(found.splits) != set(SPLITS):
-        raise damaged(path, "is not what was written")
+        raise work.damaged(path, "is not what was written")
     if (found.plan, found.part) != (work.plan.digest(), number):
         made = f"part {found.part} of plan {found.plan[:12]}"
         raise DataError(
@@ -149,7 +124,7 @@ def read_part(work: Workplace, number: int) -> Finished | None:
     for name, size in expected_sizes(work, found).items():
         file = folder / name
         if not file.is_file() or file.stat().st_size != size:
-            raise damaged(file, f"does not have the {size:,} bytes that were written")
+            raise work.damaged(file, f"does not have the {size:,} bytes that were written")
     return found
 
 
@@ -165,37 +140,33 @@ def expected_sizes(work: Workplace, part: Finished) -> dict[str, int]:
     """
     width = token_dtype(work.tokenizer.vocab_size)().itemsize
     sizes = {}
-    for name, state in part.splits.items():
-        sizes[f"{name}.bin"] = state.tokens * width
-        sizes[f"{name}{LENGTHS_SUFFIX}"] = state.documents * 4
-        sizes[f"{name}{COUNTS_SUFFIX}"] = state.documents * COUNTS.itemsize
+    for name, split in part.splits.items():
+        sizes[f"{name}.bin"] = split.tokens * width
+        sizes[f"{name}{RECORDS_SUFFIX}"] = split.documents * RECORD.itemsize
     return sizes
 
 
-def damaged(file: Path, how: str) -> DataError:
-    """The error of a file of a part.
+def finished_parts(work: Workplace) -> list[Finished]:
+    """Reads what all parts say of themselves.
 
-    Args:
-        file: The file.
-        how: What is wrong with it.
+    Raises:
+        DataError: One is missing, of something else, or damaged.
     """
-    return DataError(
-        f"{file}: damaged: it {how}; delete {file.parent.name} there, and give the same command "
-        "again"
-    )
+    found = [read_part(work, number) for number in range(work.plan.parts)]
+    if missing := [number for number, part in enumerate(found) if part is None]:
+        many = "parts" if len(missing) > 1 else "part"
+        raise DataError(
+            f"{work.folder}: {many} {ranges(missing)} of {work.plan.parts} (from 0) missing; "
+            f"encode each with --part, or all by the same command without --join"
+        )
+    return [part for part in found if part is not None]
 
 
 def missing_parts(work: Workplace) -> list[int]:
-    """Lists the parts that are not there.
-
-    Args:
-        work: The folder of the parts.
-
-    Returns:
-        Their numbers.
+    """Lists the numbers of the parts that are not there.
 
     Raises:
-        DataError: One is of something else, or damaged.
+        DataError: One that is there is of something else, or damaged.
     """
     return [number for number in range(work.plan.parts) if read_part(work, number) is None]
 

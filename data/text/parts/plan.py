@@ -1,7 +1,8 @@
 """What all parts of a text have in common: `plan.json`, in the folder where they are made.
 
-The folder is `.DIR.parts`, beside the DIR that is prepared, so that every host of a cluster finds
-it. It holds the plan, the tokenizer, and a folder for each part that is finished.
+The folder lies beside the DIR that is prepared: `.DIR.parts` where the user asked for parts, so
+that every host of a cluster finds it, else `.DIR.partial`, in which one process works alone. It
+holds the plan, the tokenizer, and a folder for each part that is finished.
 """
 
 import os
@@ -15,17 +16,12 @@ from pydantic import Field, ValidationError
 
 from polyad.data.config import Config
 from polyad.data.errors import DataError
+from polyad.data.files import flush_to_disk
+from polyad.data.manifest import Sha256, SplitName, seal
 from polyad.data.progress import Progress
+from polyad.data.staging import LOCK_FILE
 from polyad.data.text.job import Job
-from polyad.data.text.manifest import (
-    TOKENIZER_FILES,
-    Request,
-    Sha256,
-    SplitName,
-    TokenizerFile,
-    flush_to_disk,
-    seal,
-)
+from polyad.data.text.manifest import TOKENIZER_FILES, Request, TokenizerFile
 from polyad.data.text.splits import Sources
 from polyad.data.text.tokenizers.files import load_tokenizer
 from polyad.data.text.tokenizers.tokenizer import Tokenizer, all_cores
@@ -62,31 +58,34 @@ class Workplace:
     """The folder of the parts, and what it takes to make them.
 
     Attributes:
-        folder: `.DIR.parts`.
+        folder: The folder.
         plan: What they have in common.
-        job: The request.
         sources: The whole text.
         tokenizer: Encodes it.
+        asked: Whether the user asked for parts, and so knows of the folder.
     """
 
     folder: Path
     plan: Plan
-    job: Job
     sources: Sources
     tokenizer: Tokenizer
-
-    @property
-    def name(self) -> str:
-        """Of the folder, for messages."""
-        return str(self.folder)
+    asked: bool
 
     def part_folder(self, number: int) -> Path:
         """Where a finished part is."""
         return self.folder / f"part-{number:05}"
 
-    def remove(self) -> None:
-        """Removes the parts and the plan; scripts and what jobs said stay."""
-        _remove(self.folder)
+    def damaged(self, file: Path, how: str) -> DataError:
+        """The error of a file of a part.
+
+        Args:
+            file: The file.
+            how: What is wrong with it.
+        """
+        what_to_do = "the same command begins from the start"
+        if self.asked:
+            what_to_do = f"delete {file.parent.name} there, and give the same command again"
+        return DataError(f"{file}: damaged: it {how}; {what_to_do}")
 
 
 @dataclass(frozen=True)
@@ -98,21 +97,19 @@ class Cut:
         sources: The whole text.
         output: The folder that is prepared.
         parts: How many parts.
+        asked: Whether the user asked for them.
     """
 
     job: Job
     sources: Sources
     output: Path
     parts: int
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.parts <= MOST_PARTS:
-            raise DataError(f"--parts: {self.parts} is not allowed; 1 to {MOST_PARTS:,}")
+    asked: bool = True
 
     @property
     def folder(self) -> Path:
-        """`.DIR.parts`, which a search for text files passes over."""
-        return self.output.parent / f".{self.output.name}.parts"
+        """Where the parts are made: a search for text files passes over it."""
+        return self.output.parent / f".{self.output.name}.{'parts' if self.asked else 'partial'}"
 
     def find(self, *, overwrite: bool = False) -> Workplace | None:
         """Opens the folder of the parts, if the same request has begun it.
@@ -121,11 +118,60 @@ class Cut:
             overwrite: Whether parts of another request are as good as none.
 
         Returns:
-            The folder and what is in it; None where it has to be made.
+            The folder and what is in it; None where it has to be made. Where the user did not ask
+            for parts, it has to be made too if what is there is of another request, or damaged.
 
         Raises:
             DataError: It holds parts of another request, or is damaged.
         """
+        try:
+            return self._opened(overwrite=overwrite)
+        except DataError:
+            if self.asked:
+                raise
+            return None
+
+    def open(self, progress: Progress, *, train: bool, overwrite: bool) -> Workplace:
+        """Opens the folder of the parts; it is made where there is none.
+
+        Args:
+            progress: Of a training of the tokenizer.
+            train: Whether a tokenizer may be trained that is not there yet.
+            overwrite: Whether parts of another request are removed.
+
+        Returns:
+            The folder and what is in it.
+
+        Raises:
+            DataError: It holds parts of another request, or something else; or the tokenizer is to
+                be trained first.
+            OSError: It cannot be written.
+        """
+        found = self.find(overwrite=overwrite)
+        if found is None:
+            another = overwrite and (plan := _read(self.folder)) and self._difference(plan)
+            if another or not self.asked:
+                self.remove()
+            self._make(progress, train=train)
+            found = self._opened(overwrite=False)
+            assert found is not None
+        return found
+
+    def holds_work(self) -> bool:
+        """Whether the folder has what takes long to make: a part, or a tokenizer of its own."""
+        begun = (self.folder / PLAN_FILE).exists()
+        return begun and (self.job.tokenizer is None or any(self.folder.glob("part-*")))
+
+    def remove(self) -> None:
+        """Removes the parts and the plan; scripts and what jobs said stay."""
+        # The plan goes first: parts without one are of no use to anybody.
+        for name in (PLAN_FILE, *TOKENIZER_FILES):
+            (self.folder / name).unlink(missing_ok=True)
+        for path in list(self.folder.iterdir()) if self.folder.exists() else ():
+            if _OURS.fullmatch(path.name):
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+    def _opened(self, *, overwrite: bool) -> Workplace | None:
         folder, plan = self.folder, _read(self.folder)
         if plan is None:
             return None
@@ -142,35 +188,7 @@ class Cut:
                 f"{folder / plan.tokenizer_file}: not the tokenizer that the parts were begun "
                 f"with; delete {folder}"
             )
-        return Workplace(folder, plan, self.job, self.sources, tokenizer)
-
-    def open(self, progress: Progress, *, train: bool, overwrite: bool) -> Workplace:
-        """Opens the folder of the parts; it is made where there is none.
-
-        Args:
-            progress: Of a training of the tokenizer.
-            train: Whether a tokenizer may be trained that is not there yet.
-            overwrite: Whether parts of another request are removed.
-
-        Returns:
-            The folder and what is in it.
-
-        Raises:
-            DataError: It holds parts of another request, or something else; or the tokenizer is to
-                be trained first.
-        """
-        found = self.find(overwrite=overwrite)
-        if found is None:
-            try:
-                if overwrite and (plan := _read(self.folder)) and self._difference(plan):
-                    _remove(self.folder)
-                self._make(progress, train=train)
-            except OSError as error:
-                reason = error.strerror or error
-                raise DataError(f"{self.folder}: cannot be written: {reason}") from error
-            found = self.find()
-            assert found is not None
-        return found
+        return Workplace(folder, plan, self.sources, tokenizer, self.asked)
 
     def _cut_by(self) -> dict[SplitName, str]:
         return {name: source.cut_by() for name, source in self.sources.by_split.items()}
@@ -198,7 +216,7 @@ class Cut:
             )
         folder.mkdir(parents=True, exist_ok=True)
         for path in folder.iterdir():
-            if path.name != LAUNCH_FOLDER and not _OURS.fullmatch(path.name):
+            if path.name not in (LAUNCH_FOLDER, LOCK_FILE) and not _OURS.fullmatch(path.name):
                 raise DataError(
                     f"{folder}: is where the parts are made, and holds {path.name!r}, which "
                     "`polyad prepare` did not make; choose another --output"
@@ -238,14 +256,3 @@ def _put(draft: Path, path: Path) -> None:
     flush_to_disk(draft)
     os.replace(draft, path)
     flush_to_disk(path.parent)
-
-
-def _remove(folder: Path) -> None:
-    # The plan goes first: parts without one are of no use to anybody.
-    for path in (folder / PLAN_FILE, *(folder / name for name in TOKENIZER_FILES)):
-        path.unlink(missing_ok=True)
-    for path in list(folder.iterdir()):
-        if _OURS.fullmatch(path.name):
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
-    if not any(folder.iterdir()):
-        folder.rmdir()

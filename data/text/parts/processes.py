@@ -18,6 +18,7 @@ from queue import Queue
 from typing import Any
 
 from polyad.data.errors import DataError
+from polyad.data.files import writing
 from polyad.data.progress import Progress
 from polyad.data.text.job import Asked
 
@@ -56,8 +57,8 @@ def encode_in_processes(
         The bytes and the tokens in the end.
 
     Raises:
-        DataError: A part cannot be encoded; the others were stopped, and are gone on from by the
-            same command.
+        DataError: A part cannot be encoded; the others were stopped, and the same command encodes
+            them from their beginning.
         PartError: A process was killed.
     """
     said: Queue[tuple[int, dict[str, Any] | None]] = Queue()
@@ -151,16 +152,18 @@ def main() -> int:
             send(read=read, tokens=tokens)
             sent = time.monotonic()
 
+    output = Path(told["output"])
     try:
-        silent = Progress(lambda line: None)
-        job = Asked(**told["asked"]).open()
-        cut = Cut(job, job.sources(silent), Path(told["output"]), told["parts"])
-        work = cut.open(silent, train=False, overwrite=False)
-        done = encode_part(work, told["number"], update)
+        with writing(output):
+            silent = Progress(lambda line: None)
+            job = Asked(**told["asked"]).open()
+            cut = Cut(job, job.sources(silent), output, told["parts"])
+            work = cut.open(silent, train=False, overwrite=False)
+            done = encode_part(work, told["number"], update)
     except DataError as error:
         send(error=str(error))
         return 0
-    send(read=done.bytes_read, tokens=sum(split.tokens for split in done.splits.values()))
+    send(read=done.bytes_read, tokens=done.tokens)
     return 0
 
 

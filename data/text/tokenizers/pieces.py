@@ -26,30 +26,26 @@ class PieceCutter:
     Args:
         size: Fewest characters of a piece but the last; None cuts only where memory demands it.
         most: Characters held.
-        held: What was held of a document when another cutter was stopped.
 
     Attributes:
         held: Text since the last cut.
         forced: Cuts that memory demanded, at which the tokens of the whole may be others.
     """
 
-    def __init__(
-        self, size: int | None = PIECE_CHARACTERS, most: int = HELD_CHARACTERS, held: str = ""
-    ) -> None:
+    def __init__(self, size: int | None = PIECE_CHARACTERS, most: int = HELD_CHARACTERS) -> None:
         self._size, self._most = size, most
-        self.held = held
+        self.held = ""
         self.forced = 0
 
     @classmethod
-    def of(cls, tokenizer: Tokenizer, held: str = "") -> "PieceCutter":
+    def of(cls, tokenizer: Tokenizer) -> "PieceCutter":
         """Makes a cutter for a tokenizer, by whether it encodes in pieces and how much text grows.
 
         Args:
             tokenizer: That encodes the pieces.
-            held: What was held of a document when another cutter was stopped.
         """
         size = PIECE_CHARACTERS if tokenizer.encodes_in_pieces() else None
-        return cls(size, HELD_CHARACTERS // tokenizer.growth, held)
+        return cls(size, HELD_CHARACTERS // tokenizer.growth)
 
     def add(self, text: str, *, is_last: bool) -> Iterator[str]:
         """Takes the next part of a document.

@@ -209,7 +209,8 @@ def test_arrays_of_a_user_are_not_replaced(tmp_path):
         (tmp_path / "mine" / name).unlink()
     prepared(source, tmp_path / "mine")
     # A crash between the old manifest and the new one leaves this, and the same command goes on.
-    (tmp_path / "mine" / "manifest.json").rename(tmp_path / "mine" / "manifest.json.partial")
+    (tmp_path / "mine" / ".partial").mkdir()
+    (tmp_path / "mine" / "manifest.json").rename(tmp_path / "mine" / ".partial" / "manifest.json")
     assert prepared(source, tmp_path / "mine").manifest.splits["train"].images
 
 

@@ -10,10 +10,10 @@ import pyarrow.parquet
 import pytest
 
 from polyad.data.errors import DataError
+from polyad.data.manifest import SPLITS
 from polyad.data.text.dataset import PreparedData
 from polyad.data.text.documents import open_source, open_splits
 from polyad.data.text.hub import DatasetSource, HubDataset, find_dataset, join_articles
-from polyad.data.text.manifest import SPLITS
 from polyad.data.text.prepare import prepare
 
 datasets = pytest.importorskip("datasets")
@@ -264,25 +264,32 @@ def test_bad_configuration_column_and_row_are_one_line(wikitext, tmp_path):
 
 def test_a_lost_connection_keeps_what_is_done(tmp_path, texts, prepared_path, monkeypatch):
     library = pytest.importorskip("httpx2", reason="what the hub's client raises")
-    monkeypatch.setattr("polyad.data.text.prepare.SAVE_SECONDS", 0.0)
 
     class Rows:
-        """A stream whose connection ends, as it cannot here without a network."""
+        """A stream of three files whose connection ends, as it cannot here without a network."""
+
+        num_shards = 3
 
         def __init__(self, found):
             self.found = found
 
+        def shard(self, num_shards, index):
+            part = Rows(self.found[index::num_shards])
+            part.is_last = index == num_shards - 1
+            return part
+
         def iter(self, batch_size):
             yield {"text": self.found}
-            raise library.ReadError("the server went away")
+            if self.is_last:
+                raise library.ReadError("the server went away")
 
     found = [document.text for document in open_source(str(texts)).documents()]
     source = DatasetSource("hub:a/b", "train", "text", 0, "1", Rows(found), by_article=False)
     monkeypatch.setattr("polyad.data.text.job.open_splits", lambda *_, **__: {"train": source})
     with pytest.raises(DataError, match="hub:a/b: the server went away"):
         prepare("hub:a/b", str(prepared_path), tmp_path / "out", report=lambda line: None)
-    (kept,) = tmp_path.glob(".out.partial-*")
-    assert (kept / "resume.json").is_file()
+    (kept,) = tmp_path.iterdir()
+    assert sorted(path.name for path in kept.glob("part-*")) == ["part-00000", "part-00001"]
 
 
 def test_code_that_comes_with_a_data_set_is_not_run(tmp_path):

@@ -5,8 +5,8 @@ import json
 import pytest
 
 from polyad.data.errors import DataError
+from polyad.data.manifest import seal
 from polyad.data.text.dataset import PreparedData
-from polyad.data.text.manifest import seal
 from polyad.data.text.prepare import prepare
 from polyad.launch.tables import prepared_table
 

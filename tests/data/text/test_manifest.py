@@ -6,8 +6,9 @@ import shutil
 import pytest
 
 from polyad.data.errors import DataError
+from polyad.data.manifest import MANIFEST_FILE
 from polyad.data.text.dataset import PreparedData
-from polyad.data.text.manifest import MANIFEST_FILE, Manifest
+from polyad.data.text.manifest import Manifest
 from tests.helpers.prepared import age, flip, rewrite
 
 WRONG = [None, True, -1, 1.5, 10**30, "x", "", "\x1b[31m" * 99, "\ud800", [], [1], {}, {"x": 1}]

@@ -1,18 +1,16 @@
 """Text files from end to end: what a document of one is, and which split it goes to."""
 
 import json
-from itertools import count, islice
+from itertools import islice
 
 import pytest
 
-import polyad.data.text.prepare
-import polyad.data.text.split_writer
+import polyad.data.text.parts.writer
 from polyad.data.errors import DataError
+from polyad.data.manifest import SPLITS
 from polyad.data.text.dataset import PreparedData
-from polyad.data.text.manifest import SPLITS, Manifest
+from polyad.data.text.manifest import Manifest
 from polyad.data.text.prepare import prepare
-from polyad.data.text.writer import DatasetWriter
-from tests.helpers.everyday import everyday
 
 
 def silent(*arguments, **options):
@@ -124,40 +122,12 @@ def test_a_manifest_of_before_still_opens(tmp_path, prepared_path):
     assert (before.request, before.split_by) == (now.request, now.split_by)
 
 
-@everyday(
-    ("tokenizer", "stops"),
-    [("train:300", (1, 3)), ("characters", (2,))],
-    keep=[("characters", (2,))],
-)
-def test_inside_a_document_it_goes_on_too(tmp_path, play, monkeypatch, tokenizer, stops):
-    silent(str(play), tokenizer, tmp_path / "whole")
-    monkeypatch.setattr(polyad.data.text.prepare, "SAVE_SECONDS", 0.0)
-    add, encoded = DatasetWriter.add, []
-    for stop in stops:
-        calls = count()
-
-        def stopping(self, *given, calls=calls, stop=stop):
-            if next(calls) == stop:
-                raise OSError(28, "No space left on device")
-            encoded.append(given[2])
-            add(self, *given)
-
-        monkeypatch.setattr(DatasetWriter, "add", stopping)
-        with pytest.raises(DataError, match="No space left"):
-            silent(str(play), tokenizer, tmp_path / "out")
-    assert len(encoded) == sum(stops)
-    monkeypatch.setattr(DatasetWriter, "add", add)
-    silent(str(play), tokenizer, tmp_path / "out")
-    for file in (tmp_path / "whole").iterdir():
-        assert (tmp_path / "out" / file.name).read_bytes() == file.read_bytes(), file.name
-
-
 @pytest.mark.slow
 def test_a_document_longer_than_the_index_can_say_goes_on_in_another(
     tmp_path, play, prepared_path, monkeypatch
 ):
     whole = silent(str(play), str(prepared_path), tmp_path / "whole").splits["train"]
-    monkeypatch.setattr(polyad.data.text.split_writer, "MOST_TOKENS", whole.tokens // 2)
+    monkeypatch.setattr(polyad.data.text.parts.writer, "MOST_TOKENS", whole.tokens // 2)
     lines = []
     manifest = prepare(str(play), str(prepared_path), tmp_path / "out", report=lines.append)
     assert any("documents go on in another one" in line for line in lines)

@@ -13,29 +13,28 @@ import pytest
 
 from polyad.data.errors import DataError
 from polyad.data.text.job import Asked
-from polyad.data.text.parts.prepare import InParts
+from polyad.data.text.parts.part import PART_FILE
 from polyad.data.text.parts.processes import PartError
-from polyad.data.text.prepare import prepare
-from polyad.data.text.resume import RESUME_FILE
+from polyad.data.text.prepare import Preparation, prepare
 
 SLOWLY = """
-import sys, time, polyad.data.text.prepare, polyad.data.text.writer
+import sys, time
 from polyad.data.text.job import Asked
-from polyad.data.text.parts.prepare import InParts
-polyad.data.text.writer.BATCH_CHARACTERS, polyad.data.text.prepare.SAVE_SECONDS = 20_000, 0.0
-add = polyad.data.text.writer.DatasetWriter.add
+from polyad.data.text.parts.writer import DatasetWriter
+from polyad.data.text.prepare import Preparation
+add = DatasetWriter.add
 def slow(self, split, text, name, is_last=True):
     add(self, split, text, name, is_last)
     print(name, flush=True)
     time.sleep(float(sys.argv[4]))
-polyad.data.text.writer.DatasetWriter.add = slow
-InParts(Asked(source=sys.argv[1], tokenizer=sys.argv[2]), sys.argv[3], 3).all()
+DatasetWriter.add = slow
+Preparation(Asked(source=sys.argv[1], tokenizer=sys.argv[2]), sys.argv[3], 3).all()
 """
 COMMAND = """
 import sys
 from polyad.data.text.job import Asked
-from polyad.data.text.parts.prepare import InParts
-InParts(Asked(source=sys.argv[1], tokenizer=sys.argv[2]), sys.argv[3], 3).all(2)
+from polyad.data.text.prepare import Preparation
+Preparation(Asked(source=sys.argv[1], tokenizer=sys.argv[2]), sys.argv[3], 3).all(2)
 """
 
 
@@ -62,16 +61,16 @@ def test_a_killed_command_goes_on_without_what_is_finished(tmp_path, texts, toke
     folder = tmp_path / ".out.parts"
     assert (folder / "part-00000" / "part.json").is_file()
     (partial,) = folder.glob(".part-00001.partial-*")
-    assert (partial / RESUME_FILE).is_file()
+    assert not (partial / PART_FILE).exists()
     assert not (tmp_path / "out").exists()
     first = [name for name in encoded if "from byte" not in name]
     assert 10 < len(first) < len(encoded)
     process = slowly(texts, tokenizer, tmp_path / "out", 0)
     again = process.stdout.read().splitlines()
     assert process.wait() == 0
-    # Nothing of the first part, and of the second at most what was not saved yet.
-    assert not any("from byte" not in name for name in again)
-    assert 60 <= len(encoded) + len(again) <= 62
+    # Nothing of the first part, and all of the others.
+    assert len(first) + len(again) == 60
+    assert all("from byte" in name for name in again)
     assert files(tmp_path / "out") == files(tmp_path / "whole")
     assert sorted(os.listdir(tmp_path)) == ["out", "whole"]
 
@@ -80,7 +79,7 @@ def test_parts_in_processes_are_the_files_of_one(tmp_path, texts, prepared_path)
     prepare(str(texts), str(prepared_path), tmp_path / "whole", report=lambda line: None)
     said = []
     request = Asked(source=str(texts), tokenizer=str(prepared_path))
-    InParts(request, tmp_path / "out", 2, report=said.append).all(2)
+    Preparation(request, tmp_path / "out", 2, report=said.append).all(2)
     assert files(tmp_path / "out") == files(tmp_path / "whole")
     (line,) = [line for line in said if line.startswith("encoding: ")]
     assert re.search(r"MB/s\), [\d,]+ tokens \([\d,]+ a second\)", line)
@@ -92,7 +91,7 @@ def test_an_error_of_a_process_is_that_of_the_command(tmp_path, texts, prepared_
     content = texts.read_text()
     (source / "a.jsonl").write_text(content + "{}\n")
     request = Asked(source=str(source), tokenizer=str(prepared_path))
-    parts = InParts(request, tmp_path / "out", 3, report=lambda line: None)
+    parts = Preparation(request, tmp_path / "out", 3, report=lambda line: None)
     with pytest.raises(DataError, match=r"a\.jsonl, line 61: no key 'text'"):
         parts.all(2)
     assert not (tmp_path / "out").exists()
@@ -169,5 +168,5 @@ def test_a_killed_process_ends_the_command_which_goes_on(tmp_path, much_text, pr
     arguments = (str(much_text), str(prepared_path))
     prepare(*arguments, tmp_path / "whole", report=lambda line: None)
     request = Asked(source=arguments[0], tokenizer=arguments[1])
-    InParts(request, tmp_path / "out", 3, report=lambda line: None).all()
+    Preparation(request, tmp_path / "out", 3, report=lambda line: None).all()
     assert files(tmp_path / "out") == files(tmp_path / "whole")

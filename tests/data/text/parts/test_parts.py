@@ -11,14 +11,13 @@ import pyarrow.parquet
 import pytest
 
 import polyad.data.text.parts.join
-import polyad.data.text.split_writer
+import polyad.data.text.parts.writer
 from polyad.data.errors import DataError
 from polyad.data.text.dataset import PreparedData
 from polyad.data.text.job import Asked
 from polyad.data.text.parts.part import PART_FILE, ranges
 from polyad.data.text.parts.plan import Cut
-from polyad.data.text.parts.prepare import InParts
-from polyad.data.text.prepare import prepare
+from polyad.data.text.prepare import Preparation, prepare
 from polyad.data.text.source import Skipped
 from tests.helpers.prepared import flip
 
@@ -149,7 +148,7 @@ def test_any_number_of_parts_gives_the_files_of_one(
     for parts in (1, 2, 3, 7):
         shutil.rmtree(tmp_path / "out")
         request = asked(source, prepared_path, **options)
-        manifest = InParts(request, tmp_path / "out", parts, report=silent).all()
+        manifest = Preparation(request, tmp_path / "out", parts, report=silent).all()
         assert manifest == whole
         assert files(tmp_path / "out") == expected
         assert not list(tmp_path.glob(".*"))
@@ -161,7 +160,7 @@ def test_a_tokenizer_is_trained_on_the_same_text(tmp_path, documents, tokenizer)
     jsonl(source, documents)
     prepare(str(source), tokenizer, tmp_path / "whole", report=silent)
     said = []
-    InParts(asked(source, tokenizer), tmp_path / "out", 3, report=said.append).all()
+    Preparation(asked(source, tokenizer), tmp_path / "out", 3, report=said.append).all()
     assert files(tmp_path / "out") == files(tmp_path / "whole")
     assert sum("training the tokenizer" in line for line in said) == 1
 
@@ -172,7 +171,7 @@ def test_more_parts_than_documents_leave_some_without_text(tmp_path, documents, 
     prepare(str(source), str(prepared_path), tmp_path / "whole", report=silent)
     said = []
     request = asked(source, prepared_path)
-    InParts(request, tmp_path / "out", 60, report=said.append).all()
+    Preparation(request, tmp_path / "out", 60, report=said.append).all()
     assert files(tmp_path / "out") == files(tmp_path / "whole")
     (line,) = [line for line in said if "of 60 parts had no text" in line]
     assert int(line.split()[0]) >= 60 - 25
@@ -188,7 +187,7 @@ def test_the_standard_library_is_cut_between_modules(
     whole = prepare("python-stdlib", str(prepared_path), tmp_path / "whole", report=silent)
     assert whole.skipped_unreadable == 1
     request = asked("python-stdlib", prepared_path)
-    InParts(request, tmp_path / "out", 3, report=silent).all()
+    Preparation(request, tmp_path / "out", 3, report=silent).all()
     assert files(tmp_path / "out") == files(tmp_path / "whole")
 
 
@@ -200,11 +199,11 @@ def test_a_document_that_goes_on_in_another_is_dealt_to_one_split(
     request = asked(source, prepared_path, validation_fraction=0.3)
     options = {"report": silent, "validation_fraction": 0.3}
     monkeypatch.setattr(polyad.data.text.parts.join, "BLOCK_DOCUMENTS", 2)
-    monkeypatch.setattr(polyad.data.text.split_writer, "MOST_TOKENS", 100_000)
+    monkeypatch.setattr(polyad.data.text.parts.writer, "MOST_TOKENS", 100_000)
     whole = prepare(str(source), str(prepared_path), tmp_path / "whole", **options)
     assert sum(split.documents for split in whole.splits.values()) > 42  # that have text
     said = []
-    InParts(request, tmp_path / "out", 2, report=said.append).all()
+    Preparation(request, tmp_path / "out", 2, report=said.append).all()
     assert files(tmp_path / "out") == files(tmp_path / "whole")
     assert any("documents go on in another one" in line for line in said)
 
@@ -214,7 +213,7 @@ def begun(tmp_path, documents, prepared_path):
     """A preparation in three parts, of which all are there."""
     (source := tmp_path / "source").mkdir()
     jsonl(source, documents)
-    parts = InParts(asked(source, prepared_path), tmp_path / "out", 3, report=silent)
+    parts = Preparation(asked(source, prepared_path), tmp_path / "out", 3, report=silent)
     assert parts.begin() == [0, 1, 2]
     assert [parts.part(number)[1] for number in (1, 0, 2)] == [[0, 2], [2], []]
     return parts
@@ -227,7 +226,7 @@ def test_steps_one_by_one_give_the_same(tmp_path, begun, prepared_path):
     PreparedData.open(tmp_path / "out").verify()
 
 
-@pytest.mark.parametrize("name", ["train.bin", "train.lengths", "train.counts", PART_FILE])
+@pytest.mark.parametrize("name", ["train.bin", "train.documents", PART_FILE])
 @pytest.mark.parametrize("how", ["a bit", "cut off", "gone"])
 def test_a_damaged_part_is_refused_by_name(tmp_path, begun, name, how):
     path = begun.folder / "part-00001" / name
@@ -277,13 +276,13 @@ def test_parts_of_another_request_are_refused_by_name(tmp_path, begun, documents
     ):
         request = asked(source, prepared_path, **options)
         with pytest.raises(DataError, match="parts of another request: " + what):
-            InParts(request, tmp_path / "out", parts, report=silent).part(0)
+            Preparation(request, tmp_path / "out", parts, report=silent).part(0)
     (source / "e.jsonl").write_text("\n")
     with pytest.raises(DataError, match="files of the text have changed since"):
-        InParts(asked(source, prepared_path), tmp_path / "out", 3, report=silent).join()
+        Preparation(asked(source, prepared_path), tmp_path / "out", 3, report=silent).join()
     # With --overwrite the parts begin anew.
     request = asked(source, prepared_path)
-    parts = InParts(request, tmp_path / "out", 3, overwrite=True, report=silent)
+    parts = Preparation(request, tmp_path / "out", 3, overwrite=True, report=silent)
     with pytest.raises(DataError, match="parts of another request"):
         parts.part(0)  # another one of the old request may be running
     assert parts.begin() == [0, 1, 2]
@@ -292,7 +291,7 @@ def test_parts_of_another_request_are_refused_by_name(tmp_path, begun, documents
 def test_a_part_from_elsewhere_is_refused(tmp_path, begun, documents, prepared_path):
     (other := tmp_path / "other").mkdir()
     jsonl(other, documents[::-1])
-    elsewhere = InParts(asked(other, prepared_path), tmp_path / "there", 3, report=silent)
+    elsewhere = Preparation(asked(other, prepared_path), tmp_path / "there", 3, report=silent)
     elsewhere.part(1)
     shutil.rmtree(begun.folder / "part-00001")
     shutil.copytree(elsewhere.folder / "part-00001", begun.folder / "part-00001")
@@ -307,7 +306,7 @@ def test_a_part_from_elsewhere_is_refused(tmp_path, begun, documents, prepared_p
 def test_a_part_needs_the_tokenizer(tmp_path, documents):
     (source := tmp_path / "source").mkdir()
     jsonl(source, documents)
-    parts = InParts(asked(source, "words"), tmp_path / "out", 2, report=silent)
+    parts = Preparation(asked(source, "words"), tmp_path / "out", 2, report=silent)
     with pytest.raises(DataError, match=r"the tokenizer words is not trained yet; .*--begin"):
         parts.part(0)
     parts.begin()
@@ -317,7 +316,7 @@ def test_a_part_needs_the_tokenizer(tmp_path, documents):
 def test_a_folder_that_is_not_ours_is_left_alone(tmp_path, documents, prepared_path):
     (source := tmp_path / "source").mkdir()
     jsonl(source, documents)
-    parts = InParts(asked(source, prepared_path), tmp_path / "out", 2, report=silent)
+    parts = Preparation(asked(source, prepared_path), tmp_path / "out", 2, report=silent)
     parts.folder.mkdir()
     (parts.folder / "thesis.tex").write_text("mine")
     with pytest.raises(DataError, match=r"holds 'thesis\.tex', which `polyad prepare` did not"):
@@ -337,7 +336,7 @@ def test_bad_text_is_named_by_its_line_in_the_file(tmp_path, documents, prepared
     write_jsonl(source / "a.jsonl", documents)
     with (source / "a.jsonl").open("a") as file:
         file.write("{}\n")
-    parts = InParts(asked(source, prepared_path), tmp_path / "out", 5, report=silent)
+    parts = Preparation(asked(source, prepared_path), tmp_path / "out", 5, report=silent)
     with pytest.raises(DataError, match=rf"a\.jsonl, line {len(documents) + 1}: no key 'text'"):
         parts.part(4)
 

@@ -7,9 +7,9 @@ import tokenizers
 from tokenizers import models, pre_tokenizers
 
 from polyad.data.errors import DataError
+from polyad.data.manifest import SPLITS
 from polyad.data.text.dataset import PreparedData
 from polyad.data.text.documents import open_source
-from polyad.data.text.manifest import SPLITS
 from polyad.data.text.prepare import prepare
 from polyad.data.text.tokenizers.files import load_tokenizer
 from polyad.data.text.tokenizers.tokenizer import END_OF_TEXT

@@ -1,0 +1,188 @@
+"""Documents in, files of a part out: batches of text are encoded together, memory stays bounded."""
+
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from polyad.data.config import Config
+from polyad.data.errors import DataError
+from polyad.data.files import DigestedFile
+from polyad.data.manifest import SPLITS, Count, Sha256, SplitName
+from polyad.data.text.split_files import RECORD, token_dtype
+from polyad.data.text.tokenizers.pieces import PieceCutter
+from polyad.data.text.tokenizers.tokenizer import Tokenizer, UnknownWordError
+
+BATCH_CHARACTERS = 512 * 1024
+"""Text encoded at once: by its amount, not by documents, whose lengths differ by thousands."""
+MOST_TOKENS = 2**31 - 1
+"""Tokens of a document: the index holds lengths in 32 bits."""
+RECORDS_SUFFIX = ".documents"
+"""Ending of the file that has a record of each document in the `.bin` file beside it."""
+
+
+class PartSplit(Config):
+    """What a part has of one source, by the split that this begins with."""
+
+    documents: Count
+    tokens: Count
+    sha256: Sha256
+    """SHA-256 of the tokens."""
+    records_sha256: Sha256
+    """SHA-256 of the records."""
+
+
+class DatasetWriter:
+    """Encodes documents of all splits together and writes each to its split.
+
+    A batch is encoded by a thread of its own, which needs Python's lock only at its end, while the
+    documents of the next one are read and the tokens of the last one are written.
+
+    Args:
+        folder: Where the files go.
+        tokenizer: Encodes the text.
+    """
+
+    def __init__(self, folder: Path, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._cutter = PieceCutter.of(tokenizer)
+        self._pending: list[_Piece] = []
+        self._pending_characters = 0
+        self._running: tuple[list[_Piece], Future[list[list[int]]]] | None = None
+        self._splits = {name: _SplitWriter(folder / name, tokenizer) for name in SPLITS}
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="encode")
+
+    @property
+    def tokens(self) -> int:
+        """Tokens written so far, in all splits."""
+        return sum(writer.tokens for writer in self._splits.values())
+
+    @property
+    def cut_documents(self) -> int:
+        """Documents that were ended because no document can be longer."""
+        return sum(writer.cut_documents for writer in self._splits.values())
+
+    @property
+    def forced_cuts(self) -> int:
+        """Pieces that were cut where the tokens of the whole may be others."""
+        return self._cutter.forced
+
+    def add(self, split: SplitName, text: str, name: str, is_last: bool = True) -> None:
+        """Appends a document, or the next part of one.
+
+        Args:
+            split: The split that it belongs to.
+            text: Its text.
+            name: Its name, for an error.
+            is_last: Whether the document ends here.
+        """
+        for piece in self._cutter.add(text, is_last=is_last):
+            self._add_piece(_Piece(split, piece, False, name))
+        if is_last:
+            self._add_piece(_Piece(split, self._cutter.take_rest(), True, name))
+
+    def finish(self) -> dict[SplitName, PartSplit]:
+        """Encodes what is pending and waits until all files are on the disk.
+
+        Returns:
+            What each split holds.
+        """
+        self._encode_pending()
+        self._write_encoded()
+        return {name: writer.finish() for name, writer in self._splits.items()}
+
+    def close(self) -> None:
+        """Closes the files, finished or not."""
+        self._thread.shutdown(cancel_futures=True)
+        for writer in self._splits.values():
+            writer.close()
+
+    def _add_piece(self, piece: "_Piece") -> None:
+        self._pending.append(piece)
+        self._pending_characters += len(piece.text)
+        if self._pending_characters >= BATCH_CHARACTERS:
+            self._encode_pending()
+
+    def _encode_pending(self) -> None:
+        """Starts to encode what is pending when the batch before is done, and writes that one."""
+        pieces, self._pending, self._pending_characters = self._pending, [], 0
+        before = self._running
+        texts = [piece.text for piece in pieces]
+        self._running = (pieces, self._thread.submit(self._tokenizer.encode_batch, texts))
+        self._write(before)
+
+    def _write_encoded(self) -> None:
+        running, self._running = self._running, None
+        self._write(running)
+
+    def _write(self, encoded: "tuple[list[_Piece], Future[list[list[int]]]] | None") -> None:
+        if encoded is None:
+            return
+        pieces, future = encoded
+        try:
+            batch = future.result()
+        except UnknownWordError as error:
+            raise DataError(f"{pieces[error.row].name}: {error}") from None
+        for piece, ids in zip(pieces, batch, strict=True):
+            self._splits[piece.split].add(ids, piece)
+
+
+class _Piece(NamedTuple):
+    split: SplitName
+    text: str
+    is_last: bool
+    name: str
+
+
+class _SplitWriter:
+    """Writes the tokens of one split, and a record of each document.
+
+    Memory does not grow with the documents.
+    """
+
+    def __init__(self, prefix: Path, tokenizer: Tokenizer) -> None:
+        self._dtype = np.dtype(token_dtype(tokenizer.vocab_size))
+        self._end = np.array([tokenizer.end_of_text_id], dtype=self._dtype)
+        self._tokens = DigestedFile(prefix.with_suffix(".bin"))
+        self._records = DigestedFile(prefix.with_suffix(RECORDS_SUFFIX))
+        self._open_tokens = self._open_words = self._open_bytes = 0  # of the document that is open
+        self.cut_documents = 0
+
+    @property
+    def tokens(self) -> int:
+        return self._tokens.size // self._dtype.itemsize
+
+    def add(self, ids: list[int], piece: _Piece) -> None:
+        if len(ids) >= MOST_TOKENS:
+            raise DataError(
+                f"{piece.name}: {len(ids) + 1:,} tokens; a document has at most {MOST_TOKENS:,}"
+            )
+        if self._open_tokens + len(ids) >= MOST_TOKENS:
+            self._end_document(goes_on=True)
+            self.cut_documents += 1
+        self._tokens.write(np.array(ids, dtype=self._dtype).data)
+        self._open_tokens += len(ids)
+        self._open_words += len(piece.text.split())
+        self._open_bytes += len(piece.text.encode("utf-8"))
+        if piece.is_last:
+            self._end_document(goes_on=False)
+
+    def _end_document(self, *, goes_on: bool) -> None:
+        self._tokens.write(self._end.data)
+        record = (self._open_tokens + 1, self._open_words, self._open_bytes, goes_on)
+        self._records.write(np.array([record], dtype=RECORD).tobytes())
+        self._open_tokens = self._open_words = self._open_bytes = 0
+
+    def finish(self) -> PartSplit:
+        assert not self._open_tokens
+        return PartSplit(
+            documents=self._records.size // RECORD.itemsize,
+            tokens=self.tokens,
+            sha256=self._tokens.finish(),
+            records_sha256=self._records.finish(),
+        )
+
+    def close(self) -> None:
+        self._tokens.close()
+        self._records.close()
