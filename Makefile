@@ -15,7 +15,7 @@ RUN := $(BIN)/python -m
 # Two processes, which take a file each.
 IN_TWO := -n 2 --dist loadfile
 
-.PHONY: help setup setup-eval quickstart quickstart-images test test-slice test-all check clean
+.PHONY: help setup setup-eval quickstart quickstart-images test test-slice test-all check configs clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-18s %s\n", $$1, $$2}' Makefile
@@ -47,6 +47,9 @@ check: setup  ## lint, format, types, the direction of imports; prints lines by 
 	@$(RUN) mypy
 	@$(BIN)/python -c 'import sys; from importlinter.cli import lint_imports_command as c; sys.exit(c())' --no-logo
 	@$(RUN) tests.ruler
+
+configs: setup  ## the files of runs in configs/, from tests/configs/deltas
+	@$(RUN) tests.configs.writing
 
 clean:  ## remove caches; keeps .venv and runs/
 	@rm -rf .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis build *.egg-info
