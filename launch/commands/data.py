@@ -2,6 +2,7 @@
 
 import time
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Annotated, Literal
 
 from polyad.launch.command import Argument, Json, command
@@ -163,7 +164,7 @@ def _prepare_images(
             accept=options.accept,
             overwrite=options.overwrite,
         )
-        rows = list(prepared_rows(manifest, options.output, time.monotonic() - started))
+        rows = list(prepared_rows(manifest, Path(options.output), time.monotonic() - started))
         width = max(len(name) for name, _ in rows)
         stdout.write("".join(f"{name:{width}}  {value}\n" for name, value in rows))
 

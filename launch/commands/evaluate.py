@@ -152,8 +152,10 @@ def compare(
         from polyad.parallel.checkpoint.finding import read_newest
         from polyad.train.evaluation.stability import PROBE_UNITS, compare, comparison_table
 
+        second_path = asked["other"]
+        assert isinstance(second_path, Path)
         result = read_newest(
-            asked["other"],
+            second_path,
             lambda second: compare(
                 checkpoint,
                 second,

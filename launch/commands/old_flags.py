@@ -94,7 +94,7 @@ def _renamed(mode: str, given: dict[str, object]) -> list[str]:
     for option in (*NEEDED, *REFUSED):
         values = given.get(option, [])
         name = "--tokens" if option == "--probe-tokens" else option
-        for value in values if isinstance(values, list) else [values]:
-            if option not in REFUSED or value != REFUSED[option][0]:
-                words.append(f"{name}={value}")
+        for each in values if isinstance(values, list) else [values]:
+            if option not in REFUSED or each != REFUSED[option][0]:
+                words.append(f"{name}={each}")
     return words
