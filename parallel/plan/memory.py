@@ -4,11 +4,12 @@ import sys
 import weakref
 from collections import Counter
 from collections.abc import Iterable
+from functools import cache
 from typing import Any
 
 from torch import Tensor
 
-from polyad.parallel.plan.weightless import Operation
+from polyad.parallel.plan.weightless import Operation, shares_memory
 
 PLACES = (
     ("/torch/optim/", "optimizer"),
@@ -56,8 +57,10 @@ class Memory:
         """Counts the memory that an operation has taken."""
         given: set[int] = set()
         if operation.name != "aten::lift_fresh":  # a tensor made of Python's numbers
-            given = {each.untyped_storage()._cdata for each in operation.inputs()}
-        for tensor in operation.outputs():
+            if shares_memory(operation.function):
+                return
+            given = {each.untyped_storage()._cdata for each in operation.inputs}
+        for tensor in operation.outputs:
             if tensor.is_meta:
                 continue
             storage = tensor.untyped_storage()
@@ -98,11 +101,17 @@ class Memory:
 def _kind_by_place() -> str:
     frame: Any = sys._getframe(2)
     while frame is not None:
-        file = frame.f_code.co_filename
         if frame.f_code.co_name in GRADIENTS:
             return "gradients"
-        for part, kind in PLACES:
-            if part in file and not file.endswith(NOT_THERE):
-                return kind
+        kind = _kind_of_file(frame.f_code.co_filename)
+        if kind is not None:
+            return kind
         frame = frame.f_back
     return "activations"
+
+
+@cache
+def _kind_of_file(name: str) -> str | None:
+    if name.endswith(NOT_THERE):
+        return None
+    return next((kind for part, kind in PLACES if part in name), None)

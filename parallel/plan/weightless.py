@@ -9,8 +9,8 @@ import mmap
 import sys
 import weakref
 from collections.abc import Callable, Sequence
-from functools import cache
-from typing import Any, NamedTuple, Protocol
+from functools import cache, cached_property
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -27,28 +27,45 @@ ALIASES = {
 }
 """Share the memory of an argument, though torch does not call them views."""
 
+_META = torch.device("meta")
 
-class Operation(NamedTuple):
-    """An operation that was done."""
 
-    function: Any
-    """The dispatcher's function, an `OpOverload`."""
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    result: Any
+class Operation:
+    """An operation that is done: its `result` is there once it was.
+
+    Args:
+        function: The dispatcher's function, an `OpOverload`.
+        args: The call's.
+        kwargs: The call's.
+    """
+
+    def __init__(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.function, self.args, self.kwargs = function, args, kwargs
+        self.result: Any = None
 
     @property
     def name(self) -> str:
         """As `aten::addmm`."""
-        return str(self.function._schema.name)
+        return name_of(self.function)
 
+    @cached_property
     def inputs(self) -> list[Tensor]:
         """Its tensors."""
         return tensors_in((self.args, self.kwargs))
 
+    @cached_property
     def outputs(self) -> list[Tensor]:
         """The tensors that it returned."""
         return tensors_in(self.result)
+
+    @cached_property
+    def key(self) -> tuple[Any, ...]:
+        """What it is but for the numbers of tensors; it has no hash where an argument has none."""
+        return self.function, _described(self.args), _described(self.kwargs)
+
+    def run(self) -> Any:
+        """Does it as torch does."""
+        return self.function(*self.args, **self.kwargs)
 
 
 class Observer(Protocol):
@@ -99,16 +116,15 @@ class Watched(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        named = kwargs or {}
-        result = self.execute(func, args, named)
-        done = Operation(func, args, named, result)
+        operation = Operation(func, args, kwargs or {})
+        operation.result = self.execute(operation)
         for observer in self._observers:
-            observer(done)
-        return result
+            observer(operation)
+        return operation.result
 
-    def execute(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Does the operation."""
-        return function(*args, **kwargs)
+    def execute(self, operation: Operation) -> Any:
+        """Does the operation, and returns its result."""
+        return operation.run()
 
 
 class Weightless(Watched):
@@ -136,58 +152,63 @@ class Weightless(Watched):
         """Takes a tensor's numbers, and those of all that shares its memory, as not known."""
         self._unknown.add(tensor.untyped_storage())
 
-    def execute(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def execute(self, operation: Operation) -> Any:
         """Does the operation on shapes, or on numbers that are known and few."""
-        name, inputs = function._schema.name, tensors_in((args, kwargs))
+        function, args = operation.function, operation.args
+        name, inputs = operation.name, operation.inputs
         if function.namespace == "c10d":
-            return self._collective(function, args, kwargs)
+            return self._collective(function, args, operation.kwargs)
         if name == "_c10d_functional::wait_tensor":
             return args[0]
         unknown = any(map(self.is_unknown, inputs))
         if function is torch.ops.aten._local_scalar_dense.default and unknown:
             return 1.0 if args[0].is_floating_point() else 0
         written = _written(function)
-        is_meta = kwargs.get("device") == torch.device("meta")  # asked for as a shape
+        is_meta = operation.kwargs.get("device") == _META  # asked for as a shape
         makes_tensors = written or _returns_tensors(function)
-        if is_meta or function.is_view or name in ALIASES or not makes_tensors:
-            return function(*args, **kwargs)
+        if is_meta or shares_memory(function) or not makes_tensors:
+            return operation.run()
         known = not unknown and all(each.numel() <= SMALL for each in inputs)
         if known and inputs and function.namespace != "_c10d_functional":
-            return function(*args, **kwargs)
+            return operation.run()
         if written:
-            return self._in_place(function, args, kwargs)
-        on_meta = self._on_meta(function, args, kwargs)
+            return self._in_place(operation)
+        on_meta = self._on_meta(operation)
         if not inputs and all(each.numel() <= SMALL for each in tensors_in(on_meta)):
-            return function(*args, **kwargs)
+            return operation.run()
+        if isinstance(on_meta, Tensor):
+            return self._like(on_meta)
         return mapped(lambda x: self._like(x) if isinstance(x, Tensor) else x, on_meta)
 
-    def _in_place(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _in_place(self, operation: Operation) -> Any:
         """Returns what was written to, whose numbers are not known any more."""
-        schema = function._schema
-        given = {a.name: x for a, x in zip(schema.arguments, args, strict=False)} | kwargs
-        written = [given[name] for name in _written(function)]
+        schema = operation.function._schema
+        positional = zip(schema.arguments, operation.args, strict=False)
+        given = {argument.name: x for argument, x in positional} | operation.kwargs
+        written = [given[name] for name in _written(operation.function)]
         for tensor in tensors_in(written):
             self.forget(tensor)
         if not schema.returns:
             return None
         return written[0] if len(schema.returns) == 1 else tuple(written)
 
-    def _on_meta(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _on_meta(self, operation: Operation) -> Any:
         """The result as tensors that have a shape alone; it must not be changed."""
-        key = (function, _described(args), _described(kwargs))
+        key = operation.key
         try:
             if key not in self._shapes:
-                self._shapes[key] = self._run_on_meta(function, args, kwargs)
+                self._shapes[key] = self._run_on_meta(operation)
         except TypeError:  # an argument that has no hash
-            return self._run_on_meta(function, args, kwargs)
+            return self._run_on_meta(operation)
         return self._shapes[key]
 
-    def _run_on_meta(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run_on_meta(self, operation: Operation) -> Any:
+        function = operation.function
         copies: dict[int, Tensor] = {}
 
         def shape_of(value: Any) -> Any:
             if isinstance(value, torch.device):
-                return torch.device("meta")
+                return _META
             if not isinstance(value, Tensor):
                 return value
             if id(value) not in copies:
@@ -196,9 +217,9 @@ class Weightless(Watched):
                 )
             return copies[id(value)]
 
-        args, kwargs = mapped(shape_of, (args, kwargs))
+        args, kwargs = mapped(shape_of, (operation.args, operation.kwargs))
         if not copies and "device" in {a.name for a in function._schema.arguments}:
-            kwargs = {**kwargs, "device": torch.device("meta"), "pin_memory": False}
+            kwargs = {**kwargs, "device": _META, "pin_memory": False}
         return function(*args, **kwargs)
 
     def _like(self, shape: Tensor) -> Tensor:
@@ -223,6 +244,18 @@ class Weightless(Watched):
 
 
 @cache
+def name_of(function: Any) -> str:
+    """The name of an operation, as `aten::addmm`."""
+    return str(function._schema.name)
+
+
+@cache
+def shares_memory(function: Any) -> bool:
+    """Whether what an operation returns is the memory of an argument, and nothing is written."""
+    return bool(function.is_view) or name_of(function) in ALIASES
+
+
+@cache
 def _written(function: Any) -> tuple[str, ...]:
     """The arguments that an operation writes to."""
     arguments = function._schema.arguments
@@ -235,7 +268,7 @@ def _returns_tensors(function: Any) -> bool:
 
 
 def _described(value: Any) -> Any:
-    """What the shape of a result may depend on, of an argument."""
+    """What an argument is but for the numbers of tensors, as a key."""
     if isinstance(value, Tensor):
         return value.shape, value.stride(), value.dtype
     if isinstance(value, list | tuple):

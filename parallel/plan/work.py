@@ -11,7 +11,13 @@ from torch.utils.flop_counter import flop_registry
 
 from polyad.model.build import initial_value, place
 from polyad.model.kernels import switch
-from polyad.parallel.plan.weightless import ALIASES, Operation, Weightless, mapped
+from polyad.parallel.plan.weightless import (
+    Operation,
+    Weightless,
+    mapped,
+    name_of,
+    shares_memory,
+)
 
 Inputs = TypeVar("Inputs", bound=tuple[Tensor, ...])
 
@@ -43,7 +49,7 @@ class Work(NamedTuple):
     @property
     def name(self) -> str:
         """As `aten::addmm`."""
-        return str(self.function._schema.name)
+        return name_of(self.function)
 
 
 class Phase:
@@ -81,24 +87,24 @@ class Computed:
 
     def __init__(self, phase: Callable[[], str]) -> None:
         self._phase = phase
-        self.times: Counter[str] = Counter()
-        self.of: dict[str, Work] = {}
+        self.times: Counter[Any] = Counter()
+        self.of: dict[Any, Work] = {}
 
     def __call__(self, operation: Operation) -> None:
         """Counts an operation, unless it moves no byte or is a collective."""
         function = operation.function
-        if function.is_view or operation.name in ALIASES or "c10d" in function.namespace:
+        if shares_memory(function) or "c10d" in function.namespace:
             return
         if "empty" in operation.name:
             return
-        tensors = operation.inputs() + operation.outputs()
+        tensors = operation.inputs + operation.outputs
         moved = sum(each.nbytes for each in tensors)
         if not moved:
             return
-        args, kwargs = mapped(_shape, (operation.args, operation.kwargs))
         phase = self._phase()
-        key = f"{phase} {function} {args} {kwargs}"
+        key = phase, operation.key
         if key not in self.of:
+            args, kwargs = mapped(_shape, (operation.args, operation.kwargs))
             largest = max(tensors, key=lambda each: each.nbytes)
             self.of[key] = Work(
                 function, args, kwargs, phase, flops_of(operation), moved, largest.dtype

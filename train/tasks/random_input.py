@@ -83,12 +83,21 @@ def training_flops(model: ModelSettings, sequences: int = 1, length: int | None 
     Raises:
         ValueError: What the data decides is not filled in.
     """
-    begin, end = _in_run(model, at_end=False), _in_run(model, at_end=True)
-    counted = [
-        forward_flops(build_model(each), _batch(each, range(sequences), length), losses_for(each))
-        for each in ([begin] if begin == end else [begin, end])
-    ]
-    return round(3 * sum(counted) / (len(counted) * model.units_per_sample()))
+    key = repr(model), sequences, length
+    if key not in _counted:
+        begin, end = _in_run(model, at_end=False), _in_run(model, at_end=True)
+        forward = [
+            forward_flops(
+                build_model(each), _batch(each, range(sequences), length), losses_for(each)
+            )
+            for each in ([begin] if begin == end else [begin, end])
+        ]
+        _counted[key] = round(3 * sum(forward) / (len(forward) * model.units_per_sample()))
+    return _counted[key]
+
+
+_counted: dict[tuple[str, int, int | None], int] = {}
+"""What was counted before: the variants of a study are often one model."""
 
 
 def _in_run(model: ModelSettings, *, at_end: bool) -> ModelSettings:
