@@ -96,6 +96,7 @@ def test_a_wheel_holds_all_that_is_read_and_takes_one_name(wheel: Path) -> None:
     assert "polyad/py.typed" in names
 
 
+@pytest.mark.slow
 def test_a_wheel_works_in_a_folder_with_files_called_as_ours(
     environment: Path, project: Path
 ) -> None:

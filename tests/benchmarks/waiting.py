@@ -205,16 +205,15 @@ class Waiting(Watched):
         finally:
             self._restore()
 
-    def execute(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def execute(self, operation: Operation) -> Any:
         """Does the operation, and notes the time if it is a collective or waits for one."""
-        if "c10d" not in function.namespace:
+        if "c10d" not in operation.function.namespace:
             self._latest = None
-            return function(*args, **kwargs)
-        if function._schema.name == "_c10d_functional::wait_tensor":
-            key = args[0].untyped_storage()._cdata
-            return self._wait(key, lambda: function(*args, **kwargs))
+            return operation.run()
+        if operation.name == "_c10d_functional::wait_tensor":
+            return self._wait(operation.args[0].untyped_storage()._cdata, operation.run)
         call = _Open(self._clock.stamp(), self._clock.is_beside())
-        result = function(*args, **kwargs)
+        result = operation.run()
         self._latest = call
         for key, kept in _waitable(result):
             self._under_way[key] = call, kept

@@ -15,6 +15,7 @@ from polyad.data.errors import DataError
 from polyad.data.sampler import loader_of, micro_batches
 from polyad.data.text.dataset import TokenStream
 from polyad.data.text.samples import TrainingSamples
+from tests.helpers.everyday import everyday
 
 ROOT = Path(__file__).resolve().parents[2]
 T, SEED, B = 64, 1234, 8
@@ -170,7 +171,7 @@ def test_memory_keeps_two_epochs(samples):
     assert samples[0].shape == (T + 1,)
 
 
-@pytest.mark.parametrize("end", ["del cycle; gc.collect()", "pass"])
+@everyday("end", ["del cycle; gc.collect()", "pass"], keep=["pass"])
 def test_a_process_ends_that_leaves_a_loader_as_garbage_or_open(end: str) -> None:
     """Its workers ignore SIGTERM, by which torch and multiprocessing would end them."""
     code = f"""

@@ -35,7 +35,7 @@ def everyday(
             pytest.param(
                 *([case] if single else case),
                 id=label,
-                marks=() if case in keep or label in keep else pytest.mark.slow,
+                marks=() if case in keep or (label and label in keep) else pytest.mark.slow,
             )
             for case, label in zip(cases, labels, strict=True)
         ],

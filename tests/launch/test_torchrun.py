@@ -16,6 +16,7 @@ import pytest
 from polyad.launch.torchrun import STOP_FILE, _stopped, forget_stop, tell_launcher
 from polyad.launch.via.command import torchrun
 from polyad.parallel.checkpoint.keeping import complete_checkpoints
+from tests.helpers.everyday import everyday
 
 pytestmark = pytest.mark.distributed
 
@@ -36,6 +37,7 @@ def test_word_of_a_stop_is_left_for_our_agent_alone(
     assert _stopped() == 0
 
 
+@pytest.mark.slow
 def test_workers_of_an_agent_that_is_the_first_process_of_a_container_start(tmp_path: Path) -> None:
     unshare = shutil.which("unshare")
     if (
@@ -106,7 +108,7 @@ def test_what_a_run_of_one_host_listens_on_is_loopback_alone(config: Path) -> No
     assert {address for _, address in listening} == {"127.0.0.1"}
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@everyday("rank", [0, 1], keep=[1])
 def test_a_process_that_alone_cannot_start_says_why_once(
     rank: int, config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -118,7 +120,9 @@ def test_a_process_that_alone_cannot_start_says_why_once(
     agent = start(config)
     _, said = agent.communicate(timeout=60)
     assert agent.returncode == 2
-    (line,) = said.splitlines()
+    lines = said.splitlines()
+    assert len(lines) == 1, lines
+    (line,) = lines
     assert "POLYAD_PLUGINS: broken: cannot be imported: AssertionError" in line
     left = [*tmp_path.glob("torchelastic_*"), *tmp_path.glob("polyad-*")]
     assert not left
@@ -128,6 +132,7 @@ def loaders_of(worker: psutil.Process) -> list[psutil.Process]:
     return [each for each in worker.children() if "spawn_main" in " ".join(each.cmdline())]
 
 
+@pytest.mark.slow
 def test_a_loader_process_that_is_killed_is_one_line(config: Path) -> None:
     words = ["train.steps=100000", "checkpoint.every=0", "data.num_workers=2"]
     agent = start(config, *words, restarts=0)
@@ -146,6 +151,7 @@ def test_a_loader_process_that_is_killed_is_one_line(config: Path) -> None:
     assert not alive
 
 
+@pytest.mark.slow
 def test_loader_processes_whose_parent_ended_while_they_started_end_too(config: Path) -> None:
     words = ["train.steps=100000", "checkpoint.every=0", "data.num_workers=1"]
     agent = start(config, *words, restarts=0)

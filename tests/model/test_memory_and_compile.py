@@ -169,9 +169,12 @@ MIXER = {"kind": "mixer", "image_size": 8, "patch_size": 4, "hidden_size": 16, "
 ROUTED = {"kind": "smoe", "num_experts": 4, "expert_hidden_size": 8, "expert_dropout": 0.1}
 
 
-@pytest.mark.parametrize("drop_path", [0.0, 0.5])
-@pytest.mark.parametrize(
-    "section", [VIT, MIXER, VIT | {"feed_forward": ROUTED}], ids=["vit", "mixer", "v-moe"]
+@everyday("drop_path", [0.0, 0.5], keep=[0.5])
+@everyday(
+    "section",
+    [VIT, MIXER, VIT | {"feed_forward": ROUTED}],
+    keep=["mixer", "v-moe"],
+    ids=["vit", "mixer", "v-moe"],
 )
 def test_blocks_that_drop_at_other_rates_share_a_program(section, drop_path):
     model = build_model(read_model_config(section | {"drop_path": drop_path}))

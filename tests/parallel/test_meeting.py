@@ -13,6 +13,7 @@ import pytest
 
 from polyad.parallel.addresses import STORE, listener
 from polyad.parallel.meeting import comparison
+from tests.helpers.everyday import everyday
 
 pytestmark = pytest.mark.distributed
 
@@ -53,11 +54,11 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-@pytest.fixture(params=["tcp", "file"])
-def place(request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, str]:
+@pytest.fixture
+def place(store: str, tmp_path: Path) -> dict[str, str]:
     """Where processes meet, as variables: a port of rank 0, or a file of the host."""
     there = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    return there | ({STORE: str(tmp_path / "store")} if request.param == "file" else {})
+    return there | ({STORE: str(tmp_path / "store")} if store == "file" else {})
 
 
 def ends(processes: "list[subprocess.Popen[str]]") -> list[tuple[int, str]]:
@@ -69,10 +70,12 @@ def ends(processes: "list[subprocess.Popen[str]]") -> list[tuple[int, str]]:
     return found
 
 
+@everyday("store", ["tcp", "file"], keep=["tcp"])
 def test_processes_that_agree_go_on(place: dict[str, str]) -> None:
     assert ends([start(place, rank, "") for rank in range(2)]) == [(0, "2.0"), (0, "2.0")]
 
 
+@everyday("store", ["tcp", "file"], keep=["file"])
 def test_processes_that_do_not_agree_all_refuse(place: dict[str, str]) -> None:
     found = ends([start(place, rank, "other" if rank == 2 else "", 3) for rank in range(3)])
     host = socket.gethostname()
@@ -81,7 +84,8 @@ def test_processes_that_do_not_agree_all_refuse(place: dict[str, str]) -> None:
     assert all(said.startswith(line) for _, said in found), found
 
 
-@pytest.mark.parametrize("failing", [0, 1])
+@everyday("store", ["tcp", "file"], keep=["tcp"])
+@everyday("failing", [0, 1], keep=[1])
 def test_a_process_that_fails_ends_those_that_wait(failing: int, place: dict[str, str]) -> None:
     started = time.monotonic()
     found = ends([start(place, rank, "fail" * (rank == failing), minutes=30) for rank in range(2)])
@@ -92,6 +96,7 @@ def test_a_process_that_fails_ends_those_that_wait(failing: int, place: dict[str
     assert f"(rank {failing}) ended before the first step: data.path: gone" in said
 
 
+@everyday("store", ["tcp", "file"], keep=["file"])
 def test_a_process_that_does_not_come_is_named_at_the_deadline(place: dict[str, str]) -> None:
     ((status, said),) = ends([start(place, 0, "", size=3, minutes=0.05)])
     assert status == 1

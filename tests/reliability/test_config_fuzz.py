@@ -127,11 +127,6 @@ def fuzz(examples: int) -> settings:
     )  # fmt: skip
 
 
-def trees(kind: str, edits: list[tuple[str, Any]], words: list[str]) -> None:
-    check(yaml.safe_dump(changed(kind, edits)), words)
-
-
-tree_inputs = given(st.sampled_from(sorted(FEED_FORWARDS)), changes, overrides)
 text_inputs = given(
     st.one_of(
         st.text(max_size=60),
@@ -142,10 +137,10 @@ text_inputs = given(
 )  # fmt: skip
 
 
-@fuzz(200)
-@tree_inputs
+@fuzz(60)
+@given(st.sampled_from(sorted(FEED_FORWARDS)), changes, overrides)
 def test_changed_configurations(kind: str, edits: list[tuple[str, Any]], words: list[str]) -> None:
-    trees(kind, edits, words)
+    check(yaml.safe_dump(changed(kind, edits)), words)
 
 
 @fuzz(100)
@@ -155,12 +150,13 @@ def test_any_text(text: str | bytes) -> None:
 
 
 @pytest.mark.slow
-@fuzz(4000)
-@tree_inputs
-def test_thousands_of_changed_configurations(
+@pytest.mark.parametrize("kind", sorted(FEED_FORWARDS))
+@fuzz(1000)
+@given(changes, overrides)
+def test_a_thousand_changed_configurations(
     kind: str, edits: list[tuple[str, Any]], words: list[str]
 ) -> None:
-    trees(kind, edits, words)
+    check(yaml.safe_dump(changed(kind, edits)), words)
 
 
 @pytest.mark.slow

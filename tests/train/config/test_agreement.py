@@ -15,6 +15,7 @@ from polyad.parallel.meeting import comparison
 from polyad.train.config.agreement import VARIABLES, agreed_facts, folder_digest
 from polyad.train.config.run import load_config
 from polyad.train.tasks.registry import open_task
+from tests.helpers.everyday import everyday
 from tests.helpers.runs import write_config
 
 KEYS = [
@@ -97,7 +98,7 @@ def test_processes_with_other_text_behind_one_key_train_no_step(
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("key", ["checkpoint.init_from", "distill.teacher"])
+@everyday("key", ["checkpoint.init_from", "distill.teacher"], keep=["distill.teacher"])
 def test_processes_with_another_checkpoint_at_one_place_train_no_step(
     key: str, forks: Any, tmp_path: Path, prepared_path: Path
 ) -> None:

@@ -10,6 +10,7 @@ from polyad.parallel.checkpoint.finding import read_newest
 from polyad.parallel.checkpoint.storage import discard
 from polyad.parallel.checkpoint.verification import Manifest
 from polyad.parallel.weights import load_model
+from tests.helpers.everyday import everyday
 from tests.helpers.runs import weights_of
 
 pytestmark = pytest.mark.distributed
@@ -40,7 +41,7 @@ def deletes_the_newest(monkeypatch, run, *, while_it_opens):
         monkeypatch.setattr(reading, "patiently_opened", first(reading.patiently_opened))
 
 
-@pytest.mark.parametrize("while_it_opens", [True, False])
+@everyday("while_it_opens", [True, False], keep=[False])
 @pytest.mark.parametrize(
     "command",
     [

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from polyad.launch.cli import run as polyad
+from tests.helpers.everyday import everyday
 from tests.helpers.lost_disk import (
     error_of_a_full_tensorboard,
     run_that_loses_its_folder,
@@ -55,7 +56,7 @@ def test_a_folder_that_is_gone_is_noticed_at_the_next_record(workers, config, tm
     assert (tmp_path / "elsewhere" / "checkpoints" / "step-00000002").exists() == moved
 
 
-@pytest.mark.parametrize("asynchronous", ["true", "false"])
+@everyday("asynchronous", ["true", "false"], keep=["true"])
 def test_all_processes_end_when_their_folder_is_gone(forks, config, tmp_path, asynchronous):
     options = ["train.steps=100000", f"checkpoint.asynchronous={asynchronous}"]
     process = forks.start(tmp_path / "logs", ["train", str(config), *options])

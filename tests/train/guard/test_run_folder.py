@@ -10,6 +10,7 @@ import pytest
 
 from polyad.parallel.config import CheckpointConfig
 from polyad.train.errors import ConfigError
+from polyad.train.guard import run_folder
 from polyad.train.guard.run_folder import check_room
 from tests.helpers.runs import write_config
 
@@ -33,6 +34,7 @@ def work_in_a_folder_of_its_own(hosts: Path, rank: int) -> None:
     own = hosts / f"host-{rank}"
     own.mkdir()
     os.chdir(own)
+    run_folder.SEEN_WITHIN = 0.5
 
 
 def test_a_run_folder_that_is_another_one_on_a_host_is_refused_before_the_first_step(
