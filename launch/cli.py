@@ -15,6 +15,7 @@ from polyad.launch.ending import guard
 from polyad.launch.parser import UsageError, nearest
 from polyad.launch.plugins import load_plugins
 from polyad.launch.signals import stop_at_signals, unblock_signals
+from polyad.train.results import aligned
 
 TRAINING = frozenset({"train", "launch", "study"})
 """Commands that a signal ends in order: what they have done is saved, and a line says so."""
@@ -88,8 +89,8 @@ def _dispatch(argv: Sequence[str]) -> int:
 
 
 def _listed(names: Sequence[str]) -> str:
-    width = max(len(name) for name in names)
-    return "\n".join(f"  {name:{width}}  {COMMANDS[name].summary}" for name in names)
+    lines = aligned([(name, COMMANDS[name].summary) for name in names], "<")
+    return "\n".join(f"  {line}" for line in lines)
 
 
 def _group_overview(name: str, group: Sequence[str]) -> str:

@@ -18,6 +18,7 @@ from polyad.launch.child import STOPPED, polyad
 from polyad.launch.cli import run as run_command
 from polyad.train.errors import stopped
 from polyad.train.records import last_loss, median_rate, peak_memory, read_records
+from polyad.train.results import aligned
 
 ROOT = Path(__file__).resolve().parent.parent
 PROCESSES = 2
@@ -101,8 +102,7 @@ class Journey(ABC):
         except StepFailed as error:
             return error.status
         rows.append(("time", f"{time.monotonic() - started:.0f} s"))
-        width = max(len(name) for name, _ in rows)
-        print("\n" + "\n".join(f"{name:{width}}  {value}" for name, value in rows), flush=True)
+        print("\n".join(["", *aligned(rows, "<")]), flush=True)
         return 0
 
     def _steps(self) -> list[tuple[str, str]]:

@@ -1,10 +1,9 @@
 """What a command prints: results on standard output, everything else on standard error."""
 
 import json
-import math
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import IO, Any, TextIO
 
 from polyad.data.files import named
 from polyad.launch.parser import UsageError
+from polyad.train.results import aligned, json_value
 
 
 @contextmanager
@@ -123,7 +123,7 @@ def show(result: dict[str, Any], table: str, json_path: str | None, stdout: Text
             wants no JSON.
         stdout: where results go.
     """
-    text = json.dumps(strict(result), indent=2, allow_nan=False) + "\n"
+    text = json.dumps(json_value(result), indent=2, allow_nan=False) + "\n"
     if json_path == "-":
         stdout.write(text)
         return
@@ -134,22 +134,6 @@ def show(result: dict[str, Any], table: str, json_path: str | None, stdout: Text
             Path(json_path).write_text(text, encoding="utf-8")
 
 
-def strict(value: Any) -> Any:
-    """Replaces NaN and infinities, which JSON cannot write, by null."""
-    if isinstance(value, dict):
-        return {key: strict(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [strict(inner) for inner in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def align(rows: list[tuple[str, ...]]) -> str:
+def align(rows: Sequence[Sequence[str]]) -> str:
     """Rows as columns: the first to the left, as names are, the others to the right, as numbers."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return "\n".join(
-        "  ".join(
-            cell.ljust(width) if i == 0 else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    )
+    return "\n".join(aligned(rows))

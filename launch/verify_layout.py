@@ -20,8 +20,8 @@ from polyad.launch.machine import (
     end_with_launcher,
     prepare_environment,
 )
-from polyad.launch.output import align
 from polyad.train.errors import ConfigError, RunError
+from polyad.train.results import aligned
 
 if TYPE_CHECKING:
     from polyad.train.config.run import RunConfig
@@ -137,8 +137,7 @@ def table(result: dict[str, Any]) -> str:
         apart = about["largest_difference"]
         shown = "none" if not apart else f"{apart:.1e}  {about['of']}"
         rows.append((kind, f"{about['compared']}", shown))
-    columns = align([row[:2] for row in rows]).splitlines()
-    lines = [f"{left}  {row[2]}" for left, row in zip(columns, rows, strict=True)]
+    lines = aligned(rows, "<><")
     most = max(each["largest_difference"] for each in result["differences"].values())
     end = f"equal to {most:.0e}" if result["equal"] else f"{result['wrong_in_all']} numbers differ"
     return "\n".join([f"{result['processes']} processes: {shape}", *lines, end])

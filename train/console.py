@@ -1,10 +1,10 @@
-"""What a command shows a person while it works, and numbers as JSON can write them."""
+"""What a command shows a person while it works."""
 
 import math
 import os
 import sys
 import time
-from typing import Any, TextIO
+from typing import TextIO
 
 USUAL_COLUMNS = 80
 
@@ -109,12 +109,3 @@ def duration(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
-
-
-def json_number(value: Any) -> Any:
-    """A JSON value with null for the numbers that JSON cannot write, however deep they are."""
-    if isinstance(value, dict):
-        return {name: json_number(each) for name, each in value.items()}
-    if isinstance(value, list):
-        return [json_number(each) for each in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

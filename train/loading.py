@@ -16,9 +16,10 @@ from polyad.parallel.checkpoint.finding import best_checkpoint, newest_of, read_
 from polyad.parallel.weights import Choice, Weights, load_model, open_weights
 from polyad.parallel.zero import DTYPES, Precision
 from polyad.train.errors import ConfigError
-from polyad.train.evaluation.evaluate import evaluate_opened, open_data_for
+from polyad.train.evaluation.evaluate import evaluate_opened
 from polyad.train.evaluation.generate import Sampling, continue_text
 from polyad.train.experts.decisions import TextExperts, experts_of
+from polyad.train.reading import open_data_for
 from polyad.train.tasks.language import language_model
 from polyad.train.tasks.tokenizers import need_tokenizer
 

@@ -27,6 +27,7 @@ COMMANDS: dict[str, Command] = {
         evaluate.specialize,
         evaluate.rewrite,
         evaluate.steer,
+        evaluate.take,
         runs.validate,
         runs.schema,
         runs.doctor,

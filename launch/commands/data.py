@@ -165,8 +165,7 @@ def _prepare_images(
             overwrite=options.overwrite,
         )
         rows = list(prepared_rows(manifest, Path(options.output), time.monotonic() - started))
-        width = max(len(name) for name, _ in rows)
-        stdout.write("".join(f"{name:{width}}  {value}\n" for name, value in rows))
+        stdout.write("".join(f"{line}\n" for line in aligned(rows, "<")))
 
 
 @command(

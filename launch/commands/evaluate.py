@@ -213,14 +213,8 @@ def specialize(
     Entropies of the gates, and what experts tell about classes, of text about classes of tokens;
     of images also for how many classes each expert matters, by leaving it out.
     """
-
-    def measure(checkpoint: Path) -> Found:
-        from polyad.train.evaluation.specialization import specialization, specialization_table
-
-        result = specialization(checkpoint, **held.keywords(overrides))
-        return result, specialization_table(result)
-
-    _show("experts specialize", path, held, {"overrides": overrides}, measure)
+    asked = {"overrides": overrides}
+    _show("experts specialize", path, held, asked, _measured("specialization", held, overrides))
 
 
 Layers = Annotated[
@@ -285,23 +279,47 @@ def steer(
 
 
 def _knock_out(name: str, path: Path, held: Stored, asked: dict[str, Any]) -> None:
-    def measure(checkpoint: Path) -> Found:
-        from polyad.train.evaluation.knockout import knockout
-        from polyad.train.evaluation.knockout_table import knockout_table
-        from polyad.train.experts.knockout_pass import KNOCKOUT_TOKENS
-        from polyad.train.experts.steering import parse_steering
+    from polyad.train.experts.steering import parse_steering
 
-        result = knockout(
-            checkpoint,
-            tokens=asked["tokens"] or KNOCKOUT_TOKENS,
-            layers=asked["layers"],
-            experts=asked["experts"],
-            steerings=[parse_steering(text) for text in asked.get("steer", ())],
-            **held.keywords(asked["overrides"]),
-        )
-        return result, knockout_table(result)
+    given = {"layers": asked["layers"], "experts": asked["experts"]}
+    given["steerings"] = [parse_steering(text) for text in asked.get("steer", ())]
+    if asked["tokens"] is not None:
+        given["tokens"] = asked["tokens"]
+    _show(name, path, held, asked, _measured("knockout", held, asked["overrides"], **given))
 
-    _show(name, path, held, asked, measure)
+
+@command("experts measure", "polyad experts measure runs/quickstart/run --name NAME")
+def take(
+    path: CheckpointOrRun,
+    overrides: Overrides,
+    *,
+    name: Annotated[
+        str, Argument("of the measure, which a plugin (POLYAD_PLUGINS) may have added", "NAME")
+    ],
+    held: Stored,
+) -> None:
+    """Takes a measure of experts over held-out data."""
+    from polyad.train.measures.registry import MEASURES
+
+    if name not in MEASURES:
+        raise UsageError(f"--name: {name!r} is not allowed; {', '.join(MEASURES)} are")
+    asked = {"overrides": overrides, "measure": name}
+    _show("experts measure", path, held, asked, _measured(name, held, overrides))
+
+
+def _measured(
+    name: str, held: Stored, overrides: Sequence[str], **options: Any
+) -> Callable[[Path], Found]:
+    """What takes a measure of the registry of a checkpoint."""
+
+    def take_it(checkpoint: Path) -> Found:
+        from polyad.train.measures.measure import measure
+        from polyad.train.measures.registry import MEASURES
+
+        found = measure(checkpoint, MEASURES[name], **options, **held.keywords(overrides))
+        return found.to_json(), found.text()
+
+    return take_it
 
 
 @command("experts rewrite", "polyad experts rewrite runs/quickstart/run --move class=1,of=Young:0")

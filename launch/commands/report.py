@@ -82,7 +82,7 @@ def report(
     from polyad.launch.machine import prepare_environment
 
     prepare_environment()
-    from polyad.train.experts.report.command import report, report_line
+    from polyad.train.report.command import report, report_line
 
     with results(json) as show:
         result = report(

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from polyad.launch.doctor.facts import facts_of, probe_folder, shared_folder_facts
 from polyad.launch.doctor.findings import findings
-from polyad.launch.output import align
 from polyad.train.console import in_bytes
 from polyad.train.errors import RunError
+from polyad.train.results import aligned
 
 if TYPE_CHECKING:
     from polyad.parallel.comm import World
@@ -132,8 +132,7 @@ def table(result: dict[str, Any]) -> str:
                 f"{measured['clocks'][members[0]]:+.3f} s",
             )
         )
-    lines = align(rows).splitlines()
-    lines += _links(measured)
+    lines = [*aligned(rows), *_links(measured)]
     lines += [f"error: {text}" for text in result["errors"]]
     lines += [f"warning: {text}" for text in result["warnings"]]
     if not result["errors"]:
@@ -152,7 +151,7 @@ def _links(measured: dict[str, Any]) -> list[str]:
             least, most = (f"{in_bytes(speed)}/s" for speed in (min(speeds), max(speeds)))
             span = f"{least} to {most}" if len(speeds) > 1 else most
             rows.append((what, span, f"{len(speeds)} measured"))
-    return align(rows).splitlines() if rows else []
+    return aligned(rows) if rows else []
 
 
 def check(result: dict[str, Any]) -> None:

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from polyad.launch.output import align
 from polyad.train.console import duration, in_bytes
+from polyad.train.results import aligned
 
 EVERY = 1e-4
 """Of a step: collectives that take less of the bytes are one line together."""
@@ -50,7 +50,7 @@ def _memory(memory: dict[str, int], largest: dict[str, int]) -> list[str]:
             rows.append((f"  {kind}", in_bytes(memory.get(kind, 0)), most))
     rows.append(("  total", in_bytes(memory["total"]), ""))
     rows.append(("  there is", in_bytes(memory["device"]), ""))
-    return _aligned(rows)
+    return aligned(rows)
 
 
 def _recompute(modes: dict[str, dict[str, Any]]) -> list[str]:
@@ -66,7 +66,7 @@ def _recompute(modes: dict[str, dict[str, Any]]) -> list[str]:
         )
         for mode, each in modes.items()
     ]
-    return ["", *_aligned(rows)]
+    return ["", *aligned(rows)]
 
 
 def _exchanges(exchanges: list[dict[str, Any]]) -> list[str]:
@@ -94,7 +94,7 @@ def _exchanges(exchanges: list[dict[str, Any]]) -> list[str]:
         )
     if small[0]:
         rows.append(("  small ones", "", "", "", f"{small[0]:,}", in_bytes(small[1])))
-    return _aligned(rows)
+    return aligned(rows)
 
 
 def _step(result: dict[str, Any], unit: str) -> list[str]:
@@ -132,7 +132,7 @@ def _step(result: dict[str, Any], unit: str) -> list[str]:
         found = result["measured"]
         off = f"prediction {found['prediction_off_by']:+.0%}"
         rows.append(("measured", f"{found['step_seconds']:.3g} s", off))
-    return _aligned(rows)
+    return aligned(rows)
 
 
 def _saving(checkpoint: dict[str, Any], seconds: float) -> list[str]:
@@ -155,7 +155,7 @@ def _saving(checkpoint: dict[str, Any], seconds: float) -> list[str]:
                 f"{duration(every * seconds)}; {checkpoint['lost_share_then']:.2%} lost",
             )
         )
-    return _aligned(rows)
+    return aligned(rows)
 
 
 def _layouts(layouts: list[dict[str, Any]], unit: str) -> list[str]:
@@ -185,8 +185,4 @@ def _scaling(kind: str, points: list[dict[str, Any]], unit: str) -> list[str]:
         )
         for point in points
     ]
-    return _aligned(rows)
-
-
-def _aligned(rows: list[Any]) -> list[str]:
-    return align([tuple(map(str, row)) for row in rows]).splitlines()
+    return aligned(rows)

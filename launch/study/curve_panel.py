@@ -8,7 +8,7 @@ from itertools import groupby
 from polyad.launch.study.drawing import FOOT, HEAD, WIDTH, Scale, heading, scale, span
 from polyad.launch.study.result import Difference, StudyResult, Validation
 from polyad.launch.study.sentences import amount
-from polyad.train.experts.report.charts import ticks
+from polyad.train.page.charts import ticks
 
 CURVES_HEIGHT = 280
 LEFT, RIGHT = 58, 12

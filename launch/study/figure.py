@@ -38,7 +38,7 @@ from polyad.launch.study.result import (
     parts_of,
 )
 from polyad.launch.study.results import measures
-from polyad.train.experts.report.charts import ticks
+from polyad.train.page.charts import ticks
 
 NAMES = 140
 """Width of the variants' names."""

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from polyad.data.json_reader import read_json
-from polyad.launch.output import say, strict
+from polyad.launch.output import say
 from polyad.launch.study.folder import write_json
 from polyad.launch.study.jobs import CommandFailed, Work
 from polyad.launch.study.measures import Measure, forget
@@ -23,6 +23,7 @@ from polyad.train.records import (
     read_records,
     records_of,
 )
+from polyad.train.results import json_value
 from polyad.train.state import TrainState
 from polyad.train.study.study import Run
 
@@ -68,7 +69,7 @@ def finishing(run: Run, jobs: int) -> Work:
 
 def _keep(run: Run, result: Mapping[str, Any]) -> dict[str, Any]:
     """Writes a result; what was measured of an earlier one is no longer true."""
-    kept: dict[str, Any] = strict(dict(result))
+    kept: dict[str, Any] = json_value(dict(result))
     forget(run)
     write_json(run.result_file, kept)
     return kept

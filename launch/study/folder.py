@@ -13,9 +13,9 @@ from typing import Any
 
 from polyad.data.files import locked, write_whole
 from polyad.data.json_reader import read_json
-from polyad.launch.output import strict
 from polyad.train.errors import ConfigError
 from polyad.train.guard.run_folder import check_place
+from polyad.train.results import json_value
 from polyad.train.study.config import StudyData
 from polyad.train.study.study import Run, Study, changed_key
 
@@ -188,7 +188,7 @@ def _read(path: Path, keys: tuple[str, ...]) -> dict[str, Any]:
 def write_json(path: Path, tree: dict[str, Any]) -> None:
     """Writes a file whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, json.dumps(strict(tree), indent=1, allow_nan=False) + "\n")
+    write_whole(path, json.dumps(json_value(tree), indent=1, allow_nan=False) + "\n")
 
 
 @contextmanager

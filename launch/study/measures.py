@@ -11,8 +11,6 @@ runs/VARIANT/seed-N.knockout.json    what each expert is for, if the study has `
 A measure that is added later is made of the checkpoints that are there: nothing is trained again.
 """
 
-import math
-import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +19,7 @@ from typing import Any
 from polyad.data.json_reader import read_json
 from polyad.launch.study.folder import write_json
 from polyad.train.errors import ConfigError, RunError
+from polyad.train.measures.registry import MEASURES
 from polyad.train.records import (
     METRICS_FILE,
     head_changes,
@@ -31,15 +30,9 @@ from polyad.train.records import (
 from polyad.train.study.study import Run, Study, Variant
 
 KEYS = ("loss", "split", "step", "attack", "leak")
-"""Of what `polyad evaluate` gives, those that are read here."""
-LEFT_OUT = ("layers", "split", "step")
-"""Of what `polyad evaluate --specialization` and `--knockout` give."""
-OF_LAYERS = ("specialization", "knockout")
-"""Kinds of measures that say something of each layer."""
-SIDES = ("read", "predicted")
-"""Tokens by whose classes harm is looked at: those that are read, where they are known."""
-USED = 0.01
-"""The least share of all that an expert in use has."""
+"""Of what `polyad evaluate` gives of scores, those that are read here."""
+OF_EXPERTS = ("layers", "split", "step")
+"""Of what it gives of a measure of experts, those that every one has."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +68,10 @@ class Measure:
         split = ("--split", self.run.study.config.split)
         return "evaluate", str(self.path), *split, *self.options
 
+    @property
+    def _keys(self) -> tuple[str, ...]:
+        return OF_EXPERTS if self.kind in MEASURES else KEYS
+
     def read(self) -> dict[str, Any] | None:
         """Its result; None if there is none, or one that was made otherwise.
 
@@ -83,7 +80,7 @@ class Measure:
         """
         if not self.file.exists():
             return None
-        tree = _read(self.file, LEFT_OUT if self.kind in OF_LAYERS else KEYS)
+        tree = _read(self.file, self._keys)
         return tree if settings_of(tree) == self.settings else None
 
     def keep(self, written: Path) -> dict[str, Any]:
@@ -92,12 +89,10 @@ class Measure:
         Raises:
             RunError: a loss is not finite.
         """
-        if self.kind in OF_LAYERS:
-            tree = _read(written, LEFT_OUT)
-            if self.kind == "knockout":
-                tree = _without_tables(tree, self.settings)
+        tree = _read(written, self._keys)
+        if self.kind in MEASURES:
+            tree = {**MEASURES[self.kind].kept(tree), self.kind: self.settings[self.kind]}
         else:
-            tree = _read(written, KEYS)
             leak = tree["leak"] or {}
             known = (v for k, v in leak.items() if k != "prefix_standard_error")
             if None in (tree["loss"], *known):
@@ -109,9 +104,10 @@ class Measure:
 
 def settings_of(tree: dict[str, Any]) -> dict[str, Any]:
     """How a result was made, as far as a study can ask for it one way or another."""
-    if "knockout" in tree:
-        return {"split": tree["split"], "knockout": tree["knockout"]}
-    if "layers" in tree:
+    for name in MEASURES:
+        if name in tree:
+            return {"split": tree["split"], name: tree[name]}
+    if "layers" in tree:  # as earlier studies kept it
         return {"split": tree["split"], "specialization": True}
     attack, leak = tree["attack"], tree["leak"]
     return {
@@ -143,24 +139,16 @@ def measures_of(run: Run) -> Iterator[Measure]:
                 options=("--leak", f"{leak.tokens}"),
                 settings=_settings(run, leak=[step, leak.tokens]),
             )
-    if config.specialization and run.variant.has_experts:
-        yield Measure(
-            run=run,
-            name="specialization",
-            path=run.folder,
-            options=(*best, "--specialization"),
-            settings={"split": config.split, "specialization": True},
-        )
-    if (knockout := config.knockout) is not None and run.variant.has_experts:
-        tokens, layers = f"{knockout.tokens}", ",".join(map(str, knockout.layers))
-        chosen = ("--layers", layers) if layers else ()
-        yield Measure(
-            run=run,
-            name="knockout",
-            path=run.folder,
-            options=(*best, "--knockout", "--probe-tokens", tokens, *chosen),
-            settings={"split": config.split, "knockout": knockout.model_dump()},
-        )
+    for name, kind in MEASURES.items() if run.variant.has_experts else ():
+        if (asked := kind.of_study(config)) is not None:
+            options, settings = asked
+            yield Measure(
+                run=run,
+                name=name,
+                path=run.folder,
+                options=(*best, f"--{name}", *options),
+                settings={"split": config.split, name: settings},
+            )
 
 
 def _settings(run: Run, **given: Any) -> dict[str, Any]:
@@ -190,9 +178,9 @@ def read_measures(run: Run) -> dict[str, Any]:
 
     Returns:
         `attack`: the first two scores; `leak`: by step what `polyad evaluate --leak` says and the
-        loss; `specialization` and `knockout`: as `_specialization` and `_knockout` say;
-        `fluctuation`: as `last_fluctuation`; `head_changes` and `validations`: as the functions
-        say. Each only where it is known.
+        loss; by the name of each measure of experts its `numbers`; `fluctuation`: as
+        `last_fluctuation`; `head_changes` and `validations`: as the functions say. Each only where
+        it is known.
     """
     found: dict[str, Any] = {}
     task = run.study.task
@@ -205,10 +193,8 @@ def read_measures(run: Run) -> dict[str, Any]:
             found["attack"] = {name: tree[name] for name in names}
             counted = ("words", "replaced")
             found["attack"] |= {k: v for k, v in tree["attack"].items() if k in counted}
-        elif measure.kind == "specialization":
-            found["specialization"] = _specialization(tree["layers"])
-        elif measure.kind == "knockout":
-            found["knockout"] = _knockout(tree["layers"])
+        elif measure.kind in MEASURES:
+            found[measure.kind] = MEASURES[measure.kind].numbers(tree)
         else:
             leaks = found.setdefault("leak", {})
             leaks[f"{tree['step']}"] = {"loss": tree["loss"], **tree["leak"]}
@@ -220,79 +206,6 @@ def read_measures(run: Run) -> dict[str, Any]:
             found["head_changes"] = changes
         found["validations"] = validations(records, task.validation_score, f"{task.unit.name}s")
     return found
-
-
-def _specialization(layers: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
-    """How experts divide the work, as means over layers and their levels.
-
-    Args:
-        layers: what `polyad evaluate --specialization` says of each.
-
-    Returns:
-        What is known: polysemanticity over the layers with an expert that matters; the share of
-        experts that matter to any class; `entropy_bits` H_s, `usage_entropy_bits` H_u,
-        `information_bits` I(E; Y) of classes, of text `information_bits_LABEL` for each way to
-        sort tokens; `experts_used`, those with `USED` of all or more; `expert_cosine` and
-        `expert_cka`, how alike their outputs are.
-    """
-    found: dict[str, list[float]] = {}
-    for layer in layers.values():
-        if matter := layer.get("experts_that_matter"):
-            found.setdefault("polysemanticity", []).append(layer["polysemanticity"])
-        if matter is not None:
-            found.setdefault("experts_that_matter", []).append(matter / layer["experts"])
-        for level in layer.get("levels", ()):
-            for name in ("entropy_bits", "usage_entropy_bits"):
-                found.setdefault(name, []).append(level[name]["value"])
-            for label, by_label in level["labels"].items():
-                name = "information_bits" + ("" if label == "class" else f"_{label}")
-                found.setdefault(name, []).append(by_label["information_bits"]["value"])
-            if level["labels"]:
-                counts_SY = next(iter(level["labels"].values()))["counts"]
-                found.setdefault("experts_used", []).append(_used(counts_SY))
-            for name in ("cosine", "cka") if "similarity" in level else ():
-                if (alike := level["similarity"][name]["value"]) is not None:
-                    found.setdefault(f"expert_{name}", []).append(alike)
-    return {name: statistics.fmean(values) for name, values in found.items()}
-
-
-def _without_tables(tree: dict[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """What a study reads of a knock-out: the rest has a number for each expert and class."""
-    layers = {
-        name: {key: layer[key] for key in ("experts", "focus")}
-        for name, layer in tree["layers"].items()
-    }
-    return {**tree, "layers": layers, "knockout": settings["knockout"]}
-
-
-def _knockout(layers: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
-    """What experts are for, as means over layers.
-
-    Args:
-        layers: what `polyad evaluate --knockout` says of each.
-
-    Returns:
-        For two ways to sort tokens, by characters and by frequency: the share of experts without
-        which a class is worse beyond noise, and over those how many classes they are for, and
-        their polysemanticity.
-    """
-    found: dict[str, list[float]] = {}
-    for layer in layers.values():
-        side = next(s for s in SIDES if any(by.startswith(s) for by in layer["focus"]))
-        for by in ("characters", "frequency"):
-            focus = layer["focus"][f"{side} {by}"]
-            share = focus["experts_that_matter"] / len(layer["experts"])
-            found.setdefault(f"experts_that_matter_{by}", []).append(share)
-            for name in ("effective_classes", "polysemanticity"):
-                if focus[name] is not None:
-                    found.setdefault(f"{name}_{by}", []).append(focus[name])
-    return {name: statistics.fmean(values) for name, values in found.items()}
-
-
-def _used(counts_SY: Sequence[Sequence[float]]) -> int:
-    """How many experts have at least `USED` of what all get."""
-    of_expert_S = [math.fsum(row) for row in counts_SY]
-    return sum(each >= USED * math.fsum(of_expert_S) for each in of_expert_S)
 
 
 def _read(path: Path, keys: Sequence[str]) -> dict[str, Any]:

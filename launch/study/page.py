@@ -14,9 +14,9 @@ from polyad.launch.study.figure import figure
 from polyad.launch.study.result import Result, StudyResult, TasksResult, parts_of
 from polyad.launch.study.sentences import UNCORRECTED, answers, notes, tasks_note
 from polyad.launch.study.tables import Row, over_tasks_rows, tables_of
-from polyad.train.experts.report.class_page import CLASS_CSS, figure_of_table, table
-from polyad.train.experts.report.page import POLICY
-from polyad.train.experts.report.style import CSS
+from polyad.train.page.html import TABLE_CSS, figure_of_table, table
+from polyad.train.page.style import CSS
+from polyad.train.report.page import POLICY
 
 PAGE_CSS = """
 .answers { padding-left: 1.1rem; max-width: 56rem; }
@@ -67,7 +67,7 @@ def page(result: Result) -> str:
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
         f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
-        f"<title>{escape(name)}: Polyad study</title><style>{CSS}{CLASS_CSS}{PAGE_CSS}</style>"
+        f"<title>{escape(name)}: Polyad study</title><style>{CSS}{TABLE_CSS}{PAGE_CSS}</style>"
         f'</head>\n<body><main>\n<header><p class="kicker">Polyad study</p>'
         f"<h1>{escape(name)}</h1>{_unfinished(result)}{_question(result)}</header>\n"
         f"{_answer(result)}\n{_drawing(result)}\n{body}\n{_made(result)}\n{_not_shown(result)}\n"

@@ -27,6 +27,7 @@ from polyad.launch.study.result import (
 )
 from polyad.train.config.environment import describe_environment
 from polyad.train.errors import RunError
+from polyad.train.measures.registry import MEASURES
 from polyad.train.study import paired
 from polyad.train.study.paired import CONFIDENCE
 
@@ -249,7 +250,8 @@ def measures(run: Run, score: str = "loss") -> dict[str, float]:
     for name, value in run.get("attack", {}).items():
         if name in run and not name.endswith("_scored"):
             found[f"attacked_{name}"] = value
-    found |= run.get("specialization", {}) | run.get("knockout", {})
+    for name in MEASURES:
+        found |= run.get(name, {})
     if fluctuation := run.get("fluctuation"):
         found |= {"changed_first": fluctuation["top1"], "changed_set": fluctuation["set"]}
     if "head_changes" in run:

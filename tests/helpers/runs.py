@@ -22,7 +22,10 @@ from polyad.train.evaluation.robustness import robustness
 from polyad.train.loop.device import memory_of_process, peak_memory_bytes
 from polyad.train.loop.metrics import Metrics
 from polyad.train.loop.statistics import StepStatistics
+from polyad.train.measures.measure import measure
+from polyad.train.measures.registry import MEASURES
 from polyad.train.pretrain import main
+from polyad.train.results import json_value
 
 
 def write_config(path: Path, data: Path, **changes: Any) -> Path:
@@ -98,6 +101,22 @@ def rewriting_error(path: Path, option: str) -> tuple[str, str, int]:
 def evaluation(path: Path, **options: Any) -> dict[str, Any]:
     """`polyad evaluate`."""
     return evaluate(path, **options)
+
+
+def measured(path: Path, name: str, **options: Any) -> tuple[dict[str, Any], str]:
+    """`polyad evaluate --NAME`: the values for programs, and the text for people."""
+    found = measure(path, MEASURES[name], **options)
+    return json_value(found), found.text()
+
+
+def specialization(path: Path, **options: Any) -> dict[str, Any]:
+    """`polyad evaluate --specialization`."""
+    return measured(path, "specialization", **options)[0]
+
+
+def knockout(path: Path, **options: Any) -> dict[str, Any]:
+    """`polyad evaluate --knockout`."""
+    return measured(path, "knockout", **options)[0]
 
 
 def records(folder: Path) -> list[dict[str, Any]]:

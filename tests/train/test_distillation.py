@@ -12,7 +12,6 @@ from torch.nn.functional import cross_entropy, kl_div
 from polyad.data.images.dataset import ImageData
 from polyad.data.images.prepare import prepare_images
 from polyad.parallel.weights import load_model
-from polyad.train.evaluation.specialization import specialization
 from polyad.train.evaluation.stability import compare
 from polyad.train.experts.probing import deciding, routed_layers
 from polyad.train.tasks.distillation import distillation_loss
@@ -23,6 +22,7 @@ from tests.helpers.runs import (
     run,
     run_and_listen,
     run_expecting_error,
+    specialization,
     weights_of,
 )
 

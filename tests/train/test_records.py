@@ -8,7 +8,6 @@ import pytest
 
 from polyad.launch.tables import _last_loss
 from polyad.train.errors import ConfigError
-from polyad.train.experts.report.history import read_history
 from polyad.train.loop.metrics import drop_records_after
 from polyad.train.records import (
     head_changes,
@@ -20,6 +19,7 @@ from polyad.train.records import (
     read_records,
     validations,
 )
+from polyad.train.report.history import read_history
 
 GOOD = [
     {"step": step, "loss": 1.0 / step, "routing/load": [0.5, None], "spike": {"a": "b"}}

@@ -21,9 +21,10 @@ from polyad.parallel import comm
 from polyad.parallel.weights import Choice
 from polyad.train.console import Progress
 from polyad.train.errors import ConfigError
-from polyad.train.evaluation.evaluate import open_evaluated
 from polyad.train.experts.probing import RoutedLayer, deciding, routed_head
 from polyad.train.experts.rewriting import Fairness, fairness_of, moved, subpopulations
+from polyad.train.reading import open_evaluated
+from polyad.train.results import aligned
 from polyad.train.tasks.images import ImageClassification
 
 FORM = "class=NAME,of=NAME[:0][+NAME[:0]...],by=NUMBER"
@@ -341,17 +342,14 @@ def rewriting_table(result: dict[str, Any]) -> str:
         ("moved by", f"{result['by']:g} times the likeness of the experts"),
         ("processes", f"{result['processes']}"),
     ]
-    width = max(len(name) for name, _ in rows)
-    lines = [f"{name:{width}}  {value}" for name, value in rows]
     before, after = result["before"], result["after"]
-    width = max(len(TITLES[name]) for name in before if name in TITLES)
-    lines += ["", f"{'':{width}}   before    after"]
+    table = [("", " before", "  after")]
     for name, title in TITLES.items():
         if name in before:
-            lines.append(f"{title:{width}}  {_shown(before[name])}  {_shown(after[name])}")
+            table.append((title, _shown(before[name]), _shown(after[name])))
     if "rewrite_score" in result:
-        lines.append(f"{'rewrite score':{width}}  {'':7}  {_shown(result['rewrite_score'])}")
-    return "\n".join(lines)
+        table.append(("rewrite score", "", _shown(result["rewrite_score"])))
+    return "\n".join([*aligned(rows, "<"), "", *aligned(table)])
 
 
 def _shown(value: float | None) -> str:

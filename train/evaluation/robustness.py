@@ -29,7 +29,8 @@ from polyad.parallel import comm
 from polyad.parallel.weights import Choice
 from polyad.train.console import Progress
 from polyad.train.errors import ConfigError
-from polyad.train.evaluation.evaluate import Evaluated, open_evaluated
+from polyad.train.reading import Evaluated, open_evaluated
+from polyad.train.results import aligned
 from polyad.train.tasks.images import ImageClassification
 
 _NUMBER = re.compile(r"val_(\d{8})")
@@ -312,8 +313,7 @@ def robustness_table(result: dict[str, Any]) -> str:
         of = f", {result['classes']} classes" if "classes" in result else ""
         rows.append(("scored", f"{result['images_scored']:,} images{of}"))
     rows.append(("processes", f"{result['processes']}"))
-    width = max(len(name) for name, _ in rows)
-    return "\n".join(f"{name:{width}}  {value}" for name, value in rows)
+    return "\n".join(aligned(rows, "<"))
 
 
 _TITLES = {

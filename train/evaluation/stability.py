@@ -15,10 +15,11 @@ from polyad.train.config.smaller import to_evaluate
 from polyad.train.config.text import flatten
 from polyad.train.console import Progress
 from polyad.train.errors import ConfigError
-from polyad.train.evaluation.evaluate import Evaluated, open_evaluated
 from polyad.train.experts.fluctuation import Fluctuation, Probe, differences, mean, shares
 from polyad.train.guard.memory import explain_out_of_memory
 from polyad.train.loop.device import allow_tf32
+from polyad.train.reading import Evaluated, open_evaluated
+from polyad.train.results import aligned
 from polyad.train.tasks.registry import task_class
 from polyad.train.tasks.task import ProbeSet
 
@@ -181,14 +182,8 @@ def comparison_table(result: dict[str, Any]) -> str:
          f"{result['data']}{windows} evenly over it"),
         ("processes", f"{result['processes']}"),
     ]  # fmt: skip
-    width = max(len(name) for name, _ in rows)
-    lines = [f"{name:{width}}  {value}" for name, value in rows]
-    named = {**result["layers"], "mean": result["mean"]}
-    width = max(map(len, named))
-    lines += ["", f"{'':{width}}  other first expert  other experts  entropy ratio"]
-    for name, layer in named.items():
-        lines.append(
-            f"{name:{width}}  {100 * layer['top1']:17.2f}%  {100 * layer['set']:12.2f}%  "
-            f"{layer['entropy_ratio']:13.4f}"
-        )
-    return "\n".join(lines)
+    table = [("", "other first expert", "other experts", "entropy ratio")]
+    for name, layer in {**result["layers"], "mean": result["mean"]}.items():
+        shares = (f"{100 * layer[share]:.2f}%" for share in ("top1", "set"))
+        table.append((name, *shares, f"{layer['entropy_ratio']:.4f}"))
+    return "\n".join([*aligned(rows, "<"), "", *aligned(table)])

@@ -20,6 +20,7 @@ from polyad.train.exchange.checked import Checked
 from polyad.train.exchange.split import Merging, is_split
 from polyad.train.exchange.upcycle import Upcycling
 from polyad.train.exchange.writers import FORMATS, WRITERS, Format, write_classes
+from polyad.train.results import aligned
 
 
 def convert(
@@ -181,8 +182,7 @@ def conversion_table(result: dict[str, Any]) -> str:
         ("files", ", ".join(f"{name} {size:,} B" for name, size in result["files"].items())),
         *(("note", note) for note in result["notes"]),
     ]
-    width = max(len(name) for name, _ in rows)
-    return "\n".join(f"{name:{width}}  {value}" for name, value in rows)
+    return "\n".join(aligned(rows, "<"))
 
 
 def _count_adapters(weights: Checked) -> int:

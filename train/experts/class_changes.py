@@ -4,6 +4,7 @@ Shapes: B windows, P predicted tokens of a window, J ways to sort tokens, C colu
 all ways side by side), E rows (experts, or ways to steer), G groups of windows.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -12,7 +13,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from polyad.train.console import json_number
 from polyad.train.errors import ConfigError
 from polyad.train.experts.gate_entropy import Summed
 from polyad.train.experts.information import Matrix, groups_of_samples, intervals
@@ -30,6 +30,19 @@ class Change(NamedTuple):
     def is_beyond_noise(self) -> bool:
         """Whether the interval leaves 0 out."""
         return self.low > 0 or self.high < 0
+
+    def shown(self, unknown: str) -> str:
+        """The change for people, its interval in brackets, and * if that leaves 0 out.
+
+        Args:
+            unknown: what stands for the change of no token.
+        """
+        if math.isnan(self.value):
+            return unknown
+        if math.isnan(self.low) or math.isnan(self.high):
+            return f"{self.value:+.4f}"
+        star = " *" if self.is_beyond_noise else ""
+        return f"{self.value:+.4f} [{self.low:+.4f}, {self.high:+.4f}]{star}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,14 +78,13 @@ class ClassChanges:
         found = {
             "classes": list(self.classes),
             "tokens": self.tokens_C.astype(int).tolist(),
-            "loss": self.loss_C.tolist(),
+            "loss": self.loss_C,
             "change": as_table(self.change_3EC),
         }
         if own:
             found["own_tokens"] = self.own_EC.astype(int).tolist()
             found["own_change"] = as_table(self.own_change_3EC)
-        json: dict[str, Any] = json_number(found)
-        return json
+        return found
 
 
 def as_table(values_3: Matrix) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from polyad.train.experts.probing import Decision, RoutedLayer, deciding, routed_layers
+from polyad.train.results import aligned
 
 
 class ExpertRow(NamedTuple):
@@ -86,12 +87,7 @@ class TextExperts:
                 )
             ]
             columns.append([each.layer.title, *cells])
-        widths = [max(map(len, column)) for column in columns]
-        lines = zip(*columns, strict=True)
-        return "\n".join(
-            "  ".join(f"{cell:{width}}" for cell, width in zip(line, widths, strict=True)).rstrip()
-            for line in lines
-        )
+        return "\n".join(aligned(zip(*columns, strict=True), "<"))
 
 
 def experts_of(

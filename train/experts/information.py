@@ -96,6 +96,18 @@ class Measured(NamedTuple):
         value = self.value if known else None
         return {"value": value, "interval": interval, "samples": self.samples}
 
+    def shown(self, unknown: str = "none") -> str:
+        """The value for people, and its interval in brackets.
+
+        Args:
+            unknown: what stands for a value that is not finite.
+        """
+        if not math.isfinite(self.value):
+            return unknown
+        if self.low is None:
+            return f"{self.value:.4f}"
+        return f"{self.value:.4f} [{self.low:.4f}, {self.high:.4f}]"
+
 
 def intervals(
     measure: Callable[[Matrix], Matrix], sums_G: Matrix, samples: int, *, at_once: int = 10

@@ -19,13 +19,12 @@ from torch import Tensor, nn
 
 from polyad.model.output import entropy
 from polyad.model.smoe.layer import SelectingMoE
-from polyad.train.console import json_number
 from polyad.train.experts.class_changes import Change, ChangeSums, ClassChanges
 from polyad.train.experts.gate_entropy import Summed
 from polyad.train.experts.leaving_out import leaving_out
-from polyad.train.experts.predicted_text import Passages, losses, through
+from polyad.train.experts.polysemanticity import from_one_class
 from polyad.train.experts.probing import Decision, RoutedLayer
-from polyad.train.experts.specialization import from_one_class
+from polyad.train.tasks.samples import Passages, losses, through
 
 SIDES = ("predicted", "read")
 """A position is sorted by the token that is predicted there, or by the one that is read."""
@@ -76,16 +75,6 @@ class ExpertWithout(NamedTuple):
     """Over the tokens that it has a part in."""
     harmed: dict[str, list[Harmed]]
     """Classes of `predicted` and of `read` tokens, those that lose most first."""
-
-    def to_json(self) -> dict[str, Any]:
-        """JSON values."""
-        found = {
-            "change": self.change._asdict(),
-            "own_change": self.own_change._asdict(),
-            "harmed": {side: [one.to_json() for one in each] for side, each in self.harmed.items()},
-        }
-        json: dict[str, Any] = json_number(found)
-        return json
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,9 +143,9 @@ class LayerWithout:
             "experts_of_layer": self.layer.num_experts,
             "tokens_computed_again": self.windows_again * self.length,
             "share_of_all_pairs": self.share_of_pairs,
-            "harmed": [each.to_json()["harmed"] for each in experts.values()],
-            "focus": {by: self.focus(by)._asdict() for by in sorted_by},
-            "by": {name: each.to_json() for name, each in self.by_class.items()},
+            "harmed": [each.harmed for each in experts.values()],
+            "focus": {by: self.focus(by) for by in sorted_by},
+            "by": self.by_class,
         }
 
 

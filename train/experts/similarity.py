@@ -74,10 +74,10 @@ class LevelSimilarity:
         return {
             "experts": self.experts,
             "tokens": self.tokens,
-            "cosine": self.cosine.to_json(),
-            "cka": self.cka.to_json(),
-            "cosine_of_pairs": _rows(self.cosine_EE),
-            "cka_of_pairs": _rows(self.cka_EE),
+            "cosine": self.cosine,
+            "cka": self.cka,
+            "cosine_of_pairs": self.cosine_EE,
+            "cka_of_pairs": self.cka_EE,
         }
 
 
@@ -199,8 +199,3 @@ def _of_pairs(values_EE: Matrix) -> Matrix:
 
 def _compared(experts: int) -> list[int]:
     return [int(e) for e in np.linspace(0, experts - 1, min(MOST_EXPERTS, experts)).round()]
-
-
-def _rows(values_EE: Matrix) -> list[list[float | None]]:
-    """JSON values; null for NaN."""
-    return [[float(v) if np.isfinite(v) else None for v in row] for row in values_EE]

@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 
 from polyad.model.gpt2 import GPT2
-from polyad.train.console import json_number
 from polyad.train.experts.class_changes import (
     Change,
     ChangeSums,
@@ -27,15 +26,9 @@ from polyad.train.experts.class_changes import (
 )
 from polyad.train.experts.gate_entropy import Summed
 from polyad.train.experts.information import Matrix, groups_of_samples, intervals
-from polyad.train.experts.predicted_text import (
-    ClassColumns,
-    Passages,
-    PredictedText,
-    embedded,
-    losses,
-    through,
-)
 from polyad.train.experts.steering import Steering, gate_column, steered
+from polyad.train.experts.token_classes import ClassColumns, classes_of_vocabulary
+from polyad.train.tasks.samples import Passages, TextSamples, embedded, losses, through
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,13 +47,11 @@ class ClassMass:
 
     def to_json(self) -> dict[str, Any]:
         """JSON values."""
-        found = {
+        return {
             "classes": list(self.classes),
             "unsteered": self.before_K.tolist(),
             "change": as_table(self.change_3K),
         }
-        json: dict[str, Any] = json_number(found)
-        return json
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +69,7 @@ class SteeringEffect:
         return {
             "steer": [str(each) for each in self.steerings],
             "by": {name: each.to_json(own=False) for name, each in self.by_class.items()},
-            "probability": {name: each.to_json() for name, each in self.mass.items()},
+            "probability": self.mass,
         }
 
 
@@ -99,20 +90,20 @@ class SteeredReading:
         self,
         model: GPT2,
         steerings: Sequence[Steering],
-        text: PredictedText,
+        text: TextSamples,
         classes: ClassColumns,
     ) -> None:
         for steering in steerings:
             gate_column(model, steering)
-        self._model, self._steerings, self._windows = model, steerings, text.windows
+        self._model, self._steerings, self._windows = model, steerings, text.rows
         device = next(model.parameters()).device
-        self._losses = ChangeSums(1, classes.classes, text.windows, device)
-        vocabulary = text.classes_of_vocabulary()
+        self._losses = ChangeSums(1, classes.classes, text.rows, device)
+        vocabulary = classes_of_vocabulary(text.tokenizer, text.stream)
         self._mass_classes = {name: classes for name, (classes, _) in vocabulary.items()}
         tables = [one_hot(class_V, len(classes)) for classes, class_V in vocabulary.values()]
         self._class_VK = torch.cat(tables, -1).float().to(device)
         width = 2 * self._class_VK.shape[1] + 1
-        groups, group_A = groups_of_samples(text.windows, width)
+        groups, group_A = groups_of_samples(text.rows, width)
         self._group_A = group_A.to(device)
         self._mass_G = torch.zeros(groups, width, dtype=torch.float64, device=device)
 

@@ -1,7 +1,7 @@
 """Classes of tokens that need no tagger: their characters, their position, their frequency.
 
 Shapes: W windows of a split, B of a batch, T tokens of a window, V tokens of the vocabulary, P
-labels: the right ones first, then shifted ones.
+labels: the right ones first, then shifted ones; of predicted tokens P of a window, J ways to sort.
 """
 
 import itertools
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from polyad.data.text.dataset import TokenStream
 from polyad.data.text.tokenizers.tokenizer import Tokenizer
+from polyad.train.tasks.samples import Passages, TextSamples
 
 BINS = 8
 """Of positions and of frequencies."""
@@ -159,6 +160,58 @@ class Shifts:
         moved_PBT = label_BT.expand(len(from_PBT), -1, -1).gather(-1, from_PBT)
         moved_PBT = moved_PBT.where(label_BT >= 0, -1)
         return torch.cat([label_BT.unsqueeze(0), moved_PBT])
+
+
+class ClassColumns:
+    """The classes of tokens, all ways to sort them side by side.
+
+    A position is sorted by the token that is predicted there, which the loss is of, and by the
+    token that is read there, which the router sees: `predicted characters` and `read characters`.
+
+    Args:
+        text: that is read.
+    """
+
+    def __init__(self, text: TextSamples) -> None:
+        by_name = {each.name: each for each in labellings(text.tokenizer, text.stream, text.length)}
+        self._of: dict[str, tuple[str, Labelling]] = {}
+        for side in ("predicted",) if text.predicts_both_ways else ("predicted", "read"):
+            for name in ("characters", "frequency"):
+                self._of[f"{side} {name}"] = side, by_name[name]
+        self._of["position"] = "read", by_name["position"]
+        self.classes: dict[str, list[str]] = {"all": ["all"]}
+        """Of each way to sort; the first has all tokens in one."""
+        self.classes |= {name: list(each.classes) for name, (_, each) in self._of.items()}
+
+    @property
+    def num_columns(self) -> int:
+        """Of all ways together."""
+        return sum(map(len, self.classes.values()))
+
+    def slices(self) -> dict[str, slice]:
+        """The columns of each way to sort."""
+        found, first = {}, 0
+        for name, classes in self.classes.items():
+            found[name] = slice(first, first + len(classes))
+            first += len(classes)
+        return found
+
+    def __call__(self, passages: Passages) -> Tensor:
+        """The column of each predicted token in each way to sort, [J, B, P]; -1: it counts not.
+
+        Args:
+            passages: a batch.
+        """
+        scored_BP, places_BP = passages.scored_BP.cpu(), passages.places_BP.cpu()
+        ids_BT, target_BP = passages.ids_BT.cpu(), passages.target_BP.cpu()
+        slices, columns = self.slices(), [torch.zeros_like(places_BP)]
+        for name, (side, labelling) in self._of.items():
+            if side == "predicted":
+                class_BP = labelling.of(target_BP)
+            else:
+                class_BP = labelling.of(ids_BT).gather(1, places_BP)
+            columns.append(slices[name].start + class_BP)
+        return torch.stack(columns).where(scored_BP, -1).to(passages.ids_BT.device)
 
 
 def _by_token(class_V: npt.NDArray[np.int64]) -> Callable[[Tensor], Tensor]:

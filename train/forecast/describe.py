@@ -22,6 +22,7 @@ from polyad.train.console import in_bytes
 from polyad.train.errors import ConfigError
 from polyad.train.forecast.forecast import memory_by_kind
 from polyad.train.forecast.step import footprint
+from polyad.train.results import aligned
 from polyad.train.tasks.random_input import flops_of_unit
 from polyad.train.tasks.registry import task_class
 
@@ -223,8 +224,7 @@ def description_table(description: dict[str, Any]) -> str:
         ("checkpoint", in_bytes(description["checkpoint_bytes"])),
         *(("warning", line) for line in description["warnings"]),
     ]
-    width = max(len(name) for name, _ in rows)
-    return "\n".join(f"{name:{width}}  {value}" for name, value in rows)
+    return "\n".join(aligned(rows, "<"))
 
 
 def _run_row(description: dict[str, Any]) -> str:

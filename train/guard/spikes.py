@@ -20,8 +20,8 @@ from polyad.data.files import named
 from polyad.model.config import Config
 from polyad.model.output import RoutingStats
 from polyad.parallel.zero import StepResult
-from polyad.train.console import json_number
 from polyad.train.errors import RunError
+from polyad.train.results import json_value
 from polyad.train.state import TrainState
 
 LOSS_FLOOR = 0.01
@@ -286,7 +286,7 @@ def write_spike(folder: Path, event: dict[str, Any]) -> None:
     """
     path = folder / SPIKES_FILE
     with named(path), path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(json_number(event)) + "\n")
+        file.write(json.dumps(json_value(event)) + "\n")
         file.flush()
         os.fsync(file.fileno())
 

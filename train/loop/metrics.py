@@ -16,12 +16,13 @@ from pydantic import Field, field_validator, model_validator
 from polyad.data.files import named, write_whole
 from polyad.model.config import Config
 from polyad.parallel.plan.devices import PEAKS
-from polyad.train.console import Clock, Console, bar, duration, json_number
+from polyad.train.console import Clock, Console, bar, duration
 from polyad.train.guard.run_folder import gone
 from polyad.train.loop.routing import console_summary
 from polyad.train.loop.timing import PREFIX, ProfileConfig, Startup, startup_line
 from polyad.train.loop.trackers import TrackerName, Trackers
 from polyad.train.records import METRICS_FILE, record_of
+from polyad.train.results import json_value
 from polyad.train.tasks.task import Unit
 
 NOTHING: Mapping[str, Any] = {}
@@ -189,7 +190,7 @@ class Metrics:
             self._console.show(line)
             self._console.end()
         with named(self._path):
-            self._file.write(json.dumps(json_number(record)) + "\n")
+            self._file.write(json.dumps(json_value(record)) + "\n")
             self._file.flush()
         self._check_place()
         if due:

@@ -3,6 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from polyad.train.results import aligned
+
 PerDomain = Mapping[str, Mapping[str, float]]
 """How many samples of each domain were scored, and its scores, by their names."""
 
@@ -41,12 +43,8 @@ def domain_rows(
                 for scores in per_domain.values()
             ),
         ]
-        widths = [max(len(cell) for cell in column) for column in zip(*table, strict=True)]
         names = ["by domain", *(f"  {name}" for name in per_domain)]
-        rows = [
-            (name, "  ".join(cell.rjust(width) for cell, width in zip(cells, widths, strict=True)))
-            for name, cells in zip(names, table, strict=True)
-        ]
+        rows = list(zip(names, aligned(table, ">"), strict=True))
     if result["left_out"]:
         rows.append(("left out", f"{', '.join(result['left_out'])}: the test split"))
     return rows

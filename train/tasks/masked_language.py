@@ -75,15 +75,19 @@ class MaskedProbe(Dataset[Tensor]):
         """The number of windows, and their length in tokens."""
         return {"probe_windows": len(self), "sequence_length": self._length}
 
+    def counted(self, ids_BT: Tensor) -> Tensor:
+        """Which tokens count [B, T]: text does, the marks of its ends do not."""
+        counted_BT = torch.ones_like(ids_BT, dtype=torch.bool)
+        counted_BT[:, [0, -1]] = False
+        return counted_BT
+
     def batches(self, batch_size: int, world: comm.World) -> Iterator[tuple[Tensor, Tensor]]:
-        """Input ids [B, T] and which tokens count: text does, the marks of its ends do not."""
-        counted_T = torch.ones(self._length, dtype=torch.bool)
-        counted_T[[0, -1]] = False
+        """Input ids [B, T] and which tokens count."""
         rank, ranks = world.data_parallel_rank, world.data_parallel_size
         for ids_BT, own_B in evaluation_batches(
             self, len(self), batch_size, rank=rank, ranks=ranks
         ):
-            counted_BT = own_B.unsqueeze(1) & counted_T
+            counted_BT = own_B.unsqueeze(1) & self.counted(ids_BT)
             yield ids_BT.to(world.device), counted_BT.to(world.device)
 
 

@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 
 from polyad.launch.cli import run
-from polyad.launch.output import strict
 from polyad.launch.study.folder import write_json
 from polyad.launch.study.page import page
 from polyad.launch.study.result import Result, StudyResult, kept_result
 from polyad.launch.study.results import over_tasks
 from polyad.launch.study.tables import result_table
+from polyad.train.results import json_value
 from polyad.train.study.reading import load_study
 from tests.launch.study.conftest import WriteStudy
 from tests.launch.study.test_beside import half_finished
@@ -42,7 +42,7 @@ def test_a_kept_result_says_what_the_study_said(
     assert (tmp_path / "page.html").read_text() == page(found)
     assert (tmp_path / "figure.svg").read_text().startswith("<svg")
     assert run(["study", str(tmp_path / "kept.json"), "--json", "-"]) == 0
-    assert json.loads(capfd.readouterr().out) == strict(found.to_json())
+    assert json.loads(capfd.readouterr().out) == json_value(found)
 
 
 def test_what_a_study_has_written_is_shown_where_its_runs_are_gone(

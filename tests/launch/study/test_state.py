@@ -4,13 +4,13 @@ import math
 
 import pytest
 
-from polyad.launch.output import strict
 from polyad.launch.study.folder import check_sources
 from polyad.launch.study.result import StudyResult
 from polyad.launch.study.results import over_tasks, summarize
 from polyad.launch.study.state import Results, choose, grids, validation_score
 from polyad.launch.study.tables import result_table
 from polyad.train.errors import ConfigError, RunError
+from polyad.train.results import json_value
 from polyad.train.study.reading import load_study
 from polyad.train.study.study import Study
 from tests.launch.study.conftest import WriteStudy
@@ -161,7 +161,7 @@ def test_points_that_were_not_chosen_are_left_out_of_the_comparison() -> None:
     swept = [found.swept[0] | {"validation": None}]
     grid = {"cp": {"k=1": 2.0, "k=2": math.inf}}
     diverged = found.model_copy(update=TEST | {"swept": swept, "grids": grid})
-    kept = StudyResult.from_json(strict(diverged.to_json()))
+    kept = StudyResult.from_json(json_value(diverged))
     assert "| cp | 2.0000 best | not finite |" in result_table(kept, markdown=True)
 
 

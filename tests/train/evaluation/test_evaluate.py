@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from polyad.data.text.dataset import PreparedData
-from polyad.launch.output import strict
 from polyad.parallel.weights import load_model
 from polyad.train.evaluation.evaluate import result_table
+from polyad.train.results import json_value
 from polyad.train.tasks.scoring import TokenScore, perplexities
 from tests.helpers.everyday import everyday
 from tests.helpers.reference import reference_of
@@ -132,7 +132,7 @@ def test_a_split_without_a_word_has_no_perplexity_a_word(
     )  # fmt: skip
     result = workers(1).run(evaluation, finished, data=str(tmp_path / "data"))[0]
     assert result["words"] == 0
-    assert strict(result)["word_perplexity"] is None
+    assert json_value(result)["word_perplexity"] is None
     assert result["bits_per_byte"] > 0
     rows = dict(line.split("  ", 1) for line in result_table(result).splitlines())
     assert rows["word perplexity"] == "none: the split is white space alone, without a word"

@@ -12,13 +12,13 @@ from polyad.data.text.attack import WordSwap
 from polyad.data.text.dataset import PreparedData
 from polyad.data.text.prepare import prepare
 from polyad.launch.cli import run as polyad
-from polyad.launch.output import strict
 from polyad.parallel.weights import load_model
 from polyad.train.errors import ConfigError
 from polyad.train.evaluation.evaluate import result_table
 from polyad.train.evaluation.stability import compare, comparison_table
-from polyad.train.experts.report.charts import number
-from polyad.train.experts.report.command import report
+from polyad.train.page.charts import number
+from polyad.train.report.command import report
+from polyad.train.results import json_value
 from tests.helpers.everyday import everyday
 from tests.helpers.runs import evaluation, records, reseal, run, write_config
 
@@ -290,5 +290,5 @@ def test_an_attack_is_the_same_by_any_number_of_processes(workers, runs):
     assert one["attack"]["replaced"] / one["words"] == pytest.approx(0.3, abs=0.1)
     other = workers(1).run(evaluation, runs["dense"], attack=WordSwap(0.3, 2))[0]
     assert other["loss"] != one["loss"]
-    table = result_table(strict(one))
+    table = result_table(json_value(one))
     assert f"{one['attack']['replaced']:,} of {one['words']:,} words are AAA" in table

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from polyad.model.smoe.selection import Selected
+from polyad.train.experts.by_class import ExpertsByClass, LevelByClass
+from polyad.train.experts.class_matrix import level_matrix
 from polyad.train.experts.information import information_bits
 from polyad.train.experts.probing import Decision, RoutedLayer
-from polyad.train.experts.report.by_class import ExpertsByClass, LevelByClass
-from polyad.train.experts.report.by_class_page import level_matrix
 
 
 def test_information_by_hand():

@@ -14,8 +14,9 @@ from polyad.model.gpt2 import GPT2Config
 from polyad.train.errors import ConfigError
 from polyad.train.experts.class_changes import ChangeSums
 from polyad.train.experts.knockout import Focus, KnockOut, focus
-from polyad.train.experts.predicted_text import Passages, embedded, losses, through
 from polyad.train.experts.probing import deciding, routed_layers
+from polyad.train.results import json_value
+from polyad.train.tasks.samples import Passages, embedded, losses, through
 from tests.helpers.everyday import everyday
 
 WINDOWS, LENGTH, VOCABULARY, BATCH = 7, 12, 61, 3
@@ -192,7 +193,7 @@ def test_only_windows_with_a_token_of_the_expert_are_run_from_its_block_on():
     assert result.windows_again < WINDOWS * len(experts)  # some windows do without some experts
     assert rows[0] == WINDOWS
     assert rows[1] == rows[2] == WINDOWS + result.windows_again
-    said = result.to_json()
+    said = json_value(result)
     assert said["tokens_computed_again"] == result.windows_again * LENGTH
     assert said["share_of_all_pairs"] == result.windows_again / (WINDOWS * len(experts))
 
@@ -240,7 +241,7 @@ def test_intervals_are_of_windows_and_may_be_below_zero():
     assert (low, high) == pytest.approx((-0.31, 0.31), abs=0.06)
     assert not found["all"].change(1, 0).is_beyond_noise
     assert found["parity"].own_change(1, 1).value != found["parity"].own_change(1, 1).value  # NaN
-    assert found["parity"].to_json()["own_change"]["value"][1] == [0, None]
+    assert json_value(found["parity"])["own_change"]["value"][1] == [0, None]
     assert found["all"].loss_C == [3.0]
 
 

@@ -12,14 +12,15 @@ from polyad.data.images.prepare import prepare_images
 from polyad.data.images.samples import EvaluationImages
 from polyad.parallel.weights import load_model
 from polyad.train.evaluation.rewriting import rewriting
-from polyad.train.evaluation.specialization import specialization, specialization_table
 from tests.helpers import images as made
 from tests.helpers.runs import (
     evaluation,
+    measured,
     records,
     rewriting_error,
     run,
     run_expecting_error,
+    specialization,
     weights_of,
 )
 
@@ -231,10 +232,9 @@ def test_settings_that_do_not_fit_are_one_line(workers, config, override, messag
 def test_without_one_class_each_only_the_entropies_of_the_gate_are_known(workers, config):
     folder = config.parent / "run"
     assert workers(1).run(run, config, "train.steps=1", "checkpoint.every=1") == [1]
-    found = workers(1).run(specialization, folder)[0]
+    found, table = workers(1).run(measured, folder, "specialization")[0]
     (level,) = found["layers"]["head"]["levels"]
     assert "polysemanticity" not in found["layers"]["head"]
     assert level["labels"] == {}
     assert 0 <= level["entropy_bits"]["value"] <= level["usage_entropy_bits"]["value"] <= 2
-    table = specialization_table(found)
     assert "not known   polysemanticity, information, purity: they need one class each" in table

@@ -15,7 +15,7 @@ from polyad.train.config.run import RunConfig, load_config
 from polyad.train.errors import ConfigError
 from polyad.train.evaluation.evaluate import evaluate
 from polyad.train.exchange.convert import convert
-from polyad.train.experts.report.command import report
+from polyad.train.report.command import report
 from polyad.train.tasks.registry import open_task
 from tests.helpers.runs import records, run, write_config
 from tests.helpers.training import tensors

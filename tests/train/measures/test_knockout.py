@@ -1,0 +1,315 @@
+"""`polyad evaluate --knockout`: classes token by token, steering, and what is refused."""
+
+import json
+import math
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+from polyad.data.images.prepare import prepare_images
+from polyad.data.text.dataset import PreparedData
+from polyad.data.text.prepare import prepare
+from polyad.launch.cli import run as polyad
+from polyad.parallel.weights import load_model
+from polyad.train.experts.steering import parse_steering, steered
+from polyad.train.experts.token_classes import CHARACTERS, character_class
+from polyad.train.report.command import report
+from tests.helpers.images import class_folders
+from tests.helpers.pages import Page
+from tests.helpers.runs import evaluation, knockout, newest, run, write_config
+
+pytestmark = pytest.mark.distributed
+WINDOWS = 40
+LAYER = "blocks.1.feed_forward"
+"""Of the sparse run, the only one with experts."""
+STEER = "layer=1,expert=2,strength=40"
+
+
+def token_by_token(folder, prepared_path):
+    """Of windows evenly over the split: tokens read and predicted, and the model that reads."""
+    data = PreparedData.open(prepared_path)
+    stream, end = data.split("validation"), data.tokenizer().end_of_text_id
+    ids = [end, *stream.read(0, stream.num_tokens).tolist()]
+    windows = [(ids[at : at + 32], ids[at + 1 : at + 33]) for at in range(0, len(ids) - 1, 32)]
+    windows = [windows[number * len(windows) // WINDOWS] for number in range(WINDOWS)]
+    return load_model(newest(folder)), data.tokenizer(), windows
+
+
+def kind_of(tokenizer, token):
+    if token == tokenizer.end_of_text_id:
+        return "other"
+    return CHARACTERS[character_class(tokenizer.decode([token]))]
+
+
+@torch.inference_mode()
+def losses_of(model, windows):
+    """Losses of each token, and probabilities of the next one, window by window."""
+    found = []
+    for read, after in windows:
+        logits_TV = model(torch.tensor([read])).logits[0].double()
+        found.append(
+            (cross_entropy(logits_TV, torch.tensor(after), reduction="none"), logits_TV.softmax(-1))
+        )
+    return found
+
+
+@pytest.fixture(scope="module")
+def one(workers, trained):
+    """Of one process, with steering, all experts and all tokens."""
+    options = {"tokens": 32 * WINDOWS, "layers": ["1"], "steerings": [parse_steering(STEER)]}
+    options |= {"overrides": ("evaluation.batch_size=3",)}
+    found = [workers(size).run(knockout, trained("smoe"), **options)[0] for size in (1, 2)]
+    return found
+
+
+def test_focus_is_made_of_the_tables_without_rare_classes(one):
+    for layer in one[0]["layers"].values():
+        assert sorted(layer["focus"]) == [
+            *(f"predicted {by}" for by in ("characters", "frequency")),
+            *(f"read {by}" for by in ("characters", "frequency")),
+        ]
+        for by, found in layer["focus"].items():
+            table = layer["by"][by]
+            columns = [c for c, tokens in enumerate(table["tokens"]) if tokens >= 50]
+            assert 1 < len(columns) < len(table["classes"]) or by.endswith("frequency")
+            change, low = table["change"]["value"], table["change"]["low"]
+            beyond = [row for row, ends in enumerate(low) if any(ends[c] > 0 for c in columns)]
+            assert found["experts_that_matter"] == len(beyond)
+            assert 1 <= found["effective_classes"] <= len(columns)
+            distances = []
+            for row in beyond:
+                d = [change[row][c] / table["loss"][c] for c in columns]
+                d[d.index(max(d))] -= 1
+                distances.append(math.hypot(*d))
+            assert found["polysemanticity"] == pytest.approx(sum(distances) / len(beyond))
+
+
+def test_classes_are_as_counted_token_by_token(one, trained, prepared_path):
+    result = one[0]
+    model, tokenizer, windows = token_by_token(trained("smoe"), prepared_path)
+    before = losses_of(model, windows)
+    assert result["tokens_scored"] == sum(len(after) for _, after in windows)
+    mean = float(torch.cat([nats for nats, _ in before]).mean())
+    assert result["loss"] == pytest.approx(mean, abs=1e-5)
+    expert = 2
+    feed_forward = model.blocks[1].feed_forward
+    feed_forward.experts.down.data[expert] = feed_forward.output_bias.data[expert] = 0
+    without = losses_of(model, windows)
+    layer = result["layers"][LAYER]["by"]
+    for side in ("predicted", "read"):
+        sums = {}
+        for (read, after), (nats, _), (others, _) in zip(windows, before, without, strict=True):
+            tokens = after if side == "predicted" else read
+            for token, change in zip(tokens, (others - nats).tolist(), strict=True):
+                sums.setdefault(kind_of(tokenizer, token), []).append(change)
+        found = layer[f"{side} characters"]
+        for column, name in enumerate(found["classes"]):
+            changes = sums.get(name, [])
+            assert found["tokens"][column] == len(changes)
+            if changes:
+                mean = sum(changes) / len(changes)
+                assert found["change"]["value"][expert][column] == pytest.approx(mean, abs=1e-5)
+    low, high = (layer["all"]["change"][end][expert][0] for end in ("low", "high"))
+    assert low <= layer["all"]["change"]["value"][expert][0] <= high
+    for name in ("position", "predicted frequency", "read frequency"):
+        assert sum(layer[name]["tokens"]) == result["tokens_scored"]
+    # Two experts a token.
+    own = sum(row[0] for row in layer["all"]["own_tokens"])
+    assert own == 2 * result["tokens_scored"]
+
+
+def test_steering_is_as_two_passes_say(one, trained, prepared_path):
+    model, tokenizer, windows = token_by_token(trained("smoe"), prepared_path)
+    with steered(model, [parse_steering(STEER)]):
+        after = losses_of(model, windows)
+    before = losses_of(model, windows)
+    found = one[0]["steering"]
+    assert found["steer"] == [STEER]
+    change = float((torch.cat([a for a, _ in after]) - torch.cat([b for b, _ in before])).mean())
+    assert abs(change) > 1e-3
+    assert found["by"]["all"]["change"]["value"][0][0] == pytest.approx(change, abs=1e-5)
+    masses = []
+    for each in (before, after):
+        p_V = torch.cat([p_TV for _, p_TV in each]).mean(0)
+        mass = dict.fromkeys(CHARACTERS, 0.0)
+        for token, p in enumerate(p_V.tolist()):
+            mass[kind_of(tokenizer, token)] += p
+        masses.append(mass)
+    ours = found["probability"]["characters"]
+    for column, name in enumerate(ours["classes"]):
+        assert ours["unsteered"][column] == pytest.approx(masses[0][name], abs=1e-5)
+        moved = masses[1][name] - masses[0][name]
+        assert ours["change"]["value"][column] == pytest.approx(moved, abs=1e-5)
+    assert math.fsum(found["probability"]["frequency"]["unsteered"]) == pytest.approx(1, abs=1e-5)
+
+
+@pytest.mark.slow
+def test_all_of_a_split_is_read_as_evaluate_reads_it(workers, trained):
+    """To its last window, which is padded."""
+    options = {"tokens": 10**9, "layers": ["all"], "experts": ["0"]}
+    found = workers(1).run(knockout, trained("smoe"), **options)[0]
+    scored = workers(1).run(evaluation, trained("smoe"))[0]
+    assert found["tokens_scored"] == scored["tokens_scored"]
+    assert found["loss"] == pytest.approx(scored["loss"], abs=1e-5)
+    for table in found["layers"][LAYER]["by"].values():
+        assert sum(table["tokens"]) == scored["tokens_scored"]
+
+
+def without(result, *names):
+    return {key: value for key, value in result.items() if key not in names}
+
+
+def test_two_processes_find_what_one_does(one):
+    assert [result["processes"] for result in one] == [1, 2]
+    kept = [json.dumps(without(result, "processes", "seconds")) for result in one]
+    near = json.loads(kept[0], parse_float=lambda x: pytest.approx(float(x), abs=2e-6))
+    assert json.loads(kept[1]) == near
+
+
+def test_the_experts_steered_to_are_left_out_unless_others_are_named(workers, trained):
+    steerings = [parse_steering("layer=0,level=1,expert=1,strength=0")]
+    steerings += [parse_steering("layer=1,expert=3,strength=0")]
+    found = workers(1).run(knockout, trained("tr"), tokens=64, steerings=steerings)[0]
+    assert {name: layer["experts"] for name, layer in found["layers"].items()} == {
+        "blocks.0.feed_forward": ["1.1"],
+        "blocks.1.feed_forward": ["0.3"],
+    }
+    assert found["windows_read"] == 2
+    every = found["steering"]["by"]["all"]["change"]
+    assert (every["value"], every["low"], every["high"]) == ([[0]], [[0]], [[0]])
+
+
+def test_the_command_says_it_for_people(trained, tmp_path, capfd):
+    words = [str(trained("smoe")), "--tokens", "640"]
+    file = tmp_path / "found.json"
+    steer = ["--steer", STEER, "--experts", "1,2", "--json", str(file)]
+    assert polyad(["experts", "steer", *words, *steer]) == 0
+    captured = capfd.readouterr()
+    result = json.loads(file.read_text())
+    assert "leave out experts" in captured.err
+    lines = captured.out.splitlines()
+    (title,) = (line for line in lines if line.startswith(LAYER))
+    layer = result["layers"][LAYER]
+    assert layer["experts"] == ["1", "2"]
+    assert f"{layer['tokens_computed_again']:,} tokens computed again" in title
+    row = lines[lines.index(title) + 2].split()
+    share = layer["by"]["all"]["own_tokens"][0][0] / result["tokens_scored"]
+    assert row[:2] == ["1", f"{100 * share:.1f}%"]
+    assert row[2] == f"{layer['by']['all']['change']['value'][0][0]:+.4f}"
+    assert f"--steer {STEER}" in lines
+    assert sum(line.startswith("next characters") for line in lines) == 1
+    assert polyad(["experts", "knockout", *words]) == 0
+    assert "--steer" not in capfd.readouterr().out
+
+
+def test_the_report_says_the_same_beside_top_tokens(workers, trained, tmp_path):
+    page, size = tmp_path / "page.html", 32 * WINDOWS
+    told = report(trained("smoe"), output=page, tokens=size, experts=["3", "1"], knockout=True)
+    found = workers(1).run(knockout, trained("smoe"), tokens=size, experts=["1", "3"])[0]
+    layer, text = found["layers"][LAYER], page.read_text()
+    Page(text)
+    assert told["text"]["tokens_without_experts"] == found["tokens_scored"]
+    shown = {expert["expert"]: expert["without"] for expert in told["text"]["layers"][LAYER]}
+    assert list(shown) == ["3", "1"]
+    for row, name in enumerate(layer["experts"]):
+        for kind in ("change", "own_change"):
+            table = layer["by"]["all"][kind]
+            ours = {end: table[end][row][0] for end in ("value", "low", "high")}
+            assert shown[name][kind] == pytest.approx(ours, abs=2e-6)
+        change = shown[name]["change"]
+        low, high = change["low"], change["high"]
+        assert f"Without it: {change['value']:+.4f} [{low:+.4f}, {high:+.4f}]" in text
+        harmed = [[one["class"] for one in each["predicted"]] for each in
+                  (shown[name]["harmed"], layer["harmed"][row])]  # fmt: skip
+        assert harmed[0] == harmed[1]
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "words"),
+    [
+        ("dense", [], "--knockout: is not allowed: "),
+        ("smoe", ["--tokens", "0"], "--knockout: is not allowed with --tokens 0"),
+    ],
+)
+def test_a_report_without_text_to_leave_experts_out_of_is_refused(
+    trained, tmp_path, capfd, kind, options, words
+):
+    page = tmp_path / "page.html"
+    command = ["report", str(trained(kind)), "--output", str(page), "--knockout"]
+    assert polyad([*command, *options]) == 2
+    assert words in capfd.readouterr().err.splitlines()[-1]
+    assert not page.exists()
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "words"),
+    [
+        ("dense", [], "its model has no experts"),
+        ("smoe", ["--layers", "0"], "--layers: 0 is not allowed: blocks with experts are 1"),
+        ("smoe", ["--layers", "all,1"], "--layers: all is not allowed: blocks with experts are 1"),
+        ("smoe", ["--experts", "4"], "--experts: 4 is not allowed: block 1 has 0 to 3"),
+        ("smoe", ["--steer", "layer=1,expert=4,strength=1"], "expert 4: layer 1 has 0 to 3"),
+        ("smoe", ["--steer", "layer=0,expert=1,strength=1"], "layer 0 is dense"),
+        ("smoe", ["--steer", "layer=1,expert=1"], "strength is missing"),
+        ("smoe", ["--specialization"], "--knockout: is not allowed with --specialization"),
+    ],
+)
+def test_what_cannot_be_left_out_is_one_line(trained, capfd, kind, options, words):
+    assert polyad(["evaluate", str(trained(kind)), "--knockout", *options]) == 2
+    captured = capfd.readouterr()
+    assert captured.out == ""
+    assert words in captured.err.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--layers", "1,2"], "--layers: 1,2 means nothing without --knockout"),
+        (["--experts", "1"], "--experts: 1 means nothing without --knockout"),
+        (["--steer", STEER], f"--steer: {STEER} means nothing without --knockout"),
+        (["--probe-tokens", "9"], "--probe-tokens: 9 means nothing without --compare or --knock"),
+    ],
+)
+def test_options_need_it(capfd, options, words):
+    assert polyad(["evaluate", "nowhere", *options]) == 2
+    assert words in capfd.readouterr().err
+
+
+SPARSE = {"kind": "smoe", "num_experts": 4, "expert_hidden_size": 32}
+
+
+@pytest.mark.slow
+def test_of_masked_text_hidden_tokens_are_counted(workers, tmp_path, texts):
+    prepare(str(texts), "wordpiece:300", tmp_path / "pieces", report=lambda line: None)
+    model = {"kind": "bert", "num_layers": 2, "hidden_size": 32, "num_heads": 4}
+    model |= {"sequence_length": 32, "feed_forward": SPARSE}
+    config = write_config(
+        tmp_path / "config.yaml", tmp_path / "pieces", model=model, data__kind="masked_text"
+    )
+    assert workers(1).run(run, config) == [6]
+    folder = tmp_path / "run"
+    found = workers(2).run(knockout, folder, tokens=320, overrides=("evaluation.batch_size=3",))[0]
+    # 320 tokens are ten windows of 32, each with 15% of its tokens hidden.
+    assert (found["windows_read"], found["tokens_scored"]) == (10, 50)
+    for layer in found["layers"].values():
+        assert not any(name.startswith("read") for name in layer["by"])
+        assert sum(layer["by"]["position"]["tokens"]) == 50
+        assert sum(row[0] for row in layer["by"]["all"]["own_tokens"]) == 2 * 50
+    with pytest.raises(Exception, match="only a GPT-2 is steered") as caught:
+        workers(1).run(knockout, folder, steerings=[parse_steering(STEER)])
+    assert "ConfigError" in str(caught.value)
+
+
+def test_images_are_refused(workers, tmp_path, capfd):
+    prepare_images(str(class_folders(tmp_path / "all")), tmp_path / "images", report=lambda x: None)
+    model = {"kind": "vit", "image_size": 8, "patch_size": 4, "num_layers": 1, "hidden_size": 16}
+    model |= {"num_heads": 2, "feed_forward": SPARSE}
+    config = write_config(
+        tmp_path / "config.yaml", tmp_path / "images", model=model, data__kind="images",
+        train__steps=1, evaluation={}, checkpoint__every=1,
+    )  # fmt: skip
+    workers(1).run(run, config)
+    assert polyad(["experts", "knockout", str(tmp_path / "run")]) == 2
+    error = capfd.readouterr().err.splitlines()[-1]
+    assert "--knockout: is not allowed with data.kind: images; text and masked_text" in error

@@ -1,0 +1,208 @@
+"""`polyad evaluate --specialization` of text and sequences: as counted token by token."""
+
+import json
+import unicodedata
+from collections import Counter
+
+import pytest
+import torch
+from scipy.stats import entropy
+from sklearn.metrics import mutual_info_score, normalized_mutual_info_score
+
+from polyad.data.text.dataset import PreparedData
+from polyad.launch.cli import run as polyad
+from polyad.parallel.weights import load_model
+from polyad.train.report.command import report
+from tests.helpers.fine_tuned import one_by_one, table, trainer
+from tests.helpers.pages import Page
+from tests.helpers.runs import measured, run, specialization, write_config
+
+pytestmark = pytest.mark.distributed
+
+SECTIONS = {
+    "smoe": {"kind": "smoe", "num_experts": 4, "top_k": 1, "expert_hidden_size": 32},
+    "mumoe": {"kind": "mumoe", "num_experts": [6, 2], "rank": 8, "level_std": 0.5},
+    "dense": {"kind": "dense"},
+}
+LAYER = "blocks.1.feed_forward"
+
+
+@pytest.fixture(scope="module")
+def runs(workers, tmp_path_factory, prepared_path):
+    folders = {}
+    for kind, section in SECTIONS.items():
+        folder = tmp_path_factory.mktemp(kind)
+        path = write_config(
+            folder / "config.yaml",
+            prepared_path,
+            model__feed_forward=section,
+            optimizer__learning_rate=0.002,  # with more, one expert has all tokens
+        )
+        workers(1).run(run, path)
+        folders[kind] = folder / "run"
+    return folders
+
+
+def token_by_token(folder, prepared_path):
+    """Of each token of the split, window by window: id, position in its window, what the gates of
+    the last block make of it."""
+    model = load_model(folder / "checkpoints" / "step-00000006")
+    data = PreparedData.open(prepared_path)
+    stream, end = data.split("validation"), data.tokenizer().end_of_text_id
+    ids = [end, *stream.read(0, stream.num_tokens).tolist()][:-1]
+    decided = []
+    feed_forward = model.blocks[1].feed_forward
+    gate = getattr(feed_forward, "gate", None) or feed_forward.router.selection
+    gate.register_forward_hook(
+        lambda _, given, output: decided.append(getattr(output, "coefficients", [given[0]]))
+    )
+    tokens = []
+    with torch.inference_mode():
+        for first in range(0, len(ids), 32):
+            window = ids[first : first + 32]
+            model(torch.tensor([window + [end] * (32 - len(window))]))
+            levels = [level[: len(window)] for level in decided.pop()]
+            tokens += [
+                (token, place, [level[place] for level in levels])
+                for place, token in enumerate(window)
+            ]
+    return tokens, data.tokenizer(), Counter(stream.read(0, stream.num_tokens).tolist())
+
+
+def kind_of(text):
+    inner = text.strip()
+    if not inner:
+        return "space or newline" if text else "other"
+    first = inner[0]
+    if first.isalpha():
+        return "letters"
+    if unicodedata.category(first)[0] == "N":
+        return "digits"
+    category = unicodedata.category(first)
+    return "punctuation" if category[0] in "PS" and category != "So" else "other"
+
+
+def test_text_is_as_counted_token_by_token(workers, runs, prepared_path):
+    found = workers(1).run(specialization, runs["smoe"])[0]
+    tokens, tokenizer, _ = token_by_token(runs["smoe"], prepared_path)
+    assert found["tokens_scored"] == len(tokens)
+    assert found["windows_scored"] == -(-len(tokens) // 32)
+    assert list(found["layers"]) == ["blocks.0.feed_forward", LAYER]
+    (level,) = found["layers"][LAYER]["levels"]
+    scores = torch.stack([levels[0] for *_, levels in tokens]).double()
+    experts = scores.argmax(-1).tolist()
+    each = entropy(scores.numpy(), base=2, axis=1)
+    assert level["entropy_bits"]["value"] == pytest.approx(each.mean(), rel=1e-5)
+    used = entropy(scores.mean(0).numpy(), base=2)
+    assert level["usage_entropy_bits"]["value"] == pytest.approx(used, rel=1e-5)
+    end = tokenizer.end_of_text_id
+    labels = {
+        "characters": [
+            "other" if token == end else kind_of(tokenizer.decode([token])) for token, *_ in tokens
+        ],
+        "position": [f"{4 * (place // 4)} to {4 * (place // 4) + 3}" for _, place, _ in tokens],
+    }
+    for name, label in labels.items():
+        measures = level["labels"][name]
+        counts = Counter(zip(experts, label, strict=True))
+        assert measures["counts"] == [
+            [counts[expert, group] for group in measures["classes"]] for expert in range(4)
+        ]
+        bits = mutual_info_score(experts, label) / torch.log(torch.tensor(2.0)).item()
+        assert measures["information_bits"]["value"] == pytest.approx(bits, rel=1e-6, abs=1e-9)
+        ratio = normalized_mutual_info_score(experts, label)
+        assert measures["normalized_information"]["value"] == pytest.approx(ratio, rel=1e-6)
+        assert measures["purity"]["samples"] == found["windows_scored"]
+        low, high = measures["information_bits"]["interval"]
+        assert low <= measures["information_bits"]["value"] <= high
+    frequency = level["labels"]["frequency"]
+    assert sum(map(sum, frequency["counts"])) == len(tokens)
+    # An expert follows the token more than any place in a window: chance is what shifting leaves.
+    characters = level["labels"]["characters"]
+    assert characters["information_bits"]["value"] > 2 * characters["information_bits_by_chance"]
+
+
+@pytest.mark.slow
+def test_levels_of_a_mumoe_are_apart(workers, runs, prepared_path):
+    found = workers(1).run(specialization, runs["mumoe"])[0]["layers"][LAYER]["levels"]
+    tokens, *_ = token_by_token(runs["mumoe"], prepared_path)
+    assert [len(level["labels"]["position"]["experts"]) for level in found] == [6, 2]
+    for number, level in enumerate(found):
+        scores = torch.stack([levels[number] for *_, levels in tokens]).double()
+        each = entropy(scores.numpy(), base=2, axis=1)
+        assert level["entropy_bits"]["value"] == pytest.approx(each.mean(), rel=1e-5)
+        given = torch.tensor(level["labels"]["position"]["counts"]).sum(1)
+        torch.testing.assert_close(given, scores.sum(0).to(given), rtol=1e-4, atol=1e-3)
+
+
+def without(result, *names):
+    return {key: value for key, value in result.items() if key not in names}
+
+
+@pytest.mark.slow
+def test_two_processes_measure_as_one(workers, runs):
+    options = {"overrides": ("evaluation.batch_size=3",)}
+    one, two = (workers(size).run(specialization, runs["smoe"], **options)[0] for size in (1, 2))
+    assert (one["processes"], two["processes"]) == (1, 2)
+    kept = [json.loads(json.dumps(each), parse_float=lambda x: round(float(x), 4)) for each in
+            (without(result, "processes", "seconds") for result in (one, two))]  # fmt: skip
+    assert kept[0] == kept[1]
+
+
+def test_sequences_are_by_class(workers, tmp_path_factory, capfd):
+    held_out = table(10, 2)
+    folder = trainer(workers, tmp_path_factory)("smoe", table(24, 1), held_out)
+    found, text = workers(2).run(measured, folder, "specialization")[0]
+    _, tokens = one_by_one(folder, [row["text"] for row in held_out])
+    assert found["sequences_scored"] == len(held_out)
+    for name, layer in found["layers"].items():
+        measures = layer["levels"][0]["labels"]["class"]
+        expected = torch.zeros(4, 3)
+        for row, given in zip(held_out, tokens, strict=True):
+            column = measures["classes"].index(row["label"])
+            expected[:, column] += torch.tensor(given[name]).sum(0)
+        assert measures["counts"] == expected.tolist()
+        assert measures["purity"]["value"] == pytest.approx(
+            float(expected.max(1).values.sum() / expected.sum())
+        )
+    assert "polysemanticity" not in text
+    # Of a split whose labels nobody has there is nothing to tell.
+    hidden = [json.dumps(row | {"label": -1}) + "\n" for row in held_out]
+    (folder.parent / "table" / "test.jsonl").write_text("".join(hidden))
+    capfd.readouterr()
+    assert polyad(["experts", "specialize", str(folder), "--split", "test"]) == 2
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.endswith("test.jsonl: its labels are hidden: nothing can be scored there")
+
+
+@pytest.mark.slow
+def test_the_report_says_the_same(workers, runs, tmp_path):
+    """It leaves out the one token before the text."""
+    told = report(runs["smoe"], output=tmp_path / "page.html", tokens=10**9)["text"]
+    found = workers(1).run(specialization, runs["smoe"])[0]
+    assert told["tokens"] == found["tokens_scored"] - 1
+    (ours,), (theirs,) = told["division"][LAYER], found["layers"][LAYER]["levels"]
+    for label in ("characters", "position", "frequency"):
+        counts = torch.tensor(ours["labels"][label]["counts"])
+        difference = torch.tensor(theirs["labels"][label]["counts"]) - counts
+        assert (difference.sum(), difference.abs().sum()) == (1, 1)
+    assert ours["entropy_bits"]["value"] == pytest.approx(theirs["entropy_bits"]["value"], rel=1e-3)
+    page = (tmp_path / "page.html").read_text()
+    Page(page)
+    assert 'href="#division"' in page
+    measure = ours["labels"]["characters"]["purity"]
+    low, high = measure["interval"]
+    assert f"<td>{measure['value']:.4f} [{low:.4f}, {high:.4f}]</td>" in page
+
+
+@pytest.mark.slow
+def test_the_command_says_it_for_people(runs, capfd, tmp_path):
+    assert polyad(["experts", "specialize", str(runs["smoe"])]) == 0
+    lines = capfd.readouterr().out.splitlines()
+    (heads,) = (line for line in lines if "H_s" in line)
+    assert " ".join(heads.split()) == "H_s H_u at most I(E; Y) by chance normalized purity"
+    assert sum(line.startswith("  by ") for line in lines) == 2 * 3
+    assert polyad(["experts", "specialize", str(runs["dense"])]) == 2
+    error = capfd.readouterr().err.splitlines()[-1]
+    assert "--specialization" in error
+    assert "its model has no experts, in blocks or as its head" in error

@@ -1,0 +1,332 @@
+"""Which experts serve which class: of the tokens of each class how many every expert gets.
+
+A class may be any group of sequences or images: also the right choices and the wrong ones, or rows
+with low, middle and high numbers.
+
+Shapes: N tokens, R sequences or images of a batch, or tokens, A all samples that are read, Y
+classes, S experts of all levels side by side, P labels: the right ones first, then shuffled ones, G
+groups of samples.
+"""
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from polyad.train.errors import ConfigError
+from polyad.train.experts.gate_entropy import Summed
+from polyad.train.experts.information import (
+    Matrix,
+    Measured,
+    groups_of_samples,
+    information_bits,
+    measured,
+    normalized_information,
+    purity,
+)
+from polyad.train.experts.probing import Decision, RoutedLayer
+
+FEW_CLASSES = 20
+"""Up to so many classes a table of all of them is drawn."""
+SHUFFLES = 8
+"""How often labels are shuffled for what chance alone gives."""
+MOST_LEANING = 10
+"""Experts that are named as those that lean most to a class."""
+LEAST_EXPECTED = 5.0
+"""Tokens that an expert has to be expected to get of a class before its lift says anything."""
+
+
+class Lean(NamedTuple):
+    """An expert that gets more of a class than of all."""
+
+    expert: str
+    group: str
+    """The class."""
+    tokens: float
+    """Tokens of the class that the expert gets; of a muMoE the sum of their coefficients."""
+    share: float
+    """Of what experts get of the class, this one's part."""
+    share_of_all: float
+    """Its part of what experts get of all classes."""
+    lift: float
+    """share / share_of_all."""
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON values."""
+        return {"class" if key == "group" else key: v for key, v in self._asdict().items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LevelByClass:
+    """The experts of one level of a layer, and the classes."""
+
+    experts: list[str]
+    """Their names; see `RoutedLayer.expert_name`."""
+    groups: list[str]
+    """Names of the classes."""
+    counts_SY: Matrix
+    """Tokens of each class that every expert gets; of shares their sums."""
+    counts_GSY: Matrix
+    """The same of groups of sequences or images, which intervals follow from."""
+    highest_GSY: Matrix | None = None
+    """Where a token gets a share of every expert: tokens of which each has the highest."""
+    samples: int
+    """Sequences, images or windows in all groups."""
+    by_chance: float
+    """The mean of `information` over labels that were shuffled among the sequences or images."""
+    highest_by_chance: float | None = None
+    """The same of `highest_GSY`."""
+
+    @property
+    def information(self) -> float:
+        """I(E; Y) in bits."""
+        return float(information_bits(self.counts_SY))
+
+    @functools.cached_property
+    def measures(self) -> dict[str, Measured]:
+        """Information in bits, the same over the mean entropy, and purity, with intervals."""
+        return {
+            name: measured(measure, self.counts_GSY, self.samples)
+            for name, measure in (
+                ("information_bits", information_bits),
+                ("normalized_information", normalized_information),
+                ("purity", purity),
+            )
+        }
+
+    @functools.cached_property
+    def of_highest(self) -> Measured | None:
+        """Information in bits of the expert with the highest share; None where there are none.
+
+        Source: Krishnamurthy et al. 2023, who count each sample for one expert.
+        """
+        if self.highest_GSY is None:
+            return None
+        return measured(information_bits, self.highest_GSY, self.samples)
+
+    def of_highest_to_json(self) -> dict[str, Any]:
+        """JSON values: it, and what it is by chance; nothing where there are no shares."""
+        if self.of_highest is None:
+            return {}
+        return {
+            "information_bits_of_highest": self.of_highest.to_json(),
+            "information_bits_of_highest_by_chance": self.highest_by_chance,
+        }
+
+    @property
+    def share_S(self) -> Matrix:
+        """The part of each expert in what all get."""
+        share_S: Matrix = self.counts_SY.sum(1) / max(self.counts_SY.sum(), 1e-30)
+        return share_S
+
+    @property
+    def share_SY(self) -> Matrix:
+        """The part of each expert in what all get of a class; NaN of a class without a token."""
+        with np.errstate(invalid="ignore"):
+            share_SY: Matrix = self.counts_SY / self.counts_SY.sum(0)
+        return share_SY
+
+    def leaning(self, most: int) -> list[Lean]:
+        """The experts that lean most to a class, the highest lift first.
+
+        Args:
+            most: how many; of pairs of which `LEAST_EXPECTED` tokens are expected.
+        """
+        share_S, share_SY = self.share_S, self.share_SY
+        expected_SY = share_S[:, None] * self.counts_SY.sum(0)
+        found = [
+            Lean(
+                expert=self.experts[s],
+                group=self.groups[y],
+                tokens=float(self.counts_SY[s, y]),
+                share=float(share_SY[s, y]),
+                share_of_all=float(share_S[s]),
+                lift=float(share_SY[s, y] / share_S[s]),
+            )
+            for s, y in zip(*np.nonzero(expected_SY >= LEAST_EXPECTED), strict=True)
+        ]
+        return sorted(found, key=lambda lean: -lean.lift)[:most]
+
+    def of_each_group(self) -> list[Lean]:
+        """The expert that leans most to each class, the highest lift first."""
+        found: dict[str, Lean] = {}
+        for lean in self.leaning(self.counts_SY.size):
+            found.setdefault(lean.group, lean)
+        return list(found.values())
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON values."""
+        return {
+            "information_bits": self.information,
+            "information_bits_by_chance": self.by_chance,
+            "measures": {name: each.to_json() for name, each in self.measures.items()},
+            **self.of_highest_to_json(),
+            "experts": self.experts,
+            "share": self.share_S.tolist(),
+            "counts": self.counts_SY.tolist(),
+            "leaning": [lean.to_json() for lean in self.leaning(MOST_LEANING)],
+            "of_each_class": [lean.to_json() for lean in self.of_each_group()],
+        }
+
+
+class ExpertCounts:
+    """Adds up what experts get of each class, in one pass, by labels of single rows.
+
+    Args:
+        layers: those that are counted.
+        groups: names of the classes.
+        samples: sequences, images or windows that are read, over all processes.
+        device: where decisions are.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[RoutedLayer],
+        groups: Sequence[str],
+        samples: int,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self._layers, self._groups, self._samples = layers, list(groups), samples
+        self._group_A: dict[str, Tensor] = {}
+        self._counts: dict[str, Tensor] = {}
+        """Of each layer [G + SHUFFLES, Y, S], or 2 S, as `given`: of groups of samples, then of
+        shuffled labels."""
+        for layer in layers:
+            size = len(groups) * layer.num_experts
+            tables, group_A = groups_of_samples(samples, size)
+            self._group_A[layer.name] = group_A.to(device)
+            columns = layer.num_experts * (2 if layer.shares else 1)
+            self._counts[layer.name] = torch.zeros(
+                *(tables + SHUFFLES, len(groups), columns),
+                dtype=torch.float64,
+                device=device,
+            )
+
+    def count(self, name: str, given_RS: Tensor, label_PR: Tensor, number_R: Tensor) -> None:
+        """Adds rows.
+
+        Args:
+            name: of the layer.
+            given_RS: what each row gives to every expert, fp64, [R, S] or 2 S; see `given`.
+            label_PR: its class, and shuffled ones; -1: it does not count.
+            number_R: that of the sample that it belongs to.
+        """
+        flat = self._counts[name].flatten(0, 1)
+        classes, tables = len(self._groups), len(self._counts[name]) - SHUFFLES
+        for shuffle, label_R in enumerate(label_PR):
+            counted_R = label_R >= 0
+            table_R = self._group_A[name][number_R[counted_R]]
+            if shuffle:
+                table_R = torch.full_like(table_R, tables + shuffle - 1)
+            flat.index_add_(0, table_R * classes + label_R[counted_R], given_RS[counted_R])
+
+    def result(self, summed: Summed = lambda counts: counts) -> dict[str, list[LevelByClass]]:
+        """The levels of each layer, by the layer's name.
+
+        Args:
+            summed: over processes.
+
+        Raises:
+            ConfigError: coefficients are not finite.
+        """
+        found: dict[str, list[LevelByClass]] = {}
+        for layer in self._layers:
+            counts_SY = summed(self._counts[layer.name]).mT.cpu().numpy()
+            if not np.isfinite(counts_SY).all():
+                raise ConfigError(
+                    f"the coefficients of {layer.name} are not finite: its weights hold NaN or "
+                    f"inf, or are too large"
+                )
+            first, levels = 0, []
+            for size in layer.levels:
+                columns = range(first, first + size)
+                of_level_SY = counts_SY[:, first : first + size]
+                of_groups_GSY = of_level_SY[:-SHUFFLES]
+                begin = layer.num_experts + first
+                highest_SY = counts_SY[:, begin : begin + size] if layer.shares else None
+                levels.append(
+                    LevelByClass(
+                        experts=[layer.expert_name(column) for column in columns],
+                        groups=self._groups,
+                        counts_SY=of_groups_GSY.sum(0),
+                        counts_GSY=of_groups_GSY,
+                        highest_GSY=None if highest_SY is None else highest_SY[:-SHUFFLES],
+                        samples=self._samples,
+                        by_chance=_by_chance(of_level_SY),
+                        highest_by_chance=None if highest_SY is None else _by_chance(highest_SY),
+                    )
+                )
+                first += size
+            found[layer.name] = levels
+        return found
+
+
+class ExpertsByClass(ExpertCounts):
+    """Counts by the class of whole sequences or images.
+
+    The shuffled labels are those of whole sequences, since tokens of one sequence are alike: labels
+    of single tokens would make chance look smaller than it is.
+
+    Args:
+        layers: those that are counted.
+        groups: names of the classes.
+        group_A: the class of each sequence or image, in the order in which they are read.
+        device: where decisions are.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[RoutedLayer],
+        groups: Sequence[str],
+        group_A: Tensor,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        super().__init__(layers, groups, len(group_A), device)
+        generator = torch.Generator().manual_seed(0)
+        shuffled = [
+            group_A[torch.randperm(len(group_A), generator=generator)] for _ in range(SHUFFLES)
+        ]
+        self._class_PA = torch.stack([group_A, *shuffled]).to(device)
+
+    def add(self, name: str, decision: Decision, row_N: Tensor, number_R: Tensor) -> None:
+        """Adds what a layer decided for a batch.
+
+        Args:
+            name: of the layer.
+            decision: for tokens that are real.
+            row_N: of each of them the row of the batch that it belongs to.
+            number_R: that of each row among all that are read.
+        """
+        given_NS = given(decision)
+        given_RS = given_NS.new_zeros(len(number_R), given_NS.shape[1])
+        given_RS.index_add_(0, row_N, given_NS)
+        self.count(name, given_RS, self._class_PA[:, number_R], number_R)
+
+
+def _by_chance(counts_SY: Matrix) -> float:
+    return float(information_bits(counts_SY[-SHUFFLES:]).mean())
+
+
+def given(decision: Decision) -> Tensor:
+    """What every token gives to each expert, in fp64.
+
+    Args:
+        decision: of a layer.
+
+    Returns:
+        Of sparse experts [N, S]: 1 for each that is selected, whatever its weight, before a
+        capacity drops any. Of shares [N, 2 S]: the shares, then 1 for the highest of each level.
+    """
+    if decision.selected is None:
+        highest = [
+            torch.zeros_like(a_NS).scatter(1, a_NS.argmax(-1, keepdim=True), 1.0)
+            for a_NS in decision.levels
+        ]
+        return torch.cat([*decision.levels, *highest], dim=-1).double()
+    ids_NK = decision.selected.expert_ids_NK
+    ones_NK = torch.ones_like(ids_NK, dtype=torch.float64)
+    return ones_NK.new_zeros(len(ids_NK), decision.levels[0].shape[-1]).scatter(1, ids_NK, ones_NK)

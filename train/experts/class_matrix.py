@@ -1,0 +1,80 @@
+"""The table of experts and classes as a picture.
+
+Shapes: S experts of a level, Y classes.
+"""
+
+import math
+
+import numpy as np
+
+from polyad.train.experts.by_class import FEW_CLASSES, LevelByClass
+from polyad.train.experts.information import Matrix
+from polyad.train.page.charts import number
+from polyad.train.page.html import figure
+from polyad.train.page.matrix import NARROW_COLUMNS, Cell, matrix_chart
+
+MOST_EXPERTS = 64
+"""Up to so many experts of a level are drawn as a matrix."""
+HEADING = "Share of each expert"
+STRONGEST_LIFT = 4.0
+"""A lift that has the full colour, as has its inverse."""
+
+
+def level_matrix(level: LevelByClass, heading: str = HEADING, *, by_expert: bool) -> str:
+    """The table of experts and classes as a picture; nothing where it would be too large.
+
+    Args:
+        level: of a layer.
+        heading: of the picture.
+        by_expert: whether classes of which the same expert gets most stand together; else they
+            keep their order.
+
+    Returns:
+        HTML.
+    """
+    if len(level.groups) > FEW_CLASSES or len(level.experts) > MOST_EXPERTS:
+        return ""
+    share_S, share_SY = level.share_S, level.share_SY
+    order = _sorted_by_expert(share_SY) if by_expert else range(len(level.groups))
+    cells = [
+        [
+            Cell(f"{100 * share_S[s]:.1f}%", f"expert {expert}: of all {100 * share_S[s]:.2f}%"),
+            *(
+                _cell(
+                    *(expert, level.groups[y]),
+                    *(float(share_SY[s, y]), float(share_S[s]), float(level.counts_SY[s, y])),
+                )
+                for y in order
+            ),
+        ]
+        for s, expert in enumerate(level.experts)
+    ]
+    rows = [f"expert {expert}" for expert in level.experts]
+    return figure(
+        heading,
+        matrix_chart(
+            rows, ["all", *(level.groups[y] for y in order)], cells, title="Experts and classes"
+        ),
+        f"A column adds up to 100%. Blue: more than the expert's share of all, orange: less; the "
+        f"full colour is {STRONGEST_LIFT:g} times as much, or as little.",
+        wide=len(level.groups) >= NARROW_COLUMNS,
+    )
+
+
+def _sorted_by_expert(share_SY: Matrix) -> list[int]:
+    """Classes in the order of the expert that gets most of each, and then of how much it gets."""
+    known_SY = np.nan_to_num(share_SY)
+    return [int(y) for y in np.lexsort((-known_SY.max(0), known_SY.argmax(0)))]
+
+
+def _cell(expert: str, group: str, share: float, share_of_all: float, count: float) -> Cell:
+    if math.isnan(share) or share_of_all == 0:
+        return Cell("–", f"expert {expert}, {group}: no token")
+    lift = share / share_of_all
+    octaves = math.log2(lift) if lift > 0 else -math.inf
+    return Cell(
+        f"{100 * share:.1f}%",
+        f"expert {expert}, {group}: {number(count)} tokens, {100 * share:.2f}%, lift {lift:.2f}",
+        min(1.0, abs(octaves) / math.log2(STRONGEST_LIFT)),
+        "var(--accent)" if octaves >= 0 else "var(--second)",
+    )

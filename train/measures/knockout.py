@@ -1,0 +1,346 @@
+"""What each expert of a language model is for.
+
+The loss of each class of tokens without the expert; with steering also the loss of the same classes
+when text is moved towards it, and what the model then predicts.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+from statistics import fmean
+from typing import Any, Self
+
+from torch import nn
+
+from polyad.model.gpt2 import GPT2
+from polyad.train.errors import ConfigError
+from polyad.train.experts.chosen import check_experts, choose_layers, columns_of
+from polyad.train.experts.gate_entropy import Summed
+from polyad.train.experts.knockout import ExpertWithout, Harmed, KnockOut, LayerWithout
+from polyad.train.experts.probing import RoutedLayer, routed_layers
+from polyad.train.experts.steering import Steering, gate_column
+from polyad.train.experts.steering_effect import SteeredReading, SteeringEffect
+from polyad.train.experts.token_classes import ClassColumns
+from polyad.train.measures.measure import Measure, Result, Subject, Tree
+from polyad.train.reading import Evaluated, Reading
+from polyad.train.results import aligned
+from polyad.train.study.config import StudyConfig
+from polyad.train.tasks.samples import TextSamples, losses
+from polyad.train.tasks.text import TextTask
+
+TOKENS = 65_536
+"""About how many tokens are read, unless the user says it."""
+MOST_EXPERTS = 16
+"""Rows of a layer for people, those that matter most; programs get all experts."""
+MOST_CLASSES = 3
+"""That are named of an expert."""
+NAMED = ("characters", "frequency")
+"""The ways to sort predicted tokens that people are shown of steering, and studies compare."""
+SIDES = ("read", "predicted")
+"""Tokens by whose classes a study looks at harm: those that are read, where they are known."""
+
+Row = tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class KnockedOut(Result):
+    """What is lost without each expert, and what steering does."""
+
+    windows: int
+    length: int
+    """Of a window, in tokens."""
+    layers: Sequence[LayerWithout]
+    steering: SteeringEffect | None
+    """None where nothing is steered."""
+
+    @property
+    def tokens(self) -> int:
+        """Predicted tokens."""
+        return int(self.layers[0].by_class["all"].tokens_C[0])
+
+    @property
+    def loss(self) -> float:
+        """The mean loss of the model as it is, in nats a token."""
+        return float(self.layers[0].by_class["all"].loss_C[0])
+
+    def to_json(self) -> dict[str, Any]:
+        """What programs get."""
+        return {
+            "windows_read": self.windows,
+            "sequence_length": self.length,
+            "tokens_scored": self.tokens,
+            "loss": self.loss,
+            "layers": {each.layer.name: each for each in self.layers},
+            "steering": self.steering,
+        }
+
+    def read(self) -> str:
+        """How many tokens."""
+        return f": {self.tokens:,} tokens in {self.windows:,} windows"
+
+    def facts(self) -> list[tuple[str, str]]:
+        """The loss of the model as it is."""
+        return [("loss", f"{self.loss:.4f} nats a token")]
+
+    def rows(self) -> list[str]:
+        """A table of each layer, and those of steering."""
+        lines = [
+            "",
+            "change of the loss in nats a token without each expert, over all tokens and over "
+            "those that it has a part in,",
+            "and the classes of tokens that lose most, beyond noise; 95% intervals over windows, "
+            "* leaves 0 out",
+        ]
+        for layer in self.layers:
+            lines += ["", *_layer_rows(layer)]
+        if self.steering is not None:
+            lines += ["", *_steering_rows(self.steering)]
+        return lines
+
+
+def _layer_rows(layer: LayerWithout) -> list[str]:
+    every, experts = layer.by_class["all"], list(layer.experts().items())
+    order = sorted(range(len(experts)), key=lambda row: -abs(experts[row][1].change.value))
+    shown = sorted(order[:MOST_EXPERTS])
+    title = (
+        f"{layer.layer.name}: {layer.windows_again * layer.length:,} tokens computed again, "
+        f"{100 * layer.share_of_pairs:.1f}% of all pairs of a token and an expert"
+    )
+    if len(shown) < len(experts):
+        title += f"; the {len(shown)} of {len(experts):,} experts that matter most"
+    table: list[Row] = [("expert", "tokens", "all", "its own")]
+    for row in shown:
+        name, without = experts[row]
+        share = every.own_EC[row, 0] / max(1, every.tokens_C[0])
+        changes = (each.shown("no token") for each in (without.change, without.own_change))
+        table.append((name, f"{100 * share:.1f}%", *changes))
+    heads, *rows = aligned(table, ">><")
+    lines = [title, heads]
+    for line, row in zip(rows, shown, strict=True):
+        lines += [line, *_most_harmed(experts[row][1])]
+    return lines
+
+
+def _most_harmed(without: ExpertWithout) -> list[str]:
+    """The classes that an expert is for, of predicted and of read tokens."""
+    lines = []
+    for side, classes in without.harmed.items():
+        said = [
+            f"{one.title} {one.change.value:+.3f} [{one.change.low:+.3f}, {one.change.high:+.3f}]"
+            for one in classes[:MOST_CLASSES]
+        ]
+        lines.append(f"{'':16}{side + ':':10} {', '.join(said) or 'none beyond noise'}")
+    return lines
+
+
+def _steering_rows(steering: SteeringEffect) -> list[str]:
+    changes: list[Row] = [("", "class", "tokens", "loss", "its change")]
+    for kind in ("all", *(f"predicted {name}" for name in NAMED)):
+        each = steering.by_class[kind]
+        for column, name in enumerate(each.classes):
+            if each.tokens_C[column]:
+                numbers = (f"{int(each.tokens_C[column]):,}", f"{each.loss_C[column]:.4f}")
+                changes.append((kind, name, *numbers, each.change(0, column).shown("no token")))
+    masses: list[Row] = [("", "class", "probability", "its change")]
+    for kind, mass in steering.mass.items():
+        for column, name in enumerate(mass.classes):
+            change = mass.change(column).shown("no token")
+            masses.append((f"next {kind}", name, f"{mass.before_K[column]:.4f}", change))
+    steered = [f"--steer {each}" for each in steering.steerings]
+    return [*steered, "", *aligned(_once(changes), "<"), "", *aligned(_once(masses), "<")]
+
+
+def _once(table: list[Row]) -> list[Row]:
+    """Names that repeat the first cell of the row above are left out."""
+    above = ["", *(row[0] for row in table)]
+    return [
+        ("" if row[0] == before else row[0], *row[1:])
+        for row, before in zip(table, above, strict=False)
+    ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What is left out, and where text is steered to."""
+
+    tokens: int = TOKENS
+    """About how many are read, in whole windows, evenly over the split."""
+    layers: Sequence[str] = ()
+    """Blocks whose experts are left out, by number, or `all`; none: the first, the middle and the
+    last that routes, or with steerings those that are steered."""
+    experts: Sequence[str] = ()
+    """That are left out in each of these; none: all, or with steerings and without layers those
+    that are steered to."""
+    steerings: Sequence[Steering] = ()
+    """Their effect, all at once, is measured on the same tokens."""
+
+
+class KnockOuts(Measure):
+    """Leaves out experts one by one.
+
+    Args:
+        subject: text that a GPT-2 or a BERT reads, and the layers.
+        columns: of each layer the experts that are left out.
+        steerings: all at once; none: no effect of them is measured.
+    """
+
+    name = "knockout"
+    title = "What experts are for"
+    doing = "leaving out experts"
+    told = "leave out experts"
+
+    def __init__(
+        self,
+        subject: Subject,
+        columns: Sequence[Sequence[int]],
+        steerings: Sequence[Steering] = (),
+    ) -> None:
+        super().__init__(subject)
+        model, layers, text, _ = subject
+        assert isinstance(text, TextSamples)
+        self._model, self._text, self._columns = model, text, ClassColumns(text)
+        self._layers = [
+            KnockOut(model, *each, self._columns.classes, windows=text.rows, length=text.length)
+            for each in zip(layers, columns, strict=True)
+        ]
+        self.blocks = [layer.block for layer in layers]
+        self._steered: SteeredReading | None = None
+        if steerings:
+            assert isinstance(model, GPT2)
+            self._steered = SteeredReading(model, steerings, text, self._columns)
+
+    @classmethod
+    def refusal(cls, opened: Evaluated) -> str | None:
+        """Refuses what is no text."""
+        if isinstance(opened.task, TextTask):
+            return None
+        return (
+            f"is not allowed with data.kind: {opened.config.data.kind}; text and masked_text have "
+            f"it, and images --specialization"
+        )
+
+    @classmethod
+    def of(cls, opened: Evaluated, model: nn.Module, split: str, **options: Any) -> Self:
+        """What `polyad evaluate` measures, with the fields of `Options`."""
+        asked = Options(**options)
+        chosen = _chosen(model, str(opened.weights.folder), asked)
+        assert isinstance(opened.task, TextTask)
+        text = TextSamples(opened.task, split, asked.tokens, hidden=True)
+        subject = Subject(model, [layer for layer, _ in chosen], text, opened.batch_size)
+        return cls(subject, [columns for _, columns in chosen], asked.steerings)
+
+    def add(self, reading: Reading) -> None:
+        """Adds a batch."""
+        passages = reading.batch
+        loss_BP = losses(self._model, reading.output, passages)
+        label_JBP = self._columns(passages)
+        for each in self._layers:
+            x_BTD, decision = reading.entering[each.layer.block], reading.decisions[each.layer.name]
+            each.add(x_BTD, passages, label_JBP, loss_BP, decision)
+        if self._steered is not None:
+            self._steered.add(passages, label_JBP, reading.output, loss_BP)
+
+    def result(self, summed: Summed = lambda values: values) -> KnockedOut:
+        """What was found."""
+        steering = None if self._steered is None else self._steered.result(summed)
+        return KnockedOut(
+            windows=self._text.rows,
+            length=self._text.length,
+            layers=[each.result(summed) for each in self._layers],
+            steering=steering,
+        )
+
+    @classmethod
+    def in_report(cls, subject: Subject) -> None:
+        """A report leaves out the experts that it shows, which it knows after its pass."""
+
+    @classmethod
+    def of_study(cls, config: StudyConfig) -> tuple[tuple[str, ...], Any] | None:
+        """`knockout: {tokens: N, layers: [...]}`."""
+        if (asked := config.knockout) is None:
+            return None
+        layers = ("--layers", ",".join(map(str, asked.layers))) if asked.layers else ()
+        return ("--probe-tokens", f"{asked.tokens}", *layers), asked.model_dump()
+
+    @classmethod
+    def kept(cls, tree: Tree) -> Tree:
+        """All but the tables, which have a number for each expert and class."""
+        layers = {
+            name: {key: layer[key] for key in ("experts", "focus")}
+            for name, layer in tree["layers"].items()
+        }
+        return {**tree, "layers": layers}
+
+    @classmethod
+    def numbers(cls, tree: Tree) -> dict[str, float]:
+        """What experts are for, as means over layers.
+
+        Returns:
+            For two ways to sort tokens, by characters and by frequency: the share of experts
+            without which a class is worse beyond noise, and over those how many classes they are
+            for, and their polysemanticity.
+        """
+        found: dict[str, list[float]] = {}
+        for layer in tree["layers"].values():
+            side = next(s for s in SIDES if any(by.startswith(s) for by in layer["focus"]))
+            for by in NAMED:
+                focus = layer["focus"][f"{side} {by}"]
+                share = focus["experts_that_matter"] / len(layer["experts"])
+                found.setdefault(f"experts_that_matter_{by}", []).append(share)
+                for name in ("effective_classes", "polysemanticity"):
+                    if focus[name] is not None:
+                        found.setdefault(f"{name}_{by}", []).append(focus[name])
+        return {name: fmean(values) for name, values in found.items()}
+
+
+def _chosen(model: nn.Module, place: str, asked: Options) -> list[tuple[RoutedLayer, list[int]]]:
+    """The layers, and the columns of the experts of each that are left out."""
+    routed, steerings, experts = routed_layers(model), asked.steerings, asked.experts
+    if not routed:
+        raise ConfigError(f"--knockout: {place}: its model has no experts")
+    if steerings and not isinstance(model, GPT2):
+        raise ConfigError(f"--steer {steerings[0]}: {place}: only a GPT-2 is steered")
+    for steering in steerings:
+        gate_column(model, steering)  # refuses what is not there
+    if not steerings or asked.layers or experts:
+        layers = choose_layers(routed, asked.layers)
+        check_experts(layers, experts)
+        return [(layer, columns_of(layer, experts)) for layer in layers]
+    by_block = {layer.block: layer for layer in routed}
+    chosen: dict[int, set[int]] = {}
+    for each in steerings:
+        first = sum(by_block[each.layer].levels[: each.level])
+        chosen.setdefault(each.layer, set()).add(first + each.expert)
+    return [(by_block[block], sorted(columns)) for block, columns in sorted(chosen.items())]
+
+
+def knockout_note(tokens: int) -> str:
+    """What a page says of the numbers beside experts.
+
+    Args:
+        tokens: that were read without experts.
+    """
+    return (
+        f'<p class="note">Without an expert: the change of the loss in nats a token when its part '
+        f"is left out and the others stay as they are, of {tokens:,} tokens evenly over the "
+        f"split; over all tokens, and over those that it has a part in. Named are the classes of "
+        f"tokens whose loss rises most, by the token that is predicted and by the one that is "
+        f"read; in brackets 95% intervals over windows.</p>"
+    )
+
+
+def without_expert(without: ExpertWithout) -> str:
+    """What a page says of an expert, beside its top tokens.
+
+    Args:
+        without: what was found.
+    """
+    changes = (each.shown("none") for each in (without.change, without.own_change))
+    lines = ["Without it: {}; its own tokens {}".format(*changes)]
+    lines += [f"{side} tokens: {_named(classes)}" for side, classes in without.harmed.items()]
+    return f'<p class="note">{"<br>".join(lines)}</p>'
+
+
+def _named(harmed: Sequence[Harmed]) -> str:
+    named = [f"{escape(one.title)} {one.change.shown('none')}" for one in harmed[:MOST_CLASSES]]
+    return ", ".join(named) or "none beyond noise"

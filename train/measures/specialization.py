@@ -1,0 +1,351 @@
+"""How experts divide the work, and of images for how many classes each expert matters.
+
+Of every router the entropies of its probabilities, how alike its experts are, and what an expert
+tells about labels: of images and sequences their classes, of text classes of tokens. Images with
+attributes have no one class, and of them labels tell nothing. Of images with one class each the
+class polysemanticity of all experts too, by leaving each out.
+
+Shapes: R rows of a batch, T tokens of a window, P labels: the right ones first, then shuffled ones.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from html import escape
+from statistics import fmean
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from polyad.model.mixture import Mixture
+from polyad.train.experts.by_class import (
+    SHUFFLES,
+    ExpertCounts,
+    ExpertsByClass,
+    LevelByClass,
+    given,
+)
+from polyad.train.experts.class_matrix import level_matrix
+from polyad.train.experts.gate_entropy import GateEntropies, LevelEntropy, Summed
+from polyad.train.experts.polysemanticity import LeaveOneOut, LeftOut
+from polyad.train.experts.similarity import ExpertSimilarity, LevelSimilarity
+from polyad.train.experts.token_classes import Shifts, labellings
+from polyad.train.measures.measure import Measure, Result, Subject, Tree
+from polyad.train.page.html import figure_of_table, table
+from polyad.train.reading import Evaluated, Reading
+from polyad.train.results import aligned
+from polyad.train.study.config import StudyConfig
+from polyad.train.tasks.images import ImageClassification
+from polyad.train.tasks.samples import ImageSamples, Passages, TextSamples
+from polyad.train.tasks.sequences import SequenceTask
+from polyad.train.tasks.text import TextTask
+
+USED = 0.01
+"""The least share of all that an expert in use has."""
+NOTE = (
+    "H_s: the mean entropy of a token's probabilities over experts, low where the gate is decided. "
+    "H_u: the entropy of their mean over all tokens, high where all experts are used. I(E; Y): "
+    "what the expert of a token tells about its label; normalized: over the mean entropy of "
+    "experts and labels; purity: the share of tokens with the most frequent label of their expert. "
+    "Cosine and CKA: how alike the outputs of two experts are on the same tokens, the mean over "
+    "pairs. In brackets: 95% intervals, by drawing samples anew 200 times."
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Level:
+    """What is known of one level of a layer."""
+
+    entropy: LevelEntropy
+    labels: Mapping[str, LevelByClass]
+    """By the kind of label; without labels nothing."""
+    similarity: LevelSimilarity
+    """How alike the experts are."""
+
+    def to_json(self) -> dict[str, Any]:
+        """What programs get."""
+        labels = {name: _of_labels(each) for name, each in self.labels.items()}
+        return self.entropy.to_json() | {"labels": labels, "similarity": self.similarity}
+
+
+def _of_labels(level: LevelByClass) -> dict[str, Any]:
+    return {
+        **level.measures,
+        "information_bits_by_chance": level.by_chance,
+        **level.of_highest_to_json(),
+        "experts": level.experts,
+        "classes": level.groups,
+        "counts": level.counts_SY,
+    }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Specialized(Result):
+    """How the experts of a model divide the work."""
+
+    scored: Mapping[str, int]
+    """How many of what was read, the first by its name: images, sequences, tokens."""
+    layers: Mapping[str, list[Level]]
+    """The levels of each layer, by its name."""
+    left_out: Mapping[str, LeftOut]
+    """What is lost without each expert, by layer; nothing where none was left out."""
+    has_one_class: bool
+    """Whether what was read has labels."""
+
+    def to_json(self) -> dict[str, Any]:
+        """What programs get."""
+        layers = {
+            name: (vars(self.left_out[name]) if name in self.left_out else {}) | {"levels": levels}
+            for name, levels in self.layers.items()
+        }
+        return {f"{name}_scored": count for name, count in self.scored.items()} | {"layers": layers}
+
+    def read(self) -> str:
+        """How many of what."""
+        name, count = next(iter(self.scored.items()))
+        return f", {count:,} {name}"
+
+    def notes(self) -> list[tuple[str, str]]:
+        """What is missing of images with attributes."""
+        if self.has_one_class:
+            return []
+        return [("not known", "polysemanticity, information, purity: they need one class each")]
+
+    def rows(self) -> list[str]:
+        """Tables of polysemanticity, of entropies and information, and of similarity."""
+        heads = ("", "H_s", "H_u", "at most", "I(E; Y)", "by chance", "normalized", "purity",
+                 "of the highest share", "by chance")  # fmt: skip
+        told: list[tuple[str, ...]] = [heads]
+        alike = [("", "experts", "tokens", "cosine", "CKA")]
+        for title, level in self._titled():
+            entropies = (level.entropy.of_token.shown(), level.entropy.of_usage.shown())
+            told.append((title, *entropies, f"{level.entropy.highest:.2f}", *[""] * 6))
+            told += [
+                (f"  by {label}", "", "", "", *_told(each, "none", ""))
+                for label, each in level.labels.items()
+            ]
+            same = level.similarity
+            sizes = (f"{len(same.experts)}", f"{same.tokens:,}")
+            alike.append((title, *sizes, same.cosine.shown(), same.cka.shown()))
+        lines = ["", "entropies and information in bits, 95% intervals over samples"]
+        lines += [*aligned(told), ""]
+        lines.append(
+            "outputs of experts on the same tokens, means over pairs, 95% intervals over batches"
+        )
+        return [*self._left_out_rows(), *lines, *aligned(alike)]
+
+    def _left_out_rows(self) -> list[str]:
+        if len(self.left_out) < len(self.layers) or not self.layers:
+            return []
+        rows = [("", "polysemanticity", "experts that matter", "computed again")]
+        rows += [(name, *each.cells()) for name, each in self.left_out.items()]
+        return ["", *aligned(rows)]
+
+    def _titled(self, titles: Mapping[str, str] | None = None) -> Iterator[tuple[str, Level]]:
+        """All levels, each with what people call it."""
+        for name, levels in self.layers.items():
+            title = name if titles is None else titles.get(name, name)
+            for number, level in enumerate(levels):
+                yield (title + (f", level {number}" if len(levels) > 1 else "")), level
+
+    def section(self, titles: Mapping[str, str]) -> str:
+        """Tables of all layers that were read, and of text how tokens are divided, as pictures."""
+        if not self.layers:
+            return ""
+        entropies, information, pictures = [], [], ""
+        for title, level in self._titled(titles):
+            both = (level.entropy.of_token, level.entropy.of_usage)
+            same = (level.similarity.cosine, level.similarity.cka)
+            entropies.append(
+                [
+                    *(escape(title), *(each.shown("–") for each in both)),
+                    *(f"{level.entropy.highest:.2f}", *(each.shown("–") for each in same)),
+                ]
+            )
+            for label, each in level.labels.items():
+                information.append([escape(title), label, *_told(each, "–", "–")])
+                if label != "class":  # the section of experts by class has those
+                    heading = f"{title}: experts by {label}"
+                    pictures += level_matrix(each, heading, by_expert=label == "characters")
+        figures = figure_of_table(
+            "Entropies of gates, and how alike experts are",
+            table(("layer", "H_s, bits", "H_u, bits", "at most", "cosine", "CKA"), entropies),
+            wide=True,
+        )
+        if information:
+            heads = ("layer", "label", "I(E; Y), bits", "by chance", "normalized", "purity",
+                     "of the highest share", "by chance")  # fmt: skip
+            figures += figure_of_table(
+                "How much an expert reveals about the token",
+                table(heads, information, names=2),
+                wide=True,
+            )
+        return f'<p class="note">{NOTE}</p><div class="grid">{figures}{pictures}</div>'
+
+
+def _told(level: LevelByClass, unknown: str, missing: str) -> list[str]:
+    """What an expert tells about a label, in the order of the tables."""
+    information, *ratios = (each.shown(unknown) for each in level.measures.values())
+    said = [information, f"{level.by_chance:.4f}", *ratios]
+    if level.of_highest is None:
+        return [*said, missing, missing]
+    return [*said, level.of_highest.shown(unknown), f"{level.highest_by_chance:.4f}"]
+
+
+class Specialization(Measure):
+    """Adds up what routers decide, and of images what is lost without each expert.
+
+    Args:
+        subject: what is read.
+        leave_out: of images with one class each, whether each expert is left out.
+    """
+
+    name = "specialization"
+    title = "How experts divide the work"
+    anchor = "division"
+    told = "measure routing"
+
+    def __init__(self, subject: Subject, *, leave_out: bool = True) -> None:
+        super().__init__(subject)
+        model, layers, samples, batch_size = subject
+        device = next(model.parameters()).device
+        self._entropies = GateEntropies(layers, samples.rows, device)
+        rows = batch_size * samples.rows_of_sample
+        self._similarity = ExpertSimilarity(layers, samples.rows, rows, device)
+        self._tokens = torch.zeros(1, dtype=torch.float64, device=device)
+        self._by_class: ExpertsByClass | None = None
+        self._by_token: dict[str, ExpertCounts] = {}
+        self._left_out: list[LeaveOneOut] = []
+        if (classes := samples.classes()) is not None:
+            self._by_class = ExpertsByClass(layers, *classes, device)
+        if isinstance(samples, TextSamples):
+            self._labellings = labellings(samples.tokenizer, samples.stream, samples.length)
+            self._shifts = Shifts(samples.rows, samples.length, SHUFFLES)
+            self._by_token = {
+                each.name: ExpertCounts(layers, each.classes, samples.rows, device)
+                for each in self._labellings
+            }
+        if leave_out and classes is not None and isinstance(samples, ImageSamples):
+            self._left_out = [
+                LeaveOneOut(model, layer, classes[0], batch_size)
+                for layer in layers
+                if not isinstance(model.get_submodule(layer.name), Mixture)  # whole networks
+            ]
+
+    @classmethod
+    def refusal(cls, opened: Evaluated) -> str | None:
+        """Refuses data without rows that can be counted."""
+        if isinstance(opened.task, ImageClassification | SequenceTask | TextTask):
+            return None
+        return (
+            f"is not allowed with data.kind: {opened.config.data.kind}; images, attributes, "
+            f"sequences, text and masked_text have it"
+        )
+
+    def add(self, reading: Reading) -> None:
+        """Adds a batch."""
+        labels = self._labels(reading.batch) if self._by_token else {}
+        if reading.counted_N is not None:
+            self._tokens += reading.counted_N.sum()
+        for name, decision in reading.decisions.items():
+            number_N = reading.numbers_of(decision)
+            self._entropies.add(name, decision, number_N)
+            self._similarity.add(name, decision, number_N)
+            if self._by_class is not None:
+                self._by_class.add(name, decision, reading.rows_of(decision), reading.number_R)
+            if labels:
+                given_NS = given(decision)
+                for label, label_PN in labels.items():
+                    self._by_token[label].count(name, given_NS, label_PN, number_N)
+        for each in self._left_out:
+            each.add(reading.batch.images_BCHW, reading.batch.labels_B)
+
+    def _labels(self, passages: Passages) -> dict[str, Tensor]:
+        """By the name of a labelling, right and shifted labels of the tokens [P, N]."""
+        ids_BT, counted_BT = passages.ids_BT.cpu(), passages.scored_BP.cpu()
+        found = {}
+        for each in self._labellings:
+            label_BT = each.of(ids_BT).where(counted_BT, -1)
+            label_PBT = self._shifts(label_BT, passages.number_B)
+            found[each.name] = label_PBT.flatten(1).to(passages.ids_BT.device)
+        return found
+
+    def result(self, summed: Summed = lambda values: values) -> Specialized:
+        """What was found."""
+        samples = self.subject.samples
+        entropies, alike = self._entropies.result(summed), self._similarity.result(summed)
+        counts = {name: each.result(summed) for name, each in self._by_token.items()}
+        if self._by_class is not None:
+            counts["class"] = self._by_class.result(summed)
+        layers = {
+            name: [
+                Level(
+                    entropy=level,
+                    labels={label: found[name][number] for label, found in counts.items()},
+                    similarity=alike[name][number],
+                )
+                for number, level in enumerate(levels)
+            ]
+            for name, levels in entropies.items()
+        }
+        if isinstance(samples, TextSamples):
+            scored = {"tokens": int(summed(self._tokens)), "windows": samples.rows}
+        else:
+            scored = {"images" if isinstance(samples, ImageSamples) else "sequences": samples.rows}
+        return Specialized(
+            scored=scored,
+            layers=layers,
+            left_out={
+                each.layer.name: each.result(samples.rows, summed) for each in self._left_out
+            },
+            has_one_class=bool(counts),
+        )
+
+    @classmethod
+    def in_report(cls, subject: Subject) -> "Specialization | None":
+        """Without leaving experts out, which takes long; nothing of rows without labels."""
+        has_labels = isinstance(subject.samples, TextSamples) or subject.samples.classes()
+        return cls(subject, leave_out=False) if has_labels else None
+
+    @classmethod
+    def of_study(cls, config: StudyConfig) -> tuple[tuple[str, ...], Any] | None:
+        """`specialization: true`."""
+        return ((), True) if config.specialization else None
+
+    @classmethod
+    def numbers(cls, tree: Tree) -> dict[str, float]:
+        """How experts divide the work, as means over layers and their levels.
+
+        Returns:
+            What is known: polysemanticity over the layers with an expert that matters; the share of
+            experts that matter to any class; `entropy_bits` H_s, `usage_entropy_bits` H_u,
+            `information_bits` I(E; Y) of classes, of text `information_bits_LABEL` for each way to
+            sort tokens; `experts_used`, those with `USED` of all or more; `expert_cosine` and
+            `expert_cka`, how alike their outputs are.
+        """
+        found: dict[str, list[float]] = {}
+        for layer in tree["layers"].values():
+            if matter := layer.get("experts_that_matter"):
+                found.setdefault("polysemanticity", []).append(layer["polysemanticity"])
+            if matter is not None:
+                found.setdefault("experts_that_matter", []).append(matter / layer["experts"])
+            for level in layer.get("levels", ()):
+                for name in ("entropy_bits", "usage_entropy_bits"):
+                    found.setdefault(name, []).append(level[name]["value"])
+                for label, by_label in level["labels"].items():
+                    name = "information_bits" + ("" if label == "class" else f"_{label}")
+                    found.setdefault(name, []).append(by_label["information_bits"]["value"])
+                if level["labels"]:
+                    counts_SY = next(iter(level["labels"].values()))["counts"]
+                    found.setdefault("experts_used", []).append(_used(counts_SY))
+                for name in ("cosine", "cka") if "similarity" in level else ():
+                    if (alike := level["similarity"][name]["value"]) is not None:
+                        found.setdefault(f"expert_{name}", []).append(alike)
+        return {name: fmean(values) for name, values in found.items()}
+
+
+def _used(counts_SY: list[list[float]]) -> int:
+    """How many experts have at least `USED` of what all get."""
+    of_expert_S = [math.fsum(row) for row in counts_SY]
+    return sum(each >= USED * math.fsum(of_expert_S) for each in of_expert_S)

@@ -1,0 +1,277 @@
+"""Opens weights with held-out data, and reads the data once for any number of measures.
+
+    opened = open_evaluated(path, data, overrides)      weights, their configuration, their task
+    with opened.loaded(doing, split) as (model, world)  the model on this process's device
+    read(model, layers, samples, measures, ...)         the one pass, in which routers are read
+
+A measure is told each batch with what every router decided, and adds it up; see `measures/`.
+
+Shapes: B samples of a batch, R rows of it, N tokens that a layer sees, D width.
+"""
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from polyad.parallel import comm
+from polyad.parallel.checkpoint.reading import Checkpoint
+from polyad.parallel.weights import Choice, Weights, load_model, open_weights
+from polyad.train.config.agreement import agreed_facts, folder_digest
+from polyad.train.config.run import RunConfig, data_overrides, parse_config
+from polyad.train.config.smaller import to_evaluate
+from polyad.train.config.text import flatten
+from polyad.train.errors import ConfigError
+from polyad.train.exchange.writers import config_of_weights
+from polyad.train.experts.probing import Decision, RoutedLayer, deciding
+from polyad.train.guard.memory import explain_out_of_memory
+from polyad.train.loop.device import allow_tf32
+from polyad.train.tasks.images import ImageClassification
+from polyad.train.tasks.language import LanguageModelling
+from polyad.train.tasks.registry import task_class
+from polyad.train.tasks.samples import Samples
+from polyad.train.tasks.task import Task
+
+
+class Evaluated(NamedTuple):
+    """Weights and their evaluation data, both checked."""
+
+    weights: Weights
+    config: RunConfig
+    """The configuration of the weights, with the keys that evaluation may change."""
+    task: Task[Any]
+    choice: Choice
+    """Which weights of a checkpoint."""
+
+    def about(self) -> dict[str, Any]:
+        """The keys of a result that say which weights it is of; a folder of weights is of step
+        0."""
+        step = self.weights.training_step if isinstance(self.weights, Checkpoint) else 0
+        return {"checkpoint": str(self.weights.folder), "step": step}
+
+    @property
+    def batch_size(self) -> int:
+        """Samples in a forward pass."""
+        return self.config.evaluation.batch_size or self.config.train.micro_batch_size
+
+    def joined(self, split: str | None) -> comm.World:
+        """Joins the processes of this command, which all read the same.
+
+        Args:
+            split: that is read; None: none of the data.
+
+        Raises:
+            DisagreementError: a process has another checkpoint or data.
+        """
+        facts = agreed_facts(self.config, self.task if split else None, split)
+        facts["the checkpoint"] = f"contents {folder_digest(self.weights.folder)}"
+        return comm.initialize(self.config.parallel.timeout_minutes, facts=facts)
+
+    @contextmanager
+    def loaded(self, doing: str, split: str | None) -> Iterator[tuple[nn.Module, comm.World]]:
+        """The model on this process's device, in evaluation mode, and the process.
+
+        Inside the context a lack of memory is explained in one line.
+
+        Args:
+            doing: what is done with it, for that line.
+            split: that is read; None: none of the data.
+        """
+        world = self.joined(split)
+        allow_tf32(self.config.train.tf32, world.device)
+        with explain_out_of_memory(lambda: doing, world, to_evaluate(self.config)):
+            yield load_model(self.weights, world.device, self.config.train.precision), world
+
+    def text(self, option: str) -> LanguageModelling:
+        """The task, for an option that only text has.
+
+        Args:
+            option: of the command line, for the error.
+
+        Raises:
+            ConfigError: it is another task.
+        """
+        if not isinstance(self.task, LanguageModelling):
+            raise ConfigError(
+                f"{option}: is not allowed with data.kind: {self.config.data.kind}; text has it"
+            )
+        return self.task
+
+    def images(self, option: str, *, attributes: bool = False) -> ImageClassification:
+        """The task, for an option that only images have.
+
+        Args:
+            option: of the command line, for the error.
+            attributes: whether images with attributes will do, beside those with one class each.
+
+        Raises:
+            ConfigError: it is another task.
+        """
+        if not isinstance(self.task, ImageClassification) or (
+            self.task.has_attributes and not attributes
+        ):
+            have = "images and attributes have" if attributes else "images has"
+            raise ConfigError(
+                f"{option}: is not allowed with data.kind: {self.config.data.kind}; {have} it"
+            )
+        return self.task
+
+
+def open_evaluated(
+    path: Path,
+    data: str | None,
+    overrides: tuple[str, ...],
+    weights: Choice = "trained",
+    base: Path | None = None,
+) -> Evaluated:
+    """Opens weights, and data that fits them.
+
+    Args:
+        path: a checkpoint, a run whose newest one is taken, or a folder of weights.
+        data: prepared data; None takes the run's.
+        overrides: `key=value` for keys that evaluation reads.
+        weights: which of the checkpoint's.
+        base: see `open_weights`.
+
+    Raises:
+        ValueError: with an `exit_status` of 2: one line says what is wrong.
+    """
+    return open_data_for(open_weights(path, weights, base), data, overrides, weights)
+
+
+def open_data_for(
+    opened: Weights, data: str | None, overrides: tuple[str, ...], choice: Choice
+) -> Evaluated:
+    """Opens data that fits weights; see `open_evaluated`."""
+    original = config_of(opened)
+    if data is not None:
+        overrides = (*overrides, *data_overrides(original, data))
+    elif not isinstance(opened, Checkpoint) and "path" in type(original.data).model_fields:
+        raise ConfigError(
+            f"{opened.folder}: is a folder of weights, which names no data; --data DATA does"
+        )
+    origin = f"{opened.folder / 'config.yaml'} with overrides"
+    config = parse_config(original.to_yaml(), overrides, origin=origin)
+    _refuse_other_keys(original, config)
+    task = task_class(config.data.kind).open_held_out(config.for_task(), opened)
+    return Evaluated(opened, config, task, choice)
+
+
+def config_of(weights: Weights) -> RunConfig:
+    """The configuration of a checkpoint, or what a folder of weights says of one.
+
+    What had to be assumed of a folder goes to standard error.
+    """
+    if isinstance(weights, Checkpoint):
+        return parse_config(weights.config_yaml, origin=f"{weights.folder / 'config.yaml'}")
+    config, notes = config_of_weights(weights.model_config(), weights.folder, weights.folder.name)
+    for note in notes:
+        print(f"polyad: {note}", file=sys.stderr, flush=True)
+    return config
+
+
+def _refuse_other_keys(original: RunConfig, changed: RunConfig) -> None:
+    allowed = ("evaluation.", "data.", "train.precision", "train.tf32")
+    before, after = (flatten(c.model_dump(mode="json")) for c in (original, changed))
+    for key in after:
+        if before.get(key) != after[key] and not key.startswith(allowed):
+            raise ConfigError(
+                f"{key}: evaluation cannot change it; it can change evaluation.*, data.path, "
+                f"train.precision and train.tf32"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """A batch as a model read it."""
+
+    number_R: Tensor
+    """Of each row among all that are read, on the device of the model."""
+    batch: Any
+    """What the task makes of the samples."""
+    output: Any
+    """What `Samples.forward` gives."""
+    decisions: Mapping[str, Decision]
+    """Of each layer, by its name."""
+    entering: Mapping[int, Tensor]
+    """What the blocks got [B, T, D] that a measure asked for, by their numbers."""
+    row_N: Tensor | None = None
+    """The row of the batch that each token belongs to; None: each row has as many tokens."""
+    counted_N: Tensor | None = None
+    """Which tokens count; None: all do."""
+
+    def rows_of(self, decision: Decision) -> Tensor:
+        """The row of the batch that each token of a layer belongs to [N]."""
+        if self.row_N is not None:
+            return self.row_N
+        rows = len(self.number_R)
+        each = len(decision.levels[0]) // rows
+        return torch.arange(rows, device=self.number_R.device).repeat_interleave(each)
+
+    def numbers_of(self, decision: Decision) -> Tensor:
+        """The number of the row that each token of a layer belongs to [N]; -1: it does not
+        count."""
+        number_N = self.number_R[self.rows_of(decision)]
+        return number_N if self.counted_N is None else number_N.where(self.counted_N, -1)
+
+
+class Reader(Protocol):
+    """Adds up what one measure says; see `measures/measure.py`."""
+
+    @property
+    def blocks(self) -> Sequence[int]:
+        """The blocks of which it wants to know what they get."""
+
+    def add(self, reading: Reading) -> None:
+        """Adds a batch."""
+
+
+@torch.inference_mode()
+def read(
+    model: nn.Module,
+    layers: Sequence[RoutedLayer],
+    samples: Samples,
+    measures: Sequence[Reader],
+    *,
+    batch_size: int,
+    rank: int = 0,
+    ranks: int = 1,
+    report: Callable[[float], None] = lambda share: None,
+) -> None:
+    """Reads held-out samples once, with all routers read, for all measures.
+
+    Args:
+        model: in evaluation mode, whole on each process.
+        layers: whose routers are read.
+        samples: that all processes read together.
+        measures: each is told every batch of this process.
+        batch_size: samples in a forward pass.
+        rank: of this process.
+        ranks: that share the samples.
+        report: is told the share done.
+    """
+    device, done = next(model.parameters()).device, 0
+    blocks = {block for measure in measures for block in measure.blocks}
+    for number_R, batch in samples.batches(batch_size, rank, ranks, device):
+        if len(number_R):
+            entering = dict.fromkeys(blocks, torch.empty(0))
+            with deciding(model, layers) as decisions:
+                output = samples.forward(model, batch, entering)
+            reading = Reading(
+                number_R=number_R.to(device),
+                batch=batch,
+                output=output,
+                decisions=decisions,
+                entering=entering,
+                row_N=samples.row_N(batch),
+                counted_N=samples.counted_N(batch),
+            )
+            for measure in measures:
+                measure.add(reading)
+        done += len(number_R) * ranks
+        report(min(1.0, done / samples.rows))

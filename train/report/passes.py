@@ -1,0 +1,210 @@
+"""What a report reads with a checkpoint: text, images or labelled sequences, on one device."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from polyad.data.config import DataConfig
+from polyad.data.errors import DataError
+from polyad.data.text.manifest import SplitName
+from polyad.parallel import comm
+from polyad.parallel.checkpoint.reading import Checkpoint
+from polyad.parallel.weights import load_model
+from polyad.train.config.run import RunConfig, data_overrides, parse_config
+from polyad.train.console import Progress
+from polyad.train.errors import ConfigError
+from polyad.train.experts.chosen import columns_of
+from polyad.train.experts.kept_activation import Kept, kept_activation
+from polyad.train.experts.probing import RoutedLayer
+from polyad.train.measures.knockout import TOKENS, KnockOuts
+from polyad.train.measures.measure import Result, Subject
+from polyad.train.measures.registry import MEASURES
+from polyad.train.measures.specialization import Specialization, Specialized
+from polyad.train.reading import read
+from polyad.train.report.classes import ClassPass, Predictions
+from polyad.train.report.content import ExpertReport, TextPass
+from polyad.train.report.top_images import ImagePass, TopImages
+from polyad.train.report.top_text import TopText
+from polyad.train.tasks.cross_entropy import cross_entropy
+from polyad.train.tasks.images import ImageClassification
+from polyad.train.tasks.registry import task_class
+from polyad.train.tasks.samples import ImageSamples, Samples, SequenceSamples, TextSamples
+from polyad.train.tasks.sequences import SequenceTask
+from polyad.train.tasks.task import OneDevice, Task
+from polyad.train.tasks.text import TextTask
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What a user asks to see."""
+
+    layers: Sequence[RoutedLayer]
+    """Those whose experts are shown."""
+    every_layer: Sequence[RoutedLayer]
+    """Those whose experts are counted by class."""
+    experts: Sequence[str]
+    """By name, in every layer; none: some are picked."""
+    top: int
+    """Tokens or images of an expert, and samples with the largest loss."""
+    data: str | None
+    """As `data.path`; None: the run's."""
+    split: SplitName
+    limit: int | None
+    """About how many tokens, or images, are read; None: all."""
+    knockout: bool
+    """Whether the experts that are shown are also left out, of text."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeldOut:
+    """What held-out data says."""
+
+    text: TextPass | None = None
+    images: ImagePass | None = None
+    classes: ClassPass | None = None
+    measures: Mapping[str, Result] = field(default_factory=dict)
+    """By the name of the measure."""
+    kept: Mapping[str, Kept] = field(default_factory=dict)
+    """What groups of units keep of the activation of all, by layer."""
+
+
+def read_held_out(weights: Checkpoint, what: str, asked: Asked) -> HeldOut:
+    """Reads held-out data.
+
+    Args:
+        weights: of a run.
+        what: `text`, `images` or `sequences`.
+        asked: what is shown of it.
+
+    Raises:
+        ConfigError: the data does not fit, or coefficients or outputs are not finite.
+    """
+    config, task = _open(weights, asked, what)
+    batch_size = config.evaluation.batch_size or config.train.micro_batch_size
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = load_model(weights.folder, device)
+    samples = _samples(task, asked)
+    layers = asked.layers if isinstance(samples, TextSamples) else asked.every_layer
+    subject = Subject(model, layers, samples, batch_size)
+    measures = {
+        name: measure
+        for name, kind in MEASURES.items()
+        if (measure := kind.in_report(subject)) is not None
+    }
+    top_text = top_images = predictions = None
+    if isinstance(samples, TextSamples):
+        top_text = TopText(layers, samples, asked.top, device)
+    if isinstance(samples, ImageSamples):
+        top_images = TopImages(asked.layers, samples, asked.top, device)
+    if isinstance(samples, ImageSamples | SequenceSamples) and samples.classes() is not None:
+        predictions = Predictions(samples)
+    readers = [each for each in (top_text, top_images, predictions) if each is not None]
+    with kept_activation(model) as sums:
+        read(
+            model,
+            layers,
+            samples,
+            [*readers, *measures.values()],
+            batch_size=batch_size,
+            report=Progress(f"read {asked.split}", samples.amount, samples.unit),
+        )
+        text = images = classes = None
+        if top_text is not None:
+            shown = top_text.result(model, asked.experts, batch_size, str(weights.folder))
+        outcomes = {} if predictions is None else predictions.outcomes(asked.top)
+        results = {name: measure.result() for name, measure in measures.items()}
+        division = results.get(Specialization.name)
+        if top_text is not None:
+            assert isinstance(division, Specialized)
+            perplexity = _perplexity(subject, task, asked)
+            text = TextPass(
+                data=task.name,
+                split=asked.split,
+                tokens=top_text.tokens,
+                of_tokens=task.units_of(asked.split),
+                perplexity=perplexity,
+                layers=shown,
+                division=division,
+            )
+        if predictions is not None:
+            assert isinstance(division, Specialized)
+            classes = predictions.result(outcomes, division)
+        if top_images is not None:
+            largest = [] if classes is None else [each.number for each in classes.examples]
+            images = top_images.result(model, asked.experts, largest)
+    if asked.knockout and text is not None:
+        text = _with_knockout(subject, task, text, asked)
+    kept = {name: found for name, each in sums.items() if (found := each.result()) is not None}
+    return HeldOut(text=text, images=images, classes=classes, measures=results, kept=kept)
+
+
+def _samples(task: Task[Any], asked: Asked) -> Samples:
+    if isinstance(task, TextTask):
+        return TextSamples(task, asked.split, asked.limit, with_first=False)
+    if isinstance(task, ImageClassification):
+        return ImageSamples(task, asked.split, asked.limit)
+    assert isinstance(task, SequenceTask)
+    return SequenceSamples(task, asked.split, asked.limit)
+
+
+def _open(weights: Checkpoint, asked: Asked, what: str) -> tuple[RunConfig, Task[Any]]:
+    """The configuration of a checkpoint, and its task with the data that is read."""
+    where = str(weights.folder / "config.yaml")
+    config = parse_config(weights.config_yaml, (), origin=where)
+    if asked.data is not None:
+        config = parse_config(weights.config_yaml, data_overrides(config, asked.data), origin=where)
+    if isinstance(config.data, DataConfig) and config.data.mixture is not None:
+        folders = ", ".join(source.path for source in config.data.mixture)
+        raise ConfigError(f"data.mixture: read one folder, with --data, of {folders}")
+    try:
+        task = task_class(config.data.kind).open_held_out(config.for_task(), weights)
+        task.check_split(asked.split)
+    except (ConfigError, DataError) as error:
+        raise ConfigError(
+            f"{error}; --data names another folder, --tokens 0 reads no {what}"
+        ) from None
+    return config, task
+
+
+def _perplexity(subject: Subject, task: Task[Any], asked: Asked) -> float | None:
+    """As `polyad evaluate` gives it; None where not the whole split is read."""
+    total = task.units_of(asked.split)
+    if asked.limit is None or total > asked.limit:
+        return None
+    score = task.score(
+        OneDevice(subject.model, cross_entropy),
+        asked.split,
+        batch_size=subject.batch_size,
+        world=comm.initialize(),
+        report=Progress(f"score {asked.split}", total),
+    )
+    return float(score["perplexity"])
+
+
+def _with_knockout(subject: Subject, task: Task[Any], text: TextPass, asked: Asked) -> TextPass:
+    """The same with the loss without each expert that is shown."""
+    assert isinstance(task, TextTask)
+    assert asked.limit is not None
+    shown = [layer for layer in asked.layers if text.layers[layer.name]]
+    if not shown:  # coefficients are 0 throughout
+        return replace(text, left_out=0)
+    samples = TextSamples(task, asked.split, min(asked.limit, TOKENS), hidden=True)
+    columns = [columns_of(layer, [e.name for e in text.layers[layer.name]]) for layer in shown]
+    measure = KnockOuts(subject._replace(layers=shown, samples=samples), columns)
+    read(
+        *(subject.model, shown, samples, [measure]),
+        batch_size=subject.batch_size,
+        report=measure.progress(),
+    )
+    found = measure.result()
+    without = {each.layer.name: each.experts() for each in found.layers}
+
+    def beside(layer: str, expert: ExpertReport) -> ExpertReport:
+        return replace(expert, without=without[layer][expert.name])
+
+    layers = {
+        name: [beside(name, expert) for expert in experts] for name, experts in text.layers.items()
+    }
+    return replace(text, layers=layers, left_out=found.tokens)

@@ -1,0 +1,179 @@
+"""The tokens of held-out text that every expert gets most of, and their contexts.
+
+The pass keeps the highest coefficients of all experts, of all tokens and of words alone; a second
+one over the few windows that were chosen reads what the other tokens there got.
+
+Shapes: B windows, T tokens of a window, S experts of all levels side by side.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from torch import nn
+
+from polyad.train.experts.probing import RoutedLayer
+from polyad.train.reading import Reading, read
+from polyad.train.report.content import ExpertReport, Snippet
+from polyad.train.report.snippets import Documents, Place, pieces
+from polyad.train.report.top_tokens import TopTokens, shown_experts
+from polyad.train.report.words import WordTokens
+from polyad.train.tasks.samples import TextSamples
+
+
+class Top(NamedTuple):
+    """A token that an expert gets much of."""
+
+    coefficient: float
+    position: int
+    among_all: bool
+    among_words: bool
+
+
+def merged(every: Sequence[tuple[float, int]], words: Sequence[tuple[float, int]]) -> list[Top]:
+    """The highest tokens of an expert and its highest words as one list, the highest first.
+
+    Args:
+        every: coefficients and positions of all tokens, the highest first.
+        words: the same of words alone.
+    """
+    in_every, in_words = ({position for _, position in one} for one in (every, words))
+    others = [one for one in words if one[1] not in in_every]
+    tops = [Top(a, at, at in in_every, at in in_words) for a, at in (*every, *others)]
+    return sorted(tops, key=lambda top: -top.coefficient)
+
+
+class _Contexts:
+    """Reads the contexts of the top tokens of chosen experts.
+
+    Args:
+        text: of the tokens.
+        wanted: by layer and expert, its top tokens.
+    """
+
+    blocks: Sequence[int] = ()
+
+    def __init__(self, text: TextSamples, wanted: Mapping[tuple[str, int], list[Top]]) -> None:
+        self._text, self._documents = text, Documents(text.stream)
+        self.windows: dict[int, list[tuple[str, int, int, Top, Place]]] = {}
+        """By the number of a window in its split, the tokens in it."""
+        self._found: dict[tuple[str, int], dict[int, Snippet]] = {}
+        for (name, column), tops in wanted.items():
+            for rank, top in enumerate(tops):
+                window = (top.position + 1) // text.length
+                place = self._documents.place(top.position, *self._bounds(window))
+                self.windows.setdefault(window, []).append((name, column, rank, top, place))
+
+    def _bounds(self, window: int) -> tuple[int, int]:
+        """Positions of the first token of a window's input, and one past its last."""
+        begin = window * self._text.length - 1
+        return begin, min(begin + self._text.length, self._text.stream.num_tokens)
+
+    def add(self, reading: Reading) -> None:
+        """Cuts out the contexts in a batch."""
+        stream, tokenizer = self._text.stream, self._text.tokenizer
+        coefficients = {
+            name: decision.coefficients().view(*reading.batch.ids_BT.shape, -1).cpu()
+            for name, decision in reading.decisions.items()
+        }
+        windows = sorted(self.windows)
+        for row, number in enumerate(reading.number_R.tolist()):
+            begin, end = self._bounds(windows[number])
+            for name, column, rank, top, place in self.windows[windows[number]]:
+                a_T = coefficients[name][row, :, column]
+                positions = range(place.read_first, place.read_stop)
+                shown = pieces(
+                    place,
+                    stream.read(place.read_first, place.read_stop).tolist(),
+                    [float(a_T[p - begin]) if begin <= p < end else 0.0 for p in positions],
+                    tokenizer.decode,
+                    tokenizer.end_of_text_id,
+                )
+                self._found.setdefault((name, column), {})[rank] = Snippet(
+                    coefficient=top.coefficient,
+                    place=place,
+                    pieces=shown,
+                    among_all=top.among_all,
+                    among_words=top.among_words,
+                )
+
+    def of_expert(self, layer: str, column: int) -> list[Snippet]:
+        """The contexts of an expert, the highest coefficient first."""
+        ranked = self._found.get((layer, column), {})
+        return [ranked[rank] for rank in sorted(ranked)]
+
+
+class TopText:
+    """Keeps the tokens of each expert.
+
+    Args:
+        layers: those whose experts are shown.
+        text: that is read.
+        top: tokens of an expert: so many of all, and so many words.
+    """
+
+    blocks: Sequence[int] = ()
+
+    def __init__(
+        self, layers: Sequence[RoutedLayer], text: TextSamples, top: int, device: str
+    ) -> None:
+        self._layers, self._text = layers, text
+        self._every, self._words = (
+            {layer.name: TopTokens(layer.num_experts, top, device) for layer in layers}
+            for _ in range(2)
+        )
+        self._are_words = WordTokens(text.tokenizer)
+
+    def add(self, reading: Reading) -> None:
+        """Adds a batch."""
+        ids_BT, position_BT = reading.batch.ids_BT, self._text.position_BT(reading.batch)
+        is_word_BT = self._are_words(ids_BT.cpu()).to(ids_BT.device)
+        for layer in self._layers:
+            a_BTS = reading.decisions[layer.name].coefficients().view(*ids_BT.shape, -1)
+            self._every[layer.name].add(a_BTS, position_BT)
+            self._words[layer.name].add(a_BTS, position_BT.where(is_word_BT, -1))
+
+    def result(
+        self, model: nn.Module, experts: Sequence[str], batch_size: int, name: str
+    ) -> dict[str, list[ExpertReport]]:
+        """The experts of each layer that are shown.
+
+        Args:
+            model: reads the windows of their top tokens again.
+            experts: by name, in every layer; none: some are picked.
+            batch_size: windows in a forward pass.
+            name: of the weights, for an error.
+
+        Raises:
+            ConfigError: coefficients are not finite.
+        """
+        totals = {layer.name: self._every[layer.name].totals() for layer in self._layers}
+        columns = {
+            layer.name: shown_experts(layer, totals[layer.name], experts, f"{name}: ")
+            for layer in self._layers
+        }
+        wanted = {
+            (name, column): merged(
+                self._every[name].highest(column), self._words[name].highest(column)
+            )
+            for name, chosen in columns.items()
+            for column in chosen
+        }
+        contexts = _Contexts(self._text, wanted)
+        if contexts.windows:
+            some = self._text.some(sorted(contexts.windows))
+            read(model, self._layers, some, [contexts], batch_size=batch_size)
+        return {
+            layer.name: [
+                ExpertReport(
+                    **totals[layer.name].of_expert(layer, column),
+                    snippets=contexts.of_expert(layer.name, column),
+                )
+                for column in columns[layer.name]
+            ]
+            for layer in self._layers
+        }
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that were read."""
+        return next(iter(self._every.values())).totals().tokens

@@ -1,0 +1,432 @@
+"""Held-out samples as measures read them: evenly over a split, each once, dealt out to processes.
+
+What is counted as one is a row: a window of text, an image, a sequence (of which a sample with
+choices has several). Batches hold no rows that only fill them up, so the last one of a process may
+be empty.
+
+Shapes: B samples of a batch, R rows of it, T tokens of a row, P predicted tokens of a window, N
+tokens that the layers of a model see, D width, K classes.
+"""
+
+import copy
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset, Subset
+
+from polyad.data.evaluation import evaluation_batches
+from polyad.data.images.samples import EvaluationImages, ImageBatch
+from polyad.data.sequences.samples import SequenceBatch
+from polyad.data.text.masking import MaskedWindow
+from polyad.data.text.windows import EvaluationWindows
+from polyad.model.gpt2 import GPT2
+from polyad.train.errors import ConfigError
+from polyad.train.tasks.cross_entropy import cross_entropy
+from polyad.train.tasks.images import ImageClassification
+from polyad.train.tasks.language import TextProbe
+from polyad.train.tasks.masked_language import MaskedProbe
+from polyad.train.tasks.sequences import SequenceTask
+from polyad.train.tasks.task import OneDevice, Task
+from polyad.train.tasks.text import TextTask
+
+
+class Rows(NamedTuple):
+    """A batch of held-out samples."""
+
+    number_R: Tensor
+    """Of each row among all that are read, on the CPU."""
+    batch: Any
+    """What the task makes of the samples, on the device of the model."""
+
+
+class Samples(ABC):
+    """Samples of a split that are read once.
+
+    Attributes:
+        rows: that all processes read.
+        rows_of_sample: as many rows has a sample.
+        unit: of `amount`, for a line of progress.
+        amount: of what is read.
+    """
+
+    rows: int
+    rows_of_sample: int = 1
+    unit: str
+    amount: int
+
+    @abstractmethod
+    def batches(
+        self, batch_size: int, rank: int, ranks: int, device: torch.device
+    ) -> Iterator[Rows]:
+        """The batches of a process; all have as many.
+
+        Args:
+            batch_size: samples in a batch.
+            rank: of the process.
+            ranks: that share the samples.
+            device: of the model.
+        """
+
+    @abstractmethod
+    def forward(self, model: nn.Module, batch: Any, entering: dict[int, Tensor]) -> Any:
+        """Reads a batch.
+
+        Args:
+            model: in evaluation mode, whole on this process.
+            batch: of `batches`.
+            entering: of text gets what each block gets whose number is in it.
+
+        Returns:
+            Of text what the last block gives [B, T, D], which `losses` scores; of images logits
+            [B, K]; of sequences outputs [B, K] and losses [B].
+        """
+
+    def row_N(self, batch: Any) -> Tensor | None:
+        """The row of the batch that each token belongs to; None: each row has as many tokens."""
+        return None
+
+    def counted_N(self, batch: Any) -> Tensor | None:
+        """Which tokens count; None: all do."""
+        return None
+
+    def classes(self) -> tuple[list[str], Tensor] | None:
+        """Names of classes, and that of each row [rows]; None where a row has no one class."""
+        return None
+
+
+def samples_of(task: Task[Any], split: str, most: int | None = None) -> Samples:
+    """The samples of a split.
+
+    Args:
+        task: of images, of sequences or of text.
+        split: of it.
+        most: about how many units are read, tokens or images; None: all.
+
+    Raises:
+        ConfigError: of another task no measure is known.
+    """
+    if isinstance(task, ImageClassification):
+        return ImageSamples(task, split, most, num_workers=task.settings.num_workers)
+    if isinstance(task, SequenceTask):
+        return SequenceSamples(task, split, most)
+    if isinstance(task, TextTask):
+        return TextSamples(task, split, most)
+    raise ConfigError(f"{task.place}: no measure of experts is known of such data")
+
+
+def _numbered(
+    batches: Iterable[tuple[Any, Tensor]], rank: int, ranks: int
+) -> Iterator[tuple[Tensor, Any, Tensor]]:
+    """Adds the numbers of the samples that are a batch's own; batch j of a rank is batch
+    `j * ranks + rank` of all."""
+    for done, (read, own_B) in enumerate(batches):
+        number_B = (done * ranks + rank) * len(own_B) + torch.arange(len(own_B))
+        yield number_B[own_B], read, own_B
+
+
+class Passages(NamedTuple):
+    """A batch of windows."""
+
+    number_B: Tensor
+    """Of each window among all that are read, on the CPU."""
+    ids_BT: Tensor
+    """What is read."""
+    places_BP: Tensor
+    """Where tokens are predicted."""
+    target_BP: Tensor
+    """Those tokens."""
+    scored_BP: Tensor
+    """Which of them count."""
+
+    def rows(self, row_R: Tensor) -> "Passages":
+        """Some windows, as often as they are named.
+
+        Args:
+            row_R: on the device of the tokens.
+        """
+        others = (each[row_R] for each in self[1:])
+        return Passages(self.number_B[row_R.cpu()], *others)
+
+
+class TextSamples(Samples):
+    """Whole windows without overlap.
+
+    Args:
+        task: of the text.
+        split: of it.
+        most: about how many tokens are read; None: all.
+        hidden: of a BERT, whether tokens are hidden, which it predicts; else it reads the text as
+            it is, and nothing is predicted. A GPT-2 predicts each token from those before it.
+        with_first: whether the end of text counts that stands before the first token of a split.
+    """
+
+    unit = "tok"
+
+    def __init__(
+        self,
+        task: TextTask[Any],
+        split: str,
+        most: int | None = None,
+        *,
+        hidden: bool = False,
+        with_first: bool = True,
+    ) -> None:
+        total = task.units_of(split)
+        probe = task.probe(total if most is None else min(most, total), split)
+        assert isinstance(probe, TextProbe | MaskedProbe)
+        self.rows, self.length = len(probe), probe.about()["sequence_length"]
+        self.amount = self.rows * self.length
+        self.predicts_both_ways = isinstance(probe, MaskedProbe)
+        self.tokenizer = task.data.parts[0].data.tokenizer()
+        self.stream = task.split(split)[0]
+        self._probe, self._hidden, self._with_first = probe, hidden, with_first
+        total_windows = -(-self.stream.num_tokens // self.length)
+        self._windows = [number * total_windows // self.rows for number in range(self.rows)]
+        """Of a GPT-2 the number in the split of each window that is read."""
+
+    def some(self, windows: Sequence[int]) -> "TextSamples":
+        """Other windows of the same split, which a GPT-2 reads.
+
+        Args:
+            windows: their numbers in the split.
+        """
+        other = copy.copy(self)
+        other._windows, other.rows = list(windows), len(windows)
+        other.amount = other.rows * other.length
+        return other
+
+    def batches(
+        self, batch_size: int, rank: int, ranks: int, device: torch.device
+    ) -> Iterator[Rows]:
+        """Batches of `Passages`."""
+        probe, end = self._probe, self.tokenizer.end_of_text_id
+        windows: Dataset[Any]
+        if isinstance(probe, MaskedProbe):
+            windows = _Hidden(probe) if self._hidden else probe
+        else:
+            whole: Any = EvaluationWindows(self.stream, self.length, self.length, end)
+            windows = Subset(whole, self._windows)
+        read = evaluation_batches(windows, self.rows, batch_size, rank=rank, ranks=ranks)
+        for number_B, batch, own_B in _numbered(read, rank, ranks):
+            passages = Passages(number_B, *(each[own_B].to(device) for each in self._read(batch)))
+            if not self._with_first:
+                passages.scored_BP[self._window_B(number_B).to(device) == 0, 0] = False
+            yield Rows(number_B, passages)
+
+    def _read(self, batch: Any) -> tuple[Tensor, ...]:
+        """Ids, places of predicted tokens, those tokens, and which of them count."""
+        if isinstance(self._probe, TextProbe):
+            return batch.input_T, _places(batch.input_T), batch.target_T, batch.scored_T
+        if self._hidden:
+            return (batch.input_ids_T, *batch[2:])
+        return batch, _places(batch), batch, self._probe.counted(batch)
+
+    def _window_B(self, number_B: Tensor) -> Tensor:
+        return torch.tensor([self._windows[number] for number in number_B.tolist()]).long()
+
+    def forward(self, model: nn.Module, batch: Passages, entering: dict[int, Tensor]) -> Tensor:
+        """What the last block gives [B, T, D]."""
+        return through(model, embedded(model, batch), kept=entering)
+
+    def counted_N(self, batch: Passages) -> Tensor | None:
+        """Tokens of the text; where tokens are hidden, all that are read."""
+        return None if self._hidden else batch.scored_BP.flatten()
+
+    def position_BT(self, batch: Passages) -> Tensor:
+        """The position in the split of each token that is read; -1: it does not count."""
+        window_B = self._window_B(batch.number_B).to(batch.ids_BT.device)
+        first_B1 = window_B.unsqueeze(1) * self.length - 1
+        position_BT = first_B1 + torch.arange(self.length, device=first_B1.device)
+        return position_BT.where(batch.scored_BP, -1)
+
+
+class _Hidden(Dataset[MaskedWindow]):
+    """The windows of a probe with tokens hidden: whole ones, which have no padding."""
+
+    def __init__(self, probe: MaskedProbe) -> None:
+        self._probe = probe
+
+    def __getitem__(self, window: int) -> MaskedWindow:
+        return self._probe.hidden(window)
+
+
+def _places(ids_BT: Tensor) -> Tensor:
+    return torch.arange(ids_BT.shape[1]).expand_as(ids_BT)
+
+
+def embedded(model: nn.Module, passages: Passages) -> Tensor:
+    """What the first block gets [B, T, D]."""
+    text_model: Any = model
+    x_BTD: Tensor
+    if isinstance(model, GPT2):
+        positions_T = torch.arange(passages.ids_BT.shape[1], device=passages.ids_BT.device)
+        x_BTD = model.embed(passages.ids_BT, positions_T)
+    else:
+        x_BTD = text_model.embed(passages.ids_BT)
+    return x_BTD
+
+
+def through(
+    model: nn.Module, x_BTD: Tensor, first: int = 0, kept: dict[int, Tensor] | None = None
+) -> Tensor:
+    """What the last block gives [B, T, D].
+
+    Args:
+        model: a GPT-2 or a BERT.
+        x_BTD: what block `first` gets.
+        first: the block that is run first.
+        kept: gets what each block gets whose number is in it.
+    """
+    text_model: Any = model
+    for number, block in enumerate(text_model.blocks[first:], first):
+        if kept is not None and number in kept:
+            kept[number] = x_BTD
+        x_BTD, *_ = block(x_BTD)
+    return x_BTD
+
+
+def losses(model: nn.Module, x_BTD: Tensor, passages: Passages) -> Tensor:
+    """The loss of each predicted token in nats [B, P], from what the last block gives.
+
+    Args:
+        model: a GPT-2 or a BERT, without gradients.
+        x_BTD: of the passages.
+        passages: what is predicted.
+    """
+    text_model: Any = model
+    found: Tensor
+    if isinstance(model, GPT2):
+        found = model.score(x_BTD, passages.target_BP)
+    else:
+        found = text_model.score(x_BTD, passages.places_BP, passages.target_BP)[..., 0]
+    return found
+
+
+class ImageSamples(Samples):
+    """Images without augmentation.
+
+    Args:
+        task: of the images.
+        split: of it.
+        most: images that are read; None: all.
+        of: the images; None: those of the split.
+        num_workers: processes that read images; 0: this one does.
+    """
+
+    def __init__(
+        self,
+        task: ImageClassification,
+        split: str,
+        most: int | None = None,
+        *,
+        of: EvaluationImages | None = None,
+        num_workers: int = 0,
+    ) -> None:
+        total = task.units_of(split) if of is None else len(of)
+        self.rows = self.amount = total if most is None else min(total, most)
+        self.numbers = [number * total // self.rows for number in range(self.rows)]
+        """Of the images in their split."""
+        self.task, self.split, self.unit = task, split, task.unit.short
+        self.images = task.held_out(split) if of is None else of
+        self._num_workers = num_workers
+
+    def batches(
+        self, batch_size: int, rank: int, ranks: int, device: torch.device
+    ) -> Iterator[Rows]:
+        """Batches of `ImageBatch`, whose images are normalized."""
+        read = evaluation_batches(
+            Subset(self.images, self.numbers),
+            self.rows,
+            batch_size,
+            rank=rank,
+            ranks=ranks,
+            num_workers=self._num_workers,
+        )
+        for number_B, batch, own_B in _numbered(read, rank, ranks):
+            images_BCHW = self.task.inputs(batch.images_BCHW[own_B].to(device))
+            yield Rows(number_B, batch._replace(
+                images_BCHW=images_BCHW, labels_B=batch.labels_B[own_B].to(device)
+            ))  # fmt: skip
+
+    def forward(self, model: nn.Module, batch: ImageBatch, entering: dict[int, Tensor]) -> Tensor:
+        """Logits [B, K]."""
+        logits_BK: Tensor = model(batch.images_BCHW).logits
+        return logits_BK
+
+    def classes(self) -> tuple[list[str], Tensor] | None:
+        """The class of each image; None where it may have several."""
+        if self.task.has_attributes:
+            return None
+        labels_N = np.asarray(self.task.data.split(self.split).labels)[self.numbers]
+        return list(self.task.data.manifest.class_names), torch.as_tensor(labels_N).long()
+
+
+class SequenceSamples(Samples):
+    """Labelled sequences, evenly by their length.
+
+    Args:
+        task: of the sequences.
+        split: of it.
+        most: about how many tokens are read; None: all.
+    """
+
+    def __init__(self, task: SequenceTask, split: str, most: int | None = None) -> None:
+        self.task, self.split, self.unit = task, split, task.unit.short
+        rows, samples = task.data.encoded(split), None
+        if most is not None:
+            mean = float(rows.pieces.lengths_R.mean()) * task.data.choices
+            samples = min(len(rows), max(1, math.ceil(most / mean)))
+        self._samples = task.data.held_out(split, samples)
+        self.amount, self.rows_of_sample = len(self._samples), task.data.choices
+        self.rows = self.amount * self.rows_of_sample
+        self.row_of = np.array([self._samples.row_of(number) for number in range(self.amount)])
+        """The row of the split that each sample is."""
+
+    def batches(
+        self, batch_size: int, rank: int, ranks: int, device: torch.device
+    ) -> Iterator[Rows]:
+        """Batches of `SequenceBatch`."""
+        read = evaluation_batches(self._samples, self.amount, batch_size, rank=rank, ranks=ranks)
+        for number_B, batch, own_B in _numbered(read, rank, ranks):
+            row_BC = number_B.unsqueeze(1) * self.rows_of_sample + torch.arange(self.rows_of_sample)
+            own = SequenceBatch(*(each[own_B].to(device) for each in batch))
+            yield Rows(row_BC.flatten(), own)
+
+    def forward(
+        self, model: nn.Module, batch: SequenceBatch, entering: dict[int, Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """Outputs of each sample [B, K], and losses [B]."""
+        return self.task.examined(OneDevice(model, cross_entropy), batch)
+
+    def row_N(self, batch: SequenceBatch) -> Tensor:
+        """Layers see the tokens alone, and no padding."""
+        row_N: Tensor = batch.mask_BCT.flatten(0, 1).nonzero()[:, 0]
+        return row_N
+
+    def labels(self) -> npt.NDArray[Any]:
+        """The label of each sample."""
+        labels_N = self.task.data.encoded(self.split).labels_N
+        assert labels_N is not None
+        found: npt.NDArray[Any] = labels_N[self.row_of]
+        return found
+
+    def classes(self) -> tuple[list[str], Tensor]:
+        """The class of a sequence; whether a choice is the right one; or in which third of all
+        numbers its own is."""
+        kind, labels_N = self.task.schema.task, self.labels()
+        if kind == "classification":
+            names, group_R = list(self.task.data.class_names), labels_N
+        elif kind == "multiple_choice":
+            right_NC = labels_N[:, None] == np.arange(self.rows_of_sample)
+            names, group_R = ["wrong choices", "right choices"], right_NC.reshape(-1)
+        else:
+            low, high = np.quantile(labels_N.astype(np.float64), (1 / 3, 2 / 3))
+            names = [f"up to {low:.3g}", f"{low:.3g} to {high:.3g}", f"above {high:.3g}"]
+            group_R = np.searchsorted((low, high), labels_N.astype(np.float64))
+        return names, torch.from_numpy(group_R.astype(np.int64))
