@@ -1,10 +1,11 @@
-"""Plugins: modules outside of Polyad that add tasks and models to its registries.
+"""Plugins: modules outside of Polyad that add tasks, models and measures to its registries.
 
     POLYAD_PLUGINS=lab.spectra,lab.models polyad train spectra.yaml
 
 A module is imported before any configuration is read, and adds entries to the registries of
 Polyad: `polyad.model.build.MODELS["mine"] = ModelKind(...)`,
-`polyad.train.tasks.registry.TASKS["mine"] = ...`.
+`polyad.train.tasks.registry.TASKS["mine"] = ...`,
+`polyad.train.measures.registry.MEASURES["mine"] = ...`.
 Processes that a command starts find the variable too.
 """
 

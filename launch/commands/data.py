@@ -9,6 +9,7 @@ from polyad.launch.command import Argument, Json, command
 from polyad.launch.output import only_results_on_stdout, results
 from polyad.launch.parser import UsageError
 from polyad.launch.preparation import PartsOptions
+from polyad.train.results import aligned
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -31,8 +31,10 @@ from polyad.train.study.study import Run, Study, Variant
 
 KEYS = ("loss", "split", "step", "attack", "leak")
 """Of what `polyad evaluate` gives of scores, those that are read here."""
-OF_EXPERTS = ("layers", "split", "step")
+OF_EXPERTS = ("split", "step")
 """Of what it gives of a measure of experts, those that every one has."""
+OWN_KEYS = ("specialization", "knockout")
+"""Measures that a study asks for by keys of their own, and not under `measures`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +49,8 @@ class Measure:
     options: tuple[str, ...]
     settings: dict[str, Any]
     """What a result of it says of how it was made."""
+    command: tuple[str, ...] = ("evaluate",)
+    """Words of `polyad`."""
 
     def __str__(self) -> str:
         """What a person calls it."""
@@ -66,7 +70,7 @@ class Measure:
     def arguments(self) -> tuple[str, ...]:
         """Of `polyad`, without where the result goes."""
         split = ("--split", self.run.study.config.split)
-        return "evaluate", str(self.path), *split, *self.options
+        return *self.command, str(self.path), *split, *self.options
 
     @property
     def _keys(self) -> tuple[str, ...]:
@@ -120,6 +124,11 @@ def settings_of(tree: dict[str, Any]) -> dict[str, Any]:
 def measures_of(run: Run) -> Iterator[Measure]:
     """What a study wants to know of a run, in its order."""
     config = run.study.config
+    allowed = [name for name in MEASURES if name not in OWN_KEYS]
+    for name in config.measures:
+        if name not in allowed:
+            known = f"{', '.join(allowed)} are" if allowed else "no plugin adds any"
+            raise ConfigError(f"{run.study.file}: measures: {name!r} is not allowed: {known}")
     best = ("--best",) if run.variant.scores_best else ()
     if (attack := config.attack) is not None:
         rate, seed = f"{attack.rate!r}", f"{attack.seed}"
@@ -141,13 +150,13 @@ def measures_of(run: Run) -> Iterator[Measure]:
             )
     for name, kind in MEASURES.items() if run.variant.has_experts else ():
         if (asked := kind.of_study(config)) is not None:
-            options, settings = asked
             yield Measure(
                 run=run,
                 name=name,
                 path=run.folder,
-                options=(*best, f"--{name}", *options),
-                settings={"split": config.split, name: settings},
+                command=asked.command,
+                options=(*best, *asked.options),
+                settings={"split": config.split, name: asked.settings},
             )
 
 

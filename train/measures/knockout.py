@@ -21,7 +21,7 @@ from polyad.train.experts.probing import RoutedLayer, routed_layers
 from polyad.train.experts.steering import Steering, gate_column
 from polyad.train.experts.steering_effect import SteeredReading, SteeringEffect
 from polyad.train.experts.token_classes import ClassColumns
-from polyad.train.measures.measure import Measure, Result, Subject, Tree
+from polyad.train.measures.measure import Asked, Measure, Result, Subject, Tree
 from polyad.train.reading import Evaluated, Reading
 from polyad.train.results import aligned
 from polyad.train.study.config import StudyConfig
@@ -255,12 +255,13 @@ class KnockOuts(Measure):
         """A report leaves out the experts that it shows, which it knows after its pass."""
 
     @classmethod
-    def of_study(cls, config: StudyConfig) -> tuple[tuple[str, ...], Any] | None:
+    def of_study(cls, config: StudyConfig) -> Asked | None:
         """`knockout: {tokens: N, layers: [...]}`."""
         if (asked := config.knockout) is None:
             return None
         layers = ("--layers", ",".join(map(str, asked.layers))) if asked.layers else ()
-        return ("--probe-tokens", f"{asked.tokens}", *layers), asked.model_dump()
+        options = ("--tokens", f"{asked.tokens}", *layers)
+        return Asked(("experts", "knockout"), options, asked.model_dump())
 
     @classmethod
     def kept(cls, tree: Tree) -> Tree:

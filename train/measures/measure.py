@@ -71,6 +71,16 @@ class Subject(NamedTuple):
     batch_size: int
 
 
+class Asked(NamedTuple):
+    """How a study takes a measure of a run."""
+
+    command: tuple[str, ...]
+    """Words of `polyad`."""
+    options: tuple[str, ...]
+    settings: Any
+    """What the study says of it: a result that was made otherwise is made again."""
+
+
 class Measure(ABC):
     """Adds up what one measure says of a model that reads held-out samples.
 
@@ -146,16 +156,15 @@ class Measure(ABC):
         return cls(subject)
 
     @classmethod
-    def of_study(cls, config: StudyConfig) -> tuple[tuple[str, ...], Any] | None:
-        """The options of `polyad evaluate` that a study takes it with.
+    def of_study(cls, config: StudyConfig) -> "Asked | None":
+        """How a study takes it; None: it is not asked for.
 
         Args:
             config: of the study.
-
-        Returns:
-            The options after its own, and what the study says of it; None: it is not asked for.
         """
-        return ((), True) if cls.name in config.measures else None
+        if cls.name not in config.measures:
+            return None
+        return Asked(("experts", "measure"), ("--name", cls.name), True)
 
     @classmethod
     def kept(cls, tree: Tree) -> Tree:

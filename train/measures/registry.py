@@ -1,4 +1,9 @@
-"""The measures of experts by their names, in the order of a page."""
+"""The measures of experts by their names, in the order of a page.
+
+A plugin adds one with a line: `MEASURES[Mine.name] = Mine`. Then
+`polyad experts measure --name NAME` takes it, `polyad report` has it, and a study with
+`measures: [NAME]` compares its numbers.
+"""
 
 from polyad.train.measures.knockout import KnockOuts
 from polyad.train.measures.measure import Measure

@@ -31,7 +31,7 @@ from polyad.train.experts.gate_entropy import GateEntropies, LevelEntropy, Summe
 from polyad.train.experts.polysemanticity import LeaveOneOut, LeftOut
 from polyad.train.experts.similarity import ExpertSimilarity, LevelSimilarity
 from polyad.train.experts.token_classes import Shifts, labellings
-from polyad.train.measures.measure import Measure, Result, Subject, Tree
+from polyad.train.measures.measure import Asked, Measure, Result, Subject, Tree
 from polyad.train.page.html import figure_of_table, table
 from polyad.train.reading import Evaluated, Reading
 from polyad.train.results import aligned
@@ -309,9 +309,9 @@ class Specialization(Measure):
         return cls(subject, leave_out=False) if has_labels else None
 
     @classmethod
-    def of_study(cls, config: StudyConfig) -> tuple[tuple[str, ...], Any] | None:
+    def of_study(cls, config: StudyConfig) -> Asked | None:
         """`specialization: true`."""
-        return ((), True) if config.specialization else None
+        return Asked(("experts", "specialize"), (), True) if config.specialization else None
 
     @classmethod
     def numbers(cls, tree: Tree) -> dict[str, float]:

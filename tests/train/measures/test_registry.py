@@ -1,0 +1,141 @@
+"""A measure is one file and one line: a plugin's is taken, shown on a page and compared in a study.
+
+`tests/helpers/even.py` is that measure; no file of Polyad names it.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from polyad.parallel.weights import load_model
+from polyad.train.errors import ConfigError
+from tests.helpers.fine_tuned import table, trainer
+from tests.helpers.runs import measured, newest, run, write_config
+
+pytestmark = pytest.mark.distributed
+
+ROOT = Path(__file__).parents[3]
+LAYER = "blocks.1.feed_forward"
+"""Of the sparse run, the only one with experts."""
+
+
+@pytest.fixture
+def even(monkeypatch):
+    """The measure, in the registry of this process."""
+    from polyad.train.measures.registry import MEASURES
+    from tests.helpers.even import EvenExperts
+
+    monkeypatch.setitem(MEASURES, "even", EvenExperts)
+    yield EvenExperts
+    monkeypatch.undo()
+    MEASURES.pop("even", None)
+
+
+def even_measured(path, **options):
+    """In a worker: the plugin is imported there."""
+    import tests.helpers.even  # noqa: F401
+
+    return measured(path, "even", **options)
+
+
+def polyad(*words, check=True):
+    """A command with the plugin, in a process of its own."""
+    added = {"POLYAD_PLUGINS": "tests.helpers.even", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "polyad.launch", *map(str, words)]
+    return subprocess.run(
+        command, check=check, capture_output=True, text=True, env=os.environ | added, timeout=200
+    )
+
+
+@torch.inference_mode()
+def by_hand(folder, ids):
+    """The share of the routing weights of even experts, from the router itself."""
+    model, found = load_model(newest(folder)), []
+    router = model.blocks[1].feed_forward.router
+    router.register_forward_hook(lambda _, given, output: found.append(output.selected))
+    for window in ids.split(32):
+        model(window[None])
+    even = sum(float(s.weights_NK[s.expert_ids_NK % 2 == 0].sum()) for s in found)
+    return even / sum(float(s.weights_NK.sum()) for s in found)
+
+
+def test_one_process_and_two_say_what_the_router_says(workers, trained, prepared_path):
+    from polyad.data.text.dataset import PreparedData
+
+    data = PreparedData.open(prepared_path)
+    stream = data.split("validation")
+    ids = torch.tensor([data.tokenizer().end_of_text_id, *stream.read(0, stream.num_tokens)[:-1]])
+    expected = by_hand(trained("smoe"), ids)
+    for size in (1, 2):
+        found, text = workers(size).run(
+            even_measured, trained("smoe"), overrides=("evaluation.batch_size=3",)
+        )[0]
+        assert found["layers"][LAYER] == pytest.approx(expected, rel=1e-6)
+        assert found["rows_read"] == -(-len(ids) // 32)
+        assert f"{LAYER}  {expected:.4f}" in text
+    assert 0 < expected < 1
+
+
+def test_sequences_are_read_too(workers, tmp_path_factory):
+    held_out, options = table(10, 2), {"overrides": ("evaluation.batch_size=3",)}
+    folder = trainer(workers, tmp_path_factory)("smoe", table(24, 1), held_out, steps=1)
+    found = [workers(size).run(even_measured, folder, **options)[0][0] for size in (1, 2)]
+    assert found[0]["rows_read"] == found[1]["rows_read"] == len(held_out)
+    assert found[1]["layers"] == pytest.approx(found[0]["layers"])
+
+
+def test_commands_know_it_by_its_name(trained, tmp_path):
+    file = tmp_path / "a.json"
+    done = polyad("experts", "measure", trained("smoe"), "--name", "even", "--json", file)
+    found = json.loads(file.read_text())
+    share = found["layers"][LAYER]
+    assert f"{LAYER}  {share:.4f}" in done.stdout
+    page = tmp_path / "page.html"
+    polyad("report", trained("smoe"), "--output", page, "--json", tmp_path / "b.json")
+    told = json.loads((tmp_path / "b.json").read_text())["even"]
+    assert told["rows_read"] == found["rows_read"]
+    assert told["layers"][LAYER] == pytest.approx(share, rel=0.01)  # but for the first token
+    text = page.read_text()
+    assert '<a href="#even">Even experts</a>' in text
+    assert f"<p>Block 1: {told['layers'][LAYER]:.4f}</p>" in text
+    refused = polyad("experts", "measure", trained("smoe"), "--name", "odd", check=False)
+    assert refused.returncode == 2
+    assert "--name: 'odd' is not allowed; " in refused.stderr
+
+
+def test_a_model_without_experts_is_refused(workers, tmp_path, prepared_path):
+    workers(1).run(run, write_config(tmp_path / "config.yaml", prepared_path))
+    with pytest.raises(Exception, match=r"--even: .*: its model has no experts, in blocks or as"):
+        workers(1).run(even_measured, tmp_path / "run")
+
+
+def test_a_study_compares_its_numbers(even, tmp_path, monkeypatch):
+    from polyad.launch.study.measures import measures_of, read_measures
+    from polyad.train.study.reading import load_study
+    from tests.launch.study.conftest import small_study
+
+    monkeypatch.chdir(ROOT)
+    sparse = {"kind": "smoe", "num_experts": 4, "expert_hidden_size": 32}
+    changes = {"variants": {"dense": None, "smoe": {"model.feed_forward": sparse}}}
+    tree = small_study(tmp_path, ROOT / "configs" / "quickstart" / "gpt2.yaml", tmp_path)
+    path = tmp_path / "study.json"
+    path.write_text(json.dumps(tree | changes | {"measures": ["even"]}))
+    dense, sparse_run = load_study(path).runs({})
+    assert list(measures_of(dense)) == []
+    (measure,) = measures_of(sparse_run)
+    folder = str(sparse_run.folder)
+    begun = ("experts", "measure", folder, "--split", "validation")
+    assert measure.arguments == (*begun, "--name", "even")
+    written = tmp_path / "written.json"
+    written.write_text(json.dumps({"split": "validation", "step": 4, "layers": {"a": 0.5}}))
+    measure.keep(written)
+    assert read_measures(sparse_run)["even"] == {"even_share": 0.5}
+    path.write_text(json.dumps(tree | changes | {"measures": ["odd"]}))
+    _, sparse_run = load_study(path).runs({})
+    with pytest.raises(ConfigError, match="measures: 'odd' is not allowed: even are"):
+        list(measures_of(sparse_run))
