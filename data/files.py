@@ -5,13 +5,14 @@ import errno
 import fcntl
 import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import IO
 
 from polyad.data.errors import DataError
 
-NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL)
 """Errors of a file system that has no locks."""
 
 
@@ -129,15 +130,21 @@ class DigestedFile:
 
 
 @contextlib.contextmanager
-def locked(path: Path, *, wait: bool) -> Iterator[bool]:
+def locked(
+    path: Path,
+    *,
+    wait: bool,
+    without_locks: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext,
+) -> Iterator[bool]:
     """Within the block no other process has the lock; False: another one has it, without `wait`.
 
-    A file system without locks gives it to all.
+    A file system without locks gives it to all that enter what `without_locks` gives.
 
     Args:
         path: The file that is locked; it is made, with its folder, and may be removed by who has
             the lock.
         wait: Whether to wait for a process that has it.
+        without_locks: What is entered in its place where there are no locks.
     """
     while True:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -150,6 +157,9 @@ def locked(path: Path, *, wait: bool) -> Iterator[bool]:
             except OSError as error:
                 if error.errno not in NO_LOCKS:
                     raise
+                with without_locks():
+                    yield True
+                return
             if _is_at(file, path):
                 yield True
                 return

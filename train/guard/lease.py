@@ -26,7 +26,7 @@ class LeaseTaken(Exception):
 
 
 class Lease:
-    """A file that says who has the folder.
+    """A file that says who has the folder; use as a context, or call `release`.
 
     Args:
         path: of the file.
@@ -48,6 +48,12 @@ class Lease:
             self._take_over()
         self._thread = threading.Thread(target=self._renew, name="polyad-lease", daemon=True)
         self._thread.start()
+
+    def __enter__(self) -> "Lease":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.release()
 
     def release(self) -> None:
         """Gives the lease back."""

@@ -1,8 +1,6 @@
 """A run's folder: whether it can be used and has room, and the lock of one start of the run."""
 
 import contextlib
-import errno
-import fcntl
 import math
 import os
 import secrets
@@ -11,12 +9,14 @@ import socket
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 from pydantic import AfterValidator
 
 from polyad.data.errors import check_path
+from polyad.data.files import locked
 from polyad.model.config import Config
 from polyad.parallel import comm
 from polyad.parallel.checkpoint.keeping import (
@@ -32,10 +32,6 @@ from polyad.train.guard.lease import Lease, LeaseTaken
 
 LOCK_FILE = ".lock"
 LEASE_FILE = ".lease"
-NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL)
-"""Errors of `flock` on a file system that has no locks."""
-
-
 SEEN_WITHIN = 10.0
 """Seconds until a file that one host made is to be seen by the others."""
 
@@ -169,8 +165,7 @@ class RunLock:
     """
 
     def __init__(self, folder: Path, world: comm.World) -> None:
-        self._descriptor: int | None = None
-        self._lease: Lease | None = None
+        self._held = contextlib.ExitStack()
         self._token = secrets.token_hex(16)
         told = (self._take(folder), self._token, socket.gethostname()) if world.is_main else None
         reason, token, host = comm.from_main(told)
@@ -187,21 +182,16 @@ class RunLock:
         in_use = "is in use by another start of this run, which is still going"
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self._descriptor = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o644)
-            try:
-                fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
-                if error.errno not in NO_LOCKS:
-                    raise
-                self._lease = Lease(folder / LEASE_FILE)
-            os.ftruncate(self._descriptor, 0)
-            os.pwrite(self._descriptor, self._token.encode(), 0)
-            os.fsync(self._descriptor)
-        except BlockingIOError:
-            self.release()
-            return in_use
+            file, lease = folder / LOCK_FILE, partial(Lease, folder / LEASE_FILE)
+            if not self._held.enter_context(locked(file, wait=False, without_locks=lease)):
+                self.release()
+                return in_use
+            with file.open("r+", encoding="utf-8") as written:
+                written.write(self._token)
+                written.truncate()
+                written.flush()
+                os.fsync(written.fileno())
         except LeaseTaken as holder:
-            self.release()
             return f"{in_use}: {holder}"
         except OSError as error:
             self.release()
@@ -216,12 +206,7 @@ class RunLock:
 
     def release(self) -> None:
         """Releases the lock."""
-        if self._lease is not None:
-            self._lease.release()
-            self._lease = None
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
+        self._held.close()
 
 
 def _fault_of(folder: Path, token: str, first: str) -> str:
