@@ -9,7 +9,7 @@ Kind = Literal["run", "study"]
 def schema(kind: Kind) -> dict[str, Any]:
     """The JSON Schema of a file for `polyad train`, or for `polyad study`."""
     from polyad.train.config.run import RunConfig
-    from polyad.train.config.schema import schema_of
+    from polyad.train.config.text import schema_of
     from polyad.train.study.config import StudyConfig
 
     if kind == "run":

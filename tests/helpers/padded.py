@@ -11,7 +11,7 @@ from polyad.model.output import RoutingStats
 from polyad.parallel import comm
 from polyad.parallel.checkpoint.writing import save
 from polyad.train.loop.device import Prefetch
-from polyad.train.loop.routing import routing_record
+from polyad.train.loop.statistics import routing_record
 from polyad.train.loop.step import train_step
 from polyad.train.tasks.cross_entropy import cross_entropy
 from tests.helpers.training import GLOBAL_BATCH, Case, build_engine, model_yaml

@@ -32,7 +32,7 @@ from polyad.parallel.zero import Engine
 from polyad.train.loop.device import Prefetch
 from polyad.train.loop.losses import LossConfig
 from polyad.train.loop.optimizer import GroupConfig, OptimizerConfig, build_optimizer, freeze
-from polyad.train.loop.routing import routing_record
+from polyad.train.loop.statistics import routing_record
 from polyad.train.loop.step import train_step
 from polyad.train.tasks.cross_entropy import cross_entropy
 from polyad.train.tasks.language import TextBatch

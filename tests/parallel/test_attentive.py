@@ -13,8 +13,7 @@ from polyad.model.padding import RealTokens
 from polyad.model.smoe.layer import SparseMoE
 from polyad.parallel import comm
 from polyad.train.loop.losses import LossConfig
-from polyad.train.loop.routing import update_routers
-from polyad.train.loop.statistics import StepStatistics
+from polyad.train.loop.statistics import StepStatistics, update_routers
 from tests.helpers.everyday import everyday
 from tests.helpers.routing import make, make_config
 from tests.helpers.training import Case, moe_model, relative, tensors, train

@@ -1,4 +1,4 @@
-"""A configuration as people write it: files, overrides, and what keys there are."""
+"""A configuration as people write it: files, overrides, what keys there are, and their schema."""
 
 import re
 from collections.abc import Iterator
@@ -6,12 +6,15 @@ from typing import Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel
 
+from polyad.model.config import Config
 from polyad.model.config_yaml import ConfigYamlError, Written, load_written
 from polyad.train.errors import ConfigError, one_line, shortened, shown
 
 DOTTED_KEY = re.compile(r"\w+(\.\w+)*")
 MAX_SECTIONS = 20
 """Sections of a dotted key at most."""
+DIALECT = "https://json-schema.org/draft/2020-12/schema"
+"""The JSON Schema that editors complete and check configurations with."""
 
 
 def apply_override(tree: dict[str, Any], override: str) -> None:
@@ -122,3 +125,40 @@ def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             flat[prefix + name] = value
     return flat
+
+
+def schema_of(kind: type[Config], title: str) -> dict[str, Any]:
+    """The schema of a file, with what every key means.
+
+    Rules between keys are not in it: `polyad validate` knows them.
+
+    Args:
+        kind: of the file's tree.
+        title: of the schema.
+    """
+    plain: dict[str, Any] = _plain(kind.model_json_schema())
+    return {"$schema": DIALECT} | plain | {"title": title}
+
+
+def _plain(node: Any) -> Any:
+    """Without what would refuse good files, or names that pydantic makes up.
+
+    Sections are of one of several kinds, one of which holds where the file names none: a section of
+    keys that two kinds have is of any of them, not of one.
+    """
+    if isinstance(node, list):
+        return [_plain(each) for each in node]
+    if not isinstance(node, dict):
+        return node
+    plain = {
+        ("anyOf" if key == "oneOf" else key): _plain(value)
+        for key, value in node.items()
+        if key != "discriminator"
+    }
+    if "properties" in plain:  # a key of ours may be called `title`
+        plain["properties"] = {name: _untitled(each) for name, each in plain["properties"].items()}
+    return plain
+
+
+def _untitled(node: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in node.items() if key != "title"}

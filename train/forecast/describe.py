@@ -12,10 +12,10 @@ from polyad.model.smoe.config import SelectingConfig, SparseMoEConfig
 from polyad.parallel.dims import Dims
 from polyad.parallel.plan.devices import DEFAULT_DEVICE, DEVICES
 from polyad.train.config.adaptation import counts, in_words, model_of, unused_parameters
+from polyad.train.config.beginning import schedule_line, schedule_notes
 from polyad.train.config.comparison import comparison_rows, experts_compared
 from polyad.train.config.environment import check_compiler
 from polyad.train.config.plan import checkpoint_bytes, plan_run
-from polyad.train.config.rate import schedule_line, schedule_notes
 from polyad.train.config.rules import validate
 from polyad.train.config.run import RunConfig, load_config
 from polyad.train.console import in_bytes

@@ -18,7 +18,7 @@ from polyad.model.config import Config
 from polyad.parallel.plan.devices import PEAKS
 from polyad.train.console import Clock, Console, bar, duration
 from polyad.train.guard.run_folder import gone
-from polyad.train.loop.routing import console_summary
+from polyad.train.loop.statistics import console_summary
 from polyad.train.loop.timing import PREFIX, ProfileConfig, Startup, startup_line
 from polyad.train.loop.trackers import TrackerName, Trackers
 from polyad.train.records import METRICS_FILE, record_of

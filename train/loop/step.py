@@ -13,9 +13,8 @@ from polyad.parallel import comm
 from polyad.parallel.zero import Engine, StepResult
 from polyad.train.guard.spikes import LARGEST_WEIGHT, NO_LIMITS, Limits, StepOutcome
 from polyad.train.loop.losses import LossConfig, routing_loss
-from polyad.train.loop.routing import update_routers
 from polyad.train.loop.sample_similarity import Reading, with_sample_similarity
-from polyad.train.loop.statistics import Exchanged, StepStatistics
+from polyad.train.loop.statistics import Exchanged, StepStatistics, update_routers
 from polyad.train.tasks.task import Batch, Predictor, real_tokens
 
 NO_OTHER_LOSS = LossConfig()

@@ -38,7 +38,7 @@ class LayerHistory:
     """The routing statistics of one layer over time."""
 
     scalars: dict[str, Series] = field(default_factory=dict)
-    """By measure, a number a span; see `polyad.train.loop.routing.measures`."""
+    """By measure, a number a span; see `polyad.train.loop.statistics.measures`."""
     lists: dict[str, list[Row | None]] = field(default_factory=dict)
     """By measure, one number an expert a span; `load` is not among them."""
     load: list[Row | None] = field(default_factory=list)
