@@ -65,7 +65,7 @@ class PanelRow(NamedTuple):
     values: Sequence[float]
     mean: float
     low: float
-    """Of the interval; NaN of one pair."""
+    """The lower end of the interval; NaN of one pair."""
     high: float
 
 

@@ -40,7 +40,7 @@ dl.made dd { font-size: .92rem; font-weight: 400; overflow-wrap: anywhere; }
   table.numbers td, table.numbers th { white-space: normal; }
 }
 """ + re.sub(r"(?<![^}])(?=[.\w])", "svg.study ", STYLE)
-"""Of this page beside that of reports; the drawing's own style is kept to the drawing."""
+"""The style of this page beside that of reports; the drawing's own is kept to the drawing."""
 
 
 def check_page(path: Path, *, dry_run: bool) -> None:

@@ -170,7 +170,7 @@ class Estimate(NamedTuple):
     runs: int
     measures: int
     seconds: float
-    """Of those whose time is known."""
+    """Seconds of those whose time is known."""
     unknown: tuple[str, ...]
     """Variants of which no time is known, and `measures` if none is known of some."""
 

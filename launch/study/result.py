@@ -122,9 +122,9 @@ class VariantResult(VariantSize):
     measures: dict[str, Spread]
     """All by which variants are compared, the first score among them."""
     difference: Difference | None
-    """That of the first score; None without a pair, and for the baseline."""
+    """The difference of the first score; None without a pair, and for the baseline."""
     differences: dict[str, Difference]
-    """Those of all measures."""
+    """The differences of all measures."""
     leak: dict[str, Leak]
     """By step."""
     curve: list[Validation]
@@ -157,7 +157,7 @@ class About(Form):
     leaking: list[str] = Field(default_factory=list)
     """Variants whose tokens see later ones."""
     days: list[str] = Field(default_factory=list)
-    """Those of the first and the last finished run."""
+    """The days of the first and the last finished run."""
     environments: list[Environment] = Field(default_factory=list)
 
 
@@ -339,7 +339,7 @@ class TasksResult(Form):
     finished: bool
     variants: dict[str, VariantOverTasks]
     tasks: dict[str, StudyResult]
-    """Those that were begun."""
+    """Tasks that were begun."""
     beside: str | None = None
 
     def to_json(self) -> dict[str, Any]:

@@ -260,7 +260,7 @@ def measures(run: Run, score: str = "loss") -> dict[str, float]:
 
 
 def _differences(runs: BySeed, baseline: BySeed, score: str) -> dict[str, Difference]:
-    """Those of every measure, over the seeds for which both know it."""
+    """The differences of every measure, over the seeds for which both know it."""
     of_runs, of_baseline = (
         {seed: measures(run, score) for seed, run in of.items()} for of in (runs, baseline)
     )

@@ -140,7 +140,7 @@ def _score_rows(result: StudyResult) -> list[Row]:
 
 
 def _attacked_rows(variants: Variants, scores: Sequence[Score]) -> list[Row]:
-    """As `_score_rows`, of attacked data."""
+    """The same rows as `_score_rows`, of attacked data."""
     names = [f"attacked_{score.name}" for score in scores[:2]]
     titles = (score.title for score in scores[:2])
     rows: list[Row] = [("attacked", *titles, "difference", "95% interval", "pairs")]

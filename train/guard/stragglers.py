@@ -14,7 +14,7 @@ from polyad.parallel.probe import product_seconds
 SLOW = 1.25
 """Times as long as usual: a process that computes so is named."""
 LATE = 0.1
-"""Of a step: a process that waits so much longer for data than usual is named."""
+"""A share of a step: a process that waits so much longer for data than usual is named."""
 REPEATS = 5
 
 

@@ -38,7 +38,7 @@ T = TypeVar("T")
 WATCH_FOLDER = ".watch"
 STALLS_FILE = "stalls.txt"
 COLLECTIVES_FOLDER = "collectives"
-"""Of the run's folder; holds what PyTorch's flight recorder knew of each process at a stall."""
+"""The folder in the run's for what PyTorch's flight recorder knew of each process at a stall."""
 VERDICT_FILE = "verdict"
 NAMED = 8
 """Processes that a line names; all stacks are in the file."""

@@ -48,7 +48,7 @@ class Pending:
 
     step: int
     samples: int
-    """Of the run, with it."""
+    """Samples of the run, those of this step among them."""
     batch: int
     """Its global batch."""
     rate: float

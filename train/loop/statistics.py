@@ -155,7 +155,7 @@ def _cut(vector: Tensor, like: Routing) -> Routing:
 
 
 def tensors_of(stats: RoutingStats) -> dict[str, Tensor]:
-    """Those of its fields that the layer has, by name."""
+    """The fields that the layer has, by name."""
     return {name: value for name, value in stats._asdict().items() if isinstance(value, Tensor)}
 
 

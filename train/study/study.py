@@ -34,9 +34,9 @@ WITHOUT_EFFECT = (
     "data.padding", "data.max_damaged",
 )  # fmt: skip
 OF_THE_BEST = ("evaluation.every", "evaluation.max_windows")
-"""Those of them that decide which checkpoint is the best, or when a run ends."""
+"""Keys among them that decide which checkpoint is the best, or when a run ends."""
 OF_REWINDS = ("checkpoint.every",)
-"""Those that decide where a run goes back to."""
+"""Keys among them that decide where a run goes back to."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +51,7 @@ class Variant:
     """`key=value` over the base, those of `common` among them."""
     config: RunConfig
     from_runs: Mapping[RunKey, str] = field(default_factory=dict)
-    """Of `StudyConfig.from_runs` its own; `config` has other values for these keys."""
+    """Its part of `StudyConfig.from_runs`; `config` has other values for these keys."""
 
     @property
     def name(self) -> str:

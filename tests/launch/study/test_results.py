@@ -15,7 +15,7 @@ TEST = {"split": "test"}
 
 
 def result(variant: str, seed: int, loss: float, **more: Any) -> dict[str, Any]:
-    """As a finished run leaves it."""
+    """What a finished run leaves."""
     values = {"perplexity": 2.0, "bits_per_byte": 1.0, "tokens_scored": 50, "training_loss": 1.0}
     return {
         **{"variant": variant, "point": "", "seed": seed, "loss": loss, "tokens_per_second": 10.0},
@@ -27,7 +27,7 @@ SIZE = VariantSize(parameters=1000, active_parameters=900, flops=6000)
 
 
 def plan(*names: str, seeds: tuple[int, ...] = (1, 2, 3)) -> StudyPlan:
-    """That of a study of these variants."""
+    """The plan of a study of these variants."""
     return StudyPlan(
         study="s.yaml",
         folder="s",
@@ -112,7 +112,7 @@ def test_markdown_has_as_many_columns_in_every_row() -> None:
 
 
 def leak(reported: float, masked: float, prefix: float) -> dict[str, Any]:
-    """As `polyad evaluate --leak` leaves it, of one step."""
+    """What `polyad evaluate --leak` leaves of one step."""
     return {
         **{"loss": reported, "masked_loss": masked, "prefix_difference": prefix - reported},
         **{"prefix_tokens": 100, "prefix_standard_error": 0.003},
