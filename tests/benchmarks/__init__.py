@@ -11,7 +11,13 @@ from polyad.launch.machine import prepare_environment
 
 ROOT = Path(__file__).resolve().parents[2]
 
+
+def environment() -> dict[str, str]:
+    """The environment of a process that is to find this package, wherever it starts."""
+    paths = [os.environ.get("PYTHONPATH", ""), str(ROOT)]
+    return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+
+
 if sys.argv[0] == "-m":  # while Python looks for the script of a command line
     prepare_environment()
-    os.environ["PYTHONPATH"] += f"{os.pathsep}{ROOT}"  # processes of a script find this package too
     os.environ.setdefault("KINETO_LOG_LEVEL", "9")  # the profiler's library says when it begins

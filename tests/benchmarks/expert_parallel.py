@@ -18,6 +18,7 @@ from polyad.launch.ending import guard
 from polyad.launch.machine import end_with_launcher, is_main, prepare_environment
 from polyad.launch.via.agent import STANDALONE
 from polyad.train.errors import ConfigError, RunError
+from tests.benchmarks import environment
 
 
 def bench_expert_parallel(processes: int, **arguments: Any) -> dict[str, Any]:
@@ -59,8 +60,8 @@ def bench_expert_parallel(processes: int, **arguments: Any) -> dict[str, Any]:
             *("--nproc-per-node", str(processes)),
             *("-m", "tests.benchmarks.expert_parallel", json.dumps(order)),
         ]
-        environment = {"OMP_NUM_THREADS": str(threads)}
-        status = subprocess.run(command, env=os.environ | environment, check=False).returncode
+        threaded = environment() | {"OMP_NUM_THREADS": str(threads)}
+        status = subprocess.run(command, env=threaded, check=False).returncode
         if status:
             raise RunError(f"a process of --expert-parallel {processes} failed")
         result: dict[str, Any] = json.loads(file.read_text())

@@ -6,7 +6,6 @@ that groups of different sizes can take turns as variants of a benchmark do.
 
 import contextlib
 import json
-import os
 import socket
 import subprocess
 import sys
@@ -20,6 +19,7 @@ from typing import Any
 from polyad.launch.via.agent import STANDALONE
 from polyad.train.config.run import RunConfig
 from polyad.train.errors import RunError
+from tests.benchmarks import environment
 from tests.benchmarks.scaling_process import Measured
 
 LOOK_EVERY = 0.5
@@ -99,7 +99,7 @@ class Worlds:
                 *("--nproc-per-node", str(processes), "-m", "tests.benchmarks.scaling_process"),
                 json.dumps({"address": address, "configs": files}),
             ],
-            env=os.environ | {"OMP_NUM_THREADS": str(self._threads[processes])},
+            env=environment() | {"OMP_NUM_THREADS": str(self._threads[processes])},
             stdin=subprocess.DEVNULL,
             start_new_session=True,  # Ctrl-C is for this process, which ends them
         )

@@ -29,6 +29,7 @@ from polyad.train.errors import ConfigError, RunError
 from polyad.train.guard.memory import is_out_of_memory
 from polyad.train.loop.metrics import LogConfig, peak_flops
 from polyad.train.tasks.random_input import flops_of_unit
+from tests.benchmarks import environment
 from tests.benchmarks.profile import profile_table, time_by_kind
 from tests.benchmarks.script import Device, PrecisionOption, benchmark, precisions, start
 from tests.benchmarks.step_variants import goal_of, make_step, model_of
@@ -196,6 +197,7 @@ def _start(name: str, config: GPT2Config, precision: str, shape: dict[str, Any])
             *(sys.executable, "-m", "tests.benchmarks.start"),
             json.dumps({"began": time.time()} | order | shape),
         ],
+        env=environment(),
         capture_output=True,
         text=True,
     )

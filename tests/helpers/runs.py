@@ -90,7 +90,7 @@ def run_expecting_error(config: Path, *overrides: str) -> tuple[str, str, int]:
 
 
 def rewriting_error(path: Path, option: str) -> tuple[str, str, int]:
-    """The error of `polyad evaluate --rewrite`: class, text, exit status."""
+    """The error of `polyad experts rewrite`: class, text, exit status."""
     try:
         rewriting(path, option)
     except Exception as error:
@@ -190,5 +190,5 @@ def run_with_slow_records(config: Path, seconds: float, *overrides: str) -> int:
 def scored_set(
     path: Path, name: str, folder: Path, overrides: tuple[str, ...] = ()
 ) -> dict[str, Any]:
-    """`polyad evaluate --robustness`."""
+    """`polyad robustness`."""
     return robustness(path, name, folder, overrides=overrides)

@@ -33,7 +33,7 @@ def test_a_step_is_timed_without_data(polyad: Polyad, tmp_path: Path) -> None:
     assert list(result["times"]) == ["eager"]
     row = result["times"]["eager"]
     low, high = row["seconds_interval"]
-    assert row["seconds"] / 9 < low <= row["seconds"] <= high < 9 * row["seconds"]
+    assert 1e-3 < low <= row["seconds"] <= high  # every step is a whole one
     assert row["units_per_second"] == pytest.approx(8 * 16 / row["seconds"])
     # 6 FLOPs a weight of 12 x 16^2 in the block and 64 x 16 in the head, and attention's two
     # products of 16 keys and 16 numbers: 6 x (3072 + 1024 + 2 x 256).
@@ -52,7 +52,9 @@ def test_a_step_is_timed_without_data(polyad: Polyad, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_table_counts_images(polyad: Polyad) -> None:
     small = ("model.num_layers=2", "model.hidden_size=16", "model.num_heads=2")
-    small += ("model.num_classes=10", "train.global_batch_size=4", "train.micro_batch_size=2")
+    small += ("model.feed_forward.placement=[1]", "model.num_classes=10")
+    small += ("train.global_batch_size=4", "train.micro_batch_size=2")
+    small += ("parallel.expert_parallel_size=1",)
     done = polyad("bench", "configs/quickstart/vmoe.yaml", *small, "--steps", 1)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()

@@ -1,4 +1,4 @@
-"""`polyad evaluate --rewrite`: moves one output of a muMoE head by a subpopulation's experts.
+"""`polyad experts rewrite`: moves one output of a muMoE head by a subpopulation's experts.
 
 Shapes: B images of a batch, K classes, S experts of the head, G = 4 subpopulations.
 """
@@ -40,7 +40,7 @@ class Condition(NamedTuple):
 
 
 class Rewrite(NamedTuple):
-    """What `--rewrite` says."""
+    """What `--move` says."""
 
     output: int
     """The class whose output is moved."""
@@ -62,9 +62,7 @@ def read_rewrite(text: str, task: ImageClassification) -> Rewrite:
     """
     parts: dict[str, str] = dict(PART.findall(text))
     if text != ",".join(f"{key}={value}" for key, value in parts.items()) or "class" not in parts:
-        raise ConfigError(
-            f"--rewrite: {text!r} is not allowed; {FORM} is, of and by may be missing"
-        )
+        raise ConfigError(f"--move: {text!r} is not allowed; {FORM} is, of and by may be missing")
     names = task.data.manifest.class_names
     output = _class_number(parts["class"], names)
     words = parts["of"] if "of" in parts else parts["class"]
@@ -78,7 +76,7 @@ def read_rewrite(text: str, task: ImageClassification) -> Rewrite:
     ):
         other = names[1 if output == 0 and len(names) > 1 else 0]
         raise ConfigError(
-            f"--rewrite: of={words} is not allowed with class={parts['class']}: a subpopulation "
+            f"--move: of={words} is not allowed with class={parts['class']}: a subpopulation "
             f"has a value of {parts['class']} and of another attribute, as "
             f"{parts['class']}+{other}"
         )
@@ -87,7 +85,7 @@ def read_rewrite(text: str, task: ImageClassification) -> Rewrite:
     except ValueError:
         by = float("nan")
     if by is not None and not abs(by) < float("inf"):
-        raise ConfigError(f"--rewrite: by={parts['by']} is not allowed: a number is")
+        raise ConfigError(f"--move: by={parts['by']} is not allowed: a number is")
     return Rewrite(output, of, by)
 
 
@@ -104,7 +102,7 @@ def _class_number(word: str, names: Sequence[str]) -> int:
     if word.isdecimal() and int(word) < len(names):
         return int(word)
     shown = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
-    raise ConfigError(f"--rewrite: {word!r} is no class of the data; it has {shown}")
+    raise ConfigError(f"--move: {word!r} is no class of the data; it has {shown}")
 
 
 def rewriting(
@@ -135,18 +133,18 @@ def rewriting(
         ValueError: with an `exit_status` of 2: one line says what is wrong.
     """
     opened = open_evaluated(path, data, overrides, weights, base)
-    task, config = opened.images("--rewrite", attributes=True), opened.config
+    task, config = opened.images("experts rewrite", attributes=True), opened.config
     chosen = read_rewrite(rewrite, task)
     task.check_split(split)
     members = np.flatnonzero(_members(task.data.split("train").labels, chosen.of))
     if not len(members):
-        raise ConfigError("--rewrite: no training image is of the subpopulation")
+        raise ConfigError("--move: no training image is of the subpopulation")
     started = time.monotonic()
     with opened.loaded("rewriting", split) as (model, world):
         head = routed_head(model)
         if head is None:
             raise ConfigError(
-                f"--rewrite: {path}: its head has no experts; it needs a model with "
+                f"--move: {path}: its head has no experts; it needs a model with "
                 f"model.head.kind: mumoe"
             )
         reading = _Reading(model, head, task, opened.batch_size, world)

@@ -1,4 +1,4 @@
-"""`polyad evaluate --robustness`: ImageNet models on the published sets of shifted images.
+"""`polyad robustness`: ImageNet models on the published sets of shifted images.
 
 Shapes: B images of a batch, K classes of the model, S classes of a set.
 """
@@ -106,11 +106,11 @@ def robustness(
         ValueError: with an `exit_status` of 2: one line says what is wrong.
     """
     opened = open_evaluated(path, data, overrides, weights, base)
-    task = opened.images("--robustness")
+    task = opened.images("robustness")
     classes = len(imagenet_classes())
     if task.model.num_classes != classes:
         raise ConfigError(
-            f"--robustness: is not allowed with model.num_classes: {task.model.num_classes}; the "
+            f"robustness: is not allowed with model.num_classes: {task.model.num_classes}; the "
             f"sets are of ImageNet-1k's {classes:,} classes"
         )
     check_order(task.data.manifest.class_names, task.place)
@@ -148,7 +148,7 @@ def check_order(names: list[str], place: str) -> None:
     by_id = all(_WORDNET_ID.fullmatch(name) for name in names)
     if names != ids and (by_id or names == sorted(names)):
         raise ConfigError(
-            f"--robustness: {place} has 1,000 classes that are not ImageNet-1k's in their "
+            f"robustness: {place} has 1,000 classes that are not ImageNet-1k's in their "
             f"order, by WordNet id: it begins with {', '.join(map(repr, names[:3]))}, not "
             f"{', '.join(map(repr, ids[:3]))}"
         )
@@ -159,7 +159,7 @@ def _own_validation(scorer: Scorer) -> str:
     manifest = scorer.task.data.manifest
     if manifest.own_validation is None:
         raise ConfigError(
-            f"--robustness: {scorer.task.place} lacks ImageNet's own validation images, which this "
+            f"robustness: {scorer.task.place} lacks ImageNet's own validation images, which this "
             f"set is compared with: {manifest.held_out}; prepare it without --held-out"
         )
     return manifest.own_validation

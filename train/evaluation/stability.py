@@ -1,4 +1,4 @@
-"""`polyad evaluate --compare`: which tokens two checkpoints of a model send to other experts."""
+"""`polyad compare`: which tokens two checkpoints of a model send to other experts."""
 
 import math
 import time
@@ -60,7 +60,7 @@ def compare(
     task = opened.task
     if not isinstance(opened.weights, Checkpoint):
         raise ConfigError(
-            f"--compare: is not allowed with {path}, a folder of weights; `polyad convert --to "
+            f"compare: is not allowed with {path}, a folder of weights; `polyad convert --to "
             f"polyad` makes a checkpoint of it"
         )
     before = open_checkpoint(other)
@@ -115,18 +115,18 @@ def _check_pair(
     if changed:
         more = f"; and {len(changed) - 2} more" if len(changed) > 2 else ""
         raise ConfigError(
-            f"--compare: {other.folder}: is of another model: {'; '.join(changed[:2])}{more}"
+            f"compare: {other.folder}: is of another model: {'; '.join(changed[:2])}{more}"
         )
     if not opened.config.model.has_experts():
         raise ConfigError(
-            f"--compare: {own.folder} has model.feed_forward.kind: dense, and no "
+            f"compare: {own.folder} has model.feed_forward.kind: dense, and no "
             f"experts whose choice could be compared"
         )
-    opened.task.check_weights(other, f"checkpoint of --compare {other.folder}")
+    opened.task.check_weights(other, f"checkpoint of --with {other.folder}")
     known = [c.state.data_fingerprint for c in (own, other)]
     if known[0] != known[1] and not data_is_named:
         raise ConfigError(
-            f"--compare: {other.folder}: was trained on other data than "
+            f"compare: {other.folder}: was trained on other data than "
             f"{own.folder}; --data names the text that both are to read"
         )
 
@@ -166,7 +166,7 @@ def _check_finite(layers: dict[str, Fluctuation], folder: Path) -> None:
     for name, layer in layers.items():
         if not math.isfinite(layer.entropy + layer.entropy_before):
             raise ConfigError(
-                f"--compare: the scores of {name} are not finite in {folder} or in what "
+                f"compare: the scores of {name} are not finite in {folder} or in what "
                 f"it is compared with: the weights hold NaN or inf, or are too large"
             )
 

@@ -176,8 +176,8 @@ def _seconds(
         ends.append(end)
         if number == BEFORE and world.is_main:
             progress = Progress("compiled" if compiled else "eager", units, unit.short)
-        if progress is not None:
-            progress(max(0, number - BEFORE) / steps)
+        elif progress is not None:
+            progress((number - BEFORE) / steps)
     del training
     gc.collect()  # the next engine finds the memory free
     return comm.from_main((ends[BEFORE] - ends[0], [b - a for a, b in pairwise(ends[BEFORE:])]))

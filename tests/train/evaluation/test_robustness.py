@@ -156,7 +156,7 @@ def test_classes_in_another_order_are_refused():
     for known in (list(IDS), words):  # the hub's are words, in an order of their own
         check_order(known, "data.path: x")
     for other in (sorted(words), [*IDS[1:], IDS[0]], [*IDS[:-1], "n99999999"]):
-        with pytest.raises(ConfigError, match=r"^--robustness: data\.path: x has 1,000"):
+        with pytest.raises(ConfigError, match=r"^robustness: data\.path: x has 1,000"):
             check_order(other, "data.path: x")
 
 

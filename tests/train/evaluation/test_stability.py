@@ -1,4 +1,4 @@
-"""`polyad evaluate --compare` and `--attack` on whole runs."""
+"""`polyad compare` and `--attack` on whole runs."""
 
 import json
 import math
@@ -210,7 +210,7 @@ def said_of(words, capfd):
 
 
 def refused(*arguments, **options):
-    with pytest.raises(ConfigError, match=r"^(--compare|data\.path): ") as caught:
+    with pytest.raises(ConfigError, match=r"^(compare|data\.path): ") as caught:
         compare(*arguments, **options)
     assert caught.value.exit_status == 2
     return str(caught.value)
@@ -218,7 +218,7 @@ def refused(*arguments, **options):
 
 def test_other_models_are_refused(runs):
     text = refused(runs["smoe"], runs["mumoe"])
-    assert f"--compare: {checkpoint(runs['mumoe'], 6)}: is of another model: " in text
+    assert f"compare: {checkpoint(runs['mumoe'], 6)}: is of another model: " in text
     assert "model.feed_forward." in text
     assert "has no experts" not in text
     text = refused(runs["dense"], checkpoint(runs["dense"], 3))
@@ -253,7 +253,7 @@ def test_another_tokenizer_is_refused(runs, tmp_path, texts):
     shutil.copytree(second, copy)
     change_state(copy, tokenizer_fingerprint="0" * 64)
     text = refused(first, copy)
-    assert f"the checkpoint of --compare {copy} with 000000000000" in text
+    assert f"the checkpoint of --with {copy} with 000000000000" in text
     assert "their token ids mean different things" in text
 
 

@@ -153,7 +153,7 @@ def test_a_folder_of_safetensors_is_evaluated_as_its_run(workers, trained, plain
     (ours,) = workers(1).run(evaluation, trained("cp"))
     (theirs,) = workers(1).run(evaluation, plain("cp"), data=str(prepared_path))
     assert theirs["loss"] == pytest.approx(ours["loss"], rel=1e-6)
-    with pytest.raises(ValueError, match=r"--compare: is not allowed with .* a folder of weights"):
+    with pytest.raises(ValueError, match=r"compare: is not allowed with .* a folder of weights"):
         compare(plain("cp"), trained("cp"), data=str(prepared_path))
 
 
