@@ -308,7 +308,7 @@ class TrainLoop:
         following = self.go_back(state, batch)
         if following is None:
             return False
-        self._batches, state.spikes = TimedBatches(following), count
+        self._batches, state.spikes = self._timed(following), count
         self._guard.went_back(step, batch, limits, outcome, state.step)
         self._saved_at, self._bad = state.step, None
         return True
