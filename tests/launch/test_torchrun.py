@@ -120,10 +120,10 @@ def test_a_process_that_alone_cannot_start_says_why_once(
     agent = start(config)
     _, said = agent.communicate(timeout=60)
     assert agent.returncode == 2
-    lines = said.splitlines()
-    assert len(lines) == 1, lines
-    (line,) = lines
-    assert "POLYAD_PLUGINS: broken: cannot be imported: AssertionError" in line
+    first, *others = said.splitlines()
+    assert "POLYAD_PLUGINS: broken: cannot be imported: AssertionError" in first
+    # A slow machine may have let the other one begin.
+    assert all("stopped by SIGTERM; no checkpoint was written" in line for line in others), others
     left = [*tmp_path.glob("torchelastic_*"), *tmp_path.glob("polyad-*")]
     assert not left
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from polyad.parallel import meeting
 from polyad.parallel.config import CheckpointConfig
 from polyad.train.errors import ConfigError
 from polyad.train.guard import run_folder
@@ -35,6 +36,7 @@ def work_in_a_folder_of_its_own(hosts: Path, rank: int) -> None:
     own.mkdir()
     os.chdir(own)
     run_folder.SEEN_WITHIN = 0.5
+    meeting.LINGER = 1.0
 
 
 def test_a_run_folder_that_is_another_one_on_a_host_is_refused_before_the_first_step(
