@@ -2,7 +2,7 @@
 
     python -m tests.ruler                           # lines by room
     python -m tests.ruler model parallel            # with a row for each folder of these rooms
-    python -m tests.ruler --calls                   # functions and files that eight calls pass
+    python -m tests.ruler --calls                   # functions and files that ten calls pass
     python -m tests.ruler --calls saving --list     # with the names of the functions of one
 
 A room is a folder at the top of the repository; only tracked Python files count. A line is code if
@@ -390,9 +390,38 @@ def study(folder: Path) -> Callable[[], object]:
     return _command(lambda: ("study", str(file), "--dry-run"))
 
 
+def _trained(folder: Path) -> Path:
+    """The folder of a finished run of `training`."""
+    training(folder)()
+    return folder / "run-0"
+
+
+def knockout(folder: Path) -> Callable[[], object]:
+    """`polyad experts knockout`: each expert of a sparse GPT-2 left out of 64 tokens."""
+    from polyad.parallel import comm
+
+    run = _trained(folder)
+    measure = _command(lambda: ("experts", "knockout", str(run), "--tokens", "64"))
+
+    def call() -> None:
+        with mock.patch.object(comm, "shutdown"):
+            measure()
+
+    return call
+
+
+def report(folder: Path) -> Callable[[], object]:
+    """`polyad report`: the page of a sparse GPT-2 that reads 64 tokens."""
+    run = _trained(folder)
+    return _command(lambda: ("report", str(run), "--tokens", "64"))
+
+
 SCENARIOS: dict[str, Scenario] = {
     each.__name__: each
-    for each in (dense, graph, mumoe, building, saving, loading, training, study)
+    for each in (
+        *(dense, graph, mumoe, building, saving, loading),
+        *(training, study, knockout, report),
+    )
 }
 
 

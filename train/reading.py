@@ -26,6 +26,7 @@ from polyad.train.config.agreement import agreed_facts, folder_digest
 from polyad.train.config.run import RunConfig, data_overrides, parse_config
 from polyad.train.config.smaller import to_evaluate
 from polyad.train.config.text import flatten
+from polyad.train.console import Progress
 from polyad.train.errors import ConfigError
 from polyad.train.exchange.writers import config_of_weights
 from polyad.train.experts.probing import Decision, RoutedLayer, deciding
@@ -239,8 +240,8 @@ def read(
     measures: Sequence[Reader],
     *,
     batch_size: int,
-    rank: int = 0,
-    ranks: int = 1,
+    world: comm.World | None = None,
+    told: str = "",
     report: Callable[[float], None] = lambda share: None,
 ) -> None:
     """Reads held-out samples once, with all routers read, for all measures.
@@ -251,11 +252,14 @@ def read(
         samples: that all processes read together.
         measures: each is told every batch of this process.
         batch_size: samples in a forward pass.
-        rank: of this process.
-        ranks: that share the samples.
-        report: is told the share done.
+        world: the processes that share the samples; None: this one reads all.
+        told: what the console calls it; empty: it says nothing.
+        report: is told the share done, too.
     """
     device, done = next(model.parameters()).device, 0
+    rank, ranks = (world.data_parallel_rank, world.data_parallel_size) if world else (0, 1)
+    if told and (world is None or world.is_main):
+        report = Progress(told, samples.amount, samples.unit)
     blocks = {block for measure in measures for block in measure.blocks}
     for number_R, batch in samples.batches(batch_size, rank, ranks, device):
         if len(number_R):

@@ -150,7 +150,7 @@ def compare(
 
     def measure(checkpoint: Path) -> Found:
         from polyad.parallel.checkpoint.finding import read_newest
-        from polyad.train.evaluation.stability import PROBE_UNITS, compare, comparison_table
+        from polyad.train.evaluation.stability import PROBE_UNITS, compare
 
         second_path = asked["other"]
         assert isinstance(second_path, Path)
@@ -165,7 +165,7 @@ def compare(
                 overrides=tuple(overrides),
             ),
         )
-        return result, comparison_table(result)
+        return result.to_json(), result.text()
 
     _show("compare", path, held, asked, measure)
 
@@ -343,10 +343,10 @@ def rewrite(
     """
 
     def measure(checkpoint: Path) -> Found:
-        from polyad.train.evaluation.rewriting import rewriting, rewriting_table
+        from polyad.train.evaluation.rewriting import rewriting
 
-        result = rewriting(checkpoint, move, **held.keywords(overrides))
-        return result, rewriting_table(result)
+        found = rewriting(checkpoint, move, **held.keywords(overrides))
+        return found.to_json(), found.text()
 
     _show("experts rewrite", path, held, {"overrides": overrides, "move": move}, measure)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from polyad.train.experts.gate_entropy import Summed
+from polyad.train.experts.information import Summed
 from polyad.train.measures.measure import Measure, Result, Subject, Tree
 from polyad.train.measures.registry import MEASURES
 from polyad.train.reading import Reading

@@ -16,8 +16,9 @@ from polyad.parallel import comm
 from polyad.parallel.checkpoint.format import MANIFEST_FILE, render
 from polyad.parallel.checkpoint.reading import Checkpoint
 from polyad.parallel.checkpoint.tensor_file import record_of
+from polyad.train.evaluation import rewriting as of_rewriting
+from polyad.train.evaluation import stability
 from polyad.train.evaluation.evaluate import evaluate
-from polyad.train.evaluation.rewriting import rewriting
 from polyad.train.evaluation.robustness import robustness
 from polyad.train.loop.device import memory_of_process, peak_memory_bytes
 from polyad.train.loop.metrics import Metrics
@@ -107,6 +108,18 @@ def measured(path: Path, name: str, **options: Any) -> tuple[dict[str, Any], str
     """`polyad evaluate --NAME`: the values for programs, and the text for people."""
     found = measure(path, MEASURES[name], **options)
     return json_value(found), found.text()
+
+
+def compare(path: Path, other: Path, **options: Any) -> dict[str, Any]:
+    """`polyad compare`."""
+    found: dict[str, Any] = json_value(stability.compare(path, other, **options))
+    return found
+
+
+def rewriting(path: Path, option: str, **options: Any) -> dict[str, Any]:
+    """`polyad experts rewrite`."""
+    found: dict[str, Any] = json_value(of_rewriting.rewriting(path, option, **options))
+    return found
 
 
 def specialization(path: Path, **options: Any) -> dict[str, Any]:

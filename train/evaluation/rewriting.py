@@ -6,26 +6,25 @@ Shapes: B images of a batch, K classes, S experts of the head, G = 4 subpopulati
 import re
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from polyad.data.evaluation import evaluation_batches
-from polyad.data.images.samples import EvaluationImages
 from polyad.data.text.manifest import SplitName
 from polyad.parallel import comm
 from polyad.parallel.weights import Choice
-from polyad.train.console import Progress
 from polyad.train.errors import ConfigError
-from polyad.train.experts.probing import RoutedLayer, deciding, routed_head
+from polyad.train.experts.probing import RoutedLayer, routed_head
 from polyad.train.experts.rewriting import Fairness, fairness_of, moved, subpopulations
-from polyad.train.reading import open_evaluated
+from polyad.train.reading import Reader, Reading, open_evaluated, read
 from polyad.train.results import aligned
 from polyad.train.tasks.images import ImageClassification
+from polyad.train.tasks.samples import ImageSamples
 
 FORM = "class=NAME,of=NAME[:0][+NAME[:0]...],by=NUMBER"
 PART = re.compile(r"(?:^|,)(class|of|by)=(.*?)(?=,(?:class|of|by)=|$)", re.DOTALL)
@@ -105,6 +104,70 @@ def _class_number(word: str, names: Sequence[str]) -> int:
     raise ConfigError(f"--move: {word!r} is no class of the data; it has {shown}")
 
 
+TITLES = {
+    "target_accuracy": "target's accuracy",
+    "others_accuracy": "others' accuracy",
+    "equality_of_opportunity": "equality of opportunity",
+    "standard_deviation": "standard deviation",
+    "lowest_accuracy": "lowest accuracy",
+    "accuracy": "accuracy",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rewritten:
+    """Scores of a model before and after a rewrite."""
+
+    checkpoint: str
+    step: int
+    data: str
+    split: str
+    images_scored: int
+    output: str
+    """The class whose output is moved."""
+    of: str
+    """The subpopulation."""
+    by: float
+    images_of_subpopulation: int
+    mean_coefficients: list[float]
+    scores: dict[str, Any]
+    """`before` and `after`, and of attributes the `rewrite_score`."""
+    weights: Choice
+    precision: str
+    processes: int
+    seconds: float
+
+    def to_json(self) -> dict[str, Any]:
+        """What programs get."""
+        found: dict[str, Any] = {}
+        for name, value in vars(self).items():
+            found |= value if name == "scores" else {name.replace("output", "class"): value}
+        return found
+
+    def text(self) -> str:
+        """What people get."""
+        facts = [
+            ("checkpoint", f"{self.checkpoint} (step {self.step:,})"),
+            ("split", f"{self.split} of {self.data}, {self.images_scored:,} images"),
+            ("output", self.output),
+            ("subpopulation", f"{self.of}, {self.images_of_subpopulation:,} training images"),
+            ("moved by", f"{self.by:g} times the likeness of the experts"),
+            ("processes", f"{self.processes}"),
+        ]
+        before, after = self.scores["before"], self.scores["after"]
+        table = [("", " before", "  after")]
+        for name, title in TITLES.items():
+            if name in before:
+                table.append((title, _shown(before[name]), _shown(after[name])))
+        if "rewrite_score" in self.scores:
+            table.append(("rewrite score", "", _shown(self.scores["rewrite_score"])))
+        return "\n".join([*aligned(facts, "<"), "", *aligned(table)])
+
+
+def _shown(value: float | None) -> str:
+    return f"{'none':>7}" if value is None else f"{value:7.4f}"
+
+
 def rewriting(
     path: Path,
     rewrite: str,
@@ -114,7 +177,7 @@ def rewriting(
     overrides: tuple[str, ...] = (),
     weights: Choice = "trained",
     base: Path | None = None,
-) -> dict[str, Any]:
+) -> Rewritten:
     """Scores a model before and after a rewrite, in one process or under torchrun.
 
     Args:
@@ -127,7 +190,7 @@ def rewriting(
         base: see `open_weights`.
 
     Returns:
-        JSON values, the same on each process.
+        The same on each process.
 
     Raises:
         ValueError: with an `exit_status` of 2: one line says what is wrong.
@@ -147,30 +210,38 @@ def rewriting(
                 f"--move: {path}: its head has no experts; it needs a model with "
                 f"model.head.kind: mumoe"
             )
-        reading = _Reading(model, head, task, opened.batch_size, world)
-        mean_S = reading.mean_coefficients(task.held_out("train").subset(members.tolist()))
+
+        def read_all(samples: ImageSamples, measure: Reader, title: str) -> None:
+            size = opened.batch_size
+            read(model, [head], samples, [measure], batch_size=size, world=world, told=title)
+
+        workers = task.settings.num_workers
+        mean = _MeanCoefficients(head, world.device)
+        images = task.held_out("train").subset(members.tolist())
+        some = ImageSamples(task, "train", of=images, num_workers=workers)
+        read_all(some, mean, "read the subpopulation")
+        mean_S = mean.result(len(members), world)
         by = chosen.by if chosen.by is not None else _strength(chosen, head)
-        counted = _Counted(chosen, mean_S, by, has_attributes=task.has_attributes)
-        for logits_BK, a_BS, labels in reading.batches(task.held_out(split), f"score {split}"):
-            counted.add(logits_BK, a_BS, labels)
+        counted = _Counted(chosen, head, mean_S, by, has_attributes=task.has_attributes)
+        read_all(ImageSamples(task, split, num_workers=workers), counted, f"score {split}")
         scores = counted.result(world)
     names = task.data.manifest.class_names
-    return {
+    return Rewritten(
         **opened.about(),
-        "data": task.name,
-        "split": split,
-        "images_scored": task.units_of(split),
-        "class": names[chosen.output],
-        "of": "+".join(names[each.number] + ("" if each.value else ":0") for each in chosen.of),
-        "by": by,
-        "images_of_subpopulation": len(members),
-        "mean_coefficients": mean_S.tolist(),
-        **scores,
-        "weights": weights,
-        "precision": config.train.precision,
-        "processes": world.size,
-        "seconds": time.monotonic() - started,
-    }
+        data=task.name,
+        split=split,
+        images_scored=task.units_of(split),
+        output=names[chosen.output],
+        of="+".join(names[each.number] + ("" if each.value else ":0") for each in chosen.of),
+        by=by,
+        images_of_subpopulation=len(members),
+        mean_coefficients=mean_S.tolist(),
+        scores=scores,
+        weights=weights,
+        precision=config.train.precision,
+        processes=world.size,
+        seconds=time.monotonic() - started,
+    )
 
 
 def _members(labels: npt.NDArray[np.integer], of: Sequence[Condition]) -> npt.NDArray[np.bool_]:
@@ -188,57 +259,27 @@ def _strength(chosen: Rewrite, head: RoutedLayer) -> float:
     return float(-head.num_experts if lacks else head.num_experts)
 
 
-class _Reading:
-    """Passes over images that keep the head's coefficients.
+class _MeanCoefficients:
+    """The mean coefficients of some images' experts.
 
     Args:
-        model: in evaluation mode.
-        head: its last layer.
-        task: of the images.
-        batch_size: images in a forward pass.
-        world: this process.
+        head: the layer of the experts.
+        device: of the model.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        head: RoutedLayer,
-        task: ImageClassification,
-        batch_size: int,
-        world: comm.World,
-    ) -> None:
-        self._model, self._head, self._task = model, head, task
-        self._batch_size, self._world = batch_size, world
+    blocks: Sequence[int] = ()
 
-    @torch.inference_mode()
-    def batches(self, images: EvaluationImages, title: str) -> Any:
-        """Logits, coefficients and labels of this process's images."""
-        world, done = self._world, 0
-        report = Progress(title, len(images), "img") if world.is_main else None
-        for batch, counts_B in evaluation_batches(
-            images,
-            len(images),
-            self._batch_size,
-            rank=world.data_parallel_rank,
-            ranks=world.data_parallel_size,
-            num_workers=self._task.settings.num_workers,
-        ):
-            with deciding(self._model, [self._head]) as decisions:
-                output = self._model(self._task.inputs(batch.images_BCHW.to(world.device)))
-            a_BS = decisions[self._head.name].coefficients()
-            counts_B = counts_B.to(world.device)
-            labels = batch.labels_B.to(world.device)
-            yield output.logits.float()[counts_B], a_BS[counts_B], labels[counts_B]
-            done += len(counts_B) * world.data_parallel_size
-            if report is not None:
-                report(min(1.0, done / len(images)))
+    def __init__(self, head: RoutedLayer, device: torch.device) -> None:
+        self._head = head
+        self._sums_S = torch.zeros(head.num_experts, dtype=torch.float64, device=device)
 
-    def mean_coefficients(self, images: EvaluationImages) -> Tensor:
-        """abar [S], over all of some images."""
-        sums = torch.zeros(self._head.num_experts, dtype=torch.float64, device=self._world.device)
-        for _, a_BS, _ in self.batches(images, "read the subpopulation"):
-            sums += a_BS.double().sum(0)
-        return (comm.sum_over_samples(sums, self._world) / len(images)).float()
+    def add(self, reading: Reading) -> None:
+        """Adds a batch."""
+        self._sums_S += reading.decisions[self._head.name].coefficients().double().sum(0)
+
+    def result(self, images: int, world: comm.World) -> Tensor:
+        """abar [S], over so many images of all processes."""
+        return (comm.sum_over_samples(self._sums_S, world) / images).float()
 
 
 class _Counted:
@@ -249,19 +290,32 @@ class _Counted:
 
     Args:
         chosen: the rewrite.
+        head: the layer of the experts.
         mean_S: abar.
         by: lambda.
         has_attributes: whether an image has any number of classes.
     """
 
-    def __init__(self, chosen: Rewrite, mean_S: Tensor, by: float, *, has_attributes: bool) -> None:
-        self._chosen, self._mean_S, self._by = chosen, mean_S, by
+    blocks: Sequence[int] = ()
+
+    def __init__(
+        self,
+        chosen: Rewrite,
+        head: RoutedLayer,
+        mean_S: Tensor,
+        by: float,
+        *,
+        has_attributes: bool,
+    ) -> None:
+        self._chosen, self._head, self._mean_S, self._by = chosen, head, mean_S, by
         self._has_attributes = has_attributes
         # before and after; images and right ones of each subpopulation
         self._counts_2G2 = torch.zeros(2, 4, 2, dtype=torch.float64, device=mean_S.device)
 
-    def add(self, logits_BK: Tensor, a_BS: Tensor, labels: Tensor) -> None:
+    def add(self, reading: Reading) -> None:
         """Counts a batch; labels are [B], or [B, K] of attributes."""
+        logits_BK, labels = reading.output.float(), reading.batch.labels_B
+        a_BS = reading.decisions[self._head.name].coefficients()
         output = self._chosen.output
         rewritten_BK = logits_BK.clone()
         rewritten_BK[:, output] = moved(logits_BK[:, output], a_BS, self._mean_S, self._by)
@@ -318,37 +372,3 @@ def _groups(found: Fairness) -> list[dict[str, Any]]:
         }
         for group in (3, 2, 1, 0)
     ]
-
-
-TITLES = {
-    "target_accuracy": "target's accuracy",
-    "others_accuracy": "others' accuracy",
-    "equality_of_opportunity": "equality of opportunity",
-    "standard_deviation": "standard deviation",
-    "lowest_accuracy": "lowest accuracy",
-    "accuracy": "accuracy",
-}
-
-
-def rewriting_table(result: dict[str, Any]) -> str:
-    """A result for a person."""
-    rows = [
-        ("checkpoint", f"{result['checkpoint']} (step {result['step']:,})"),
-        ("split", f"{result['split']} of {result['data']}, {result['images_scored']:,} images"),
-        ("output", result["class"]),
-        ("subpopulation", f"{result['of']}, {result['images_of_subpopulation']:,} training images"),
-        ("moved by", f"{result['by']:g} times the likeness of the experts"),
-        ("processes", f"{result['processes']}"),
-    ]
-    before, after = result["before"], result["after"]
-    table = [("", " before", "  after")]
-    for name, title in TITLES.items():
-        if name in before:
-            table.append((title, _shown(before[name]), _shown(after[name])))
-    if "rewrite_score" in result:
-        table.append(("rewrite score", "", _shown(result["rewrite_score"])))
-    return "\n".join([*aligned(rows, "<"), "", *aligned(table)])
-
-
-def _shown(value: float | None) -> str:
-    return f"{'none':>7}" if value is None else f"{value:7.4f}"

@@ -2,10 +2,13 @@
 
 import math
 import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from polyad.data.text.manifest import SplitName
 from polyad.parallel import comm
@@ -13,20 +16,86 @@ from polyad.parallel.checkpoint.reading import Checkpoint
 from polyad.parallel.weights import load_model, open_checkpoint
 from polyad.train.config.smaller import to_evaluate
 from polyad.train.config.text import flatten
-from polyad.train.console import Progress
 from polyad.train.errors import ConfigError
-from polyad.train.experts.fluctuation import Fluctuation, Probe, differences, mean, shares
+from polyad.train.experts.fluctuation import (
+    Codes,
+    Fluctuation,
+    differences,
+    encode,
+    expert_codes,
+    mean,
+    shares,
+)
+from polyad.train.experts.probing import deciding, routed_layers
 from polyad.train.guard.memory import explain_out_of_memory
 from polyad.train.loop.device import allow_tf32
-from polyad.train.reading import Evaluated, open_evaluated
+from polyad.train.reading import Evaluated, Reading, open_evaluated, read
 from polyad.train.results import aligned
-from polyad.train.tasks.registry import task_class
-from polyad.train.tasks.task import ProbeSet
+from polyad.train.tasks.samples import Samples, samples_of
 
 PROBE_UNITS = 65_536
 """About how many tokens or images are compared, unless the user says it."""
 FREE_KEYS = ("compile", "recompute", "dropout", "feed_forward.experts")
 """Of a model: they change nothing of what it computes in evaluation."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """How the routing of two checkpoints differs."""
+
+    checkpoint: str
+    step: int
+    compared_with: str
+    compared_step: int
+    data: str
+    split: str
+    data_kind: str
+    unit: str
+    """What was read: tokens or images."""
+    units: int
+    about: Mapping[str, int]
+    """How the samples were made, by what each number is."""
+    layers: Mapping[str, Fluctuation]
+    """By name."""
+    precision: str
+    processes: int
+    seconds: float
+
+    def to_json(self) -> dict[str, Any]:
+        """What programs get."""
+        found = dict(vars(self))
+        for name in ("unit", "units", "about", "layers", "precision", "processes", "seconds"):
+            del found[name]
+        return {
+            **found,
+            f"probe_{self.unit}": self.units,
+            **self.about,
+            "layers": self.layers,
+            "mean": mean(self.layers),
+            "precision": self.precision,
+            "processes": self.processes,
+            "seconds": self.seconds,
+        }
+
+    def text(self) -> str:
+        """What people get."""
+        windows = self.about.get("probe_windows")
+        among = "" if windows is None else f", in {windows:,} windows"
+        facts = [
+            ("checkpoint", f"{self.checkpoint} (step {self.step:,})"),
+            ("compared with", f"{self.compared_with} (step {self.compared_step:,})"),
+            ("probe set", f"{self.units:,} {self.unit} of {self.split} of {self.data}{among} "
+             f"evenly over it"),
+            ("processes", f"{self.processes}"),
+        ]  # fmt: skip
+        table: list[tuple[str, ...]] = [
+            ("", "other first expert", "other experts", "entropy ratio")
+        ]
+        measured = {name: layer.to_json() for name, layer in self.layers.items()}
+        for name, layer in (measured | {"mean": mean(self.layers)}).items():
+            shares = (f"{100 * layer[share]:.2f}%" for share in ("top1", "set"))
+            table.append((name, *shares, f"{layer['entropy_ratio']:.4f}"))
+        return "\n".join([*aligned(facts, "<"), "", *aligned(table)])
 
 
 def compare(
@@ -37,7 +106,7 @@ def compare(
     split: SplitName = "validation",
     units: int = PROBE_UNITS,
     overrides: tuple[str, ...] = (),
-) -> dict[str, Any]:
+) -> Comparison:
     """Compares the routing of two checkpoints, in one process or under torchrun.
 
     Both models are in memory, and of the data one batch.
@@ -51,7 +120,7 @@ def compare(
         overrides: `key=value` for keys that evaluation reads.
 
     Returns:
-        The result, JSON values; the same on every process.
+        The same on every process.
 
     Raises:
         ValueError: with an `exit_status` of 2: one line says what is wrong.
@@ -66,38 +135,41 @@ def compare(
     before = open_checkpoint(other)
     _check_pair(opened, opened.weights, before, data_is_named=data is not None)
     task.check_split(split)
-    probe = task.probe(units, split)
+    about = task.probe(units, split).about()
     config = opened.config
     world = opened.joined(split)
     allow_tf32(config.train.tf32, world.device)
     started = time.monotonic()
     with explain_out_of_memory(lambda: "comparing routing", world, to_evaluate(config)):
-        layers, count = _compare(opened, before, probe, world)
+        samples = samples_of(task, split, units)
+        now, other_model = (
+            load_model(each.folder, device=world.device, precision=config.train.precision)
+            for each in (opened.weights, before)
+        )
+        compared = _Compared(now, other_model, samples)
+        read(
+            *(now, compared.layers, samples, [compared]),
+            batch_size=opened.batch_size,
+            world=world,
+            told="compare",
+        )
+        layers, count = compared.result(world)
     _check_finite(layers, opened.weights.folder)
-    return {
+    return Comparison(
         **opened.about(),
-        "compared_with": str(before.folder),
-        "compared_step": before.training_step,
-        "data": task.name,
-        "split": split,
-        "data_kind": config.data.kind,
-        f"probe_{task.unit.name}s": count,
-        **probe.about(),
-        "layers": {
-            name: {
-                "top1": layer.top1,
-                "set": layer.set,
-                "entropy": layer.entropy,
-                "compared_entropy": layer.entropy_before,
-                "entropy_ratio": layer.entropy_ratio,
-            }
-            for name, layer in layers.items()
-        },
-        "mean": mean(layers),
-        "precision": config.train.precision,
-        "processes": world.size,
-        "seconds": time.monotonic() - started,
-    }
+        compared_with=str(before.folder),
+        compared_step=before.training_step,
+        data=task.name,
+        split=split,
+        data_kind=config.data.kind,
+        unit=f"{task.unit.name}s",
+        units=count,
+        about=about,
+        layers=layers,
+        precision=config.train.precision,
+        processes=world.size,
+        seconds=time.monotonic() - started,
+    )
 
 
 def _check_pair(
@@ -131,35 +203,48 @@ def _check_pair(
         )
 
 
-def _compare(
-    opened: Evaluated, other: Checkpoint, probe: ProbeSet, world: comm.World
-) -> tuple[dict[str, Fluctuation], int]:
-    """The shares of each layer over all processes, and the number of units."""
-    precision, device = opened.config.train.precision, world.device
-    probes = []
-    for checkpoint in (opened.weights, other):
-        model = load_model(checkpoint.folder, device=device, precision=precision)
-        probes.append(Probe(model, model, device))
-    now, before = probes
-    size = opened.batch_size * world.data_parallel_size
-    total = math.ceil(len(probe) / size)
-    unit = opened.task.unit
-    per_sample = opened.task.model.units_per_sample()
-    report = Progress("compare", len(probe) * per_sample, unit.short) if world.is_main else None
-    sums_LC = torch.zeros(len(now.layers), 4, dtype=torch.float64, device=device)
-    tokens_L = torch.zeros(len(now.layers), dtype=torch.float64, device=device)
-    units = torch.zeros(1, dtype=torch.float64, device=device)
-    for done, batch in enumerate(probe.batches(opened.batch_size, world), start=1):
-        pairs = list(zip(now.read(*batch), before.read(*batch), strict=True))
-        sums_LC += torch.stack([differences(*pair) for pair in pairs])
-        tokens_L += torch.tensor([codes.first_M.numel() for codes, _ in pairs], device=device)
-        units += batch[1].sum()
-        if report is not None:
-            report(done / total)
-    parts = [sums_LC.flatten(), tokens_L, units]
-    summed = comm.sum_over_samples(torch.cat(parts), world).cpu()
-    sums, tokens_L, units = torch.split(summed, [len(part) for part in parts])
-    return shares(sums.view(sums_LC.shape), tokens_L, now.layers), int(units)
+class _Compared:
+    """Adds up how what a model decides differs from what another decides of the same batches.
+
+    Args:
+        now: the model that reads.
+        before: the other one.
+        samples: that both read.
+    """
+
+    blocks: Sequence[int] = ()
+
+    def __init__(self, now: nn.Module, before: nn.Module, samples: Samples) -> None:
+        self.layers, self._before, self._samples = routed_layers(now), before, samples
+        device = next(now.parameters()).device
+        self._codes = {
+            layer.name: expert_codes(layer.num_experts).to(device) for layer in self.layers
+        }
+        self._sums_LC = torch.zeros(len(self.layers), 4, dtype=torch.float64, device=device)
+        self._tokens_L = torch.zeros(len(self.layers), dtype=torch.float64, device=device)
+        self._units = torch.zeros(1, dtype=torch.float64, device=device)
+
+    def add(self, reading: Reading) -> None:
+        """Adds a batch."""
+        with deciding(self._before, self.layers) as decisions:
+            self._samples.forward(self._before, reading.batch, {})
+        for number, layer in enumerate(self.layers):
+            counted_N = reading.numbers_of(reading.decisions[layer.name]) >= 0
+            now, before = (
+                Codes(*(each[counted_N] for each in encode(one, self._codes[layer.name])))
+                for one in (reading.decisions[layer.name], decisions[layer.name])
+            )
+            self._sums_LC[number] += differences(now, before)
+            self._tokens_L[number] += counted_N.sum()
+        counted = reading.counted_N
+        self._units += len(reading.number_R) if counted is None else counted.sum()
+
+    def result(self, world: comm.World) -> tuple[dict[str, Fluctuation], int]:
+        """The shares of each layer over all processes, and the number of units."""
+        parts = [self._sums_LC.flatten(), self._tokens_L, self._units]
+        summed = comm.sum_over_samples(torch.cat(parts), world).cpu()
+        sums, tokens_L, units = torch.split(summed, [len(part) for part in parts])
+        return shares(sums.view(self._sums_LC.shape), tokens_L, self.layers), int(units)
 
 
 def _check_finite(layers: dict[str, Fluctuation], folder: Path) -> None:
@@ -169,21 +254,3 @@ def _check_finite(layers: dict[str, Fluctuation], folder: Path) -> None:
                 f"compare: the scores of {name} are not finite in {folder} or in what "
                 f"it is compared with: the weights hold NaN or inf, or are too large"
             )
-
-
-def comparison_table(result: dict[str, Any]) -> str:
-    """A comparison for a person."""
-    units = f"{task_class(result['data_kind']).unit.name}s"
-    windows = f", in {result['probe_windows']:,} windows" if "probe_windows" in result else ""
-    rows = [
-        ("checkpoint", f"{result['checkpoint']} (step {result['step']:,})"),
-        ("compared with", f"{result['compared_with']} (step {result['compared_step']:,})"),
-        ("probe set", f"{result[f'probe_{units}']:,} {units} of {result['split']} of "
-         f"{result['data']}{windows} evenly over it"),
-        ("processes", f"{result['processes']}"),
-    ]  # fmt: skip
-    table = [("", "other first expert", "other experts", "entropy ratio")]
-    for name, layer in {**result["layers"], "mean": result["mean"]}.items():
-        shares = (f"{100 * layer[share]:.2f}%" for share in ("top1", "set"))
-        table.append((name, *shares, f"{layer['entropy_ratio']:.4f}"))
-    return "\n".join([*aligned(rows, "<"), "", *aligned(table)])

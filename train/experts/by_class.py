@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from polyad.train.errors import ConfigError
-from polyad.train.experts.gate_entropy import Summed
 from polyad.train.experts.information import (
     Matrix,
     Measured,
+    Summed,
     groups_of_samples,
     information_bits,
     measured,

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from polyad.train.errors import ConfigError
-from polyad.train.experts.gate_entropy import Summed
-from polyad.train.experts.information import Matrix, groups_of_samples, intervals
+from polyad.train.experts.information import Matrix, Summed, groups_of_samples, intervals
 
 
 class Change(NamedTuple):

@@ -9,9 +9,8 @@ import numpy as np
 
 from polyad.train.experts.by_class import FEW_CLASSES, LevelByClass
 from polyad.train.experts.information import Matrix
-from polyad.train.page.charts import number
+from polyad.train.page.charts import NARROW_COLUMNS, Cell, matrix_chart, number
 from polyad.train.page.html import figure
-from polyad.train.page.matrix import NARROW_COLUMNS, Cell, matrix_chart
 
 MOST_EXPERTS = 64
 """Up to so many experts of a level are drawn as a matrix."""

@@ -8,7 +8,7 @@ layers, C measures.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -117,6 +117,16 @@ class Fluctuation:
     def entropy_ratio(self) -> float:
         """Later over earlier; NaN where the earlier one is 0."""
         return self.entropy / self.entropy_before if self.entropy_before else float("nan")
+
+    def to_json(self) -> dict[str, float]:
+        """What programs get."""
+        return {
+            "top1": self.top1,
+            "set": self.set,
+            "entropy": self.entropy,
+            "compared_entropy": self.entropy_before,
+            "entropy_ratio": self.entropy_ratio,
+        }
 
 
 def shares(
@@ -239,7 +249,7 @@ def fluctuation_record(layers: dict[str, Fluctuation]) -> dict[str, float]:
     return record
 
 
-def mean(layers: dict[str, Fluctuation]) -> dict[str, float]:
+def mean(layers: Mapping[str, Fluctuation]) -> dict[str, float]:
     """The mean over layers of each measure."""
     count = len(layers)
     return {

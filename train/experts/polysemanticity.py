@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from polyad.model.vision import classified
-from polyad.train.experts.gate_entropy import Summed
+from polyad.train.experts.information import Summed
 from polyad.train.experts.leaving_out import leaving_out, without_capacity
 from polyad.train.experts.probing import RoutedLayer, deciding
 

@@ -20,8 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from polyad.train.experts.gate_entropy import Summed
-from polyad.train.experts.information import Matrix, Measured, measured
+from polyad.train.experts.information import Matrix, Measured, Summed, measured
 from polyad.train.experts.probing import Decision, RoutedLayer
 
 GROUPS = 16

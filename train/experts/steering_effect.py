@@ -24,8 +24,7 @@ from polyad.train.experts.class_changes import (
     mean_of,
     with_ends,
 )
-from polyad.train.experts.gate_entropy import Summed
-from polyad.train.experts.information import Matrix, groups_of_samples, intervals
+from polyad.train.experts.information import Matrix, Summed, groups_of_samples, intervals
 from polyad.train.experts.steering import Steering, gate_column, steered
 from polyad.train.experts.token_classes import ClassColumns, classes_of_vocabulary
 from polyad.train.tasks.samples import Passages, TextSamples, embedded, losses, through

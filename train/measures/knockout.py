@@ -14,10 +14,15 @@ from torch import nn
 
 from polyad.model.gpt2 import GPT2
 from polyad.train.errors import ConfigError
-from polyad.train.experts.chosen import check_experts, choose_layers, columns_of
-from polyad.train.experts.gate_entropy import Summed
+from polyad.train.experts.information import Summed
 from polyad.train.experts.knockout import ExpertWithout, Harmed, KnockOut, LayerWithout
-from polyad.train.experts.probing import RoutedLayer, routed_layers
+from polyad.train.experts.probing import (
+    RoutedLayer,
+    check_experts,
+    choose_layers,
+    columns_of,
+    routed_layers,
+)
 from polyad.train.experts.steering import Steering, gate_column
 from polyad.train.experts.steering_effect import SteeredReading, SteeringEffect
 from polyad.train.experts.token_classes import ClassColumns

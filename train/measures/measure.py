@@ -16,9 +16,8 @@ from torch import nn
 from polyad.data.text.manifest import SplitName
 from polyad.parallel import comm
 from polyad.parallel.weights import Choice
-from polyad.train.console import Progress
 from polyad.train.errors import ConfigError
-from polyad.train.experts.gate_entropy import Summed
+from polyad.train.experts.information import Summed
 from polyad.train.experts.probing import RoutedLayer, routed_head, routed_layers
 from polyad.train.reading import Evaluated, Reading, open_evaluated, read
 from polyad.train.results import aligned
@@ -145,11 +144,6 @@ class Measure(ABC):
             ConfigError: numbers are not finite.
         """
 
-    def progress(self) -> Progress:
-        """A line on the console."""
-        samples = self.subject.samples
-        return Progress(self.told, samples.amount, samples.unit)
-
     @classmethod
     def in_report(cls, subject: Subject) -> "Measure | None":
         """The measure that a report takes in its pass over held-out data; None: none."""
@@ -259,9 +253,8 @@ def measure(
             taken.subject.samples,
             [taken],
             batch_size=opened.batch_size,
-            rank=world.data_parallel_rank,
-            ranks=world.data_parallel_size,
-            report=taken.progress() if world.is_main else lambda share: None,
+            world=world,
+            told=kind.told,
         )
         result = taken.result(lambda values: comm.sum_over_samples(values, world))
     return Measured(

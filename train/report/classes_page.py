@@ -3,9 +3,8 @@
 from html import escape
 
 from polyad.train.experts.by_class import FEW_CLASSES
-from polyad.train.page.charts import number
+from polyad.train.page.charts import NARROW_COLUMNS, Cell, matrix_chart, number
 from polyad.train.page.html import figure, figure_of_table, long_table, table, visible
-from polyad.train.page.matrix import NARROW_COLUMNS, Cell, matrix_chart
 from polyad.train.report.classes import ClassPass, Example
 from polyad.train.report.content import Report
 from polyad.train.report.image_page import picture

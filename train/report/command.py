@@ -23,8 +23,7 @@ from polyad.train.config.adaptation import unused_parameters
 from polyad.train.config.run import RunConfig, load_config
 from polyad.train.console import Progress
 from polyad.train.errors import ConfigError, RunError
-from polyad.train.experts.chosen import check_experts, choose_layers
-from polyad.train.experts.probing import routed_head, routed_layers
+from polyad.train.experts.probing import check_experts, choose_layers, routed_head, routed_layers
 from polyad.train.records import METRICS_FILE
 from polyad.train.report.content import Report
 from polyad.train.report.history import History, read_history

@@ -7,8 +7,7 @@ from html import escape
 import numpy as np
 import numpy.typing as npt
 
-from polyad.train.experts.chosen import EVERY
-from polyad.train.experts.probing import RoutedLayer
+from polyad.train.experts.probing import EVERY, RoutedLayer
 from polyad.train.measures.knockout import knockout_note, without_expert
 from polyad.train.page.charts import (
     WIDE,

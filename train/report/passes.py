@@ -15,9 +15,8 @@ from polyad.parallel.weights import load_model
 from polyad.train.config.run import RunConfig, data_overrides, parse_config
 from polyad.train.console import Progress
 from polyad.train.errors import ConfigError
-from polyad.train.experts.chosen import columns_of
 from polyad.train.experts.kept_activation import Kept, kept_activation
-from polyad.train.experts.probing import RoutedLayer
+from polyad.train.experts.probing import RoutedLayer, columns_of
 from polyad.train.measures.knockout import TOKENS, KnockOuts
 from polyad.train.measures.measure import Result, Subject
 from polyad.train.measures.registry import MEASURES
@@ -108,7 +107,7 @@ def read_held_out(weights: Checkpoint, what: str, asked: Asked) -> HeldOut:
             samples,
             [*readers, *measures.values()],
             batch_size=batch_size,
-            report=Progress(f"read {asked.split}", samples.amount, samples.unit),
+            told=f"read {asked.split}",
         )
         text = images = classes = None
         if top_text is not None:
@@ -196,7 +195,7 @@ def _with_knockout(subject: Subject, task: Task[Any], text: TextPass, asked: Ask
     read(
         *(subject.model, shown, samples, [measure]),
         batch_size=subject.batch_size,
-        report=measure.progress(),
+        told=measure.told,
     )
     found = measure.result()
     without = {each.layer.name: each.experts() for each in found.layers}

@@ -14,9 +14,8 @@ from torch import nn
 from polyad.train.experts.probing import RoutedLayer
 from polyad.train.reading import Reading, read
 from polyad.train.report.content import ExpertReport, Snippet
-from polyad.train.report.snippets import Documents, Place, pieces
+from polyad.train.report.snippets import Documents, Place, WordTokens, pieces
 from polyad.train.report.top_tokens import TopTokens, shown_experts
-from polyad.train.report.words import WordTokens
 from polyad.train.tasks.samples import TextSamples
 
 

@@ -11,11 +11,11 @@ from polyad.parallel.checkpoint.box import MASTER
 from polyad.parallel.checkpoint.reading import Checkpoint
 from polyad.parallel.weights import load_model
 from polyad.train.evaluation.generate import Sampling, generate
-from polyad.train.evaluation.stability import compare
 from polyad.train.exchange.convert import conversion_table, convert
 from tests.helpers.everyday import everyday
 from tests.helpers.runs import (
     FEED_FORWARDS,
+    compare,
     evaluation,
     newest,
     run_expecting_error,

@@ -3,8 +3,7 @@
 import pytest
 
 from polyad.train.errors import ConfigError
-from polyad.train.experts.chosen import check_experts, choose_layers, columns_of
-from polyad.train.experts.probing import RoutedLayer
+from polyad.train.experts.probing import RoutedLayer, check_experts, choose_layers, columns_of
 
 LAYERS = [RoutedLayer(name=f"blocks.{n}.feed_forward", levels=(3, 2)) for n in (1, 3, 5, 7, 9)]
 

@@ -9,7 +9,6 @@ from polyad.data.text.dataset import PreparedData
 from polyad.data.text.windows import EvaluationWindows, SpreadWindows
 from polyad.model.smoe.selection import Selected
 from polyad.parallel.weights import load_model
-from polyad.train.evaluation.stability import compare
 from polyad.train.experts.fluctuation import (
     Probe,
     differences,
@@ -20,7 +19,7 @@ from polyad.train.experts.fluctuation import (
 )
 from polyad.train.experts.probing import Decision, RoutedLayer
 from tests.helpers.everyday import everyday
-from tests.helpers.runs import records, run, run_expecting_error, write_config
+from tests.helpers.runs import compare, records, run, run_expecting_error, write_config
 
 SMOE = {"kind": "smoe", "num_experts": 4, "expert_hidden_size": 32, "graph": "similarity"}
 MUMOE = {"kind": "mumoe", "factorization": "cp", "num_experts": [6, 2]}

@@ -11,8 +11,8 @@ from sklearn.metrics import mutual_info_score, normalized_mutual_info_score
 
 from polyad.model.smoe.selection import Selected
 from polyad.train.errors import ConfigError
-from polyad.train.experts.gate_entropy import GateEntropies
 from polyad.train.experts.information import (
+    GateEntropies,
     entropy_bits,
     groups_of_samples,
     information_bits,

@@ -25,10 +25,9 @@ from polyad.train.page.charts import (
 from polyad.train.page.html import visible
 from polyad.train.report.history import read_history
 from polyad.train.report.layers import _load_figures
-from polyad.train.report.snippets import Documents, pieces
+from polyad.train.report.snippets import Documents, WordTokens, has_word, pieces
 from polyad.train.report.top_text import Top, merged
 from polyad.train.report.top_tokens import STRETCH, TopTokens, choose_experts
-from polyad.train.report.words import WordTokens, has_word
 
 LAYER = "routing/blocks.1.feed_forward"
 

@@ -22,8 +22,8 @@ from polyad.train.measures.measure import Subject
 from polyad.train.measures.specialization import Specialization
 from polyad.train.reading import read
 from polyad.train.report.command import report
+from polyad.train.report.snippets import has_word
 from polyad.train.report.top_text import TopText
-from polyad.train.report.words import has_word
 from polyad.train.tasks.language import LanguageModelling
 from polyad.train.tasks.samples import TextSamples
 from tests.helpers.everyday import everyday

@@ -11,12 +11,12 @@ from polyad.data.images.dataset import ImageData
 from polyad.data.images.prepare import prepare_images
 from polyad.data.images.samples import EvaluationImages
 from polyad.parallel.weights import load_model
-from polyad.train.evaluation.rewriting import rewriting
 from tests.helpers import images as made
 from tests.helpers.runs import (
     evaluation,
     measured,
     records,
+    rewriting,
     rewriting_error,
     run,
     run_expecting_error,
