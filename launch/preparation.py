@@ -1,4 +1,4 @@
-"""`polyad prepare --parts`: its options, the steps of one machine, and a scheduler's."""
+"""`polyad prepare` of text: the options of parts, the steps of one machine, and a scheduler's."""
 
 import time
 from dataclasses import dataclass, fields
@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from polyad.launch.command import Argument, Group
-from polyad.launch.output import only_results_on_stdout
+from polyad.launch.output import align, only_results_on_stdout
 from polyad.launch.parser import UsageError, non_negative, positive
 from polyad.launch.via.options import LIMIT, MEMORY, OF_CLUSTER, check_ways
 
 if TYPE_CHECKING:
+    from polyad.data.text.manifest import Manifest
     from polyad.data.text.prepare import Preparation
     from polyad.launch.via.slurm import SlurmJob
 
@@ -143,7 +144,6 @@ def prepare_text(given: dict[str, Any], options: PartsOptions) -> None:
     from polyad.data.text.job import Asked
     from polyad.data.text.parts.part import ranges
     from polyad.data.text.prepare import Preparation
-    from polyad.launch.tables import prepared_table
     from polyad.launch.via.slurm import SlurmJob
 
     started = time.monotonic()
@@ -176,6 +176,34 @@ def prepare_text(given: dict[str, Any], options: PartsOptions) -> None:
         else:
             manifest = parts.all(options.processes or 1)
         stdout.write(prepared_table(manifest, output, time.monotonic() - started) + "\n")
+
+
+def prepared_table(manifest: "Manifest", folder: str, seconds: float) -> str:
+    """Prepared data for a person, by split; `seconds` is what the preparation took."""
+    from polyad.data.text.prepare import left_out_of
+
+    rows: list[tuple[str, ...]] = [("split", "documents", "tokens", "words", "bytes")]
+    for name, split in manifest.splits.items():
+        counts = (split.documents, split.tokens, split.words, split.bytes)
+        rows.append((name, *(f"{count:,}" for count in counts)))
+    tokens = sum(split.tokens for split in manifest.splits.values())
+    facts = []
+    if manifest.split_by == "position":
+        facts.append("split by position: the last parts of the text are held out")
+    if manifest.files:
+        files = (f"{count:,} {ending}" for ending, count in manifest.files.items())
+        facts.append(f"files read: {', '.join(files)}")
+    if left := left_out_of(manifest):
+        facts.append(f"left out: {left}")
+    return "\n".join(
+        [
+            align(rows),
+            *facts,
+            f"{tokens:,} tokens in {seconds:.1f} s, {tokens / max(seconds, 1e-9):,.0f} tokens/s, "
+            f"vocabulary {manifest.tokenizer.vocab_size:,}",
+            f"in {folder}",
+        ]
+    )
 
 
 def _by_slurm(

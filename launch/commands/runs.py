@@ -2,14 +2,18 @@
 
 import dataclasses
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from polyad.launch.command import Argument, ConfigFile, Json, Overrides, command
 from polyad.launch.machine import is_main
 from polyad.launch.output import check_json_path, only_results_on_stdout, results
 from polyad.launch.parser import positive
 from polyad.launch.via.options import LaunchOptions
+
+if TYPE_CHECKING:
+    from polyad.train.state import TrainState
 
 
 @command(
@@ -21,7 +25,6 @@ from polyad.launch.via.options import LaunchOptions
 def train(config: ConfigFile, overrides: Overrides) -> None:
     """Trains in this process, or as a process of torchrun; run it again to continue."""
     from polyad.launch.machine import bind_to_cores, end_with_launcher, prepare_environment
-    from polyad.launch.tables import trained_table
     from polyad.launch.torchrun import forget_stop
 
     launched = end_with_launcher()
@@ -34,8 +37,28 @@ def train(config: ConfigFile, overrides: Overrides) -> None:
     with only_results_on_stdout() as stdout:
         state = main(config, overrides, launched=launched)
         if is_main():
-            stdout.write(trained_table(state, config, overrides) + "\n")
+            stdout.write(trained_line(state, config, overrides) + "\n")
         comm.shutdown()
+
+
+def trained_line(state: "TrainState", config: Path, overrides: Sequence[str]) -> str:
+    """Says at the end of a run what was done, and where it is."""
+    from polyad.train.config.run import load_config
+    from polyad.train.records import METRICS_FILE
+
+    folder = Path(load_config(config, overrides).run.folder)
+    skipped = f", {state.skipped_steps:,} of them skipped" if state.skipped_steps else ""
+    last = last_loss(folder / METRICS_FILE)
+    return f"{state.step:,} steps done{skipped}; {last}in {folder}"
+
+
+def last_loss(metrics: Path) -> str:
+    """The loss of a run's last record, for `trained_line`; nothing if it has none."""
+    from polyad.train.records import records_of
+
+    records = list(records_of(metrics)) if metrics.exists() else []
+    loss = records[-1]["loss"] if records else None
+    return "" if loss is None else f"last loss {loss:.4f}; "
 
 
 @command(
@@ -92,9 +115,22 @@ def schema(
     ] = "run",
 ) -> None:
     """Prints the JSON Schema of a configuration, for editors."""
-    from polyad.launch.schema import schema_text
-
     sys.stdout.write(schema_text(kind))
+
+
+def schema_text(kind: Literal["run", "study"]) -> str:
+    """The schema of a file for `polyad train`, or for `polyad study`, as it lies in `configs/`."""
+    import json
+
+    from polyad.train.config.run import RunConfig
+    from polyad.train.config.text import schema_of
+    from polyad.train.study.config import StudyConfig
+
+    if kind == "run":
+        found = schema_of(RunConfig, "A run of Polyad")
+    else:
+        found = schema_of(StudyConfig, "A study of Polyad")
+    return json.dumps(found, indent=1) + "\n"
 
 
 @command(

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from polyad.launch.tables import _last_loss
+from polyad.launch.commands import runs
 from polyad.train.errors import ConfigError
 from polyad.train.loop.metrics import drop_records_after
 from polyad.train.records import (
@@ -62,7 +62,7 @@ def test_a_line_that_is_no_record_is_left_out_by_every_reader(tmp_path, capfd, o
     history = read_history(tmp_path)
     assert history.scalars["loss"] == [1.0, 0.5, 1 / 3]
     assert history.unreadable == bool(other)
-    assert _last_loss(path) == "last loss 0.3333; "
+    assert runs.last_loss(path) == "last loss 0.3333; "
     drop_records_after(path, 2)
     assert [json.loads(line) for line in path.read_text().splitlines()] == GOOD[:2]
     warned = "1 lines before the last held no record of a step" in capfd.readouterr().err

@@ -8,7 +8,7 @@ from polyad.data.errors import DataError
 from polyad.data.manifest import seal
 from polyad.data.text.dataset import PreparedData
 from polyad.data.text.prepare import prepare
-from polyad.launch.tables import prepared_table
+from polyad.launch.preparation import prepared_table
 
 LEFT = {
     "notes.json": "[]", "more.jsonl.zst": "x", "book.txt.gz": "x", "rows.csv": "a,b\n",

@@ -9,19 +9,19 @@ import yaml
 from jsonschema import Draft202012Validator
 
 from polyad.launch.cli import run as polyad
-from polyad.launch.schema import schema, schema_text
+from polyad.launch.commands.runs import schema_text
 from polyad.train.config.run import config_of
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"
 FILES = {"run": "polyad.schema.json", "study": "study.schema.json"}
 SHIPPED = sorted(CONFIGS.glob("*/*.yaml"))
-SCHEMAS = {kind: Draft202012Validator(schema(kind)) for kind in FILES}
+SCHEMAS = {kind: Draft202012Validator(json.loads(schema_text(kind))) for kind in FILES}
 QUICKSTART = CONFIGS / "quickstart" / "gpt2-smoe.yaml"
 
 
 @pytest.mark.parametrize("kind", FILES)
 def test_schemas_are_schemas_and_lie_beside_the_configurations(kind, capfd):
-    Draft202012Validator.check_schema(schema(kind))
+    Draft202012Validator.check_schema(json.loads(schema_text(kind)))
     assert polyad(["schema", kind]) == 0
     captured = capfd.readouterr()
     assert captured.err == ""
@@ -84,7 +84,7 @@ def test_what_a_run_takes_an_editor_takes(key, value):
 def test_every_key_says_what_it_means():
     silent = [
         f"{name}.{key}"
-        for name, section in schema("run")["$defs"].items()
+        for name, section in json.loads(schema_text("run"))["$defs"].items()
         for key, about in section.get("properties", {}).items()
         if not about.get("description") and "$ref" not in json.dumps(about)
     ]
