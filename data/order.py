@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from polyad.data.files import locked
-from polyad.data.node import node_folder
+from polyad.data.temporary import node_folder
 
 Arrays: TypeAlias = dict[str, npt.NDArray[np.integer]]
 

@@ -1,4 +1,4 @@
-"""Folders of one process, of which a killed one leaves nothing for good."""
+"""Folders of one process, of which a killed one leaves nothing, and of one user on a node."""
 
 import contextlib
 import fcntl
@@ -55,3 +55,24 @@ def _remove_what_is_left(parent: Path, pattern: re.Pattern[str]) -> None:
                 shutil.rmtree(path, ignore_errors=True)
             finally:
                 os.close(descriptor)
+
+
+def node_folder(name: str) -> Path:
+    """Makes a folder in the node's temporary one, `TMPDIR` or `/tmp`, for this user alone.
+
+    Args:
+        name: Its name.
+
+    Returns:
+        The folder.
+
+    Raises:
+        OSError: It cannot be made, or is somebody else's.
+    """
+    root = Path(tempfile.gettempdir()) / f"polyad-{os.getuid()}"
+    for folder in (root, root / name):
+        folder.mkdir(exist_ok=True, mode=0o700)
+        if folder.is_symlink() or folder.stat().st_uid != os.getuid():
+            raise PermissionError(f"{folder} is somebody else's")
+        folder.chmod(0o700)
+    return root / name

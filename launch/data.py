@@ -8,11 +8,11 @@ from typing import Any
 from polyad.data.errors import DataError, user_path
 from polyad.data.images.dataset import ImageData, holds_images
 from polyad.data.images.manifest import ImageManifest
+from polyad.data.prepared import Read
 from polyad.data.progress import Progress
 from polyad.data.text.checks import check_prepared
 from polyad.data.text.manifest import Manifest
 from polyad.data.text.verification import bytes_to_verify, unsealed, verify_files
-from polyad.data.verification import Read
 from polyad.launch.output import align
 
 IMAGES_NOTE = (

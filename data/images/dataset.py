@@ -15,8 +15,7 @@ from polyad.data.images.decoding import Pixels
 from polyad.data.images.manifest import FileRecord, ImageManifest
 from polyad.data.images.shards import MOST_BYTES, ROW, Reader, Rows
 from polyad.data.json_reader import read_json
-from polyad.data.manifest import MANIFEST_FILE
-from polyad.data.verification import FileReport, Read, read_pieces
+from polyad.data.prepared import MANIFEST_FILE, FileReport, Read, read_pieces
 
 TEST = "test"
 

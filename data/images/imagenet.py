@@ -1,4 +1,5 @@
-"""ImageNet-1k's classes, and the published layouts of the sets that test robustness.
+"""ImageNet-1k's classes, and the published layouts of the sets that test robustness,
+whose files are read without an index.
 
 A class is the rank of its WordNet id among the 1,000, in alphabetical order: the order of the hub's
 label numbers, too.
@@ -9,7 +10,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
+
 from polyad.data.errors import DataError
+from polyad.data.images.decoding import Pixels, decode
 from polyad.data.images.sources.found import is_image
 from polyad.data.left_out import is_hidden
 
@@ -122,3 +127,41 @@ def _labelled(folder: Path, numbers: dict[str, int], allowed: str) -> list[Label
 def classes_of(files: Sequence[LabelledFile]) -> list[int]:
     """The classes that files have, in order."""
     return sorted({file.label for file in files})
+
+
+class FileSplit:
+    """Files in their order.
+
+    Args:
+        files: With their classes.
+    """
+
+    def __init__(self, files: Sequence[LabelledFile]) -> None:
+        self._files = files
+        self.labels: npt.NDArray[np.integer] = np.array([file.label for file in files])
+        self.domains: npt.NDArray[np.integer] | None = None
+
+    @property
+    def identity(self) -> str:
+        """Any files have the order of so many."""
+        return "files"
+
+    def __len__(self) -> int:
+        """Counts the images."""
+        return len(self._files)
+
+    def decode(self, number: int) -> Pixels:
+        """The pixels of an image [H, W, 3]."""
+        path = self._files[number].path
+        try:
+            return decode(path.read_bytes(), str(path))
+        except OSError as error:
+            raise DataError(f"{path}: cannot be read: {error.strerror}") from None
+
+    def name_of(self, number: int) -> str:
+        """An image's file."""
+        return str(self._files[number].path)
+
+    def order(self, generator: np.random.Generator) -> npt.NDArray[np.integer]:
+        """All numbers in random order."""
+        return generator.permutation(len(self))

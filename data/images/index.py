@@ -15,12 +15,10 @@ import numpy.typing as npt
 from polyad.data.errors import DataError
 from polyad.data.files import DigestedFile, writing
 from polyad.data.images.manifest import FileRecord, ImageManifest, ImageSplitInfo, record_of
-from polyad.data.images.packed import PACKED_FILE, WHAT_TO_DO
-from polyad.data.images.shards import Rows, Shard
+from polyad.data.images.shards import PACKED_FILE, WHAT_TO_DO, Rows, Shard
 from polyad.data.images.sources.found import Found
 from polyad.data.images.splits import Listed
-from polyad.data.manifest import MANIFEST_FILE, SPLITS
-from polyad.data.staging import partial_file
+from polyad.data.prepared import MANIFEST_FILE, SPLITS, partial_file
 
 QUICK = ("folder", "raw")
 """Kinds of shards that are listed anew each time: it is quick, and files may have come or gone, or
@@ -63,9 +61,9 @@ def write_index(
     if found.packed is not None:
         shards = without_packed(found.shards)
         if (packed := found.packed.finish()) is not None:
-            name, record = packed
-            files.records[name] = record
-            about = {"path": str(output / name), "size": record.bytes}
+            name, size, sha256 = packed
+            files.records[name] = FileRecord(bytes=size, sha256=sha256)
+            about = {"path": str(output / name), "size": size}
             shards += [shard.model_copy(update=about) for shard in found.shards[len(shards) :]]
     for split, each in splits.items():
         encoded = [os.fsencode(name) for name in each.names]

@@ -20,7 +20,7 @@ from polyad.data.errors import DataError
 from polyad.data.files import digest_of
 from polyad.data.images.shards import Shard
 from polyad.data.json_reader import read_json
-from polyad.data.manifest import MANIFEST_FILE, Count
+from polyad.data.prepared import MANIFEST_FILE, Count
 
 FORMAT_VERSION = 2
 """1 read images of Parquet in other ways, and gave the class names of one file of a table to the

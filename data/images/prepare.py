@@ -15,18 +15,16 @@ import numpy.typing as npt
 from polyad.data.errors import DataError, check_path, user_path
 from polyad.data.files import writing
 from polyad.data.images.index import INDEX, QUICK, stamp_of, without_packed, write_index
-from polyad.data.images.labels import by_name
+from polyad.data.images.labels import by_name, check_highest, check_mistakes
 from polyad.data.images.manifest import FORMAT_VERSION, ImageManifest
-from polyad.data.images.mistakes import check_highest, check_mistakes
 from polyad.data.images.shards import MOST_BYTES, ROW, Entry, too_large
 from polyad.data.images.sources.found import Found
 from polyad.data.images.sources.opening import open_images
 from polyad.data.images.sources.raw import MNIST
 from polyad.data.images.splits import Listed, missing_classes, split_images
 from polyad.data.left_out import in_words
-from polyad.data.manifest import MANIFEST_FILE, SPLITS
+from polyad.data.prepared import LOCK_FILE, MANIFEST_FILE, PARTIAL_FOLDER, SPLITS, alone
 from polyad.data.progress import Progress, Report
-from polyad.data.staging import LOCK_FILE, PARTIAL_FOLDER, alone
 
 FEW = 100
 """Images of a validation split below which it is said that they are few."""

@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from polyad.data.errors import DataError, nearest
 from polyad.data.fingerprint import file_fingerprint
-from polyad.data.manifest import MANIFEST_FILE, SPLITS, SplitName
+from polyad.data.prepared import MANIFEST_FILE, SPLITS, SplitName
 from polyad.data.text.manifest import (
     END_BYTES,
     FILES,

@@ -11,10 +11,16 @@ from typing import Literal
 
 from polyad.data.errors import DataError, nearest, user_path
 from polyad.data.left_out import LeftOut
-from polyad.data.manifest import SplitName
-from polyad.data.text.corpus import PACKAGE, module_files, package, standard_library
+from polyad.data.prepared import SplitName
 from polyad.data.text.cuts import can_be_cut, part_of_file, share
-from polyad.data.text.folders import ending_of, text_files
+from polyad.data.text.folders import (
+    PACKAGE,
+    ending_of,
+    module_files,
+    package,
+    standard_library,
+    text_files,
+)
 from polyad.data.text.readers import (
     KEYED_READERS,
     READERS,
@@ -26,7 +32,7 @@ from polyad.data.text.readers import (
 from polyad.data.text.source import Document, Skipped, Source
 
 PYTHON_STDLIB = "python-stdlib"
-"""The name of the source that every machine has: see `data/text/corpus.py`."""
+"""The name of the source that every machine has: see `data/text/folders.py`."""
 DocumentKind = Literal["files", "lines"]
 """What a document of a text file is: the whole file, or a line."""
 FileFormat = Literal["text"]

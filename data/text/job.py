@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple, TypedDict
 
 from polyad.data.errors import DataError
 from polyad.data.left_out import LeftOut
-from polyad.data.manifest import SPLITS, SplitName
+from polyad.data.prepared import SPLITS, SplitName
 from polyad.data.progress import Progress
 from polyad.data.text.documents import (
     TEXT_KEY,

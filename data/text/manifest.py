@@ -9,8 +9,8 @@ from pydantic import Field, ValidationError, model_validator
 from polyad.data.config import Config
 from polyad.data.errors import DataError
 from polyad.data.json_reader import parse_json, read_bounded
-from polyad.data.manifest import MANIFEST_FILE, SPLITS, Count, Sha256, seal, write_sealed
-from polyad.data.manifest import SplitName as SplitName
+from polyad.data.prepared import MANIFEST_FILE, SPLITS, Count, Sha256, seal, write_sealed
+from polyad.data.prepared import SplitName as SplitName
 
 FORMAT_VERSION = 2
 UNSEALED_VERSION = 1

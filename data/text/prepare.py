@@ -8,9 +8,8 @@ from pathlib import Path
 from polyad.data.errors import DataError, user_path
 from polyad.data.files import writing
 from polyad.data.left_out import in_words
-from polyad.data.manifest import MANIFEST_FILE, SPLITS, SplitName
+from polyad.data.prepared import MANIFEST_FILE, SPLITS, SplitName, alone, staged_folder
 from polyad.data.progress import Progress, Report
-from polyad.data.staging import alone, staged_folder
 from polyad.data.text.checks import check_replaceable
 from polyad.data.text.documents import TEXT_KEY, DocumentKind, FileFormat
 from polyad.data.text.job import Asked

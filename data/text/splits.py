@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
-from polyad.data.manifest import SplitName
+from polyad.data.prepared import SplitName
 from polyad.data.text.source import Document, NoDocuments, Skipped, Source
 
 MOST_SLACK = 4096

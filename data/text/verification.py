@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from polyad.data.errors import DataError
-from polyad.data.manifest import MANIFEST_FILE, SPLITS, SplitName
+from polyad.data.prepared import MANIFEST_FILE, SPLITS, FileReport, Read, SplitName, read_pieces
 from polyad.data.text.checks import (
     AGAIN,
     check_ids,
@@ -23,7 +23,6 @@ from polyad.data.text.checks import (
 from polyad.data.text.manifest import UNSEALED_VERSION, Manifest
 from polyad.data.text.split_files import read_index
 from polyad.data.text.tokenizers.files import load_tokenizer
-from polyad.data.verification import FileReport, Read, read_pieces
 
 T = TypeVar("T")
 Problem: TypeAlias = DataError | OSError

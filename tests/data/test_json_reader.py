@@ -9,7 +9,7 @@ from polyad.data.images.dataset import ImageData, holds_images
 from polyad.data.sequences.tables import _read_jsonl as read_table
 from polyad.data.text.dataset import PreparedData
 from polyad.data.text.readers import read_jsonl
-from polyad.data.text.tokenizers.hub import named_end_of_text
+from polyad.data.text.tokenizers.files import named_end_of_text
 from polyad.launch.study.folder import _read as read_result
 from polyad.launch.study.measures import _read as read_measure
 from polyad.parallel.tensor_folder import read_json as read_config

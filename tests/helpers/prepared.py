@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from polyad.data.manifest import MANIFEST_FILE, seal
+from polyad.data.prepared import MANIFEST_FILE, seal
 
 Tree = dict[str, Any]
 

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from polyad.data.evaluation import evaluation_batches
-from polyad.data.images.files import FileSplit
 from polyad.data.images.imagenet import (
     ALEXNET_ERRORS,
+    FileSplit,
     LabelledFile,
     by_number,
     by_wordnet_id,

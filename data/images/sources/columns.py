@@ -15,8 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from polyad.data.errors import DataError, listed
-from polyad.data.images.packed import Packed
-from polyad.data.images.shards import Entry, Shard
+from polyad.data.images.shards import Entry, Packed, Shard
 from polyad.data.left_out import LeftOut
 
 LABELS = ("label", "fine_label", "labels", "class")

@@ -5,8 +5,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
-from polyad.data.images.packed import Packed
-from polyad.data.images.shards import Entry, Shard
+from polyad.data.images.shards import Entry, Packed, Shard
 from polyad.data.left_out import LeftOut
 
 SPLIT_NAMES = {

@@ -6,15 +6,13 @@ import numpy as np
 
 from polyad.data.errors import DataError, user_path
 from polyad.data.files import writing
-from polyad.data.images.packed import WHAT_TO_DO
-from polyad.data.images.shards import png
+from polyad.data.images.shards import WHAT_TO_DO, png
 from polyad.data.images.sources.archives import read_tar, read_zip
-from polyad.data.images.sources.arrow import open_arrow
 from polyad.data.images.sources.attributes import attribute_list, open_attributes
 from polyad.data.images.sources.classes import by_class, by_domain
 from polyad.data.images.sources.found import Found, is_image
-from polyad.data.images.sources.parquet import open_parquet
 from polyad.data.images.sources.raw import is_raw, open_raw
+from polyad.data.images.sources.tables import open_arrow, open_parquet
 from polyad.data.images.sources.trees import Tree, folder_tree
 from polyad.data.images.sources.webdataset import CLASSES_FILE, open_tars
 from polyad.data.left_out import LeftOut

@@ -8,11 +8,10 @@ from pathlib import Path
 
 from polyad.data.errors import DataError
 from polyad.data.files import writing
-from polyad.data.images.packed import WHAT_TO_DO
-from polyad.data.images.shards import Entry, Shard
+from polyad.data.images.shards import WHAT_TO_DO, Entry, Shard
 from polyad.data.images.sources.found import Found, is_image
 from polyad.data.left_out import LeftOut, is_hidden
-from polyad.data.staging import partial_file
+from polyad.data.prepared import partial_file
 
 MNIST = {
     "train": ("train-images-idx3-ubyte", "train-labels-idx1-ubyte"),

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from polyad.data.errors import DataError
-from polyad.data.manifest import SPLITS, SplitName
+from polyad.data.prepared import SPLITS, SplitName
 from polyad.data.progress import Progress
 from polyad.data.text.manifest import SplitInfo
 from polyad.data.text.parts.part import Finished, expected_sizes

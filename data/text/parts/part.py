@@ -12,8 +12,7 @@ from pydantic import ValidationError
 
 from polyad.data.config import Config
 from polyad.data.errors import DataError
-from polyad.data.manifest import SPLITS, Count, Sha256, SplitName, seal, write_sealed
-from polyad.data.staging import staged_folder
+from polyad.data.prepared import SPLITS, Count, Sha256, SplitName, seal, staged_folder, write_sealed
 from polyad.data.text.parts.plan import Workplace
 from polyad.data.text.parts.writer import RECORDS_SUFFIX, DatasetWriter, PartSplit
 from polyad.data.text.source import Skipped

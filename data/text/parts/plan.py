@@ -17,9 +17,8 @@ from pydantic import Field, ValidationError
 from polyad.data.config import Config
 from polyad.data.errors import DataError
 from polyad.data.files import flush_to_disk
-from polyad.data.manifest import Sha256, SplitName, seal
+from polyad.data.prepared import LOCK_FILE, Sha256, SplitName, seal
 from polyad.data.progress import Progress
-from polyad.data.staging import LOCK_FILE
 from polyad.data.text.job import Job
 from polyad.data.text.manifest import TOKENIZER_FILES, Request, TokenizerFile
 from polyad.data.text.splits import Sources

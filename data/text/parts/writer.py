@@ -9,7 +9,7 @@ import numpy as np
 from polyad.data.config import Config
 from polyad.data.errors import DataError
 from polyad.data.files import DigestedFile
-from polyad.data.manifest import SPLITS, Count, Sha256, SplitName
+from polyad.data.prepared import SPLITS, Count, Sha256, SplitName
 from polyad.data.text.split_files import RECORD, token_dtype
 from polyad.data.text.tokenizers.pieces import PieceCutter
 from polyad.data.text.tokenizers.tokenizer import Tokenizer, UnknownWordError

@@ -13,8 +13,13 @@ from polyad.data.errors import DataError, nearest
 from polyad.data.fingerprint import canonical, fingerprint
 from polyad.data.json_reader import parse_json
 from polyad.data.text.manifest import TOKENIZER_FILE, TokenizerFile
-from polyad.data.text.tokenizers.limits import CHANCE, chance_of, check_growth, without_chance
-from polyad.data.text.tokenizers.patterns import check_patterns
+from polyad.data.text.tokenizers.limits import (
+    CHANCE,
+    chance_of,
+    check_growth,
+    check_patterns,
+    without_chance,
+)
 
 END_OF_TEXT = "<|endoftext|>"
 KNOWN_END_OF_TEXT = (

@@ -147,7 +147,7 @@ def resolve_tokenizer(
 
         return train_words(training_texts(), wanted.vocab_size, end_of_text or END_OF_TEXT)
     if wanted.kind == "characters":
-        from polyad.data.text.tokenizers.characters import train_characters
+        from polyad.data.text.tokenizers.words import train_characters
 
         return train_characters(training_texts(), end_of_text or END_OF_TEXT)
     assert wanted.vocab_size is not None

@@ -1,10 +1,10 @@
-"""A vocabulary of whole words, as white space separates them."""
+"""Vocabularies of the words of the text, and of its characters."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
 import tokenizers
-from tokenizers import AddedToken, models, pre_tokenizers
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from polyad.data.errors import DataError
 from polyad.data.json_reader import parse_json
@@ -122,3 +122,36 @@ def train_words(texts: Iterator[str], vocab_size: int | None, end_of_text: str) 
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     backend.add_special_tokens([AddedToken(token, special=True) for token in special])
     return WordTokenizer(backend.to_str(), end_of_text)
+
+
+def train_characters(texts: Iterator[str], end_of_text: str) -> Tokenizer:
+    """Collects the characters of texts: each code point is a token.
+
+    Args:
+        texts: The texts, read once.
+        end_of_text: The token that ends each document.
+
+    Returns:
+        The vocabulary: `<unk>` for characters that these texts do not have, the end-of-text token,
+        and the characters in the order of their code points.
+
+    Raises:
+        DataError: There is no character, or one was asked to end documents.
+    """
+    if len(end_of_text) < 2 or end_of_text == UNKNOWN:
+        raise DataError(
+            f"{end_of_text!r} cannot end a document of characters; choose a token of several "
+            f"characters other than {UNKNOWN} with --end-of-text TOKEN"
+        )
+    characters: set[str] = set()
+    for text in texts:
+        characters.update(text)
+    if not characters:
+        raise DataError("characters: the text of the train split has none")
+    special = (UNKNOWN, end_of_text)
+    vocabulary = {token: number for number, token in enumerate([*special, *sorted(characters)])}
+    # BPE without merges takes a text apart into its characters, and leaves white space as it is.
+    backend = tokenizers.Tokenizer(models.BPE(vocabulary, [], unk_token=UNKNOWN))
+    backend.decoder = decoders.Fuse()
+    backend.add_special_tokens([AddedToken(token, special=True) for token in special])
+    return Tokenizer(backend.to_str(), end_of_text)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from polyad.data.errors import DataError
-from polyad.data.manifest import MANIFEST_FILE
+from polyad.data.prepared import MANIFEST_FILE
 from polyad.data.text.dataset import PreparedData
 from polyad.data.text.prepare import prepare
 from tests.helpers.prepared import rewrite

@@ -10,7 +10,7 @@ import pyarrow.parquet
 import pytest
 
 from polyad.data.errors import DataError
-from polyad.data.manifest import SPLITS
+from polyad.data.prepared import SPLITS
 from polyad.data.text.dataset import PreparedData
 from polyad.data.text.documents import open_source, open_splits
 from polyad.data.text.hub import DatasetSource, HubDataset, find_dataset, join_articles

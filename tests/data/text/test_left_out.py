@@ -5,7 +5,7 @@ import json
 import pytest
 
 from polyad.data.errors import DataError
-from polyad.data.manifest import seal
+from polyad.data.prepared import seal
 from polyad.data.text.dataset import PreparedData
 from polyad.data.text.prepare import prepare
 from polyad.launch.preparation import prepared_table

@@ -6,7 +6,7 @@ import shutil
 import pytest
 
 from polyad.data.errors import DataError
-from polyad.data.manifest import MANIFEST_FILE
+from polyad.data.prepared import MANIFEST_FILE
 from polyad.data.text.dataset import PreparedData
 from polyad.data.text.manifest import Manifest
 from tests.helpers.prepared import age, flip, rewrite

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from polyad.data.errors import DataError
-from polyad.data.manifest import MANIFEST_FILE, SPLITS
+from polyad.data.prepared import MANIFEST_FILE, SPLITS
 from polyad.data.text.dataset import PreparedData
 from polyad.data.text.documents import open_source
 from polyad.data.text.prepare import prepare

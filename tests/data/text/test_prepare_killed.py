@@ -12,7 +12,7 @@ import pytest
 
 import polyad.data.text.prepare
 from polyad.data.errors import DataError
-from polyad.data.staging import alone
+from polyad.data.prepared import alone
 from polyad.data.text.dataset import PreparedData
 from polyad.data.text.parts.part import PART_FILE, Finished
 from polyad.data.text.parts.plan import PLAN_FILE

@@ -7,7 +7,7 @@ import pytest
 
 import polyad.data.text.parts.writer
 from polyad.data.errors import DataError
-from polyad.data.manifest import SPLITS
+from polyad.data.prepared import SPLITS
 from polyad.data.text.dataset import PreparedData
 from polyad.data.text.manifest import Manifest
 from polyad.data.text.prepare import prepare

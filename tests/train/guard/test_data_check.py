@@ -88,7 +88,7 @@ def test_a_flipped_bit_is_told_in_one_line_and_whole_data_is_not(copy, capfd):
 
 def test_it_reads_no_faster_than_it_may_and_ends_at_once(copy, capfd, monkeypatch):
     monkeypatch.setattr("polyad.train.guard.data_check.LAST_SECONDS", 0.05)
-    monkeypatch.setattr("polyad.data.verification.PIECE_BYTES", 4096)
+    monkeypatch.setattr("polyad.data.prepared.PIECE_BYTES", 4096)
     before = threading.active_count()
     check = check_of(copy, print, bytes_per_second=8192)
     with check:
@@ -96,7 +96,7 @@ def test_it_reads_no_faster_than_it_may_and_ends_at_once(copy, capfd, monkeypatc
         assert 0 < check._read <= 8192 * 2 + 4096
     assert threading.active_count() == before
     monkeypatch.setattr(
-        "polyad.data.verification.PIECE_BYTES", 1
+        "polyad.data.prepared.PIECE_BYTES", 1
     )  # at full speed it takes long as well
     with check_of(copy, print, bytes_per_second=8192) as check:
         check.finish()

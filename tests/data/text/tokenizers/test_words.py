@@ -7,7 +7,7 @@ import tokenizers
 from tokenizers import models, pre_tokenizers
 
 from polyad.data.errors import DataError
-from polyad.data.manifest import SPLITS
+from polyad.data.prepared import SPLITS
 from polyad.data.text.dataset import PreparedData
 from polyad.data.text.documents import open_source
 from polyad.data.text.prepare import prepare

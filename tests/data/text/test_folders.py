@@ -5,9 +5,9 @@ import pytest
 import yaml
 
 from polyad.data.errors import DataError
-from polyad.data.text import corpus
-from polyad.data.text.corpus import module_files, standard_library
+from polyad.data.text import folders
 from polyad.data.text.documents import PYTHON_STDLIB, Skipped, open_source
+from polyad.data.text.folders import module_files, standard_library
 
 
 def test_standard_library_is_sorted_and_without_tests():
@@ -16,7 +16,7 @@ def test_standard_library_is_sorted_and_without_tests():
     assert ("argparse.py",) in names
     assert ("json", "decoder.py") in names
     assert names == sorted(names)
-    assert not any(set(name) & corpus.LEFT_OUT for name in names)
+    assert not any(set(name) & folders.LEFT_OUT for name in names)
 
 
 def test_documents_are_the_modules():

@@ -1,9 +1,18 @@
-"""The folders that preparations write: complete or not at all, and by one process at a time."""
+"""What prepared folders share, of text and of images.
+
+They are complete or not at all, and made by one process at a time; they are described by a
+manifest; and verification gives a report for each of their files.
+"""
 
 import contextlib
+import hashlib
+import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
+
+from pydantic import BaseModel, Field
 
 from polyad.data.files import flush_to_disk, locked
 from polyad.data.temporary import temporary_folder
@@ -93,3 +102,72 @@ def _put_in_place(staging: Path, output: Path) -> None:
         raise
     flush_to_disk(output.parent)
     shutil.rmtree(retired, ignore_errors=True)
+
+
+MANIFEST_FILE = "manifest.json"
+"""The description of a prepared folder; it is written last."""
+SplitName = Literal["train", "validation", "test"]
+SPLITS: tuple[SplitName, ...] = ("train", "validation", "test")
+Count = Annotated[int, Field(ge=0, lt=2**63)]
+Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+Sealed = TypeVar("Sealed", bound=BaseModel)
+
+
+def seal(tree: dict[str, Any]) -> str:
+    """Digests all keys of a description but the digest itself, in canonical form."""
+    others = {key: value for key, value in tree.items() if key != "sha256"}
+    return hashlib.sha256(
+        json.dumps(others, sort_keys=True, separators=(",", ":")).encode()
+    ).hexdigest()
+
+
+def write_sealed(content: Sealed, path: Path) -> Sealed:
+    """Writes a description with its digest, and waits until it is on the disk.
+
+    Args:
+        content: It has a field `sha256`.
+        path: The file.
+
+    Returns:
+        The content with its digest.
+    """
+    sealed = content.model_copy(update={"sha256": seal(content.model_dump(mode="json"))})
+    path.write_text(sealed.model_dump_json(indent=2) + "\n", encoding="utf-8")
+    flush_to_disk(path)
+    return sealed
+
+
+PIECE_BYTES = 2**20
+"""Bytes that are read and checked together: a piece stays in a core's cache."""
+
+Read = Callable[[int], None]
+"""Called with the number of bytes, whenever some were read. What it raises ends the reading."""
+
+
+class FileReport(NamedTuple):
+    """The result of reading a file of a prepared folder.
+
+    Attributes:
+        name: The file's.
+        bytes: Its size; 0 where it is missing.
+        checked: What it was compared with, in a few words.
+        reason: One line on why it is damaged; None where it is whole.
+    """
+
+    name: str
+    bytes: int
+    checked: str
+    reason: str | None
+
+
+def read_pieces(path: Path, read: Read) -> Iterator[bytes]:
+    """Reads a file in pieces.
+
+    Args:
+        path: The file.
+        read: Is told of each.
+    """
+    with path.open("rb") as file:
+        while piece := file.read(PIECE_BYTES):
+            read(len(piece))
+            yield piece

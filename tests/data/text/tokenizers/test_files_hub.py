@@ -9,8 +9,7 @@ import threading
 import pytest
 
 from polyad.data.errors import DataError
-from polyad.data.text.tokenizers.files import load_tokenizer
-from polyad.data.text.tokenizers.hub import is_hub_name
+from polyad.data.text.tokenizers.files import is_hub_name, load_tokenizer
 from polyad.data.text.tokenizers.tokenizer import END_OF_TEXT
 from polyad.data.text.tokenizers.training import train_tokenizer
 
