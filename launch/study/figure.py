@@ -184,9 +184,7 @@ def _differences(result: StudyResult, measure: str, title: str, note: str) -> Pa
 def _values(result: StudyResult, measure: str, title: str, note: str) -> Panel:
     rows = []
     for name, colour in _colours(result).items():
-        known = (
-            measures(run, result.scores[0].name) for run in result.runs if run["variant"] == name
-        )
+        known = (measures(run, result.scores[0].name) for run in result.runs if run.variant == name)
         values = [found[measure] for found in known if measure in found]
         if values:
             mean = statistics.fmean(values)

@@ -11,6 +11,7 @@ from polyad.launch.study.jobs import CommandFailed, Work
 from polyad.launch.study.measures import Measure, forget
 from polyad.launch.study.plan import newest_step
 from polyad.launch.study.progress import trained_line
+from polyad.launch.study.result import RunResult
 from polyad.launch.study.state import validation_score
 from polyad.parallel.checkpoint.finding import newest_that_opens
 from polyad.train.errors import RunError
@@ -23,7 +24,6 @@ from polyad.train.records import (
     read_records,
     records_of,
 )
-from polyad.train.results import json_value
 from polyad.train.state import TrainState
 from polyad.train.study.study import Run
 
@@ -55,24 +55,23 @@ def finishing(run: Run, jobs: int) -> Work:
         except CommandFailed as failed:
             if not (failed.status == 1 and run.is_swept and _has_diverged(run)):
                 raise
-            return _keep(run, _result(run, None) | {"seconds": None, "jobs": jobs})
+            return _keep(run, _result(run, None, None, jobs))
     scores = run.result_file.with_suffix(".evaluation")
     which = ["--split", run.study.config.split, *(["--best"] if run.variant.scores_best else [])]
     yield "evaluate", str(run.folder), *which, "--json", str(scores)
     # Of the whole run, for the time that others will take.
     seconds = time.monotonic() - started if from_step == 0 else None
     evaluation = read_json(scores)
-    result = _keep(run, _result(run, evaluation) | {"seconds": seconds, "jobs": jobs})
+    result = _keep(run, _result(run, evaluation, seconds, jobs))
     scores.unlink()
     return result
 
 
-def _keep(run: Run, result: Mapping[str, Any]) -> dict[str, Any]:
+def _keep(run: Run, result: RunResult) -> RunResult:
     """Writes a result; what was measured of an earlier one is no longer true."""
-    kept: dict[str, Any] = json_value(dict(result))
     forget(run)
-    write_json(run.result_file, kept)
-    return kept
+    write_json(run.result_file, result.to_json(run.study.task.unit.name))
+    return result
 
 
 def measuring(measure: Measure) -> Work:
@@ -112,8 +111,10 @@ def _has_diverged(run: Run) -> bool:
     return len(last) == most and all(not_finite)
 
 
-def _result(run: Run, evaluation: Mapping[str, Any] | None) -> dict[str, Any]:
-    """By what was evaluated; None: it diverged."""
+def _result(
+    run: Run, evaluation: Mapping[str, Any] | None, seconds: float | None, jobs: int
+) -> RunResult:
+    """The result by what was evaluated; None: the run diverged."""
     scores_of, unit = run.study.task.scores, run.study.task.unit.name
     records = read_records(run.folder)
     if evaluation is None:
@@ -124,20 +125,22 @@ def _result(run: Run, evaluation: Mapping[str, Any] | None) -> dict[str, Any]:
             f"{run}: its {scores_of[0].title} on the {run.study.config.split} split is not finite"
         )
     validation = None if evaluation[scores_of[0].name] is None else validation_score(run, records)
-    return {
-        "variant": run.variant.group,
-        "point": run.variant.point,
-        "seed": run.seed,
-        "from_runs": run.source_names,
-        "validation": validation,
-        **{score.name: evaluation[score.name] for score in scores_of},
-        f"{unit}s_scored": evaluation[f"{unit}s_scored"],
-        "step": evaluation["step"],
-        "training_loss": last_loss(records),
-        f"{unit}s_per_second": median_rate(records, unit),
-        "memory_bytes": peak_memory(records),
-        "routing": last_routing(records),
-    }
+    return RunResult(
+        variant=run.variant.group,
+        point=run.variant.point,
+        seed=run.seed,
+        from_runs=run.source_names,
+        validation=validation,
+        scores={score.name: evaluation[score.name] for score in scores_of},
+        scored=evaluation[f"{unit}s_scored"],
+        step=evaluation["step"],
+        training_loss=last_loss(records),
+        rate=median_rate(records, unit),
+        memory_bytes=peak_memory(records),
+        routing=last_routing(records),
+        seconds=seconds,
+        jobs=jobs,
+    )
 
 
 def _is_trained(run: Run) -> bool:

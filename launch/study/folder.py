@@ -6,13 +6,14 @@ runs/VARIANT/seed-N/    run folders; beside each that is finished its result, se
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from polyad.data.files import locked, write_whole
 from polyad.data.json_reader import read_json
+from polyad.launch.study.result import RunResult, form_of
 from polyad.train.errors import ConfigError
 from polyad.train.guard.run_folder import check_place
 from polyad.train.results import json_value
@@ -139,7 +140,7 @@ def write_record(study: Study, fingerprint: str) -> None:
     write_json(study.folder / RECORD, now)
 
 
-def read_result(run: Run) -> dict[str, Any] | None:
+def read_result(run: Run) -> RunResult | None:
     """The result of a finished run; None of another.
 
     Raises:
@@ -149,13 +150,14 @@ def read_result(run: Run) -> dict[str, Any] | None:
         return None
     task = run.study.task
     units = f"{task.unit.name}s"
-    scores = (score.name for score in task.scores)
+    scores = [score.name for score in task.scores]
     others = ("variant", "seed", "step", "training_loss", "routing", "seconds")
     found = _read(run.result_file, (*scores, f"{units}_scored", f"{units}_per_second", *others))
-    return {"point": "", "validation": None, "from_runs": {}} | found
+    with form_of(run.result_file):
+        return RunResult.from_json(found, task.unit.name, scores)
 
 
-def check_sources(run: Run, result: Mapping[str, Any]) -> None:
+def check_sources(run: Run, result: RunResult) -> None:
     """Checks that a finished run began with the run that it would begin with today.
 
     Which point of a grid is the best one may change when seeds are added that it is chosen by.
@@ -168,7 +170,7 @@ def check_sources(run: Run, result: Mapping[str, Any]) -> None:
         ConfigError: it did not.
     """
     for key, name in run.source_names.items():
-        before = result["from_runs"].get(key)
+        before = result.from_runs.get(key)
         if before != name:
             raise ConfigError(
                 f"{run.study.file}: from_runs.{run.variant.group}: {key}: the best point is "

@@ -17,7 +17,7 @@ from polyad.launch.child import STOPPED, Child, Children
 from polyad.launch.machine import threads_of_each
 from polyad.train.errors import RunError, stopped
 
-Work = Generator[tuple[str, ...], None, dict[str, Any]]
+Work = Generator[tuple[str, ...], None, Any]
 """Yields the words of a command of `polyad`, goes on once that has ended well, returns a result.
 Where it did not end well `CommandFailed` comes out of the yield; a work that lets it pass fails."""
 Of = TypeVar("Of")
@@ -122,7 +122,7 @@ class Jobs(Generic[Of]):
         self._going.append(going)
         self._goes_on(going)
 
-    def wait(self) -> tuple[Of, dict[str, Any]]:
+    def wait(self) -> tuple[Of, Any]:
         """Waits for the first that ends, of at least one.
 
         Returns:
@@ -141,12 +141,12 @@ class Jobs(Generic[Of]):
                 self._going.remove(going)
                 return going.of, result
 
-    def _goes_on(self, going: _Going[Of], status: int = 0) -> dict[str, Any] | None:
+    def _goes_on(self, going: _Going[Of], status: int = 0) -> Any:
         """Starts the next command of a work, after one with this status; its result at the end."""
         try:
             words = going.work.throw(CommandFailed(status)) if status else next(going.work)
         except StopIteration as end:
-            return dict(end.value)
+            return end.value
         except CommandFailed:
             self._end(going, status)
         prefix = f"{going.name}: " if self.number > 1 else ""

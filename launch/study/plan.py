@@ -149,9 +149,9 @@ class Times:
             results: of finished runs.
         """
         taken = [
-            (result.get("jobs", 1), result["seconds"])
+            (result.jobs, result.seconds)
             for (name, _), result in results.items()
-            if result["seconds"] is not None and self._costs[name] == self._costs[variant.name]
+            if result.seconds is not None and self._costs[name] == self._costs[variant.name]
         ]
         return _mean([took for jobs, took in taken if jobs == self.jobs] or [t for _, t in taken])
 

@@ -1,13 +1,12 @@
 """What a study shows while it goes on: its plan, and a line for each thing that begins or ends."""
 
 import math
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Sequence
 
 from polyad.launch.output import align
 from polyad.launch.study.measures import Measure
 from polyad.launch.study.plan import Estimate
-from polyad.launch.study.result import StudyPlan, StudyPlans
+from polyad.launch.study.result import RunResult, StudyPlan, StudyPlans
 from polyad.train.console import duration
 from polyad.train.study.study import Run, Study
 
@@ -163,19 +162,18 @@ def measure_line(measure: Measure, number: int, count: int, seconds_left: float)
     return f"measure {number} of {count}: {measure}{left}"
 
 
-def finished_line(run: Run, result: Mapping[str, Any], baseline: Mapping[str, Any] | None) -> str:
+def finished_line(run: Run, result: RunResult, baseline: RunResult | None) -> str:
     """What a run came to, beside the baseline's of the same seed where that is finished."""
     name, beside = run.study.config.baseline, ""
     first, *others = run.study.task.scores[:2]
-    if result[first.name] is None:
-        return f"{run}: diverged in step {result['step']}: another point of the grid is better"
-    if baseline is not None and run.variant.group != name:
-        difference = result[first.name] - baseline[first.name]
-        beside = f" ({difference:+.{first.digits}f} beside {name})"
-    known = [score for score in others if result[score.name] is not None]
-    more = "".join(f", {score.title} {result[score.name]:.2f}" for score in known)
-    units = f"{run.study.task.unit.name}s"
+    if (score := result.scores[first.name]) is None:
+        return f"{run}: diverged in step {result.step}: another point of the grid is better"
+    theirs = None if baseline is None else baseline.scores[first.name]
+    if theirs is not None and run.variant.group != name:
+        beside = f" ({score - theirs:+.{first.digits}f} beside {name})"
+    known = [(each, value) for each in others if (value := result.scores[each.name]) is not None]
+    more = "".join(f", {each.title} {value:.2f}" for each, value in known)
     return (
-        f"{run}: {first.title} {result[first.name]:.{first.digits}f}{beside}{more} on "
-        f"{result[f'{units}_scored']:,} {units}"
+        f"{run}: {first.title} {score:.{first.digits}f}{beside}{more} on "
+        f"{result.scored:,} {run.study.task.unit.name}s"
     )

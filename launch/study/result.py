@@ -6,7 +6,7 @@ that was kept. In JSON some keys are named after what the task counts and is sco
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Self
@@ -18,6 +18,15 @@ from polyad.train.errors import ConfigError, shortened
 
 Number = Annotated[float, BeforeValidator(lambda value: math.nan if value is None else value)]
 """JSON has no NaN, which the deviation of one run and the interval of one pair are."""
+
+
+Finite = Annotated[
+    float | None,
+    BeforeValidator(
+        lambda value: None if isinstance(value, float) and not math.isfinite(value) else value
+    ),
+]
+"""A number of one run; None: it is not known, or not finite."""
 
 
 class Form(BaseModel):
@@ -250,6 +259,60 @@ class StudyPlans(Form):
         return tree | {"seconds_left": self.seconds_left, "time": self.time}
 
 
+class RunResult(Form):
+    """What a finished run came to, and what was measured of it."""
+
+    variant: str
+    point: str = ""
+    seed: int
+    from_runs: dict[str, str] = Field(default_factory=dict)
+    """By key the variant, at its point, with whose run it began or that it learned from."""
+    validation: Finite = None
+    """The score on the validation split of the checkpoint that is scored."""
+    scores: dict[str, Finite]
+    """None where a point of a grid diverged, which others are better than."""
+    scored: int | None
+    """Tokens or images that it was scored on."""
+    step: int
+    training_loss: Finite
+    rate: Finite
+    """Tokens or images a second."""
+    memory_bytes: int | None = None
+    routing: dict[str, Finite]
+    seconds: float | None
+    """How long it took; None if it was not done in one go."""
+    jobs: int = 1
+    """Runs that were trained at a time."""
+    measured: dict[str, Any] = Field(default_factory=dict)
+    """What was measured of it, as `read_measures` gives it; `leaks` if tokens see later ones."""
+
+    def to_json(self, unit: str) -> dict[str, Any]:
+        """The form of a run's file, and of `runs` in `results.json`; `unit` as `token`."""
+        tree = self.model_dump(exclude={"measured"})
+        scores = tree.pop("scores")
+        names = {"scored": f"{unit}s_scored", "rate": f"{unit}s_per_second"}
+        return _renamed(tree, names, before={"scored": scores}) | self.measured
+
+    @classmethod
+    def from_json(cls, tree: Mapping[str, Any], unit: str, scores: Sequence[str]) -> Self:
+        """The result that `to_json` wrote.
+
+        Raises:
+            LookupError: a key is missing; or another exception, if it has another form.
+        """
+        scored, rate = f"{unit}s_scored", f"{unit}s_per_second"
+        known = {*cls.model_fields, *scores, scored, rate}
+        return cls.model_validate(
+            {
+                **tree,
+                "scores": {score: tree[score] for score in scores},
+                "scored": tree[scored],
+                "rate": tree[rate],
+                "measured": {key: value for key, value in tree.items() if key not in known},
+            }
+        )
+
+
 class StudyResult(StudyFacts):
     """The result of a study without tasks, or of one task."""
 
@@ -259,10 +322,10 @@ class StudyResult(StudyFacts):
     confidence: Number
     variants: dict[str, VariantResult]
     relations: dict[str, Relation]
-    runs: list[dict[str, Any]]
-    """What each run that is compared came to, as its file has it, with what was measured of it."""
-    swept: list[dict[str, Any]]
-    """The same of other points of grids."""
+    runs: list[RunResult]
+    """The runs that are compared."""
+    swept: list[RunResult]
+    """Those at other points of grids."""
     environment: dict[str, Any]
     grids: dict[str, dict[str, float | None]] = Field(default_factory=dict)
     """The mean validation of each point of a variant's grid."""
@@ -275,6 +338,8 @@ class StudyResult(StudyFacts):
     def to_json(self) -> dict[str, Any]:
         """The form of `results.json`."""
         tree = self.model_dump(exclude={"variants", "beside"})
+        for name, runs in (("runs", self.runs), ("swept", self.swept)):
+            tree[name] = [run.to_json(self.unit) for run in runs]
         variants = {name: self._variant_to_json(each) for name, each in self.variants.items()}
         beside = {} if self.beside is None else {"beside": self.beside}
         names = {"scored": f"{self.unit}s_scored"}
@@ -308,8 +373,19 @@ class StudyResult(StudyFacts):
             }
             for name, each in tree["variants"].items()
         }
-        scored = tree[f"{unit}s_scored"]
-        return cls.model_validate({**tree, "variants": variants, "scored": scored})
+        runs, swept = (
+            [RunResult.from_json(run, unit, scores) for run in tree[name]]
+            for name in ("runs", "swept")
+        )
+        return cls.model_validate(
+            {
+                **tree,
+                "variants": variants,
+                "runs": runs,
+                "swept": swept,
+                "scored": tree[f"{unit}s_scored"],
+            }
+        )
 
 
 class MeanOverTasks(Spread):

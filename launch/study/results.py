@@ -15,6 +15,7 @@ from polyad.launch.study.result import (
     Leak,
     MeanOverTasks,
     Relation,
+    RunResult,
     Spread,
     StudyFacts,
     StudyPlan,
@@ -31,13 +32,11 @@ from polyad.train.measures.registry import MEASURES
 from polyad.train.study import paired
 from polyad.train.study.paired import CONFIDENCE
 
-Run = Mapping[str, Any]
-"""The result of a finished run, with what was measured of it."""
-BySeed = Mapping[int, Run]
+BySeed = Mapping[int, RunResult]
 
 
 def summarize(
-    plan: StudyPlan, results: Sequence[Run], chosen: Mapping[str, str] | None = None
+    plan: StudyPlan, results: Sequence[RunResult], chosen: Mapping[str, str] | None = None
 ) -> StudyResult:
     """Compares variants over the seeds that are finished.
 
@@ -52,15 +51,14 @@ def summarize(
     Raises:
         RunError: runs were scored on different tokens.
     """
-    units = f"{plan.unit}s"
-    known = (result[f"{units}_scored"] for result in results)
+    known = (result.scored for result in results)
     scored = {each for each in known if each is not None}  # None: a point that diverged
     if len(scored) > 1:
-        raise RunError(f"runs were scored on different numbers of {units}: {sorted(scored)}")
+        raise RunError(f"runs were scored on different numbers of {plan.unit}s: {sorted(scored)}")
     points = dict.fromkeys(plan.groups, "") if chosen is None else chosen
-    compared = [result for result in results if points.get(result["variant"]) == result["point"]]
+    compared = [result for result in results if points.get(result.variant) == result.point]
     by_variant = {
-        name: {result["seed"]: result for result in compared if result["variant"] == name}
+        name: {result.seed: result for result in compared if result.variant == name}
         for name in points
     }
     environment = describe_environment(1)
@@ -75,8 +73,8 @@ def summarize(
             if runs
         },
         relations=_relations(by_variant, plan.scores[0].name),
-        runs=[dict(result) for result in compared],
-        swept=[dict(result) for result in results if result not in compared],
+        runs=compared,
+        swept=[result for result in results if result not in compared],
         environment={
             key: environment[key] for key in ("git_commit", "versions", "platform", "gpus")
         },
@@ -97,11 +95,11 @@ def _variant(
     return VariantResult(
         **{name: getattr(size, name) for name in VariantSize.model_fields},
         point=point,
-        seeds=[run["seed"] for run in runs],
-        scores={score: _spread_of(runs, score) for score in scores},
-        training_loss=_spread_of(runs, "training_loss"),
-        rate=_spread_of(runs, f"{units}_per_second"),
-        routing={key: _spread_of(measured, key) for key in _keys(run["routing"] for run in runs)},
+        seeds=[run.seed for run in runs],
+        scores={score: _spread([run.scores[score] for run in runs]) for score in scores},
+        training_loss=_spread([run.training_loss for run in runs]),
+        rate=_spread([run.rate for run in runs]),
+        routing={key: _spread_of(measured, key) for key in _keys(run.routing for run in runs)},
         measures={key: _spread_of(measured, key) for key in _keys(measured)},
         difference=differences.get(scores[0]),
         differences=differences,
@@ -116,12 +114,13 @@ def _keys(found: Iterable[Mapping[str, Any]]) -> list[str]:
 
 
 def _spread_of(runs: Sequence[Mapping[str, Any]], key: str) -> Spread:
-    """A number of the runs that have it, and in which it is finite."""
-    return _spread([run[key] for run in runs if run.get(key) is not None])
+    """A number of the runs that have it."""
+    return _spread([run.get(key) for run in runs])
 
 
-def _spread(values: Sequence[float]) -> Spread:
-    return Spread(**paired.spread(values)._asdict())
+def _spread(values: Sequence[float | None]) -> Spread:
+    """The spread of those that are known."""
+    return Spread(**paired.spread([each for each in values if each is not None])._asdict())
 
 
 def curve(runs: BySeed, baseline: BySeed | None, units: str) -> list[Validation]:
@@ -159,14 +158,20 @@ def _validated(
     found = {}
     for seed in runs:
         ours, theirs = (
-            {each["step"]: each for each in of.get(seed, {}).get("validations", ())}
-            for of in (runs, baseline)
+            {each["step"]: each for each in _validations(by_seed, seed)}
+            for by_seed in (runs, baseline)
         )
         found[seed] = {
             step: (each[units], each["score"], theirs[step]["score"])
             for step, each in ours.items()
             if step in theirs
         }
+    return found
+
+
+def _validations(runs: BySeed, seed: int) -> list[dict[str, Any]]:
+    """What the run of a seed was validated to while it was trained."""
+    found: list[dict[str, Any]] = runs[seed].measured.get("validations", []) if seed in runs else []
     return found
 
 
@@ -214,14 +219,19 @@ def _means_over_tasks(
 ) -> dict[int, float]:
     """By seed the mean over tasks; of seeds that are finished on all."""
     by_task = [
-        {run["seed"]: run[score] for run in found.runs if run["variant"] == variant}
+        {run.seed: run.scores[score] for run in found.runs if run.variant == variant}
         for found in results
         if found is not None
     ]
     if len(by_task) < len(results):
         return {}
-    seeds = [seed for seed in by_task[0] if all(seed in known for known in by_task)]
-    return {seed: statistics.fmean(known[seed] for known in by_task) for seed in seeds}
+    found = {}
+    for seed in by_task[0]:
+        scores = [known.get(seed) for known in by_task]
+        finite = [each for each in scores if each is not None]
+        if len(finite) == len(scores):
+            found[seed] = statistics.fmean(finite)
+    return found
 
 
 def _relations(by_variant: Mapping[str, BySeed], score: str) -> dict[str, Relation]:
@@ -234,7 +244,7 @@ def _relations(by_variant: Mapping[str, BySeed], score: str) -> dict[str, Relati
     return relations(measured, score)
 
 
-def measures(run: Run, score: str = "loss") -> dict[str, float]:
+def measures(run: RunResult, score: str = "loss") -> dict[str, float]:
     """All numbers of a run by which variants are compared.
 
     Args:
@@ -246,16 +256,16 @@ def measures(run: Run, score: str = "loss") -> dict[str, float]:
         polysemanticity; `changed_first` and `changed_set`, the fluctuation; `head_changes`, how
         often the head of an attention graph changed. What is not known, or not finite, is left out.
     """
-    found = {score: run[score], **run["routing"]}
-    for name, value in run.get("attack", {}).items():
-        if name in run and not name.endswith("_scored"):
+    found, known = {score: run.scores[score], **run.routing}, run.measured
+    for name, value in known.get("attack", {}).items():
+        if name in run.scores:
             found[f"attacked_{name}"] = value
     for name in MEASURES:
-        found |= run.get(name, {})
-    if fluctuation := run.get("fluctuation"):
+        found |= known.get(name, {})
+    if fluctuation := known.get("fluctuation"):
         found |= {"changed_first": fluctuation["top1"], "changed_set": fluctuation["set"]}
-    if "head_changes" in run:
-        found["head_changes"] = run["head_changes"]
+    if "head_changes" in known:
+        found["head_changes"] = known["head_changes"]
     return {name: value for name, value in found.items() if value is not None}
 
 
@@ -294,12 +304,13 @@ def _leaks(runs: BySeed, baseline: BySeed) -> dict[str, Leak]:
     The loss from the prefix is that of the split with the difference of the sample added, which
     spreads far less than the sample's own loss.
     """
-    steps = sorted({int(step) for run in runs.values() for step in run.get("leak", {})})
+    steps = sorted({int(step) for run in runs.values() for step in run.measured.get("leak", {})})
     return {f"{step}": _leak(runs, baseline, f"{step}") for step in steps}
 
 
 def _leak(runs: BySeed, baseline: BySeed, step: str) -> Leak:
-    known = {seed: run["leak"][step] for seed, run in runs.items() if step in run.get("leak", {})}
+    leaks = {seed: run.measured.get("leak", {}) for seed, run in runs.items()}
+    known = {seed: leak[step] for seed, leak in leaks.items() if step in leak}
     reported = {seed: leak["loss"] for seed, leak in known.items()}
     masked = {seed: leak["masked_loss"] for seed, leak in known.items()}
     prefix = {seed: leak["loss"] + leak["prefix_difference"] for seed, leak in known.items()}
@@ -307,7 +318,7 @@ def _leak(runs: BySeed, baseline: BySeed, step: str) -> Leak:
     # A baseline that does not leak has no loss at a checkpoint on the way.
     beside = {
         seed: baseline[seed] for seed in known
-        if seed in baseline and runs[seed]["step"] == int(step)
+        if seed in baseline and runs[seed].step == int(step)
     }  # fmt: skip
 
     def less_reported(losses: Mapping[int, float]) -> Difference:
@@ -336,9 +347,9 @@ def _leak(runs: BySeed, baseline: BySeed, step: str) -> Leak:
     )
 
 
-def _without_later(run: Run, step: str, way: str) -> float | None:
+def _without_later(run: RunResult, step: str, way: str) -> float | None:
     """The loss of a baseline's run without what later tokens tell; None: it was not measured."""
-    if (leak := run.get("leak", {}).get(step)) is not None:
+    if (leak := run.measured.get("leak", {}).get(step)) is not None:
         masked, prefix = leak["masked_loss"], leak["loss"] + leak["prefix_difference"]
         return float(masked if way == "masked" else prefix)
-    return None if run.get("leaks") else float(run["loss"])
+    return None if run.measured.get("leaks") else run.scores["loss"]

@@ -139,7 +139,11 @@ def notes(result: StudyResult) -> str:
         f"layers and the last 10 steps",
     ]
     if any("changed_set" in variant.measures for variant in variants):
-        apart = {run["fluctuation"]["steps"] for run in result.runs if "fluctuation" in run}
+        apart = {
+            run.measured["fluctuation"]["steps"]
+            for run in result.runs
+            if "fluctuation" in run.measured
+        }
         steps = " or ".join(f"{step:g}" for step in sorted(apart))
         found.append(
             f"changed: share of the probe set's tokens with another first expert, or other "

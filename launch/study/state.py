@@ -10,7 +10,14 @@ from typing import Any
 from polyad.data.json_reader import read_json
 from polyad.launch.study.folder import RESULTS, check_sources, read_result, write_json
 from polyad.launch.study.measures import all_measures, read_measures
-from polyad.launch.study.result import About, Attack, Environment, StudyPlan, StudyResult
+from polyad.launch.study.result import (
+    About,
+    Attack,
+    Environment,
+    RunResult,
+    StudyPlan,
+    StudyResult,
+)
 from polyad.launch.study.results import summarize
 from polyad.train.errors import RunError
 from polyad.train.records import Records
@@ -19,7 +26,7 @@ from polyad.train.study.study import Run, Study, Variant
 
 ENVIRONMENT = ("git_commit", "versions", "platform", "gpus")
 
-Results = dict[tuple[str, int], dict[str, Any]]
+Results = dict[tuple[str, int], RunResult]
 """What finished runs came to, by variant and seed."""
 
 
@@ -56,12 +63,13 @@ def mean_validation(study: Study, variant: Variant, results: Results) -> float |
         None while a run is missing; a run without a score is worse than any.
     """
     known = [results.get((variant.name, seed)) for seed in study.swept_seeds]
-    scores = [found["validation"] for found in known if found is not None]
+    scores = [found.validation for found in known if found is not None]
     if len(scores) < len(known):
         return None
-    if None in scores:
+    finite = [score for score in scores if score is not None]
+    if len(finite) < len(scores):
         return -math.inf if study.task.higher_is_better else math.inf
-    return statistics.fmean(scores)
+    return statistics.fmean(finite)
 
 
 def choose(study: Study, results: Results) -> dict[str, Variant]:
@@ -160,7 +168,7 @@ def can_begin(study: Study, results: Results) -> list[Run]:
     ]
 
 
-def beside(study: Study, run: Run, results: Results) -> Mapping[str, Any] | None:
+def beside(study: Study, run: Run, results: Results) -> RunResult | None:
     """The baseline's result with the same seed, at the point that is compared.
 
     Args:
@@ -261,10 +269,10 @@ def compare(study: Study, plan: StudyPlan, results: Results) -> StudyResult:
     """
     chosen = choose(study, results)
     done = [run for run in study.runs(chosen) if key(run) in results]
-    runs = [
-        results[key(run)] | read_measures(run) | ({"leaks": True} if run.variant.leaks else {})
-        for run in done
-    ]
+    runs = []
+    for run in done:
+        measured = read_measures(run) | ({"leaks": True} if run.variant.leaks else {})
+        runs.append(results[key(run)].model_copy(update={"measured": measured}))
     found = summarize(plan, runs, {group: variant.point for group, variant in chosen.items()})
     measures, attack = all_measures(study, chosen), study.config.attack
     all_taken = all(each.read() is not None for each in measures)

@@ -112,7 +112,7 @@ def _grid_rows(result: StudyResult) -> list[Row]:
     points = list(dict.fromkeys(point for of in grids.values() for point in of))
     # JSON has no infinity: in a result that was kept such a point is null, as an unfinished one.
     runs = [*result.runs, *result.swept]
-    without = {(run["variant"], run["point"]) for run in runs if run.get("validation", 0.0) is None}
+    without = {(run.variant, run.point) for run in runs if run.validation is None}
     rows: list[Row] = [("grid, validation", *points)]
     for name, of in grids.items():
         best, digits = result.variants[name].point, result.scores[0].digits

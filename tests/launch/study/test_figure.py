@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from polyad.launch.study.figure import figure
-from polyad.launch.study.results import summarize
-from tests.launch.study.test_results import RUNS, SUMMARY, TEST, plan, result
+from tests.launch.study.test_results import RUNS, SUMMARY, TEST, plan, result, summarized
 from tests.launch.study.test_sentences import fitted
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -45,7 +44,7 @@ def test_it_has_a_panel_for_each_measure_and_a_dot_for_each_seed() -> None:
 
 
 def test_dots_and_intervals_are_where_their_numbers_say() -> None:
-    root = read(figure(summarize(plan("dense", "cp"), RUNS).model_copy(update=TEST)))
+    root = read(figure(summarized(plan("dense", "cp"), RUNS).model_copy(update=TEST)))
     [row] = root.iter(f"{SVG}g")
     ticks = {
         float(e.text or ""): float(e.get("x", "nan"))
@@ -69,11 +68,11 @@ def test_dots_and_intervals_are_where_their_numbers_say() -> None:
 
 def test_one_seed_has_no_interval_and_one_variant_no_differences() -> None:
     root = read(
-        figure(summarize(plan("dense", "cp", seeds=(1,)), RUNS[:2]).model_copy(update=TEST))
+        figure(summarized(plan("dense", "cp", seeds=(1,)), RUNS[:2]).model_copy(update=TEST))
     )
     assert not [e for e in root.iter(f"{SVG}line") if e.get("class") == "interval"]
     assert "nan" not in ElementTree.tostring(root, encoding="unicode")
-    root = read(figure(summarize(plan("dense"), RUNS[:1]).model_copy(update=TEST)))
+    root = read(figure(summarized(plan("dense"), RUNS[:1]).model_copy(update=TEST)))
     assert texts(root) == []
 
 
@@ -108,7 +107,7 @@ def test_a_long_course_is_drawn_over_the_logarithm() -> None:
         return {"validations": [{"step": s, "tokens": 1000 * s, "score": score / s} for s in steps]}
 
     runs = [result("dense", 1, 4.0) | of(5.0), result("cp", 1, 4.1) | of(6.0)]
-    root = read(figure(summarize(plan("dense", "cp"), runs).model_copy(update=TEST)))
+    root = read(figure(summarized(plan("dense", "cp"), runs).model_copy(update=TEST)))
     assert "by tokens seen, logarithmic; band: 95% interval of the mean" in texts(root)
     [line] = (e for e in root.iter(f"{SVG}polyline"))
     first, middle, last = (float(at.split(",")[0]) for at in (line.get("points") or "").split())
@@ -125,12 +124,12 @@ def test_a_spike_at_the_start_is_cut_and_does_not_flatten_the_rest() -> None:
 
     runs = [result("dense", 1, 4.0) | of(0.0), result("cp", 1, 4.1) | of(3.0)]
     runs[0]["validations"] = [each | {"score": 0.0} for each in runs[0]["validations"]]
-    root = read(figure(summarize(plan("dense", "cp"), runs).model_copy(update=TEST)))
+    root = read(figure(summarized(plan("dense", "cp"), runs).model_copy(update=TEST)))
     assert not [text for text in texts(root) if "cut" in text]  # step 2 of 6 is not at the start
     runs[1]["validations"] = [
         each | {"score": 3.0 if each["step"] == 1 else 0.02} for each in runs[1]["validations"]
     ]
-    root = read(figure(summarize(plan("dense", "cp"), runs).model_copy(update=TEST)))
+    root = read(figure(summarized(plan("dense", "cp"), runs).model_copy(update=TEST)))
     assert [text for text in texts(root) if text.endswith("; cut at the edges")]
     heights = [e.text for e in root.iter(f"{SVG}text") if e.get("text-anchor") == "end"]
     assert max(float(text or 0) for text in heights if text != "cp") <= 0.03
@@ -140,5 +139,5 @@ def test_a_spike_at_the_start_is_cut_and_does_not_flatten_the_rest() -> None:
 
 
 def test_names_are_escaped() -> None:
-    found = summarize(plan("dense", "cp"), RUNS).model_copy(update={"study": "a<b>&.yaml"})
+    found = summarized(plan("dense", "cp"), RUNS).model_copy(update={"study": "a<b>&.yaml"})
     assert (read(figure(found)).get("aria-label") or "").startswith("a<b>&.yaml: dense, cp")

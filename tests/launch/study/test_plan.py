@@ -3,23 +3,24 @@
 import json
 import math
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from polyad.launch.cli import run
 from polyad.launch.study.plan import Times, estimate, planned, spread_over, time_left
 from polyad.launch.study.progress import estimate_line, spoken
+from polyad.launch.study.result import RunResult
 from polyad.train.config.plan import open_plan
 from polyad.train.study.reading import load_study
 from tests.launch.study.conftest import CP, WriteStudy
+from tests.launch.study.test_results import finished
 
 STEPS = {"train.steps": 10, "evaluation.every": 4, "log.trackers": []}
 
 
-def took(seconds: float, jobs: int = 1) -> dict[str, Any]:
+def took(seconds: float, jobs: int = 1, validation: float | None = None) -> RunResult:
     """A finished run, as far as times are concerned."""
-    return {"seconds": seconds, "jobs": jobs}
+    return finished("dense", 1, 3.0, seconds=seconds, jobs=jobs, validation=validation)
 
 
 def test_works_at_a_time_are_begun_by_the_job_that_is_free_first() -> None:
@@ -67,7 +68,7 @@ def test_variants_that_differ_in_rates_alone_take_equally_long(write_study: Writ
 def test_only_what_is_left_is_counted(write_study: WriteStudy) -> None:
     study = load_study(write_study(seeds=[1, 2, 3], common=STEPS))
     times = Times(study, 1)
-    results = {("dense", 1): took(20) | {"loss": 3.0}}
+    results = {("dense", 1): took(20)}
     assert estimate_line([estimate(study, {}, times)], 1) == (
         "6 runs to do; how long they take is known once one is finished"
     )
@@ -77,7 +78,7 @@ def test_only_what_is_left_is_counted(write_study: WriteStudy) -> None:
         "5 runs to do, about 40 s with 1 job, as those that are finished took, without cp: no time "
         "is known"
     )
-    known = results | {("cp", 1): took(60) | {"loss": 3.0}}
+    known = results | {("cp", 1): took(60)}
     found = estimate(study, known, times)
     assert (found.runs, found.seconds, found.unknown) == (4, 2 * 20 + 2 * 60, ())
     assert estimate_line([found, found], 1) == (
@@ -93,8 +94,8 @@ def test_points_that_are_not_chosen_yet_are_counted(write_study: WriteStudy) -> 
     grid = {"train.micro_batch_size": [1, 2]}
     study = load_study(write_study(seeds=[1, 2, 3], grid=grid, grid_seeds=1, common=STEPS))
     times = Times(study, 1)
-    found = {("dense/micro_batch_size=1", 1): took(10) | {"validation": 1.0}}
-    found |= {("dense/micro_batch_size=2", 1): took(20) | {"validation": 2.0}}
+    found = {("dense/micro_batch_size=1", 1): took(10, validation=1.0)}
+    found |= {("dense/micro_batch_size=2", 1): took(20, validation=2.0)}
     # 2 of dense at the better point, of cp 2 and then 2, of unknown length.
     left = estimate(study, found, times)
     assert (left.runs, left.seconds, left.unknown) == (6, 20.0, ("cp",))

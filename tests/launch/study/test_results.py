@@ -1,11 +1,20 @@
 """What results of runs come to, and how it is shown; the numbers by hand."""
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
-from polyad.launch.study.result import Attack, MeasuresTaken, Score, StudyPlan, VariantSize
+from polyad.launch.study.result import (
+    Attack,
+    MeasuresTaken,
+    RunResult,
+    Score,
+    StudyPlan,
+    StudyResult,
+    VariantSize,
+)
 from polyad.launch.study.results import curve, summarize
 from polyad.launch.study.tables import result_table
 from polyad.train.errors import RunError
@@ -19,8 +28,22 @@ def result(variant: str, seed: int, loss: float, **more: Any) -> dict[str, Any]:
     values = {"perplexity": 2.0, "bits_per_byte": 1.0, "tokens_scored": 50, "training_loss": 1.0}
     return {
         **{"variant": variant, "point": "", "seed": seed, "loss": loss, "tokens_per_second": 10.0},
-        **{"routing": {}, "seconds": 1.0, **values, **more},
+        **{"routing": {}, "seconds": 1.0, "step": 4, "validation": 2.0, **values, **more},
     }
+
+
+def finished(variant: str, seed: int, loss: float, **more: Any) -> RunResult:
+    """What a finished run came to."""
+    tree, scores = result(variant, seed, loss, **more), LanguageModelling.scores
+    return RunResult.from_json(tree, "token", [score.name for score in scores])
+
+
+def summarized(
+    of: StudyPlan, runs: Sequence[dict[str, Any]], chosen: dict[str, str] | None = None
+) -> StudyResult:
+    """What `summarize` makes of runs as their files have them."""
+    scores = [score.name for score in of.scores]
+    return summarize(of, [RunResult.from_json(run, of.unit, scores) for run in runs], chosen)
 
 
 SIZE = VariantSize(parameters=1000, active_parameters=900, flops=6000)
@@ -57,7 +80,7 @@ RUNS = [
 
 
 def test_differences_are_of_pairs_and_spread_is_theirs() -> None:
-    found = summarize(plan("dense", "cp"), RUNS).to_json()
+    found = summarized(plan("dense", "cp"), RUNS).to_json()
     assert found["finished"]
     dense, cp = found["variants"]["dense"], found["variants"]["cp"]
     assert dense["loss"] == {"mean": 5.0, "deviation": 1.0, "runs": 3}
@@ -70,7 +93,7 @@ def test_differences_are_of_pairs_and_spread_is_theirs() -> None:
 
 def test_pairs_are_matched_by_seed_and_not_by_place() -> None:
     shuffled = [RUNS[4], RUNS[1], RUNS[2], RUNS[5], RUNS[0], RUNS[3]]
-    one, other = (summarize(plan("dense", "cp"), runs).to_json() for runs in (RUNS, shuffled))
+    one, other = (summarized(plan("dense", "cp"), runs).to_json() for runs in (RUNS, shuffled))
     wanted = one["variants"]["cp"]["difference"]
     found = other["variants"]["cp"]["difference"]
     assert found["mean"] == pytest.approx(wanted["mean"])
@@ -78,21 +101,21 @@ def test_pairs_are_matched_by_seed_and_not_by_place() -> None:
 
 
 def test_a_seed_that_only_one_has_finished_is_no_pair() -> None:
-    found = summarize(plan("dense", "cp"), RUNS[:5]).to_json()
+    found = summarized(plan("dense", "cp"), RUNS[:5]).to_json()
     assert not found["finished"]
     assert found["variants"]["dense"]["seeds"] == [1, 2, 3]
     assert found["variants"]["cp"]["difference"]["seeds"] == [1, 2]
-    alone = summarize(plan("dense", "cp"), RUNS[:1])
+    alone = summarized(plan("dense", "cp"), RUNS[:1])
     assert list(alone.variants) == ["dense"]
 
 
 def test_runs_scored_on_different_tokens_are_not_compared() -> None:
     with pytest.raises(RunError, match=r"\[50, 51\]"):
-        summarize(plan("dense", "cp"), [RUNS[0], RUNS[1] | {"tokens_scored": 51}])
+        summarized(plan("dense", "cp"), [RUNS[0], RUNS[1] | {"tokens_scored": 51}])
 
 
 def test_the_table_is_aligned_and_marks_what_leaves_zero_out() -> None:
-    found = summarize(plan("dense", "cp"), RUNS).model_copy(update=TEST)
+    found = summarized(plan("dense", "cp"), RUNS).model_copy(update=TEST)
     table = result_table(found)
     head, dense, cp, *rest = table.splitlines()
     assert len(head) == len(cp)
@@ -105,7 +128,7 @@ def test_the_table_is_aligned_and_marks_what_leaves_zero_out() -> None:
 
 
 def test_markdown_has_as_many_columns_in_every_row() -> None:
-    found = summarize(plan("dense", "cp"), RUNS).model_copy(update=TEST)
+    found = summarized(plan("dense", "cp"), RUNS).model_copy(update=TEST)
     losses = result_table(found, markdown=True).split("\n\n")[0].splitlines()
     assert [line.count("|") for line in losses] == [7, 7, 7, 7]
     assert losses[1] == "|---|---:|---:|---:|---:|---:|"
@@ -147,7 +170,7 @@ MEASURED = [
         for seed in (1, 2, 3)
     ),
 ]
-SUMMARY = summarize(plan("plain", "leaky"), MEASURED).model_copy(
+SUMMARY = summarized(plan("plain", "leaky"), MEASURED).model_copy(
     update={"split": "validation", "attack": Attack(rate=0.1, seed=0)}
 )
 
@@ -217,17 +240,17 @@ def test_beside_a_leaking_baseline_both_are_without_what_leaks() -> None:
         for seed in (1, 2, 3)
         for name, reported in (("leaky", 3.0), ("other", 2.0), ("unmeasured", 1.0))
     ]
-    found = summarize(plan(*names), runs).to_json()["variants"]["other"]["leak"]["8"]
+    found = summarized(plan(*names), runs).to_json()["variants"]["other"]["leak"]["8"]
     assert found["masked_beside_baseline"]["differences"] == [0.0] * 3
     assert found["prefix_beside_baseline"]["differences"] == [0.0] * 3
-    turned = summarize(plan("unmeasured", "leaky"), runs).variants["leaky"].leak["8"]
+    turned = summarized(plan("unmeasured", "leaky"), runs).variants["leaky"].leak["8"]
     assert turned.masked_beside_baseline is None
 
 
 def test_a_score_that_is_not_finite_is_an_empty_cell_and_no_difference() -> None:
     runs = [each | {"perplexity": None, "training_loss": None} for each in RUNS]
     runs[0] = runs[0] | {"routing": {"unused": None}}
-    found = summarize(plan("dense", "cp"), runs).model_copy(update=TEST)
+    found = summarized(plan("dense", "cp"), runs).model_copy(update=TEST)
     difference = found.variants["cp"].difference
     assert difference is not None
     assert difference.pairs == 3
@@ -242,18 +265,17 @@ STEPS = range(1, 9)
 Runs = dict[int, dict[str, Any]]
 
 
-def runs_of(**scores: list[float | None]) -> Runs:
+def runs_of(**scores: list[float | None]) -> dict[int, RunResult]:
     """By seed, as `s1=[...]`: the scores of steps 1, 2, ..., of 10 tokens each; None: none."""
-    return {
-        int(name[1:]): {
-            "validations": [
-                {"step": step, "tokens": 10 * step, "score": score}
-                for step, score in enumerate(found, start=1)
-                if score is not None
-            ]
-        }
-        for name, found in scores.items()
-    }
+    found = {}
+    for name, of_seed in scores.items():
+        validations = [
+            {"step": step, "tokens": 10 * step, "score": score}
+            for step, score in enumerate(of_seed, start=1)
+            if score is not None
+        ]
+        found[int(name[1:])] = finished("dense", int(name[1:]), 4.0, validations=validations)
+    return found
 
 
 def lines(ends: list[float], slopes: list[float]) -> tuple[Runs, Runs]:
@@ -295,4 +317,5 @@ def test_runs_that_were_validated_once_have_no_curve() -> None:
     once = runs_of(s1=[None, None, 3.0])
     assert curve(once, None, "tokens") == []
     assert curve(once, runs_of(s1=[4.0, 3.5, 3.0]), "tokens") == []
-    assert curve({1: {}}, {1: {}}, "tokens") == []
+    never = {1: finished("dense", 1, 4.0)}
+    assert curve(never, never, "tokens") == []

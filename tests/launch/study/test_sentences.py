@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from polyad.launch.study.result import About, StudyResult
-from polyad.launch.study.results import over_tasks, summarize
+from polyad.launch.study.results import over_tasks
 from polyad.launch.study.sentences import amount, answers
 from polyad.launch.study.tables import MOST_STEPS, result_table
-from tests.launch.study.test_results import RUNS, SUMMARY, TEST, lines, plan, result
+from tests.launch.study.test_results import RUNS, SUMMARY, TEST, lines, plan, result, summarized
 
 
 def compared(differences: Sequence[float], **more: Any) -> StudyResult:
@@ -20,7 +20,7 @@ def compared(differences: Sequence[float], **more: Any) -> StudyResult:
         result("cp", seed, 4.0 + seed + difference)
         for seed, difference in enumerate(differences, start=1)
     ]
-    return summarize(plan("dense", "cp").model_copy(update=more), runs).model_copy(update=TEST)
+    return summarized(plan("dense", "cp").model_copy(update=more), runs).model_copy(update=TEST)
 
 
 WORSE = "cp is worse than dense: loss {}0.2000 nats a token, 95% interval {}0.{} to {}0.{}, 3 pairs"
@@ -52,9 +52,9 @@ def test_an_interval_with_zero_inside_shows_no_difference() -> None:
 def test_one_pair_and_none_have_no_interval_and_no_claim() -> None:
     [said] = answers(compared([0.2]))
     assert said == "cp beside dense, one pair: no interval: loss +0.2000 nats a token"
-    alone = summarize(plan("dense", "cp"), [RUNS[0], RUNS[3]])
+    alone = summarized(plan("dense", "cp"), [RUNS[0], RUNS[3]])
     assert answers(alone) == ["cp: no pair with dense is finished"]
-    assert answers(summarize(plan("dense"), RUNS[:1])) == []
+    assert answers(summarized(plan("dense"), RUNS[:1])) == []
 
 
 def test_a_variant_whose_tokens_see_later_ones_is_not_judged_by_that_alone() -> None:
@@ -87,7 +87,7 @@ def fitted(ends: list[float], slopes: list[float]) -> StudyResult:
         for name, of in (("dense", of_dense), ("cp", of_cp))
         for seed in of
     ]
-    return summarize(plan("dense", "cp"), runs).model_copy(update=TEST)
+    return summarized(plan("dense", "cp"), runs).model_copy(update=TEST)
 
 
 def test_tables_have_the_course_of_differences() -> None:
@@ -120,7 +120,7 @@ def test_a_table_has_few_of_many_steps_spread_evenly() -> None:
         }
         for name in ("dense", "cp")
     ]
-    found = summarize(plan("dense", "cp"), runs).model_copy(update=TEST)
+    found = summarized(plan("dense", "cp"), runs).model_copy(update=TEST)
     head, *_ = (
         line for line in result_table(found).splitlines() if line.startswith("after tokens ")
     )

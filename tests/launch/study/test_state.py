@@ -6,7 +6,7 @@ import pytest
 
 from polyad.launch.study.folder import check_sources
 from polyad.launch.study.result import StudyResult
-from polyad.launch.study.results import over_tasks, summarize
+from polyad.launch.study.results import over_tasks
 from polyad.launch.study.state import Results, choose, grids, validation_score
 from polyad.launch.study.tables import result_table
 from polyad.train.errors import ConfigError, RunError
@@ -14,7 +14,7 @@ from polyad.train.results import json_value
 from polyad.train.study.reading import load_study
 from polyad.train.study.study import Study
 from tests.launch.study.conftest import WriteStudy
-from tests.launch.study.test_results import SIZE, TEST, plan, result
+from tests.launch.study.test_results import SIZE, TEST, finished, plan, result, summarized
 
 RATES = {"optimizer.learning_rate": [0.1, 0.2]}
 
@@ -28,7 +28,9 @@ def study(write_study: WriteStudy) -> Study:
 def results_of(**scores: list[float | None]) -> Results:
     """Validation losses of dense at 0.1 and 0.2 and of cp, as `cp_1`, by seed from 1."""
     return {
-        (f"{name[:-2]}/learning_rate=0.{name[-1]}", seed): {"validation": score}
+        (f"{name[:-2]}/learning_rate=0.{name[-1]}", seed): finished(
+            "dense", seed, 3.0, validation=score
+        )
         for name, found in scores.items()
         for seed, score in enumerate(found, start=1)
     }
@@ -98,9 +100,9 @@ def test_a_run_waits_for_the_best_point_of_the_variant_that_it_begins_with(
     assert [run.source_names for run in runs] == [{"checkpoint.init_from": best}] * 3
     assert runs[2].overrides[-1].endswith(f'/{best}/seed-3"')
     # Another point may become the best one, and then the run is no longer what its name says.
-    check_sources(runs[0], {"from_runs": {"checkpoint.init_from": best}})
+    check_sources(runs[0], finished("cp", 1, 3.0, from_runs={"checkpoint.init_from": best}))
     with pytest.raises(ConfigError, match=rf"the best point is {best}, and .*cp/seed-1 is from x"):
-        check_sources(runs[0], {"from_runs": {"checkpoint.init_from": "x"}})
+        check_sources(runs[0], finished("cp", 1, 3.0, from_runs={"checkpoint.init_from": "x"}))
 
 
 def test_the_best_mean_of_the_sweep_is_chosen_of_a_loss_the_lowest(study: Study) -> None:
@@ -144,12 +146,12 @@ def test_points_that_were_not_chosen_are_left_out_of_the_comparison() -> None:
     of_study = plan("dense", "cp", seeds=(1, 2))
     sizes = {f"cp/k={k}": SIZE for k in (1, 2)}
     of_study = of_study.model_copy(update={"variants": of_study.variants | sizes})
-    found = summarize(of_study, runs, {"dense": "", "cp": "k=1"})
+    found = summarized(of_study, runs, {"dense": "", "cp": "k=1"})
     cp = found.to_json()["variants"]["cp"]
     assert cp["point"] == "k=1"
     assert cp["loss"]["mean"] == 3.5
     assert cp["difference"]["differences"] == [-1.0, -1.0]
-    assert [run["loss"] for run in found.swept] == [9.0]
+    assert [run.scores["loss"] for run in found.swept] == [9.0]
     # A column for each point, empty where a variant has not been scored at it.
     points = {"dense": {"k=2": None}, "cp": {"k=1": 2.0, "k=2": 2.5}}
     table = result_table(found.model_copy(update=TEST | {"grids": points}), markdown=True)
@@ -158,7 +160,7 @@ def test_points_that_were_not_chosen_are_left_out_of_the_comparison() -> None:
     assert "| cp | 2.5000 | 2.0000 best |" in table
     assert "grid: chosen by the mean on the validation split, seeds 1, 2" in table
     # Of a point that diverged a kept result has null, as of one that is not finished.
-    swept = [found.swept[0] | {"validation": None}]
+    swept = [found.swept[0].model_copy(update={"validation": None})]
     grid = {"cp": {"k=1": 2.0, "k=2": math.inf}}
     diverged = found.model_copy(update=TEST | {"swept": swept, "grids": grid})
     kept = StudyResult.from_json(json_value(diverged))
@@ -171,7 +173,7 @@ def test_variants_are_compared_by_their_mean_over_tasks() -> None:
         dense, cp = losses[:2], losses[2:]
         runs = [result("dense", s, loss) for s, loss in zip((1, 2), dense, strict=True)]
         runs += [result("cp", s, loss) for s, loss in zip((1, 2), cp, strict=True)]
-        found = summarize(plan("dense", "cp", seeds=(1, 2)), runs)
+        found = summarized(plan("dense", "cp", seeds=(1, 2)), runs)
         tasks[task] = found.model_copy(update=TEST)
     over = over_tasks(tasks, ["one", "two"])
     found = over.to_json()
@@ -187,7 +189,7 @@ def test_variants_are_compared_by_their_mean_over_tasks() -> None:
 
 
 def test_a_task_that_is_not_finished_leaves_no_mean() -> None:
-    found = summarize(plan("dense", "cp"), [result("dense", 1, 4.0)])
+    found = summarized(plan("dense", "cp"), [result("dense", 1, 4.0)])
     over = over_tasks({"one": found.model_copy(update=TEST)}, ["one", "two"])
     assert (over.finished, over.variants) == (False, {})
     assert "4.0000" in result_table(over)
@@ -195,8 +197,8 @@ def test_a_task_that_is_not_finished_leaves_no_mean() -> None:
 
 def test_a_seed_that_the_baseline_has_not_finished_on_all_tasks_is_in_no_pair() -> None:
     runs = [result(name, seed, 4.0 + seed) for name in ("dense", "cp") for seed in (1, 2)]
-    one = summarize(plan("dense", "cp", seeds=(1, 2)), runs)
-    other = summarize(plan("dense", "cp", seeds=(1, 2)), [runs[0], *runs[2:]])
+    one = summarized(plan("dense", "cp", seeds=(1, 2)), runs)
+    other = summarized(plan("dense", "cp", seeds=(1, 2)), [runs[0], *runs[2:]])
     cp = over_tasks({"one": one, "other": other}, ["one", "other"]).variants["cp"]
     assert cp.mean.runs == 2
     assert cp.difference is not None
@@ -204,6 +206,6 @@ def test_a_seed_that_the_baseline_has_not_finished_on_all_tasks_is_in_no_pair() 
 
 
 def test_before_any_point_is_the_best_one_nothing_is_compared(study: Study) -> None:
-    found = summarize(plan("dense", "cp"), [result("dense", 1, 4.0, point="x")], {})
+    found = summarized(plan("dense", "cp"), [result("dense", 1, 4.0, point="x")], {})
     known = found.model_copy(update={"grids": grids(study, {}), "split": "validation"})
     assert result_table(known).startswith("nothing is compared yet")
