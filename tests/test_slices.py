@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests import slices
-from tests.slices import MAX_AGE, SLICES, Row, behind, due, problems, read_record, slice_of
+from tests.slices import MAX_AGE, SLICES, Row, _Sliced, behind, due, problems, read_record, slice_of
 
 pytest_plugins = ["pytester"]
 
@@ -50,13 +50,19 @@ def row(run: int, failed: int = 0) -> Row:
     return {"run": run, "failed": failed, "commit": "0123abc", "date": "2026-01-31"}
 
 
-def test_a_slow_test_is_in_one_slice_and_others_are_in_all(tried: Callable[..., set[str]]) -> None:
-    found: list[str] = []
+def test_a_slow_test_is_in_one_slice_and_others_are_in_all(pytester: pytest.Pytester) -> None:
+    items = pytester.getitems(SUITE.format(wrong=-1))
+    *slow, everyday = items
+    found: list[pytest.Item] = []
     for number in range(SLICES):
-        ran = tried("--slice", str(number))
-        assert "test_suite.py::test_everyday" in ran
-        found += ran - {"test_suite.py::test_everyday"}
-    assert sorted(found) == sorted(NAMES)  # each once
+        chosen = list(items)
+        _Sliced([number]).pytest_collection_modifyitems(everyday.config, chosen)
+        assert chosen[-1] is everyday
+        found += chosen[:-1]
+    assert sorted(found, key=items.index) == slow  # each once
+
+
+def test_without_a_slice_all_tests_run_as_with_all_slices(tried: Callable[..., set[str]]) -> None:
     assert tried() == tried("--slice", "all") == NAMES | {"test_suite.py::test_everyday"}
 
 
