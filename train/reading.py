@@ -192,13 +192,13 @@ class Reading:
     """A batch as a model read it."""
 
     number_R: Tensor
-    """Of each row among all that are read, on the device of the model."""
+    """The number of each row among all that are read, on the device of the model."""
     batch: Any
     """What the task makes of the samples."""
     output: Any
     """What `Samples.forward` gives."""
     decisions: Mapping[str, Decision]
-    """Of each layer, by its name."""
+    """What each layer decided, by its name."""
     entering: Mapping[int, Tensor]
     """What the blocks got [B, T, D] that a measure asked for, by their numbers."""
     row_N: Tensor | None = None

@@ -28,7 +28,7 @@ class EvenShare(Result):
     def to_json(self) -> dict[str, Any]:
         return {"rows_read": self.rows_read, "layers": self.share}
 
-    def read(self) -> str:
+    def amount(self) -> str:
         return f", {self.rows_read:,} rows"
 
     def rows(self) -> list[str]:

@@ -47,8 +47,8 @@ class PrefixScore(NamedTuple):
     from_prefix: float
     """Loss of the same tokens, with the window cut before the predicted token."""
     standard_error: float
-    """Of the mean difference as an estimate of the split's: tokens of one window belong together.
-    NaN of a single window."""
+    """The standard error of the mean difference as an estimate of the split's: tokens of one window
+    belong together. NaN of a single window."""
 
     @property
     def difference(self) -> float:

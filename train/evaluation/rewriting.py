@@ -362,7 +362,7 @@ def _of_classes(found: Fairness) -> dict[str, Any]:
 
 
 def _groups(found: Fairness) -> list[dict[str, Any]]:
-    """Of each subpopulation what it has, its images and its accuracy."""
+    """What each subpopulation has, its images and its accuracy."""
     return [
         {
             "has_class": bool(group // 2),

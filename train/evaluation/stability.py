@@ -36,7 +36,7 @@ from polyad.train.tasks.samples import Samples, samples_of
 PROBE_UNITS = 65_536
 """About how many tokens or images are compared, unless the user says it."""
 FREE_KEYS = ("compile", "recompute", "dropout", "feed_forward.experts")
-"""Of a model: they change nothing of what it computes in evaluation."""
+"""Keys of a model that change nothing of what it computes in evaluation."""
 
 
 @dataclass(frozen=True, kw_only=True)

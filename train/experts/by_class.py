@@ -49,7 +49,7 @@ class Lean(NamedTuple):
     tokens: float
     """Tokens of the class that the expert gets; of a muMoE the sum of their coefficients."""
     share: float
-    """Of what experts get of the class, this one's part."""
+    """This expert's part of what all get of the class."""
     share_of_all: float
     """Its part of what experts get of all classes."""
     lift: float
@@ -193,8 +193,8 @@ class ExpertCounts:
         self._layers, self._groups, self._samples = layers, list(groups), samples
         self._group_A: dict[str, Tensor] = {}
         self._counts: dict[str, Tensor] = {}
-        """Of each layer [G + SHUFFLES, Y, S], or 2 S, as `given`: of groups of samples, then of
-        shuffled labels."""
+        """The sums of each layer [G + SHUFFLES, Y, S], or 2 S, as `given`: those of groups of
+        samples, then those of shuffled labels."""
         for layer in layers:
             size = len(groups) * layer.num_experts
             tables, group_A = groups_of_samples(samples, size)

@@ -61,7 +61,7 @@ class ClassChanges:
     """The same over the tokens that the expert has a part in."""
 
     def change(self, row: int, column: int) -> Change:
-        """Of an expert and a class."""
+        """The change of an expert and a class."""
         return Change(*self.change_3EC[:, row, column].tolist())
 
     def own_change(self, row: int, column: int) -> Change:

@@ -19,14 +19,14 @@ class ExpertRow(NamedTuple):
     """One expert of one token in one layer."""
 
     position: int
-    """Of the token in the text, from 0."""
+    """The place of the token in the text, from 0."""
     token: str
     layer: str
     """The name of the layer's module."""
     expert: str
     """Its number, or LEVEL.NUMBER where there are several levels."""
     weight: float
-    """Of the expert's output: see `LayerExperts.weights`."""
+    """The weight of the expert's output: see `LayerExperts.weights`."""
     score: float
     """What the choice was made by: see `LayerExperts.scores`."""
 

@@ -25,11 +25,11 @@ class Kept(NamedTuple):
     """Shares of the activation of all units, over the tokens that were read."""
 
     share: float
-    """Of the groups that tokens use."""
+    """The share that the groups keep that tokens use."""
     best: float
-    """Of as many groups with the largest activation of each token."""
+    """The share of as many groups with the largest activation of each token."""
     chance: float
-    """Of as many groups by chance: K / E."""
+    """The share of as many groups by chance: K / E."""
 
 
 class KeptSums:

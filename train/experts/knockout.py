@@ -70,9 +70,9 @@ class ExpertWithout(NamedTuple):
     """What one expert is for."""
 
     change: Change
-    """Of the loss without it, over all tokens."""
+    """The change of the loss without it, over all tokens."""
     own_change: Change
-    """Over the tokens that it has a part in."""
+    """The same over the tokens that it has a part in."""
     harmed: dict[str, list[Harmed]]
     """Classes of `predicted` and of `read` tokens, those that lose most first."""
 
@@ -86,7 +86,7 @@ class LayerWithout:
     """The experts that were left out."""
     windows: int
     length: int
-    """Of a window, in tokens."""
+    """Tokens of a window."""
     windows_again: int
     """Windows that were computed again, over all experts."""
     by_class: Mapping[str, ClassChanges]
@@ -94,11 +94,11 @@ class LayerWithout:
 
     @property
     def share_of_pairs(self) -> float:
-        """Of all pairs of a token and an expert, how many were computed again."""
+        """The share of all pairs of a token and an expert that were computed again."""
         return self.windows_again / max(1, self.windows * len(self.columns))
 
     def experts(self) -> dict[str, ExpertWithout]:
-        """Of each expert, by its name."""
+        """What each expert is for, by its name."""
         every = self.by_class["all"]
         sides = [side for side in SIDES if f"{side} characters" in self.by_class]
         return {

@@ -26,11 +26,11 @@ from polyad.train.experts.probing import Decision, RoutedLayer
 GROUPS = 16
 """Batches that are read, at equal distances over the data."""
 TOKENS = 128
-"""Of each batch, at most, at equal distances."""
+"""Tokens of each batch, at most, at equal distances."""
 FEWEST_TOKENS = 4
 """That HSIC can be estimated from."""
 MOST_EXPERTS = 64
-"""Of a level, at most, at equal distances."""
+"""Experts of a level, at most, at equal distances."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +42,7 @@ class LevelSimilarity:
     tokens: int
     """On which."""
     sums_GEE: Matrix
-    """Of each group the sums of cosines, the HSIC and the tokens of all pairs, [G, 3, E, E]."""
+    """The sums of cosines, the HSIC and the tokens of all pairs, by group [G, 3, E, E]."""
 
     @property
     def cosine_EE(self) -> Matrix:
@@ -51,7 +51,7 @@ class LevelSimilarity:
 
     @property
     def cka_EE(self) -> Matrix:
-        """Of each pair; NaN where an output does not change with the token."""
+        """The CKA of each pair; NaN where an output does not change with the token."""
         return _cka(self.sums_GEE[:, 1].sum(0))
 
     @property
@@ -108,7 +108,7 @@ class ExpertSimilarity:
 
         self._tokens = {layer.name: zeros(groups) for layer in layers}
         self._levels: dict[str, list[tuple[Tensor, list[int]]]] = {}
-        """Of each layer's levels the sums, and the experts that they are of."""
+        """The sums of each layer's levels, and the experts that they are of."""
         for layer in layers:
             compared = [_compared(size) for size in layer.levels]
             self._levels[layer.name] = [(zeros(groups, 3, len(e), len(e)), e) for e in compared]
@@ -158,7 +158,7 @@ class ExpertSimilarity:
 
 
 def _sums(outputs_END: Tensor) -> Tensor:
-    """Of each pair of experts the sum of cosines over tokens, the HSIC, the tokens, [3, E, E]."""
+    """The sum of cosines over tokens, the HSIC, the tokens of each pair of experts [3, E, E]."""
     directions_ED = normalize(outputs_END, dim=-1).flatten(1)
     outputs_END = outputs_END - outputs_END.mean(1, keepdim=True)  # for rounding alone
     kernels_ENN = outputs_END @ outputs_END.mT
@@ -174,7 +174,7 @@ def _sums(outputs_END: Tensor) -> Tensor:
 
 
 def _cosine(sums_EE: Matrix) -> Matrix:
-    """Of sums [..., 3, E, E] the mean cosine of each pair; NaN where nothing was read."""
+    """The mean cosine of each pair, from sums [..., 3, E, E]; NaN where nothing was read."""
     tokens_EE = np.where(sums_EE[..., 2, :, :] > 0, sums_EE[..., 2, :, :], np.nan)
     cosine_EE: Matrix = sums_EE[..., 0, :, :] / tokens_EE
     return cosine_EE

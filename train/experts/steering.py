@@ -44,7 +44,7 @@ class Steering:
     strength: float
     """How often the expert's column is added."""
     level: int = 0
-    """Of a hierarchy of experts, from 0."""
+    """The level of a hierarchy of experts, from 0."""
 
     def __str__(self) -> str:
         """The text that `parse_steering` reads."""

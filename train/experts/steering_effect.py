@@ -41,7 +41,7 @@ class ClassMass:
     """What steering adds to it, and the ends of the interval."""
 
     def change(self, column: int) -> Change:
-        """Of a class."""
+        """The change of a class."""
         return Change(*self.change_3K[:, column].tolist())
 
     def to_json(self) -> dict[str, Any]:
@@ -61,7 +61,7 @@ class SteeringEffect:
     by_class: Mapping[str, ClassChanges]
     """Changes of the loss; one row."""
     mass: Mapping[str, ClassMass]
-    """Of the classes of the next token."""
+    """The probability of the classes of the next token."""
 
     def to_json(self) -> dict[str, Any]:
         """JSON values."""

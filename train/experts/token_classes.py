@@ -19,7 +19,7 @@ from polyad.data.text.tokenizers.tokenizer import Tokenizer
 from polyad.train.tasks.samples import Passages, TextSamples
 
 BINS = 8
-"""Of positions and of frequencies."""
+"""Classes of positions, and of frequencies."""
 CHARACTERS = ("letters", "digits", "punctuation", "space or newline", "other")
 AT_ONCE = 1 << 22
 """Tokens that are counted at a time."""
@@ -180,12 +180,12 @@ class ClassColumns:
                 self._of[f"{side} {name}"] = side, by_name[name]
         self._of["position"] = "read", by_name["position"]
         self.classes: dict[str, list[str]] = {"all": ["all"]}
-        """Of each way to sort; the first has all tokens in one."""
+        """The classes of each way to sort; the first has all tokens in one."""
         self.classes |= {name: list(each.classes) for name, (_, each) in self._of.items()}
 
     @property
     def num_columns(self) -> int:
-        """Of all ways together."""
+        """The number of classes of all ways together."""
         return sum(map(len, self.classes.values()))
 
     def slices(self) -> dict[str, slice]:

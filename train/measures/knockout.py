@@ -53,7 +53,7 @@ class KnockedOut(Result):
 
     windows: int
     length: int
-    """Of a window, in tokens."""
+    """Tokens of a window."""
     layers: Sequence[LayerWithout]
     steering: SteeringEffect | None
     """None where nothing is steered."""
@@ -79,7 +79,7 @@ class KnockedOut(Result):
             "steering": self.steering,
         }
 
-    def read(self) -> str:
+    def amount(self) -> str:
         """How many tokens."""
         return f": {self.tokens:,} tokens in {self.windows:,} windows"
 

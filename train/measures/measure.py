@@ -36,7 +36,7 @@ class Result(ABC):
         """What programs get: the keys of the measure."""
 
     @abstractmethod
-    def read(self) -> str:
+    def amount(self) -> str:
         """What was read, after the name of the data: `: 1,024 tokens` or `, 24 images`."""
 
     def facts(self) -> list[tuple[str, str]]:
@@ -203,7 +203,7 @@ class Measured:
         """What people get."""
         facts = [
             ("checkpoint", f"{self.checkpoint} (step {self.step:,})"),
-            ("split", f"{self.split} of {self.data}{self.result.read()}"),
+            ("split", f"{self.split} of {self.data}{self.result.amount()}"),
             *self.result.facts(),
             ("processes", f"{self.processes}"),
             *self.result.notes(),

@@ -101,7 +101,7 @@ class Specialized(Result):
         }
         return {f"{name}_scored": count for name, count in self.scored.items()} | {"layers": layers}
 
-    def read(self) -> str:
+    def amount(self) -> str:
         """How many of what."""
         name, count = next(iter(self.scored.items()))
         return f", {count:,} {name}"

@@ -19,10 +19,10 @@ import numpy as np
 import numpy.typing as npt
 
 NARROW, WIDE, HEIGHT = 640, 1060, 220
-"""Of a chart beside another, and of one as wide as the page: text is equally large in both."""
+"""Pixels of a chart beside another, and of one as wide as the page: text is as large in both."""
 LEFT, RIGHT, TOP, BOTTOM = 62, 20, 10, 26
 MOST_COLUMNS = WIDE - LEFT - RIGHT
-"""Of a heat map: its pixels."""
+"""Columns of a heat map: one for each of its pixels."""
 RAMP = (
     *((228, 238, 234), (178, 210, 206), (116, 172, 181)),
     *((66, 125, 155), (38, 80, 120), (22, 34, 66)),
@@ -302,7 +302,7 @@ class Cell(NamedTuple):
     title: str
     """What a tooltip says."""
     strength: float = 0.0
-    """Of the colour, from 0 to 1."""
+    """The strength of the colour, from 0 to 1."""
     colour: str = "var(--accent)"
 
 

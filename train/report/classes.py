@@ -30,7 +30,7 @@ from polyad.train.tasks.samples import ImageSamples, SequenceSamples
 from polyad.train.tasks.sequences import SequenceTask
 
 MOST_CHARACTERS = 300
-"""Of a text that is shown; of a choice a quarter."""
+"""Characters of a text that are shown; of a choice a quarter."""
 MOST_CONFUSIONS = 20
 """The most frequent confusions that are named."""
 
@@ -55,7 +55,7 @@ class Example:
     predicted: str
     loss: float
     probability: float | None
-    """Of what is predicted; None for a number."""
+    """The probability of what is predicted; None for a number."""
     probability_of_true: float | None
 
 
@@ -64,7 +64,7 @@ class Described(NamedTuple):
 
     texts: list[str]
     names: Sequence[str]
-    """Of the K classes, or of this sample's choices."""
+    """The names of the K classes, or of this sample's choices."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -94,7 +94,8 @@ class Report:
     images: ImagePass | None = None
     """None where they were not asked for, or the model does not read images."""
     classes: ClassPass | None = None
-    """Of labelled sequences, and of images with one class each; None where nothing was read."""
+    """Predictions of labelled sequences, or of images with one class each; None where nothing was
+    read."""
 
     measures: Mapping[str, Result] = field(default_factory=dict)
     """What measures found in the same pass, by their names."""

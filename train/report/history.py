@@ -42,7 +42,8 @@ class LayerHistory:
     lists: dict[str, list[Row | None]] = field(default_factory=dict)
     """By measure, one number an expert a span; `load` is not among them."""
     load: list[Row | None] = field(default_factory=list)
-    """Of every expert, a column of a heat map; None where no record has it. Empty if none has."""
+    """The load of every expert, a column of a heat map; None where no record has it; empty if none
+    has."""
 
     def last(self, measure: str) -> float | None:
         """The newest number of a measure."""

@@ -47,7 +47,7 @@ class Piece(NamedTuple):
 
     text: str
     coefficients: list[float]
-    """Of its tokens."""
+    """The coefficients of its tokens."""
     is_peak: bool
     """Whether the token that the snippet is about is one of them."""
 

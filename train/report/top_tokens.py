@@ -14,7 +14,7 @@ from polyad.train.errors import ConfigError
 from polyad.train.experts.probing import RoutedLayer
 
 STRETCH = 32
-"""Of so many tokens in a row only the highest counts, so that the contexts are different ones."""
+"""Tokens in a row of which only the highest counts, so that the contexts are different ones."""
 LEAST_LOAD = 0.05
 """Times the mean load: experts with less are shown only if they are named."""
 SHOWN = 6

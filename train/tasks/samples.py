@@ -40,7 +40,7 @@ class Rows(NamedTuple):
     """A batch of held-out samples."""
 
     number_R: Tensor
-    """Of each row among all that are read, on the CPU."""
+    """The number of each row among all that are read, on the CPU."""
     batch: Any
     """What the task makes of the samples, on the device of the model."""
 
@@ -134,7 +134,7 @@ class Passages(NamedTuple):
     """A batch of windows."""
 
     number_B: Tensor
-    """Of each window among all that are read, on the CPU."""
+    """The number of each window among all that are read, on the CPU."""
     ids_BT: Tensor
     """What is read."""
     places_BP: Tensor
@@ -188,7 +188,7 @@ class TextSamples(Samples):
         self._probe, self._hidden, self._with_first = probe, hidden, with_first
         total_windows = -(-self.stream.num_tokens // self.length)
         self._windows = [number * total_windows // self.rows for number in range(self.rows)]
-        """Of a GPT-2 the number in the split of each window that is read."""
+        """The number in the split of each window that a GPT-2 reads."""
 
     def some(self, windows: Sequence[int]) -> "TextSamples":
         """Other windows of the same split, which a GPT-2 reads.
@@ -331,7 +331,7 @@ class ImageSamples(Samples):
         total = task.units_of(split) if of is None else len(of)
         self.rows = self.amount = total if most is None else min(total, most)
         self.numbers = [number * total // self.rows for number in range(self.rows)]
-        """Of the images in their split."""
+        """The numbers of the images in their split."""
         self.task, self.split, self.unit = task, split, task.unit.short
         self.images = task.held_out(split) if of is None else of
         self._num_workers = num_workers

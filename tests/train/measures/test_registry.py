@@ -4,14 +4,12 @@
 """
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+from polyad.launch.cli import run as polyad
 from polyad.parallel.weights import load_model
 from polyad.train.errors import ConfigError
 from tests.helpers.fine_tuned import table, trainer
@@ -41,15 +39,6 @@ def even_measured(path, **options):
     import tests.helpers.even  # noqa: F401
 
     return measured(path, "even", **options)
-
-
-def polyad(*words, check=True):
-    """A command with the plugin, in a process of its own."""
-    added = {"POLYAD_PLUGINS": "tests.helpers.even", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "polyad.launch", *map(str, words)]
-    return subprocess.run(
-        command, check=check, capture_output=True, text=True, env=os.environ | added, timeout=200
-    )
 
 
 @torch.inference_mode()
@@ -89,23 +78,25 @@ def test_sequences_are_read_too(workers, tmp_path_factory):
     assert found[1]["layers"] == pytest.approx(found[0]["layers"])
 
 
-def test_commands_know_it_by_its_name(trained, tmp_path):
+def test_commands_know_it_by_its_name(even, trained, tmp_path, capfd):
+    words = ["experts", "measure", str(trained("smoe"))]
     file = tmp_path / "a.json"
-    done = polyad("experts", "measure", trained("smoe"), "--name", "even", "--json", file)
+    assert polyad([*words, "--name", "even", "--json", str(file)]) == 0
     found = json.loads(file.read_text())
     share = found["layers"][LAYER]
-    assert f"{LAYER}  {share:.4f}" in done.stdout
-    page = tmp_path / "page.html"
-    polyad("report", trained("smoe"), "--output", page, "--json", tmp_path / "b.json")
-    told = json.loads((tmp_path / "b.json").read_text())["even"]
+    assert f"{LAYER}  {share:.4f}" in capfd.readouterr().out
+    page, file = tmp_path / "page.html", tmp_path / "b.json"
+    report = ["report", str(trained("smoe")), "--output", str(page), "--json", str(file)]
+    assert polyad(report) == 0
+    told = json.loads(file.read_text())["even"]
     assert told["rows_read"] == found["rows_read"]
     assert told["layers"][LAYER] == pytest.approx(share, rel=0.01)  # but for the first token
     text = page.read_text()
     assert '<a href="#even">Even experts</a>' in text
     assert f"<p>Block 1: {told['layers'][LAYER]:.4f}</p>" in text
-    refused = polyad("experts", "measure", trained("smoe"), "--name", "odd", check=False)
-    assert refused.returncode == 2
-    assert "--name: 'odd' is not allowed; " in refused.stderr
+    capfd.readouterr()
+    assert polyad([*words, "--name", "odd"]) == 2
+    assert "--name: 'odd' is not allowed; " in capfd.readouterr().err
 
 
 def test_a_model_without_experts_is_refused(workers, tmp_path, prepared_path):
