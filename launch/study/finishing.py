@@ -119,7 +119,8 @@ def _result(
     records = read_records(run.folder)
     if evaluation is None:
         names = (*(score.name for score in scores_of), f"{unit}s_scored")
-        evaluation = dict.fromkeys(names) | {"step": records[-1]["step"]}
+        none: dict[str, Any] = dict.fromkeys(names)
+        evaluation = none | {"step": records[-1]["step"]}
     elif evaluation[scores_of[0].name] is None and not run.is_swept:
         raise RunError(
             f"{run}: its {scores_of[0].title} on the {run.study.config.split} split is not finite"
@@ -137,7 +138,7 @@ def _result(
         training_loss=last_loss(records),
         rate=median_rate(records, unit),
         memory_bytes=peak_memory(records),
-        routing=last_routing(records),
+        routing={**last_routing(records)},
         seconds=seconds,
         jobs=jobs,
     )
