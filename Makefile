@@ -41,11 +41,12 @@ test-slice: setup  ## one of the 20 slices of the slow tests: SLICE=7
 test-all: setup  ## every test: hours
 	@$(RUN) pytest -q --slice all $(IN_TWO)
 
-check: setup  ## lint, format, types, the direction of imports; prints lines by room
+check: setup  ## lint, format, types, the direction of imports, slow tests; prints lines by room
 	@$(RUN) ruff check .
 	@$(RUN) ruff format --check .
 	@$(RUN) mypy
 	@$(BIN)/python -c 'import sys; from importlinter.cli import lint_imports_command as c; sys.exit(c())' --no-logo
+	@$(RUN) tests.slices
 	@$(RUN) tests.ruler
 
 configs: setup  ## the files of runs in configs/, from tests/configs/deltas

@@ -124,16 +124,23 @@ def test_slices_step_with_commits_and_those_passed_over_come_first() -> None:
     assert due(rows, 3) == 11
 
 
-def test_the_check_names_slices_that_are_missing_red_or_old() -> None:
+def test_the_check_names_slices_that_are_red_or_old() -> None:
     rows = {number: row(100) for number in range(SLICES)}
     assert list(problems(rows)) == []
     rows |= {4: row(100 - MAX_AGE), 8: row(99 - MAX_AGE), 2: row(98, failed=3)}
     del rows[17]
     assert behind(rows, MAX_AGE) == [17, 8, 2]
     missing, old, red = problems(rows)
-    assert missing == "slice 17 of the slow tests was never run: make test-slice SLICE=17"
-    assert "was last run 26 runs ago, 25 are allowed" in old
+    assert "slice 17 of the slow tests was never run: 100 runs were recorded without it" in missing
+    assert missing.endswith(": make test-slice SLICE=17")
+    assert "was run long ago: 26 runs were recorded without it, 25 are allowed" in old
     assert "has 3 failed tests (2026-01-31, 0123abc)" in red
+
+
+def test_a_slice_that_was_never_run_has_as_long_as_any_other() -> None:
+    rows = {number: row(number + 1) for number in range(5)}
+    assert list(problems(rows)) == []
+    assert [due(rows, commits) for commits in (3, None)] == [5, 5]  # the next of them is due
 
 
 def test_a_clone_without_its_history_counts_no_commits(
