@@ -303,7 +303,7 @@ def _chosen(model: nn.Module, place: str, asked: Options) -> list[tuple[RoutedLa
     """The layers, and the columns of the experts of each that are left out."""
     routed, steerings, experts = routed_layers(model), asked.steerings, asked.experts
     if not routed:
-        raise ConfigError(f"--knockout: {place}: its model has no experts")
+        raise ConfigError(f"{place}: its model has no experts")
     if steerings and not isinstance(model, GPT2):
         raise ConfigError(f"--steer {steerings[0]}: {place}: only a GPT-2 is steered")
     for steering in steerings:

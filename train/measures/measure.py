@@ -124,8 +124,7 @@ class Measure(ABC):
         layers = [*routed_layers(model), *([head] if head else [])]
         if not layers:
             raise ConfigError(
-                f"--{cls.name}: {opened.weights.folder}: its model has no experts, in blocks or as "
-                f"its head"
+                f"{opened.weights.folder}: its model has no experts, in blocks or as its head"
             )
         return cls(Subject(model, layers, samples_of(opened.task, split), opened.batch_size))
 
@@ -242,7 +241,7 @@ def measure(
     """
     opened = open_evaluated(path, data, overrides, weights, base)
     if (refusal := kind.refusal(opened)) is not None:
-        raise ConfigError(f"--{kind.name}: {refusal}")
+        raise ConfigError(f"{kind.name}: {refusal}")
     opened.task.check_split(split)
     started = time.monotonic()
     with opened.loaded(kind.doing, split) as (model, world):

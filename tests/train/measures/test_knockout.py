@@ -312,4 +312,4 @@ def test_images_are_refused(workers, tmp_path, capfd):
     workers(1).run(run, config)
     assert polyad(["experts", "knockout", str(tmp_path / "run")]) == 2
     error = capfd.readouterr().err.splitlines()[-1]
-    assert "--knockout: is not allowed with data.kind: images; text and masked_text" in error
+    assert ": knockout: is not allowed with data.kind: images; text and masked_text" in error

@@ -101,7 +101,7 @@ def test_commands_know_it_by_its_name(even, trained, tmp_path, capfd):
 
 def test_a_model_without_experts_is_refused(workers, tmp_path, prepared_path):
     workers(1).run(run, write_config(tmp_path / "config.yaml", prepared_path))
-    with pytest.raises(Exception, match=r"--even: .*: its model has no experts, in blocks or as"):
+    with pytest.raises(Exception, match=r"run.*: its model has no experts, in blocks or as"):
         workers(1).run(even_measured, tmp_path / "run")
 
 
