@@ -49,9 +49,11 @@ def workers(forks: ForkServer) -> Iterator[Callable[[int], WorkerPool]]:
 
 
 @pytest.fixture(autouse=True)
-def interfaces_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process that computes alone stays on loopback, and so would all that it starts later."""
-    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+def variables_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a command leaves in this process would reach all that later tests start: a process that
+    computes alone stays on loopback, and `python -m` does not find modules in the folder it is in.
+    """
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "PYTHONSAFEPATH"):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
 
