@@ -30,9 +30,9 @@ from polyad.train.records import (
 from polyad.train.study.study import Run, Study, Variant
 
 KEYS = ("loss", "split", "step", "attack", "leak")
-"""Of what `polyad evaluate` gives of scores, those that are read here."""
+"""Keys of `polyad evaluate`'s scores that are read here."""
 OF_EXPERTS = ("split", "step")
-"""Of what it gives of a measure of experts, those that every one has."""
+"""Keys that the result of every measure of experts has."""
 OWN_KEYS = ("specialization", "knockout")
 """Measures that a study asks for by keys of their own, and not under `measures`."""
 

@@ -36,7 +36,7 @@ class Measured(NamedTuple):
     watched: Step
     """One more step, in which its collectives were noted."""
     exchanges: Exchanges
-    """Of that step."""
+    """Collectives of that step."""
 
 
 class Training(RandomTraining):

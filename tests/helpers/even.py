@@ -22,7 +22,7 @@ from polyad.train.results import aligned
 @dataclass(frozen=True)
 class EvenShare(Result):
     share: Mapping[str, float]
-    """Of each layer, by its name."""
+    """The value of each layer, by its name."""
     rows_read: int
 
     def to_json(self) -> dict[str, Any]:

@@ -187,7 +187,7 @@ def find_start(plan: Plan) -> Plan:
 
 
 def find_start_together(plan: Plan, world: comm.World) -> Plan:
-    """As `find_start`, on all processes of a group: rank 0 alone reads the run's folder.
+    """Finds where a group's run starts, as `find_start` does; rank 0 alone reads the run's folder.
 
     Args:
         plan: the same on all.

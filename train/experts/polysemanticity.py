@@ -79,7 +79,7 @@ class LeftOut:
     top1: float
     """The accuracy of the whole model."""
     histogram: dict[str, list[float]]
-    """See `Polysemanticity.histogram`."""
+    """The counts that `Polysemanticity.histogram` says."""
     each: dict[str, dict[str, Any]]
     """The polysemanticity of each expert that matters, and the class that needs it most."""
     images_computed_again: int

@@ -21,7 +21,7 @@ class TrainConfig(Config):
     micro_batch_size: Count
     """Samples in one forward pass of one process; the rest is accumulated."""
     precision: Precision = "fp32"
-    """Of weights and activations in forward and backward; master weights are always fp32."""
+    """Precision of weights and activations in both passes; master weights are always fp32."""
     tf32: bool = False
     """Whether a GPU may round the factors of fp32 matrix products to TF32 (10 bits of mantissa
     instead of 23), which is several times as fast. No by default: fp32 is for comparing with other

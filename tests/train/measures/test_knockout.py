@@ -22,7 +22,7 @@ from tests.helpers.runs import evaluation, knockout, newest, run, write_config
 pytestmark = pytest.mark.distributed
 WINDOWS = 40
 LAYER = "blocks.1.feed_forward"
-"""Of the sparse run, the only one with experts."""
+"""The only feed-forward with experts of the sparse run."""
 STEER = "layer=1,expert=2,strength=40"
 
 

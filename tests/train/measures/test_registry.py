@@ -19,7 +19,7 @@ pytestmark = pytest.mark.distributed
 
 ROOT = Path(__file__).parents[3]
 LAYER = "blocks.1.feed_forward"
-"""Of the sparse run, the only one with experts."""
+"""The only feed-forward with experts of the sparse run."""
 
 
 @pytest.fixture
