@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from polyad.launch.study.result import TasksResult
 from polyad.launch.study.sentences import answers
 from tests.launch.study.test_page import Reader
 from tests.launch.study.test_run import QUICK, start, write
@@ -78,5 +79,6 @@ def test_tasks_and_a_grid_are_trained_and_the_best_point_is_compared(
     assert "== run" not in err
     assert json.loads(out)["variants"] == result["variants"]
     read = Reader((tmp_path / "page.html").read_text(encoding="utf-8"))
-    assert f"{answers(result)[0]}." in read.text("What the intervals say")
+    said = answers(TasksResult.from_json(result))[0]
+    assert f"{said}." in read.text("What the intervals say")
     assert "Four: validation loss less that of dense" in read.text("Figure")
