@@ -19,8 +19,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from polyad.data.files import locked
-from polyad.data.temporary import node_folder
+from polyad.data.files import locked, node_folder
 
 Arrays: TypeAlias = dict[str, npt.NDArray[np.integer]]
 

@@ -1,13 +1,16 @@
-"""Which samples a process trains on: a function of the step alone.
+"""Which samples a process trains on, and which it evaluates on.
 
-It does not depend on the number of processes, of steps, or of loader workers. Samples of all epochs
-are numbered consecutively without end; step s of a run takes the next global batch.
+Training is a function of the step alone: it does not depend on the number of processes, of steps,
+or of loader workers. Samples of all epochs are numbered consecutively without end. Global batch b
+is samples b * B to (b + 1) * B - 1; step s takes the s-th of those that are not left out, which is
+batch s itself as long as none is.
 """
 
 import atexit
 import contextlib
 import functools
 import itertools
+import math
 import multiprocessing.resource_tracker
 import os
 import signal
@@ -18,10 +21,43 @@ from types import TracebackType
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from polyad.data.batches import batches_from
 from polyad.data.errors import DataError
+
+
+def batch_of_step(step: int, left_out: Collection[int] = ()) -> int:
+    """The number of the global batch that a step takes.
+
+    Args:
+        step: Its number, from 0.
+        left_out: Global batches that no step takes.
+
+    Returns:
+        The number of the batch, from 0.
+    """
+    batch = step
+    for other in sorted(set(left_out)):
+        if other > batch:
+            break
+        batch += 1
+    return batch
+
+
+def batches_from(step: int, left_out: Collection[int] = ()) -> Iterator[int]:
+    """Lists global batches in the order of steps, without end.
+
+    Args:
+        step: The first step, from 0.
+        left_out: Global batches that no step takes.
+
+    Returns:
+        Their numbers.
+    """
+    absent = frozenset(left_out)
+    return (b for b in itertools.count(batch_of_step(step, absent)) if b not in absent)
+
 
 _TRACKER_WARNS = "ignore:resource_tracker"
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
@@ -72,7 +108,7 @@ def micro_batches(
 ) -> Iterator[Any]:
     """Reads the micro-batches of one data-parallel rank.
 
-    The global batch of step s is samples s * B to (s + 1) * B - 1 (see `polyad.data.batches` where
+    The global batch of step s is samples s * B to (s + 1) * B - 1 (see `polyad.data.sampler` where
     some are left out), cut into B / m micro-batches; micro-batch j belongs to rank j % D. Whatever
     D is, the global batch is the same.
 
@@ -230,3 +266,58 @@ def _signals_blocked() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+class Numbered(Dataset[tuple[Any, int]]):
+    """Samples, each with the number that it was asked for by.
+
+    Args:
+        samples: The samples.
+    """
+
+    def __init__(self, samples: Dataset[Any]) -> None:
+        self._samples = samples
+
+    def __getitem__(self, number: int) -> tuple[Any, int]:
+        """A sample and its number."""
+        return self._samples[number], number
+
+
+def evaluation_batches(
+    samples: Dataset[Any],
+    total: int,
+    batch_size: int,
+    *,
+    rank: int = 0,
+    ranks: int = 1,
+    num_workers: int = 0,
+) -> Iterator[tuple[Any, Tensor]]:
+    """Reads each sample once, in order over all ranks.
+
+    Args:
+        samples: The samples, which the loader stacks.
+        total: How many there are.
+        batch_size: B, samples of a batch.
+        rank: This rank, from 0.
+        ranks: The number of ranks that share the evaluation.
+        num_workers: Loader processes; 0 reads in this one.
+
+    Returns:
+        Iterator over ceil(total / (B * ranks)) batches of one size on every rank, each with which
+        of its samples count [B]: the last ones are filled up with the last sample.
+
+    Raises:
+        DataError: There is no sample, or a number is out of its range.
+    """
+    if total < 1:
+        raise DataError("no samples to evaluate on")
+    if batch_size < 1:
+        raise DataError(f"batch_size {batch_size}: at least 1")
+    size = min(batch_size, math.ceil(total / ranks))  # no more than one batch takes
+    rounds = math.ceil(total / (size * ranks))
+    firsts = [size * (ranks * number + rank) for number in range(rounds)]
+    numbers = [list(range(first, first + size)) for first in firsts]
+    filled = [[min(number, total - 1) for number in batch] for batch in numbers]
+    batches = loader_of(samples, filled, num_workers)
+    for batch, own in zip(batches, numbers, strict=True):
+        yield batch, torch.tensor([number < total for number in own])

@@ -10,9 +10,8 @@ from polyad.data.images.dataset import ImageData, holds_images
 from polyad.data.images.manifest import ImageManifest
 from polyad.data.prepared import Read
 from polyad.data.progress import Progress
-from polyad.data.text.checks import check_prepared
 from polyad.data.text.manifest import Manifest
-from polyad.data.text.verification import bytes_to_verify, unsealed, verify_files
+from polyad.data.text.verification import bytes_to_verify, check_prepared, unsealed, verify_files
 from polyad.launch.output import align
 
 IMAGES_NOTE = (

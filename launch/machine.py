@@ -11,7 +11,7 @@ from collections.abc import Sequence, Set
 from pathlib import Path
 
 import polyad
-from polyad.data.temporary import node_folder
+from polyad.data.files import node_folder
 
 
 def prepare_environment() -> None:

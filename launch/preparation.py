@@ -142,7 +142,7 @@ def prepare_text(given: dict[str, Any], options: PartsOptions) -> None:
         options: those of parts, which go together.
     """
     from polyad.data.text.job import Asked
-    from polyad.data.text.parts.part import ranges
+    from polyad.data.text.parts import ranges
     from polyad.data.text.prepare import Preparation
     from polyad.launch.via.slurm import SlurmJob
 

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from polyad.data.temporary import temporary_folder
+from polyad.data.files import temporary_folder
 from polyad.launch.ending import guard
 from polyad.launch.machine import (
     END_WITH_PARENT,

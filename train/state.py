@@ -29,7 +29,7 @@ class TrainState:
     spikes_in_a_row: int = 0
     """Steps skipped for a spike since the last step that was applied."""
     left_out: list[int] = field(default_factory=list)
-    """Global batches that the run went back to a checkpoint without; see `polyad.data.batches`."""
+    """Global batches that the run went back to a checkpoint without; see `polyad.data.sampler`."""
     unfinished: dict[str, Any] | None = None
     """The record of the last step, where a signal came while it was validated; otherwise None."""
     best_score: float | None = None

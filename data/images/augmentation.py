@@ -1,16 +1,26 @@
-"""Crops, flips and boxes of one image, from a generator of its own.
+"""Crops, flips, boxes and noise of one image, from a generator of its own.
+
+Only RandAugment uses torchvision, and it does so here alone. torchvision's wheel is built for CUDA,
+and cannot be imported beside a CPU build of torch, for want of the libraries of its compiled
+operators. Transforms need none of them: their names are declared here, and the import is tried
+again. Without that, `transformers` could not be imported either where torchvision is installed.
 
 Shapes: C channels, H x W pixels.
 """
 
+import functools
+import importlib
 import math
+import sys
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import interpolate
 
-from polyad.data.images.config import AugmentationConfig, ImageDataConfig
+from polyad.data.errors import DataError
+from polyad.data.images.config import AugmentationConfig, ImageDataConfig, RandAugmentConfig
 from polyad.data.images.decoding import Pixels
 
 ASPECT = (3 / 4, 4 / 3)
@@ -46,8 +56,6 @@ def training_image(
     if chosen.flip and generator.random() < 0.5:
         image_CHW = image_CHW.flip(-1)
     if chosen.randaugment is not None:
-        from polyad.data.images.torchvision_door import randaugment
-
         image_CHW = randaugment(image_CHW, chosen.randaugment, seeds)
     return _erased(image_CHW, chosen, settings.mean, generator)
 
@@ -178,3 +186,116 @@ def mixing(
     top, bottom = (int(min(max(row + s * side / 2, 0), size)) for s in (-1, 1))
     left, right = (int(min(max(column + s * side / 2, 0), size)) for s in (-1, 1))
     return 1 - (bottom - top) * (right - left) / size**2, (top, left, bottom, right)
+
+
+_MISSING = (
+    "data.augmentation.randaugment: needs torchvision, which is not installed; `pip "
+    "install -c constraints.txt -e '.[images]'` installs it; or set it to null"
+)
+
+
+@functools.cache
+def _transforms() -> Any:
+    try:
+        importlib.import_module("torchvision")
+    except ImportError:
+        raise DataError(_MISSING) from None
+    except RuntimeError as error:
+        if "torchvision::nms" not in str(error):
+            raise
+        _declare_operators()
+        importlib.import_module("torchvision")
+    return importlib.import_module("torchvision.transforms.v2")
+
+
+_declared: list[torch.library.Library] = []
+"""Kept, or the declarations would end."""
+
+
+def _declare_operators() -> None:
+    for name in [n for n in sys.modules if n == "torchvision" or n.startswith("torchvision.")]:
+        del sys.modules[name]
+    library = torch.library.Library("torchvision", "DEF")  # type: ignore[no-untyped-call]
+    for name in ("nms", "qnms"):
+        library.define(  # type: ignore[no-untyped-call]
+            f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
+        )
+    _declared.append(library)
+
+
+def available() -> bool:
+    """Whether torchvision can be imported."""
+    try:
+        _transforms()
+    except DataError:
+        return False
+    return True
+
+
+@functools.cache
+def _operation(operations: int, magnitude: int) -> Any:
+    return _transforms().RandAugment(operations, magnitude)
+
+
+def randaugment(image_CHW: Tensor, chosen: RandAugmentConfig, seeds: tuple[int, ...]) -> Tensor:
+    """Applies RandAugment.
+
+    torchvision draws from PyTorch's global generator, which is seeded for the image and then left
+    as it was.
+
+    Args:
+        image_CHW: uint8.
+        chosen: How much of it.
+        seeds: What its random numbers follow from.
+
+    Returns:
+        uint8 [C, H, W].
+
+    Raises:
+        DataError: torchvision is not installed.
+    """
+    operation = _operation(chosen.operations, chosen.magnitude)
+    generator = torch.default_generator
+    state = generator.get_state()
+    drawn = np.random.SeedSequence((*seeds, 1)).generate_state(1, np.uint64)[0]
+    generator.manual_seed(int(drawn >> np.uint64(1)))
+    try:
+        result: Tensor = operation(image_CHW)
+    finally:
+        generator.set_state(state)
+    return result
+
+
+class GaussianNoise:
+    """Adds Gaussian noise to each number of each pixel, as ImageNet-C does.
+
+    Its five severities are 0.08, 0.12, 0.18, 0.26 and 0.38 (Hendrycks and Dietterich 2019).
+
+    The noise of an image follows from the seed and the image's number alone; with another rate it
+    is the same noise, stronger or weaker.
+
+    Args:
+        rate: Its standard deviation, of pixels from 0 to 1.
+        seed: Not negative.
+
+    Raises:
+        DataError: A number is out of its range.
+    """
+
+    def __init__(self, rate: float, seed: int = 0) -> None:
+        if not 0 <= rate <= 1:  # NaN is not
+            raise DataError(f"rate: {rate} is not allowed; a number from 0 to 1")
+        if seed < 0:
+            raise DataError(f"seed: {seed} is not allowed; at least 0")
+        self.rate, self.seed = rate, seed
+
+    def __call__(self, pixels: Pixels, number: int) -> Pixels:
+        """The pixels of an image with noise, cut off at black and white.
+
+        Args:
+            pixels: uint8, of any shape.
+            number: Of the image in its split.
+        """
+        generator = np.random.Generator(np.random.PCG64((self.seed, number)))
+        noise = generator.standard_normal(pixels.shape, dtype=np.float32)
+        return np.clip(np.rint(pixels + 255 * self.rate * noise), 0, 255).astype(np.uint8)

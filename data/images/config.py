@@ -5,8 +5,8 @@ from typing import Annotated, Literal
 from pydantic import Field, field_validator
 
 from polyad.data.config import Config, DataSettings
-from polyad.data.domains import LeaveOut
 from polyad.data.errors import check_path
+from polyad.data.names import LeaveOut
 
 Share = Annotated[float, Field(ge=0, le=1)]
 

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from polyad.data.domains import check_classes, check_leave_out
 from polyad.data.errors import DataError, listed, user_path
 from polyad.data.images.decoding import Pixels
 from polyad.data.images.manifest import FileRecord, ImageManifest
 from polyad.data.images.shards import MOST_BYTES, ROW, Reader, Rows
 from polyad.data.json_reader import read_json
+from polyad.data.names import check_classes, check_leave_out
 from polyad.data.prepared import MANIFEST_FILE, FileReport, Read, read_pieces
 
 TEST = "test"

@@ -1,5 +1,5 @@
 """ImageNet-1k's classes, and the published layouts of the sets that test robustness,
-whose files are read without an index.
+whose files are read without an index; and what needs scikit-learn.
 
 A class is the rank of its WordNet id among the 1,000, in alphabetical order: the order of the hub's
 label numbers, too.
@@ -9,6 +9,7 @@ import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +17,7 @@ import numpy.typing as npt
 from polyad.data.errors import DataError
 from polyad.data.images.decoding import Pixels, decode
 from polyad.data.images.sources.found import is_image
-from polyad.data.left_out import is_hidden
+from polyad.data.prepared import is_hidden
 
 ROBUSTNESS_SETS = ("c", "a", "r", "o", "v2", "sketch", "real")
 """ImageNet-C, -A, -R, -O, -V2 and -Sketch, and the ReaL labels of the validation split."""
@@ -165,3 +166,29 @@ class FileSplit:
     def order(self, generator: np.random.Generator) -> npt.NDArray[np.integer]:
         """All numbers in random order."""
         return generator.permutation(len(self))
+
+
+def _sklearn(module: str, what: str) -> Any:
+    import importlib
+
+    try:
+        return importlib.import_module(f"sklearn.{module}")
+    except ImportError:
+        raise DataError(f"{what}: needs scikit-learn, which cannot be imported") from None
+
+
+def average_precision(is_positive: Sequence[int], scores: Sequence[float]) -> float:
+    """Area under the precision-recall curve.
+
+    Args:
+        is_positive: 1 or 0 of each sample.
+        scores: The higher, the more likely it is positive.
+    """
+    metrics = _sklearn("metrics", "the area under a precision-recall curve")
+    return float(metrics.average_precision_score(list(is_positive), list(scores)))
+
+
+def digits() -> tuple[Any, Any]:
+    """scikit-learn's handwritten digits: images [N, 8, 8] from 0 to 16, and labels [N]."""
+    found = _sklearn("datasets", "--images digits").load_digits()
+    return found.images, found.target

@@ -10,12 +10,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from polyad.data.class_names import each_once
 from polyad.data.errors import DataError
 from polyad.data.errors import listed as quoted
+from polyad.data.images.index import Listed
 from polyad.data.images.sources.classes import NO_CLASSES
 from polyad.data.images.sources.found import SPLIT_NAMES, Found, split_in
-from polyad.data.images.splits import Listed
+from polyad.data.names import each_once
 
 
 def by_name(

@@ -14,16 +14,23 @@ import numpy.typing as npt
 
 from polyad.data.errors import DataError, check_path, user_path
 from polyad.data.files import writing
-from polyad.data.images.index import INDEX, QUICK, stamp_of, without_packed, write_index
+from polyad.data.images.index import (
+    INDEX,
+    QUICK,
+    Listed,
+    missing_classes,
+    split_images,
+    stamp_of,
+    without_packed,
+    write_index,
+)
 from polyad.data.images.labels import by_name, check_highest, check_mistakes
 from polyad.data.images.manifest import FORMAT_VERSION, ImageManifest
 from polyad.data.images.shards import MOST_BYTES, ROW, Entry, too_large
 from polyad.data.images.sources.found import Found
 from polyad.data.images.sources.opening import open_images
-from polyad.data.images.sources.raw import MNIST
-from polyad.data.images.splits import Listed, missing_classes, split_images
-from polyad.data.left_out import in_words
-from polyad.data.prepared import LOCK_FILE, MANIFEST_FILE, PARTIAL_FOLDER, SPLITS, alone
+from polyad.data.images.sources.published import MNIST
+from polyad.data.prepared import LOCK_FILE, MANIFEST_FILE, PARTIAL_FOLDER, SPLITS, alone, in_words
 from polyad.data.progress import Progress, Report
 
 FEW = 100

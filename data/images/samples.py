@@ -17,10 +17,9 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from polyad.data.errors import DataError
-from polyad.data.images.augmentation import evaluation_image, mixing, training_image
+from polyad.data.images.augmentation import GaussianNoise, evaluation_image, mixing, training_image
 from polyad.data.images.config import ImageDataConfig
 from polyad.data.images.decoding import Pixels
-from polyad.data.images.noise import GaussianNoise
 from polyad.data.order import Arrays, EpochOrders
 
 _ORDER, _IMAGE, _PAIR = 1, 2, 3

@@ -8,19 +8,26 @@ from collections.abc import Sequence
 import numpy as np
 
 from polyad.data.errors import DataError, listed
-from polyad.data.sequences.config import SequenceDataConfig
-from polyad.data.sequences.domains import domains_of, held_out_of_each, without_domains
-from polyad.data.sequences.encoding import Form, encode_rows, form_of
+from polyad.data.sequences.config import ALLOWED_METRICS, Schema, SequenceDataConfig
 from polyad.data.sequences.labels import (
     Labels,
     class_labels,
     class_names,
+    domains_of,
+    held_out_of_each,
     is_hidden,
     right_choices,
     values,
+    without_domains,
 )
-from polyad.data.sequences.samples import Encoded, PaddedRows, TrainingRows
-from polyad.data.sequences.schemas import ALLOWED_METRICS, Schema
+from polyad.data.sequences.samples import (
+    Encoded,
+    Form,
+    PaddedRows,
+    TrainingRows,
+    encode_rows,
+    form_of,
+)
 from polyad.data.sequences.tables import Table, held_out, read_tables
 from polyad.data.text.tokenizers.tokenizer import Tokenizer
 

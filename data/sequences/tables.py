@@ -10,11 +10,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from polyad.data.class_names import each_once, named_classes, schema_of
 from polyad.data.errors import DataError, listed, nearest, user_path
 from polyad.data.images.sources.found import SPLIT_NAMES
 from polyad.data.json_reader import parse_json
-from polyad.data.sequences.schemas import BENCHMARKS, SPLITS, Schema
+from polyad.data.names import each_once, named_classes, schema_of
+from polyad.data.sequences.config import BENCHMARKS, SPLITS, Schema
+from polyad.data.text.hub import HUB, HubDataset, data_files
 
 SUFFIXES = (".csv", ".tsv", ".jsonl", ".parquet")
 
@@ -317,7 +318,6 @@ _READERS: dict[str, Callable[[Path, Sequence[str]], Table]] = {
 
 
 def _read_dataset(path: str, schema: Schema, wanted: Sequence[str]) -> dict[str, Table]:
-    from polyad.data.sequences.hub_names import check_names
     from polyad.data.text.hub import find_dataset, open_rows, read_columns
 
     spec = path
@@ -364,7 +364,7 @@ def held_out(table: Table, share: float) -> tuple[Table, Table]:
     Returns:
         The rows that stay, and the others.
     """
-    from polyad.data.text.splits import split_of_documents
+    from polyad.data.text.source import split_of_documents
 
     splits: Iterator[str] = split_of_documents("train", {"validation": share})
     numbers: dict[str, list[int]] = {"train": [], "validation": []}
@@ -372,3 +372,31 @@ def held_out(table: Table, share: float) -> tuple[Table, Table]:
         numbers[next(splits)].append(number)
     stay, out = (table.rows(numbers[name]) for name in ("train", "validation"))
     return stay, replace(out, place=f"{table.place} (held out)")
+
+
+def check_names(dataset: HubDataset, splits: Mapping[str, Any]) -> None:
+    """Checks that all files name the numbers of classes as `datasets` does, which reads one file.
+
+    Args:
+        dataset: A local copy.
+        splits: As `datasets` opens them.
+
+    Raises:
+        DataError: A file gives the same numbers other names.
+    """
+    files = data_files(dataset)
+    for split, rows in splits.items():
+        features = (rows.features or {}).items()
+        named = {column: each.names for column, each in features if hasattr(each, "names")}
+        for file in map(Path, files.get(split, ())):
+            if file.suffix not in (".parquet", ".arrow"):
+                continue
+            metadata = schema_of(file).metadata
+            for column, names in named.items():
+                theirs = named_classes(metadata, column)
+                if theirs is not None and theirs != each_once(names):
+                    raise DataError(
+                        f"{dataset.spec}: {file} names the numbers in {column!r} "
+                        f"{listed(theirs, 5)}, another file {listed(names, 5)}: `datasets` would "
+                        f"read both alike; without {HUB} the folder is read by names"
+                    )

@@ -11,11 +11,10 @@ import numpy as np
 
 from polyad.data.errors import DataError
 from polyad.data.text.dataset import TokenStream
+from polyad.data.text.indexed import RECORD, SplitWriter
 from polyad.data.text.manifest import SplitInfo
-from polyad.data.text.parts.writer import BATCH_CHARACTERS
-from polyad.data.text.split_files import RECORD, SplitWriter
-from polyad.data.text.tokenizers.pieces import cut_between_words
 from polyad.data.text.tokenizers.tokenizer import Tokenizer, UnknownWordError
+from polyad.data.text.writer import BATCH_CHARACTERS, cut_between_words
 
 REPLACEMENT = "AAA"
 """The word of TextAttack's word swap, which the papers use."""

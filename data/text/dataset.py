@@ -10,12 +10,17 @@ import numpy.typing as npt
 
 from polyad.data.errors import DataError, user_path
 from polyad.data.prepared import Read, SplitName
-from polyad.data.text.checks import check_folder, check_ids, check_prepared
 from polyad.data.text.indexed import indexed_dataset
 from polyad.data.text.manifest import Manifest
 from polyad.data.text.tokenizers.files import load_tokenizer
 from polyad.data.text.tokenizers.tokenizer import Tokenizer
-from polyad.data.text.verification import bytes_to_verify, verify_files
+from polyad.data.text.verification import (
+    bytes_to_verify,
+    check_folder,
+    check_ids,
+    check_prepared,
+    verify_files,
+)
 
 
 class TokenStream:

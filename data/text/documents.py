@@ -10,9 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from polyad.data.errors import DataError, nearest, user_path
-from polyad.data.left_out import LeftOut
-from polyad.data.prepared import SplitName
-from polyad.data.text.cuts import can_be_cut, part_of_file, share
+from polyad.data.prepared import LeftOut, SplitName
 from polyad.data.text.folders import (
     PACKAGE,
     ending_of,
@@ -26,8 +24,11 @@ from polyad.data.text.readers import (
     READERS,
     TEXT_READERS,
     Reader,
+    can_be_cut,
+    part_of_file,
     read_module,
     read_text,
+    share,
 )
 from polyad.data.text.source import Document, Skipped, Source
 

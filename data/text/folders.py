@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path, PurePath
 
 from polyad.data.errors import DataError
-from polyad.data.left_out import LeftOut, is_hidden
+from polyad.data.prepared import LeftOut, is_hidden
 
 _PACKED = frozenset({".gz", ".zst", ".zstd", ".bz2", ".xz", ".lz4"})
 """Endings behind that of what is packed."""

@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from polyad.data.errors import DataError, listed, nearest, user_path
-from polyad.data.left_out import LeftOut
-from polyad.data.prepared import SPLITS, SplitName
-from polyad.data.text.cuts import share
+from polyad.data.prepared import SPLITS, LeftOut, SplitName
+from polyad.data.text.readers import share
 from polyad.data.text.source import Document, NoDocuments, Skipped, Source
 
 HUB, ARROW = "hub:", "arrow:"

@@ -1,17 +1,28 @@
-"""The only file that imports `megatron.core.datasets`, when it is needed.
+"""The two files of a split in megatron-core's format: its tokens, and where documents lie in them.
 
-Importing megatron-core takes half a second and warns, several times, about kernels that nothing
-here uses; opening a data set, listing its manifest or training a tokenizer does without it.
+`.bin`: tokens, document after document. `.idx`: a head of `HEADER_BYTES` (magic, version, code of
+the token's type, sequences, bounds), then for D documents of one sequence each lengths in tokens
+(4 bytes each), places in bytes (8 each), and the numbers 0 to D (8 each), which are the bounds of
+documents in sequences.
+
+No other file imports `megatron.core.datasets`, and this one when it is needed: the import takes
+half a second and warns, several times, about kernels that nothing here uses.
 """
 
 import contextlib
 import functools
+import struct
 import warnings
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+
+from polyad.data.files import DigestedFile, digest_of
+from polyad.data.text.manifest import SplitInfo, ends_digest
+from polyad.data.text.tokenizers.tokenizer import Tokenizer
 
 
 @functools.cache
@@ -90,3 +101,188 @@ def build_sample_index(
         add_extra_token_to_sequence=True,
     )
     return index
+
+
+HEADER_BYTES = 34
+_HEADER = struct.Struct("<9sQBQQ")
+_MAGIC, _VERSION = b"MMIDIDX\0\0", 1
+_TYPE_CODES = {"uint16": 8, "int32": 4}
+_BLOCK = 1 << 20
+"""Documents of an index that are written at once."""
+RECORD = np.dtype([("tokens", "<i4"), ("words", "<i8"), ("bytes", "<i8"), ("goes_on", "?")])
+"""What is noted of a document that is encoded. `tokens`: with the one that ends it; `words` and
+`bytes`: of its text; `goes_on`: the next record is of the same document of the text."""
+
+
+class Index(NamedTuple):
+    """What an index holds of its D documents.
+
+    Attributes:
+        lengths_D: Tokens of each.
+        places_D: Where each begins in the `.bin` file, in bytes.
+        bounds_D: The numbers 0 to D; one more than there are documents.
+    """
+
+    lengths_D: npt.NDArray[np.int32]
+    places_D: npt.NDArray[np.int64]
+    bounds_D: npt.NDArray[np.int64]
+
+
+class IndexHeader(NamedTuple):
+    """The head of an index.
+
+    Attributes:
+        is_of_dtype: Whether it begins as an index of tokens of a type does.
+        sequences: How many it lists.
+        bounds: How many bounds of documents.
+    """
+
+    is_of_dtype: bool
+    sequences: int
+    bounds: int
+
+
+def token_dtype(vocab_size: int) -> type[np.uint16] | type[np.int32]:
+    """Chooses how wide a token is, as megatron-core does.
+
+    Args:
+        vocab_size: Entries of the vocabulary.
+
+    Returns:
+        The type of a token.
+    """
+    return np.uint16 if vocab_size < 65_500 else np.int32
+
+
+def index_bytes(documents: int) -> int:
+    """Size of an `.idx` file.
+
+    Args:
+        documents: Documents it lists, one sequence each.
+
+    Returns:
+        Bytes.
+    """
+    return HEADER_BYTES + 12 * documents + 8 * (documents + 1)
+
+
+def read_header(path: Path, dtype: str) -> IndexHeader:
+    """Reads the head of an index.
+
+    Args:
+        path: The file, of at least `HEADER_BYTES`.
+        dtype: The type that its tokens should have.
+    """
+    with path.open("rb") as file:
+        magic, version, code, sequences, bounds = _HEADER.unpack(file.read(HEADER_BYTES))
+    expected = (_MAGIC, _VERSION, _TYPE_CODES[dtype])
+    return IndexHeader((magic, version, code) == expected, sequences, bounds)
+
+
+def read_index(path: Path, documents: int) -> Index:
+    """Reads all of an index.
+
+    Args:
+        path: The file, of `index_bytes(documents)` bytes.
+        documents: How many it lists.
+    """
+    with path.open("rb") as file:
+        file.seek(HEADER_BYTES)
+        return Index(
+            np.fromfile(file, np.int32, documents),
+            np.fromfile(file, np.int64, documents),
+            np.fromfile(file, np.int64, documents + 1),
+        )
+
+
+def write_index(path: Path, lengths_D: npt.NDArray[np.int32], dtype: "np.dtype[Any]") -> None:
+    """Writes an `.idx` file in blocks: memory does not grow with the documents.
+
+    Args:
+        path: The file.
+        lengths_D: Tokens of each document, each one sequence.
+        dtype: Type of a token in the `.bin` file.
+    """
+    blocks = [(at, at + _BLOCK) for at in range(0, len(lengths_D), _BLOCK)]
+    documents, position = len(lengths_D), 0
+    with path.open("wb") as file:
+        code = _TYPE_CODES[dtype.name]
+        file.write(_HEADER.pack(_MAGIC, _VERSION, code, documents, documents + 1))
+        for start, stop in blocks:
+            file.write(lengths_D[start:stop].tobytes())
+        for start, stop in blocks:
+            ends = position + np.cumsum(lengths_D[start:stop], dtype=np.int64)
+            file.write(((ends - lengths_D[start:stop]) * dtype.itemsize).tobytes())
+            position = int(ends[-1])
+        for start in range(0, documents + 1, _BLOCK):
+            stop = min(start + _BLOCK, documents + 1)
+            file.write(np.arange(start, stop, dtype=np.int64).tobytes())
+
+
+class SplitWriter:
+    """Writes a split's `.bin` and `.idx` from documents that are encoded, and counts them.
+
+    Until the index is written the lengths of documents lie in a file of their own: memory does not
+    grow with them.
+
+    Args:
+        prefix: The files' common path, without `.bin` and `.idx`.
+        tokenizer: Says how wide a token is.
+
+    Attributes:
+        dtype: Type of a token.
+    """
+
+    def __init__(self, prefix: Path, tokenizer: Tokenizer) -> None:
+        self.dtype = np.dtype(token_dtype(tokenizer.vocab_size))
+        self._bin, self._idx = prefix.with_suffix(".bin"), prefix.with_suffix(".idx")
+        self._lengths_path = prefix.with_suffix(".lengths")
+        self._tokens = DigestedFile(self._bin)
+        self._lengths = self._lengths_path.open("wb")
+        self._documents = self._words = self._bytes = 0
+
+    def copy(self, tokens: Iterable[memoryview], records_D: npt.NDArray[np.void]) -> None:
+        """Appends whole documents.
+
+        Args:
+            tokens: Their tokens, of `dtype`, in blocks of any size.
+            records_D: A `RECORD` of each.
+        """
+        for block in tokens:
+            self._tokens.write(block)
+        self._lengths.write(records_D["tokens"].tobytes())
+        self._documents += len(records_D)
+        self._words += int(records_D["words"].sum())
+        self._bytes += int(records_D["bytes"].sum())
+
+    def finish(self) -> SplitInfo:
+        """Writes the index, and waits until both files are on the disk.
+
+        Returns:
+            What the split holds.
+        """
+        self._lengths.close()
+        sha256 = self._tokens.finish()
+        write_index(self._idx, _mapped(self._lengths_path), self.dtype)
+        self._lengths_path.unlink()
+        return SplitInfo(
+            documents=self._documents,
+            tokens=self._tokens.size // self.dtype.itemsize,
+            words=self._words,
+            bytes=self._bytes,
+            sha256=sha256,
+            ends_sha256=ends_digest(self._bin, self._idx),
+            index_sha256=digest_of(self._idx),
+        )
+
+    def close(self) -> None:
+        """Closes the files, finished or not."""
+        self._tokens.close()
+        self._lengths.close()
+
+
+def _mapped(lengths: Path) -> npt.NDArray[np.int32]:
+    """Maps a file of lengths; an empty one cannot be."""
+    if lengths.stat().st_size == 0:
+        return np.zeros(0, dtype=np.int32)
+    return np.memmap(lengths, dtype=np.int32, mode="r")

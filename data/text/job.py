@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypedDict
 
 from polyad.data.errors import DataError
-from polyad.data.left_out import LeftOut
-from polyad.data.prepared import SPLITS, SplitName
+from polyad.data.prepared import SPLITS, LeftOut, SplitName
 from polyad.data.progress import Progress
 from polyad.data.text.documents import (
     TEXT_KEY,
@@ -19,11 +18,10 @@ from polyad.data.text.documents import (
 )
 from polyad.data.text.hub import DatasetSource
 from polyad.data.text.manifest import Request
-from polyad.data.text.source import Skipped, Source
-from polyad.data.text.splits import Sources, documents_needed
-from polyad.data.text.tokenizers.pieces import PieceCutter
+from polyad.data.text.source import Skipped, Source, Sources, documents_needed
 from polyad.data.text.tokenizers.tokenizer import Tokenizer
 from polyad.data.text.tokenizers.training import resolve_tokenizer, training_wanted
+from polyad.data.text.writer import PieceCutter
 
 HELD_OUT = 0.05
 """Share of the documents that is held out for each split that does not come from elsewhere."""

@@ -7,11 +7,10 @@ from pathlib import Path
 
 from polyad.data.errors import DataError, user_path
 from polyad.data.files import writing
-from polyad.data.left_out import in_words
-from polyad.data.prepared import MANIFEST_FILE, SPLITS, SplitName, alone, staged_folder
+from polyad.data.prepared import MANIFEST_FILE, SPLITS, SplitName, alone, in_words, staged_folder
 from polyad.data.progress import Progress, Report
-from polyad.data.text.checks import check_replaceable
 from polyad.data.text.documents import TEXT_KEY, DocumentKind, FileFormat
+from polyad.data.text.indexed import token_dtype
 from polyad.data.text.job import Asked
 from polyad.data.text.manifest import (
     FORMAT_VERSION,
@@ -20,17 +19,17 @@ from polyad.data.text.manifest import (
     TokenizerInfo,
     data_fingerprint,
 )
-from polyad.data.text.parts.join import join
-from polyad.data.text.parts.part import (
+from polyad.data.text.parts import (
     Finished,
     encode_part,
     finished_parts,
+    join,
     missing_parts,
     read_part,
 )
-from polyad.data.text.parts.plan import MOST_PARTS, Cut, Workplace
-from polyad.data.text.parts.processes import Work, encode_in_processes
-from polyad.data.text.split_files import token_dtype
+from polyad.data.text.plan import MOST_PARTS, Cut, Workplace
+from polyad.data.text.processes import Work, encode_in_processes
+from polyad.data.text.verification import check_replaceable
 
 TEXT_OF_A_PART = 128 << 20
 """Bytes of text of a part, about: an interrupted call loses at most so much of its work."""

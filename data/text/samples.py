@@ -1,18 +1,27 @@
-"""The order of training samples of text: a function of the seed alone.
+"""The training samples of text: one prepared folder, or several that are mixed by weight.
 
-The samples of epoch e are the documents in a random order seeded by (seed, e), laid end to end and
-cut, then shuffled themselves. Samples of all epochs are numbered on without end.
+Their order is a function of the seed alone. The samples of epoch e of a folder are the documents in
+a random order seeded by (seed, e), laid end to end and cut, then shuffled themselves. Samples of
+all epochs are numbered on without end.
 """
+
+import functools
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch.utils.data import Dataset
 
+from polyad.data.config import DataConfig
 from polyad.data.errors import DataError
 from polyad.data.order import Arrays, EpochOrders
-from polyad.data.text.dataset import TokenStream
+from polyad.data.text.dataset import PreparedData, TokenStream
 from polyad.data.text.indexed import build_sample_index
+from polyad.data.text.manifest import TokenizerInfo
 
 # The last word of a random stream's seed: the two permutations of an epoch must not be one.
 _DOCUMENTS, _SAMPLES = 0, 1
@@ -115,3 +124,264 @@ class TrainingSamples(Dataset[torch.Tensor]):
 
     def _generator(self, epoch: int, purpose: int) -> np.random.Generator:
         return np.random.Generator(np.random.PCG64((self._seed, epoch, purpose)))
+
+
+BLOCK = 2**17
+"""Samples after which the order of sources begins again; shares are exact to 1 / BLOCK."""
+_SOURCES = 2  # the last word of a random stream's seed, beside those of `polyad.data.sampler`
+
+
+class Part(NamedTuple):
+    """One prepared folder of the data.
+
+    Attributes:
+        name: The name of its validation loss.
+        share: Of the samples; all shares sum to 1.
+        data: The folder.
+    """
+
+    name: str
+    share: float
+    data: PreparedData
+
+
+class ValidationPart(NamedTuple):
+    """The validation split of a part.
+
+    Attributes:
+        name: The part's.
+        share: Of the mean; those of all parts that have such a split sum to 1.
+        stream: The tokens.
+    """
+
+    name: str
+    share: float
+    stream: TokenStream
+
+
+class TrainingData:
+    """One prepared folder or several, opened and checked; use `open`.
+
+    Attributes:
+        parts: At least one, in the order of the configuration.
+        key: The configuration's key that names them, for errors.
+    """
+
+    def __init__(self, parts: Sequence[Part], key: str) -> None:
+        self.parts = tuple(parts)
+        self.key = key
+
+    @classmethod
+    def open(cls, config: DataConfig) -> "TrainingData":
+        """Opens what `data.path` or `data.mixture` names.
+
+        Args:
+            config: The keys under `data:`.
+
+        Returns:
+            The data.
+
+        Raises:
+            DataError: Nothing is named, a folder is missing or damaged, two were made with
+                different tokenizers, or a weight is too small beside the others.
+        """
+        if config.mixture is None:
+            if config.path is None:
+                raise DataError("data.path: is missing; `polyad prepare` makes such a folder")
+            data = _open(config.path, "data.path")
+            return cls([Part(Path(config.path).name, 1.0, data)], "data.path")
+        total = sum(source.weight for source in config.mixture)
+        parts: list[Part] = []
+        for number, source in enumerate(config.mixture):
+            key = f"data.mixture.{number}"
+            part = Part(source.label, source.weight / total, _open(source.path, f"{key}.path"))
+            if part.share < 1 / BLOCK:
+                raise DataError(
+                    f"{key}.weight: {source.weight} is a share of {part.share:.1e}; one of at "
+                    f"least 1 / {BLOCK:,} is needed"
+                )
+            if parts:
+                _check_tokenizers(parts[0], part, f"{key}.path")
+            parts.append(part)
+        return cls(parts, "data.mixture")
+
+    @property
+    def tokenizer(self) -> TokenizerInfo:
+        """The tokenizer of all parts."""
+        return self.parts[0].data.manifest.tokenizer
+
+    @property
+    def tokenizer_path(self) -> Path:
+        """The tokenizer's file: of Hugging Face `tokenizers`, or of SentencePiece."""
+        return self.parts[0].data.path / self.tokenizer.file
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """Names what training sees: of one folder its own, of several with their shares."""
+        prints = [part.data.manifest.fingerprint for part in self.parts]
+        if len(prints) == 1:
+            return prints[0]
+        counts_P = shares_of_a_block([part.share for part in self.parts])
+        lines = [f"{name}:{count}" for name, count in zip(prints, counts_P, strict=True)]
+        return hashlib.sha256("\n".join(["mixture", *lines]).encode()).hexdigest()
+
+    def samples(self, sequence_length: int, seed: int) -> "TrainingSamples | MixedSamples":
+        """Gives the training samples in their order.
+
+        Args:
+            sequence_length: Targets of a sample, T, in tokens.
+            seed: Not negative; another seed gives another order.
+
+        Returns:
+            Samples by their global number.
+
+        Raises:
+            DataError: A train split is shorter than one sample.
+        """
+        each = [
+            TrainingSamples(part.data.split("train"), sequence_length, seed) for part in self.parts
+        ]
+        if len(each) == 1:
+            return each[0]
+        return MixedSamples(each, [part.share for part in self.parts], seed)
+
+    def validation(self) -> list[ValidationPart]:
+        """Lists the validation splits that hold anything.
+
+        Returns:
+            One for each part that has such a split.
+        """
+        found = [(part, part.data.split("validation")) for part in self.parts]
+        found = [(part, stream) for part, stream in found if stream.num_tokens]
+        total = sum(part.share for part, _ in found)
+        return [ValidationPart(part.name, part.share / total, stream) for part, stream in found]
+
+    def documents(
+        self, samples: "TrainingSamples | MixedSamples", numbers: Sequence[int]
+    ) -> dict[str, list[int]]:
+        """Finds the documents that samples have tokens of.
+
+        Args:
+            samples: As `samples` gave them.
+            numbers: Of the samples.
+
+        Returns:
+            By the name of each part that has any: their numbers in its train split, ascending.
+        """
+        found: dict[str, set[int]] = {}
+        for number in numbers:
+            source = samples.place(number)[0] if isinstance(samples, MixedSamples) else 0
+            found.setdefault(self.parts[source].name, set()).update(samples.documents(number))
+        return {name: sorted(documents) for name, documents in sorted(found.items())}
+
+
+class MixedSamples(Dataset[torch.Tensor]):
+    """Samples of several sources by their global number, without end.
+
+    Which source sample g comes from, and that it is the k-th of that source, depends on the seed,
+    the shares and g alone. The order of sources repeats every `BLOCK` samples, in which each source
+    has its share; its samples lie at even distances from each other and begin at a random place, so
+    that the first g samples hold each source's share within P + 1 samples.
+
+    Args:
+        sources: The samples of each of P sources.
+        shares: Of each; together 1, none below 1 / `BLOCK`.
+        seed: Not negative.
+
+    Attributes:
+        samples_per_epoch: As many as all sources hold, whatever their shares.
+    """
+
+    def __init__(
+        self, sources: Sequence[TrainingSamples], shares: Sequence[float], seed: int
+    ) -> None:
+        self.samples_per_epoch = sum(source.samples_per_epoch for source in sources)
+        self._sources = list(sources)
+        self._shares = list(shares)
+        self._seed = seed
+
+    def __getitem__(self, sample: int) -> torch.Tensor:
+        """Reads a sample.
+
+        Args:
+            sample: Its global number, from 0.
+
+        Returns:
+            T + 1 token ids, int64, shape (T + 1,).
+        """
+        source, number = self.place(sample)
+        return self._sources[source][number]
+
+    def documents(self, sample: int) -> list[int]:
+        """Finds the documents of its source that a sample has tokens of; see `TrainingSamples`."""
+        source, number = self.place(sample)
+        return self._sources[source].documents(number)
+
+    def place(self, sample: int) -> tuple[int, int]:
+        """Finds the source of a sample.
+
+        Args:
+            sample: Its global number, from 0.
+
+        Returns:
+            The number of its source, and the sample's number in the source.
+        """
+        if sample < 0:
+            raise IndexError(f"sample {sample}")
+        block, position = divmod(sample, BLOCK)
+        source_N, number_N, counts_P = self._block
+        source = int(source_N[position])
+        return source, block * int(counts_P[source]) + int(number_N[position])
+
+    @functools.cached_property
+    def _block(
+        self,
+    ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32], npt.NDArray[np.int64]]:
+        """Source, and number within it, of the N samples of a block; samples of each source."""
+        counts_P = shares_of_a_block(self._shares)
+        generator = np.random.Generator(np.random.PCG64((self._seed, 0, _SOURCES)))
+        phases_P = generator.random(len(counts_P))
+        numbers = [np.arange(count, dtype=np.int32) for count in counts_P]
+        times_N = np.concatenate(
+            [(n + phase) / len(n) for n, phase in zip(numbers, phases_P, strict=True)]
+        )
+        sources_N = np.repeat(np.arange(len(counts_P), dtype=np.int32), counts_P)
+        order_N = np.lexsort((sources_N, times_N))  # by time, equal ones by source
+        return sources_N[order_N], np.concatenate(numbers)[order_N], counts_P
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A worker process builds its own: sending it would take longer.
+        return {name: value for name, value in self.__dict__.items() if name != "_block"}
+
+
+def shares_of_a_block(shares: Sequence[float]) -> npt.NDArray[np.int64]:
+    """Divides a block among sources, by largest remainder.
+
+    Args:
+        shares: Of each source, at least 1 / `BLOCK`; together 1.
+
+    Returns:
+        Samples of each source, at least 1; together `BLOCK`.
+    """
+    exact_P = np.asarray(shares, dtype=np.float64) * BLOCK
+    counts_P = np.maximum(np.floor(exact_P).astype(np.int64), 1)
+    missing = BLOCK - int(counts_P.sum())
+    largest_first = np.argsort(counts_P - exact_P, kind="stable")
+    counts_P[largest_first[:missing]] += 1
+    return counts_P
+
+
+def _open(path: str, key: str) -> PreparedData:
+    try:
+        return PreparedData.open(path)
+    except DataError as error:
+        raise DataError(f"{key}: {error}") from None
+
+
+def _check_tokenizers(first: Part, other: Part, key: str) -> None:
+    expected, actual = (part.data.manifest.tokenizer.fingerprint for part in (first, other))
+    if expected != actual:
+        raise DataError(
+            f"{key}: {other.data.path} was made with tokenizer {actual[:12]}, {first.data.path} "
+            f"with {expected[:12]}: their token ids mean different things"
+        )

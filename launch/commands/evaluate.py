@@ -108,7 +108,7 @@ def evaluate(
         raise UsageError(f"--attack {attack}: needs --rate, a number from 0 to 1")
 
     def measure(checkpoint: Path) -> Found:
-        from polyad.data.images.noise import GaussianNoise
+        from polyad.data.images.augmentation import GaussianNoise
         from polyad.data.text.attack import WordSwap
         from polyad.train.evaluation.evaluate import evaluate, result_table
 

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from polyad.data.temporary import temporary_folder
+from polyad.data.files import temporary_folder
 from polyad.train.errors import one_line
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from polyad.data.text.parts.part import ranges
-from polyad.data.text.parts.plan import LAUNCH_FOLDER
+from polyad.data.text.parts import ranges
+from polyad.data.text.plan import LAUNCH_FOLDER
 from polyad.launch.via.slurm import SlurmJob, directive_path, job_name, python_path
 from polyad.launch.via.submission import SubmissionError, hand_in
 from polyad.train.errors import shown

@@ -17,7 +17,7 @@ from typing import Annotated, Any
 
 import torch
 
-from polyad.data.temporary import temporary_folder
+from polyad.data.files import temporary_folder
 from polyad.launch.command import Argument, Json
 from polyad.launch.output import align, results
 from polyad.launch.parser import positive

@@ -26,10 +26,10 @@ import torch
 from polyad.data.sampler import micro_batches
 from polyad.data.text.dataset import PreparedData
 from polyad.data.text.documents import open_source
-from polyad.data.text.parts.writer import DatasetWriter
 from polyad.data.text.prepare import prepare
 from polyad.data.text.samples import TrainingSamples
 from polyad.data.text.tokenizers.tokenizer import Tokenizer, all_cores
+from polyad.data.text.writer import DatasetWriter
 from polyad.launch.command import Argument, Json, Overrides
 from polyad.launch.output import results
 from polyad.launch.parser import UsageError

@@ -18,12 +18,11 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from polyad.data.errors import user_path
-from polyad.data.images.augmentation import random_crop
+from polyad.data.images.augmentation import available, random_crop
 from polyad.data.images.config import AugmentationConfig, ImageDataConfig, RandAugmentConfig
 from polyad.data.images.dataset import ImageData
 from polyad.data.images.prepare import prepare_images
 from polyad.data.images.samples import ImageSamples
-from polyad.data.images.torchvision_door import available
 from polyad.data.sampler import micro_batches
 from polyad.launch.command import Argument, Json
 from polyad.launch.output import results

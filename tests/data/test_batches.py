@@ -6,10 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from polyad.data.batches import batch_of_step, batches_from
-from polyad.data.sampler import micro_batches
-from polyad.data.text.mixture import Part, TrainingData
-from polyad.data.text.samples import TrainingSamples
+from polyad.data.sampler import batch_of_step, batches_from, micro_batches
+from polyad.data.text.samples import Part, TrainingData, TrainingSamples
 
 T, SEED, B = 16, 5, 8
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from polyad.data import order
+from polyad.data.files import node_folder
 from polyad.data.order import EpochOrders
-from polyad.data.temporary import node_folder
 from polyad.data.text.samples import TrainingSamples
 
 SAMPLES = 1000

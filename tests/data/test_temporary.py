@@ -7,12 +7,12 @@ import sys
 
 import pytest
 
-from polyad.data.temporary import temporary_folder
+from polyad.data.files import temporary_folder
 
 HOLD = """
 import sys, time
 from pathlib import Path
-from polyad.data.temporary import temporary_folder
+from polyad.data.files import temporary_folder
 with temporary_folder(".out.", Path(sys.argv[1]), ".partial") as folder:
     (folder / "half").write_text("half")
     print(folder, flush=True)

@@ -9,7 +9,7 @@ from unittest import mock
 
 import torch
 
-from polyad.data.batches import batches_from
+from polyad.data.sampler import batches_from
 from polyad.model.kernels import linear_cross_entropy as kernel
 from polyad.train.config.plan import plan_run
 from polyad.train.pretrain import main

@@ -17,7 +17,7 @@ from typing import Any
 
 import yaml
 
-from polyad.data.sequences.schemas import BENCHMARKS
+from polyad.data.sequences.config import BENCHMARKS
 from polyad.launch.cli import run
 from polyad.launch.command import Command
 from polyad.launch.commands import COMMANDS

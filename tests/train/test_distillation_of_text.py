@@ -7,8 +7,8 @@ import torch
 import yaml
 from torch.nn.functional import cross_entropy, kl_div
 
-from polyad.data.text.mixture import TrainingData
 from polyad.data.text.prepare import prepare
+from polyad.data.text.samples import TrainingData
 from polyad.parallel.weights import load_model
 from polyad.train.config.run import load_config
 from tests.helpers import sequences as made

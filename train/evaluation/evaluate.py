@@ -10,8 +10,8 @@ from typing import Any
 from torch import nn
 
 from polyad.data.errors import DataError
-from polyad.data.images.noise import GaussianNoise
-from polyad.data.temporary import temporary_folder
+from polyad.data.files import temporary_folder
+from polyad.data.images.augmentation import GaussianNoise
 from polyad.data.text.attack import WordSwap, write_attacked
 from polyad.data.text.manifest import SplitName
 from polyad.parallel import comm

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from polyad.data.evaluation import evaluation_batches
 from polyad.data.images.imagenet import (
     ALEXNET_ERRORS,
     FileSplit,
@@ -25,6 +24,7 @@ from polyad.data.images.imagenet import (
 )
 from polyad.data.images.samples import EvaluationImages
 from polyad.data.json_reader import read_json
+from polyad.data.sampler import evaluation_batches
 from polyad.parallel import comm
 from polyad.parallel.weights import Choice
 from polyad.train.console import Progress
@@ -221,7 +221,7 @@ def _outliers(scorer: Scorer, folder: Path) -> dict[str, Any]:
     The score of an outlier is -max softmax over the set's classes; the images that belong are those
     of ImageNet's own validation split with one of these classes (Hendrycks et al. 2021).
     """
-    from polyad.data.images.extra import average_precision
+    from polyad.data.images.imagenet import average_precision
 
     split, files = _own_validation(scorer), by_wordnet_id(folder)
     classes_S = torch.tensor(classes_of(files))

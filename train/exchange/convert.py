@@ -6,8 +6,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
-from polyad.data.files import named
-from polyad.data.temporary import temporary_folder
+from polyad.data.files import named, temporary_folder
 from polyad.model.build import num_parameters
 from polyad.parallel.adapted import AdaptedCheckpoint
 from polyad.parallel.checkpoint.finding import find_checkpoint, read_newest

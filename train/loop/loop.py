@@ -7,7 +7,7 @@ from dataclasses import InitVar, dataclass
 from pathlib import Path
 from typing import Any
 
-from polyad.data.batches import batch_of_step
+from polyad.data.sampler import batch_of_step
 from polyad.parallel import comm
 from polyad.parallel.checkpoint.saving import Saver
 from polyad.parallel.config import CheckpointConfig

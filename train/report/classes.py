@@ -14,8 +14,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from polyad.data.sequences.encoding import form_of
-from polyad.data.sequences.schemas import Metric
+from polyad.data.sequences.config import Metric
+from polyad.data.sequences.samples import form_of
 from polyad.train.errors import ConfigError
 from polyad.train.experts.by_class import FEW_CLASSES, LevelByClass
 from polyad.train.measures.specialization import Specialized

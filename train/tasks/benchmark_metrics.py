@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from polyad.data.sequences.schemas import Metric
+from polyad.data.sequences.config import Metric
 
 Numbers = npt.NDArray[np.generic]
 

@@ -15,11 +15,11 @@ from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from polyad.data.errors import DataError
-from polyad.data.evaluation import Numbered, evaluation_batches
+from polyad.data.images.augmentation import GaussianNoise
 from polyad.data.images.config import ImageDataConfig
 from polyad.data.images.dataset import ImageData
-from polyad.data.images.noise import GaussianNoise
 from polyad.data.images.samples import EvaluationImages, ImageBatch, ImageSamples
+from polyad.data.sampler import Numbered, evaluation_batches
 from polyad.model.families.family import CONFIG_FILE
 from polyad.model.heads import HEAD
 from polyad.model.output import RoutingStats

@@ -15,8 +15,7 @@ from torch.utils.data import Dataset
 from polyad.data.config import DataConfig
 from polyad.data.text.dataset import TokenStream
 from polyad.data.text.manifest import SplitInfo
-from polyad.data.text.mixture import MixedSamples, TrainingData
-from polyad.data.text.samples import TrainingSamples
+from polyad.data.text.samples import MixedSamples, TrainingData, TrainingSamples
 from polyad.data.text.windows import EvaluationWindows, SpreadWindows, window_batches
 from polyad.model.gpt2 import GPT2Config
 from polyad.model.output import RoutingStats

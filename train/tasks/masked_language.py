@@ -13,7 +13,7 @@ from torch.utils.data import Dataset
 
 from polyad.data.config import MaskedTextConfig
 from polyad.data.errors import DataError
-from polyad.data.evaluation import evaluation_batches
+from polyad.data.sampler import evaluation_batches
 from polyad.data.text.dataset import TokenStream
 from polyad.data.text.masking import (
     MaskedBatch,
@@ -22,8 +22,7 @@ from polyad.data.text.masking import (
     MaskedWindows,
     SpecialTokens,
 )
-from polyad.data.text.mixture import MixedSamples, TrainingData
-from polyad.data.text.samples import TrainingSamples
+from polyad.data.text.samples import MixedSamples, TrainingData, TrainingSamples
 from polyad.model.bert import BertConfig, MaskedLanguageHeadConfig
 from polyad.model.output import RoutingStats
 from polyad.parallel import comm

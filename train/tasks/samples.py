@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, Subset
 
-from polyad.data.evaluation import evaluation_batches
 from polyad.data.images.samples import EvaluationImages, ImageBatch
+from polyad.data.sampler import evaluation_batches
 from polyad.data.sequences.samples import SequenceBatch
 from polyad.data.text.masking import MaskedWindow
 from polyad.data.text.windows import EvaluationWindows

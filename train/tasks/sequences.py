@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import mse_loss
 
-from polyad.data.evaluation import evaluation_batches
+from polyad.data.sampler import evaluation_batches
 from polyad.data.sequences.config import SequenceDataConfig
 from polyad.data.sequences.dataset import HOLD_OUT, SequenceData
 from polyad.data.sequences.samples import SequenceBatch, TrainingRows

@@ -7,8 +7,7 @@ from typing import ClassVar, Self, TypeVar, cast
 from polyad.data.config import DataConfig
 from polyad.data.text.dataset import TokenStream
 from polyad.data.text.manifest import SplitInfo, SplitName
-from polyad.data.text.mixture import MixedSamples, Part, TrainingData
-from polyad.data.text.samples import TrainingSamples
+from polyad.data.text.samples import MixedSamples, Part, TrainingData, TrainingSamples
 from polyad.model.bert import BertConfig
 from polyad.model.gpt2 import GPT2Config
 from polyad.parallel.weights import Weights

@@ -11,7 +11,7 @@ from polyad.data.text.dataset import PreparedData
 from polyad.data.text.manifest import TOKENIZER_FILES
 from polyad.data.text.tokenizers.files import load_tokenizer
 from polyad.data.text.tokenizers.tokenizer import Tokenizer
-from polyad.data.text.tokenizers.wordpiece import VOCABULARY_FILE
+from polyad.data.text.tokenizers.vocabularies import VOCABULARY_FILE
 from polyad.parallel.checkpoint.format import State
 from polyad.parallel.checkpoint.reading import Checkpoint
 from polyad.parallel.records import Record

@@ -1,23 +1,37 @@
-"""The one reader of archives: where each member of a zip or a tar is, without reading members.
+"""Archives: where each member of a zip or a tar is, without reading members; and WebDataset.
 
 Names, numbers and sizes in an archive are anybody's: what lies outside of the file, or is larger
 than headers and labels are, is refused before it is read.
+
+WebDataset is tar files whose members of one name are a sample, as 000.jpg with 000.cls. A tar
+without classes in it is a tree of folders, as a zip is.
 """
 
 import io
+import itertools
 import re
 import stat
 import struct
 import tarfile
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
 from polyad.data.errors import DataError
-from polyad.data.images.shards import Shard
-from polyad.data.images.sources.trees import ArchiveTree, File, Tree
-from polyad.data.left_out import LeftOut
+from polyad.data.images.shards import Entry, Shard
+from polyad.data.images.sources.classes import by_class
+from polyad.data.images.sources.found import (
+    ArchiveTree,
+    File,
+    Found,
+    Tree,
+    files_by_split,
+    is_image,
+)
+from polyad.data.json_reader import parse_json, read_bounded
+from polyad.data.prepared import LeftOut
 
 MOST_HEADER = 1 << 16
 """Bytes of a long name, or of further keys, in a tar."""
@@ -182,3 +196,185 @@ class _Headers(io.FileIO):
         if size > tarfile.BLOCKSIZE and MOST_DIGITS.search(content):
             raise DataError(f"{damaged}: it has a number of more than 1,000 digits")
         return content
+
+
+CLASS_KEYS = ("cls", "label", "class")
+"""Endings of a member, or keys of a `.json`, that hold the class."""
+CLASSES_FILE = "classes.txt"
+"""Beside the tars, or in a folder around them: the names of the classes, one a line."""
+MOST_LABEL, MOST_JSON = 1 << 10, 1 << 24
+"""Bytes of a member that holds a class, and of a `.json`."""
+LOOKED_AT = 1000
+"""Members of a tar by which it is known what it is."""
+
+
+@dataclass
+class _Sample:
+    """Members of one name."""
+
+    image: File | None = None
+    label: int | None = None
+    first: str = ""
+    """A member of it."""
+
+
+def open_tars(files: list[Path], root: Path, left_out: LeftOut) -> Found:
+    """Opens tars; each is of the split that its name or its folder's name says, else of train.
+
+    Args:
+        files: One at least.
+        root: What the user named: a tar, or a folder around them.
+        left_out: Counts what is not taken.
+
+    Raises:
+        DataError: A tar is damaged.
+    """
+    if len(files) == 1 and not _has_classes(files[0]):
+        tree = read_tar(files[0], left_out)
+        images = [file for file in tree.files if is_image(file.name)]
+        if images and all(len(file.parts) == 1 for file in images):
+            raise _without_class(files[0], images[0].name)
+        return by_class(tree, left_out)
+    by_split = files_by_split(files, root, left_out)
+    folder = root if root.is_dir() else root.parent
+    names = [_class_names(file, folder) for file in files]
+    shards = [
+        Shard(path=str(file.resolve()), kind="range", size=file.stat().st_size) for file in files
+    ]
+
+    def entries(numbers: list[int]) -> Iterator[Entry]:
+        for number in numbers:
+            yield from _samples(files[number], number, names[number], left_out)
+
+    return Found(
+        shards=shards,
+        splits={
+            split: lambda numbers=numbers: entries(numbers)  # type: ignore[misc]
+            for split, numbers in by_split.items()
+        },
+        class_names=None,
+        names_of_shards=names,
+        left_out=left_out,
+        total_bytes=sum(shard.size for shard in shards),
+    )
+
+
+def _has_classes(path: Path) -> bool:
+    """Whether members hold classes, as far as the first ones say; else folders do."""
+    return any(
+        _ending(member.name) in (*CLASS_KEYS, "json")
+        for member in itertools.islice(tar_members(path), LOOKED_AT)
+    )
+
+
+def _ending(name: str) -> str:
+    """What follows the first point of a member's name, in small letters."""
+    return name.rpartition("/")[2].partition(".")[2].lower()
+
+
+def _class_names(tar: Path, root: Path) -> list[str] | None:
+    """The names beside a tar, or in the nearest folder around it up to the root.
+
+    A name a line; empty ones at the end are none.
+    """
+    around = [folder for folder in tar.parents if folder.is_relative_to(root)]
+    beside = (folder / CLASSES_FILE for folder in around)
+    file = next((each for each in beside if each.is_file()), None)
+    if file is None:
+        return None
+    try:
+        names = read_bounded(file).decode("utf-8-sig").rstrip().splitlines()
+    except UnicodeDecodeError as error:
+        raise DataError(f"{file}: is not UTF-8: {error.reason} at byte {error.start}") from None
+    if "" in map(str.strip, names):
+        line = [name.strip() for name in names].index("") + 1
+        raise DataError(f"{file}: line {line} is empty, and no name of a class")
+    return names
+
+
+def _samples(
+    path: Path, shard: int, names: Sequence[str] | None, left_out: LeftOut
+) -> Iterator[Entry]:
+    """The images with their classes, in the order of the first members of their samples."""
+    samples: dict[str, _Sample] = {}
+    with path.open("rb") as opened:
+        for file in read_tar(path, left_out).files:
+            stem = file.parts[-1].partition(".")[0]
+            sample = samples.setdefault("/".join((*file.parts[:-1], stem)), _Sample())
+            sample.first = sample.first or file.name
+            _add(sample, file, path, opened, names, left_out)
+    for sample in samples.values():
+        image, label = sample.image, sample.label
+        if image is None:
+            left_out.add("samples without an image", f"{path.name}: {sample.first}")
+        elif label is None:
+            raise _without_class(path, image.name)
+        else:
+            yield Entry(shard, image.offset, image.size, label, image.name)
+
+
+def _without_class(path: Path, name: str) -> DataError:
+    return DataError(
+        f"{path}: {name}: has no class: a member of that name with .cls, or a .json with one of "
+        f"the keys {', '.join(CLASS_KEYS)}, is needed, or a tar alone with a folder for each class"
+    )
+
+
+def _add(
+    sample: _Sample,
+    file: File,
+    path: Path,
+    opened: BinaryIO,
+    names: Sequence[str] | None,
+    left_out: LeftOut,
+) -> None:
+    """Adds a member to its sample."""
+    ending = _ending(file.name)
+    place = f"{path}: {file.name}"
+    if is_image(file.name):
+        if sample.image is not None:
+            raise DataError(
+                f"{place}: is a second image of its sample, beside {sample.image.name}; one is "
+                f"allowed"
+            )
+        sample.image = file
+    elif ending in CLASS_KEYS:
+        content = _content(opened, file, MOST_LABEL, place)
+        label = _number(content.decode("utf-8", "replace").strip(), names, place)
+        _give(sample, label, place)
+    elif ending == "json":
+        tree = parse_json(_content(opened, file, MOST_JSON, place), place)
+        found = [tree[key] for key in CLASS_KEYS if isinstance(tree, dict) and key in tree]
+        if found and (sample.label is None or type(found[0]) is int):
+            _give(sample, _number(found[0], names, place), place)
+    else:
+        why = f"members that end in .{ending}" if ending else "members without an ending"
+        left_out.add(why, file.name, mistake=False)
+
+
+def _give(sample: _Sample, label: int, place: str) -> None:
+    """Gives a sample its class, which several members may hold."""
+    if sample.label not in (None, label):
+        raise DataError(f"{place}: holds the class {label}, and another member {sample.label}")
+    sample.label = label
+
+
+def _content(opened: BinaryIO, file: File, most: int, place: str) -> bytes:
+    if file.size > most:
+        raise DataError(
+            f"{place}: has {file.size:,} bytes, and {most:,} are allowed where a class stands"
+        )
+    opened.seek(file.offset)
+    return opened.read(file.size)
+
+
+def _number(label: object, names: Sequence[str] | None, place: str) -> int:
+    """The number of a class, which may be written as text, or be named as in `classes.txt`."""
+    if type(label) is int:
+        return label
+    if isinstance(label, str) and len(label) < 20 and label.removeprefix("-").isdecimal():
+        return int(label)
+    if isinstance(label, str) and names is not None and label in names:
+        return names.index(label)
+    known = f"; {CLASSES_FILE} does not have it" if names else f", nor is there a {CLASSES_FILE}"
+    raise DataError(f"{place}: holds no number of a class: {str(label)[:40]!r}{known}")

@@ -7,9 +7,16 @@ from typing import NamedTuple
 
 from polyad.data.errors import DataError, listed
 from polyad.data.images.shards import Entry, Shard
-from polyad.data.images.sources.found import SPLIT_NAMES, Found, is_image, split_in
-from polyad.data.images.sources.trees import File, Parts, Tree
-from polyad.data.left_out import LeftOut
+from polyad.data.images.sources.found import (
+    SPLIT_NAMES,
+    File,
+    Found,
+    Parts,
+    Tree,
+    is_image,
+    split_in,
+)
+from polyad.data.prepared import LeftOut
 
 BESIDE = frozenset(
     {

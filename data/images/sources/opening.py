@@ -7,15 +7,12 @@ import numpy as np
 from polyad.data.errors import DataError, user_path
 from polyad.data.files import writing
 from polyad.data.images.shards import WHAT_TO_DO, png
-from polyad.data.images.sources.archives import read_tar, read_zip
-from polyad.data.images.sources.attributes import attribute_list, open_attributes
+from polyad.data.images.sources.archives import CLASSES_FILE, open_tars, read_tar, read_zip
 from polyad.data.images.sources.classes import by_class, by_domain
-from polyad.data.images.sources.found import Found, is_image
-from polyad.data.images.sources.raw import is_raw, open_raw
+from polyad.data.images.sources.found import Found, Tree, folder_tree, is_image
+from polyad.data.images.sources.published import attribute_list, is_raw, open_attributes, open_raw
 from polyad.data.images.sources.tables import open_arrow, open_parquet
-from polyad.data.images.sources.trees import Tree, folder_tree
-from polyad.data.images.sources.webdataset import CLASSES_FILE, open_tars
-from polyad.data.left_out import LeftOut
+from polyad.data.prepared import LeftOut
 
 DIGITS, HUB = "digits", "hub:"
 KNOWN = (
@@ -146,7 +143,7 @@ def _downloaded(name: str) -> Path:
 
 def _digits(folder: Path) -> Path:
     """scikit-learn's handwritten digits as PNG files in folders of classes."""
-    from polyad.data.images.extra import digits
+    from polyad.data.images.imagenet import digits
 
     images, labels = digits()
     for number, (image, label) in enumerate(zip(images, labels, strict=True)):

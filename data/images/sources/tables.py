@@ -1,28 +1,233 @@
 """Tables of images as Hugging Face has them: Arrow files, as `datasets` saves them, and Parquet.
 
-A column of images, which are read inside of the files where they stand there as they are; and one
-of labels, or columns of true and false, which are attributes (as of flwrlabs/celeba).
+A column of images holds structs {bytes, path}, as `datasets` writes them, or bytes; beside it
+stands one of labels, or columns of true and false, which are attributes (as of flwrlabs/celeba).
+What an image is, pyarrow alone decides; an image is read where it is in the file if the same bytes
+stand there, and is copied into a file of the prepared folder if not.
 """
 
+import mmap
+import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from polyad.data.class_names import named_classes, names_of_feature, schema_of
-from polyad.data.errors import DataError
-from polyad.data.images.shards import Entry, Packed
-from polyad.data.images.sources.columns import (
-    LABELS,
-    Columns,
-    Places,
-    columns_of,
-    entries_of,
-    names_in,
-    table_shards,
-)
+import numpy as np
+import numpy.typing as npt
+
+from polyad.data.errors import DataError, listed
+from polyad.data.images.shards import Entry, Packed, Shard
 from polyad.data.images.sources.found import Found, files_by_split
 from polyad.data.json_reader import read_json
-from polyad.data.left_out import LeftOut
+from polyad.data.names import named_classes, names_of_feature, schema_of
+from polyad.data.prepared import LeftOut
+
+LABELS = ("label", "fine_label", "labels", "class")
+"""Columns that hold the class, the first that is there: CIFAR-100 has fine and coarse ones."""
+IMAGES = ("image", "img")
+NEAR, FAR = 1 << 16, 1 << 22
+"""Bytes behind an image in which the next one is looked for, and the first of another row group."""
+
+
+class Columns(NamedTuple):
+    """Which columns of a file hold what."""
+
+    image: str
+    has_path: bool
+    """Whether an image is a struct that has a path."""
+    is_struct: bool
+    label: str | None
+    """None: there are attributes."""
+    attributes: tuple[str, ...]
+
+    @property
+    def wanted(self) -> list[str]:
+        """The columns, and the parts of columns, that are read."""
+        parts = [f"{self.image}.bytes"] if self.is_struct else [self.image]
+        paths = [f"{self.image}.path"] if self.has_path else []
+        return [*parts, *paths, *([self.label] if self.label else self.attributes)]
+
+
+def columns_of(schema: Any, file: Path) -> Columns:
+    """Finds the columns of images and of labels, or of attributes: true and false.
+
+    Raises:
+        DataError: There are none, or they hold something else.
+    """
+    import pyarrow.types as kinds
+
+    names = names_in(schema, file)
+    image = next((name for name in IMAGES if name in names), None)
+    label = next((name for name in LABELS if name in names), None)
+    attributes = tuple(name for name in names if kinds.is_boolean(schema.field(name).type))
+    for column, what, wanted in (
+        (image, "images", " or ".join(IMAGES)),
+        (label or attributes, "labels", f"{' or '.join(LABELS)}, and none of true and false"),
+    ):
+        if not column:
+            raise DataError(f"{file}: has no column of {what}, {wanted}; it has {listed(names)}")
+    assert image is not None
+    used = [image, *([label] if label else attributes)]
+    twice = next((name for name in used if names.count(name) > 1), None)
+    if twice is not None:
+        raise DataError(f"{file}: has two columns that are called {twice}")
+    kind = schema.field(image).type
+    inside = {kind.field(n).name: kind.field(n).type for n in range(kind.num_fields)}
+    is_struct = kinds.is_struct(kind) and "bytes" in inside
+    if not _is_bytes(inside["bytes"] if is_struct else kind):
+        raise DataError(
+            f"{file}: the column {image} holds {kind}, and no images: bytes, or structs of bytes "
+            f"and path, are allowed; of paths alone, name the folder of the files"
+        )
+    of_labels = schema.field(label).type if label else None
+    if label and not (kinds.is_integer(of_labels) or kinds.is_boolean(of_labels)):
+        raise DataError(f"{file}: the column {label} holds {of_labels}, and no numbers of classes")
+    has_path = is_struct and "path" in inside and _is_text(inside["path"])
+    return Columns(image, has_path, is_struct, label, () if label else attributes)
+
+
+def names_in(schema: Any, file: Path) -> list[str]:
+    """The names of columns.
+
+    Raises:
+        DataError: One is no text.
+    """
+    try:
+        return list(schema.names)
+    except UnicodeDecodeError:
+        raise DataError(f"{file}: the name of a column is not UTF-8") from None
+
+
+def _is_bytes(kind: Any) -> bool:
+    import pyarrow.types as kinds
+
+    if kinds.is_dictionary(kind):
+        kind = kind.value_type
+    return bool(
+        kinds.is_binary(kind)
+        or kinds.is_large_binary(kind)
+        or kinds.is_binary_view(kind)
+        or kinds.is_fixed_size_binary(kind)
+    )
+
+
+def _is_text(kind: Any) -> bool:
+    import pyarrow.types as kinds
+
+    if kinds.is_dictionary(kind):
+        kind = kind.value_type
+    return bool(kinds.is_string(kind) or kinds.is_large_string(kind) or kinds.is_string_view(kind))
+
+
+class Places:
+    """Says of each image of a file where its bytes are.
+
+    Args:
+        file: The table.
+        number: Of its shard.
+        packed: Takes the images that the file does not hold as they are.
+        packed_number: Of the shard of those.
+    """
+
+    def __init__(self, file: Path, number: int, packed: Packed, packed_number: int) -> None:
+        self._number, self._packed, self._packed_number = number, packed, packed_number
+        self._begin, self._near = 0, FAR
+        self._lost = False
+        with file.open("rb") as opened:
+            self._mapped = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
+
+    def __enter__(self) -> "Places":
+        """Keeps the file mapped."""
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Ends that."""
+        self._mapped.close()
+
+    def begin(self, at: int | None = None) -> None:
+        """Says that the next image is the first of some, which stand perhaps from a byte on."""
+        self._begin = self._begin if at is None else max(0, at)
+        self._near, self._lost = FAR, False
+
+    def place(self, content: bytes) -> tuple[int, int, int]:
+        """Shard, offset and size of the next image."""
+        at = None if self._lost else self._found(content)
+        if at is None:
+            self._lost = True  # a part that is compressed holds no image as it is
+            return self._packed_number, self._packed.add(content), len(content)
+        self._begin, self._near = at + len(content), NEAR
+        return self._number, at, len(content)
+
+    def _found(self, content: bytes) -> int | None:
+        # Images stand one behind the other, in Parquet each behind 4 bytes of its length.
+        for at in (self._begin + 4, self._begin):
+            if self._mapped[at : at + len(content)] == content:
+                return at
+        near = self._mapped[self._begin : self._begin + self._near + len(content)].find(content)
+        return None if near < 0 else self._begin + near
+
+
+def entries_of(
+    batch: Any, columns: Columns, file: Path, first: int, places: Places, left_out: LeftOut
+) -> Iterator[Entry]:
+    """The images of a batch of rows.
+
+    Args:
+        batch: Of Arrow.
+        columns: Of the file.
+        file: For errors.
+        first: The number of its first row.
+        places: Says where the images are.
+        left_out: Counts the rows without an image.
+    """
+    import pyarrow.compute as compute
+
+    images = batch.column(columns.image)
+    paths: list[bytes | None] = [None] * len(batch)
+    if columns.has_path:
+        paths = _paths(compute.struct_field(images, "path"))
+    if columns.is_struct:
+        images = compute.struct_field(images, "bytes")
+    contents = images.to_pylist()
+    labels, attributes = [0] * len(batch), None
+    if columns.label is None:
+        attributes = _bits(batch, columns, file, first)
+    else:
+        known = batch.column(columns.label).to_pylist()
+        labels = [-1 if number is None else int(number) for number in known]
+    for row, (content, path) in enumerate(zip(contents, paths, strict=True)):
+        name = os.fsdecode(path or b"") or f"row {first + row}"
+        if content is None:
+            why = "with the path of an image, and without its bytes" if path else "without an image"
+            left_out.add(f"rows {why}", f"{file.name}: row {first + row}")
+            continue
+        bits = None if attributes is None else attributes[row]
+        yield Entry(*places.place(content), labels[row], name, bits)
+
+
+def _paths(column: Any) -> list[bytes | None]:
+    """Paths as bytes: a file may hold any."""
+    import pyarrow as pa
+
+    if pa.types.is_dictionary(column.type):
+        column = column.dictionary_decode()
+    paths: list[bytes | None] = column.cast(pa.large_string()).cast(pa.large_binary()).to_pylist()
+    return paths
+
+
+def _bits(batch: Any, columns: Columns, file: Path, first: int) -> npt.NDArray[np.uint8]:
+    rows = [batch.column(name).to_pylist() for name in columns.attributes]
+    for name, values in zip(columns.attributes, rows, strict=True):
+        if None in values:
+            raise DataError(f"{file}: row {first + values.index(None)} has no {name}")
+    return np.array(rows, dtype=np.uint8).T
+
+
+def table_shards(files: list[Path], packed: Packed) -> list[Shard]:
+    """The shards of tables: each file, and then for each the images of it that are packed."""
+    own = [Shard(path=str(f.resolve()), kind="range", size=f.stat().st_size) for f in files]
+    return [*own, *(Shard(path=str(packed.path), kind="range") for _ in files)]
+
 
 ROWS = 64
 """Rows that become Python's objects at one time: a row group may be as large as its file."""

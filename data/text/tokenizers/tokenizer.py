@@ -10,14 +10,15 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from polyad.data.errors import DataError, nearest
-from polyad.data.fingerprint import canonical, fingerprint
 from polyad.data.json_reader import parse_json
 from polyad.data.text.manifest import TOKENIZER_FILE, TokenizerFile
-from polyad.data.text.tokenizers.limits import (
+from polyad.data.text.tokenizers.content import (
     CHANCE,
+    canonical,
     chance_of,
     check_growth,
     check_patterns,
+    fingerprint,
     without_chance,
 )
 

@@ -143,16 +143,16 @@ def resolve_tokenizer(
     if training_texts is None:
         raise DataError(f"tokenizer {spec!r}: no text to train on here; name a tokenizer.json")
     if wanted.kind == "words":
-        from polyad.data.text.tokenizers.words import train_words
+        from polyad.data.text.tokenizers.vocabularies import train_words
 
         return train_words(training_texts(), wanted.vocab_size, end_of_text or END_OF_TEXT)
     if wanted.kind == "characters":
-        from polyad.data.text.tokenizers.words import train_characters
+        from polyad.data.text.tokenizers.vocabularies import train_characters
 
         return train_characters(training_texts(), end_of_text or END_OF_TEXT)
     assert wanted.vocab_size is not None
     if wanted.kind == "pieces":
-        from polyad.data.text.tokenizers.wordpiece import train_wordpiece
+        from polyad.data.text.tokenizers.vocabularies import train_wordpiece
 
         return train_wordpiece(training_texts, wanted.vocab_size, end_of_text)
     return train_tokenizer(training_texts(), wanted.vocab_size, end_of_text or END_OF_TEXT)

@@ -12,16 +12,20 @@ import torch
 from PIL import Image
 
 from polyad.data.errors import DataError
-from polyad.data.evaluation import evaluation_batches
 from polyad.data.images import decoding
-from polyad.data.images.augmentation import evaluation_image, mixing, random_crop, training_image
+from polyad.data.images.augmentation import (
+    available,
+    evaluation_image,
+    mixing,
+    random_crop,
+    training_image,
+)
 from polyad.data.images.config import AugmentationConfig, ImageDataConfig, RandAugmentConfig
 from polyad.data.images.dataset import ImageData
 from polyad.data.images.decoding import decode
 from polyad.data.images.prepare import prepare_images
 from polyad.data.images.samples import EvaluationImages, ImageSamples
-from polyad.data.images.torchvision_door import available
-from polyad.data.sampler import micro_batches
+from polyad.data.sampler import evaluation_batches, micro_batches
 from tests.helpers import images as made
 from tests.helpers.everyday import everyday
 

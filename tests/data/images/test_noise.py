@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from polyad.data.errors import DataError
+from polyad.data.images.augmentation import GaussianNoise
 from polyad.data.images.config import ImageDataConfig
 from polyad.data.images.dataset import ImageData
-from polyad.data.images.noise import GaussianNoise
 from polyad.data.images.prepare import prepare_images
 from polyad.data.images.samples import EvaluationImages
 from tests.helpers import images as made

@@ -10,7 +10,7 @@ import pytest
 from polyad.data.errors import DataError
 from polyad.data.sequences.config import SequenceDataConfig
 from polyad.data.sequences.dataset import SequenceData
-from polyad.data.sequences.domains import domains_of
+from polyad.data.sequences.labels import domains_of
 from polyad.data.sequences.tables import Table
 from polyad.data.text.tokenizers.files import load_tokenizer
 from tests.helpers.sequences import byte_tokenizer, rows, write

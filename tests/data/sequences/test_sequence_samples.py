@@ -8,12 +8,10 @@ import pytest
 import torch
 
 from polyad.data.errors import DataError
-from polyad.data.evaluation import evaluation_batches
-from polyad.data.sampler import micro_batches
+from polyad.data.sampler import evaluation_batches, micro_batches
 from polyad.data.sequences.config import SequenceDataConfig
 from polyad.data.sequences.dataset import SequenceData
-from polyad.data.sequences.encoding import shortened
-from polyad.data.sequences.samples import grouped_order
+from polyad.data.sequences.samples import grouped_order, shortened
 from polyad.data.text.tokenizers.files import load_tokenizer
 from tests.helpers.sequences import byte_tokenizer, folder_of, rows, write
 

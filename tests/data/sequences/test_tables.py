@@ -8,9 +8,8 @@ import pyarrow.parquet
 import pytest
 
 from polyad.data.errors import DataError
-from polyad.data.sequences.config import SequenceDataConfig
+from polyad.data.sequences.config import ALLOWED_METRICS, BENCHMARKS, Schema, SequenceDataConfig
 from polyad.data.sequences.labels import class_labels, class_names, is_hidden, right_choices, values
-from polyad.data.sequences.schemas import ALLOWED_METRICS, BENCHMARKS, Schema
 from polyad.data.sequences.tables import Table, held_out, read_tables
 from tests.helpers.sequences import folder_of, rows, write
 

@@ -9,7 +9,7 @@ from polyad.data.errors import DataError
 from polyad.data.text.attack import WordSwap, write_attacked
 from polyad.data.text.dataset import PreparedData
 from polyad.data.text.prepare import prepare
-from polyad.data.text.tokenizers.words import train_words
+from polyad.data.text.tokenizers.vocabularies import train_words
 
 TEXT = "  One, two;\n\n\tthree -- four\u00a0five\x1c6 "
 WORDS = TEXT.split()
@@ -87,7 +87,7 @@ def test_long_documents_and_small_batches_give_the_same_files(
 
 
 def cut_small(monkeypatch):
-    from polyad.data.text.tokenizers.pieces import cut_between_words
+    from polyad.data.text.writer import cut_between_words
 
     counts = []
 
@@ -128,7 +128,7 @@ def test_of_a_vocabulary_of_words_the_replacement_is_unknown(texts, tmp_path):
 def test_a_vocabulary_of_words_without_an_unknown_one_is_refused(prepared, tmp_path):
     import json
 
-    from polyad.data.text.tokenizers.words import WordTokenizer
+    from polyad.data.text.tokenizers.vocabularies import WordTokenizer
 
     content = json.loads(train_words(iter(["one two"]), None, "<eos>").file_bytes())
     content["model"]["unk_token"] = "none of these"

@@ -11,9 +11,14 @@ from polyad.data.config import DataConfig
 from polyad.data.errors import DataError
 from polyad.data.sampler import micro_batches
 from polyad.data.text.dataset import PreparedData
-from polyad.data.text.mixture import BLOCK, MixedSamples, TrainingData, shares_of_a_block
 from polyad.data.text.prepare import prepare
-from polyad.data.text.samples import TrainingSamples
+from polyad.data.text.samples import (
+    BLOCK,
+    MixedSamples,
+    TrainingData,
+    TrainingSamples,
+    shares_of_a_block,
+)
 
 LENGTH = 16
 

@@ -14,9 +14,9 @@ from polyad.data.errors import DataError
 from polyad.data.prepared import MANIFEST_FILE, SPLITS
 from polyad.data.text.dataset import PreparedData
 from polyad.data.text.documents import open_source
+from polyad.data.text.indexed import index_bytes, token_dtype, write_index
 from polyad.data.text.prepare import prepare
-from polyad.data.text.split_files import index_bytes, token_dtype, write_index
-from polyad.data.text.splits import split_of_documents
+from polyad.data.text.source import split_of_documents
 from polyad.data.text.tokenizers.tokenizer import END_OF_TEXT
 from polyad.data.text.tokenizers.training import train_tokenizer
 from tests.helpers.everyday import everyday
@@ -27,15 +27,15 @@ from polyad.data.text.prepare import prepare
 prepare(sys.argv[1], sys.argv[2], sys.argv[3])
 """
 PREPARE_SLOWLY = """
-import sys, time, polyad.data.text.parts.writer
+import sys, time, polyad.data.text.writer
 from polyad.data.text.prepare import prepare
-polyad.data.text.parts.writer.BATCH_CHARACTERS = 1000
-add = polyad.data.text.parts.writer.DatasetWriter.add
+polyad.data.text.writer.BATCH_CHARACTERS = 1000
+add = polyad.data.text.writer.DatasetWriter.add
 def slow(*given):
     add(*given)
     print("document", flush=True)
     time.sleep(0.2)
-polyad.data.text.parts.writer.DatasetWriter.add = slow
+polyad.data.text.writer.DatasetWriter.add = slow
 prepare(sys.argv[1], sys.argv[2], sys.argv[3])
 """
 # Not getrusage: a child's ru_maxrss begins at what its parent held.

@@ -14,16 +14,16 @@ import polyad.data.text.prepare
 from polyad.data.errors import DataError
 from polyad.data.prepared import alone
 from polyad.data.text.dataset import PreparedData
-from polyad.data.text.parts.part import PART_FILE, Finished
-from polyad.data.text.parts.plan import PLAN_FILE
-from polyad.data.text.parts.writer import DatasetWriter
+from polyad.data.text.parts import PART_FILE, Finished
+from polyad.data.text.plan import PLAN_FILE
 from polyad.data.text.prepare import prepare
+from polyad.data.text.writer import DatasetWriter
 from tests.helpers.everyday import everyday
 
 PARTS = 6
 PREPARE_SLOWLY = """
 import sys, time, polyad.data.text.prepare
-from polyad.data.text.parts.writer import DatasetWriter
+from polyad.data.text.writer import DatasetWriter
 polyad.data.text.prepare.TEXT_OF_A_PART = int(sys.argv[4])
 add = DatasetWriter.add
 def slow(*given):

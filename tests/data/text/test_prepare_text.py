@@ -5,7 +5,7 @@ from itertools import islice
 
 import pytest
 
-import polyad.data.text.parts.writer
+import polyad.data.text.writer
 from polyad.data.errors import DataError
 from polyad.data.prepared import SPLITS
 from polyad.data.text.dataset import PreparedData
@@ -127,7 +127,7 @@ def test_a_document_longer_than_the_index_can_say_goes_on_in_another(
     tmp_path, play, prepared_path, monkeypatch
 ):
     whole = silent(str(play), str(prepared_path), tmp_path / "whole").splits["train"]
-    monkeypatch.setattr(polyad.data.text.parts.writer, "MOST_TOKENS", whole.tokens // 2)
+    monkeypatch.setattr(polyad.data.text.writer, "MOST_TOKENS", whole.tokens // 2)
     lines = []
     manifest = prepare(str(play), str(prepared_path), tmp_path / "out", report=lines.append)
     assert any("documents go on in another one" in line for line in lines)

@@ -1,7 +1,6 @@
 import pytest
 
-from polyad.data.text.source import Document
-from polyad.data.text.splits import documents_needed, split_by_position
+from polyad.data.text.source import Document, documents_needed, split_by_position
 
 SHARES = {"validation": 0.1, "test": 0.2}
 

@@ -6,12 +6,11 @@ import numpy as np
 import pytest
 
 from polyad.data.errors import DataError
-from polyad.data.text.checks import check_split
 from polyad.data.text.dataset import PreparedData
+from polyad.data.text.indexed import index_bytes
 from polyad.data.text.manifest import FILES, Manifest
 from polyad.data.text.prepare import prepare
-from polyad.data.text.split_files import index_bytes
-from polyad.data.text.verification import bytes_to_verify, unsealed, verify_files
+from polyad.data.text.verification import bytes_to_verify, check_split, unsealed, verify_files
 from tests.helpers.everyday import everyday
 from tests.helpers.prepared import age, flip
 

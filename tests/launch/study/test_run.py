@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import yaml
 
-from polyad.data.text.mixture import TrainingData
+from polyad.data.text.samples import TrainingData
 from polyad.launch.cli import run
 from polyad.launch.study.folder import held, read_record, write_record
 from polyad.train.config.run import load_config

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from polyad.data.text.tokenizers.wordpiece import train_wordpiece
+from polyad.data.text.tokenizers.vocabularies import train_wordpiece
 from polyad.model.bert import BertConfig
 from polyad.model.families.bert import BERT
 from polyad.model.families.family import Known

@@ -7,9 +7,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from polyad.data.images.augmentation import evaluation_image
+from polyad.data.images.augmentation import available, evaluation_image
 from polyad.data.images.config import ImageDataConfig
-from polyad.data.images.torchvision_door import available
 from polyad.model.build import build_model, read_model_config
 from polyad.model.families.family import Known
 from polyad.model.families.keys import HuggingFaceError

@@ -7,7 +7,7 @@ import torch
 from tokenizers import decoders, models, pre_tokenizers
 
 from polyad.data.text.tokenizers.tokenizer import Tokenizer
-from polyad.data.text.tokenizers.wordpiece import wordpiece
+from polyad.data.text.tokenizers.vocabularies import wordpiece
 from polyad.train.experts.token_classes import (
     BINS,
     CHARACTERS,

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from polyad.data.config import DataConfig
-from polyad.data.text.mixture import TrainingData
+from polyad.data.text.samples import TrainingData
 from polyad.launch.cli import run as polyad
 from polyad.parallel.checkpoint.keeping import complete_checkpoints
 from polyad.train.guard.data_check import DataCheck

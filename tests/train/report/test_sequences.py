@@ -6,7 +6,7 @@ import torch
 from sklearn.metrics import confusion_matrix
 from torch.nn.functional import cross_entropy
 
-from polyad.data.text.tokenizers.wordpiece import SPECIAL, VOCABULARY_FILE
+from polyad.data.text.tokenizers.vocabularies import SPECIAL, VOCABULARY_FILE
 from polyad.parallel.checkpoint.finding import find_checkpoint
 from polyad.parallel.checkpoint.reading import Checkpoint
 from polyad.parallel.weights import load_model

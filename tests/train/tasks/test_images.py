@@ -7,9 +7,8 @@ import torch
 import yaml
 from torch.nn.functional import cross_entropy
 
-from polyad.data.images.noise import GaussianNoise
+from polyad.data.images.augmentation import GaussianNoise, available
 from polyad.data.images.prepare import prepare_images
-from polyad.data.images.torchvision_door import available
 from polyad.parallel.checkpoint.reading import Checkpoint
 from polyad.parallel.weights import load_model
 from polyad.train.errors import ConfigError

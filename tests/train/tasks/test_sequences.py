@@ -12,7 +12,7 @@ import yaml
 from sklearn.metrics import accuracy_score, f1_score
 from torch.nn.functional import cross_entropy
 
-from polyad.data.sequences.schemas import Schema
+from polyad.data.sequences.config import Schema
 from polyad.data.sequences.tables import read_tables
 from polyad.data.text.prepare import prepare
 from polyad.parallel.checkpoint.finding import best_checkpoint

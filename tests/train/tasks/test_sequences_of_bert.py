@@ -8,7 +8,7 @@ import torch
 import yaml
 
 from polyad.data.text.tokenizers.files import load_tokenizer
-from polyad.data.text.tokenizers.wordpiece import SPECIAL, VOCABULARY_FILE
+from polyad.data.text.tokenizers.vocabularies import SPECIAL, VOCABULARY_FILE
 from polyad.parallel.checkpoint.reading import Checkpoint
 from polyad.parallel.weights import load_model
 from polyad.train.exchange.convert import convert

@@ -12,8 +12,8 @@ from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
 from polyad.data.errors import DataError
 from polyad.data.text.dataset import PreparedData
 from polyad.data.text.prepare import prepare
+from polyad.data.text.tokenizers.content import check_charsmap, check_growth
 from polyad.data.text.tokenizers.files import load_tokenizer
-from polyad.data.text.tokenizers.limits import check_charsmap, check_growth
 from polyad.data.text.tokenizers.tokenizer import Tokenizer
 from polyad.data.text.tokenizers.training import resolve_tokenizer, train_tokenizer
 
@@ -106,7 +106,7 @@ def test_a_sentencepiece_model_that_blows_text_up_is_refused(library_text):
     sentencepiece = pytest.importorskip("sentencepiece")
     from sentencepiece import sentencepiece_model_pb2
 
-    from polyad.data.text.tokenizers.sentencepiece_model import SentencePieceTokenizer
+    from polyad.data.text.tokenizers.files import SentencePieceTokenizer
 
     trained = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(

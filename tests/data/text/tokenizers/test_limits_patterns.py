@@ -7,8 +7,8 @@ import pytest
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
 from polyad.data.errors import DataError
+from polyad.data.text.tokenizers.content import check_patterns
 from polyad.data.text.tokenizers.files import load_tokenizer
-from polyad.data.text.tokenizers.limits import check_patterns
 
 GOOD = [
     r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",

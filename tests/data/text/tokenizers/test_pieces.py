@@ -4,9 +4,9 @@ import pytest
 import tokenizers
 from tokenizers import models, pre_tokenizers
 
-from polyad.data.text.tokenizers.pieces import PIECE_CHARACTERS, PieceCutter, cut_between_words
 from polyad.data.text.tokenizers.tokenizer import Tokenizer
 from polyad.data.text.tokenizers.training import train_tokenizer
+from polyad.data.text.writer import PIECE_CHARACTERS, PieceCutter, cut_between_words
 
 
 def in_parts(cutter, text, sizes):

@@ -6,8 +6,7 @@ from polyad.data.errors import DataError
 from polyad.data.text.dataset import PreparedData
 from polyad.data.text.documents import open_source
 from polyad.data.text.prepare import prepare
-from polyad.data.text.tokenizers.files import load_tokenizer
-from polyad.data.text.tokenizers.sentencepiece_model import SentencePieceTokenizer
+from polyad.data.text.tokenizers.files import SentencePieceTokenizer, load_tokenizer
 
 sentencepiece = pytest.importorskip("sentencepiece")
 

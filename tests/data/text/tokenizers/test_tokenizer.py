@@ -10,9 +10,9 @@ from tokenizers import models, pre_tokenizers
 
 from polyad.data.errors import DataError
 from polyad.data.text.tokenizers.files import load_tokenizer
-from polyad.data.text.tokenizers.pieces import cut_between_words
 from polyad.data.text.tokenizers.tokenizer import END_OF_TEXT, Tokenizer
 from polyad.data.text.tokenizers.training import resolve_tokenizer, train_tokenizer
+from polyad.data.text.writer import cut_between_words
 
 TRAIN_ELSEWHERE = """
 import inspect, typing

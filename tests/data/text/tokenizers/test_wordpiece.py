@@ -12,7 +12,7 @@ from polyad.data.text.dataset import PreparedData
 from polyad.data.text.prepare import prepare
 from polyad.data.text.tokenizers.files import load_tokenizer
 from polyad.data.text.tokenizers.training import resolve_tokenizer, training_wanted
-from polyad.data.text.tokenizers.wordpiece import SPECIAL, train_wordpiece
+from polyad.data.text.tokenizers.vocabularies import SPECIAL, train_wordpiece
 
 WORDS = [
     "the",
@@ -92,7 +92,7 @@ def test_training_gives_the_same_in_every_process(library_text, tmp_path):
     (tmp_path / "text").write_text(library_text[:60_000])
     code = (
         "import sys; from pathlib import Path\n"
-        "from polyad.data.text.tokenizers.wordpiece import train_wordpiece\n"
+        "from polyad.data.text.tokenizers.vocabularies import train_wordpiece\n"
         "text = Path(sys.argv[1]).read_text()\n"
         "print(train_wordpiece(lambda: iter([text]), 600).fingerprint)"
     )

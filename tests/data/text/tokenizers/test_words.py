@@ -14,7 +14,7 @@ from polyad.data.text.prepare import prepare
 from polyad.data.text.tokenizers.files import load_tokenizer
 from polyad.data.text.tokenizers.tokenizer import END_OF_TEXT
 from polyad.data.text.tokenizers.training import resolve_tokenizer
-from polyad.data.text.tokenizers.words import WordTokenizer, train_words
+from polyad.data.text.tokenizers.vocabularies import WordTokenizer, train_words
 
 
 def jsonl(path, texts):
@@ -98,7 +98,7 @@ def test_prepared_words_of_the_train_split(tmp_path, texts, size):
 def _held_out(count):
     from itertools import islice
 
-    from polyad.data.text.splits import split_of_documents
+    from polyad.data.text.source import split_of_documents
 
     splits = split_of_documents("train", {"validation": 0.05, "test": 0.05})
     return {i for i, name in enumerate(islice(splits, count)) if name != "train"}

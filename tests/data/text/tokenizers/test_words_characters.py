@@ -7,7 +7,7 @@ from polyad.data.text.prepare import prepare
 from polyad.data.text.tokenizers.files import load_tokenizer
 from polyad.data.text.tokenizers.tokenizer import END_OF_TEXT
 from polyad.data.text.tokenizers.training import resolve_tokenizer
-from polyad.data.text.tokenizers.words import train_characters
+from polyad.data.text.tokenizers.vocabularies import train_characters
 
 
 def test_each_character_is_a_token_and_text_comes_back(tmp_path, library_text):

@@ -10,13 +10,13 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-import polyad.data.text.parts.join
-import polyad.data.text.parts.writer
+import polyad.data.text.parts
+import polyad.data.text.writer
 from polyad.data.errors import DataError
 from polyad.data.text.dataset import PreparedData
 from polyad.data.text.job import Asked
-from polyad.data.text.parts.part import PART_FILE, ranges
-from polyad.data.text.parts.plan import Cut
+from polyad.data.text.parts import PART_FILE, ranges
+from polyad.data.text.plan import Cut
 from polyad.data.text.prepare import Preparation, prepare
 from polyad.data.text.source import Skipped
 from tests.helpers.prepared import flip
@@ -137,8 +137,8 @@ def test_any_number_of_parts_gives_the_files_of_one(
     tmp_path, documents, prepared_path, kind, monkeypatch
 ):
     # Borders of blocks lie everywhere.
-    monkeypatch.setattr(polyad.data.text.parts.join, "BLOCK_BYTES", 1000)
-    monkeypatch.setattr(polyad.data.text.parts.join, "BLOCK_DOCUMENTS", 3)
+    monkeypatch.setattr(polyad.data.text.parts, "BLOCK_BYTES", 1000)
+    monkeypatch.setattr(polyad.data.text.parts, "BLOCK_DOCUMENTS", 3)
     (source := tmp_path / "source").mkdir()
     options = kind(source, documents)
     whole = prepare(str(source), str(prepared_path), tmp_path / "out", report=silent, **options)
@@ -198,8 +198,8 @@ def test_a_document_that_goes_on_in_another_is_dealt_to_one_split(
     jsonl(source, ["".join(documents) * 25, *documents])
     request = asked(source, prepared_path, validation_fraction=0.3)
     options = {"report": silent, "validation_fraction": 0.3}
-    monkeypatch.setattr(polyad.data.text.parts.join, "BLOCK_DOCUMENTS", 2)
-    monkeypatch.setattr(polyad.data.text.parts.writer, "MOST_TOKENS", 100_000)
+    monkeypatch.setattr(polyad.data.text.parts, "BLOCK_DOCUMENTS", 2)
+    monkeypatch.setattr(polyad.data.text.writer, "MOST_TOKENS", 100_000)
     whole = prepare(str(source), str(prepared_path), tmp_path / "whole", **options)
     assert sum(split.documents for split in whole.splits.values()) > 42  # that have text
     said = []

@@ -21,7 +21,7 @@ from polyad.data.prepared import LOCK_FILE, Sha256, SplitName, seal
 from polyad.data.progress import Progress
 from polyad.data.text.job import Job
 from polyad.data.text.manifest import TOKENIZER_FILES, Request, TokenizerFile
-from polyad.data.text.splits import Sources
+from polyad.data.text.source import Sources
 from polyad.data.text.tokenizers.files import load_tokenizer
 from polyad.data.text.tokenizers.tokenizer import Tokenizer, all_cores
 

@@ -1,6 +1,9 @@
-"""Limits for a tokenizer's file: text must not grow without bound, nor encoding be random, nor a
-pattern take exponential time."""
+"""The content of a tokenizer's file: its canonical form, its fingerprint, and what it may ask for.
 
+Text must not grow without bound, nor encoding be random, nor a pattern take exponential time.
+"""
+
+import hashlib
 import json
 import re
 import struct
@@ -8,6 +11,7 @@ import time
 import unicodedata
 from base64 import b64decode
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from tokenizers import Regex, normalizers, pre_tokenizers
@@ -259,3 +263,66 @@ def _patterns(tree: Any) -> Iterator[str]:
             waiting += [value for key, value in each.items() if key not in ("vocab", "merges")]
         elif isinstance(each, list):
             waiting += each
+
+
+def canonical(content: str) -> str:
+    """Rewrites the text of a `tokenizer.json` in canonical form, without truncation and padding.
+
+    Args:
+        content: The text.
+
+    Returns:
+        The same tokenizer, keys sorted.
+    """
+    # Not the library's own serialization: it may change with the library's version, and would
+    # change the fingerprint of prepared data.
+    value = parse_json(content, "")
+    if not isinstance(value, dict) or "model" not in value:
+        raise DataError("not a tokenizer.json: no key 'model'")
+    value["truncation"] = value["padding"] = None
+    return json.dumps(value, ensure_ascii=False, sort_keys=True, separators=(",", ":"))
+
+
+def fingerprint(content: str, end_of_text: str) -> str:
+    """Digests a tokenizer.
+
+    Args:
+        content: The text of a `tokenizer.json` in any form.
+        end_of_text: The token that ends each document.
+
+    Returns:
+        A SHA-256, hexadecimal.
+    """
+    return hashlib.sha256(f"{canonical(content)}\0{end_of_text}".encode()).hexdigest()
+
+
+def file_fingerprint(path: Path, end_of_text: str) -> str:
+    """Digests a tokenizer by its file, as its own `fingerprint` does.
+
+    Args:
+        path: A `tokenizer.json` or a SentencePiece `.model`.
+        end_of_text: The token that ends each document.
+
+    Returns:
+        A SHA-256, hexadecimal.
+
+    Raises:
+        OSError: The file cannot be read.
+        ValueError: It is not a `tokenizer.json`.
+    """
+    if path.suffix == ".model":
+        return bytes_fingerprint(path.read_bytes(), end_of_text)
+    return fingerprint(path.read_text(encoding="utf-8"), end_of_text)
+
+
+def bytes_fingerprint(model: bytes, end_of_text: str) -> str:
+    """Digests a tokenizer that is stored in bytes.
+
+    Args:
+        model: All of its file.
+        end_of_text: The token that ends each document.
+
+    Returns:
+        A SHA-256, hexadecimal.
+    """
+    return hashlib.sha256(model + f"\0{end_of_text}".encode()).hexdigest()

@@ -1,7 +1,7 @@
 """Parts that are encoded at one time on this machine, each by a process of its own.
 
-`python -m polyad.data.text.parts.processes` is such a process. It reads what to do from its
-standard input, and writes a line of JSON for what it has done; it ends when nobody reads these.
+`python -m polyad.data.text.processes` is such a process. It reads what to do from its standard
+input, and writes a line of JSON for what it has done; it ends when nobody reads these.
 """
 
 import contextlib
@@ -96,7 +96,7 @@ def _total(done: dict[int, tuple[int, int]]) -> list[int]:
 
 def _start(work: Work, number: int, threads: int) -> "subprocess.Popen[str]":
     process = subprocess.Popen(
-        [sys.executable, "-m", "polyad.data.text.parts.processes"],
+        [sys.executable, "-m", "polyad.data.text.processes"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -135,8 +135,8 @@ def main() -> int:
     Returns:
         The exit status.
     """
-    from polyad.data.text.parts.part import encode_part
-    from polyad.data.text.parts.plan import Cut
+    from polyad.data.text.parts import encode_part
+    from polyad.data.text.plan import Cut
 
     told = json.load(sys.stdin)
     sent = time.monotonic()

@@ -13,14 +13,14 @@ import pytest
 
 from polyad.data.errors import DataError
 from polyad.data.text.job import Asked
-from polyad.data.text.parts.part import PART_FILE
-from polyad.data.text.parts.processes import PartError
+from polyad.data.text.parts import PART_FILE
 from polyad.data.text.prepare import Preparation, prepare
+from polyad.data.text.processes import PartError
 
 SLOWLY = """
 import sys, time
 from polyad.data.text.job import Asked
-from polyad.data.text.parts.writer import DatasetWriter
+from polyad.data.text.writer import DatasetWriter
 from polyad.data.text.prepare import Preparation
 add = DatasetWriter.add
 def slow(self, split, text, name, is_last=True):
@@ -106,7 +106,7 @@ def encoding_processes(parent):
             status = (path.parent / "stat").read_text().rpartition(")")[2].split()
         except OSError:
             continue
-        if b"polyad.data.text.parts.processes" in words and int(status[1]) == parent:
+        if b"polyad.data.text.processes" in words and int(status[1]) == parent:
             found.append(int(path.parent.name))
     return found
 

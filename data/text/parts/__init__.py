@@ -1,1 +1,0 @@
-"""A text prepared in parts: encoded independently of each other, then joined."""
