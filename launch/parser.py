@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 from typing import NoReturn
 
-from polyad.train.config.names import OURS, plain
+from polyad.train.config.faults import OURS, plain
 
 
 class UsageError(ValueError):

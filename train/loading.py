@@ -21,7 +21,7 @@ from polyad.train.evaluation.generate import Sampling, continue_text
 from polyad.train.experts.decisions import TextExperts, experts_of
 from polyad.train.reading import open_data_for
 from polyad.train.tasks.language import language_model
-from polyad.train.tasks.tokenizers import need_tokenizer
+from polyad.train.tasks.vocabulary import need_tokenizer
 
 
 def load(

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from polyad.parallel import comm
 from polyad.parallel.checkpoint.reading import Checkpoint
 from polyad.parallel.weights import Choice, Weights, load_model, open_weights
-from polyad.train.config.agreement import agreed_facts, folder_digest
+from polyad.train.config.environment import agreed_facts, folder_digest
 from polyad.train.config.run import RunConfig, data_overrides, parse_config
 from polyad.train.config.smaller import to_evaluate
 from polyad.train.config.text import flatten

@@ -108,7 +108,7 @@ def plan(
             become_processes([*words, *overrides], processes)
         end_with_launcher()
         prepare_environment()
-        from polyad.train.forecast.here import forecast_here
+        from polyad.train.forecast.measured import forecast_here
 
         with results(json) as show:
             here = forecast_here(known, processes, check_steps=check or 0)
@@ -207,8 +207,7 @@ def _on_gpus(
     from polyad.train.config.rules import validate
     from polyad.train.console import Progress
     from polyad.train.forecast.forecast import by_recomputation, forecast
-    from polyad.train.forecast.layouts import fastest_layouts, layout_rows, what_would_fit
-    from polyad.train.forecast.scale import scaling
+    from polyad.train.forecast.layouts import fastest_layouts, layout_rows, scaling, what_would_fit
 
     prepare_environment()
     dims = validate(config, machines.processes)

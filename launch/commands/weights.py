@@ -173,10 +173,9 @@ def convert(
     prepare_environment()
     from polyad.train.exchange.change import Change
     from polyad.train.exchange.convert import conversion_table, convert
+    from polyad.train.exchange.experts import Splitting, Upcycling
     from polyad.train.exchange.factorize import Factorizing
     from polyad.train.exchange.linear_score import LinearScores
-    from polyad.train.exchange.split import Splitting
-    from polyad.train.exchange.upcycle import Upcycling
 
     check_json_path(json)
     change: Change | None = LinearScores() if linear_score else None

@@ -42,7 +42,7 @@ def facts_of(config: "RunConfig | None", local_rank: int) -> dict[str, Any]:
 
 def _agreed(config: "RunConfig | None") -> dict[str, Any]:
     """What has to be the same everywhere, and why data cannot be read, if it cannot."""
-    from polyad.train.config.agreement import agreed_facts
+    from polyad.train.config.environment import agreed_facts
     from polyad.train.tasks.registry import open_task
 
     if config is None:

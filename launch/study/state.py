@@ -21,7 +21,7 @@ from polyad.launch.study.result import (
 from polyad.launch.study.results import summarize
 from polyad.train.errors import RunError
 from polyad.train.records import Records
-from polyad.train.study.grid import as_written
+from polyad.train.study.config import as_written
 from polyad.train.study.study import Run, Study, Variant
 
 ENVIRONMENT = ("git_commit", "versions", "platform", "gpus")

@@ -30,7 +30,7 @@ from polyad.launch.via.kubernetes import (
 from polyad.launch.via.slurm import SlurmJob, find_sbatch, script_text, submit
 from polyad.launch.via.ssh import SshOptions, SshRun, check_ssh, forwarded_variables, run_over_ssh
 from polyad.launch.via.submission import write_launch_file
-from polyad.train.config.shipped import find_config
+from polyad.train.config.run import find_config
 from polyad.train.errors import one_line
 
 if TYPE_CHECKING:

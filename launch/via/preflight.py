@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from polyad.launch.via.hosts import LaunchError
-from polyad.train.config.shipped import find_config
+from polyad.train.config.run import find_config
 from polyad.train.errors import one_line, shown
 
 ANSWER = {"name", "machine", "own_addresses", "endpoint_addresses", "port_free", "digests"}

@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from polyad.train.config.shipped import find_config
+from polyad.train.config.run import find_config
 
 BEAT = 5.0
 """Seconds between two signs of life."""

@@ -21,7 +21,7 @@ PLACES = (
     ("/model/smoe/experts.py", "experts"),
     ("/model/emoe/experts.py", "experts"),
     ("/model/kernels/linear_cross_entropy.py", "loss"),
-    ("/train/tasks/cross_entropy.py", "loss"),
+    ("/train/tasks/losses.py", "loss"),
 )
 """What memory is for, by the nearest of these files that asks for it; else `activations`."""
 GRADIENTS = {"_fill_param_grad_accum_attribute", "_build_compact_grad_partition_buffer"}

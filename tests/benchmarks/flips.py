@@ -32,8 +32,8 @@ from polyad.train.guard.spikes import Limits, MonitorConfig, StepOutcome, limits
 from polyad.train.loop.optimizer import OptimizerConfig, build_optimizer
 from polyad.train.loop.step import train_step
 from polyad.train.state import TrainState
-from polyad.train.tasks.cross_entropy import cross_entropy
 from polyad.train.tasks.language import TextBatch, text_losses
+from polyad.train.tasks.losses import cross_entropy
 from tests.benchmarks.script import benchmark, start
 
 MODEL = GPT2Config(num_layers=2, hidden_size=64, num_heads=4, sequence_length=64, vocab_size=256)

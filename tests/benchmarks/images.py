@@ -26,7 +26,7 @@ from polyad.data.images.samples import ImageSamples
 from polyad.data.sampler import micro_batches
 from polyad.launch.command import Argument, Json
 from polyad.launch.output import results
-from polyad.train.tasks.mixing import normalize
+from polyad.train.tasks.pixels import normalize
 from tests.benchmarks.script import Repeats, benchmark, start
 from tests.benchmarks.turns import clocked, summary, take_turns
 

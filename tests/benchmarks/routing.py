@@ -21,7 +21,7 @@ from polyad.model.build import compile_model, num_parameters
 from polyad.model.gpt2 import GPT2
 from polyad.parallel.zero import DTYPES
 from polyad.train.errors import ConfigError, RunError
-from polyad.train.tasks.cross_entropy import cross_entropy
+from polyad.train.tasks.losses import cross_entropy
 from tests.benchmarks.routing_peers import (
     MATERIALIZED,
     PLAIN,

@@ -24,8 +24,7 @@ from polyad.parallel.plan.traffic import axes_of
 from polyad.train.config.rules import validate
 from polyad.train.config.run import RunConfig, load_config
 from polyad.train.errors import ConfigError
-from polyad.train.forecast.layouts import changed
-from polyad.train.forecast.scale import batches_of
+from polyad.train.forecast.layouts import batches_of, changed
 from polyad.train.tasks.registry import task_class
 from tests.benchmarks.scaling_process import Measured
 from tests.benchmarks.scaling_table import scaling_table

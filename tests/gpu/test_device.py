@@ -17,7 +17,7 @@ from polyad.train.errors import RunError
 from polyad.train.guard.memory import explain_out_of_memory
 from polyad.train.loop.device import Prefetch, allow_tf32
 from polyad.train.loop.optimizer import OptimizerConfig, build_optimizer
-from polyad.train.tasks.cross_entropy import cross_entropy
+from polyad.train.tasks.losses import cross_entropy
 from tests.helpers.gpu import NEEDS_CUDA
 
 pytestmark = NEEDS_CUDA

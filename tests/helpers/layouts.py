@@ -10,9 +10,8 @@ from polyad.parallel import comm
 from polyad.parallel.checkpoint.reading import Checkpoint
 from polyad.train.config.run import RunConfig
 from polyad.train.layout import trial
-from polyad.train.layout.compare import Difference, differences
 from polyad.train.layout.trial import run_trial, save_again
-from polyad.train.layout.verify import Reference
+from polyad.train.layout.verify import Difference, Reference, differences
 
 
 def compared(

@@ -13,7 +13,7 @@ from polyad.parallel.checkpoint.writing import save
 from polyad.train.loop.device import Prefetch
 from polyad.train.loop.statistics import routing_record
 from polyad.train.loop.step import train_step
-from polyad.train.tasks.cross_entropy import cross_entropy
+from polyad.train.tasks.losses import cross_entropy
 from tests.helpers.training import GLOBAL_BATCH, Case, build_engine, model_yaml
 
 LENGTHS = (16, 1, 9, 2, 3, 16, 5, 1)

@@ -13,7 +13,7 @@ from polyad.data.sampler import batches_from
 from polyad.model.kernels import linear_cross_entropy as kernel
 from polyad.train.config.plan import plan_run
 from polyad.train.pretrain import main
-from polyad.train.tasks.cross_entropy import cross_entropy
+from polyad.train.tasks.losses import cross_entropy
 
 
 def run_with_bad_batches(

@@ -11,7 +11,7 @@ from polyad.parallel.checkpoint.reading import Checkpoint
 from polyad.parallel.checkpoint.verification import read_contents, verify_contents
 from polyad.parallel.weights import load_model, open_checkpoint, open_weights
 from polyad.train.config.plan import plan_run
-from polyad.train.tasks.tokenizers import tokenizer_of
+from polyad.train.tasks.vocabulary import tokenizer_of
 from tests.helpers.resealed import (
     WEIGHT,
     mutations,

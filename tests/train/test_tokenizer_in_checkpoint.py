@@ -15,7 +15,7 @@ from polyad.parallel.checkpoint.format import CheckpointError, FileRecord, rende
 from polyad.parallel.checkpoint.reading import Checkpoint
 from polyad.train.evaluation.generate import Sampling, generate
 from polyad.train.exchange.convert import convert
-from polyad.train.tasks.tokenizers import need_tokenizer, tokenizer_of
+from polyad.train.tasks.vocabulary import need_tokenizer, tokenizer_of
 from tests.helpers.runs import run, write_config
 
 pytestmark = pytest.mark.distributed

@@ -10,10 +10,10 @@ from polyad.train.config.adaptation import begins_anew, counts, in_words, model_
 from polyad.train.config.plan import Plan
 from polyad.train.config.run import RunConfig, parse_config
 from polyad.train.config.text import flatten
-from polyad.train.loop.schedule import learning_rate
+from polyad.train.loop.optimizer import learning_rate
 from polyad.train.state import TrainState
 from polyad.train.tasks.images import ImageClassification
-from polyad.train.tasks.preprocessing import normalization_of
+from polyad.train.tasks.pixels import normalization_of
 
 
 def nothing_is_left(plan: Plan, state: TrainState) -> bool:

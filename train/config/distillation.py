@@ -14,12 +14,12 @@ from polyad.parallel.checkpoint.reading import Checkpoint
 from polyad.parallel.weights import load_model, open_checkpoint
 from polyad.train.config.run import RunConfig, parse_config
 from polyad.train.errors import ConfigError
-from polyad.train.tasks.class_names import class_names_of, differing
-from polyad.train.tasks.distillation import Learner, Teacher
 from polyad.train.tasks.images import ImageClassification
 from polyad.train.tasks.language import LanguageModelling
+from polyad.train.tasks.losses import Learner, Teacher
 from polyad.train.tasks.sequences import SequenceTask
 from polyad.train.tasks.task import Task
+from polyad.train.tasks.vocabulary import class_names_of, differing
 
 
 class TeacherAt(NamedTuple):

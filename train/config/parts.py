@@ -16,15 +16,14 @@ from polyad.parallel.fragments import fill
 from polyad.parallel.parallelize import parallelize
 from polyad.parallel.zero import Engine
 from polyad.train.config.adaptation import begins_anew, model_of, source_of
-from polyad.train.config.agreement import agreed_facts
-from polyad.train.config.environment import write_environment
+from polyad.train.config.environment import agreed_facts, write_environment
 from polyad.train.config.plan import Plan
 from polyad.train.guard.spikes import batches_left_out
 from polyad.train.loop.metrics import Metrics
 from polyad.train.loop.optimizer import build_optimizer
 from polyad.train.loop.timing import Startup
 from polyad.train.state import TrainState
-from polyad.train.tasks.cross_entropy import cross_entropy
+from polyad.train.tasks.losses import cross_entropy
 
 
 def meet(plan: Plan) -> comm.World:

@@ -19,9 +19,8 @@ from polyad.parallel.dims import Dims
 from polyad.parallel.families import FamilyWeights
 from polyad.parallel.weights import Weights, check_fits, open_weights
 from polyad.train.config.adaptation import begins_anew, graph_statistics, model_of
-from polyad.train.config.agreement import check_same_checkpoint
 from polyad.train.config.distillation import TeacherAt, check_teacher
-from polyad.train.config.environment import check_compiler
+from polyad.train.config.environment import check_compiler, check_same_checkpoint
 from polyad.train.config.rules import refuse_changes, validate
 from polyad.train.config.run import RunConfig, load_config, parse_config
 from polyad.train.errors import ConfigError, RunError

@@ -24,8 +24,8 @@ from polyad.train.guard.memory import explain_out_of_memory
 from polyad.train.loop.device import allow_tf32
 from polyad.train.reading import Evaluated, open_evaluated
 from polyad.train.results import aligned
-from polyad.train.tasks.cross_entropy import cross_entropy
 from polyad.train.tasks.language import LanguageModelling
+from polyad.train.tasks.losses import cross_entropy
 from polyad.train.tasks.registry import task_class
 from polyad.train.tasks.task import OneDevice, Task
 

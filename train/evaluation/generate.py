@@ -24,7 +24,7 @@ from polyad.parallel.zero import Precision
 from polyad.train.errors import ConfigError
 from polyad.train.experts.steering import Steering, effect, steered
 from polyad.train.tasks.language import language_model
-from polyad.train.tasks.tokenizers import need_tokenizer
+from polyad.train.tasks.vocabulary import need_tokenizer
 
 _UNFINISHED = "\ufffd"
 """The replacement character, which the bytes of half a character decode to."""

@@ -27,8 +27,8 @@ from polyad.model.smoe.graph import MixingGraph
 from polyad.parallel import comm
 from polyad.train.config.run import RunConfig
 from polyad.train.errors import ConfigError
-from polyad.train.tasks.cross_entropy import cross_entropy
-from polyad.train.tasks.scoring import score_windows
+from polyad.train.tasks.losses import cross_entropy
+from polyad.train.tasks.text import score_windows
 
 GROUP = 8
 """Windows that are cut at the same tokens, in one forward pass."""

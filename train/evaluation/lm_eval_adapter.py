@@ -21,7 +21,7 @@ from polyad.parallel.zero import DTYPES, Precision
 from polyad.train.errors import ConfigError
 from polyad.train.evaluation.generate import Sampling, TextStream, generate_ids
 from polyad.train.tasks.language import language_model
-from polyad.train.tasks.tokenizers import need_tokenizer
+from polyad.train.tasks.vocabulary import need_tokenizer
 
 Scored = tuple[list[int], int]
 """Token ids, and how many of the last ones are scored."""

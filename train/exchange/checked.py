@@ -17,8 +17,7 @@ from polyad.parallel.weights import Weights
 from polyad.train.config.run import parse_config
 from polyad.train.errors import ConfigError
 from polyad.train.exchange.change import Change, Changed
-from polyad.train.tasks.class_names import names_of
-from polyad.train.tasks.tokenizers import tokenizer_of
+from polyad.train.tasks.vocabulary import names_of, tokenizer_of
 
 
 class Checked:

@@ -16,8 +16,7 @@ from polyad.parallel.weights import Choice, Weights, open_weights
 from polyad.train.errors import ConfigError
 from polyad.train.exchange.change import Change
 from polyad.train.exchange.checked import Checked
-from polyad.train.exchange.split import Merging, is_split
-from polyad.train.exchange.upcycle import Upcycling
+from polyad.train.exchange.experts import Merging, Upcycling, is_split
 from polyad.train.exchange.writers import FORMATS, WRITERS, Format, write_classes
 from polyad.train.results import aligned
 

@@ -33,15 +33,15 @@ from polyad.train.config.run import RunConfig
 from polyad.train.exchange.checked import Checked
 from polyad.train.exchange.peft import ADAPTER_CONFIG_FILE, ADAPTER_FILE, peft_files
 from polyad.train.guard.run_folder import RunFolderConfig
-from polyad.train.loop.schedule import TrainConfig
+from polyad.train.loop.optimizer import TrainConfig
 from polyad.train.state import TrainState
-from polyad.train.tasks.class_names import CLASSES_FILE
-from polyad.train.tasks.preprocessing import (
+from polyad.train.tasks.pixels import (
     PREPROCESSOR_FILE,
     read_pixels,
     timm_keys,
     transformers_file,
 )
+from polyad.train.tasks.vocabulary import CLASSES_FILE
 
 Format = Literal["huggingface", "polyad", "safetensors", "peft"]
 FORMATS: dict[Format, str] = {

@@ -25,8 +25,7 @@ from polyad.train.config.distillation import teacher_model
 from polyad.train.config.run import RunConfig
 from polyad.train.loop.optimizer import build_optimizer
 from polyad.train.loop.step import issue_step
-from polyad.train.tasks.cross_entropy import cross_entropy
-from polyad.train.tasks.distillation import Teacher
+from polyad.train.tasks.losses import Teacher, cross_entropy
 from polyad.train.tasks.random_input import losses_for, random_batch
 
 HALF, LAST = 0.5, 1 - 1e-6

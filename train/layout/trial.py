@@ -29,7 +29,7 @@ from polyad.train.config.run import RunConfig
 from polyad.train.loop.device import Prefetch
 from polyad.train.loop.optimizer import OptimizerConfig, build_optimizer
 from polyad.train.loop.step import train_step
-from polyad.train.tasks.cross_entropy import cross_entropy
+from polyad.train.tasks.losses import cross_entropy
 from polyad.train.tasks.random_input import losses_for, random_batch
 
 GRADIENTS = OptimizerConfig(kind="sgd", momentum=0.9, weight_decay=0.0, clip_grad_norm=0.0)

@@ -1,14 +1,115 @@
-"""The comparison of a layout with one process, and what it says."""
+"""The comparison of a layout with one process: each number beside the other, and the result."""
 
+import math
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+
+from polyad.model.build import has_experts
 from polyad.parallel import comm
+from polyad.parallel.checkpoint.reading import Checkpoint
 from polyad.parallel.config import ParallelConfig
+from polyad.train.config.adaptation import model_of
 from polyad.train.config.run import RunConfig
-from polyad.train.layout.compare import Difference, worst
 from polyad.train.layout.small import norms_over_batch
-from polyad.train.layout.trial import Trial, run_trial
+from polyad.train.layout.trial import GRADIENT, Trial, run_trial
+
+ALLOWED = 1e-5
+"""Relative difference that the order of sums in fp32 makes at most; a wrong scale makes more."""
+SENSITIVE = 100
+"""Times what one rounding of each weight changes: a gate behind a BatchNorm blows rounding up."""
+SMALL = 1e-6
+"""Of the largest gradient: less is zero but for rounding, as of a bias before a softmax."""
+
+
+class Difference(NamedTuple):
+    """How far one thing is from that of one process."""
+
+    kind: str
+    """`loss`, `gradient norm`, `gradient` or `checkpoint`."""
+    name: str
+    """Of the step, the parameter, or the tensor and its field."""
+    relative: float
+    """The largest difference, as a share of the largest number."""
+    place: str = ""
+    """Where it is largest."""
+    allowed: float = 0.0
+    """What rounding explains."""
+
+    @property
+    def is_wrong(self) -> bool:
+        """Whether rounding does not explain it."""
+        # Not "greater": NaN is wrong.
+        return not self.relative <= self.allowed
+
+
+def differences(
+    config: RunConfig, ours: Trial, theirs: Trial, nudged: Trial, again: Checkpoint
+) -> Iterator[Difference]:
+    """Compares all numbers of two trials.
+
+    Args:
+        config: of both.
+        ours: of a layout.
+        theirs: of one process.
+        nudged: of one process, from weights that one rounding has moved.
+        again: their trained checkpoint, which the layout has loaded and saved.
+    """
+    for kind, *numbers in (
+        ("loss", ours.losses, theirs.losses, nudged.losses),
+        ("gradient norm", ours.grad_norms, theirs.grad_norms, nudged.grad_norms),
+    ):
+        for step, (mine, wanted, moved) in enumerate(zip(*numbers, strict=True), start=1):
+            scale = max(abs(wanted), 1e-12)
+            allowed = _allowed(abs(moved - wanted) / scale)
+            yield Difference(kind, f"step {step}", abs(mine - wanted) / scale, allowed=allowed)
+    trials = (Checkpoint(trial.gradients) for trial in (ours, theirs, nudged))
+    yield from _gradients(config, *trials)
+    yield from _tensors(again, Checkpoint(theirs.trained))
+
+
+def _allowed(sensitivity: float) -> float:
+    return max(ALLOWED, SENSITIVE * sensitivity)
+
+
+def _gradients(
+    config: RunConfig, ours: Checkpoint, theirs: Checkpoint, nudged: Checkpoint
+) -> Iterator[Difference]:
+    names = [name for name, fields in theirs.tensors.items() if GRADIENT in fields]
+    whole = {name: theirs.whole(name, GRADIENT) for name in names}
+    least = SMALL * max(gradient.abs().max().item() for gradient in whole.values())
+    model = model_of(config)
+    for name in names:
+        mine, wanted = ours.whole(name, GRADIENT), whole[name]
+        scale = max(wanted.abs().max().item(), least)
+        apart = (mine - wanted).abs() / scale
+        rounding = ((nudged.whole(name, GRADIENT) - wanted).abs().max() / scale).item()
+        place = [int(i) for i in torch.unravel_index(apart.argmax(), apart.shape)]
+        where = f"expert {place[0]}, {place[1:]}" if has_experts(model, name) else f"{place}"
+        yield Difference("gradient", name, apart.max().item(), where, _allowed(rounding))
+
+
+def _tensors(ours: Checkpoint, theirs: Checkpoint) -> Iterator[Difference]:
+    """Weights, moments and buffers that were loaded and saved: not a bit may differ."""
+    for name, fields in theirs.tensors.items():
+        for field in fields:
+            if field == "random":  # states of generators, one for each process
+                continue
+            same = field in ours.tensors.get(name, {}) and torch.equal(
+                ours.whole(name, field), theirs.whole(name, field)
+            )
+            yield Difference("checkpoint", f"{name} ({field})", 0.0 if same else math.inf)
+
+
+def worst(found: Sequence[Difference], kind: str) -> Difference:
+    """The largest difference of a kind."""
+    return max(
+        (each for each in found if each.kind == kind),
+        key=lambda each: math.inf if math.isnan(each.relative) else each.relative,
+    )
+
 
 KINDS = ("loss", "gradient norm", "gradient", "checkpoint")
 NAMED = 10

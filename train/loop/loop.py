@@ -29,8 +29,13 @@ from polyad.train.guard.watchdog import Watchdog
 from polyad.train.loop.device import Prefetch, memory_of_process
 from polyad.train.loop.losses import LossConfig
 from polyad.train.loop.metrics import LogConfig, Metrics, peak_flops
-from polyad.train.loop.optimizer import OptimizerConfig, warm_up
-from polyad.train.loop.schedule import ScheduleConfig, TrainConfig, learning_rate
+from polyad.train.loop.optimizer import (
+    OptimizerConfig,
+    ScheduleConfig,
+    TrainConfig,
+    learning_rate,
+    warm_up,
+)
 from polyad.train.loop.statistics import routing_record
 from polyad.train.loop.step import IssuedStep, issue_step
 from polyad.train.loop.timing import StepTimer, TimedBatches, profiler

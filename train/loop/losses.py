@@ -1,14 +1,199 @@
-"""Auxiliary losses of routed layers, which are added to the loss of a task."""
+"""Auxiliary losses of routed layers, which are added to the loss of a task.
 
-from typing import Annotated, Literal
+The loss of sample similarity sends similar samples to the same expert, different ones to others:
+
+  L_s = 1 / (N^2 - N) sum_{x, x'} [ 1 / M        sum_e        beta_s p(e|x) p(e|x')  d(x, x')
+                                  - 1 / (M^2 - M) sum_{e != e'} beta_d p(e|x) p(e'|x') d(x, x') ]
+
+p is the mean routing probabilities of a sample over its tokens, without noise and before a graph,
+as in the importance loss; a muMoE with several levels has one loss for each level. Probabilities
+sum to 1, so the second sum over experts is 1 - <p, p'>, and with D for all distances
+
+    L_s (N^2 - N) = (beta_s / M + beta_d / (M^2 - M)) tr(P^T D P) - beta_d / (M^2 - M) sum D.
+
+Source: Krishnamurthy et al. 2023, "Improving expert specialization in mixture of experts", section
+6, equation 10. Their code divides a distance by the largest of the batch, the first sum by nothing
+and the second by N^2: `distance: batch_maximum` has their distance, and the divisor of the paper.
+
+The loss is not linear in the batch, and is of one micro-batch of one process, as the balance loss:
+layouts give the same as long as `train.micro_batch_size` is the same.
+
+Shapes: N samples of a micro-batch, I numbers of an input, M experts of a level, S experts of all
+levels and layers side by side.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Annotated, Literal, NamedTuple
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
 from polyad.model.config import Config
-from polyad.model.output import RoutingStats
-from polyad.train.loop.sample_similarity import SampleSimilarityConfig
+from polyad.model.output import ModelOutput, RoutingStats
+from polyad.parallel.zero import CrossEntropy
+from polyad.train.tasks.task import Predictor
+
+ROWS = 256
+"""Rows of the matrix of distances that are held at a time."""
+
+
+class SampleSimilarityConfig(Config):
+    """The loss over pairs of samples of each micro-batch."""
+
+    same: Annotated[float, Field(gt=0, le=1e9)]
+    """beta_s: how much it costs that distant samples share an expert."""
+    different: Annotated[float, Field(gt=0, le=1e9)]
+    """beta_d: how much it gains that distant samples have different experts."""
+    distance: Literal["squared", "batch_maximum"] = "squared"
+    """Of two samples: `squared`, the squared Euclidean one of the paper; `batch_maximum`, the
+    Euclidean one over the largest of the micro-batch, as in the authors' code."""
+    of: Literal["input", "layer_input"] = "input"
+    """What is distant: `input`, the pixels as the model reads them; `layer_input`, what the router
+    of each layer reads, as the mean over a sample's tokens."""
+
+
+class Reading:
+    """A predictor that keeps the inputs of its last forward pass.
+
+    Args:
+        model: The predictor.
+        as_read: From its first input to what the model reads of it; None: all of it.
+    """
+
+    def __init__(self, model: Predictor, as_read: Callable[[Tensor], Tensor] | None = None) -> None:
+        self._model, self._as_read = model, as_read
+        self.inputs: Tensor | None = None
+        """The first input, whose first axis counts samples."""
+
+    @property
+    def cross_entropy(self) -> CrossEntropy:
+        """See `Predictor`."""
+        return self._model.cross_entropy
+
+    def __call__(self, *inputs: Tensor, **named: Tensor) -> ModelOutput:
+        """The forward pass."""
+        self.inputs = inputs[0] if self._as_read is None else self._as_read(inputs[0])
+        return self._model(*inputs, **named)
+
+
+class Weighted(NamedTuple):
+    """Distances, added up."""
+
+    scores_NS: Tensor
+    """D P: of each sample the sum of all samples' scores, each times its distance."""
+    total: Tensor
+    """The sum of all distances; no dimensions."""
+
+
+@torch.no_grad()
+def weigh_by_distance(
+    inputs_NI: Tensor, scores_NS: Tensor, config: SampleSimilarityConfig, rows: int = ROWS
+) -> Weighted:
+    """Computes D P in O(N^2), a few rows of D at a time. Inputs get no gradient.
+
+    Args:
+        inputs_NI: Of any further shape.
+        scores_NS: P.
+        config: Which distance.
+        rows: Of D that are held at a time.
+    """
+    x_NI = inputs_NI.flatten(1).to(scores_NS.dtype)
+    x_NI = x_NI - x_NI.mean(0)  # distances stay, and less is lost in the difference below
+    square_N = x_NI.square().sum(1)
+    total = largest = scores_NS.new_zeros(())
+    parts = []
+    for first in range(0, len(x_NI), rows):
+        x_RI, square_R = x_NI[first : first + rows], square_N[first : first + rows]
+        d_RN = torch.addmm(square_N, x_RI, x_NI.T, alpha=-2).add_(square_R[:, None]).clamp_min_(0)
+        d_RN.diagonal(first).zero_()
+        if config.distance == "batch_maximum":
+            d_RN = d_RN.sqrt()
+            largest = torch.maximum(largest, d_RN.max())
+        parts.append(d_RN @ scores_NS)
+        total = total + d_RN.sum()
+    weighted_NS = torch.cat(parts)
+    if config.distance == "batch_maximum":
+        largest = largest.clamp_min(torch.finfo(largest.dtype).tiny)
+        weighted_NS, total = weighted_NS / largest, total / largest
+    return Weighted(weighted_NS, total)
+
+
+def sample_similarity_loss(
+    scores_NM: Tensor, weighted: Weighted, config: SampleSimilarityConfig
+) -> Tensor:
+    """The loss of one level of experts.
+
+    Args:
+        scores_NM: P, with its gradient.
+        weighted: By the distances, of these experts.
+        config: The coefficients.
+
+    Returns:
+        No dimensions. Not linear in the batch: it belongs to one micro-batch of one process.
+    """
+    samples, experts = scores_NM.shape
+    same = config.same / experts
+    different = config.different / max(1, experts * (experts - 1))
+    # tr(P^T D P) has the gradient 2 D P, of which D P is known: once as it is, once as a constant.
+    shared = (scores_NM * weighted.scores_NS).sum()
+    shared = 2 * shared - shared.detach()
+    return ((same + different) * shared - different * weighted.total) / (samples * (samples - 1))
+
+
+def with_sample_similarity(
+    routing: tuple[RoutingStats, ...], inputs: Tensor | None, config: SampleSimilarityConfig
+) -> tuple[RoutingStats, ...]:
+    """Puts the loss in the place of what it follows from.
+
+    Args:
+        routing: As the model returned it, with statistics of samples.
+        inputs: What the model read, for `of: input`.
+        config: Of the loss.
+
+    Returns:
+        Statistics with `similarity_loss`, and without those of samples.
+    """
+    known = [stats for stats in routing if stats.sample_scores_BS is not None]
+    losses = iter(_losses(known, inputs, config))
+    return tuple(
+        stats
+        if stats.sample_scores_BS is None
+        else stats._replace(
+            similarity_loss=next(losses), sample_scores_BS=None, sample_inputs_BD=None
+        )
+        for stats in routing
+    )
+
+
+def _losses(
+    known: list[RoutingStats], inputs: Tensor | None, config: SampleSimilarityConfig
+) -> Iterator[Tensor]:
+    """The loss of each layer. Where all have the same distances, these are computed once."""
+    scores = [stats.sample_scores_BS for stats in known if stats.sample_scores_BS is not None]
+    if config.of == "input" and scores:
+        assert inputs is not None
+        whole = weigh_by_distance(inputs, torch.cat([s.detach() for s in scores], dim=1), config)
+        parts_NS = whole.scores_NS.split_with_sizes([s.shape[1] for s in scores], dim=1)
+        weighted = [Weighted(part_NS, whole.total) for part_NS in parts_NS]
+    else:
+        weighted = []
+        for stats, scores_NS in zip(known, scores, strict=True):
+            assert stats.sample_inputs_BD is not None
+            weighted.append(weigh_by_distance(stats.sample_inputs_BD, scores_NS, config))
+    for stats, scores_NS, of_layer in zip(known, scores, weighted, strict=True):
+        sizes = list(stats.levels or scores_NS.shape[1:])
+        levels = zip(
+            scores_NS.split_with_sizes(sizes, dim=1),
+            of_layer.scores_NS.split_with_sizes(sizes, dim=1),
+            strict=True,
+        )
+        yield torch.stack(
+            [
+                sample_similarity_loss(p_NM, of_layer._replace(scores_NS=w_NM), config)
+                for p_NM, w_NM in levels
+            ]
+        ).sum()
 
 
 class LossConfig(Config):

@@ -12,8 +12,7 @@ from polyad.model.output import RoutingStats, ask_for_statistics
 from polyad.parallel import comm
 from polyad.parallel.zero import Engine, StepResult
 from polyad.train.guard.spikes import LARGEST_WEIGHT, NO_LIMITS, Limits, StepOutcome
-from polyad.train.loop.losses import LossConfig, routing_loss
-from polyad.train.loop.sample_similarity import Reading, with_sample_similarity
+from polyad.train.loop.losses import LossConfig, Reading, routing_loss, with_sample_similarity
 from polyad.train.loop.statistics import Exchanged, StepStatistics, update_routers
 from polyad.train.tasks.task import Batch, Predictor, real_tokens
 

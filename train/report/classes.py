@@ -20,13 +20,13 @@ from polyad.train.errors import ConfigError
 from polyad.train.experts.by_class import FEW_CLASSES, LevelByClass
 from polyad.train.measures.specialization import Specialized
 from polyad.train.reading import Reading
-from polyad.train.tasks.benchmark_metrics import (
+from polyad.train.tasks.samples import ImageSamples, SequenceSamples
+from polyad.train.tasks.scores import (
     METRICS,
     ClassScore,
     accuracy,
     scores_of_predictions,
 )
-from polyad.train.tasks.samples import ImageSamples, SequenceSamples
 from polyad.train.tasks.sequences import SequenceTask
 
 MOST_CHARACTERS = 300

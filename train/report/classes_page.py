@@ -9,7 +9,7 @@ from polyad.train.report.classes import ClassPass, Example
 from polyad.train.report.content import Report
 from polyad.train.report.image_page import picture
 from polyad.train.report.top_images import ImagePass
-from polyad.train.tasks.benchmark_metrics import TITLES
+from polyad.train.tasks.scores import TITLES
 
 
 def class_title(read: ClassPass) -> str:

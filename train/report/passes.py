@@ -26,8 +26,8 @@ from polyad.train.report.classes import ClassPass, Predictions
 from polyad.train.report.content import ExpertReport, TextPass
 from polyad.train.report.top_images import ImagePass, TopImages
 from polyad.train.report.top_text import TopText
-from polyad.train.tasks.cross_entropy import cross_entropy
 from polyad.train.tasks.images import ImageClassification
+from polyad.train.tasks.losses import cross_entropy
 from polyad.train.tasks.registry import task_class
 from polyad.train.tasks.samples import ImageSamples, Samples, SequenceSamples, TextSamples
 from polyad.train.tasks.sequences import SequenceTask

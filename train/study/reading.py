@@ -14,8 +14,7 @@ from polyad.train.config.rules import validate
 from polyad.train.config.run import config_of, read_tree
 from polyad.train.config.text import DOTTED_KEY, flatten, settle
 from polyad.train.errors import ConfigError, shown
-from polyad.train.study.config import RunKey, StudyConfig, StudyData
-from polyad.train.study.grid import Point, as_written, points
+from polyad.train.study.config import Point, RunKey, StudyConfig, StudyData, as_written, points
 from polyad.train.study.study import Study, Variant, folder_of, is_text, place_of, run_folder
 from polyad.train.tasks.registry import task_class
 

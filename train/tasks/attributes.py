@@ -11,8 +11,8 @@ from torch import Tensor
 
 from polyad.data.images.config import AttributeDataConfig
 from polyad.parallel import comm
-from polyad.train.tasks.counting import Counted
 from polyad.train.tasks.images import ImageClassification
+from polyad.train.tasks.scores import Counted
 from polyad.train.tasks.task import Score
 
 

@@ -28,11 +28,15 @@ from polyad.parallel import comm
 from polyad.parallel.families import FamilyWeights
 from polyad.parallel.weights import Weights
 from polyad.train.errors import ConfigError
-from polyad.train.tasks.class_names import CLASSES_FILE, differing, names_of
-from polyad.train.tasks.counting import Counted, CountedClasses, CountedDomains
-from polyad.train.tasks.distillation import Learner
-from polyad.train.tasks.domains import domain_records, domain_rows
-from polyad.train.tasks.mixing import mix_images, normalize, soft_targets
+from polyad.train.tasks.losses import Learner
+from polyad.train.tasks.pixels import mix_images, normalize, soft_targets
+from polyad.train.tasks.scores import (
+    Counted,
+    CountedClasses,
+    CountedDomains,
+    domain_records,
+    domain_rows,
+)
 from polyad.train.tasks.task import (
     Kept,
     Predictor,
@@ -43,6 +47,7 @@ from polyad.train.tasks.task import (
     Task,
     Unit,
 )
+from polyad.train.tasks.vocabulary import CLASSES_FILE, differing, names_of
 
 SHRUNK = 2
 """How many times as long as `model.image_size` a side may be before it is said."""

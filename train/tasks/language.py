@@ -22,10 +22,15 @@ from polyad.model.output import RoutingStats
 from polyad.model.settings import ModelSettings
 from polyad.parallel import comm
 from polyad.train.errors import ConfigError
-from polyad.train.tasks.distillation import Learner
-from polyad.train.tasks.scoring import perplexities, perplexity, score_windows
+from polyad.train.tasks.losses import Learner
 from polyad.train.tasks.task import Predictor, Score, Sections, Share
-from polyad.train.tasks.text import TextTask, with_vocabulary
+from polyad.train.tasks.text import (
+    TextTask,
+    perplexities,
+    perplexity,
+    score_windows,
+    with_vocabulary,
+)
 
 
 class TextBatch(NamedTuple):
@@ -184,7 +189,7 @@ class LanguageModelling(Learner, TextTask[TextBatch]):
         world: comm.World,
         report: Share | None = None,
     ) -> dict[str, Any]:
-        """Perplexities of a split; see `polyad.train.tasks.scoring.perplexities`."""
+        """Perplexities of a split; see `polyad.train.tasks.text.perplexities`."""
         stream, counts = self.split(split)
         text = "attacked" if split in self._attacked else "original"
         windows = self.windows(stream)

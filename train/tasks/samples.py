@@ -27,9 +27,9 @@ from polyad.data.text.masking import MaskedWindow
 from polyad.data.text.windows import EvaluationWindows
 from polyad.model.gpt2 import GPT2
 from polyad.train.errors import ConfigError
-from polyad.train.tasks.cross_entropy import cross_entropy
 from polyad.train.tasks.images import ImageClassification
 from polyad.train.tasks.language import TextProbe
+from polyad.train.tasks.losses import cross_entropy
 from polyad.train.tasks.masked_language import MaskedProbe
 from polyad.train.tasks.sequences import SequenceTask
 from polyad.train.tasks.task import OneDevice, Task

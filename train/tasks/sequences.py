@@ -33,14 +33,23 @@ from polyad.parallel.checkpoint.reading import Checkpoint
 from polyad.parallel.families import FamilyWeights
 from polyad.parallel.weights import Weights, open_weights
 from polyad.train.errors import ConfigError
-from polyad.train.tasks.benchmark_metrics import METRICS, TITLES, scores_of_predictions
-from polyad.train.tasks.class_names import CLASSES_FILE, class_names_of, names_of
-from polyad.train.tasks.cross_entropy import cross_entropy
-from polyad.train.tasks.distillation import Learner
-from polyad.train.tasks.domains import domain_records, domain_rows
+from polyad.train.tasks.losses import Learner, cross_entropy
+from polyad.train.tasks.scores import (
+    METRICS,
+    TITLES,
+    domain_records,
+    domain_rows,
+    scores_of_predictions,
+)
 from polyad.train.tasks.task import Kept, Predictor, Score, Sections, Share, Task, Unit
 from polyad.train.tasks.text import with_vocabulary
-from polyad.train.tasks.tokenizers import same_ids, tokenizer_of
+from polyad.train.tasks.vocabulary import (
+    CLASSES_FILE,
+    class_names_of,
+    names_of,
+    same_ids,
+    tokenizer_of,
+)
 
 ScoringConfig: TypeAlias = GPT2Config | BertConfig
 CLASSIFIER, POOLER = "head.classifier.", "head.pooler."

@@ -17,9 +17,9 @@ from polyad.parallel.families import FamilyWeights
 from polyad.parallel.weights import load_model, open_weights
 from polyad.train.config.run import load_config
 from polyad.train.exchange.convert import convert
-from polyad.train.tasks.mixing import normalize
-from polyad.train.tasks.preprocessing import (
+from polyad.train.tasks.pixels import (
     normalization_of,
+    normalize,
     read_pixels,
     timm_keys,
     transformers_file,

@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from polyad.parallel.dims import LayoutError
-from polyad.train.config.names import OURS, plain
+from polyad.train.config.faults import OURS, plain
 from polyad.train.config.rules import refuse_changes, validate
 from polyad.train.config.run import RunConfig, data_overrides, load_config, parse_config
 from polyad.train.config.text import config_classes, keys

@@ -12,7 +12,7 @@ from polyad.data.text.dataset import PreparedData
 from polyad.parallel.weights import load_model
 from polyad.train.evaluation.evaluate import result_table
 from polyad.train.results import json_value
-from polyad.train.tasks.scoring import TokenScore, perplexities
+from polyad.train.tasks.text import TokenScore, perplexities
 from tests.helpers.everyday import everyday
 from tests.helpers.reference import reference_of
 from tests.helpers.runs import evaluation, run, write_config

@@ -16,8 +16,7 @@ from polyad.parallel.checkpoint.finding import find_checkpoint
 from polyad.parallel.checkpoint.reading import Checkpoint
 from polyad.parallel.weights import load_model
 from polyad.train.exchange.convert import convert
-from polyad.train.exchange.split import Splitting
-from polyad.train.exchange.upcycle import Upcycling
+from polyad.train.exchange.experts import Splitting, Upcycling
 from tests.helpers import sequences as made
 from tests.helpers.bert import padded_input, their_bert
 from tests.helpers.everyday import everyday

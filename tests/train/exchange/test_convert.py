@@ -16,7 +16,7 @@ from polyad.parallel.checkpoint.reading import Checkpoint
 from polyad.parallel.weights import load_model
 from polyad.train.errors import ConfigError
 from polyad.train.exchange.convert import conversion_table, convert
-from polyad.train.tasks.tokenizers import need_tokenizer, tokenizer_of
+from polyad.train.tasks.vocabulary import need_tokenizer, tokenizer_of
 from tests.helpers.everyday import everyday
 from tests.helpers.huggingface import save_reference
 from tests.helpers.runs import (

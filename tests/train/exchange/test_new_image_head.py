@@ -12,8 +12,7 @@ from polyad.parallel.weights import load_model
 from polyad.train.errors import ConfigError
 from polyad.train.evaluation.evaluate import evaluate
 from polyad.train.exchange.convert import convert
-from polyad.train.exchange.split import Splitting
-from polyad.train.exchange.upcycle import Upcycling
+from polyad.train.exchange.experts import Splitting, Upcycling
 from tests.helpers import images as made
 from tests.helpers.everyday import everyday
 from tests.helpers.runs import evaluation, run, run_and_listen, run_expecting_error

@@ -14,7 +14,7 @@ from polyad.parallel.checkpoint.reading import Checkpoint
 from polyad.parallel.weights import load_model
 from polyad.train.evaluation.generate import Sampling, generate
 from polyad.train.exchange.convert import conversion_table, convert
-from polyad.train.exchange.upcycle import Upcycling
+from polyad.train.exchange.experts import Upcycling
 from tests.helpers.everyday import everyday
 from tests.helpers.huggingface import save_reference
 from tests.helpers.runs import evaluation, records, run, write_config

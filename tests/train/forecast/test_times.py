@@ -7,7 +7,7 @@ from polyad.parallel.dims import Dims
 from polyad.parallel.plan.devices import DEVICES
 from polyad.parallel.plan.traffic import Amount, Exchange, sent_bytes
 from polyad.parallel.plan.work import Shape, Work
-from polyad.train.forecast.saving import best_saving, lost_share, saving
+from polyad.train.forecast.forecast import best_saving, lost_share, saving
 from polyad.train.forecast.times import Place, exchange_seconds, operation_seconds, step_time
 
 A100 = DEVICES["a100-80gb"]

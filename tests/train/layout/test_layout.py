@@ -12,9 +12,8 @@ from polyad.model.build import build_model, count_parameters
 from polyad.model.smoe.config import SparseMoEConfig
 from polyad.train.config.adaptation import model_of
 from polyad.train.config.run import RunConfig, load_config
-from polyad.train.layout.compare import worst
 from polyad.train.layout.small import small_config
-from polyad.train.layout.verify import KINDS, alone, run_alone
+from polyad.train.layout.verify import KINDS, alone, run_alone, worst
 from tests.helpers.everyday import everyday
 from tests.helpers.layouts import compared
 

@@ -13,7 +13,7 @@ from polyad.parallel.weights import load_model
 from polyad.train.config.run import load_config
 from polyad.train.errors import ConfigError
 from polyad.train.exchange.convert import convert
-from polyad.train.exchange.split import Splitting
+from polyad.train.exchange.experts import Splitting
 from polyad.train.reading import read
 from polyad.train.report.classes import Predictions
 from polyad.train.report.command import report

@@ -17,7 +17,7 @@ from polyad.parallel.weights import load_model
 from polyad.train.errors import ConfigError
 from polyad.train.experts.probing import deciding, routed_layers
 from polyad.train.report.command import report
-from polyad.train.tasks.mixing import normalize
+from polyad.train.tasks.pixels import normalize
 from tests.helpers import images as made
 from tests.helpers.runs import run
 

@@ -13,9 +13,9 @@ from polyad.parallel.checkpoint.reading import Checkpoint
 from polyad.parallel.weights import load_model
 from polyad.train.errors import ConfigError
 from polyad.train.exchange.convert import convert
-from polyad.train.tasks.class_names import class_names_of
 from polyad.train.tasks.images import ImageClassification
 from polyad.train.tasks.task import Sections
+from polyad.train.tasks.vocabulary import class_names_of
 from tests.helpers import images as made
 from tests.helpers.runs import (
     evaluation,

@@ -6,10 +6,11 @@ import torch
 from polyad.model.build import build_model, materialize, read_model_config
 from polyad.model.output import AUXILIARY_LOSSES, RoutingStats, StatisticsModule, ask_for_statistics
 from polyad.model.padding import RealTokens
-from polyad.train.loop.losses import LossConfig, routing_loss
-from polyad.train.loop.sample_similarity import (
+from polyad.train.loop.losses import (
+    LossConfig,
     Reading,
     SampleSimilarityConfig,
+    routing_loss,
     sample_similarity_loss,
     weigh_by_distance,
     with_sample_similarity,

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from polyad.train.tasks.mixing import mix_images, neighbours, normalize, soft_targets
+from polyad.train.tasks.pixels import mix_images, neighbours, normalize, soft_targets
 
 
 def test_normalized_pixels_by_hand():

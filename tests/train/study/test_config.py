@@ -3,7 +3,7 @@
 import pytest
 
 from polyad.model.config_yaml import load_written
-from polyad.train.study.grid import points
+from polyad.train.study.config import points
 
 
 def test_points_are_all_combinations_the_last_key_fastest() -> None:

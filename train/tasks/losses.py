@@ -1,12 +1,15 @@
-"""Distillation: a run also learns what a trained model, its teacher, says of the same samples.
+"""Losses that tasks share: cross-entropy, and distillation from a trained model.
+
+Distillation: a run also learns what a trained model, its teacher, says of the same samples.
 
     loss = (1 - w) * task loss + w * KL(teacher || student),  both softmaxes at temperature T
 
 Source: Hinton et al. 2015, "Distilling the knowledge in a neural network". Their T^2, which keeps
-gradients of the KL as large at any T, is part of it. Of text the loss is that of each token, and
-the classes are its vocabulary: every token whose loss counts is taught.
+gradients of the KL as large at any T, is part of it. In text each token has such a loss, and the
+classes are its vocabulary: every token whose loss counts is taught.
 
-Shapes: B images or sequences of a micro-batch, or samples and tokens, [B, T]; K classes.
+Shapes: B images or sequences of a micro-batch, or samples and tokens, [B, T]; K or V classes, as
+the tokens of a vocabulary.
 """
 
 from collections.abc import Callable
@@ -15,9 +18,26 @@ from typing import Annotated
 import torch
 from pydantic import Field
 from torch import Tensor
+from torch.nn import functional
 
 from polyad.model.config import Config
 from polyad.model.output import ModelOutput
+
+
+def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """Negative log-likelihood of every target, in nats.
+
+    Args:
+        logits: [..., V] of any precision; the softmax runs in fp32.
+        targets: [...], the right class of each position.
+
+    Returns:
+        [...] in fp32.
+    """
+    flat = functional.cross_entropy(
+        logits.flatten(0, -2).float(), targets.flatten(), reduction="none"
+    )
+    return flat.view_as(targets)
 
 
 class DistillConfig(Config):

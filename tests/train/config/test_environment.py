@@ -12,7 +12,7 @@ import pytest
 from polyad.data.text.prepare import prepare
 from polyad.launch.plugins import load_plugins
 from polyad.parallel.meeting import comparison
-from polyad.train.config.agreement import VARIABLES, agreed_facts, folder_digest
+from polyad.train.config.environment import VARIABLES, agreed_facts, folder_digest
 from polyad.train.config.run import load_config
 from polyad.train.tasks.registry import open_task
 from tests.helpers.everyday import everyday

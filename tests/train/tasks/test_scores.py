@@ -1,10 +1,15 @@
-"""Metrics as benchmarks define them: numbers worked out by hand."""
+"""Tests of scores by hand-worked numbers, and beside scikit-learn."""
+
+from functools import partial
 
 import numpy as np
 import pytest
+import torch
 from sklearn.metrics import precision_recall_fscore_support
+from torch import Tensor
 
-from polyad.train.tasks.benchmark_metrics import METRICS, scores_of_predictions
+from polyad.parallel import comm
+from polyad.train.tasks.scores import METRICS, CountedClasses, scores_of_predictions
 
 LABELS = np.array([1, 1, 1, 0, 0, 0, 0, 0])
 FOUND = np.array([1, 1, 0, 1, 0, 0, 0, 0])
@@ -58,3 +63,28 @@ def test_scores_of_classes_are_those_of_scikit_learn():
         assert ours.predicted == (found == number).sum()
     assert scores["class 4"].f1 is None
     assert (scores["class 3"].precision, scores["class 5"].recall) == (None, None)
+
+
+def calibration_error(loss: str, logits_BK: Tensor, labels_B: Tensor) -> float:
+    world = comm.initialize()
+    chance = torch.sigmoid if loss == "sigmoid" else partial(torch.softmax, dim=-1)
+    counted = CountedClasses(2, world.device, chance)
+    counted.add(logits_BK, labels_B, torch.zeros(len(labels_B)))
+    return counted.result(world, ("a", "b"))["calibration_error"]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("loss", "error"),
+    [
+        # Confidences 3/4 of a right answer and 9/10 of a wrong one: (1/4 + 9/10) / 2.
+        ("softmax", 0.575),
+        # The second has the logits 0 and -ln 9, so 1/2 for its answer: (1/4 + 1/2) / 2.
+        ("sigmoid", 0.375),
+    ],
+)
+def test_calibration_is_of_the_probabilities_of_the_loss(workers, loss, error):
+    logits_BK = torch.tensor([[3.0, 1.0], [1.0, 1 / 9]]).log()
+    labels_B = torch.tensor([0, 1])
+    found = workers(1).run(calibration_error, loss, logits_BK, labels_B)
+    assert found == [pytest.approx(error)]

@@ -1,4 +1,4 @@
-"""Tokenizers of data and of weights: whether token ids mean the same in both."""
+"""What numbers mean to weights: token ids by their tokenizer, classes by their names."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -7,6 +7,7 @@ from pydantic import ConfigDict, ValidationError
 
 from polyad.data.config import DataConfig
 from polyad.data.errors import DataError
+from polyad.data.json_reader import read_json
 from polyad.data.text.dataset import PreparedData
 from polyad.data.text.manifest import TOKENIZER_FILES
 from polyad.data.text.tokenizers.files import load_tokenizer
@@ -14,6 +15,7 @@ from polyad.data.text.tokenizers.tokenizer import Tokenizer
 from polyad.data.text.tokenizers.vocabularies import VOCABULARY_FILE
 from polyad.parallel.checkpoint.format import State
 from polyad.parallel.checkpoint.reading import Checkpoint
+from polyad.parallel.families import FamilyWeights
 from polyad.parallel.records import Record
 from polyad.parallel.tensor_folder import check_file, read_form
 from polyad.parallel.weights import Weights
@@ -193,3 +195,45 @@ def _folder_tokenizer(folder: Path) -> Tokenizer | None:
         token = about.eos_token
         end_of_text = token.content if isinstance(token, _Token) else token
     return load_tokenizer(folder, end_of_text)
+
+
+CLASSES_FILE = "classes.json"
+"""The file of a checkpoint with the names of its classes, in their order."""
+
+
+def class_names_of(folder: Path) -> list[str] | None:
+    """The names of the classes that a checkpoint was trained with; None if it has none.
+
+    Raises:
+        ConfigError: The file is damaged.
+    """
+    file = folder / CLASSES_FILE
+    if not file.is_file():
+        return None
+    names = read_json(file, error=ConfigError)
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ConfigError(f"{file}: is not a list of the names of classes")
+    return names
+
+
+def names_of(weights: Weights) -> list[str] | None:
+    """The names of the classes of weights of any format; None: they do not say."""
+    named = weights.class_names if isinstance(weights, FamilyWeights) else None
+    return class_names_of(weights.folder) if named is None else named
+
+
+def differing(ours: list[str], theirs: list[str], owner: str) -> str:
+    """In words how two lists of classes differ, which they do.
+
+    Args:
+        ours: of the data.
+        theirs: of weights.
+        owner: what an error calls the weights.
+    """
+    if len(ours) != len(theirs):
+        return f"{len(ours)} classes, the {owner} was trained with {len(theirs)}"
+    first = next(n for n, pair in enumerate(zip(ours, theirs, strict=True)) if pair[0] != pair[1])
+    return (
+        f"other classes than the {owner} was trained with: class {first} is {ours[first]!r}, "
+        f"not {theirs[first]!r}"
+    )

@@ -1,0 +1,324 @@
+"""Scores of held-out samples with classes: of a split, of single classes, of each domain.
+
+Benchmark metrics are computed by scikit-learn and scipy.
+
+Shapes: B images of a micro-batch, K classes, S bins of confidence, N samples that are scored.
+"""
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from polyad.data.sequences.config import Metric
+from polyad.parallel import comm
+from polyad.train.results import aligned
+
+Numbers = npt.NDArray[np.generic]
+
+
+def accuracy(labels_N: Numbers, predictions_N: Numbers) -> float:
+    """Share of the samples whose class, or choice, is right."""
+    from sklearn.metrics import accuracy_score
+
+    return float(accuracy_score(labels_N, predictions_N))
+
+
+def f1(labels_N: Numbers, predictions_N: Numbers) -> float:
+    """F1 of the second class, as GLUE scores MRPC and QQP; 0 where nothing is found."""
+    from sklearn.metrics import f1_score
+
+    return float(f1_score(labels_N == 1, predictions_N == 1, zero_division=0))
+
+
+def macro_f1(labels_N: Numbers, predictions_N: Numbers) -> float:
+    """The mean over classes of the F1 of each, among those that labels or predictions have."""
+    from sklearn.metrics import f1_score
+
+    return float(f1_score(labels_N, predictions_N, average="macro", zero_division=0))
+
+
+def matthews(labels_N: Numbers, predictions_N: Numbers) -> float:
+    """Matthews' correlation, as GLUE scores CoLA; 0 where all predictions are one class."""
+    from sklearn.metrics import matthews_corrcoef
+
+    return float(matthews_corrcoef(labels_N, predictions_N))
+
+
+def pearson(labels_N: Numbers, predictions_N: Numbers) -> float:
+    """Pearson's correlation; 0 where it is not defined, as of equal predictions."""
+    from scipy.stats import pearsonr
+
+    return _correlation(pearsonr, labels_N, predictions_N)
+
+
+def spearman(labels_N: Numbers, predictions_N: Numbers) -> float:
+    """Spearman's correlation of ranks; 0 where it is not defined."""
+    from scipy.stats import spearmanr
+
+    return _correlation(spearmanr, labels_N, predictions_N)
+
+
+def _correlation(
+    correlate: Callable[..., tuple[float, float]], labels_N: Numbers, predictions_N: Numbers
+) -> float:
+    if len(labels_N) < 2:
+        return 0.0
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of equal numbers, for which there is no correlation
+        found = float(correlate(labels_N, predictions_N)[0])
+    return 0.0 if np.isnan(found) else found
+
+
+METRICS: Mapping[Metric, Callable[[Numbers, Numbers], float]] = {
+    "accuracy": accuracy,
+    "f1": f1,
+    "macro_f1": macro_f1,
+    "matthews": matthews,
+    "pearson": pearson,
+    "spearman": spearman,
+}
+TITLES: Mapping[Metric, str] = {
+    "accuracy": "accuracy",
+    "f1": "F1",
+    "macro_f1": "macro F1",
+    "matthews": "Matthews",
+    "pearson": "Pearson",
+    "spearman": "Spearman",
+}
+
+
+class ClassScore(NamedTuple):
+    """How well one class is told from the others; None where the share is of nothing."""
+
+    predicted: int
+    """Samples that are predicted to be of it."""
+    right: int
+    """Those of them that are."""
+    precision: float | None
+    """right / predicted."""
+    recall: float | None
+    """right / samples of the class."""
+    f1: float | None
+    """The harmonic mean of both."""
+
+
+def class_scores(
+    names: Sequence[str], held_K: Numbers, predicted_K: Numbers, right_K: Numbers
+) -> dict[str, ClassScore]:
+    """Scores of single classes, from counts, which processes can add up.
+
+    Args:
+        names: Of the classes.
+        held_K: Samples of each class.
+        predicted_K: Samples that are predicted to be of it.
+        right_K: Those that are of it and predicted to be.
+
+    Returns:
+        By name, as scikit-learn's `precision_recall_fscore_support` has them.
+    """
+    counts = (np.asarray(each_K).tolist() for each_K in (held_K, predicted_K, right_K))
+    return {
+        name: ClassScore(
+            predicted=int(predicted),
+            right=int(right),
+            precision=right / predicted if predicted else None,
+            recall=right / held if held else None,
+            f1=2 * right / (held + predicted) if held + predicted else None,
+        )
+        for name, held, predicted, right in zip(names, *counts, strict=True)
+    }
+
+
+def scores_of_predictions(
+    names: Sequence[str], labels_N: Numbers, predictions_N: Numbers
+) -> dict[str, ClassScore]:
+    """Scores of single classes, from the number of each sample's class and of its prediction.
+
+    Args:
+        names: Of the classes.
+        labels_N: The right classes.
+        predictions_N: Predicted ones.
+    """
+    of_samples = (labels_N, predictions_N, labels_N[labels_N == predictions_N])
+    held_K, predicted_K, right_K = (np.bincount(x, minlength=len(names)) for x in of_samples)
+    return class_scores(names, held_K, predicted_K, right_K)
+
+
+BINS = 15
+"""Bins of equal width that the calibration error is taken over (Guo et al. 2017)."""
+
+
+class Counted(Protocol):
+    """Sums over images that all scores follow from."""
+
+    def add(self, logits_BK: Tensor, labels_B: Tensor, losses_B: Tensor) -> None:
+        """Counts images; none may be filling."""
+
+    def result(self, world: comm.World, names: Sequence[str]) -> dict[str, Any]:
+        """The scores over all processes, with `images_scored`.
+
+        Args:
+            world: This process.
+            names: Of the classes.
+        """
+
+
+class CountedClasses:
+    """Sums over images that have one class each.
+
+    Args:
+        classes: K.
+        device: Of the logits.
+        probabilities: From logits to the probability of each class, [B, K]; the highest is the
+            confidence.
+    """
+
+    def __init__(
+        self, classes: int, device: torch.device, probabilities: Callable[[Tensor], Tensor]
+    ) -> None:
+        self._probabilities = probabilities
+        self._totals_4 = torch.zeros(4, dtype=torch.float64, device=device)
+        self._bins_S3 = torch.zeros(BINS, 3, dtype=torch.float64, device=device)
+        self._classes_3K = torch.zeros(3, classes, dtype=torch.float64, device=device)
+
+    def add(self, logits_BK: Tensor, labels_B: Tensor, losses_B: Tensor) -> None:
+        """Counts images; none may be filling."""
+        highest_B5 = logits_BK.topk(min(5, logits_BK.shape[-1]), dim=-1).indices
+        hits_B5 = highest_B5 == labels_B.unsqueeze(-1)
+        right_B = hits_B5[:, 0].double()
+        ones_B = torch.ones_like(right_B)
+        sums = (losses_B.double(), right_B, hits_B5.any(-1).double(), ones_B)
+        self._totals_4 += torch.stack([each_B.sum() for each_B in sums])
+        confidence_B = self._probabilities(logits_BK).amax(-1).double()
+        bin_B = (confidence_B * BINS).ceil().long().sub(1).clamp(0, BINS - 1)
+        self._bins_S3.index_add_(0, bin_B, torch.stack([confidence_B, right_B, ones_B], dim=-1))
+        held_K, predicted_K, right_K = self._classes_3K
+        held_K.index_add_(0, labels_B, ones_B)
+        predicted_K.index_add_(0, highest_B5[:, 0], ones_B)
+        right_K.index_add_(0, labels_B, right_B)
+
+    def result(self, world: comm.World, names: Sequence[str]) -> dict[str, Any]:
+        """The scores over all processes.
+
+        Args:
+            world: This process.
+            names: Of the classes.
+        """
+        parts = [self._totals_4, self._bins_S3.flatten(), self._classes_3K.flatten()]
+        summed = comm.sum_over_samples(torch.cat(parts), world).cpu()
+        totals_4, bins, classes = torch.split(summed, [len(part) for part in parts])
+        loss, right, among_five, count = totals_4.tolist()
+        bins_S3 = bins.view(BINS, 3)
+        gap_S = (bins_S3[:, 0] - bins_S3[:, 1]).abs()
+        held_K, predicted_K, right_K = classes.view(3, -1).numpy()
+        found = class_scores(names, held_K, predicted_K, right_K)
+        per_class = {
+            name: {"accuracy": found[name].recall, "images": int(held)} | found[name]._asdict()
+            for name, held in zip(names, held_K, strict=True)
+        }
+        return {
+            "top1": right / count,
+            "top5": among_five / count,
+            "loss": loss / count,
+            "calibration_error": float(gap_S.sum()) / count,
+            "images_scored": int(count),
+            "per_class": per_class,
+        }
+
+
+class CountedDomains:
+    """Sums over the images of each domain.
+
+    Args:
+        domains_N: The number of each image's domain; None: there are none.
+        counting: Makes the sums of one.
+    """
+
+    def __init__(
+        self, domains_N: npt.NDArray[np.integer] | None, counting: Callable[[], Counted]
+    ) -> None:
+        numbers = [] if domains_N is None else np.unique(domains_N).tolist()
+        self._domains_N = None if domains_N is None else torch.from_numpy(domains_N)
+        self._counted: dict[int, Counted] = {number: counting() for number in numbers}
+
+    def add(self, logits_BK: Tensor, labels_B: Tensor, losses_B: Tensor, numbers_B: Tensor) -> None:
+        """Counts images; none may be filling.
+
+        Args:
+            logits_BK: Of the model.
+            labels_B: The classes, or attributes [B, K].
+            losses_B: Of each image.
+            numbers_B: Which of the N images they are, on the CPU.
+        """
+        if self._domains_N is None:
+            return
+        domains_B = self._domains_N[numbers_B]
+        for domain, counted in self._counted.items():
+            inside = (domains_B == domain).nonzero().flatten().to(logits_BK.device)
+            if len(inside):
+                counted.add(logits_BK[inside], labels_B[inside], losses_B[inside])
+
+    def results(
+        self, world: comm.World, names: Sequence[str]
+    ) -> Iterator[tuple[int, dict[str, Any]]]:
+        """The scores over all processes, which have the same domains.
+
+        Args:
+            world: This process.
+            names: Of the classes.
+
+        Yields:
+            The number of a domain, and its scores.
+        """
+        for domain, counted in self._counted.items():
+            yield domain, counted.result(world, names)
+
+
+PerDomain = Mapping[str, Mapping[str, float]]
+"""How many samples of each domain were scored, and its scores, by their names."""
+
+
+def domain_records(per_domain: PerDomain, names: Sequence[str]) -> dict[str, float]:
+    """The keys of a record of validation, as `validation_loss/sketch`.
+
+    Args:
+        per_domain: The scores.
+        names: Of those that are told.
+    """
+    return {
+        f"validation_{name}/{domain}": scores[name]
+        for domain, scores in per_domain.items()
+        for name in names
+    }
+
+
+def domain_rows(
+    result: Mapping[str, Any], counted: str, titles: Mapping[str, str]
+) -> list[tuple[str, str]]:
+    """A table of the domains, as names and values, below which domains are left out of training.
+
+    Args:
+        result: Of an evaluation, with `per_domain` and `left_out`.
+        counted: What samples are called, and the key of their number.
+        titles: Of the scores, by their names.
+    """
+    rows = []
+    per_domain: PerDomain = result["per_domain"]
+    if per_domain:
+        table = [
+            [counted, *titles.values()],
+            *(
+                [f"{scores[counted]:,}", *(f"{scores[name]:.4f}" for name in titles)]
+                for scores in per_domain.values()
+            ),
+        ]
+        names = ["by domain", *(f"  {name}" for name in per_domain)]
+        rows = list(zip(names, aligned(table, ">"), strict=True))
+    if result["left_out"]:
+        rows.append(("left out", f"{', '.join(result['left_out'])}: the test split"))
+    return rows
