@@ -90,7 +90,7 @@ def _train(
     allow_tf32(config.train.tf32, world.device)
     batches = batches_of(plan, world, state)  # before the engine: loader workers start beside it
     memory = memory_of(config, plan.dims, world)
-    with memory.building("building the engine"):
+    with memory.during("build", lambda: "building the engine"):
         engine = build_engine(plan, world)
         saver = saver_of(plan, engine)
         set_teacher(plan.teacher, config, task, world.device)
@@ -103,7 +103,7 @@ def _train(
     watchdog = Watchdog(plan.folder, world, config.monitor.stall_minutes)
     data_check = DataCheck(task.stored(), world, stop.fail)
     try:
-        with watchdog, data_check, memory.training(lambda: f"in step {state.step + 1}"):
+        with watchdog, data_check, memory.during("train", lambda: f"in step {state.step + 1}"):
             batches = itertools.chain(list(itertools.islice(batches, 1)), batches)
             startup.lap("data")
             loop = TrainLoop(

@@ -85,7 +85,7 @@ class Evaluated(NamedTuple):
         """
         world = self.joined(split)
         allow_tf32(self.config.train.tf32, world.device)
-        with explain_out_of_memory(lambda: doing, world, to_evaluate(self.config)):
+        with explain_out_of_memory(lambda: doing, world, lambda: to_evaluate(self.config)):
             yield load_model(self.weights, world.device, self.config.train.precision), world
 
     def text(self, option: str) -> LanguageModelling:

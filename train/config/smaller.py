@@ -1,6 +1,7 @@
 """The keys that make a run need less memory, those that cost the least speed first."""
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from polyad.parallel import comm
@@ -22,9 +23,11 @@ def memory_of(config: RunConfig, dims: Dims, world: comm.World) -> RunMemory:
     return RunMemory(
         world=world,
         checkpoints=Path(config.run.folder) / "checkpoints",
-        build=to_build(config, dims),
-        train=to_train(config, dims),
-        validate=to_validate(config, dims),
+        smaller={
+            "build": partial(to_build, config, dims),
+            "train": partial(to_train, config, dims),
+            "validate": partial(to_validate, config, dims),
+        },
     )
 
 

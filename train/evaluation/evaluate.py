@@ -88,7 +88,7 @@ def evaluate_opened(
     unit, leaked = task.unit, None
     with (
         _attacked(opened, split, attack, world) as (task, attacked),
-        explain_out_of_memory(lambda: f"evaluating {split}", world, to_evaluate(config)),
+        explain_out_of_memory(lambda: f"evaluating {split}", world, lambda: to_evaluate(config)),
     ):
         count = task.units_of(split)
         report = Progress(f"evaluate {split}", count, unit.short) if world.is_main else None

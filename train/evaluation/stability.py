@@ -140,7 +140,7 @@ def compare(
     world = opened.joined(split)
     allow_tf32(config.train.tf32, world.device)
     started = time.monotonic()
-    with explain_out_of_memory(lambda: "comparing routing", world, to_evaluate(config)):
+    with explain_out_of_memory(lambda: "comparing routing", world, lambda: to_evaluate(config)):
         samples = samples_of(task, split, units)
         now, other_model = (
             load_model(each.folder, device=world.device, precision=config.train.precision)

@@ -2,10 +2,11 @@
 
 import re
 import resource
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 
@@ -20,37 +21,29 @@ MESSAGES = ("out of memory", "can't allocate memory", "ALLOC_FAILED", "Cannot al
 """Parts of a RuntimeError's message that mean out of memory: torch on a CPU, CUDA, cuBLAS."""
 
 
+Work = Literal["build", "train", "validate"]
+"""What memory is for: weights and optimizer, a step, held-out data."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunMemory:
     """Turns errors of memory into advice for this run; see `explain_out_of_memory`."""
 
     world: comm.World
     checkpoints: Path
-    build: Sequence[str]
-    """Keys that make weights and optimizer smaller."""
-    train: Sequence[str]
-    """Keys that make a step smaller."""
-    validate: Sequence[str]
-    """Keys that make validation smaller."""
+    smaller: Mapping[Work, Callable[[], Sequence[str]]]
+    """The keys that make a kind of work smaller, the most useful one first."""
 
-    def building(self, doing: str) -> AbstractContextManager[None]:
-        """While the engine is built or saved."""
-        return explain_out_of_memory(lambda: doing, self.world, self.build, self.checkpoints)
-
-    def training(self, doing: Callable[[], str]) -> AbstractContextManager[None]:
-        """While steps are done."""
-        return explain_out_of_memory(doing, self.world, self.train, self.checkpoints)
-
-    def validating(self, doing: str) -> AbstractContextManager[None]:
-        """While held-out data is read."""
-        return explain_out_of_memory(lambda: doing, self.world, self.validate, self.checkpoints)
+    def during(self, work: Work, doing: Callable[[], str]) -> AbstractContextManager[None]:
+        """A context in which the run does such work; see `explain_out_of_memory`."""
+        return explain_out_of_memory(doing, self.world, self.smaller[work], self.checkpoints)
 
 
 @contextmanager
 def explain_out_of_memory(
     doing: Callable[[], str],
     world: comm.World,
-    keys: Sequence[str],
+    keys: Callable[[], Sequence[str]],
     checkpoints: Path | None = None,
 ) -> Iterator[None]:
     """Turns an error of memory into one line; every other error passes as it is.
@@ -60,7 +53,7 @@ def explain_out_of_memory(
     Args:
         doing: says when it happened, as in "in step 3".
         world: this process.
-        keys: keys to lower, the most useful one first; see `train/config/smaller.py`.
+        keys: gives the keys to lower, the most useful one first; see `train/config/smaller.py`.
         checkpoints: the folder that a run saves to.
 
     Raises:
@@ -73,7 +66,7 @@ def explain_out_of_memory(
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        line = _explanation(error, doing(), world, keys, checkpoints)
+        line = _explanation(error, doing(), world, keys(), checkpoints)
         raise RunError(line) from None
 
 

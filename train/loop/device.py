@@ -2,6 +2,7 @@
 
 import resource
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Generic
@@ -33,6 +34,9 @@ class Prefetch(Generic[Batch]):
     On a CPU there is nothing to copy, and the next micro-batch is only read ahead. Reading ahead
     does not change where a run goes on: its position in the data follows from its step alone.
 
+    Attributes:
+        waited: Seconds that micro-batches were waited for, since `seconds` was called.
+
     Args:
         batches: NamedTuples of tensors, in order; in pinned memory for a GPU.
         device: where the model is.
@@ -43,7 +47,7 @@ class Prefetch(Generic[Batch]):
         self._stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._begun = False
+        self._begun, self.waited = False, 0.0
         self._ahead: Batch | None = None
         self._end: Exception | None = None
 
@@ -57,6 +61,18 @@ class Prefetch(Generic[Batch]):
             StopIteration: there is none. An error of reading a micro-batch is raised in its turn,
                 after those before it were handed out.
         """
+        started = time.monotonic()
+        try:
+            return self._next()
+        finally:
+            self.waited += time.monotonic() - started
+
+    def seconds(self) -> float:
+        """The seconds that were waited since the last call."""
+        seconds, self.waited = self.waited, 0.0
+        return seconds
+
+    def _next(self) -> Batch:
         if not self._begun:
             self._begun = True
             self._fetch()

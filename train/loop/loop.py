@@ -38,7 +38,7 @@ from polyad.train.loop.optimizer import (
 )
 from polyad.train.loop.statistics import routing_record
 from polyad.train.loop.step import IssuedStep, issue_step
-from polyad.train.loop.timing import StepTimer, TimedBatches, profiler
+from polyad.train.loop.timing import StepTimer, profiler
 from polyad.train.state import TrainState
 from polyad.train.tasks.random_input import training_flops
 from polyad.train.tasks.task import EvaluationConfig, Task
@@ -108,7 +108,7 @@ class TrainLoop:
 
     def __post_init__(self, micro_batches: Iterator[Any]) -> None:
         task, train, world = self.task, self.train, self.engine.world
-        self._batches = self._timed(micro_batches)
+        self._batches = self._ahead(micro_batches)
         self._world = world
         self._units_per_sample = task.model.units_per_sample()
         self._peak = peak_flops(self.log, train.precision, tf32=train.tf32)
@@ -127,9 +127,9 @@ class TrainLoop:
         self._pending: Pending | None = None
         self._told = 0
 
-    def _timed(self, micro_batches: Iterator[Any]) -> TimedBatches[Any]:
+    def _ahead(self, micro_batches: Iterator[Any]) -> Prefetch[Any]:
         """Micro-batches on the engine's device, read ahead, while the watchdog looks."""
-        return TimedBatches(Prefetch(self.watchdog.over(micro_batches), self.engine.device))
+        return Prefetch(self.watchdog.over(micro_batches), self.engine.device)
 
     def _sources(self, batch: int) -> dict[str, list[int]]:
         """The documents of a global batch, by the name of their data."""
@@ -313,7 +313,7 @@ class TrainLoop:
         following = self.go_back(state, batch)
         if following is None:
             return False
-        self._batches, state.spikes = self._timed(following), count
+        self._batches, state.spikes = self._ahead(following), count
         self._guard.went_back(step, batch, limits, outcome, state.step)
         self._saved_at, self._bad = state.step, None
         return True
@@ -395,7 +395,7 @@ class TrainLoop:
     def _write_checkpoint(self) -> None:
         """Writes a checkpoint, or begins to: `poll` checks its progress, `finish` waits for it."""
         state = self.state
-        with self.memory.building(f"saving step {state.step}"):
+        with self.memory.during("build", lambda: f"saving step {state.step}"):
             self.saver.save(
                 state.step,
                 state.to_json() | self.task.counted(state.samples),
@@ -412,7 +412,7 @@ class TrainLoop:
             StopAsked: a signal came.
         """
         self.engine.train(False)
-        with self.memory.validating("in validation"):
+        with self.memory.during("validate", lambda: "in validation"):
             return self.task.validate(
                 self.engine,
                 batch_size=self.evaluation.batch_size or self.train.micro_batch_size,

@@ -1,4 +1,4 @@
-"""Where time goes: the start of a process, each step, its wait for data, and a trace of a few."""
+"""Where time goes: the start of a process, each step, and a trace of a few."""
 
 import os
 import sys
@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Annotated, Generic, TypeVar
+from typing import Annotated
 
 import torch
 from pydantic import Field
@@ -15,7 +15,6 @@ from polyad.data.files import named
 from polyad.model.config import Config
 from polyad.parallel import comm
 
-Batch = TypeVar("Batch")
 PREFIX = "startup_"
 """How the keys begin that only the first record of a process has."""
 
@@ -105,38 +104,6 @@ class StepTimer:
             yield
         finally:
             self._since += time.monotonic() - started
-
-
-class TimedBatches(Generic[Batch]):
-    """Micro-batches, and how long they were waited for.
-
-    Args:
-        batches: in order.
-    """
-
-    def __init__(self, batches: Iterator[Batch]) -> None:
-        self._batches, self._seconds = batches, 0.0
-
-    def __iter__(self) -> Iterator[Batch]:
-        return self
-
-    def __next__(self) -> Batch:
-        """The next one."""
-        started = time.monotonic()
-        try:
-            return next(self._batches)
-        finally:
-            self._seconds += time.monotonic() - started
-
-    @property
-    def waited(self) -> float:
-        """What was waited since the last call of `seconds`."""
-        return self._seconds
-
-    def seconds(self) -> float:
-        """What was waited since the last call."""
-        seconds, self._seconds = self._seconds, 0.0
-        return seconds
 
 
 class ProfileConfig(Config):

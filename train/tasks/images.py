@@ -6,7 +6,6 @@ Shapes: B images of a micro-batch, C channels, H x W pixels, K classes.
 import contextlib
 import copy
 import functools
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Self
 
@@ -19,7 +18,7 @@ from polyad.data.images.augmentation import GaussianNoise
 from polyad.data.images.config import ImageDataConfig
 from polyad.data.images.dataset import ImageData
 from polyad.data.images.samples import EvaluationImages, ImageBatch, ImageSamples
-from polyad.data.sampler import Numbered, evaluation_batches
+from polyad.data.sampler import Numbered
 from polyad.model.families.family import CONFIG_FILE
 from polyad.model.heads import HEAD
 from polyad.model.output import RoutingStats
@@ -28,14 +27,12 @@ from polyad.parallel import comm
 from polyad.parallel.families import FamilyWeights
 from polyad.parallel.weights import Weights
 from polyad.train.errors import ConfigError
-from polyad.train.tasks.losses import Learner
+from polyad.train.tasks.labelled import LabelledTask, domain_rows, file_of_classes
 from polyad.train.tasks.pixels import mix_images, normalize, soft_targets
 from polyad.train.tasks.scores import (
     Counted,
     CountedClasses,
     CountedDomains,
-    domain_records,
-    domain_rows,
 )
 from polyad.train.tasks.task import (
     Kept,
@@ -44,8 +41,8 @@ from polyad.train.tasks.task import (
     Sections,
     Share,
     StoredData,
-    Task,
     Unit,
+    dealt_out,
 )
 from polyad.train.tasks.vocabulary import CLASSES_FILE, differing, names_of
 
@@ -78,17 +75,11 @@ class ImageProbe:
     def batches(self, batch_size: int, world: comm.World) -> Iterator[tuple[Tensor, Tensor]]:
         """Normalized images [B, C, H, W], and which of them count [B]."""
         images = torch.utils.data.Subset(self._task.held_out(self._split), self._numbers)
-        for batch, counts_B in evaluation_batches(
-            images,
-            len(self._numbers),
-            batch_size,
-            rank=world.data_parallel_rank,
-            ranks=world.data_parallel_size,
-        ):
+        for batch, counts_B in dealt_out(images, len(self._numbers), batch_size, world):
             yield self._task.inputs(batch.images_BCHW.to(world.device)), counts_B.to(world.device)
 
 
-class ImageClassification(Learner, Task[ImageBatch]):
+class ImageClassification(LabelledTask[ImageBatch]):
     """The class of each image of a prepared folder.
 
     Args:
@@ -108,10 +99,10 @@ class ImageClassification(Learner, Task[ImageBatch]):
     loss_unit = "nats an image"
     sample = "image"
     validation_score: ClassVar[str] = "validation_top1"
-    higher_is_better: ClassVar[bool] = True
     model: ImageSettings
-    validated: ClassVar[tuple[str, ...]] = ("top1", "top5", "loss")
-    """Scores of the validation split that training tells."""
+    data: ImageData
+    settings: ImageDataConfig
+    validated: Sequence[str] = ("top1", "top5", "loss")
     each_of: ClassVar[tuple[str, str]] = ("per_class", "classes")
     """The key of the scores of each class, and what classes are called."""
     has_attributes: ClassVar[bool] = False
@@ -132,7 +123,7 @@ class ImageClassification(Learner, Task[ImageBatch]):
             )
         self.data, self.settings = data, settings
         self._noise: GaussianNoise | None = None
-        self._seed, self._max_images = sections.seed, sections.evaluation.max_windows
+        self._seed, self._most = sections.seed, sections.evaluation.max_windows
         self.model = with_classes(model, data, self.place)
         if data.manifest.has_attributes != self.has_attributes:
             holds, allowed = ("one class", "images") if self.has_attributes else ("attributes",) * 2
@@ -147,30 +138,6 @@ class ImageClassification(Learner, Task[ImageBatch]):
         settings = sections.data
         assert isinstance(settings, ImageDataConfig)
         return cls(ImageData.open(settings.path, settings.leave_out), sections)
-
-    @classmethod
-    def open_held_out(cls, sections: Sections, weights: Weights) -> "ImageClassification":
-        """Opens images to score weights with."""
-        settings = sections.data
-        assert isinstance(settings, ImageDataConfig)
-        task = cls(ImageData.open(settings.path, settings.leave_out), sections)
-        task.check_weights(weights, "checkpoint")
-        return task
-
-    @property
-    def place(self) -> str:
-        """`data.path` with the folder."""
-        return f"data.path: {self.settings.path}"
-
-    @property
-    def name(self) -> str:
-        """The folder as the configuration has it."""
-        return str(self.settings.path)
-
-    @property
-    def fingerprint(self) -> str:
-        """A digest of the training images, the names of the classes, and the domains left out."""
-        return self.data.fingerprint
 
     def contents(self, split: str) -> str:
         """A digest of the index of all splits."""
@@ -234,26 +201,6 @@ class ImageClassification(Learner, Task[ImageBatch]):
 
     to_validate: ClassVar[str] = "`polyad prepare --images SOURCE --held-out 0.1` holds images out"
 
-    @property
-    def has_validation(self) -> bool:
-        """Whether there is a validation split."""
-        return "validation" in self.data.splits
-
-    def validate(
-        self, model: Predictor, *, batch_size: int, world: comm.World, report: Share
-    ) -> dict[str, float]:
-        """Accuracies and loss of the validation split, or of some of it, and of each domain."""
-        found = self.score(
-            model,
-            "validation",
-            batch_size=batch_size,
-            world=world,
-            report=report,
-            most=self._max_images,
-        )
-        whole = {f"validation_{name}": found[name] for name in self.validated}
-        return whole | domain_records(found["per_domain"], self.validated)
-
     def counting(self, device: torch.device) -> Counted:
         """Sums for the scores of a split.
 
@@ -295,14 +242,9 @@ class ImageClassification(Learner, Task[ImageBatch]):
         counted = self.counting(world.device)
         domains_N = None if images.domains is None else images.domains[chosen]
         of_domains = CountedDomains(domains_N, lambda: self.counting(world.device))
-        done = 0
-        for (batch, numbers_B), counts_B in evaluation_batches(
-            spread,
-            total,
-            batch_size,
-            rank=world.data_parallel_rank,
-            ranks=world.data_parallel_size,
-            num_workers=self.settings.num_workers,
+        workers = self.settings.num_workers
+        for (batch, numbers_B), counts_B in dealt_out(
+            spread, total, batch_size, world, report=report, num_workers=workers
         ):
             pixels_BCHW, labels_B = (
                 each.to(world.device) for each in (batch.images_BCHW, batch.labels_B)
@@ -314,9 +256,6 @@ class ImageClassification(Learner, Task[ImageBatch]):
             losses_B = self._loss(logits_BK, targets_BK)
             counted.add(logits_BK, labels_B, losses_B)
             of_domains.add(logits_BK, labels_B, losses_B, numbers_B)
-            done += len(counts_B) * world.data_parallel_size
-            if report is not None:
-                report(min(1.0, done / total))
         manifest = self.data.manifest
         return {
             **counted.result(world, manifest.class_names),
@@ -382,10 +321,8 @@ class ImageClassification(Learner, Task[ImageBatch]):
 
     def kept(self) -> Kept:
         """The names of the classes, and the fingerprint of the data."""
-        names = json.dumps(list(self.data.manifest.class_names), ensure_ascii=False, indent=0)
-        return Kept(
-            state={"data_fingerprint": self.fingerprint}, files={CLASSES_FILE: names.encode()}
-        )
+        classes = file_of_classes(self.data.manifest.class_names)
+        return Kept(state={"data_fingerprint": self.fingerprint}, files={CLASSES_FILE: classes})
 
     @property
     def notes(self) -> list[str]:

@@ -22,7 +22,7 @@ from polyad.model.output import RoutingStats
 from polyad.model.settings import ModelSettings
 from polyad.parallel import comm
 from polyad.train.errors import ConfigError
-from polyad.train.tasks.losses import Learner
+from polyad.train.tasks.losses import Learner, Teacher
 from polyad.train.tasks.task import Predictor, Score, Sections, Share
 from polyad.train.tasks.text import (
     TextTask,
@@ -45,10 +45,17 @@ class TextBatch(NamedTuple):
         return cls(tokens_BT1[..., :-1].contiguous(), tokens_BT1[..., 1:].contiguous())
 
 
-def text_losses(model: Predictor, batch: TextBatch) -> tuple[Tensor, tuple[RoutingStats, ...]]:
-    """The mean loss of the tokens, and the routing statistics of the layers."""
-    loss, routing = model(batch.input_ids_BT, target_ids_BT=batch.target_ids_BT)
-    return loss, routing
+def text_losses(
+    model: Predictor, batch: TextBatch, teacher: Teacher | None = None
+) -> tuple[Tensor, tuple[RoutingStats, ...]]:
+    """The mean loss of the tokens, or with a teacher the loss of each token, in nats; and the
+    routing statistics of the layers."""
+    if teacher is None:
+        loss, routing = model(batch.input_ids_BT, target_ids_BT=batch.target_ids_BT)
+        return loss, routing
+    logits_BTV, routing = model(batch.input_ids_BT)
+    losses_BT = model.cross_entropy(logits_BTV, batch.target_ids_BT)
+    return teacher.taught(losses_BT, logits_BTV.float(), batch.input_ids_BT), routing
 
 
 class TextSamples(Dataset[TextBatch]):
@@ -134,41 +141,30 @@ class LanguageModelling(Learner, TextTask[TextBatch]):
 
     def losses(self, model: Predictor, batch: TextBatch) -> tuple[Tensor, tuple[RoutingStats, ...]]:
         """Negative log-likelihood of every token, in nats; with a teacher its share of each."""
-        if self.teacher is None:
-            return text_losses(model, batch)
-        logits_BTV, routing = model(batch.input_ids_BT)
-        losses_BT = model.cross_entropy(logits_BTV, batch.target_ids_BT)
-        return self.teacher.taught(losses_BT, logits_BTV.float(), batch.input_ids_BT), routing
+        return text_losses(model, batch, self.teacher)
 
     def validate(
         self, model: Predictor, *, batch_size: int, world: comm.World, report: Share
     ) -> dict[str, float]:
         """Loss and perplexity of the validation split, and of a mixture of each source's."""
-        parts = self.data.validation()
-        part_losses = {
-            part.name: score_windows(
-                model,
-                self.windows(part.stream, self.evaluation.max_windows),
-                batch_size=batch_size,
-                world=world,
-                report=report,
-            ).loss
-            for part in parts
-        }
-        losses = {"validation_loss": sum(part.share * part_losses[part.name] for part in parts)}
-        if len(self.data.parts) > 1:
-            losses |= {f"validation_loss/{name}": loss for name, loss in part_losses.items()}
+
+        def score(stream: TokenStream) -> dict[str, float]:
+            windows = self.windows(stream, self.evaluation.max_windows)
+            found = score_windows(model, windows, batch_size=batch_size, world=world, report=report)
+            return {"loss": found.loss}
+
+        losses = self.validate_sources(["loss"], score)
         return losses | {
             name.replace("validation_loss", "validation_perplexity", 1): perplexity(loss)
             for name, loss in losses.items()
         }
 
-    def windows(self, stream: TokenStream, max_windows: int | None = None) -> EvaluationWindows:
+    def windows(self, stream: TokenStream, most: int | None = None) -> EvaluationWindows:
         """The windows that a stream of tokens is scored by."""
         length = self.model.sequence_length
         stride = self.evaluation.stride or length
         end = self.data.tokenizer.end_of_text_id
-        return EvaluationWindows(stream, length, stride, end, max_windows=max_windows)
+        return EvaluationWindows(stream, length, stride, end, max_windows=most)
 
     def split(self, name: str) -> tuple[TokenStream, SplitInfo]:
         """The tokens of a split of the first folder, and its counts of words and bytes."""
@@ -193,13 +189,7 @@ class LanguageModelling(Learner, TextTask[TextBatch]):
         stream, counts = self.split(split)
         text = "attacked" if split in self._attacked else "original"
         windows = self.windows(stream)
-        score = score_windows(
-            model,
-            windows,
-            batch_size=batch_size,
-            world=world,
-            report=report,
-        )
+        score = score_windows(model, windows, batch_size=batch_size, world=world, report=report)
         return {
             **perplexities(score, words=counts.words, bytes_=counts.bytes),
             "tokens_scored": score.tokens,
@@ -211,10 +201,6 @@ class LanguageModelling(Learner, TextTask[TextBatch]):
             "sequence_length": windows.sequence_length,
             "stride": windows.stride,
         }
-
-    def check_split(self, split: str) -> None:
-        """Checks that the split has tokens."""
-        self.windows(self.split(split)[0])
 
     @classmethod
     def validation_facts(
@@ -244,11 +230,11 @@ class LanguageModelling(Learner, TextTask[TextBatch]):
 
     def probe(self, units: int, split: str | None = None) -> TextProbe:
         """Whole windows without overlap, evenly over a split, or over the validation splits."""
-        streams = [part.stream for part in self.data.validation()]
-        if split is not None:
-            streams = [self.split(split)[0]]
         length, end = self.model.sequence_length, self.data.tokenizer.end_of_text_id
-        whole = [EvaluationWindows(stream, length, length, end) for stream in streams]
+        whole = [
+            EvaluationWindows(stream, length, length, end)
+            for stream in self.held_out_streams(split)
+        ]
         return TextProbe(SpreadWindows(whole, units))
 
 

@@ -13,7 +13,6 @@ from torch.utils.data import Dataset
 
 from polyad.data.config import MaskedTextConfig
 from polyad.data.errors import DataError
-from polyad.data.sampler import evaluation_batches
 from polyad.data.text.dataset import TokenStream
 from polyad.data.text.masking import (
     MaskedBatch,
@@ -27,7 +26,7 @@ from polyad.model.bert import BertConfig, MaskedLanguageHeadConfig
 from polyad.model.output import RoutingStats
 from polyad.parallel import comm
 from polyad.train.errors import ConfigError
-from polyad.train.tasks.task import Predictor, Score, Sections, Share
+from polyad.train.tasks.task import Predictor, Score, Sections, Share, dealt_out
 from polyad.train.tasks.text import TextTask, with_vocabulary
 
 
@@ -82,10 +81,7 @@ class MaskedProbe(Dataset[Tensor]):
 
     def batches(self, batch_size: int, world: comm.World) -> Iterator[tuple[Tensor, Tensor]]:
         """Input ids [B, T] and which tokens count."""
-        rank, ranks = world.data_parallel_rank, world.data_parallel_size
-        for ids_BT, own_B in evaluation_batches(
-            self, len(self), batch_size, rank=rank, ranks=ranks
-        ):
+        for ids_BT, own_B in dealt_out(self, len(self), batch_size, world):
             counted_BT = own_B.unsqueeze(1) & self.counted(ids_BT)
             yield ids_BT.to(world.device), counted_BT.to(world.device)
 
@@ -148,26 +144,12 @@ class MaskedLanguageModelling(TextTask[MaskedBatch]):
         self, model: Predictor, *, batch_size: int, world: comm.World, report: Share
     ) -> dict[str, float]:
         """Loss and accuracy of the validation split, and of a mixture of each source's."""
-        parts = self.data.validation()
-        found = {
-            part.name: self._scores(
-                model,
-                self.windows(part.stream, self.evaluation.max_windows),
-                batch_size=batch_size,
-                world=world,
-                report=report,
-            )
-            for part in parts
-        }
-        names = ("loss", "accuracy")
-        record = {
-            f"validation_{name}": sum(part.share * found[part.name][name] for part in parts)
-            for name in names
-        }
-        if len(self.data.parts) > 1:
-            for name in names:
-                record |= {f"validation_{name}/{part}": each[name] for part, each in found.items()}
-        return record
+
+        def score(stream: TokenStream) -> dict[str, float]:
+            windows = self.windows(stream, self.evaluation.max_windows)
+            return self._scores(model, windows, batch_size=batch_size, world=world, report=report)
+
+        return self.validate_sources(["loss", "accuracy"], score)
 
     def score(
         self,
@@ -182,13 +164,7 @@ class MaskedLanguageModelling(TextTask[MaskedBatch]):
         stream, counts = self.split(split)
         windows = self.windows(stream)
         return {
-            **self._scores(
-                model,
-                windows,
-                batch_size=batch_size,
-                world=world,
-                report=report or (lambda _: None),
-            ),
+            **self._scores(model, windows, batch_size=batch_size, world=world, report=report),
             "tokens": counts.tokens,
             "documents": counts.documents,
             "windows": len(windows),
@@ -203,16 +179,11 @@ class MaskedLanguageModelling(TextTask[MaskedBatch]):
         *,
         batch_size: int,
         world: comm.World,
-        report: Share,
+        report: Share | None,
     ) -> dict[str, Any]:
         """Mean loss and accuracy of the hidden tokens over all processes."""
         total_3 = torch.zeros(3, dtype=torch.float64, device=world.device)
-        ranks = world.data_parallel_size
-        batches = evaluation_batches(
-            windows, len(windows), batch_size, rank=world.data_parallel_rank, ranks=ranks
-        )
-        done = 0
-        for batch, own_B in batches:
+        for batch, own_B in dealt_out(windows, len(windows), batch_size, world, report=report):
             ids_BT, mask_BT, positions_BP, targets_BP, scored_BP = (
                 each.to(world.device) for each in batch
             )
@@ -222,23 +193,14 @@ class MaskedLanguageModelling(TextTask[MaskedBatch]):
             counted_BP = scored_BP & own_B.to(world.device).unsqueeze(1)
             losses_N, right_N = both_BP2[counted_BP].double().unbind(-1)
             total_3 += torch.stack([losses_N.sum(), right_N.sum(), counted_BP.sum().double()])
-            done += len(ids_BT) * ranks
-            report(min(1.0, done / len(windows)))
         loss, right, tokens = comm.sum_over_samples(total_3, world).tolist()
         if not tokens:
             raise DataError(f"{self.place}: the split has no text, special tokens alone")
         return {"loss": loss / tokens, "accuracy": right / tokens, "tokens_scored": int(tokens)}
 
-    def check_split(self, split: str) -> None:
-        """Checks that the split has tokens."""
-        self.windows(self.split(split)[0])
-
     def probe(self, units: int, split: str | None = None) -> MaskedProbe:
         """Whole windows, evenly over a split, or over the validation splits."""
-        streams = [part.stream for part in self.data.validation()]
-        if split is not None:
-            streams = [self.split(split)[0]]
-        windows = [self.windows(stream) for stream in streams]
+        windows = [self.windows(stream) for stream in self.held_out_streams(split)]
         if not any(part.num_full for part in windows):
             raise ConfigError(
                 f"{self.place}: its held-out text is shorter than one window of "

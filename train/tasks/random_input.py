@@ -203,19 +203,13 @@ def losses_for(model: ModelSettings, teacher: Teacher | None = None) -> Any:
         teacher: Has its share of each loss; None: none.
     """
     if isinstance(model, GPT2Config) and model.head is None:
-        return text_losses if teacher is None else partial(_taught_text_losses, teacher)
+        return partial(text_losses, teacher=teacher)
     if isinstance(model, BertConfig) and model.head.kind == "language":
         return masked_losses
     return partial(_class_losses, teacher)
 
 
 Losses: TypeAlias = tuple[Tensor, tuple[RoutingStats, ...]]
-
-
-def _taught_text_losses(teacher: Teacher, model: Predictor, batch: TextBatch) -> Losses:
-    logits_BTV, routing = model(batch.input_ids_BT)
-    losses_BT = cross_entropy(logits_BTV, batch.target_ids_BT)
-    return teacher.taught(losses_BT, logits_BTV.float(), batch.input_ids_BT), routing
 
 
 def _class_losses(

@@ -5,7 +5,6 @@ longest sequence, K classes, N samples of a split.
 """
 
 import functools
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, TypeAlias
@@ -15,7 +14,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import mse_loss
 
-from polyad.data.sampler import evaluation_batches
 from polyad.data.sequences.config import SequenceDataConfig
 from polyad.data.sequences.dataset import HOLD_OUT, SequenceData
 from polyad.data.sequences.samples import SequenceBatch, TrainingRows
@@ -33,15 +31,14 @@ from polyad.parallel.checkpoint.reading import Checkpoint
 from polyad.parallel.families import FamilyWeights
 from polyad.parallel.weights import Weights, open_weights
 from polyad.train.errors import ConfigError
-from polyad.train.tasks.losses import Learner, cross_entropy
+from polyad.train.tasks.labelled import LabelledTask, domain_rows, file_of_classes
+from polyad.train.tasks.losses import cross_entropy
 from polyad.train.tasks.scores import (
     METRICS,
     TITLES,
-    domain_records,
-    domain_rows,
     scores_of_predictions,
 )
-from polyad.train.tasks.task import Kept, Predictor, Score, Sections, Share, Task, Unit
+from polyad.train.tasks.task import Kept, Predictor, Score, Sections, Share, Unit, dealt_out
 from polyad.train.tasks.text import with_vocabulary
 from polyad.train.tasks.vocabulary import (
     CLASSES_FILE,
@@ -56,7 +53,7 @@ CLASSIFIER, POOLER = "head.classifier.", "head.pooler."
 """Those of a BERT's last layer, and of the one before it, which pre-training may have learned."""
 
 
-class SequenceTask(Learner, Task[SequenceBatch]):
+class SequenceTask(LabelledTask[SequenceBatch]):
     """What is known of each sequence of a table: its class, a number, or the right choice.
 
     Args:
@@ -69,8 +66,9 @@ class SequenceTask(Learner, Task[SequenceBatch]):
     scores = (Score("score", "score", 4), Score("loss", "loss", 4))
     sample: ClassVar[str] = "sequence"
     validation_score: ClassVar[str] = "validation_score"
-    higher_is_better = True
     model: ScoringConfig
+    data: SequenceData
+    settings: SequenceDataConfig
 
     def __init__(self, data: SequenceData, sections: Sections) -> None:
         assert isinstance(sections.data, SequenceDataConfig)
@@ -120,21 +118,6 @@ class SequenceTask(Learner, Task[SequenceBatch]):
         if tokenizer is None:
             raise ConfigError(f"{weights.folder}: has no tokenizer beside it")
         return cls(_open(sections, tokenizer, names_of(weights)), sections)
-
-    @property
-    def place(self) -> str:
-        """`data.path` with its value."""
-        return f"data.path: {self.settings.path}"
-
-    @property
-    def name(self) -> str:
-        """The source as the configuration has it."""
-        return self.settings.path
-
-    @property
-    def fingerprint(self) -> str:
-        """A digest of the token ids and labels of the training rows."""
-        return self.data.fingerprint
 
     def contents(self, split: str) -> str:
         """A digest of the token ids and labels of a split's rows."""
@@ -220,20 +203,9 @@ class SequenceTask(Learner, Task[SequenceBatch]):
     to_validate: ClassVar[str] = HOLD_OUT
 
     @property
-    def has_validation(self) -> bool:
-        """Whether there is a validation split."""
-        return "validation" in self.data.splits
-
-    def validate(
-        self, model: Predictor, *, batch_size: int, world: comm.World, report: Share
-    ) -> dict[str, float]:
-        """The score, the metrics that it is the mean of, and the loss; of each domain too."""
-        found = self.score(
-            model, "validation", batch_size=batch_size, world=world, report=report, most=self._most
-        )
-        told = list(dict.fromkeys(("score", "loss", *self.schema.metrics)))
-        whole = {f"validation_{name}": found[name] for name in told}
-        return whole | domain_records(found["per_domain"], told)
+    def validated(self) -> Sequence[str]:
+        """The score, the loss, and the metrics that the score is the mean of."""
+        return list(dict.fromkeys(("score", "loss", *self.schema.metrics)))
 
     @torch.no_grad()
     def score(
@@ -266,14 +238,9 @@ class SequenceTask(Learner, Task[SequenceBatch]):
         # Of each sample prediction, label and loss, in a place of its own: every process fills
         # those of its samples, and the sum over processes is exact.
         found_N3 = torch.zeros(total, 3, dtype=torch.float64, device=world.device)
-        done = 0
-        for batch, counts_B in evaluation_batches(
-            rows,
-            total,
-            batch_size,
-            rank=world.data_parallel_rank,
-            ranks=world.data_parallel_size,
-            num_workers=self.settings.num_workers,
+        workers = self.settings.num_workers
+        for batch, counts_B in dealt_out(
+            rows, total, batch_size, world, report=report, num_workers=workers
         ):
             sequences = SequenceBatch(*(each.to(world.device) for each in batch))
             counts_B = counts_B.to(world.device)
@@ -285,9 +252,6 @@ class SequenceTask(Learner, Task[SequenceBatch]):
             parts = (predicted_B, sequences.labels_B, losses_B)
             numbers_B = sequences.numbers_B[counts_B]
             found_N3[numbers_B] = torch.stack([part.double()[counts_B] for part in parts], dim=-1)
-            done += len(counts_B) * world.data_parallel_size
-            if report is not None:
-                report(min(1.0, done / total))
         predictions_N, labels_N, losses_N = comm.sum_over_samples(found_N3, world).cpu().T.numpy()
         if self.schema.task != "regression":
             predictions_N, labels_N = (x.round().astype(int) for x in (predictions_N, labels_N))
@@ -379,8 +343,7 @@ class SequenceTask(Learner, Task[SequenceBatch]):
         }
         files: dict[str, bytes] = {tokenizer.file_name: tokenizer.file_bytes()}
         if self.data.class_names:
-            names = json.dumps(self.data.class_names, ensure_ascii=False, indent=0)
-            files[CLASSES_FILE] = names.encode()
+            files[CLASSES_FILE] = file_of_classes(self.data.class_names)
         return Kept(state=state, files=files)
 
     def check_weights(self, weights: Weights, owner: str) -> None:

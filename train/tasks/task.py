@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from polyad.data.config import DataSettings
+from polyad.data.sampler import evaluation_batches
 from polyad.model.config import Config
 from polyad.model.output import ModelOutput, RoutingStats
 from polyad.model.settings import ModelSettings
@@ -135,6 +136,43 @@ def real_tokens(batch: tuple[Tensor, ...]) -> Tensor | None:
     """How many tokens of a micro-batch are no padding; None: none is, in any micro-batch."""
     tokens: Tensor | None = getattr(batch, "real_tokens", None)
     return tokens
+
+
+def dealt_out(
+    samples: Dataset[Any],
+    total: int,
+    batch_size: int,
+    world: comm.World,
+    *,
+    report: Share | None = None,
+    num_workers: int = 0,
+) -> Iterator[tuple[Any, Tensor]]:
+    """Held-out samples as this process reads them; see `evaluation_batches`.
+
+    Args:
+        samples: All of them.
+        total: How many there are.
+        batch_size: Samples in a forward pass.
+        world: This process; each process gets as many batches.
+        report: Is told the share done after every batch.
+        num_workers: Loader processes.
+
+    Yields:
+        Batches on the CPU, and which of their samples count [B].
+    """
+    ranks, done = world.data_parallel_size, 0
+    for batch, counts_B in evaluation_batches(
+        samples,
+        total,
+        batch_size,
+        rank=world.data_parallel_rank,
+        ranks=ranks,
+        num_workers=num_workers,
+    ):
+        yield batch, counts_B
+        done += len(counts_B) * ranks
+        if report is not None:
+            report(min(1.0, done / total))
 
 
 class Task(ABC, Generic[Batch]):

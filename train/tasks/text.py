@@ -7,8 +7,8 @@ before the first token, as context only.
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
-from typing import ClassVar, NamedTuple, Self, TypeVar, cast
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple, Self, TypeVar, cast
 
 import torch
 
@@ -23,7 +23,15 @@ from polyad.model.output import ModelOutput
 from polyad.parallel import comm
 from polyad.parallel.weights import Weights
 from polyad.train.errors import ConfigError
-from polyad.train.tasks.task import Batch, EvaluationConfig, Kept, Sections, StoredData, Task, Unit
+from polyad.train.tasks.task import (
+    Batch,
+    EvaluationConfig,
+    Kept,
+    Sections,
+    StoredData,
+    Task,
+    Unit,
+)
 from polyad.train.tasks.vocabulary import (
     check_tokenizer,
     data_named,
@@ -116,6 +124,43 @@ class TextTask(Task[Batch]):
     def has_validation(self) -> bool:
         """Whether a folder has a validation split."""
         return bool(self.data.validation())
+
+    @abstractmethod
+    def windows(self, stream: TokenStream, most: int | None = None) -> Any:
+        """The windows that a stream of tokens is scored by, or at most so many of them."""
+
+    def validate_sources(
+        self, names: Sequence[str], score: Callable[[TokenStream], Mapping[str, float]]
+    ) -> dict[str, float]:
+        """Scores of the validation split, and of a mixture those of each source.
+
+        Args:
+            names: What is told of the scores.
+            score: Scores the validation split of one source.
+
+        Returns:
+            Keys of a step's record; a mixture has the mean by the shares of its sources.
+        """
+        parts = self.data.validation()
+        found = {part.name: score(part.stream) for part in parts}
+        record = {
+            f"validation_{name}": sum(part.share * found[part.name][name] for part in parts)
+            for name in names
+        }
+        if len(self.data.parts) > 1:
+            for name in names:
+                record |= {f"validation_{name}/{part}": each[name] for part, each in found.items()}
+        return record
+
+    def held_out_streams(self, split: str | None) -> list[TokenStream]:
+        """The tokens of a split; None: those of the validation splits."""
+        if split is not None:
+            return [self.split(split)[0]]
+        return [part.stream for part in self.data.validation()]
+
+    def check_split(self, split: str) -> None:
+        """Checks that the split has tokens."""
+        self.windows(self.split(split)[0])
 
     def split(self, name: str) -> tuple[TokenStream, SplitInfo]:
         """The tokens of a split of the first folder, and its counts of words and bytes."""

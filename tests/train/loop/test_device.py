@@ -5,6 +5,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
+from polyad.train.loop import device
 from polyad.train.loop.device import Prefetch, allow_tf32
 from tests.helpers.runs import memory_of_each, records, run, write_config
 
@@ -55,6 +56,24 @@ def test_an_error_of_reading_comes_when_its_batch_is_due() -> None:
     for _ in range(2):
         with pytest.raises(ValueError, match="damaged"):
             next(ahead)
+
+
+def test_the_wait_for_batches_is_that_of_a_step(monkeypatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(device.time, "monotonic", lambda: now)
+
+    def late():
+        nonlocal now
+        for seconds in (2, 3, 4):
+            now += seconds
+            yield numbers(seconds)
+
+    ahead = Prefetch(late(), CPU)
+    assert next(ahead).values == 2
+    now += 10  # a step
+    assert ahead.waited == ahead.seconds() == 2 + 3  # two are read for the first
+    assert [batch.values.item() for batch in ahead] == [3, 4]
+    assert ahead.seconds() == 4.0
 
 
 def test_tf32_changes_nothing_on_a_cpu() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from polyad.train.loop import timing
 from polyad.train.loop.metrics import LogConfig, Metrics
-from polyad.train.loop.timing import Startup, StepTimer, TimedBatches, startup_line
+from polyad.train.loop.timing import Startup, StepTimer, startup_line
 from polyad.train.tasks.task import Unit
 from tests.helpers.runs import records, run, run_with_slow_records, write_config
 
@@ -25,24 +25,6 @@ def test_a_step_ends_where_the_next_begins_and_scores_are_set_aside(monkeypatch)
         now = 109.0
     now = 111.0
     assert timer.step() == 3.0
-
-
-def test_the_wait_for_batches_is_that_of_a_step(monkeypatch):
-    now = 100.0
-    monkeypatch.setattr(timing.time, "monotonic", lambda: now)
-
-    def late():
-        nonlocal now
-        for seconds in (2, 3, 4):
-            now += seconds
-            yield seconds
-
-    batches = TimedBatches(late())
-    assert [next(batches), next(batches)] == [2, 3]
-    now += 10  # a step
-    assert batches.seconds() == 5.0
-    assert list(batches) == [4]
-    assert batches.seconds() == 4.0
 
 
 @pytest.mark.distributed
