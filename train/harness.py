@@ -70,11 +70,7 @@ def register(folder: Path) -> Path:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Runs lm-eval's command line, or (un)registers.
-
-    Args:
-        arguments: without the program's name.
-    """
+    """Runs lm-eval's command line, or (un)registers."""
     folder = Path(sysconfig.get_path("purelib"))
     if list(arguments) == ["--register"]:
         make_known()

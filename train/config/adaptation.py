@@ -82,10 +82,6 @@ def graph_statistics(
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Running statistics of graphs of tokens: those that only the run has, and only the weights.
 
-    Args:
-        weights: that a run starts from.
-        model: of the run.
-
     Returns:
         Beginnings of names.
     """

@@ -29,12 +29,7 @@ def nothing_is_left(plan: Plan, state: TrainState) -> bool:
 
 
 def first_line(plan: Plan, state: TrainState) -> str:
-    """The line that a start prints before it builds anything.
-
-    Args:
-        plan: the run's, with the checkpoint that it goes on from, if there is one.
-        state: where it stands.
-    """
+    """The line that a start prints before it builds anything."""
     steps, folder = plan.config.train.steps, Path(plan.config.run.folder)
     if plan.resume is None:
         return f"begins anew: {steps:,} steps to do, in {folder}{_weights(plan)}"
@@ -145,13 +140,7 @@ def schedule_line(config: RunConfig) -> str:
 
 
 def change_of_rate(before: RunConfig, now: RunConfig, step: int) -> str | None:
-    """What to say of a learning rate that does not go on as a run began; None: it does.
-
-    Args:
-        before: what the run was trained with so far.
-        now: what it goes on with.
-        step: optimizer steps done.
-    """
+    """What to say of a learning rate that does not go on as a run began; None: it does."""
     changed = _changes(before, now)
     if not changed or step >= now.train.steps:
         return None

@@ -105,9 +105,6 @@ def _blocks(model: nn.Module) -> list[nn.Module]:
 def comparison_rows(experts: dict[str, Any]) -> list[tuple[str, str]]:
     """The experts and the comparison for a person.
 
-    Args:
-        experts: what `factorized_experts` made.
-
     Returns:
         Names and values; the columns of the comparison are aligned.
     """

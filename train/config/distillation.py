@@ -32,10 +32,6 @@ class TeacherAt(NamedTuple):
 def check_teacher(config: RunConfig, task: Task[Any]) -> TeacherAt | None:
     """Checks that a teacher reads what the student reads, and knows the same classes or tokens.
 
-    Args:
-        config: of the run.
-        task: its task.
-
     Returns:
         Its checkpoint; None: there is no teacher.
 

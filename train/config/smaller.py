@@ -13,13 +13,7 @@ from polyad.train.guard.memory import RunMemory
 
 
 def memory_of(config: RunConfig, dims: Dims, world: comm.World) -> RunMemory:
-    """The advice of a run where memory runs out.
-
-    Args:
-        config: the run's.
-        dims: its layout.
-        world: this process.
-    """
+    """The advice of a run where memory runs out."""
     return RunMemory(
         world=world,
         checkpoints=Path(config.run.folder) / "checkpoints",

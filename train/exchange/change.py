@@ -206,11 +206,6 @@ class Changed(ABC):
 def dense_section(option: Option, model: ModelSettings, folder: Path) -> tuple[str, int]:
     """The feed-forward that is changed, which has to be dense.
 
-    Args:
-        option: that changes it.
-        model: of the weights.
-        folder: where the weights are, for errors.
-
     Returns:
         Its name, and its inner width.
 
@@ -271,14 +266,6 @@ def with_inner_width(
     folder: Path,
 ) -> ModelSettings:
     """The configuration with another feed-forward that is as wide inside as the dense one.
-
-    Args:
-        option: that changes the model.
-        model: the dense one.
-        section: the name of the feed-forward.
-        keys: of the other one.
-        inner: the dense one's inner units.
-        folder: where its weights are, for errors.
 
     Raises:
         ConfigError: the keys are wrong, do not fit the model, or say another width.

@@ -75,10 +75,6 @@ class Upcycling(Option):
 class Upcycled(Changed):
     """A dense model's weights with its feed-forwards as experts.
 
-    Args:
-        weights: the dense model's, of any format.
-        upcycling: what becomes of them.
-
     Raises:
         ConfigError: they are not dense, or do not fit.
     """
@@ -255,10 +251,6 @@ class Merging:
 
 class Merged(Changed):
     """The weights of a split model as those of a dense one.
-
-    Args:
-        weights: the split model's, of any format.
-        merging: the option.
 
     Raises:
         ConfigError: they are not split.

@@ -72,10 +72,6 @@ class Factorizing(Option):
 class Factored(Changed):
     """A dense model's weights with its feed-forwards as the start of factorized experts.
 
-    Args:
-        weights: the dense model's, of any format.
-        factorizing: what becomes of them.
-
     Raises:
         ConfigError: they are not dense, or do not fit.
     """

@@ -38,10 +38,6 @@ class LinearScores:
 class Linearized(Changed):
     """The weights of a model with attentive scores as those of one with linear scores.
 
-    Args:
-        weights: of any format.
-        option: the option.
-
     Raises:
         ConfigError: no layer of theirs has an attentive score.
     """

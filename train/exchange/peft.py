@@ -44,9 +44,6 @@ class _Theirs(NamedTuple):
 def peft_files(weights: AdaptedCheckpoint) -> tuple[dict[str, Any], Iterator[tuple[str, Tensor]]]:
     """What both files hold.
 
-    Args:
-        weights: of a run with LoRA.
-
     Returns:
         The content of adapter_config.json, and names and values of the other file.
 

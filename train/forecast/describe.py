@@ -150,13 +150,7 @@ def describe(
 
 
 def size_in_words(parameters: int, active: int, unit: str) -> str:
-    """The size of a model, for people.
-
-    Args:
-        parameters: of all of it.
-        active: those that one unit uses.
-        unit: a token or an image.
-    """
+    """The size of a model, for people."""
     return f"{parameters:,} parameters, {active:,} active per {unit}"
 
 
@@ -189,10 +183,6 @@ def _experts(config: RunConfig) -> dict[str, Any] | None:
 def memory_per_process(config: RunConfig, dims: Dims) -> dict[str, int]:
     """What a process of a run on GPUs holds at the peak of a step, as `polyad plan` says it.
 
-    Args:
-        config: the run's, resolved.
-        dims: the layout.
-
     Returns:
         Bytes by name, and their `total`; beside it `snapshot`, what asynchronous checkpoints take
         of the host's memory.
@@ -207,9 +197,6 @@ def memory_per_process(config: RunConfig, dims: Dims) -> dict[str, int]:
 
 def description_table(description: dict[str, Any]) -> str:
     """A description for a person.
-
-    Args:
-        description: what `describe` made, or `describe_run`.
 
     Returns:
         Aligned lines.

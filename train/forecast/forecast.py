@@ -128,12 +128,6 @@ def by_recomputation(
 ) -> dict[str, dict[str, Any]]:
     """What each way to keep activations takes, by the value of `model.recompute`.
 
-    Args:
-        config: Resolved.
-        dims: The layout.
-        machines: What it runs on.
-        imbalance: See `forecast`.
-
     Returns:
         For each mode `activations` and `total` (bytes of a process at its peak) and `seconds` (of a
         step); empty for models that have no such modes.

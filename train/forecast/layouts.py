@@ -58,13 +58,7 @@ def what_would_fit(
 ) -> list[tuple[str, int]]:
     """Single changes with which a run fits the memory, and the bytes that it takes then.
 
-    Of each key the value that is nearest to the present one.
-
-    Args:
-        config: That does not fit.
-        machines: Whose memory it is.
-        imbalance: See `forecast`.
-    """
+    Of each key the value that is nearest to the present one."""
     found: list[tuple[str, int]] = []
     for change in _single_changes(config, machines):
         key = change.partition("=")[0]

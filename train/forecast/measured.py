@@ -209,9 +209,6 @@ def interval(values: Sequence[float]) -> tuple[float, float] | None:
     Each value is above it or below with equal probability, so the k-th smallest and the k-th
     largest miss it with twice the probability of fewer than k heads among as many coins.
 
-    Args:
-        values: Independent ones.
-
     Returns:
         Two of them, with a probability of at least `CONFIDENCE`; None for fewer than 5.
     """

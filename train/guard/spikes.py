@@ -80,12 +80,7 @@ class Limits(NamedTuple):
     grad_norm: float
 
     def exceeded(self, loss: float, grad_norm: float) -> bool:
-        """Whether a step is a spike. One that is not finite is no spike: it is skipped anyway.
-
-        Args:
-            loss: of the global batch.
-            grad_norm: before clipping.
-        """
+        """Whether a step is a spike. One that is not finite is no spike: it is skipped anyway."""
         finite = math.isfinite(loss) and math.isfinite(grad_norm)
         return finite and (loss > self.loss or grad_norm > self.grad_norm)
 
@@ -107,12 +102,7 @@ class StepOutcome(NamedTuple):
 
 
 def limits_of(config: MonitorConfig, state: TrainState) -> Limits:
-    """The limits of the next step.
-
-    Args:
-        config: threshold and window.
-        state: has the recent steps.
-    """
+    """The limits of the next step."""
     if config.spike_action == "none" or len(state.recent_losses) < config.spike_warmup:
         return NO_LIMITS
     median, spread = _middle(state.recent_losses)
@@ -123,14 +113,7 @@ def limits_of(config: MonitorConfig, state: TrainState) -> Limits:
 
 
 def remember(config: MonitorConfig, state: TrainState, loss: float, grad_norm: float) -> None:
-    """Adds a step that was applied to the window.
-
-    Args:
-        config: the window's length.
-        state: brought up to date.
-        loss: of the global batch.
-        grad_norm: before clipping.
-    """
+    """Adds a step that was applied to the window."""
     if config.spike_action == "none":
         return
     # A norm of 0 has no logarithm, so 1e-30 takes its place: after zeros, any gradient is a spike.
@@ -246,11 +229,7 @@ class SpikeGuard:
 
 
 def spike_line(event: dict[str, Any]) -> str:
-    """A spike as a line for the console.
-
-    Args:
-        event: an object of `SPIKES_FILE`.
-    """
+    """A spike as a line for the console."""
     done = {
         "warn": "the step was applied",
         "skip": "the step was skipped",
@@ -278,12 +257,7 @@ def _documents(parts: dict[str, list[int]], shown: int = 4) -> str:
 
 
 def write_spike(folder: Path, event: dict[str, Any]) -> None:
-    """Adds a spike to the run's list, on the disk when this returns.
-
-    Args:
-        folder: the run's.
-        event: JSON values.
-    """
+    """Adds a spike to the run's list, on the disk when this returns."""
     path = folder / SPIKES_FILE
     with named(path), path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(json_value(event)) + "\n")
@@ -294,12 +268,7 @@ def write_spike(folder: Path, event: dict[str, Any]) -> None:
 def batches_left_out(folder: Path, step: int) -> list[int]:
     """Global batches that the run has gone back without since a checkpoint was written.
 
-    Those before are in the checkpoint. Those of a later one are of steps that are done anew.
-
-    Args:
-        folder: the run's.
-        step: of the checkpoint.
-    """
+    Those before are in the checkpoint. Those of a later one are of steps that are done anew."""
     path = folder / SPIKES_FILE
     if not path.exists():
         return []

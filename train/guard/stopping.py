@@ -159,9 +159,6 @@ class StopSignals:
     def stop(self, number: int) -> None:
         """Ends the run as it was asked; all processes call this.
 
-        Args:
-            number: as `agreed` gave it.
-
         Raises:
             Stopped: or KeyboardInterrupt, for Ctrl-C.
             ConfigError: `fail` was called on some process.

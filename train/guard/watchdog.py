@@ -244,12 +244,7 @@ class Judge:
 
 
 def stack_of(beat: Beat, folder: Path) -> str:
-    """The stack of a process, or that of its last heartbeat.
-
-    Args:
-        beat: its last.
-        folder: of the heartbeats.
-    """
+    """The stack of a process, or that of its last heartbeat."""
     dumped = ""
     with contextlib.suppress(OSError):
         dumped = (folder / f"{_name(beat.rank)}.stack").read_text(errors="replace")
@@ -258,12 +253,7 @@ def stack_of(beat: Beat, folder: Path) -> str:
 
 
 def read_beats(folder: Path, size: int) -> list[Beat]:
-    """The newest heartbeat of each process that has written one.
-
-    Args:
-        folder: of the heartbeats.
-        size: processes.
-    """
+    """The newest heartbeat of each process that has written one."""
     beats = []
     for rank in range(size):
         with contextlib.suppress(OSError, ValueError, TypeError):

@@ -75,11 +75,7 @@ def small_config(config: RunConfig, processes: int) -> RunConfig:
 
 
 def norms_over_batch(model: ModelSettings) -> bool:
-    """Whether a gate takes means over all samples that the processes have at once.
-
-    Args:
-        model: Of any kind.
-    """
+    """Whether a gate takes means over all samples that the processes have at once."""
     gates = [*model.feed_forwards().values(), getattr(model, "head", None)]
     return any(getattr(each, "gate_norm", "") == "batch" for each in gates)
 

@@ -89,12 +89,6 @@ def run_trial(config: RunConfig, world: comm.World, folder: Path, *, nudged: boo
 def save_again(config: RunConfig, world: comm.World, checkpoint: Path, folder: Path) -> Path:
     """Loads a checkpoint into this layout and saves it untouched.
 
-    Args:
-        config: a small one.
-        world: this process.
-        checkpoint: of any layout.
-        folder: for the new one.
-
     Returns:
         The new one.
     """

@@ -117,12 +117,7 @@ NAMED = 10
 
 
 def alone(config: RunConfig, data_parallel_size: int) -> RunConfig:
-    """The same small configuration for one process, which shards nothing.
-
-    Args:
-        config: a small one.
-        data_parallel_size: of the layout.
-    """
+    """The same small configuration for one process, which shards nothing."""
     simple = ParallelConfig(zero_stage=0, timeout_minutes=config.parallel.timeout_minutes)
     train = config.train
     if norms_over_batch(config.model):
@@ -141,25 +136,14 @@ class Reference(NamedTuple):
 
 
 def run_alone(config: RunConfig, folder: Path) -> Reference:
-    """Computes the reference in this process, which is alone.
-
-    Args:
-        config: what `alone` gave.
-        folder: for checkpoints.
-    """
+    """Computes the reference in this process, which is alone."""
     world = comm.initialize()
     trials = [run_trial(config, world, folder / str(n), nudged=bool(n)) for n in range(2)]
     return Reference(*trials)
 
 
 def result_of(small: RunConfig, world: comm.World, found: list[Difference]) -> dict[str, Any]:
-    """The result as JSON values.
-
-    Args:
-        small: the configuration that was compared.
-        world: this process.
-        found: all differences.
-    """
+    """The result as JSON values."""
     wrong = [each for each in found if each.is_wrong]
     largest = {
         kind: {

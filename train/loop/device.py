@@ -114,9 +114,6 @@ def peak_memory_bytes(device: torch.device) -> int:
 def memory_of_process(device: torch.device) -> tuple[int, int]:
     """Peak memory of this process since the last call, in bytes; a GPU does not wait for it.
 
-    Args:
-        device: of the process.
-
     Returns:
         Held by tensors on the GPU, or on a CPU all of the process, since its start; and taken from
         the GPU with the allocator's reserve, 0 on a CPU.

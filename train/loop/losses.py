@@ -146,11 +146,6 @@ def with_sample_similarity(
 ) -> tuple[RoutingStats, ...]:
     """Puts the loss in the place of what it follows from.
 
-    Args:
-        routing: As the model returned it, with statistics of samples.
-        inputs: What the model read, for `of: input`.
-        config: Of the loss.
-
     Returns:
         Statistics with `similarity_loss`, and without those of samples.
     """

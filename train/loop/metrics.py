@@ -132,11 +132,7 @@ class Metrics:
         self._trackers = Trackers(names, self._folder, self._about, done_steps)
 
     def go_back(self, done_steps: int) -> None:
-        """Drops the records of later steps, which will be done again.
-
-        Args:
-            done_steps: of the checkpoint that the run went back to.
-        """
+        """Drops the records of later steps, which will be done again."""
         self._close_files()
         self._clock = Clock(done_steps, self._total)
         self._open(done_steps)

@@ -59,11 +59,7 @@ class Matrix(NamedTuple):
 def is_matrix(name: str) -> bool:
     """Whether a parameter gets Muon's update.
 
-    Routers and gates do not (Liu et al. leave theirs to AdamW), nor do embeddings and heads.
-
-    Args:
-        name: Of the parameter in the model.
-    """
+    Routers and gates do not (Liu et al. leave theirs to AdamW), nor do embeddings and heads."""
     return _MATRICES.search(name) is not None
 
 
@@ -102,9 +98,6 @@ def _sides(kind: str, shape: tuple[int, ...]) -> tuple[int, int]:
 
 def orthogonalized(x_NAB: Tensor) -> Tensor:
     """Each matrix with its singular values made about 1, by Newton-Schulz steps.
-
-    Args:
-        x_NAB: Of any scale.
 
     Returns:
         [N, A, B], in the same precision.

@@ -216,10 +216,6 @@ def group_of(config: OptimizerConfig, name: str) -> GroupConfig | None:
 def check_groups(config: OptimizerConfig, names: Iterable[str]) -> None:
     """Checks that every group has parameters.
 
-    Args:
-        config: with the groups.
-        names: of the model's parameters.
-
     Raises:
         ConfigError: a pattern matches nothing, or only what groups before it have.
     """
@@ -267,12 +263,7 @@ def freeze(model: nn.Module, config: OptimizerConfig) -> None:
 def depth_from_end(name: str, blocks: int) -> int:
     """How many layers lie from a parameter's to the end; what is behind the blocks has none.
 
-    Source: Bao et al. 2021, "BEiT", as in its released code.
-
-    Args:
-        name: of a parameter.
-        blocks: L.
-    """
+    Source: Bao et al. 2021, "BEiT", as in its released code."""
     if block := re.search(r"(?:^|\.)blocks\.(\d+)\.", name):
         return blocks - int(block[1])
     return blocks + 1 if any(part in name for part in FIRST_LAYERS) else 0

@@ -91,11 +91,7 @@ class StepStatistics:
     """Sums over the micro-batches of a step.
 
     Where all micro-batches have equally many tokens, means of means are means over tokens. Where
-    they do not, for padding, each counts by its tokens.
-
-    Args:
-        device: Of the losses.
-    """
+    they do not, for padding, each counts by its tokens."""
 
     def __init__(self, device: torch.device) -> None:
         self._last: Routing = ()
@@ -103,12 +99,7 @@ class StepStatistics:
         self._count = 0
 
     def add(self, loss: Tensor, routing: Routing) -> None:
-        """Adds a micro-batch.
-
-        Args:
-            loss: The mean over its targets.
-            routing: As the model returned it.
-        """
+        """Adds a micro-batch."""
         parts = [loss, *(value for stats in routing for value in _weighted(stats))]
         flat = torch.cat([part.detach().reshape(-1).float() for part in parts])
         self._sum = flat if self._count == 0 else self._sum + flat

@@ -52,11 +52,7 @@ class Startup:
 
 
 def startup_line(record: dict[str, float]) -> str:
-    """The times of a start as a line for the console.
-
-    Args:
-        record: what `Startup.record` gave.
-    """
+    """The times of a start as a line for the console."""
     parts = [
         f"{key.removeprefix(PREFIX).removesuffix('_seconds').replace('_', ' ')} {seconds:.2f}"
         for key, seconds in record.items()

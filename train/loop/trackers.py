@@ -196,14 +196,7 @@ def check_trackers(names: Sequence[str]) -> None:
 
 
 class Trackers:
-    """All that a run has.
-
-    Args:
-        names: of them.
-        folder: the run's.
-        about: its configuration, as JSON values.
-        done_steps: steps that it goes on from.
-    """
+    """All that a run has."""
 
     def __init__(
         self, names: Sequence[str], folder: Path, about: Mapping[str, Any], done_steps: int

@@ -84,9 +84,6 @@ class Variant:
     def read_keys(self, recorded: Mapping[str, Any]) -> dict[str, Any]:
         """Recorded `defining_keys`, with keys of later versions at their defaults.
 
-        Args:
-            recorded: of a variant, by any version.
-
         Returns:
             As `defining_keys` would give them today; if this version does not know one of them, or
             does not allow its value, as they are, with this variant's own for those that have come.

@@ -17,12 +17,7 @@ from polyad.train.tasks.task import Score
 
 
 class AttributeClassification(ImageClassification):
-    """The attributes of each image of a prepared folder, each with a logit of its own.
-
-    Args:
-        data: The prepared images.
-        sections: Sections of the configuration.
-    """
+    """The attributes of each image of a prepared folder, each with a logit of its own."""
 
     data_settings = AttributeDataConfig
     scores = (
@@ -41,12 +36,7 @@ class AttributeClassification(ImageClassification):
 
 
 class CountedAttributes:
-    """Sums over images that have attributes; a logit above 0 says yes.
-
-    Args:
-        attributes: K.
-        device: Of the logits.
-    """
+    """Sums over images that have attributes; a logit above 0 says yes."""
 
     def __init__(self, attributes: int, device: torch.device) -> None:
         self._totals_3 = torch.zeros(3, dtype=torch.float64, device=device)
@@ -64,10 +54,6 @@ class CountedAttributes:
 
     def result(self, world: comm.World, names: Sequence[str]) -> dict[str, Any]:
         """The scores over all processes.
-
-        Args:
-            world: This process.
-            names: Of the attributes.
 
         Returns:
             Also of each attribute its `accuracy`, how many `images` have it, and the share of

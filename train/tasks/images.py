@@ -53,13 +53,7 @@ FEW = 100
 
 
 class ImageProbe:
-    """Held-out images that several checkpoints read.
-
-    Args:
-        task: Of the images.
-        split: That they are of.
-        numbers: Of the images, in the split.
-    """
+    """Held-out images that several checkpoints read."""
 
     def __init__(self, task: "ImageClassification", split: str, numbers: Sequence[int]) -> None:
         self._task, self._split, self._numbers = task, split, numbers
@@ -202,11 +196,7 @@ class ImageClassification(LabelledTask[ImageBatch]):
     to_validate: ClassVar[str] = "`polyad prepare --images SOURCE --held-out 0.1` holds images out"
 
     def counting(self, device: torch.device) -> Counted:
-        """Sums for the scores of a split.
-
-        Args:
-            device: Of the logits.
-        """
+        """Sums for the scores of a split."""
         return CountedClasses(len(self.data.manifest.class_names), device, self.probabilities)
 
     @torch.no_grad()

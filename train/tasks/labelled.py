@@ -19,12 +19,7 @@ PerDomain = Mapping[str, Mapping[str, float]]
 
 
 def domain_records(per_domain: PerDomain, names: Sequence[str]) -> dict[str, float]:
-    """The keys of a record of validation, as `validation_loss/sketch`.
-
-    Args:
-        per_domain: The scores.
-        names: Of those that are told.
-    """
+    """The keys of a record of validation, as `validation_loss/sketch`."""
     return {
         f"validation_{name}/{domain}": scores[name]
         for domain, scores in per_domain.items()

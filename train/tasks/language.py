@@ -70,11 +70,7 @@ class TextSamples(Dataset[TextBatch]):
 
 
 class TextProbe:
-    """Windows of held-out text that several checkpoints read.
-
-    Args:
-        windows: The windows.
-    """
+    """Windows of held-out text that several checkpoints read."""
 
     def __init__(self, windows: SpreadWindows) -> None:
         self.windows = windows

@@ -93,13 +93,7 @@ class Learner:
 
 
 def distillation_loss(teacher_BK: Tensor, student_BK: Tensor, temperature: float) -> Tensor:
-    """T^2 KL(teacher || student) of each sample [B], in nats.
-
-    Args:
-        teacher_BK: Logits.
-        student_BK: Logits.
-        temperature: T.
-    """
+    """T^2 KL(teacher || student) of each sample [B], in nats."""
     theirs_BK = (teacher_BK / temperature).log_softmax(-1)
     ours_BK = (student_BK / temperature).log_softmax(-1)
     return temperature**2 * (theirs_BK.exp() * (theirs_BK - ours_BK)).sum(-1)

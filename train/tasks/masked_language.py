@@ -87,12 +87,7 @@ class MaskedProbe(Dataset[Tensor]):
 
 
 class MaskedLanguageModelling(TextTask[MaskedBatch]):
-    """The hidden tokens of one prepared folder, or of several that are mixed.
-
-    Args:
-        data: The prepared folders that are trained on.
-        sections: Sections of the configuration.
-    """
+    """The hidden tokens of one prepared folder, or of several that are mixed."""
 
     data_settings = MaskedTextConfig
     scores = (

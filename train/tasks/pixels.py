@@ -130,10 +130,6 @@ class Pixels(NamedTuple):
 def read_pixels(folder: Path, image_size: int) -> Pixels:
     """Reads what a folder says of pixels.
 
-    Args:
-        folder: Of another library's model, or of safetensors under our names.
-        image_size: Side of the images that its model reads.
-
     Raises:
         HuggingFaceError: Its file is no JSON.
     """
@@ -148,12 +144,7 @@ def read_pixels(folder: Path, image_size: int) -> Pixels:
 
 
 def normalization_of(weights: Weights, image_size: int) -> str | None:
-    """The `data.normalization` that weights were trained with; None: they do not say.
-
-    Args:
-        weights: Of a model of images.
-        image_size: Side of its images.
-    """
+    """The `data.normalization` that weights were trained with; None: they do not say."""
     if isinstance(weights, Checkpoint):
         data = load(weights.config_yaml).get("data")
         known = data.get("normalization") if isinstance(data, dict) else None
@@ -163,12 +154,7 @@ def normalization_of(weights: Weights, image_size: int) -> str | None:
 
 
 def transformers_file(settings: ImageDataConfig, image_size: int) -> dict[str, Any]:
-    """The content of preprocessor_config.json.
-
-    Args:
-        settings: How a run reads images.
-        image_size: Of its model.
-    """
+    """The content of preprocessor_config.json."""
     side = {"height": image_size, "width": image_size}
     return {
         "image_processor_type": "BitImageProcessor",

@@ -159,12 +159,7 @@ class Counted(Protocol):
         """Counts images; none may be filling."""
 
     def result(self, world: comm.World, names: Sequence[str]) -> dict[str, Any]:
-        """The scores over all processes, with `images_scored`.
-
-        Args:
-            world: This process.
-            names: Of the classes.
-        """
+        """The scores over all processes, with `images_scored`."""
 
 
 class CountedClasses:
@@ -202,12 +197,7 @@ class CountedClasses:
         right_K.index_add_(0, labels_B, right_B)
 
     def result(self, world: comm.World, names: Sequence[str]) -> dict[str, Any]:
-        """The scores over all processes.
-
-        Args:
-            world: This process.
-            names: Of the classes.
-        """
+        """The scores over all processes."""
         parts = [self._totals_4, self._bins_S3.flatten(), self._classes_3K.flatten()]
         summed = comm.sum_over_samples(torch.cat(parts), world).cpu()
         totals_4, bins, classes = torch.split(summed, [len(part) for part in parts])
@@ -266,10 +256,6 @@ class CountedDomains:
         self, world: comm.World, names: Sequence[str]
     ) -> Iterator[tuple[int, dict[str, Any]]]:
         """The scores over all processes, which have the same domains.
-
-        Args:
-            world: This process.
-            names: Of the classes.
 
         Yields:
             The number of a domain, and its scores.
