@@ -23,7 +23,7 @@ from polyad.train.loop.optimizer import freeze
 from polyad.train.tasks.task import Task
 
 GRAPH = ".router.graph."
-"""In the names of what a graph of tokens has."""
+"""The part that names of what a graph of tokens has contain."""
 OF_STEPS = (
     f"{GRAPH}started", ".gate.activation.is_softmax", ".router.selection.num_selected",
 )  # fmt: skip

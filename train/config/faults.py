@@ -276,7 +276,7 @@ def _unknown(key: str, known: set[str]) -> str:
 
 
 def nearest_key(key: str, known: set[str]) -> str | None:
-    """The key that may be meant: of this section, of another one, or under another project's name."""
+    """The key that may be meant: of this section, another one, or under another project's name."""
     *sections, last = key.split(".")
     section, name = _without_index(sections), plain(last)[:100]
     siblings = {plain(k.rpartition(".")[2]): k for k in known if k.rpartition(".")[0] == section}

@@ -97,7 +97,7 @@ class RunConfig(Config):
     """Everything that defines a run."""
 
     seed: Annotated[int, Field(ge=0)] = 1234
-    """Of initial weights, the order of the data, and dropout."""
+    """The seed of initial weights, the order of the data, and dropout."""
     run: RunFolderConfig
     model: ModelSection
     data: DataSection

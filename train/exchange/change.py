@@ -65,7 +65,7 @@ class Option(ABC):
     done: str
     """What happens to the dense model."""
     kind: str
-    """Of the new feed-forward."""
+    """The kind of the new feed-forward."""
     widths: tuple[str, ...] = ("hidden_size",)
     """Its keys that say the inner width; those that are not given get the dense one's."""
     start: Any

@@ -41,7 +41,7 @@ class _Copying(Config):
     noise: Annotated[float, Field(ge=0)] = 0.0
     """Standard deviation of what is added to each expert's weights, as a share of theirs."""
     seed: Annotated[int, Field(ge=0)] = RunConfig.model_fields["seed"].default
-    """Of routers and noise."""
+    """The seed of routers and noise."""
     section: str | None = None
     """Which of a Mixer's feed-forwards; None: channel_feed_forward."""
 
@@ -126,7 +126,7 @@ class _Grouping(Config):
     by: Literal["clustering", "random"] = "clustering"
     """How units are grouped: by balanced k-means of their keys, or by chance."""
     seed: Annotated[int, Field(ge=0)] = RunConfig.model_fields["seed"].default
-    """Of the clustering or of chance, and of a learned score."""
+    """The seed of the clustering or of chance, and of a learned score."""
     section: str | None = None
     """Which of a Mixer's feed-forwards; None: channel_feed_forward."""
 
@@ -198,7 +198,7 @@ class Split(Changed):
         return self._unit(parts[1])
 
     def _unit(self, layer: str) -> torch.Tensor:
-        """Of each place the number of the dense unit, in one layer."""
+        """The number of the dense unit at each place, in one layer."""
         if layer not in self._units:
             start, groups = self._splitting.start, self._feed_forward.num_experts
             keys = self._weights.whole(name := f"{layer}.up.weight")

@@ -29,7 +29,7 @@ class _Start(Config):
     """Standard deviation of what is added to each expert's factor, which is one, or the identity; 1
     is that of a new run. Its mean over the experts is taken off."""
     seed: Annotated[int, Field(ge=0)] = RunConfig.model_fields["seed"].default
-    """Of the noise, and of components that the dense matrix has no use for."""
+    """The seed of the noise, and of components that the dense matrix has no use for."""
     section: str | None = None
     """Which of a Mixer's feed-forwards; None: channel_feed_forward."""
 

@@ -72,7 +72,7 @@ def peft_files(weights: AdaptedCheckpoint) -> tuple[dict[str, Any], Iterator[tup
 
 
 def _theirs(config: ModelSettings, weights: AdaptedCheckpoint) -> _Theirs:
-    """Of a kind of model; raises an error if transformers has no such model."""
+    """How they have this kind of model; raises an error if transformers has no such model."""
     if isinstance(config, GPT2Config):
         GPT2.write_config(config, Known())  # raises an error
         return _Theirs(True, {}, None, "CAUSAL_LM")

@@ -32,7 +32,7 @@ class Saving(NamedTuple):
     failure_every: float
     """Seconds between failures of some process."""
     lost_share: float
-    """Of the time, that goes to stalls, to steps done twice and to new starts."""
+    """The share of the time that goes to stalls, to steps done twice and to new starts."""
 
 
 def lost_share(interval: float, stall: float, failure_every: float, restart: float) -> float:
@@ -79,7 +79,7 @@ KINDS = (
     *("weights", "gradients", "optimizer", "teacher", "activations", "experts", "loss"),
     *("communication", "libraries", "allocator"),
 )
-"""Of memory, in the order in which people read them."""
+"""Kinds of memory, in the order in which people read them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +96,7 @@ class Machines:
 
     @property
     def processes(self) -> int:
-        """In all."""
+        """The number of processes in all."""
         return self.nodes * self.processes_per_node
 
 

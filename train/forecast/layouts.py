@@ -27,7 +27,7 @@ class Layout(NamedTuple):
     """A layout that was tried."""
 
     changes: tuple[str, ...]
-    """Of the configuration, as `key=value`."""
+    """What is changed in the configuration, as `key=value`."""
     config: RunConfig
     dims: Dims
     memory: int
@@ -37,7 +37,7 @@ class Layout(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """Of a step."""
+        """The seconds of a step."""
         return sum(self.parts.values())
 
     @property

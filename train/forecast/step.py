@@ -39,7 +39,7 @@ class Footprint:
     """What one process holds, sends and computes in a step."""
 
     parameters: int
-    """Of the whole model."""
+    """Parameters of the whole model."""
     memory: dict[str, int]
     """Bytes by kind when most are held."""
     largest: dict[str, int]
@@ -47,7 +47,7 @@ class Footprint:
     between_steps: dict[str, int]
     """Bytes by kind that stay between steps."""
     exchanges: Exchanges
-    """Of an optimizer step."""
+    """The collectives of an optimizer step."""
     work: list[tuple[Work, int]]
     """Operations of an optimizer step, and how often each is done."""
 

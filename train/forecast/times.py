@@ -22,9 +22,9 @@ from polyad.parallel.plan.work import Shape, Work
 TILE = (128, 128)
 """Rows and columns of a product that a multiprocessor computes at once."""
 FUSED = 0.5
-"""Of the bytes that move, and of the calls, that are left when a compiler joins operations."""
+"""The share of bytes that move, and of calls, that is left when a compiler joins operations."""
 HIDDEN = 0.9
-"""Of the backward pass, that gradients can travel in."""
+"""The share of the backward pass that gradients can travel in."""
 
 
 class StepTime(NamedTuple):
@@ -35,7 +35,7 @@ class StepTime(NamedTuple):
     memory: float
     """Operations that wait for memory: norms, activations, sums, the optimizer."""
     idle: float
-    """Of the device, while the host issues what comes next."""
+    """The device is idle so long, while the host issues what comes next."""
     exposed: dict[str, float]
     """Collectives that nothing is computed beside, by axis."""
     hidden: float

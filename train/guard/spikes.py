@@ -29,7 +29,8 @@ LOSS_FLOOR = 0.01
 LOG_NORM_FLOOR = 0.1
 """The spread of a norm's logarithm counts as at least this."""
 SPIKES_FILE = "spikes.jsonl"
-"""In a run's folder: every spike, a JSON object a line. It is never cut when a run goes back."""
+"""A file of a run's folder: every spike, a JSON object a line. It is never cut when a run goes
+back."""
 LARGEST_WEIGHT = 1e9
 """No sound weight is larger. A flip of the highest exponent bit multiplies a weight by 2^128, and
 attention or a later norm may hide that from the loss."""

@@ -21,7 +21,7 @@ ALLOWED = 1e-5
 SENSITIVE = 100
 """Times what one rounding of each weight changes: a gate behind a BatchNorm blows rounding up."""
 SMALL = 1e-6
-"""Of the largest gradient: less is zero but for rounding, as of a bias before a softmax."""
+"""A share of the largest gradient: less is zero but for rounding, as a bias before a softmax."""
 
 
 class Difference(NamedTuple):
@@ -30,7 +30,7 @@ class Difference(NamedTuple):
     kind: str
     """`loss`, `gradient norm`, `gradient` or `checkpoint`."""
     name: str
-    """Of the step, the parameter, or the tensor and its field."""
+    """The name of the step, the parameter, or the tensor and its field."""
     relative: float
     """The largest difference, as a share of the largest number."""
     place: str = ""

@@ -46,8 +46,9 @@ class SampleSimilarityConfig(Config):
     different: Annotated[float, Field(gt=0, le=1e9)]
     """beta_d: how much it gains that distant samples have different experts."""
     distance: Literal["squared", "batch_maximum"] = "squared"
-    """Of two samples: `squared`, the squared Euclidean one of the paper; `batch_maximum`, the
-    Euclidean one over the largest of the micro-batch, as in the authors' code."""
+    """The distance of two samples: `squared`, the squared Euclidean one of the paper;
+    `batch_maximum`, the Euclidean one over the largest of the micro-batch, as the authors' code
+    has it."""
     of: Literal["input", "layer_input"] = "input"
     """What is distant: `input`, the pixels as the model reads them; `layer_input`, what the router
     of each layer reads, as the mean over a sample's tokens."""

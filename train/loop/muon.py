@@ -53,7 +53,7 @@ class Matrix(NamedTuple):
     rows: int
     columns: int
     scale: float
-    """Of the update."""
+    """The factor of the update."""
 
 
 def is_matrix(name: str) -> bool:

@@ -103,7 +103,7 @@ class GroupConfig(Config):
     warmup_steps: Annotated[int, Field(ge=0)] = 0
     """Steps in which that factor rises from 0, on top of the schedule's own warm-up."""
     weight_decay: NonNegative | None = None
-    """In place of optimizer.weight_decay, for those of them that decay; null: that."""
+    """The weight decay of what decays of them, in place of optimizer.weight_decay; null: that."""
     freeze: bool = False
     """Whether they stay as they are: no gradients, no moments."""
 
@@ -128,7 +128,7 @@ class OptimizerConfig(Config):
     epsilon: Annotated[float, Field(gt=0, le=1e6)] = 1e-8
     """Added to the root of AdamW's second moment."""
     momentum: Momentum = 0.0
-    """Of sgd."""
+    """The momentum of sgd."""
     clip_grad_norm: Annotated[float, Field(ge=0)] = 1.0
     """Largest L2 norm of the whole gradient; 0 does not clip."""
     groups: Annotated[tuple[GroupConfig, ...], Field(strict=False)] = ()

@@ -122,7 +122,7 @@ class Pixels(NamedTuple):
     """What a folder says."""
 
     keys: dict[str, Any]
-    """Of `data:`, those that it decides."""
+    """The keys of `data:` that it decides."""
     notes: list[str]
     """What it does otherwise than these keys can say, a line each."""
 

@@ -97,7 +97,7 @@ class ClassScore(NamedTuple):
     predicted: int
     """Samples that are predicted to be of it."""
     right: int
-    """Those of them that are."""
+    """How many of these are of it."""
     precision: float | None
     """right / predicted."""
     recall: float | None

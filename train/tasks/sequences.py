@@ -50,7 +50,8 @@ from polyad.train.tasks.vocabulary import (
 
 ScoringConfig: TypeAlias = GPT2Config | BertConfig
 CLASSIFIER, POOLER = "head.classifier.", "head.pooler."
-"""Those of a BERT's last layer, and of the one before it, which pre-training may have learned."""
+"""Names of the last layer of a BERT, and of the one before it, which pre-training may have learned,
+begin so."""
 
 
 class SequenceTask(LabelledTask[SequenceBatch]):

@@ -42,8 +42,8 @@ class EvaluationConfig(Config):
     max_windows: Annotated[int, Field(ge=1)] | None = None
     """Windows of text, or images, of the split that are scored in training; null: all of them."""
     stride: Annotated[int, Field(ge=1)] | None = None
-    """Of text: tokens a window moves on; null: its whole length. Less gives more context, and costs
-    more."""
+    """Tokens that a window of text moves on; null: its whole length. Less gives more context, and
+    costs more."""
     batch_size: Annotated[int, Field(ge=1)] | None = None
     """Windows or images in a forward pass; null: `train.micro_batch_size`."""
 

@@ -22,8 +22,12 @@ def small(**sections: dict[str, Any]) -> RunConfig:
         "run": {"folder": "nowhere"},
         "data": {},
         "model": {
-            **{"num_layers": 2, "hidden_size": 8, "num_heads": 2, "sequence_length": 3},
-            **{"vocab_size": 5, "bias": False},
+            "num_layers": 2,
+            "hidden_size": 8,
+            "num_heads": 2,
+            "sequence_length": 3,
+            "vocab_size": 5,
+            "bias": False,
         },
         "train": {"steps": 10, "global_batch_size": 12, "micro_batch_size": 2},
     }
@@ -95,8 +99,13 @@ def test_factorized_experts_stand_beside_what_others_cost(
     }
     # GPT-2 124M without biases.
     model: dict[str, Any] = {
-        **{"num_layers": 12, "hidden_size": 768, "num_heads": 12, "sequence_length": 1024},
-        **{"vocab_size": 50257, "bias": False, "feed_forward": feed_forward},
+        "num_layers": 12,
+        "hidden_size": 768,
+        "num_heads": 12,
+        "sequence_length": 1024,
+        "vocab_size": 50257,
+        "bias": False,
+        "feed_forward": feed_forward,
     }
     one_level = model | {"feed_forward": feed_forward | {"num_experts": [256]}}
     about = describe(small(model=one_level), Dims(world_size=1))["model"]

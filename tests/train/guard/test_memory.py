@@ -48,7 +48,10 @@ def limited(rank: int, *arguments: object, processes: int = 1) -> str:
     environment = {k: v for k, v in os.environ.items() if k not in names}
     done = subprocess.run(
         [sys.executable, *words],
-        **{"capture_output": True, "text": True, "timeout": 300, "cwd": ROOT},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        cwd=ROOT,
         env=environment | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 1, done.stderr

@@ -134,7 +134,10 @@ def test_the_command_compares_and_writes_json(tmp_path: Path) -> None:
             *("--json", "-", "parallel.expert_parallel_size=2", "train.global_batch_size=64"),
             *("train.micro_batch_size=4", f"run.folder={tmp_path / 'run'}"),
         ],
-        **{"cwd": ROOT, "capture_output": True, "text": True, "check": False},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)

@@ -41,7 +41,9 @@ def tracked(name: str, folder: Path, **environment: str) -> None:
     folder.mkdir(parents=True)
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, name, str(folder), json.dumps(RECORDS)],
-        **{"env": os.environ | environment, "capture_output": True, "text": True},
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout == ""

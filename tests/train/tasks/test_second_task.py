@@ -42,7 +42,10 @@ def command() -> Command:
     def call(*arguments: object, status: int = 0) -> subprocess.CompletedProcess[str]:
         done = subprocess.run(
             [sys.executable, "-m", "polyad.launch", *map(str, arguments)],
-            **{"capture_output": True, "text": True, "timeout": 300, "cwd": ROOT},
+            capture_output=True,
+            text=True,
+            timeout=300,
+            cwd=ROOT,
             env=os.environ | added,
         )
         assert done.returncode == status, done.stderr
