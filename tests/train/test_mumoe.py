@@ -7,8 +7,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from polyad.launch.cli import run as polyad
 from polyad.parallel.weights import load_model
-from polyad.train.evaluation.generate import Sampling, generate
-from tests.helpers.runs import evaluation, records, run, run_expecting_error, write_config
+from tests.helpers.runs import records, run, write_config
 
 pytestmark = pytest.mark.distributed
 
@@ -83,26 +82,6 @@ def test_the_run_keeps_the_rank_that_was_solved_for(finished):
     assert tree["model"]["feed_forward"]["rank"] == RANK
     block = load_model(finished / "run").blocks[1].feed_forward
     assert block.up.output_factor.shape == (4, RANK, 128)
-
-
-@pytest.mark.slow
-def test_the_result_is_evaluated_and_generates(workers, finished):
-    path = finished / "run"
-    one = workers(1).run(evaluation, path, split="validation")[0]
-    two = workers(2).run(evaluation, path, split="validation")[0]
-    assert two["loss"] == pytest.approx(one["loss"], rel=1e-6)
-    cached, plain = (
-        generate(path, "def ", max_tokens=24, sampling=Sampling(temperature=0.0), use_cache=cache)
-        for cache in (True, False)
-    )
-    assert cached["token_ids"] == plain["token_ids"]
-
-
-def test_another_gate_is_another_run(workers, finished):
-    changed = "model.feed_forward.gate=softmax"
-    _, text, status = workers(1).run(run_expecting_error, finished / "config.yaml", changed)[0]
-    assert status == 2
-    assert "model.feed_forward.gate: 'entmax15' there, 'softmax' here" in text
 
 
 def test_validate_shows_what_experts_cost_beside_others(prepared_path, tmp_path, capfd):

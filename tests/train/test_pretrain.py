@@ -35,12 +35,9 @@ def config(tmp_path, prepared_path):
 
 
 @pytest.fixture(scope="module")
-def finished(workers, tmp_path_factory, prepared_path):
-    """A finished run of 6 steps by 2 processes."""
-    folder = tmp_path_factory.mktemp("finished")
-    config = write_config(folder / "config.yaml", prepared_path)
-    assert workers(2).run(run, config) == [6, 6]
-    return folder
+def finished(trained):
+    """The folder of the configuration and of a finished run of 6 steps by 2 processes."""
+    return trained("dense").parent
 
 
 def test_a_run_folder_holds_everything(finished):
@@ -280,13 +277,17 @@ def test_weights_of_another_model_or_tokenizer_are_refused(
     assert "their token ids mean different things" in text
 
 
-def test_a_vocabulary_smaller_than_the_tokenizers_is_refused(workers, config):
-    text = refused(workers, config, "model.vocab_size=100")
-    assert "model.vocab_size: 100 is less than the 400 tokens" in text
-
-
-def test_a_corpus_smaller_than_one_sample_is_refused(workers, config):
-    assert "needs 1,000,001" in refused(workers, config, "model.sequence_length=1000000")
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("model.vocab_size=100", "model.vocab_size: 100 is less than the 400 tokens"),
+        ("model.sequence_length=1000000", "needs 1,000,001"),
+        ("data.path=nowhere", "data.path: nowhere"),
+        ("data.path=null", "data.path: is missing"),
+    ],
+)
+def test_data_that_is_missing_or_does_not_fit_is_refused(workers, config, override, said):
+    assert said in refused(workers, config, override)
 
 
 def test_fewer_steps_than_done_are_refused(workers, finished):
@@ -344,11 +345,6 @@ def test_a_token_outside_the_vocabulary_is_found_when_it_is_read(
     _, text, status = workers(1).run(run_expecting_error, config, data, "train.steps=40")[0]
     assert status == 2
     assert "train.bin: damaged: token" in text
-
-
-def test_missing_data_is_refused(workers, config):
-    assert "data.path: nowhere" in refused(workers, config, "data.path=nowhere")
-    assert "data.path: is missing" in refused(workers, config, "data.path=null")
 
 
 def flip(path, position):

@@ -10,7 +10,7 @@ from polyad.parallel.dims import LayoutError
 from polyad.train.config.faults import OURS, plain
 from polyad.train.config.rules import refuse_changes, validate
 from polyad.train.config.run import RunConfig, data_overrides, load_config, parse_config
-from polyad.train.config.text import config_classes, keys
+from polyad.train.config.text import keys
 from polyad.train.errors import ConfigError
 
 SMALLEST = """
@@ -380,23 +380,25 @@ def test_a_run_may_change_some_keys_and_no_others(tmp_path):
             refuse_changes(saved, parse(override), tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("section", "key", "there", "here"),
+    [
+        ("{kind: smoe, num_experts: %s}", "num_experts", 4, 8),
+        ("{kind: mumoe, num_experts: [8], gate: %s}", "gate", "entmax15", "softmax"),
+    ],
+)
+def test_another_number_of_experts_or_another_gate_is_another_run(
+    tmp_path, section, key, there, here
+):
+    saved, now = (parse(f"model.feed_forward={section % each}") for each in (there, here))
+    with pytest.raises(ConfigError, match=f"feed_forward.{key}: {there!r} there, {here!r} here"):
+        refuse_changes(saved, now, tmp_path)
+
+
 def test_a_run_goes_on_whatever_its_start_was_scaled_by(tmp_path):
     # Files that do not name the key began runs when its default was another.
     mumoe = "model.feed_forward={kind: mumoe, num_experts: [8], scale_residual_init: %s}"
     refuse_changes(parse(mumoe % "true"), parse(mumoe % "false"), tmp_path)
-
-
-def test_every_key_has_a_description():
-    assert {"seed", "model.feed_forward.kind", "parallel.zero_stage"} <= set(keys(RunConfig))
-
-    def check(owner):
-        for name, field in owner.model_fields.items():
-            sections = list(config_classes(field.annotation))
-            for section in sections:
-                check(section)
-            assert sections or field.description, f"{owner.__name__}.{name}"
-
-    check(RunConfig)
 
 
 def test_other_data_stand_in_the_place_of_a_mixture():

@@ -61,13 +61,7 @@ def test_a_key_that_differs_is_named_with_both_values(
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(
-    ("override", "ours", "theirs"),
-    [
-        *KEYS[:2],
-        *(pytest.param(*each, marks=pytest.mark.slow) for each in KEYS[2:]),
-    ],
-)
+@pytest.mark.parametrize(("override", "ours", "theirs"), KEYS[:2])
 def test_processes_with_other_keys_train_no_step(
     override: str, ours: str, theirs: str, forks: Any, tmp_path: Path, prepared_path: Path
 ) -> None:

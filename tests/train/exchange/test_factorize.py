@@ -7,18 +7,18 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 from polyad.launch.cli import run as polyad
-from polyad.model.build import build_model, initial_values, read_model_config
 from polyad.parallel.checkpoint.reading import Checkpoint
 from polyad.parallel.weights import load_model
 from polyad.train.exchange.convert import convert
 from polyad.train.exchange.factorize import Factorizing
-from tests.helpers.bert import padded_input, their_bert
+from tests.helpers import dense
+from tests.helpers.bert import their_bert
+from tests.helpers.dense import IMAGES, with_nan, write_weights
 from tests.helpers.everyday import everyday
 from tests.helpers.runs import evaluation, run, write_config
 
 TEXT = {"num_layers": 2, "hidden_size": 32, "num_heads": 4, "sequence_length": 32,
         "vocab_size": 400}  # fmt: skip
-IMAGES = {"num_layers": 2, "hidden_size": 32, "image_size": 16, "patch_size": 4, "num_classes": 7}
 MODELS = {
     "gpt2": {"kind": "gpt2"} | TEXT,
     "no-bias": {"kind": "gpt2", "bias": False, "feed_forward": {"hidden_size": 48}} | TEXT,
@@ -32,35 +32,18 @@ def sources(tmp_path_factory):
     """Dense models by name, their weights and biases far from initial values."""
     folder = tmp_path_factory.mktemp("dense")
     for name, section in MODELS.items():
-        config = read_model_config(section)
-        generator = torch.Generator().manual_seed(5)
-        weights = {
-            each: value + 0.1 * torch.randn(value.shape, generator=generator)
-            for each, value in initial_values(build_model(config), 3)
-        }
-        (folder / name).mkdir()
-        save_file(weights, folder / name / "model.safetensors")
-        tree = {"model": config.model_dump(mode="json")}
-        (folder / name / "config.yaml").write_text(yaml.safe_dump(tree))
+        write_weights(folder / name, section)
     their_bert("BertForSequenceClassification").save_pretrained(folder / "bert")
     return folder
 
 
 def logits_of(model):
-    """In fp64; of a GPT-2 with exact GELU, as factorized experts have it."""
-    model = model.double()
-    generator = torch.Generator().manual_seed(1)
+    """In fp64; a GPT-2 has exact GELU, as factorized experts do."""
     if model.config.kind == "gpt2":
-        given = (torch.randint(400, (3, 32), generator=generator),)
         for block in model.blocks:
             if hasattr(block.feed_forward, "activation"):
                 block.feed_forward.activation = torch.nn.GELU()
-    elif model.config.kind == "bert":
-        given = padded_input()
-    else:
-        given = (torch.randn(3, 3, 16, 16, generator=generator, dtype=torch.float64),)
-    with torch.no_grad():
-        return model(*given).logits
+    return dense.logits_of(model)
 
 
 CASES = [
@@ -145,33 +128,6 @@ def test_a_mixer_may_be_factorized_twice_and_the_gates_start_anew(sources, tmp_p
     assert both.state.factorized == "num_experts=[8],rank=33"
 
 
-REFUSED = [
-    ("rank=3", ["num_experts is missing, as in factorization=cp,num_experts=[64]"]),
-    ("num_experts=8,rnk=2", ["unknown key 'rnk'; the nearest is rank"]),
-    ("num_experts=8,factorization=tt", ["factorization: 'tt' is not allowed: cp and tr can begin"]),
-    ("num_experts=8,factorization=cpp", ["factorization: 'cpp' is not allowed: cp and tr"]),
-    ("num_experts=8,hidden_size=64", ["model.feed_forward.hidden_size: 64", "128 inner units"]),
-    ("num_experts=8,bias=false", ["bias: false does not fit", "have biases"]),
-    ("num_experts=8,gate_norm=batch", ["gate_norm: batch is not allowed in a language model"]),
-    ("num_experts=8,noise=-1", ["noise: -1 is not allowed"]),
-    ("num_experts=0", ["model.feed_forward.num_experts: [0] is not allowed"]),
-    ("num_experts=900", ["model.feed_forward.rank: match-dense is not allowed"]),
-    ("num_experts=8,rank=0", ["model.feed_forward.rank: 0 is not allowed"]),
-    ("num_experts=8,rank=90000000000000000", ["more numbers than a tensor can have"]),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("text", "words"), REFUSED)
-def test_what_does_not_make_sense_is_one_line_and_leaves_nothing(
-    sources, tmp_path, capfd, text, words
-):
-    command = ["convert", str(sources / "gpt2"), str(tmp_path / "new"), "--to", "polyad"]
-    assert polyad([*command, f"--factorize={text}"]) == 2
-    (line,) = capfd.readouterr().err.splitlines()
-    assert all(word in line for word in [f"--factorize {text}: ", *words]), line
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_nan_other_formats_and_models_that_are_not_dense_are_one_line(sources, tmp_path, capfd):
     def refused(source, to="polyad"):
         command = ["convert", str(source), str(tmp_path / "new"), "--to", to]
@@ -182,13 +138,8 @@ def test_nan_other_formats_and_models_that_are_not_dense_are_one_line(sources, t
     assert "'mumoe'" in refused(sources / "gpt2", "huggingface")
     convert(sources / "gpt2", tmp_path / "once", "polyad", Factorizing("num_experts=8"))
     assert "model.feed_forward.kind: 'mumoe' is not allowed: a dense" in refused(tmp_path / "once")
-    weights = load_file(sources / "gpt2" / "model.safetensors")
-    weights["blocks.1.feed_forward.down.bias"][3] = torch.nan
-    (tmp_path / "nan").mkdir()
-    save_file(weights, tmp_path / "nan" / "model.safetensors")
-    text = (sources / "gpt2" / "config.yaml").read_text()
-    (tmp_path / "nan" / "config.yaml").write_text(text)
-    assert "NaN or infinity in blocks.1.feed_forward.down.weight" in refused(tmp_path / "nan")
+    damaged = with_nan(sources / "gpt2", tmp_path / "nan", "blocks.1.feed_forward.down.bias")
+    assert "NaN or infinity in blocks.1.feed_forward.down.weight" in refused(damaged)
 
 
 @pytest.mark.slow

@@ -4,16 +4,13 @@ import math
 
 import pytest
 import torch
-import yaml
-from safetensors.torch import save_file
 
 from polyad.launch.cli import run as polyad
-from polyad.model.build import build_model, initial_values, read_model_config
-from polyad.model.settings import ModelSettings
 from polyad.parallel.checkpoint.reading import Checkpoint
 from polyad.parallel.weights import load_model
 from polyad.train.exchange.convert import convert
 from polyad.train.exchange.linear_score import LinearScores
+from tests.helpers.dense import IMAGES, output_of, write_weights
 from tests.helpers.runs import evaluation, records, run, write_config
 
 EXPERTS = {"kind": "smoe", "num_experts": 4, "expert_hidden_size": 24, "score": "attentive"}
@@ -22,7 +19,6 @@ GPT2 = {
     "kind": "gpt2", "num_layers": 3, "hidden_size": 32, "num_heads": 4, "sequence_length": 32,
     "vocab_size": 400,
 }  # fmt: skip
-IMAGES = {"num_layers": 2, "hidden_size": 32, "image_size": 16, "patch_size": 4, "num_classes": 7}
 MODELS = {
     "learned": GPT2 | {"feed_forward": EXPERTS | {"graph": "similarity"}},
     "hidden_means": GPT2 | {"feed_forward": FOLLOWING | {"placement": [0, 2]}},
@@ -34,33 +30,9 @@ MODELS = {
 }  # fmt: skip
 
 
-def written(folder, section):
-    """Weights and buffers far from initial values, as a folder of safetensors."""
-    config: ModelSettings = read_model_config(section)
-    generator = torch.Generator().manual_seed(5)
-    weights = {
-        name: value + 0.2 * torch.randn(value.shape, generator=generator)
-        for name, value in initial_values(build_model(config), 3)
-    }
-    folder.mkdir()
-    save_file(weights, folder / "model.safetensors")
-    (folder / "config.yaml").write_text(yaml.safe_dump({"model": config.model_dump(mode="json")}))
-    return folder
-
-
-def outputs(model):
-    generator = torch.Generator().manual_seed(1)
-    if model.config.kind == "gpt2":
-        given = torch.randint(400, (3, 32), generator=generator)
-    else:
-        given = torch.randn(3, 3, 16, 16, generator=generator, dtype=torch.float64)
-    with torch.no_grad():
-        return model.double()(given)
-
-
 @pytest.mark.parametrize("name", MODELS)
 def test_a_linear_score_gives_the_logits_of_the_attentive_one(tmp_path, name):
-    source = written(tmp_path / "source", MODELS[name])
+    source = write_weights(tmp_path / "source", MODELS[name], spread=0.2)
     result = convert(source, tmp_path / "linear", "polyad", LinearScores())
     (note,) = (note for note in result["notes"] if "attentive" in note)
     assert note.startswith("its outputs are those of the attentive model, but for rounding")
@@ -69,7 +41,7 @@ def test_a_linear_score_gives_the_logits_of_the_attentive_one(tmp_path, name):
     sections = linear.config.feed_forwards()
     assert {each.score for each in sections.values()} == {"linear"}
     assert not any("mean_input" in each for each, _ in linear.named_buffers())
-    ours, theirs = outputs(linear), outputs(attentive)
+    ours, theirs = output_of(linear), output_of(attentive)
     # The weight is fp32 in the checkpoint.
     torch.testing.assert_close(ours.logits, theirs.logits, atol=1e-5, rtol=1e-5)
     for new, old in zip(ours.routing, theirs.routing, strict=True):
@@ -126,7 +98,7 @@ def test_a_trained_run_has_the_same_loss_as_a_linear_one_and_trains_on(
     ],
 )
 def test_another_score_is_refused_in_one_line(tmp_path, capfd, section, words):
-    source = written(tmp_path / "source", GPT2 | {"feed_forward": section})
+    source = write_weights(tmp_path / "source", GPT2 | {"feed_forward": section})
     command = ["convert", str(source), str(tmp_path / "new"), "--to", "polyad", "--linear-score"]
     assert polyad(command) == 2
     (line,) = capfd.readouterr().err.splitlines()

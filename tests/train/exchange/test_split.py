@@ -5,33 +5,30 @@ import json
 import pytest
 import torch
 import yaml
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from polyad.launch.cli import run as polyad
-from polyad.model.build import build_model, initial_values, read_model_config
 from polyad.model.emoe.splitting import normalized, objective
 from polyad.parallel.checkpoint.reading import Checkpoint
 from polyad.parallel.weights import load_model
 from polyad.train.evaluation.generate import Sampling, generate
 from polyad.train.exchange.convert import convert
 from polyad.train.exchange.experts import Merging, Splitting, Upcycling
+from tests.helpers.dense import IMAGES, logits_of, with_nan, write_weights
 from tests.helpers.everyday import everyday
 from tests.helpers.huggingface import save_reference
 from tests.helpers.runs import evaluation, newest, records, run, weights_of, write_config
 
-IMAGES = {"num_layers": 4, "hidden_size": 32, "image_size": 16, "patch_size": 4, "num_classes": 7}
-MODELS = {
-    "gpt2": {
-        "kind": "gpt2", "num_layers": 4, "hidden_size": 32, "num_heads": 4, "sequence_length": 32,
-        "vocab_size": 400,
-    },
-    "no-bias": {
-        "kind": "gpt2", "num_layers": 4, "hidden_size": 32, "num_heads": 4, "sequence_length": 32,
-        "vocab_size": 400, "bias": False, "feed_forward": {"hidden_size": 48},
-    },
-    "vit": {"kind": "vit", "num_heads": 4} | IMAGES,
-    "mixer": {"kind": "mixer", "token_feed_forward": {"hidden_size": 24}} | IMAGES,
+TEXT = {
+    "kind": "gpt2", "num_layers": 4, "hidden_size": 32, "num_heads": 4, "sequence_length": 32,
+    "vocab_size": 400,
 }  # fmt: skip
+MODELS = {
+    "gpt2": TEXT,
+    "no-bias": TEXT | {"bias": False, "feed_forward": {"hidden_size": 48}},
+    "vit": IMAGES | {"kind": "vit", "num_layers": 4, "num_heads": 4},
+    "mixer": IMAGES | {"kind": "mixer", "num_layers": 4, "token_feed_forward": {"hidden_size": 24}},
+}
 
 
 @pytest.fixture(scope="module")
@@ -39,28 +36,9 @@ def sources(tmp_path_factory):
     """Dense models by name, their weights and biases far from initial values."""
     folder = tmp_path_factory.mktemp("dense")
     for name, section in MODELS.items():
-        config = read_model_config(section)
-        generator = torch.Generator().manual_seed(5)
-        weights = {
-            each: value + 0.1 * torch.randn(value.shape, generator=generator)
-            for each, value in initial_values(build_model(config), 3)
-        }
-        (folder / name).mkdir()
-        save_file(weights, folder / name / "model.safetensors")
-        tree = {"model": config.model_dump(mode="json")}
-        (folder / name / "config.yaml").write_text(yaml.safe_dump(tree))
+        write_weights(folder / name, section)
     save_reference(folder / "huggingface", n_layer=4, n_inner=80)
     return folder
-
-
-def logits_of(model, dtype=torch.float64):
-    generator = torch.Generator().manual_seed(1)
-    if model.config.kind == "gpt2":
-        given = torch.randint(400, (3, 32), generator=generator)
-    else:
-        given = torch.randn(3, 3, 16, 16, generator=generator, dtype=dtype)
-    with torch.no_grad():
-        return model.to(dtype)(given).logits
 
 
 CASES = [
@@ -205,39 +183,6 @@ def test_copied_experts_of_a_vit_are_the_dense_ones_with_their_activation(source
     assert 0 < (ours - theirs).abs().max() < 5e-3
 
 
-REFUSED = [
-    ("top_k=2", ["num_experts is missing, as in num_experts=64,top_k=16,blocks=[8,10]"]),
-    ("num_experts=8,blcks=2", ["unknown key 'blcks'; the nearest is blocks"]),
-    ("num_experts=8,by=kmeans", ["by: 'kmeans' is not allowed", "clustering", "random"]),
-    ("num_experts=4,by=copies", ["--upcycle num_experts=4,top_k=2,score=cosine"]),
-    (
-        "num_experts=7,top_k=2",
-        ["model.feed_forward.num_experts: 7 does not divide the inner width 128", "4, 8"],
-    ),
-    ("num_experts=8,blocks=[1,4]", ["model.feed_forward.blocks: [1, 4] is not", "blocks 0 to 3"]),
-    ("num_experts=8,blocks=9", ["model.feed_forward.blocks: 9 is not", "blocks 0 to 3"]),
-    ("num_experts=8,top_k=9", ["model.feed_forward.top_k: 9 is more than"]),
-    ("num_experts=8,hidden_size=64", ["model.feed_forward.hidden_size: 64", "128 inner units"]),
-    ("num_experts=8,seed=-1", ["seed: -1 is not allowed"]),
-    (
-        "num_experts=8,section=mlp",
-        ["section: 'mlp' is not allowed: model.kind: gpt2 has feed_forward"],
-    ),
-    ("num_experts=8,capacity_factor=1.5", ["allow_leak: true allows it"]),
-]
-
-
-@pytest.mark.parametrize(("text", "words"), REFUSED)
-def test_what_does_not_make_sense_is_one_line_and_leaves_nothing(
-    sources, tmp_path, capfd, text, words
-):
-    command = ["convert", str(sources / "gpt2"), str(tmp_path / "new"), "--to", "polyad"]
-    assert polyad([*command, f"--split={text}"]) == 2
-    (line,) = capfd.readouterr().err.splitlines()
-    assert all(word in line for word in [f"--split {text}: ", *words]), line
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_what_is_not_dense_cannot_be_split_and_what_is_not_split_cannot_be_merged(
     sources, tmp_path, capfd
 ):
@@ -262,13 +207,8 @@ def test_what_is_not_dense_cannot_be_split_and_what_is_not_split_cannot_be_merge
 
 
 def test_keys_that_are_nan_are_not_clustered(sources, tmp_path, capfd):
-    weights = load_file(sources / "gpt2" / "model.safetensors")
-    weights["blocks.1.feed_forward.up.weight"][3, 3] = torch.nan
-    (tmp_path / "nan").mkdir()
-    save_file(weights, tmp_path / "nan" / "model.safetensors")
-    text = (sources / "gpt2" / "config.yaml").read_text()
-    (tmp_path / "nan" / "config.yaml").write_text(text)
-    command = ["convert", str(tmp_path / "nan"), str(tmp_path / "new"), "--to", "polyad", "--split"]
+    damaged = with_nan(sources / "gpt2", tmp_path / "nan", "blocks.1.feed_forward.up.weight")
+    command = ["convert", str(damaged), str(tmp_path / "new"), "--to", "polyad", "--split"]
     assert polyad([*command, "num_experts=8,top_k=4"]) == 2
     line = capfd.readouterr().err.splitlines()[-1]
     assert "NaN or infinity in blocks.1.feed_forward.up.weight" in line

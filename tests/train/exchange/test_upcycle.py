@@ -5,53 +5,35 @@ import json
 import pytest
 import torch
 import yaml
-from safetensors.torch import save_file
 
 from polyad.launch.cli import run as polyad
-from polyad.model.build import build_model, initial_value, initial_values
-from polyad.model.gpt2 import GPT2Config
+from polyad.model.build import build_model, initial_value
 from polyad.parallel.checkpoint.reading import Checkpoint
 from polyad.parallel.weights import load_model
 from polyad.train.evaluation.generate import Sampling, generate
 from polyad.train.exchange.convert import conversion_table, convert
 from polyad.train.exchange.experts import Upcycling
+from tests.helpers.dense import logits_of, write_weights
 from tests.helpers.everyday import everyday
 from tests.helpers.huggingface import save_reference
 from tests.helpers.runs import evaluation, records, run, write_config
 
-SIZES = {"num_layers": 4, "hidden_size": 32, "num_heads": 4, "sequence_length": 32}
-
-
-def save_dense(folder, *, bias, inner):
-    """Dense weights under our names, far from their initial values, biases too."""
-    section = SIZES | {"vocab_size": 400, "bias": bias, "feed_forward": {"hidden_size": inner}}
-    config = GPT2Config.model_validate(section)
-    generator = torch.Generator().manual_seed(5)
-    weights = {
-        name: value + 0.1 * torch.randn(value.shape, generator=generator)
-        for name, value in initial_values(build_model(config), 3)
-    }
-    folder.mkdir()
-    save_file(weights, folder / "model.safetensors")
-    (folder / "config.yaml").write_text(yaml.safe_dump({"model": config.model_dump(mode="json")}))
+DENSE = {
+    "kind": "gpt2", "num_layers": 4, "hidden_size": 32, "num_heads": 4, "sequence_length": 32,
+    "vocab_size": 400,
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory):
     """Dense models by name: a folder of safetensors, checkpoints, one of transformers."""
     folder = tmp_path_factory.mktemp("dense")
-    save_dense(folder / "plain", bias=True, inner=None)
-    save_dense(folder / "no-bias", bias=False, inner=48)
+    write_weights(folder / "plain", DENSE)
+    write_weights(folder / "no-bias", DENSE | {"bias": False, "feed_forward": {"hidden_size": 48}})
     for name, source in {"checkpoint": "plain", "no-bias-checkpoint": "no-bias"}.items():
         convert(folder / source, folder / name, "polyad")
     save_reference(folder / "huggingface", n_layer=4, n_inner=80, shard_size="20KB")
     return folder
-
-
-def logits_of(model):
-    ids_BT = torch.randint(400, (3, 32), generator=torch.Generator().manual_seed(1))
-    with torch.no_grad():
-        return model.double()(ids_BT).logits
 
 
 CASES = [
@@ -170,65 +152,6 @@ def test_the_command_says_what_it_made_and_safetensors_are_possible(sources, tmp
     assert polyad([*command, "--to", "safetensors"]) == 0
     direct, plain = load_model(tmp_path / "new"), load_model(tmp_path / "weights")
     assert torch.equal(logits_of(plain), logits_of(direct))
-
-
-REFUSED = [
-    ("top_k=2", ["num_experts is missing, as in num_experts=8,top_k=2"]),
-    ("num_experts=8,top_j=2", ["unknown key 'top_j'; the nearest is top_k"]),
-    ("num_experts=8,zzz=2", ["unknown key 'zzz'; there are noise, seed, section, num_experts, "]),
-    ("num_experts=8,kind=smoe", ["unknown key 'kind'"]),
-    ("num_experts=8,top_k", ["'top_k' is not key=value, as in num_experts=8,top_k=2"]),
-    ("", ["'' is not key=value"]),
-    ("num_experts=8,num_experts=9", ["num_experts stands twice"]),
-    ("num_experts=8,noise=1,noise=1", ["noise stands twice"]),
-    ("num_experts=8,placement=[1", ["placement=[1: is not YAML"]),
-    (
-        "num_experts=8,top_k=9",
-        ["model.feed_forward.top_k: 9 is more than model.feed_forward.num_experts: 8"],
-    ),
-    ("num_experts=1", ["model.feed_forward.num_experts: 1 is not allowed"]),
-    ("num_experts=eight", ["model.feed_forward.num_experts: 'eight' is not allowed"]),
-    ("num_experts=8,top_k=", ["model.feed_forward.top_k: None is not allowed"]),
-    ("num_experts=8,top_k=1.5", ["model.feed_forward.top_k: 1.5 is not allowed"]),
-    ("num_experts=8,score=dot", ["model.feed_forward.score: 'dot'", "'linear'"]),
-    ("num_experts=8,placement=[1,4]", ["placement: [1, 4] is not allowed", "blocks 0 to 3"]),
-    ("num_experts=8,placement=5", ["placement: 5 is not allowed", "at least one has to route"]),
-    (
-        "num_experts=8,expert_hidden_size=64",
-        ["model.feed_forward.expert_hidden_size: 64 does not fit", "plain have 128 inner units"],
-    ),
-    (
-        "num_experts=8,placement=2,dense_hidden_size=127",
-        ["model.feed_forward.dense_hidden_size: 127 does not fit", "128 inner units"],
-    ),
-    ("num_experts=8,expert_hidden_size=wide", ["expert_hidden_size: 'wide' is not allowed"]),
-    ("num_experts=8,capacity_factor=1.0", ["allow_leak: true allows it"]),
-    ("num_experts=8,noise=-0.1", ["noise: -0.1 is not allowed", "greater than or equal to 0"]),
-    ("num_experts=8,noise=.nan", ["noise: nan is not allowed", "finite number"]),
-    ("num_experts=8,noise=nan", ["noise: 'nan' is not allowed", "valid number"]),
-    ("num_experts=8,noise=.inf", ["noise: inf is not allowed", "finite number"]),
-    ("num_experts=8,noise=some", ["noise: 'some' is not allowed", "valid number"]),
-    ("num_experts=8,noise=true", ["noise: True is not allowed", "valid number"]),
-    ("num_experts=8,noise=", ["noise: None is not allowed"]),
-    ("num_experts=8,seed=-1", ["seed: -1 is not allowed"]),
-    ("num_experts=8,seed=1.5", ["seed: 1.5 is not allowed"]),
-    ("num_experts=9000000000000000000", ["asks for more numbers than a tensor can have"]),
-    (
-        "num_experts=100000000000",
-        ["makes a model of 13,416,000,000,125,184", " bytes; ", "has room for"],
-    ),
-]
-
-
-@pytest.mark.parametrize(("text", "words"), REFUSED)
-def test_what_does_not_make_sense_is_one_line_and_leaves_nothing(
-    sources, tmp_path, capfd, text, words
-):
-    command = ["convert", str(sources / "plain"), str(tmp_path / "new"), "--to", "polyad"]
-    assert polyad([*command, f"--upcycle={text}"]) == 2
-    (line,) = capfd.readouterr().err.splitlines()
-    assert all(word in line for word in [f"--upcycle {text}: ", *words]), line
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_sources_and_formats_that_are_none_are_one_line(sources, tmp_path, capfd):

@@ -11,27 +11,24 @@ from polyad.model.settings import ModelSettings
 from polyad.train.errors import ConfigError
 from polyad.train.tasks.random_input import flops_of_unit, random_batch
 
+SMALL = {"hidden_size": 32, "num_heads": 4, "sequence_length": 16, "vocab_size": 61}
+
+
+def flops(layers, **feed_forward):
+    """The FLOPs of a token of a small GPT-2."""
+    section = {"feed_forward": feed_forward} if feed_forward else {}
+    return flops_of_unit(GPT2Config(num_layers=layers, **SMALL, **section))
+
 
 def test_flops_of_gpt2_equal_a_count_by_hand():
     # Block: 4 x 32^2 = 4,096 attention, 2 x 32 x 128 = 8,192 feed-forward: 12,288; three: 36,864.
     # Head: 32 x 61 = 1,952. 6 x 38,816 = 232,896. Attention: 12 x 3 x 32 x 16 = 18,432.
-    config = GPT2Config(
-        num_layers=3, hidden_size=32, num_heads=4, sequence_length=16, vocab_size=61
-    )
-    assert flops_of_unit(config) == 251_328
+    assert flops(3) == 251_328
 
 
 def test_flops_follow_the_width_of_the_feedforward():
     # As above with 2 x 32 x 10 = 640: 6 x (3 x 4,736 + 1,952) + 18,432 = 96,960 + 18,432.
-    config = GPT2Config(
-        num_layers=3,
-        hidden_size=32,
-        num_heads=4,
-        sequence_length=16,
-        vocab_size=61,
-        feed_forward={"hidden_size": 10},
-    )
-    assert flops_of_unit(config) == 115_392
+    assert flops(3, hidden_size=10) == 115_392
 
 
 @pytest.mark.parametrize(
@@ -47,16 +44,8 @@ def test_flops_follow_the_width_of_the_feedforward():
 def test_flops_of_factorized_experts_equal_numbers_worked_out_by_hand(section, feed_forward):
     # Width 32, 2 blocks of 16 tokens, 61 words. A block: attention 4 x 32 x 32 = 4,096; head
     # 32 x 61 = 1,952; attention 12 x 32 x 16 = 6,144 FLOPs a block.
-    config = GPT2Config(
-        num_layers=2,
-        hidden_size=32,
-        num_heads=4,
-        sequence_length=16,
-        vocab_size=61,
-        feed_forward={"kind": "mumoe", **section},
-    )
     weights = 1_952 + 2 * (4_096 + feed_forward)
-    assert flops_of_unit(config) == 6 * weights + 2 * 6_144
+    assert flops(2, kind="mumoe", **section) == 6 * weights + 2 * 6_144
 
 
 def test_flops_of_sparse_experts_equal_numbers_worked_out_by_hand():
@@ -71,26 +60,17 @@ def test_flops_of_sparse_experts_equal_numbers_worked_out_by_hand():
     # of 4 heads 4 x 8 x 16, and neighbours 17 x 16.
     options = {"kind": "smoe", "placement": 2, "graph": "attention", "expert_hidden_size": 24}
 
-    def flops(**more):
-        return flops_of_unit(
-            GPT2Config(
-                num_layers=4,
-                hidden_size=32,
-                num_heads=4,
-                sequence_length=16,
-                vocab_size=61,
-                feed_forward=options | more,
-            )
-        )
+    def sparse(**more):
+        return flops(4, **options | more)
 
     plain = 257_472 + 24_576
     features = 32 * 8 + 8 * 8 + (1 + 8) * 32 * 8 // 16
-    assert flops() == plain + 2 * 6 * (528 + features + 4 * 8 * 16 + 17 * 16)
+    assert sparse() == plain + 2 * 6 * (528 + features + 4 * 8 * 16 + 17 * 16)
     # Similarity: 32 features, once more for the neighbours.
-    assert flops(graph="similarity") == plain + 2 * 6 * 16 * (48 + 32)
+    assert sparse(graph="similarity") == plain + 2 * 6 * 16 * (48 + 32)
     # Cosine score: (32 + 16) x 8 in place of 512 weights.
-    assert flops(graph="none") == plain
-    assert flops(graph="none", score="cosine") == plain - 2 * 6 * (512 - 384)
+    assert sparse(graph="none") == plain
+    assert sparse(graph="none", score="cosine") == plain - 2 * 6 * (512 - 384)
 
 
 def test_flops_of_bert_are_those_counted_by_hand():
@@ -101,26 +81,22 @@ def test_flops_of_bert_are_those_counted_by_hand():
 
 
 def test_all_units_of_masked_experts_count_and_else_those_of_a_tokens_experts():
-    def flops(experts):
-        section = {"kind": "emoe", "num_experts": 8, "top_k": 2, "experts": experts}
-        model = {"num_layers": 1, "hidden_size": 32, "num_heads": 4, "vocab_size": 61}
-        return flops_of_unit(GPT2Config(**model, sequence_length=16, feed_forward=section))
+    def grouped(experts):
+        return flops(1, kind="emoe", num_experts=8, top_k=2, experts=experts)
 
     # A quarter of 2 x 32 x 128 weights, or all; scores 32 x 8; attention 4 x 32 x 32; head 32 x 61.
     others, unit = 6 * (256 + 4_096 + 1_952) + 12 * 32 * 16, 6 * 2 * 32 * 128
-    assert flops("grouped") == flops("loop") == others + unit // 4
-    assert flops("masked") == others + unit
+    assert grouped("grouped") == grouped("loop") == others + unit // 4
+    assert grouped("masked") == others + unit
 
 
 def test_of_a_number_of_experts_that_grows_the_mean_counts_and_a_late_graph_as_any():
-    def flops(**options):
-        section = {"kind": "smoe", "num_experts": 8, "expert_hidden_size": 20} | options
-        model = {"num_layers": 2, "hidden_size": 32, "num_heads": 4, "vocab_size": 61}
-        return flops_of_unit(GPT2Config(**model, sequence_length=16, feed_forward=section))
+    def sparse(**options):
+        return flops(2, kind="smoe", num_experts=8, expert_hidden_size=20, **options)
 
-    assert flops(top_k=2, final_top_k=6) == flops(top_k=4)
-    late, always = flops(graph="similarity", graph_from=0.75), flops(graph="similarity")
-    assert late == always > flops()
+    assert sparse(top_k=2, final_top_k=6) == sparse(top_k=4)
+    late, always = sparse(graph="similarity", graph_from=0.75), sparse(graph="similarity")
+    assert late == always > sparse()
 
 
 def test_counting_leaves_random_numbers_as_they_were():
@@ -128,10 +104,7 @@ def test_counting_leaves_random_numbers_as_they_were():
     expected = torch.rand(4)
     torch.manual_seed(3)
     section = {"kind": "smoe", "num_experts": 8, "router_noise": 1.0, "expert_dropout": 0.1}
-    flops_of_unit(
-        GPT2Config(num_layers=2, hidden_size=32, num_heads=4, vocab_size=61, dropout=0.1,
-                   sequence_length=16, feed_forward=section)
-    )  # fmt: skip
+    flops_of_unit(GPT2Config(num_layers=2, dropout=0.1, **SMALL, feed_forward=section))
     assert torch.equal(torch.rand(4), expected)
 
 

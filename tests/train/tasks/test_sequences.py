@@ -1,7 +1,6 @@
 """Labelled sequences as a task: it trains, is scored, ends early, and refuses what does not fit."""
 
 import json
-import re
 import subprocess
 import sys
 
@@ -27,7 +26,6 @@ from tests.helpers.runs import (
     records,
     run,
     run_and_listen,
-    run_expecting_error,
     weights_of,
 )
 
@@ -333,57 +331,9 @@ def test_a_head_of_numbers_is_not_taken_for_one_of_choices(workers, config, tmp_
     assert "new from the seed" not in listened(workers, config, *again)[1]
 
 
-BAD = {
-    "no labels": (("data.columns={text: text, label: lable}",), "no column 'lable'"),
-    "no path": (("data.path=nowhere.csv",), "nowhere.csv: no such file or folder"),
-    "no tokenizer": (("data.tokenizer=null",), "data.tokenizer: is missing"),
-    "another tokenizer": (("data.tokenizer=missing.json",), "no such tokenizer"),
-    "next token": (("model.head=null",), "model.head: null predicts the next token"),
-    "text with a head": (("data={kind: text, path: x}",), "path: x: "),
-    "images": (("model={kind: vit}",), "data.kind: sequences is not allowed with model.kind: vit"),
-    "classes": (("model.head.num_classes=4",), "model.head.num_classes: 4 is not 3"),
-    "too long": (("data.max_length=65",), "data.max_length: 65 is more than model.sequence_length"),
-    "patience": (("evaluation.every=0", "evaluation.patience=2"), "evaluation.patience: 2 is not"),
-    "benchmark": (("data.benchmark=glue/sst",), "data.benchmark"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", BAD)
-def test_bad_keys_are_one_line_and_status_2(workers, config, name):
-    keys, said = BAD[name]
-    _, message, status = workers(1).run(run_expecting_error, config, *keys)[0]
-    assert status == 2
-    assert said in message
-    assert "\n" not in message
-
-
-def test_bad_tables_are_one_line_and_status_2(workers, config, tmp_path):
-    table = made.rows(12, 0)
-    strange = [row | {"label": "good!"} for row in table[:3]]
-    for name, train, held_out, said in (
-        ("one", [row | {"label": "good"} for row in table], table, "with one class there is"),
-        ("differ", table, strange, r"dev.csv, row 1: the label 'good!' is not among the 3"),
-        ("unlabelled", [row | {"label": ""} for row in table], table, "has no label"),
-        ("no text", [{"label": row["label"]} for row in table], table, "no column 'text'"),
-        (
-            "none held out",
-            table,
-            None,
-            "which has no validation split; data.held_out: 0.1 holds a tenth",
-        ),
-    ):
-        made.write(tmp_path / name / "train.csv", train)
-        if held_out is not None:
-            made.write(tmp_path / name / "dev.csv", held_out)
-        keys = (f"data.path={tmp_path / name}", "checkpoint.keep_best=true")
-        _, message, status = workers(1).run(run_expecting_error, config, *keys)[0]
-        assert status == 2
-        assert re.search(said, message), message
-        assert "\n" not in message
-
-
-def test_sequences_that_are_too_long_are_cut_off_counted_and_said(workers, config, tmp_path):
-    keys = ("train.steps=1", "data.max_length=24", "checkpoint.every=0")
+@pytest.mark.parametrize("limit", ["data.max_length=24", "model.sequence_length=24"])
+def test_sequences_that_are_too_long_are_cut_off_counted_and_said(workers, config, tmp_path, limit):
+    keys = ("train.steps=1", limit, "checkpoint.every=0")
     _, said = listened(workers, config, *keys)
     longer = sum(len(row["text"].encode()) > 24 for row in made.rows(60, 0))
     assert longer > 5

@@ -6,7 +6,6 @@ import yaml
 from polyad.launch.cli import run as polyad
 from tests.helpers import sequences as made
 from tests.helpers.runs import run as train
-from tests.helpers.runs import run_and_listen
 
 ROWS = made.rows(12, 0)
 LABELLED = {"train.csv": ROWS}
@@ -43,6 +42,30 @@ CASES = {
     "longer than the model": (
         LABELLED, ("data.max_length=65",),
         "data.max_length: 65 is more than model.sequence_length: 64",
+    ),
+    "no column of texts": ({"train.csv": "label\nx\ny\n"}, (), "no column 'text'"),
+    "another column": (
+        LABELLED, ("data.columns={text: text, label: lable}",), "no column 'lable'",
+    ),
+    "no path": (LABELLED, ("data.path=nowhere.csv",), "nowhere.csv: no such file or folder"),
+    "no tokenizer": (LABELLED, ("data.tokenizer=null",), "data.tokenizer: is missing"),
+    "another tokenizer": (LABELLED, ("data.tokenizer=missing.json",), "no such tokenizer"),
+    "next token": (LABELLED, ("model.head=null",), "model.head: null predicts the next token"),
+    "text with a head": (LABELLED, ("data={kind: text, path: x}",), "path: x: "),
+    "images": (
+        LABELLED, ("model={kind: vit}",),
+        "data.kind: sequences is not allowed with model.kind: vit",
+    ),
+    "classes": (
+        LABELLED, ("model.head.num_classes=4",), "model.head.num_classes: 4 is not 3",
+    ),
+    "patience": (
+        LABELLED, ("evaluation.every=0", "evaluation.patience=2"), "evaluation.patience: 2 is not",
+    ),
+    "benchmark": (LABELLED, ("data.benchmark=glue/sst",), "data.benchmark"),
+    "none held out": (
+        LABELLED, ("checkpoint.keep_best=true",),
+        "which has no validation split; data.held_out: 0.1 holds a tenth",
     ),
 }  # fmt: skip
 
@@ -112,15 +135,3 @@ def test_data_that_a_checkpoint_cannot_be_scored_on_is_one_line(workers, config,
             (line,) = captured.err.splitlines()
             assert said in line, (command, line)
     assert not (tmp_path / "run" / "report.html").exists()
-
-
-@pytest.mark.distributed
-def test_what_is_longer_than_the_model_is_cut_off_counted_and_said(workers, config, tmp_path):
-    """Without a key for it: the model's own length is the limit."""
-    written(tmp_path / "table", LABELLED)
-    longer = sum(len(row["text"].encode()) > 24 for row in ROWS)
-    assert 2 < longer < 12
-    (done,) = workers(1).run(run_and_listen, config, "model.sequence_length=24")
-    assert done[0] == 1
-    said = f"train: {longer} of 12 sequences were longer than 24 tokens and are cut off"
-    assert said in done[1]
