@@ -48,6 +48,8 @@ class Evaluated(NamedTuple):
     task: Task[Any]
     choice: Choice
     """Which weights of a checkpoint."""
+    data_is_named: bool
+    """Whether the data was named, and is not that of the configuration."""
 
     def about(self) -> dict[str, Any]:
         """The keys of a result that say which weights it is of; a folder of weights is of step
@@ -160,7 +162,7 @@ def open_data_for(
     config = parse_config(original.to_yaml(), overrides, origin=origin)
     _refuse_other_keys(original, config)
     task = task_class(config.data.kind).open_held_out(config.for_task(), opened)
-    return Evaluated(opened, config, task, choice)
+    return Evaluated(opened, config, task, choice, data is not None)
 
 
 def config_of(weights: Weights) -> RunConfig:

@@ -6,7 +6,7 @@ Each runs in one process, or in each process that torchrun has started; rank 0 s
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from polyad.launch.command import Argument, Json, Overrides, command
 from polyad.launch.commands.options import (
@@ -23,6 +23,9 @@ from polyad.launch.machine import is_main
 from polyad.launch.output import results
 from polyad.launch.parser import UsageError, non_negative, positive, share
 
+if TYPE_CHECKING:
+    from polyad.train.measures.measure import Examination
+
 Found = tuple[dict[str, Any], str]
 """A result as JSON values, and for a person."""
 Measure = Callable[[Path], Found]
@@ -38,6 +41,10 @@ class HeldOut:
     split: Split = "validation"
     json: Json = None
 
+    def keywords(self, overrides: Sequence[str]) -> dict[str, Any]:
+        """The arguments of what reads it."""
+        return {"data": self.data, "split": self.split, "overrides": tuple(overrides)}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Stored(HeldOut):
@@ -47,14 +54,8 @@ class Stored(HeldOut):
     base: Base = None
 
     def keywords(self, overrides: Sequence[str]) -> dict[str, Any]:
-        """The arguments of what measures."""
-        return {
-            "weights": self.weights,
-            "base": self.base,
-            "data": self.data,
-            "split": self.split,
-            "overrides": tuple(overrides),
-        }
+        """The arguments of what reads it."""
+        return super().keywords(overrides) | {"weights": self.weights, "base": self.base}
 
 
 READ = "about how many tokens or images are read, evenly; default 65536"
@@ -150,22 +151,15 @@ def compare(
 
     def measure(checkpoint: Path) -> Found:
         from polyad.parallel.checkpoint.finding import read_newest
-        from polyad.train.evaluation.stability import PROBE_UNITS, compare
+        from polyad.train.measures.comparison import Comparison
 
-        second_path = asked["other"]
-        assert isinstance(second_path, Path)
-        result = read_newest(
-            second_path,
-            lambda second: compare(
-                checkpoint,
-                second,
-                units=PROBE_UNITS if tokens is None else tokens,
-                data=held.data,
-                split=held.split,
-                overrides=tuple(overrides),
-            ),
+        second = asked["other"]
+        assert isinstance(second, Path)
+        read = {} if tokens is None else {"units": tokens}
+        return read_newest(
+            second,
+            lambda other: _examined(checkpoint, Comparison, held, overrides, other=other, **read),
         )
-        return result.to_json(), result.text()
 
     _show("compare", path, held, asked, measure)
 
@@ -191,12 +185,10 @@ def robustness(
 
     def measure(checkpoint: Path) -> Found:
         from polyad.data.errors import user_path
-        from polyad.train.evaluation.robustness import robustness, robustness_table
+        from polyad.train.measures.robustness import Robustness
 
-        asked = held.keywords(overrides)
-        del asked["split"]  # the set is in its place
-        result = robustness(checkpoint, kind, user_path(images), **asked)
-        return result, robustness_table(result)
+        options = {"set": kind, "folder": user_path(images)}
+        return _examined(checkpoint, Robustness, held, overrides, **options)
 
     asked = {"overrides": overrides, "set": kind, "images": images}
     _show("robustness", path, held, asked, measure)
@@ -313,13 +305,25 @@ def _measured(
     """What takes a measure of the registry of a checkpoint."""
 
     def take_it(checkpoint: Path) -> Found:
-        from polyad.train.measures.measure import measure
         from polyad.train.measures.registry import MEASURES
 
-        found = measure(checkpoint, MEASURES[name], **options, **held.keywords(overrides))
-        return found.to_json(), found.text()
+        return _examined(checkpoint, MEASURES[name], held, overrides, **options)
 
     return take_it
+
+
+def _examined(
+    checkpoint: Path,
+    kind: "type[Examination]",
+    held: HeldOut,
+    overrides: Sequence[str],
+    **options: Any,
+) -> Found:
+    """What an examination finds out about a checkpoint."""
+    from polyad.train.measures.measure import examine
+
+    found = examine(checkpoint, kind, **options, **held.keywords(overrides))
+    return found.to_json(), found.text()
 
 
 @command("experts rewrite", "polyad experts rewrite runs/quickstart/run --move class=1,of=Young:0")
@@ -343,10 +347,9 @@ def rewrite(
     """
 
     def measure(checkpoint: Path) -> Found:
-        from polyad.train.evaluation.rewriting import rewriting
+        from polyad.train.measures.rewriting import Rewriting
 
-        found = rewriting(checkpoint, move, **held.keywords(overrides))
-        return found.to_json(), found.text()
+        return _examined(checkpoint, Rewriting, held, overrides, move=move)
 
     _show("experts rewrite", path, held, {"overrides": overrides, "move": move}, measure)
 

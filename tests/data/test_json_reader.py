@@ -14,7 +14,7 @@ from polyad.launch.study.folder import _read as read_result
 from polyad.launch.study.measures import _read as read_measure
 from polyad.parallel.tensor_folder import read_json as read_config
 from polyad.train.errors import ConfigError
-from polyad.train.evaluation.robustness import _real_labels
+from polyad.train.measures.robustness import real_labels
 from tests.data.images.test_prepare_images import prepared
 from tests.helpers import images as made
 
@@ -48,7 +48,7 @@ READERS = {
     "a manifest of text": lambda p, c: PreparedData.open(in_a_folder(p, "manifest.json", c)),
     "what Arrow files are": beside_arrow,
     "the end of text": lambda p, c: named_end_of_text(in_a_folder(p, "tokenizer_config.json", c)),
-    "ReaL labels": lambda p, c: _real_labels(in_a_folder(p, "real.json", c) / "real.json"),
+    "ReaL labels": lambda p, c: real_labels(in_a_folder(p, "real.json", c) / "real.json"),
     "a study's result": lambda p, c: read_result(in_a_folder(p, "a.json", c) / "a.json", ("a",)),
     "a measure": lambda p, c: read_measure(in_a_folder(p, "a.json", c) / "a.json", ["a"]),
     "another library's": lambda p, c: read_config(in_a_folder(p, "a.json", c) / "a.json",

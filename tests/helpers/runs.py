@@ -16,15 +16,15 @@ from polyad.parallel import comm
 from polyad.parallel.checkpoint.format import MANIFEST_FILE, render
 from polyad.parallel.checkpoint.reading import Checkpoint
 from polyad.parallel.checkpoint.tensor_file import record_of
-from polyad.train.evaluation import rewriting as of_rewriting
-from polyad.train.evaluation import stability
 from polyad.train.evaluation.evaluate import evaluate
-from polyad.train.evaluation.robustness import robustness
 from polyad.train.loop.device import memory_of_process, peak_memory_bytes
 from polyad.train.loop.metrics import Metrics
 from polyad.train.loop.statistics import StepStatistics
-from polyad.train.measures.measure import measure
+from polyad.train.measures.comparison import Comparison
+from polyad.train.measures.measure import Examination, examine
 from polyad.train.measures.registry import MEASURES
+from polyad.train.measures.rewriting import Rewriting
+from polyad.train.measures.robustness import Robustness
 from polyad.train.pretrain import main
 from polyad.train.results import json_value
 
@@ -105,21 +105,24 @@ def evaluation(path: Path, **options: Any) -> dict[str, Any]:
 
 
 def measured(path: Path, name: str, **options: Any) -> tuple[dict[str, Any], str]:
-    """`polyad evaluate --NAME`: the values for programs, and the text for people."""
-    found = measure(path, MEASURES[name], **options)
+    """`polyad experts measure`: the values for programs, and the text for people."""
+    return both_forms(path, MEASURES[name], **options)
+
+
+def both_forms(path: Path, kind: type[Examination], **options: Any) -> tuple[dict[str, Any], str]:
+    """What is found out about a checkpoint: the values for programs, and the text for people."""
+    found = examine(path, kind, **options)
     return json_value(found), found.text()
 
 
 def compare(path: Path, other: Path, **options: Any) -> dict[str, Any]:
     """`polyad compare`."""
-    found: dict[str, Any] = json_value(stability.compare(path, other, **options))
-    return found
+    return both_forms(path, Comparison, other=other, **options)[0]
 
 
 def rewriting(path: Path, option: str, **options: Any) -> dict[str, Any]:
     """`polyad experts rewrite`."""
-    found: dict[str, Any] = json_value(of_rewriting.rewriting(path, option, **options))
-    return found
+    return both_forms(path, Rewriting, move=option, **options)[0]
 
 
 def specialization(path: Path, **options: Any) -> dict[str, Any]:
@@ -204,4 +207,4 @@ def scored_set(
     path: Path, name: str, folder: Path, overrides: tuple[str, ...] = ()
 ) -> dict[str, Any]:
     """`polyad robustness`."""
-    return robustness(path, name, folder, overrides=overrides)
+    return both_forms(path, Robustness, set=name, folder=folder, overrides=overrides)[0]

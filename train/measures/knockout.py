@@ -225,9 +225,14 @@ class KnockOuts(Measure):
         )
 
     @classmethod
-    def of(cls, opened: Evaluated, model: nn.Module, split: str, **options: Any) -> Self:
-        """What `polyad evaluate` measures, with the fields of `Options`."""
-        asked = Options(**options)
+    def checked(cls, opened: Evaluated, split: str, **options: Any) -> Options:
+        """What is left out, by the fields of `Options`."""
+        super().checked(opened, split)
+        return Options(**options)
+
+    @classmethod
+    def of(cls, opened: Evaluated, split: str, asked: Options, model: nn.Module) -> Self:
+        """What `polyad experts knockout` measures."""
         chosen = _chosen(model, str(opened.weights.folder), asked)
         assert isinstance(opened.task, TextTask)
         text = TextSamples(opened.task, split, asked.tokens, hidden=True)

@@ -1,7 +1,10 @@
-"""What a measure of experts is, and how a command takes one.
+"""What is found out about a checkpoint, and how a command does it.
+
+    Examination   what a user asks is checked; the weights and the data are examined; a `Result`
+    Measure       an examination that adds up one pass over samples with all routers read
 
 A new measure is one file with a `Measure` and its `Result`, and one line in `registry.py`:
-`polyad evaluate`, `polyad report` and studies iterate over the registry.
+`polyad experts measure`, `polyad report` and studies iterate over the registry.
 """
 
 import time
@@ -29,15 +32,31 @@ Tree = Mapping[str, Any]
 
 
 class Result(ABC):
-    """What a measure found."""
+    """What was found.
+
+    Attributes:
+        first: the keys that programs get before the others, of the result or of `Examined`.
+        last: those that they get after the others.
+    """
+
+    first: ClassVar[tuple[str, ...]] = ("checkpoint", "step", "data", "data_kind", "split")
+    last: ClassVar[tuple[str, ...]] = ("weights", "precision", "processes", "seconds")
 
     @abstractmethod
     def to_json(self) -> dict[str, Any]:
-        """What programs get: the keys of the measure."""
+        """What programs get: the result's own keys."""
 
-    @abstractmethod
     def amount(self) -> str:
         """What was read, after the name of the data: `: 1,024 tokens` or `, 24 images`."""
+        return ""
+
+    def source(self, data: str) -> list[tuple[str, str]]:
+        """Names and values that say what was read.
+
+        Args:
+            data: the split and the name of the data.
+        """
+        return [("split", f"{data}{self.amount()}")]
 
     def facts(self) -> list[tuple[str, str]]:
         """Names and values that people see first."""
@@ -47,9 +66,9 @@ class Result(ABC):
         """Names and values at the end of those."""
         return []
 
-    @abstractmethod
     def rows(self) -> list[str]:
-        """Aligned lines for people."""
+        """Aligned lines for people, after names and values."""
+        return []
 
     def section(self, titles: Mapping[str, str]) -> str:
         """Its section of the page of a report, HTML without a heading; nothing if it has none.
@@ -80,22 +99,67 @@ class Asked(NamedTuple):
     """What the study says of it: a result that was made otherwise is made again."""
 
 
-class Measure(ABC):
+class Examination(ABC):
+    """Something that is found out about a checkpoint by one command.
+
+    Attributes:
+        name: what errors call it; of a measure also the key of a study and the name in a report.
+        doing: what the command does, for a line that says that memory ran out.
+        reads_split: whether it reads a split of the data.
+    """
+
+    name: ClassVar[str]
+    doing: ClassVar[str] = "measuring experts"
+    reads_split: ClassVar[bool] = True
+
+    @classmethod
+    @abstractmethod
+    def checked(cls, opened: Evaluated, split: str, **options: Any) -> Any:
+        """Checks what a user asks, before processes meet and before weights are in memory.
+
+        Args:
+            opened: weights and data.
+            split: of the data.
+            options: of this examination.
+
+        Returns:
+            What `take` gets as `asked`.
+
+        Raises:
+            ConfigError: the weights, the data or an option are not allowed.
+        """
+
+    @classmethod
+    @abstractmethod
+    def take(
+        cls, opened: Evaluated, split: str, asked: Any, model: nn.Module, world: comm.World
+    ) -> Result:
+        """Examines the weights; all processes call it.
+
+        Args:
+            opened: weights and data.
+            split: of the data.
+            asked: what `checked` gave.
+            model: of the weights, in evaluation mode, whole on each process.
+            world: this process.
+
+        Returns:
+            The same on each process.
+        """
+
+
+class Measure(Examination):
     """Adds up what one measure says of a model that reads held-out samples.
 
     Attributes:
-        name: the option of `polyad evaluate`, the key of a study, the name in a report.
         title: the heading of its section.
         anchor: what a link to its section says; empty: its name.
-        doing: what the command does, for a line that says that memory ran out.
         told: what it says of its progress.
         blocks: of which it wants to know what they get.
     """
 
-    name: ClassVar[str]
     title: ClassVar[str]
     anchor: ClassVar[str] = ""
-    doing: ClassVar[str] = "measuring experts"
     told: ClassVar[str] = "measure experts"
     blocks: Sequence[int] = ()
 
@@ -103,23 +167,30 @@ class Measure(ABC):
         self.subject = subject
 
     @classmethod
+    def checked(cls, opened: Evaluated, split: str, **options: Any) -> Any:
+        """Refuses weights and data that the measure is not for."""
+        if (refusal := cls.refusal(opened)) is not None:
+            raise ConfigError(f"{cls.name}: {refusal}")
+        return options
+
+    @classmethod
     def refusal(cls, opened: Evaluated) -> str | None:
         """What is wrong with weights and data that it is not for; None: it is for them."""
         return None
 
     @classmethod
-    def of(cls, opened: Evaluated, model: nn.Module, split: str, **options: Any) -> Self:
-        """The measure that `polyad evaluate` takes: of all layers with experts, and of all samples.
+    def take(
+        cls, opened: Evaluated, split: str, asked: Any, model: nn.Module, world: comm.World
+    ) -> Result:
+        """Reads the samples once."""
+        taken = cls.of(opened, split, asked, model)
+        taken.read(world)
+        return taken.result(lambda values: comm.sum_over_samples(values, world))
 
-        Args:
-            opened: weights and data.
-            model: of the weights.
-            split: of the data.
-            options: of the measure; by default there are none.
-
-        Raises:
-            ConfigError: the model has no experts, or an option is not allowed.
-        """
+    @classmethod
+    def of(cls, opened: Evaluated, split: str, asked: Any, model: nn.Module) -> Self:
+        """The measure that a command takes: of all layers with experts, and of all samples; see
+        `take`."""
         head = routed_head(model)
         layers = [*routed_layers(model), *([head] if head else [])]
         if not layers:
@@ -127,6 +198,11 @@ class Measure(ABC):
                 f"{opened.weights.folder}: its model has no experts, in blocks or as its head"
             )
         return cls(Subject(model, layers, samples_of(opened.task, split), opened.batch_size))
+
+    def read(self, world: comm.World | None = None) -> None:
+        """Reads its samples, in a pass for this measure alone; see `polyad.train.reading.read`."""
+        model, layers, samples, batch_size = self.subject
+        read(model, layers, samples, [self], batch_size=batch_size, world=world, told=self.told)
 
     @abstractmethod
     def add(self, reading: Reading) -> None:
@@ -175,8 +251,8 @@ class Measure(ABC):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measured:
-    """A measure that was taken of a checkpoint, and how."""
+class Examined:
+    """What was found out about a checkpoint, and how."""
 
     checkpoint: str
     step: int
@@ -191,18 +267,16 @@ class Measured:
 
     def to_json(self) -> dict[str, Any]:
         """What programs get."""
-        found = dict(vars(self))
-        about = {
-            name: found.pop(name) for name in ("checkpoint", "step", "data", "data_kind", "split")
-        }
-        del found["result"]
-        return about | self.result.to_json() | found
+        found = self.result.to_json()
+        known, last = vars(self) | found, self.result.last
+        names = (*self.result.first, *(name for name in found if name not in last), *last)
+        return {name: known[name] for name in names}
 
     def text(self) -> str:
         """What people get."""
         facts = [
             ("checkpoint", f"{self.checkpoint} (step {self.step:,})"),
-            ("split", f"{self.split} of {self.data}{self.result.amount()}"),
+            *self.result.source(f"{self.split} of {self.data}"),
             *self.result.facts(),
             ("processes", f"{self.processes}"),
             *self.result.notes(),
@@ -210,9 +284,9 @@ class Measured:
         return "\n".join([*aligned(facts, "<"), *self.result.rows()])
 
 
-def measure(
+def examine(
     path: Path,
-    kind: type[Measure],
+    kind: type[Examination],
     *,
     data: str | None = None,
     split: SplitName = "validation",
@@ -220,18 +294,18 @@ def measure(
     weights: Choice = "trained",
     base: Path | None = None,
     **options: Any,
-) -> Measured:
-    """Takes a measure, in one process or under torchrun.
+) -> Examined:
+    """Examines a checkpoint, in one process or under torchrun.
 
     Args:
         path: a checkpoint, or a run whose newest one is taken.
-        kind: the measure.
+        kind: what is found out.
         data: as `data.path`; None takes the run's.
         split: `validation`, `test` or `train`.
         overrides: `key=value` for keys that evaluation reads.
         weights: which of the checkpoint's.
         base: see `open_weights`.
-        options: of the measure; see its `of`.
+        options: see `checked` of the examination.
 
     Returns:
         The same on each process.
@@ -240,23 +314,13 @@ def measure(
         ValueError: with an `exit_status` of 2: one line says what is wrong.
     """
     opened = open_evaluated(path, data, overrides, weights, base)
-    if (refusal := kind.refusal(opened)) is not None:
-        raise ConfigError(f"{kind.name}: {refusal}")
-    opened.task.check_split(split)
+    asked = kind.checked(opened, split, **options)
+    if kind.reads_split:
+        opened.task.check_split(split)
     started = time.monotonic()
-    with opened.loaded(kind.doing, split) as (model, world):
-        taken = kind.of(opened, model, split, **options)
-        read(
-            model,
-            taken.subject.layers,
-            taken.subject.samples,
-            [taken],
-            batch_size=opened.batch_size,
-            world=world,
-            told=kind.told,
-        )
-        result = taken.result(lambda values: comm.sum_over_samples(values, world))
-    return Measured(
+    with opened.loaded(kind.doing, split if kind.reads_split else None) as (model, world):
+        result = kind.take(opened, split, asked, model, world)
+    return Examined(
         **opened.about(),
         data=opened.task.name,
         data_kind=opened.config.data.kind,

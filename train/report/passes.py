@@ -192,11 +192,7 @@ def _with_knockout(subject: Subject, task: Task[Any], text: TextPass, asked: Ask
     samples = TextSamples(task, asked.split, min(asked.limit, TOKENS), hidden=True)
     columns = [columns_of(layer, [e.name for e in text.layers[layer.name]]) for layer in shown]
     measure = KnockOuts(subject._replace(layers=shown, samples=samples), columns)
-    read(
-        *(subject.model, shown, samples, [measure]),
-        batch_size=subject.batch_size,
-        told=measure.told,
-    )
+    measure.read()
     found = measure.result()
     without = {each.layer.name: each.experts() for each in found.layers}
 

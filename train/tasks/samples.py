@@ -99,6 +99,10 @@ class Samples(ABC):
         """Names of classes, and that of each row [rows]; None where a row has no one class."""
         return None
 
+    def about(self) -> dict[str, int]:
+        """How samples are made, for results: numbers by what they are."""
+        return {}
+
 
 def samples_of(task: Task[Any], split: str, most: int | None = None) -> Samples:
     """The samples of a split.
@@ -238,6 +242,10 @@ class TextSamples(Samples):
         """Tokens of the text; where tokens are hidden, all that are read."""
         return None if self._hidden else batch.scored_BP.flatten()
 
+    def about(self) -> dict[str, int]:
+        """How many windows, and their length in tokens."""
+        return {"probe_windows": self.rows, "sequence_length": self.length}
+
     def position_BT(self, batch: Passages) -> Tensor:
         """The position in the split of each token that is read; -1: it does not count."""
         window_B = self._window_B(batch.number_B).to(batch.ids_BT.device)
@@ -313,27 +321,28 @@ class ImageSamples(Samples):
 
     Args:
         task: of the images.
-        split: of it.
+        split: of it; empty where `images` are of none.
         most: images that are read; None: all.
-        of: the images; None: those of the split.
+        images: in place of those of the split.
         num_workers: processes that read images; 0: this one does.
     """
 
     def __init__(
         self,
         task: ImageClassification,
-        split: str,
+        split: str = "",
         most: int | None = None,
         *,
-        of: EvaluationImages | None = None,
+        images: EvaluationImages | None = None,
         num_workers: int = 0,
     ) -> None:
-        total = task.units_of(split) if of is None else len(of)
+        images = task.held_out(split) if images is None else images
+        total = len(images)
         self.rows = self.amount = total if most is None else min(total, most)
         self.numbers = [number * total // self.rows for number in range(self.rows)]
         """The numbers of the images in their split."""
-        self.task, self.split, self.unit = task, split, task.unit.short
-        self.images = task.held_out(split) if of is None else of
+        self.task, self.split, self.images = task, split, images
+        self.unit = task.unit.short
         self._num_workers = num_workers
 
     def batches(
@@ -358,6 +367,10 @@ class ImageSamples(Samples):
         """Logits [B, K]."""
         logits_BK: Tensor = model(batch.images_BCHW).logits
         return logits_BK
+
+    def about(self) -> dict[str, int]:
+        """The size of the images, in pixels."""
+        return {"image_size": self.task.model.image_size}
 
     def classes(self) -> tuple[list[str], Tensor] | None:
         """The class of each image; None where it may have several."""

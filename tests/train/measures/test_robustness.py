@@ -13,7 +13,7 @@ from polyad.data.images.prepare import prepare_images
 from polyad.parallel.checkpoint.finding import find_checkpoint
 from polyad.parallel.weights import load_model
 from polyad.train.errors import ConfigError
-from polyad.train.evaluation.robustness import check_order
+from polyad.train.measures.robustness import check_order
 from tests.helpers.images import encoded, picture
 from tests.helpers.runs import run, scored_set
 from tests.helpers.workers import WorkerError

@@ -14,13 +14,13 @@ from polyad.data.text.prepare import prepare
 from polyad.launch.cli import run as polyad
 from polyad.parallel.weights import load_model
 from polyad.train.errors import ConfigError
-from polyad.train.evaluation import stability
 from polyad.train.evaluation.evaluate import result_table
+from polyad.train.measures.comparison import Comparison
 from polyad.train.page.charts import number
 from polyad.train.report.command import report
 from polyad.train.results import json_value
 from tests.helpers.everyday import everyday
-from tests.helpers.runs import compare, evaluation, records, reseal, run, write_config
+from tests.helpers.runs import both_forms, compare, evaluation, records, reseal, run, write_config
 
 pytestmark = pytest.mark.distributed
 
@@ -123,9 +123,9 @@ def test_two_processes_compare_as_one(workers, runs):
 
 
 def test_the_table_is_aligned(workers, runs):
-    pair = (runs["smoe"], checkpoint(runs["smoe"], 3))
-    found = workers(1).run(stability.compare, *pair, units=64)[0]
-    lines, result = found.text().splitlines(), found.to_json()
+    options = {"other": checkpoint(runs["smoe"], 3), "units": 64}
+    result, text = workers(1).run(both_forms, runs["smoe"], Comparison, **options)[0]
+    lines = text.splitlines()
     block = lines[lines.index("") + 1 :]
     assert len({len(line) for line in block}) == 1
     assert [line.split()[0] for line in block[1:]] == [*result["layers"], "mean"]

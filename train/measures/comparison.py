@@ -1,0 +1,210 @@
+"""`polyad compare`: which tokens two checkpoints of a model send to other experts."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import nn
+
+from polyad.parallel.checkpoint.reading import Checkpoint
+from polyad.parallel.weights import load_model, open_checkpoint
+from polyad.train.config.text import flatten
+from polyad.train.errors import ConfigError
+from polyad.train.experts.fluctuation import (
+    Codes,
+    Fluctuation,
+    differences,
+    encode,
+    expert_codes,
+    mean,
+    shares,
+)
+from polyad.train.experts.information import Summed
+from polyad.train.experts.probing import deciding, routed_layers
+from polyad.train.measures.measure import Measure, Result, Subject
+from polyad.train.reading import Evaluated, Reading
+from polyad.train.results import aligned
+from polyad.train.tasks.samples import samples_of
+from polyad.train.tasks.sequences import SequenceTask
+
+PROBE_UNITS = 65_536
+"""About how many tokens or images are compared, unless the user says it."""
+FREE_KEYS = ("compile", "recompute", "dropout", "feed_forward.experts")
+"""Keys of a model that change nothing of what it computes in evaluation."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compared(Result):
+    """How the routing of two checkpoints differs."""
+
+    first: ClassVar[tuple[str, ...]] = (
+        *("checkpoint", "step", "compared_with", "compared_step"),
+        *("data", "split", "data_kind"),
+    )
+    last: ClassVar[tuple[str, ...]] = ("precision", "processes", "seconds")
+
+    compared_with: str
+    compared_step: int
+    unit: str
+    """What was read: tokens or images."""
+    units: int
+    about: Mapping[str, int]
+    """How the samples were made, by what each number is."""
+    layers: Mapping[str, Fluctuation]
+    """By name."""
+
+    def to_json(self) -> dict[str, Any]:
+        """What programs get."""
+        return {
+            "compared_with": self.compared_with,
+            "compared_step": self.compared_step,
+            f"probe_{self.unit}": self.units,
+            **self.about,
+            "layers": self.layers,
+            "mean": mean(self.layers),
+        }
+
+    def source(self, data: str) -> list[tuple[str, str]]:
+        """The other checkpoint, and what both read."""
+        windows = self.about.get("probe_windows")
+        among = "" if windows is None else f", in {windows:,} windows"
+        read = f"{self.units:,} {self.unit} of {data}{among} evenly over it"
+        other = f"{self.compared_with} (step {self.compared_step:,})"
+        return [("compared with", other), ("probe set", read)]
+
+    def rows(self) -> list[str]:
+        """A table of the layers."""
+        table: list[tuple[str, ...]] = [
+            ("", "other first expert", "other experts", "entropy ratio")
+        ]
+        measured = {name: layer.to_json() for name, layer in self.layers.items()}
+        for name, layer in (measured | {"mean": mean(self.layers)}).items():
+            shares = (f"{100 * layer[share]:.2f}%" for share in ("top1", "set"))
+            table.append((name, *shares, f"{layer['entropy_ratio']:.4f}"))
+        return ["", *aligned(table)]
+
+
+class Comparison(Measure):
+    """Adds up how what a model decides differs from what another decides of the same samples.
+
+    Both models are in memory, and of the data one batch.
+
+    Args:
+        subject: the model that reads, and what both read.
+        opened: its weights, and the data.
+        other: another checkpoint of it.
+        before: the model of that one.
+    """
+
+    name = "compare"
+    doing = "comparing routing"
+    told = "compare"
+
+    def __init__(
+        self, subject: Subject, opened: Evaluated, other: Checkpoint, before: nn.Module
+    ) -> None:
+        super().__init__(subject)
+        layers, device = subject.layers, next(before.parameters()).device
+        self._opened, self._other, self._before = opened, other, before
+        self._codes = {layer.name: expert_codes(layer.num_experts).to(device) for layer in layers}
+        self._sums_LC = torch.zeros(len(layers), 4, dtype=torch.float64, device=device)
+        self._tokens_L = torch.zeros(len(layers), dtype=torch.float64, device=device)
+        self._units = torch.zeros(1, dtype=torch.float64, device=device)
+
+    @classmethod
+    def checked(cls, opened: Evaluated, split: str, **options: Any) -> tuple[Checkpoint, int]:
+        """Opens the checkpoint `other`, and takes from the options how many `units`, tokens or
+        images, are compared at least: of text whole windows, evenly over the split."""
+        if not isinstance(opened.weights, Checkpoint):
+            raise ConfigError(
+                f"compare: is not allowed with {opened.weights.folder}, a folder of weights; "
+                f"`polyad convert --to polyad` makes a checkpoint of it"
+            )
+        other = open_checkpoint(options["other"])
+        _check_pair(opened, opened.weights, other)
+        if isinstance(opened.task, SequenceTask):
+            raise ConfigError(
+                f"{opened.task.place}: no set of inputs is known to compare routing on"
+            )
+        return other, options.get("units", PROBE_UNITS)
+
+    @classmethod
+    def of(
+        cls, opened: Evaluated, split: str, asked: tuple[Checkpoint, int], model: nn.Module
+    ) -> Self:
+        """What `polyad compare` measures, with what `checked` gave."""
+        other, units = asked
+        device = next(model.parameters()).device
+        before = load_model(other, device, opened.config.train.precision)
+        samples = samples_of(opened.task, split, units)
+        subject = Subject(model, routed_layers(model), samples, opened.batch_size)
+        return cls(subject, opened, other, before)
+
+    def add(self, reading: Reading) -> None:
+        """Adds a batch, which the other model reads too."""
+        layers, samples = self.subject.layers, self.subject.samples
+        with deciding(self._before, layers) as decisions:
+            samples.forward(self._before, reading.batch, {})
+        for number, layer in enumerate(layers):
+            counted_N = reading.numbers_of(reading.decisions[layer.name]) >= 0
+            now, before = (
+                Codes(*(each[counted_N] for each in encode(one, self._codes[layer.name])))
+                for one in (reading.decisions[layer.name], decisions[layer.name])
+            )
+            self._sums_LC[number] += differences(now, before)
+            self._tokens_L[number] += counted_N.sum()
+        counted = reading.counted_N
+        self._units += len(reading.number_R) if counted is None else counted.sum()
+
+    def result(self, summed: Summed = lambda values: values) -> Compared:
+        """What was found."""
+        layers = shares(
+            summed(self._sums_LC).cpu(), summed(self._tokens_L).cpu(), self.subject.layers
+        )
+        for name, layer in layers.items():
+            if not math.isfinite(layer.entropy + layer.entropy_before):
+                raise ConfigError(
+                    f"compare: the scores of {name} are not finite in "
+                    f"{self._opened.weights.folder} or in what it is compared with: the weights "
+                    f"hold NaN or inf, or are too large"
+                )
+        samples = self.subject.samples
+        return Compared(
+            compared_with=str(self._other.folder),
+            compared_step=self._other.training_step,
+            unit=f"{self._opened.task.unit.name}s",
+            units=int(summed(self._units)),
+            about=samples.about(),
+            layers=layers,
+        )
+
+
+def _check_pair(opened: Evaluated, own: Checkpoint, other: Checkpoint) -> None:
+    """Checks that both are of one model with experts, and fit the tokens of the probe set."""
+    ours, theirs = (
+        flatten(checkpoint.model_config().model_dump(mode="json")) for checkpoint in (own, other)
+    )
+    changed = [
+        f"model.{key}: {theirs.get(key)!r} there, {ours.get(key)!r} in {own.folder}"
+        for key in sorted(ours.keys() | theirs.keys())
+        if ours.get(key) != theirs.get(key) and key not in FREE_KEYS
+    ]
+    if changed:
+        more = f"; and {len(changed) - 2} more" if len(changed) > 2 else ""
+        raise ConfigError(
+            f"compare: {other.folder}: is of another model: {'; '.join(changed[:2])}{more}"
+        )
+    if not opened.config.model.has_experts():
+        raise ConfigError(
+            f"compare: {own.folder} has model.feed_forward.kind: dense, and no "
+            f"experts whose choice could be compared"
+        )
+    opened.task.check_weights(other, f"checkpoint of --with {other.folder}")
+    known = [c.state.data_fingerprint for c in (own, other)]
+    if known[0] != known[1] and not opened.data_is_named:
+        raise ConfigError(
+            f"compare: {other.folder}: was trained on other data than "
+            f"{own.folder}; --data names the text that both are to read"
+        )

@@ -1,0 +1,405 @@
+"""`polyad experts rewrite`: moves one output of a muMoE head by a subpopulation's experts.
+
+    y_o + lambda abar^T a        abar: the mean coefficients of the subpopulation
+
+Where the model is wrong about a subpopulation, its experts are told, and no weight is trained.
+
+Source: Oldfield et al. 2024, section 4.2 (equation 5); the measures: appendix J, and the rewrite
+score section 4.2.1 of the earlier version.
+
+Shapes: B images of a batch, K classes, S experts of the head (all levels side by side), G = 4
+subpopulations: the output's value, 0 or 1, times the sensitive attribute's.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+
+from polyad.parallel import comm
+from polyad.train.errors import ConfigError
+from polyad.train.experts.probing import RoutedLayer, routed_head
+from polyad.train.measures.measure import Examination, Result
+from polyad.train.reading import Evaluated, Reader, Reading, read
+from polyad.train.results import aligned
+from polyad.train.tasks.images import ImageClassification
+from polyad.train.tasks.samples import ImageSamples
+
+FORM = "class=NAME,of=NAME[:0][+NAME[:0]...],by=NUMBER"
+PART = re.compile(r"(?:^|,)(class|of|by)=(.*?)(?=,(?:class|of|by)=|$)", re.DOTALL)
+"""Names of classes may hold commas."""
+
+
+class Condition(NamedTuple):
+    """A class that an image has, or has not."""
+
+    number: int
+    value: bool
+
+
+class Rewrite(NamedTuple):
+    """What `--move` says."""
+
+    output: int
+    """The class whose output is moved."""
+    of: tuple[Condition, ...]
+    """The subpopulation: images with all of these."""
+    by: float | None
+    """lambda; None: the number of experts, with the sign that the subpopulation's value has."""
+
+    @property
+    def value(self) -> bool:
+        """Whether the images of the subpopulation have the class."""
+        return next((each.value for each in self.of if each.number == self.output), True)
+
+    def strength(self, experts: int) -> float:
+        """lambda, for a head with so many experts."""
+        if self.by is not None:
+            return self.by
+        return float(experts if self.value else -experts)
+
+    def members(self, labels: npt.NDArray[np.integer]) -> npt.NDArray[np.intp]:
+        """The numbers of the images of the subpopulation, by their labels [N], or [N, K]."""
+        found = np.ones(len(labels), dtype=bool)
+        for number, value in self.of:
+            has = labels == number if labels.ndim == 1 else labels[:, number] == 1
+            found &= has == value
+        return np.flatnonzero(found)
+
+
+def read_rewrite(text: str, task: ImageClassification) -> Rewrite:
+    """Reads the option `--move`.
+
+    Args:
+        text: as in `FORM`.
+        task: of the classes.
+
+    Raises:
+        ConfigError: a part is missing, or names no class.
+    """
+    parts: dict[str, str] = dict(PART.findall(text))
+    if text != ",".join(f"{key}={value}" for key, value in parts.items()) or "class" not in parts:
+        raise ConfigError(f"--move: {text!r} is not allowed; {FORM} is, of and by may be missing")
+    names = task.data.manifest.class_names
+    output = _class_number(parts["class"], names)
+    words = parts["of"] if "of" in parts else parts["class"]
+    of: tuple[Condition, ...]
+    if task.has_attributes:
+        of = tuple(_condition(word, names) for word in words.split("+"))
+    else:
+        of = (Condition(_class_number(words, names), value=True),)
+    if task.has_attributes and (
+        output not in {each.number for each in of} or len({each.number for each in of}) < 2
+    ):
+        other = names[1 if output == 0 and len(names) > 1 else 0]
+        raise ConfigError(
+            f"--move: of={words} is not allowed with class={parts['class']}: a subpopulation "
+            f"has a value of {parts['class']} and of another attribute, as "
+            f"{parts['class']}+{other}"
+        )
+    try:
+        by = float(parts["by"]) if "by" in parts else None
+    except ValueError:
+        by = float("nan")
+    if by is not None and not abs(by) < float("inf"):
+        raise ConfigError(f"--move: by={parts['by']} is not allowed: a number is")
+    return Rewrite(output, of, by)
+
+
+def _condition(word: str, names: Sequence[str]) -> Condition:
+    name, colon, value = word.rpartition(":")
+    if colon and value in ("0", "1"):
+        return Condition(_class_number(name, names), value == "1")
+    return Condition(_class_number(word, names), value=True)
+
+
+def _class_number(word: str, names: Sequence[str]) -> int:
+    if word in names:
+        return list(names).index(word)
+    if word.isdecimal() and int(word) < len(names):
+        return int(word)
+    shown = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
+    raise ConfigError(f"--move: {word!r} is no class of the data; it has {shown}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Accuracies:
+    """How right an output is about each subpopulation.
+
+    The target is the subpopulation that a rewrite is made for. Of images with one class each there
+    are two: those of the class, and all others.
+    """
+
+    accuracy_G: Tensor
+    """Share of right images; NaN without any."""
+    images_G: Tensor
+    target: int
+    """Which of the four."""
+    has_attributes: bool
+    """Whether an image has any number of classes."""
+
+    def measures(self) -> dict[str, float | None]:
+        """The measures by name; None where a subpopulation is empty."""
+        target = self.accuracy_G[self.target]
+        right = float((self.accuracy_G.nan_to_num() * self.images_G).sum())
+        found = {
+            "accuracy": right / float(self.images_G.sum()),
+            "target_accuracy": _known(target),
+        }
+        if not self.has_attributes:
+            return found | {"others_accuracy": _known(self.accuracy_G[0])}
+        known_G = self.accuracy_G[self.images_G > 0]
+        counterpart = self.accuracy_G[self.target ^ 1]  # the other value of the sensitive attribute
+        return found | {
+            "equality_of_opportunity": _known((target - counterpart).abs()),
+            "standard_deviation": _known(known_G.std(correction=0)),
+            "lowest_accuracy": _known(known_G.min()),
+        }
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON values: the measures, and of attributes each subpopulation."""
+        if not self.has_attributes:
+            return self.measures()
+        groups = [
+            {
+                "has_class": bool(group // 2),
+                "has_others": bool(group % 2),
+                "images": int(self.images_G[group]),
+                "accuracy": _known(self.accuracy_G[group]),
+            }
+            for group in (3, 2, 1, 0)
+        ]
+        return self.measures() | {"subpopulations": groups}
+
+    def rewrite_score(self, before: "Accuracies") -> float | None:
+        """What the target gained, without what changed elsewhere; 1 - its accuracy is the best."""
+        change_G = (self.accuracy_G - before.accuracy_G).nan_to_num()
+        others = float(change_G.abs().sum() - change_G[self.target].abs())
+        return float(change_G[self.target]) - others if self.images_G[self.target] > 0 else None
+
+
+def _known(value: Tensor) -> float | None:
+    return float(value) if value.isfinite() else None
+
+
+TITLES = {
+    "target_accuracy": "target's accuracy",
+    "others_accuracy": "others' accuracy",
+    "equality_of_opportunity": "equality of opportunity",
+    "standard_deviation": "standard deviation",
+    "lowest_accuracy": "lowest accuracy",
+    "accuracy": "accuracy",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rewritten(Result):
+    """How right a model is before and after a rewrite."""
+
+    first: ClassVar[tuple[str, ...]] = ("checkpoint", "step", "data", "split")
+
+    images: int
+    """Those that were scored."""
+    output: str
+    """The class whose output is moved."""
+    of: str
+    """The subpopulation."""
+    by: float
+    members: int
+    """Training images of the subpopulation."""
+    mean_S: Tensor
+    """Their mean coefficients."""
+    before: Accuracies
+    after: Accuracies
+
+    @property
+    def score(self) -> dict[str, float | None]:
+        """The rewrite score of attributes."""
+        has_attributes = self.after.has_attributes
+        return {"rewrite_score": self.after.rewrite_score(self.before)} if has_attributes else {}
+
+    def to_json(self) -> dict[str, Any]:
+        """What programs get."""
+        return {
+            "images_scored": self.images,
+            "class": self.output,
+            "of": self.of,
+            "by": self.by,
+            "images_of_subpopulation": self.members,
+            "mean_coefficients": self.mean_S.tolist(),
+            "before": self.before,
+            "after": self.after,
+            **self.score,
+        }
+
+    def amount(self) -> str:
+        """How many images."""
+        return f", {self.images:,} images"
+
+    def facts(self) -> list[tuple[str, str]]:
+        """What was moved, and how far."""
+        return [
+            ("output", self.output),
+            ("subpopulation", f"{self.of}, {self.members:,} training images"),
+            ("moved by", f"{self.by:g} times the likeness of the experts"),
+        ]
+
+    def rows(self) -> list[str]:
+        """A table of the measures."""
+        before, after = self.before.measures(), self.after.measures()
+        table = [("", " before", "  after")]
+        for name, title in TITLES.items():
+            if name in before:
+                table.append((title, _shown(before[name]), _shown(after[name])))
+        table += [("rewrite score", "", _shown(score)) for score in self.score.values()]
+        return ["", *aligned(table)]
+
+
+def _shown(value: float | None) -> str:
+    return f"{'none':>7}" if value is None else f"{value:7.4f}"
+
+
+class Rewriting(Examination):
+    """Scores images before and after a rewrite, whose mean coefficients are of training images."""
+
+    name = "experts rewrite"
+    doing = "rewriting"
+
+    @classmethod
+    def checked(cls, opened: Evaluated, split: str, **options: Any) -> tuple[Rewrite, list[int]]:
+        """Reads the option `move`, and finds the training images of the subpopulation."""
+        task = opened.images(cls.name, attributes=True)
+        rewrite = read_rewrite(options["move"], task)
+        task.check_split(split)
+        members = rewrite.members(task.data.split("train").labels).tolist()
+        if not members:
+            raise ConfigError("--move: no training image is of the subpopulation")
+        return rewrite, members
+
+    @classmethod
+    def take(
+        cls,
+        opened: Evaluated,
+        split: str,
+        asked: tuple[Rewrite, list[int]],
+        model: nn.Module,
+        world: comm.World,
+    ) -> Rewritten:
+        """Reads the subpopulation, and then the split."""
+        (rewrite, members), task = asked, opened.images(cls.name, attributes=True)
+        head = routed_head(model)
+        if head is None:
+            raise ConfigError(
+                f"--move: {opened.weights.folder}: its head has no experts; it needs a model with "
+                f"model.head.kind: mumoe"
+            )
+
+        def read_all(samples: ImageSamples, measure: Reader, title: str) -> None:
+            size = opened.batch_size
+            read(model, [head], samples, [measure], batch_size=size, world=world, told=title)
+
+        workers = task.settings.num_workers
+        mean = _MeanCoefficients(head, world.device)
+        images = task.held_out("train").subset(members)
+        some = ImageSamples(task, images=images, num_workers=workers)
+        read_all(some, mean, "read the subpopulation")
+        mean_S = mean.result(len(members), world)
+        by = rewrite.strength(head.num_experts)
+        counted = _Counted(rewrite, head, mean_S, by, has_attributes=task.has_attributes)
+        scored = ImageSamples(task, split, num_workers=workers)
+        read_all(scored, counted, f"score {split}")
+        before, after = counted.result(world)
+        names = task.data.manifest.class_names
+        return Rewritten(
+            images=scored.rows,
+            output=names[rewrite.output],
+            of="+".join(names[each.number] + ("" if each.value else ":0") for each in rewrite.of),
+            by=by,
+            members=len(members),
+            mean_S=mean_S,
+            before=before,
+            after=after,
+        )
+
+
+class _MeanCoefficients:
+    """Adds up the coefficients of the head's experts."""
+
+    blocks: Sequence[int] = ()
+
+    def __init__(self, head: RoutedLayer, device: torch.device) -> None:
+        self._head = head
+        self._sums_S = torch.zeros(head.num_experts, dtype=torch.float64, device=device)
+
+    def add(self, reading: Reading) -> None:
+        """Adds a batch."""
+        self._sums_S += reading.decisions[self._head.name].coefficients().double().sum(0)
+
+    def result(self, images: int, world: comm.World) -> Tensor:
+        """abar [S], over so many images of all processes."""
+        return (comm.sum_over_samples(self._sums_S, world) / images).float()
+
+
+class _Counted:
+    """Counts what is right before and after, by subpopulation.
+
+    Of attributes the subpopulations are the output's value times whether the image has the other
+    conditions; of classes whether the image is of the output's class (2) or not (0).
+    """
+
+    blocks: Sequence[int] = ()
+
+    def __init__(
+        self,
+        rewrite: Rewrite,
+        head: RoutedLayer,
+        mean_S: Tensor,
+        by: float,
+        *,
+        has_attributes: bool,
+    ) -> None:
+        self._rewrite, self._head, self._mean_S, self._by = rewrite, head, mean_S, by
+        self._has_attributes = has_attributes
+        # before and after; images and right ones of each subpopulation
+        self._counts_2G2 = torch.zeros(2, 4, 2, dtype=torch.float64, device=mean_S.device)
+
+    def add(self, reading: Reading) -> None:
+        """Counts a batch; labels are [B], or [B, K] of attributes."""
+        logits_BK, labels = reading.output.float(), reading.batch.labels_B
+        a_BS = reading.decisions[self._head.name].coefficients()
+        output = self._rewrite.output
+        rewritten_BK = logits_BK.clone()
+        rewritten_BK[:, output] += self._by * (a_BS @ self._mean_S)
+        if self._has_attributes:
+            value_B = labels[:, output] == 1
+            others = [each for each in self._rewrite.of if each.number != output]
+            has_B = torch.stack([(labels[:, n] == 1) == value for n, value in others]).all(0)
+        else:
+            value_B, has_B = labels == output, torch.zeros_like(labels, dtype=torch.bool)
+        group_B = 2 * value_B.long() + has_B.long()
+        for place, each_BK in enumerate((logits_BK, rewritten_BK)):
+            if self._has_attributes:
+                right_B = (each_BK[:, output] > 0) == value_B
+            else:
+                right_B = each_BK.argmax(-1) == labels
+            counted_B2 = torch.stack([torch.ones_like(group_B), right_B], dim=-1).double()
+            self._counts_2G2[place].index_add_(0, group_B, counted_B2)
+
+    def result(self, world: comm.World) -> list[Accuracies]:
+        """What is right over all processes, before and after."""
+        counts = comm.sum_over_samples(self._counts_2G2.flatten(), world).view(2, 4, 2).cpu()
+        target = 2 * self._rewrite.value + (1 if self._has_attributes else 0)
+        return [
+            Accuracies(
+                accuracy_G=torch.where(images_G > 0, right_G / images_G.clamp_min(1), torch.nan),
+                images_G=images_G,
+                target=target,
+                has_attributes=self._has_attributes,
+            )
+            for images_G, right_G in (each.unbind(-1) for each in counts)
+        ]
