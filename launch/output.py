@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import IO, Any, TextIO
+from typing import IO, TextIO
 
 from polyad.data.files import named
 from polyad.launch.parser import UsageError
@@ -36,14 +36,14 @@ def only_results_on_stdout() -> Iterator[TextIO]:
 
 
 @contextmanager
-def results(json_path: str | None) -> Iterator[Callable[[dict[str, Any], str], None]]:
+def results(json_path: str | None) -> Iterator[Callable[[object, str], None]]:
     """A context in which standard output is for results alone; see `show`.
 
     Args:
         json_path: of `--json`.
 
     Yields:
-        What shows a result: it takes JSON values, and the same for a person.
+        What shows a result: it takes the result, and the same for a person.
 
     Raises:
         UsageError: the JSON cannot be written there; no work was done.
@@ -113,11 +113,11 @@ def check_result_file(option: str, path: Path, suffix: str, *, dry_run: bool) ->
         raise UsageError(f"{option}: {path} cannot be written to")
 
 
-def show(result: dict[str, Any], table: str, json_path: str | None, stdout: TextIO) -> None:
+def show(result: object, table: str, json_path: str | None, stdout: TextIO) -> None:
     """Hands over a result: the table to a person, JSON to a program.
 
     Args:
-        result: JSON values.
+        result: what `json_value` takes.
         table: the same for a person.
         json_path: a file for the JSON; `-` puts it on standard output instead of the table; None
             wants no JSON.

@@ -46,7 +46,7 @@ def summary(run: Path, data: Path, result: dict[str, Any], half: int) -> list[tu
         Names and values.
     """
     from polyad.data.text.dataset import PreparedData
-    from polyad.train.evaluation.unigram import unigram_perplexity
+    from polyad.train.evaluation.baselines import unigram_perplexity
 
     prepared = PreparedData.open(data)
     unigram = unigram_perplexity(

@@ -62,7 +62,7 @@ def summary(run: Path, data: Path, result: dict[str, Any], half: int) -> list[tu
         Names and values.
     """
     from polyad.data.images.dataset import ImageData
-    from polyad.train.evaluation.neighbour import nearest_neighbour_accuracy
+    from polyad.train.evaluation.baselines import nearest_neighbour_accuracy
 
     opened = ImageData.open(data)
     nearest = nearest_neighbour_accuracy(

@@ -26,8 +26,8 @@ from polyad.launch.parser import UsageError, non_negative, positive, share
 if TYPE_CHECKING:
     from polyad.train.measures.measure import Examination
 
-Found = tuple[dict[str, Any], str]
-"""A result as JSON values, and for a person."""
+Found = tuple[object, str]
+"""A result, and the same for a person."""
 Measure = Callable[[Path], Found]
 """What is measured of a checkpoint, by all processes."""
 
@@ -323,7 +323,7 @@ def _examined(
     from polyad.train.measures.measure import examine
 
     found = examine(checkpoint, kind, **options, **held.keywords(overrides))
-    return found.to_json(), found.text()
+    return found, found.text()
 
 
 @command("experts rewrite", "polyad experts rewrite runs/quickstart/run --move class=1,of=Young:0")

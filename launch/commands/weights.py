@@ -61,7 +61,7 @@ def generate(
     prepare_environment()
     from polyad.parallel.checkpoint.finding import best_checkpoint, newest_of, read_newest
     from polyad.train.evaluation.generate import Sampling, generate
-    from polyad.train.experts.steering import effect_lines, parse_steering
+    from polyad.train.experts.steering import parse_steering
 
     check_json_path(json)
     steerings = [parse_steering(text) for text in steer]
@@ -88,9 +88,10 @@ def generate(
             ),
             best_checkpoint if best else newest_of,
         )
-        speed = f"{len(result['token_ids'])} tokens, {result['tokens_per_second']:,.0f} tokens/s"
-        print(f"\n{speed}, ended by {result['ended_by']}", file=sys.stderr)
-        print(effect_lines(result["steering"]), end="", file=sys.stderr)
+        speed = f"{len(result.token_ids)} tokens, {result.tokens_per_second:,.0f} tokens/s"
+        print(f"\n{speed}, ended by {result.ended_by}", file=sys.stderr)
+        for load in result.steering:
+            print(load, file=sys.stderr)
         show(result, "", json, stdout)
 
 

@@ -12,16 +12,15 @@ Training is started by the command `polyad`; the packages below are what it is m
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from polyad.train.experts.decisions import ExpertRow, LayerExperts, TextExperts
-    from polyad.train.loading import Run, load
+    from polyad.train.loading import ExpertRow, LayerExperts, Run, TextExperts, load
 
 __all__ = ["ExpertRow", "LayerExperts", "Run", "TextExperts", "load"]
 
 _HOME = {
-    "ExpertRow": "polyad.train.experts.decisions",
-    "LayerExperts": "polyad.train.experts.decisions",
+    "ExpertRow": "polyad.train.loading",
+    "LayerExperts": "polyad.train.loading",
     "Run": "polyad.train.loading",
-    "TextExperts": "polyad.train.experts.decisions",
+    "TextExperts": "polyad.train.loading",
     "load": "polyad.train.loading",
 }
 

@@ -102,9 +102,13 @@ def test_the_result_is_evaluated_and_generates(workers, trained, kind):
     one = workers(1).run(evaluation, path, split="validation")[0]
     two = workers(2).run(evaluation, path, split="validation")[0]
     assert two["loss"] == pytest.approx(one["loss"], rel=1e-6)
-    options = {"max_tokens": 24, "sampling": Sampling(temperature=0.0)}
-    cached, plain = (generate(path, "def ", **options, use_cache=use) for use in (True, False))
-    assert cached["token_ids"] == plain["token_ids"]
+    cached, plain = (
+        generate(
+            path, "def ", max_tokens=24, sampling=Sampling(temperature=0.0), use_cache=use_cache
+        )
+        for use_cache in (True, False)
+    )
+    assert cached.token_ids == plain.token_ids
 
 
 def test_validate_says_what_experts_cost(tmp_path, prepared_path, capfd):

@@ -13,7 +13,7 @@ from polyad.launch.cli import run as command
 from polyad.model.bert import BertConfig
 from polyad.model.build import build_model, materialize
 from polyad.train.evaluation.generate import Sampling, generate
-from polyad.train.experts.decisions import experts_of
+from polyad.train.loading import experts_of
 from tests.helpers.everyday import everyday
 from tests.helpers.runs import FEED_FORWARDS, evaluation
 
@@ -86,7 +86,7 @@ def test_a_run_generates_and_evaluates_as_the_commands_do(trained, capfd, tmp_pa
     run = polyad.load(folder)
     assert str(run.path) in repr(run)
     expected = generate(folder, "def ", max_tokens=9, sampling=Sampling(top_k=5, seed=2))
-    assert run.generate("def ", max_tokens=9, top_k=5, seed=2) == expected["text"]
+    assert run.generate("def ", max_tokens=9, top_k=5, seed=2) == expected.text
     assert command(["evaluate", str(folder), "--json", str(tmp_path / "scores.json")]) == 0
     capfd.readouterr()
     theirs, ours = json.loads((tmp_path / "scores.json").read_text()), run.evaluate()

@@ -89,9 +89,9 @@ def test_it_generates_away_from_its_data(trained, tmp_path):
     result = generate(
         tmp_path / "step-00000002", prompt, max_tokens=8, sampling=Sampling(temperature=0)
     )
-    assert result["prompt_ids"] == tokenizer.encode(prompt)
-    whole = tokenizer.decode(result["prompt_ids"] + result["token_ids"])
-    assert whole == tokenizer.decode(result["prompt_ids"]) + result["text"]
+    assert result.prompt_ids == tokenizer.encode(prompt)
+    whole = tokenizer.decode(result.prompt_ids + result.token_ids)
+    assert whole == tokenizer.decode(result.prompt_ids) + result.text
 
 
 def test_the_way_to_hugging_face_and_back_keeps_it(trained, tmp_path):

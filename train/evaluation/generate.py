@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,7 @@ from polyad.model.gpt2 import GPT2Config
 from polyad.parallel.weights import load_model, open_weights
 from polyad.parallel.zero import Precision
 from polyad.train.errors import ConfigError
-from polyad.train.experts.steering import Steering, effect, steered
+from polyad.train.experts.steering import Load, Steering, loads_of, steered
 from polyad.train.tasks.language import language_model
 from polyad.train.tasks.vocabulary import need_tokenizer
 
@@ -260,6 +260,28 @@ def check_prompt(prompt: str) -> None:
         raise ConfigError(f"--prompt: {prompt!r} is not text in UTF-8") from None
 
 
+@dataclass(frozen=True, kw_only=True)
+class Generated:
+    """A text that a model continued, and how."""
+
+    checkpoint: str
+    prompt: str
+    text: str
+    """Without the prompt."""
+    prompt_ids: list[int]
+    token_ids: list[int]
+    ended_by: str
+    temperature: float
+    top_k: int | None
+    top_p: float
+    seed: int
+    cache: bool
+    precision: Precision
+    steering: list[Load]
+    seconds: float
+    tokens_per_second: float
+
+
 def generate(
     path: Path,
     prompt: str,
@@ -272,7 +294,7 @@ def generate(
     steerings: Sequence[Steering] = (),
     base: Path | None = None,
     write: Callable[[str], object] = lambda text: None,
-) -> dict[str, Any]:
+) -> Generated:
     """Continues a text.
 
     Args:
@@ -287,9 +309,6 @@ def generate(
         steerings: experts that the text is moved towards.
         base: see `open_weights`.
         write: is handed the prompt, and every piece of text as it comes.
-
-    Returns:
-        The result: JSON values.
 
     Raises:
         ValueError: with an `exit_status` of 2: one line says what is wrong.
@@ -314,20 +333,20 @@ def generate(
         )
     seconds = time.monotonic() - started
     length: int = model.config.sequence_length  # type: ignore[union-attr, assignment]
-    return {
-        "checkpoint": str(weights.folder),
-        "prompt": prompt,
-        "text": text,
-        "prompt_ids": prompt_ids,
-        "token_ids": ids,
-        "ended_by": "max_tokens" if len(ids) == max_tokens else "end_of_text",
-        "temperature": sampling.temperature,
-        "top_k": sampling.top_k,
-        "top_p": sampling.top_p,
-        "seed": sampling.seed,
-        "cache": use_cache,
-        "precision": precision,
-        "steering": effect(model, steerings, (prompt_ids + ids)[-length:]) if steerings else [],
-        "seconds": seconds,
-        "tokens_per_second": len(ids) / max(seconds, 1e-9),
-    }
+    return Generated(
+        checkpoint=str(weights.folder),
+        prompt=prompt,
+        text=text,
+        prompt_ids=prompt_ids,
+        token_ids=ids,
+        ended_by="max_tokens" if len(ids) == max_tokens else "end_of_text",
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+        seed=sampling.seed,
+        cache=use_cache,
+        precision=precision,
+        steering=loads_of(model, steerings, (prompt_ids + ids)[-length:]) if steerings else [],
+        seconds=seconds,
+        tokens_per_second=len(ids) / max(seconds, 1e-9),
+    )

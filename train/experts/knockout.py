@@ -21,8 +21,7 @@ from polyad.model.output import entropy
 from polyad.model.smoe.layer import SelectingMoE
 from polyad.train.experts.class_changes import Change, ChangeSums, ClassChanges
 from polyad.train.experts.information import Summed
-from polyad.train.experts.leaving_out import leaving_out
-from polyad.train.experts.polysemanticity import from_one_class
+from polyad.train.experts.leaving_out import from_one_class, leaving_out
 from polyad.train.experts.probing import Decision, RoutedLayer
 from polyad.train.tasks.samples import Passages, losses, through
 

@@ -1,12 +1,24 @@
-"""A model in which each sample does without one expert of one layer.
+"""A model in which each sample does without one expert of one layer, and what images lose by that.
 
-Shapes: B samples, M tokens of a forward pass, N experts of a level, S experts of all levels side by
-side, K experts of a token.
+Class polysemanticity says for how many classes each expert matters, by leaving it out:
+
+    d_c = (accuracy_c - accuracy_c without the expert) / accuracy_c      p = |d - onehot(argmax d)|
+
+An expert that one class alone needs has p = 0. Source: Oldfield et al. 2024, section 4.1.2.
+
+An expert with a coefficient of exactly 0 on every token of an image changes nothing of it: only the
+others are computed again, from the expert's layer on. With entmax those are a small part of all
+pairs of images and experts.
+
+Shapes: B images, or samples, M tokens of a forward pass, T tokens of an image, D width, P pairs of
+an image and an expert, N experts of a level, S experts of all levels side by side, K classes, or
+experts of a token.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +26,9 @@ from torch import Tensor, nn
 from polyad.model.mumoe.gating import Gate, GateOutput
 from polyad.model.smoe.layer import Router, SelectingMoE
 from polyad.model.smoe.selection import Selected
-from polyad.train.experts.probing import RoutedLayer
+from polyad.model.vision import classified
+from polyad.train.experts.information import Summed
+from polyad.train.experts.probing import RoutedLayer, deciding
 
 LeaveOut = Callable[[Tensor | None], None]
 
@@ -91,3 +105,213 @@ def _without(levels: list[Tensor], expert_M: Tensor) -> list[Tensor]:
         kept.append(a_MN.masked_fill(columns_N == expert_M.unsqueeze(-1), 0))
         first += a_MN.shape[-1]
     return kept
+
+
+BINS = 20
+"""Bins of the histogram of polysemanticity."""
+
+
+class ImageModel(Protocol):
+    """A model of images that can be entered at a block, or before its head."""
+
+    blocks: nn.ModuleList
+    head: nn.Module
+
+    def embed(self, images_BCHW: Tensor) -> Tensor:
+        """What the first block gets [B, T, D]."""
+
+    def tail(self, x_BTD: Tensor, first_block: int) -> Tensor:
+        """Logits [B, K] from what a block gets."""
+
+    def pool(self, x_BTD: Tensor) -> Tensor:
+        """What the head reads [B, D], from what the last block gives."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Polysemanticity:
+    """How much each expert of a layer matters to one class alone."""
+
+    expert_S: Tensor
+    """p of each expert; NaN where leaving it out changes no accuracy."""
+    class_S: Tensor
+    """The class that needs each expert most; -1 where none does."""
+
+    @property
+    def mean(self) -> float | None:
+        """Over the experts that matter to any class; None if none does."""
+        known = self.expert_S[self.expert_S.isfinite()]
+        return float(known.mean()) if len(known) else None
+
+    def histogram(self) -> dict[str, list[float]]:
+        """How many experts have which p: the edges of bins, and counts."""
+        known = self.expert_S[self.expert_S.isfinite()]
+        top = max(2.0, float(known.max())) if len(known) else 2.0
+        counts = torch.histc(known, BINS, min=0.0, max=top)
+        edges = torch.linspace(0, top, BINS + 1)
+        return {"edges": edges.tolist(), "experts": counts.tolist()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeftOut:
+    """What a model of images gets right without each expert of a layer."""
+
+    experts: int
+    polysemanticity: float | None
+    """The mean over experts that matter to any class; None if none does."""
+    experts_that_matter: int
+    top1: float
+    """The accuracy of the whole model."""
+    histogram: dict[str, list[float]]
+    """The counts that `Polysemanticity.histogram` says."""
+    each: dict[str, dict[str, Any]]
+    """The polysemanticity of each expert that matters, and the class that needs it most."""
+    images_computed_again: int
+    share_of_all_pairs: float
+
+    def cells(self) -> tuple[str, str, str]:
+        """The row of a table: polysemanticity, experts that matter, how much was computed again."""
+        mean = "none" if self.polysemanticity is None else f"{self.polysemanticity:.4f}"
+        matter = f"{self.experts_that_matter:,} of {self.experts:,}"
+        return mean, matter, f"{100 * self.share_of_all_pairs:.2f}%"
+
+
+def polysemanticity(right_K: Tensor, lost_SK: Tensor) -> Polysemanticity:
+    """Computes the measure from counts.
+
+    Args:
+        right_K: Images of each class that the whole model has right.
+        lost_SK: How many of them fewer without each expert.
+
+    Returns:
+        The measure; a class that the model has never right counts as unchanged.
+    """
+    d_SK = torch.where(right_K > 0, lost_SK / right_K.clamp_min(1), 0).double()
+    matters_S = (d_SK != 0).any(-1)
+    return Polysemanticity(
+        expert_S=from_one_class(d_SK).where(matters_S, torch.nan),
+        class_S=d_SK.argmax(-1).where(matters_S, -1),
+    )
+
+
+def from_one_class(d_SK: Tensor) -> Tensor:
+    """The distance to an expert that one class alone needs, and wholly: |d - onehot(argmax d)|.
+
+    Args:
+        d_SK: What each class loses without each expert, as a share of what it has.
+
+    Returns:
+        [S]; 0 of such an expert, near 1 of one that hardly anything needs.
+    """
+    onehot_SK = torch.zeros_like(d_SK).scatter_(1, d_SK.argmax(-1, keepdim=True), 1.0)
+    distance_S: Tensor = (d_SK - onehot_SK).norm(dim=-1)
+    return distance_S
+
+
+class LeaveOneOut:
+    """Counts what a model gets right without each expert of a layer, one expert at a time.
+
+    A capacity of experts depends on what else is in the batch, and is ignored here: pairs are
+    batched anew.
+
+    Args:
+        model: in evaluation mode, on one device.
+        layer: a feed-forward of a block, or the head.
+        classes: their names.
+        rows: pairs in a forward pass.
+    """
+
+    def __init__(
+        self, model: nn.Module, layer: RoutedLayer, classes: Sequence[str], rows: int
+    ) -> None:
+        self._model, self.layer, self._rows, self._classes = model, layer, rows, classes
+        device = next(model.parameters()).device
+
+        def zeros(*sizes: int) -> Tensor:
+            return torch.zeros(sizes, dtype=torch.float64, device=device)
+
+        self.right_K, self.images_K = zeros(len(classes)), zeros(len(classes))
+        self.lost_SK = zeros(layer.num_experts, len(classes))
+        self.pairs = zeros(1)
+
+    @torch.inference_mode()
+    def add(self, images_BCHW: Tensor, labels_B: Tensor) -> None:
+        """Counts a batch.
+
+        Args:
+            images_BCHW: Normalized.
+            labels_B: Their classes.
+        """
+        with without_capacity(self._model):
+            self._add(images_BCHW, labels_B)
+
+    def _add(self, images_BCHW: Tensor, labels_B: Tensor) -> None:
+        x = self._before(images_BCHW)
+        with deciding(self._model, [self.layer]) as decisions:
+            logits_BK = self._from(x)
+        a_MS = decisions[self.layer.name].coefficients()
+        a_BTS = a_MS.view(len(labels_B), -1, a_MS.shape[-1])
+        right_B = logits_BK.argmax(-1) == labels_B
+        self.right_K.index_add_(0, labels_B, right_B.double())
+        self.images_K.index_add_(0, labels_B, torch.ones_like(right_B, dtype=torch.float64))
+        image_P, expert_P = (a_BTS != 0).any(1).nonzero().unbind(-1)
+        self.pairs += len(image_P)
+        with leaving_out(self._model, self.layer) as leave:
+            for image_R, expert_R in _in_rows(image_P, expert_P, self._rows):
+                leave(expert_R)
+                changed_RK = self._from(x[image_R])
+                still_R = changed_RK.argmax(-1) == labels_B[image_R]
+                lost_R = right_B[image_R].double() - still_R.double()
+                self.lost_SK.index_put_((expert_R, labels_B[image_R]), lost_R, accumulate=True)
+
+    def result(self, images: int, summed: Summed = lambda counts: counts) -> LeftOut:
+        """What was found.
+
+        Args:
+            images: that all processes read.
+            summed: over processes.
+        """
+        parts = [self.right_K, self.images_K, self.lost_SK.flatten(), self.pairs]
+        together = summed(torch.cat(parts)).cpu()
+        right_K, images_K, lost, pairs = torch.split(together, [len(part) for part in parts])
+        found = polysemanticity(right_K, lost.view(self.lost_SK.shape))
+        return LeftOut(
+            experts=self.layer.num_experts,
+            polysemanticity=found.mean,
+            experts_that_matter=int(found.expert_S.isfinite().sum()),
+            top1=float(right_K.sum() / images_K.sum()),
+            histogram=found.histogram(),
+            each={
+                self.layer.expert_name(column): {
+                    "polysemanticity": float(p),
+                    "class": self._classes[int(best)],
+                }
+                for column, (p, best) in enumerate(zip(found.expert_S, found.class_S, strict=True))
+                if best >= 0
+            },
+            images_computed_again=int(pairs),
+            share_of_all_pairs=int(pairs) / (images * self.layer.num_experts),
+        )
+
+    def _before(self, images_BCHW: Tensor) -> Tensor:
+        """What the layer's block gets, or what the head reads."""
+        model: Any = self._model
+        x_BTD: Tensor = model.embed(images_BCHW)
+        blocks = model.blocks[: self.layer.block] if self.layer.in_block else model.blocks
+        for block in blocks:
+            x_BTD, *_ = block(x_BTD)
+        return x_BTD if self.layer.in_block else model.pool(x_BTD)
+
+    def _from(self, x: Tensor) -> Tensor:
+        """Logits [B, K] from it."""
+        model: Any = self._model
+        logits_BK: Tensor
+        if self.layer.in_block:
+            logits_BK = model.tail(x, self.layer.block)
+        else:
+            logits_BK, _ = classified(model.head, x)
+        return logits_BK
+
+
+def _in_rows(image_P: Tensor, expert_P: Tensor, rows: int) -> Iterator[tuple[Tensor, Tensor]]:
+    for first in range(0, len(image_P), rows):
+        yield image_P[first : first + rows], expert_P[first : first + rows]

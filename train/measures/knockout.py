@@ -23,8 +23,7 @@ from polyad.train.experts.probing import (
     columns_of,
     routed_layers,
 )
-from polyad.train.experts.steering import Steering, gate_column
-from polyad.train.experts.steering_effect import SteeredReading, SteeringEffect
+from polyad.train.experts.steering import SteeredReading, Steering, SteeringEffect, gate_column
 from polyad.train.experts.token_classes import ClassColumns
 from polyad.train.measures.measure import Asked, Measure, Result, Subject, Tree
 from polyad.train.reading import Evaluated, Reading

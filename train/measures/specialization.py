@@ -28,7 +28,7 @@ from polyad.train.experts.by_class import (
 )
 from polyad.train.experts.class_matrix import level_matrix
 from polyad.train.experts.information import GateEntropies, LevelEntropy, Summed
-from polyad.train.experts.polysemanticity import LeaveOneOut, LeftOut
+from polyad.train.experts.leaving_out import LeaveOneOut, LeftOut
 from polyad.train.experts.similarity import ExpertSimilarity, LevelSimilarity
 from polyad.train.experts.token_classes import Shifts, labellings
 from polyad.train.measures.measure import Asked, Measure, Result, Subject, Tree

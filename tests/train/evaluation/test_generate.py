@@ -244,7 +244,7 @@ def test_the_command_streams_text_that_equals_its_json(finished, capfd, tmp_path
     likeliest = json.loads(capfd.readouterr().out)
     assert (likeliest["top_k"], result["top_k"]) == (1, None)
     greedy = generate(finished, "def f(", max_tokens=60, sampling=GREEDY)
-    assert likeliest["token_ids"] == greedy["token_ids"]
+    assert likeliest["token_ids"] == greedy.token_ids
 
 
 @pytest.mark.distributed
@@ -263,7 +263,7 @@ def test_the_best_checkpoint_is_taken_where_it_is_asked_for(finished, tmp_path, 
 @pytest.mark.distributed
 def test_an_empty_prompt_begins_a_document(finished, prepared):
     result = generate(finished, "", max_tokens=3, sampling=GREEDY)
-    assert result["prompt_ids"] == [prepared.tokenizer().end_of_text_id]
+    assert result.prompt_ids == [prepared.tokenizer().end_of_text_id]
 
 
 @pytest.mark.distributed
@@ -273,9 +273,9 @@ def test_a_hugging_face_folder_generates_as_the_run_it_was_made_of(finished, tmp
     convert(finished, tmp_path / "theirs", "huggingface")
     ours = generate(finished, "import", sampling=GREEDY)
     theirs = generate(tmp_path / "theirs", "import", sampling=GREEDY)
-    assert theirs["token_ids"] == ours["token_ids"]
+    assert theirs.token_ids == ours.token_ids
     half = generate(finished, "import", sampling=GREEDY, precision="bf16", max_tokens=5)
-    assert len(half["token_ids"]) == 5
+    assert len(half.token_ids) == 5
 
 
 @pytest.mark.distributed

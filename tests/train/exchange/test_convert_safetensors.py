@@ -59,7 +59,7 @@ def test_a_folder_of_safetensors_computes_and_generates_as_its_run(trained, plai
     assert torch.equal(actual.logits, expected.logits)
     options = {"max_tokens": 12, "sampling": Sampling(temperature=0.0)}
     ours, theirs = (generate(p, "def ", **options) for p in (trained(kind), plain(kind)))
-    assert theirs["token_ids"] == ours["token_ids"]
+    assert theirs.token_ids == ours.token_ids
 
 
 def test_dense_weights_go_round_all_three_formats(exported, plain, tmp_path):

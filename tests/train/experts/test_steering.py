@@ -15,9 +15,8 @@ from polyad.train.errors import ConfigError
 from polyad.train.evaluation.generate import Sampling, generate_ids
 from polyad.train.experts.steering import (
     Steering,
-    effect,
-    effect_lines,
     gate_column,
+    loads_of,
     parse_steering,
     steered,
 )
@@ -176,24 +175,24 @@ def test_the_effect_is_what_two_passes_say():
         Steering(layer=2, level=1, expert=0, strength=1.0),
     ]
     ids = list(range(16))
-    first, second = effect(model, steerings, ids)
+    first, second = loads_of(model, steerings, ids)
     with torch.no_grad():
         before = model(torch.tensor([ids])).routing
         with steered(model, steerings):
             after = model(torch.tensor([ids])).routing
     load, unsteered = after[1].load_E[2].item(), before[1].load_E[2].item()
     weight = model.blocks[1].feed_forward.gate.weight
-    assert (first["load"], first["load_unsteered"]) == (load, unsteered)
-    assert first["column_length"] == pytest.approx(weight[2].norm().item())
+    assert (first.load, first.load_unsteered) == (load, unsteered)
+    assert first.column_length == pytest.approx(weight[2].norm().item())
     inside = LEVELS[0]  # the second level's experts come after those of the first
-    assert second["level"] == 1
-    assert second["load"] == after[2].load_E[inside].item()
-    assert second["load_unsteered"] == before[2].load_E[inside].item()
-    lines = effect_lines([first, second]).splitlines()
+    assert second.to_json()["level"] == 1
+    assert second.load == after[2].load_E[inside].item()
+    assert second.load_unsteered == before[2].load_E[inside].item()
+    lines = [str(first), str(second)]
     assert lines[0].startswith("steered: layer 1, expert 2: 4 times its gate's column, of length")
     assert lines[0].endswith(f"load on these tokens {load:.3f}, without {unsteered:.3f}")
     assert "layer 2, level 1, expert 0: 1 times" in lines[1]
-    assert lines[1].endswith(f"{second['load']:.3f}, without {second['load_unsteered']:.3f}")
+    assert lines[1].endswith(f"{second.load:.3f}, without {second.load_unsteered:.3f}")
 
 
 def test_a_command_line_is_read():
