@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from polyad.launch.command import Argument, Group
 from polyad.launch.output import align, only_results_on_stdout
 from polyad.launch.parser import UsageError, non_negative, positive
-from polyad.launch.via.options import LIMIT, MEMORY, OF_CLUSTER, check_ways
+from polyad.launch.via.options import LIMIT, MEMORY, OF_CLUSTER, asked_of, check_ways
 
 if TYPE_CHECKING:
     from polyad.data.text.manifest import Manifest
@@ -148,9 +148,8 @@ def prepare_text(given: dict[str, Any], options: PartsOptions) -> None:
 
     started = time.monotonic()
     asked = {field.name: given[field.name] for field in fields(Asked)}
-    resources = {name: vars(options)[name] for name in SLURM}
     # A job that is killed at its limit loses little, and has nothing to save before.
-    job = SlurmJob(**resources, signal_seconds=None)
+    job = asked_of(SlurmJob, options, signal_seconds=None)
     with only_results_on_stdout() as stdout:
         output, overwrite = given["output"], given["overwrite"]
         parts = Preparation(Asked(**asked), output, options.parts, overwrite=overwrite)

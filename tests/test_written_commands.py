@@ -7,7 +7,7 @@ import pytest
 
 from polyad.launch.commands import COMMANDS
 from polyad.launch.parser import UsageError
-from polyad.launch.via.hostfile import read_hostfile
+from polyad.launch.via.hosts import read_hostfile
 from polyad.train.config.adaptation import model_of
 from polyad.train.config.rules import validate
 from polyad.train.config.run import load_config

@@ -72,10 +72,10 @@ def last_loss(metrics: Path) -> str:
 def launch(config: ConfigFile, overrides: Overrides, how: LaunchOptions) -> int:
     """Checks a run, then trains it in P processes of this machine, or of N hosts."""
     from polyad.launch.machine import end_with_launcher
-    from polyad.launch.via.options import launch_from
+    from polyad.launch.via.command import Launch
 
     end_with_launcher()
-    return launch_from(config, overrides, how)
+    return Launch(config=config, overrides=overrides, how=how).start()
 
 
 @command(
@@ -150,15 +150,15 @@ def doctor(
     """Checks these hosts for what would break a run or slow it down."""
     from polyad.launch.doctor.command import check, examine, in_a_group, table
     from polyad.launch.machine import end_with_launcher, prepare_environment
-    from polyad.launch.via.options import launch_from
+    from polyad.launch.via.command import Launch
 
     check_json_path(json)
     end_with_launcher()
     if not in_a_group():
         if how.processes_per_node is None and how.via != "ssh":
             how = dataclasses.replace(how, processes_per_node=1)
-        words = ["--json", json] if json else []
-        return launch_from(config, overrides, how, ("doctor", *words))
+        words = ("doctor", *(["--json", json] if json else []))
+        return Launch(config=config, overrides=overrides, how=how, command=words).start()
     prepare_environment()
     with results(json) as show:
         result = examine(config, overrides)

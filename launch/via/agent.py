@@ -1,9 +1,9 @@
-"""The torchrun command of one host, which starts its processes and meets the other hosts."""
+"""One host's torchrun: the words that start its processes, and where it meets the other hosts."""
 
 import hashlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -43,16 +43,15 @@ class Rendezvous:
             host_name(self.local_addr, "--local-addr")
 
     def name(self, run_folder: str) -> str:
-        """The id of the meeting; see `words`."""
+        """The id of the meeting.
+
+        Args:
+            run_folder: as the configuration writes it, so that every host makes the same id of it.
+        """
         return self.id or f"polyad-{hashlib.sha256(run_folder.encode()).hexdigest()[:12]}"
 
     def tell_others(self, run_folder: str, line: str) -> None:
-        """Tells the agents of other hosts that this host starts none.
-
-        Args:
-            run_folder: as in `words`.
-            line: why.
-        """
+        """Tells the agents of other hosts why this host starts none."""
         if self.endpoint is not None:
             from polyad.parallel.agents import tell_agents
 
@@ -60,19 +59,19 @@ class Rendezvous:
             tell_agents(host.strip("[]"), int(port), self.name(run_folder), line)
 
     def words(self, run_folder: str) -> list[str]:
-        """torchrun's options.
-
-        Args:
-            run_folder: as the configuration writes it, so that every host makes the same id of it.
-        """
+        """torchrun's options; see `name`."""
         where = endpoint(self.endpoint, "--rdzv-endpoint") if self.endpoint else "localhost:0"
-        name = self.name(run_folder)
-        words = ["--rdzv-backend", "c10d", "--rdzv-endpoint", where, "--rdzv-id", name]
-        if self.is_host is not None:
-            words += ["--rdzv-conf", f"is_host={str(self.is_host).lower()}"]
-        if self.local_addr is not None:
-            words += ["--local-addr", self.local_addr]
-        return words
+        return meeting_words(where, self.name(run_folder), self.is_host, self.local_addr)
+
+
+def meeting_words(where: str, name: str, is_host: bool | None, local_addr: str | None) -> list[str]:
+    """torchrun's options for a meeting at HOST:PORT; None leaves one out."""
+    words = ["--rdzv-backend", "c10d", "--rdzv-endpoint", where, "--rdzv-id", name]
+    if is_host is not None:
+        words += ["--rdzv-conf", f"is_host={str(is_host).lower()}"]
+    if local_addr is not None:
+        words += ["--local-addr", local_addr]
+    return words
 
 
 def torchrun(
@@ -92,8 +91,8 @@ def torchrun(
         config: the run's file; None: the command needs none.
         overrides: `key=value`.
         processes_per_node: P.
-        max_restarts: after failures.
-        command: of `polyad`, with its options.
+        max_restarts: how often a failure starts the processes again.
+        command: a command of `polyad`, with its options.
         nodes: hosts in all.
         min_nodes: hosts that are enough when others are lost; None: all.
         meeting: torchrun's options of the rendezvous.
@@ -112,17 +111,18 @@ def torchrun(
     ]
 
 
-def become_processes(command: Sequence[str], processes: int) -> NoReturn:
-    """Replaces this process by torchrun, which runs a command of `polyad` in each of P processes.
-
-    Args:
-        command: with its arguments.
-        processes: P, of this machine.
+def become(words: list[str], variables: Mapping[str, str]) -> NoReturn:
+    """Replaces this process, so that signals from a terminal reach torchrun unchanged, and its
+    exit status is that of the command.
     """
-    prepare_environment()
-    share_cores(processes)
+    os.environ.update(variables)
     sys.stdout.flush()
     sys.stderr.flush()
-    start = [sys.executable, "-m", "polyad.launch.torchrun", *STANDALONE]
-    words = ["--nproc-per-node", str(processes), "-m", "polyad.launch", *command]
-    os.execv(sys.executable, [*start, *words])
+    os.execv(sys.executable, words)
+
+
+def become_processes(command: Sequence[str], processes: int) -> NoReturn:
+    """Replaces this process by torchrun, which runs a command of `polyad` in P processes here."""
+    prepare_environment()
+    share_cores(processes)
+    become(torchrun(None, (), processes, 0, command=command), {})

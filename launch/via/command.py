@@ -12,14 +12,20 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from polyad.launch.machine import prepare_environment, share_cores
-from polyad.launch.via.agent import STANDALONE, Rendezvous, torchrun
-from polyad.launch.via.hostfile import chosen_hosts, read_hostfile
-from polyad.launch.via.hosts import LaunchError, command_line, interface_name
+from polyad.launch.via.agent import STANDALONE, Rendezvous, become, torchrun
+from polyad.launch.via.hosts import (
+    LaunchError,
+    chosen_hosts,
+    command_line,
+    interface_name,
+    read_hostfile,
+)
 from polyad.launch.via.kubernetes import (
     MOUNTED_CONFIG,
     KubernetesJob,
@@ -27,8 +33,10 @@ from polyad.launch.via.kubernetes import (
     find_kubectl,
     manifest,
 )
+from polyad.launch.via.options import ONLY_FOR, LaunchOptions, asked_of, check_ways
 from polyad.launch.via.slurm import SlurmJob, find_sbatch, script_text, submit
-from polyad.launch.via.ssh import SshOptions, SshRun, check_ssh, forwarded_variables, run_over_ssh
+from polyad.launch.via.ssh import run_over_ssh
+from polyad.launch.via.ssh_hosts import SshOptions, SshRun, check_ssh, forwarded_variables
 from polyad.launch.via.submission import write_launch_file
 from polyad.train.config.run import find_config
 from polyad.train.errors import one_line
@@ -48,48 +56,12 @@ class Launch:
     """A run that shall start, before it is checked."""
 
     config: Path | None
-    """The run's file; None: of `doctor`, which looks at machines alone then."""
+    """The run's file; None: `doctor` looks at machines alone."""
     overrides: Sequence[str]
     """`key=value`."""
-    processes_per_node: int | None
-    """P; None: as a hostfile says."""
-    nodes: int | None = None
-    """N hosts, with P processes each; None: one, or those of a hostfile."""
-    min_nodes: int | None = None
-    """Of torchrun and ssh: the run goes on with so many hosts if others are lost; None: with all.
-    """
-    via: str = "local"
-    """One of `MAX_RESTARTS`."""
+    how: LaunchOptions
     command: Sequence[str] = ("train",)
     """The command of `polyad` that each process runs, with its options: `train` or `doctor`."""
-    max_restarts: int | None = None
-    """How often torchrun starts the processes again after a failure, from the run's newest
-    checkpoint; None: as `MAX_RESTARTS` says."""
-    dry_run: bool = False
-    """Print the command, or write the script, and start nothing."""
-    interface: str | None = None
-    """The network interface of gloo and NCCL; None: they choose."""
-    rendezvous: Rendezvous = field(default_factory=Rendezvous)
-    """Of `torchrun`."""
-    ssh: SshOptions | None = None
-    slurm: SlurmJob = field(default_factory=SlurmJob)
-    kubernetes: KubernetesJob | None = None
-
-    @property
-    def restarts(self) -> int:
-        """How often it starts again after a failure."""
-        if self.max_restarts is not None:
-            return self.max_restarts
-        return MAX_RESTARTS[self.via] if self._trains else 0
-
-    @property
-    def _file_name(self) -> str:
-        """Of a script or a manifest, without its ending."""
-        return "job" if self._trains else self.command[0]
-
-    @property
-    def _trains(self) -> bool:
-        return self.command[0] == "train"
 
     def start(self) -> int:
         """Starts the run. Where this process becomes torchrun, it does not return.
@@ -102,50 +74,72 @@ class Launch:
             SubmissionError: Slurm or Kubernetes did not take the job.
             HostsLostError: hosts were lost, and too few came back.
         """
-        variables = interface_variables(self.interface)
+        how = self.how
+        check_ways(vars(how), how.via, ONLY_FOR)
+        match how.via:
+            case "ssh":
+                start = partial(self._over_ssh, asked_of(SshOptions, how))
+            case "slurm":
+                start = partial(self._by_slurm, asked_of(SlurmJob, how))
+            case "kubernetes":
+                start = partial(self._by_kubernetes, asked_of(KubernetesJob, how))
+            case _:
+                start = partial(self._here, _rendezvous(how))
+        variables = interface_variables(how.interface)
         self._check()
         prepare_environment()
-        if self.via == "ssh":
-            return self._over_ssh(variables)
-        if self.via == "slurm":
-            return self._by_slurm(variables)
-        if self.via == "kubernetes":
-            return self._by_kubernetes(variables)
-        return self._here(variables)
+        return start(variables)
 
     def _check(self) -> None:
-        if self.via not in MAX_RESTARTS:
-            raise LaunchError(f"--via: {self.via!r} is not allowed; {', '.join(MAX_RESTARTS)}")
-        if self.nodes is not None and self.nodes < 1:
-            raise LaunchError(f"--nodes: {self.nodes} is not allowed, at least 1")
-        if self.processes_per_node is None and self.via != "ssh":
+        how = self.how
+        nodes = how.nodes or 1
+        if how.via not in MAX_RESTARTS:
+            raise LaunchError(f"--via: {how.via!r} is not allowed; {', '.join(MAX_RESTARTS)}")
+        if how.nodes is not None and how.nodes < 1:
+            raise LaunchError(f"--nodes: {how.nodes} is not allowed, at least 1")
+        if how.processes_per_node is None and how.via != "ssh":
             raise LaunchError("--processes-per-node: is missing; only a hostfile says it elsewhere")
-        if self.config is None and self.via not in ("local", "torchrun"):
-            raise LaunchError(f"CONFIG: is missing; --via {self.via} needs the file of a run")
-        if self.via == "torchrun":
-            _check_least(self.min_nodes, self.nodes or 1)
-        if (self.nodes or 1) > 1 and self.via == "local":
+        if self.config is None and how.via not in ("local", "torchrun"):
+            raise LaunchError(f"CONFIG: is missing; --via {how.via} needs the file of a run")
+        if how.via == "torchrun":
+            _check_least(how.min_nodes, nodes)
+        if nodes > 1 and how.via == "local":
             raise LaunchError(
-                f"--nodes: {self.nodes} is not allowed with --via local, which starts processes of "
+                f"--nodes: {nodes} is not allowed with --via local, which starts processes of "
                 f"this machine alone: 1, or take --via torchrun, ssh, slurm or kubernetes"
             )
-        if (self.nodes or 1) > 1 and self.via == "torchrun" and self.rendezvous.endpoint is None:
+        if nodes > 1 and how.via == "torchrun" and how.rdzv_endpoint is None:
             raise LaunchError(
-                f"--rdzv-endpoint: is missing; {self.nodes} nodes need the HOST:PORT of one of "
+                f"--rdzv-endpoint: is missing; {nodes} nodes need the HOST:PORT of one of "
                 f"them to meet"
             )
 
     @property
+    def _trains(self) -> bool:
+        return self.command[0] == "train"
+
+    @property
+    def _restarts(self) -> int:
+        if self.how.max_restarts is not None:
+            return self.how.max_restarts
+        return MAX_RESTARTS[self.how.via] if self._trains else 0
+
+    @property
     def _shape(self) -> tuple[int, int]:
         """Nodes, and processes of each."""
-        return self.nodes or 1, self.processes_per_node or 1
+        return self.how.nodes or 1, self.how.processes_per_node or 1
+
+    @property
+    def _file_name(self) -> str:
+        """The name of a script or a manifest, without its ending."""
+        return "job" if self._trains else self.command[0]
 
     def _checked(self, nodes: int, processes: int, *, here: bool = True) -> "RunConfig":
         """The configuration: of a run that can start, or of one that a command looks at.
 
         Args:
             nodes: N.
-            processes: of each.
+            processes: P of each.
             here: whether this machine sees the data and the run's folder.
         """
         from polyad.train.config.plan import plan_run
@@ -165,27 +159,14 @@ class Launch:
     ) -> list[str]:
         """The words of a host's agent; the configuration may have another place there."""
         return torchrun(
-            *(config or self.config, self.overrides, processes, self.restarts),
+            *(config or self.config, self.overrides, processes, self._restarts),
             command=self.command,
             nodes=nodes,
-            min_nodes=self.min_nodes if self.via == "torchrun" else None,
+            min_nodes=self.how.min_nodes if self.how.via == "torchrun" else None,
             meeting=meeting,
         )
 
-    def _check_any_size(self, config: "RunConfig", nodes: int, processes: int) -> None:
-        """Refuses a least number of hosts where torchrun could meet with one that does not fit."""
-        if self.min_nodes is None:
-            return
-        fitting = _fitting_sizes(config, nodes, processes, self.min_nodes)
-        for size in range(self.min_nodes, nodes):
-            if size not in fitting:
-                raise LaunchError(
-                    f"--min-nodes: {self.min_nodes} is not allowed: with {size} hosts of "
-                    f"{processes} processes the layout does not fit, and torchrun goes on with "
-                    f"any number from {self.min_nodes} to {nodes}"
-                )
-
-    def _here(self, variables: dict[str, str]) -> int:
+    def _here(self, rendezvous: Rendezvous, variables: dict[str, str]) -> int:
         nodes, processes = self._shape
         name = "polyad"
         if self.config is not None:
@@ -193,42 +174,60 @@ class Launch:
                 checked = self._checked(nodes, processes)
                 self._check_any_size(checked, nodes, processes)
             except ValueError as error:
-                self._tell_others(error)
+                self._tell_others(rendezvous, error)
                 raise
             name = checked.run.folder
-            variables |= _patience(checked.monitor.grace_seconds)
-        meeting = STANDALONE if self.via == "local" else self.rendezvous.words(name)
-        words = self._agent(nodes, processes, meeting)
-        _become(words, variables, processes, dry_run=self.dry_run, say=self.via != "local")
-        return 0
+            variables |= _patience(checked)
+        is_local = self.how.via == "local"
+        words = self._agent(nodes, processes, STANDALONE if is_local else rendezvous.words(name))
+        share_cores(processes)
+        line = command_line(words, {"OMP_NUM_THREADS": os.environ["OMP_NUM_THREADS"], **variables})
+        if self.how.dry_run:
+            print(line)
+            return 0
+        if not is_local:
+            print(line, file=sys.stderr)
+        become(words, variables)
 
-    def _tell_others(self, error: ValueError) -> None:
+    def _check_any_size(self, config: "RunConfig", nodes: int, processes: int) -> None:
+        """Refuses a least number of hosts where torchrun could meet with one that does not fit."""
+        least = self.how.min_nodes
+        if least is None:
+            return
+        fitting = _fitting_sizes(config, nodes, processes, least)
+        for size in range(least, nodes):
+            if size not in fitting:
+                raise LaunchError(
+                    f"--min-nodes: {least} is not allowed: with {size} hosts of {processes} "
+                    f"processes the layout does not fit, and torchrun goes on with any number from "
+                    f"{least} to {nodes}"
+                )
+
+    def _tell_others(self, rendezvous: Rendezvous, error: ValueError) -> None:
         """Tells the hosts that wait for this one why it does not start, if its run is known."""
         from polyad.train.config.run import load_config
 
-        if self.config is None or self.dry_run:
+        if self.config is None or self.how.dry_run:
             return
         with suppress(ValueError):
             folder = load_config(self.config, self.overrides).run.folder
-            self.rendezvous.tell_others(folder, one_line(error))
+            rendezvous.tell_others(folder, one_line(error))
 
-    def _by_slurm(self, variables: dict[str, str]) -> int:
+    def _by_slurm(self, job: SlurmJob, variables: dict[str, str]) -> int:
         nodes, processes = self._shape
-        sbatch = None if self.dry_run else find_sbatch()
+        sbatch = None if self.how.dry_run else find_sbatch()
         checked = self._checked(nodes, processes)
         folder = Path(checked.run.folder)
-        self.slurm.check_grace(checked.monitor.grace_seconds)
-        variables |= _patience(checked.monitor.grace_seconds)
+        job.check_grace(checked.monitor.grace_seconds)
         words = self._agent(nodes, processes, ())
-        text = script_text(folder, self.slurm, words, nodes, processes, variables)
+        text = script_text(folder, job, words, nodes, processes, variables | _patience(checked))
         script = write_launch_file(folder, f"{self._file_name}.sh", text)
         print(submit(script, sbatch) if sbatch else command_line(["sbatch", script]))
         return 0
 
-    def _by_kubernetes(self, variables: dict[str, str]) -> int:
+    def _by_kubernetes(self, job: KubernetesJob, variables: dict[str, str]) -> int:
         nodes, processes = self._shape
-        job = self.kubernetes or KubernetesJob()
-        kubectl = None if self.dry_run else find_kubectl()
+        kubectl = None if self.how.dry_run else find_kubectl()
         assert self.config is not None
         # Data and the run's folder are on a volume of the cluster: the pods look at them.
         checked = self._checked(nodes, processes, here=False)
@@ -236,8 +235,8 @@ class Launch:
         text = manifest(
             *(checked.run.folder, job, find_config(self.config).read_text(encoding="utf-8"), agent),
             *(nodes, processes),
-            variables=variables | _patience(checked.monitor.grace_seconds),
-            restarts=self.restarts,
+            variables=variables | _patience(checked),
+            restarts=self._restarts,
             grace_seconds=checked.monitor.grace_seconds,
         )
         file = write_launch_file(Path(checked.run.folder), f"{self._file_name}.yaml", text)
@@ -247,15 +246,14 @@ class Launch:
             print(command_line(["kubectl", "apply", "-f", file]))
         return 0
 
-    def _over_ssh(self, variables: dict[str, str]) -> int:
-        options = self.ssh or SshOptions()
+    def _over_ssh(self, options: SshOptions, variables: dict[str, str]) -> int:
         assert options.hostfile is not None
         assert self.config is not None
         named = read_hostfile(options.hostfile)
         hosts, processes = chosen_hosts(
-            named, options.hostfile, self.nodes, self.processes_per_node
+            named, options.hostfile, self.how.nodes, self.how.processes_per_node
         )
-        if not self.dry_run:
+        if not self.how.dry_run:
             check_ssh()
         checked = self._checked(len(hosts), processes)
         run = SshRun(
@@ -264,27 +262,30 @@ class Launch:
             workplace=os.getcwd(),
             config=self.config,
             options=options,
-            variables=forwarded_variables(os.environ)
-            | variables
-            | _patience(checked.monitor.grace_seconds),
+            variables=forwarded_variables(os.environ) | variables | _patience(checked),
             agent=lambda nodes, meeting: self._agent(nodes, processes, meeting)[1:],
-            sizes=_fitting_sizes(checked, len(hosts), processes, self.min_nodes),
-            restarts=self.restarts,
-            needs_interface=self.interface is None,
+            sizes=_fitting_sizes(checked, len(hosts), processes, self.how.min_nodes),
+            restarts=self._restarts,
+            needs_interface=self.how.interface is None,
         )
-        if self.dry_run:
+        if self.how.dry_run:
             for host in hosts:
                 print(command_line(run.command(host)))
             return 0
         return run_over_ssh(run)
 
 
-def _check_least(min_nodes: int | None, nodes: int) -> int:
-    """The least number of hosts of a run.
+def _rendezvous(how: LaunchOptions) -> Rendezvous:
+    return Rendezvous(
+        endpoint=how.rdzv_endpoint,
+        id=how.rdzv_id,
+        is_host=None if how.rdzv_is_host is None else how.rdzv_is_host == "true",
+        local_addr=how.local_addr,
+    )
 
-    Raises:
-        LaunchError: it is more than all.
-    """
+
+def _check_least(min_nodes: int | None, nodes: int) -> int:
+    """The least number of hosts of a run; raises a LaunchError where it is more than all."""
     least = nodes if min_nodes is None else min_nodes
     if not 1 <= least <= nodes:
         raise LaunchError(f"--min-nodes: {least} is not allowed; 1 to the number of hosts, {nodes}")
@@ -326,9 +327,9 @@ def interface_variables(interface: str | None) -> dict[str, str]:
     return {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"}
 
 
-def _patience(grace_seconds: float) -> dict[str, str]:
+def _patience(config: "RunConfig") -> dict[str, str]:
     """Variables that make torchrun wait as long as the processes may take to save their step."""
-    wanted = math.ceil(grace_seconds) + 5
+    wanted = math.ceil(config.monitor.grace_seconds) + 5
     return {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": f"{wanted}"} if wanted > TORCHRUN_GRACE else {}
 
 
@@ -346,22 +347,3 @@ def _naming_shape(nodes: int, processes: int) -> Iterator[None]:
             f"--nodes {nodes} x --processes-per-node {processes} = {nodes * processes} processes "
             f"do not fit: {error}"
         ) from None
-
-
-def _become(
-    words: list[str], variables: dict[str, str], processes: int, *, dry_run: bool, say: bool
-) -> None:
-    """Replaces this process, or prints what it would become."""
-    share_cores(processes)
-    os.environ.update(variables)
-    line = command_line(words, {"OMP_NUM_THREADS": os.environ["OMP_NUM_THREADS"], **variables})
-    if dry_run:
-        print(line)
-        return
-    if say:
-        print(line, file=sys.stderr)
-    # Replaces this process, so that signals from the terminal reach torchrun unchanged, and its
-    # exit status is that of the command.
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os.execv(sys.executable, words)

@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from polyad.launch.via.hosts import DEFAULT_PORT, LaunchError, image_name, mount_path
-from polyad.launch.via.submission import SubmissionError, find_program, hand_in
+from polyad.launch.via.submission import SubmissionError, check_gpus, find_program, hand_in
 from polyad.train.errors import one_line, shown
 
 MAX_JOB_NAME = 52
@@ -125,55 +125,42 @@ def manifest(
     Raises:
         LaunchError: there are fewer GPUs than processes.
     """
-    if job.gpus_per_node is not None and job.gpus_per_node < processes_per_node:
-        raise LaunchError(
-            f"--gpus-per-node: {job.gpus_per_node} is not allowed with --processes-per-node "
-            f"{processes_per_node}, each of which takes one"
-        )
+    check_gpus(job.gpus_per_node, processes_per_node)
     name = job.job_name or _job_name(folder)
     labels = {"app.kubernetes.io/name": "polyad", "app.kubernetes.io/instance": name}
     about: dict[str, Any] = {"name": name, "labels": labels}
     if job.namespace is not None:
         about["namespace"] = job.namespace
     service = {
-        **{"apiVersion": "v1", "kind": "Service", "metadata": about},
-        "spec": {
-            "clusterIP": "None",  # headless: each pod has a name of its own
-            "publishNotReadyAddresses": True,  # agents meet before a pod counts as ready
-            "selector": labels,
-            "ports": [{"name": "rendezvous", "port": DEFAULT_PORT}],
-        },
-    }
-    files = {
-        **{"apiVersion": "v1", "kind": "ConfigMap", "metadata": about},
-        "data": {Path(MOUNTED_CONFIG).name: config_text},
+        "clusterIP": "None",  # headless: each pod has a name of its own
+        "publishNotReadyAddresses": True,  # agents meet before a pod counts as ready
+        "selector": labels,
+        "ports": [{"name": "rendezvous", "port": DEFAULT_PORT}],
     }
     pod = _pod(name, job, agent, {**_cores(job, processes_per_node), **variables})
     pod["terminationGracePeriodSeconds"] = int(grace_seconds) + 5 + GRACE_SLACK
+    bad_input = {"containerName": "polyad", "operator": "In", "values": [KILLED_BY_INPUT]}
+    drained = [{"type": "DisruptionTarget", "status": "True"}]  # or taken by another job
     work = {
-        **{"apiVersion": "batch/v1", "kind": "Job", "metadata": about},
-        "spec": {
-            **{"completionMode": "Indexed", "completions": nodes, "parallelism": nodes},
-            "backoffLimit": restarts * nodes,
-            "podFailurePolicy": {
-                "rules": [
-                    {
-                        "action": "FailJob",
-                        "onExitCodes": {
-                            **{"containerName": "polyad", "operator": "In"},
-                            "values": [KILLED_BY_INPUT],
-                        },
-                    },
-                    {  # a node that is drained, or taken by another job
-                        "action": "Ignore",
-                        "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}],
-                    },
-                ]
-            },
-            "template": {"metadata": {"labels": labels}, "spec": pod},
+        "completionMode": "Indexed",
+        "completions": nodes,
+        "parallelism": nodes,
+        "backoffLimit": restarts * nodes,
+        "podFailurePolicy": {
+            "rules": [
+                {"action": "FailJob", "onExitCodes": bad_input},
+                {"action": "Ignore", "onPodConditions": drained},
+            ]
         },
+        "template": {"metadata": {"labels": labels}, "spec": pod},
     }
-    return yaml.safe_dump_all([service, files, work], sort_keys=False)
+    files = {Path(MOUNTED_CONFIG).name: config_text}
+    objects = [
+        {"apiVersion": "v1", "kind": "Service", "metadata": about, "spec": service},
+        {"apiVersion": "v1", "kind": "ConfigMap", "metadata": about, "data": files},
+        {"apiVersion": "batch/v1", "kind": "Job", "metadata": about, "spec": work},
+    ]
+    return yaml.safe_dump_all(objects, sort_keys=False)
 
 
 def _cores(job: KubernetesJob, processes: int) -> dict[str, str]:
@@ -192,7 +179,9 @@ def _pod(
         **variables,
     }
     container = {
-        **{"name": "polyad", "image": job.image, "workingDir": job.mount},
+        "name": "polyad",
+        "image": job.image,
+        "workingDir": job.mount,
         "command": ["bash", "-c", _literal(_IN_EACH_POD), "agent"],
         "args": [_literal(word) for word in agent],
         "env": [{"name": key, "value": _literal(value)} for key, value in values.items()],
@@ -204,7 +193,8 @@ def _pod(
         **({"resources": job.resources()} if job.resources() else {}),
     }
     return {
-        **{"subdomain": name, "restartPolicy": "Never"},
+        "subdomain": name,
+        "restartPolicy": "Never",
         "containers": [container],
         "volumes": [
             {"name": "work", "persistentVolumeClaim": {"claimName": job.claim}},
@@ -246,11 +236,6 @@ def find_kubectl() -> str:
 
 def apply(file: str, kubectl: str, namespace: str | None = None) -> str:
     """Gives a manifest to the cluster of kubectl's context; see `hand_in`.
-
-    Args:
-        file: the manifest's.
-        kubectl: its path.
-        namespace: of the job.
 
     Raises:
         SubmissionError: it was not taken, or a Job of this name is there, running or ended, which

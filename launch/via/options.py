@@ -1,6 +1,7 @@
 """The options of `polyad launch` and `polyad doctor`: how processes are started, and where."""
 
-from collections.abc import Callable, Mapping, Sequence
+import inspect
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -179,62 +180,14 @@ def check_ways(
             )
 
 
-def launch_from(
-    config: Path | None,
-    overrides: Sequence[str],
-    options: LaunchOptions,
-    command: Sequence[str] = ("train",),
-) -> int:
-    """Launches as the command line says.
+def asked_of(kind: Callable[..., Way], options: object, **more: Any) -> Way:
+    """What is asked of one way to launch.
 
     Args:
-        config: the run's file; None: of `doctor`, which looks at machines alone then.
-        overrides: `key=value`.
-        options: how.
-        command: of `polyad`, which each process runs.
-
-    Returns:
-        The exit status.
-
-    Raises:
-        ValueError: with an `exit_status` of 2: an option or the run is wrong.
+        kind: a dataclass, some of whose fields are called as options.
+        options: of a command; those that are None were not given.
+        more: other fields.
     """
-    from polyad.launch.via.agent import Rendezvous
-    from polyad.launch.via.command import Launch
-    from polyad.launch.via.kubernetes import KubernetesJob
-    from polyad.launch.via.slurm import SlurmJob
-    from polyad.launch.via.ssh import SshOptions
-
-    values: dict[str, Any] = vars(options)
-    check_ways(values, options.via, ONLY_FOR)
-    is_host = {None: None, "true": True, "false": False}[options.rdzv_is_host]
-
-    def asked(via: str, kind: Callable[..., Way]) -> Way | None:
-        given = {
-            name: values[name]
-            for name, ways in ONLY_FOR.items()
-            if via in ways and values[name] is not None and name != "min_nodes"
-        }
-        return kind(**given) if options.via == via else None
-
-    return Launch(
-        config=config,
-        overrides=overrides,
-        processes_per_node=options.processes_per_node,
-        nodes=options.nodes,
-        min_nodes=options.min_nodes,
-        via=options.via,
-        command=command,
-        max_restarts=options.max_restarts,
-        dry_run=options.dry_run,
-        interface=options.interface,
-        rendezvous=Rendezvous(
-            endpoint=options.rdzv_endpoint,
-            id=options.rdzv_id,
-            is_host=is_host,
-            local_addr=options.local_addr,
-        ),
-        ssh=asked("ssh", SshOptions),
-        slurm=asked("slurm", SlurmJob) or SlurmJob(),
-        kubernetes=asked("kubernetes", KubernetesJob),
-    ).start()
+    given = {name: value for name, value in vars(options).items() if value is not None}
+    names = inspect.signature(kind).parameters
+    return kind(**{name: given[name] for name in names if name in given}, **more)

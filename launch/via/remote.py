@@ -7,7 +7,6 @@ more does not train on beside those that took over.
 """
 
 import contextlib
-import hashlib
 import json
 import os
 import queue
@@ -18,9 +17,10 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
+from polyad.data.files import digest_of
 from polyad.train.config.run import find_config
 
 BEAT = 5.0
@@ -39,7 +39,7 @@ def main() -> int:
     """
     task = json.loads(sys.stdin.readline() or "{}")
     if task.get("do") == "look":
-        print(json.dumps(look(**task["look"])), flush=True)
+        print(json.dumps(asdict(look(**task["look"]))), flush=True)
         return 0
     if task.get("do") == "run":
         return Agent(task["words"], task["variables"], task["processes"]).watch()
@@ -50,23 +50,31 @@ def main() -> int:
     return 2
 
 
-def look(endpoint: str, port: int, files: Sequence[str]) -> dict[str, Any]:
-    """What the launcher wants to know of a host before anything starts.
+@dataclass(frozen=True)
+class Look:
+    """What a host says of itself before anything starts."""
 
-    Args:
-        endpoint: the name or address of the first host, where the agents meet.
-        port: where.
-        files: whose digests are wanted: None where one cannot be read.
-    """
+    name: str
+    machine: str
+    own_addresses: list[str]
+    endpoint_addresses: list[str]
+    """The addresses of the first host, where the agents meet, as this one knows them."""
+    port_free: bool
+    digests: dict[str, str | None]
+    """The digests of files; None where one cannot be read."""
+
+
+def look(endpoint: str, port: int, files: Sequence[str]) -> Look:
+    """Looks at this host; the agents meet at a port of the endpoint, and need the files."""
     name = socket.gethostname()
-    return {
-        "name": name,
-        "machine": _machine(),
-        "own_addresses": _addresses(name),
-        "endpoint_addresses": _addresses(endpoint),
-        "port_free": _port_is_free(port),
-        "digests": {file: _digest(Path(file)) for file in files},
-    }
+    return Look(
+        name=name,
+        machine=_machine(),
+        own_addresses=_addresses(name),
+        endpoint_addresses=_addresses(endpoint),
+        port_free=_port_is_free(port),
+        digests=digests(files),
+    )
 
 
 def _machine() -> str:
@@ -95,11 +103,14 @@ def _port_is_free(port: int) -> bool:
         return False
 
 
-def _digest(path: Path) -> str | None:
-    try:
-        return hashlib.sha256(find_config(path).read_bytes()).hexdigest()
-    except OSError:
-        return None
+def digests(files: Sequence[str]) -> dict[str, str | None]:
+    """The digest of each file; None where it cannot be read."""
+    found: dict[str, str | None] = {}
+    for file in files:
+        found[file] = None
+        with contextlib.suppress(OSError):
+            found[file] = digest_of(find_config(Path(file)))
+    return found
 
 
 class Agent:

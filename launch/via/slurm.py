@@ -13,7 +13,7 @@ from pathlib import Path
 
 import polyad
 from polyad.launch.via.hosts import LaunchError, image_name, mount_path, plain_name
-from polyad.launch.via.submission import find_program, hand_in, launch_folder
+from polyad.launch.via.submission import check_gpus, find_program, hand_in, launch_folder
 
 SIGNAL_SLACK = 60
 """Slurm may send the signal so many seconds earlier than asked (man sbatch, --signal)."""
@@ -135,18 +135,24 @@ class SlurmJob:
         """The `#SBATCH` lines.
 
         Args:
-            name: of the job, unless it has one.
+            name: what the job is called, unless it has a name.
             nodes: N.
             output: the file that it writes to, a checked path.
             array: numbers of the tasks of a job array.
         """
         asked: dict[str, object] = {
-            **{"job-name": self.job_name or name, "array": array},
-            **{"nodes": nodes, "ntasks-per-node": 1},
-            **{"gpus-per-node": self.gpus_per_node, "cpus-per-task": self.cpus_per_node},
-            **{"mem": self.memory_per_node, "time": self.time},
-            **{"partition": self.partition, "account": self.account, "qos": self.qos},
-            **{"signal": self.signal_seconds and f"B:USR1@{self.signal_seconds}"},
+            "job-name": self.job_name or name,
+            "array": array,
+            "nodes": nodes,
+            "ntasks-per-node": 1,
+            "gpus-per-node": self.gpus_per_node,
+            "cpus-per-task": self.cpus_per_node,
+            "mem": self.memory_per_node,
+            "time": self.time,
+            "partition": self.partition,
+            "account": self.account,
+            "qos": self.qos,
+            "signal": self.signal_seconds and f"B:USR1@{self.signal_seconds}",
             "output": output,
             "open-mode": "append",  # a job that starts again goes on in its file
         }
@@ -196,11 +202,7 @@ def script_text(
         LaunchError: the folder has a name that cannot stand in a `#SBATCH` line, or there are fewer
             GPUs than processes.
     """
-    if job.gpus_per_node is not None and job.gpus_per_node < processes_per_node:
-        raise LaunchError(
-            f"--gpus-per-node: {job.gpus_per_node} is not allowed with --processes-per-node "
-            f"{processes_per_node}, each of which takes one"
-        )
+    check_gpus(job.gpus_per_node, processes_per_node)
     place = directive_path(launch_folder(folder), "run.folder")
     directives = job.directives(job_name(folder.absolute().name), nodes, f"{place}/slurm-%j.out")
     exports = [f"export {name}={shlex.quote(value)}" for name, value in variables.items()]
@@ -221,10 +223,9 @@ def script_text(
 
 
 def python_path(image: str | None) -> list[str]:
-    """Lines of a script, for files of its workplace that are called as Polyad's packages.
+    """Lines of a script that make Python, in a container if there is an image, find Polyad.
 
-    Args:
-        image: of the container that Python runs in, if it does.
+    Files of the workplace may be called as Polyad's packages.
     """
     root = shlex.quote(str(Path(polyad.__file__).resolve().parent.parent))
     here = [] if image else [f'export PYTHONPATH="${{PYTHONPATH:+$PYTHONPATH:}}"{root}']
@@ -232,14 +233,7 @@ def python_path(image: str | None) -> list[str]:
 
 
 def directive_path(launch_folder: Path, option: str) -> str:
-    """Checks that the folder of launch files can stand in an `#SBATCH` line.
-
-    Args:
-        launch_folder: in the folder that the option names.
-        option: for the error.
-
-    Returns:
-        The path, unchanged.
+    """The folder of launch files in the one that an option names, for an `#SBATCH` line.
 
     Raises:
         LaunchError: it has characters that Slurm would read otherwise.

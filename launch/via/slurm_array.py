@@ -25,12 +25,12 @@ class ArrayJobs:
     """The jobs of a preparation in parts."""
 
     folder: Path
-    """Of the parts."""
+    """Where the parts are."""
     name: str
-    """Of the folder that is prepared."""
+    """The name of the folder that is prepared."""
     job: SlurmJob
     command: list[str]
-    """`prepare` with its options, but for the step."""
+    """`prepare` with its options, without the step."""
     begin: bool
     """Whether the tokenizer is to be trained first."""
     left: list[int]

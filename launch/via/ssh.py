@@ -5,32 +5,26 @@ say with the host before it. When a host is lost, it ends the others and starts 
 newest checkpoint as soon as enough hosts answer.
 """
 
-import hashlib
-import shlex
-import shutil
+import contextlib
+import json
 import signal
+import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import FrameType
-from typing import Any
 
-from polyad.launch.via.connection import LOST, Connection
-from polyad.launch.via.hosts import DEFAULT_PORT, MAX_PORT, LaunchError
-from polyad.launch.via.preflight import CONNECT_TIMEOUT, check_hosts, look_at
-from polyad.launch.via.remote import SILENCE, TERMINATION
+from polyad.launch.output import pass_on
+from polyad.launch.via.remote import BEAT, SILENCE, TERMINATION
+from polyad.launch.via.ssh_hosts import SshRun, check_hosts, look_at
 from polyad.train.errors import STOP_SIGNALS
 
+LOST = 255
+"""ssh's own status: the connection could not be made, or broke."""
 LOOK_AGAIN = 5.0
 """Seconds between two looks for hosts that did not answer."""
-
-FORWARDED = (
-    "POLYAD_", "NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "TORCHINDUCTOR_", "TRITON_",
-    "CUDA_DEVICE_MAX_CONNECTIONS", "OMP_", "HF_", "UCX_", "FI_",
-)  # fmt: skip
-"""Beginnings of the names of variables that hosts get as this command has them."""
 
 
 class HostsLostError(RuntimeError):
@@ -39,99 +33,67 @@ class HostsLostError(RuntimeError):
     exit_status = 1
 
 
-@dataclass(frozen=True, kw_only=True)
-class SshOptions:
-    """What is asked of `--via ssh`.
+class Connection:
+    """An agent of a host; what it prints goes on with the host's name before it.
 
-    Raises:
-        LaunchError: a value that cannot be used.
+    Args:
+        host: its name.
+        command: opens the connection.
+        task: of `polyad.launch.via.remote`.
     """
 
-    hostfile: Path | None = None
-    ssh_config: Path | None = None
-    """A file of OpenSSH's client, for users, ports, keys and jumps; None: the user's."""
-    port: int = DEFAULT_PORT
-    """Where the agents meet, on the first host."""
-    wait_minutes: float = 30.0
-    """How long hosts that were lost are waited for."""
-
-    def __post_init__(self) -> None:
-        if self.hostfile is None:
-            raise LaunchError("--hostfile: is missing; --via ssh needs a file of `HOST slots=N`")
-        if not 1024 <= self.port <= MAX_PORT:
-            raise LaunchError(f"--port: {self.port} is not allowed; 1024 to {MAX_PORT}")
-        if self.ssh_config is not None and not self.ssh_config.is_file():
-            raise LaunchError(f"--ssh-config: {str(self.ssh_config)!r} is not a file")
-
-
-@dataclass(frozen=True, kw_only=True)
-class SshRun:
-    """A run over hosts, as `launch` checked it."""
-
-    hosts: Sequence[str]
-    processes_per_node: int
-    workplace: str
-    """The folder, on every host, that paths of the configuration are relative to."""
-    config: Path
-    options: SshOptions
-    variables: Mapping[str, str]
-    """Added to the environment of every agent."""
-    agent: Callable[[int, Sequence[str]], list[str]]
-    """The words after Python of an agent, of a number of nodes and torchrun's meeting options."""
-    sizes: Sequence[int]
-    """Numbers of hosts that the layout fits, the largest first."""
-    restarts: int
-    """How often the run starts again after hosts were lost."""
-    needs_interface: bool
-    """Whether hosts whose own name is a loopback address cannot exchange anything."""
-
-    @property
-    def port(self) -> int:
-        """Where the agents meet, on the first host."""
-        return self.options.port
-
-    def command(self, host: str) -> list[str]:
-        """The words that open a connection; what runs at its end is told through it."""
-        ssh = [shutil.which("ssh") or "ssh", "-T"]
-        if self.options.ssh_config is not None:
-            ssh += ["-F", str(self.options.ssh_config)]
-        for option in (
-            "BatchMode=yes",
-            f"ConnectTimeout={CONNECT_TIMEOUT}",
-            *("ServerAliveInterval=5", "ServerAliveCountMax=3", "LogLevel=ERROR"),
-        ):
-            ssh += ["-o", option]
-        there = shlex.join([sys.executable, "-m", "polyad.launch.via.remote"])
-        return [*ssh, "--", host, f"cd {shlex.quote(self.workplace)} && exec {there}"]
-
-    def task(self, host: str, hosts: Sequence[str]) -> dict[str, Any]:
-        """What a host's end of the connection is told to run."""
-        first = hosts[0]
-        endpoint = f"[{first}]" if ":" in first else first
-        digest = hashlib.sha256(f"{self.workplace} {self.config}".encode()).hexdigest()[:12]
-        meeting = [
-            *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"{endpoint}:{self.port}"),
-            *("--rdzv-id", f"polyad-{digest}", "--local-addr", host),
-            *("--rdzv-conf", f"is_host={str(host == first).lower()}", "--tee", "2"),
+    def __init__(self, host: str, command: Sequence[str], task: Mapping[str, object]) -> None:
+        self.host = host
+        # A session of its own: Ctrl-C in a terminal is handed on through the connection.
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        )
+        self._sending = threading.Lock()
+        self._ending: float | None = None
+        self.send(json.dumps(task))
+        self._threads = [
+            threading.Thread(target=pass_on, args=(self._process.stdout, sys.stdout, "")),
+            threading.Thread(target=pass_on, args=(self._process.stderr, sys.stderr, f"{host} ")),
+            threading.Thread(target=self._beat, daemon=True),
         ]
-        return {
-            "do": "run",
-            "words": self.agent(len(hosts), meeting),
-            "variables": dict(self.variables)
-            | {"TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "rank ${rank}: "},
-            "processes": self.processes_per_node,
-        }
+        for thread in self._threads:
+            thread.start()
 
+    def send(self, line: str) -> None:
+        """Sends a line; one that nobody hears any more is dropped."""
+        with self._sending, contextlib.suppress(OSError, ValueError):
+            assert self._process.stdin is not None
+            self._process.stdin.write(f"{line}\n")
+            self._process.stdin.flush()
 
-def forwarded_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables that this command's environment has for libraries and Polyad."""
-    return {name: text for name, text in environment.items() if name.startswith(FORWARDED)}
+    def end(self) -> None:
+        """Ends the agent: in order if the host answers, else the connection."""
+        if self._ending is None:
+            self._ending = time.monotonic()
+            # In a thread: the pipe to a host that is out of reach may be full.
+            threading.Thread(target=self.send, args=("end",), daemon=True).start()
 
+    def poll(self) -> int | None:
+        """The agent's status, once everything that it said was shown; None while it runs."""
+        if self._ending is not None and time.monotonic() - self._ending > 3 * TERMINATION:
+            self._process.kill()
+        if self._process.poll() is None:
+            return None
+        for thread in self._threads[:2]:
+            thread.join(timeout=5)
+        status = self._process.returncode
+        return LOST if status < 0 else status
 
-def check_ssh() -> None:
-    """Raises a LaunchError where there is no OpenSSH client."""
-    if shutil.which("ssh") is None:
-        raise LaunchError("--via: ssh needs OpenSSH's client, which is not on the PATH")
+    def _beat(self) -> None:
+        while self._process.poll() is None:
+            self.send("beat")
+            time.sleep(BEAT)
 
 
 def run_over_ssh(run: SshRun) -> int:
@@ -183,7 +145,7 @@ def _enough_hosts(run: SshRun) -> list[str]:
     said: list[str] = []
     while True:
         seen = look_at(run, run.hosts)
-        there = [host for host, found in seen.items() if isinstance(found, dict)]
+        there = [host for host, found in seen.items() if not isinstance(found, str)]
         missing = [host for host in run.hosts if host not in there]
         fitting = next((size for size in run.sizes if size <= len(there)), None)
         if fitting is not None:

@@ -23,16 +23,7 @@ def launch_folder(folder: Path) -> Path:
 
 
 def write_launch_file(folder: Path, name: str, text: str) -> str:
-    """Writes a script or a manifest to `launch/NAME` in the run's folder.
-
-    Args:
-        folder: the run's.
-        name: of the file.
-        text: of it.
-
-    Returns:
-        Its path.
-    """
+    """Writes a script or a manifest to `launch/NAME` in the run's folder; its path."""
     place = launch_folder(folder)
     place.mkdir(parents=True, exist_ok=True)
     file = place / name
@@ -41,17 +32,17 @@ def write_launch_file(folder: Path, name: str, text: str) -> str:
     return str(file)
 
 
+def check_gpus(gpus_per_node: int | None, processes_per_node: int) -> None:
+    """Raises a LaunchError where a node would have fewer GPUs than processes."""
+    if gpus_per_node is not None and gpus_per_node < processes_per_node:
+        raise LaunchError(
+            f"--gpus-per-node: {gpus_per_node} is not allowed with --processes-per-node "
+            f"{processes_per_node}, each of which takes one"
+        )
+
+
 def find_program(via: str, program: str, advice: str) -> str:
-    """The path of a scheduler's command.
-
-    Args:
-        via: the value of `--via` that needs it.
-        program: its name.
-        advice: what to do without it.
-
-    Raises:
-        LaunchError: it is not on the PATH.
-    """
+    """The path of a scheduler's command; a LaunchError with advice where it is not on the PATH."""
     found = shutil.which(program)
     if found is None:
         raise LaunchError(f"--via: {via} needs {program}, which is not on the PATH; {advice}")

@@ -4,6 +4,7 @@ import os
 import shlex
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,6 +13,7 @@ from polyad.launch.cli import run
 from polyad.launch.via.agent import Rendezvous, torchrun
 from polyad.launch.via.command import Launch
 from polyad.launch.via.hosts import LaunchError
+from polyad.launch.via.options import LaunchOptions
 from tests.launch.test_cli import error_line
 
 TORCHRUN = ("--via", "torchrun", "--rdzv-endpoint", "node-1")
@@ -72,10 +74,14 @@ def test_a_wrong_launch_is_one_line_before_anything_starts(
 
 
 def test_a_program_is_refused_what_the_command_line_is(config: Path) -> None:
+    def start(config: Path, **asked: Any) -> None:
+        how = LaunchOptions(processes_per_node=1, **asked)
+        Launch(config=config, overrides=[], how=how).start()
+
     with pytest.raises(LaunchError, match="--via: 'mpi'"):
-        Launch(config=config, overrides=[], processes_per_node=1, via="mpi").start()
+        start(config, via="mpi")
     with pytest.raises(LaunchError, match="--nodes: 0"):
-        Launch(config=config, overrides=[], processes_per_node=1, nodes=0).start()
+        start(config, nodes=0)
 
 
 def test_a_dry_run_prints_this_hosts_command(
