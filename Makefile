@@ -30,7 +30,7 @@ quickstart: setup  ## text to perplexity in two processes: minutes
 	@$(RUN) polyad.launch.quickstart
 
 quickstart-images: setup  ## images to accuracy in two processes: minutes; SOURCE=hub:uoft-cs/cifar10
-	@$(RUN) polyad.launch.quickstart_images --images $(SOURCE)
+	@$(RUN) polyad.launch.quickstart --images $(SOURCE)
 
 test: setup  ## the everyday suite and one slice of the slow tests
 	@$(RUN) pytest -q --slice due $(IN_TWO) --durations=10

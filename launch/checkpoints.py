@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from polyad.data.progress import Progress
+from polyad.launch.command import UsageError
 from polyad.launch.output import align
-from polyad.launch.parser import UsageError
 from polyad.parallel.checkpoint.format import CheckpointError
 from polyad.parallel.checkpoint.keeping import (
     LEFT_BY_CRASHES,

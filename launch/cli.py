@@ -2,23 +2,36 @@
 
 Nothing heavy is imported before a command is known to need it: `polyad --help` is to be quick.
 `launch/ending.py` says how a command ends.
+
+Plugins are modules outside of Polyad that add tasks, models and measures to its registries:
+
+    POLYAD_PLUGINS=lab.spectra,lab.models polyad train spectra.yaml
+
+A module is imported before any configuration is read, and adds entries to the registries of
+Polyad: `polyad.model.build.MODELS["mine"] = ModelKind(...)`,
+`polyad.train.tasks.registry.TASKS["mine"] = ...`,
+`polyad.train.measures.registry.MEASURES["mine"] = ...`.
+Processes that a command starts find the variable too.
 """
 
+import importlib
 import os
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
+from polyad.launch.command import UsageError, nearest
 from polyad.launch.commands import COMMANDS
 from polyad.launch.commands.old_flags import in_new_words
 from polyad.launch.ending import guard
-from polyad.launch.parser import UsageError, nearest
-from polyad.launch.plugins import load_plugins
 from polyad.launch.signals import stop_at_signals, unblock_signals
+from polyad.train.errors import ConfigError, one_line
 from polyad.train.results import aligned
 
 TRAINING = frozenset({"train", "launch", "study"})
 """Commands that a signal ends in order: what they have done is saved, and a line says so."""
+VARIABLE = "POLYAD_PLUGINS"
+"""Names of modules, separated by commas."""
 
 
 def main() -> NoReturn:
@@ -86,6 +99,22 @@ def _dispatch(argv: Sequence[str]) -> int:
     if not name:
         raise UsageError(f"a command is needed: {', '.join(COMMANDS)} (see `polyad --help`)")
     raise UsageError(f"unknown command {name!r}{nearest(name, COMMANDS)}")
+
+
+def load_plugins() -> None:
+    """Imports the modules that the environment names.
+
+    Raises:
+        ConfigError: one cannot be imported.
+    """
+    for name in filter(None, (part.strip() for part in os.environ.get(VARIABLE, "").split(","))):
+        try:
+            importlib.import_module(name)
+        except Exception as error:  # importing a plugin may raise anything
+            raise ConfigError(
+                f"{VARIABLE}: {name}: cannot be imported: {type(error).__name__}: "
+                f"{one_line(error)}; a module on the path of Python is needed (PYTHONPATH)"
+            ) from None
 
 
 def _listed(names: Sequence[str]) -> str:

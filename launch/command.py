@@ -13,15 +13,18 @@ parameter whose annotation is a dataclass stands for all of its fields, which se
 share. The docstring is what `--help` says of the command, its first line what the list of all says.
 """
 
+import argparse
 import dataclasses
+import difflib
 import inspect
+import re
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, NamedTuple, NoReturn, Union, get_args, get_origin
 
-from polyad.launch.parser import Parser
+from polyad.train.config.faults import OURS, plain
 
 Function = Callable[..., int | None]
 
@@ -48,8 +51,6 @@ class Argument:
     """The option's name, where it is not the parameter's."""
     nargs: str | int | None = None
     """How many words it takes, as argparse counts them; None: one."""
-    const: Any = None
-    """The value of an option that is given without a word, where `nargs` is `?`."""
     repeated: bool = False
     """Whether the option may be given several times; the value is the list of all."""
     group: Group | None = None
@@ -82,6 +83,11 @@ class _Parameter(NamedTuple):
     default: Any
     is_option: bool
 
+    @property
+    def has_default(self) -> bool:
+        missing = (inspect.Parameter.empty, dataclasses.MISSING)
+        return all(self.default is not each for each in missing)
+
 
 @dataclass(frozen=True)
 class Command:
@@ -104,7 +110,7 @@ class Command:
     def _about(self) -> str:
         return inspect.getdoc(self.function) or ""
 
-    def parser(self) -> Parser:
+    def parser(self) -> "Parser":
         """A parser of its arguments."""
         program = f"{self.program}{self.name}"
         parser = Parser(self.name, self._about, "\n".join(self.examples), program)
@@ -119,7 +125,8 @@ class Command:
                 if about.one_of not in groups:
                     groups[about.one_of] = place.add_mutually_exclusive_group()
                 place = groups[about.one_of]
-            place.add_argument(*_names(each, about), **_keywords(each, about))
+            option = about.flag or f"--{each.name.replace('_', '-')}"
+            place.add_argument(option if each.is_option else each.name, **_keywords(each, about))
         return parser
 
     def __call__(self, words: Sequence[str]) -> int:
@@ -168,38 +175,28 @@ def _parameters(function: Function) -> Iterator[_Parameter]:
             yield _Parameter(name, kind, parameter.default, is_option)
 
 
-def _names(parameter: _Parameter, about: Argument) -> tuple[str, ...]:
-    if not parameter.is_option:
-        return (parameter.name,)
-    return (about.flag or f"--{parameter.name.replace('_', '-')}",)
-
-
 def _keywords(parameter: _Parameter, about: Argument) -> dict[str, Any]:
     """What argparse is told of an argument."""
     kind = _without_none(get_args(parameter.annotation)[0])
     told: dict[str, Any] = {"help": about.help}
     if parameter.is_option:
-        told |= {"dest": parameter.name}
-        told |= {"default": parameter.default} if _has_default(parameter) else {"required": True}
-    elif _has_default(parameter):
-        told |= {"default": parameter.default}
+        told["dest"] = parameter.name
+    if parameter.has_default:
+        told["default"] = list(parameter.default) if about.repeated else parameter.default
+    elif parameter.is_option:
+        told["required"] = True
     if kind is bool:
         return told | {"action": "store_true"}
-    told |= {"metavar": about.metavar}
+    told["metavar"] = about.metavar
     if get_origin(kind) is Literal:
-        told |= {"choices": get_args(kind)}
+        told["choices"] = get_args(kind)
     else:
-        told |= {"type": about.parse or _element(kind)}
+        told["type"] = about.parse or _element(kind)
     if about.repeated:
-        told |= {"action": "append"}
-        told |= {"default": list(parameter.default)} if _has_default(parameter) else {}
-        return told | ({"nargs": about.nargs} if about.nargs else {})
-    return told | {"nargs": about.nargs, "const": about.const}
-
-
-def _has_default(parameter: _Parameter) -> bool:
-    missing = (inspect.Parameter.empty, dataclasses.MISSING)
-    return all(parameter.default is not each for each in missing)
+        told["action"] = "append"
+    if about.nargs:
+        told["nargs"] = about.nargs
+    return told
 
 
 def _without_none(kind: Any) -> Any:
@@ -213,3 +210,105 @@ def _element(kind: Any) -> Callable[[str], Any] | None:
     if get_origin(kind) is not None:
         kind = get_args(kind)[0]
     return None if kind is str else kind
+
+
+class UsageError(ValueError):
+    """A command line that cannot be understood."""
+
+    exit_status = 2
+
+
+class Parser(argparse.ArgumentParser):
+    """The parser of one command: errors of one line that name the nearest match, options anywhere.
+
+    Args:
+        command: its name.
+        about: what it does.
+        example: lines for the end of `--help`.
+        program: what is typed to call it.
+    """
+
+    def __init__(self, command: str, about: str, example: str, program: str) -> None:
+        super().__init__(
+            prog=program,
+            description=about,
+            epilog=f"example:\n{_indent(example)}",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+        self._command = command
+
+    def error(self, message: str) -> NoReturn:
+        """Raises instead of printing the usage, so that there is one way for errors.
+
+        Raises:
+            UsageError: always.
+        """
+        raise UsageError(f"{self._command}: {self._explain(message)}")
+
+    def _explain(self, message: str) -> str:
+        unknown = re.match(r"unrecognized arguments: (\S+)", message)
+        if unknown is None:
+            # argparse takes arguments that may be left out for required ones.
+            message = message.replace(", key=value", "")
+            return f"{message} (see `{self.prog} --help`)"
+        option = unknown[1]
+        name, _, value = option.lstrip("-").partition("=")
+        if re.fullmatch(r"\w+(\.\w+)+", name) and value:
+            return f"unknown option {option}; keys have no dashes: {option.lstrip('-')}"
+        if plain(name) in OURS and any(a.dest == "overrides" for a in self._actions):
+            key = f"{OURS[plain(name)]}={value or 'VALUE'}"
+            return f"unknown option {option}; keys have no dashes: {key}"
+        return f"unknown option {option}{nearest(option, self._long_options())}"
+
+    def _long_options(self) -> list[str]:
+        return [option for option in self._option_string_actions if option.startswith("--")]
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """The end of an error about a name that is not known."""
+    dashes = {each.lstrip("-"): each for each in known}  # which make all options alike
+    close = difflib.get_close_matches(name.partition("=")[0].lstrip("-"), dashes, n=1, cutoff=0.6)
+    listed = ", ".join(dashes.values())
+    return f"; the nearest is {dashes[close[0]]}, of {listed}" if close else f"; there are {listed}"
+
+
+def non_negative(text: str) -> int:
+    """The type of a count on the command line that may be 0."""
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 0")
+    return int(text)
+
+
+def positive(text: str) -> int:
+    """The type of a count on the command line."""
+    try:
+        number = int(text)
+    except ValueError:
+        number = 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return number
+
+
+def share(text: str) -> float:
+    """The type of a probability on the command line."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = -1.0
+    if not 0 <= number <= 1:  # NaN is not
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 to 1")
+    return number
+
+
+def names(text: str) -> list[str]:
+    """The type of a list on the command line: words between commas."""
+    words = [word.strip() for word in text.split(",")]
+    if not all(words):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers, as in 0,5")
+    return words
+
+
+def _indent(text: str) -> str:
+    return "\n".join(f"  {line}" for line in text.splitlines())

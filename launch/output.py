@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import IO, TextIO
 
 from polyad.data.files import named
-from polyad.launch.parser import UsageError
+from polyad.launch.command import UsageError
 from polyad.train.results import aligned, json_value
 
 

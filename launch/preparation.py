@@ -5,9 +5,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from polyad.launch.command import Argument, Group
+from polyad.launch.command import Argument, Group, UsageError, non_negative, positive
 from polyad.launch.output import align, only_results_on_stdout
-from polyad.launch.parser import UsageError, non_negative, positive
 from polyad.launch.via.options import LIMIT, MEMORY, OF_CLUSTER, asked_of, check_ways
 
 if TYPE_CHECKING:

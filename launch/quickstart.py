@@ -1,19 +1,196 @@
-"""`make quickstart`: text to perplexity, with a table at the end; see `launch/journey.py`."""
+"""`make quickstart` and `make quickstart-images`: the whole way once, from data to a score.
 
+data -> two processes train half way, and end -> two new ones go on -> a score, and a table
+
+One that was stopped before its end goes on where it was; after its end it begins anew.
+"""
+
+import json
+import os
+import shutil
 import sys
+import time
+from abc import ABC, abstractmethod
+from argparse import ArgumentParser
 from pathlib import Path
 from typing import Any
 
+from polyad.launch.child import STOPPED, polyad
+from polyad.launch.cli import run as run_command
 from polyad.launch.ending import guard
-from polyad.launch.journey import Journey, model_rows, run_rows
 from polyad.launch.signals import stop_at_signals
+from polyad.train.errors import stopped
+from polyad.train.records import last_loss, median_rate, peak_memory, read_records
+from polyad.train.results import aligned
 
-CONFIG = Path("configs/quickstart/gpt2-smoe.yaml")
-FOLDER = Path("runs/quickstart")
+ROOT = Path(__file__).resolve().parent.parent
+TEXT_CONFIG = Path("configs/quickstart/gpt2-smoe.yaml")
+IMAGES_CONFIG = Path("configs/quickstart/vmoe.yaml")
+DIGITS = "digits"
+LARGER = ("model.image_size=32", "model.patch_size=4", "data.augmentation.flip=true")
+"""Keys for images of other sources, as CIFAR's: digits have 8 x 8 pixels."""
 VOCAB_SIZE = 8192
+PROCESSES = 2
+FILES = (
+    *("config.yaml", "environment.json", "metrics.jsonl", "report.html", "spikes.jsonl"),
+    *("stalls.txt", ".lease", ".lock", ".watch"),
+)
+FOLDERS = ("checkpoints", "collectives", "launch", "profile", "tensorboard", "wandb")
+"""What a run folder holds; a folder with anything else is not deleted."""
+
+Rows = list[tuple[str, str]]
+"""Names and values of the table at the end."""
 
 
-class TextJourney(Journey):
+class StepFailed(Exception):
+    """A step of the quickstart failed; its command printed the error."""
+
+    def __init__(self, status: int) -> None:
+        super().__init__(f"status {status}")
+        self.status = status
+
+
+class Quickstart(ABC):
+    """A quickstart.
+
+    Args:
+        config: of the run, relative to the clone.
+        folder: everything is written below it, relative to the clone.
+        overrides: `key=value` for the configuration.
+    """
+
+    prepares: str
+    """What becomes what, for people."""
+    trains: str
+    """The model, for people."""
+    compares: str
+    """What the score stands beside."""
+
+    def __init__(self, config: Path, folder: Path, overrides: tuple[str, ...] = ()) -> None:
+        self.config, self.overrides = config, overrides
+        self.data, self.run = folder / "data", folder / "run"
+        self.result = folder / "validation.json"
+
+    @abstractmethod
+    def prepare_arguments(self) -> list[str]:
+        """The arguments of `polyad prepare`."""
+
+    @abstractmethod
+    def finish(self, result: dict[str, Any], half: int) -> Rows:
+        """Compares the score, and says what came out.
+
+        Args:
+            result: what `polyad evaluate` wrote.
+            half: the step that the run went on from.
+        """
+
+    def main(self) -> int:
+        """Runs the quickstart; all that it writes lies below its folder in the clone.
+
+        Returns:
+            The exit status of the first step that failed, 0 if none did.
+        """
+        os.chdir(ROOT)
+        started = time.monotonic()
+        try:
+            rows = self._steps()
+        except StepFailed as error:
+            return error.status
+        rows.append(("time", f"{time.monotonic() - started:.0f} s"))
+        print("\n".join(["", *aligned(rows, "<")]), flush=True)
+        return 0
+
+    def _steps(self) -> Rows:
+        from polyad.train.config.run import load_config
+
+        config = load_config(self.config, self.overrides)
+        half = config.checkpoint.every
+        begun = step_to_go_on_from(self.run, self.result)
+        if not begun:
+            remove_previous_run(self.run)
+            self.result.unlink(missing_ok=True)
+        _say(f"1/5  prepare: {self.prepares}")
+        if status := run_command(["prepare", *self.prepare_arguments()]):
+            raise StepFailed(status)
+        if begun and not self._goes_on():
+            remove_previous_run(self.run)
+            begun = 0
+        _say(
+            f"2/5  train {self.trains} whose experts are spread over {PROCESSES} processes, "
+            f"ZeRO 1, to step {half}"
+        )
+        processes = ("--processes-per-node", str(PROCESSES))
+        launch = ("launch", str(self.config), *processes, *self.overrides)
+        if begun < half:
+            # The learning rate is that of the whole run, so that its second half changes nothing.
+            decay = f"schedule.decay_steps={config.schedule.decay_steps or config.train.steps}"
+            _run_polyad(*launch, f"train.steps={half}", decay)
+        else:
+            print(f"nothing is left to do of that: {begun:,} steps are done", file=sys.stderr)
+        _say(f"3/5  go on in {PROCESSES} new processes from the sharded checkpoint of step {half}")
+        _run_polyad(*launch)
+        _say("4/5  evaluate on the validation split")
+        _run_polyad("evaluate", str(self.run), "--json", str(self.result))
+        _say(f"5/5  {self.compares}")
+        return self.finish(json.loads(self.result.read_text(encoding="utf-8")), half)
+
+    def _goes_on(self) -> bool:
+        """Whether the existing run has this configuration and data."""
+        from polyad.train.config.plan import plan_run
+
+        try:
+            plan_run(self.config, self.overrides, PROCESSES)
+        except ValueError as error:
+            _say(f"the run that is there cannot go on, and is removed: {error}")
+            return False
+        return True
+
+    def _model_rows(self, unit: str) -> Rows:
+        """The size of the model, and how its loss fell; `unit` is what throughput counts."""
+        from polyad.train.config.rules import validate
+        from polyad.train.config.run import load_config
+        from polyad.train.forecast.describe import describe, size_in_words
+
+        records = read_records(self.run)
+        config = load_config(self.run / "config.yaml")
+        model = describe(config, validate(config, PROCESSES))["model"]
+        first, last = records[0]["loss"], last_loss(records)
+        return [
+            ("model", size_in_words(model["parameters"], model["active_parameters"], unit)),
+            ("training loss", f"{first:.3f} at first, {last:.3f} over the last 10 steps"),
+        ]
+
+    def _run_rows(self, half: int, unit: str) -> Rows:
+        """What every quickstart shows of its run."""
+        records = read_records(self.run)
+        rate = median_rate(records, unit)
+        checkpoint = self.run / "checkpoints" / f"step-{half:08d}"
+        board = Path(sys.executable).parent / "tensorboard"
+        shown = os.path.relpath(board) if board.is_relative_to(Path.cwd()) else "tensorboard"
+        return [
+            *_routing_rows(records[-1]),
+            ("speed", f"{rate:,.0f} {unit}s/s in training, {PROCESSES} processes"),
+            ("peak memory", f"{peak_memory(records) / 2**30:.2f} GiB a process"),
+            ("went on", f"at step {half:,} in new processes, from {checkpoint}"),
+            ("run folder", f"{self.run}"),
+            ("curves", f"{shown} --logdir {self.run / 'tensorboard'}"),
+        ]
+
+
+def _routing_rows(record: dict[str, Any]) -> Rows:
+    """The routing statistics of a step; nothing of a dense model."""
+    rows = []
+    if "routing/load_max" in record:
+        busiest, unused = record["routing/load_max"], 100 * record["routing/unused"]
+        load = f"busiest expert {busiest:.2f} times the mean, {unused:.0f}% unused"
+        rows.append(("expert load", load))
+    if "routing/effective_neighbours" in record:
+        similar = f"about {record['routing/effective_neighbours']:.0f} similar tokens"
+        rows.append(("token graph", f"each token's routing averages over {similar}"))
+    return rows
+
+
+class TextQuickstart(Quickstart):
     """Python's standard library to a GPT-2, beside a unigram model."""
 
     prepares = "Python's standard library -> a byte-level BPE -> tokens"
@@ -21,51 +198,138 @@ class TextJourney(Journey):
     compares = "compare with a unigram model on the same tokens"
 
     def prepare_arguments(self) -> list[str]:
-        """See `Journey.prepare_arguments`; the text depends on the version of Python."""
+        """See `Quickstart.prepare_arguments`."""
+        # The text depends on the version of Python.
         return [
             *("--source", "python-stdlib", "--tokenizer", f"train:{VOCAB_SIZE}"),
             *("--output", str(self.data), "--validation-fraction", "0.02"),
             *("--test-fraction", "0.02", "--overwrite"),
         ]
 
-    def finish(self, result: dict[str, Any], half: int) -> list[tuple[str, str]]:
-        """See `Journey.finish`."""
-        return summary(self.run, self.data, result, half)
+    def finish(self, result: dict[str, Any], half: int) -> Rows:
+        """See `Quickstart.finish`."""
+        from polyad.data.text.dataset import PreparedData
+        from polyad.train.evaluation.baselines import unigram_perplexity
+
+        prepared = PreparedData.open(self.data)
+        splits = prepared.split("train"), prepared.split("validation")
+        unigram = unigram_perplexity(*splits, prepared.manifest.tokenizer.vocab_size)
+        tokens = f"{result['tokens_scored']:,} held-out tokens"
+        return [
+            *self._model_rows("token"),
+            ("perplexity", f"{result['perplexity']:.1f} on {tokens}"),
+            ("of a unigram model", f"{unigram:.1f} on the same tokens"),
+            ("bits per byte", f"{result['bits_per_byte']:.3f}"),
+            *self._run_rows(half, "token"),
+        ]
 
 
-def summary(run: Path, data: Path, result: dict[str, Any], half: int) -> list[tuple[str, str]]:
-    """What the quickstart shows.
+class ImageQuickstart(Quickstart):
+    """Images to a V-MoE, beside the nearest neighbour among the training images.
 
     Args:
-        run: the run's folder.
-        data: its prepared data.
-        result: what `polyad evaluate` wrote.
-        half: the step it went on from.
-
-    Returns:
-        Names and values.
+        config: of the run, relative to the clone.
+        folder: everything is written below it, relative to the clone.
+        source: of the images, as `polyad prepare --images` takes it.
     """
-    from polyad.data.text.dataset import PreparedData
-    from polyad.train.evaluation.baselines import unigram_perplexity
 
-    prepared = PreparedData.open(data)
-    unigram = unigram_perplexity(
-        prepared.split("train"),
-        prepared.split("validation"),
-        prepared.manifest.tokenizer.vocab_size,
-    )
-    return [
-        *model_rows(run, "token"),
-        (
-            "perplexity",
-            f"{result['perplexity']:.1f} on {result['tokens_scored']:,} held-out tokens",
-        ),
-        ("of a unigram model", f"{unigram:.1f} on the same tokens"),
-        ("bits per byte", f"{result['bits_per_byte']:.3f}"),
-        *run_rows(run, half, "token"),
-    ]
+    trains = "a V-MoE"
+    compares = "compare with the nearest training image, and draw the report"
+
+    def __init__(self, config: Path, folder: Path, source: str) -> None:
+        super().__init__(config, folder, () if source == DIGITS else LARGER)
+        self.source = source
+        self.prepares = f"{source} -> an index of its images"
+        if source == DIGITS:
+            folders = "PNG files in folders of classes"
+            self.prepares = f"handwritten digits -> {folders} -> an index of them"
+
+    def prepare_arguments(self) -> list[str]:
+        """See `Quickstart.prepare_arguments`."""
+        return [
+            *("--images", self.source, "--output", str(self.data)),
+            *("--held-out", "0.2", "--overwrite"),
+        ]
+
+    def finish(self, result: dict[str, Any], half: int) -> Rows:
+        """See `Quickstart.finish`."""
+        from polyad.data.images.dataset import ImageData
+        from polyad.train.evaluation.baselines import nearest_neighbour_accuracy
+
+        _run_polyad("report", str(self.run))
+        opened, pixels = ImageData.open(self.data), result["image_size"]
+        splits = opened.split("train"), opened.split("validation")
+        nearest = nearest_neighbour_accuracy(*splits, pixels)
+        of_nearest = f"the class of the nearest one of train, {pixels} x {pixels} pixels"
+        return [
+            *self._model_rows("patch"),
+            ("accuracy", f"{result['top1']:.4f} on {result['images_scored']:,} held-out images"),
+            ("of the nearest image", f"{nearest:.4f}: {of_nearest}"),
+            ("calibration error", f"{result['calibration_error']:.4f}"),
+            ("held out", str(result["held_out"])),
+            *self._run_rows(half, "image"),
+            ("report", f"{self.run / 'report.html'}: images and patches of each expert"),
+        ]
+
+
+def _run_polyad(*arguments: str) -> None:
+    """Runs a command in a process of its own, so that commands share nothing but files.
+
+    Raises:
+        StepFailed: it failed.
+        Stopped: or KeyboardInterrupt: a signal asked it or this process to stop.
+    """
+    status = polyad(*arguments)
+    if status in STOPPED:
+        raise stopped(status - 128, "the same command goes on with this run")
+    if status:
+        raise StepFailed(status)
+
+
+def step_to_go_on_from(run: Path, result: Path) -> int:
+    """The step of a run that was stopped before its end; 0 if it came there, or there is none.
+
+    Args:
+        run: its folder.
+        result: what the last of the quickstart's steps but one writes.
+    """
+    from polyad.parallel.checkpoint.keeping import complete_checkpoints
+
+    found = [] if result.exists() else complete_checkpoints(run / "checkpoints")
+    return int(found[-1].name.removeprefix("step-")) if found else 0
+
+
+def remove_previous_run(folder: Path) -> None:
+    """Deletes a run folder, if it is nothing else.
+
+    Raises:
+        ConfigError: it holds something that no run writes.
+    """
+    from polyad.train.errors import ConfigError
+
+    if not folder.exists():
+        return
+    others = sorted({entry.name for entry in folder.iterdir()} - {*FILES, *FOLDERS})
+    if others or not (folder / "config.yaml").is_file():
+        found = f"holds {others[0]}" if others else "has no config.yaml"
+        raise ConfigError(f"{folder}: {found}, so it is not a run; move it away")
+    shutil.rmtree(folder)
+
+
+def _say(line: str) -> None:
+    print(f"\n== {line}", file=sys.stderr, flush=True)
+
+
+def main() -> int:
+    """Runs the quickstart of text, or with the images that the command line names."""
+    parser = ArgumentParser(prog="python -m polyad.launch.quickstart", description=__doc__)
+    parser.add_argument("--images", metavar="SOURCE", help="in place of text; digits, for example")
+    source = parser.parse_args().images
+    if source is None:
+        return TextQuickstart(TEXT_CONFIG, Path("runs/quickstart")).main()
+    return ImageQuickstart(IMAGES_CONFIG, Path("runs/quickstart-images"), source).main()
 
 
 if __name__ == "__main__":
     stop_at_signals()
-    sys.exit(guard(TextJourney(CONFIG, FOLDER).main))
+    sys.exit(guard(main))

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from polyad.launch.command import UsageError
 from polyad.launch.commands import COMMANDS
-from polyad.launch.parser import UsageError
 from polyad.launch.via.hosts import read_hostfile
 from polyad.train.config.adaptation import model_of
 from polyad.train.config.rules import validate

@@ -4,9 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from polyad.launch.command import Argument, ConfigFile, Json, Overrides, command
+from polyad.launch.command import Argument, ConfigFile, Json, Overrides, command, positive
 from polyad.launch.output import align, check_json_path, results
-from polyad.launch.parser import positive
 
 if TYPE_CHECKING:
     from polyad.train.config.run import RunConfig

@@ -5,9 +5,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Literal
 
-from polyad.launch.command import Argument, Json, command
+from polyad.launch.command import Argument, Json, UsageError, command
 from polyad.launch.output import only_results_on_stdout, results
-from polyad.launch.parser import UsageError
 from polyad.launch.preparation import PartsOptions
 from polyad.train.results import aligned
 

@@ -8,7 +8,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from polyad.launch.command import Argument, Json, Overrides, command
+from polyad.launch.command import (
+    Argument,
+    Json,
+    Overrides,
+    UsageError,
+    command,
+    non_negative,
+    positive,
+    share,
+)
 from polyad.launch.commands.options import (
     Base,
     Best,
@@ -21,7 +30,6 @@ from polyad.launch.commands.options import (
 )
 from polyad.launch.machine import is_main
 from polyad.launch.output import results
-from polyad.launch.parser import UsageError, non_negative, positive, share
 
 if TYPE_CHECKING:
     from polyad.train.measures.measure import Examination

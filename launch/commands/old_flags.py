@@ -4,8 +4,8 @@ import shlex
 import sys
 from collections.abc import Sequence
 
+from polyad.launch.command import Parser, UsageError
 from polyad.launch.machine import is_main
-from polyad.launch.parser import Parser, UsageError
 
 MODES = {
     "--compare": "compare",

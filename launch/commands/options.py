@@ -3,8 +3,7 @@
 from pathlib import Path
 from typing import Annotated, Literal
 
-from polyad.launch.command import Argument
-from polyad.launch.parser import names
+from polyad.launch.command import Argument, names
 
 CheckpointOrRun = Annotated[
     Path, Argument("a run means its newest checkpoint", "CHECKPOINT_OR_RUN")

@@ -5,10 +5,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from polyad.data.files import write_whole
-from polyad.launch.command import Argument, ConfigFile, Json, Overrides, command
+from polyad.launch.command import (
+    Argument,
+    ConfigFile,
+    Json,
+    Overrides,
+    UsageError,
+    command,
+    positive,
+)
 from polyad.launch.machine import end_with_launcher, prepare_environment
 from polyad.launch.output import check_json_path, results
-from polyad.launch.parser import UsageError, positive
 from polyad.train.errors import ConfigError
 
 if TYPE_CHECKING:

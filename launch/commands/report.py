@@ -4,10 +4,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
-from polyad.launch.command import Argument, Json, command
+from polyad.launch.command import Argument, Json, command, non_negative, positive
 from polyad.launch.commands.options import Data, Split, numbers
 from polyad.launch.output import results
-from polyad.launch.parser import non_negative, positive
 
 
 @command(

@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from polyad.launch.command import Argument, ConfigFile, Json, Overrides, command
+from polyad.launch.command import Argument, ConfigFile, Json, Overrides, command, positive
 from polyad.launch.machine import is_main
 from polyad.launch.output import check_json_path, only_results_on_stdout, results
-from polyad.launch.parser import positive
 from polyad.launch.via.options import LaunchOptions
 
 if TYPE_CHECKING:

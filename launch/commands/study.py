@@ -5,9 +5,8 @@ from pathlib import Path
 from typing import Annotated
 
 from polyad.data.files import write_whole
-from polyad.launch.command import Argument, Json, command
+from polyad.launch.command import Argument, Json, UsageError, command, positive
 from polyad.launch.output import check_json_path, results
-from polyad.launch.parser import UsageError, positive
 
 
 @command(

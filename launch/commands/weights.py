@@ -5,10 +5,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
-from polyad.launch.command import Argument, Json, command
+from polyad.launch.command import Argument, Json, command, positive
 from polyad.launch.commands.options import Base, Best, Weights, steering
 from polyad.launch.output import check_json_path, only_results_on_stdout, results, show
-from polyad.launch.parser import positive
 
 
 @command(

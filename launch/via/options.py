@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
-from polyad.launch.command import Argument, Group
-from polyad.launch.parser import non_negative, positive
+from polyad.launch.command import Argument, Group, non_negative, positive
 from polyad.launch.via.hosts import LaunchError
 
 Way = TypeVar("Way")

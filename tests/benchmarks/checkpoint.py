@@ -18,9 +18,8 @@ from typing import Annotated, Any
 import torch
 
 from polyad.data.files import temporary_folder
-from polyad.launch.command import Argument, Json
+from polyad.launch.command import Argument, Json, positive
 from polyad.launch.output import align, results
-from polyad.launch.parser import positive
 from polyad.model.build import build_model
 from polyad.model.gpt2 import GPT2Config
 from polyad.parallel import comm

@@ -30,9 +30,8 @@ from polyad.data.text.prepare import prepare
 from polyad.data.text.samples import TrainingSamples
 from polyad.data.text.tokenizers.tokenizer import Tokenizer, all_cores
 from polyad.data.text.writer import DatasetWriter
-from polyad.launch.command import Argument, Json, Overrides
+from polyad.launch.command import Argument, Json, Overrides, UsageError
 from polyad.launch.output import results
-from polyad.launch.parser import UsageError
 from polyad.model.gpt2 import GPT2Config
 from polyad.parallel.zero import Precision
 from polyad.train.config.run import load_config

@@ -13,9 +13,8 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
-from polyad.launch.command import Argument, Json
+from polyad.launch.command import Argument, Json, UsageError, positive
 from polyad.launch.output import align, results
-from polyad.launch.parser import UsageError, positive
 from polyad.model.build import build_model
 from polyad.model.gpt2 import GPT2Config
 from polyad.parallel import comm

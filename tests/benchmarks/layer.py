@@ -2,9 +2,8 @@
 
 from typing import Annotated, Any, Literal
 
-from polyad.launch.command import Argument, Json
+from polyad.launch.command import Argument, Json, UsageError, positive
 from polyad.launch.output import results
-from polyad.launch.parser import UsageError, positive
 from tests.benchmarks.emoe import bench_emoe, emoe_table
 from tests.benchmarks.expert_parallel import bench_expert_parallel
 from tests.benchmarks.mumoe import bench_mumoe, mumoe_table

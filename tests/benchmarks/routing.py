@@ -14,9 +14,8 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
-from polyad.launch.command import Argument, Json
+from polyad.launch.command import Argument, Json, non_negative, positive
 from polyad.launch.output import results
-from polyad.launch.parser import non_negative, positive
 from polyad.model.build import compile_model, num_parameters
 from polyad.model.gpt2 import GPT2
 from polyad.parallel.zero import DTYPES

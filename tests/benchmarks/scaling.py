@@ -13,11 +13,10 @@ from typing import Annotated, Any, NamedTuple
 
 import torch
 
-from polyad.launch.command import Argument, Json, Overrides
+from polyad.launch.command import Argument, Json, Overrides, UsageError, positive
 from polyad.launch.commands.plan import configuration
 from polyad.launch.machine import cores_here, processor_name, threads_of_each
 from polyad.launch.output import results
-from polyad.launch.parser import UsageError, positive
 from polyad.model.build import build_model, count_parameters
 from polyad.parallel.dims import Dims, LayoutError
 from polyad.parallel.plan.traffic import axes_of

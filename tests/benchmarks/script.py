@@ -4,9 +4,8 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Annotated, Literal, NoReturn
 
-from polyad.launch.command import Argument, Command, Function, command
+from polyad.launch.command import Argument, Command, Function, command, positive
 from polyad.launch.ending import guard
-from polyad.launch.parser import positive
 from polyad.launch.signals import unblock_signals
 from polyad.parallel import comm
 

@@ -21,9 +21,8 @@ from typing import Annotated, Any, Literal
 
 import torch
 
-from polyad.launch.command import Argument, Json
+from polyad.launch.command import Argument, Json, positive
 from polyad.launch.output import results
-from polyad.launch.parser import positive
 from polyad.model.gpt2 import GPT2Config
 from polyad.train.errors import ConfigError, RunError
 from polyad.train.guard.memory import is_out_of_memory

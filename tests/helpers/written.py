@@ -19,11 +19,9 @@ import yaml
 
 from polyad.data.sequences.config import BENCHMARKS
 from polyad.launch.cli import run
-from polyad.launch.command import Command
+from polyad.launch.command import Command, Parser
 from polyad.launch.commands import COMMANDS
-from polyad.launch.parser import Parser
-from polyad.launch.quickstart import CONFIG as QUICKSTART
-from polyad.launch.quickstart_images import CONFIG as QUICKSTART_IMAGES
+from polyad.launch.quickstart import IMAGES_CONFIG, TEXT_CONFIG
 from polyad.train.config.run import load_config
 from polyad.train.study.config import StudyConfig
 
@@ -143,7 +141,7 @@ def commands_of_config(path: Path) -> list[Written]:
 
 def by_hand(words: Sequence[str]) -> list[Written] | None:
     """What a quickstart does; None of another command."""
-    made = {"quickstart": QUICKSTART, "quickstart-images": QUICKSTART_IMAGES}
+    made = {"quickstart": TEXT_CONFIG, "quickstart-images": IMAGES_CONFIG}
     if list(words[:1]) != ["make"] or len(words) != 2 or words[1] not in made:
         return None
     return commands_of_config(ROOT / made[words[1]])[1:]

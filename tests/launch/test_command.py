@@ -8,9 +8,8 @@ from typing import Annotated, Any, Literal
 
 import pytest
 
-from polyad.launch.command import Argument, Command, Group, Json, command
+from polyad.launch.command import Argument, Command, Group, Json, UsageError, command, positive
 from polyad.launch.commands.old_flags import in_new_words
-from polyad.launch.parser import UsageError, positive
 
 SPEED = Group("how fast", "Of legs.")
 

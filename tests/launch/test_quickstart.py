@@ -5,8 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from polyad.launch.journey import remove_previous_run, step_to_go_on_from
-from polyad.launch.quickstart import summary
+from polyad.launch.quickstart import (
+    TEXT_CONFIG,
+    TextQuickstart,
+    remove_previous_run,
+    step_to_go_on_from,
+)
 from polyad.train.errors import ConfigError
 
 
@@ -52,7 +56,9 @@ def test_the_table_names_what_was_reached(
         **{"perplexity": 12.25, "tokens_scored": 1234},
         **{"word_perplexity": 99.5, "bits_per_byte": 1.5},
     }
-    rows = dict(summary(folder, data, result, half=2))
+    quickstart = TextQuickstart(TEXT_CONFIG, folder.parent)
+    quickstart.run, quickstart.data = folder, data
+    rows = dict(quickstart.finish(result, half=2))
     assert rows["perplexity"].startswith("12.2")
     assert "step-00000002" in rows["went on"]
     assert "tensorboard" in rows["curves"]

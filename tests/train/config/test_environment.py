@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from polyad.data.text.prepare import prepare
-from polyad.launch.plugins import load_plugins
+from polyad.launch.cli import load_plugins
 from polyad.parallel.meeting import comparison
 from polyad.train.config.environment import VARIABLES, agreed_facts, folder_digest
 from polyad.train.config.run import load_config
