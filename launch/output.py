@@ -43,7 +43,7 @@ def results(json_path: str | None) -> Iterator[Callable[[object, str], None]]:
         json_path: of `--json`.
 
     Yields:
-        What shows a result: it takes the result, and the same for a person.
+        What shows a result: it takes what `json_value` takes, and the same for a person.
 
     Raises:
         UsageError: the JSON cannot be written there; no work was done.

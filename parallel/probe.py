@@ -32,6 +32,10 @@ class Link(NamedTuple):
     """Rank."""
     bytes_per_second: float
 
+    def to_json(self) -> list[float]:
+        """The three numbers, as `polyad doctor --json` writes a link."""
+        return [*self]
+
 
 @dataclass
 class Measured:

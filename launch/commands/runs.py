@@ -1,6 +1,7 @@
 """Commands about a run's configuration: training, and what is checked before it."""
 
 import dataclasses
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -147,13 +148,13 @@ def doctor(
     json: Json = None,
 ) -> int | None:
     """Checks these hosts for what would break a run or slow it down."""
-    from polyad.launch.doctor.command import check, examine, in_a_group, table
+    from polyad.launch.doctor.findings import check, examine, table
     from polyad.launch.machine import end_with_launcher, prepare_environment
     from polyad.launch.via.command import Launch
 
     check_json_path(json)
     end_with_launcher()
-    if not in_a_group():
+    if "RANK" not in os.environ:  # torchrun has not started this process
         if how.processes_per_node is None and how.via != "ssh":
             how = dataclasses.replace(how, processes_per_node=1)
         words = ("doctor", *(["--json", json] if json else []))

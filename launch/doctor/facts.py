@@ -7,59 +7,127 @@ import os
 import socket
 import subprocess
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, NotRequired, TypedDict
 
 from polyad.data.files import temporary_folder
 from polyad.train.errors import one_line
 
 if TYPE_CHECKING:
+    from polyad.parallel.comm import World
     from polyad.train.config.run import RunConfig
+
+
+class Device(TypedDict):
+    """The processor of a host, and the GPU of a process; what is not there has no key."""
+
+    cores: int
+    load: float
+    memory_bytes: int
+    memory_free_bytes: int
+    gpus: int
+    gpu: NotRequired[str]
+    gpu_memory_bytes: NotRequired[int]
+    gpu_memory_free_bytes: NotRequired[int]
+    throttled: NotRequired[int | None]
+    """Reasons of lowered clocks, as bits; None: the driver does not know."""
+    ecc_errors: NotRequired[int | None]
+    degrees: NotRequired[int | None]
+    xid: NotRequired[list[str]]
+
+
+class SharedFolder(TypedDict, total=False):
+    """What files of the run's file system do between hosts."""
+
+    error: str
+    """Why rank 0 cannot write there; nothing else is known then."""
+    seen: bool
+    """Whether this process sees what rank 0 has written."""
+    seconds: float | None
+    """How long that took."""
+    renamed: bool
+    lock: str
+    """What became of a lock that rank 0 holds: `held`, `taken`, or the name of an error."""
+    clock: float | None
+    """Seconds that the file system's clock is ahead of this host's."""
+
+
+class Facts(TypedDict):
+    """What one process sees; equal on every host, but for names, numbers and what is free."""
+
+    host: str
+    node: int
+    local_rank: int
+    local_processes: int
+    agreed: dict[str, str]
+    """What has to be the same everywhere."""
+    data_error: str | None
+    """Why data cannot be read."""
+    device: Device
+    folder: NotRequired[SharedFolder]
+    """Of a run."""
+
 
 QUERY = "clocks_throttle_reasons.active,ecc.errors.uncorrected.volatile.total,temperature.gpu"
 IDLE_CLOCKS = 0x1 | 0x2
 """Reasons of lower clocks that are no fault: nothing to do, and clocks that somebody has set."""
 
 
-def facts_of(config: "RunConfig | None", local_rank: int) -> dict[str, Any]:
-    """JSON values; equal ones on every host, but for names, numbers and what is free.
+def facts_of(config: "RunConfig | None", world: "World") -> Facts:
+    """What this process sees; all processes call it together.
 
     Args:
         config: of the run; None: only the machine is looked at.
-        local_rank: of this process on its host.
+        world: this process.
     """
-    return {
+    agreed, data_error = _agreed(config)
+    found: Facts = {
         "host": socket.gethostname(),
         "node": int(os.environ.get("GROUP_RANK", "0")),
-        "local_rank": local_rank,
+        "local_rank": world.local_rank,
         "local_processes": int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
-        **_agreed(config),
-        "device": _device(local_rank),
+        "agreed": agreed,
+        "data_error": data_error,
+        "device": _device(world.local_rank),
     }
+    if config is not None:
+        found["folder"] = _folder(config, world)
+    return found
 
 
-def _agreed(config: "RunConfig | None") -> dict[str, Any]:
+def named_apart(facts: Sequence[Facts]) -> list[Facts]:
+    """The same with the number of a node in its name, where several are called alike."""
+    nodes: dict[str, set[int]] = {}
+    for each in facts:
+        nodes.setdefault(each["host"], set()).add(each["node"])
+    return [
+        {**each, "host": f"{each['host']} (node {each['node']})"}
+        if len(nodes[each["host"]]) > 1
+        else each
+        for each in facts
+    ]
+
+
+def _agreed(config: "RunConfig | None") -> tuple[dict[str, str], str | None]:
     """What has to be the same everywhere, and why data cannot be read, if it cannot."""
     from polyad.train.config.environment import agreed_facts
     from polyad.train.tasks.registry import open_task
 
     if config is None:
-        return {"agreed": agreed_facts(None, None), "data_error": None}
+        return agreed_facts(None, None), None
     try:
-        task = open_task(config.for_task())
-        return {"agreed": agreed_facts(config, task), "data_error": None}
+        return agreed_facts(config, open_task(config.for_task())), None
     except (ValueError, OSError) as error:
-        return {"agreed": agreed_facts(config, None), "data_error": one_line(error)}
+        return agreed_facts(config, None), one_line(error)
 
 
-def _device(local_rank: int) -> dict[str, Any]:
+def _device(local_rank: int) -> Device:
     import psutil
     import torch
 
     memory = psutil.virtual_memory()
-    about: dict[str, Any] = {
+    about: Device = {
         "cores": len(psutil.Process().cpu_affinity()),
         "load": os.getloadavg()[0],
         "memory_bytes": memory.total,
@@ -67,40 +135,32 @@ def _device(local_rank: int) -> dict[str, Any]:
         "gpus": torch.cuda.device_count(),
     }
     if torch.cuda.is_available() and local_rank < torch.cuda.device_count():
-        free, total = torch.cuda.mem_get_info(local_rank)
-        about |= {
-            "gpu": torch.cuda.get_device_name(local_rank),
-            "gpu_memory_bytes": total,
-            "gpu_memory_free_bytes": free,
-            **_nvidia_smi(local_rank),
-            "xid": _xid() if local_rank == 0 else [],
-        }
+        about["gpu"] = torch.cuda.get_device_name(local_rank)
+        free, about["gpu_memory_bytes"] = torch.cuda.mem_get_info(local_rank)
+        about["gpu_memory_free_bytes"] = free
+        _ask_driver(about, local_rank)
+        about["xid"] = _xid() if local_rank == 0 else []
     return about
 
 
-def _nvidia_smi(local_rank: int) -> dict[str, Any]:
-    """What the driver's tool says of a GPU; nothing where it is not there or does not know."""
+def _ask_driver(about: Device, local_rank: int) -> None:
+    """Adds what the driver's tool says of a GPU, where it is there and knows."""
     import torch
 
     with contextlib.suppress(OSError, subprocess.SubprocessError, ValueError):
         number = torch.cuda.get_device_properties(local_rank).uuid
+        words = ["nvidia-smi", f"--id=GPU-{number}", f"--query-gpu={QUERY}"]
         done = subprocess.run(
-            [
-                *("nvidia-smi", f"--id=GPU-{number}"),
-                *(f"--query-gpu={QUERY}", "--format=csv,noheader,nounits"),
-            ],
+            [*words, "--format=csv,noheader,nounits"],
             capture_output=True,
             text=True,
             timeout=20,
             check=True,
         )
         reasons, errors, degrees = (each.strip() for each in done.stdout.split(","))
-        return {
-            "throttled": int(reasons, 16) & ~IDLE_CLOCKS if reasons.startswith("0x") else None,
-            "ecc_errors": int(errors) if errors.isdecimal() else None,
-            "degrees": int(degrees) if degrees.isdecimal() else None,
-        }
-    return {}
+        about["throttled"] = int(reasons, 16) & ~IDLE_CLOCKS if reasons.startswith("0x") else None
+        about["ecc_errors"] = int(errors) if errors.isdecimal() else None
+        about["degrees"] = int(degrees) if degrees.isdecimal() else None
 
 
 def _xid() -> list[str]:
@@ -111,28 +171,31 @@ def _xid() -> list[str]:
     return []
 
 
-@contextmanager
-def probe_folder(run: Path) -> Iterator[Path]:
-    """A new folder beside the run's, on rank 0."""
-    with temporary_folder(".polyad-doctor-", run.absolute().parent) as folder:
-        yield folder
+def _folder(config: "RunConfig", world: "World") -> SharedFolder:
+    from polyad.parallel import comm
+
+    with contextlib.ExitStack() as stack:
+        place, reason = "", ""
+        if world.is_main:
+            parent = Path(config.run.folder).absolute().parent
+            try:
+                made = stack.enter_context(temporary_folder(".polyad-doctor-", parent))
+                place = str(made)
+            except OSError as error:
+                reason = f"{error.filename or config.run.folder}: {error.strerror}"
+        place, reason = comm.from_main((place, reason))
+        if reason:
+            return {"error": f"run.folder: {config.run.folder}: cannot be written to: {reason}"}
+        return _shared_folder(Path(place), world)
 
 
-def shared_folder_facts(folder: Path, world: Any) -> dict[str, Any]:
-    """What files of the run's file system do between hosts; all processes call it together.
-
-    Args:
-        folder: that rank 0 has made.
-        world: this process.
-
-    Returns:
-        JSON values of this process.
-    """
+def _shared_folder(folder: Path, world: "World") -> SharedFolder:
+    """What files in a folder that rank 0 has made do between hosts; all processes call it."""
     from polyad.parallel import comm
     from polyad.train.guard.run_folder import seen_in_time
 
     lock = folder / "lock"
-    found: dict[str, Any] = {}
+    found: SharedFolder = {}
     holder = None
     if world.is_main:
         (folder / "before").write_text("x")
@@ -141,9 +204,9 @@ def shared_folder_facts(folder: Path, world: Any) -> dict[str, Any]:
         holder, found["lock"] = _try_lock(lock)
     comm.barrier()
     begun = time.monotonic()
-    seen = seen_in_time(lambda: (folder / "seen").exists())
-    found |= {"seen": seen, "seconds": time.monotonic() - begun if seen else None}
-    if seen:
+    found["seen"] = seen_in_time(lambda: (folder / "seen").exists())
+    found["seconds"] = time.monotonic() - begun if found["seen"] else None
+    if found["seen"]:
         found["renamed"] = seen_in_time(lambda: (folder / "after").exists())
         if not world.is_main and world.local_rank == 0:
             mine, found["lock"] = _try_lock(lock)
@@ -174,3 +237,22 @@ def _clock(path: Path) -> float:
     """Seconds that the file system's clock is ahead of this host's."""
     path.write_text("x")
     return path.stat().st_mtime - time.time()
+
+
+def room_for(config: "RunConfig", processes: int) -> str | None:
+    """Why the run's next checkpoints do not fit; None if they do, or nobody knows their size."""
+    from polyad.train.config.adaptation import model_of
+    from polyad.train.config.plan import checkpoint_bytes
+    from polyad.train.config.rules import validate
+    from polyad.train.guard.run_folder import check_room
+    from polyad.train.tasks.registry import open_task
+
+    try:
+        config = config.model_copy(update={"model": open_task(config.for_task()).model})
+        validate(config, processes)
+        size = checkpoint_bytes(config, model_of(config))
+        folder = Path(config.run.folder)
+        check_room(folder, config.checkpoint, step=0, steps=config.train.steps, size=size)
+    except (ValueError, OSError) as error:
+        return str(error)
+    return None

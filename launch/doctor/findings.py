@@ -1,11 +1,17 @@
-"""From what processes have seen to what is wrong with it."""
+"""From what processes have seen to what is wrong with it, and what rank 0 says of that."""
 
+import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
 
+from polyad.launch.doctor.facts import Facts, SharedFolder, facts_of, named_apart, room_for
 from polyad.parallel.meeting import comparison
 from polyad.parallel.probe import Link, Measured
 from polyad.train.console import in_bytes
+from polyad.train.errors import RunError
+from polyad.train.results import aligned
 
 SLOW_LINK, SLOW_DEVICE = 0.5, 0.8
 """Of the usual one: links and devices below it are named."""
@@ -25,9 +31,58 @@ class Finding(NamedTuple):
     text: str
 
 
-def findings(
-    facts: Sequence[dict[str, Any]], measured: Measured, room: str | None = None
-) -> list[Finding]:
+@dataclass(frozen=True)
+class Found:
+    """What was seen on all hosts, and what is wrong with it."""
+
+    processes: int
+    device: str
+    seconds: float
+    ranks: list[Facts]
+    measured: Measured
+    errors: list[str]
+    warnings: list[str]
+
+
+def examine(config: Path | None, overrides: Sequence[str]) -> Found | None:
+    """Looks at all hosts of this group of processes; all call it.
+
+    Args:
+        config: of a run; None: the machines alone.
+        overrides: `key=value`.
+
+    Returns:
+        What was found on rank 0; None on the others.
+
+    Raises:
+        ValueError: with an `exit_status` of 2: the configuration is wrong.
+    """
+    from polyad.parallel import comm
+    from polyad.parallel.probe import measure
+    from polyad.train.config.run import load_config
+
+    begun = time.monotonic()
+    run = None if config is None else load_config(config, overrides)
+    world = comm.initialize(timeout_minutes=2.0)
+    facts = named_apart(comm.from_all(facts_of(run, world)))
+    measured = measure(world, [each["host"] for each in facts])
+    room = room_for(run, world.size) if run is not None and world.is_main else None
+    comm.shutdown()
+    if not world.is_main:
+        return None
+    found = findings(facts, measured, room)
+    return Found(
+        processes=world.size,
+        device=world.device.type,
+        seconds=time.monotonic() - begun,
+        ranks=facts,
+        measured=measured,
+        errors=[each.text for each in found if each.breaks],
+        warnings=[each.text for each in found if not each.breaks],
+    )
+
+
+def findings(facts: Sequence[Facts], measured: Measured, room: str | None = None) -> list[Finding]:
     """What is wrong, the worst first.
 
     Args:
@@ -47,14 +102,14 @@ def findings(
     return sorted(found, key=lambda each: not each.breaks)
 
 
-def _hosts(ranks: Sequence[int], facts: Sequence[dict[str, Any]]) -> str:
+def _hosts(ranks: Sequence[int], facts: Sequence[Facts]) -> str:
     """Hosts of ranks, each once; at most five by name."""
     names = list(dict.fromkeys(facts[rank]["host"] for rank in ranks))
     rest = f" and {len(names) - 5} more" if len(names) > 5 else ""
     return ", ".join(names[:5]) + rest
 
 
-def _differing(facts: Sequence[dict[str, Any]]) -> list[Finding]:
+def _differing(facts: Sequence[Facts]) -> list[Finding]:
     # Where data cannot be read, which is a finding of its own, nothing is known of its contents.
     good: dict[str, str] = next((each["agreed"] for each in facts if not each["data_error"]), {})
     told = [
@@ -67,7 +122,7 @@ def _differing(facts: Sequence[dict[str, Any]]) -> list[Finding]:
     return [*found, *(Finding(False, line) for line in comparison(kinds))]
 
 
-def _devices(facts: Sequence[dict[str, Any]]) -> list[Finding]:
+def _devices(facts: Sequence[Facts]) -> list[Finding]:
     found = []
     for each in facts:
         device, place = each["device"], f"{each['host']}, GPU {each['local_rank']}"
@@ -99,18 +154,20 @@ def _devices(facts: Sequence[dict[str, Any]]) -> list[Finding]:
     return found
 
 
-def _data(facts: Sequence[dict[str, Any]]) -> list[Finding]:
+def _data(facts: Sequence[Facts]) -> list[Finding]:
     first = [each for each in facts if each["local_rank"] == 0 and each["data_error"]]
     return [Finding(True, f"{each['host']}: {each['data_error']}") for each in first]
 
 
-def _folder(facts: Sequence[dict[str, Any]]) -> list[Finding]:
-    def ranks(wrong: Callable[[dict[str, Any]], bool]) -> list[int]:
-        return [rank for rank, each in enumerate(facts) if wrong(each["folder"])]
+def _folder(facts: Sequence[Facts]) -> list[Finding]:
+    folders = [each["folder"] for each in facts if "folder" in each]
 
-    if not all(each.get("folder") for each in facts):  # no run was named
+    def ranks(wrong: Callable[[SharedFolder], bool]) -> list[int]:
+        return [rank for rank, each in enumerate(folders) if wrong(each)]
+
+    if len(folders) < len(facts):  # no run was named
         return []
-    if error := facts[0]["folder"].get("error"):
+    if error := folders[0].get("error"):
         return [Finding(True, error)]
     found = []
     if blind := ranks(lambda seen: not seen["seen"]):
@@ -133,7 +190,7 @@ def _folder(facts: Sequence[dict[str, Any]]) -> list[Finding]:
     return found
 
 
-def _clocks(facts: Sequence[dict[str, Any]], measured: Measured) -> list[Finding]:
+def _clocks(facts: Sequence[Facts], measured: Measured) -> list[Finding]:
     apart = max(measured.clocks) - min(measured.clocks)
     if apart <= CLOCKS_APART:
         return []
@@ -142,7 +199,7 @@ def _clocks(facts: Sequence[dict[str, Any]], measured: Measured) -> list[Finding
     return [Finding(False, f"clocks differ: {names}")]
 
 
-def _slow(facts: Sequence[dict[str, Any]], measured: Measured) -> list[Finding]:
+def _slow(facts: Sequence[Facts], measured: Measured) -> list[Finding]:
     found = []
     usual = _upper_quartile(measured.flops)
     for rank, flops in enumerate(measured.flops):
@@ -157,9 +214,7 @@ def _slow(facts: Sequence[dict[str, Any]], measured: Measured) -> list[Finding]:
     return found
 
 
-def _slow_links(
-    facts: Sequence[dict[str, Any]], links: Sequence[Link], between: bool
-) -> list[Finding]:
+def _slow_links(facts: Sequence[Facts], links: Sequence[Link], between: bool) -> list[Finding]:
     usual = _upper_quartile([link.bytes_per_second for link in links])
     slow = [link for link in links if link.bytes_per_second < SLOW_LINK * usual]
     # A host with a bad adapter is one line, and not one for each other host.
@@ -188,10 +243,73 @@ def _count(links: Sequence[Link], rank: int) -> int:
     return sum(rank in link[:2] for link in links)
 
 
-def _place(facts: Sequence[dict[str, Any]], rank: int, between: bool) -> str:
+def _place(facts: Sequence[Facts], rank: int, between: bool) -> str:
     host = str(facts[rank]["host"])
     return host if between else f"process {facts[rank]['local_rank']} of {host}"
 
 
 def _rate(bytes_per_second: float) -> str:
     return f"{in_bytes(bytes_per_second)}/s"
+
+
+def table(result: Found) -> str:
+    """The result for a person."""
+    ranks, measured = result.ranks, result.measured
+    rows: list[tuple[str, ...]] = [("host", "processes", "device", "free", "TFLOP/s", "clock")]
+    by_host: dict[str, list[int]] = {}
+    for rank, each in enumerate(ranks):
+        by_host.setdefault(each["host"], []).append(rank)
+    for host, members in by_host.items():
+        device = ranks[members[0]]["device"]
+        free = min(
+            ranks[rank]["device"].get("gpu_memory_free_bytes")
+            or ranks[rank]["device"]["memory_free_bytes"]
+            for rank in members
+        )
+        rows.append(
+            (
+                host,
+                f"{len(members)}",
+                device.get("gpu", f"{device['cores']} cores"),
+                f"{free / 2**30:.1f} GiB",
+                f"{min(measured.flops[rank] for rank in members) / 1e12:.3g}",
+                f"{measured.clocks[members[0]]:+.3f} s",
+            )
+        )
+    lines = [*aligned(rows), *_links(measured)]
+    lines += [f"error: {text}" for text in result.errors]
+    lines += [f"warning: {text}" for text in result.warnings]
+    if not result.errors:
+        lines.append(f"nothing found that would break a run ({result.seconds:.0f} s)")
+    return "\n".join(lines)
+
+
+def _links(measured: Measured) -> list[str]:
+    rows: list[tuple[str, ...]] = [
+        (name, f"{in_bytes(speed)}/s", "")
+        for name, speed in (
+            ("all-reduce", measured.all_reduce),
+            ("all-to-all", measured.all_to_all),
+        )
+        if speed is not None
+    ]
+    pairs = (("pairs in a host", measured.within), ("pairs of hosts", measured.between))
+    for what, links in pairs:
+        speeds = [link.bytes_per_second for link in links]
+        if speeds:
+            least, most = (f"{in_bytes(speed)}/s" for speed in (min(speeds), max(speeds)))
+            span = f"{least} to {most}" if len(speeds) > 1 else most
+            rows.append((what, span, f"{len(speeds)} measured"))
+    return aligned(rows) if rows else []
+
+
+def check(result: Found) -> None:
+    """Ends the command with status 1 if something would break a run.
+
+    Raises:
+        RunError: the line says how much.
+    """
+    if result.errors:
+        others = len(result.errors) - 1
+        more = f", and {others} more" if others else ""
+        raise RunError(f"a run would not go well here: {result.errors[0]}{more}")
