@@ -20,7 +20,7 @@ from polyad.train.errors import RunError, stopped
 Work = Generator[tuple[str, ...], None, Any]
 """Yields the words of a command of `polyad`, goes on once that has ended well, returns a result.
 Where it did not end well `CommandFailed` comes out of the yield; a work that lets it pass fails."""
-Of = TypeVar("Of")
+Item = TypeVar("Item")
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 """The environment variable with the GPUs that a process sees."""
 
@@ -60,11 +60,11 @@ def gpu_of(place: int) -> dict[str, str]:
 
 
 @dataclass
-class _Going(Generic[Of]):
+class _Going(Generic[Item]):
     """A work that has begun."""
 
     place: int
-    of: Of
+    item: Item
     name: str
     work: Work
     since: float
@@ -72,7 +72,7 @@ class _Going(Generic[Of]):
     child: Child | None = None
 
 
-class Jobs(Generic[Of]):
+class Jobs(Generic[Item]):
     """Up to so many works at a time, within a `with` block, at whose end none goes on.
 
     Args:
@@ -82,9 +82,9 @@ class Jobs(Generic[Of]):
     def __init__(self, number: int) -> None:
         self.number = number
         self._children = Children(shared_cores(number))
-        self._going: list[_Going[Of]] = []
+        self._going: list[_Going[Item]] = []
 
-    def __enter__(self) -> "Jobs[Of]":
+    def __enter__(self) -> "Jobs[Item]":
         self._children.__enter__()
         return self
 
@@ -104,29 +104,29 @@ class Jobs(Generic[Of]):
         return len(self._going) < self.number
 
     @property
-    def going(self) -> list[tuple[Of, float]]:
-        """What the works are of that go on, each with the seconds since it began."""
-        return [(each.of, time.monotonic() - each.since) for each in self._going]
+    def going(self) -> list[tuple[Item, float]]:
+        """The items of the works that go on, each with the seconds since it began."""
+        return [(each.item, time.monotonic() - each.since) for each in self._going]
 
-    def begin(self, of: Of, name: str, work: Work) -> None:
+    def begin(self, item: Item, name: str, work: Work) -> None:
         """Begins a work.
 
         Args:
-            of: what it is of.
+            item: what `wait` names it by, as a run.
             name: the run's, which its lines and errors have.
             work: its commands.
         """
         taken = {each.place for each in self._going}
         place = next(place for place in range(self.number) if place not in taken)
-        going = _Going(place, of, name, work, time.monotonic())
+        going = _Going(place, item, name, work, time.monotonic())
         self._going.append(going)
         self._goes_on(going)
 
-    def wait(self) -> tuple[Of, Any]:
+    def wait(self) -> tuple[Item, Any]:
         """Waits for the first that ends, of at least one.
 
         Returns:
-            What it is of, and its result.
+            Its item, and its result.
 
         Raises:
             RunError: one failed; the others have been asked to stop, and have saved and ended.
@@ -139,9 +139,9 @@ class Jobs(Generic[Of]):
                 self._end(going, status)
             if (result := self._goes_on(going, status)) is not None:
                 self._going.remove(going)
-                return going.of, result
+                return going.item, result
 
-    def _goes_on(self, going: _Going[Of], status: int = 0) -> Any:
+    def _goes_on(self, going: _Going[Item], status: int = 0) -> Any:
         """Starts the next command of a work, after one with this status; its result at the end."""
         try:
             words = going.work.throw(CommandFailed(status)) if status else next(going.work)
@@ -155,7 +155,7 @@ class Jobs(Generic[Of]):
         going.child = self._children.start(words, prefix=prefix, variables=gpu)
         return None
 
-    def _end(self, first: _Going[Of], status: int) -> NoReturn:
+    def _end(self, first: _Going[Item], status: int) -> NoReturn:
         """Ends all, after one has ended that was not to, or a signal came."""
         self._children.end_all()
         several = len(self._going) > 1

@@ -18,6 +18,7 @@ from typing import Any
 
 from polyad.data.json_reader import read_json
 from polyad.launch.study.folder import write_json
+from polyad.launch.study.result import Measured
 from polyad.train.errors import ConfigError, RunError
 from polyad.train.measures.registry import MEASURES
 from polyad.train.records import (
@@ -43,7 +44,7 @@ class Measure:
 
     run: Run
     name: str
-    """Of its file, after that of the run."""
+    """What its file is called, after that of the run."""
     path: Path
     """The run, whose newest checkpoint is taken, or one of them."""
     options: tuple[str, ...]
@@ -58,7 +59,7 @@ class Measure:
 
     @property
     def kind(self) -> str:
-        """Those of one kind take equally long."""
+        """The part of its name that others share which take equally long."""
         return self.name.partition("-")[0]
 
     @property
@@ -68,7 +69,7 @@ class Measure:
 
     @property
     def arguments(self) -> tuple[str, ...]:
-        """Of `polyad`, without where the result goes."""
+        """Words of `polyad`, without where the result goes."""
         split = ("--split", self.run.study.config.split)
         return *self.command, str(self.path), *split, *self.options
 
@@ -165,10 +166,10 @@ def _settings(run: Run, **given: Any) -> dict[str, Any]:
 
 
 def all_measures(study: Study, chosen: Mapping[str, Variant]) -> list[Measure]:
-    """Of the runs that are compared, seed by seed.
+    """The measures of the runs that are compared, seed by seed.
 
     Args:
-        study: whose.
+        study: the study.
         chosen: the point of each variant's grid that is compared, of those for which it is known.
     """
     kept = [variant.name for variant in chosen.values()]
@@ -182,16 +183,9 @@ def forget(run: Run) -> None:
         file.unlink()
 
 
-def read_measures(run: Run) -> dict[str, Any]:
-    """What is known of a finished run, beside its result.
-
-    Returns:
-        `attack`: the first two scores; `leak`: by step what `polyad evaluate --leak` says and the
-        loss; by the name of each measure of experts its `numbers`; `fluctuation`: as
-        `last_fluctuation`; `head_changes` and `validations`: as the functions say. Each only where
-        it is known.
-    """
-    found: dict[str, Any] = {}
+def read_measures(run: Run) -> Measured:
+    """What is known of a finished run, beside its result."""
+    found: dict[str, Any] = {"leaks": True} if run.variant.leaks else {}
     task = run.study.task
     for measure in measures_of(run):
         tree = measure.read()
@@ -203,18 +197,21 @@ def read_measures(run: Run) -> dict[str, Any]:
             counted = ("words", "replaced")
             found["attack"] |= {k: v for k, v in tree["attack"].items() if k in counted}
         elif measure.kind in MEASURES:
-            found[measure.kind] = MEASURES[measure.kind].numbers(tree)
+            found.setdefault("experts", {})[measure.kind] = MEASURES[measure.kind].numbers(tree)
         else:
             leaks = found.setdefault("leak", {})
             leaks[f"{tree['step']}"] = {"loss": tree["loss"], **tree["leak"]}
     if (run.folder / METRICS_FILE).exists():
-        records = read_records(run.folder)
-        fluctuation = last_fluctuation(records)
-        found |= {"fluctuation": fluctuation} if fluctuation else {}
+        records, units = read_records(run.folder), f"{task.unit.name}s"
+        if fluctuation := last_fluctuation(records):
+            found["fluctuation"] = fluctuation
         if (changes := head_changes(records)) is not None:
             found["head_changes"] = changes
-        found["validations"] = validations(records, task.validation_score, f"{task.unit.name}s")
-    return found
+        found["validations"] = [
+            {"step": each["step"], "seen": each[units], "score": each["score"]}
+            for each in validations(records, task.validation_score, units)
+        ]
+    return Measured.model_validate(found)
 
 
 def _read(path: Path, keys: Sequence[str]) -> dict[str, Any]:

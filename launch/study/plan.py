@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from polyad.launch.study.data import model_of
+from polyad.launch.study.folder import model_of
 from polyad.launch.study.measures import all_measures
 from polyad.launch.study.result import (
     MeasuresTaken,

@@ -259,6 +259,95 @@ class StudyPlans(Form):
         return tree | {"seconds_left": self.seconds_left, "time": self.time}
 
 
+Numbers = dict[str, int | float | None]
+"""Numbers by name; None: one is not finite."""
+
+
+class LeakOfRun(Form):
+    """What later tokens are worth to a run at one checkpoint, as `polyad evaluate --leak` says."""
+
+    loss: float
+    """The loss with later tokens in sight."""
+    masked_loss: float
+    masked_tokens: int | None = None
+    prefix_wanted: int | None = None
+    prefix_tokens: int
+    prefix_loss: float | None = None
+    prefix_loss_in_window: float | None = None
+    prefix_difference: float
+    """The loss of tokens that are scored from their prefix, less that of the same in a window."""
+    prefix_standard_error: Number
+
+    @property
+    def loss_from_prefix(self) -> float:
+        """The loss of the split with the difference of the sample added.
+
+        It spreads far less than the sample's own loss.
+        """
+        return self.loss + self.prefix_difference
+
+
+class Fluctuation(Form):
+    """Which tokens changed experts between the last two checkpoints, as `last_fluctuation` says."""
+
+    top1: float
+    set: float
+    steps: float | int
+
+
+class RunValidation(Form):
+    """What a run was validated to at one step of training."""
+
+    step: int
+    seen: int
+    """Tokens or images by then."""
+    score: float
+
+
+class Measured(Form):
+    """What was measured of a finished run; what was not is not set."""
+
+    attack: Numbers | None = None
+    """Scores of attacked data."""
+    leak: dict[str, LeakOfRun] = Field(default_factory=dict)
+    """By step."""
+    experts: dict[str, Numbers] = Field(default_factory=dict)
+    """The numbers of each measure of experts; in JSON beside the others."""
+    fluctuation: Fluctuation | None = None
+    head_changes: float | None = None
+    validations: list[RunValidation] | None = None
+    """What it was validated to while it was trained, oldest first."""
+    leaks: bool = False
+    """Whether its tokens see later ones."""
+
+    def to_json(self, unit: str) -> dict[str, Any]:
+        """The keys of what is set."""
+        tree = self.model_dump(exclude_unset=True)
+        for each in tree.get("validations") or ():
+            each[f"{unit}s"], each["score"] = each.pop("seen"), each.pop("score")
+        found: dict[str, Any] = {}
+        for name, value in tree.items():
+            found |= value if name == "experts" else {name: value}
+        return found
+
+    @classmethod
+    def from_json(cls, tree: Mapping[str, Any], unit: str) -> Self:
+        """What `to_json` wrote; every other key with numbers is a measure of experts."""
+        known = {name: tree[name] for name in cls.model_fields if name in tree}
+        if "validations" in known:
+            known["validations"] = [
+                {**each, "seen": each[f"{unit}s"]} for each in known["validations"]
+            ]
+        experts = {
+            name: value
+            for name, value in tree.items()
+            if isinstance(value, dict)
+            and name not in known
+            and all(each is None or isinstance(each, int | float) for each in value.values())
+        }
+        return cls.model_validate(known | ({"experts": experts} if experts else {}))
+
+
 class RunResult(Form):
     """What a finished run came to, and what was measured of it."""
 
@@ -283,15 +372,14 @@ class RunResult(Form):
     """How long it took; None if it was not done in one go."""
     jobs: int = 1
     """Runs that were trained at a time."""
-    measured: dict[str, Any] = Field(default_factory=dict)
-    """What was measured of it, as `read_measures` gives it; `leaks` if tokens see later ones."""
+    measured: Measured = Measured()
 
     def to_json(self, unit: str) -> dict[str, Any]:
         """The form of a run's file, and of `runs` in `results.json`; `unit` as `token`."""
         tree = self.model_dump(exclude={"measured"})
         scores = tree.pop("scores")
         names = {"scored": f"{unit}s_scored", "rate": f"{unit}s_per_second"}
-        return _renamed(tree, names, before={"scored": scores}) | self.measured
+        return _renamed(tree, names, before={"scored": scores}) | self.measured.to_json(unit)
 
     @classmethod
     def from_json(cls, tree: Mapping[str, Any], unit: str, scores: Sequence[str]) -> Self:
@@ -308,7 +396,9 @@ class RunResult(Form):
                 "scores": {score: tree[score] for score in scores},
                 "scored": tree[scored],
                 "rate": tree[rate],
-                "measured": {key: value for key, value in tree.items() if key not in known},
+                "measured": Measured.from_json(
+                    {key: value for key, value in tree.items() if key not in known}, unit
+                ),
             }
         )
 

@@ -1,7 +1,9 @@
 """What the results of finished runs come to: means, spread, differences of pairs.
 
 Runs of one seed see the same batches, so a difference is one of a pair: at the end of training, and
-at each step at which both were validated.
+at each step at which both were validated. Likewise ranks of variants are compared within a seed,
+where it is asked whether variants with more of a measure have a better score: the mean of these
+correlations over seeds has an interval, one correlation has none.
 """
 
 import math
@@ -9,13 +11,15 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from polyad.launch.study.relations import relations
+from scipy.stats import spearmanr
+
 from polyad.launch.study.result import (
     Difference,
     Leak,
     MeanOverTasks,
     Relation,
     RunResult,
+    RunValidation,
     Spread,
     StudyFacts,
     StudyPlan,
@@ -28,11 +32,15 @@ from polyad.launch.study.result import (
 )
 from polyad.train.config.environment import describe_environment
 from polyad.train.errors import RunError
-from polyad.train.measures.registry import MEASURES
 from polyad.train.study import paired
-from polyad.train.study.paired import CONFIDENCE
+from polyad.train.study.paired import CONFIDENCE, interval
+
+LEAST = 5
+"""Variants that make a correlation of ranks: of four, even perfect order comes by chance."""
 
 BySeed = Mapping[int, RunResult]
+Measures = Mapping[int, Mapping[str, Mapping[str, float]]]
+"""By seed and variant the measures of a run, by name."""
 
 
 def summarize(
@@ -86,7 +94,7 @@ def _variant(
 ) -> VariantResult:
     """One variant, by its runs and those of the baseline."""
     size = plan.variants[f"{name}/{point}".rstrip("/")]
-    units, scores = f"{plan.unit}s", [score.name for score in plan.scores]
+    scores = [score.name for score in plan.scores]
     by_seed, baseline = by_variant[name], by_variant.get(plan.baseline, {})
     is_baseline = name == plan.baseline
     differences = {} if is_baseline else _differences(by_seed, baseline, scores[0])
@@ -104,7 +112,7 @@ def _variant(
         difference=differences.get(scores[0]),
         differences=differences,
         leak=_leaks(by_seed, baseline),
-        curve=curve(by_seed, None if is_baseline else baseline, units),
+        curve=curve(by_seed, None if is_baseline else baseline),
     )
 
 
@@ -123,18 +131,17 @@ def _spread(values: Sequence[float | None]) -> Spread:
     return Spread(**paired.spread([each for each in values if each is not None])._asdict())
 
 
-def curve(runs: BySeed, baseline: BySeed | None, units: str) -> list[Validation]:
+def curve(runs: BySeed, baseline: BySeed | None) -> list[Validation]:
     """A variant's validations while it was trained, step by step.
 
     Args:
-        runs: by seed, with `validations`.
-        baseline: the same of the baseline, whose steps alone count; None: this is the baseline.
-        units: what training is counted in, as `tokens`.
+        runs: the variant's, by seed.
+        baseline: the baseline's, whose steps alone count; None: this is the baseline.
 
     Returns:
         Nothing of runs that were validated at their end alone.
     """
-    pairs = _validated(runs, runs if baseline is None else baseline, units)
+    pairs = _validated(runs, runs if baseline is None else baseline)
     steps = sorted({step for of_seed in pairs.values() for step in of_seed})
     found = []
     for step in steps if len(steps) > 1 else ():
@@ -151,28 +158,25 @@ def curve(runs: BySeed, baseline: BySeed | None, units: str) -> list[Validation]
     return found
 
 
-def _validated(
-    runs: BySeed, baseline: BySeed, units: str
-) -> dict[int, dict[int, tuple[float, float, float]]]:
+def _validated(runs: BySeed, baseline: BySeed) -> dict[int, dict[int, tuple[int, float, float]]]:
     """By seed and step the units seen and both scores, of what both have."""
     found = {}
     for seed in runs:
         ours, theirs = (
-            {each["step"]: each for each in _validations(by_seed, seed)}
+            {each.step: each for each in _validations(by_seed, seed)}
             for by_seed in (runs, baseline)
         )
         found[seed] = {
-            step: (each[units], each["score"], theirs[step]["score"])
+            step: (each.seen, each.score, theirs[step].score)
             for step, each in ours.items()
             if step in theirs
         }
     return found
 
 
-def _validations(runs: BySeed, seed: int) -> list[dict[str, Any]]:
+def _validations(runs: BySeed, seed: int) -> list[RunValidation]:
     """What the run of a seed was validated to while it was trained."""
-    found: list[dict[str, Any]] = runs[seed].measured.get("validations", []) if seed in runs else []
-    return found
+    return (runs[seed].measured.validations or []) if seed in runs else []
 
 
 def over_tasks(results: Mapping[str, StudyResult], tasks: Sequence[str]) -> TasksResult:
@@ -244,6 +248,66 @@ def _relations(by_variant: Mapping[str, BySeed], score: str) -> dict[str, Relati
     return relations(measured, score)
 
 
+def relations(measured: Measures, score: str) -> dict[str, Relation]:
+    """Correlates every measure with the score, within each seed.
+
+    Args:
+        measured: of the runs that are compared; the score is one of the measures.
+        score: the one to look at.
+
+    Returns:
+        By the measure's name Spearman's rank correlation of each seed, their mean and its interval
+        by the t distribution over seeds, as far as it is from -1 to 1. Only measures that at least
+        `LEAST` variants have, and that are not the same for all. Seeds of which some of these
+        variants are not finished are left out.
+    """
+    names = {name: None for known in measured.values() for each in known.values() for name in each}
+    found = {name: _relation(measured, name, score) for name in names if name != score}
+    return {name: relation for name, relation in found.items() if relation is not None}
+
+
+def rank_correlation(ours: Sequence[float], theirs: Sequence[float]) -> float:
+    """Spearman's; equal numbers share the mean of their ranks.
+
+    Args:
+        ours: one number of each variant.
+        theirs: the other, in the same order.
+
+    Returns:
+        From -1 to 1; NaN where one of them is the same for all, or not finite.
+    """
+    alike = min(ours) == max(ours) or min(theirs) == max(theirs)
+    return math.nan if alike else float(spearmanr(ours, theirs).statistic)
+
+
+def _relation(measured: Measures, name: str, score: str) -> Relation | None:
+    """The correlation of one measure; None if too few variants have it."""
+    having = {v for known in measured.values() for v, each in known.items() if name in each}
+    if len(having) < LEAST:
+        return None
+    values = {}
+    for seed, known in measured.items():
+        pairs = [(known[v][name], known[v][score]) for v in known if name in known[v]]
+        if len(pairs) == len(having):
+            correlation = rank_correlation(*zip(*pairs, strict=True))
+            if math.isfinite(correlation):
+                values[seed] = correlation
+    if not values:
+        return None
+    mean = interval(list(values.values()))
+    return Relation(
+        mean=mean.mean,
+        deviation=mean.deviation,
+        low=max(mean.low, -1.0),
+        high=min(mean.high, 1.0),
+        pairs=mean.pairs,
+        variants=len(having),
+        seeds=list(values),
+        values=list(values.values()),
+        excludes_zero=mean.excludes_zero,
+    )
+
+
 def measures(run: RunResult, score: str = "loss") -> dict[str, float]:
     """All numbers of a run by which variants are compared.
 
@@ -257,15 +321,14 @@ def measures(run: RunResult, score: str = "loss") -> dict[str, float]:
         often the head of an attention graph changed. What is not known, or not finite, is left out.
     """
     found, known = {score: run.scores[score], **run.routing}, run.measured
-    for name, value in known.get("attack", {}).items():
+    for name, value in (known.attack or {}).items():
         if name in run.scores:
             found[f"attacked_{name}"] = value
-    for name in MEASURES:
-        found |= known.get(name, {})
-    if fluctuation := known.get("fluctuation"):
-        found |= {"changed_first": fluctuation["top1"], "changed_set": fluctuation["set"]}
-    if "head_changes" in known:
-        found["head_changes"] = known["head_changes"]
+    for numbers in known.experts.values():
+        found |= numbers
+    if (changed := known.fluctuation) is not None:
+        found |= {"changed_first": changed.top1, "changed_set": changed.set}
+    found["head_changes"] = known.head_changes
     return {name: value for name, value in found.items() if value is not None}
 
 
@@ -304,17 +367,17 @@ def _leaks(runs: BySeed, baseline: BySeed) -> dict[str, Leak]:
     The loss from the prefix is that of the split with the difference of the sample added, which
     spreads far less than the sample's own loss.
     """
-    steps = sorted({int(step) for run in runs.values() for step in run.measured.get("leak", {})})
+    steps = sorted({int(step) for run in runs.values() for step in run.measured.leak})
     return {f"{step}": _leak(runs, baseline, f"{step}") for step in steps}
 
 
 def _leak(runs: BySeed, baseline: BySeed, step: str) -> Leak:
-    leaks = {seed: run.measured.get("leak", {}) for seed, run in runs.items()}
+    leaks = {seed: run.measured.leak for seed, run in runs.items()}
     known = {seed: leak[step] for seed, leak in leaks.items() if step in leak}
-    reported = {seed: leak["loss"] for seed, leak in known.items()}
-    masked = {seed: leak["masked_loss"] for seed, leak in known.items()}
-    prefix = {seed: leak["loss"] + leak["prefix_difference"] for seed, leak in known.items()}
-    errors = [leak["prefix_standard_error"] for leak in known.values()]
+    reported = {seed: leak.loss for seed, leak in known.items()}
+    masked = {seed: leak.masked_loss for seed, leak in known.items()}
+    prefix = {seed: leak.loss_from_prefix for seed, leak in known.items()}
+    errors = [leak.prefix_standard_error for leak in known.values()]
     # A baseline that does not leak has no loss at a checkpoint on the way.
     beside = {
         seed: baseline[seed] for seed in known
@@ -335,7 +398,7 @@ def _leak(runs: BySeed, baseline: BySeed, step: str) -> Leak:
     return Leak(
         seeds=list(known),
         reported=_spread(list(reported.values())),
-        prefix_tokens=min(leak["prefix_tokens"] for leak in known.values()),
+        prefix_tokens=min(leak.prefix_tokens for leak in known.values()),
         # Root mean square: that of one run's sample.
         prefix_standard_error=math.sqrt(statistics.fmean(error**2 for error in errors)),
         masked=_spread(list(masked.values())),
@@ -349,7 +412,6 @@ def _leak(runs: BySeed, baseline: BySeed, step: str) -> Leak:
 
 def _without_later(run: RunResult, step: str, way: str) -> float | None:
     """The loss of a baseline's run without what later tokens tell; None: it was not measured."""
-    if (leak := run.measured.get("leak", {}).get(step)) is not None:
-        masked, prefix = leak["masked_loss"], leak["loss"] + leak["prefix_difference"]
-        return float(masked if way == "masked" else prefix)
-    return None if run.measured.get("leaks") else run.scores["loss"]
+    if (leak := run.measured.leak.get(step)) is not None:
+        return leak.masked_loss if way == "masked" else leak.loss_from_prefix
+    return None if run.measured.leaks else run.scores["loss"]

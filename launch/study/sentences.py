@@ -140,9 +140,9 @@ def notes(result: StudyResult) -> str:
     ]
     if any("changed_set" in variant.measures for variant in variants):
         apart = {
-            run.measured["fluctuation"]["steps"]
+            run.measured.fluctuation.steps
             for run in result.runs
-            if "fluctuation" in run.measured
+            if run.measured.fluctuation is not None
         }
         steps = " or ".join(f"{step:g}" for step in sorted(apart))
         found.append(

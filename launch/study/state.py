@@ -269,10 +269,7 @@ def compare(study: Study, plan: StudyPlan, results: Results) -> StudyResult:
     """
     chosen = choose(study, results)
     done = [run for run in study.runs(chosen) if key(run) in results]
-    runs = []
-    for run in done:
-        measured = read_measures(run) | ({"leaks": True} if run.variant.leaks else {})
-        runs.append(results[key(run)].model_copy(update={"measured": measured}))
+    runs = [results[key(run)].model_copy(update={"measured": read_measures(run)}) for run in done]
     found = summarize(plan, runs, {group: variant.point for group, variant in chosen.items()})
     measures, attack = all_measures(study, chosen), study.config.attack
     all_taken = all(each.read() is not None for each in measures)

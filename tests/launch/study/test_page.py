@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from polyad.launch.cli import run
-from polyad.launch.study.data import prepared
-from polyad.launch.study.folder import write_record
+from polyad.launch.study.folder import prepared, write_record
 from polyad.launch.study.page import page
 from polyad.launch.study.result import About, StudyResult, TasksResult
 from polyad.launch.study.results import over_tasks

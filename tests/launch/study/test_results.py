@@ -15,7 +15,7 @@ from polyad.launch.study.result import (
     StudyResult,
     VariantSize,
 )
-from polyad.launch.study.results import curve, summarize
+from polyad.launch.study.results import LEAST, curve, rank_correlation, relations, summarize
 from polyad.launch.study.tables import result_table
 from polyad.train.errors import RunError
 from polyad.train.tasks.language import LanguageModelling
@@ -298,7 +298,7 @@ def lines(ends: list[float], slopes: list[float]) -> tuple[Runs, Runs]:
 def test_differences_are_of_pairs_at_steps_that_both_have() -> None:
     runs = runs_of(s1=[5.0, 4.0, 3.0], s2=[5.2, None, 3.4], s3=[9.0, 9.0, 9.0])
     baseline = runs_of(s1=[4.0, 3.5, None], s2=[4.4, 3.0, 3.0], s4=[1.0, 1.0, 1.0])
-    first, second, third = [each.model_dump() for each in curve(runs, baseline, "tokens")]
+    first, second, third = [each.model_dump() for each in curve(runs, baseline)]
     assert [each["step"] for each in (first, second, third)] == [1, 2, 3]
     assert [each["seen"] for each in (first, second, third)] == [10, 20, 30]
     assert first["score"] == {"mean": 5.1, "deviation": pytest.approx(0.02**0.5), "runs": 2}
@@ -308,14 +308,55 @@ def test_differences_are_of_pairs_at_steps_that_both_have() -> None:
     assert not first["difference"]["excludes_zero"]
     assert (second["difference"]["seeds"], second["difference"]["mean"]) == ([1], 0.5)
     assert (third["difference"]["seeds"], third["difference"]["pairs"]) == ([2], 1)
-    of_baseline = [each.model_dump() for each in curve(baseline, None, "tokens")]
+    of_baseline = [each.model_dump() for each in curve(baseline, None)]
     assert [each["score"]["runs"] for each in of_baseline] == [3, 3, 2]
     assert [each["difference"] for each in of_baseline] == [None] * 3
 
 
 def test_runs_that_were_validated_once_have_no_curve() -> None:
     once = runs_of(s1=[None, None, 3.0])
-    assert curve(once, None, "tokens") == []
-    assert curve(once, runs_of(s1=[4.0, 3.5, 3.0]), "tokens") == []
+    assert curve(once, None) == []
+    assert curve(once, runs_of(s1=[4.0, 3.5, 3.0])) == []
     never = {1: finished("dense", 1, 4.0)}
-    assert curve(never, never, "tokens") == []
+    assert curve(never, never) == []
+
+
+def with_entropy(*runs: tuple[int, list[tuple[float, float]]]) -> dict[int, dict[str, Any]]:
+    """By seed and variant loss and entropy, of pairs of them for each seed."""
+    return {
+        seed: {f"v{i}": {"loss": loss, "entropy": x} for i, (loss, x) in enumerate(pairs)}
+        for seed, pairs in runs
+    }
+
+
+def test_rank_correlations_by_hand() -> None:
+    # One pair of five is swapped: 1 - 6 x 2 / (5 x 24).
+    assert rank_correlation([1, 2, 3, 4, 5], [10, 30, 20, 40, 50]) == pytest.approx(0.9)
+    assert rank_correlation([1, 2, 3], [3.0, 2.0, -7.0]) == pytest.approx(-1)
+    # Two equal ones share the rank 1.5: Pearson's of (1.5, 1.5, 3) and (1, 2, 3).
+    assert rank_correlation([4, 4, 9], [1, 2, 3]) == pytest.approx(1.5 / (1.5 * 2) ** 0.5)
+
+
+def test_correlations_are_within_seeds_and_their_interval_is_over_seeds() -> None:
+    # A seed that is worse as a whole, with more of the measure, must not count.
+    falling = [(5.0 - 0.1 * i, float(i)) for i in range(5)]
+    worse = [(9.0 - 0.1 * i, 100.0 + i) for i in range(5)]
+    swapped = [(5.0 - 0.1 * (0, 2, 1, 3, 4)[i], float(i)) for i in range(5)]
+    found = relations(with_entropy((1, falling), (2, worse), (3, swapped)), "loss")["entropy"]
+    assert found.values == pytest.approx([-1, -1, -0.9])
+    assert found.seeds == [1, 2, 3]
+    assert found.mean == pytest.approx(-2.9 / 3)
+    half = 4.30265 * 0.0577350 / 3**0.5  # t of two degrees of freedom
+    assert (found.low, found.high) == pytest.approx((-1, -2.9 / 3 + half))  # cut at -1
+    assert found.excludes_zero
+
+
+def test_nothing_is_said_of_few_variants_of_one_number_and_of_half_a_seed() -> None:
+    falling = [(5.0 - 0.1 * i, float(i)) for i in range(LEAST)]
+    few = with_entropy((1, falling[1:]))
+    few[1]["dense"] = {"loss": 4.0}
+    assert relations(few, "loss") == {}
+    assert relations(with_entropy((1, [(loss, 0.0) for loss, _ in falling])), "loss") == {}
+    found = relations(with_entropy((1, falling), (2, falling[:1])), "loss")
+    assert found["entropy"].seeds == [1]
+    assert not found["entropy"].excludes_zero

@@ -125,7 +125,7 @@ def test_a_study_compares_its_numbers(even, tmp_path, monkeypatch):
     written = tmp_path / "written.json"
     written.write_text(json.dumps({"split": "validation", "step": 4, "layers": {"a": 0.5}}))
     measure.keep(written)
-    assert read_measures(sparse_run)["even"] == {"even_share": 0.5}
+    assert read_measures(sparse_run).experts == {"even": {"even_share": 0.5}}
     path.write_text(json.dumps(tree | changes | {"measures": ["odd"]}))
     _, sparse_run = load_study(path).runs({})
     with pytest.raises(ConfigError, match="measures: 'odd' is not allowed: even are"):

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from polyad.launch.study.finishing import _has_diverged
+from polyad.launch.study.run import _has_diverged
 from polyad.train.tasks.images import ImageClassification
 
 GOOD = {"loss": 1.0, "grad_norm": 1.0, "skipped": False}
