@@ -13,10 +13,11 @@ from polyad.parallel.source import InitialWeights
 from polyad.parallel.zero import Engine
 from polyad.train.config.adaptation import model_of
 from polyad.train.config.distillation import teacher_here
+from polyad.train.config.parts import engine_of
 from polyad.train.config.rules import validate
 from polyad.train.config.run import RunConfig
 from polyad.train.forecast.step import OWN_NUMBERS
-from polyad.train.layout.trial import engine_of, micro_batches
+from polyad.train.layout.trial import micro_batches
 from polyad.train.loop.step import issue_step
 from polyad.train.tasks.random_input import losses_for
 
@@ -30,7 +31,7 @@ def second_step(config: RunConfig) -> tuple[dict[Exchange, Amount], dict[str, in
     )
     dims = validate(config, world.size)
     start = InitialWeights(model_of(config), config.seed)
-    engine = engine_of(config, world, config.optimizer, start)
+    engine = engine_of(config, validate(config, world.size), world, start)
     for step in range(2):
         traffic = Traffic(dims, world.rank)
         batches = list(micro_batches(config, world, step))
@@ -69,7 +70,7 @@ def save_start(config: RunConfig, folder: Path) -> None:
     """Writes a checkpoint of a model that has not been trained."""
     world = comm.initialize()
     start = InitialWeights(model_of(config), config.seed)
-    engine = engine_of(config, world, config.optimizer, start)
+    engine = engine_of(config, validate(config, world.size), world, start)
     save(engine, folder, 1, state={}, config_yaml=config.to_yaml())
 
 
@@ -77,7 +78,7 @@ def measured_rise(config: RunConfig) -> int:
     """How many bytes more than before a step its peak takes, as torch's allocator has them."""
     world = comm.initialize()
     start = InitialWeights(model_of(config), config.seed)
-    engine = engine_of(config, world, config.optimizer, start)
+    engine = engine_of(config, validate(config, world.size), world, start)
     losses_of = losses_for(config.model, teacher_here(config, world.device))
     batches = list(micro_batches(config, world, 0))
 

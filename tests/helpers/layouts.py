@@ -8,8 +8,8 @@ import torch
 
 from polyad.parallel import comm
 from polyad.parallel.checkpoint.reading import Checkpoint
+from polyad.train.config import parts
 from polyad.train.config.run import RunConfig
-from polyad.train.layout import trial
 from polyad.train.layout.trial import run_trial, save_again
 from polyad.train.layout.verify import Difference, Reference, differences
 
@@ -35,7 +35,7 @@ def compared(
         tensor_parallel_size=degrees.tensor_parallel_size,
         expert_parallel_size=degrees.expert_parallel_size,
     )
-    parallelize = trial.parallelize
+    parallelize = parts.parallelize
 
     def wrongly(*arguments, **named):  # type: ignore[no-untyped-def]
         engine = parallelize(*arguments, **named)
@@ -45,7 +45,7 @@ def compared(
             parameter.register_hook(lambda gradient: gradient * factor)
         return engine
 
-    with mock.patch.object(trial, "parallelize", wrongly) if spoiled else nullcontext():
+    with mock.patch.object(parts, "parallelize", wrongly) if spoiled else nullcontext():
         ours = run_trial(config, world, folder)
         again = save_again(config, world, theirs.trial.trained, folder)
     found = list(differences(config, ours, *theirs, Checkpoint(again))) if world.is_main else []

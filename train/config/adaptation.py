@@ -1,6 +1,6 @@
 """The model of a run: with its adapters, and with what is not trained frozen."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -117,21 +117,31 @@ def source_of(
     return on_base(start, InitialWeights(model, config.seed), plain, buffers=start)
 
 
-def counts(model: nn.Module) -> dict[str, Any]:
-    """Numbers of parameters: `adapters` and in how many layers, `trained` and `frozen` in all."""
+class Counts(NamedTuple):
+    """Numbers of parameters."""
+
+    adapters: int
+    adapted_layers: int
+    """Weights with an adapter beside them."""
+    trained: int
+    """Parameters that are trained, those of adapters among them."""
+    frozen: int
+
+    def in_words(self) -> str:
+        """These counts, for a person."""
+        beside = ""
+        if self.adapters:
+            beside = f" ({self.adapters:,} in adapters of {self.adapted_layers} weights)"
+        return f"trains {self.trained:,} parameters{beside}; {self.frozen:,} are frozen"
+
+
+def counts(model: nn.Module) -> Counts:
+    """Counts what is trained of a model, and what is not."""
     beside = [adapter for *_, adapter in adapters(model)]
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    return {
-        "adapters": sum(p.numel() for adapter in beside for p in adapter.parameters()),
-        "adapted_layers": len(beside),
-        "trained": trained,
-        "frozen": sum(p.numel() for p in model.parameters()) - trained,
-    }
-
-
-def in_words(count: dict[str, Any]) -> str:
-    """These counts, for a person."""
-    beside = ""
-    if count["adapters"]:
-        beside = f" ({count['adapters']:,} in adapters of {count['adapted_layers']} weights)"
-    return f"trains {count['trained']:,} parameters{beside}; {count['frozen']:,} are frozen"
+    return Counts(
+        adapters=sum(p.numel() for adapter in beside for p in adapter.parameters()),
+        adapted_layers=len(beside),
+        trained=trained,
+        frozen=sum(p.numel() for p in model.parameters()) - trained,
+    )

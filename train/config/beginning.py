@@ -6,7 +6,7 @@ from pathlib import Path
 
 from polyad.parallel.checkpoint.reading import Checkpoint
 from polyad.parallel.weights import Weights
-from polyad.train.config.adaptation import begins_anew, counts, in_words, model_of
+from polyad.train.config.adaptation import begins_anew, counts, model_of
 from polyad.train.config.plan import Plan
 from polyad.train.config.run import RunConfig, parse_config
 from polyad.train.config.text import flatten
@@ -57,8 +57,8 @@ def say_first_line(plan: Plan, state: TrainState) -> None:
     """Prints the first line, and what is odd about it; called by the main process alone."""
     print(first_line(plan, state), file=sys.stderr, flush=True)
     count = counts(model_of(plan.config))
-    if count["frozen"] and not nothing_is_left(plan, state):
-        print(in_words(count), file=sys.stderr, flush=True)
+    if count.frozen and not nothing_is_left(plan, state):
+        print(count.in_words(), file=sys.stderr, flush=True)
     if note := warm_up_note(plan.config):
         print(f"polyad: warning: {note}", file=sys.stderr, flush=True)
     notes = list(plan.task.notes)

@@ -12,15 +12,18 @@ from polyad.parallel.checkpoint.format import CONFIG_FILE
 from polyad.parallel.checkpoint.keeping import Retention, remove_leftovers
 from polyad.parallel.checkpoint.reading import Checkpoint
 from polyad.parallel.checkpoint.saving import Saver
+from polyad.parallel.dims import Dims
 from polyad.parallel.fragments import fill
 from polyad.parallel.parallelize import parallelize
+from polyad.parallel.source import Source
 from polyad.parallel.zero import Engine
 from polyad.train.config.adaptation import begins_anew, model_of, source_of
 from polyad.train.config.environment import agreed_facts, write_environment
 from polyad.train.config.plan import Plan
+from polyad.train.config.run import RunConfig
 from polyad.train.guard.spikes import batches_left_out
 from polyad.train.loop.metrics import Metrics
-from polyad.train.loop.optimizer import build_optimizer
+from polyad.train.loop.optimizer import OptimizerConfig, build_optimizer
 from polyad.train.loop.timing import Startup
 from polyad.train.state import TrainState
 from polyad.train.tasks.losses import cross_entropy
@@ -69,21 +72,49 @@ def build_engine(plan: Plan, world: comm.World) -> Engine:
     """The model in training over all processes, with the weights that the run starts from."""
     config = plan.config
     anew = () if plan.init is None else begins_anew(plan.task, plan.init, config.model)
-    return parallelize(
+    source = source_of(config, plan.resume, plan.init, anew)
+    return engine_of(config, plan.dims, world, source, compiled=config.model.compile)
+
+
+def engine_of(
+    config: RunConfig,
+    dims: Dims,
+    world: comm.World,
+    source: Source,
+    *,
+    optimizer: OptimizerConfig | None = None,
+    global_batch_size: int | None = None,
+    compiled: bool = False,
+) -> Engine:
+    """The model of a configuration in training.
+
+    Args:
+        config: Resolved; it fits the layout.
+        dims: The layout.
+        world: This process.
+        source: Has the weights, and perhaps moments, that it starts from.
+        optimizer: In place of the configuration's.
+        global_batch_size: Samples of a step, in place of the configuration's.
+        compiled: Whether blocks run through torch.compile.
+    """
+    train, wanted = config.train, optimizer or config.optimizer
+    engine = parallelize(
         model_of(config),
-        plan.dims,
+        dims,
         config.parallel,
         world=world,
-        make_optimizer=lambda parameters: build_optimizer(config.optimizer, parameters),
-        precision=config.train.precision,
-        global_batch_size=config.train.global_batch_size,
-        micro_batch_size=config.train.micro_batch_size,
-        clip_grad_norm=config.optimizer.clip_grad_norm,
-        source=source_of(config, plan.resume, plan.init, anew),
+        make_optimizer=lambda parameters: build_optimizer(wanted, parameters),
+        precision=train.precision,
+        global_batch_size=global_batch_size or train.global_batch_size,
+        micro_batch_size=train.micro_batch_size,
+        clip_grad_norm=wanted.clip_grad_norm,
+        source=source,
         cross_entropy=cross_entropy,
-        compiled=config.model.compile,
-        average_decay=config.train.ema,
+        compiled=compiled,
+        average_decay=train.ema,
     )
+    engine.train()
+    return engine
 
 
 def restore_random_numbers(

@@ -4,7 +4,7 @@ import re
 from abc import ABC, abstractmethod
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from pydantic import ValidationError
@@ -22,22 +22,26 @@ from polyad.train.config.text import apply_override, settle
 from polyad.train.errors import ConfigError
 
 
-class Change(Protocol):
+class Change(ABC):
     """An option of `polyad convert` that makes another model."""
 
+    name: str
+    """The option, with dashes."""
     done: str
-    """What was done, as the state of a checkpoint names it."""
-    text: str
-    """The option's value."""
+    """What is done, as the state of a checkpoint names it."""
+    text: str = "true"
+    """The value of the option."""
 
     def error(self, message: str) -> ConfigError:
         """An error about this option."""
+        return ConfigError(f"{self.name}: {message}")
 
+    @abstractmethod
     def of(self, weights: Weights) -> "Changed":
-        """The other model's weights.
+        """The weights of the other model.
 
         Raises:
-            ConfigError: it cannot be made of these.
+            ConfigError: It cannot be made of these.
         """
 
 
@@ -47,7 +51,7 @@ class _Tree(Config):
     model: ModelSection
 
 
-class Option(ABC):
+class Option(Change):
     """An option whose value is keys: those of the new feed-forward, and some that say how.
 
     Args:
@@ -62,8 +66,6 @@ class Option(ABC):
             the dense model decides is checked by `model_config`.
     """
 
-    done: str
-    """What happens to the dense model."""
     kind: str
     """The kind of the new feed-forward."""
     widths: tuple[str, ...] = ("hidden_size",)
@@ -109,10 +111,6 @@ class Option(ABC):
     def error(self, message: str) -> ConfigError:
         """An error about this value of the option."""
         return ConfigError(f"{self.name} {self.text}: {message}")
-
-    @abstractmethod
-    def of(self, weights: Weights) -> "Changed":
-        """See `Change.of`."""
 
     def model_config(self, dense: ModelSettings, folder: Path) -> tuple[str, ModelSettings]:
         """The configuration of the other model.

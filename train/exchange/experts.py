@@ -32,7 +32,7 @@ from polyad.model.smoe.upcycling import copies, dense_tensor
 from polyad.parallel.weights import Weights
 from polyad.train.config.run import RunConfig
 from polyad.train.errors import ConfigError
-from polyad.train.exchange.change import Changed, Option, activation_of
+from polyad.train.exchange.change import Change, Changed, Option, activation_of
 
 
 class _Copying(Config):
@@ -235,14 +235,10 @@ def is_split(model: ModelSettings) -> bool:
     return any(isinstance(each, EmergentMoEConfig) for each in model.feed_forwards().values())
 
 
-class Merging:
+class Merging(Change):
     """`--merge`: a model with groups of units as a dense one."""
 
-    done, text = "merged", "true"
-
-    def error(self, message: str) -> ConfigError:
-        """An error about this option."""
-        return ConfigError(f"--merge: {message}")
+    name, done = "--merge", "merged"
 
     def of(self, weights: Weights) -> "Merged":
         """The dense model's weights."""

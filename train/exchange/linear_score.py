@@ -14,21 +14,16 @@ from torch import nn
 from polyad.model.smoe.config import SparseMoEConfig
 from polyad.model.smoe.layer import SparseMoE
 from polyad.parallel.weights import Weights
-from polyad.train.errors import ConfigError
-from polyad.train.exchange.change import Changed
+from polyad.train.exchange.change import Change, Changed
 
 LINEAR = ".router.score.weight"
 """The end of the name of what is made."""
 
 
-class LinearScores:
+class LinearScores(Change):
     """The option."""
 
-    done, text = "linear_score", "true"
-
-    def error(self, message: str) -> ConfigError:
-        """An error about this option."""
-        return ConfigError(f"--linear-score: {message}")
+    name, done = "--linear-score", "linear_score"
 
     def of(self, weights: Weights) -> "Linearized":
         """The other model's weights."""

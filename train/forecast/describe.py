@@ -11,7 +11,7 @@ from polyad.model.emoe.config import EmergentMoEConfig
 from polyad.model.smoe.config import SelectingConfig, SparseMoEConfig
 from polyad.parallel.dims import Dims
 from polyad.parallel.plan.devices import DEFAULT_DEVICE, DEVICES
-from polyad.train.config.adaptation import counts, in_words, model_of, unused_parameters
+from polyad.train.config.adaptation import counts, model_of, unused_parameters
 from polyad.train.config.beginning import schedule_line, schedule_notes
 from polyad.train.config.comparison import comparison_rows, experts_compared
 from polyad.train.config.environment import check_compiler
@@ -118,7 +118,7 @@ def describe(
             "active_parameters": parameters - unused_parameters(model),
             "experts": _experts(config),
             "factorized_experts": experts_compared(config.model),
-            "adapted": adapted if adapted["frozen"] else None,
+            "adapted": adapted if adapted.frozen else None,
             "embedding_parameters": _count(model, *config.model.embeddings),
             "block_parameters": [count_parameters(block) for block in _blocks(model)],
             f"flops_per_{unit}": flops,
@@ -189,7 +189,7 @@ def memory_per_process(config: RunConfig, dims: Dims) -> dict[str, int]:
     """
     memory = memory_by_kind(footprint(config, dims, on_gpu=True), DEVICES[DEFAULT_DEVICE])
     if config.checkpoint.asynchronous:
-        trained = counts(model_of(config))["trained"]
+        trained = counts(model_of(config)).trained
         numbers = 1 + config.tensors_per_weight()
         memory["snapshot"] = 4 * numbers * trained // dims.world_size
     return memory
@@ -235,7 +235,7 @@ def _model_rows(model: dict[str, Any], unit: str) -> list[tuple[str, str]]:
             "parameters",
             f"{model['parameters']:,}  (embeddings {model['embedding_parameters']:,}{block})",
         ),
-        *([("adapted", in_words(model["adapted"]))] if model["adapted"] else []),
+        *([("adapted", model["adapted"].in_words())] if model["adapted"] else []),
         *_expert_rows(model, unit),
         *(comparison_rows(factorized) if factorized else []),
         (f"FLOPs/{unit}", f"{model[f'flops_per_{unit}']:.3g}  (forward and backward)"),

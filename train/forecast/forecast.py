@@ -118,7 +118,13 @@ def forecast(
     spent = predicted_time(config, dims, machines, found)
     memory = with_libraries(found.memory, machines.device)
     result = describe_forecast(
-        config, dims, machines, found, spent, memory, peak=peak_of(config, machines.device)
+        config,
+        dims,
+        machines,
+        found,
+        spent,
+        memory,
+        peak=machines.device.peak(config.train.precision, tf32=config.train.tf32),
     )
     return result | {"imbalance": imbalance}
 
@@ -165,11 +171,6 @@ def place_of(config: RunConfig, dims: Dims, machines: Machines) -> Place:
         zero_stage=config.parallel.zero_stage,
         overlap=config.parallel.expert_overlap,
     )
-
-
-def peak_of(config: RunConfig, device: Device) -> float:
-    """FLOP/s that MFU refers to."""
-    return device.peak(config.train.precision, tf32=config.train.tf32)
 
 
 def with_libraries(memory: dict[str, int], device: Device) -> dict[str, int]:

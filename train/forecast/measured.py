@@ -23,6 +23,7 @@ from polyad.parallel.source import InitialWeights
 from polyad.train.config.adaptation import model_of
 from polyad.train.config.distillation import teacher_here
 from polyad.train.config.environment import agreed_facts
+from polyad.train.config.parts import engine_of
 from polyad.train.config.rules import validate
 from polyad.train.config.run import RunConfig
 from polyad.train.console import Progress
@@ -31,7 +32,7 @@ from polyad.train.forecast.forecast import Machines, describe_forecast
 from polyad.train.forecast.step import OWN_NUMBERS, footprint
 from polyad.train.forecast.times import StepTime
 from polyad.train.guard.memory import is_out_of_memory
-from polyad.train.layout.trial import engine_of, micro_batches
+from polyad.train.layout.trial import micro_batches
 from polyad.train.loop.device import Prefetch, allow_tf32, peak_memory_bytes
 from polyad.train.loop.metrics import peak_flops
 from polyad.train.loop.step import IssuedStep, issue_step
@@ -63,7 +64,8 @@ class RandomTraining:
         self._config, self._world = config, world
         allow_tf32(config.train.tf32, world.device)
         start = InitialWeights(model_of(config), config.seed)
-        self.engine = engine_of(config, world, config.optimizer, start, compiled=compiled)
+        dims = validate(config, world.size)
+        self.engine = engine_of(config, dims, world, start, compiled=compiled)
         self._losses_of = losses_for(config.model, teacher_here(config, world.device))
         on_gpu = world.device.type == "cuda"
         self._batches = [

@@ -12,7 +12,6 @@ from polyad.model.kernels import switch
 from polyad.model.smoe.layer import SparseMoE
 from polyad.parallel.checkpoint.box import Box
 from polyad.parallel.dims import Dims
-from polyad.parallel.parallelize import parallelize
 from polyad.parallel.plan.memory import Memory
 from polyad.parallel.plan.traffic import Amount, Exchanges, Traffic
 from polyad.parallel.plan.weightless import Weightless
@@ -22,10 +21,10 @@ from polyad.parallel.source import WeightSource
 from polyad.parallel.zero import DTYPES, Engine
 from polyad.train.config.adaptation import model_of
 from polyad.train.config.distillation import teacher_model
+from polyad.train.config.parts import engine_of
 from polyad.train.config.run import RunConfig
-from polyad.train.loop.optimizer import build_optimizer
 from polyad.train.loop.step import issue_step
-from polyad.train.tasks.losses import Teacher, cross_entropy
+from polyad.train.tasks.losses import Teacher
 from polyad.train.tasks.random_input import losses_for, random_batch
 
 HALF, LAST = 0.5, 1 - 1e-6
@@ -94,26 +93,16 @@ def footprint(
         pretended_world(dims) as world,
         Weightless([memory, traffic, computed]) as weightless,
     ):
-        model = model_of(config)
-        parameters = sum(p.numel() for p in model.parameters())
-        engine = parallelize(
-            model,
+        whole = model_of(config)
+        engine = engine_of(
+            config,
             dims,
-            config.parallel,
-            world=world,
-            make_optimizer=lambda named: build_optimizer(config.optimizer, named),
-            precision=train.precision,
+            world,
+            _Nothing(whole),
             global_batch_size=run * train.micro_batch_size * dims.data_parallel_size,
-            micro_batch_size=train.micro_batch_size,
-            clip_grad_norm=config.optimizer.clip_grad_norm,
-            source=_Nothing(model_of(config)),
-            cross_entropy=cross_entropy,
-            compiled=False,
-            average_decay=train.ema,
         )
         assume_rows(engine.module, imbalance)
         phases.append(Phase(engine.module))
-        engine.train()
         _name_state(engine, memory, weightless)
         teacher = _teacher(config, memory)
         batch = random_batch(config.model, range(train.micro_batch_size), config.data)
@@ -148,7 +137,7 @@ def footprint(
         if later:
             step(LAST)
         return Footprint(
-            parameters=parameters,
+            parameters=sum(p.numel() for p in whole.parameters()),
             memory={kind: size for kind, size in memory.peak.items() if size},
             largest={kind: size for kind, size in memory.largest.items() if size},
             between_steps={kind: size for kind, size in memory.now.items() if size},

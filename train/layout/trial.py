@@ -20,16 +20,15 @@ from polyad.parallel import comm
 from polyad.parallel.checkpoint.box import Box
 from polyad.parallel.checkpoint.reading import Checkpoint
 from polyad.parallel.checkpoint.writing import save
-from polyad.parallel.parallelize import parallelize
-from polyad.parallel.source import InitialWeights, Source, on_base
+from polyad.parallel.source import InitialWeights, on_base
 from polyad.parallel.zero import Engine
 from polyad.train.config.adaptation import model_of
+from polyad.train.config.parts import engine_of
 from polyad.train.config.rules import validate
 from polyad.train.config.run import RunConfig
 from polyad.train.loop.device import Prefetch
-from polyad.train.loop.optimizer import OptimizerConfig, build_optimizer
+from polyad.train.loop.optimizer import OptimizerConfig
 from polyad.train.loop.step import train_step
-from polyad.train.tasks.losses import cross_entropy
 from polyad.train.tasks.random_input import losses_for, random_batch
 
 GRADIENTS = OptimizerConfig(kind="sgd", momentum=0.9, weight_decay=0.0, clip_grad_norm=0.0)
@@ -70,12 +69,13 @@ def run_trial(config: RunConfig, world: comm.World, folder: Path, *, nudged: boo
         folder: for the checkpoints; all processes see it.
         nudged: whether weights begin as `Nudged` has them, to see what rounding alone makes.
     """
+    dims = validate(config, world.size)
     start = (Nudged if nudged else InitialWeights)(model_of(config), config.seed)
-    engine = engine_of(config, world, GRADIENTS, start)
+    engine = engine_of(config, dims, world, start, optimizer=GRADIENTS)
     _step(engine, config, 0, learning_rate=0.0)
     gradients = _save(engine, config, folder / "gradients", 1)
     outcomes = [_step(engine, config, step, LEARNING_RATE) for step in range(STEPS)]
-    engine = engine_of(config, world, config.optimizer, start)
+    engine = engine_of(config, dims, world, start)
     _step(engine, config, 0, LEARNING_RATE)
     trained = _save(engine, config, folder / "trained", 1)
     return Trial(
@@ -96,44 +96,8 @@ def save_again(config: RunConfig, world: comm.World, checkpoint: Path, folder: P
     model = model_of(config)
     start = InitialWeights(model, config.seed)
     source = on_base(start, saved, of_base(model), buffers=saved)
-    engine = engine_of(config, world, config.optimizer, source)
+    engine = engine_of(config, validate(config, world.size), world, source)
     return _save(engine, config, folder / "again", 1)
-
-
-def engine_of(
-    config: RunConfig,
-    world: comm.World,
-    optimizer: OptimizerConfig,
-    source: Source,
-    *,
-    compiled: bool = False,
-) -> Engine:
-    """The model of a trial in training.
-
-    Args:
-        config: of a run, or a small one.
-        world: this process.
-        optimizer: in place of the configuration's.
-        source: of weights and moments.
-        compiled: whether blocks run through torch.compile.
-    """
-    engine = parallelize(
-        model_of(config),
-        validate(config, world.size),
-        config.parallel,
-        world=world,
-        make_optimizer=lambda parameters: build_optimizer(optimizer, parameters),
-        precision=config.train.precision,
-        global_batch_size=config.train.global_batch_size,
-        micro_batch_size=config.train.micro_batch_size,
-        clip_grad_norm=optimizer.clip_grad_norm,
-        source=source,
-        cross_entropy=cross_entropy,
-        compiled=compiled,
-        average_decay=config.train.ema,
-    )
-    engine.train()
-    return engine
 
 
 def _step(

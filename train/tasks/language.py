@@ -6,8 +6,7 @@ Shapes: B samples of a micro-batch, T tokens of a sample, V vocabulary.
 import copy
 import functools
 from collections.abc import Iterator, Mapping
-from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor
 from torch.utils.data import Dataset
@@ -19,8 +18,8 @@ from polyad.data.text.samples import MixedSamples, TrainingData, TrainingSamples
 from polyad.data.text.windows import EvaluationWindows, SpreadWindows, window_batches
 from polyad.model.gpt2 import GPT2Config
 from polyad.model.output import RoutingStats
-from polyad.model.settings import ModelSettings
 from polyad.parallel import comm
+from polyad.parallel.weights import Weights
 from polyad.train.errors import ConfigError
 from polyad.train.tasks.losses import Learner, Teacher
 from polyad.train.tasks.task import Predictor, Score, Sections, Share
@@ -234,16 +233,7 @@ class LanguageModelling(Learner, TextTask[TextBatch]):
         return TextProbe(SpreadWindows(whole, units))
 
 
-class Described(Protocol):
-    """Weights that come with the configuration of their model."""
-
-    folder: Path
-
-    def model_config(self) -> ModelSettings:
-        """The configuration of the model, complete."""
-
-
-def language_model(weights: Described) -> GPT2Config:
+def language_model(weights: Weights) -> GPT2Config:
     """The configuration of weights that predict text.
 
     Raises:
