@@ -26,11 +26,11 @@ STALLED = 75
 
 OUTPUT_ERRORS = frozenset(
     {
-        *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO),
-        *(errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENOTDIR, errno.EISDIR),
-        *(errno.ENAMETOOLONG, errno.EEXIST, errno.ENOTEMPTY),
+        errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.EACCES, errno.EPERM,
+        errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.EEXIST,
+        errno.ENOTEMPTY,
     }
-)
+)  # fmt: skip
 """Errors of a file system that the user can solve: one line and no traceback."""
 
 MAX_SHOWN = 200

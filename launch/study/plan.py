@@ -28,9 +28,9 @@ from polyad.model.settings import ModelSettings
 from polyad.parallel.checkpoint.keeping import complete_checkpoints
 from polyad.train.config.plan import open_plan, plan_run
 from polyad.train.config.rules import validate
-from polyad.train.config.text import flatten
+from polyad.train.config.text import below, flatten
 from polyad.train.forecast.describe import describe
-from polyad.train.study.study import Run, Study, Variant, below
+from polyad.train.study.study import Run, Study, Variant
 
 FREE_OF_COST = (
     "seed", "run", "data", "log", "checkpoint", "optimizer", "schedule", "train.steps",

@@ -239,11 +239,7 @@ def test_a_teacher_of_sequences_that_does_not_fit_is_refused(workers, tmp_path, 
     for words, message in (
         ((f"distill.teacher={own}", f"data.path={tmp_path / 'two'}"), "has 2 classes, the distill"),
         (
-            (
-                f"distill.teacher={own}",
-                f"data.path={tmp_path / 'numbers'}",
-                "data.task=regression",
-            ),
+            (f"distill.teacher={own}", f"data.path={tmp_path / 'numbers'}", "data.task=regression"),
             "whose labels are numbers",
         ),
         ((f"distill.teacher={teacher}",), "has model.kind: gpt2 and data.kind: text; model.kind: "),

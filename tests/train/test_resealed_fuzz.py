@@ -12,11 +12,7 @@ from polyad.parallel.checkpoint.verification import read_contents, verify_conten
 from polyad.parallel.weights import load_model, open_checkpoint, open_weights
 from polyad.train.config.plan import plan_run
 from polyad.train.tasks.vocabulary import tokenizer_of
-from tests.helpers.resealed import (
-    WEIGHT,
-    mutations,
-    outcome,
-)
+from tests.helpers.resealed import WEIGHT, mutations, outcome
 
 pytestmark = pytest.mark.distributed
 

@@ -10,13 +10,7 @@ from polyad.model.settings import ModelSettings
 from polyad.model.smoe.layer import SelectingMoE
 from polyad.parallel.checkpoint.reading import Checkpoint
 from polyad.parallel.fragments import persistent_buffers
-from polyad.parallel.source import (
-    InitialWeights,
-    Source,
-    WeightsOnly,
-    begun_anew,
-    on_base,
-)
+from polyad.parallel.source import InitialWeights, Source, WeightsOnly, begun_anew, on_base
 from polyad.parallel.weights import Weights
 from polyad.train.config.run import RunConfig
 from polyad.train.loop.optimizer import freeze

@@ -168,7 +168,7 @@ def set_teacher(
     if teacher is None:
         return
     assert isinstance(task, Learner)
-    task.learn_from(_loaded(_open(teacher.folder), config, device))
+    task.teacher = _loaded(_open(teacher.folder), config, device)
 
 
 def teacher_model(config: RunConfig) -> ModelSettings | None:

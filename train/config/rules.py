@@ -11,7 +11,7 @@ from polyad.model.smoe.config import SelectingConfig
 from polyad.model.vision import ImageSettings
 from polyad.parallel.dims import Dims
 from polyad.train.config.run import RunConfig
-from polyad.train.config.text import flatten
+from polyad.train.config.text import below, flatten
 from polyad.train.errors import ConfigError, shown
 
 # Keys, or whole sections, that a run may change when it goes on. All others make it another run.
@@ -350,7 +350,7 @@ def refuse_changes(saved: RunConfig, now: RunConfig, origin: Path) -> None:
     changed = [
         f"{key}: {shown(before.get(key))} there, {shown(after.get(key))} here"
         for key in sorted(before.keys() | after.keys())
-        if before.get(key) != after.get(key) and not _may_change(key)
+        if before.get(key) != after.get(key) and not below(key, MAY_CHANGE_ON_RESUME)
     ]
     if changed:
         raise ConfigError(
@@ -358,7 +358,3 @@ def refuse_changes(saved: RunConfig, now: RunConfig, origin: Path) -> None:
             + (f"; and {len(changed) - 3} more" if len(changed) > 3 else "")
             + ". Take another run.folder, or change the keys back"
         )
-
-
-def _may_change(key: str) -> bool:
-    return any(key == allowed or key.startswith(allowed + ".") for allowed in MAY_CHANGE_ON_RESUME)

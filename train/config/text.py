@@ -1,7 +1,7 @@
 """A configuration as people write it: files, overrides, what keys there are, and their schema."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel
@@ -125,6 +125,11 @@ def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             flat[prefix + name] = value
     return flat
+
+
+def below(key: str, sections: Sequence[str]) -> bool:
+    """Whether a dotted key is one of some keys, or in one of some sections."""
+    return any(key == section or key.startswith(f"{section}.") for section in sections)
 
 
 def schema_of(kind: type[Config], title: str) -> dict[str, Any]:

@@ -35,12 +35,7 @@ from polyad.train.exchange.peft import ADAPTER_CONFIG_FILE, ADAPTER_FILE, peft_f
 from polyad.train.guard.run_folder import RunFolderConfig
 from polyad.train.loop.optimizer import TrainConfig
 from polyad.train.state import TrainState
-from polyad.train.tasks.pixels import (
-    PREPROCESSOR_FILE,
-    read_pixels,
-    timm_keys,
-    transformers_file,
-)
+from polyad.train.tasks.pixels import PREPROCESSOR_FILE, read_pixels, timm_keys, transformers_file
 from polyad.train.tasks.vocabulary import CLASSES_FILE
 
 Format = Literal["huggingface", "polyad", "safetensors", "peft"]

@@ -20,7 +20,7 @@ from polyad.train.config.rules import validate
 from polyad.train.config.run import RunConfig, load_config
 from polyad.train.console import in_bytes
 from polyad.train.errors import ConfigError
-from polyad.train.forecast.forecast import memory_by_kind
+from polyad.train.forecast.forecast import degrees_of, memory_by_kind
 from polyad.train.forecast.step import footprint
 from polyad.train.results import aligned
 from polyad.train.tasks.random_input import flops_of_unit
@@ -134,17 +134,7 @@ def describe(
             "schedule": schedule_line(config),
         },
         "warnings": schedule_notes(config),
-        "layout": {
-            "processes": dims.world_size,
-            "data_parallel_size": dims.data_parallel_size,
-            "tensor_parallel_size": dims.tensor_parallel_size,
-            "expert_parallel_size": dims.expert_parallel_size,
-            "zero_stage": config.parallel.zero_stage,
-            "micro_batch_size": train.micro_batch_size,
-            "accumulation_steps": dims.accumulation_steps(
-                train.global_batch_size, train.micro_batch_size
-            ),
-        },
+        "layout": degrees_of(config, dims),
         "checkpoint_bytes": checkpoint_bytes(config, model),
     }
 

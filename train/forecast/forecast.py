@@ -40,12 +40,7 @@ def lost_share(interval: float, stall: float, failure_every: float, restart: flo
     return stall / interval + (interval / 2 + stall + restart) / failure_every
 
 
-def best_saving(
-    stall: float,
-    processes: int,
-    hours_of_one: float = HOURS_OF_ONE,
-    restart: float = RESTART_SECONDS,
-) -> Saving:
+def best_saving(stall: float, processes: int, hours_of_one: float = HOURS_OF_ONE) -> Saving:
     """The interval with the least loss: sqrt(2 s M) - s, for stalls of s and failures every M.
 
     Source: Young 1974 without the second term; Daly 2006, equation 11.
@@ -54,32 +49,43 @@ def best_saving(
         stall: Seconds that training stands still for a checkpoint.
         processes: Of the run; one failure ends all.
         hours_of_one: Between two failures of one of them.
-        restart: Seconds until a run that has failed trains again.
     """
     every = 3600 * hours_of_one / processes
     interval = max(sqrt(2 * stall * every) - stall, stall, 1.0)
-    return saving(interval, stall, processes, hours_of_one, restart)
+    return saving(interval, stall, processes, hours_of_one)
 
 
 def saving(
-    interval: float,
-    stall: float,
-    processes: int,
-    hours_of_one: float = HOURS_OF_ONE,
-    restart: float = RESTART_SECONDS,
+    interval: float, stall: float, processes: int, hours_of_one: float = HOURS_OF_ONE
 ) -> Saving:
     """What a given interval costs; see `best_saving`."""
     every = 3600 * hours_of_one / processes
-    return Saving(interval, stall, every, lost_share(interval, stall, every, restart))
+    return Saving(interval, stall, every, lost_share(interval, stall, every, RESTART_SECONDS))
 
 
 HOST_COPY = 20e9
 """Bytes a second from a GPU to its host's memory, which an asynchronous checkpoint waits for."""
 KINDS = (
-    *("weights", "gradients", "optimizer", "teacher", "activations", "experts", "loss"),
-    *("communication", "libraries", "allocator"),
-)
+    "weights", "gradients", "optimizer", "teacher", "activations", "experts", "loss",
+    "communication", "libraries", "allocator",
+)  # fmt: skip
 """Kinds of memory, in the order in which people read them."""
+
+
+def degrees_of(config: RunConfig, dims: Dims) -> dict[str, int]:
+    """The layout of a run, for a result."""
+    train = config.train
+    return {
+        "processes": dims.world_size,
+        "data_parallel_size": dims.data_parallel_size,
+        "tensor_parallel_size": dims.tensor_parallel_size,
+        "expert_parallel_size": dims.expert_parallel_size,
+        "zero_stage": config.parallel.zero_stage,
+        "micro_batch_size": train.micro_batch_size,
+        "accumulation_steps": dims.accumulation_steps(
+            train.global_batch_size, train.micro_batch_size
+        ),
+    }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -227,15 +233,7 @@ def describe_forecast(
             "device": machines.device.name,
             "nodes": machines.nodes,
             "processes_per_node": machines.processes_per_node,
-            "processes": world,
-            "data_parallel_size": dims.data_parallel_size,
-            "tensor_parallel_size": dims.tensor_parallel_size,
-            "expert_parallel_size": dims.expert_parallel_size,
-            "zero_stage": config.parallel.zero_stage,
-            "micro_batch_size": train.micro_batch_size,
-            "accumulation_steps": dims.accumulation_steps(
-                train.global_batch_size, train.micro_batch_size
-            ),
+            **degrees_of(config, dims),
             "global_batch_size": train.global_batch_size,
         },
         "memory_bytes": held | {"device": machines.device.memory},

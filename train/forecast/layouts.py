@@ -179,11 +179,7 @@ def _with_micro_batches(
 
 
 def tried(
-    config: RunConfig,
-    dims: Dims,
-    changes: tuple[str, ...],
-    machines: Machines,
-    imbalance: float,
+    config: RunConfig, dims: Dims, changes: tuple[str, ...], machines: Machines, imbalance: float
 ) -> Layout:
     """Two shallow models, and the whole one from them."""
     layers = config.model.model_dump().get("num_layers", 0)  # not every model has blocks
@@ -228,11 +224,7 @@ def _few_layers(config: RunConfig) -> int | None:
 
 
 def _measured(
-    config: RunConfig,
-    dims: Dims,
-    changes: tuple[str, ...],
-    machines: Machines,
-    imbalance: float,
+    config: RunConfig, dims: Dims, changes: tuple[str, ...], machines: Machines, imbalance: float
 ) -> Layout:
     found: Footprint = footprint(config, dims, imbalance=imbalance, on_gpu=True)
     spent = predicted_time(config, dims, machines, found)
@@ -359,10 +351,7 @@ def batches_of(config: RunConfig, processes: int, base: int) -> dict[str, tuple[
     weak = train.global_batch_size * processes // base
     if weak:
         micro = min(train.micro_batch_size, max(1, weak // ranks))
-        found["weak"] = (
-            f"train.global_batch_size={weak}",
-            f"train.micro_batch_size={micro}",
-        )
+        found["weak"] = (f"train.global_batch_size={weak}", f"train.micro_batch_size={micro}")
     micro = min(train.micro_batch_size, train.global_batch_size // ranks)
     if micro:
         found["strong"] = (f"train.micro_batch_size={micro}",)

@@ -83,11 +83,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def _explanation(
-    error: Exception,
-    doing: str,
-    world: comm.World,
-    keys: Sequence[str],
-    checkpoints: Path | None,
+    error: Exception, doing: str, world: comm.World, keys: Sequence[str], checkpoints: Path | None
 ) -> str:
     match = ASKED.search(str(error))
     asked = ""

@@ -137,7 +137,9 @@ class Watchdog:
                     self._dump()
                     os._exit(STALLED)
                 if reads:
-                    blamed = judge.blame(read_beats(self._watch, self._world.size), _now())
+                    blamed = judge.blame(
+                        read_beats(self._watch, self._world.size), time.monotonic()
+                    )
                     speaks = not self._world.rank or any(beat.rank == 0 for beat in blamed)
                     if blamed and speaks and not self._ended.is_set():
                         self._end(blamed, judge)
@@ -267,7 +269,3 @@ def _waits_for(one: Beat, other: Beat) -> bool:
 
 def _name(rank: int) -> str:
     return f"rank-{rank:05d}"
-
-
-def _now() -> float:
-    return time.monotonic()

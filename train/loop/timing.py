@@ -151,11 +151,9 @@ class _Trace:
         self._profiler.stop()
 
     def _write(self, profiler: torch.profiler.profile) -> None:
+        name = f"rank-{self._rank:05d}"
         with named(self._folder):
-            self._write_files(profiler)
-
-    def _write_files(self, profiler: torch.profiler.profile) -> None:
-        self._folder.mkdir(parents=True, exist_ok=True)
-        profiler.export_chrome_trace(str(self._folder / f"rank-{self._rank:05d}.json"))
-        table = profiler.key_averages().table(sort_by="self_cpu_time_total", row_limit=25)
-        (self._folder / f"rank-{self._rank:05d}.txt").write_text(table, encoding="utf-8")
+            self._folder.mkdir(parents=True, exist_ok=True)
+            profiler.export_chrome_trace(str(self._folder / f"{name}.json"))
+            table = profiler.key_averages().table(sort_by="self_cpu_time_total", row_limit=25)
+            (self._folder / f"{name}.txt").write_text(table, encoding="utf-8")

@@ -72,17 +72,8 @@ def interval(differences: Sequence[float]) -> Difference:
     mean, deviation, count = spread(differences)
     if count == 1:
         return Difference(mean, math.nan, math.nan, math.nan, 1)
-    half = confidence_factor(count) * deviation
+    half = t_quantile(0.5 + CONFIDENCE / 2, count - 1) / math.sqrt(count) * deviation
     return Difference(mean, deviation, mean - half, mean + half, count)
-
-
-def confidence_factor(count: int) -> float:
-    """Half an interval of the mean of some numbers over their deviation: t(n - 1) / sqrt(n).
-
-    Args:
-        count: n, at least 2.
-    """
-    return t_quantile(0.5 + CONFIDENCE / 2, count - 1) / math.sqrt(count)
 
 
 def t_quantile(probability: float, degrees: int) -> float:

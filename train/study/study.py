@@ -7,7 +7,7 @@ seed, or learn from it: at the point of the grid that is the best one of that va
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from polyad.data.images.config import ImageDataConfig
 from polyad.model.smoe.config import SparseMoEConfig
 from polyad.parallel.checkpoint.finding import best_checkpoint
 from polyad.train.config.run import RunConfig
-from polyad.train.config.text import apply_override, flatten, settle
+from polyad.train.config.text import apply_override, below, flatten, settle
 from polyad.train.errors import ConfigError
 from polyad.train.study.config import RunKey, StudyConfig
 from polyad.train.tasks.registry import TASKS, task_class
@@ -293,8 +293,3 @@ def changed_key(before: Mapping[str, Any], after: Mapping[str, Any]) -> str | No
         if before.get(key) != after.get(key):
             return f"{key}: {before.get(key)!r} there, {after.get(key)!r} here"
     return None
-
-
-def below(key: str, sections: Sequence[str]) -> bool:
-    """Whether a dotted key is one of some keys, or in one of some sections."""
-    return any(key == section or key.startswith(f"{section}.") for section in sections)

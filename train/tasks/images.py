@@ -29,11 +29,7 @@ from polyad.parallel.weights import Weights
 from polyad.train.errors import ConfigError
 from polyad.train.tasks.labelled import LabelledTask, domain_rows, file_of_classes
 from polyad.train.tasks.pixels import mix_images, normalize, soft_targets
-from polyad.train.tasks.scores import (
-    Counted,
-    CountedClasses,
-    CountedDomains,
-)
+from polyad.train.tasks.scores import Counted, CountedClasses, CountedDomains
 from polyad.train.tasks.task import (
     Kept,
     Predictor,

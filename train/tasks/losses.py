@@ -85,11 +85,7 @@ class Learner:
     """A task that can learn from a teacher."""
 
     teacher: Teacher | None = None
-    """None: from the data alone."""
-
-    def learn_from(self, teacher: Teacher) -> None:
-        """Makes `losses` learn from a teacher, too."""
-        self.teacher = teacher
+    """What `losses` learn from, too; None: from the data alone."""
 
 
 def distillation_loss(teacher_BK: Tensor, student_BK: Tensor, temperature: float) -> Tensor:

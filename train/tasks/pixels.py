@@ -291,8 +291,7 @@ def _read(said: _Transformers | _Timm, file: str, image_size: int) -> Pixels:
 
 
 def _are_close(
-    given: tuple[Sequence[float], Sequence[float]],
-    known: tuple[Sequence[float], Sequence[float]],
+    given: tuple[Sequence[float], Sequence[float]], known: tuple[Sequence[float], Sequence[float]]
 ) -> bool:
     return all(
         abs(a - b) < 1e-3

@@ -33,11 +33,7 @@ from polyad.parallel.weights import Weights, open_weights
 from polyad.train.errors import ConfigError
 from polyad.train.tasks.labelled import LabelledTask, domain_rows, file_of_classes
 from polyad.train.tasks.losses import cross_entropy
-from polyad.train.tasks.scores import (
-    METRICS,
-    TITLES,
-    scores_of_predictions,
-)
+from polyad.train.tasks.scores import METRICS, TITLES, scores_of_predictions
 from polyad.train.tasks.task import Kept, Predictor, Score, Sections, Share, Unit, dealt_out
 from polyad.train.tasks.text import with_vocabulary
 from polyad.train.tasks.vocabulary import (

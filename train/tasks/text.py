@@ -23,15 +23,7 @@ from polyad.model.output import ModelOutput
 from polyad.parallel import comm
 from polyad.parallel.weights import Weights
 from polyad.train.errors import ConfigError
-from polyad.train.tasks.task import (
-    Batch,
-    EvaluationConfig,
-    Kept,
-    Sections,
-    StoredData,
-    Task,
-    Unit,
-)
+from polyad.train.tasks.task import Batch, EvaluationConfig, Kept, Sections, StoredData, Task, Unit
 from polyad.train.tasks.vocabulary import (
     check_tokenizer,
     data_named,

@@ -8,11 +8,7 @@ from polyad.parallel.dims import Dims
 from polyad.parallel.plan.devices import DEFAULT_DEVICE, DEVICES
 from polyad.train.config.comparison import comparison_rows
 from polyad.train.config.run import RunConfig
-from polyad.train.forecast.describe import (
-    describe,
-    description_table,
-    memory_per_process,
-)
+from polyad.train.forecast.describe import describe, description_table, memory_per_process
 from polyad.train.forecast.forecast import Machines, forecast
 
 

@@ -30,11 +30,7 @@ KINDS = ("cp", "tr")
 LAYOUTS = [
     *(("gpt2/124m.yaml", 2, (f"parallel.zero_stage={stage}",)) for stage in range(4)),
     ("gpt2/124m.yaml", 4, ("parallel.tensor_parallel_size=2",)),
-    (
-        "gpt2/124m.yaml",
-        2,
-        ("parallel.tensor_parallel_size=2", "parallel.sequence_parallel=true"),
-    ),
+    ("gpt2/124m.yaml", 2, ("parallel.tensor_parallel_size=2", "parallel.sequence_parallel=true")),
     ("gpt2/124m-smoe-16.yaml", 4, ("parallel.expert_parallel_size=2",)),
     (
         "gpt2/124m-smoe-16.yaml",
@@ -106,9 +102,7 @@ SIZES = (
 
 
 @everyday(
-    ("precision", "size"),
-    [("bf16", 0), ("fp32", 0), ("fp32", 1), ("bf16", 1)],
-    keep=[("bf16", 0)],
+    ("precision", "size"), [("bf16", 0), ("fp32", 0), ("fp32", 1), ("bf16", 1)], keep=[("bf16", 0)]
 )
 @everyday(
     "file",

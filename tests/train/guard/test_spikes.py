@@ -262,8 +262,7 @@ def test_without_a_checkpoint_a_spike_is_skipped(workers, config, tmp_path):
 @pytest.mark.distributed
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("action", "key"),
-    [("skip", "monitor.max_skips"), ("rewind", "monitor.max_rewinds")],
+    ("action", "key"), [("skip", "monitor.max_skips"), ("rewind", "monitor.max_rewinds")]
 )
 def test_too_many_spikes_end_the_run(workers, config, tmp_path, action, key):
     bad = tuple(range(BAD, BAD + 4))

@@ -120,24 +120,11 @@ def test_a_gradient_that_is_wrong_on_one_process_is_named(workers, tmp_path, par
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_the_command_compares_and_writes_json(tmp_path: Path) -> None:
+    options = ["--processes", "2", "--json", "-", "parallel.expert_parallel_size=2"]
+    options += ["train.global_batch_size=64", "train.micro_batch_size=4"]
+    command = [sys.executable, "-m", "polyad.launch", "verify-layout", str(SPARSE), *options]
     done = subprocess.run(
-        [
-            *(
-                sys.executable,
-                "-m",
-                "polyad.launch",
-                "verify-layout",
-                str(SPARSE),
-                "--processes",
-                "2",
-            ),
-            *("--json", "-", "parallel.expert_parallel_size=2", "train.global_batch_size=64"),
-            *("train.micro_batch_size=4", f"run.folder={tmp_path / 'run'}"),
-        ],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
+        [*command, f"run.folder={tmp_path / 'run'}"], cwd=ROOT, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)

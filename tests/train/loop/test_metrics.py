@@ -11,12 +11,7 @@ import torch
 
 from polyad.train.console import Clock, bar, duration
 from polyad.train.loop.device import peak_memory_bytes
-from polyad.train.loop.metrics import (
-    LogConfig,
-    console_line,
-    drop_records_after,
-    peak_flops,
-)
+from polyad.train.loop.metrics import LogConfig, console_line, drop_records_after, peak_flops
 from polyad.train.tasks.task import Unit
 
 TOKEN = Unit("token", "tok")

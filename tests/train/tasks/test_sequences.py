@@ -21,13 +21,7 @@ from polyad.train.config.run import load_config
 from polyad.train.tasks.sequences import SequenceTask
 from tests.helpers import sequences as made
 from tests.helpers.everyday import everyday
-from tests.helpers.runs import (
-    evaluation,
-    records,
-    run,
-    run_and_listen,
-    weights_of,
-)
+from tests.helpers.runs import evaluation, records, run, run_and_listen, weights_of
 
 pytestmark = pytest.mark.distributed
 

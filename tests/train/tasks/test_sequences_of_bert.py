@@ -137,9 +137,7 @@ SGD = "optimizer={kind: sgd, learning_rate: 0.1}"
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "layout",
-    [(), ("parallel.tensor_parallel_size=2",)],
-    ids=["data", "tensor"],
+    "layout", [(), ("parallel.tensor_parallel_size=2",)], ids=["data", "tensor"]
 )
 def test_two_processes_are_one(workers, config, tmp_path, layout):
     keys = ("train.steps=4", "train.micro_batch_size=4", SGD)
