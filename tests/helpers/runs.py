@@ -90,6 +90,22 @@ def run_expecting_error(config: Path, *overrides: str) -> tuple[str, str, int]:
     return "none", "", 0
 
 
+def refusal(pool: Any, config: Path, *overrides: str) -> str:
+    """The one line that a run is refused with, for bad input; the same on all processes.
+
+    Args:
+        pool: of worker processes.
+        config: of the run.
+        overrides: `key=value`.
+    """
+    first, *others = pool.run(run_expecting_error, config, *overrides)
+    assert all(other == first for other in others)
+    _, text, status = first
+    assert status == 2, first
+    assert "\n" not in text
+    return str(text)
+
+
 def rewriting_error(path: Path, option: str) -> tuple[str, str, int]:
     """The error of `polyad experts rewrite`: class, text, exit status."""
     try:

@@ -15,9 +15,9 @@ from tests.helpers import sequences as made
 from tests.helpers.everyday import everyday
 from tests.helpers.runs import (
     records,
+    refusal,
     run,
     run_and_listen,
-    run_expecting_error,
     weights_of,
     write_config,
 )
@@ -151,23 +151,15 @@ def test_two_processes_learn_from_a_teacher_what_one_learns(
 def test_a_teacher_of_text_that_does_not_fit_is_refused(workers, student, teacher, words, message):
     processes = 2 if "tensor" in words[0] else 1
     words = (f"distill.teacher={teacher}", *words)
-    text = refused(workers, student, *words, processes=processes)
+    text = refusal(workers(processes), student, *words)
     assert text.startswith("distill.teacher: ")
     assert message in text
-
-
-def refused(workers, config, *words, processes=1):
-    """The one line that a run is refused with."""
-    _, text, status = workers(processes).run(run_expecting_error, config, *words)[0]
-    assert status == 2
-    assert "\n" not in text
-    return text
 
 
 def test_other_tokens_are_refused(workers, tmp_path, texts, teacher):
     prepare(str(texts), "train:500", tmp_path / "data", report=lambda line: None)
     config = small_run(tmp_path, tmp_path / "data", **STUDENT)
-    text = refused(workers, config, f"distill.teacher={teacher}")
+    text = refusal(workers(1), config, f"distill.teacher={teacher}")
     assert "the distill.teacher with " in text
     assert text.endswith("their token ids mean different things")
 
@@ -176,7 +168,7 @@ def test_a_teacher_that_sees_later_tokens_is_refused(workers, tmp_path, prepared
     leaky = {"graph": "similarity", "causal_graph": False, "allow_leak": True}
     changes = {"model__feed_forward": SPARSE | leaky, "train__steps": 1}
     workers(1).run(run, small_run(tmp_path / "leaky", prepared_path, **changes))
-    text = refused(workers, student, f"distill.teacher={tmp_path / 'leaky' / 'run'}")
+    text = refusal(workers(1), student, f"distill.teacher={tmp_path / 'leaky' / 'run'}")
     assert "has model.feed_forward.causal_graph: false" in text
 
 
@@ -185,10 +177,10 @@ def test_masked_language_models_neither_teach_nor_learn(workers, tmp_path, texts
     prepare(str(texts), "wordpiece:300", tmp_path / "data", report=lambda line: None)
     changes = {"model": BERT, "data__kind": "masked_text", "train__steps": 1}
     config = small_run(tmp_path, tmp_path / "data", **changes)
-    text = refused(workers, config, f"distill.teacher={teacher}")
+    text = refusal(workers(1), config, f"distill.teacher={teacher}")
     assert "is not allowed with data.kind: masked_text; images, sequences and text are" in text
     workers(1).run(run, config)
-    text = refused(workers, student, f"distill.teacher={tmp_path / 'run'}")
+    text = refusal(workers(1), student, f"distill.teacher={tmp_path / 'run'}")
     assert "has model.kind: bert and data.kind: masked_text; a model that predicts the nex" in text
 
 
@@ -248,4 +240,4 @@ def test_a_teacher_of_sequences_that_does_not_fit_is_refused(workers, tmp_path, 
             "has model.sequence_length: 64, less than data.max_length: 99",
         ),
     ):
-        assert message in refused(workers, config, *words, folder)
+        assert message in refusal(workers(1), config, *words, folder)

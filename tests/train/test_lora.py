@@ -20,10 +20,10 @@ from tests.helpers.runs import (
     FEED_FORWARDS,
     evaluation,
     newest,
+    refusal,
     reseal,
     run,
     run_and_listen,
-    run_expecting_error,
     write_config,
 )
 from tests.helpers.training import tensors
@@ -176,11 +176,9 @@ def test_adapters_of_another_base_are_refused(
     config = lora_config(tmp_path, prepared_path, finished)
     shutil.copytree(folder, tmp_path / "run")
     changed = ("train.steps=8", f"checkpoint.init_from={other}")
-    ((kind, message, status),) = workers(1).run(run_expecting_error, config, *changed)
-    assert (kind, status) == ("CheckpointError", 2)
+    message = refusal(workers(1), config, *changed)
     assert "its adapters are of another base: digest " in message
     assert str(other) in message
-    assert "\n" not in message
     # And where the checkpoint is only read, its base has gone, or become another model's.
     moved = tmp_path / "run"
     path = newest(moved) / "config.yaml"

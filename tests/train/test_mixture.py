@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from tests.helpers.runs import evaluation, records, run, run_expecting_error, write_config
+from tests.helpers.runs import evaluation, records, refusal, run, write_config
 from tests.helpers.training import tensors
 
 pytestmark = pytest.mark.distributed
@@ -41,13 +41,6 @@ def config(tmp_path, prepared_path, other_path):
     )
 
 
-def refused(workers, config, *overrides):
-    kind, text, status = workers(1).run(run_expecting_error, config, *overrides)[0]
-    assert status == 2, (kind, text)
-    assert "\n" not in text
-    return text
-
-
 def test_a_mixture_is_validated_by_source_and_resumes_bitwise(
     workers, config, tmp_path, prepared_path, other_path
 ):
@@ -80,10 +73,10 @@ def test_a_mixture_is_validated_by_source_and_resumes_bitwise(
         sources = ", ".join(f"{{path: {path}, weight: {weight}}}" for path, weight in paths)
         return f"data.mixture=[{sources}]"
 
-    text = refused(workers, config, mixed(3, 2), "train.steps=9")
+    text = refusal(workers(1), config, mixed(3, 2), "train.steps=9")
     assert "mixes it by other weights" in text
     single = (f"data.path={prepared_path}", "data.mixture=null")
-    assert "holds other data than" in refused(workers, config, *single, "train.steps=9")
+    assert "holds other data than" in refusal(workers(1), config, *single, "train.steps=9")
     assert workers(2).run(run, config, mixed(6, 2), "train.steps=7") == [7, 7]
 
 
@@ -95,11 +88,11 @@ def _evaluation_error(workers, path):
 
 def test_bad_weights_and_both_keys_are_one_line_that_names_them(workers, config, prepared_path):
     for weight in ("-1", "0", ".nan"):
-        text = refused(workers, config, f"data.mixture=[{{path: a, weight: {weight}}}]")
+        text = refusal(workers(1), config, f"data.mixture=[{{path: a, weight: {weight}}}]")
         assert "data.mixture.0.weight: " in text
         assert f"{weight.strip('.')} is not allowed" in text
-    text = refused(workers, config, "data.mixture=[{path: a, weigth: 1}]")
+    text = refusal(workers(1), config, "data.mixture=[{path: a, weigth: 1}]")
     assert "unknown key data.mixture.0.weigth; the nearest is data.mixture.weight" in text
-    text = refused(workers, config, f"data.path={prepared_path}")
+    text = refusal(workers(1), config, f"data.path={prepared_path}")
     assert "data.mixture: stands beside data.path" in text
-    assert "data.path: is missing" in refused(workers, config, "data.mixture=null")
+    assert "data.path: is missing" in refusal(workers(1), config, "data.mixture=null")

@@ -19,6 +19,7 @@ from tests.helpers.everyday import everyday
 from tests.helpers.runs import (
     FEED_FORWARDS,
     records,
+    refusal,
     run,
     run_and_listen,
     run_expecting_error,
@@ -231,25 +232,16 @@ def test_a_run_that_fails_before_any_checkpoint_says_so(workers, config):
     assert text.endswith("; there is no checkpoint yet")
 
 
-def refused(workers, config, *overrides):
-    results = workers(2).run(run_expecting_error, config, *overrides)
-    assert results[0] == results[1]
-    _, text, status = results[0]
-    assert status == 2
-    assert "\n" not in text
-    return text
-
-
 @pytest.mark.parametrize("key", ["seed=9", "model.num_layers=3", "optimizer.kind=sgd"])
 def test_a_folder_that_holds_another_run_is_refused(workers, finished, key):
-    text = refused(workers, finished / "config.yaml", key)
+    text = refusal(workers(2), finished / "config.yaml", key)
     assert f"holds another run: {key.partition('=')[0]}: " in text
 
 
 def test_a_folder_that_is_no_run_is_refused(workers, config, tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "thesis.tex").write_text("precious")
-    assert "something that is not a run" in refused(workers, config)
+    assert "something that is not a run" in refusal(workers(2), config)
     assert (tmp_path / "run" / "thesis.tex").read_text() == "precious"
 
 
@@ -257,7 +249,7 @@ def test_other_data_under_the_same_run_is_refused(workers, finished, tmp_path, t
     from polyad.data.text.prepare import prepare
 
     prepare(str(texts), "train:400", tmp_path / "other", validation_fraction=0.2, report=print)
-    text = refused(workers, finished / "config.yaml", f"data.path={tmp_path / 'other'}")
+    text = refusal(workers(2), finished / "config.yaml", f"data.path={tmp_path / 'other'}")
     assert "holds other data" in text
 
 
@@ -267,13 +259,13 @@ def test_weights_of_another_model_or_tokenizer_are_refused(
     from polyad.data.text.prepare import prepare
 
     init = f"checkpoint.init_from={finished / 'run'}"
-    assert "is of another model" in refused(workers, config, init, "model.num_layers=1")
+    assert "is of another model" in refusal(workers(2), config, init, "model.num_layers=1")
     prepare(str(texts), "train:401", tmp_path / "other", report=print)
     other = f"data.path={tmp_path / 'other'}"
-    text = refused(workers, config, init, other, "model.vocab_size=401")
+    text = refusal(workers(2), config, init, other, "model.vocab_size=401")
     assert "another model" in text
     prepare(str(texts), "train:400", tmp_path / "third", validation_fraction=0.3, report=print)
-    text = refused(workers, config, init, f"data.path={tmp_path / 'third'}")
+    text = refusal(workers(2), config, init, f"data.path={tmp_path / 'third'}")
     assert "their token ids mean different things" in text
 
 
@@ -287,17 +279,17 @@ def test_weights_of_another_model_or_tokenizer_are_refused(
     ],
 )
 def test_data_that_is_missing_or_does_not_fit_is_refused(workers, config, override, said):
-    assert said in refused(workers, config, override)
+    assert said in refusal(workers(2), config, override)
 
 
 def test_fewer_steps_than_done_are_refused(workers, finished):
-    text = refused(workers, finished / "config.yaml", "train.steps=2")
+    text = refusal(workers(2), finished / "config.yaml", "train.steps=2")
     assert "train.steps: 2 is less than the 6 steps" in text
 
 
 def test_a_run_folder_below_a_file_is_refused(workers, config, tmp_path):
     (tmp_path / "file").write_text("")
-    text = refused(workers, config, f"run.folder={tmp_path / 'file' / 'run'}")
+    text = refusal(workers(2), config, f"run.folder={tmp_path / 'file' / 'run'}")
     assert text.startswith("run.folder: ")
 
 
@@ -305,7 +297,7 @@ def test_a_second_start_of_a_run_is_refused_while_the_first_goes_on(workers, con
     (tmp_path / "run").mkdir()
     with (tmp_path / "run" / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        assert "is in use by another start of this run" in refused(workers, config)
+        assert "is in use by another start of this run" in refusal(workers(2), config)
     assert workers(2).run(run, config) == [6, 6]
 
 
@@ -316,7 +308,7 @@ def test_a_run_goes_on_from_a_checkpoint_whose_replacement_was_cut_short(workers
         path.rename(checkpoints / f".{path.name}.replaced")
     with (tmp_path / "run" / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        assert "is in use by another start of this run" in refused(workers, config)
+        assert "is in use by another start of this run" in refusal(workers(2), config)
     assert not list(checkpoints.glob("step-*"))
     assert workers(2).run(run, config, "train.steps=7") == [7, 7]
     steps = [
@@ -329,8 +321,8 @@ def test_a_run_goes_on_from_a_checkpoint_whose_replacement_was_cut_short(workers
 
 def test_a_folder_that_cannot_be_locked_is_refused_on_all_processes(workers, config, tmp_path):
     (tmp_path / "run" / ".lock").mkdir(parents=True)  # as a file system without locks: an OSError
-    assert ".lock" not in refused(workers, config)
-    assert refused(workers, config).endswith("cannot be locked: Is a directory")
+    assert ".lock" not in refusal(workers(2), config)
+    assert refusal(workers(2), config).endswith("cannot be locked: Is a directory")
 
 
 def test_a_token_outside_the_vocabulary_is_found_when_it_is_read(
@@ -342,8 +334,7 @@ def test_a_token_outside_the_vocabulary_is_found_when_it_is_read(
         file.seek(size * 2 // 5 // 2 * 2)
         file.write(b"\xff" * (size // 5))  # in the middle: opening looks at the ends alone
     data = f"data.path={tmp_path / 'data'}"
-    _, text, status = workers(1).run(run_expecting_error, config, data, "train.steps=40")[0]
-    assert status == 2
+    text = refusal(workers(1), config, data, "train.steps=40")
     assert "train.bin: damaged: token" in text
 
 
@@ -388,7 +379,7 @@ def test_a_run_without_a_good_checkpoint_is_refused(workers, finished, config, t
     ]
     for path in paths:
         flip(path, -1)
-    text = refused(workers, config)
+    text = refusal(workers(2), config)
     assert all(f"{path}: damaged: the xxh3 of bytes 0 to" in text for path in paths)
     assert "no good checkpoint is left" in text
 

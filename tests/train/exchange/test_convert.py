@@ -23,9 +23,9 @@ from tests.helpers.runs import (
     FEED_FORWARDS,
     evaluation,
     newest,
+    refusal,
     reseal,
     run,
-    run_expecting_error,
     weights_of,
     write_config,
 )
@@ -244,9 +244,7 @@ def test_a_start_from_another_model_or_tokenizer_is_refused(
     from polyad.data.text.prepare import prepare
 
     def refused(config, *overrides):
-        _, text, status = workers(1).run(run_expecting_error, config, *overrides)[0]
-        assert status == 2
-        return text
+        return refusal(workers(1), config, *overrides)
 
     init = {"checkpoint__init_from": str(exported)}
     config = write_config(tmp_path / "a.yaml", prepared_path, **init)

@@ -18,7 +18,7 @@ from tests.helpers.runs import (
     compare,
     evaluation,
     newest,
-    run_expecting_error,
+    refusal,
     write_config,
 )
 from tests.helpers.training import tensors
@@ -142,9 +142,8 @@ def test_a_start_from_safetensors_of_another_model_is_refused(
 ):
     init = {"checkpoint__init_from": str(plain("cp")), "model__feed_forward": FEED_FORWARDS["tr"]}
     config = write_config(tmp_path / "config.yaml", prepared_path, **init)
-    _, text, status = workers(1).run(run_expecting_error, config)[0]
-    assert status == 2
-    assert f"{plain('cp')}: is of another model: blocks.0.feed_forward." in text
+    expected = f"{plain('cp')}: is of another model: blocks.0.feed_forward."
+    assert expected in refusal(workers(1), config)
 
 
 def test_a_folder_of_safetensors_is_evaluated_as_its_run(workers, trained, plain, prepared_path):

@@ -18,9 +18,9 @@ from tests.helpers.everyday import everyday
 from tests.helpers.runs import (
     evaluation,
     records,
+    refusal,
     run,
     run_and_listen,
-    run_expecting_error,
     weights_of,
 )
 
@@ -124,12 +124,9 @@ def test_two_texts_are_two_segments(workers, config, tmp_path, data):
         logits_alone(checkpoint.folder, inputs), torch.tensor(labels)
     )
     assert result["loss"] == pytest.approx(float(loss), abs=1e-5)
-    _, message, status = workers(1).run(
-        run_expecting_error, config, *keys, f"run.folder={tmp_path / 'other'}",
-        "model.num_segments=1",
-    )[0]  # fmt: skip
-    assert status == 2
-    assert "model.num_segments: 1 is not allowed" in message
+    other = (f"run.folder={tmp_path / 'other'}", "model.num_segments=1")
+    text = refusal(workers(1), config, *keys, *other)
+    assert "model.num_segments: 1 is not allowed" in text
 
 
 SGD = "optimizer={kind: sgd, learning_rate: 0.1}"
