@@ -17,15 +17,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from polyad.train.errors import ConfigError
 from polyad.train.experts.information import (
+    GroupedSums,
     Matrix,
     Measured,
     Summed,
-    groups_of_samples,
     information_bits,
     measured,
     normalized_information,
+    not_finite,
     purity,
 )
 from polyad.train.experts.probing import Decision, RoutedLayer
@@ -191,20 +191,15 @@ class ExpertCounts:
         device: torch.device | str = "cpu",
     ) -> None:
         self._layers, self._groups, self._samples = layers, list(groups), samples
-        self._group_A: dict[str, Tensor] = {}
-        self._counts: dict[str, Tensor] = {}
-        """The sums of each layer [G + SHUFFLES, Y, S], or 2 S, as `given`: those of groups of
-        samples, then those of shuffled labels."""
+        self._counts: dict[str, GroupedSums] = {}
+        """Of each layer what its experts get of each class [G, Y, S], or 2 S, as `given`."""
+        self._shuffled: dict[str, Tensor] = {}
+        """The same by shuffled labels [SHUFFLES, Y, S], over all samples."""
         for layer in layers:
+            shape = (len(groups), layer.num_experts * (2 if layer.shares else 1))
             size = len(groups) * layer.num_experts
-            tables, group_A = groups_of_samples(samples, size)
-            self._group_A[layer.name] = group_A.to(device)
-            columns = layer.num_experts * (2 if layer.shares else 1)
-            self._counts[layer.name] = torch.zeros(
-                *(tables + SHUFFLES, len(groups), columns),
-                dtype=torch.float64,
-                device=device,
-            )
+            counts = self._counts[layer.name] = GroupedSums(samples, shape, device, numbers=size)
+            self._shuffled[layer.name] = counts.sums_G.new_zeros(SHUFFLES, *shape)
 
     def count(self, name: str, given_RS: Tensor, label_PR: Tensor, number_R: Tensor) -> None:
         """Adds rows.
@@ -215,14 +210,15 @@ class ExpertCounts:
             label_PR: its class, and shuffled ones; -1: it does not count.
             number_R: that of the sample that it belongs to.
         """
-        flat = self._counts[name].flatten(0, 1)
-        classes, tables = len(self._groups), len(self._counts[name]) - SHUFFLES
         for shuffle, label_R in enumerate(label_PR):
             counted_R = label_R >= 0
-            table_R = self._group_A[name][number_R[counted_R]]
+            label_C, given_CS = label_R[counted_R], given_RS[counted_R]
             if shuffle:
-                table_R = torch.full_like(table_R, tables + shuffle - 1)
-            flat.index_add_(0, table_R * classes + label_R[counted_R], given_RS[counted_R])
+                self._shuffled[name][shuffle - 1].index_add_(0, label_C, given_CS)
+                continue
+            counts = self._counts[name]
+            row_C = counts.group_of(number_R[counted_R]) * len(self._groups) + label_C
+            counts.sums_G.flatten(0, 1).index_add_(0, row_C, given_CS)
 
     def result(self, summed: Summed = lambda counts: counts) -> dict[str, list[LevelByClass]]:
         """The levels of each layer, by the layer's name.
@@ -235,29 +231,30 @@ class ExpertCounts:
         """
         found: dict[str, list[LevelByClass]] = {}
         for layer in self._layers:
-            counts_SY = summed(self._counts[layer.name]).mT.cpu().numpy()
-            if not np.isfinite(counts_SY).all():
-                raise ConfigError(
-                    f"the coefficients of {layer.name} are not finite: its weights hold NaN or "
-                    f"inf, or are too large"
-                )
+            counts_GYS = self._counts[layer.name].result(summed, not_finite(layer))
+            shuffled_PYS = summed(self._shuffled[layer.name]).cpu().numpy()
             first, levels = 0, []
             for size in layer.levels:
-                columns = range(first, first + size)
-                of_level_SY = counts_SY[:, first : first + size]
-                of_groups_GSY = of_level_SY[:-SHUFFLES]
-                begin = layer.num_experts + first
-                highest_SY = counts_SY[:, begin : begin + size] if layer.shares else None
+                columns = slice(first, first + size)
+                counts_GSY, shuffled_PSY = (
+                    each[..., columns].swapaxes(1, 2) for each in (counts_GYS, shuffled_PYS)
+                )
+                highest: dict[str, Any] = {}
+                if layer.shares:
+                    columns = slice(layer.num_experts + first, layer.num_experts + first + size)
+                    highest = {
+                        "highest_GSY": counts_GYS[..., columns].swapaxes(1, 2),
+                        "highest_by_chance": _mean_bits(shuffled_PYS[..., columns].swapaxes(1, 2)),
+                    }
                 levels.append(
                     LevelByClass(
-                        experts=[layer.expert_name(column) for column in columns],
+                        experts=[layer.expert_name(first + column) for column in range(size)],
                         groups=self._groups,
-                        counts_SY=of_groups_GSY.sum(0),
-                        counts_GSY=of_groups_GSY,
-                        highest_GSY=None if highest_SY is None else highest_SY[:-SHUFFLES],
+                        counts_SY=counts_GSY.sum(0),
+                        counts_GSY=counts_GSY,
                         samples=self._samples,
-                        by_chance=_by_chance(of_level_SY),
-                        highest_by_chance=None if highest_SY is None else _by_chance(highest_SY),
+                        by_chance=_mean_bits(shuffled_PSY),
+                        **highest,
                     )
                 )
                 first += size
@@ -307,8 +304,8 @@ class ExpertsByClass(ExpertCounts):
         self.count(name, given_RS, self._class_PA[:, number_R], number_R)
 
 
-def _by_chance(counts_SY: Matrix) -> float:
-    return float(information_bits(counts_SY[-SHUFFLES:]).mean())
+def _mean_bits(counts_PSY: Matrix) -> float:
+    return float(information_bits(counts_PSY).mean())
 
 
 def given(decision: Decision) -> Tensor:

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from polyad.train.errors import ConfigError
-from polyad.train.experts.information import Matrix, Summed, groups_of_samples, intervals
+from polyad.train.experts.information import GroupedSums, Matrix, Summed, intervals
+from polyad.train.experts.token_classes import slices_of
 
 
 class Change(NamedTuple):
@@ -116,10 +116,8 @@ class ChangeSums:
     ) -> None:
         self._classes, self._windows, self._whole = classes, windows, rows
         self._columns = sum(map(len, classes.values()))
-        groups, group_A = groups_of_samples(windows, (rows + 1) * self._columns * 3)
-        self._group_A = group_A.to(device)
-        size = (groups, rows + 1, self._columns, 3)
-        self._sums_GEC3 = torch.zeros(size, dtype=torch.float64, device=device)
+        shape = (rows + 1, self._columns, 3)
+        self._sums = GroupedSums(windows, shape, device)
 
     def add_whole(self, label_JBP: Tensor, number_B: Tensor, loss_BP: Tensor) -> None:
         """Adds windows that the model reads as it is.
@@ -149,17 +147,17 @@ class ChangeSums:
             change_BP: of the loss.
             own_BP: which tokens the expert has a part in.
         """
-        device = self._group_A.device
-        group_B = self._group_A[number_B.to(device)]
-        first_B11 = ((group_B * (self._whole + 1) + row_B.to(device)) * self._columns).view(-1, 1)
+        group_B = self._sums.group_of(number_B)
+        place_B = group_B * (self._whole + 1) + row_B.to(group_B.device)
+        first_B1 = (place_B * self._columns).view(-1, 1)
         counted_JBP = label_JBP >= 0
         own_BP = own_BP.double()
         # `where`: what does not count may not be finite, and 0 times that is not 0.
         change_BP = change_BP.double().where(counted_JBP[0], 0.0)
         values_BP3 = torch.stack([change_BP, change_BP * own_BP, own_BP], -1)
-        flat = self._sums_GEC3.flatten(0, 2)
+        flat = self._sums.sums_G.flatten(0, 2)
         for label_BP, counted_BP in zip(label_JBP, counted_JBP, strict=True):
-            flat.index_add_(0, (first_B11 + label_BP)[counted_BP], values_BP3[counted_BP])
+            flat.index_add_(0, (first_B1 + label_BP)[counted_BP], values_BP3[counted_BP])
 
     def result(self, what: str, summed: Summed = lambda counts: counts) -> dict[str, ClassChanges]:
         """The changes, by way to sort.
@@ -171,11 +169,8 @@ class ChangeSums:
         Raises:
             ConfigError: losses are not finite.
         """
-        sums_GEC3 = summed(self._sums_GEC3).cpu().numpy()
-        if not np.isfinite(sums_GEC3).all():
-            raise ConfigError(
-                f"{what}: losses are not finite: weights hold NaN or inf, or are too large"
-            )
+        wrong = f"{what}: losses are not finite: weights hold NaN or inf, or are too large"
+        sums_GEC3 = self._sums.result(summed, wrong)
         whole_C3 = sums_GEC3.sum(0)[self._whole]
         rows = slice(0, self._whole)
 
@@ -185,21 +180,19 @@ class ChangeSums:
         def own(sums: Matrix) -> Matrix:
             return mean_of(sums[..., rows, :, 1], sums[..., rows, :, 2])
 
-        tables = [with_ends(intervals(each, sums_GEC3, self._windows)) for each in (change, own)]
+        tables = [intervals(each, sums_GEC3, self._windows) for each in (change, own)]
         own_EC = sums_GEC3.sum(0)[rows, :, 2]
-        found, first = {}, 0
-        for name, classes in self._classes.items():
-            part = slice(first, first + len(classes))
-            found[name] = ClassChanges(
-                classes=classes,
+        return {
+            name: ClassChanges(
+                classes=self._classes[name],
                 tokens_C=whole_C3[part, 2],
                 loss_C=mean_of(whole_C3[part, 0], whole_C3[part, 2]),
                 own_EC=own_EC[:, part],
                 change_3EC=tables[0][..., part],
                 own_change_3EC=tables[1][..., part],
             )
-            first += len(classes)
-        return found
+            for name, part in slices_of(self._classes).items()
+        }
 
 
 def mean_of(sums: Matrix, counts: Matrix) -> Matrix:
@@ -207,10 +200,3 @@ def mean_of(sums: Matrix, counts: Matrix) -> Matrix:
     with np.errstate(invalid="ignore", divide="ignore"):
         mean: Matrix = np.where(counts > 0, sums / counts, np.nan)
     return mean
-
-
-def with_ends(found: tuple[Matrix, Matrix | None, Matrix | None]) -> Matrix:
-    """What `intervals` found, stacked: [3, ...]; ends that are not known are NaN."""
-    value, low, high = found
-    unknown = np.full_like(value, np.nan)
-    return np.stack([value, unknown if low is None else low, unknown if high is None else high])

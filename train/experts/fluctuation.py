@@ -7,6 +7,7 @@ Shapes: M tokens of a forward pass, N experts of a level, S experts of all level
 layers, C measures.
 """
 
+import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,12 +19,15 @@ from torch import Tensor
 from polyad.model.output import entropy
 from polyad.parallel import comm
 from polyad.parallel.zero import Engine
+from polyad.train.experts.information import Summed
 from polyad.train.experts.probing import Decision, RoutedLayer, deciding, routed_layers
 from polyad.train.guard.memory import RunMemory
 from polyad.train.tasks.task import ProbeSet
 
 SEED = 1_442_695_040_888_963_407
 """The seed of the experts' codes, which must be the same in every process."""
+LOGGED = ("top1", "set", "entropy_ratio")
+"""What a run logs of `Fluctuation`, and what means over layers are taken of."""
 
 
 class Codes(NamedTuple):
@@ -40,15 +44,9 @@ class Codes(NamedTuple):
     """Entropy of the scores or of the leaves' coefficients, in nats."""
 
 
-def expert_codes(num_experts: int) -> Tensor:
-    """A 64-bit number for each expert, the same on every machine: splitmix64 of its number.
-
-    Args:
-        num_experts: S.
-
-    Returns:
-        int64 [S].
-    """
+@functools.cache
+def expert_codes(num_experts: int, device: torch.device | str = "cpu") -> Tensor:
+    """A 64-bit number for each expert [S], the same on every machine: splitmix64 of its number."""
     mask, codes = 2**64 - 1, []
     for expert in range(num_experts):
         x = (SEED + (expert + 1) * 0x9E3779B97F4A7C15) & mask
@@ -56,48 +54,28 @@ def expert_codes(num_experts: int) -> Tensor:
         x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & mask
         x ^= x >> 31
         codes.append(x - 2**64 if x >= 2**63 else x)
-    return torch.tensor(codes, dtype=torch.int64)
+    return torch.tensor(codes, dtype=torch.int64, device=device)
 
 
-def encode(decision: Decision, codes_S: Tensor) -> Codes:
-    """Encodes the experts of each token in a few numbers.
-
-    Args:
-        decision: Of a layer.
-        codes_S: Of its experts, from `expert_codes`, on its device.
-    """
+def encode(decision: Decision) -> Codes:
+    """Encodes the experts of each token of a layer in a few numbers."""
     entropies = [entropy(a_MN) for a_MN in map(_full, decision.levels)]
     entropy_M = torch.stack(entropies).sum(0)
+    sizes = [a_MN.shape[-1] for a_MN in decision.levels]
+    codes_S = expert_codes(sum(sizes), entropy_M.device)
     if decision.selected is not None:
         ids_MK = decision.selected.expert_ids_NK
         return Codes(ids_MK[:, 0], codes_S[ids_MK].sum(-1), entropy_M)
-    first_M = torch.zeros_like(decision.levels[0][:, 0], dtype=torch.int64)
-    set_M, begin = torch.zeros_like(first_M), 0
-    for a_MN in decision.levels:
-        size = a_MN.shape[-1]
-        first_M = first_M * size + a_MN.argmax(-1)
-        set_M = set_M + codes_S[begin : begin + size].where(a_MN > 0, 0).sum(-1)
-        begin += size
+    first_M = torch.zeros_like(entropy_M, dtype=torch.int64)
+    set_M = torch.zeros_like(first_M)
+    for a_MN, codes_N in zip(decision.levels, torch.split(codes_S, sizes), strict=True):
+        first_M = first_M * a_MN.shape[-1] + a_MN.argmax(-1)
+        set_M = set_M + codes_N.where(a_MN > 0, 0).sum(-1)
     return Codes(first_M, set_M, entropy_M)
 
 
 def _full(a_MN: Tensor) -> Tensor:
     return a_MN.to(torch.promote_types(a_MN.dtype, torch.float32))
-
-
-def differences(now: Codes, before: Codes) -> Tensor:
-    """Counts the tokens whose experts differ, and sums both entropies.
-
-    Args:
-        now: Of some tokens.
-        before: Of the same tokens.
-
-    Returns:
-        float64 [C]: tokens with another first expert, with another set, entropy now, and before.
-    """
-    changed = [(now.first_M != before.first_M).sum(), (now.set_M != before.set_M).sum()]
-    entropies = [now.entropy_M.double().sum(), before.entropy_M.double().sum()]
-    return torch.stack([count.double() for count in changed] + entropies)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,54 +107,67 @@ class Fluctuation:
         }
 
 
-def shares(
-    sums_LC: Tensor, tokens_L: Tensor, layers: Sequence[RoutedLayer]
-) -> dict[str, Fluctuation]:
-    """Sums over the tokens of each layer as shares, by the layer's name."""
-    means = (sums_LC / tokens_L.unsqueeze(-1)).tolist()
-    return {
-        layer.name: Fluctuation(top1=top1, set=set_, entropy=now, entropy_before=before)
-        for layer, (top1, set_, now, before) in zip(layers, means, strict=True)
-    }
+class Differences:
+    """Adds up how the experts of tokens differ between two checkpoints, by layer.
+
+    Args:
+        layers: of the model.
+        device: where what is added up is kept.
+    """
+
+    def __init__(self, layers: Sequence[RoutedLayer], device: torch.device | str = "cpu") -> None:
+        self._layers = layers
+        self._sums_L5 = torch.zeros(len(layers), 5, dtype=torch.float64, device=device)
+
+    def add(self, layer: int, now: Codes, before: Codes) -> None:
+        """Adds tokens of a layer that both read: how many have another first expert and another
+        set, the sums of both entropies, and how many they are."""
+        changed = [(now.first_M != before.first_M).sum(), (now.set_M != before.set_M).sum()]
+        entropies = [now.entropy_M.double().sum(), before.entropy_M.double().sum()]
+        sums = torch.stack([*(count.double() for count in changed), *entropies])
+        self._sums_L5[layer, :4] += sums.to(self._sums_L5.device)
+        self._sums_L5[layer, 4] += now.first_M.numel()
+
+    def result(self, summed: Summed = lambda sums: sums) -> dict[str, Fluctuation]:
+        """How each layer differs, by its name.
+
+        Args:
+            summed: over processes.
+        """
+        sums_L5 = summed(self._sums_L5).cpu()
+        means = (sums_L5[:, :4] / sums_L5[:, 4:]).tolist()
+        return {
+            layer.name: Fluctuation(top1=top1, set=set_, entropy=now, entropy_before=before)
+            for layer, (top1, set_, now, before) in zip(self._layers, means, strict=True)
+        }
 
 
-class Probe:
-    """A model that reads the probe set.
+@torch.no_grad()
+def codes_of(
+    forward: Callable[[Tensor], object],
+    module: torch.nn.Module,
+    layers: Sequence[RoutedLayer],
+    inputs: Tensor,
+    counts: Tensor,
+) -> list[Codes]:
+    """The codes of a batch, for each layer.
 
     Args:
         forward: input ids [B, T] -> output; dropout off.
         module: the model behind it.
-        device: where it is.
+        layers: of it.
+        inputs: of the model.
+        counts: which tokens count, [B, T], or which samples, [B]: then all of their tokens do.
     """
-
-    def __init__(
-        self, forward: Callable[[Tensor], object], module: torch.nn.Module, device: torch.device
-    ) -> None:
-        self._forward, self._module = forward, module
-        self.layers = routed_layers(module)
-        self._codes = {n: expert_codes(n).to(device) for n in {x.num_experts for x in self.layers}}
-
-    @torch.no_grad()
-    def read(self, inputs: Tensor, counts: Tensor) -> list[Codes]:
-        """Codes of a batch, for each layer.
-
-        Args:
-            inputs: Of the model.
-            counts: Which tokens count, [B, T], or which samples, [B]: then all of their tokens do.
-        """
-        with deciding(self._module, self.layers) as decisions:
-            self._forward(inputs)
-            found = [
-                encode(decisions[layer.name], self._codes[layer.num_experts])
-                for layer in self.layers
-            ]
-        return [_counted(codes, counts.flatten()) for codes in found]
-
-
-def _counted(codes: Codes, counts: Tensor) -> Codes:
-    """The codes of what counts; a sample may have any number of tokens in a layer."""
-    counts_M = counts.repeat_interleave(codes.first_M.numel() // counts.numel())
-    return Codes(*(values_M[counts_M] for values_M in codes))
+    counts, found = counts.flatten(), []
+    with deciding(module, layers) as decisions:
+        forward(inputs)
+    for layer in layers:
+        codes = encode(decisions[layer.name])
+        # a sample may have any number of tokens in a layer
+        counts_M = counts.repeat_interleave(len(codes.first_M) // len(counts))
+        found.append(Codes(*(each_M[counts_M] for each_M in codes)))
+    return found
 
 
 class FluctuationLog:
@@ -196,8 +187,7 @@ class FluctuationLog:
         self, engine: Engine, probe_set: ProbeSet, batch_size: int, memory: RunMemory
     ) -> None:
         self._engine, self._probe_set, self._batch_size = engine, probe_set, batch_size
-        self._memory = memory
-        self._probe = Probe(engine, engine.module, engine.device)
+        self._memory, self._layers = memory, routed_layers(engine.module)
         self._before: list[list[Codes]] = []
 
     def __call__(self) -> dict[str, float]:
@@ -213,39 +203,28 @@ class FluctuationLog:
     def _compare(self) -> dict[str, float]:
         started = time.monotonic()
         self._engine.train(False)
-        world, layers = self._engine.world, self._probe.layers
-        sums_LC = torch.zeros(len(layers), 4, dtype=torch.float64)
-        tokens_L = torch.zeros(len(layers), dtype=torch.float64)
-        now = []
+        world, now = self._engine.world, []
+        differences = Differences(self._layers, world.device)
         for number, batch in enumerate(self._probe_set.batches(self._batch_size, world)):
-            codes = [Codes(*(v.cpu() for v in layer)) for layer in self._probe.read(*batch)]
-            now.append(codes)
+            read = codes_of(self._engine, self._engine.module, self._layers, *batch)
+            now.append([Codes(*(each_M.cpu() for each_M in codes)) for codes in read])
             if self._before:
-                pairs = zip(codes, self._before[number], strict=True)
-                sums_LC += torch.stack([differences(*pair) for pair in pairs])
-                tokens_L += torch.tensor([layer.first_M.numel() for layer in codes])
+                pairs = zip(now[number], self._before[number], strict=True)
+                for layer, (ours, theirs) in enumerate(pairs):
+                    differences.add(layer, ours, theirs)
         has_earlier, self._before = bool(self._before), now
         record: dict[str, float] = {}
         if has_earlier:
-            flat_LD = torch.cat([sums_LC, tokens_L.unsqueeze(-1)], dim=-1).to(world.device)
-            flat_LD = comm.sum_over_samples(flat_LD, world).cpu()
-            record = fluctuation_record(shares(flat_LD[:, :-1], flat_LD[:, -1], layers))
+            found = differences.result(lambda sums: comm.sum_over_samples(sums, world))
+            record = fluctuation_record(found)
         return record | {"fluctuation/seconds": time.monotonic() - started}
 
 
-def fluctuation_record(layers: dict[str, Fluctuation]) -> dict[str, float]:
-    """Flat keys for metrics.jsonl and TensorBoard.
-
-    Args:
-        layers: by name.
-    """
-    each = {
-        name: {"top1": x.top1, "set": x.set, "entropy_ratio": x.entropy_ratio}
-        for name, x in layers.items()
-    }
+def fluctuation_record(layers: Mapping[str, Fluctuation]) -> dict[str, float]:
+    """Flat keys for metrics.jsonl and TensorBoard, of layers by their names."""
     record = {f"fluctuation/{measure}": value for measure, value in mean(layers).items()}
-    for name, values in each.items():
-        record |= {f"fluctuation/{name}/{measure}": value for measure, value in values.items()}
+    for name, layer in layers.items():
+        record |= {f"fluctuation/{name}/{each}": getattr(layer, each) for each in LOGGED}
     return record
 
 
@@ -254,5 +233,5 @@ def mean(layers: Mapping[str, Fluctuation]) -> dict[str, float]:
     count = len(layers)
     return {
         measure: sum(getattr(layer, measure) for layer in layers.values()) / count
-        for measure in ("top1", "set", "entropy_ratio")
+        for measure in LOGGED
     }

@@ -29,6 +29,8 @@ from polyad.train.experts.probing import Decision, RoutedLayer
 Matrix = npt.NDArray[np.float64]
 DRAWS = 200
 """How often groups of samples are drawn anew for an interval."""
+AT_ONCE = 10
+"""Draws that are held at a time."""
 GROUPS, FEWEST_GROUPS = 200, 20
 """Groups that samples are put into at random, at most; and where each takes much memory."""
 MOST_NUMBERS = 1 << 21
@@ -117,9 +119,7 @@ class Measured(NamedTuple):
         return f"{self.value:.4f} [{self.low:.4f}, {self.high:.4f}]"
 
 
-def intervals(
-    measure: Callable[[Matrix], Matrix], sums_G: Matrix, samples: int, *, at_once: int = 10
-) -> tuple[Matrix, Matrix | None, Matrix | None]:
+def intervals(measure: Callable[[Matrix], Matrix], sums_G: Matrix, samples: int) -> Matrix:
     """Measures of all samples, each with the ends of a bootstrap interval over groups of them.
 
     Groups are drawn with replacement. Draws hold fewer different samples than there are, and by
@@ -130,23 +130,24 @@ def intervals(
         measure: of sums over samples, of any shape; further axes in front are draws.
         sums_G: of each group, [G, ...].
         samples: in all groups together.
-        at_once: draws that are held at a time.
 
     Returns:
-        The values and both ends, which a single sample does not have; NaN where a draw has NaN.
+        The values, the lower and the upper ends [3, ...]; ends of a single sample are NaN, as are
+        those where a draw has NaN.
     """
     value = measure(sums_G.sum(0))
     groups = len(sums_G)
     if samples < 2:
-        return value, None, None
+        unknown = np.full_like(value, np.nan)
+        return np.stack([value, unknown, unknown])
     drawn_DG = np.random.default_rng(0).multinomial(groups, np.full(groups, 1 / groups), DRAWS)
     found = [
-        measure(np.tensordot(drawn_DG[first : first + at_once].astype(np.float64), sums_G, 1))
-        for first in range(0, DRAWS, at_once)
+        measure(np.tensordot(drawn_DG[first : first + AT_ONCE].astype(np.float64), sums_G, 1))
+        for first in range(0, DRAWS, AT_ONCE)
     ]
     draws_D = np.concatenate(found)
     low, high = value + np.quantile(draws_D - draws_D.mean(0), OUTSIDE, axis=0)
-    return value, low, high
+    return np.stack([value, low, high])
 
 
 def measured(
@@ -154,7 +155,6 @@ def measured(
     sums_G: Matrix,
     samples: int,
     *,
-    at_once: int = 10,
     lowest: float = 0.0,
     highest: float = math.inf,
 ) -> Measured:
@@ -164,33 +164,72 @@ def measured(
         measure: of sums over samples; further axes in front are draws.
         sums_G: of each group, [G, ...].
         samples: in all groups together.
-        at_once: draws that are held at a time.
         lowest: the lower number.
         highest: the other.
 
     Returns:
         Without an interval where an end is not finite, as where no draw has enough to go by.
     """
-    value, low, high = intervals(measure, sums_G, samples, at_once=at_once)
-    if low is None or high is None or not np.isfinite([low, high]).all():
-        return Measured(float(value), None, None, samples)
-    return Measured(float(value), max(lowest, float(low)), min(highest, float(high)), samples)
+    value, low, high = intervals(measure, sums_G, samples).tolist()
+    if not (math.isfinite(low) and math.isfinite(high)):
+        return Measured(value, None, None, samples)
+    return Measured(value, max(lowest, low), min(highest, high), samples)
 
 
-def groups_of_samples(samples: int, numbers: int) -> tuple[int, Tensor]:
-    """Puts samples into groups of equal size at random, the same on every process.
+class GroupedSums:
+    """Sums over groups of samples, which intervals follow from.
+
+    Samples are put into groups of equal size at random, the same on every process.
 
     Args:
-        samples: how many there are.
-        numbers: that each group takes.
-
-    Returns:
-        How many groups, and of each sample its own.
+        samples: images, sequences or windows that all processes read.
+        shape: of the sums of a group.
+        device: where what is added up is.
+        numbers: that each group takes, which limits how many there are; None: as many as `shape`.
     """
-    wanted = min(GROUPS, max(FEWEST_GROUPS, MOST_NUMBERS // max(1, numbers)))
-    groups = max(1, min(samples, wanted))
-    generator = torch.Generator().manual_seed(0)
-    return groups, torch.randperm(samples, generator=generator) % groups
+
+    def __init__(
+        self,
+        samples: int,
+        shape: Sequence[int],
+        device: torch.device | str,
+        numbers: int | None = None,
+    ) -> None:
+        numbers = max(1, math.prod(shape) if numbers is None else numbers)
+        wanted = min(GROUPS, max(FEWEST_GROUPS, MOST_NUMBERS // numbers))
+        groups = max(1, min(samples, wanted))
+        generator = torch.Generator().manual_seed(0)
+        self._group_A = (torch.randperm(samples, generator=generator) % groups).to(device)
+        self.sums_G = torch.zeros(groups, *shape, dtype=torch.float64, device=device)
+        """What is added up, by group."""
+
+    def group_of(self, number_N: Tensor) -> Tensor:
+        """The groups of samples, by their numbers."""
+        return self._group_A[number_N.to(self._group_A.device)]
+
+    def result(self, summed: Summed, wrong: str) -> Matrix:
+        """The sums over all processes.
+
+        Args:
+            summed: over processes.
+            wrong: says what is not finite, if the sums are not.
+
+        Raises:
+            ConfigError: they are not.
+        """
+        sums_G = summed(self.sums_G)
+        if not sums_G.isfinite().all():
+            raise ConfigError(wrong)
+        found: Matrix = sums_G.cpu().numpy()
+        return found
+
+
+def not_finite(layer: RoutedLayer) -> str:
+    """What is wrong with a layer whose coefficients are not finite."""
+    return (
+        f"the coefficients of {layer.name} are not finite: its weights hold NaN or inf, or are too "
+        f"large"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -232,13 +271,10 @@ class GateEntropies:
         self, layers: Sequence[RoutedLayer], samples: int, device: torch.device | str = "cpu"
     ) -> None:
         self._layers, self._samples = layers, samples
-        self._sums: dict[str, Tensor] = {}
-        self._group_A: dict[str, Tensor] = {}
-        for layer in layers:
-            width = layer.num_experts + len(layer.levels) + 1
-            groups, group_A = groups_of_samples(samples, width)
-            self._group_A[layer.name] = group_A.to(device)
-            self._sums[layer.name] = torch.zeros(groups, width, dtype=torch.float64, device=device)
+        self._sums = {
+            layer.name: GroupedSums(samples, [layer.num_experts + len(layer.levels) + 1], device)
+            for layer in layers
+        }
 
     def add(self, name: str, decision: Decision, number_N: Tensor) -> None:
         """Adds what a layer decided for a batch.
@@ -252,7 +288,8 @@ class GateEntropies:
         levels = [p_NE[counted_N].double() for p_NE in decision.levels]
         bits = [entropy(p_NE).unsqueeze(-1) / math.log(2) for p_NE in levels]
         rows = torch.cat([*levels, *bits, torch.ones_like(bits[0])], dim=-1)
-        self._sums[name].index_add_(0, self._group_A[name][number_N[counted_N]], rows)
+        sums = self._sums[name]
+        sums.sums_G.index_add_(0, sums.group_of(number_N[counted_N]), rows)
 
     def result(self, summed: Summed = lambda sums: sums) -> dict[str, list[LevelEntropy]]:
         """The levels of each layer, by the layer's name.
@@ -265,21 +302,16 @@ class GateEntropies:
         """
         found: dict[str, list[LevelEntropy]] = {}
         for layer in self._layers:
-            sums = summed(self._sums[layer.name])
-            if not sums.isfinite().all():
-                raise ConfigError(
-                    f"the coefficients of {layer.name} are not finite: its weights hold NaN or "
-                    f"inf, or are too large"
-                )
-            widths = [*layer.levels, len(layer.levels), 1]
-            *levels, bits_GL, tokens_G1 = sums.cpu().split_with_sizes(widths, dim=1)
+            sums_G = self._sums[layer.name].result(summed, not_finite(layer))
+            ends = np.cumsum([*layer.levels, len(layer.levels)])
+            *levels, bits_GL, tokens_G1 = np.split(sums_G, ends, axis=1)
             found[layer.name] = [
                 LevelEntropy(
                     experts=size,
                     of_token=measured(
-                        _mean, torch.cat([bits_GL[:, [n]], tokens_G1], 1).numpy(), self._samples
+                        _mean, np.concatenate([bits_GL[:, [n]], tokens_G1], 1), self._samples
                     ),
-                    of_usage=measured(entropy_bits, p_GE.numpy(), self._samples),
+                    of_usage=measured(entropy_bits, p_GE, self._samples),
                 )
                 for n, (size, p_GE) in enumerate(zip(layer.levels, levels, strict=True))
             ]

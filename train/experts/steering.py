@@ -41,10 +41,9 @@ from polyad.train.experts.class_changes import (
     ClassChanges,
     as_table,
     mean_of,
-    with_ends,
 )
-from polyad.train.experts.information import Matrix, Summed, groups_of_samples, intervals
-from polyad.train.experts.token_classes import ClassColumns, classes_of_vocabulary
+from polyad.train.experts.information import GroupedSums, Matrix, Summed, intervals
+from polyad.train.experts.token_classes import ClassColumns, classes_of_vocabulary, slices_of
 from polyad.train.tasks.samples import Passages, TextSamples, embedded, losses, through
 
 _FORM = "layer=N,expert=N,strength=X, and level=N of a hierarchy"
@@ -320,9 +319,7 @@ class SteeredReading:
         tables = [one_hot(class_V, len(classes)) for classes, class_V in vocabulary.values()]
         self._class_VK = torch.cat(tables, -1).float().to(device)
         width = 2 * self._class_VK.shape[1] + 1
-        groups, group_A = groups_of_samples(text.rows, width)
-        self._group_A = group_A.to(device)
-        self._mass_G = torch.zeros(groups, width, dtype=torch.float64, device=device)
+        self._masses = GroupedSums(text.rows, [width], device)
 
     @torch.inference_mode()
     def add(self, passages: Passages, label_JBP: Tensor, x_BTD: Tensor, loss_BP: Tensor) -> None:
@@ -341,10 +338,11 @@ class SteeredReading:
         self._losses.add_whole(label_JBP, number_B, loss_BP)
         row_B = torch.zeros_like(number_B)
         self._losses.add(label_JBP, number_B, row_B, change_BP, torch.ones_like(counted_BP))
-        for window, group in enumerate(self._group_A[number_B.to(self._group_A.device)].tolist()):
+        for window, group in enumerate(self._masses.group_of(number_B).tolist()):
             one = slice(window, window + 1)
-            masses = [self._mass(x[one], counted_BP[window]) for x in (x_BTD, y_BTD)]
-            self._mass_G[group] += torch.cat([*masses, counted_BP[window].sum().view(1).double()])
+            counted_P = counted_BP[window]
+            masses = [self._mass(x[one], counted_P) for x in (x_BTD, y_BTD)]
+            self._masses.sums_G[group] += torch.cat([*masses, counted_P.sum().view(1).double()])
 
     def _mass(self, x_1TD: Tensor, counted_T: Tensor) -> Tensor:
         """Sums of the probabilities of each class [K], of a window: its logits take much memory."""
@@ -364,22 +362,21 @@ class SteeredReading:
             ConfigError: losses are not finite.
         """
         by_class = self._losses.result("steered", summed)
-        mass_G = summed(self._mass_G).cpu().numpy()
+        mass_G = self._masses.result(summed, "steered: probabilities are not finite")
         columns = self._class_VK.shape[1]
 
         def change(sums: Matrix) -> Matrix:
             added = sums[..., columns : 2 * columns] - sums[..., :columns]
             return mean_of(added, sums[..., [-1]])
 
-        change_3K = with_ends(intervals(change, mass_G, self._windows))
+        change_3K = intervals(change, mass_G, self._windows)
         total = mass_G.sum(0)
-        found, first = {}, 0
-        for name, classes in self._mass_classes.items():
-            part = slice(first, first + len(classes))
-            found[name] = ClassMass(
-                classes=classes,
+        found = {
+            name: ClassMass(
+                classes=self._mass_classes[name],
                 before_K=mean_of(total[part], total[-1]),
                 change_3K=change_3K[:, part],
             )
-            first += len(classes)
+            for name, part in slices_of(self._mass_classes).items()
+        }
         return SteeringEffect(steerings=self._steerings, by_class=by_class, mass=found)

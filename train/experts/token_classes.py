@@ -6,7 +6,7 @@ labels: the right ones first, then shifted ones; of predicted tokens P of a wind
 
 import itertools
 import unicodedata
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -162,6 +162,15 @@ class Shifts:
         return torch.cat([label_BT.unsqueeze(0), moved_PBT])
 
 
+def slices_of(classes: Mapping[str, Sequence[str]]) -> dict[str, slice]:
+    """The columns of each way to sort tokens, where the classes of all stand side by side."""
+    found, first = {}, 0
+    for name, each in classes.items():
+        found[name] = slice(first, first + len(each))
+        first += len(each)
+    return found
+
+
 class ClassColumns:
     """The classes of tokens, all ways to sort them side by side.
 
@@ -183,19 +192,6 @@ class ClassColumns:
         """The classes of each way to sort; the first has all tokens in one."""
         self.classes |= {name: list(each.classes) for name, (_, each) in self._of.items()}
 
-    @property
-    def num_columns(self) -> int:
-        """The number of classes of all ways together."""
-        return sum(map(len, self.classes.values()))
-
-    def slices(self) -> dict[str, slice]:
-        """The columns of each way to sort."""
-        found, first = {}, 0
-        for name, classes in self.classes.items():
-            found[name] = slice(first, first + len(classes))
-            first += len(classes)
-        return found
-
     def __call__(self, passages: Passages) -> Tensor:
         """The column of each predicted token in each way to sort, [J, B, P]; -1: it counts not.
 
@@ -204,7 +200,7 @@ class ClassColumns:
         """
         scored_BP, places_BP = passages.scored_BP.cpu(), passages.places_BP.cpu()
         ids_BT, target_BP = passages.ids_BT.cpu(), passages.target_BP.cpu()
-        slices, columns = self.slices(), [torch.zeros_like(places_BP)]
+        slices, columns = slices_of(self.classes), [torch.zeros_like(places_BP)]
         for name, (side, labelling) in self._of.items():
             if side == "predicted":
                 class_BP = labelling.of(target_BP)

@@ -14,12 +14,10 @@ from polyad.train.config.text import flatten
 from polyad.train.errors import ConfigError
 from polyad.train.experts.fluctuation import (
     Codes,
+    Differences,
     Fluctuation,
-    differences,
     encode,
-    expert_codes,
     mean,
-    shares,
 )
 from polyad.train.experts.information import Summed
 from polyad.train.experts.probing import deciding, routed_layers
@@ -106,11 +104,9 @@ class Comparison(Measure):
         self, subject: Subject, opened: Evaluated, other: Checkpoint, before: nn.Module
     ) -> None:
         super().__init__(subject)
-        layers, device = subject.layers, next(before.parameters()).device
+        device = next(before.parameters()).device
         self._opened, self._other, self._before = opened, other, before
-        self._codes = {layer.name: expert_codes(layer.num_experts).to(device) for layer in layers}
-        self._sums_LC = torch.zeros(len(layers), 4, dtype=torch.float64, device=device)
-        self._tokens_L = torch.zeros(len(layers), dtype=torch.float64, device=device)
+        self._differences = Differences(subject.layers, device)
         self._units = torch.zeros(1, dtype=torch.float64, device=device)
 
     @classmethod
@@ -150,19 +146,16 @@ class Comparison(Measure):
         for number, layer in enumerate(layers):
             counted_N = reading.numbers_of(reading.decisions[layer.name]) >= 0
             now, before = (
-                Codes(*(each[counted_N] for each in encode(one, self._codes[layer.name])))
+                Codes(*(each[counted_N] for each in encode(one)))
                 for one in (reading.decisions[layer.name], decisions[layer.name])
             )
-            self._sums_LC[number] += differences(now, before)
-            self._tokens_L[number] += counted_N.sum()
+            self._differences.add(number, now, before)
         counted = reading.counted_N
         self._units += len(reading.number_R) if counted is None else counted.sum()
 
     def result(self, summed: Summed = lambda values: values) -> Compared:
         """What was found."""
-        layers = shares(
-            summed(self._sums_LC).cpu(), summed(self._tokens_L).cpu(), self.subject.layers
-        )
+        layers = self._differences.result(summed)
         for name, layer in layers.items():
             if not math.isfinite(layer.entropy + layer.entropy_before):
                 raise ConfigError(

@@ -10,14 +10,13 @@ from polyad.data.text.windows import EvaluationWindows, SpreadWindows
 from polyad.model.smoe.selection import Selected
 from polyad.parallel.weights import load_model
 from polyad.train.experts.fluctuation import (
-    Probe,
-    differences,
+    Differences,
+    codes_of,
     encode,
     expert_codes,
     fluctuation_record,
-    shares,
 )
-from polyad.train.experts.probing import Decision, RoutedLayer
+from polyad.train.experts.probing import Decision, RoutedLayer, routed_layers
 from tests.helpers.everyday import everyday
 from tests.helpers.runs import compare, records, run, run_expecting_error, write_config
 
@@ -31,7 +30,13 @@ def chosen(ids_MK, scores_ME):
     scores_ME = torch.tensor(scores_ME)
     ids_MK = torch.tensor(ids_MK)
     selected = Selected.of(scores_ME.gather(-1, ids_MK), ids_MK, 4)
-    return encode(Decision(levels=[scores_ME], selected=selected), expert_codes(4))
+    return encode(Decision(levels=[scores_ME], selected=selected))
+
+
+def differing(now, before):
+    found = Differences([LAYER])
+    found.add(0, now, before)
+    return found.result()[LAYER.name]
 
 
 def test_fluctuation_by_hand():
@@ -39,10 +44,10 @@ def test_fluctuation_by_hand():
     before = chosen([[0, 1], [0, 1], [2, 3], [3, 1], [1, 2]], [even] * 5)
     # The same; the order alone; another second; another first; both.
     now = chosen([[0, 1], [1, 0], [2, 0], [0, 1], [0, 3]], [decided] * 5)
-    sums = differences(now, before)
-    assert sums.tolist() == pytest.approx([3, 3, 5 * math.log(2), 5 * math.log(4)])
-    result = shares(sums[None], torch.tensor([5.0]), [LAYER])[LAYER.name]
+    result = differing(now, before)
     assert (result.top1, result.set) == (3 / 5, 3 / 5)
+    entropies = (result.entropy, result.entropy_before)
+    assert entropies == pytest.approx((math.log(2), math.log(4)))
     assert result.entropy_ratio == pytest.approx(0.5)
     assert fluctuation_record({"a": result, "b": result})["fluctuation/top1"] == 3 / 5
 
@@ -50,7 +55,8 @@ def test_fluctuation_by_hand():
 def test_another_number_of_experts_is_another_set():
     before = chosen([[0], [2]], [[0.25] * 4] * 2)
     now = chosen([[0, 1], [2, 3]], [[0.25] * 4] * 2)
-    assert differences(now, before)[:2].tolist() == [0, 2]
+    found = differing(now, before)
+    assert (found.top1, found.set) == (0, 1)
 
 
 def test_the_experts_of_a_mumoe_are_its_leaves_and_its_support():
@@ -61,7 +67,7 @@ def test_the_experts_of_a_mumoe_are_its_leaves_and_its_support():
 
     def encoded(first, second):
         levels = [torch.tensor(first), torch.tensor(second)]
-        return encode(Decision(levels=levels, selected=None), codes_S)
+        return encode(Decision(levels=levels, selected=None))
 
     before = encoded(first, second)
     assert before.first_M.tolist() == [2, 5, 0]
@@ -72,7 +78,8 @@ def test_the_experts_of_a_mumoe_are_its_leaves_and_its_support():
     assert before.entropy_M[0].item() == pytest.approx(nats)
     # Another leaf of the same support; another support with the same leaf; nothing.
     now = encoded([[0.6, 0.4, 0.0], *first[1:]], [second[0], [0.0, 1.0], second[2]])
-    assert differences(now, before)[:2].tolist() == [1, 1]
+    found = differing(now, before)
+    assert (found.top1, found.set) == pytest.approx((1 / 3, 1 / 3))
 
 
 def test_codes_of_sets_are_different():
@@ -190,13 +197,13 @@ def test_compiled_blocks_are_read_too(one_process):
     model = load_model(one_process[0] / "run")
     input_BT = torch.arange(64).view(2, 32)
     scored_BT = torch.ones_like(input_BT, dtype=torch.bool)
-    probe = Probe(model, model, torch.device("cpu"))
-    plain = probe.read(input_BT, scored_BT)
+    reading = (model, model, routed_layers(model), input_BT, scored_BT)
+    plain = codes_of(*reading)
     for block in model.blocks:
         block.compile(backend="eager")  # what traces a block, without what writes code
     with torch.no_grad():
         model(input_BT)  # from now on there is a program that knows of no hook
-    for ours, theirs in zip(probe.read(input_BT, scored_BT), plain, strict=True):
+    for ours, theirs in zip(codes_of(*reading), plain, strict=True):
         assert all(map(torch.equal, ours, theirs))
 
 

@@ -13,8 +13,8 @@ from polyad.model.smoe.selection import Selected
 from polyad.train.errors import ConfigError
 from polyad.train.experts.information import (
     GateEntropies,
+    GroupedSums,
     entropy_bits,
-    groups_of_samples,
     information_bits,
     measured,
     normalized_information,
@@ -85,13 +85,14 @@ def test_intervals_are_of_samples_and_not_of_tokens():
 
 
 def test_groups_hold_equally_many_samples_at_random():
-    groups, group_A = groups_of_samples(1000, 10)
-    assert groups == 200
+    sums = GroupedSums(1000, [10], "cpu")
+    assert sums.sums_G.shape == (200, 10)
+    group_A = sums.group_of(torch.arange(1000))
     assert group_A.bincount().tolist() == [5] * 200
     assert group_A[:200].tolist() != list(range(200))
-    assert groups_of_samples(7, 10)[0] == 7
-    assert groups_of_samples(50_000, 64 * 1000)[0] == 32  # 16 MB of a layer
-    assert groups_of_samples(50_000, 10**6)[0] == 20
+    for samples, numbers, groups in ((7, 10, 7), (50_000, 64 * 1000, 32), (50_000, 10**6, 20)):
+        sums = GroupedSums(samples, [1], "cpu", numbers=numbers)
+        assert len(sums.sums_G) == groups  # 32 groups of so many numbers are 16 MB of a layer
 
 
 @pytest.mark.slow
