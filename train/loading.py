@@ -26,7 +26,7 @@ from polyad.train.evaluation.evaluate import evaluate_opened
 from polyad.train.evaluation.generate import Sampling, continue_text
 from polyad.train.experts.probing import Decision, RoutedLayer, deciding, routed_layers
 from polyad.train.reading import open_data_for
-from polyad.train.results import aligned
+from polyad.train.results import aligned, json_value
 from polyad.train.tasks.language import language_model
 from polyad.train.tasks.vocabulary import need_tokenizer
 
@@ -212,7 +212,8 @@ class Run:
         place = None if data is None else str(Path(data).expanduser())
         opened = open_data_for(self._weights, place, tuple(overrides), self._choice)
         with comm.left_again():
-            return evaluate_opened(opened, split, model=self.model)
+            found: dict[str, Any] = json_value(evaluate_opened(opened, split, model=self.model))
+            return found
 
     def __repr__(self) -> str:
         """Names the folder, the model and its parameters."""

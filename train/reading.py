@@ -76,7 +76,9 @@ class Evaluated(NamedTuple):
         return comm.initialize(self.config.parallel.timeout_minutes, facts=facts)
 
     @contextmanager
-    def loaded(self, doing: str, split: str | None) -> Iterator[tuple[nn.Module, comm.World]]:
+    def loaded(
+        self, doing: str, split: str | None, model: nn.Module | None = None
+    ) -> Iterator[tuple[nn.Module, comm.World]]:
         """The model on this process's device, in evaluation mode, and the process.
 
         Inside the context a lack of memory is explained in one line.
@@ -84,11 +86,14 @@ class Evaluated(NamedTuple):
         Args:
             doing: what is done with it, for that line.
             split: that is read; None: none of the data.
+            model: if it is there already.
         """
         world = self.joined(split)
         allow_tf32(self.config.train.tf32, world.device)
         with explain_out_of_memory(lambda: doing, world, lambda: to_evaluate(self.config)):
-            yield load_model(self.weights, world.device, self.config.train.precision), world
+            if model is None:
+                model = load_model(self.weights, world.device, self.config.train.precision)
+            yield model, world
 
     def text(self, option: str) -> LanguageModelling:
         """The task, for an option that only text has.

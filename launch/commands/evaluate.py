@@ -119,7 +119,7 @@ def evaluate(
     def measure(checkpoint: Path) -> Found:
         from polyad.data.images.augmentation import GaussianNoise
         from polyad.data.text.attack import WordSwap
-        from polyad.train.evaluation.evaluate import evaluate, result_table
+        from polyad.train.evaluation.evaluate import evaluate
 
         attacked: WordSwap | GaussianNoise | None = None
         if attack is not None and rate is not None:
@@ -131,7 +131,7 @@ def evaluate(
             leak=leak,
             **held.keywords(overrides),
         )
-        return result, result_table(result)
+        return result, result.text()
 
     asked = {"overrides": overrides, "attack": attack, "rate": rate, "seed": seed, "leak": leak}
     _show("evaluate", path, held, asked, measure)

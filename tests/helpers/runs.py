@@ -116,8 +116,14 @@ def rewriting_error(path: Path, option: str) -> tuple[str, str, int]:
 
 
 def evaluation(path: Path, **options: Any) -> dict[str, Any]:
-    """`polyad evaluate`."""
-    return evaluate(path, **options)
+    """`polyad evaluate`: the values for programs."""
+    return evaluated(path, **options)[0]
+
+
+def evaluated(path: Path, **options: Any) -> tuple[dict[str, Any], str]:
+    """`polyad evaluate`: the values for programs, and the text for people."""
+    found = evaluate(path, **options)
+    return json_value(found), found.text()
 
 
 def measured(path: Path, name: str, **options: Any) -> tuple[dict[str, Any], str]:

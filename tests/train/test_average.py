@@ -9,9 +9,8 @@ from polyad.launch.cli import run as polyad
 from polyad.model.smoe.scores import INITIAL_TEMPERATURE
 from polyad.parallel.checkpoint.reading import Checkpoint
 from polyad.parallel.weights import load_model
-from polyad.train.evaluation.evaluate import result_table
 from polyad.train.exchange.convert import convert
-from tests.helpers.runs import evaluation, newest, run, run_and_listen, write_config
+from tests.helpers.runs import evaluated, evaluation, newest, run, run_and_listen, write_config
 
 pytestmark = pytest.mark.distributed
 
@@ -25,8 +24,8 @@ def averaged(workers, tmp_path_factory, prepared_path):
 
 
 def test_evaluate_scores_the_average_by_choice(workers, averaged, tmp_path, prepared_path):
-    trained, average = (
-        workers(1).run(evaluation, averaged, weights=weights)[0] for weights in ("trained", "ema")
+    (trained, plain), (average, text) = (
+        workers(1).run(evaluated, averaged, weights=weights)[0] for weights in ("trained", "ema")
     )
     assert (trained["weights"], average["weights"]) == ("trained", "ema")
     assert abs(trained["loss"] - average["loss"]) > 0.01
@@ -38,8 +37,8 @@ def test_evaluate_scores_the_average_by_choice(workers, averaged, tmp_path, prep
     assert any("moving average" in note for note in result["notes"])
     again = workers(1).run(evaluation, tmp_path / "ema", data=str(prepared_path))[0]
     assert again["loss"] == pytest.approx(average["loss"], rel=1e-6)
-    assert "their moving average" in result_table(average)
-    assert "moving average" not in result_table(trained)
+    assert "their moving average" in text
+    assert "moving average" not in plain
 
 
 def test_a_process_without_any_of_few_trained_numbers_has_no_part_of_the_average(

@@ -4,6 +4,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,19 +16,88 @@ from polyad.data.images.augmentation import GaussianNoise
 from polyad.data.text.attack import WordSwap, write_attacked
 from polyad.data.text.manifest import SplitName
 from polyad.parallel import comm
-from polyad.parallel.weights import Choice, load_model
-from polyad.train.config.smaller import to_evaluate
+from polyad.parallel.weights import Choice
 from polyad.train.console import Progress
 from polyad.train.errors import ConfigError, RunError
-from polyad.train.evaluation.leak import check_leaks, measure
-from polyad.train.guard.memory import explain_out_of_memory
-from polyad.train.loop.device import allow_tf32
+from polyad.train.evaluation.leak import Leak, check_leaks, measure_leak
 from polyad.train.reading import Evaluated, open_evaluated
 from polyad.train.results import aligned
 from polyad.train.tasks.language import LanguageModelling
 from polyad.train.tasks.losses import cross_entropy
 from polyad.train.tasks.registry import task_class
-from polyad.train.tasks.task import OneDevice, Task
+from polyad.train.tasks.task import OneDevice, Scores, Task
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attacked:
+    """What was done to text or images before they were read."""
+
+    kind: str
+    rate: float
+    seed: int
+    words: int | None = None
+    """Of the text; images have none."""
+    replaced: int | None = None
+    """Words that were replaced."""
+
+    def to_json(self) -> dict[str, Any]:
+        """What programs get."""
+        return {name: value for name, value in vars(self).items() if value is not None}
+
+    def __str__(self) -> str:
+        """What people get."""
+        if self.words is None:
+            noise = f"Gaussian noise of {self.rate:g} on pixels from 0 to 1"
+            return f"{noise} (seed {self.seed})"
+        counts = f"{self.replaced:,} of {self.words:,} words are AAA"
+        return f"{counts} (rate {self.rate:g}, seed {self.seed})"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """How well a checkpoint does on held-out data, and how that was found."""
+
+    checkpoint: str
+    step: int
+    weights: Choice
+    data_kind: str
+    data: str
+    split: str
+    attack: Attacked | None
+    scores: Scores
+    leak: Leak | None
+    precision: str
+    processes: int
+    seconds: float
+
+    @property
+    def speed(self) -> dict[str, float]:
+        """How many units were scored in a second, by what they are."""
+        units = f"{task_class(self.data_kind).unit.name}s"
+        return {units: self.scores.to_json()[f"{units}_scored"] / self.seconds}
+
+    def to_json(self) -> dict[str, Any]:
+        """What programs get."""
+        found: dict[str, Any] = {}
+        for name, value in vars(self).items():
+            found |= self.scores.to_json() if name == "scores" else {name: value}
+        return found | {f"{units}_per_second": speed for units, speed in self.speed.items()}
+
+    def text(self) -> str:
+        """What people get."""
+        average = "their moving average (train.ema)"
+        ((units, speed),) = self.speed.items()
+        rows = [
+            ("checkpoint", self.checkpoint),
+            *([("weights", average)] if self.weights == "ema" else []),
+            ("split", f"{self.split} of {self.data}"),
+            *self.scores.rows(task_class(self.data_kind)),
+            *([] if self.attack is None else [("attack", str(self.attack))]),
+            *([] if self.leak is None else self.leak.rows(self.scores.to_json()["loss"])),
+            ("speed", f"{speed:,.0f} {units}/s"),
+            ("processes", f"{self.processes}"),
+        ]
+        return "\n".join(aligned(rows, "<"))
 
 
 def evaluate(
@@ -40,7 +110,7 @@ def evaluate(
     leak: int | None = None,
     weights: Choice = "trained",
     base: Path | None = None,
-) -> dict[str, Any]:
+) -> Evaluation:
     """Evaluates a checkpoint, in one process or under torchrun.
 
     Args:
@@ -55,7 +125,7 @@ def evaluate(
         base: see `open_weights`.
 
     Returns:
-        The result: scores, counts, and how they were made. The same on every process.
+        The same on every process.
     """
     opened = open_evaluated(path, data, overrides, weights, base)
     return evaluate_opened(opened, split, attack=attack, leak=leak)
@@ -68,7 +138,7 @@ def evaluate_opened(
     model: nn.Module | None = None,
     attack: WordSwap | GaussianNoise | None = None,
     leak: int | None = None,
-) -> dict[str, Any]:
+) -> Evaluation:
     """Evaluates weights that were opened; see `evaluate`.
 
     Args:
@@ -78,22 +148,17 @@ def evaluate_opened(
         attack: see `evaluate`.
         leak: see `evaluate`.
     """
-    config, task = opened.config, opened.task
     if leak is not None:
         opened.text("--leak")
-        check_leaks(config, opened.weights.folder)
-    task.check_split(split)
-    world = opened.joined(split)
-    allow_tf32(config.train.tf32, world.device)
-    unit, leaked = task.unit, None
+        check_leaks(opened.config, opened.weights.folder)
+    opened.task.check_split(split)
+    leaked = None
     with (
+        opened.loaded(f"evaluating {split}", split, model) as (model, world),
         _attacked(opened, split, attack, world) as (task, attacked),
-        explain_out_of_memory(lambda: f"evaluating {split}", world, lambda: to_evaluate(config)),
     ):
         count = task.units_of(split)
-        report = Progress(f"evaluate {split}", count, unit.short) if world.is_main else None
-        if model is None:
-            model = load_model(opened.weights, world.device, config.train.precision)
+        report = Progress(f"evaluate {split}", count, task.unit.short) if world.is_main else None
         started = time.monotonic()
         scores = task.score(
             OneDevice(model, cross_entropy),
@@ -105,29 +170,23 @@ def evaluate_opened(
         seconds = time.monotonic() - started
         if leak is not None:
             assert isinstance(task, LanguageModelling)
-            masked = Progress("with the mask", count) if world.is_main else None
-            prefix = Progress("from the prefix", leak) if world.is_main else None
-            leaked = measure(
-                *(model, task.windows(task.split(split)[0])),
-                tokens=leak,
-                batch_size=opened.batch_size,
-                world=world,
-                reports=(masked, prefix),
+            windows = task.windows(task.split(split)[0])
+            leaked = measure_leak(
+                *(model, windows, leak), units=count, batch_size=opened.batch_size, world=world
             )
-    return {
+    return Evaluation(
         **opened.about(),
-        "weights": opened.choice,
-        "data_kind": config.data.kind,
-        "data": task.name,
-        "split": split,
-        "attack": attacked,
-        **scores,
-        "leak": leaked,
-        "precision": config.train.precision,
-        "processes": world.size,
-        "seconds": seconds,
-        f"{unit.name}s_per_second": scores[f"{unit.name}s_scored"] / seconds,
-    }
+        weights=opened.choice,
+        data_kind=opened.config.data.kind,
+        data=task.name,
+        split=split,
+        attack=attacked,
+        scores=scores,
+        leak=leaked,
+        precision=opened.config.train.precision,
+        processes=world.size,
+        seconds=seconds,
+    )
 
 
 @contextmanager
@@ -136,7 +195,7 @@ def _attacked(
     split: SplitName,
     attack: WordSwap | GaussianNoise | None,
     world: comm.World,
-) -> Iterator[tuple[Task[Any], dict[str, Any] | None]]:
+) -> Iterator[tuple[Task[Any], Attacked | None]]:
     """The task with its split after an attack, in files of this process that are gone afterwards,
     and what is said of that."""
     if attack is None:
@@ -144,7 +203,7 @@ def _attacked(
         return
     if isinstance(attack, GaussianNoise):
         images = opened.images("--attack gaussian-noise", attributes=True)
-        said = {"kind": "gaussian-noise", "rate": attack.rate, "seed": attack.seed}
+        said = Attacked(kind="gaussian-noise", rate=attack.rate, seed=attack.seed)
         yield images.with_noise(attack), said
         return
     task = opened.text("--attack word-swap")
@@ -162,58 +221,11 @@ def _attacked(
                 f"--attack: the attacked text cannot be written to {tempfile.gettempdir()}: "
                 f"{error.strerror}; TMPDIR names another place"
             ) from None
-        said = {"kind": "word-swap", "rate": attack.rate, "seed": attack.seed}
-        said |= {"words": text.words, "replaced": text.replaced}
+        said = Attacked(
+            kind="word-swap",
+            rate=attack.rate,
+            seed=attack.seed,
+            words=text.words,
+            replaced=text.replaced,
+        )
         yield task.attacked(split, text.stream, text.info), said
-
-
-def _attack_row(attack: dict[str, Any] | None) -> list[tuple[str, str]]:
-    if attack is None:
-        return []
-    if attack["kind"] == "gaussian-noise":
-        noise = f"Gaussian noise of {attack['rate']:g} on pixels from 0 to 1"
-        return [("attack", f"{noise} (seed {attack['seed']})")]
-    counts = f"{attack['replaced']:,} of {attack['words']:,} words are AAA"
-    return [("attack", f"{counts} (rate {attack['rate']:g}, seed {attack['seed']})")]
-
-
-def _weights_row(result: dict[str, Any]) -> list[tuple[str, str]]:
-    average = result["weights"] == "ema"
-    return [("weights", "their moving average (train.ema)")] if average else []
-
-
-def _leak_rows(result: dict[str, Any]) -> list[tuple[str, str]]:
-    leak = result["leak"]
-    if leak is None:
-        return []
-    error = leak["prefix_standard_error"]
-    return [
-        (
-            "with the mask",
-            f"{leak['masked_loss']:.4f} nats a token, {leak['masked_loss'] - result['loss']:+.4f}: "
-            f"no token sees later ones",
-        ),
-        (
-            "from the prefix",
-            f"{result['loss'] + leak['prefix_difference']:.4f} nats a token, "
-            f"{leak['prefix_difference']:+.4f} ± {error:.4f} (standard error): windows cut at "
-            f"{leak['prefix_tokens']:,} tokens",
-        ),
-    ]
-
-
-def result_table(result: dict[str, Any]) -> str:
-    """An evaluation for a person."""
-    task = task_class(result["data_kind"])
-    units = f"{task.unit.name}s"
-    rows = [
-        ("checkpoint", result["checkpoint"]),
-        *_weights_row(result),
-        ("split", f"{result['split']} of {result['data']}"),
-        *task.score_rows(result),
-        *_attack_row(result["attack"]),
-        *_leak_rows(result),
-        ("speed", f"{result[f'{units}_per_second']:,.0f} {units}/s"),
-        ("processes", f"{result['processes']}"),
-    ]
-    return "\n".join(aligned(rows, "<"))

@@ -26,9 +26,10 @@ from polyad.model.smoe.config import SparseMoEConfig
 from polyad.model.smoe.graph import MixingGraph
 from polyad.parallel import comm
 from polyad.train.config.run import RunConfig
+from polyad.train.console import Progress
 from polyad.train.errors import ConfigError
 from polyad.train.tasks.losses import cross_entropy
-from polyad.train.tasks.text import score_windows
+from polyad.train.tasks.text import TokenScore, score_windows
 
 GROUP = 8
 """Windows that are cut at the same tokens, in one forward pass."""
@@ -56,6 +57,45 @@ class PrefixScore(NamedTuple):
         return self.from_prefix - self.in_window
 
 
+class Leak(NamedTuple):
+    """A split scored again without later tokens."""
+
+    masked: TokenScore
+    """With the mask, all tokens."""
+    wanted: int
+    """About how many tokens were to be scored from their prefix."""
+    prefix: PrefixScore
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON values."""
+        return {
+            "masked_loss": self.masked.loss,
+            "masked_tokens": self.masked.tokens,
+            "prefix_wanted": self.wanted,
+            "prefix_tokens": self.prefix.tokens,
+            "prefix_loss": self.prefix.from_prefix,
+            "prefix_loss_in_window": self.prefix.in_window,
+            "prefix_difference": self.prefix.difference,
+            "prefix_standard_error": self.prefix.standard_error,
+        }
+
+    def rows(self, loss: float) -> list[tuple[str, str]]:
+        """Names and values for people, beside the loss over whole windows."""
+        masked, prefix = self.masked.loss, self.prefix
+        return [
+            (
+                "with the mask",
+                f"{masked:.4f} nats a token, {masked - loss:+.4f}: no token sees later ones",
+            ),
+            (
+                "from the prefix",
+                f"{loss + prefix.difference:.4f} nats a token, {prefix.difference:+.4f} ± "
+                f"{prefix.standard_error:.4f} (standard error): windows cut at "
+                f"{prefix.tokens:,} tokens",
+            ),
+        ]
+
+
 def check_leaks(config: RunConfig, name: object) -> None:
     """Checks that there is something to measure.
 
@@ -79,41 +119,35 @@ def check_leaks(config: RunConfig, name: object) -> None:
         )
 
 
-def measure(
+def measure_leak(
     model: nn.Module,
     windows: EvaluationWindows,
-    *,
     tokens: int,
+    *,
+    units: int,
     batch_size: int,
     world: comm.World,
-    reports: tuple[Report | None, Report | None] = (None, None),
-) -> dict[str, Any]:
+) -> Leak:
     """Scores a split again, without later tokens.
 
     Args:
         model: whose graphs have no mask; in evaluation mode.
         windows: of the split.
         tokens: about how many are scored from their prefix, evenly over the split.
+        units: tokens of the split.
         batch_size: windows in a forward pass of the masked model.
         world: this process.
-        reports: are told the shares done of masked and of prefix.
 
     Returns:
-        JSON values; the same on every process.
+        The same on every process.
     """
+
+    told = Progress("with the mask", units) if world.is_main else None
     with masked(model):
-        score = score_windows(model, windows, batch_size=batch_size, world=world, report=reports[0])
-    prefix = score_prefixes(model, windows, tokens=tokens, world=world, report=reports[1])
-    return {
-        "masked_loss": score.loss,
-        "masked_tokens": score.tokens,
-        "prefix_wanted": tokens,
-        "prefix_tokens": prefix.tokens,
-        "prefix_loss": prefix.from_prefix,
-        "prefix_loss_in_window": prefix.in_window,
-        "prefix_difference": prefix.difference,
-        "prefix_standard_error": prefix.standard_error,
-    }
+        score = score_windows(model, windows, batch_size=batch_size, world=world, report=told)
+    told = Progress("from the prefix", tokens) if world.is_main else None
+    prefix = score_prefixes(model, windows, tokens=tokens, world=world, report=told)
+    return Leak(score, tokens, prefix)
 
 
 @contextmanager

@@ -119,7 +119,7 @@ class ClassPass:
             "loss": self.loss,
             **{str(name): value for name, value in self.metrics.items()},
             "per_class": {
-                name: {f"{self.unit}s": self.held[name]} | score._asdict()
+                name: {f"{self.unit}s": self.held[name]} | score.to_json()
                 for name, score in self.scores.items()
             },
             "confusion_matrix": self.matrix_KK,

@@ -27,6 +27,7 @@ from polyad.train.report.content import ExpertReport, TextPass
 from polyad.train.report.top_images import ImagePass, TopImages
 from polyad.train.report.top_text import TopText
 from polyad.train.tasks.images import ImageClassification
+from polyad.train.tasks.language import TextScores
 from polyad.train.tasks.losses import cross_entropy
 from polyad.train.tasks.registry import task_class
 from polyad.train.tasks.samples import ImageSamples, Samples, SequenceSamples, TextSamples
@@ -179,7 +180,8 @@ def _perplexity(subject: Subject, task: Task[Any], asked: Asked) -> float | None
         world=comm.initialize(),
         report=Progress(f"score {asked.split}", total),
     )
-    return float(score["perplexity"])
+    assert isinstance(score, TextScores)
+    return score.perplexity
 
 
 def _with_knockout(subject: Subject, task: Task[Any], text: TextPass, asked: Asked) -> TextPass:

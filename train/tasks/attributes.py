@@ -3,8 +3,9 @@
 Shapes: B images of a micro-batch, K attributes.
 """
 
-from collections.abc import Sequence
-from typing import Any, ClassVar
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,12 +28,42 @@ class AttributeClassification(ImageClassification):
     )
     validation_score: ClassVar[str] = "validation_accuracy"
     validated = ("accuracy", "all_right", "loss")
-    each_of = ("per_attribute", "attributes")
+    classes_are = "attributes"
     has_attributes = True
 
     def counting(self, device: torch.device) -> Counted:
         """Sums for the scores of a split."""
         return CountedAttributes(len(self.data.manifest.class_names), device)
+
+
+class AttributeScore(NamedTuple):
+    """How well one attribute is told."""
+
+    accuracy: float
+    images: int
+    """How many have it."""
+    true_positive_rate: float | None
+    """The share of those that the model finds."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttributeTotals:
+    """The scores of images that have attributes."""
+
+    accuracy: float
+    all_right: float
+    loss: float
+    images_scored: int
+    per_attribute: Mapping[str, AttributeScore]
+
+    @property
+    def accuracies(self) -> Mapping[str, float | None]:
+        """The accuracy of each attribute."""
+        return {name: each.accuracy for name, each in self.per_attribute.items()}
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON values."""
+        return dict(vars(self))
 
 
 class CountedAttributes:
@@ -52,28 +83,19 @@ class CountedAttributes:
         of_each = (right_BK, has_BK, right_BK & has_BK)
         self._sums_K3 += torch.stack([each_BK.double().sum(0) for each_BK in of_each], dim=-1)
 
-    def result(self, world: comm.World, names: Sequence[str]) -> dict[str, Any]:
-        """The scores over all processes.
-
-        Returns:
-            Also of each attribute its `accuracy`, how many `images` have it, and the share of
-            those that the model finds, `true_positive_rate`.
-        """
+    def result(self, world: comm.World, names: Sequence[str]) -> AttributeTotals:
+        """The scores over all processes."""
         parts = torch.cat([self._totals_3, self._sums_K3.flatten()])
         summed = comm.sum_over_samples(parts, world).cpu()
         loss, all_right, count = summed[:3].tolist()
         sums = summed[3:].view(-1, 3).tolist()
-        return {
-            "accuracy": sum(right for right, _, _ in sums) / (count * len(sums)),
-            "all_right": all_right / count,
-            "loss": loss / count,
-            "images_scored": int(count),
-            "per_attribute": {
-                name: {
-                    "accuracy": right / count,
-                    "images": int(images),
-                    "true_positive_rate": found / images if images else None,
-                }
+        return AttributeTotals(
+            accuracy=sum(right for right, _, _ in sums) / (count * len(sums)),
+            all_right=all_right / count,
+            loss=loss / count,
+            images_scored=int(count),
+            per_attribute={
+                name: AttributeScore(right / count, int(images), found / images if images else None)
                 for name, (right, images, found) in zip(names, sums, strict=True)
             },
-        }
+        )

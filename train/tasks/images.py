@@ -6,7 +6,8 @@ Shapes: B images of a micro-batch, C channels, H x W pixels, K classes.
 import contextlib
 import copy
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 import torch
@@ -27,9 +28,14 @@ from polyad.parallel import comm
 from polyad.parallel.families import FamilyWeights
 from polyad.parallel.weights import Weights
 from polyad.train.errors import ConfigError
-from polyad.train.tasks.labelled import LabelledTask, domain_rows, file_of_classes
+from polyad.train.tasks.labelled import LabelledScores, LabelledTask, file_of_classes
 from polyad.train.tasks.pixels import mix_images, normalize, soft_targets
-from polyad.train.tasks.scores import Counted, CountedClasses, CountedDomains
+from polyad.train.tasks.scores import (
+    Counted,
+    CountedClasses,
+    CountedDomains,
+    Totals,
+)
 from polyad.train.tasks.task import (
     Kept,
     Predictor,
@@ -37,6 +43,7 @@ from polyad.train.tasks.task import (
     Sections,
     Share,
     StoredData,
+    Task,
     Unit,
     dealt_out,
 )
@@ -69,6 +76,41 @@ class ImageProbe:
             yield self._task.inputs(batch.images_BCHW.to(world.device)), counts_B.to(world.device)
 
 
+@dataclass(frozen=True, kw_only=True)
+class ImageScores(LabelledScores):
+    """How well a model classifies the images of a split."""
+
+    totals: Totals
+    images_in_split: int
+    image_size: int
+    held_out: str | None
+    """What the split was held out of."""
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON values."""
+        return {
+            **self.totals.to_json(),
+            "per_domain": self.per_domain,
+            "left_out": self.left_out,
+            "images_in_split": self.images_in_split,
+            "image_size": self.image_size,
+            "held_out": self.held_out,
+        }
+
+    def rows(self, task: type[Task[Any]]) -> list[tuple[str, str]]:
+        """Scores, those of each domain, the worst classes, and what was held out of what."""
+        assert issubclass(task, ImageClassification)
+        titles = {score.name: score.title for score in task.scores}
+        rows = [*super().rows(task), *self.domain_rows("images", titles)]
+        known = self.totals.accuracies.items()
+        worst = sorted((accuracy, name) for name, accuracy in known if accuracy is not None)
+        named = ", ".join(f"{name} {accuracy:.3f}" for accuracy, name in worst[:3])
+        rows.append((f"worst {task.classes_are}", named))
+        if self.held_out:
+            rows.append(("held out", self.held_out))
+        return rows
+
+
 class ImageClassification(LabelledTask[ImageBatch]):
     """The class of each image of a prepared folder.
 
@@ -93,8 +135,8 @@ class ImageClassification(LabelledTask[ImageBatch]):
     data: ImageData
     settings: ImageDataConfig
     validated: Sequence[str] = ("top1", "top5", "loss")
-    each_of: ClassVar[tuple[str, str]] = ("per_class", "classes")
-    """The key of the scores of each class, and what classes are called."""
+    classes_are: ClassVar[str] = "classes"
+    """What classes are called."""
     has_attributes: ClassVar[bool] = False
     """Whether an image has any number of the classes, which are then attributes."""
 
@@ -205,7 +247,7 @@ class ImageClassification(LabelledTask[ImageBatch]):
         world: comm.World,
         report: Share | None = None,
         most: int | None = None,
-    ) -> dict[str, Any]:
+    ) -> ImageScores:
         """Accuracy of a split, as a whole and of each class; see `Task.score`.
 
         Args:
@@ -218,8 +260,7 @@ class ImageClassification(LabelledTask[ImageBatch]):
 
         Returns:
             Also `calibration_error`, the expected calibration error over 15 bins of confidence
-            (Guo et al. 2017; of `probabilities`), of each class `accuracy`, how many `images` have
-            it, and `ClassScore`, and of each domain (`per_domain`) `images` and the scores.
+            (Guo et al. 2017; of `probabilities`).
         """
         images = self.held_out(split)
         total = len(images) if most is None else min(len(images), most)
@@ -243,20 +284,19 @@ class ImageClassification(LabelledTask[ImageBatch]):
             counted.add(logits_BK, labels_B, losses_B)
             of_domains.add(logits_BK, labels_B, losses_B, numbers_B)
         manifest = self.data.manifest
-        return {
-            **counted.result(world, manifest.class_names),
-            "per_domain": {
-                manifest.domain_names[number]: {
-                    "images": each["images_scored"],
-                    **{score.name: each[score.name] for score in self.scores},
-                }
+        names = [score.name for score in self.scores]
+        return ImageScores(
+            totals=counted.result(world, manifest.class_names),
+            per_domain={
+                manifest.domain_names[number]: {"images": each.images_scored}
+                | {name: getattr(each, name) for name in names}
                 for number, each in of_domains.results(world, manifest.class_names)
             },
-            "left_out": self.data.left_out,
-            "images_in_split": len(images),
-            "image_size": self.model.image_size,
-            "held_out": manifest.held_out,
-        }
+            left_out=self.data.left_out,
+            images_in_split=len(images),
+            image_size=self.model.image_size,
+            held_out=manifest.held_out,
+        )
 
     def units_of(self, split: str) -> int:
         """The number of images of a split."""
@@ -288,22 +328,6 @@ class ImageClassification(LabelledTask[ImageBatch]):
         task = copy.copy(self)
         task._noise = noise
         return task
-
-    @classmethod
-    def score_rows(cls, result: Mapping[str, Any]) -> list[tuple[str, str]]:
-        """Scores, those of each domain, the worst classes, and what was held out of what."""
-        titles = {score.name: score.title for score in cls.scores}
-        rows = [*super().score_rows(result), *domain_rows(result, "images", titles)]
-        worst = sorted(
-            (each["accuracy"], name)
-            for name, each in result[cls.each_of[0]].items()
-            if each["accuracy"] is not None
-        )
-        named = ", ".join(f"{name} {accuracy:.3f}" for accuracy, name in worst[:3])
-        rows.append((f"worst {cls.each_of[1]}", named))
-        if result["held_out"]:
-            rows.append(("held out", result["held_out"]))
-        return rows
 
     def kept(self) -> Kept:
         """The names of the classes, and the fingerprint of the data."""

@@ -3,7 +3,8 @@
 import json
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from typing import ClassVar
 
 from polyad.data.images.config import ImageDataConfig
 from polyad.data.images.dataset import ImageData
@@ -12,7 +13,7 @@ from polyad.data.sequences.dataset import SequenceData
 from polyad.parallel import comm
 from polyad.train.results import aligned
 from polyad.train.tasks.losses import Learner
-from polyad.train.tasks.task import Batch, Predictor, Share, Task
+from polyad.train.tasks.task import Batch, Predictor, Scores, Share, Task
 
 PerDomain = Mapping[str, Mapping[str, float]]
 """How many samples of each domain were scored, and its scores, by their names."""
@@ -27,31 +28,35 @@ def domain_records(per_domain: PerDomain, names: Sequence[str]) -> dict[str, flo
     }
 
 
-def domain_rows(
-    result: Mapping[str, Any], counted: str, titles: Mapping[str, str]
-) -> list[tuple[str, str]]:
-    """A table of the domains, as names and values, below which domains are left out of training.
+@dataclass(frozen=True, kw_only=True)
+class LabelledScores(Scores):
+    """How well a model does on labelled samples, and on those of each domain."""
 
-    Args:
-        result: Of an evaluation, with `per_domain` and `left_out`.
-        counted: What samples are called, and the key of their number.
-        titles: Of the scores, by their names.
-    """
-    rows = []
-    per_domain: PerDomain = result["per_domain"]
-    if per_domain:
-        table = [
-            [counted, *titles.values()],
-            *(
-                [f"{scores[counted]:,}", *(f"{scores[name]:.4f}" for name in titles)]
-                for scores in per_domain.values()
-            ),
-        ]
-        names = ["by domain", *(f"  {name}" for name in per_domain)]
-        rows = list(zip(names, aligned(table, ">"), strict=True))
-    if result["left_out"]:
-        rows.append(("left out", f"{', '.join(result['left_out'])}: the test split"))
-    return rows
+    per_domain: PerDomain
+    left_out: Sequence[str]
+    """Domains that are left out of training."""
+
+    def domain_rows(self, counted: str, titles: Mapping[str, str]) -> list[tuple[str, str]]:
+        """A table of the domains, as names and values, below which domains are left out.
+
+        Args:
+            counted: What samples are called, and the key of their number.
+            titles: Of the scores, by their names.
+        """
+        rows = []
+        if self.per_domain:
+            table = [
+                [counted, *titles.values()],
+                *(
+                    [f"{scores[counted]:,}", *(f"{scores[name]:.4f}" for name in titles)]
+                    for scores in self.per_domain.values()
+                ),
+            ]
+            names = ["by domain", *(f"  {name}" for name in self.per_domain)]
+            rows = list(zip(names, aligned(table, ">"), strict=True))
+        if self.left_out:
+            rows.append(("left out", f"{', '.join(self.left_out)}: the test split"))
+        return rows
 
 
 class LabelledTask(Learner, Task[Batch]):
@@ -98,7 +103,7 @@ class LabelledTask(Learner, Task[Batch]):
         world: comm.World,
         report: Share | None = None,
         most: int | None = None,
-    ) -> dict[str, Any]:
+    ) -> LabelledScores:
         """Scores a split, or at most so many samples evenly over it; see `Task.score`."""
 
     def validate(
@@ -108,8 +113,9 @@ class LabelledTask(Learner, Task[Batch]):
         found = self.score(
             model, "validation", batch_size=batch_size, world=world, report=report, most=self._most
         )
-        whole = {f"validation_{name}": found[name] for name in self.validated}
-        return whole | domain_records(found["per_domain"], self.validated)
+        numbers = found.to_json()
+        whole = {f"validation_{name}": numbers[name] for name in self.validated}
+        return whole | domain_records(found.per_domain, self.validated)
 
 
 def file_of_classes(names: Sequence[str]) -> bytes:

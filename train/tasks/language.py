@@ -5,7 +5,8 @@ Shapes: B samples of a micro-batch, T tokens of a sample, V vocabulary.
 
 import copy
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor
@@ -22,7 +23,7 @@ from polyad.parallel import comm
 from polyad.parallel.weights import Weights
 from polyad.train.errors import ConfigError
 from polyad.train.tasks.losses import Learner, Teacher
-from polyad.train.tasks.task import Predictor, Score, Sections, Share
+from polyad.train.tasks.task import Predictor, Score, Scores, Sections, Share, Task
 from polyad.train.tasks.text import (
     TextTask,
     perplexities,
@@ -87,6 +88,39 @@ class TextProbe:
         rank, size = world.data_parallel_rank, world.data_parallel_size
         for batch in window_batches(self.windows, batch_size, rank, size):
             yield batch.input_BT.to(world.device), batch.scored_BT.to(world.device)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextScores(Scores):
+    """How well a model predicts the tokens of a split."""
+
+    loss: float
+    perplexity: float
+    word_perplexity: float
+    bits_per_byte: float
+    tokens_scored: int
+    words: int
+    bytes: int
+    documents: int
+    end_of_text_scored: bool
+    word: str
+    """How words are counted."""
+    sequence_length: int
+    stride: int
+
+    def rows(self, task: type[Task[Any]]) -> list[tuple[str, str]]:
+        """Loss, perplexities, and how the text was read."""
+        words = f"{self.word_perplexity:,.3f} (words by white space)"
+        if self.words == 0:
+            words = "none: the split is white space alone, without a word"
+        return [
+            ("loss", f"{self.loss:.4f} nats a token"),
+            ("perplexity", f"{self.perplexity:.3f} a token"),
+            ("word perplexity", words),
+            ("bits per byte", f"{self.bits_per_byte:.4f}"),
+            ("scored", f"{self.tokens_scored:,} tokens, end-of-text included"),
+            ("window", f"{self.sequence_length} tokens, stride {self.stride}"),
+        ]
 
 
 class LanguageModelling(Learner, TextTask[TextBatch]):
@@ -179,23 +213,23 @@ class LanguageModelling(Learner, TextTask[TextBatch]):
         batch_size: int,
         world: comm.World,
         report: Share | None = None,
-    ) -> dict[str, Any]:
+    ) -> TextScores:
         """Perplexities of a split; see `polyad.train.tasks.text.perplexities`."""
         stream, counts = self.split(split)
         text = "attacked" if split in self._attacked else "original"
         windows = self.windows(stream)
         score = score_windows(model, windows, batch_size=batch_size, world=world, report=report)
-        return {
+        return TextScores(
             **perplexities(score, words=counts.words, bytes_=counts.bytes),
-            "tokens_scored": score.tokens,
-            "words": counts.words,
-            "bytes": counts.bytes,
-            "documents": counts.documents,
-            "end_of_text_scored": True,
-            "word": f"separated by white space in the {text} text",
-            "sequence_length": windows.sequence_length,
-            "stride": windows.stride,
-        }
+            tokens_scored=score.tokens,
+            words=counts.words,
+            bytes=counts.bytes,
+            documents=counts.documents,
+            end_of_text_scored=True,
+            word=f"separated by white space in the {text} text",
+            sequence_length=windows.sequence_length,
+            stride=windows.stride,
+        )
 
     @classmethod
     def validation_facts(
@@ -206,21 +240,6 @@ class LanguageModelling(Learner, TextTask[TextBatch]):
         return [
             ("Validation loss", value, f"{cls.loss_unit}, newest, {cls.validated_part(most)}"),
             ("Perplexity", power, "of that validation"),
-        ]
-
-    @classmethod
-    def score_rows(cls, result: Mapping[str, Any]) -> list[tuple[str, str]]:
-        """Loss, perplexities, and how the text was read."""
-        words = f"{result['word_perplexity']:,.3f} (words by white space)"
-        if result["words"] == 0:
-            words = "none: the split is white space alone, without a word"
-        return [
-            ("loss", f"{result['loss']:.4f} nats a token"),
-            ("perplexity", f"{result['perplexity']:.3f} a token"),
-            ("word perplexity", words),
-            ("bits per byte", f"{result['bits_per_byte']:.4f}"),
-            ("scored", f"{result['tokens_scored']:,} tokens, end-of-text included"),
-            ("window", f"{result['sequence_length']} tokens, stride {result['stride']}"),
         ]
 
     def probe(self, units: int, split: str | None = None) -> TextProbe:

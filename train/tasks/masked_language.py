@@ -5,7 +5,8 @@ Shapes: B samples of a micro-batch, T tokens of a sample, P hidden ones.
 
 import functools
 from collections.abc import Iterator
-from typing import Any
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,7 +27,7 @@ from polyad.model.bert import BertConfig, MaskedLanguageHeadConfig
 from polyad.model.output import RoutingStats
 from polyad.parallel import comm
 from polyad.train.errors import ConfigError
-from polyad.train.tasks.task import Predictor, Score, Sections, Share, dealt_out
+from polyad.train.tasks.task import Predictor, Score, Scores, Sections, Share, dealt_out
 from polyad.train.tasks.text import TextTask, with_vocabulary
 
 
@@ -86,6 +87,28 @@ class MaskedProbe(Dataset[Tensor]):
             yield ids_BT.to(world.device), counted_BT.to(world.device)
 
 
+class HiddenScore(NamedTuple):
+    """How well hidden tokens are predicted."""
+
+    loss: float
+    accuracy: float
+    tokens: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class MaskedScores(Scores):
+    """How well a model predicts the hidden tokens of a split."""
+
+    loss: float
+    accuracy: float
+    tokens_scored: int
+    tokens: int
+    """Those of the split."""
+    documents: int
+    windows: int
+    sequence_length: int
+
+
 class MaskedLanguageModelling(TextTask[MaskedBatch]):
     """The hidden tokens of one prepared folder, or of several that are mixed."""
 
@@ -142,7 +165,8 @@ class MaskedLanguageModelling(TextTask[MaskedBatch]):
 
         def score(stream: TokenStream) -> dict[str, float]:
             windows = self.windows(stream, self.evaluation.max_windows)
-            return self._scores(model, windows, batch_size=batch_size, world=world, report=report)
+            found = self._scored(model, windows, batch_size=batch_size, world=world, report=report)
+            return {"loss": found.loss, "accuracy": found.accuracy}
 
         return self.validate_sources(["loss", "accuracy"], score)
 
@@ -154,20 +178,23 @@ class MaskedLanguageModelling(TextTask[MaskedBatch]):
         batch_size: int,
         world: comm.World,
         report: Share | None = None,
-    ) -> dict[str, Any]:
+    ) -> MaskedScores:
         """Loss and accuracy of a split."""
         stream, counts = self.split(split)
         windows = self.windows(stream)
-        return {
-            **self._scores(model, windows, batch_size=batch_size, world=world, report=report),
-            "tokens": counts.tokens,
-            "documents": counts.documents,
-            "windows": len(windows),
-            "sequence_length": self.model.sequence_length,
-        }
+        found = self._scored(model, windows, batch_size=batch_size, world=world, report=report)
+        return MaskedScores(
+            loss=found.loss,
+            accuracy=found.accuracy,
+            tokens_scored=found.tokens,
+            tokens=counts.tokens,
+            documents=counts.documents,
+            windows=len(windows),
+            sequence_length=self.model.sequence_length,
+        )
 
     @torch.no_grad()
-    def _scores(
+    def _scored(
         self,
         model: Predictor,
         windows: MaskedWindows,
@@ -175,7 +202,7 @@ class MaskedLanguageModelling(TextTask[MaskedBatch]):
         batch_size: int,
         world: comm.World,
         report: Share | None,
-    ) -> dict[str, Any]:
+    ) -> HiddenScore:
         """Mean loss and accuracy of the hidden tokens over all processes."""
         total_3 = torch.zeros(3, dtype=torch.float64, device=world.device)
         for batch, own_B in dealt_out(windows, len(windows), batch_size, world, report=report):
@@ -191,7 +218,7 @@ class MaskedLanguageModelling(TextTask[MaskedBatch]):
         loss, right, tokens = comm.sum_over_samples(total_3, world).tolist()
         if not tokens:
             raise DataError(f"{self.place}: the split has no text, special tokens alone")
-        return {"loss": loss / tokens, "accuracy": right / tokens, "tokens_scored": int(tokens)}
+        return HiddenScore(loss / tokens, right / tokens, int(tokens))
 
     def probe(self, units: int, split: str | None = None) -> MaskedProbe:
         """Whole windows, evenly over a split, or over the validation splits."""

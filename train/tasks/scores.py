@@ -7,6 +7,7 @@ Shapes: B images of a micro-batch, K classes, S bins of confidence, N samples th
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -94,6 +95,8 @@ TITLES: Mapping[Metric, str] = {
 class ClassScore(NamedTuple):
     """How well one class is told from the others; None where the share is of nothing."""
 
+    held: int
+    """Samples of the class."""
     predicted: int
     """Samples that are predicted to be of it."""
     right: int
@@ -104,6 +107,12 @@ class ClassScore(NamedTuple):
     """right / samples of the class."""
     f1: float | None
     """The harmonic mean of both."""
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON values, without the samples of the class, whose key says what they are."""
+        found = self._asdict()
+        del found["held"]
+        return found
 
 
 def class_scores(
@@ -123,6 +132,7 @@ def class_scores(
     counts = (np.asarray(each_K).tolist() for each_K in (held_K, predicted_K, right_K))
     return {
         name: ClassScore(
+            held=int(held),
             predicted=int(predicted),
             right=int(right),
             precision=right / predicted if predicted else None,
@@ -152,14 +162,54 @@ BINS = 15
 """Bins of equal width that the calibration error is taken over (Guo et al. 2017)."""
 
 
+class Totals(Protocol):
+    """The scores of some images."""
+
+    @property
+    def images_scored(self) -> int:
+        """How many there are."""
+
+    @property
+    def accuracies(self) -> Mapping[str, float | None]:
+        """The accuracy of each class, or attribute; None of a class without an image."""
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON values."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClassTotals:
+    """The scores of images that have one class each."""
+
+    top1: float
+    top5: float
+    loss: float
+    calibration_error: float
+    images_scored: int
+    per_class: Mapping[str, ClassScore]
+
+    @property
+    def accuracies(self) -> Mapping[str, float | None]:
+        """The accuracy of each class, which is its recall."""
+        return {name: each.recall for name, each in self.per_class.items()}
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON values."""
+        per_class = {
+            name: {"accuracy": each.recall, "images": each.held} | each.to_json()
+            for name, each in self.per_class.items()
+        }
+        return vars(self) | {"per_class": per_class}
+
+
 class Counted(Protocol):
     """Sums over images that all scores follow from."""
 
     def add(self, logits_BK: Tensor, labels_B: Tensor, losses_B: Tensor) -> None:
         """Counts images; none may be filling."""
 
-    def result(self, world: comm.World, names: Sequence[str]) -> dict[str, Any]:
-        """The scores over all processes, with `images_scored`."""
+    def result(self, world: comm.World, names: Sequence[str]) -> Totals:
+        """The scores over all processes."""
 
 
 class CountedClasses:
@@ -196,7 +246,7 @@ class CountedClasses:
         predicted_K.index_add_(0, highest_B5[:, 0], ones_B)
         right_K.index_add_(0, labels_B, right_B)
 
-    def result(self, world: comm.World, names: Sequence[str]) -> dict[str, Any]:
+    def result(self, world: comm.World, names: Sequence[str]) -> ClassTotals:
         """The scores over all processes."""
         parts = [self._totals_4, self._bins_S3.flatten(), self._classes_3K.flatten()]
         summed = comm.sum_over_samples(torch.cat(parts), world).cpu()
@@ -205,19 +255,14 @@ class CountedClasses:
         bins_S3 = bins.view(BINS, 3)
         gap_S = (bins_S3[:, 0] - bins_S3[:, 1]).abs()
         held_K, predicted_K, right_K = classes.view(3, -1).numpy()
-        found = class_scores(names, held_K, predicted_K, right_K)
-        per_class = {
-            name: {"accuracy": found[name].recall, "images": int(held)} | found[name]._asdict()
-            for name, held in zip(names, held_K, strict=True)
-        }
-        return {
-            "top1": right / count,
-            "top5": among_five / count,
-            "loss": loss / count,
-            "calibration_error": float(gap_S.sum()) / count,
-            "images_scored": int(count),
-            "per_class": per_class,
-        }
+        return ClassTotals(
+            top1=right / count,
+            top5=among_five / count,
+            loss=loss / count,
+            calibration_error=float(gap_S.sum()) / count,
+            images_scored=int(count),
+            per_class=class_scores(names, held_K, predicted_K, right_K),
+        )
 
 
 class CountedDomains:
@@ -252,9 +297,7 @@ class CountedDomains:
             if len(inside):
                 counted.add(logits_BK[inside], labels_B[inside], losses_B[inside])
 
-    def results(
-        self, world: comm.World, names: Sequence[str]
-    ) -> Iterator[tuple[int, dict[str, Any]]]:
+    def results(self, world: comm.World, names: Sequence[str]) -> Iterator[tuple[int, Totals]]:
         """The scores over all processes, which have the same domains.
 
         Yields:

@@ -6,6 +6,7 @@ longest sequence, K classes, N samples of a split.
 
 import functools
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, TypeAlias
 
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import mse_loss
 
-from polyad.data.sequences.config import SequenceDataConfig
+from polyad.data.sequences.config import Metric, SequenceDataConfig
 from polyad.data.sequences.dataset import HOLD_OUT, SequenceData
 from polyad.data.sequences.samples import SequenceBatch, TrainingRows
 from polyad.data.text.tokenizers.files import load_tokenizer
@@ -31,10 +32,15 @@ from polyad.parallel.checkpoint.reading import Checkpoint
 from polyad.parallel.families import FamilyWeights
 from polyad.parallel.weights import Weights, open_weights
 from polyad.train.errors import ConfigError
-from polyad.train.tasks.labelled import LabelledTask, domain_rows, file_of_classes
+from polyad.train.tasks.labelled import LabelledScores, LabelledTask, file_of_classes
 from polyad.train.tasks.losses import cross_entropy
-from polyad.train.tasks.scores import METRICS, TITLES, scores_of_predictions
-from polyad.train.tasks.task import Kept, Predictor, Score, Sections, Share, Unit, dealt_out
+from polyad.train.tasks.scores import (
+    METRICS,
+    TITLES,
+    ClassScore,
+    scores_of_predictions,
+)
+from polyad.train.tasks.task import Kept, Predictor, Score, Sections, Share, Task, Unit, dealt_out
 from polyad.train.tasks.text import with_vocabulary
 from polyad.train.tasks.vocabulary import (
     CLASSES_FILE,
@@ -48,6 +54,67 @@ ScoringConfig: TypeAlias = GPT2Config | BertConfig
 CLASSIFIER, POOLER = "head.classifier.", "head.pooler."
 """Names of the last layer of a BERT, and of the one before it, which pre-training may have learned,
 begin so."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SequenceScores(LabelledScores):
+    """How well a model does on labelled sequences, by the metrics of their benchmark."""
+
+    numbers: Mapping[str, float]
+    """The metrics, `score`, which is their mean, and the loss."""
+    metrics: list[Metric]
+    f1_class: str | None
+    """The class that F1 is of."""
+    sequences_scored: int
+    sequences_in_split: int
+    cut_off: int
+    """Sequences that are longer than `max_length`."""
+    max_length: int
+    task: str
+    per_class: Mapping[str, ClassScore]
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON values."""
+        return {
+            **self.numbers,
+            "metrics": self.metrics,
+            "f1_class": self.f1_class,
+            "per_domain": self.per_domain,
+            "left_out": self.left_out,
+            "sequences_scored": self.sequences_scored,
+            "sequences_in_split": self.sequences_in_split,
+            "cut_off": self.cut_off,
+            "max_length": self.max_length,
+            "task": self.task,
+            "per_class": {
+                name: {"sequences": each.held} | each.to_json()
+                for name, each in self.per_class.items()
+            },
+        }
+
+    def rows(self, task: type[Task[Any]]) -> list[tuple[str, str]]:
+        """The metrics, the loss, those of domains, the worst classes, and what was cut off."""
+        titles: dict[str, str] = {name: TITLES[name] for name in self.metrics}
+        if self.f1_class is not None:
+            titles["f1"] = f"F1 of {self.f1_class}"
+        rows = [(title, f"{self.numbers[name]:.4f}") for name, title in titles.items()]
+        if len(rows) > 1:
+            rows.append(("their mean", f"{self.numbers['score']:.4f}"))
+        unit = "squared error" if self.task == "regression" else "nats a sequence"
+        rows.append(("loss", f"{self.numbers['loss']:.4f} {unit}"))
+        rows += self.domain_rows("sequences", titles | {"loss": "loss"})
+        found = sorted(
+            (each.recall, name) for name, each in self.per_class.items() if each.recall is not None
+        )
+        worst = [
+            f"{name} {self.per_class[name].right} of {self.per_class[name].held}"
+            for _, name in found[:3]
+        ]
+        rows += [("worst classes", ", ".join(worst))] if worst else []
+        rows.append(("scored", f"{self.sequences_scored:,} sequences"))
+        if self.cut_off:
+            rows.append(("cut off", f"{self.cut_off:,}, to {self.max_length:,} tokens"))
+        return rows
 
 
 class SequenceTask(LabelledTask[SequenceBatch]):
@@ -214,7 +281,7 @@ class SequenceTask(LabelledTask[SequenceBatch]):
         world: comm.World,
         report: Share | None = None,
         most: int | None = None,
-    ) -> dict[str, Any]:
+    ) -> SequenceScores:
         """Scores a split by the metrics of its benchmark; see `Task.score`.
 
         Args:
@@ -224,11 +291,6 @@ class SequenceTask(LabelledTask[SequenceBatch]):
             world: This process.
             report: Is told the share done.
             most: Samples that are scored, evenly over the split by length; None: all.
-
-        Returns:
-            Each metric, `score`, their mean, `loss`, and of classes `per_class`: how many samples
-            have it, and `ClassScore`; and of domains `per_domain`: their samples and the same
-            scores.
         """
         rows = self.data.held_out(split, most)
         total = len(rows)
@@ -255,25 +317,26 @@ class SequenceTask(LabelledTask[SequenceBatch]):
         found_N = (labels_N, predictions_N, losses_N)
         domains = self.data.domains(split)
         domains_N = np.array([domains[rows.row_of(n)] for n in range(total)] if domains else [])
-        return {
-            **self._scores(*found_N),
-            "metrics": list(self.schema.metrics),
-            "f1_class": self.f1_class,
-            "per_domain": {
+        names = self.data.class_names
+        return SequenceScores(
+            numbers=self._scores(*found_N),
+            metrics=list(self.schema.metrics),
+            f1_class=self.f1_class,
+            per_domain={
                 str(domain): {
                     "sequences": int((domains_N == domain).sum()),
                     **self._scores(*(each_N[domains_N == domain] for each_N in found_N)),
                 }
                 for domain in np.unique(domains_N)
             },
-            "left_out": self.data.left_out,
-            "sequences_scored": total,
-            "sequences_in_split": self.data.size(split),
-            "cut_off": self.data.encoded(split).pieces.cut,
-            "max_length": self.data.max_length,
-            "task": self.schema.task,
-            "per_class": self._per_class(labels_N, predictions_N),
-        }
+            left_out=self.data.left_out,
+            sequences_scored=total,
+            sequences_in_split=self.data.size(split),
+            cut_off=self.data.encoded(split).pieces.cut,
+            max_length=self.data.max_length,
+            task=self.schema.task,
+            per_class=scores_of_predictions(names, labels_N, predictions_N) if names else {},
+        )
 
     def _scores(self, labels_N: Any, predictions_N: Any, losses_N: Any) -> dict[str, float]:
         """The metrics of samples, their mean, and the mean loss."""
@@ -283,17 +346,6 @@ class SequenceTask(LabelledTask[SequenceBatch]):
         score = float(np.mean(list(metrics.values())))
         return {"score": score, **metrics, "loss": float(losses_N.mean())}
 
-    def _per_class(self, labels_N: Any, predictions_N: Any) -> dict[str, dict[str, Any]]:
-        names = self.data.class_names
-        if not names:
-            return {}
-        found = scores_of_predictions(names, labels_N, predictions_N)
-        held_K = np.bincount(labels_N, minlength=len(names)).tolist()
-        return {
-            name: {"sequences": held} | found[name]._asdict()
-            for name, held in zip(names, held_K, strict=True)
-        }
-
     def units_of(self, split: str) -> int:
         """The number of rows of a split."""
         return self.data.size(split)
@@ -301,33 +353,6 @@ class SequenceTask(LabelledTask[SequenceBatch]):
     def check_split(self, split: str) -> None:
         """Checks that there is such a split, with labels."""
         self.data.check_split(split)
-
-    @classmethod
-    def score_rows(cls, result: Mapping[str, Any]) -> list[tuple[str, str]]:
-        """The metrics, the loss, those of domains, the worst classes, and what was cut off."""
-        titles = {name: TITLES[name] for name in result["metrics"]}
-        if result["f1_class"] is not None:
-            titles["f1"] = f"F1 of {result['f1_class']}"
-        rows = [(title, f"{result[name]:.4f}") for name, title in titles.items()]
-        if len(rows) > 1:
-            rows.append(("their mean", f"{result['score']:.4f}"))
-        unit = "squared error" if result["task"] == "regression" else "nats a sequence"
-        rows.append(("loss", f"{result['loss']:.4f} {unit}"))
-        rows += domain_rows(result, "sequences", titles | {"loss": "loss"})
-        found = [
-            (each["right"] / each["sequences"], name, each)
-            for name, each in result["per_class"].items()
-            if each["sequences"]
-        ]
-        worst = [
-            f"{name} {each['right']} of {each['sequences']}"
-            for _, name, each in sorted(found, key=lambda each: each[:2])[:3]
-        ]
-        rows += [("worst classes", ", ".join(worst))] if worst else []
-        rows.append(("scored", f"{result['sequences_scored']:,} sequences"))
-        if result["cut_off"]:
-            rows.append(("cut off", f"{result['cut_off']:,}, to {result['max_length']:,} tokens"))
-        return rows
 
     def kept(self) -> Kept:
         """The tokenizer's file, the names of the classes, and fingerprints."""

@@ -70,6 +70,26 @@ class Score(NamedTuple):
     """The unit, for example `nats a token`."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Scores:
+    """How well a model does on a split: what `Task.scores` names, `UNITs_scored`, and how.
+
+    Each task has a class of its own, whose fields are the keys that programs get, in their order.
+    """
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON values."""
+        return dict(vars(self))
+
+    def rows(self, task: "type[Task[Any]]") -> list[tuple[str, str]]:
+        """Names and values for people."""
+        found, units = self.to_json(), f"{task.unit.name}s"
+        return [
+            *((s.title, f"{found[s.name]:.{s.digits}f} {s.unit}".rstrip()) for s in task.scores),
+            ("scored", f"{found[f'{units}_scored']:,} {units}"),
+        ]
+
+
 class Predictor(Protocol):
     """A model that predicts: the engine in training, or `OneDevice`."""
 
@@ -298,7 +318,7 @@ class Task(ABC, Generic[Batch]):
         batch_size: int,
         world: comm.World,
         report: Share | None = None,
-    ) -> dict[str, Any]:
+    ) -> Scores:
         """Scores a whole split for `polyad evaluate`; all processes call it together.
 
         Args:
@@ -309,8 +329,7 @@ class Task(ABC, Generic[Batch]):
             report: Is told the share done.
 
         Returns:
-            JSON values, the same on each process: the numbers that `scores` lists, `UNITs_scored`,
-            and how they were made.
+            The same on each process.
         """
 
     @abstractmethod
@@ -350,15 +369,6 @@ class Task(ABC, Generic[Batch]):
         if most is None:
             return "on the whole split"
         return f"on at most {most:,} {cls.sample}s of the split (evaluation.max_windows)"
-
-    @classmethod
-    def score_rows(cls, result: Mapping[str, Any]) -> list[tuple[str, str]]:
-        """Scores for a person: names and values."""
-        counted = f"{cls.unit.name}s_scored"
-        return [
-            *((s.title, f"{result[s.name]:.{s.digits}f} {s.unit}".rstrip()) for s in cls.scores),
-            ("scored", f"{result[counted]:,} {cls.unit.name}s"),
-        ]
 
     def counted(self, samples: int) -> dict[str, int]:
         """How many units so many samples are, by their name."""

@@ -12,7 +12,6 @@ from polyad.data.text.prepare import prepare
 from polyad.launch.cli import run as polyad
 from polyad.model.attention import KeyValueCache
 from polyad.parallel.weights import load_model
-from polyad.train.evaluation.evaluate import result_table
 from tests.helpers.runs import evaluation, run, write_config
 
 pytestmark = pytest.mark.distributed
@@ -139,9 +138,10 @@ def test_windows_that_overlap_score_each_token_once(workers, leaky, stream):
 
 @pytest.mark.slow
 def test_the_command_says_all_three(leaky, capfd):
-    assert polyad(["evaluate", str(leaky), "--leak", "64", "--json", "-"]) == 0
-    result = json.loads(capfd.readouterr().out)
-    rows = dict(line.split("  ", 1) for line in result_table(result).splitlines())
+    file = leaky.parent / "leak.json"
+    assert polyad(["evaluate", str(leaky), "--leak", "64", "--json", str(file)]) == 0
+    result = json.loads(file.read_text())
+    rows = dict(line.split("  ", 1) for line in capfd.readouterr().out.splitlines())
     assert rows["with the mask"].strip().startswith(f"{result['leak']['masked_loss']:.4f} nats")
     estimate = result["loss"] + result["leak"]["prefix_difference"]
     assert rows["from the prefix"].strip().startswith(f"{estimate:.4f} nats a token, ")

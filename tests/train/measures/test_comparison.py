@@ -14,13 +14,20 @@ from polyad.data.text.prepare import prepare
 from polyad.launch.cli import run as polyad
 from polyad.parallel.weights import load_model
 from polyad.train.errors import ConfigError
-from polyad.train.evaluation.evaluate import result_table
 from polyad.train.measures.comparison import Comparison
 from polyad.train.page.charts import number
 from polyad.train.report.command import report
-from polyad.train.results import json_value
 from tests.helpers.everyday import everyday
-from tests.helpers.runs import both_forms, compare, evaluation, records, reseal, run, write_config
+from tests.helpers.runs import (
+    both_forms,
+    compare,
+    evaluated,
+    evaluation,
+    records,
+    reseal,
+    run,
+    write_config,
+)
 
 pytestmark = pytest.mark.distributed
 
@@ -282,7 +289,7 @@ def test_no_attack_is_the_clean_evaluation(workers, runs):
 @pytest.mark.slow
 def test_an_attack_is_the_same_by_any_number_of_processes(workers, runs):
     attack = WordSwap(0.3, 1)
-    one = workers(1).run(evaluation, runs["dense"], attack=attack)[0]
+    one, table = workers(1).run(evaluated, runs["dense"], attack=attack)[0]
     again = workers(1).run(evaluation, runs["dense"], attack=attack)[0]
     two = workers(2).run(evaluation, runs["dense"], attack=attack)
     assert one["loss"] == again["loss"]
@@ -291,5 +298,4 @@ def test_an_attack_is_the_same_by_any_number_of_processes(workers, runs):
     assert one["attack"]["replaced"] / one["words"] == pytest.approx(0.3, abs=0.1)
     other = workers(1).run(evaluation, runs["dense"], attack=WordSwap(0.3, 2))[0]
     assert other["loss"] != one["loss"]
-    table = result_table(json_value(one))
     assert f"{one['attack']['replaced']:,} of {one['words']:,} words are AAA" in table

@@ -23,11 +23,10 @@ from polyad.data.text.prepare import prepare
 from polyad.parallel.checkpoint.reading import Checkpoint
 from polyad.parallel.weights import load_model
 from polyad.train.config.run import load_config
-from polyad.train.evaluation.evaluate import result_table
 from polyad.train.tasks.sequences import SequenceTask
 from tests.helpers import images as pictures
 from tests.helpers import sequences as made
-from tests.helpers.runs import evaluation, records, refusal, run
+from tests.helpers.runs import evaluated, evaluation, records, refusal, run
 
 pytestmark = pytest.mark.distributed
 
@@ -131,13 +130,13 @@ def test_images_are_scored_by_domain_and_two_processes_are_one(workers, config, 
             for domain, scores in first.items():
                 assert other[domain] == pytest.approx(scores, abs=1e-6)
     # What training tells of its validation is what evaluation finds; a class of errors the table.
-    last, found = records(folder)[-1], one.run(evaluation, folder)[0]
+    last, (found, text) = records(folder)[-1], one.run(evaluated, folder)[0]
     assert {key for key in last if key.startswith("validation_top1")} == {
         "validation_top1", *(f"validation_top1/{d}" for d in ("blurred", "inverted", "plain")),
     }  # fmt: skip
     for domain, scores in found["per_domain"].items():
         assert last[f"validation_loss/{domain}"] == pytest.approx(scores["loss"], abs=1e-6)
-    lines = result_table(found).splitlines()
+    lines = text.splitlines()
     start = next(n for n, line in enumerate(lines) if line.startswith("by domain"))
     assert lines[start].split()[2:] == ["images", "top-1", "top-5", "loss", "calibration", "error"]
     names = [line.split()[0] for line in lines[start + 1 : start + 4]]
@@ -220,10 +219,10 @@ def test_sequences_are_scored_by_domain_and_two_processes_are_one(workers, seque
                 ours = result["per_domain"][domain]
                 assert ours == pytest.approx(scores, abs=1e-5), (split, domain)
         assert results[0]["per_domain"].keys() == results[1]["per_domain"].keys()
-    last, found = records(folder)[-1], one.run(evaluation, folder)[0]
+    last, (found, text) = records(folder)[-1], one.run(evaluated, folder)[0]
     for domain in ("books", "games"):
         assert last[f"validation_accuracy/{domain}"] == found["per_domain"][domain]["accuracy"]
-    assert "  games" in result_table(found)
+    assert "  games" in text
     text = refusal(one, sequences, 'data.leave_out=["books"]')
     assert "holds another run: data.leave_out: ['films'] there, ['books'] here" in text
 

@@ -70,7 +70,7 @@ def calibration_error(loss: str, logits_BK: Tensor, labels_B: Tensor) -> float:
     chance = torch.sigmoid if loss == "sigmoid" else partial(torch.softmax, dim=-1)
     counted = CountedClasses(2, world.device, chance)
     counted.add(logits_BK, labels_B, torch.zeros(len(labels_B)))
-    return counted.result(world, ("a", "b"))["calibration_error"]
+    return counted.result(world, ("a", "b")).calibration_error
 
 
 @pytest.mark.distributed
