@@ -12,11 +12,11 @@ Folder = Annotated[Path, Argument("a run, its checkpoints folder, or one of them
 @command("checkpoint list", "polyad checkpoint list runs/quickstart/run")
 def checkpoint_list(folder: Folder, *, json: Json = None) -> None:
     """Lists the checkpoints of a run: step, size, and whether one is damaged."""
-    from polyad.launch.checkpoints import checkpoint_table, list_checkpoints
+    from polyad.launch.stored import list_checkpoints
 
     with results(json) as show:
         result = list_checkpoints(folder)
-        show(result, checkpoint_table(result))
+        show(result, result.text())
 
 
 @command(
@@ -26,12 +26,12 @@ def checkpoint_list(folder: Folder, *, json: Json = None) -> None:
 )
 def checkpoint_verify(folder: Folder, *, json: Json = None) -> int:
     """Reads every byte of checkpoints; exit status 2 if one is damaged."""
-    from polyad.launch.checkpoints import checkpoint_table, verify_checkpoints
+    from polyad.launch.stored import verify_checkpoints
 
     with results(json) as show:
         result = verify_checkpoints(folder)
-        show(result, checkpoint_table(result))
-    return 0 if result["good"] else 2
+        show(result, result.text())
+    return 0 if result.good else 2
 
 
 @command(
@@ -49,8 +49,8 @@ def checkpoint_delete(
     json: Json = None,
 ) -> None:
     """Deletes checkpoints, but not the last good one of a run."""
-    from polyad.launch.checkpoints import checkpoint_table, delete_checkpoints
+    from polyad.launch.stored import delete_checkpoints
 
     with results(json) as show:
         result = delete_checkpoints(folders, even_the_last_good=even_the_last_good)
-        show(result, checkpoint_table(result))
+        show(result, result.text())

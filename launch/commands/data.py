@@ -182,9 +182,9 @@ def data_verify(
     json: Json = None,
 ) -> None:
     """Reads every byte of prepared data; exit status 2 if a file is damaged."""
-    from polyad.launch.data import check_verified, data_table, verify_data
+    from polyad.launch.stored import verify_data
 
     with results(json) as show:
         result = verify_data(folders)
-        show(result, data_table(result))
-        check_verified(result)
+        show(result, result.text())
+        result.check()

@@ -1,6 +1,5 @@
 """What results of runs come to, and how it is shown; the numbers by hand."""
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -260,11 +259,6 @@ def test_a_score_that_is_not_finite_is_an_empty_cell_and_no_difference() -> None
     assert "nan" not in result_table(found).lower()
 
 
-END = 100 * 2**20
-STEPS = range(1, 9)
-Runs = dict[int, dict[str, Any]]
-
-
 def runs_of(**scores: list[float | None]) -> dict[int, RunResult]:
     """By seed, as `s1=[...]`: the scores of steps 1, 2, ..., of 10 tokens each; None: none."""
     found = {}
@@ -276,23 +270,6 @@ def runs_of(**scores: list[float | None]) -> dict[int, RunResult]:
         ]
         found[int(name[1:])] = finished("dense", int(name[1:]), 4.0, validations=validations)
     return found
-
-
-def lines(ends: list[float], slopes: list[float]) -> tuple[Runs, Runs]:
-    """Runs whose differences to the baseline lie on these lines over ln(tokens), and the baseline;
-    eight validations, evenly over `END` tokens."""
-    runs: Runs = {}
-    baseline: Runs = {}
-    for seed, (height, slope) in enumerate(zip(ends, slopes, strict=True), start=1):
-        ours, theirs = [], []
-        for step in STEPS:
-            tokens = END * step // STEPS[-1]
-            score = 5 - math.log(step)
-            d = height + slope * math.log(tokens / END)
-            ours.append({"step": step, "tokens": tokens, "score": score + d})
-            theirs.append({"step": step, "tokens": tokens, "score": score})
-        runs[seed], baseline[seed] = {"validations": ours}, {"validations": theirs}
-    return runs, baseline
 
 
 def test_differences_are_of_pairs_at_steps_that_both_have() -> None:

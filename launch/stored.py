@@ -1,0 +1,370 @@
+"""`polyad checkpoint` and `polyad data verify`: what lies on the disk, and whether it is whole."""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+from polyad.data.errors import DataError, user_path
+from polyad.data.images.dataset import ImageData, holds_images
+from polyad.data.images.manifest import ImageManifest
+from polyad.data.prepared import Read
+from polyad.data.progress import Progress
+from polyad.data.text.manifest import Manifest
+from polyad.data.text.verification import bytes_to_verify, check_prepared, unsealed, verify_files
+from polyad.launch.command import UsageError
+from polyad.launch.output import align
+from polyad.parallel.checkpoint.format import CheckpointError
+from polyad.parallel.checkpoint.keeping import (
+    LEFT_BY_CRASHES,
+    STEP_FOLDER,
+    complete_checkpoints,
+    point_at_newest,
+    step_folders,
+)
+from polyad.parallel.checkpoint.storage import discard
+from polyad.parallel.checkpoint.verification import is_good, read_contents, verify_contents
+
+Row = tuple[str, ...]
+Status = Literal["complete", "verified", "damaged", "unfinished"]
+"""complete: manifest and sizes are right; verified: every byte is; unfinished: never committed."""
+IMAGES_NOTE = (
+    "images are read when they are trained on; here the files that hold them are looked at"
+)
+
+
+class RefusedError(ValueError):
+    """A deletion that needs an explicit option."""
+
+    exit_status = 2
+
+
+@dataclass(frozen=True)
+class CheckpointState:
+    """A checkpoint, and its state; what cannot be read of it is None."""
+
+    name: str
+    step: int | None = None
+    bytes: int | None = None
+    saved_at: float | None = None
+    processes: int | None = None
+    status: Status = "unfinished"
+    reason: str | None = None
+    """Why it is damaged."""
+
+    def cells(self) -> Row:
+        """The cells of its row in a table."""
+        saved = ""
+        if self.saved_at is not None:
+            saved = time.strftime("%Y-%m-%d %H:%M", time.localtime(self.saved_at))
+        return (
+            self.name,
+            "" if self.step is None else f"{self.step:,}",
+            "" if self.bytes is None else f"{self.bytes / 1e6:,.1f}",
+            str(self.processes or ""),
+            saved,
+            self.status,
+        )
+
+
+@dataclass(frozen=True)
+class Checkpoints:
+    """The checkpoints of a folder, oldest first."""
+
+    folder: str
+    checkpoints: list[CheckpointState]
+
+    def text(self) -> str:
+        """The same for a person; below the table why one is damaged."""
+        return _checkpoint_table(self.checkpoints)
+
+
+@dataclass(frozen=True)
+class VerifiedCheckpoints(Checkpoints):
+    """Checkpoints of which every byte was read."""
+
+    seconds: float
+    bytes: int
+    good: bool
+    """Whether nothing is damaged."""
+
+    def text(self) -> str:
+        """The same for a person; below the table why one is damaged, and what verifying took."""
+        gigabytes = self.bytes / 1e9
+        rate = gigabytes / max(self.seconds, 1e-9)
+        took = f"{gigabytes:,.2f} GB in {self.seconds:.1f} s, {rate:.2f} GB/s"
+        return f"{super().text()}\n{took}"
+
+
+@dataclass(frozen=True)
+class DeletedCheckpoints:
+    """Checkpoints that were removed, as they were before."""
+
+    deleted: list[CheckpointState]
+
+    def text(self) -> str:
+        """The same for a person."""
+        return _checkpoint_table(self.deleted, ", deleted")
+
+
+def _checkpoint_table(listed: Sequence[CheckpointState], after: str = "") -> str:
+    rows: list[Row] = [("checkpoint", "step", "MB", "processes", "saved", "status")]
+    for each in listed:
+        *cells, status = each.cells()
+        rows.append((*cells, status + after))
+    return "\n".join([align(rows), *(each.reason for each in listed if each.reason)])
+
+
+def list_checkpoints(folder: Path) -> Checkpoints:
+    """Lists checkpoints; manifests, sizes and small files are read, tensors are not.
+
+    Args:
+        folder: a run, its `checkpoints` folder, or one checkpoint.
+
+    Raises:
+        UsageError: there is no checkpoint, not even a broken one.
+    """
+    place, found = _find(folder)
+    return Checkpoints(str(place), [_state_of(path) for path in found])
+
+
+def verify_checkpoints(folder: Path) -> VerifiedCheckpoints:
+    """Reads every byte of what is there and compares it with the manifests.
+
+    Args:
+        folder: a run, its `checkpoints` folder, or one checkpoint.
+
+    Raises:
+        UsageError: there is no checkpoint, not even a broken one.
+    """
+    place, found = _find(folder)
+    listed = [_state_of(path) for path in found]
+    sizes = [each.bytes or 0 if each.status == "complete" else 0 for each in listed]
+    started = time.monotonic()
+    with _progress(sum(sizes)) as show:
+        for number, each in enumerate(listed):
+            if each.status == "complete":
+                done = sum(sizes[:number])
+                listed[number] = _verified(each, place, partial(_show_after, show, done))
+    return VerifiedCheckpoints(
+        folder=str(place),
+        checkpoints=listed,
+        seconds=time.monotonic() - started,
+        bytes=sum(sizes),
+        good=all(each.status in {"verified", "unfinished"} for each in listed),
+    )
+
+
+@contextmanager
+def _progress(total: int) -> Iterator[Callable[[int], None]]:
+    """Shows how many of all bytes were verified."""
+    progress = Progress()
+    progress.start("verify", total)
+    try:
+        yield progress.update
+    finally:
+        progress.close()
+
+
+def _show_after(show: Callable[[int], None], done: int, more: int) -> None:
+    show(done + more)
+
+
+def _verified(each: CheckpointState, place: Path, report: Callable[[int], None]) -> CheckpointState:
+    try:
+        verify_contents(place / each.name, report)
+    except CheckpointError as error:
+        return replace(each, status="damaged", reason=str(error))
+    return replace(each, status="verified")
+
+
+def delete_checkpoints(paths: Sequence[Path], *, even_the_last_good: bool) -> DeletedCheckpoints:
+    """Removes checkpoints, good or damaged.
+
+    Args:
+        paths: their folders.
+        even_the_last_good: otherwise a good one stays where it was, beside the others of its run.
+
+    Raises:
+        UsageError: one is no checkpoint; nothing is deleted.
+        RefusedError: no good one would be left; nothing is deleted.
+    """
+    paths = list(dict.fromkeys(path.absolute() for path in paths))
+    for path in paths:
+        if not STEP_FOLDER.fullmatch(path.name) or not path.is_dir():
+            raise UsageError(f"{path}: is no checkpoint; a folder step-NNNNNNNN is needed")
+    if not even_the_last_good:
+        for folder in {path.parent for path in paths}:
+            _refuse_the_last_good(folder, [path for path in paths if path.parent == folder])
+    deleted = []
+    for path in paths:
+        deleted.append(_state_of(path))
+        discard(path)
+        point_at_newest(path.parent)
+    return DeletedCheckpoints(deleted)
+
+
+def _refuse_the_last_good(folder: Path, going: Sequence[Path]) -> None:
+    staying = [path for path in complete_checkpoints(folder) if path not in going]
+    if any(_is_good(path) for path in reversed(staying)):
+        return
+    for path in reversed(going):
+        if _is_good(path):
+            raise RefusedError(
+                f"{path}: is the last good checkpoint in {folder}; --even-the-last-good deletes it"
+            )
+
+
+def _is_good(path: Path) -> bool:
+    try:
+        return is_good(verify_contents(path))
+    except CheckpointError:
+        return False
+
+
+def _find(folder: Path) -> tuple[Path, list[Path]]:
+    if not folder.is_dir():
+        raise UsageError(f"{folder}: there is no such folder")
+    if STEP_FOLDER.fullmatch(folder.absolute().name) or (folder / "manifest.json").is_file():
+        return folder.parent, [folder]
+    for place in (folder / "checkpoints", folder):
+        found = step_folders(place)
+        found += [path for pattern in LEFT_BY_CRASHES for path in sorted(place.glob(pattern))]
+        if found:
+            return place, found
+    raise UsageError(f"{folder}: holds no checkpoint (a run folder or a step-* folder)")
+
+
+def _state_of(path: Path) -> CheckpointState:
+    if path.name.startswith("."):
+        return CheckpointState(path.name)
+    try:
+        contents = read_contents(path)
+    except CheckpointError as error:
+        return CheckpointState(path.name, status="damaged", reason=str(error))
+    manifest, state = contents.manifest, contents.state
+    return CheckpointState(
+        name=path.name,
+        step=manifest.step,
+        bytes=manifest.total_bytes,
+        saved_at=state.saved_at,
+        processes=state.world_size,
+        status="complete",
+    )
+
+
+@dataclass(frozen=True)
+class FileState:
+    """A file of prepared data."""
+
+    name: str
+    bytes: int
+    checked: str
+    """What it was compared with."""
+    reason: str | None
+    """Why it is damaged."""
+    status: Literal["verified", "damaged"]
+
+
+@dataclass(frozen=True)
+class FolderState:
+    """A folder of prepared data."""
+
+    folder: str
+    files: list[FileState]
+    good: bool
+    note: str | None
+    """What could not be checked."""
+
+
+@dataclass(frozen=True)
+class VerifiedData:
+    """Prepared folders of which every byte was read."""
+
+    folders: list[FolderState]
+    seconds: float
+    bytes: int
+    good: bool
+    """Whether nothing is damaged."""
+
+    def text(self) -> str:
+        """The same for a person; below the table what could not be checked, and what it took."""
+        rows: list[Row] = [("file", "MB", "compared with", "status")]
+        notes = []
+        for each in self.folders:
+            for file in each.files:
+                path, size = str(Path(each.folder) / file.name), f"{file.bytes / 1e6:,.2f}"
+                rows.append((path, size, file.checked, file.status))
+            if each.note is not None:
+                notes.append(f"{each.folder}: {each.note}")
+        megabytes = self.bytes / 1e6
+        rate = megabytes / max(self.seconds, 1e-9)
+        took = f"{megabytes:,.2f} MB in {self.seconds:.1f} s, {rate:,.1f} MB/s"
+        return "\n".join([align(rows), *notes, took])
+
+    def check(self) -> None:
+        """Ends the command with a line where something is damaged.
+
+        Raises:
+            DataError: something is; the first is named, and how many there are.
+        """
+        reasons = [file.reason for each in self.folders for file in each.files if file.reason]
+        if reasons:
+            others = len(reasons) - 1
+            plural = "s" if others > 1 else ""
+            more = f" (and {others} more damaged file{plural})" if others else ""
+            raise DataError(f"{reasons[0]}{more}")
+
+
+def verify_data(folders: Sequence[str]) -> VerifiedData:
+    """Reads every byte of prepared folders, and goes on where one is damaged.
+
+    Args:
+        folders: of prepared data.
+
+    Raises:
+        DataError: one is no folder of prepared data; nothing was read.
+    """
+    paths = list(dict.fromkeys(user_path(folder) for folder in folders))
+    images = {
+        path: ImageData(path, ImageManifest.read(path)) for path in paths if holds_images(path)
+    }
+    for path in paths:
+        if path not in images:
+            check_prepared(path)
+    total = sum(
+        images[path].bytes_to_verify() if path in images else bytes_to_verify(path)
+        for path in paths
+    )
+    started, done = time.monotonic(), 0
+    with _progress(total) as show:
+
+        def read(count: int) -> None:
+            nonlocal done
+            done += count
+            show(done)
+
+        listed = [_verified_folder(path, images.get(path), read) for path in paths]
+    return VerifiedData(
+        folders=listed,
+        seconds=time.monotonic() - started,
+        bytes=sum(file.bytes for each in listed for file in each.files),
+        good=all(each.good for each in listed),
+    )
+
+
+def _verified_folder(folder: Path, images: ImageData | None, read: Read) -> FolderState:
+    """Reads a folder of images, or of text where there are none."""
+    reports = list(verify_files(folder, read) if images is None else images.reports(read))
+    note: str | None = IMAGES_NOTE
+    if images is None:
+        note = unsealed(Manifest.read(folder)) if reports[0].reason is None else None
+    files = [
+        FileState(*report, status="verified" if report.reason is None else "damaged")
+        for report in reports
+    ]
+    good = all(each.reason is None for each in reports)
+    return FolderState(folder=str(folder), files=files, good=good, note=note)
