@@ -24,7 +24,7 @@ from polyad.launch.command import UsageError, nearest
 from polyad.launch.commands import COMMANDS
 from polyad.launch.commands.old_flags import in_new_words
 from polyad.launch.ending import guard
-from polyad.launch.signals import stop_at_signals, unblock_signals
+from polyad.launch.processes import stop_at_signals, unblock_signals
 from polyad.train.errors import ConfigError, one_line
 from polyad.train.results import aligned
 

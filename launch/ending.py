@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from polyad.data.errors import loader_ended
 from polyad.launch.machine import is_main, rank_of_process
-from polyad.launch.signals import ignore_further_signals
+from polyad.launch.processes import ignore_further_signals
 from polyad.launch.torchrun import tell_launcher
 from polyad.parallel.addresses import is_one_host
 from polyad.train.errors import OUTPUT_ERRORS, STOP_SIGNALS, Stopped, one_line

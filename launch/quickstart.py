@@ -15,10 +15,9 @@ from argparse import ArgumentParser
 from pathlib import Path
 from typing import Any
 
-from polyad.launch.child import STOPPED, polyad
 from polyad.launch.cli import run as run_command
 from polyad.launch.ending import guard
-from polyad.launch.signals import stop_at_signals
+from polyad.launch.processes import STOPPED, polyad, stop_at_signals
 from polyad.train.errors import stopped
 from polyad.train.records import last_loss, median_rate, peak_memory, read_records
 from polyad.train.results import aligned

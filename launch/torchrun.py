@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from polyad.data.files import temporary_folder
 from polyad.launch.machine import END_WITH_PARENT
-from polyad.launch.signals import answer_first_signal_only, stop_at_signals
+from polyad.launch.processes import answer_first_signal_only, stop_at_signals
 from polyad.parallel.addresses import STORE, addresses_of, named_interface
 from polyad.train.errors import Stopped, one_line
 

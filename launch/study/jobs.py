@@ -13,8 +13,8 @@ from typing import Any, Generic, NoReturn, TypeVar
 
 import torch
 
-from polyad.launch.child import STOPPED, Child, Children
 from polyad.launch.machine import threads_of_each
+from polyad.launch.processes import STOPPED, Child, Children
 from polyad.train.errors import RunError, stopped
 
 Work = Generator[tuple[str, ...], None, Any]

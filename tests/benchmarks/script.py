@@ -6,7 +6,7 @@ from typing import Annotated, Literal, NoReturn
 
 from polyad.launch.command import Argument, Command, Function, command, positive
 from polyad.launch.ending import guard
-from polyad.launch.signals import unblock_signals
+from polyad.launch.processes import unblock_signals
 from polyad.parallel import comm
 
 Repeats = Annotated[int, Argument("timed runs of each; default %(default)s", "N", positive)]

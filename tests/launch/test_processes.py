@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from polyad.launch.child import polyad
+from polyad.launch.processes import polyad
 from polyad.parallel.checkpoint.keeping import complete_checkpoints
 from tests.launch.conftest import ROOT
 
@@ -38,7 +38,7 @@ def test_a_command_that_starts_processes_itself_does_not_end_them(config: Path) 
 def test_a_signal_is_handed_on_and_the_run_saved(config: Path, all_processes: bool) -> None:
     options = ["train.steps=100000", "checkpoint.every=0", "log.trackers=[]"]
     code = (
-        "from polyad.launch.child import polyad\n"
+        "from polyad.launch.processes import polyad\n"
         f"print(polyad('train', {str(config)!r}, *{options}))"
     )
     parent = subprocess.Popen(

@@ -1,0 +1,217 @@
+"""How this process answers signals, and commands that it runs in processes of their own.
+
+SIGTERM, SIGUSR1 and SIGINT end a command in order where it has no step to save: before its first
+step, in one that runs others, as a study does, and in a launcher. The loop of a training process
+has handlers of its own: `train/guard/stopping.py`. Commands in processes of their own give their
+memory back when they end; a signal is handed on to them, and they save.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import FrameType, TracebackType
+from typing import Any
+
+from polyad.launch.machine import END_WITH_PARENT
+from polyad.launch.output import pass_on
+from polyad.train.errors import STOP_SIGNALS, stopped
+
+STOPPED = frozenset(128 + number for number in STOP_SIGNALS)
+"""Statuses of a command that a signal asked to stop."""
+LOOK_AGAIN = 0.02
+"""Seconds between two looks whether a child has ended."""
+LAST_WORDS = 5.0
+"""Seconds in which what a child said last is waited for: a process of its own may outlive it."""
+
+
+def stop_at_signals() -> None:
+    """Installs handlers: a signal raises `Stopped`, or KeyboardInterrupt, in the main thread.
+
+    Otherwise SIGTERM and SIGUSR1 would end the process without a message.
+    """
+    for number in STOP_SIGNALS:
+        signal.signal(number, _stop)
+
+
+def _stop(number: int, frame: FrameType | None) -> None:
+    raise stopped(number, "the same command goes on where it stood")
+
+
+def ignore_further_signals() -> None:
+    """Ignores further signals while the first one is carried out."""
+    for number in STOP_SIGNALS:
+        if signal.getsignal(number) is _stop:
+            signal.signal(number, lambda number, frame: None)
+
+
+def answer_first_signal_only() -> None:
+    """Makes every handler that is set later run for the first signal only.
+
+    For torchrun, which ends its workers in order at the first signal, but abandons them at the
+    next.
+    """
+    received: list[int] = []
+    set_handler = signal.signal
+
+    def set_for_one(number: int, handler: Any) -> Any:
+        if number not in STOP_SIGNALS or not callable(handler):
+            return set_handler(number, handler)
+
+        def first(number: int, frame: FrameType | None) -> Any:
+            if not received:
+                received.append(number)
+                handler(number, frame)
+
+        return set_handler(number, first)
+
+    signal.signal = set_for_one  # type: ignore[assignment]
+
+
+def unblock_signals() -> None:
+    """Delivers the signals that were sent since `Children.start` began to start this process."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+
+
+def polyad(*arguments: str) -> int:
+    """Runs a command and waits for it. Its output goes where this process's goes.
+
+    A signal that asks this process to stop is handed to the command, which saves and ends.
+
+    Args:
+        arguments: the command line without the program's name.
+
+    Returns:
+        Its exit status, that of a shell; one of `STOPPED` if a signal came meanwhile, to this
+        process or to the command alone.
+    """
+    with Children() as children:
+        children.start(arguments, results=True)
+        _, status = children.wait()
+    return 128 + children.signal if children.signal else status
+
+
+@dataclass(frozen=True, eq=False)
+class Child:
+    """A command that runs in a process of its own."""
+
+    process: subprocess.Popen[str]
+    listener: threading.Thread | None
+    """Passes on what it says, where that gets a name in front."""
+
+
+class Children:
+    """Several commands at a time, within a `with` block, at whose end none is left.
+
+    The first signal that asks this process to stop is handed to all of them, and they end by
+    themselves. A child may have been sent it already: Ctrl-C in a terminal goes to all processes
+    there, and so does what ends a job of Slurm. They are started in the thread of the block, with
+    which they would end (`polyad.launch.machine.end_with_launcher`).
+
+    Args:
+        variables: added to their environment.
+    """
+
+    def __init__(self, variables: Mapping[str, str] | None = None) -> None:
+        self.signal = 0
+        """The signal that asked this process to stop, or 0."""
+        self._environment = os.environ | (variables or {}) | {END_WITH_PARENT: str(os.getpid())}
+        self._running: list[Child] = []
+        self._not_asked: list[subprocess.Popen[str]] = []
+        """Children that were handed no signal."""
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> "Children":
+        if threading.current_thread() is threading.main_thread():
+            self._before = {each: signal.signal(each, self._handle) for each in STOP_SIGNALS}
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.end_all()
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def start(
+        self,
+        arguments: Sequence[str],
+        *,
+        prefix: str = "",
+        results: bool = False,
+        variables: Mapping[str, str] | None = None,
+    ) -> Child:
+        """Starts a command. Signals wait for it until it can answer them: `unblock_signals`.
+
+        Args:
+            arguments: its command line.
+            prefix: in front of each line that it writes to standard error; empty: it has this
+                process's standard error itself.
+            results: whether what it writes to standard output is wanted.
+            variables: added to its environment, after those of all.
+        """
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # inherited by the child
+        try:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "polyad.launch", *arguments],
+                env={**self._environment, **(variables or {})},
+                stdout=None if results else subprocess.DEVNULL,
+                stderr=subprocess.PIPE if prefix else None,
+                text=True,
+                errors="replace",
+            )
+            self._not_asked.append(process)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        if self.signal:  # it came before the child existed
+            self._ask_all(self.signal)
+        listener = None
+        if process.stderr is not None:
+            words = (process.stderr, sys.stderr, prefix)
+            listener = threading.Thread(target=pass_on, args=words, daemon=True)
+            listener.start()
+        child = Child(process, listener)
+        self._running.append(child)
+        return child
+
+    def wait(self) -> tuple[Child, int]:
+        """Waits for the first that ends, of at least one.
+
+        Returns:
+            It, and its exit status, that of a shell.
+        """
+        assert self._running
+        while True:
+            for child in self._running:
+                if (status := child.process.poll()) is not None:
+                    self._forget(child)
+                    return child, status if status >= 0 else 128 - status
+            time.sleep(LOOK_AGAIN)
+
+    def _forget(self, child: Child) -> None:
+        self._running.remove(child)
+        if child.process in self._not_asked:
+            self._not_asked.remove(child.process)
+        if child.listener is not None:
+            child.listener.join(timeout=LAST_WORDS)
+
+    def end_all(self) -> None:
+        """Asks all that run to save and end, and waits until they have."""
+        self._ask_all(signal.SIGTERM)
+        while self._running:
+            self.wait()
+
+    def _ask_all(self, number: int) -> None:
+        while self._not_asked:
+            self._not_asked.pop().send_signal(number)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self.signal = self.signal or number
+        self._ask_all(self.signal)
