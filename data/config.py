@@ -10,7 +10,7 @@ from polyad.data.errors import check_path, user_path
 
 LARGEST_WHOLE_NUMBER = 2**63 - 1
 LARGEST, SMALLEST = 1e30, 1e-30
-"""Of other numbers, in size: products of a few of them are still numbers in fp32."""
+"""Other numbers, in size: products of a few of them are still numbers in fp32."""
 
 
 class Config(BaseModel):

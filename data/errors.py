@@ -73,11 +73,7 @@ MAX_PATH_BYTES = 3840
 
 
 def path_fault(text: str) -> str | None:
-    """The reason why no file or folder can have this path on any file system; None if it can.
-
-    Args:
-        text: What the user wrote.
-    """
+    """The reason why no file or folder can have this path on any file system; None if it can."""
     if not text:  # for example an unset shell variable
         return "the path is empty"
     if "\0" in text:
@@ -120,6 +116,34 @@ def user_path(text: str | Path) -> Path:
         return Path(text).expanduser()
     except RuntimeError:
         raise DataError(f"{text}: there is no user of that name to have a home folder") from None
+
+
+def check_at_least(least: int, **numbers: int) -> None:
+    """Checks numbers by their names.
+
+    Raises:
+        DataError: One is below `least`.
+    """
+    for name, value in numbers.items():
+        if value < least:
+            raise DataError(f"{name} {value}: at least {least}")
+
+
+def check_attack(rate: float, seed: int) -> None:
+    """Checks how strong an attack on held-out samples is, and its seed.
+
+    Raises:
+        DataError: A number is out of its range.
+    """
+    if not 0 <= rate <= 1:  # NaN is not
+        raise DataError(f"rate: {rate} is not allowed; a number from 0 to 1")
+    if seed < 0:
+        raise DataError(f"seed: {seed} is not allowed; at least 0")
+
+
+def one_line(error: BaseException, most: int | None = None) -> str:
+    """What an error of a library says, as one line of at most so many characters."""
+    return " ".join(str(error).split())[:most] or type(error).__name__
 
 
 def listed(names: Iterable[str], most: int = 20) -> str:

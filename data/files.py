@@ -119,18 +119,12 @@ class DigestedFile:
         self.size += memoryview(content).nbytes
 
     def finish(self) -> str:
-        """Ends the file and waits until it is on the disk.
-
-        Returns:
-            The SHA-256 of all of it, hexadecimal.
-        """
-        with self._file:
-            self._file.flush()
-            os.fsync(self._file.fileno())
+        """Ends the file, which need not be on the disk yet; returns its SHA-256, hexadecimal."""
+        self._file.close()
         return self._digest.hexdigest()
 
     def close(self) -> None:
-        """Closes the file; of one that is not finished, what is not on the disk yet may be lost."""
+        """Closes the file, finished or not."""
         with contextlib.suppress(OSError):
             self._file.close()
 

@@ -22,7 +22,7 @@ def read_json(
         error: Is raised.
 
     Raises:
-        ValueError: Of the given class: the file cannot be read, is too large, or is not JSON.
+        ValueError: As `error`: the file cannot be read, is too large, or is not JSON.
     """
     return parse_json(read_bounded(path, most_bytes, error), str(path), error=error)
 
@@ -38,7 +38,7 @@ def read_bounded(
         error: Is raised.
 
     Raises:
-        ValueError: Of the given class: it cannot be read, is too large, or is no plain file.
+        ValueError: As `error`: it cannot be read, is too large, or is no plain file.
     """
     try:
         if path.exists() and not path.is_file():  # a pipe never ends
@@ -65,7 +65,7 @@ def parse_json(
         once: Whether a key that stands twice in an object is an error, and not the last of both.
 
     Raises:
-        ValueError: Of the given class: it is not JSON, or cannot be held.
+        ValueError: As `error`: it is not JSON, or cannot be held.
     """
     before = f"{place}: " if place else ""
     try:

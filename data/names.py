@@ -16,13 +16,20 @@ from pydantic import AfterValidator, Field
 from polyad.data.errors import DataError, listed, nearest
 from polyad.data.json_reader import parse_json
 
+SPLIT_NAMES = {
+    **dict.fromkeys(("train", "training"), "train"),
+    **dict.fromkeys(("val", "valid", "validation", "dev"), "validation"),
+    "test": "test",
+}
+"""What folders and files of splits are called, and the split that is meant."""
+
 
 def named_classes(metadata: Mapping[bytes, bytes] | None, column: str) -> list[str] | None:
     """The names of the numbers in a column, which `datasets` writes beside a schema.
 
     Args:
-        metadata: Of the schema of a Parquet or Arrow file.
-        column: Of the labels.
+        metadata: The metadata of the schema of a Parquet or Arrow file.
+        column: The column of the labels.
 
     Returns:
         A name for each number from 0; None: the file names none.
@@ -88,7 +95,7 @@ def check_leave_out(
 
     Args:
         leave_out: As `data.leave_out`.
-        domains: Of the data; empty: it has none.
+        domains: The domains of the data; empty: it has none.
         place: The data, for errors.
         made_by: What gives data of this kind domains, for errors.
 

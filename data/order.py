@@ -56,9 +56,6 @@ class EpochOrders:
     def __call__(self, sample: int) -> tuple[Arrays, int]:
         """Finds a sample.
 
-        Args:
-            sample: Its number, counted through all epochs.
-
         Returns:
             The arrays of its epoch, and its place in the epoch.
         """

@@ -19,7 +19,7 @@ from pydantic import BaseModel, Field
 from polyad.data.errors import DataError
 from polyad.data.files import flush_to_disk, locked, temporary_folder
 
-HIDDEN = frozenset({"__MACOSX", "Thumbs.db", "desktop.ini"})
+SYSTEM_FILES = frozenset({"__MACOSX", "Thumbs.db", "desktop.ini"})
 """What systems put beside files, with all names that begin with a point."""
 
 
@@ -37,7 +37,7 @@ class LeftOut:
 
         Args:
             reason: What it is, in the plural.
-            name: Of this one.
+            name: The name of this one.
             mistake: Whether leaving it out is probably not what is wanted.
         """
         reason = reason.encode("utf-8", "backslashreplace").decode()  # as it is written down
@@ -73,7 +73,7 @@ def in_words(counts: Mapping[str, int]) -> str:
 
 def is_hidden(name: str) -> bool:
     """Whether one part of a path is a system's own, and no data."""
-    return name.startswith(".") or name in HIDDEN
+    return name.startswith(".") or name in SYSTEM_FILES
 
 
 LOCK_FILE = ".lock"
@@ -124,14 +124,11 @@ def partial_file(path: Path) -> Path:
 
 
 @contextlib.contextmanager
-def staged_folder(output: Path) -> Iterator[Path]:
+def staged_folder(output: Path, *, flush: bool = True) -> Iterator[Path]:
     """Gives a folder to write into, and puts it in place of `output` when the block ends well.
 
     It lies beside `output` under a hidden name and is gone after an error. What a killed process of
     this host left of one is removed by the next call: nothing that looks complete is half written.
-
-    Args:
-        output: Where the finished folder shall be, in place of what is there.
 
     Yields:
         An empty folder on the same file system.
@@ -141,13 +138,12 @@ def staged_folder(output: Path) -> Iterator[Path]:
     """
     with temporary_folder(f".{output.name}.partial-", output.parent) as staging:
         yield staging
-        for path in staging.iterdir():
+        for path in [*staging.iterdir(), staging] if flush else ():
             flush_to_disk(path)
-        flush_to_disk(staging)
-        _put_in_place(staging, output)
+        _put_in_place(staging, output, flush=flush)
 
 
-def _put_in_place(staging: Path, output: Path) -> None:
+def _put_in_place(staging: Path, output: Path, *, flush: bool) -> None:
     # A rename replaces an empty folder but no other, so the old data steps aside first; between
     # the two renames there is no data, at no time is there a mixture.
     retired = staging.with_name(staging.name.replace(".partial-", ".old-"))
@@ -159,7 +155,8 @@ def _put_in_place(staging: Path, output: Path) -> None:
         if retired.exists():
             retired.rename(output)
         raise
-    flush_to_disk(output.parent)
+    if flush:
+        flush_to_disk(output.parent)
     shutil.rmtree(retired, ignore_errors=True)
 
 
@@ -181,18 +178,13 @@ def seal(tree: dict[str, Any]) -> str:
 
 
 def write_sealed(content: Sealed, path: Path) -> Sealed:
-    """Writes a description with its digest, and waits until it is on the disk.
-
-    Args:
-        content: It has a field `sha256`.
-        path: The file.
+    """Writes a description with its digest.
 
     Returns:
         The content with its digest.
     """
     sealed = content.model_copy(update={"sha256": seal(content.model_dump(mode="json"))})
     path.write_text(sealed.model_dump_json(indent=2) + "\n", encoding="utf-8")
-    flush_to_disk(path)
     return sealed
 
 
@@ -217,6 +209,37 @@ class FileReport(NamedTuple):
     bytes: int
     checked: str
     reason: str | None
+
+
+class PreparedFolder:
+    """A prepared folder whose files can be compared with its manifest.
+
+    Attributes:
+        path: The folder.
+    """
+
+    path: Path
+
+    def bytes_to_verify(self) -> int:
+        """Counts what `reports` reads of the files that grow with the data."""
+        raise NotImplementedError
+
+    def reports(self, read: Read) -> Iterator[FileReport]:
+        """Reads every file, whatever is wrong with those before it.
+
+        Args:
+            read: Called as the files are read.
+
+        Yields:
+            What each file showed.
+        """
+        raise NotImplementedError
+
+    def faults(self, read: Read) -> Iterator[tuple[str, str]]:
+        """Names each damaged file of `reports`, and says in one line what is wrong with it."""
+        for report in self.reports(read):
+            if report.reason is not None:
+                yield report.name, report.reason
 
 
 def read_pieces(path: Path, read: Read) -> Iterator[bytes]:

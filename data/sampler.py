@@ -12,6 +12,7 @@ import functools
 import itertools
 import math
 import multiprocessing.resource_tracker
+import multiprocessing.util
 import os
 import signal
 import sys
@@ -24,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from polyad.data.errors import DataError
+from polyad.data.errors import DataError, check_at_least
 
 
 def batch_of_step(step: int, left_out: Collection[int] = ()) -> int:
@@ -47,10 +48,6 @@ def batch_of_step(step: int, left_out: Collection[int] = ()) -> int:
 
 def batches_from(step: int, left_out: Collection[int] = ()) -> Iterator[int]:
     """Lists global batches in the order of steps, without end.
-
-    Args:
-        step: The first step, from 0.
-        left_out: Global batches that no step takes.
 
     Returns:
         Their numbers.
@@ -132,13 +129,7 @@ def micro_batches(
         DataError: The sizes do not divide, or a number is out of its range.
     """
     _check_sizes(global_batch_size, micro_batch_size, data_parallel_rank, data_parallel_size)
-    for name, value in (
-        ("start_step", start_step),
-        ("num_steps", num_steps),
-        ("num_workers", num_workers),
-    ):
-        if value < 0:
-            raise DataError(f"{name} {value}: at least 0")
+    check_at_least(0, start_step=start_step, num_steps=num_steps, num_workers=num_workers)
     return iter(
         loader_of(
             samples,
@@ -211,13 +202,9 @@ def _end_workers() -> None:
 
 
 def _check_sizes(global_batch: int, micro_batch: int, rank: int, ranks: int) -> None:
-    for name, value in (
-        ("global_batch_size", global_batch),
-        ("micro_batch_size", micro_batch),
-        ("data_parallel_size", ranks),
-    ):
-        if value < 1:
-            raise DataError(f"{name} {value}: at least 1")
+    check_at_least(
+        1, global_batch_size=global_batch, micro_batch_size=micro_batch, data_parallel_size=ranks
+    )
     if not 0 <= rank < ranks:
         raise DataError(f"data_parallel_rank {rank}: at least 0 and below {ranks}")
     unit = micro_batch * ranks
@@ -240,6 +227,20 @@ def _begin(parent: int, worker: int) -> None:
     for number in _STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     sys.excepthook = _report
+    # After what waits until all batches are sent, which has a higher priority.
+    multiprocessing.util.Finalize(None, _end_at_once, exitpriority=-100)
+
+
+def _end_at_once() -> None:
+    """Ends a loader process that has nothing left to do, unless it fails.
+
+    Python would stop the threads that send batches wherever they are; in C++ code of torch that
+    aborts the process, which its parent takes for a failure.
+    """
+    if sys.exc_info()[0] is None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
 
 
 def _report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -311,8 +312,7 @@ def evaluation_batches(
     """
     if total < 1:
         raise DataError("no samples to evaluate on")
-    if batch_size < 1:
-        raise DataError(f"batch_size {batch_size}: at least 1")
+    check_at_least(1, batch_size=batch_size)
     size = min(batch_size, math.ceil(total / ranks))  # no more than one batch takes
     rounds = math.ceil(total / (size * ranks))
     firsts = [size * (ranks * number + rank) for number in range(rounds)]

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import interpolate
 
-from polyad.data.errors import DataError
+from polyad.data.errors import DataError, check_attack
 from polyad.data.images.config import AugmentationConfig, ImageDataConfig, RandAugmentConfig
 from polyad.data.images.decoding import Pixels
 
@@ -36,12 +36,6 @@ def training_image(
     pixels: Pixels, size: int, settings: ImageDataConfig, seeds: tuple[int, ...]
 ) -> Tensor:
     """Augments an image.
-
-    Args:
-        pixels: [H, W, 3].
-        size: Side of the result.
-        settings: Of the data.
-        seeds: What its random numbers follow from: the run's seed, the epoch and the image.
 
     Returns:
         uint8 [C, size, size].
@@ -93,8 +87,8 @@ def resized(pixels: Pixels, height: int, width: int) -> Tensor:
 
     Args:
         pixels: [H, W, 3].
-        height: Of the result.
-        width: Of the result.
+        height: The height of the result.
+        width: The width of the result.
 
     Returns:
         uint8 [C, height, width].
@@ -112,11 +106,6 @@ def random_crop(
     size: tuple[int, int], scale: tuple[float, float], generator: np.random.Generator
 ) -> tuple[int, int, int, int]:
     """Draws a crop of a random share and aspect; after ten that do not fit a central one.
-
-    Args:
-        size: Height and width of the image.
-        scale: Least and largest share of its area.
-        generator: Draws it.
 
     Returns:
         Top, left, height and width.
@@ -243,11 +232,6 @@ def randaugment(image_CHW: Tensor, chosen: RandAugmentConfig, seeds: tuple[int, 
     torchvision draws from PyTorch's global generator, which is seeded for the image and then left
     as it was.
 
-    Args:
-        image_CHW: uint8.
-        chosen: How much of it.
-        seeds: What its random numbers follow from.
-
     Returns:
         uint8 [C, H, W].
 
@@ -283,19 +267,11 @@ class GaussianNoise:
     """
 
     def __init__(self, rate: float, seed: int = 0) -> None:
-        if not 0 <= rate <= 1:  # NaN is not
-            raise DataError(f"rate: {rate} is not allowed; a number from 0 to 1")
-        if seed < 0:
-            raise DataError(f"seed: {seed} is not allowed; at least 0")
+        check_attack(rate, seed)
         self.rate, self.seed = rate, seed
 
     def __call__(self, pixels: Pixels, number: int) -> Pixels:
-        """The pixels of an image with noise, cut off at black and white.
-
-        Args:
-            pixels: uint8, of any shape.
-            number: Of the image in its split.
-        """
+        """The pixels of an image with noise, cut off at black and white."""
         generator = np.random.Generator(np.random.PCG64((self.seed, number)))
         noise = generator.standard_normal(pixels.shape, dtype=np.float32)
         return np.clip(np.rint(pixels + 255 * self.rate * noise), 0, 255).astype(np.uint8)

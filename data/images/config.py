@@ -87,7 +87,7 @@ class ImageDataConfig(DataSettings):
     image_size."""
 
     augmentation: AugmentationConfig = AugmentationConfig()
-    """Of training images."""
+    """What happens to training images."""
 
     loss: Literal["softmax", "sigmoid"] = "softmax"
     """softmax: cross-entropy; sigmoid: the sum over classes of binary cross-entropies."""
@@ -108,12 +108,12 @@ class ImageDataConfig(DataSettings):
 
     @property
     def mean(self) -> tuple[float, ...]:
-        """Of red, green and blue, of pixels from 0 to 1."""
+        """Mean of red, green and blue, of pixels from 0 to 1."""
         return NORMALIZATIONS[self.normalization][0]
 
     @property
     def std(self) -> tuple[float, ...]:
-        """Of red, green and blue, of pixels from 0 to 1."""
+        """Standard deviation of red, green and blue, of pixels from 0 to 1."""
         return NORMALIZATIONS[self.normalization][1]
 
 

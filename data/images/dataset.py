@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from typing_extensions import override
 
 from polyad.data.errors import DataError, listed, user_path
 from polyad.data.images.decoding import Pixels
@@ -15,7 +16,7 @@ from polyad.data.images.manifest import FileRecord, ImageManifest
 from polyad.data.images.shards import MOST_BYTES, ROW, Reader, Rows
 from polyad.data.json_reader import read_json
 from polyad.data.names import check_classes, check_leave_out
-from polyad.data.prepared import MANIFEST_FILE, FileReport, Read, read_pieces
+from polyad.data.prepared import MANIFEST_FILE, FileReport, PreparedFolder, Read, read_pieces
 
 TEST = "test"
 
@@ -24,9 +25,9 @@ class ImageSplit:
     """The images of one split.
 
     Args:
-        folder: Of the prepared images.
-        name: Of the split.
-        manifest: Of the folder.
+        folder: The folder of the prepared images.
+        name: The name of the split.
+        manifest: The manifest of the folder.
     """
 
     def __init__(self, folder: Path, name: str, manifest: ImageManifest) -> None:
@@ -82,10 +83,6 @@ class ImageSplit:
         """An image's file, or its shard and name."""
         return self._reader.place(self._rows[number], self._name(number))
 
-    def order(self, generator: np.random.Generator) -> npt.NDArray[np.integer]:
-        """All numbers in the random order of an epoch."""
-        return generator.permutation(len(self))
-
     def _name(self, number: int) -> str:
         begin = int(self._ends[number - 1]) + 1 if number else 0
         return bytes(self._names[begin : int(self._ends[number])]).decode(
@@ -97,7 +94,7 @@ class ChosenImages:
     """Some images of several splits, one split after the other.
 
     Args:
-        splits: Of one folder, with domains.
+        splits: The splits of one folder, with domains.
         left_out: Numbers of domains.
         inside: Whether the images of these are taken; else those of all others.
     """
@@ -134,10 +131,6 @@ class ChosenImages:
     def name_of(self, number: int) -> str:
         """An image's file, or its shard and name."""
         return self._split(number).name_of(int(self._number_of[number]))
-
-    def order(self, generator: np.random.Generator) -> npt.NDArray[np.integer]:
-        """All numbers in random order."""
-        return generator.permutation(len(self))
 
     def _split(self, number: int) -> ImageSplit:
         return self._splits[int(self._split_of[number])]
@@ -178,7 +171,7 @@ def _mapped(path: Path, dtype: np.dtype[Any], dimensions: int = 1) -> npt.NDArra
     return array
 
 
-class ImageData:
+class ImageData(PreparedFolder):
     """A folder made by `polyad prepare --images`.
 
     Args:
@@ -269,19 +262,12 @@ class ImageData:
             classes = [names[label] for label in np.unique(test.labels[inside])]
             check_classes(domain, classes, trained)
 
+    @override
     def bytes_to_verify(self) -> int:
-        """Bytes of the index."""
         return sum(record.bytes for record in self.manifest.files.values())
 
     def reports(self, read: Read) -> Iterator[FileReport]:
-        """Reads the index, and looks at the size of each shard, whatever is wrong with others.
-
-        Args:
-            read: Called as the files are read.
-
-        Yields:
-            What each file showed.
-        """
+        """Reads the index, and looks at the size of each shard."""
         for name, record in self.manifest.files.items():
             yield FileReport(name, record.bytes, "SHA-256", self._damage(name, record, read))
         changed = dict(self._changed_shards())
@@ -301,12 +287,6 @@ class ImageData:
         if digest.hexdigest() == record.sha256:
             return None
         return f"{name}: is damaged: its SHA-256 is not what {MANIFEST_FILE} says"
-
-    def faults(self, read: Read) -> Iterator[tuple[str, str]]:
-        """Names each damaged file of `reports`, and says in one line what is wrong with it."""
-        for report in self.reports(read):
-            if report.reason is not None:
-                yield report.name, report.reason
 
     def _changed_shards(self) -> Iterator[tuple[str, str]]:
         for shard in self.manifest.shards:

@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from polyad.data.errors import DataError
+from polyad.data.errors import DataError, one_line
 
 Pixels = npt.NDArray[np.uint8]
 """[H, W, 3]."""
 MOST_MEMORY = 1 << 30
 """Bytes that decoding an image may take. A small file can hold an image that takes any number."""
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "PPM", "TIFF")
-"""Of Pillow's formats: some of the others start programs."""
+"""Formats that Pillow may read: some of the others start programs."""
 _JPEG = b"\xff\xd8\xff"
 _JPEG_BYTES = 9
 """Bytes a pixel takes: three, and two for each colour that a progressive JPEG keeps to its end."""
@@ -41,8 +41,8 @@ def decode(content: bytes, name: str) -> Pixels:
     """Decodes an image of any mode to red, green and blue.
 
     Args:
-        content: Of the file.
-        name: Of the image, for the error.
+        content: The content of the file.
+        name: The name of the image, for the error.
 
     Returns:
         uint8 [H, W, 3].
@@ -99,10 +99,10 @@ def _any(content: bytes, name: str) -> Pixels:
     except Image.DecompressionBombError:
         raise DataError(f"{name}: {_TOO_LARGE}") from None
     except Exception as error:  # Pillow's readers raise many kinds
-        reason = " ".join(str(error).split()) or type(error).__name__
+        reason = one_line(error, 120)
         if "cannot identify image file" in reason:
             reason = "no image format is known that begins like this"
-        raise DataError(f"{name}: cannot be decoded: {reason[:120]}") from None
+        raise DataError(f"{name}: cannot be decoded: {reason}") from None
 
 
 def _check_depth(image: Any, name: str) -> None:

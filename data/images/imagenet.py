@@ -63,7 +63,7 @@ def by_wordnet_id(folder: Path) -> list[LabelledFile]:
     """The images of a folder with a folder for each class, named by its WordNet id.
 
     Args:
-        folder: Of ImageNet-A, -R, -O or -Sketch, or of one severity of ImageNet-C.
+        folder: The folder of ImageNet-A, -R, -O or -Sketch, or of one severity of ImageNet-C.
 
     Raises:
         DataError: A folder has another name, or there is no image.
@@ -162,10 +162,6 @@ class FileSplit:
     def name_of(self, number: int) -> str:
         """An image's file."""
         return str(self._files[number].path)
-
-    def order(self, generator: np.random.Generator) -> npt.NDArray[np.integer]:
-        """All numbers in random order."""
-        return generator.permutation(len(self))
 
 
 def _sklearn(module: str, what: str) -> Any:

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from polyad.data.errors import DataError
 from polyad.data.errors import listed as quoted
-from polyad.data.files import DigestedFile, writing
+from polyad.data.files import DigestedFile, flush_to_disk, writing
 from polyad.data.images.manifest import (
     TEST_IS_VALIDATION,
     FileRecord,
@@ -31,7 +31,7 @@ HELD_OUT = 0.01
 """Share of the training images that are held out where the data set has no validation split that
 is not its test: big_vision's train[99%:]."""
 _SEED = 0
-"""Of the choice of held-out images: the same for everybody."""
+"""Seed of the choice of held-out images: the same for everybody."""
 
 
 class Listed(NamedTuple):
@@ -68,11 +68,6 @@ def missing_classes(
     images: Listed, names: Sequence[str], domain_names: Sequence[str]
 ) -> Iterator[tuple[str, str]]:
     """The domains that lack classes.
-
-    Args:
-        images: Of all domains.
-        names: Of the classes.
-        domain_names: In the order of their numbers.
 
     Yields:
         The name of a domain, and those of the classes that it has no image of.
@@ -174,7 +169,7 @@ def write_index(
         source: What the user wrote.
         request: A digest of what was asked for.
         found: The source.
-        names: Of the classes.
+        names: The names of the classes.
         splits: The images of each split.
         said: What was held out of what; None: nothing was.
         accepted: Whether what looks like a mistake is meant.
@@ -258,6 +253,7 @@ class _Files:
         ):
             file.write(content)
             self.records[name] = FileRecord(bytes=file.size, sha256=file.finish())
+            flush_to_disk(partial_file(path))
 
 
 def _stands(output: Path, manifest: ImageManifest) -> bool:

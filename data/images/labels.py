@@ -14,8 +14,8 @@ from polyad.data.errors import DataError
 from polyad.data.errors import listed as quoted
 from polyad.data.images.index import Listed
 from polyad.data.images.sources.classes import NO_CLASSES
-from polyad.data.images.sources.found import SPLIT_NAMES, Found, split_in
-from polyad.data.names import each_once
+from polyad.data.images.sources.found import Found, split_in
+from polyad.data.names import SPLIT_NAMES, each_once
 
 
 def by_name(
@@ -136,13 +136,6 @@ def check_mistakes(
     source: str, found: Found, listed: dict[str, Listed], names: list[str], *, accept: bool
 ) -> None:
     """Refuses what is probably a mistake.
-
-    Args:
-        source: What the user wrote.
-        found: The source, all of whose images are listed.
-        listed: The images of each split.
-        names: Of the classes.
-        accept: Whether all of it is meant.
 
     Raises:
         DataError: There is such a thing, and it is not accepted.

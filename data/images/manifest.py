@@ -75,7 +75,7 @@ class ImageManifest(Config):
     fingerprint: str
     """A digest of the training images' names, sizes and labels, and of the classes."""
     files: dict[str, FileRecord]
-    """Of the index, by name."""
+    """The files of the index, by name."""
 
     @property
     def own_validation(self) -> str | None:

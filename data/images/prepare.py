@@ -224,7 +224,7 @@ def prepared_rows(
     """What was prepared, for a person: names and values.
 
     Args:
-        manifest: Of the folder.
+        manifest: The manifest of the folder.
         output: The folder.
         seconds: That it took.
     """

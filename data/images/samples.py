@@ -1,8 +1,8 @@
 """Training samples by their global number, and held-out ones in their order.
 
-Sample g of a run is image `order(epoch)[g % n]` of epoch g // n. Its random numbers follow from the
-run's seed, the epoch and the image, and those of mixing from the seed and the pair g // 2: the same
-on any number of processes and workers, and after a resume.
+Sample g of a run is number g % n of the random order of epoch g // n. Its random numbers follow
+from the run's seed, the epoch and the image, and those of mixing from the seed and the pair g // 2:
+the same on any number of processes and workers, and after a resume.
 
 Shapes: B images of a batch, C channels, H x W pixels.
 """
@@ -52,9 +52,6 @@ class Images(Protocol):
     def name_of(self, number: int) -> str:
         """An image's file or place, for people."""
 
-    def order(self, generator: np.random.Generator) -> npt.NDArray[np.integer]:
-        """All numbers in the random order of an epoch."""
-
 
 class ImageBatch(NamedTuple):
     """A micro-batch of images. A single sample has the same fields without B."""
@@ -76,7 +73,7 @@ class ImageSamples(Dataset[ImageBatch]):
 
     Args:
         images: The training split.
-        settings: Of the data.
+        settings: The settings of the data.
         size: Side of an image, in pixels.
         seed: The run's seed.
     """
@@ -95,7 +92,7 @@ class ImageSamples(Dataset[ImageBatch]):
 
     def _build_order(self, epoch: int) -> Arrays:
         generator = np.random.Generator(np.random.PCG64((self._seed, epoch, _ORDER)))
-        return {"images": self._images.order(generator)}
+        return {"images": generator.permutation(len(self._images))}
 
     def __getitem__(self, sample: int) -> ImageBatch:
         """Reads, decodes and augments.
@@ -144,9 +141,9 @@ class EvaluationImages(Dataset[ImageBatch]):
 
     Args:
         images: The split.
-        settings: Of the data.
+        settings: The settings of the data.
         size: Side of an image, in pixels.
-        numbers: Of the images that are read; None: all.
+        numbers: The numbers of the images that are read; None: all.
         noise: Is added to each; None: they are as they are.
     """
 

@@ -25,7 +25,7 @@ from pydantic import Field
 
 from polyad.data.config import Config
 from polyad.data.errors import DataError
-from polyad.data.files import DigestedFile, writing
+from polyad.data.files import DigestedFile, flush_to_disk, writing
 from polyad.data.images.decoding import Pixels, decode
 from polyad.data.prepared import partial_file
 
@@ -45,7 +45,7 @@ class Shard(Config):
     size: Annotated[int, Field(ge=0)] = 0
     """Bytes of the file; 0 for a folder."""
     shape: Annotated[tuple[int, int, int], Field(strict=False)] | None = None
-    """Of raw pixels: channels, height and width."""
+    """Channels, height and width of raw pixels."""
     column: str | None = None
     """The column of images, of parquet in folders of version 1."""
 
@@ -95,8 +95,8 @@ class Reader:
         """Reads and decodes an image.
 
         Args:
-            row: Of the index.
-            name: Of the image, below its shard.
+            row: The row of the index.
+            name: The name of the image, below its shard.
 
         Raises:
             DataError: It cannot be read, or not be decoded.
@@ -213,8 +213,9 @@ class Packed:
         if self._file is None:
             return None
         with writing(self.path, WHAT_TO_DO):
-            sha256 = self._file.finish()
-        partial, name = partial_file(self.path), f"images-{sha256[:12]}.bin"
+            sha256, partial = self._file.finish(), partial_file(self.path)
+            flush_to_disk(partial)
+        name = f"images-{sha256[:12]}.bin"
         partial.rename(partial.with_name(name))
         return name, self._file.size, sha256
 

@@ -29,8 +29,7 @@ ALLOWED_METRICS: Mapping[TaskKind, tuple[Metric, ...]] = {
     "regression": ("pearson", "spearman"),
     "multiple_choice": ("accuracy",),
 }
-SPLITS = ("train", "validation", "test")
-HIDDEN = -1
+HIDDEN_LABEL = -1
 """The label of a row whose label is not told."""
 
 
@@ -111,7 +110,7 @@ class ColumnNames(Config):
     """The class, the number, or the number of the right choice from 0."""
 
     choices: list[str] | None = Field(default=None, min_length=1)
-    """Of multiple choice: a column for each choice, or one with lists of them; null: none."""
+    """A column for each of several choices, or one with lists of them; null: there are none."""
 
     domain: str | None = None
     """The name of the row's domain, as a category or a source; null: rows have no domains."""

@@ -15,7 +15,7 @@ from polyad.data.sequences.labels import (
     class_names,
     domains_of,
     held_out_of_each,
-    is_hidden,
+    labels_are_hidden,
     right_choices,
     values,
     without_domains,
@@ -39,15 +39,15 @@ class SequenceData:
     """The splits of a source, each encoded when it is first asked for.
 
     Args:
-        settings: Of the data.
-        tables: Of its splits.
-        tokenizer: Of the model.
+        settings: The settings of the data.
+        tables: The tables of its splits.
+        tokenizer: The tokenizer of the model.
         model_kind: `model.kind`.
         max_length: The longest sequence, in tokens.
         known_classes: Those that a checkpoint was trained with; None: the training rows decide.
 
     Attributes:
-        schema: Of the columns.
+        schema: The schema of the columns.
         class_names: In their order; without classes nothing.
         has_segments: Whether the model is told which of two texts a token is of.
 
@@ -85,7 +85,7 @@ class SequenceData:
         self._labels = {
             name: self._labels_of(table)
             for name, table in tables.items()
-            if name != "test" or not is_hidden(table, self.schema.label)
+            if name != "test" or not labels_are_hidden(table, self.schema.label)
         }
 
     @classmethod
@@ -225,7 +225,7 @@ class SequenceData:
         """The training rows by their global number.
 
         Args:
-            seed: Of their order.
+            seed: The seed of their order.
         """
         return TrainingRows(
             self.encoded("train"),
@@ -241,7 +241,7 @@ class SequenceData:
         """The rows of a split from the shortest to the longest.
 
         Args:
-            name: Of the split.
+            name: The name of the split.
             most: Rows that are taken, evenly by their length; None: all.
         """
         rows = self.encoded(name)

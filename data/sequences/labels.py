@@ -16,21 +16,22 @@ import numpy.typing as npt
 
 from polyad.data.errors import DataError, listed, nearest
 from polyad.data.names import check_classes, check_leave_out
-from polyad.data.sequences.config import HIDDEN, SPLITS, Schema
+from polyad.data.prepared import SPLITS
+from polyad.data.sequences.config import HIDDEN_LABEL, Schema
 from polyad.data.sequences.tables import Table, held_out, joined
 
 Labels = npt.NDArray[np.generic]
 """[N] int64 of classes and choices, or float64 of values."""
-_HIDDEN = (f"{HIDDEN}", f"{float(HIDDEN)}")
+_HIDDEN = (f"{HIDDEN_LABEL}", f"{float(HIDDEN_LABEL)}")
 """How files of several kinds write a label that is not told."""
 
 
-def is_hidden(table: Table, column: str) -> bool:
+def labels_are_hidden(table: Table, column: str) -> bool:
     """Whether no row of a table tells its label, as those of GLUE's test splits.
 
     Args:
         table: Any.
-        column: Of its labels.
+        column: The column of its labels.
     """
     values = table.columns.get(column)
     return values is None or all(str(value) in _HIDDEN for value in values)
@@ -40,8 +41,8 @@ def class_names(table: Table, column: str) -> list[str]:
     """The classes of a training split: those that the data set names, or all that rows have.
 
     Args:
-        table: Of the training rows.
-        column: Of the labels.
+        table: The table of the training rows.
+        column: The column of the labels.
 
     Returns:
         Names in their order: by number where all are whole numbers, else of the alphabet.
@@ -67,8 +68,8 @@ def labels_in_words(table: Table, column: str) -> list[str]:
     """The name of each row's class.
 
     Args:
-        table: Of any split.
-        column: Of the labels.
+        table: The table of any split.
+        column: The column of the labels.
 
     Raises:
         DataError: A label is missing.
@@ -78,11 +79,6 @@ def labels_in_words(table: Table, column: str) -> list[str]:
 
 def class_labels(table: Table, column: str, names: Sequence[str]) -> Labels:
     """The class of each row, by its name: splits may number the same classes differently.
-
-    Args:
-        table: Of any split.
-        column: Of the labels.
-        names: Of the classes, in their order.
 
     Raises:
         DataError: A label is missing, or is not among the classes.
@@ -104,8 +100,8 @@ def values(table: Table, column: str) -> Labels:
     """The number of each row.
 
     Args:
-        table: Of any split.
-        column: Of the labels.
+        table: The table of any split.
+        column: The column of the labels.
 
     Raises:
         DataError: One is no finite number.
@@ -115,11 +111,6 @@ def values(table: Table, column: str) -> Labels:
 
 def right_choices(table: Table, column: str, choices: int) -> Labels:
     """The number of each row's right choice.
-
-    Args:
-        table: Of any split.
-        column: Of the labels.
-        choices: How many there are.
 
     Raises:
         DataError: One is no number of a choice.
@@ -152,7 +143,8 @@ def _known(table: Table, column: str) -> Sequence[Any]:
     """The labels, none of which may be missing or hidden."""
     found = table.column(column)
     for row, value in enumerate(found):
-        hidden = table.class_names is not None and value == HIDDEN  # a number is one of no class
+        # Without names of classes a number is one of no class.
+        hidden = table.class_names is not None and value == HIDDEN_LABEL
         if value is None or value == "" or hidden:
             said = "no label" if value is None or value == "" else f"the label {value!r}, hidden"
             raise DataError(
@@ -197,8 +189,8 @@ def domains_of(table: Table, column: str) -> list[str]:
     """The domain of each row.
 
     Args:
-        table: Of any split.
-        column: Of the domains.
+        table: The table of any split.
+        column: The column of the domains.
 
     Raises:
         DataError: There is no such column, or a cell is empty.
@@ -223,11 +215,6 @@ def _word(value: Any) -> str:
 def held_out_of_each(table: Table, column: str, share: float) -> tuple[Table, Table]:
     """Takes rows out evenly within each domain, always the same ones.
 
-    Args:
-        table: Of all rows.
-        column: Of the domains.
-        share: Of the rows of each domain that are held out.
-
     Returns:
         The rows that stay, and the others, in their order.
     """
@@ -246,8 +233,8 @@ def without_domains(
     """The splits with domains left out: rows of these are the test split, and nowhere else.
 
     Args:
-        tables: Of the splits of the source.
-        schema: Of the columns.
+        tables: The tables of the splits of the source.
+        schema: The schema of the columns.
         leave_out: Names of domains; None: none.
         path: Names the source in errors.
 
@@ -304,7 +291,7 @@ def _left_out(
     """All rows of the domains left out whose labels are known."""
     parts = []
     for split, table in tables.items():
-        if not is_hidden(table, schema.label):
+        if not labels_are_hidden(table, schema.label):
             inside = [row for row, domain in enumerate(of_rows[split]) if domain in leave_out]
             parts.append(table.rows(inside))
     if not any(len(part) for part in parts):

@@ -71,7 +71,7 @@ def form_of(model_kind: str, tokenizer: Tokenizer) -> Form:
 
     Args:
         model_kind: `model.kind`.
-        tokenizer: Of the model.
+        tokenizer: The tokenizer of the model.
 
     Raises:
         DataError: The vocabulary lacks a token that the model needs.
@@ -91,13 +91,6 @@ def encode_rows(
     table: Table, schema: Schema, tokenizer: Tokenizer, form: Form, max_length: int
 ) -> Pieces:
     """Encodes all rows of a table.
-
-    Args:
-        table: With the columns of the schema.
-        schema: Of the columns.
-        tokenizer: Of the model.
-        form: What stands around texts.
-        max_length: Tokens after which a sequence is cut off: of two texts the longer one first.
 
     Raises:
         DataError: A text is missing, or cannot be encoded.
@@ -238,7 +231,7 @@ class PaddedRows(Dataset[SequenceBatch]):
     """Rows in a given order; those of a micro-batch are padded to one length.
 
     Args:
-        rows: Of a split.
+        rows: The rows of a split.
         order_N: Which row each number is; None: that row.
         padding: The token that fills up.
         length: What single rows, and batches that are not padded to their longest, are padded to.
@@ -304,7 +297,7 @@ class TrainingRows(PaddedRows):
     """Training rows in the order of their epochs, without end.
 
     Args:
-        rows: Of the training split.
+        rows: The rows of the training split.
         seed: The run's.
         group: Rows of similar length that follow each other; 1: in any order.
         identity: What the order depends on beside them.
@@ -347,11 +340,6 @@ def grouped_order(
 
     A random permutation is cut into pools, each sorted by length and cut into groups; the groups
     are shuffled. An incomplete last group stays last, so that groups begin at their multiples.
-
-    Args:
-        lengths_N: Tokens of each row.
-        group: Rows of a group.
-        generator: Of random numbers.
 
     Returns:
         [N], each row once.

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from polyad.data.errors import DataError, listed, nearest, user_path
-from polyad.data.images.sources.found import SPLIT_NAMES
 from polyad.data.json_reader import parse_json
-from polyad.data.names import each_once, named_classes, schema_of
-from polyad.data.sequences.config import BENCHMARKS, SPLITS, Schema
+from polyad.data.names import SPLIT_NAMES, each_once, named_classes, schema_of
+from polyad.data.prepared import SPLITS
+from polyad.data.sequences.config import BENCHMARKS, Schema
 from polyad.data.text.hub import HUB, HubDataset, data_files
 
 SUFFIXES = (".csv", ".tsv", ".jsonl", ".parquet")
@@ -60,10 +60,6 @@ class Table:
 def read_tables(path: str, schema: Schema) -> dict[str, Table]:
     """Reads the splits that a source has.
 
-    Args:
-        path: As `data.path`.
-        schema: Its columns, and what its splits are called.
-
     Raises:
         DataError: There is no such source, or it cannot be read.
     """
@@ -95,7 +91,7 @@ def _read_folder(folder: Path, schema: Schema, wanted: Sequence[str]) -> dict[st
     for file in shown:
         if split := _split_of(file, schema):
             files.setdefault(split, []).append(file)
-    found = {split: files[split] for split in SPLITS if split in files}
+    found: dict[str, list[Path]] = {split: files[split] for split in SPLITS if split in files}
     if not any(_is_table(file) for each in found.values() for file in each):
         return {}
     for each in found.values():
@@ -358,8 +354,8 @@ def held_out(table: Table, share: float) -> tuple[Table, Table]:
     """Takes rows out evenly, always the same ones.
 
     Args:
-        table: Of all rows.
-        share: Of those that are held out.
+        table: The table of all rows.
+        share: The share of those that are held out.
 
     Returns:
         The rows that stay, and the others.
@@ -376,10 +372,6 @@ def held_out(table: Table, share: float) -> tuple[Table, Table]:
 
 def check_names(dataset: HubDataset, splits: Mapping[str, Any]) -> None:
     """Checks that all files name the numbers of classes as `datasets` does, which reads one file.
-
-    Args:
-        dataset: A local copy.
-        splits: As `datasets` opens them.
 
     Raises:
         DataError: A file gives the same numbers other names.

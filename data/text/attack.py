@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from polyad.data.errors import DataError
+from polyad.data.errors import DataError, check_attack
 from polyad.data.text.dataset import TokenStream
 from polyad.data.text.indexed import RECORD, SplitWriter
 from polyad.data.text.manifest import SplitInfo
@@ -28,7 +28,7 @@ class Swapped(NamedTuple):
     words: int
     """Words of the text."""
     replaced: int
-    """Of these."""
+    """How many of its words were replaced."""
 
 
 class WordSwap:
@@ -47,19 +47,11 @@ class WordSwap:
     """
 
     def __init__(self, rate: float, seed: int = 0) -> None:
-        if not 0 <= rate <= 1:  # NaN is not
-            raise DataError(f"rate: {rate} is not allowed; a number from 0 to 1")
-        if seed < 0:
-            raise DataError(f"seed: {seed} is not allowed; at least 0")
+        check_attack(rate, seed)
         self.rate, self.seed = rate, seed
 
     def __call__(self, text: str, document: int) -> Swapped:
-        """Attacks a document.
-
-        Args:
-            text: All of it.
-            document: Its number in the split.
-        """
+        """Attacks a document."""
         draw = random.Random(f"{self.seed}/{document}").random
         words = replaced = 0
 
@@ -83,7 +75,7 @@ class AttackedSplit(NamedTuple):
     words: int
     """Words of the split."""
     replaced: int
-    """Of these."""
+    """How many of its words were replaced."""
 
 
 def write_attacked(
@@ -101,7 +93,7 @@ def write_attacked(
         stream: The split.
         tokenizer: That made it.
         attack: What happens to each text.
-        prefix: Of the files that are written, without `.bin` and `.idx`.
+        prefix: The prefix of the files that are written, without `.bin` and `.idx`.
         report: Is told the share done.
 
     Raises:

@@ -7,9 +7,10 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from typing_extensions import override
 
 from polyad.data.errors import DataError, user_path
-from polyad.data.prepared import Read, SplitName
+from polyad.data.prepared import FileReport, PreparedFolder, Read, SplitName
 from polyad.data.text.indexed import indexed_dataset
 from polyad.data.text.manifest import Manifest
 from polyad.data.text.tokenizers.files import load_tokenizer
@@ -138,7 +139,7 @@ class TokenStream:
         }
 
 
-class PreparedData:
+class PreparedData(PreparedFolder):
     """A folder made by `polyad prepare`; use `open`.
 
     Attributes:
@@ -213,19 +214,10 @@ class PreparedData:
         for _, reason in self.faults(read):
             raise DataError(reason)
 
+    @override
     def bytes_to_verify(self) -> int:
-        """Counts what `faults` reads of the files that grow with the data."""
         return bytes_to_verify(self.path)
 
-    def faults(self, read: Read) -> Iterator[tuple[str, str]]:
-        """Reads every file, whatever is wrong with those before it.
-
-        Args:
-            read: Called with the number of bytes, whenever some were read.
-
-        Yields:
-            The name of each damaged file, and in one line what is wrong with it.
-        """
-        for report in verify_files(self.path, read):
-            if report.reason is not None:
-                yield report.name, report.reason
+    @override
+    def reports(self, read: Read) -> Iterator[FileReport]:
+        return verify_files(self.path, read)

@@ -20,14 +20,13 @@ from polyad.data.text.folders import (
     text_files,
 )
 from polyad.data.text.readers import (
-    KEYED_READERS,
-    READERS,
-    TEXT_READERS,
-    Reader,
-    can_be_cut,
-    part_of_file,
-    read_module,
-    read_text,
+    FORMATS,
+    LINES,
+    MODULE,
+    TEXT,
+    WHOLE,
+    Extent,
+    Format,
     share,
 )
 from polyad.data.text.source import Document, Skipped, Source
@@ -48,14 +47,15 @@ TEXT_KEY = "text"
 class SourceFile:
     """A file of a source: its place, its name relative to the source, and its size in bytes.
 
-    `read` may give a part of its documents: `start` is where it begins, and `size` its bytes.
+    `extent` may be a part of its documents: `start` is where it begins, and `size` its bytes.
     """
 
     path: Path
     name: str
     size: int
     modified_ns: int
-    read: Reader
+    format: Format
+    extent: Extent = WHOLE
     start: int = 0
 
 
@@ -86,31 +86,28 @@ class FileSource:
     @property
     def can_be_cut_in_files(self) -> bool:
         """Whether some file may be cut between its documents."""
-        return any(can_be_cut(file.read, file.path) for file in self.files)
+        return any(file.format.can_be_cut(file.path) for file in self.files)
 
     @property
     def has_text_files(self) -> bool:
         """Whether some file is plain text, for which the user chooses what a document is."""
-        return any(file.read in TEXT_READERS.values() for file in self.files)
+        return any(file.format.is_text for file in self.files)
 
     @property
     def has_keys(self) -> bool:
         """Whether some file has keys or columns, of which the user chooses one."""
-        return any(file.read in KEYED_READERS for file in self.files)
+        return any(file.format.has_keys for file in self.files)
 
     def is_text_of_fewer_documents(self, count: int) -> bool:
         """Tells whether the source is plain text of too few documents to be dealt out.
-
-        Args:
-            count: How many documents are enough.
 
         Returns:
             Whether all files are text, with fewer documents than this. Files are not read for it,
             lines as far as needed.
         """
-        if not all(file.read in TEXT_READERS.values() for file in self.files):
+        if not all(file.format.is_text for file in self.files):
             return False
-        if all(file.read is read_text for file in self.files):
+        if all(file.format is TEXT for file in self.files):
             return sum(file.size > 0 for file in self.files) < count
         ends = (document for document in self.documents() if document.is_last)
         return sum(1 for _ in islice(ends, count)) < count
@@ -136,10 +133,9 @@ class FileSource:
 
     def parts_of(self, size: int) -> int:
         """Counts parts of about `size` bytes, as many as there are places to cut at."""
-        whole = (not can_be_cut(file.read, file.path) for file in self.files)
         pieces = (
-            1 if is_whole else math.ceil(file.size / size)
-            for file, is_whole in zip(self.files, whole, strict=True)
+            math.ceil(file.size / size) if file.format.can_be_cut(file.path) else 1
+            for file in self.files
         )
         return max(1, min(math.ceil(self.total_bytes / size), sum(pieces)))
 
@@ -165,13 +161,13 @@ class FileSource:
                 break
             if begin < first and end <= first:  # there may be very many such
                 continue
-            if found := part_of_file(file.read, file.path, file.size, first - begin, last - begin):
+            if found := file.format.part(file.path, file.size, first - begin, last - begin):
                 if not files:
                     offset = begin + found.start
                 name = f"{file.name} from byte {found.start:,} on" if found.start else file.name
                 size = found.stop - found.start
                 files.append(
-                    replace(file, name=name, size=size, read=found.read, start=found.start)
+                    replace(file, name=name, size=size, extent=found.extent, start=found.start)
                 )
         return replace(self, files=tuple(files), offset=offset)
 
@@ -191,9 +187,10 @@ class FileSource:
         skipped = Skipped() if skipped is None else skipped
         before = self.offset
         for file in self.files:
+            parts = file.format.read(file.path, self.text_key, file.extent)
             try:
                 number, begun = 0, False
-                for text, position, is_last in file.read(file.path, self.text_key):
+                for text, position, is_last in parts:
                     if text or begun:
                         read = before + position - file.start
                         yield Document(f"{file.name}#{number}", text, read, is_last)
@@ -299,13 +296,13 @@ def _open_files(
         files = module_files(root)
         if not files:
             raise DataError(f"{spec}: this Python has no sources in {root}")
-        found = tuple(_source_file(path, root, read_module) for path in files)
+        found = tuple(_source_file(path, root, MODULE) for path in files)
         return FileSource(spec, found, text_key, skip_unreadable=True)
     path, left_out = user_path(spec), LeftOut()
     if not path.exists():
         raise DataError(_missing(spec, path))
     if path.is_dir():
-        files = text_files(path, lambda f: _reader(f, "files", file_format) is not None, left_out)
+        files = text_files(path, lambda f: _format(f, "files", file_format) is not None, left_out)
         if not files:
             there = "; ".join(left_out.mistakes())
             raise DataError(
@@ -314,7 +311,7 @@ def _open_files(
             )
     else:
         files, path = [path], path.parent
-    found = tuple(_source_file(file, path, _reader(file, documents, file_format)) for file in files)
+    found = tuple(_source_file(file, path, _format(file, documents, file_format)) for file in files)
     source = FileSource(spec, found, text_key, left_out=left_out)
     if source.total_bytes == 0:
         raise DataError(f"{spec}: no text in it: 0 bytes; at least one document is needed")
@@ -331,30 +328,32 @@ def _package(spec: str) -> Path:
     return root
 
 
-def _source_file(path: Path, root: Path, read: Reader | None) -> SourceFile:
-    if read is None and path.suffix.lower() in TABLES:
+def _source_file(path: Path, root: Path, kind: Format | None) -> SourceFile:
+    if kind is None and path.suffix.lower() in TABLES:
         raise DataError(
             f"{path}: is a table, which is not prepared: a run of data.kind: sequences reads "
             f"labelled rows where they are, by data.path; --format text reads any file as text"
         )
-    if read is None:
+    if kind is None:
         raise DataError(
             f"{path}: the name of a text file ends in {_endings()}; --format text reads any file "
             "as text"
         )
     status = path.stat()
     name = path.relative_to(root).as_posix()
-    return SourceFile(path, name, status.st_size, status.st_mtime_ns, read)
+    return SourceFile(path, name, status.st_size, status.st_mtime_ns, kind)
 
 
-def _reader(path: Path, documents: DocumentKind, file_format: FileFormat | None) -> Reader | None:
+def _format(path: Path, documents: DocumentKind, file_format: FileFormat | None) -> Format | None:
     name = path.name.lower()
-    read = next((read for ending, read in READERS.items() if name.endswith(ending)), None)
-    return TEXT_READERS[documents] if file_format or read is read_text else read
+    kind = next((each for ending, each in FORMATS.items() if name.endswith(ending)), None)
+    if file_format or kind is TEXT:
+        return LINES if documents == "lines" else TEXT
+    return kind
 
 
 def _endings() -> str:
-    return ", ".join(READERS)
+    return ", ".join(FORMATS)
 
 
 def _missing(spec: str, path: Path) -> str:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path, PurePath
 
 from polyad.data.errors import DataError
+from polyad.data.names import SPLIT_NAMES
 from polyad.data.prepared import LeftOut, is_hidden
 
 _PACKED = frozenset({".gz", ".zst", ".zstd", ".bz2", ".xz", ".lz4"})
@@ -20,11 +21,8 @@ _HOLDS_TEXT = _PACKED | {
 """Endings of files that probably are the text that is meant."""
 
 
-_SPLITS = {
-    **{"train": "train", "training": "train", "test": "test", "testing": "test"},
-    **dict.fromkeys(("validation", "valid", "val", "dev", "eval"), "validation"),
-}
-"""What files and folders of a data set's splits are called."""
+_SPLITS = {**SPLIT_NAMES, "testing": "test", "eval": "validation"}
+"""Names that make it doubtful whether files are one text."""
 _SPLIT_NAME = re.compile(rf"({'|'.join(_SPLITS)})(?:[_-]?[0-9].*)?")
 """Also as one of several, as in train-00000-of-00004."""
 
@@ -39,11 +37,6 @@ def ending_of(name: str) -> str:
 
 def text_files(root: Path, is_read: Callable[[Path], bool], left_out: LeftOut) -> list[Path]:
     """Finds the files of a folder and of folders below it, links to folders followed.
-
-    Args:
-        root: The folder.
-        is_read: Whether a file is text, by its name.
-        left_out: Receives what is not read.
 
     Returns:
         Them, in the order of their paths.

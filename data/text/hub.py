@@ -14,7 +14,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from polyad.data.errors import DataError, listed, nearest, user_path
+from polyad.data.errors import DataError, listed, nearest, one_line, user_path
 from polyad.data.prepared import SPLITS, LeftOut, SplitName
 from polyad.data.text.readers import share
 from polyad.data.text.source import Document, NoDocuments, Skipped, Source
@@ -302,9 +302,6 @@ def open_dataset(
 def open_rows(dataset: HubDataset) -> dict[str, Any]:
     """Opens all splits of a data set with all of their columns, whatever they are called.
 
-    Args:
-        dataset: Which one.
-
     Returns:
         `datasets.Dataset`, or `datasets.IterableDataset` of a local copy, by name.
 
@@ -316,11 +313,6 @@ def open_rows(dataset: HubDataset) -> dict[str, Any]:
 
 def read_columns(dataset: HubDataset, rows: Any, names: Sequence[str]) -> dict[str, list[Any]]:
     """Reads columns of a split whole; those that are not there are left out.
-
-    Args:
-        dataset: Which one, for errors.
-        rows: The split, from `open_rows`.
-        names: Of the columns.
 
     Raises:
         DataError: It cannot be read.
@@ -410,7 +402,7 @@ def _one_line(spec: str, dataset: HubDataset | None = None) -> Iterator[None]:
     except DataError:
         raise
     except Exception as error:  # bare ones of several libraries: of pyarrow, of the network
-        reason = " ".join(str(error).split()) or type(error).__name__
+        reason = one_line(error)
         cause = _network_as_os_error(error)
         if dataset and dataset.kind == "hub" and isinstance(cause, OSError):
             reason += f"; {_what_to_do(dataset)}"

@@ -82,11 +82,6 @@ def build_sample_index(
     The last token of a sample is the first of the next: every token but the very first is a target
     once. What does not fill a sample at the end is left out.
 
-    Args:
-        lengths_D: Tokens of each of the D documents.
-        order_D: The order in which they are laid.
-        sequence_length: Targets of a sample, in tokens.
-
     Returns:
         An array of shape (samples + 1, 2): where each sample begins, as a position in `order_D` and
         an offset in that document, in tokens.
@@ -167,12 +162,7 @@ def index_bytes(documents: int) -> int:
 
 
 def read_header(path: Path, dtype: str) -> IndexHeader:
-    """Reads the head of an index.
-
-    Args:
-        path: The file, of at least `HEADER_BYTES`.
-        dtype: The type that its tokens should have.
-    """
+    """Reads the head of an index."""
     with path.open("rb") as file:
         magic, version, code, sequences, bounds = _HEADER.unpack(file.read(HEADER_BYTES))
     expected = (_MAGIC, _VERSION, _TYPE_CODES[dtype])
@@ -180,12 +170,7 @@ def read_header(path: Path, dtype: str) -> IndexHeader:
 
 
 def read_index(path: Path, documents: int) -> Index:
-    """Reads all of an index.
-
-    Args:
-        path: The file, of `index_bytes(documents)` bytes.
-        documents: How many it lists.
-    """
+    """Reads all of an index."""
     with path.open("rb") as file:
         file.seek(HEADER_BYTES)
         return Index(
@@ -256,11 +241,7 @@ class SplitWriter:
         self._bytes += int(records_D["bytes"].sum())
 
     def finish(self) -> SplitInfo:
-        """Writes the index, and waits until both files are on the disk.
-
-        Returns:
-            What the split holds.
-        """
+        """Writes the index; returns what the split holds."""
         self._lengths.close()
         sha256 = self._tokens.finish()
         write_index(self._idx, _mapped(self._lengths_path), self.dtype)

@@ -80,7 +80,7 @@ class Job(NamedTuple):
 
         Args:
             sources: All of the text.
-            progress: Of the training.
+            progress: The progress of the training.
 
         Returns:
             The tokenizer, which depends on the request alone.
@@ -110,20 +110,38 @@ class Job(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """What to prepare; see `polyad.data.text.prepare.prepare`, whose arguments these are."""
+    """What to prepare, and how."""
 
     source: str
+    """`python-stdlib`, a file, a folder or a Hugging Face data set, whose own splits are taken
+    where it has them; see `polyad.data.text.documents.open_source`."""
     tokenizer: str
+    """`train:VOCAB_SIZE`, `words`, `words:VOCAB_SIZE`, `characters`, `wordpiece:VOCAB_SIZE`, a path
+    or a name of the Hugging Face hub."""
     validation_fraction: float | None = None
+    """Share of the documents held out for validation, at least 0; where all is text files and their
+    documents are too few, of the text, its last parts. None: `HELD_OUT` where the split does not
+    come from elsewhere."""
     test_fraction: float | None = None
+    """Share held out for the test, in the same way."""
     validation_source: str | None = None
+    """Text that is the validation split instead."""
     test_source: str | None = None
+    """Text that is the test split instead."""
     text_key: str = TEXT_KEY
+    """Key or column of the text in `.jsonl` and `.parquet` files and data sets."""
     end_of_text: str | None = None
+    """The token that ends each document; None takes a well-known one."""
     streaming: bool = False
+    """Whether Hugging Face data sets are read without a copy on the disk; the result is the same.
+    """
     documents: DocumentKind = "files"
+    """What a document of a text file is: `files`, all of it, or `lines`."""
     file_format: FileFormat | None = None
+    """`text` reads files as text whatever their names end in; None goes by the names."""
     accept: bool = False
+    """Whether text is prepared although something is probably a mistake, as files of a folder that
+    are not read."""
 
     def open(self) -> Job:
         """Opens the text and loads the tokenizer, if one is given.

@@ -30,7 +30,7 @@ FILES = frozenset(
 END_BYTES = 64 * 1024
 """How much of either end of a file `ends_digest` reads."""
 MOST_BYTES = 16 * 2**20
-"""Of a manifest: far more than any has, and little enough to be read whatever the file is."""
+"""Size of a manifest at most: far more than any has, and little enough to be read in any case."""
 
 
 class SplitInfo(Config):
@@ -211,7 +211,7 @@ class Manifest(Config):
         return manifest
 
     def write(self, folder: Path) -> "Manifest":
-        """Seals the manifest, writes it, and waits until it is on the disk.
+        """Seals the manifest and writes it.
 
         Args:
             folder: The folder it describes.
@@ -240,7 +240,7 @@ def plain_file(folder: Path, name: str) -> Path:
 
     Args:
         folder: The folder.
-        name: Of one of `FILES`.
+        name: The name of one of `FILES`.
 
     Returns:
         Its path.

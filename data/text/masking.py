@@ -53,7 +53,7 @@ class SpecialTokens(NamedTuple):
         """Finds them in a tokenizer.
 
         Args:
-            tokenizer: Of the text.
+            tokenizer: The tokenizer of the text.
             place: Names the text in the error.
 
         Raises:
@@ -77,7 +77,7 @@ class Hidden(NamedTuple):
 
     input_ids_T: Ids
     positions_P: Ids
-    """Of the chosen tokens, ascending."""
+    """Places of the chosen tokens, ascending."""
     target_ids_P: Ids
     """What stood there."""
 
@@ -91,7 +91,7 @@ def hide(
         tokens_T: Marks at both ends, which are never chosen.
         count: How many are chosen, at most T - 2; ends of documents and other special tokens only
             where there is nothing else.
-        special: Of the vocabulary.
+        special: The special tokens of the vocabulary.
         generator: What decides.
     """
     rank_T = generator.random(len(tokens_T))
@@ -135,7 +135,7 @@ class MaskedSamples(Dataset[MaskedBatch]):
     Args:
         text: Cut to one token less than a sample's text, so that each gives that and one more.
         count: P.
-        special: Of the vocabulary.
+        special: The special tokens of the vocabulary.
         seed: Not negative.
     """
 
@@ -175,8 +175,8 @@ class MaskedWindows(Dataset[MaskedWindow]):
     Args:
         stream: The tokens of a split.
         sequence_length: T.
-        share: Of a window's T tokens that is hidden.
-        special: Of the vocabulary.
+        share: The share of a window's T tokens that is hidden.
+        special: The special tokens of the vocabulary.
         most: Windows at most; None: all.
 
     Raises:

@@ -80,7 +80,9 @@ def encode_part(work: Workplace, number: int, update: Update) -> Finished:
     if done := read_part(work, number):
         return done
     sources, skipped = work.sources.part(number, work.plan.parts), Skipped()
-    with all_cores(), staged_folder(work.part_folder(number)) as folder:
+    # A single part is joined at once, and would be encoded again if it were damaged.
+    flush = work.asked or work.plan.parts > 1
+    with all_cores(), staged_folder(work.part_folder(number), flush=flush) as folder:
         with contextlib.closing(DatasetWriter(folder, work.tokenizer)) as writer:
             for split, document in sources.assigned(skipped):
                 writer.add(split, document.text, document.name, document.is_last)
@@ -138,10 +140,6 @@ def read_part(work: Workplace, number: int) -> Finished | None:
 
 def expected_sizes(work: Workplace, part: Finished) -> dict[str, int]:
     """Sizes of the files of a part.
-
-    Args:
-        work: The folder of the parts.
-        part: What it says of itself.
 
     Returns:
         Bytes, by name.
@@ -215,7 +213,7 @@ def join(
         work: The folder of the parts.
         parts: All of them, in order.
         folder: Where the files go.
-        progress: Of the copying; it says how fast that was where there are several parts.
+        progress: Says how fast the copying was where there are several parts.
 
     Returns:
         What each split holds.

@@ -134,7 +134,7 @@ class Cut:
         """Opens the folder of the parts; it is made where there is none.
 
         Args:
-            progress: Of a training of the tokenizer.
+            progress: The progress of a training of the tokenizer.
             train: Whether a tokenizer may be trained that is not there yet.
             overwrite: Whether parts of another request are removed.
 
@@ -238,6 +238,7 @@ class Cut:
         draft = folder / f".{PLAN_FILE}.{mine}"
         draft.write_text(plan.model_dump_json(indent=2) + "\n", encoding="utf-8")
         _put(draft, folder / PLAN_FILE)
+        flush_to_disk(folder)
 
 
 def _read(folder: Path) -> Plan | None:
@@ -254,4 +255,3 @@ def _read(folder: Path) -> Plan | None:
 def _put(draft: Path, path: Path) -> None:
     flush_to_disk(draft)
     os.replace(draft, path)
-    flush_to_disk(path.parent)

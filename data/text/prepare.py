@@ -4,12 +4,12 @@ import contextlib
 import functools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from polyad.data.errors import DataError, user_path
 from polyad.data.files import writing
 from polyad.data.prepared import MANIFEST_FILE, SPLITS, SplitName, alone, in_words, staged_folder
 from polyad.data.progress import Progress, Report
-from polyad.data.text.documents import TEXT_KEY, DocumentKind, FileFormat
 from polyad.data.text.indexed import token_dtype
 from polyad.data.text.job import Asked
 from polyad.data.text.manifest import (
@@ -40,18 +40,9 @@ def prepare(
     tokenizer: str,
     output: str | Path,
     *,
-    validation_fraction: float | None = None,
-    test_fraction: float | None = None,
-    validation_source: str | None = None,
-    test_source: str | None = None,
-    text_key: str = TEXT_KEY,
-    end_of_text: str | None = None,
-    streaming: bool = False,
-    documents: DocumentKind = "files",
-    file_format: FileFormat | None = None,
-    accept: bool = False,
     overwrite: bool = False,
     report: Report | None = None,
+    **options: Any,
 ) -> Manifest:
     """Turns text into a folder that training reads.
 
@@ -61,28 +52,12 @@ def prepare(
     was interrupted, only the parts that were not finished are encoded.
 
     Args:
-        source: `python-stdlib`, a file, a folder or a Hugging Face data set, whose own splits are
-            taken where it has them; see `data.text.open_source`.
-        tokenizer: `train:VOCAB_SIZE`, `words`, `words:VOCAB_SIZE`, `characters`,
-            `wordpiece:VOCAB_SIZE`, a path or a name of the Hugging Face hub; see
-            `polyad.data.text.tokenizers.training.resolve_tokenizer`.
+        source: See `Asked`.
+        tokenizer: See `Asked`.
         output: The folder to make.
-        validation_fraction: Share of the documents held out for validation, at least 0; where
-            all is text files and their documents are too few, of the text, its last parts. None:
-            `polyad.data.text.job.HELD_OUT` where the split does not come from elsewhere.
-        test_fraction: Share held out for the test, in the same way.
-        validation_source: Text that is the validation split instead.
-        test_source: Text that is the test split instead.
-        text_key: Key or column of the text in `.jsonl` and `.parquet` files and data sets.
-        end_of_text: The token that ends each document; None takes a well-known one.
-        streaming: Whether Hugging Face data sets are read without a copy on the disk; the result
-            is the same.
-        documents: What a document of a text file is: `files`, all of it, or `lines`.
-        file_format: `text` reads files as text whatever their names end in; None goes by the names.
-        accept: Whether text is prepared although something is probably a mistake, as files of a
-            folder that are not read.
         overwrite: Whether prepared data in `output` may be replaced.
         report: Receives each line of progress; None writes them to standard error.
+        options: The other fields of `Asked`.
 
     Returns:
         The manifest of the folder.
@@ -91,20 +66,7 @@ def prepare(
         DataError: An argument, the text, the tokenizer or the output folder will not do, or an
             argument would change nothing for this text.
     """
-    asked = Asked(
-        source=source,
-        tokenizer=tokenizer,
-        validation_fraction=validation_fraction,
-        test_fraction=test_fraction,
-        validation_source=validation_source,
-        test_source=test_source,
-        text_key=text_key,
-        end_of_text=end_of_text,
-        streaming=streaming,
-        documents=documents,
-        file_format=file_format,
-        accept=accept,
-    )
+    asked = Asked(source=source, tokenizer=tokenizer, **options)
     return Preparation(asked, output, overwrite=overwrite, report=report).all()
 
 
@@ -383,7 +345,7 @@ def left_out_of(manifest: Manifest) -> str:
     """What a folder has nothing of, by reason and number; empty where that is nothing.
 
     Args:
-        manifest: Of the folder.
+        manifest: The manifest of the folder.
     """
     counted = {
         "documents without text": manifest.skipped_empty,

@@ -49,7 +49,7 @@ def encode_in_processes(
 
     Args:
         work: What is prepared.
-        numbers: Of the parts.
+        numbers: The numbers of the parts.
         processes: How many at one time; the cores are shared among them.
         update: Called with the bytes read and the tokens written, of all.
 

@@ -8,15 +8,15 @@ all.
 """
 
 import codecs
-import functools
 import gzip
 import sys
 import zlib
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from polyad.data.errors import DataError, listed, nearest
+from polyad.data.errors import DataError, listed, nearest, one_line
 from polyad.data.json_reader import parse_json
 
 PART_BYTES = 64 * 1024
@@ -30,7 +30,7 @@ class Part(NamedTuple):
     """A document, or a part of one.
 
     Attributes:
-        text: Of a whole document all of it.
+        text: All of a whole document.
         position: Where it ends in the file, in bytes as the file lies on the disk.
         is_last: Whether the document ends here.
     """
@@ -38,9 +38,6 @@ class Part(NamedTuple):
     text: str
     position: int
     is_last: bool = True
-
-
-Reader = Callable[[Path, str], Iterator[Part]]
 
 
 class Extent(NamedTuple):
@@ -58,12 +55,13 @@ class Extent(NamedTuple):
 WHOLE = Extent(0, sys.maxsize)
 
 
-def read_text(path: Path, text_key: str) -> Iterator[Part]:
+def read_text(path: Path, text_key: str, extent: Extent = WHOLE) -> Iterator[Part]:
     """Reads a text file as one document.
 
     Args:
         path: A UTF-8 file of any size.
         text_key: Unused: the file is all text.
+        extent: Unused: the document is the file.
 
     Yields:
         Parts of about `PART_BYTES` whose concatenation is the file, cut between any characters.
@@ -209,11 +207,6 @@ def _text_of_line(line: bytes, text_key: str) -> str:
 def read_parquet(path: Path, text_key: str, extent: Extent = WHOLE) -> Iterator[Part]:
     """Reads a column of strings from a Parquet file.
 
-    Args:
-        path: The file.
-        text_key: The name of the column.
-        extent: Its row groups.
-
     Yields:
         The text of a row and the share of the file read so far, in bytes.
 
@@ -261,15 +254,8 @@ def _check_column(schema: Any, text_key: str, path: Path) -> None:
         raise DataError(f"{path}: column {text_key!r} is of {kind}, not of strings")
 
 
-def read_module(path: Path, text_key: str) -> Iterator[Part]:
-    """Reads a file of program text as one document.
-
-    Args:
-        path: A UTF-8 file, of a size that a person wrote.
-        text_key: Unused: the file is all text.
-
-    Yields:
-        The text of the file and its size in bytes.
+def read_module(path: Path, text_key: str, extent: Extent = WHOLE) -> Iterator[Part]:
+    """Reads a file of program text, of a size that a person wrote, as one document.
 
     Raises:
         UnicodeDecodeError: A byte is not UTF-8.
@@ -278,34 +264,7 @@ def read_module(path: Path, text_key: str) -> Iterator[Part]:
     yield Part(content.decode("utf-8"), len(content))
 
 
-READERS: dict[str, Reader] = {
-    ".txt": read_text,
-    ".jsonl": read_jsonl,
-    ".jsonl.gz": read_jsonl,
-    ".parquet": read_parquet,
-}
-"""Reader by the ending of a file's name: a new kind of file is one function and one line here."""
-TEXT_READERS: dict[str, Reader] = {"files": read_text, "lines": read_lines}
-"""Reader of a text file by what a document is."""
-KEYED_READERS: tuple[Reader, ...] = (read_jsonl, read_parquet)
-"""Readers of files whose text has a key or a column."""
-
-
 _BLOCK = 1 << 16
-
-
-class FilePart(NamedTuple):
-    """Some of a file's documents.
-
-    Attributes:
-        read: Gives them.
-        start: Where the first begins, in bytes of the file.
-        stop: Where the last ends.
-    """
-
-    read: Reader
-    start: int
-    stop: int
 
 
 class Place(NamedTuple):
@@ -313,54 +272,6 @@ class Place(NamedTuple):
 
     unit: int
     position: int
-
-
-def share(total: int, number: int, parts: int) -> tuple[int, int]:
-    """Gives the part of a source that a number has.
-
-    Args:
-        total: Bytes, or rows, of the source.
-        number: Of the part, from 0.
-        parts: How many there are.
-
-    Returns:
-        The place where the part begins, and where it ends. The last one ends behind the total, so
-        that an empty file at the end is in it.
-    """
-    last = number == parts - 1
-    return total * number // parts, total + 1 if last else total * (number + 1) // parts
-
-
-def part_of_file(read: Reader, path: Path, size: int, first: int, last: int) -> FilePart | None:
-    """Finds the documents of a file that begin within some bytes of it.
-
-    Args:
-        read: The reader of the whole file.
-        path: The file.
-        size: Its bytes.
-        first: The first of the bytes; may lie before the file.
-        last: One behind the last of them; may lie behind the file.
-
-    Returns:
-        Those documents; None if there are none. A file that cannot be cut begins at its byte 0.
-
-    Raises:
-        DataError: The file cannot be read.
-    """
-    find = _PLACES.get(read)
-    if find is None or not can_be_cut(read, path) or (first <= 0 and size < last):
-        return FilePart(read, 0, size) if first <= 0 < last else None
-    if last <= 0 or first >= size:
-        return None
-    try:
-        begin, end = find(path, size, first), find(path, size, last)
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror or error}") from error
-    if begin.unit >= end.unit:
-        return None
-    cuttable: Callable[..., Iterator[Part]] = read
-    partly = functools.partial(cuttable, extent=Extent(begin.unit, end.unit))
-    return FilePart(partly, begin.position, end.position)
 
 
 def _line(path: Path, size: int, place: int) -> Place:
@@ -385,8 +296,7 @@ def _row_group(path: Path, size: int, place: int) -> Place:
     try:
         metadata = pyarrow.parquet.read_metadata(path)
     except pyarrow.ArrowException as error:
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise DataError(f"{path}: cannot be read as Parquet: {reason}") from None
+        raise DataError(f"{path}: cannot be read as Parquet: {one_line(error)}") from None
     rows = 0
     for group in range(metadata.num_row_groups):
         position = size * rows // max(1, metadata.num_rows)
@@ -396,19 +306,90 @@ def _row_group(path: Path, size: int, place: int) -> Place:
     return Place(metadata.num_row_groups, size)
 
 
-_PLACES: dict[Reader, Callable[[Path, int, int], Place]] = {
-    read_lines: _line,
-    read_jsonl: _line,
-    read_parquet: _row_group,
-}
-"""By reader what finds the first document that begins at or behind a byte."""
+class FilePart(NamedTuple):
+    """Some of a file's documents.
+
+    Attributes:
+        extent: Which.
+        start: Where the first begins, in bytes of the file.
+        stop: Where the last ends.
+    """
+
+    extent: Extent
+    start: int
+    stop: int
 
 
-def can_be_cut(read: Reader, path: Path) -> bool:
-    """Tells whether a file may be cut between its documents.
+@dataclass(frozen=True)
+class Format:
+    """A kind of text file.
+
+    Attributes:
+        read: Gives the documents of a file, or of an extent of it.
+        place: Finds the first document of a file of some bytes that begins at or behind one of
+            them; None: such a file is not cut.
+        is_text: Whether it is plain text, for which the user chooses what a document is.
+        has_keys: Whether it has keys or columns, of which the user chooses one.
+    """
+
+    read: Callable[[Path, str, Extent], Iterator[Part]]
+    place: Callable[[Path, int, int], Place] | None = None
+    is_text: bool = False
+    has_keys: bool = False
+
+    def can_be_cut(self, path: Path) -> bool:
+        """Tells whether a file may be cut between its documents."""
+        return self.place is not None and not path.name.lower().endswith(".gz")
+
+    def part(self, path: Path, size: int, first: int, last: int) -> FilePart | None:
+        """Finds the documents of a file that begin within some bytes of it.
+
+        Args:
+            path: The file.
+            size: Its bytes.
+            first: The first of the bytes; may lie before the file.
+            last: One behind the last of them; may lie behind the file.
+
+        Returns:
+            Those documents; None if there are none. A file that cannot be cut begins at its byte 0.
+
+        Raises:
+            DataError: The file cannot be read.
+        """
+        find = self.place
+        if find is None or not self.can_be_cut(path) or (first <= 0 and size < last):
+            return FilePart(WHOLE, 0, size) if first <= 0 < last else None
+        if last <= 0 or first >= size:
+            return None
+        try:
+            begin, end = find(path, size, first), find(path, size, last)
+        except OSError as error:
+            raise DataError(f"{path}: cannot be read: {error.strerror or error}") from error
+        if begin.unit >= end.unit:
+            return None
+        return FilePart(Extent(begin.unit, end.unit), begin.position, end.position)
+
+
+TEXT = Format(read_text, is_text=True)
+LINES = Format(read_lines, _line, is_text=True)
+JSONL = Format(read_jsonl, _line, has_keys=True)
+PARQUET = Format(read_parquet, _row_group, has_keys=True)
+MODULE = Format(read_module)
+FORMATS = {".txt": TEXT, ".jsonl": JSONL, ".jsonl.gz": JSONL, ".parquet": PARQUET}
+"""By the ending of a file's name: a new kind of file is a reader, and one line here."""
+
+
+def share(total: int, number: int, parts: int) -> tuple[int, int]:
+    """Gives the part of a source that a number has.
 
     Args:
-        read: Its reader.
-        path: The file.
+        total: Bytes, or rows, of the source.
+        number: The number of the part, from 0.
+        parts: How many there are.
+
+    Returns:
+        The place where the part begins, and where it ends. The last one ends behind the total, so
+        that an empty file at the end is in it.
     """
-    return read in _PLACES and not path.name.lower().endswith(".gz")
+    last = number == parts - 1
+    return total * number // parts, total + 1 if last else total * (number + 1) // parts

@@ -17,7 +17,7 @@ import torch
 from torch.utils.data import Dataset
 
 from polyad.data.config import DataConfig
-from polyad.data.errors import DataError
+from polyad.data.errors import DataError, check_at_least
 from polyad.data.order import Arrays, EpochOrders
 from polyad.data.text.dataset import PreparedData, TokenStream
 from polyad.data.text.indexed import build_sample_index
@@ -45,10 +45,8 @@ class TrainingSamples(Dataset[torch.Tensor]):
     """
 
     def __init__(self, stream: TokenStream, sequence_length: int, seed: int) -> None:
-        if sequence_length < 1:
-            raise DataError(f"sequence_length {sequence_length}: at least 1")
-        if seed < 0:
-            raise DataError(f"seed {seed}: at least 0")
+        check_at_least(1, sequence_length=sequence_length)
+        check_at_least(0, seed=seed)
         if stream.num_tokens < sequence_length + 1:
             raise DataError(
                 f"{stream.prefix}.bin: {stream.num_tokens:,} tokens, but one sample of sequence "
@@ -136,7 +134,7 @@ class Part(NamedTuple):
 
     Attributes:
         name: The name of its validation loss.
-        share: Of the samples; all shares sum to 1.
+        share: The share of the samples; all shares sum to 1.
         data: The folder.
     """
 
@@ -150,7 +148,7 @@ class ValidationPart(NamedTuple):
 
     Attributes:
         name: The part's.
-        share: Of the mean; those of all parts that have such a split sum to 1.
+        share: The share of the mean; those of all parts that have such a split sum to 1.
         stream: The tokens.
     """
 
@@ -263,7 +261,7 @@ class TrainingData:
 
         Args:
             samples: As `samples` gave them.
-            numbers: Of the samples.
+            numbers: The numbers of the samples.
 
         Returns:
             By the name of each part that has any: their numbers in its train split, ascending.
@@ -285,7 +283,7 @@ class MixedSamples(Dataset[torch.Tensor]):
 
     Args:
         sources: The samples of each of P sources.
-        shares: Of each; together 1, none below 1 / `BLOCK`.
+        shares: The shares of each; together 1, none below 1 / `BLOCK`.
         seed: Not negative.
 
     Attributes:
@@ -358,7 +356,7 @@ def shares_of_a_block(shares: Sequence[float]) -> npt.NDArray[np.int64]:
     """Divides a block among sources, by largest remainder.
 
     Args:
-        shares: Of each source, at least 1 / `BLOCK`; together 1.
+        shares: The shares of each source, at least 1 / `BLOCK`; together 1.
 
     Returns:
         Samples of each source, at least 1; together `BLOCK`.

@@ -141,7 +141,7 @@ class Sources(NamedTuple):
         fractions: The shares.
         split_by: How they are held out.
         can_be_cut: Whether `part` may cut the first source.
-        train_bytes: Of all of the first source, where this is a part; else None.
+        train_bytes: The bytes of all of the first source, where this is a part; else None.
     """
 
     by_split: dict[SplitName, Source]
@@ -234,9 +234,6 @@ def split_of_documents(first: SplitName, fractions: dict[SplitName, float]) -> I
 def documents_needed(fractions: dict[SplitName, float]) -> int:
     """Says how many documents it takes to deal them out one by one.
 
-    Args:
-        fractions: The share of each split that is held out.
-
     Returns:
         So many that one is no more than the smallest share; 1 where nothing is held out.
     """
@@ -266,12 +263,6 @@ def split_by_position(
     A border lies behind the first line end at or behind its place, else before white space, both
     within a tenth of the smallest share and `MOST_SLACK` characters; else at its place. The
     document that it cuts is one document on either side.
-
-    Args:
-        documents: In order, or parts of them.
-        total_bytes: Of all text, in the unit of `Document.bytes_read`.
-        fractions: The share of each split that is held out, in order.
-        start: Bytes of all text before the first of these documents.
 
     Yields:
         Each document or part of one, and its split.

@@ -62,10 +62,6 @@ def _nearest_folder(folder: Path) -> str:
 def check_replaceable(output: Path, *, overwrite: bool) -> None:
     """Refuses to touch a folder that `polyad prepare` did not make, or may not replace.
 
-    Args:
-        output: Where prepared data shall be.
-        overwrite: Whether prepared data there may be replaced.
-
     Raises:
         DataError: There is something else, or prepared data that may not be replaced.
     """
@@ -170,11 +166,6 @@ def _check_size(folder: Path, name: str, expected: int) -> Path:
 def check_index_header(path: Path, info: SplitInfo, dtype: str) -> None:
     """Checks the head of an .idx file: format, type of a token, and how much it lists.
 
-    Args:
-        path: The file.
-        info: What it should list.
-        dtype: Type of a token.
-
     Raises:
         DataError: It is not so.
     """
@@ -194,7 +185,7 @@ def check_ids(
     """Checks that tokens are in the vocabulary.
 
     Args:
-        path: Of their file, for the error.
+        path: The path of their file, for the error.
         tokens: Some of it.
         vocab_size: All ids are below this.
         start: Number of the first in the file, for the error, if it is known.

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from polyad.data.errors import DataError
+from polyad.data.errors import DataError, check_at_least
 from polyad.data.text.dataset import TokenStream
 
 
@@ -57,8 +57,7 @@ class EvaluationWindows:
         end_of_text_id: int,
         max_windows: int | None = None,
     ) -> None:
-        if sequence_length < 1:
-            raise DataError(f"sequence_length {sequence_length}: at least 1")
+        check_at_least(1, sequence_length=sequence_length)
         if not 1 <= stride <= sequence_length:
             raise DataError(
                 f"stride {stride}: at least 1 and at most the sequence length, {sequence_length}"
@@ -163,8 +162,7 @@ def window_batches(
     Raises:
         DataError: A number is out of its range.
     """
-    if batch_size < 1:
-        raise DataError(f"batch_size {batch_size}: at least 1")
+    check_at_least(1, batch_size=batch_size)
     if not 0 <= rank < world_size:
         raise DataError(f"rank {rank}: at least 0 and below the world size, {world_size}")
     # No more than one batch takes: unscored windows are filled up in memory.

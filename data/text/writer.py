@@ -99,10 +99,6 @@ class PieceCutter:
 def cut_between_words(text: str, size: int = PIECE_CHARACTERS) -> Iterator[str]:
     """Cuts a text where no token of a GPT-2-like tokenizer reaches across.
 
-    Args:
-        text: Any text, all of it.
-        size: Fewest characters of a piece but the last.
-
     Yields:
         Pieces whose concatenation is the text, each cut behind a single line feed, or before a
         single space and a letter, between characters that are not white space; a text without such
@@ -190,7 +186,7 @@ class DatasetWriter:
             self._add_piece(_Piece(split, self._cutter.take_rest(), True, name))
 
     def finish(self) -> dict[SplitName, PartSplit]:
-        """Encodes what is pending and waits until all files are on the disk.
+        """Encodes what is pending and ends all files.
 
         Returns:
             What each split holds.

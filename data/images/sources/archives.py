@@ -16,10 +16,11 @@ import tarfile
 import zipfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
-from polyad.data.errors import DataError
+from polyad.data.errors import DataError, one_line
 from polyad.data.images.shards import Entry, Shard
 from polyad.data.images.sources.classes import by_class
 from polyad.data.images.sources.found import (
@@ -157,13 +158,11 @@ def tar_members(path: Path) -> Iterator[tarfile.TarInfo]:
                 raise
             if end == 0:
                 raise DataError(f"{path}: is empty, and no tar") from None
-            raise DataError(_damaged(path, at, error)) from None
+            raise DataError(
+                f"{path}: the header at byte {at:,} is damaged, or one behind it: "
+                f"{one_line(error, 80)}"
+            ) from None
     _check_end(path, archive.offset)
-
-
-def _damaged(path: Path, at: int, reason: object) -> str:
-    said = " ".join(str(reason).split())[:80]
-    return f"{path}: the header at byte {at:,} is damaged, or one behind it: {said}"
 
 
 def _check_end(path: Path, at: int) -> None:
@@ -221,11 +220,6 @@ class _Sample:
 def open_tars(files: list[Path], root: Path, left_out: LeftOut) -> Found:
     """Opens tars; each is of the split that its name or its folder's name says, else of train.
 
-    Args:
-        files: One at least.
-        root: What the user named: a tar, or a folder around them.
-        left_out: Counts what is not taken.
-
     Raises:
         DataError: A tar is damaged.
     """
@@ -248,10 +242,7 @@ def open_tars(files: list[Path], root: Path, left_out: LeftOut) -> Found:
 
     return Found(
         shards=shards,
-        splits={
-            split: lambda numbers=numbers: entries(numbers)  # type: ignore[misc]
-            for split, numbers in by_split.items()
-        },
+        splits={split: partial(entries, numbers) for split, numbers in by_split.items()},
         class_names=None,
         names_of_shards=names,
         left_out=left_out,

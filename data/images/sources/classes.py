@@ -8,7 +8,6 @@ from typing import NamedTuple
 from polyad.data.errors import DataError, listed
 from polyad.data.images.shards import Entry, Shard
 from polyad.data.images.sources.found import (
-    SPLIT_NAMES,
     File,
     Found,
     Parts,
@@ -16,6 +15,7 @@ from polyad.data.images.sources.found import (
     is_image,
     split_in,
 )
+from polyad.data.names import SPLIT_NAMES
 from polyad.data.prepared import LeftOut
 
 BESIDE = frozenset(
@@ -164,12 +164,7 @@ def _entries(
 
 
 def _around(tree: Tree, depth: int) -> Parts:
-    """The folders that stand around everything, if images are deeper than need be.
-
-    Args:
-        tree: Of images.
-        depth: How many names the path of an image has at least, below these.
-    """
+    """The folders that stand around everything, if images are deeper than need be."""
     images = [file.parts for file in tree.files if is_image(file.parts[-1])]
     around: Parts = ()
     while True:

@@ -15,14 +15,9 @@ from typing import NamedTuple
 
 from polyad.data.errors import DataError
 from polyad.data.images.shards import Entry, Packed, Shard
+from polyad.data.names import SPLIT_NAMES
 from polyad.data.prepared import LeftOut, is_hidden
 
-SPLIT_NAMES = {
-    "train": "train", "training": "train",
-    "val": "validation", "valid": "validation", "validation": "validation", "dev": "validation",
-    "test": "test",
-}  # fmt: skip
-"""How folders and files of splits are called."""
 IMAGE_SUFFIXES = frozenset(
     {
         *(".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".bmp", ".dib", ".gif"),
@@ -55,7 +50,7 @@ class Found:
     """Takes images that cannot be read where they are; it is the last shards; None: there are none.
     """
     total_bytes: int = 0
-    """Of all images, if it is known: for the progress."""
+    """Size of all images, if it is known: for the progress."""
 
 
 def split_of(file: Path, root: Path) -> str | None:

@@ -4,7 +4,7 @@ from pathlib import Path, PurePosixPath
 
 import numpy as np
 
-from polyad.data.errors import DataError, user_path
+from polyad.data.errors import DataError, one_line, user_path
 from polyad.data.files import writing
 from polyad.data.images.shards import WHAT_TO_DO, png
 from polyad.data.images.sources.archives import CLASSES_FILE, open_tars, read_tar, read_zip
@@ -30,11 +30,6 @@ OF_CACHE = "cache-"
 
 def open_images(source: str, output: Path, *, domains: bool = False) -> Found:
     """Opens a source.
-
-    Args:
-        source: What the user wrote.
-        output: The prepared folder, for what has to be written first.
-        domains: Whether it has a folder for each domain, and in these one for each class.
 
     Raises:
         DataError: It is not there, or of no known kind.
@@ -134,8 +129,7 @@ def _downloaded(name: str) -> Path:
             allow_patterns=["*.parquet"],
         )
     except (HfHubHTTPError, HFValidationError, OSError, ValueError) as error:
-        reason = " ".join(str(error).split())[:160]
-        raise DataError(f"--images: hub:{name}: cannot be loaded: {reason}") from None
+        raise DataError(f"--images: hub:{name}: cannot be loaded: {one_line(error, 160)}") from None
     if next(Path(folder).rglob("*.parquet"), None) is None:
         raise DataError(f"--images: hub:{name}: has no parquet files")
     return Path(folder)

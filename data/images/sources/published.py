@@ -16,6 +16,7 @@ import gzip
 import struct
 import zlib
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -47,11 +48,6 @@ def is_raw(root: Path) -> bool:
 
 def open_raw(root: Path, output: Path, left_out: LeftOut) -> Found:
     """Opens a folder of such files.
-
-    Args:
-        root: The folder.
-        output: Where `.gz` files are unpacked to: they cannot be read in the middle.
-        left_out: Counts other files of images, and of pixels.
 
     Raises:
         DataError: A file is damaged, or has no labels beside it.
@@ -185,7 +181,7 @@ def _open_cifar(root: Path, names: dict[str, list[str]], labels: int, left_out: 
     _note_others(root, used, left_out)
     return Found(
         shards=shards,
-        splits={split: lambda split=split: entries(split) for split in numbers},  # type: ignore[misc]
+        splits={split: partial(entries, split) for split in numbers},
         class_names=named,
         left_out=left_out,
     )
@@ -203,11 +199,6 @@ def attribute_list(root: Path) -> Path | None:
 
 def open_attributes(root: Path, attributes: Path, left_out: LeftOut) -> Found:
     """Opens files with attributes.
-
-    Args:
-        root: The folder.
-        attributes: The list of them.
-        left_out: Counts images that it does not name.
 
     Raises:
         DataError: A list is damaged, or files that it names are not there.
@@ -237,11 +228,7 @@ def open_attributes(root: Path, attributes: Path, left_out: LeftOut) -> Found:
     here = {split_of.get(file, "train") for file in values}
     return Found(
         shards=[Shard(path=str(folder), kind="folder")],
-        splits={
-            split: lambda split=split: entries(split)  # type: ignore[misc]
-            for split in PARTS.values()
-            if split in here
-        },
+        splits={split: partial(entries, split) for split in PARTS.values() if split in here},
         class_names=names,
         has_attributes=True,
         left_out=left_out,

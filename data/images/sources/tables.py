@@ -8,14 +8,15 @@ stand there, and is copied into a file of the prepared folder if not.
 
 import mmap
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from polyad.data.errors import DataError, listed
+from polyad.data.errors import DataError, listed, one_line
 from polyad.data.images.shards import Entry, Packed, Shard
 from polyad.data.images.sources.found import Found, files_by_split
 from polyad.data.json_reader import read_json
@@ -124,9 +125,9 @@ class Places:
 
     Args:
         file: The table.
-        number: Of its shard.
+        number: The number of its shard.
         packed: Takes the images that the file does not hold as they are.
-        packed_number: Of the shard of those.
+        packed_number: The number of the shard of those.
     """
 
     def __init__(self, file: Path, number: int, packed: Packed, packed_number: int) -> None:
@@ -173,8 +174,8 @@ def entries_of(
     """The images of a batch of rows.
 
     Args:
-        batch: Of Arrow.
-        columns: Of the file.
+        batch: A batch of Arrow.
+        columns: The columns of the file.
         file: For errors.
         first: The number of its first row.
         places: Says where the images are.
@@ -223,48 +224,64 @@ def _bits(batch: Any, columns: Columns, file: Path, first: int) -> npt.NDArray[n
     return np.array(rows, dtype=np.uint8).T
 
 
-def table_shards(files: list[Path], packed: Packed) -> list[Shard]:
-    """The shards of tables: each file, and then for each the images of it that are packed."""
-    own = [Shard(path=str(f.resolve()), kind="range", size=f.stat().st_size) for f in files]
-    return [*own, *(Shard(path=str(packed.path), kind="range") for _ in files)]
-
-
 ROWS = 64
 """Rows that become Python's objects at one time: a row group may be as large as its file."""
 
 
-def open_arrow(files: list[Path], root: Path, output: Path, left_out: LeftOut) -> Found:
-    """Opens files of `save_to_disk`, or of the cache of `datasets`.
+def _found(
+    files: list[Path],
+    root: Path,
+    output: Path,
+    left_out: LeftOut,
+    read: Callable[[int, Places], Iterator[Entry]],
+    names: list[list[str] | None],
+    attributes: list[str] | None = None,
+) -> Found:
+    """What tables consist of.
 
     Args:
         files: One at least.
-        root: The folder around them.
+        root: The file itself, or the folder around them.
         output: The prepared folder, for images that are compressed in their file.
         left_out: Counts rows without an image.
-
-    Raises:
-        DataError: They have no images with labels.
+        read: Lists the images of the file of a number.
+        names: What each file calls its classes.
+        attributes: Names of columns of true and false; None: there is one of labels.
     """
     packed = Packed(output)
-    by_split = files_by_split(files, root, left_out)
 
     def entries(numbers: list[int]) -> Iterator[Entry]:
         for number in numbers:
-            yield from _arrow_entries(files[number], number, packed, len(files) + number, left_out)
+            with Places(files[number], number, packed, len(files) + number) as places:
+                yield from read(number, places)
 
-    shards = table_shards(files, packed)
+    shards = [Shard(path=str(f.resolve()), kind="range", size=f.stat().st_size) for f in files]
+    shards += [Shard(path=str(packed.path), kind="range") for _ in files]  # what is packed of each
+    by_split = files_by_split(files, root, left_out)
     return Found(
         shards=shards,
-        splits={
-            split: lambda numbers=numbers: entries(numbers)  # type: ignore[misc]
-            for split, numbers in by_split.items()
-        },
-        class_names=None,
-        names_of_shards=[_class_names(file, root) for file in files] * 2,
+        splits={split: partial(entries, numbers) for split, numbers in by_split.items()},
+        class_names=attributes,
+        names_of_shards=[] if attributes else names * 2,
+        has_attributes=attributes is not None,
         left_out=left_out,
         packed=packed,
         total_bytes=sum(shard.size for shard in shards),
     )
+
+
+def open_arrow(files: list[Path], root: Path, output: Path, left_out: LeftOut) -> Found:
+    """Opens files of `save_to_disk`, or of the cache of `datasets`; see `_found`.
+
+    Raises:
+        DataError: They have no images with labels.
+    """
+
+    def read(number: int, places: Places) -> Iterator[Entry]:
+        return _arrow_entries(files[number], places, left_out)
+
+    names = [_class_names(file, root) for file in files]
+    return _found(files, root, output, left_out, read, names)
 
 
 def _class_names(file: Path, root: Path) -> list[str] | None:
@@ -287,17 +304,12 @@ def _class_names(file: Path, root: Path) -> list[str] | None:
     return named_classes(schema.metadata, column)
 
 
-def _arrow_entries(
-    file: Path, shard: int, packed: Packed, packed_shard: int, left_out: LeftOut
-) -> Iterator[Entry]:
+def _arrow_entries(file: Path, places: Places, left_out: LeftOut) -> Iterator[Entry]:
     import pyarrow as pa
 
     row = 0
     try:
-        with (
-            pa.memory_map(str(file)) as mapped,
-            Places(file, shard, packed, packed_shard) as places,
-        ):
+        with pa.memory_map(str(file)) as mapped:
             whole = mapped.read_buffer()
             for batch in _batches(whole):
                 batch.validate(full=True)  # or a forged place would be read outside of the file
@@ -311,8 +323,7 @@ def _arrow_entries(
     except DataError:
         raise
     except (pa.ArrowException, OSError, ValueError, OverflowError) as error:
-        said = " ".join(str(error).split())[:120]
-        raise DataError(f"{file}: cannot be read as Arrow: {said}") from None
+        raise DataError(f"{file}: cannot be read as Arrow: {one_line(error, 120)}") from None
 
 
 def _batches(whole: Any) -> Iterator[Any]:
@@ -334,13 +345,8 @@ def _begin(images: Any, is_struct: bool, whole: Any) -> int:
 
 
 def open_parquet(files: list[Path], root: Path, output: Path, left_out: LeftOut) -> Found:
-    """Opens files whose names, or those of their folders, say which split they are of.
-
-    Args:
-        files: One at least.
-        root: What the user named: a file, or a folder around them.
-        output: The prepared folder, for images that are compressed in their file.
-        left_out: Counts rows without an image.
+    """Opens files whose names, or those of their folders, say which split they are of; see
+    `_found`.
 
     Raises:
         DataError: A file is none, or columns are missing.
@@ -353,7 +359,7 @@ def open_parquet(files: list[Path], root: Path, output: Path, left_out: LeftOut)
         try:
             schema = pyarrow.parquet.read_schema(file)
         except (pyarrow.ArrowException, OSError, ValueError) as error:
-            raise DataError(f"{file}: cannot be read as parquet: {_line(error)}") from None
+            raise DataError(f"{file}: cannot be read as parquet: {one_line(error, 120)}") from None
         columns.append(columns_of(schema, file))
         label = columns[-1].label
         names.append(named_classes(schema.metadata, label) if label else None)
@@ -363,28 +369,11 @@ def open_parquet(files: list[Path], root: Path, output: Path, left_out: LeftOut)
                 f"{file}: has the attributes {', '.join(each.attributes) or 'none'}, and "
                 f"{files[0]} has {', '.join(columns[0].attributes) or 'none'}"
             )
-    packed = Packed(output)
-    by_split = files_by_split(files, root, left_out)
 
-    def entries(numbers: list[int]) -> Iterator[Entry]:
-        for number in numbers:
-            with Places(files[number], number, packed, len(files) + number) as places:
-                yield from _parquet_entries(files[number], columns[number], places, left_out)
+    def read(number: int, places: Places) -> Iterator[Entry]:
+        return _parquet_entries(files[number], columns[number], places, left_out)
 
-    shards = table_shards(files, packed)
-    return Found(
-        shards=shards,
-        splits={
-            split: lambda numbers=numbers: entries(numbers)  # type: ignore[misc]
-            for split, numbers in by_split.items()
-        },
-        class_names=list(columns[0].attributes) or None,
-        names_of_shards=[] if columns[0].attributes else names * 2,
-        has_attributes=columns[0].label is None,
-        left_out=left_out,
-        packed=packed,
-        total_bytes=sum(shard.size for shard in shards),
-    )
+    return _found(files, root, output, left_out, read, names, list(columns[0].attributes) or None)
 
 
 def _parquet_entries(
@@ -406,8 +395,4 @@ def _parquet_entries(
     except DataError:
         raise
     except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:
-        raise DataError(f"{file}: cannot be read as parquet: {_line(error)}") from None
-
-
-def _line(error: Exception) -> str:
-    return " ".join(str(error).split())[:120]
+        raise DataError(f"{file}: cannot be read as parquet: {one_line(error, 120)}") from None

@@ -51,9 +51,6 @@ class _Step(NamedTuple):
 def check_growth(content: str) -> int:
     """Refuses a tokenizer that makes texts much longer, which could take all memory.
 
-    Args:
-        content: The text of a `tokenizer.json`.
-
     Returns:
         How many characters its normalizer makes of one at most, where it replaces any.
 
@@ -71,9 +68,6 @@ def check_growth(content: str) -> int:
 
 def check_charsmap(charsmap: bytes) -> None:
     """Refuses a SentencePiece table of replacements that makes texts much longer.
-
-    Args:
-        charsmap: The table: a size, an index of that many bytes, strings that end in NUL.
 
     Raises:
         DataError: It makes more than `MOST_GROWTH` characters of one.
@@ -198,6 +192,7 @@ def _may_match_nothing(expression: str) -> bool:
 
 
 def _longest_replacement(charsmap: bytes) -> int:
+    """Reads a table: a size, an index of that many bytes, strings that end in NUL."""
     if len(charsmap) < 4:
         return 1
     (index_bytes,) = struct.unpack("<I", charsmap[:4])
@@ -215,9 +210,6 @@ _END = "\0"  # no pattern matches up to here, so all ways are tried
 
 def check_patterns(tree: Any) -> None:
     """Refuses a pattern whose time grows exponentially with the text: it would never end.
-
-    Args:
-        tree: Of a `tokenizer.json`.
 
     Raises:
         DataError: There is one.
@@ -299,10 +291,6 @@ def fingerprint(content: str, end_of_text: str) -> str:
 def file_fingerprint(path: Path, end_of_text: str) -> str:
     """Digests a tokenizer by its file, as its own `fingerprint` does.
 
-    Args:
-        path: A `tokenizer.json` or a SentencePiece `.model`.
-        end_of_text: The token that ends each document.
-
     Returns:
         A SHA-256, hexadecimal.
 
@@ -317,10 +305,6 @@ def file_fingerprint(path: Path, end_of_text: str) -> str:
 
 def bytes_fingerprint(model: bytes, end_of_text: str) -> str:
     """Digests a tokenizer that is stored in bytes.
-
-    Args:
-        model: All of its file.
-        end_of_text: The token that ends each document.
 
     Returns:
         A SHA-256, hexadecimal.

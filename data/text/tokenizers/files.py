@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tokenizers import models
 
-from polyad.data.errors import DataError, nearest, user_path
+from polyad.data.errors import DataError, nearest, one_line, user_path
 from polyad.data.json_reader import read_bounded, read_json
 from polyad.data.text.manifest import (
     SENTENCEPIECE_FILE,
@@ -153,9 +153,6 @@ _FILE_ENDINGS = (".json", ".model", ".txt", ".bin")
 def is_hub_name(spec: str) -> bool:
     """Tells whether a text that is not an existing path may name a tokenizer of the hub.
 
-    Args:
-        spec: What the user wrote.
-
     Returns:
         Whether it is written as one, and is no misspelled path: of a file, or into a folder that
         exists.
@@ -167,9 +164,6 @@ def is_hub_name(spec: str) -> bool:
 
 def fetch_tokenizer(name: str) -> Path:
     """Finds a tokenizer in the hub's cache, else downloads it into that.
-
-    Args:
-        name: NAME or OWNER/NAME.
 
     Returns:
         The folder of its files.
@@ -191,7 +185,7 @@ def fetch_tokenizer(name: str) -> Path:
                 hf_hub_download(name, ABOUT_FILE)
             return found
     except Exception as error:  # of any network library that the hub's client uses
-        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        reason = one_line(error, 200)
     raise DataError(
         f"{name}: no such tokenizer here or in the Hugging Face cache, and the hub does not give "
         f"it: {reason}; where there is a network run `hf download {name} --include '*token*' "
@@ -217,9 +211,6 @@ def _fetched(name: str, *, local: bool) -> Path | None:
 def snapshot_of(folder: Path) -> Path:
     """Finds the snapshot in a folder of the hub's cache.
 
-    Args:
-        folder: Any folder.
-
     Returns:
         The snapshot of `main`, or the only one; any other folder is returned unchanged.
     """
@@ -235,9 +226,6 @@ def snapshot_of(folder: Path) -> Path:
 
 def named_end_of_text(folder: Path) -> str | None:
     """Reads which token ends a document from `tokenizer_config.json`.
-
-    Args:
-        folder: Where that file may be.
 
     Returns:
         Its `eos_token`; None where there is none.

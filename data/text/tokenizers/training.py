@@ -34,12 +34,6 @@ def train_tokenizer(
 ) -> Tokenizer:
     """Trains a byte-level BPE with GPT-2's pre-tokenizer; the same texts give the same tokenizer.
 
-    Args:
-        texts: The texts, read once.
-        vocab_size: Entries wanted: the end-of-text token, 256 bytes, and merges. Texts with too
-            few different words give a smaller vocabulary.
-        end_of_text: The token that ends each document.
-
     Returns:
         The tokenizer.
 
@@ -87,10 +81,6 @@ _SIZED: dict[str, tuple[Kind, int, str]] = {
 
 def training_wanted(spec: str) -> Training | None:
     """Reads a tokenizer's specification.
-
-    Args:
-        spec: `train:VOCAB_SIZE`, `words`, `words:VOCAB_SIZE`, `characters`, `wordpiece:VOCAB_SIZE`,
-            or a path or name.
 
     Returns:
         What is to be made from the train split, or None for a path or a name of the hub.

@@ -84,9 +84,6 @@ class WordTokenizer(Tokenizer):
 def is_word_vocabulary(content: str) -> bool:
     """Tells whether a `tokenizer.json` looks up words that white space separates and nothing else.
 
-    Args:
-        content: The text of the file.
-
     Returns:
         Whether `WordTokenizer` encodes as it does.
     """
@@ -139,10 +136,6 @@ def train_words(texts: Iterator[str], vocab_size: int | None, end_of_text: str) 
 
 def train_characters(texts: Iterator[str], end_of_text: str) -> Tokenizer:
     """Collects the characters of texts: each code point is a token.
-
-    Args:
-        texts: The texts, read once.
-        end_of_text: The token that ends each document.
 
     Returns:
         The vocabulary: `<unk>` for characters that these texts do not have, the end-of-text token,

@@ -9,7 +9,13 @@ import pytest
 
 from polyad.data.errors import DataError
 from polyad.data.sequences.config import ALLOWED_METRICS, BENCHMARKS, Schema, SequenceDataConfig
-from polyad.data.sequences.labels import class_labels, class_names, is_hidden, right_choices, values
+from polyad.data.sequences.labels import (
+    class_labels,
+    class_names,
+    labels_are_hidden,
+    right_choices,
+    values,
+)
 from polyad.data.sequences.tables import Table, held_out, read_tables
 from tests.helpers.sequences import folder_of, rows, write
 
@@ -50,8 +56,8 @@ def test_a_data_set_of_the_hub_has_the_names_of_its_classes(tmp_path):
     names = class_names(tables["train"], "label")
     assert names == ["no", "yes"]
     assert class_labels(tables["validation"], "label", names).tolist() == [1, 1]
-    assert is_hidden(tables["test"], "label")
-    assert not is_hidden(tables["validation"], "label")
+    assert labels_are_hidden(tables["test"], "label")
+    assert not labels_are_hidden(tables["validation"], "label")
 
 
 def test_splits_of_a_folder_are_told_by_names_and_other_files_are_left_alone(tmp_path):
@@ -221,10 +227,10 @@ def test_values_and_choices_are_numbers(tmp_path):
 
 def test_hidden_labels_are_told_from_minus_one_in_every_form(tmp_path):
     for labels in ([-1, -1], [-1.0, -1.0], ["-1", "-1"]):
-        assert is_hidden(Table("t", {"label": labels}, ["label"]), "label")
+        assert labels_are_hidden(Table("t", {"label": labels}, ["label"]), "label")
     for labels in ([-1, 0, 1], ["-1", "0", "1"], [-1.0, 0.0, 1.0]):
         table = Table("t", {"label": labels}, ["label"])
-        assert not is_hidden(table, "label")
+        assert not labels_are_hidden(table, "label")
         assert class_names(table, "label") == ["-1", "0", "1"]
         assert values(table, "label").tolist() == [-1.0, 0.0, 1.0]
     with pytest.raises(DataError, match="the label -1, hidden"):
