@@ -1,13 +1,27 @@
-"""Prepared folders as others might hand them over: changed and sealed again, old, or damaged."""
+"""Prepared folders, made without a word, and as others might hand them over: changed and sealed
+again, old, or damaged."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 from polyad.data.prepared import MANIFEST_FILE, seal
+from polyad.data.text.manifest import Manifest
+from polyad.data.text.prepare import prepare
 
 Tree = dict[str, Any]
+
+
+def silent(*arguments: Any, **options: Any) -> Manifest:
+    """Prepares text without a word."""
+    return prepare(*arguments, report=lambda line: None, **options)
+
+
+def jsonl(path: Path, texts: Iterable[str]) -> str:
+    """Writes a file with a document a line."""
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return str(path)
 
 
 def rewrite(folder: Path, change: Callable[[Tree], Tree], *, sealed: bool = True) -> None:

@@ -10,12 +10,6 @@ from polyad.model.smoe.graph import GRAPHS, AttentionGraph, SimilarityGraph, hea
 from polyad.model.smoe.scores import SCORES
 from tests.helpers.routing import assert_causal, logits_and_experts, scatter
 
-
-@pytest.fixture(autouse=True)
-def seeded():
-    torch.manual_seed(0)
-
-
 SECTIONS = {
     "dense": {},
     "smoe": {

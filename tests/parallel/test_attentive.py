@@ -15,8 +15,9 @@ from polyad.parallel import comm
 from polyad.train.loop.losses import LossConfig
 from polyad.train.loop.statistics import StepStatistics, update_routers
 from tests.helpers.everyday import everyday
+from tests.helpers.parity import assert_near_state, assert_same_course
 from tests.helpers.routing import make, make_config
-from tests.helpers.training import Case, moe_model, relative, tensors, train
+from tests.helpers.training import Case, moe_model, tensors, train
 
 pytestmark = pytest.mark.distributed
 
@@ -35,25 +36,8 @@ LAYOUTS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def references(workers, tmp_path_factory):
-    """One process at stage 0."""
-    made = {}
-
-    def reference(name):
-        if name not in made:
-            folder = tmp_path_factory.mktemp(name)
-            case = SGD.but(model=moe_model(**MODELS[name]))
-            result = workers(1).run(train, case.but(save_to=str(folder)))[0]
-            made[name] = case, result, folder / "step-00000003"
-        return made[name]
-
-    return reference
-
-
-def assert_equal_states(ours, theirs):
-    assert ours.keys() == theirs.keys()
-    assert max(relative(ours[key], theirs[key]) for key in theirs) < 1e-5
+def case_of(name):
+    return SGD.but(model=moe_model(**MODELS[name]))
 
 
 @everyday(
@@ -64,29 +48,28 @@ def assert_equal_states(ours, theirs):
         ("learned", (4, 2, 2, 1)),
     ],
 )
-def test_any_layout_trains_as_one_process(workers, references, tmp_path, name, layout):
-    case, expected, folder = references(name)
+def test_any_layout_trains_as_one_process(workers, whole_runs, tmp_path, name, layout):
+    case = case_of(name)
+    expected, folder = whole_runs(case)
     size, tensor, expert, stage = layout
     case = case.but(tensor=tensor, expert=expert, stage=stage, save_to=str(tmp_path))
     results = workers(size).run(train, case)
     assert all(result == results[0] for result in results)
-    for measure in ("losses", "norms"):
-        ours, theirs = (torch.tensor(each[measure]) for each in (results[0], expected))
-        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=0)
-    state = tensors(folder)
-    buffers = [key for key in state if key[0].endswith("mean_input")]
+    assert_same_course(results[0], expected)
+    buffers = [key for key in tensors(folder) if key[0].endswith("mean_input")]
     assert len(buffers) == (2 if name == "hidden_means" else 0)
-    assert_equal_states(tensors(tmp_path / "step-00000003"), state)
+    assert_near_state(tmp_path / "step-00000003", folder)
 
 
-def test_a_run_goes_on_from_its_buffer_on_another_layout(workers, references, tmp_path):
-    case, _, folder = references("hidden_means")
+def test_a_run_goes_on_from_its_buffer_on_another_layout(workers, whole_runs, tmp_path):
+    case = case_of("hidden_means")
+    _, folder = whole_runs(case)
     whole, later = tmp_path / "whole", tmp_path / "later"
     expected = workers(1).run(train, case.but(last_step=5, save_to=str(whole)))[0]
     case = case.but(first_step=3, last_step=5, resume=str(folder), save_to=str(later))
     result = workers(2).run(train, case.but(expert=2, stage=1))[0]
     assert result["losses"] == pytest.approx(expected["losses"][3:], rel=1e-5)
-    assert_equal_states(tensors(later / "step-00000005"), tensors(whole / "step-00000005"))
+    assert_near_state(later / "step-00000005", whole / "step-00000005")
 
 
 @pytest.mark.slow
@@ -95,13 +78,13 @@ def test_a_run_goes_on_from_its_buffer_on_another_layout(workers, references, tm
     [({"recompute": "block"}, 2, 2), ({"compile": True}, 2, 1), ({"compile": True}, 1, 2)],
     ids=str,
 )
-def test_recomputation_and_compilation_change_nothing(workers, references, change, tensor, expert):
-    case, expected, _ = references("hidden_means")
+def test_recomputation_and_compilation_change_nothing(workers, whole_runs, change, tensor, expert):
+    case = case_of("hidden_means")
+    expected, _ = whole_runs(case)
     model = case.model.model_copy(update=change)
     changed = case.but(model=model, stage=1, tensor=tensor, expert=expert)
     result = workers(tensor * expert).run(train, changed)[0]
-    for measure in ("losses", "norms"):
-        assert result[measure] == pytest.approx(expected[measure], rel=1e-5)
+    assert_same_course(result, expected)
 
 
 def mean_inputs(batches):

@@ -1,16 +1,73 @@
 """The moving average of the weights: by hand, over layouts, over checkpoints."""
 
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 
-from polyad.parallel.checkpoint.box import Box
+from polyad.parallel.checkpoint.box import EMA, MASTER, Box
 from polyad.parallel.checkpoint.format import CheckpointError
 from polyad.parallel.checkpoint.reading import Checkpoint
+from polyad.parallel.checkpoint.writing import save
 from polyad.parallel.source import WeightsOnly
 from polyad.parallel.weights import load_model, open_weights
-from tests.helpers.averages import averaged
+from polyad.parallel.zero import fragments
+from polyad.train.loop.step import train_step
+from polyad.train.tasks.language import text_losses
 from tests.helpers.everyday import everyday
-from tests.helpers.training import Case, moe_model, relative, resave, tensors, train
+from tests.helpers.parity import assert_equal_state
+from tests.helpers.training import (
+    Case,
+    build_engine,
+    model_yaml,
+    moe_model,
+    poisoned,
+    relative,
+    resave,
+    tensors,
+    text_batches,
+    train,
+)
+
+
+def averaged(case: Case) -> dict[str, Any]:
+    """Trains, and after each step that is applied averages this process's masters by hand.
+
+    Returns:
+        The largest differences from the hand-kept averages, of averages from the masters, and which
+        steps were applied.
+    """
+    engine, world = build_engine(case)
+    held, decay = fragments(engine), case.average
+    assert decay is not None
+    expected = {name: fragment.values[MASTER].double() for name, fragment in held.items()}
+    started = [torch.equal(f.values[EMA], f.values[MASTER]) for f in held.values()]
+    applied = []
+    for step in range(case.last_step):
+        batches = list(text_batches(step, world, case.model))
+        with poisoned(engine, case, world) if step == case.poison_step else nullcontext():
+            outcome = train_step(
+                engine, text_losses, iter(batches), len(batches), case.learning_rate
+            )
+        applied.append(outcome.result.applied)
+        if applied[-1]:
+            for name, fragment in held.items():
+                now = fragment.values[MASTER].double()
+                expected[name] = decay * expected[name] + (1 - decay) * now
+    if case.save_to:
+        save(engine, Path(case.save_to), case.last_step, state={}, config_yaml=model_yaml(case))
+    pairs = [
+        (f.values[EMA].double(), f.values[MASTER].double(), expected[n]) for n, f in held.items()
+    ]
+    return {
+        "started": all(started),
+        "wrong": max((average - by_hand).abs().max().item() for average, _, by_hand in pairs),
+        "moved": max((average - master).abs().max().item() for average, master, _ in pairs),
+        "applied": applied,
+    }
+
 
 pytestmark = pytest.mark.distributed
 
@@ -94,9 +151,7 @@ def test_a_run_in_pieces_has_the_average_of_the_run_in_one(workers, saved, tmp_p
 def test_another_layout_saves_the_same_average_again(workers, saved, tmp_path, processes, layout):
     case = Case(**layout, average=0.7, resume=str(saved(0.7)), first_step=3, save_to=str(tmp_path))
     workers(processes).run(resave, case)
-    before, after = tensors(saved(0.7)), tensors(tmp_path / "step-00000003")
-    assert before.keys() == after.keys()
-    assert all(torch.equal(before[key], after[key]) for key in before)
+    assert_equal_state(tmp_path / "step-00000003", saved(0.7))
 
 
 def test_an_average_begins_with_the_weights_of_a_checkpoint_without_one(workers, saved, tmp_path):

@@ -3,12 +3,12 @@
 import itertools
 
 import pytest
-import torch
 
 from polyad.train.loop.losses import LossConfig
 from tests.helpers.emergent import emoe_model
 from tests.helpers.everyday import everyday
-from tests.helpers.training import Case, relative, tensors, train
+from tests.helpers.parity import assert_near_state, assert_same_course, near
+from tests.helpers.training import Case, train
 
 pytestmark = pytest.mark.distributed
 
@@ -29,19 +29,8 @@ LAYOUTS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def reference(workers, tmp_path_factory):
-    made = {}
-
-    def make(name):
-        if name not in made:
-            folder = tmp_path_factory.mktemp(name)
-            case = SGD.but(model=emoe_model(**MODELS[name]), losses=LOSSES, save_to=str(folder))
-            result = workers(1).run(train, case)[0]
-            made[name] = case, result, tensors(folder / "step-00000003")
-        return made[name]
-
-    return make
+def case_of(name):
+    return SGD.but(model=emoe_model(**MODELS[name]), losses=LOSSES)
 
 
 @everyday(
@@ -49,19 +38,16 @@ def reference(workers, tmp_path_factory):
     itertools.product(MODELS, LAYOUTS),
     keep=[("avg_k", (2, 1, 2, 0)), ("capacity", (2, 2, 1, 3))],
 )
-def test_any_layout_trains_as_one_process(workers, reference, tmp_path, name, layout):
-    case, expected, weights = reference(name)
+def test_any_layout_trains_as_one_process(workers, whole_runs, tmp_path, name, layout):
+    case = case_of(name)
+    expected, saved = whole_runs(case)
     size, tensor, expert, stage = layout
     # A balance loss is of a micro-batch of one process, which is the same everywhere.
     case = case.but(tensor=tensor, expert=expert, stage=stage, save_to=str(tmp_path))
     results = workers(size).run(train, case)
     assert all(result["losses"] == results[0]["losses"] for result in results)
-    for measure in ("losses", "norms"):
-        ours, theirs = (torch.tensor(each[measure]) for each in (results[0], expected))
-        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=0)
-    ours = tensors(tmp_path / "step-00000003")
-    assert ours.keys() == weights.keys()
-    assert all(relative(ours[key].double(), weights[key].double()) < 1e-5 for key in weights)
+    assert_same_course(results[0], expected)
+    assert_near_state(tmp_path / "step-00000003", saved)
     for key, value in results[0]["routing"][-1].items():
         if key.endswith("/load"):
             assert value == pytest.approx(expected["routing"][-1][key], abs=1e-6), key
@@ -71,11 +57,10 @@ def test_any_layout_trains_as_one_process(workers, reference, tmp_path, name, la
 @pytest.mark.parametrize(
     "options", [{"tensor": 2, "sequence": True}, {"expert": 2, "overlap": True}]
 )
-def test_what_layouts_do_besides_changes_nothing(workers, reference, options):
-    case, expected, _ = reference("avg_k")
-    result = workers(2).run(train, case.but(save_to=None, **options))[0]
-    ours, theirs = (torch.tensor(each["losses"]) for each in (result, expected))
-    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=0)
+def test_what_layouts_do_besides_changes_nothing(workers, whole_runs, options):
+    case = case_of("avg_k")
+    expected, _ = whole_runs(case)
+    assert near(workers(2).run(train, case.but(**options))[0]["losses"], expected["losses"])
 
 
 @pytest.mark.slow

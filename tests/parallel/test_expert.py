@@ -17,7 +17,8 @@ from tests.helpers.experts import (
     overlapping_against_in_turn,
 )
 from tests.helpers.pairwise import pairwise
-from tests.helpers.training import MODEL, Case, moe_model, relative, tensors, train
+from tests.helpers.parity import assert_near_state, assert_same_course, assert_same_routing, near
+from tests.helpers.training import MODEL, Case, moe_model, train
 
 pytestmark = pytest.mark.distributed
 
@@ -46,65 +47,22 @@ def model(score, graph, **others):
     return moe_model(**section | others)
 
 
-def close(a, b, rtol=1e-5):
-    return torch.allclose(torch.tensor(a), torch.tensor(b), rtol=rtol, atol=0)
-
-
-def same_routing(a, b):
-    """Whether records of routing agree; None stands with None."""
-    assert a.keys() == b.keys()
-    return all(
-        torch.allclose(torch.tensor(a[key]), torch.tensor(b[key]), rtol=1e-4, atol=1e-6)
-        for key in a
-    )
-
-
-@pytest.fixture(scope="module")
-def references(workers, tmp_path_factory):
-    """One process at stage 0, for every setting that is compared."""
-    made = {}
-
-    def reference(case):
-        if case not in made:
-            folder = tmp_path_factory.mktemp("reference")
-            result = workers(1).run(train, case.but(stage=0, save_to=str(folder)))[0]
-            made[case] = result, tensors(folder / "step-00000004")
-        return made[case]
-
-    return reference
-
-
-@pytest.fixture(scope="module")
-def compare(workers, references, tmp_path_factory):
-    """Trains under SGD on a layout, and compares with one process."""
-
-    def run(layout, stage, score, graph, clip):
-        case = Case(
-            optimizer="sgd", learning_rate=0.1, clip=clip, model=model(score, graph), losses=LOSSES
-        )
-        expected, weights = references(case)
-        assert all(norm > 0.5 for norm in expected["norms"])  # so that a clip of 0.5 is active
-        processes, tensor, expert = layout
-        folder = tmp_path_factory.mktemp("layout")
-        case = case.but(stage=stage, tensor=tensor, expert=expert, save_to=str(folder))
-        results = workers(processes).run(train, case)
-        assert all(result == results[0] for result in results)
-        assert close(results[0]["losses"], expected["losses"])
-        assert close(results[0]["norms"], expected["norms"])
-        pairs = zip(results[0]["routing"], expected["routing"], strict=True)
-        assert all(same_routing(*pair) for pair in pairs)
-        ours = tensors(folder / "step-00000004")
-        assert ours.keys() == weights.keys()
-        assert max(relative(ours[key], weights[key]) for key in weights) < 1e-5
-
-    return run
-
-
 @everyday(("layout", "stage", "score", "graph", "clip"), CASES, EVERYDAY)
 def test_sgd_gives_equal_losses_norms_routing_and_weights(
-    compare, layout, stage, score, graph, clip
+    workers, whole_runs, tmp_path, layout, stage, score, graph, clip
 ):
-    compare(layout, stage, score, graph, clip)
+    case = Case(
+        optimizer="sgd", learning_rate=0.1, clip=clip, model=model(score, graph), losses=LOSSES
+    )
+    expected, saved = whole_runs(case)
+    assert all(norm > 0.5 for norm in expected["norms"])  # so that a clip of 0.5 is active
+    processes, tensor, expert = layout
+    case = case.but(stage=stage, tensor=tensor, expert=expert, save_to=str(tmp_path))
+    results = workers(processes).run(train, case)
+    assert all(result == results[0] for result in results)
+    assert_same_course(results[0], expected)
+    assert_same_routing(results[0], expected)
+    assert_near_state(tmp_path / "step-00000004", saved)
 
 
 @everyday(
@@ -141,18 +99,16 @@ def test_sgd_gives_equal_losses_norms_routing_and_weights(
     ],
     ids=str,
 )  # fmt: skip
-def test_every_option_gives_equal_results(workers, references, section):
+def test_every_option_gives_equal_results(workers, whole_runs, section):
     losses = LossConfig(load_balance=0.01, router_z=0.001, importance=0.05)
     case = Case(
         optimizer="sgd", learning_rate=0.1, clip=0.5, model=moe_model(**section), losses=losses,
         total_steps=4,
     )  # fmt: skip
-    expected, _ = references(case)
+    expected, _ = whole_runs(case)
     result = workers(4).run(train, case.but(stage=1, tensor=2, expert=2))[0]
-    assert close(result["losses"], expected["losses"])
-    assert close(result["norms"], expected["norms"])
-    pairs = zip(result["routing"], expected["routing"], strict=True)
-    assert all(same_routing(*pair) for pair in pairs)
+    assert_same_course(result, expected)
+    assert_same_routing(result, expected)
     if section.get("graph") == "attention":
         key, first = "routing/blocks.1.feed_forward/attention_head", section.get("graph_from", 0)
         named = [key in record for record in result["routing"]]
@@ -170,40 +126,38 @@ def test_every_option_gives_equal_results(workers, references, section):
     keep=[((4, 2, 2), 0), ((4, 1, 4), 2)],
     ids=lambda case: f"{name(case[0])}-{case[1]}",
 )
-def test_adamw_gives_equal_losses(workers, references, layout, stage):
+def test_adamw_gives_equal_losses(workers, whole_runs, layout, stage):
     case = Case(learning_rate=1e-3, model=model("linear", "similarity"))
-    expected, _ = references(case)
+    expected, _ = whole_runs(case)
     processes, tensor, expert = layout
     case = case.but(stage=stage, tensor=tensor, expert=expert)
-    assert close(workers(processes).run(train, case)[0]["losses"], expected["losses"])
+    assert near(workers(processes).run(train, case)[0]["losses"], expected["losses"])
 
 
 @everyday("stage", [0, 1, 2], keep=[2])
 @everyday("layout", [(2, 1, 2), (4, 2, 2)], keep=[(4, 2, 2)], ids=name)
-def test_bf16_stays_near_fp32(workers, references, layout, stage):
+def test_bf16_stays_near_fp32(workers, whole_runs, layout, stage):
     # Widths that are multiples of 8, which the grouped product takes in bf16.
     case = Case(
         learning_rate=1e-3,
         model=model("linear", "none").model_copy(update={"hidden_size": 32}),
     )
-    expected, _ = references(case)
+    expected, _ = whole_runs(case)
     processes, tensor, expert = layout
     case = case.but(stage=stage, tensor=tensor, expert=expert, precision="bf16")
     losses = workers(processes).run(train, case)[0]["losses"]
-    assert close(losses, expected["losses"], rtol=3e-3)
+    assert near(losses, expected["losses"], 3e-3)
 
 
 @everyday("change", [{"recompute": "block"}, {"compile": True}], [{"recompute": "block"}], ids=str)
 @everyday("graph", GRAPHS, keep=["attention"])
-def test_recomputation_and_compilation_change_nothing(workers, references, change, graph):
+def test_recomputation_and_compilation_change_nothing(workers, whole_runs, change, graph):
     case = Case(optimizer="sgd", learning_rate=0.1, clip=0.5, model=model("linear", graph))
-    expected, _ = references(case)
+    expected, _ = whole_runs(case)
     changed = case.model.model_copy(update=change)
     result = workers(2).run(train, case.but(stage=1, expert=2, model=changed))[0]
-    assert close(result["losses"], expected["losses"])
-    assert close(result["norms"], expected["norms"])
-    pairs = zip(result["routing"], expected["routing"], strict=True)
-    assert all(same_routing(*pair) for pair in pairs)
+    assert_same_course(result, expected)
+    assert_same_routing(result, expected)
 
 
 @pytest.mark.slow
@@ -247,16 +201,16 @@ def test_overlap_changes_no_bit_and_computes_while_rows_travel(
 
 
 @everyday("layout", [(2, 1, 2), (4, 2, 2)], keep=[(2, 1, 2)], ids=name)
-def test_overlap_trains_as_one_process_does(workers, references, layout):
+def test_overlap_trains_as_one_process_does(workers, whole_runs, layout):
     case = Case(optimizer="sgd", learning_rate=0.1, clip=0.5, model=model("linear", "similarity"))
-    expected, _ = references(case)
+    expected, _ = whole_runs(case)
     processes, tensor, expert = layout
     changed = case.but(stage=1, tensor=tensor, expert=expert, overlap=True)
     for change in ({}, {"recompute": "block"}):
         changed = changed.but(model=case.model.model_copy(update=change))
         result = workers(processes).run(train, changed)[0]
-        assert close(result["losses"], expected["losses"])
-        assert close(result["norms"], expected["norms"])
+        assert near(result["losses"], expected["losses"])
+        assert near(result["norms"], expected["norms"])
 
 
 @pytest.mark.parametrize("graph", GRAPHS)
@@ -292,19 +246,17 @@ def test_one_process_and_two_choose_the_same_experts(workers):
 # Noise and dropout
 
 
-def test_tensor_parallel_processes_draw_the_noise_of_one_process(workers, references):
+def test_tensor_parallel_processes_draw_the_noise_of_one_process(workers, whole_runs):
     losses = LossConfig(importance=0.05, load=0.05)
     section = {"router_noise": 2.0, "capacity_factor": 1.05, "capacity_order": "priority"}
     case = Case(
         optimizer="sgd", learning_rate=0.1, losses=losses,
         model=moe_model(**section, allow_leak=True),
     )  # fmt: skip
-    expected, _ = references(case)
+    expected, _ = whole_runs(case)
     result = workers(2).run(train, case.but(stage=1, tensor=2))[0]
-    assert close(result["losses"], expected["losses"])
-    assert close(result["norms"], expected["norms"])
-    pairs = zip(result["routing"], expected["routing"], strict=True)
-    assert all(same_routing(*pair) for pair in pairs)
+    assert_same_course(result, expected)
+    assert_same_routing(result, expected)
     assert all(record["routing/load_loss"] > 0 for record in result["routing"])
 
 
@@ -322,8 +274,8 @@ def test_tensor_parallel_processes_drop_other_inner_units_and_go_on_alike(worker
     )
     for results in (plain, again):
         assert results[0] == results[1]
-    assert close(again[0]["losses"], plain[0]["losses"])
-    assert close(again[0]["norms"], plain[0]["norms"])
+    assert near(again[0]["losses"], plain[0]["losses"])
+    assert near(again[0]["norms"], plain[0]["norms"])
 
 
 def test_spread_experts_drop_units_in_bf16_too(workers):

@@ -8,12 +8,12 @@ from polyad.model.gpt2 import GPT2Config
 from polyad.parallel.shard import Axis, Placement
 from tests.helpers.everyday import everyday
 from tests.helpers.factors import block_against_the_whole, logits, traffic_of_a_block
+from tests.helpers.parity import assert_near_state, assert_same_course, near
 from tests.helpers.training import (
     MODEL,
     Case,
     inspect_shards,
     mumoe_model,
-    relative,
     resave,
     tensors,
     train,
@@ -51,12 +51,8 @@ def assert_equal_runs(workers, whole_runs, folder, case, processes, tensor, stag
     there = case.but(tensor=tensor, stage=stage, save_to=str(folder))
     results = workers(processes).run(train, there)
     assert all(result["losses"] == results[0]["losses"] for result in results)
-    for name in ("losses", "norms"):
-        ours, theirs = (torch.tensor(result[name]) for result in (results[0], expected))
-        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=0)
-    ours, theirs = tensors(folder / "step-00000004"), tensors(weights_of)
-    assert ours.keys() == theirs.keys()
-    assert max(relative(ours[key], theirs[key]) for key in theirs) < 1e-5
+    assert_same_course(results[0], expected)
+    assert_near_state(folder / "step-00000004", weights_of)
     for ours, theirs in zip(results[0]["routing"], expected["routing"], strict=True):
         assert ours.keys() == theirs.keys()
         load = "routing/blocks.1.feed_forward/load"
@@ -96,7 +92,7 @@ def test_bf16_stays_near_fp32(workers, whole_runs, model):
     case = Case(learning_rate=1e-3, model=model)
     expected, _ = whole_runs(case)
     result = workers(2).run(train, case.but(stage=1, tensor=2, precision="bf16"))[0]
-    assert torch.allclose(torch.tensor(result["losses"]), torch.tensor(expected["losses"]), 2e-3)
+    assert near(result["losses"], expected["losses"], 2e-3)
 
 
 @everyday("name", DROPPING, keep=["cp"])

@@ -1,34 +1,23 @@
 """Gradients that arrive in another order on another process are summed with their like."""
 
 import pytest
-import torch
 from torch import Tensor
 
 from polyad.model.gpt2 import GPT2
 from polyad.parallel import comm
-from tests.helpers.training import MODEL, Case, relative, tensors, train
+from tests.helpers.parity import assert_near_state, assert_same_course
+from tests.helpers.training import MODEL, Case, train
 
 pytestmark = pytest.mark.distributed
 
 SGD = Case(optimizer="sgd", learning_rate=0.1, last_step=2)
 
 
-@pytest.fixture(scope="module")
-def reference(workers, tmp_path_factory):
-    """One process at stage 0."""
-    folder = tmp_path_factory.mktemp("reference")
-    (result,) = workers(1).run(train, SGD.but(save_to=str(folder)))
-    return result, tensors(folder / "step-00000002")
-
-
-def assert_equal(results, folder, reference):
-    expected, state = reference
+def assert_equal(results, folder, whole_run):
+    expected, saved = whole_run
     for result in results:
-        for measure in ("losses", "norms"):
-            ours, theirs = (torch.tensor(each[measure]) for each in (result, expected))
-            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=0)
-    found = tensors(folder / "step-00000002")
-    assert max(relative(found[key], state[key]) for key in state) < 1e-5
+        assert_same_course(result, expected)
+    assert_near_state(folder / "step-00000002", saved)
 
 
 def embed_the_other_way_round(self: GPT2, input_ids_BT: Tensor, positions_T: Tensor) -> Tensor:
@@ -49,15 +38,15 @@ def train_in_another_order(case: Case):
 
 
 @pytest.mark.parametrize("stage", [1, 2])  # at stage 3 DeepSpeed asks all for one order
-def test_processes_may_come_to_parameters_in_another_order(workers, reference, tmp_path, stage):
+def test_processes_may_come_to_parameters_in_another_order(workers, whole_runs, tmp_path, stage):
     case = SGD.but(stage=stage, save_to=str(tmp_path))
-    assert_equal(workers(2).run(train_in_another_order, case), tmp_path, reference)
+    assert_equal(workers(2).run(train_in_another_order, case), tmp_path, whole_runs(SGD))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 2])
-def test_compiled_blocks_of_four_processes_train_as_one(workers, reference, tmp_path, stage):
+def test_compiled_blocks_of_four_processes_train_as_one(workers, whole_runs, tmp_path, stage):
     """A compiler breaks graphs on one of the processes and not on its like."""
     model = MODEL.model_copy(update={"compile": True})
     case = SGD.but(model=model, tensor=2, stage=stage, save_to=str(tmp_path))
-    assert_equal(workers(4).run(train, case), tmp_path, reference)
+    assert_equal(workers(4).run(train, case), tmp_path, whole_runs(SGD))

@@ -14,13 +14,13 @@ from polyad.parallel.source import InitialWeights
 from polyad.train.loop.optimizer import GroupConfig
 from tests.helpers.everyday import everyday
 from tests.helpers.pairwise import pairwise
+from tests.helpers.parity import assert_equal_state, assert_near_state, assert_same_course
 from tests.helpers.training import (
     MODEL,
     Case,
     go_back,
     moe_model,
     mumoe_model,
-    relative,
     resave,
     tensors,
     train,
@@ -69,48 +69,26 @@ EVERY = itertools.product(CASES, (2, 4), (1, 2), (1, 2), range(4), (False, True)
 ROWS = pairwise((row for row in EVERY if allowed(*row)), EVERYDAY)
 
 
-def close(a, b):
-    return torch.allclose(torch.tensor(a), torch.tensor(b), rtol=1e-5, atol=0)
-
-
-@pytest.fixture(scope="module")
-def references(workers, tmp_path_factory):
-    """One process at stage 0, for every kind: what it returned, and its checkpoint."""
-    made = {}
-
-    def reference(kind):
-        if kind not in made:
-            folder = tmp_path_factory.mktemp(kind)
-            result = workers(1).run(train, CASES[kind].but(save_to=str(folder)))[0]
-            made[kind] = result, folder / "step-00000004"
-        return made[kind]
-
-    return reference
-
-
 @everyday(
     ("kind", "processes", "tensor", "expert", "stage", "sequence"),
     ROWS,
     keep=EVERYDAY,
 )
 def test_sgd_gives_equal_losses_norms_and_adapters(
-    workers, references, tmp_path, kind, processes, tensor, expert, stage, sequence
+    workers, whole_runs, tmp_path, kind, processes, tensor, expert, stage, sequence
 ):
-    expected, checkpoint = references(kind)
+    expected, checkpoint = whole_runs(CASES[kind])
     case = CASES[kind].but(
         stage=stage, tensor=tensor, expert=expert, sequence=sequence, save_to=str(tmp_path)
     )
     results = workers(processes).run(train, case)
     assert all(result == results[0] for result in results)
-    assert close(results[0]["losses"], expected["losses"])
-    assert close(results[0]["norms"], expected["norms"])
-    ours, weights = tensors(tmp_path / "step-00000004"), tensors(checkpoint)
-    assert ours.keys() == weights.keys()
-    assert max(relative(ours[key], weights[key]) for key in weights) < 1e-5
+    assert_same_course(results[0], expected)
+    assert_near_state(tmp_path / "step-00000004", checkpoint)
 
 
-def test_a_checkpoint_has_adapters_and_what_is_trained_and_nothing_else(references):
-    result, checkpoint = references("dense")
+def test_a_checkpoint_has_adapters_and_what_is_trained_and_nothing_else(whole_runs):
+    result, checkpoint = whole_runs(CASES["dense"])
     assert result["losses"][-1] < result["losses"][0]
     names = {name for name, field in tensors(checkpoint) if field == "master"}
     layers = ("attention.qkv", "attention.projection", "feed_forward.up", "feed_forward.down")
@@ -127,19 +105,18 @@ def test_a_checkpoint_has_adapters_and_what_is_trained_and_nothing_else(referenc
 @pytest.mark.slow
 @pytest.mark.parametrize("change", [{"recompute": "block"}, {"compile": True}], ids=str)
 @pytest.mark.parametrize("kind", ["dense", "experts", "cp"])
-def test_recomputation_and_compilation_change_nothing(workers, references, kind, change):
-    expected, _ = references(kind)
+def test_recomputation_and_compilation_change_nothing(workers, whole_runs, kind, change):
+    expected, _ = whole_runs(CASES[kind])
     case = CASES[kind]
     case = case.but(tensor=2, stage=1, model=case.model.model_copy(update=change))
     result = workers(2).run(train, case)[0]
-    assert close(result["losses"], expected["losses"])
-    assert close(result["norms"], expected["norms"])
+    assert_same_course(result, expected)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("stage", "tensor"), [(3, 1), (1, 2)])
-def test_going_back_leaves_frozen_weights_alone(workers, references, stage, tensor):
-    _, checkpoint = references("dense")
+def test_going_back_leaves_frozen_weights_alone(workers, whole_runs, stage, tensor):
+    _, checkpoint = whole_runs(CASES["dense"])
     case = CASES["dense"].but(stage=stage, tensor=tensor, resume=str(checkpoint))
     for after, expected in workers(2).run(go_back, case):
         assert after == expected
@@ -156,9 +133,7 @@ def test_moments_of_adapters_go_through_other_layouts_bitwise(workers, tmp_path,
         resume=str(saved), first_step=4, stage=3, tensor=2, save_to=str(tmp_path / "b")
     )
     workers(4).run(resave, again)
-    before, after = tensors(saved), tensors(tmp_path / "b" / "step-00000004")
-    assert before.keys() == after.keys()
-    assert all(torch.equal(before[key], after[key]) for key in before)
+    assert_equal_state(tmp_path / "b" / "step-00000004", saved)
 
 
 @everyday(
@@ -185,8 +160,7 @@ def test_frozen_groups_stay_to_the_last_bit_and_have_no_moments(
     # And through tensor parallelism, where every process has a part of them.
     again = case.but(resume=str(saved), first_step=4, tensor=2, save_to=str(tmp_path / "b"))
     workers(4).run(resave, again)
-    after = tensors(tmp_path / "b" / "step-00000004")
-    assert all(torch.equal(found[key], after[key]) for key in found)
+    assert_equal_state(tmp_path / "b" / "step-00000004", saved)
 
 
 @everyday("stage", [0, 1, 3], keep=[1])
@@ -210,8 +184,8 @@ def test_a_group_moves_by_its_factor_of_the_step(workers, tmp_path, stage):
         assert moved.any()
 
 
-def test_the_files_of_adapters_are_small(references, workers, tmp_path):
-    _, checkpoint = references("dense")
+def test_the_files_of_adapters_are_small(whole_runs, workers, tmp_path):
+    _, checkpoint = whole_runs(CASES["dense"])
     workers(1).run(train, SGD.but(save_to=str(tmp_path)))
 
     def size(folder: Path) -> int:

@@ -1,24 +1,90 @@
 """Sequence parallelism: processes that share the tokens between the cut layers are one process."""
 
+from typing import Any
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from polyad.parallel import comm
+from polyad.parallel.sequence import Tokens
 from tests.helpers.everyday import everyday
-from tests.helpers.sequence import (
-    gathered_linear_backward,
-    kept_for_backward,
-    residual_drops,
-)
+from tests.helpers.parity import assert_equal_state, assert_same_course, near
 from tests.helpers.training import (
     MODEL,
     Case,
+    build_engine,
+    local_batches,
     local_losses,
     moe_model,
     mumoe_model,
     resave,
-    tensors,
     train,
 )
+
+
+def kept_for_backward(case: Case) -> int:
+    """Bytes that a forward pass keeps on this process, without parameters."""
+    engine, world = build_engine(case)
+    known = {p.untyped_storage().data_ptr() for p in engine.module.parameters()}
+    kept: dict[int, torch.Tensor] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        if (place := tensor.untyped_storage().data_ptr()) not in known:
+            kept[place] = tensor  # held: no address comes twice
+        return tensor
+
+    (batch, *_) = local_batches(0, world, case.model)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        engine(batch[:, :-1], target_ids_BT=batch[:, 1:].contiguous())
+    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+
+
+def residual_drops(case: Case) -> list[float]:
+    """What dropout of the residual stream leaves of ones."""
+    engine, world = build_engine(case)
+    comm.seed_random(5, 0, world)
+    dropped = engine.module.blocks[0].attention.residual_dropout(torch.ones(1000))
+    return list(dropped.tolist())
+
+
+class _Called(TorchDispatchMode):
+    """Keeps the names of collectives and products, in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name.rpartition("::")[2]
+        if name in ("mm", "all_gather_into_tensor", "reduce_scatter_tensor"):
+            self.names.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+def gathered_linear_backward(parts: int) -> dict[str, Any]:
+    """What the backward pass does for each choice of gradients, and whether these are the same."""
+    world = comm.initialize(tensor_parallel_size=parts)
+    tokens = Tokens(world)
+    tokens.shape = 3, 4 * parts
+    generator = torch.Generator().manual_seed(world.rank)
+    shapes = (1, 12, 8), (6, 8), (3, 4 * parts, 6)
+    x_1nD, weight_FD, gradient_BTF = (torch.randn(s, generator=generator) for s in shapes)
+    found: dict[str, Any] = {"equal": True}
+    wholes: list[torch.Tensor | None] = []
+    for wanted in ((True, True), (True, False), (False, True)):
+        pairs = zip((x_1nD, weight_FD), wanted, strict=True)
+        x, weight = (each.clone().requires_grad_(want) for each, want in pairs)
+        y_BTF = tokens.gathered_linear(x, weight, None)
+        with _Called() as called:
+            y_BTF.backward(gradient_BTF)
+        found[str(wanted)] = called.names
+        wholes = wholes or [x.grad, weight.grad]
+        for grad, whole, want in zip((x.grad, weight.grad), wholes, wanted, strict=True):
+            assert whole is not None
+            found["equal"] &= torch.equal(grad, whole) if grad is not None else not want
+    return found
+
 
 pytestmark = pytest.mark.distributed
 
@@ -36,21 +102,9 @@ MODELS = {
 SGD = Case(optimizer="sgd", learning_rate=0.1, clip=0.5, sequence=True)
 
 
-@pytest.fixture(scope="module")
-def references(workers):
-    """What one process computes, each once."""
-    known = {}
-
-    def reference(name):
-        if name not in known:
-            known[name] = workers(1).run(train, SGD.but(model=MODELS[name], sequence=False))[0]
-        return known[name]
-
-    return reference
-
-
-def close(ours, theirs, rtol=1e-5):
-    return torch.allclose(torch.tensor(ours), torch.tensor(theirs), rtol=rtol, atol=0)
+def whole_case(name):
+    """What one process computes."""
+    return SGD.but(model=MODELS[name], sequence=False)
 
 
 @everyday(
@@ -59,13 +113,12 @@ def close(ours, theirs, rtol=1e-5):
     keep=[("ring", 2, 2, 1), ("attention", 2, 2, 1), ("mixed", 4, 2, 2)],
 )
 def test_losses_and_norms_are_those_of_one_process(
-    workers, references, name, processes, tensor, stage
+    workers, whole_runs, name, processes, tensor, stage
 ):
-    expected = references(name)
+    expected, _ = whole_runs(whole_case(name))
     case = SGD.but(model=MODELS[name], tensor=tensor, stage=stage)
     for result in workers(processes).run(train, case):
-        assert close(result["losses"], expected["losses"])
-        assert close(result["norms"], expected["norms"], rtol=1e-4)
+        assert_same_course(result, expected, norms_rtol=1e-4)
 
 
 @everyday(
@@ -81,20 +134,19 @@ def test_losses_and_norms_are_those_of_one_process(
     keep=["15 tokens"],
     ids=["stage 0", "stage 3", "recomputed", "15 tokens", "3 tokens"],
 )
-def test_every_stage_and_any_number_of_tokens(workers, change):
+def test_every_stage_and_any_number_of_tokens(workers, whole_runs, change):
     case = SGD.but(**{"stage": 1, "tensor": 2} | change)
-    expected = workers(1).run(train, case.but(tensor=1, sequence=False, stage=0))[0]
+    expected, _ = whole_runs(case.but(tensor=1, sequence=False))
     for result in workers(4).run(train, case):
-        assert close(result["losses"], expected["losses"])
-        assert close(result["norms"], expected["norms"], rtol=1e-4)
+        assert_same_course(result, expected, norms_rtol=1e-4)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["dense", "attention"])
-def test_bf16_stays_near_fp32(workers, references, name):
+def test_bf16_stays_near_fp32(workers, whole_runs, name):
     case = SGD.but(model=MODELS[name], tensor=2, stage=1, precision="bf16")
     result = workers(2).run(train, case)[0]
-    assert close(result["losses"], references(name)["losses"], rtol=3e-3)
+    assert near(result["losses"], whole_runs(whole_case(name))[0]["losses"], rtol=3e-3)
 
 
 @everyday("name", ["dense", "cp", "similarity"], keep=["dense"])
@@ -106,13 +158,11 @@ def test_a_checkpoint_is_that_of_any_layout(workers, tmp_path, name):
     again = case.but(resume=str(saved), first_step=2, save_to=str(tmp_path / "whole"))
     workers(1).run(resave, again)
     (resaved,) = (tmp_path / "whole").glob("step-*")
-    before, after = tensors(saved), tensors(resaved)
-    assert before.keys() == after.keys()
-    assert all(torch.equal(before[key], after[key]) for key in before)
+    assert_equal_state(resaved, saved)
     whole = workers(1).run(train, case)[0]["losses"]
     rest = case.but(resume=str(saved), first_step=2)
     for layout, processes in ((rest, 1), (rest.but(tensor=2, sequence=True), 2)):
-        assert close(workers(processes).run(train, layout)[0]["losses"], whole[2:], rtol=1e-4)
+        assert near(workers(processes).run(train, layout)[0]["losses"], whole[2:], rtol=1e-4)
 
 
 def test_losses_of_tokens_are_those_of_whole_logits(workers):
@@ -144,7 +194,7 @@ def test_dropout_differs_between_tokens_of_processes_and_recomputation_repeats_i
     plain = workers(2).run(train, case)
     model = MODEL.model_copy(update={"recompute": "block"})
     again = workers(2).run(train, case.but(model=model))
-    assert close(plain[0]["losses"], again[0]["losses"])
+    assert near(plain[0]["losses"], again[0]["losses"])
     assert plain[0]["losses"] == plain[1]["losses"]
     first, second = workers(2).run(residual_drops, case)
     assert 0.0 in first

@@ -3,25 +3,12 @@
 import pytest
 
 from polyad.train.config.rules import validate
-from polyad.train.config.run import parse_config
 from polyad.train.errors import ConfigError
-
-KEY = "model.feed_forward."
-
-
-def run_of(*overrides):
-    text = """
-      run: {folder: runs/x}
-      model: {num_layers: 4, hidden_size: 32, num_heads: 4, vocab_size: 61,
-        feed_forward: {kind: emoe}}
-      data: {path: data}
-      train: {steps: 1, global_batch_size: 12, micro_batch_size: 1}
-    """
-    return parse_config(text, overrides, origin="run.yaml")
+from tests.helpers.sections import KEY, assert_refused, run_of, section_of
 
 
 def parse(*overrides):
-    return run_of(*(f"{KEY}{override}" for override in overrides)).model.feed_forward
+    return section_of("emoe", *overrides).model.feed_forward
 
 
 def test_a_section_without_keys_splits_every_block_in_16_of_which_8_run():
@@ -68,10 +55,7 @@ def test_a_section_without_keys_splits_every_block_in_16_of_which_8_run():
     ],
 )
 def test_a_bad_value_is_one_line_with_key_value_and_what_is_allowed(overrides, expected):
-    with pytest.raises(ConfigError) as caught:
-        parse(*overrides)
-    (line,) = str(caught.value).splitlines()
-    assert f"{KEY}{expected}" in line
+    assert_refused("emoe", overrides, expected)
 
 
 @pytest.mark.parametrize(
@@ -95,10 +79,10 @@ def test_a_bad_value_is_one_line_with_key_value_and_what_is_allowed(overrides, e
 )  # fmt: skip
 def test_a_layout_that_groups_do_not_fit_is_refused(overrides, processes, expected):
     with pytest.raises(ConfigError, match=r"parallel|loss") as caught:
-        validate(run_of(*overrides), processes)
+        validate(run_of("emoe", "train.global_batch_size=12", *overrides), processes)
     assert expected in str(caught.value)
 
 
 def test_zero_3_is_allowed_where_every_process_has_all_groups():
-    assert validate(run_of("parallel.zero_stage=3"), 2).data_parallel_size == 2
-    assert validate(run_of("loss.load=0.1", f"{KEY}router_noise=1"), 1).world_size == 1
+    assert validate(run_of("emoe", "parallel.zero_stage=3"), 2).data_parallel_size == 2
+    assert validate(run_of("emoe", "loss.load=0.1", f"{KEY}router_noise=1"), 1).world_size == 1

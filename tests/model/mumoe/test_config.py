@@ -1,5 +1,7 @@
 """What a configuration may say, the message if it says something else, and the rank solver."""
 
+from functools import partial
+
 import pytest
 
 from polyad.model.config import SectionError
@@ -9,21 +11,9 @@ from polyad.train.config.rules import validate
 from polyad.train.config.run import parse_config
 from polyad.train.errors import ConfigError
 from polyad.train.tasks.language import with_vocabulary
+from tests.helpers.sections import KEY, assert_refused, run_of, section_of
 
-RUN = """
-run: {folder: runs/x}
-model: {kind: gpt2, num_layers: 4, hidden_size: 32, num_heads: 4, sequence_length: 16,
-        feed_forward: {kind: mumoe}}
-data: {path: data/x}
-train: {steps: 10, global_batch_size: 8, micro_batch_size: 2}
-"""
-KEY = "model.feed_forward."
-
-
-def parse(*overrides):
-    return parse_config(RUN, [KEY + override for override in overrides], origin="run.yaml")
-
-
+parse = partial(section_of, "mumoe")
 LEVELS = "is not allowed: a list of numbers from 1, one for each level, as in [256]"
 
 
@@ -61,10 +51,7 @@ LEVELS = "is not allowed: a list of numbers from 1, one for each level, as in [2
     ],
 )
 def test_a_bad_value_is_one_line_with_key_value_and_what_is_allowed(override, expected):
-    with pytest.raises(ConfigError) as caught:
-        parse(override)
-    assert str(caught.value).startswith(f"run.yaml: {KEY}{expected}")
-    assert "\n" not in str(caught.value)
+    assert_refused("mumoe", [override], expected)
 
 
 def test_a_gate_that_is_softmax_has_no_share_of_it():
@@ -93,7 +80,7 @@ def test_a_section_names_its_own_keys_and_its_reader_puts_the_path_before_them()
 
 
 def test_there_are_no_whole_experts_to_spread():
-    config = parse_config(RUN, ["parallel.expert_parallel_size=2"], origin="run.yaml")
+    config = run_of("mumoe", "parallel.expert_parallel_size=2")
     with pytest.raises(ConfigError) as caught:
         validate(config, 2)
     line = "parallel.expert_parallel_size: 2 is not allowed with model.feed_forward.kind: mumoe, "
@@ -116,7 +103,7 @@ def test_there_are_no_whole_experts_to_spread():
 def test_tensor_parallelism_divides_inner_units_and_ranks(overrides, expected):
     changes = ["parallel.tensor_parallel_size=2", *(f"{KEY}{o}" for o in overrides)]
     with pytest.raises(ConfigError) as caught:
-        validate(parse_config(RUN, changes, origin="run.yaml"), 2)
+        validate(run_of("mumoe", *changes), 2)
     assert str(caught.value) == f"parallel.tensor_parallel_size: 2 does not divide {expected}"
 
 
@@ -126,12 +113,12 @@ def test_tensor_parallelism_divides_inner_units_and_ranks(overrides, expected):
 )
 def test_tensor_parallelism_takes_one_of_both_ranks_of_a_ring(overrides):
     changes = ["parallel.tensor_parallel_size=2", *(f"{KEY}{o}" for o in overrides)]
-    assert validate(parse_config(RUN, changes, origin="run.yaml"), 2).tensor_parallel_size == 2
+    assert validate(run_of("mumoe", *changes), 2).tensor_parallel_size == 2
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_every_zero_stage_is_allowed(stage):
-    config = parse_config(RUN, [f"parallel.zero_stage={stage}"], origin="run.yaml")
+    config = run_of("mumoe", f"parallel.zero_stage={stage}")
     assert validate(config, 2).data_parallel_size == 2
 
 

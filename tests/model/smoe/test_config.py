@@ -1,5 +1,7 @@
 """What a configuration may say, and the message if it says something else."""
 
+from functools import partial
+
 import pytest
 from pydantic import ValidationError
 
@@ -8,19 +10,9 @@ from polyad.model.smoe.config import SparseMoEConfig
 from polyad.train.config.rules import validate
 from polyad.train.config.run import RunConfig, parse_config
 from polyad.train.errors import ConfigError
+from tests.helpers.sections import KEY, assert_refused, run_of, section_of
 
-RUN = """
-run: {folder: runs/x}
-model: {kind: gpt2, num_layers: 4, hidden_size: 32, num_heads: 4, sequence_length: 16,
-        feed_forward: {kind: smoe}}
-data: {path: data/x}
-train: {steps: 10, global_batch_size: 8, micro_batch_size: 2}
-"""
-KEY = "model.feed_forward."
-
-
-def parse(*overrides):
-    return parse_config(RUN, [KEY + override for override in overrides], origin="run.yaml")
+parse = partial(section_of, "smoe")
 
 
 @pytest.mark.parametrize(
@@ -90,11 +82,7 @@ def parse(*overrides):
     ],
 )
 def test_a_bad_value_is_one_line_with_key_value_and_what_is_allowed(overrides, expected):
-    with pytest.raises(ConfigError) as caught:
-        parse(*overrides)
-    assert f"{KEY}{expected}" in str(caught.value)
-    assert str(caught.value).count(KEY + expected.split(":")[0]) == 1
-    assert "\n" not in str(caught.value)
+    assert_refused("smoe", overrides, expected)
 
 
 def test_a_capacity_is_possible_if_the_leak_is_written_down():
@@ -114,8 +102,7 @@ def test_a_capacity_may_be_another_one_in_evaluation():
 
 @pytest.mark.parametrize("noise", ["0.0", "1.0"])
 def test_the_load_loss_needs_a_router_with_noise(noise):
-    overrides = ["loss.load=0.005", f"{KEY}router_noise={noise}"]
-    config = parse_config(RUN, overrides, origin="run.yaml")
+    config = run_of("smoe", "loss.load=0.005", f"{KEY}router_noise={noise}")
     if noise == "1.0":
         validate(config, 1)
     else:

@@ -18,6 +18,7 @@ from polyad.parallel.checkpoint.reading import Checkpoint
 from polyad.parallel.weights import load_model
 from tests.helpers import training
 from tests.helpers.everyday import everyday
+from tests.helpers.parity import assert_equal_state
 from tests.helpers.training import MODEL, global_batch, mumoe_model, resave, tensors, train
 
 pytestmark = pytest.mark.distributed
@@ -128,9 +129,7 @@ def test_any_layout_saves_again_what_any_other_wrote(
         model=MODELS[kind],
     )  # fmt: skip
     workers(world_size).run(resave, case)
-    before, after = tensors(path), tensors(tmp_path / "step-00000003")
-    assert before.keys() == after.keys()
-    assert all(torch.equal(before[key], after[key]) for key in before)
+    assert_equal_state(tmp_path / "step-00000003", path)
     assert steps(path) == steps(tmp_path / "step-00000003") == {3.0}
 
 
@@ -147,9 +146,8 @@ def test_bf16_checkpoints_keep_fp32_masters_across_layouts(workers, saved, tmp_p
         save_to=str(tmp_path),
     )
     workers(world_size).run(resave, case)
-    before, after = tensors(path), tensors(tmp_path / "step-00000003")
-    assert all(torch.equal(before[key], after[key]) for key in before)
-    weight = before["token_embedding.weight", "master"]
+    assert_equal_state(tmp_path / "step-00000003", path)
+    weight = tensors(path)["token_embedding.weight", "master"]
     assert not torch.equal(weight, weight.bfloat16().float())
 
 

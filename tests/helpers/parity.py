@@ -1,0 +1,57 @@
+"""Whether what several processes computed is what another layout, or one process, did."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.helpers.training import relative, tensors
+
+
+def near(ours: Any, theirs: Any, rtol: float = 1e-5) -> bool:
+    """Whether numbers, in lists, differ by no more than a share of them."""
+    return torch.allclose(torch.tensor(ours), torch.tensor(theirs), rtol=rtol, atol=0)
+
+
+def assert_same_course(
+    result: dict[str, Any], expected: dict[str, Any], norms_rtol: float = 1e-5
+) -> None:
+    """Checks losses and norms of gradients of all steps."""
+    assert near(result["losses"], expected["losses"]), (result["losses"], expected["losses"])
+    assert near(result["norms"], expected["norms"], norms_rtol)
+
+
+def assert_same_routing(result: dict[str, Any], expected: dict[str, Any]) -> None:
+    """Checks the records of routing of all steps."""
+    for a, b in zip(result["routing"], expected["routing"], strict=True):
+        assert a.keys() == b.keys()
+        for key in a:
+            ours, theirs = torch.tensor(a[key]), torch.tensor(b[key])
+            assert torch.allclose(ours, theirs, rtol=1e-4, atol=1e-6), key
+
+
+def assert_near_state(folder: Path, expected: Path, *, rounding: bool = False) -> None:
+    """Checks the tensors of a checkpoint against those that another layout has trained to.
+
+    Args:
+        folder: The checkpoint.
+        expected: The other one.
+        rounding: Whether some may be rounding around zero: what adds the same to all channels of a
+            patch is taken out by the next LayerNorm, so that in a Mixer the gradient of such a
+            bias, and the mean of a token gate's scores, are no numbers to compare by their size.
+    """
+    ours, theirs = tensors(folder), tensors(expected)
+    assert ours.keys() == theirs.keys()
+    if rounding:
+        far = {key: (ours[key] - theirs[key]).abs().max() for key in theirs}
+        allowed = {key: 2e-5 * theirs[key].abs().max() + 1e-6 for key in theirs}
+        assert [key for key in theirs if far[key] > allowed[key]] == []
+    else:
+        assert max(relative(ours[k].double(), theirs[k].double()) for k in theirs) < 1e-5
+
+
+def assert_equal_state(folder: Path, expected: Path) -> None:
+    """Checks that the tensors of two checkpoints are equal to the last bit."""
+    ours, theirs = tensors(folder), tensors(expected)
+    assert ours.keys() == theirs.keys()
+    assert [key for key in theirs if not torch.equal(ours[key], theirs[key])] == []
