@@ -9,8 +9,9 @@ import numpy as np
 
 from polyad.train.experts.by_class import FEW_CLASSES, LevelByClass
 from polyad.train.experts.information import Matrix
-from polyad.train.page.charts import NARROW_COLUMNS, Cell, matrix_chart, number
-from polyad.train.page.html import figure
+from polyad.train.page.html import Figure
+from polyad.train.page.matrices import NARROW_COLUMNS, Cell, matrix_chart
+from polyad.train.page.template import number
 
 MOST_EXPERTS = 64
 """Up to so many experts of a level are drawn as a matrix."""
@@ -19,20 +20,17 @@ STRONGEST_LIFT = 4.0
 """A lift that has the full colour, as has its inverse."""
 
 
-def level_matrix(level: LevelByClass, heading: str = HEADING, *, by_expert: bool) -> str:
-    """The table of experts and classes as a picture; nothing where it would be too large.
+def level_matrix(level: LevelByClass, heading: str = HEADING, *, by_expert: bool) -> Figure | None:
+    """The table of experts and classes as a picture; None where it would be too large.
 
     Args:
-        level: of a layer.
-        heading: of the picture.
+        level: experts of a layer, and classes.
+        heading: what stands above the picture.
         by_expert: whether classes of which the same expert gets most stand together; else they
             keep their order.
-
-    Returns:
-        HTML.
     """
     if len(level.groups) > FEW_CLASSES or len(level.experts) > MOST_EXPERTS:
-        return ""
+        return None
     share_S, share_SY = level.share_S, level.share_SY
     order = _sorted_by_expert(share_SY) if by_expert else range(len(level.groups))
     cells = [
@@ -49,13 +47,12 @@ def level_matrix(level: LevelByClass, heading: str = HEADING, *, by_expert: bool
         for s, expert in enumerate(level.experts)
     ]
     rows = [f"expert {expert}" for expert in level.experts]
-    return figure(
-        heading,
-        matrix_chart(
-            rows, ["all", *(level.groups[y] for y in order)], cells, title="Experts and classes"
-        ),
-        f"A column adds up to 100%. Blue: more than the expert's share of all, orange: less; the "
-        f"full colour is {STRONGEST_LIFT:g} times as much, or as little.",
+    columns = ["all", *(level.groups[y] for y in order)]
+    return Figure(
+        heading=heading,
+        body=matrix_chart(rows, columns, cells, title="Experts and classes"),
+        caption=f"A column adds up to 100%. Blue: more than the expert's share of all, orange: "
+        f"less; the full colour is {STRONGEST_LIFT:g} times as much, or as little.",
         wide=len(level.groups) >= NARROW_COLUMNS,
     )
 

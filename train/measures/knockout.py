@@ -6,7 +6,6 @@ when text is moved towards it, and what the model then predicts.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from html import escape
 from statistics import fmean
 from typing import Any, Self
 
@@ -15,7 +14,7 @@ from torch import nn
 from polyad.model.gpt2 import GPT2
 from polyad.train.errors import ConfigError
 from polyad.train.experts.information import Summed
-from polyad.train.experts.knockout import ExpertWithout, Harmed, KnockOut, LayerWithout
+from polyad.train.experts.knockout import ExpertWithout, KnockOut, LayerWithout
 from polyad.train.experts.probing import (
     RoutedLayer,
     check_experts,
@@ -322,35 +321,3 @@ def _chosen(model: nn.Module, place: str, asked: Options) -> list[tuple[RoutedLa
         first = sum(by_block[each.layer].levels[: each.level])
         chosen.setdefault(each.layer, set()).add(first + each.expert)
     return [(by_block[block], sorted(columns)) for block, columns in sorted(chosen.items())]
-
-
-def knockout_note(tokens: int) -> str:
-    """What a page says of the numbers beside experts.
-
-    Args:
-        tokens: that were read without experts.
-    """
-    return (
-        f'<p class="note">Without an expert: the change of the loss in nats a token when its part '
-        f"is left out and the others stay as they are, of {tokens:,} tokens evenly over the "
-        f"split; over all tokens, and over those that it has a part in. Named are the classes of "
-        f"tokens whose loss rises most, by the token that is predicted and by the one that is "
-        f"read; in brackets 95% intervals over windows.</p>"
-    )
-
-
-def without_expert(without: ExpertWithout) -> str:
-    """What a page says of an expert, beside its top tokens.
-
-    Args:
-        without: what was found.
-    """
-    changes = (each.shown("none") for each in (without.change, without.own_change))
-    lines = ["Without it: {}; its own tokens {}".format(*changes)]
-    lines += [f"{side} tokens: {_named(classes)}" for side, classes in without.harmed.items()]
-    return f'<p class="note">{"<br>".join(lines)}</p>'
-
-
-def _named(harmed: Sequence[Harmed]) -> str:
-    named = [f"{escape(one.title)} {one.change.shown('none')}" for one in harmed[:MOST_CLASSES]]
-    return ", ".join(named) or "none beyond noise"

@@ -9,7 +9,7 @@ A new measure is one file with a `Measure` and its `Result`, and one line in `re
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Self
@@ -22,6 +22,7 @@ from polyad.parallel.weights import Choice
 from polyad.train.errors import ConfigError
 from polyad.train.experts.information import Summed
 from polyad.train.experts.probing import RoutedLayer, routed_head, routed_layers
+from polyad.train.page.html import Figure
 from polyad.train.reading import Evaluated, Reading, open_evaluated, read
 from polyad.train.results import aligned
 from polyad.train.study.config import StudyConfig
@@ -70,13 +71,13 @@ class Result(ABC):
         """Aligned lines for people, after names and values."""
         return []
 
-    def section(self, titles: Mapping[str, str]) -> str:
-        """Its section of the page of a report, HTML without a heading; nothing if it has none.
+    def section(self, titles: Mapping[str, str]) -> Iterable[str | Figure]:
+        """Its section of the page of a report: paragraphs and figures; nothing if it has none.
 
         Args:
-            titles: of the layers, by their names.
+            titles: the title of each layer, by its name.
         """
-        return ""
+        return ()
 
 
 class Subject(NamedTuple):

@@ -11,7 +11,6 @@ Shapes: R rows of a batch, T tokens of a window, P labels: the right ones first,
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from html import escape
 from statistics import fmean
 from typing import Any
 
@@ -32,7 +31,7 @@ from polyad.train.experts.leaving_out import LeaveOneOut, LeftOut
 from polyad.train.experts.similarity import ExpertSimilarity, LevelSimilarity
 from polyad.train.experts.token_classes import Shifts, labellings
 from polyad.train.measures.measure import Asked, Measure, Result, Subject, Tree
-from polyad.train.page.html import figure_of_table, table
+from polyad.train.page.html import Figure, Table
 from polyad.train.reading import Evaluated, Reading
 from polyad.train.results import aligned
 from polyad.train.study.config import StudyConfig
@@ -149,39 +148,37 @@ class Specialized(Result):
             for number, level in enumerate(levels):
                 yield (title + (f", level {number}" if len(levels) > 1 else "")), level
 
-    def section(self, titles: Mapping[str, str]) -> str:
+    def section(self, titles: Mapping[str, str]) -> Iterator[str | Figure]:
         """Tables of all layers that were read, and of text how tokens are divided, as pictures."""
         if not self.layers:
-            return ""
-        entropies, information, pictures = [], [], ""
+            return
+        entropies, information, pictures = [], [], []
         for title, level in self._titled(titles):
             both = (level.entropy.of_token, level.entropy.of_usage)
             same = (level.similarity.cosine, level.similarity.cka)
-            entropies.append(
-                [
-                    *(escape(title), *(each.shown("–") for each in both)),
-                    *(f"{level.entropy.highest:.2f}", *(each.shown("–") for each in same)),
-                ]
-            )
+            cells = [f"{level.entropy.highest:.2f}", *(each.shown("–") for each in same)]
+            entropies.append([title, *(each.shown("–") for each in both), *cells])
             for label, each in level.labels.items():
-                information.append([escape(title), label, *_told(each, "–", "–")])
+                information.append([title, label, *_told(each, "–", "–")])
                 if label != "class":  # the section of experts by class has those
                     heading = f"{title}: experts by {label}"
-                    pictures += level_matrix(each, heading, by_expert=label == "characters")
-        figures = figure_of_table(
-            "Entropies of gates, and how alike experts are",
-            table(("layer", "H_s, bits", "H_u, bits", "at most", "cosine", "CKA"), entropies),
+                    pictures.append(level_matrix(each, heading, by_expert=label == "characters"))
+        yield NOTE
+        heads = ["layer", "H_s, bits", "H_u, bits", "at most", "cosine", "CKA"]
+        yield Figure(
+            heading="Entropies of gates, and how alike experts are",
+            body=Table(heads=heads, rows=entropies),
             wide=True,
         )
         if information:
-            heads = ("layer", "label", "I(E; Y), bits", "by chance", "normalized", "purity",
-                     "of the highest share", "by chance")  # fmt: skip
-            figures += figure_of_table(
-                "How much an expert reveals about the token",
-                table(heads, information, names=2),
+            heads = ["layer", "label", "I(E; Y), bits", "by chance", "normalized", "purity",
+                     "of the highest share", "by chance"]  # fmt: skip
+            yield Figure(
+                heading="How much an expert reveals about the token",
+                body=Table(heads=heads, rows=information, names=2),
                 wide=True,
             )
-        return f'<p class="note">{NOTE}</p><div class="grid">{figures}{pictures}</div>'
+        yield from filter(None, pictures)
 
 
 def _told(level: LevelByClass, unknown: str, missing: str) -> list[str]:

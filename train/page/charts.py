@@ -1,46 +1,165 @@
-"""Charts as inline SVG: lines, heat maps and small matrices. Colours are CSS variables of
-`style.py`.
+"""Charts as SVG: lines, heat maps, matrices, and dots with intervals.
 
-Numbers are written with few digits, so that a page of many charts stays small, and nothing depends
-on a clock or on the order of a set: the same input gives the same bytes.
+Reports, studies, plans and the picture of the README draw with these. Colours are the CSS variables
+of `template.COLOURS`. Numbers are written with few digits, so that a page of many charts stays
+small, and nothing depends on a clock or on the order of a set: the same input gives the same bytes.
+
+Shapes of heat maps: R rows, C columns.
 """
 
-import base64
 import math
-import struct
-import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import NamedTuple
 
-import numpy as np
-import numpy.typing as npt
+from markupsafe import Markup, escape
+
+from polyad.train.page.template import number
 
 NARROW, WIDE, HEIGHT = 640, 1060, 220
 """Pixels of a chart beside another, and of one as wide as the page: text is as large in both."""
 LEFT, RIGHT, TOP, BOTTOM = 62, 20, 10, 26
-MOST_COLUMNS = WIDE - LEFT - RIGHT
-"""Columns of a heat map: one for each of its pixels."""
-RAMP = (
-    *((228, 238, 234), (178, 210, 206), (116, 172, 181)),
-    *((66, 125, 155), (38, 80, 120), (22, 34, 66)),
-)
-"""From little to much: monotone in lightness, so that it can be read without colours. The dark
-scheme turns it over."""
-OCTAVES = 4
-"""A heat map's colours go from 1 / 2^OCTAVES of the mean load to 2^OCTAVES times it."""
-NAMES, SLANTED = 170, 80
-"""Pixels for the names of rows, and beside the last column for its name where that is slanted."""
-ROW, WIDEST = 26, 76
-"""Pixels of a row, and the most of a column."""
-MOST_CHARACTERS, CHARACTER = 22, 6.5
-"""Characters of a name, whose whole is in the tooltip; and pixels of one."""
-ANGLE = 60
-"""The slant of names, in degrees."""
-NARROW_COLUMNS = 6
-"""Up to so many columns a matrix stands beside another one."""
+"""Pixels around what a chart draws: numbers stand to its left, and below it."""
+
+Place = Callable[[float], float]
+"""From values to pixels."""
+
+
+def element(name: str, *inside: object, css: str | None = None, **attributes: object) -> Markup:
+    """An SVG element, escaped.
+
+    Args:
+        name: the tag.
+        inside: texts and elements.
+        css: its classes.
+        attributes: `_` in a name is written as `-`; None is left out.
+    """
+    given = {"class": css} | {key.replace("_", "-"): each for key, each in attributes.items()}
+    said = "".join(f' {k}="{_short(each)}"' for k, each in given.items() if each is not None)
+    content = "".join(map(escape, inside))
+    return Markup(f"<{name}{said}>{content}</{name}>" if content else f"<{name}{said}/>")
+
+
+def _short(value: object) -> str:
+    return f"{round(value, 2):g}" if isinstance(value, int | float) else escape(value)
+
+
+def text(x: float, y: float, content: str, anchor: str | None = None, css: str = "tick") -> Markup:
+    """Words at a place; `anchor` says which part of them stands there: start, middle or end."""
+    return element("text", content, css=css, x=x, y=y, text_anchor=anchor)
+
+
+def ticks(low: float, high: float, wanted: int = 5) -> list[float]:
+    """Round numbers from low to high, about as many as are wanted."""
+    raw = max(high - low, 1e-12) / wanted
+    power = 10.0 ** math.floor(math.log10(raw))
+    step = next(power * m for m in (1, 2, 5, 10) if power * m >= raw * 0.999)
+    first = math.ceil(low / step - 1e-9)
+    return [round(i * step, 12) + 0.0 for i in range(first, math.floor(high / step + 1e-9) + 1)]
+
+
+def span(
+    values: Sequence[float],
+    low: float | None = None,
+    high: float | None = None,
+    room: float = 0.05,
+) -> tuple[float, float]:
+    """The ends of an axis: the least and the most value with room beside them, unless given."""
+    bottom, top = min(values) if low is None else low, max(values) if high is None else high
+    if top - bottom < 1e-9 * max(1.0, abs(top)):
+        bottom, top = (low, low + 1) if low is not None else (bottom - 0.5, top + 0.5)
+    beside = room * (top - bottom)
+    return bottom - (low is None) * beside, top + (high is None) * beside
+
+
+@dataclass(frozen=True)
+class Axis:
+    """What a direction of a chart shows; values beyond its ends stand at the ends."""
+
+    low: float
+    high: float
+    logarithmic: bool = False
+    """Whether equal factors are equally far apart, in place of equal differences."""
+
+    def between(self, first: float, last: float) -> Place:
+        """The pixel of each value, where `low` is at the first one and `high` at the last."""
+        form = math.log if self.logarithmic else float
+        low, high = form(self.low), form(self.high)
+        scale = (last - first) / ((high - low) or 1.0)
+
+        def place(value: float) -> float:
+            inside = min(max(value, self.low), self.high)
+            return round(first + (form(inside) - low) * scale, 1)
+
+        return place
+
+    def holds(self, value: float) -> bool:
+        """Whether a value lies between the ends."""
+        return self.low <= value <= self.high
+
+    def ticks(self, wanted: int = 5) -> list[float]:
+        """Round numbers on it."""
+        if not self.logarithmic:
+            return ticks(self.low, self.high, wanted)
+        powers = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
+        factors = (1, 2, 5) if self.high < 300 * self.low else (1,)
+        places = [float(factor * 10**power) for power in powers for factor in factors]
+        return [place for place in places if self.holds(place)]
+
+
+class Area(NamedTuple):
+    """The pixels in which a chart draws."""
+
+    left: float
+    top: float
+    right: float
+    bottom: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chart:
+    """A drawing, which a page takes as an SVG element, and a figure as one of its panels."""
+
+    title: str
+    """What is drawn, for a screen reader."""
+    width: float
+    height: float
+    parts: Sequence[Markup]
+    tooltips: Sequence[Markup] = ()
+    """What lies above the parts and says their numbers."""
+
+    def __html__(self) -> str:
+        """The element in a page."""
+        return element(
+            "svg",
+            element("title", self.title),
+            *(*self.below(in_file=False), *self.parts, *self.tooltips),
+            css="wide" if self.width == WIDE else None,
+            viewBox=f"0 0 {self.width:g} {self.height:g}",
+            role="img",
+            aria_label=self.title,
+        )
+
+    def at(self, x: float, y: float, scale: float = 1.0) -> Markup:
+        """The drawing without tooltips, as a part of another one."""
+        scaled = f"translate({x:g},{y:g})" + (f" scale({scale:.4f})" if scale != 1 else "")
+        return element("g", *self.below(in_file=True), *self.parts, transform=scaled)
+
+    def below(self, *, in_file: bool) -> Sequence[Markup]:
+        """What lies below the parts; not every viewer of files shows images in them."""
+        return ()
+
+
+class Dot(NamedTuple):
+    """A single value."""
+
+    x: float
+    value: float
+    css: str
+    """`mean`, `seed` for one of several whose mean is drawn, or `open`."""
+    title: str | None = None
+    """What a tooltip says."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,26 +173,10 @@ class Line:
     """A CSS colour."""
     with_points: bool = False
     """Whether the values are few: they are joined over gaps, and each is marked."""
-
-
-def number(value: float, digits: int = 4) -> str:
-    """A number for a person: few digits, thousands apart."""
-    if not math.isfinite(value):
-        return str(value)
-    if value and (abs(value) < 1e-3 or abs(value) >= 1e15):
-        return f"{value:.2e}"
-    if abs(value) >= 1000:
-        return f"{value:,.0f}"
-    return f"{value:.{digits}g}"
-
-
-def ticks(low: float, high: float, wanted: int = 5) -> list[float]:
-    """Round numbers from low to high, about as many as are wanted."""
-    raw = max(high - low, 1e-12) / wanted
-    power = 10.0 ** math.floor(math.log10(raw))
-    step = next(power * m for m in (1, 2, 5, 10) if power * m >= raw * 0.999)
-    first = math.ceil(low / step - 1e-9)
-    return [round(i * step, 12) + 0.0 for i in range(first, math.floor(high / step + 1e-9) + 1)]
+    band: Sequence[tuple[float, float] | None] = ()
+    """An interval around each value; none: there are none."""
+    dots: Sequence[Dot] = ()
+    is_dashed: bool = False
 
 
 def line_chart(
@@ -84,109 +187,130 @@ def line_chart(
     low: float | None = None,
     high: float | None = None,
     width: int = NARROW,
-) -> str:
+) -> Chart:
     """Curves over steps, with a tooltip for each span of steps.
 
     Args:
-        steps: of every value.
+        steps: the step of every value.
         lines: as many values each.
         title: what is drawn, for a screen reader.
         low: the lowest value of the axis; None: the lowest of all values.
         high: the highest; None: of all values.
-        width: of the drawing.
-
-    Returns:
-        An SVG element.
+        width: pixels of the drawing.
     """
     known = [v for line in lines for v in line.values if v is not None and math.isfinite(v)]
     if not known:
-        return '<p class="none">No numbers.</p>'
-    bottom = min(known) if low is None else low
-    top = max(known) if high is None else high
-    if top - bottom < 1e-9 * max(1.0, abs(top)):
-        bottom, top = (low, low + 1) if low is not None else (bottom - 0.5, top + 0.5)
-    margin = 0.05 * (top - bottom)
-    bottom, top = bottom - (low is None) * margin, top + (high is None) * margin
-    x = _axis(steps[0], steps[-1], LEFT, width - RIGHT)
-    y = _axis(bottom, top, HEIGHT - BOTTOM, TOP)
-    parts = [frame(title, width), *_grid(steps, ticks(bottom, top), x, y, width)]
-    for line in lines:
-        parts.append(_curve(steps, line, x, y, bottom, top))
-    parts += _tooltips(steps, lines, x, width)
-    return "".join(parts) + "</svg>"
+        nothing = text(LEFT, 20, "No numbers.")
+        return Chart(title=title, width=width, height=30, parts=[nothing])
+    area = Area(LEFT, TOP, width - RIGHT, HEIGHT - BOTTOM)
+    x, y = Axis(steps[0], steps[-1]), Axis(*span(known, low, high))
+    y_labels = {tick: f"{tick:,.0f}" if abs(tick) >= 1000 else f"{tick:g}" for tick in y.ticks()}
+    parts = curves(steps, lines, x, y, area, step_labels(steps), y_labels)
+    tooltips = _tooltips(steps, lines, x.between(area.left, area.right), area)
+    return Chart(title=title, width=width, height=HEIGHT, parts=parts, tooltips=tooltips)
 
 
-class _axis:
-    """From values to pixels."""
+def curves(
+    xs: Sequence[float],
+    lines: Sequence[Line],
+    x: Axis,
+    y: Axis,
+    area: Area,
+    x_labels: Mapping[float, str],
+    y_labels: Mapping[float, str],
+) -> list[Markup]:
+    """The parts of a chart of lines: a grid with numbers beside it, and the curves above.
 
-    def __init__(self, low: float, high: float, first: float, last: float) -> None:
-        self._low, self._scale, self._first = low, (last - first) / ((high - low) or 1.0), first
-
-    def __call__(self, value: float) -> float:
-        return round(self._first + (value - self._low) * self._scale, 1)
-
-
-def _columns_axis(steps: Sequence[int], first: float, last: float) -> Callable[[float], float]:
-    """From steps to pixels where every step has a column of its own: between the columns' middles,
-    wherever the steps stand."""
-    middles = first + (last - first) * (np.arange(len(steps)) + 0.5) / len(steps)
-    return lambda step: round(float(np.interp(step, steps, middles)), 1)
-
-
-def frame(title: str, width: int, height: float = HEIGHT) -> str:
-    """The beginning of an SVG element, with its title for a screen reader."""
-    css = ' class="wide"' if width == WIDE else ""
-    return (
-        f'<svg{css} viewBox="0 0 {width} {height:g}" role="img" aria-label="{escape(title)}">'
-        f"<title>{escape(title)}</title>"
-    )
-
-
-def _grid(
-    steps: Sequence[int], values: Sequence[float], x: _axis, y: _axis, width: int
-) -> list[str]:
+    Args:
+        xs: where the values of all lines are.
+        lines: as many values each.
+        x: the horizontal axis.
+        y: the vertical one.
+        area: where they are drawn.
+        x_labels: what stands below the chart, and where.
+        y_labels: what stands beside it.
+    """
+    to_x, to_y = x.between(area.left, area.right), y.between(area.bottom, area.top)
     parts = []
-    for value in values:
-        label = f"{value:,.0f}" if abs(value) >= 1000 else f"{value:g}"
+    for tick, label in y_labels.items():
+        at, css = to_y(tick), "zero" if tick == 0 and y.low < 0 < y.high else "grid"
+        parts += [
+            element("line", css=css, x1=area.left, x2=area.right, y1=at, y2=at),
+            text(area.left - 6, at + 4, label, "end"),
+        ]
+    parts += labels_below(x_labels, to_x, area.bottom)
+    for line in lines:
+        titled = [element("title", line.label)] if line.label else []
+        shown = [value is not None and y.holds(value) for value in line.values]
         parts.append(
-            f'<line class="grid" x1="{LEFT}" x2="{width - RIGHT}" y1="{y(value)}" y2="{y(value)}"/>'
-            f'<text class="tick" x="{LEFT - 6}" y="{y(value) + 4:g}" text-anchor="end">'
-            f"{label}</text>"
+            element(
+                "g", *titled, *_bands(xs, line, to_x, to_y), *_curve(xs, line, to_x, to_y, shown)
+            )
         )
-    return parts + step_ticks(steps, x, HEIGHT)
+    return parts
 
 
-def step_ticks(steps: Sequence[int], x: Callable[[float], float], height: float) -> list[str]:
-    """The numbers below a chart."""
+def labels_below(labels: Mapping[float, str], x: Place, bottom: float) -> list[Markup]:
+    """What stands below the bottom of a chart."""
+    return [text(x(place), bottom + 17, label, "middle") for place, label in labels.items()]
+
+
+def step_labels(steps: Sequence[int]) -> dict[float, str]:
+    """Round numbers of steps, and what is written of each."""
     places = ticks(steps[0], steps[-1], 6) if len(steps) > 1 else [float(steps[0])]
-    return [
-        f'<text class="tick" x="{x(place)}" y="{height - 8:g}" text-anchor="middle">'
-        f"{place:,.0f}</text>"
-        for place in places
-        if place == int(place)
-    ]
+    return {place: f"{place:,.0f}" for place in places if place == int(place)}
 
 
-def _curve(steps: Sequence[int], line: Line, x: _axis, y: _axis, bottom: float, top: float) -> str:
-    path, pen, dots = [], "M", []
-    for step, value in zip(steps, line.values, strict=True):
+def _curve(
+    xs: Sequence[float], line: Line, x: Place, y: Place, shown: Sequence[bool]
+) -> list[Markup]:
+    """A line's curve and its dots, but for those of values that are not `shown`."""
+    path, pen, dots = [], "M", [*line.dots]
+    for place, value, is_shown in zip(xs, line.values, shown, strict=True):
         if value is None or not math.isfinite(value):
             pen = pen if line.with_points else "M"
             continue
-        place = f"{x(step)} {y(min(max(value, bottom), top))}"
-        path.append(f"{pen}{place}")
+        path.append(f"{pen}{x(place):g} {y(value):g}")
         pen = "L"
-        if line.with_points or len(steps) == 1:
-            cx, cy = place.split()
-            dots.append(f'<circle cx="{cx}" cy="{cy}" r="3" fill="{line.colour}"/>')
-    return f'<path class="curve" stroke="{line.colour}" d="{"".join(path)}"/>' + "".join(dots)
+        if (line.with_points or len(xs) == 1) and is_shown:
+            dots.append(Dot(place, value, "mean"))
+    dashes = "5 4" if line.is_dashed else None
+    curve = element(
+        "path", css="curve", stroke=line.colour, stroke_dasharray=dashes, d="".join(path)
+    )
+    return [curve, *(_dot(dot, line.colour, x, y) for dot in dots)]
 
 
-def _tooltips(steps: Sequence[int], lines: Sequence[Line], x: _axis, width: int) -> list[str]:
+def _dot(dot: Dot, colour: str, x: Place, y: Place) -> Markup:
+    titled = [element("title", dot.title)] if dot.title else []
+    at_x, at_y = x(dot.x), y(dot.value)
+    return element(
+        "circle", *titled, css=dot.css, cx=at_x, cy=at_y, r=3, fill=colour, stroke=colour
+    )
+
+
+def _bands(xs: Sequence[float], line: Line, x: Place, y: Place) -> list[Markup]:
+    """The intervals around a line, broken where a value has none."""
+    places = zip(xs, line.values, line.band, strict=True) if line.band else ()
+    known = [(place, interval) for place, value, interval in places if value is not None]
+    parts = []
+    for has_interval, group in groupby(known, key=lambda at: at[1] is not None):
+        if has_interval:
+            found = [(x(place), interval) for place, interval in group if interval is not None]
+            upper = [f"{px:g},{y(high):g}" for px, (_, high) in found]
+            lower = [f"{px:g},{y(low):g}" for px, (low, _) in reversed(found)]
+            points = " ".join(upper + lower)
+            parts.append(
+                element("polygon", css="band", points=points, fill=line.colour, stroke=line.colour)
+            )
+    return parts
+
+
+def _tooltips(steps: Sequence[int], lines: Sequence[Line], x: Place, area: Area) -> list[Markup]:
     """A strip for each step that says its values."""
     edges = [x(step) for step in steps]
     between = [(a + b) / 2 for a, b in pairwise(edges)]
-    bounds = [LEFT, *between, width - RIGHT]
+    bounds = [area.left, *between, area.right]
     parts = []
     for i, step in enumerate(steps):
         said = [
@@ -194,169 +318,21 @@ def _tooltips(steps: Sequence[int], lines: Sequence[Line], x: _axis, width: int)
             for line in lines
             if (value := line.values[i]) is not None
         ]
-        wide = max(bounds[i + 1] - bounds[i], 0.1)
-        parts.append(
-            f'<rect class="hit" x="{bounds[i]:.1f}" y="{TOP}" width="{wide:.1f}" '
-            f'height="{HEIGHT - TOP - BOTTOM}"><title>'
-            f"{escape(f'step {step:,}: ' + ', '.join(said))}</title></rect>"
-        )
+        width = max(bounds[i + 1] - bounds[i], 0.1)
+        strip = Area(bounds[i], area.top, bounds[i] + width, area.bottom)
+        parts.append(box(strip, "hit", f"step {step:,}: {', '.join(said)}"))
     return parts
 
 
-def legend(lines: Sequence[Line]) -> str:
-    """Names beside colours."""
-    items = "".join(
-        f'<li><i style="background:{line.colour}"></i>{escape(line.label)}</li>' for line in lines
+def box(area: Area, css: str, title: str | None = None) -> Markup:
+    """A rectangle; one with the class `hit` is not seen, and says something when pointed at."""
+    titled = [element("title", title)] if title else []
+    return element(
+        "rect",
+        *titled,
+        css=css,
+        x=area.left,
+        y=area.top,
+        width=area.right - area.left,
+        height=area.bottom - area.top,
     )
-    return f'<ul class="legend">{items}</ul>'
-
-
-def heat_map(
-    steps: Sequence[int],
-    relative_RC: npt.NDArray[np.float64],
-    names: Sequence[str],
-    *,
-    title: str,
-) -> str:
-    """Load over time: a row an expert, or a few; a column a span of steps.
-
-    Args:
-        steps: of every column; at any distances, the columns are equally wide.
-        relative_RC: load over the mean load; NaN where nothing is known, 0 is left transparent.
-        names: of each row, for its tooltip.
-        title: for a screen reader.
-
-    Returns:
-        An SVG element around an indexed PNG.
-    """
-    rows = relative_RC.shape[0]
-    plot = max(96, min(256, rows * 12))
-    height = plot + TOP + BOTTOM
-    x = _columns_axis(steps, LEFT, WIDE - RIGHT)
-    data = base64.b64encode(_png(_indices(relative_RC))).decode()
-    parts = [
-        frame(title, WIDE, height),
-        f'<rect class="unused" x="{LEFT}" y="{TOP}" width="{WIDE - RIGHT - LEFT}" '
-        f'height="{plot}"/>',
-        f'<image x="{LEFT}" y="{TOP}" width="{WIDE - RIGHT - LEFT}" height="{plot}" '
-        f'preserveAspectRatio="none" href="data:image/png;base64,{data}"/>',
-    ]
-    each = plot / rows
-    shown = max(1, math.ceil(18 / each))
-    for row, name in enumerate(names):
-        y = TOP + row * each
-        if row % shown == 0:
-            label = name.partition(":")[0].removeprefix("expert ")
-            parts.append(
-                f'<text class="tick" x="{LEFT - 6}" y="{y + min(each, 14) / 2 + 4:.1f}" '
-                f'text-anchor="end">{escape(label)}</text>'
-            )
-        parts.append(
-            f'<rect class="hit" x="{LEFT}" y="{y:.1f}" width="{WIDE - RIGHT - LEFT}" '
-            f'height="{each:.1f}"><title>{escape(name)}</title></rect>'
-        )
-    return "".join([*parts, *step_ticks(steps, x, height)]) + "</svg>"
-
-
-def heat_legend() -> str:
-    """What the colours of a heat map mean."""
-    stops = ",".join(f"rgb({r},{g},{b})" for r, g, b in RAMP)
-    return (
-        f'<div class="ramp"><span class="key unused-key"></span><span>unused (0)</span>'
-        f"<span>1/{2**OCTAVES} of the mean load or less</span>"
-        f'<i style="background:linear-gradient(90deg,{stops})"></i><span>{2**OCTAVES} times or '
-        f"more</span></div>"
-    )
-
-
-def _indices(relative_RC: npt.NDArray[np.float64]) -> npt.NDArray[np.uint8]:
-    """0 is transparent, 1 to 255 the ramp over octaves."""
-    with np.errstate(divide="ignore", invalid="ignore"):
-        octave_RC = np.clip(np.log2(relative_RC), -OCTAVES, OCTAVES)
-    scaled_RC = 1 + 254 * (octave_RC + OCTAVES) / (2 * OCTAVES)
-    return np.where(relative_RC > 0, np.nan_to_num(scaled_RC), 0).round().astype(np.uint8)
-
-
-def _png(indices_RC: npt.NDArray[np.uint8]) -> bytes:
-    """An indexed image whose colour 0 is transparent."""
-    rows, columns = indices_RC.shape
-    places = np.linspace(0, len(RAMP) - 1, 255)
-    channels = [
-        np.interp(places, range(len(RAMP)), [colour[c] for colour in RAMP]) for c in range(3)
-    ]
-    palette = bytes(3) + np.stack(channels, 1).round().astype(np.uint8).tobytes()
-    raw = b"".join(b"\0" + row.tobytes() for row in indices_RC)
-    header = struct.pack(">IIBBBBB", columns, rows, 8, 3, 0, 0, 0)
-    chunks = ((b"IHDR", header), (b"PLTE", palette), (b"tRNS", b"\0"),
-              (b"IDAT", zlib.compress(raw, 9)), (b"IEND", b""))  # fmt: skip
-    return b"\x89PNG\r\n\x1a\n" + b"".join(
-        struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
-        for kind, body in chunks
-    )
-
-
-class Cell(NamedTuple):
-    """A number of a matrix."""
-
-    text: str
-    title: str
-    """What a tooltip says."""
-    strength: float = 0.0
-    """The strength of the colour, from 0 to 1."""
-    colour: str = "var(--accent)"
-
-
-def matrix_chart(
-    rows: Sequence[str], columns: Sequence[str], cells: Sequence[Sequence[Cell]], *, title: str
-) -> str:
-    """Draws a matrix.
-
-    Args:
-        rows: their names, from top to bottom.
-        columns: their names.
-        cells: of each row as many as there are columns.
-        title: for a screen reader.
-
-    Returns:
-        An SVG element.
-    """
-    width = NARROW if len(columns) <= NARROW_COLUMNS else WIDE
-    longest = min(MOST_CHARACTERS, max(map(len, columns))) * CHARACTER
-    each, head = min(WIDEST, (width - NAMES - RIGHT) / len(columns)), 18.0
-    slanted = longest > each
-    if slanted:
-        each = min(WIDEST, (width - NAMES - SLANTED) / len(columns))
-        head = 12 + math.ceil(longest * math.sin(math.radians(ANGLE)))
-    parts = [frame(title, width, TOP + head + ROW * len(rows) + 6)]
-    for number, name in enumerate(columns):
-        x, y = NAMES + (number + 0.5) * each, TOP + head - 6
-        turned = f' transform="rotate(-{ANGLE} {x:.1f} {y:g})"' if slanted else ""
-        anchor = "start" if slanted else "middle"
-        parts.append(
-            f'<text class="tick" x="{x:.1f}" y="{y:g}" text-anchor="{anchor}"{turned}>'
-            f"{_short(name)}<title>{escape(name)}</title></text>"
-        )
-    for row, (name, of_row) in enumerate(zip(rows, cells, strict=True)):
-        y = TOP + head + row * ROW
-        parts.append(
-            f'<text class="tick" x="{NAMES - 8}" y="{y + 17:g}" text-anchor="end">{_short(name)}'
-            f"<title>{escape(name)}</title></text>"
-        )
-        parts += [_cell(cell, NAMES + n * each, y, each) for n, cell in enumerate(of_row)]
-    return "".join(parts) + "</svg>"
-
-
-def _cell(cell: Cell, x: float, y: float, width: float) -> str:
-    strength = min(1.0, max(0.0, cell.strength))
-    css = "cell on" if strength > 0.6 else "cell"
-    return (
-        f'<g><title>{escape(cell.title)}</title><rect class="cell" x="{x:.1f}" y="{y:g}" '
-        f'width="{width - 2:.1f}" height="{ROW - 2}" rx="2" fill="{cell.colour}" '
-        f'fill-opacity="{0.04 + 0.86 * strength:.2f}"/><text class="{css}" '
-        f'x="{x + width / 2 - 1:.1f}" y="{y + 16:g}" text-anchor="middle">{escape(cell.text)}'
-        f"</text></g>"
-    )
-
-
-def _short(name: str) -> str:
-    return escape(name if len(name) <= MOST_CHARACTERS else f"{name[: MOST_CHARACTERS - 1]}…")

@@ -5,7 +5,7 @@ Shapes: B samples of a batch, N all that are read, K classes, or choices.
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -17,8 +17,7 @@ from torch import Tensor
 from polyad.data.sequences.config import Metric
 from polyad.data.sequences.samples import form_of
 from polyad.train.errors import ConfigError
-from polyad.train.experts.by_class import FEW_CLASSES, LevelByClass
-from polyad.train.measures.specialization import Specialized
+from polyad.train.experts.by_class import FEW_CLASSES
 from polyad.train.reading import Reading
 from polyad.train.tasks.samples import ImageSamples, SequenceSamples
 from polyad.train.tasks.scores import (
@@ -59,14 +58,6 @@ class Example:
     probability_of_true: float | None
 
 
-class Described(NamedTuple):
-    """What is said of a sample for people."""
-
-    texts: list[str]
-    names: Sequence[str]
-    """The names of the K classes, or of this sample's choices."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class ClassPass:
     """Scores, confusions, examples, and the experts of each class."""
@@ -97,16 +88,6 @@ class ClassPass:
     """Those with the largest loss, the largest first."""
     groups: list[str]
     """What experts are counted by: the classes, or what stands for them."""
-    division: Specialized
-    """How experts divide the work."""
-
-    @property
-    def layers(self) -> dict[str, list[LevelByClass]]:
-        """The levels of each layer, counted by class, by the layer's name."""
-        return {
-            name: [level.labels["class"] for level in levels]
-            for name, levels in self.division.layers.items()
-        }
 
     def to_json(self) -> dict[str, Any]:
         """JSON values."""
@@ -126,11 +107,6 @@ class ClassPass:
             "confusions": self.confusions,
             "largest_losses": self.examples,
             "expert_classes": self.groups,
-            "experts": self.layers,
-            "entropies": {
-                name: [level.entropy for level in levels]
-                for name, levels in self.division.layers.items()
-            },
         }
 
 
@@ -138,32 +114,46 @@ class Predictions:
     """Keeps what a model predicts of images with one class each, or of sequences.
 
     Args:
-        samples: that are read.
+        samples: what is read.
     """
 
     blocks: Sequence[int] = ()
 
     def __init__(self, samples: ImageSamples | SequenceSamples) -> None:
-        self._samples, self._outcomes = samples, Outcomes()
+        self._samples, self._parts = samples, list[Tensor]()
+        self._names: Sequence[str]
+        """The names of the K classes, or of the places of choices."""
+        if isinstance(samples, ImageSamples):
+            self._kind, self._names = "classification", samples.task.data.manifest.class_names
+        else:
+            data = samples.task.data
+            self._kind = samples.task.schema.task
+            self._names = data.class_names or [f"choice {n}" for n in range(data.choices)]
+        self._is_number = self._kind == "regression"
 
     def add(self, reading: Reading) -> None:
         """Adds a batch."""
-        samples, batch = self._samples, reading.batch
-        number_R = reading.number_R.cpu()
+        samples, labels_B = self._samples, reading.batch.labels_B
         if isinstance(samples, ImageSamples):
-            losses_B, outputs_BK = samples.task.examined(reading.output.float(), batch.labels_B)
-            number_B = torch.tensor(samples.numbers)[number_R]
+            losses_B, outputs_BK = samples.task.examined(reading.output.float(), labels_B)
+            number_B = torch.tensor(samples.numbers)[reading.number_R.cpu()]
         else:
             outputs_BK, losses_B = reading.output
-            number_B = torch.from_numpy(samples.row_of)[batch.numbers_B.cpu()]
-            if samples.task.schema.task == "regression":
-                self._outcomes.add_numbers(number_B, batch.labels_B, outputs_BK[:, 0], losses_B)
-                return
-            outputs_BK = outputs_BK.softmax(-1)
-        self._outcomes.add(number_B, batch.labels_B, outputs_BK, losses_B)
+            number_B = torch.from_numpy(samples.row_of)[reading.batch.numbers_B.cpu()]
+        if self._is_number:
+            unknown_B = torch.full_like(losses_B, torch.nan)
+            found = (outputs_BK[:, 0], losses_B, unknown_B, unknown_B)
+        else:
+            if isinstance(samples, SequenceSamples):
+                outputs_BK = outputs_BK.softmax(-1)
+            highest_B, predicted_B = outputs_BK.max(-1)
+            of_true_B = outputs_BK.gather(-1, labels_B.unsqueeze(-1)).squeeze(-1)
+            found = (predicted_B, losses_B, highest_B, of_true_B)
+        parts = [part.double().cpu() for part in (number_B, labels_B, *found)]
+        self._parts.append(torch.stack(parts))
 
-    def outcomes(self, examples: int) -> dict[str, Any]:
-        """The fields of a `ClassPass` that predictions alone say.
+    def result(self, examples: int) -> ClassPass:
+        """What was found.
 
         Args:
             examples: samples with the largest loss that are kept.
@@ -171,192 +161,86 @@ class Predictions:
         Raises:
             ConfigError: outputs are not finite.
         """
-        samples, split = self._samples, self._samples.split
-        if isinstance(samples, ImageSamples):
-            names = list(samples.task.data.manifest.class_names)
-            return {"task": "classification"} | self._outcomes.result(
-                names=names,
-                numbers=False,
-                examples=examples,
-                describe=lambda number: Described([], names),
-                measure=lambda labels, predicted: {"accuracy": accuracy(labels, predicted)},
-            )
-        task, schema, data = samples.task, samples.task.schema, samples.task.data
-        return {"task": schema.task} | self._outcomes.result(
-            names=data.class_names or [f"choice {n}" for n in range(data.choices)],
-            numbers=schema.task == "regression",
-            examples=examples,
-            describe=lambda row: described(task, split, row),
-            measure=lambda labels, predicted: {
-                name: METRICS[name](labels, predicted) for name in schema.metrics
-            },
-        )
-
-    def result(self, outcomes: dict[str, Any], division: Specialized) -> ClassPass:
-        """What was found.
-
-        Args:
-            outcomes: what predictions alone say.
-            division: of the work of experts, from the same pass.
-        """
-        task, classes = self._samples.task, self._samples.classes()
-        assert classes is not None
-        return ClassPass(
-            data=task.name,
-            split=self._samples.split,
-            unit=task.unit.name,
-            of_samples=task.units_of(self._samples.split),
-            groups=classes[0],
-            division=division,
-            **outcomes,
-        )
-
-
-class Outcomes:
-    """Predictions and losses of single samples, as a pass finds them."""
-
-    def __init__(self) -> None:
-        self._parts: list[Tensor] = []
-
-    def add(self, number_B: Tensor, labels_B: Tensor, outputs_BK: Tensor, losses_B: Tensor) -> None:
-        """Adds samples of which one output is right.
-
-        Args:
-            number_B: of each in its split.
-            labels_B: the right ones.
-            outputs_BK: probabilities.
-            losses_B: in nats.
-        """
-        highest_B, predicted_B = outputs_BK.max(-1)
-        of_true_B = outputs_BK.gather(-1, labels_B.unsqueeze(-1)).squeeze(-1)
-        self._keep(number_B, labels_B, predicted_B, losses_B, highest_B, of_true_B)
-
-    def add_numbers(
-        self, number_B: Tensor, labels_B: Tensor, outputs_B: Tensor, losses_B: Tensor
-    ) -> None:
-        """Adds samples whose label is a number.
-
-        Args:
-            number_B: of each in its split.
-            labels_B: the right numbers.
-            outputs_B: predicted ones.
-            losses_B: squared errors.
-        """
-        unknown_B = torch.full_like(losses_B, torch.nan)
-        self._keep(number_B, labels_B, outputs_B, losses_B, unknown_B, unknown_B)
-
-    def _keep(self, *parts: Tensor) -> None:
-        self._parts.append(torch.stack([part.double().cpu() for part in parts]))
-
-    def result(
-        self,
-        *,
-        names: Sequence[str],
-        numbers: bool,
-        examples: int,
-        describe: Callable[[int], Described],
-        measure: Callable[[npt.NDArray[Any], npt.NDArray[Any]], dict[Metric, float]],
-    ) -> dict[str, Any]:
-        """The fields of `ClassPass` that follow from them.
-
-        Args:
-            names: of the classes, or of the places of choices; of numbers none.
-            numbers: whether labels are numbers.
-            examples: how many are kept.
-            describe: says for people what a sample of a number is.
-            measure: metrics from labels and predictions.
-
-        Raises:
-            ConfigError: losses are not finite.
-        """
         found_6N = torch.cat(self._parts, dim=1).numpy()
-        number_N, labels_N, predicted_N, losses_N, highest_N, of_true_N = found_6N
-        if not np.isfinite(losses_N).all():
+        number_N, label_N, predicted_N, loss_N, *_ = found_6N
+        if not np.isfinite(loss_N).all():
             raise ConfigError(
                 "the outputs of the model are not finite: its weights hold NaN or inf, or are too "
                 "large"
             )
-        if not numbers:
-            labels_N, predicted_N = labels_N.astype(int), predicted_N.astype(int)
-        shown = np.lexsort((number_N, -losses_N))[:examples]
-        return {
-            "samples": len(losses_N),
-            "loss": float(losses_N.mean()),
-            "metrics": measure(labels_N, predicted_N),
-            "examples": [
-                _example(
-                    describe(int(number_N[n])),
-                    number=int(number_N[n]),
-                    label=labels_N[n].item(),
-                    predicted=predicted_N[n].item(),
-                    loss=float(losses_N[n]),
-                    probabilities=None if numbers else (float(highest_N[n]), float(of_true_N[n])),
-                )
-                for n in shown
+        if not self._is_number:
+            label_N, predicted_N = label_N.astype(int), predicted_N.astype(int)
+        names = [] if self._is_number else self._names
+        pairs = Counter(zip(label_N.tolist(), predicted_N.tolist(), strict=True)) if names else {}
+        wrong = sorted((-count, t, p) for (t, p), count in pairs.items() if t != p)
+        matrix_KK = None
+        if 0 < len(names) <= FEW_CLASSES:
+            classes = range(len(names))
+            matrix_KK = np.array([[pairs[t, p] for p in classes] for t in classes])
+        task, split, groups = self._samples.task, self._samples.split, self._samples.classes()
+        assert groups is not None
+        return ClassPass(
+            task=self._kind,
+            data=task.name,
+            split=split,
+            unit=task.unit.name,
+            samples=len(loss_N),
+            of_samples=task.units_of(split),
+            metrics=self._metrics(label_N, predicted_N),
+            loss=float(loss_N.mean()),
+            held={name: int((label_N == label).sum()) for label, name in enumerate(names)},
+            scores=scores_of_predictions(names, label_N, predicted_N) if names else {},
+            matrix_KK=matrix_KK,
+            confusions=[Confusion(names[t], names[p], -n) for n, t, p in wrong[:MOST_CONFUSIONS]],
+            examples=[
+                self._example(*found_6N[:, n].tolist())
+                for n in np.lexsort((number_N, -loss_N))[:examples]
             ],
-            **of_classes([] if numbers else names, labels_N, predicted_N),
-        }
+            groups=groups[0],
+        )
+
+    def _metrics(
+        self, label_N: npt.NDArray[Any], predicted_N: npt.NDArray[Any]
+    ) -> dict[Metric, float]:
+        if isinstance(self._samples, ImageSamples):
+            return {"accuracy": accuracy(label_N, predicted_N)}
+        metrics = self._samples.task.schema.metrics
+        return {name: METRICS[name](label_N, predicted_N) for name in metrics}
+
+    def _example(
+        self,
+        number: float,
+        label: float,
+        predicted: float,
+        loss: float,
+        highest: float,
+        of_true: float,
+    ) -> Example:
+        texts, names = list[str](), self._names
+        if isinstance(self._samples, SequenceSamples):
+            texts, names = described(self._samples.task, self._samples.split, int(number))
+        if self._is_number:
+            true, found = f"{label:.4g}", f"{predicted:.4g}"
+        else:
+            true, found = names[int(label)], names[int(predicted)]
+        return Example(
+            number=int(number),
+            texts=texts,
+            true=true,
+            predicted=found,
+            loss=loss,
+            probability=None if self._is_number else highest,
+            probability_of_true=None if self._is_number else of_true,
+        )
 
 
-def of_classes(
-    names: Sequence[str], labels_N: npt.NDArray[Any], predicted_N: npt.NDArray[Any]
-) -> dict[str, Any]:
-    """The fields of `ClassPass` about single classes.
-
-    Args:
-        names: of the K classes; none: there are none.
-        labels_N: numbers of the right classes.
-        predicted_N: of predicted ones.
-    """
-    if not names:
-        return {"held": {}, "scores": {}, "matrix_KK": None, "confusions": []}
-    classes = len(names)
-    held_K = np.bincount(labels_N, minlength=classes)
-    pairs = Counter(zip(labels_N.tolist(), predicted_N.tolist(), strict=True))
-    matrix_KK = None
-    if classes <= FEW_CLASSES:
-        matrix_KK = np.array([[pairs[t, p] for p in range(classes)] for t in range(classes)])
-    wrong = sorted((-count, t, p) for (t, p), count in pairs.items() if t != p)
-    return {
-        "held": dict(zip(names, held_K.tolist(), strict=True)),
-        "scores": scores_of_predictions(names, labels_N, predicted_N),
-        "matrix_KK": matrix_KK,
-        "confusions": [Confusion(names[t], names[p], -n) for n, t, p in wrong[:MOST_CONFUSIONS]],
-    }
-
-
-def _example(
-    said: Described,
-    *,
-    number: int,
-    label: float,
-    predicted: float,
-    loss: float,
-    probabilities: tuple[float, float] | None,
-) -> Example:
-    if probabilities is None:
-        true, found = f"{label:.4g}", f"{predicted:.4g}"
-    else:
-        true, found = said.names[int(label)], said.names[int(predicted)]
-    highest, of_true = probabilities or (None, None)
-    return Example(
-        number=number,
-        texts=said.texts,
-        true=true,
-        predicted=found,
-        loss=loss,
-        probability=highest,
-        probability_of_true=of_true,
-    )
-
-
-def described(task: SequenceTask, split: str, row: int) -> Described:
-    """A row as text, from the tokens that the model reads.
+def described(task: SequenceTask, split: str, row: int) -> tuple[list[str], Sequence[str]]:
+    """A row as text, from the tokens that the model reads, and the names of its classes or choices.
 
     Args:
-        task: of the data.
-        split: of it.
-        row: in the split.
+        task: the task of the data.
+        split: a part of the data.
+        row: a row of the split.
     """
     pieces, choices = task.data.encoded(split).pieces, task.data.choices
     form = form_of(task.model.kind, task.data.tokenizer)
@@ -364,18 +248,16 @@ def described(task: SequenceTask, split: str, row: int) -> Described:
     firsts, seconds = [], []
     for sequence in range(row * choices, (row + 1) * choices):
         start, stop = pieces.starts_R1[sequence : sequence + 2]
-        ids, begin = (
-            pieces.ids_S[start : stop - len(form.after)].tolist(),
-            pieces.second_R[sequence],
-        )
+        ids = pieces.ids_S[start : stop - len(form.after)].tolist()
+        begin = pieces.second_R[sequence]
         end_of_first = begin - len(form.between) if two else len(ids)
         firsts.append(task.data.tokenizer.decode(ids[len(form.before) : end_of_first]))
         seconds.append(task.data.tokenizer.decode(ids[begin:]) if two else "")
     if task.schema.choices:
         names = [f"{n}: {short(text, MOST_CHARACTERS // 4)}" for n, text in enumerate(seconds)]
-        return Described([short(firsts[0])], names)
+        return [short(firsts[0])], names
     texts = [firsts[0], seconds[0]] if two else firsts
-    return Described([short(text) for text in texts], task.data.class_names)
+    return [short(text) for text in texts], task.data.class_names
 
 
 def short(text: str, most: int = MOST_CHARACTERS) -> str:

@@ -25,10 +25,10 @@ from polyad.train.console import Progress
 from polyad.train.errors import ConfigError, RunError
 from polyad.train.experts.probing import check_experts, choose_layers, routed_head, routed_layers
 from polyad.train.records import METRICS_FILE
-from polyad.train.report.content import Report
+from polyad.train.report.content import HeldOut, Report
 from polyad.train.report.history import History, read_history
-from polyad.train.report.page import render
-from polyad.train.report.passes import Asked, HeldOut, read_held_out
+from polyad.train.report.page import render_report
+from polyad.train.report.passes import Asked, read_held_out
 from polyad.train.report.top_images import MOST_IMAGES
 from polyad.train.results import json_value
 from polyad.train.tasks.registry import task_class
@@ -78,33 +78,48 @@ def report(
         ValueError: with an `exit_status` of 2: one line says what is wrong.
     """
     _run_config(run)
-    return read_newest(
-        run,
-        lambda chosen: _report(
-            *(run, chosen, output, data, split, layers, experts, top, tokens), knockout=knockout
-        ),
-        lambda run: _checkpoint(run, checkpoint, best=best),
-    )
+    target = run / OUTPUT_FILE if output is None else output
+
+    def written(chosen: Path) -> dict[str, Any]:
+        _check_output(target)
+        found = read_report(
+            run,
+            chosen,
+            data=data,
+            split=split,
+            layers=layers,
+            experts=experts,
+            top=top,
+            tokens=tokens,
+            knockout=knockout,
+        )
+        page = render_report(found)
+        with _writing(target, RunError):
+            write_whole(target, page)
+        return {"output": str(target), **json_value(found)}
+
+    return read_newest(run, written, lambda run: _checkpoint(run, checkpoint, best=best))
 
 
-def _report(
+def read_report(
     run: Path,
     checkpoint: Path,
-    output: Path | None,
-    data: str | None,
-    split: SplitName,
-    layers: Sequence[str],
-    experts: Sequence[str],
-    top: int,
-    tokens: int | None,
     *,
-    knockout: bool,
-) -> dict[str, Any]:
-    """As `report`, of a checkpoint that was chosen."""
+    data: str | None = None,
+    split: SplitName = "validation",
+    layers: Sequence[str] = (),
+    experts: Sequence[str] = (),
+    top: int = 8,
+    tokens: int | None = None,
+    knockout: bool = False,
+) -> Report:
+    """The content of a page, of a checkpoint that was chosen; the options are those of `report`.
+
+    Raises:
+        ValueError: with an `exit_status` of 2: one line says what is wrong.
+    """
     config = _run_config(run)
     weights = open_checkpoint(checkpoint)
-    target = run / OUTPUT_FILE if output is None else output
-    _check_output(target)
     history = _history(run)
     model = build_model(weights.model_config())
     head = routed_head(model)
@@ -140,7 +155,7 @@ def _report(
         )
         held_out = read_held_out(weights, what, asked_for)
     parameters = count_parameters(model)
-    result = Report(
+    return Report(
         run=run.resolve().name if run.name in ("", ".", "..") else str(run),
         kind=_in_words(config),
         is_sparse=isinstance(config.model.known_feed_forward(), SelectingConfig),
@@ -154,12 +169,8 @@ def _report(
         history=history,
         task=task_class(config.data.kind),
         routed=routed,
-        **vars(held_out),
+        read=held_out,
     )
-    page = render(result)
-    with _writing(target, RunError):
-        write_whole(target, page)
-    return {"output": str(target), **json_value(result)}
 
 
 def _what_is_read(

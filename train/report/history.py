@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from polyad.train.errors import ConfigError
-from polyad.train.page.charts import MOST_COLUMNS
+from polyad.train.page.matrices import MOST_COLUMNS
 from polyad.train.records import METRICS_FILE, record_of
 
 MAX_POINTS = 240

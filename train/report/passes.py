@@ -1,7 +1,7 @@
 """What a report reads with a checkpoint: text, images or labelled sequences, on one device."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,17 +15,17 @@ from polyad.parallel.weights import load_model
 from polyad.train.config.run import RunConfig, data_overrides, parse_config
 from polyad.train.console import Progress
 from polyad.train.errors import ConfigError
-from polyad.train.experts.kept_activation import Kept, kept_activation
+from polyad.train.experts.kept_activation import kept_activation
 from polyad.train.experts.probing import RoutedLayer, columns_of
 from polyad.train.measures.knockout import TOKENS, KnockOuts
-from polyad.train.measures.measure import Result, Subject
+from polyad.train.measures.measure import Subject
 from polyad.train.measures.registry import MEASURES
-from polyad.train.measures.specialization import Specialization, Specialized
 from polyad.train.reading import read
-from polyad.train.report.classes import ClassPass, Predictions
-from polyad.train.report.content import ExpertReport, TextPass
-from polyad.train.report.top_images import ImagePass, TopImages
-from polyad.train.report.top_text import TopText
+from polyad.train.report.classes import Predictions
+from polyad.train.report.content import HeldOut
+from polyad.train.report.top_images import TopImages
+from polyad.train.report.top_text import Snippet, TextPass, TopText
+from polyad.train.report.top_tokens import ShownExpert
 from polyad.train.tasks.images import ImageClassification
 from polyad.train.tasks.language import TextScores
 from polyad.train.tasks.losses import cross_entropy
@@ -57,25 +57,12 @@ class Asked:
     """Whether the experts that are shown are also left out, of text."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class HeldOut:
-    """What held-out data says."""
-
-    text: TextPass | None = None
-    images: ImagePass | None = None
-    classes: ClassPass | None = None
-    measures: Mapping[str, Result] = field(default_factory=dict)
-    """By the name of the measure."""
-    kept: Mapping[str, Kept] = field(default_factory=dict)
-    """What groups of units keep of the activation of all, by layer."""
-
-
 def read_held_out(weights: Checkpoint, what: str, asked: Asked) -> HeldOut:
     """Reads held-out data.
 
     Args:
-        weights: of a run.
-        what: `text`, `images` or `sequences`.
+        weights: a run's.
+        what: what is read: `text`, `images` or `sequences`.
         asked: what is shown of it.
 
     Raises:
@@ -110,27 +97,20 @@ def read_held_out(weights: Checkpoint, what: str, asked: Asked) -> HeldOut:
             batch_size=batch_size,
             told=f"read {asked.split}",
         )
-        text = images = classes = None
+        text = images = None
         if top_text is not None:
             shown = top_text.result(model, asked.experts, batch_size, str(weights.folder))
-        outcomes = {} if predictions is None else predictions.outcomes(asked.top)
+        classes = None if predictions is None else predictions.result(asked.top)
         results = {name: measure.result() for name, measure in measures.items()}
-        division = results.get(Specialization.name)
         if top_text is not None:
-            assert isinstance(division, Specialized)
-            perplexity = _perplexity(subject, task, asked)
             text = TextPass(
                 data=task.name,
                 split=asked.split,
                 tokens=top_text.tokens,
                 of_tokens=task.units_of(asked.split),
-                perplexity=perplexity,
+                perplexity=_perplexity(subject, task, asked),
                 layers=shown,
-                division=division,
             )
-        if predictions is not None:
-            assert isinstance(division, Specialized)
-            classes = predictions.result(outcomes, division)
         if top_images is not None:
             largest = [] if classes is None else [each.number for each in classes.examples]
             images = top_images.result(model, asked.experts, largest)
@@ -197,11 +177,8 @@ def _with_knockout(subject: Subject, task: Task[Any], text: TextPass, asked: Ask
     measure.read()
     found = measure.result()
     without = {each.layer.name: each.experts() for each in found.layers}
-
-    def beside(layer: str, expert: ExpertReport) -> ExpertReport:
-        return replace(expert, without=without[layer][expert.name])
-
-    layers = {
-        name: [beside(name, expert) for expert in experts] for name, experts in text.layers.items()
+    layers: dict[str, list[ShownExpert[Snippet]]] = {
+        name: [replace(expert, without=without[name][expert.name]) for expert in experts]
+        for name, experts in text.layers.items()
     }
     return replace(text, layers=layers, left_out=found.tokens)

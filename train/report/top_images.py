@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from polyad.model.vision import ImageModelSettings, ImageSettings
 from polyad.train.experts.probing import Decision, RoutedLayer
 from polyad.train.reading import Reading, read
-from polyad.train.report.top_tokens import TopTokens, shown_experts
+from polyad.train.report.top_tokens import ShownExpert, TopTokens, shown_experts
 from polyad.train.tasks.samples import ImageSamples
 
 MAPPED = 6
@@ -41,20 +41,6 @@ class TopImage:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ImageExpert:
-    """One expert's coefficients over the images that were read."""
-
-    name: str
-    load: float
-    """Its mean coefficient, divided by that of its level."""
-    active: float
-    """Share of the tokens with a coefficient above 0."""
-    dominant: float
-    """Share of the tokens with a coefficient of at least 0.5."""
-    top: list[TopImage]
-
-
-@dataclass(frozen=True, kw_only=True)
 class RoutingMap:
     """Where the patches of one image go in one layer."""
 
@@ -76,7 +62,7 @@ class ImagePass:
     """Images of the whole split."""
     grid: int
     """Patches in a row."""
-    layers: dict[str, list[ImageExpert]]
+    layers: dict[str, list[ShownExpert[TopImage]]]
     """By the layer's name."""
     maps: dict[str, list[RoutingMap]]
     """By the layer's name; none where tokens are no patches."""
@@ -192,15 +178,18 @@ class TopImages:
             },
         )
 
-    def _experts(self, layer: RoutedLayer, experts: Sequence[str], grid: int) -> list[ImageExpert]:
+    def _experts(
+        self, layer: RoutedLayer, experts: Sequence[str], grid: int
+    ) -> list[ShownExpert[TopImage]]:
         top, tokens = self._tops[layer.name], self._tokens[layer.name]
         totals = top.totals()
         in_words = self._samples.task.labels_in_words(self._samples.split)
         patches = not layer.name.endswith("token_feed_forward")
         return [
-            ImageExpert(
-                **totals.of_expert(layer, column),
-                top=[
+            totals.shown(
+                layer,
+                column,
+                [
                     TopImage(
                         coefficient=coefficient,
                         number=position // tokens,

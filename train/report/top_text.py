@@ -7,15 +7,15 @@ Shapes: B windows, T tokens of a window, S experts of all levels side by side.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from torch import nn
 
 from polyad.train.experts.probing import RoutedLayer
 from polyad.train.reading import Reading, read
-from polyad.train.report.content import ExpertReport, Snippet
-from polyad.train.report.snippets import Documents, Place, WordTokens, pieces
-from polyad.train.report.top_tokens import TopTokens, shown_experts
+from polyad.train.report.snippets import Documents, Piece, Place, WordTokens, pieces
+from polyad.train.report.top_tokens import ShownExpert, TopTokens, shown_experts
 from polyad.train.tasks.samples import TextSamples
 
 
@@ -25,7 +25,69 @@ class Top(NamedTuple):
     coefficient: float
     position: int
     among_all: bool
+    """Whether it is one of the highest of all tokens."""
     among_words: bool
+    """Whether it is one of the highest of those that are words or parts of words."""
+
+
+class Snippet(NamedTuple):
+    """Such a token in its context."""
+
+    top: Top
+    place: Place
+    pieces: list[Piece]
+
+    def shown(self) -> list[Piece]:
+        """The pieces without white space at both ends, unless it is about that."""
+        known = [i for i, each in enumerate(self.pieces) if each.is_peak or each.text.strip()]
+        return self.pieces[known[0] : known[-1] + 1] if known else self.pieces
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON values."""
+        return {
+            "coefficient": self.top.coefficient,
+            "document": self.place.document,
+            "offset": self.place.offset,
+            "position": self.place.position,
+            "text": "".join(piece.text for piece in self.pieces),
+            "token": "".join(piece.text for piece in self.pieces if piece.is_peak),
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextPass:
+    """Top-activating tokens."""
+
+    data: str
+    split: str
+    tokens: int
+    """Tokens that were read."""
+    of_tokens: int
+    """Tokens of the whole split."""
+    perplexity: float | None
+    """As `polyad evaluate` gives it; None where the report does not read the whole split."""
+    layers: Mapping[str, list[ShownExpert[Snippet]]]
+    """By the layer's name."""
+    left_out: int | None = None
+    """Tokens that were read without experts; None where that was not asked for."""
+
+    def layers_to_json(self) -> dict[str, Any]:
+        """JSON values of the experts of each layer."""
+        return {
+            name: [
+                {
+                    "expert": expert.name,
+                    "load": expert.load,
+                    "active": expert.active,
+                    "dominant": expert.dominant,
+                    "without": expert.without,
+                    "top": [one for one in expert.top if one.top.among_all],
+                    "top_words": [one for one in expert.top if one.top.among_words],
+                }
+                for expert in experts
+            ]
+            for name, experts in self.layers.items()
+        }
 
 
 def merged(every: Sequence[tuple[float, int]], words: Sequence[tuple[float, int]]) -> list[Top]:
@@ -87,13 +149,7 @@ class _Contexts:
                     tokenizer.decode,
                     tokenizer.end_of_text_id,
                 )
-                self._found.setdefault((name, column), {})[rank] = Snippet(
-                    coefficient=top.coefficient,
-                    place=place,
-                    pieces=shown,
-                    among_all=top.among_all,
-                    among_words=top.among_words,
-                )
+                self._found.setdefault((name, column), {})[rank] = Snippet(top, place, shown)
 
     def of_expert(self, layer: str, column: int) -> list[Snippet]:
         """The contexts of an expert, the highest coefficient first."""
@@ -133,7 +189,7 @@ class TopText:
 
     def result(
         self, model: nn.Module, experts: Sequence[str], batch_size: int, name: str
-    ) -> dict[str, list[ExpertReport]]:
+    ) -> dict[str, list[ShownExpert[Snippet]]]:
         """The experts of each layer that are shown.
 
         Args:
@@ -163,10 +219,7 @@ class TopText:
             read(model, self._layers, some, [contexts], batch_size=batch_size)
         return {
             layer.name: [
-                ExpertReport(
-                    **totals[layer.name].of_expert(layer, column),
-                    snippets=contexts.of_expert(layer.name, column),
-                )
+                totals[layer.name].shown(layer, column, contexts.of_expert(layer.name, column))
                 for column in columns[layer.name]
             ]
             for layer in self._layers

@@ -4,13 +4,15 @@ Shapes: B windows, T tokens of a window, G stretches of a window, S experts, K t
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from polyad.model.mumoe.layer import DOMINANT
 from polyad.train.errors import ConfigError
+from polyad.train.experts.knockout import ExpertWithout
 from polyad.train.experts.probing import RoutedLayer
 
 STRETCH = 32
@@ -19,6 +21,26 @@ LEAST_LOAD = 0.05
 """Times the mean load: experts with less are shown only if they are named."""
 SHOWN = 6
 """Experts that are picked in a layer, unless they are named."""
+
+
+Top = TypeVar("Top")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShownExpert(Generic[Top]):
+    """One expert's coefficients over the tokens that were read."""
+
+    name: str
+    load: float
+    """Its mean coefficient, divided by that of its level."""
+    active: float
+    """Share of the tokens with a coefficient above 0."""
+    dominant: float
+    """Share of the tokens with a coefficient of at least 0.5."""
+    top: list[Top]
+    """The tokens, or images, of which it gets most, the highest coefficient first."""
+    without: ExpertWithout | None = None
+    """The loss without it; None where that was not asked for."""
 
 
 class Totals(NamedTuple):
@@ -43,14 +65,21 @@ class Totals(NamedTuple):
         tiny = torch.finfo(self.load_S.dtype).tiny
         return torch.cat([load / load.mean().clamp_min(tiny) for load in of_levels])
 
-    def of_expert(self, layer: RoutedLayer, column: int) -> dict[str, Any]:
-        """The fields that pages of text and of images share, of one expert."""
-        return {
-            "name": layer.expert_name(column),
-            "load": float(self.times_mean(layer.levels)[column]),
-            "active": float(self.active_S[column]),
-            "dominant": float(self.dominant_S[column]),
-        }
+    def shown(self, layer: RoutedLayer, column: int, top: list[Top]) -> ShownExpert[Top]:
+        """One expert, with the tokens of which it gets most.
+
+        Args:
+            layer: of the expert.
+            column: the expert's.
+            top: its tokens.
+        """
+        return ShownExpert(
+            name=layer.expert_name(column),
+            load=float(self.times_mean(layer.levels)[column]),
+            active=float(self.active_S[column]),
+            dominant=float(self.dominant_S[column]),
+            top=top,
+        )
 
 
 class TopTokens:

@@ -124,10 +124,9 @@ def test_a_page_needs_nothing_beside_itself() -> None:
     assert "default-src 'none'" in html
     assert "prefers-color-scheme: dark" in html
     assert "@media print" in html
-    # The drawing's style does not reach the page.
     [drawing] = re.findall(r"<svg.*?</svg>", html, re.S)
-    assert "<style>" not in drawing
-    assert "svg.study .note{" in html
+    assert "<style>" not in drawing  # it is the page's
+    assert "var(--series-1)" in drawing
 
 
 def test_what_a_file_says_cannot_become_part_of_the_page() -> None:

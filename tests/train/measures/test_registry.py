@@ -93,7 +93,7 @@ def test_commands_know_it_by_its_name(even, trained, tmp_path, capfd):
     assert told["layers"][LAYER] == pytest.approx(share, rel=0.01)  # but for the first token
     text = page.read_text()
     assert '<a href="#even">Even experts</a>' in text
-    assert f"<p>Block 1: {told['layers'][LAYER]:.4f}</p>" in text
+    assert f">Block 1: {told['layers'][LAYER]:.4f}</p>" in text
     capfd.readouterr()
     assert polyad([*words, "--name", "odd"]) == 2
     assert "--name: 'odd' is not allowed; " in capfd.readouterr().err

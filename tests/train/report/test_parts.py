@@ -12,19 +12,11 @@ import torch
 
 from polyad.train.errors import ConfigError
 from polyad.train.experts.probing import RoutedLayer
-from polyad.train.page.charts import (
-    LEFT,
-    Line,
-    _indices,
-    _png,
-    heat_map,
-    line_chart,
-    number,
-    ticks,
-)
-from polyad.train.page.html import visible
+from polyad.train.page.charts import LEFT, Line, line_chart, ticks
+from polyad.train.page.matrices import _indices, _png, heat_map
+from polyad.train.page.template import number, visible
 from polyad.train.report.history import read_history
-from polyad.train.report.layers import _load_figures
+from polyad.train.report.layers import load_figures
 from polyad.train.report.snippets import Documents, WordTokens, has_word, pieces
 from polyad.train.report.top_text import Top, merged
 from polyad.train.report.top_tokens import STRETCH, TopTokens, choose_experts
@@ -64,7 +56,9 @@ def test_a_heat_map_has_a_column_for_each_record_with_loads(tmp_path):
     assert (history.load_steps, history.load_width) == (sorted(logged), 1)
     layer = history.layers["blocks.1.feed_forward"]
     assert [row[0] for row in layer.load] == sorted(logged)
-    html = _load_figures(history, RoutedLayer(name="blocks.1.feed_forward", levels=(2,)), layer)
+    routed = RoutedLayer(name="blocks.1.feed_forward", levels=(2,))
+    (figure,) = load_figures(history, routed, layer)
+    html = figure.__html__()
     image = base64.b64decode(re.search(r"base64,([^\"]+)", html)[1])
     assert struct.unpack(">II", image[16:24]) == (601, 2)
     assert "a column each step whose record" in html
@@ -97,7 +91,7 @@ def test_an_odd_number_of_pixels_loses_no_record(tmp_path):
 
 def test_the_steps_below_a_heat_map_stand_under_their_columns():
     # Columns of 1, 2, 3, 4 and 100, each a fifth of the plot: 100 stands in the last one's middle.
-    svg = heat_map([1, 2, 3, 4, 100], np.ones((1, 5)), ["expert 0: x"], title="t")
+    svg = heat_map([1, 2, 3, 4, 100], np.ones((1, 5)), ["expert 0: x"], title="t").__html__()
     places = dict(re.findall(r'x="([\d.]+)" y="[\d.]+" text-anchor="middle">([\d,]+)<', svg))
     assert {step: float(x) for x, step in places.items()}["100"] == LEFT + 978 * 0.9
 
@@ -271,7 +265,7 @@ def test_a_place_stays_in_its_document_and_window(prepared):
 
 
 def test_text_cannot_become_markup():
-    assert visible("<script>&\"'") == "&lt;script&gt;&amp;&quot;&#x27;"
+    assert visible("<script>&\"'") == "&lt;script&gt;&amp;&#34;&#39;"
     assert visible("\x00\x1b") == "\u2400\u241b"
 
 
@@ -280,7 +274,8 @@ def test_thousands_of_experts_share_the_rows_of_a_heat_map(tmp_path):
              for s in (1, 2)]  # fmt: skip
     history = read_history(write(tmp_path, lines))
     layer = RoutedLayer(name="blocks.1.feed_forward", levels=(1000,))
-    html = _load_figures(history, layer, history.layers[layer.name])
+    (figure,) = load_figures(history, layer, history.layers[layer.name])
+    html = figure.__html__()
     image = base64.b64decode(re.search(r"base64,([^\"]+)", html)[1])
     assert struct.unpack(">II", image[16:24]) == (2, 256)
     assert "4 experts share a row" in html
@@ -296,12 +291,13 @@ def test_numbers_and_ticks_are_round():
 
 def test_a_chart_has_gaps_where_nothing_is_known_and_needs_no_two_points():
     line = Line(label="a", values=[1.0, None, 3.0], colour="red")
-    svg = line_chart([1, 2, 3], [line], title="t<i>")
+    svg = line_chart([1, 2, 3], [line], title="t<i>").__html__()
     assert svg.count("M") == 2
     assert "t&lt;i&gt;" in svg
-    assert "circle" in line_chart([5], [Line(label="a", values=[2.0], colour="red")], title="t")
+    one = Line(label="a", values=[2.0], colour="red")
+    assert "circle" in line_chart([5], [one], title="t").__html__()
     none = Line(label="a", values=[None], colour="red")
-    assert "No numbers" in line_chart([5], [none], title="t")
+    assert "No numbers" in line_chart([5], [none], title="t").__html__()
 
 
 def test_a_heat_map_is_an_image_whose_unused_cells_are_transparent():

@@ -99,10 +99,11 @@ def test_a_check_box_without_a_script_shows_tokens_that_are_no_words(runs, tmp_p
 @pytest.mark.slow
 def test_a_picture_of_a_page_has_its_curves_and_its_tokens(runs, tmp_path):
     """`docs/picture.py`, which draws the README's picture, follows the page."""
-    report(runs["smoe"], output=tmp_path / "page.html", layers=["1"], experts=["0", "3"], top=2)
+    asked = {"layers": ["1"], "experts": ["3"], "top": 4}
+    report(runs["smoe"], output=tmp_path / "page.html", **asked)
     root = Path(__file__).parents[3]
-    command = [sys.executable, root / "docs" / "picture.py", "page.html", "page.svg"]
-    subprocess.run([*command, "--block", "1", "--experts", "3"], cwd=tmp_path, check=True)
+    command = [sys.executable, root / "docs" / "picture.py", runs["smoe"], tmp_path / "page.svg"]
+    subprocess.run([*command, "--block", "1", "--experts", "3"], cwd=root, check=True)
     page, picture = ((tmp_path / f"page.{kind}").read_text() for kind in ("html", "svg"))
     drawn = ElementTree.fromstring(picture)
     curves = [one.get("d") for one in drawn.iter(f"{SVG}path") if one.get("class") == "curve"]

@@ -172,4 +172,4 @@ def test_weights_that_are_not_finite_are_one_line(train):
     predictions = Predictions(samples)
     read(model, [], samples, [predictions], batch_size=4)
     with pytest.raises(ConfigError, match="the outputs of the model are not finite"):
-        predictions.outcomes(examples=1)
+        predictions.result(examples=1)

@@ -1,0 +1,187 @@
+"""Figures of several panels, as studies and plans draw them: a file, or a part of a page."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from markupsafe import Markup
+
+from polyad.train.page.charts import (
+    Area,
+    Axis,
+    Chart,
+    Line,
+    Place,
+    curves,
+    element,
+    labels_below,
+    span,
+    text,
+)
+from polyad.train.page.template import COLOURS, render
+
+WIDTH, MARGIN, GAP = 520, 16, 28
+"""Pixels of a panel, around all panels, and between two."""
+HEAD, FOOT = 44, 34
+"""Pixels above what a panel draws, and below it."""
+ROW, NAMES = 26, 140
+"""Pixels of a row of dots, and for its name."""
+ROOM = 0.06
+"""Beside the values of an axis, as a share of them."""
+NAMED, IN_A_ROW = 18, 3
+"""Pixels of a row of names of curves, and how many stand in it."""
+
+
+class DotRow(NamedTuple):
+    """A row of single values, with their mean and its interval."""
+
+    name: str
+    colour: str
+    values: Sequence[float]
+    mean: float
+    low: float
+    """The lower end of the interval; NaN where there is none."""
+    high: float
+
+
+def dot_panel(title: str, note: str, rows: Sequence[DotRow], *, from_zero: bool) -> Chart:
+    """A panel with a row of dots for each name.
+
+    Args:
+        title: what is drawn.
+        note: what the marks mean.
+        rows: from top to bottom.
+        from_zero: whether 0 is on the axis.
+    """
+    numbers = [v for row in rows for v in (*row.values, row.mean, row.low, row.high)]
+    known = [value for value in numbers if math.isfinite(value)] + [0.0] * from_zero
+    top, bottom = HEAD, HEAD + ROW * len(rows)
+    axis = Axis(*span(known, room=ROOM))
+    x, labels = axis.between(NAMES, WIDTH - 12), {tick: f"{tick:g}" for tick in axis.ticks()}
+    parts = _heading(title, note)
+    for tick in labels:
+        css = "zero" if tick == 0 and from_zero else "grid"
+        parts.append(element("line", css=css, x1=x(tick), x2=x(tick), y1=top, y2=bottom))
+    parts += labels_below(labels, x, bottom)
+    for number_, row in enumerate(rows):
+        parts.append(_dots(row, x, top + ROW * (number_ + 0.5)))
+    return Chart(title=title, width=WIDTH, height=bottom + FOOT, parts=parts)
+
+
+def _dots(row: DotRow, x: Place, y: float) -> Markup:
+    said = ", ".join(f"{value:.4g}" for value in row.values)
+    name = element("text", row.name, x=NAMES - 8, y=y + 4, text_anchor="end")
+    parts = [element("title", f"{row.name}: mean {row.mean:.4g}; {said}"), name]
+    if math.isfinite(row.low) and math.isfinite(row.high):
+        ends = (x(row.low), x(row.high))
+        parts.append(_stroke("interval", row.colour, ends, (y, y)))
+    at = x(row.mean)
+    parts.append(_stroke("mark", row.colour, (at, at), (y - 8, y + 8)))
+    parts += [
+        element("circle", css="seed", cx=x(value), cy=y, r=4, fill=row.colour)
+        for value in row.values
+    ]
+    return element("g", *parts, css="row")
+
+
+def _stroke(css: str, colour: str, x: tuple[float, float], y: tuple[float, float]) -> Markup:
+    return element("line", css=css, x1=x[0], x2=x[1], y1=y[0], y2=y[1], stroke=colour)
+
+
+def _heading(title: str, note: str) -> list[Markup]:
+    """A panel's title, and what its marks mean."""
+    return [text(0, 14, title, css="title"), *([text(0, 30, note)] if note else [])]
+
+
+def curve_panel(
+    title: str,
+    note: str,
+    xs: Sequence[float],
+    lines: Sequence[Line],
+    x: Axis,
+    y: Axis,
+    *,
+    x_labels: Mapping[float, str],
+    y_labels: Mapping[float, str] | None = None,
+    height: int = 280,
+) -> Chart:
+    """A panel of curves, whose names stand above them.
+
+    Args:
+        title: what is drawn.
+        note: what the marks mean.
+        xs: where the values of all lines are.
+        lines: as many values each; the name of one without a label is left out.
+        x: the horizontal axis.
+        y: the vertical one.
+        x_labels: what stands below the panel, and where.
+        y_labels: what stands beside it; None: round numbers.
+        height: pixels.
+    """
+    named = [line for line in lines if line.label]
+    above = HEAD + NAMED * math.ceil(len(named) / IN_A_ROW)
+    area = Area(58, above, WIDTH - 12, height - FOOT)
+    if y_labels is None:
+        y_labels = {tick: f"{tick:g}" for tick in y.ticks(6)}
+    parts = _heading(title, note) + curves(xs, lines, x, y, area, x_labels, y_labels)
+    for number, line in enumerate(named):
+        row, column = divmod(number, IN_A_ROW)
+        parts.append(
+            element(
+                "text",
+                line.label,
+                css="name",
+                x=area.left + 150 * column,
+                y=HEAD + 4 + NAMED * row,
+                style=f"fill:{line.colour}",
+            )
+        )
+    return Chart(title=title, width=WIDTH, height=height, parts=parts)
+
+
+def sheet(title: str, panels: Sequence[Chart], *, note: str = "", inline: bool = False) -> str:
+    """A figure: its panels in rows of two.
+
+    Args:
+        title: what is drawn, for a screen reader.
+        panels: each as wide as any other.
+        note: what stands above them.
+        inline: whether it is for a page, which has the style of charts, in place of a file.
+
+    Returns:
+        The text of an SVG file, or an element.
+    """
+    y = float(MARGIN + 20 * bool(note))
+    parts = [text(MARGIN, y - 8, note)] if note else []
+    for first in range(0, len(panels), 2):
+        pair = panels[first : first + 2]
+        parts += [panel.at(MARGIN + column * (WIDTH + GAP), y) for column, panel in enumerate(pair)]
+        y += max(panel.height for panel in pair) + GAP
+    width = 2 * MARGIN + WIDTH + (WIDTH + GAP if len(panels) > 1 else 0)
+    before = [element("title", title)]
+    if not inline:
+        style = element("style", render("train/page/chart.css"))
+        before += [style, element("rect", width="100%", height="100%", fill="var(--card)")]
+    drawn = element(
+        "svg",
+        *(*before, *parts),
+        xmlns="http://www.w3.org/2000/svg",
+        viewBox=f"0 0 {width} {y:g}",
+        width=width,
+        height=y,
+        style=f"max-width:{width}px;min-width:{0.65 * width:.0f}px" if inline else None,
+        role="img",
+        aria_label=title,
+    )
+    return str(drawn) if inline else f"{in_light(drawn)}\n"
+
+
+def in_light(drawing: str) -> str:
+    """A drawing with the colours of the light scheme: not every viewer of files knows variables.
+
+    Args:
+        drawing: SVG.
+    """
+    for name, (light, _) in COLOURS.items():
+        drawing = drawing.replace(f"var(--{name})", light)
+    return drawing
