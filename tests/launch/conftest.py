@@ -10,17 +10,7 @@ import pytest
 import yaml
 
 from polyad.launch.cli import run
-
-ROOT = Path(__file__).resolve().parents[2]
-SMALL = {
-    "model": {
-        **{"kind": "gpt2", "num_layers": 2, "hidden_size": 32, "num_heads": 2},
-        "sequence_length": 32,
-    },
-    "train": {"steps": 4, "global_batch_size": 4, "micro_batch_size": 2},
-    "schedule": {"decay_steps": 4},
-    "checkpoint": {"every": 2},
-}
+from tests.helpers.started import ROOT, SMALL
 
 
 @pytest.fixture(scope="session")

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from polyad.launch.cli import run
-from tests.launch.conftest import ROOT
+from tests.helpers.started import ROOT
 from tests.launch.test_cli import error_line
 
 PARTS = 3

@@ -1,18 +1,15 @@
 """Commands in processes of their own, as the quickstart and studies start them."""
 
-import json
 import os
 import signal
-import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from polyad.launch.processes import polyad
 from polyad.parallel.checkpoint.keeping import complete_checkpoints
-from tests.launch.conftest import ROOT
+from tests.helpers.started import start, steps, wait_for
 
 pytestmark = pytest.mark.distributed
 
@@ -41,23 +38,15 @@ def test_a_signal_is_handed_on_and_the_run_saved(config: Path, all_processes: bo
         "from polyad.launch.processes import polyad\n"
         f"print(polyad('train', {str(config)!r}, *{options}))"
     )
-    parent = subprocess.Popen(
-        [sys.executable, "-c", code],
-        **{"cwd": ROOT, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True},
-        start_new_session=True,
-    )
-    metrics, until = config.parent / "run" / "metrics.jsonl", time.monotonic() + 120
-    while not (metrics.exists() and metrics.read_text()):
-        assert time.monotonic() < until
-        assert parent.poll() is None, parent.communicate()
-        time.sleep(0.01)
+    parent = start([sys.executable, "-c", code], start_new_session=True)
+    run = config.parent / "run"
+    wait_for(lambda: steps(run), parent)
     send = os.killpg if all_processes else os.kill
     send(parent.pid, signal.SIGTERM)
     out, err = parent.communicate(timeout=60)
     assert (parent.returncode, out) == (0, "143\n"), err
-    steps = [json.loads(line)["step"] for line in metrics.open()]
-    (newest,) = complete_checkpoints(config.parent / "run" / "checkpoints")
-    assert newest.name == f"step-{steps[-1]:08d}"
+    (newest,) = complete_checkpoints(run / "checkpoints")
+    assert newest.name == f"step-{steps(run)[-1]:08d}"
     assert err.splitlines()[-1].endswith(
         f"stopped by SIGTERM; the same command goes on from {newest}"
     )

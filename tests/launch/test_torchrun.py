@@ -1,13 +1,11 @@
 """Signals and failures under torchrun's agent, with real processes."""
 
-import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -16,7 +14,9 @@ import pytest
 from polyad.launch.torchrun import STOP_FILE, _stopped, forget_stop, tell_launcher
 from polyad.launch.via.command import torchrun
 from polyad.parallel.checkpoint.keeping import complete_checkpoints
+from tests.helpers import started
 from tests.helpers.everyday import everyday
+from tests.helpers.started import steps, wait_for
 
 pytestmark = pytest.mark.distributed
 
@@ -45,15 +45,8 @@ def test_workers_of_an_agent_that_is_the_first_process_of_a_container_start(tmp_
         or subprocess.run([unshare, "-pf", "true"], check=False, capture_output=True).returncode
     ):
         pytest.skip("a process cannot be the first of its own here: it needs unshare and root")
-    words = (
-        "--standalone",
-        "--nproc-per-node",
-        "1",
-        "-m",
-        "polyad.launch",
-        "train",
-        "nothing.yaml",
-    )
+    processes = ("--standalone", "--nproc-per-node", "1")
+    words = [*processes, "-m", "polyad.launch", "train", "nothing.yaml"]
     done = subprocess.run(
         [unshare, "-pf", sys.executable, "-m", "polyad.launch.torchrun", *words],
         **{"check": False, "capture_output": True, "text": True},
@@ -63,31 +56,13 @@ def test_workers_of_an_agent_that_is_the_first_process_of_a_container_start(tmp_
     assert done.returncode == 2
 
 
-def start(config: Path, *overrides: str, restarts: int = 3) -> "subprocess.Popen[str]":
+def start(config: Path, *overrides: str, restarts: int = 3) -> subprocess.Popen[str]:
     words = ["evaluation.every=0", "log.trackers=[]", *overrides]
     command = torchrun(config, words, processes_per_node=2, max_restarts=restarts)
-    environment = {k: v for k, v in os.environ.items() if k not in {"RANK", "WORLD_SIZE"}}
-    return subprocess.Popen(
-        command,
-        **{"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True},
-        env=environment | {"OMP_NUM_THREADS": "1"},
-    )
+    return started.start(command, stdout=subprocess.DEVNULL)
 
 
-def wait_for(condition: Callable[[], object], agent: "subprocess.Popen[str]") -> None:
-    until = time.monotonic() + 120
-    while not condition():
-        assert agent.poll() is None, agent.communicate()
-        assert time.monotonic() < until
-        time.sleep(0.01)
-
-
-def steps(run: Path) -> list[int]:
-    path = run / "metrics.jsonl"
-    return [json.loads(line)["step"] for line in path.open()] if path.exists() else []
-
-
-def workers_of(agent: "subprocess.Popen[str]") -> list[psutil.Process]:
+def workers_of(agent: subprocess.Popen[str]) -> list[psutil.Process]:
     return psutil.Process(agent.pid).children()
 
 

@@ -14,6 +14,7 @@ import yaml
 from polyad.launch.machine import cores_here
 from polyad.launch.study.jobs import VISIBLE, Jobs, Work
 from polyad.train.errors import RunError
+from tests.helpers.started import steps, wait_for
 from tests.launch.study.conftest import CP, WriteStudy
 from tests.launch.study.test_checks import refused
 from tests.launch.study.test_run import (
@@ -22,8 +23,6 @@ from tests.launch.study.test_run import (
     newest_step,
     start,
     state,
-    trained,
-    wait_for,
     write,
 )
 
@@ -184,7 +183,7 @@ def test_a_signal_ends_all_runs_that_go_on_and_they_are_saved(
     path = write(tmp_path, data, common=SLOW | QUICK)
     folders = [tmp_path / "study" / "runs" / name / "seed-1" for name in ("dense", "cp")]
     process = start(path, "--jobs", "2")
-    wait_for(lambda: all((f / "metrics.jsonl").exists() and trained(f) for f in folders), process)
+    wait_for(lambda: all(steps(f) for f in folders), process)
     both = children(process.pid)
     assert len(both) == 2
     if whom == "all":
@@ -200,12 +199,12 @@ def test_a_signal_ends_all_runs_that_go_on_and_they_are_saved(
     ours = f"polyad: error: {name}; {runs}: the same command goes on with these runs"
     assert err.splitlines()[-1] == ours
     for folder in folders:
-        assert 0 < newest_step(folder) == trained(folder)[-1] < 300
+        assert 0 < newest_step(folder) == steps(folder)[-1] < 300
     if whom == "all":
         result, err = finish(path, "--jobs", "2")
         assert result["finished"]
         assert "0 finished, 2 to go on, 0 to begin" in err
-        assert all(trained(folder) == list(range(1, 301)) for folder in folders)
+        assert all(steps(folder) == list(range(1, 301)) for folder in folders)
 
 
 @pytest.mark.slow
@@ -225,7 +224,7 @@ def test_a_run_that_fails_stops_the_other_which_is_saved(tmp_path: Path, data: P
     dense = tmp_path / "study" / "runs" / "dense" / "seed-1"
     stopped = newest_step(dense) if (dense / "checkpoints").exists() else 0
     if stopped:  # else it was still starting
-        assert stopped == trained(dense)[-1]
+        assert stopped == steps(dense)[-1]
     assert not (tmp_path / "study" / "runs" / "dense" / "seed-1.json").exists()
 
 
@@ -234,7 +233,7 @@ def test_a_killed_study_leaves_none_of_its_runs_behind(tmp_path: Path, data: Pat
     path = write(tmp_path, data, common=QUICK | {"train.steps": 100_000, "checkpoint.every": 0})
     folders = [tmp_path / "study" / "runs" / name / "seed-1" for name in ("dense", "cp")]
     process = start(path, "--jobs", "2")
-    wait_for(lambda: all((f / "metrics.jsonl").exists() and trained(f) for f in folders), process)
+    wait_for(lambda: all(steps(f) for f in folders), process)
     both = children(process.pid)
     process.kill()
     process.wait()

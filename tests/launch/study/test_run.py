@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,8 @@ from polyad.launch.cli import run
 from polyad.launch.study.folder import held, read_record, write_record
 from polyad.train.config.run import load_config
 from polyad.train.study.reading import load_study
-from tests.launch.conftest import ROOT, SMALL
+from tests.helpers import started
+from tests.helpers.started import SMALL, steps, wait_for
 from tests.launch.study.conftest import CP, small_study
 from tests.launch.study.test_checks import refused
 
@@ -56,26 +56,8 @@ def finished(tmp_path_factory: pytest.TempPathFactory, data: Path) -> Path:
 
 def start(path: Path, *options: str) -> subprocess.Popen[str]:
     """`polyad study` in a process of its own."""
-    return subprocess.Popen(
-        [sys.executable, "-m", "polyad.launch", "study", str(path), *options],
-        **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": ROOT},
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        start_new_session=True,  # so that all its processes can be told at once
-    )
-
-
-def wait_for(condition: Callable[[], object], process: subprocess.Popen[str]) -> None:
-    """Polls while a study goes on."""
-    deadline = time.monotonic() + 120
-    while not condition():
-        assert time.monotonic() < deadline
-        assert process.poll() is None, process.communicate()
-        time.sleep(0.02)
-
-
-def trained(run_folder: Path) -> list[int]:
-    """Steps that a run has records of."""
-    return [json.loads(line)["step"] for line in (run_folder / "metrics.jsonl").open()]
+    words = [sys.executable, "-m", "polyad.launch", "study", str(path), *options]
+    return started.start(words, start_new_session=True)  # so that all its processes can be told
 
 
 def newest_step(run_folder: Path) -> int:
@@ -229,7 +211,7 @@ def test_a_study_that_a_signal_stopped_goes_on_where_it_was(
     path = write(tmp_path, data, common=common | QUICK, variants={"dense": None})
     first = tmp_path / "study" / "runs" / "dense" / "seed-1"
     process = start(path)
-    wait_for(lambda: (first / "metrics.jsonl").exists() and trained(first), process)
+    wait_for(lambda: steps(first), process)
     run_processes = children(process.pid)
     if whom == "all":
         for _ in range(2):
@@ -246,10 +228,10 @@ def test_a_study_that_a_signal_stopped_goes_on_where_it_was(
     assert its.startswith(f"polyad: error: {name}; the same command goes on from {first}")
     assert ours == f"polyad: error: {name}; dense, seed 1: the same command goes on with this run"
     stopped = newest_step(first)
-    assert trained(first)[-1] == stopped < 300  # the step that it was in
+    assert steps(first)[-1] == stopped < 300  # the step that it was in
     process = start(path, "--json", "-")
     if whom != "study":  # one of them to its end is enough
-        wait_for(lambda: trained(first)[-1] > stopped, process)
+        wait_for(lambda: steps(first)[-1] > stopped, process)
         os.killpg(process.pid, signal.SIGKILL)
         assert f"\ngoes on from step {stopped} of 300 " in process.communicate()[1]
         return
@@ -257,7 +239,7 @@ def test_a_study_that_a_signal_stopped_goes_on_where_it_was(
     assert process.returncode == 0, err
     assert "0 finished, 1 to go on, 0 to begin" in err
     assert f"\ngoes on from step {stopped} of 300 ({300 - stopped} left), from {first}" in err
-    assert trained(first) == list(range(1, 301))
+    assert steps(first) == list(range(1, 301))
     starts = json.loads((first / "environment.json").read_text())["earlier"]
     assert len(starts) == 1
     assert json.loads(out)["finished"]

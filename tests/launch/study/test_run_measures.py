@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from polyad.launch.cli import run
-from tests.launch.conftest import SMALL
+from tests.helpers.started import SMALL
 from tests.launch.study.conftest import LEAKY, small_study
 from tests.launch.study.test_checks import refused
 from tests.launch.study.test_run import Capture, start, write

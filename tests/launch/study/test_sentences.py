@@ -1,5 +1,6 @@
 """What is said of a study: better, worse or neither by the intervals, and no word without one."""
 
+import math
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
@@ -10,7 +11,28 @@ from polyad.launch.study.result import About, StudyResult
 from polyad.launch.study.results import over_tasks
 from polyad.launch.study.sentences import amount, answers
 from polyad.launch.study.tables import MOST_STEPS, result_table
-from tests.launch.study.test_results import RUNS, SUMMARY, TEST, lines, plan, result, summarized
+from tests.launch.study.test_results import RUNS, SUMMARY, TEST, plan, result, summarized
+
+END = 100 * 2**20
+STEPS = range(1, 9)
+Runs = dict[int, dict[str, Any]]
+
+
+def lines(ends: list[float], slopes: list[float]) -> tuple[Runs, Runs]:
+    """Runs whose differences to the baseline lie on these lines over ln(tokens), and the baseline;
+    eight validations, evenly over `END` tokens."""
+    runs: Runs = {}
+    baseline: Runs = {}
+    for seed, (height, slope) in enumerate(zip(ends, slopes, strict=True), start=1):
+        ours, theirs = [], []
+        for step in STEPS:
+            tokens = END * step // STEPS[-1]
+            score = 5 - math.log(step)
+            d = height + slope * math.log(tokens / END)
+            ours.append({"step": step, "tokens": tokens, "score": score + d})
+            theirs.append({"step": step, "tokens": tokens, "score": score})
+        runs[seed], baseline[seed] = {"validations": ours}, {"validations": theirs}
+    return runs, baseline
 
 
 def compared(differences: Sequence[float], **more: Any) -> StudyResult:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.conftest import ROOT
+from tests.helpers.started import ROOT
 
 RECIPE = ROOT / "docs" / "cluster" / "Dockerfile"
 

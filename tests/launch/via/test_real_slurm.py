@@ -15,8 +15,7 @@ from polyad.data.text.prepare import prepare
 from polyad.parallel.checkpoint.keeping import complete_checkpoints
 from tests.helpers.hosts import several_hosts
 from tests.helpers.slurm import Slurm, slurm
-from tests.launch.conftest import ROOT
-from tests.launch.via.test_ssh import losses, write
+from tests.helpers.started import ROOT, losses, write_run
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
@@ -55,11 +54,11 @@ def output(config: Path, job: str) -> str:
 
 
 def test_a_job_runs_to_its_end(cluster: Slurm, data: Path, tmp_path: Path) -> None:
-    config = write(tmp_path / "two", data, 6)
+    config = write_run(tmp_path / "two", data, 6)
     job = submitted(cluster, "launch", config)
     found = cluster.wait(job, ("COMPLETED", "FAILED", "TIMEOUT"), 120)
     assert found["JobState"] == "COMPLETED", output(config, job)
-    assert sorted(losses(config)) == list(range(1, 7))
+    assert sorted(losses(config.parent / "run")) == list(range(1, 7))
     said = output(config, job)
     assert "6 steps done" in said
     assert "\x1b" not in said
@@ -69,7 +68,7 @@ def test_a_job_runs_to_its_end(cluster: Slurm, data: Path, tmp_path: Path) -> No
 
 
 def test_nodes_are_looked_at_by_a_job(cluster: Slurm, data: Path, tmp_path: Path) -> None:
-    config = write(tmp_path / "two", data, 6)
+    config = write_run(tmp_path / "two", data, 6)
     found = tmp_path / "found.json"
     job = submitted(cluster, "doctor", config, "--json", str(found))
     state = cluster.wait(job, ("COMPLETED", "FAILED"), 120)["JobState"]
@@ -82,7 +81,7 @@ def test_nodes_are_looked_at_by_a_job(cluster: Slurm, data: Path, tmp_path: Path
 def test_a_job_goes_back_into_the_queue_before_its_limit_and_continues(
     cluster: Slurm, data: Path, tmp_path: Path
 ) -> None:
-    config = write(tmp_path / "two", data, 1_000_000)
+    config = write_run(tmp_path / "two", data, 1_000_000)
     job = submitted(cluster, "launch", config, "--time", "1:35", "--signal-seconds", "30")
     cluster.wait(job, ("RUNNING",), 60)
     # Slurm rounds the limit up to two minutes, and sends the signal up to a minute early.
@@ -95,13 +94,15 @@ def test_a_job_goes_back_into_the_queue_before_its_limit_and_continues(
     (saved,) = re.findall(r"stopped by SIGUSR1; the same command goes on from (\S+)", said)
     step = int(Path(saved).name.removeprefix("step-"))
     assert complete_checkpoints(config.parent / "run" / "checkpoints")[-1].name == Path(saved).name
-    assert max(losses(config)) == step
+    assert max(losses(config.parent / "run")) == step
     cluster.wait(job, ("RUNNING",), 180)
     until = time.monotonic() + 120
-    while max(losses(config)) <= step + 20:
+    while max(losses(config.parent / "run")) <= step + 20:
         assert time.monotonic() < until, output(config, job)
         time.sleep(0.5)
-    assert sorted(losses(config)) == list(range(1, max(losses(config)) + 1))
+    assert sorted(losses(config.parent / "run")) == list(
+        range(1, max(losses(config.parent / "run")) + 1)
+    )
     cluster.ask("scancel", job)
     cluster.wait(job, ("CANCELLED",), 60)
     until = time.monotonic() + 60

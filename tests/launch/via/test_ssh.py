@@ -1,7 +1,5 @@
 """Runs over hosts through a real sshd on each: what is refused, and what a lost host does."""
 
-import json
-import os
 import signal
 import subprocess
 import sys
@@ -12,13 +10,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import yaml
 
 from polyad.launch.cli import run as command
 from polyad.launch.via import ssh
 from polyad.parallel.checkpoint.keeping import complete_checkpoints
 from tests.helpers.hosts import Host, SshServers, several_hosts
-from tests.launch.conftest import ROOT, SMALL
+from tests.helpers.started import SMALL, losses, start, wait_for, write_run
 from tests.launch.test_cli import error_line
 
 Cluster = tuple[tuple[Host, ...], SshServers]
@@ -36,23 +33,6 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         yield hosts, SshServers(hosts, tmp_path_factory.mktemp("ssh"))
 
 
-def write(folder: Path, data: Path, steps: int, **sections: dict[str, object]) -> Path:
-    tree = SMALL | {
-        "run": {"folder": str(folder / "run")},
-        "data": {"path": str(data)},
-        "model": SMALL["model"] | {"dropout": 0.1},
-        "train": SMALL["train"] | {"steps": steps},
-        "schedule": {"decay_steps": steps},
-        "checkpoint": {"every": 20},
-        "parallel": {"zero_stage": 1, "timeout_minutes": 2.0},
-        "log": {"every": 20, "trackers": []},
-    }
-    folder.mkdir()
-    path = folder / "run.yaml"
-    path.write_text(yaml.safe_dump(tree | sections))
-    return path
-
-
 def words(cluster: Cluster, config: Path, *more: str) -> list[str]:
     hosts, servers = cluster
     file = config.parent / "hosts"
@@ -64,26 +44,10 @@ def words(cluster: Cluster, config: Path, *more: str) -> list[str]:
     ]
 
 
-def start(cluster: Cluster, config: Path, *more: str) -> subprocess.Popen[str]:
-    environment = {k: v for k, v in os.environ.items() if k not in {"RANK", "WORLD_SIZE"}}
-    return subprocess.Popen(
-        [sys.executable, "-m", "polyad.launch", *words(cluster, config, *NET, *more)],
-        **{"cwd": ROOT, "env": environment | {"OMP_NUM_THREADS": "1"}},
-        **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True},
-    )
-
-
-def losses(config: Path) -> dict[int, float]:
-    records = [json.loads(line) for line in (config.parent / "run" / "metrics.jsonl").open()]
-    return {record["step"]: record["loss"] for record in records}
-
-
-def wait_for(file: Path, launcher: subprocess.Popen[str]) -> None:
-    until = time.monotonic() + 120
-    while not file.exists():
-        assert launcher.poll() is None, launcher.communicate()
-        assert time.monotonic() < until, f"{file} did not come"
-        time.sleep(0.01)
+def start_over(cluster: Cluster, config: Path, *more: str) -> subprocess.Popen[str]:
+    """Starts a run over the hosts."""
+    given = words(cluster, config, *NET, *more)
+    return start([sys.executable, "-m", "polyad.launch", *given])
 
 
 def manifest(config: Path, step: int) -> Path:
@@ -127,9 +91,9 @@ def test_a_run_over_two_hosts_is_that_of_one_machine(
         "model": SMALL["model"] | {"dropout": 0.1, "feed_forward": feed_forward},
         "parallel": {"zero_stage": 1, "timeout_minutes": 2.0} | degrees,
     }
-    config = write(tmp_path / "two", data, 6, **sections)
-    whole = write(tmp_path / "one", data, 6, **sections)
-    launcher = start(cluster, config)
+    config = write_run(tmp_path / "two", data, 6, **sections)
+    whole = write_run(tmp_path / "one", data, 6, **sections)
+    launcher = start_over(cluster, config)
     out, said = launcher.communicate(timeout=120)
     assert launcher.returncode == 0, said
     assert out.startswith("6 steps done; last loss "), out
@@ -139,7 +103,7 @@ def test_a_run_over_two_hosts_is_that_of_one_machine(
     assert any("begins anew: 6 steps to do" in line for line in lines)
     done = polyad("launch", whole, "--processes-per-node", 2)
     assert done.returncode == 0, done.stderr
-    assert losses(config) == losses(whole)
+    assert losses(config.parent / "run") == losses(whole.parent / "run")
     assert left_over(cluster[0]) == []
 
 
@@ -163,7 +127,7 @@ def test_hosts_that_cannot_run_are_refused_before_anything_starts(
     tmp_path: Path,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    config = write(tmp_path / "run", data, 6)
+    config = write_run(tmp_path / "run", data, 6)
     address = cluster[0][0].address
     (config.parent / "hosts").write_text(lines.format(address))
     assert command([*words(cluster, config), *more]) == 2
@@ -176,7 +140,7 @@ def test_hosts_that_cannot_run_are_refused_before_anything_starts(
 def test_a_taken_port_is_refused(
     cluster: Cluster, data: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    config = write(tmp_path / "run", data, 6)
+    config = write_run(tmp_path / "run", data, 6)
     listen = "import socket, time; s = socket.create_server(('', 29555)); print(1, flush=True); "
     holder = subprocess.Popen(
         [*cluster[0][0].inside, sys.executable, "-c", f"{listen}time.sleep(60)"],
@@ -196,11 +160,11 @@ def test_a_taken_port_is_refused(
 def test_a_failure_names_its_host_and_ends_all(
     cluster: Cluster, data: Path, tmp_path: Path
 ) -> None:
-    config = write(
+    config = write_run(
         *(tmp_path / "run", data, 9),
         optimizer={"kind": "sgd", "learning_rate": 1e6, "clip_grad_norm": 0},
     )
-    launcher = start(cluster, config, "--max-restarts", "0", "train.max_skipped_steps=2")
+    launcher = start_over(cluster, config, "--max-restarts", "0", "train.max_skipped_steps=2")
     _, said = launcher.communicate(timeout=120)
     assert launcher.returncode == 1, said
     assert "polyad: error: step " in said
@@ -227,9 +191,9 @@ def test_after_a_signal_nothing_starts_again(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.slow
 def test_a_signal_saves_the_step_on_all_hosts(cluster: Cluster, data: Path, tmp_path: Path) -> None:
-    config = write(tmp_path / "run", data, 2000)
-    launcher = start(cluster, config)
-    wait_for(manifest(config, 20), launcher)
+    config = write_run(tmp_path / "run", data, 2000)
+    launcher = start_over(cluster, config)
+    wait_for(manifest(config, 20).exists, launcher)
     launcher.send_signal(signal.SIGTERM)
     _, said = launcher.communicate(timeout=60)
     assert launcher.returncode == 143, said
@@ -249,10 +213,13 @@ def test_a_run_survives_the_loss_of_a_host(
     """With --min-nodes 1 the other goes on alone; else the run waits until the host is back."""
     hosts, servers = cluster
     steps = 600
-    config, whole = write(tmp_path / "two", data, steps), write(tmp_path / "one", data, steps)
-    launcher = start(cluster, config, "--min-nodes", str(least))
+    config, whole = (
+        write_run(tmp_path / "two", data, steps),
+        write_run(tmp_path / "one", data, steps),
+    )
+    launcher = start_over(cluster, config, "--min-nodes", str(least))
     try:
-        wait_for(manifest(config, 40), launcher)
+        wait_for(manifest(config, 40).exists, launcher)
         hosts[0].kill()  # where the agents meet
         if least == 2:
             time.sleep(45)
@@ -269,7 +236,7 @@ def test_a_run_survives_the_loss_of_a_host(
     assert left_over(hosts) == []
     done = polyad("launch", whole, "--processes-per-node", 2)
     assert done.returncode == 0, done.stderr
-    there, expected = losses(config), losses(whole)
+    there, expected = losses(config.parent / "run"), losses(whole.parent / "run")
     assert sorted(there) == list(range(1, steps + 1))
     if least == 2:
         assert there == expected
@@ -284,10 +251,13 @@ def test_a_link_that_goes_down_and_comes_back(
 ) -> None:
     hosts, _ = cluster
     steps = 600
-    config, whole = write(tmp_path / "two", data, steps), write(tmp_path / "one", data, steps)
-    launcher = start(cluster, config)
+    config, whole = (
+        write_run(tmp_path / "two", data, steps),
+        write_run(tmp_path / "one", data, steps),
+    )
+    launcher = start_over(cluster, config)
     try:
-        wait_for(manifest(config, 40), launcher)
+        wait_for(manifest(config, 40).exists, launcher)
         hosts[1].link("down")
         time.sleep(70)
         assert left_over((hosts[1],)) == []  # it ended by itself, for want of its launcher
@@ -300,4 +270,4 @@ def test_a_link_that_goes_down_and_comes_back(
     assert f"polyad: {hosts[1].alias} is lost" in said
     done = polyad("launch", whole, "--processes-per-node", 2)
     assert done.returncode == 0, done.stderr
-    assert losses(config) == losses(whole)
+    assert losses(config.parent / "run") == losses(whole.parent / "run")

@@ -1,7 +1,5 @@
 """A run over two hosts, each with a torchrun agent of its own, one of which loses its worker."""
 
-import json
-import os
 import signal
 import subprocess
 import sys
@@ -11,10 +9,9 @@ from pathlib import Path
 
 import psutil
 import pytest
-import yaml
 
 from tests.helpers.hosts import Host, several_hosts
-from tests.launch.conftest import ROOT, SMALL
+from tests.helpers.started import losses, start, wait_for, write_run
 
 Polyad = Callable[..., subprocess.CompletedProcess[str]]
 STEPS, EVERY = 300, 50
@@ -28,48 +25,17 @@ def hosts() -> Iterator[tuple[Host, ...]]:
         yield made
 
 
-def write_config(folder: Path, data: Path) -> Path:
-    """A ZeRO 1 run with dropout, long enough to be interrupted, that saves now and then."""
-    tree = SMALL | {
-        "run": {"folder": str(folder / "run")},
-        "data": {"path": str(data)},
-        "model": SMALL["model"] | {"dropout": 0.1},
-        "train": SMALL["train"] | {"steps": STEPS},
-        "schedule": {"decay_steps": STEPS},
-        "checkpoint": {"every": EVERY},
-        "parallel": {"zero_stage": 1, "timeout_minutes": 2.0},
-        "log": {"every": EVERY, "trackers": []},
-    }
-    folder.mkdir()
-    (folder / "run.yaml").write_text(yaml.safe_dump(tree))
-    return folder / "run.yaml"
-
-
-def start(host: Host, endpoint: Host, config: Path, *more: str) -> subprocess.Popen[str]:
-    """The command a person would give on this host."""
-    command = [
-        *(*host.inside, sys.executable, "-m", "polyad.launch", "launch", str(config)),
-        *("--via", "torchrun", "--nodes", "2", "--processes-per-node", "1"),
-        *("--rdzv-endpoint", f"{endpoint.address}:29700"),
-        *("--rdzv-is-host", "true" if host is endpoint else "false"),
-        *("--local-addr", host.address, "--interface", host.interface, *more),
-    ]
-    environment = {k: v for k, v in os.environ.items() if k not in {"RANK", "WORLD_SIZE"}}
-    return subprocess.Popen(
-        command,
-        **{"cwd": ROOT, "env": environment | {"OMP_NUM_THREADS": "1"}},
-        **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True},
+def start_on(host: Host, endpoint: Host, config: Path, *more: str) -> subprocess.Popen[str]:
+    """Starts the command that a person would give on this host."""
+    return start(
+        [
+            *(*host.inside, sys.executable, "-m", "polyad.launch", "launch", str(config)),
+            *("--via", "torchrun", "--nodes", "2", "--processes-per-node", "1"),
+            *("--rdzv-endpoint", f"{endpoint.address}:29700"),
+            *("--rdzv-is-host", "true" if host is endpoint else "false"),
+            *("--local-addr", host.address, "--interface", host.interface, *more),
+        ]
     )
-
-
-def wait_for(condition: Callable[[], object], agents: list[subprocess.Popen[str]]) -> None:
-    """Polls; an agent that ends too early fails the test with what it said."""
-    until = time.monotonic() + 180
-    while not condition():
-        for agent in agents:
-            assert agent.poll() is None, agent.communicate()
-        assert time.monotonic() < until, "nothing happened for 180 s"
-        time.sleep(0.01)
 
 
 def stop(agent: subprocess.Popen[str]) -> None:
@@ -81,21 +47,19 @@ def stop(agent: subprocess.Popen[str]) -> None:
         agent.wait()
 
 
-def losses(run: Path) -> dict[int, float]:
-    records = [json.loads(line) for line in (run / "metrics.jsonl").open()]
-    return {record["step"]: record["loss"] for record in records}
-
-
 @pytest.mark.slow
 def test_a_run_over_two_hosts_survives_the_death_of_one_worker(
     hosts: tuple[Host, ...], data: Path, polyad: Polyad, tmp_path: Path
 ) -> None:
-    config, whole = write_config(tmp_path / "two", data), write_config(tmp_path / "one", data)
+    config, whole = (
+        write_run(tmp_path / "two", data, STEPS, EVERY),
+        write_run(tmp_path / "one", data, STEPS, EVERY),
+    )
     run = tmp_path / "two" / "run"
     manifest = run / "checkpoints" / f"step-{EVERY:08d}" / "manifest.json"
-    agents = [start(host, hosts[0], config) for host in hosts]
+    agents = [start_on(host, hosts[0], config) for host in hosts]
     try:
-        wait_for(manifest.exists, agents)
+        wait_for(manifest.exists, *agents)
         saved = manifest.stat().st_mtime_ns
         (worker,) = psutil.Process(agents[1].pid).children()
         worker.send_signal(signal.SIGKILL)
@@ -121,12 +85,15 @@ def test_a_run_over_two_hosts_survives_the_death_of_one_worker(
 def test_a_run_goes_on_with_the_hosts_that_are_left(
     hosts: tuple[Host, ...], data: Path, polyad: Polyad, tmp_path: Path
 ) -> None:
-    config, whole = write_config(tmp_path / "two", data), write_config(tmp_path / "one", data)
+    config, whole = (
+        write_run(tmp_path / "two", data, STEPS, EVERY),
+        write_run(tmp_path / "one", data, STEPS, EVERY),
+    )
     run = tmp_path / "two" / "run"
     manifest = run / "checkpoints" / f"step-{EVERY:08d}" / "manifest.json"
-    agents = [start(host, hosts[0], config, "--min-nodes", "1") for host in hosts]
+    agents = [start_on(host, hosts[0], config, "--min-nodes", "1") for host in hosts]
     try:
-        wait_for(manifest.exists, agents)
+        wait_for(manifest.exists, *agents)
         hosts[1].kill()
         out, said = agents[0].communicate(timeout=240)
     finally:
@@ -159,9 +126,9 @@ def test_a_host_that_would_do_something_else_or_nothing_ends_all_at_once(
     override: str, here: str, there: str, hosts: tuple[Host, ...], data: Path, tmp_path: Path
 ) -> None:
     """The second host's key is another: one line on each, and no start again."""
-    config = write_config(tmp_path / "two", data)
+    config = write_run(tmp_path / "two", data, STEPS, EVERY)
     begun = time.monotonic()
-    agents = [start(hosts[0], hosts[0], config), start(hosts[1], hosts[0], config, override)]
+    agents = [start_on(hosts[0], hosts[0], config), start_on(hosts[1], hosts[0], config, override)]
     try:
         ends = [agent.communicate(timeout=240)[1] for agent in agents]
     finally:
@@ -178,10 +145,10 @@ def test_a_host_that_would_do_something_else_or_nothing_ends_all_at_once(
 def test_what_two_hosts_listen_on_is_the_interface_that_was_named(
     hosts: tuple[Host, ...], data: Path, tmp_path: Path
 ) -> None:
-    config = write_config(tmp_path / "two", data)
-    agents = [start(host, hosts[0], config, "train.steps=100000") for host in hosts]
+    config = write_run(tmp_path / "two", data, STEPS, EVERY)
+    agents = [start_on(host, hosts[0], config, "train.steps=100000") for host in hosts]
     try:
-        wait_for((tmp_path / "two" / "run" / "metrics.jsonl").exists, agents)
+        wait_for((tmp_path / "two" / "run" / "metrics.jsonl").exists, *agents)
         for host in hosts:
             code = (
                 "import psutil\nfor each in psutil.net_connections('inet'):\n"

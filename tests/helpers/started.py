@@ -1,0 +1,91 @@
+"""Commands in processes of their own, which a test goes on beside."""
+
+import json
+import os
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = {
+    "model": {
+        "kind": "gpt2",
+        "num_layers": 2,
+        "hidden_size": 32,
+        "num_heads": 2,
+        "sequence_length": 32,
+    },
+    "train": {"steps": 4, "global_batch_size": 4, "micro_batch_size": 2},
+    "schedule": {"decay_steps": 4},
+    "checkpoint": {"every": 2},
+}
+"""A run that is small enough to start often."""
+
+
+def start(command: Sequence[str], **options: Any) -> subprocess.Popen[str]:
+    """Starts a command in the clone, outside of any group of processes, whose output is kept.
+
+    Args:
+        command: its words.
+        options: of `subprocess.Popen`.
+    """
+    environment = {k: v for k, v in os.environ.items() if k not in {"RANK", "WORLD_SIZE"}}
+    kept = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | options
+    environment["OMP_NUM_THREADS"] = "1"
+    return subprocess.Popen(command, cwd=ROOT, env=environment, text=True, **kept)
+
+
+def wait_for(condition: Callable[[], object], *processes: subprocess.Popen[str]) -> None:
+    """Polls; a process that ends too early fails the test with what it said."""
+    until = time.monotonic() + 180
+    while not condition():
+        for process in processes:
+            assert process.poll() is None, process.communicate()
+        assert time.monotonic() < until, "nothing happened for 180 s"
+        time.sleep(0.01)
+
+
+def records(run: Path) -> list[dict[str, Any]]:
+    """The records of a run's steps; none before the first."""
+    metrics = run / "metrics.jsonl"
+    return [json.loads(line) for line in metrics.open()] if metrics.exists() else []
+
+
+def steps(run: Path) -> list[int]:
+    """The step of each record."""
+    return [record["step"] for record in records(run)]
+
+
+def losses(run: Path) -> dict[int, float]:
+    """The loss of each step."""
+    return {record["step"]: record["loss"] for record in records(run)}
+
+
+def write_run(folder: Path, data: Path, steps: int, every: int = 20, **sections: Any) -> Path:
+    """The configuration of a ZeRO 1 run with dropout, to be interrupted, that saves now and then.
+
+    Args:
+        folder: is made; the run's is `run` in it.
+        data: its text.
+        steps: of the run.
+        every: steps between checkpoints, and between lines of the log.
+        sections: in place of these.
+    """
+    tree = SMALL | {
+        "run": {"folder": str(folder / "run")},
+        "data": {"path": str(data)},
+        "model": SMALL["model"] | {"dropout": 0.1},
+        "train": SMALL["train"] | {"steps": steps},
+        "schedule": {"decay_steps": steps},
+        "checkpoint": {"every": every},
+        "parallel": {"zero_stage": 1, "timeout_minutes": 2.0},
+        "log": {"every": every, "trackers": []},
+    }
+    folder.mkdir()
+    path = folder / "run.yaml"
+    path.write_text(yaml.safe_dump(tree | sections))
+    return path
