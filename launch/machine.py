@@ -148,7 +148,7 @@ def bind_to_cores() -> None:
 
 
 GPUS = Path("/dev/nvidiactl")
-"""Is there where a driver for GPUs is."""
+"""Exists only where a GPU driver is installed."""
 
 
 def cores_of(process: int, processes: int, cores: Sequence[frozenset[int]]) -> set[int]:

@@ -322,9 +322,6 @@ class VerifiedData:
 def verify_data(folders: Sequence[str]) -> VerifiedData:
     """Reads every byte of prepared folders, and goes on where one is damaged.
 
-    Args:
-        folders: of prepared data.
-
     Raises:
         DataError: one is no folder of prepared data; nothing was read.
     """

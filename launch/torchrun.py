@@ -150,9 +150,6 @@ def forget_stop() -> None:
 def tell_launcher(number: int) -> bool:
     """Tells this host's torchrun, by the stop file, that a worker stopped for a signal.
 
-    Args:
-        number: the signal.
-
     Returns:
         Whether torchrun will read it: then the worker must exit with 0.
     """

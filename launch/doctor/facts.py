@@ -66,7 +66,7 @@ class Facts(TypedDict):
     """Why data cannot be read."""
     device: Device
     folder: NotRequired[SharedFolder]
-    """Of a run."""
+    """The folder of the run, if one was named."""
 
 
 QUERY = "clocks_throttle_reasons.active,ecc.errors.uncorrected.volatile.total,temperature.gpu"

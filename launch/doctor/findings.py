@@ -14,13 +14,13 @@ from polyad.train.errors import RunError
 from polyad.train.results import aligned
 
 SLOW_LINK, SLOW_DEVICE = 0.5, 0.8
-"""Of the usual one: links and devices below it are named."""
+"""Shares of the usual speed: slower links and devices are named."""
 CLOCKS_APART = 1.0
 """Seconds between clocks that are worth a line."""
 BUSY = 0.5
 """Load beside ours, as a share of a host's cores."""
 FREE_MEMORY = 0.9
-"""Of a GPU's memory: with less, somebody else is on it."""
+"""The share of a GPU's memory that is free unless somebody else is on it."""
 
 
 class Finding(NamedTuple):
@@ -231,7 +231,7 @@ def _slow_links(facts: Sequence[Facts], links: Sequence[Link], between: bool) ->
 
 
 def _upper_quartile(values: Sequence[float]) -> float:
-    """What is usual: a bad one among three hosts makes two of three links slow."""
+    """The usual speed: a bad one among three hosts makes two of three links slow."""
     return sorted(values)[round(0.75 * (len(values) - 1))] if values else 0.0
 
 

@@ -6,7 +6,7 @@ from polyad.train.console import duration, in_bytes
 from polyad.train.results import aligned
 
 EVERY = 1e-4
-"""Of a step: collectives that take less of the bytes are one line together."""
+"""Collectives that send a smaller share of a step's largest one are one line together."""
 
 
 def table(result: dict[str, Any]) -> str:

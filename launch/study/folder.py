@@ -82,7 +82,7 @@ def _record_of_runs(folder: Path) -> dict[str, Any]:
 
 
 def _others(folder: Path, text: StudyData | None) -> list[str]:
-    """What is in a folder beside prepared text, and files that begin with a dot, as our lock."""
+    """What a folder holds beside prepared text and files that begin with a dot, as our lock."""
     kept = set()
     if text is not None:
         data = Path(text.path).absolute()
@@ -96,10 +96,6 @@ def _others(folder: Path, text: StudyData | None) -> list[str]:
 
 def check_data(study: Study, fingerprint: str) -> None:
     """Checks that the text is that of the runs that are there.
-
-    Args:
-        study: whose folder is looked into.
-        fingerprint: of the prepared data.
 
     Raises:
         ConfigError: it is not.
@@ -171,10 +167,6 @@ def check_sources(run: Run, result: RunResult) -> None:
     """Checks that a finished run began with the run that it would begin with today.
 
     Which point of a grid is the best one may change when seeds are added that it is chosen by.
-
-    Args:
-        run: of the study.
-        result: its own.
 
     Raises:
         ConfigError: it did not.
@@ -297,10 +289,6 @@ def _alone(path: Path) -> Iterator[None]:
 
 def model_of(study: Study, variant: Variant) -> ModelSettings:
     """The model of a variant with what the data decides, before anything is prepared if need be.
-
-    Args:
-        study: whose data it is.
-        variant: of the study.
 
     Raises:
         ConfigError: the data does not say it, or model and data do not belong together.

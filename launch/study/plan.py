@@ -142,12 +142,7 @@ class Times:
         self._measures: dict[str, list[float]] = {}
 
     def of_run(self, variant: Variant, results: Results) -> float:
-        """Seconds of a whole run; NaN if nothing is known.
-
-        Args:
-            variant: of the study.
-            results: of finished runs.
-        """
+        """Seconds of a whole run; NaN if nothing is known."""
         taken = [
             (result.jobs, result.seconds)
             for (name, _), result in results.items()
@@ -176,13 +171,7 @@ class Estimate(NamedTuple):
 
 
 def estimate(study: Study, results: Results, times: Times) -> Estimate:
-    """How long what is left takes.
-
-    Args:
-        study: whose.
-        results: of finished runs.
-        times: what is known.
-    """
+    """How long what is left takes."""
     left = left_of(study, results, times)
     missing = [m for m in all_measures(study, choose(study, results)) if m.read() is None]
     measures = [times.of_measure(measure.kind) for measure in missing]
@@ -200,16 +189,10 @@ def estimate(study: Study, results: Results, times: Times) -> Estimate:
 def time_left(
     study: Study, results: Results, times: Times, going: Mapping[tuple[str, int], float]
 ) -> float:
-    """Seconds until all runs are done; one of which nothing is known takes as long as others.
+    """Seconds until all runs are done, NaN if nothing is known.
 
-    Args:
-        study: whose.
-        results: of finished runs.
-        times: what is known.
-        going: runs that go on, with the seconds since they began.
-
-    Returns:
-        NaN if nothing is known.
+    A run of which nothing is known takes as long as others; of runs that go on, `going` has the
+    seconds since they began.
     """
     left = [seconds for _, seconds in left_of(study, results, times, going)]
     return spread_over(times.jobs, with_others(left))
@@ -223,11 +206,7 @@ def left_of(
 ) -> list[tuple[str, float]]:
     """The names of the variants of all runs that are left, and the seconds of each, NaN or known.
 
-    Args:
-        study: whose.
-        results: of finished runs.
-        times: what is known.
-        going: runs that go on, with the seconds since they began.
+    Of runs that go on, `going` has the seconds since they began.
     """
     since, left = going or {}, []
     for run in unfinished(study, results):
@@ -246,34 +225,19 @@ def left_of(
 
 
 def remaining(run: Run, results: Results, times: Times) -> float:
-    """Seconds that a run takes which does not go on; less of one that has begun.
-
-    Args:
-        run: that is not finished.
-        results: of finished runs.
-        times: what is known.
-    """
+    """Seconds that a run takes which does not go on; less of one that has begun."""
     done = newest_step(run) / run.variant.config.train.steps
     return times.of_run(run.variant, results) * (1 - min(1.0, done))
 
 
 def with_others(seconds: Sequence[float]) -> list[float]:
-    """Seconds of which those that are not known are the mean of those that are.
-
-    Args:
-        seconds: some of them NaN, or all, which stay so.
-    """
+    """Seconds of which those that are not known, NaN, become the mean of those that are."""
     other = _mean([each for each in seconds if not math.isnan(each)])
     return [other if math.isnan(each) else each for each in seconds]
 
 
 def spread_over(jobs: int, seconds: Sequence[float]) -> float:
-    """Seconds that works take in all, where each is begun by the job that is free first.
-
-    Args:
-        jobs: works at a time.
-        seconds: of each, in their order.
-    """
+    """Seconds that works take in all, where each is begun by the job that is free first."""
     free_at = [0.0] * jobs
     for each in seconds:
         heapq.heapreplace(free_at, free_at[0] + each)

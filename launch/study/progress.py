@@ -23,11 +23,7 @@ def plans_table(plans: StudyPlans) -> str:
 
 
 def plan_table(plan: StudyPlan) -> str:
-    """The variants and what is to be done.
-
-    Args:
-        plan: of the study.
-    """
+    """The variants and what is to be done."""
     unit = plan.unit
     variants = {name: plan.variants[points[0]] for name, points in plan.groups.items()}
     base = variants[plan.baseline]
@@ -77,12 +73,7 @@ def _share(value: float, base: float) -> str:
 
 
 def nothing_left(study: Study, finished: Collection[tuple[str, int]]) -> list[str]:
-    """A line for each variant of which some runs are finished.
-
-    Args:
-        study: whose.
-        finished: variants and seeds.
-    """
+    """A line for each variant of which some runs are finished."""
     lines = []
     for name, variant in study.variants.items():
         seeds = [f"{seed}" for seed in study.config.seeds if (name, seed) in finished]
@@ -101,10 +92,6 @@ def nothing_left(study: Study, finished: Collection[tuple[str, int]]) -> list[st
 
 def estimate_line(estimates: Sequence[Estimate], jobs: int) -> str:
     """How long what is left takes.
-
-    Args:
-        estimates: of all tasks.
-        jobs: runs at a time.
 
     Returns:
         An empty line if nothing is left.

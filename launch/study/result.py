@@ -355,7 +355,7 @@ class RunResult(Form):
     point: str = ""
     seed: int
     from_runs: dict[str, str] = Field(default_factory=dict)
-    """By key the variant, at its point, with whose run it began or that it learned from."""
+    """The variant, at its point, with whose run it began or that it learned from; by key."""
     validation: Finite = None
     """The score on the validation split of the checkpoint that is scored."""
     scores: dict[str, Finite]
@@ -415,7 +415,7 @@ class StudyResult(StudyFacts):
     runs: list[RunResult]
     """The runs that are compared."""
     swept: list[RunResult]
-    """Those at other points of grids."""
+    """The runs at other points of grids."""
     environment: dict[str, Any]
     grids: dict[str, dict[str, float | None]] = Field(default_factory=dict)
     """The mean validation of each point of a variant's grid."""
@@ -546,7 +546,7 @@ def kept_result(path: Path) -> Result:
 
 @contextmanager
 def form_of(path: Path) -> Iterator[None]:
-    """In the block a kept result is read or shown, which may hold anything.
+    """Within the block a kept result is read or shown, which may hold anything.
 
     Args:
         path: of the result.

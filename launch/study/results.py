@@ -40,7 +40,7 @@ LEAST = 5
 
 BySeed = Mapping[int, RunResult]
 Measures = Mapping[int, Mapping[str, Mapping[str, float]]]
-"""By seed and variant the measures of a run, by name."""
+"""The measures of runs by name, for each seed and variant."""
 
 
 def summarize(
@@ -159,7 +159,7 @@ def curve(runs: BySeed, baseline: BySeed | None) -> list[Validation]:
 
 
 def _validated(runs: BySeed, baseline: BySeed) -> dict[int, dict[int, tuple[int, float, float]]]:
-    """By seed and step the units seen and both scores, of what both have."""
+    """The units seen and both scores, by seed and step, where both runs have them."""
     found = {}
     for seed in runs:
         ours, theirs = (
@@ -221,7 +221,7 @@ def over_tasks(results: Mapping[str, StudyResult], tasks: Sequence[str]) -> Task
 def _means_over_tasks(
     results: Sequence[StudyResult | None], variant: str, score: str
 ) -> dict[int, float]:
-    """By seed the mean over tasks; of seeds that are finished on all."""
+    """The mean over tasks of each seed that is finished on all of them."""
     by_task = [
         {run.seed: run.scores[score] for run in found.runs if run.variant == variant}
         for found in results

@@ -77,10 +77,6 @@ from polyad.train.study.study import Run, Study
 def describe_study(file: Path, jobs: int = 1) -> StudyPlans:
     """What a study will train and what of it stands; nothing is written.
 
-    Args:
-        file: the study.
-        jobs: runs that would be trained at a time.
-
     Raises:
         ValueError: with an `exit_status` of 2: one line says what is wrong.
     """
@@ -273,9 +269,6 @@ def _keep(run: Run, result: RunResult) -> RunResult:
 
 def measuring(measure: Measure) -> Work:
     """Takes a measure of a finished run.
-
-    Args:
-        measure: that is not there yet.
 
     Yields:
         The command of `polyad`.

@@ -33,10 +33,6 @@ Results = dict[tuple[str, int], RunResult]
 def validation_score(run: Run, records: Records) -> float | None:
     """The validation of the checkpoint of a run that is scored.
 
-    Args:
-        run: of the study.
-        records: its own.
-
     Returns:
         The last one, or the best where the best checkpoint is scored; None where the run was never
         validated, or to no finite score.
@@ -54,11 +50,6 @@ def validation_score(run: Run, records: Records) -> float | None:
 def mean_validation(study: Study, variant: Variant, results: Results) -> float | None:
     """The mean score on the validation split over the seeds of the sweep.
 
-    Args:
-        study: whose.
-        variant: one point.
-        results: of finished runs.
-
     Returns:
         None while a run is missing; a run without a score is worse than any.
     """
@@ -74,10 +65,6 @@ def mean_validation(study: Study, variant: Variant, results: Results) -> float |
 
 def choose(study: Study, results: Results) -> dict[str, Variant]:
     """The best point of each variant, the first of equal ones.
-
-    Args:
-        study: whose.
-        results: of finished runs.
 
     Returns:
         By the names of variants in the file; those whose sweep is not finished are left out.
@@ -120,9 +107,6 @@ def key(run: Run) -> tuple[str, int]:
 def finished_runs(study: Study) -> Results:
     """The results that are there, of all points of the grid.
 
-    Args:
-        study: whose.
-
     Raises:
         ConfigError: one is damaged.
     """
@@ -137,10 +121,6 @@ def finished_runs(study: Study) -> Results:
 def unfinished(study: Study, results: Results) -> list[Run]:
     """The runs that are known and not finished, in their order.
 
-    Args:
-        study: whose.
-        results: of finished runs.
-
     Raises:
         ConfigError: a finished one began with another run than it would today.
     """
@@ -154,10 +134,6 @@ def unfinished(study: Study, results: Results) -> list[Run]:
 def can_begin(study: Study, results: Results) -> list[Run]:
     """The runs that are not finished and whose sources are, in their order.
 
-    Args:
-        study: whose.
-        results: of finished runs.
-
     Raises:
         ConfigError: as `unfinished`.
     """
@@ -169,24 +145,13 @@ def can_begin(study: Study, results: Results) -> list[Run]:
 
 
 def beside(study: Study, run: Run, results: Results) -> RunResult | None:
-    """The baseline's result with the same seed, at the point that is compared.
-
-    Args:
-        study: whose.
-        run: of the study.
-        results: of finished runs.
-    """
+    """The baseline's result with the same seed, at the point that is compared."""
     chosen = choose(study, results).get(study.config.baseline)
     return None if chosen is None else results.get((chosen.name, run.seed))
 
 
 def about(study: Study, runs: Sequence[Run]) -> About:
-    """What a result says of the study itself.
-
-    Args:
-        study: of the result.
-        runs: those that are finished.
-    """
+    """What a result says of the study itself."""
     config = study.config
     days = sorted(_day(run.result_file) for run in runs)
     not_shown = config.not_shown
@@ -243,13 +208,7 @@ def _environments(runs: Sequence[Run]) -> list[Environment]:
 
 
 def write_results(study: Study, plan: StudyPlan, results: Results) -> StudyResult:
-    """Compares finished runs, and brings results.json up to date.
-
-    Args:
-        study: whose.
-        plan: of the study.
-        results: of finished runs.
-    """
+    """Compares finished runs, and brings results.json up to date."""
     found = compare(study, plan, results)
     write_json(study.folder / RESULTS, found.to_json())
     return found
@@ -257,11 +216,6 @@ def write_results(study: Study, plan: StudyPlan, results: Results) -> StudyResul
 
 def compare(study: Study, plan: StudyPlan, results: Results) -> StudyResult:
     """Compares finished runs; nothing is written.
-
-    Args:
-        study: whose.
-        plan: of the study.
-        results: of finished runs.
 
     Returns:
         As `summarize` makes it, with the points of grids, what was scored, and what is said of the

@@ -145,9 +145,6 @@ class HostSlots:
 def read_hostfile(path: Path) -> list[HostSlots]:
     """Reads a hostfile: lines of `HOST [slots=N]`; `#` begins a comment.
 
-    Args:
-        path: the file.
-
     Raises:
         LaunchError: it cannot be read, has no host, one twice, or a line that is none.
     """

@@ -171,7 +171,7 @@ class _Start:
     ended: dict[str, int] = field(default_factory=dict)
     """Statuses, in the order in which the hosts ended."""
     signals: list[int] = field(default_factory=list)
-    """Those that the launcher received."""
+    """The signals that the launcher received."""
 
     def watch(self) -> dict[str, int]:
         """Waits for every agent; a failure of one ends the others.

@@ -129,7 +129,7 @@ def _joined(lines: Sequence[str]) -> list[str]:
 
 
 def commands_of_config(path: Path) -> list[Written]:
-    """Those of the head of a configuration, which stand behind `# Command`."""
+    """The commands in the head of a configuration, which stand behind `# Command`."""
     head = path.read_text(encoding="utf-8").partition("\n\n")[0]
     block = re.search(r"^# Command (.*(?:\n# {9,}.*)*)", head, re.M)
     assert block, f"{path}: its head has no command"

@@ -29,7 +29,7 @@ from tests.launch.study.test_checks import refused
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 QUICK = {"evaluation.batch_size": 64, "log.trackers": []}
-"""Of runs whose scores do not matter."""
+"""Keys for runs whose scores do not matter."""
 Capture = pytest.CaptureFixture[str]
 
 
@@ -61,7 +61,7 @@ def start(path: Path, *options: str) -> subprocess.Popen[str]:
 
 
 def newest_step(run_folder: Path) -> int:
-    """Of a run's checkpoints."""
+    """The step of a run's newest checkpoint."""
     return max(
         int(p.name.removeprefix("step-")) for p in (run_folder / "checkpoints").glob("step-*")
     )
@@ -306,7 +306,7 @@ def command(process: int) -> list[str]:
 
 
 def state(process: int) -> str:
-    """Of a process: Z is one that ended."""
+    """The state of a process; Z: it has ended."""
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
     except FileNotFoundError:
