@@ -288,7 +288,7 @@ def _knock_out(name: str, path: Path, held: Stored, asked: dict[str, Any]) -> No
     _show(name, path, held, asked, _measured("knockout", held, asked["overrides"], **given))
 
 
-@command("experts measure", "polyad experts measure runs/quickstart/run --name NAME")
+@command("experts measure", "polyad experts measure runs/quickstart/run --name specialization")
 def take(
     path: CheckpointOrRun,
     overrides: Overrides,

@@ -251,7 +251,7 @@ def test_a_signal_while_a_study_starts_or_scores_ends_it_in_one_line(
 ) -> None:
     path = write(tmp_path, data, variants={"dense": None}, common=QUICK)
     process = start(path)
-    time.sleep(0.5)  # imports take longer
+    wait_for(lambda: catches(process.pid, signal.SIGUSR1), process)  # long before all is imported
     process.send_signal(signal.SIGUSR1)
     _, err = process.communicate(timeout=60)
     assert (process.returncode, len(err.splitlines())) == (138, 1), err
@@ -290,6 +290,12 @@ def test_a_killed_study_leaves_no_run_behind(tmp_path: Path, data: Path) -> None
     while os.path.exists(f"/proc/{child}") and "Z" not in state(child):
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+def catches(process: int, number: int) -> bool:
+    """Whether a process has a handler for a signal."""
+    status = Path(f"/proc/{process}/status").read_text()
+    return bool(int(status.split("SigCgt:")[1].split()[0], 16) >> (number - 1) & 1)
 
 
 def children(process: int) -> list[int]:
