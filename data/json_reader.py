@@ -72,7 +72,7 @@ def parse_json(
         if isinstance(content, bytes):
             content = content.decode("utf-8-sig")
         text = content.removeprefix("\ufeff")
-        return json.loads(text, object_pairs_hook=_of_different if once else None)
+        return json.loads(text, object_pairs_hook=_with_keys_once if once else None)
     except KeyError as fault:
         raise error(f"{before}has the key {fault.args[0]!r} twice") from None
     except UnicodeDecodeError as fault:
@@ -88,7 +88,7 @@ def parse_json(
         raise error(f"{before}is not read: its JSON has a number of too many digits") from None
 
 
-def _of_different(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _with_keys_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, value in pairs:
         if name in found:

@@ -228,10 +228,10 @@ def _begin(parent: int, worker: int) -> None:
         signal.signal(number, signal.SIG_IGN)
     sys.excepthook = _report
     # After what waits until all batches are sent, which has a higher priority.
-    multiprocessing.util.Finalize(None, _end_at_once, exitpriority=-100)
+    multiprocessing.util.Finalize(None, _exit_unless_failing, exitpriority=-100)
 
 
-def _end_at_once() -> None:
+def _exit_unless_failing() -> None:
     """Ends a loader process that has nothing left to do, unless it fails.
 
     Python would stop the threads that send batches wherever they are; in C++ code of torch that

@@ -258,9 +258,8 @@ class _Files:
 
 def _stands(output: Path, manifest: ImageManifest) -> bool:
     """Whether a folder's manifest says the same, and the files that it vouches for are there."""
-    try:
-        there = ImageManifest.read(output)
-    except DataError:
+    there = ImageManifest.find(output)
+    if there is None:
         return False
     same = there.model_copy(update={"stamp": manifest.stamp}) == manifest
     files = ((output / name, record) for name, record in manifest.files.items())

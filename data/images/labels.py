@@ -39,7 +39,7 @@ def by_name(
         listed = {split: each for split, each in listed.items() if split != "test"}
     names_of = found.names_of_shards or [found.class_names] * len(found.shards)
     names_of = [names and each_once(names) for names in names_of]
-    names = _of_training(source, found, listed, names_of)
+    names = _training_names(source, found, listed, names_of)
     if names is None:
         if highest < 0:
             raise DataError(f"--images: {source}: no image has a class")
@@ -51,7 +51,7 @@ def by_name(
     }
 
 
-def _of_training(
+def _training_names(
     source: str,
     found: Found,
     listed: dict[str, Listed],
@@ -140,11 +140,11 @@ def check_mistakes(
     Raises:
         DataError: There is such a thing, and it is not accepted.
     """
-    more = [] if found.has_attributes else _of_classes(found, listed["train"], names)
+    more = [] if found.has_attributes else _class_mistakes(found, listed["train"], names)
     found.left_out.check(f"--images: {source}", more, accept=accept)
 
 
-def _of_classes(found: Found, train: Listed, names: list[str]) -> list[str]:
+def _class_mistakes(found: Found, train: Listed, names: list[str]) -> list[str]:
     counts = np.bincount(train.rows["label"], minlength=len(names))
     empty = [names[number] for number in np.flatnonzero(counts == 0)[:3]]
     mistakes = []
@@ -154,7 +154,7 @@ def _of_classes(found: Found, train: Listed, names: list[str]) -> list[str]:
         many = int((counts == 0).sum())
         which = f"{many:,} of the {len(names):,} classes have" if many > 1 else "one class has"
         mistakes.append(f"{which} no training image: {quoted(empty)}{', ...' * (many > 3)}")
-    mistakes += _of_names(names)
+    mistakes += _name_mistakes(names)
     low = {name.lower() for name in names}
     if all(low & known for known in NO_CLASSES):
         mistakes.append(f"{quoted(names, 5)} are no classes: name the folder that has them")
@@ -168,7 +168,7 @@ def _of_classes(found: Found, train: Listed, names: list[str]) -> list[str]:
     return mistakes
 
 
-def _of_names(names: list[str]) -> list[str]:
+def _name_mistakes(names: list[str]) -> list[str]:
     """What is probably wrong with names of classes: splits, or one class that is written twice."""
     mistakes = []
     splits = [name for name in names if split_in(name)]

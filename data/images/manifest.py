@@ -119,6 +119,14 @@ class ImageManifest(Config):
             where = ".".join(str(part) for part in first["loc"])
             raise DataError(f"{path}: is damaged: {where}: {first['msg']}") from None
 
+    @classmethod
+    def find(cls, folder: Path) -> "ImageManifest | None":
+        """Reads the manifest of a folder; None: there is none that can be read."""
+        try:
+            return cls.read(folder)
+        except DataError:
+            return None
+
     def to_json(self) -> str:
         """The text of the file."""
         return json.dumps(self.model_dump(mode="json"), indent=1, ensure_ascii=False) + "\n"

@@ -143,28 +143,21 @@ def _check_output(output: Path, request: str, overwrite: bool) -> None:
             what = f"holds {foreign[0]}" if foreign else "is a file"
             raise DataError(f"--output: {output}: {what}, and is not a folder of prepared images")
         return
-    try:
-        same = ImageManifest.read(output).request == request
-    except DataError:
-        same = False
-    if not same and not overwrite:
+    found = ImageManifest.find(output)
+    if (found is None or found.request != request) and not overwrite:
         raise DataError(f"--output: {output}: holds other prepared data; --overwrite replaces it")
 
 
 def _was_accepted(output: Path, request: str) -> bool:
     """Whether what looks like a mistake was accepted when the same was asked for before."""
-    try:
-        manifest = ImageManifest.read(output)
-    except DataError:
-        return False
-    return manifest.request == request and manifest.accepted
+    manifest = ImageManifest.find(output)
+    return manifest is not None and manifest.request == request and manifest.accepted
 
 
 def _kept(output: Path, request: str, found: Found) -> ImageManifest | None:
     """The manifest of a folder that was made from the same request and files."""
-    try:
-        manifest = ImageManifest.read(output)
-    except DataError:
+    manifest = ImageManifest.find(output)
+    if manifest is None:
         return None
     own, theirs = map(without_packed, (manifest.shards, found.shards))
     if (manifest.version, manifest.request, own) != (FORMAT_VERSION, request, theirs):

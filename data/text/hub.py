@@ -299,7 +299,7 @@ def open_dataset(
     return found
 
 
-def open_rows(dataset: HubDataset) -> dict[str, Any]:
+def open_rows(dataset: HubDataset) -> Mapping[str, Any]:
     """Opens all splits of a data set with all of their columns, whatever they are called.
 
     Returns:
@@ -308,7 +308,7 @@ def open_rows(dataset: HubDataset) -> dict[str, Any]:
     Raises:
         DataError: There is no such data set or configuration, or it cannot be reached.
     """
-    return _open(dataset, streaming=False)[2]
+    return _open(dataset, streaming=False).splits
 
 
 def read_columns(dataset: HubDataset, rows: Any, names: Sequence[str]) -> dict[str, list[Any]]:
@@ -326,7 +326,17 @@ def read_columns(dataset: HubDataset, rows: Any, names: Sequence[str]) -> dict[s
     return columns
 
 
-def _open(dataset: HubDataset, streaming: bool) -> tuple[str, str | None, dict[str, Any]]:
+class _Opened(NamedTuple):
+    """A data set, as the library gives it."""
+
+    digest: str
+    """Names its version."""
+    config: str | None
+    splits: Mapping[str, Any]
+    """`datasets.Dataset` or `datasets.IterableDataset` of each."""
+
+
+def _open(dataset: HubDataset, streaming: bool) -> _Opened:
     with _one_line(dataset.spec, dataset):
         if dataset.kind == "saved":
             return _load_saved(Path(dataset.name))
@@ -351,7 +361,7 @@ def _arguments(dataset: HubDataset) -> dict[str, Any]:
     return {"path": dataset.name, "name": dataset.config}
 
 
-def _load(dataset: HubDataset, streaming: bool) -> tuple[str, str | None, dict[str, Any]]:
+def _load(dataset: HubDataset, streaming: bool) -> _Opened:
     import datasets
 
     if not sys.stderr.isatty():
@@ -362,20 +372,20 @@ def _load(dataset: HubDataset, streaming: bool) -> tuple[str, str | None, dict[s
         # Streamed in any case: the library keeps a second copy of what it has loaded once, and
         # would give that again where files of the first have changed since.
         splits = datasets.load_dataset(**arguments, streaming=True)
-        return _listing(folder, dataset.config), dataset.config, dict(splits)
+        return _Opened(_listing(folder, dataset.config), dataset.config, dict(splits))
     builder = datasets.load_dataset_builder(**arguments)
     splits = datasets.load_dataset(**arguments, streaming=streaming)
-    return f"{builder.config.name}\0{builder.hash}", dataset.config, dict(splits)
+    return _Opened(f"{builder.config.name}\0{builder.hash}", dataset.config, dict(splits))
 
 
-def _load_saved(folder: Path) -> tuple[str, str | None, dict[str, Any]]:
+def _load_saved(folder: Path) -> _Opened:
     import datasets
 
     loaded = datasets.load_from_disk(str(folder))
     # A single split that was saved alone trains, whatever its name was.
     splits = dict(loaded) if isinstance(loaded, datasets.DatasetDict) else {"train": loaded}
     config = next(iter(splits.values())).info.config_name if splits else None
-    return _listing(folder, config), config, splits
+    return _Opened(_listing(folder, config), config, splits)
 
 
 def _listing(folder: Path, config: str | None) -> str:

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from queue import Queue
-from typing import Any
+from typing import NamedTuple
 
 from polyad.data.errors import DataError
 from polyad.data.files import writing
@@ -31,6 +31,14 @@ class PartError(RuntimeError):
     """A process that encoded a part ended without it."""
 
     exit_status = 1
+
+
+class Message(NamedTuple):
+    """What a process says: how far it is, or why its part cannot be encoded."""
+
+    read: int = 0
+    tokens: int = 0
+    error: str | None = None
 
 
 @dataclass(frozen=True)
@@ -61,7 +69,7 @@ def encode_in_processes(
             them from their beginning.
         PartError: A process was killed.
     """
-    said: Queue[tuple[int, dict[str, Any] | None]] = Queue()
+    said: Queue[tuple[int, Message | None]] = Queue()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     threads = max(1, (cores or 1) // processes)
     running: dict[int, subprocess.Popen[str]] = {}
@@ -78,10 +86,10 @@ def encode_in_processes(
             number, message = said.get()
             if message is None:
                 _check_ended(number, running.pop(number).wait())
-            elif "error" in message:
-                raise DataError(message["error"])
+            elif message.error is not None:
+                raise DataError(message.error)
             else:
-                done[number] = message["read"], message["tokens"]
+                done[number] = message.read, message.tokens
                 update(*_total(done))
     finally:
         for process in running.values():
@@ -112,13 +120,13 @@ def _start(work: Work, number: int, threads: int) -> "subprocess.Popen[str]":
 def _listen(
     process: "subprocess.Popen[str]",
     number: int,
-    said: "Queue[tuple[int, dict[str, Any] | None]]",
+    said: "Queue[tuple[int, Message | None]]",
 ) -> None:
     assert process.stdout is not None
     try:
         with process.stdout as lines:
             for line in lines:
-                said.put((number, json.loads(line)))
+                said.put((number, Message(*json.loads(line))))
     finally:  # else nobody would see that it has ended
         said.put((number, None))
 
@@ -143,13 +151,13 @@ def main() -> int:
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # what libraries print is no answer
 
-    def send(**message: Any) -> None:
+    def send(message: Message) -> None:
         print(json.dumps(message), file=answers, flush=True)
 
     def update(read: int, tokens: int) -> None:
         nonlocal sent
         if time.monotonic() - sent >= SEND_SECONDS:
-            send(read=read, tokens=tokens)
+            send(Message(read, tokens))
             sent = time.monotonic()
 
     output = Path(told["output"])
@@ -161,9 +169,9 @@ def main() -> int:
             work = cut.open(silent, train=False, overwrite=False)
             done = encode_part(work, told["number"], update)
     except DataError as error:
-        send(error=str(error))
+        send(Message(error=str(error)))
         return 0
-    send(read=done.bytes_read, tokens=done.tokens)
+    send(Message(done.bytes_read, done.tokens))
     return 0
 
 

@@ -523,21 +523,3 @@ def test_names_of_any_bytes_and_hidden_folders(tmp_path):
     data = prepared(root, tmp_path / "out")
     assert data.manifest.class_names == list(CLASSES)
     assert len(contents(data)) == 24
-
-
-def test_names_are_those_of_the_column_that_is_read(tmp_path):
-    """A column of other names beside the labels says nothing of their numbers."""
-    import datasets
-
-    features = datasets.Features(
-        {
-            "image": datasets.Image(),
-            "label": datasets.Value("int64"),
-            "class": datasets.ClassLabel(names=["left", "right"]),
-        }
-    )
-    pictures = [Image.new("RGB", (4, 4), word) for word in ("red", "blue") * 4]
-    rows = {"image": pictures, "label": [0, 1] * 4, "class": [1, 0] * 4}
-    table = datasets.Dataset.from_dict(rows, features=features)
-    datasets.DatasetDict(train=table).save_to_disk(str(tmp_path / "saved"))
-    assert prepared(tmp_path / "saved", tmp_path / "out").manifest.class_names == ["0", "1"]

@@ -1,4 +1,3 @@
-import json
 import pickle
 import shutil
 
@@ -6,10 +5,8 @@ import numpy as np
 import pytest
 
 from polyad.data.errors import DataError
-from polyad.data.prepared import MANIFEST_FILE
 from polyad.data.text.dataset import PreparedData
-from polyad.data.text.prepare import prepare
-from tests.helpers.prepared import rewrite
+from tests.helpers.prepared import flip, silent
 
 
 @pytest.fixture
@@ -23,10 +20,6 @@ def error_of(path):
     message = str(caught.value)
     assert "\n" not in message
     return message
-
-
-def edit(folder, **changes):
-    rewrite(folder, lambda tree: tree | changes)
 
 
 def test_reads_agree_with_the_bytes(prepared):
@@ -61,7 +54,7 @@ def test_stream_travels_to_another_process(prepared):
 
 def test_empty_split_is_empty(tmp_path):
     (tmp_path / "a.txt").write_text("one document")
-    prepare(str(tmp_path / "a.txt"), "train:300", tmp_path / "out", report=lambda line: None)
+    silent(str(tmp_path / "a.txt"), "train:300", tmp_path / "out")
     stream = PreparedData.open(tmp_path / "out").split("test")
     assert (stream.num_tokens, len(stream.document_lengths), len(stream.read(0, 0))) == (0, 0, 0)
 
@@ -70,28 +63,6 @@ def test_missing_folder_suggests_a_prepared_one(copy):
     (copy.parent / "corpsu-notes").mkdir()
     assert "did you mean 'corpus'?" in error_of(copy.parent / "corpsu")
     assert "polyad prepare" in error_of(copy.parent)
-
-
-@pytest.mark.parametrize(
-    ("content", "expected"),
-    [
-        ("{", "not a readable manifest"),
-        ("[]", "not a readable manifest"),
-        ("{}", "not a readable manifest"),
-        ('{"format_version": 99}', "format version 99; this Polyad reads versions 1 to 2"),
-        ('{"format_version": 1}', "key 'request': Field required"),
-    ],
-)
-def test_bad_manifest_is_one_line(copy, content, expected):
-    (copy / MANIFEST_FILE).write_text(content)
-    assert expected in error_of(copy)
-
-
-def test_split_missing_from_the_manifest_is_refused(copy):
-    splits = json.loads((copy / MANIFEST_FILE).read_text())["splits"]
-    splits.pop("test")
-    edit(copy, splits=splits)
-    assert "no 'test'" in error_of(copy)
 
 
 @pytest.mark.parametrize("name", ["train.bin", "validation.idx", "tokenizer.json"])
@@ -111,7 +82,7 @@ def test_truncated_file_is_named(copy, name):
 
 def test_file_of_another_data_set_is_refused(copy, tmp_path, texts):
     other = tmp_path / "other"
-    prepare(str(texts), "train:390", other, report=lambda line: None)
+    silent(str(texts), "train:390", other)
     shutil.copy(other / "train.bin", copy / "train.bin")
     assert "train.bin" in error_of(copy)
     shutil.copy(other / "train.idx", copy / "train.idx")
@@ -137,17 +108,9 @@ def test_other_tokenizer_is_refused(copy):
     assert "not the tokenizer that made these tokens" in error_of(copy)
 
 
-def test_token_id_outside_the_vocabulary_is_refused(copy):
-    manifest = json.loads((copy / MANIFEST_FILE).read_text())
-    edit(copy, tokenizer=manifest["tokenizer"] | {"vocab_size": 300})
-    assert "vocabulary ends at 299" in error_of(copy)
-
-
 def test_verify_finds_a_flipped_bit_in_the_middle(copy):
     path = copy / "train.bin"
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
+    flip(path, path.stat().st_size // 2)
     data = PreparedData.open(copy)
     with pytest.raises(DataError, match=r"train\.bin: damaged"):
         data.verify()

@@ -1,13 +1,23 @@
+"""Sources give their documents, whole and in parts, and nothing else that is in a folder."""
+
+import argparse
 import gzip
+import inspect
 import json
 from pathlib import Path
 
 import pyarrow
 import pyarrow.parquet
 import pytest
+import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
+import polyad.data.text.readers
 from polyad.data.errors import DataError
+from polyad.data.text import folders
 from polyad.data.text.documents import PYTHON_STDLIB, Skipped, open_source
+from polyad.data.text.folders import module_files, standard_library
 from polyad.data.text.readers import PART_BYTES
 
 
@@ -255,3 +265,100 @@ def test_links_are_followed_or_refused_and_never_left_out(tmp_path):
     (root / "d.txt").unlink()
     (elsewhere / "up").symlink_to(root)
     assert f"a link makes this folder part of {root} twice" in error_of(root)
+
+
+LINES = st.lists(st.text("ab \r\té漢🙂", max_size=30), max_size=20)
+SETTINGS = settings(
+    max_examples=60,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+
+
+def pieces(source):
+    return [(document.text, document.is_last) for document in source.documents()]
+
+
+def in_parts(source, parts):
+    return [piece for number in range(parts) for piece in pieces(source.part(number, parts))]
+
+
+@SETTINGS
+@given(lines=LINES, parts=st.integers(1, 30), part_bytes=st.sampled_from([5, 16, 64]))
+def test_lines_come_in_the_same_pieces(tmp_path, monkeypatch, lines, parts, part_bytes):
+    # A long line comes in pieces, at whose ends it may be cut to be encoded.
+    monkeypatch.setattr(polyad.data.text.readers, "PART_BYTES", part_bytes)
+    (tmp_path / "a.txt").write_bytes("\n".join(lines).encode())
+    (tmp_path / "b.txt").write_bytes(("\n".join(lines[::-1]) + "x\n").encode())
+    source = open_source(str(tmp_path), documents="lines")
+    assert in_parts(source, parts) == pieces(source)
+
+
+@SETTINGS
+@given(texts=LINES, parts=st.integers(1, 30))
+def test_objects_of_a_line_are_all_there_once(tmp_path, texts, parts):
+    (tmp_path / "a.jsonl").write_text("\n\n".join(json.dumps({"text": each}) for each in texts))
+    (tmp_path / "b.jsonl").write_text('{"text": "last"}\n')
+    source = open_source(str(tmp_path))
+    assert in_parts(source, parts) == pieces(source)
+
+
+@pytest.mark.parametrize("groups", [[], [5], [1, 1, 1], [4, 2, 7]])
+def test_row_groups_are_all_there_once(tmp_path, groups):
+    schema = pyarrow.schema([("text", pyarrow.string())])
+    with pyarrow.parquet.ParquetWriter(tmp_path / "a.parquet", schema) as writer:
+        for number, rows in enumerate(groups):
+            texts = [f"{number} {row}" for row in range(rows)]
+            writer.write_table(pyarrow.table({"text": texts}, schema=schema))
+    source = open_source(str(tmp_path))
+    assert len(pieces(source)) == sum(groups)
+    for parts in (1, 2, 3, 8):
+        assert in_parts(source, parts) == pieces(source)
+    if len(groups) > 1:  # it is cut
+        assert all(len(pieces(source.part(number, 3))) < sum(groups) for number in range(3))
+
+
+def test_errors_name_the_place_in_the_whole_file(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"one\ntwo\nthr\xff\n")
+    last = open_source(str(tmp_path), documents="lines").part(2, 3)
+    with pytest.raises(DataError, match=r"a\.txt: byte 11 \(line 3\) is not UTF-8"):
+        pieces(last)
+
+
+def test_standard_library_is_sorted_and_without_tests():
+    root = standard_library()
+    names = [path.relative_to(root).parts for path in module_files(root)]
+    assert ("argparse.py",) in names
+    assert ("json", "decoder.py") in names
+    assert names == sorted(names)
+    assert not any(set(name) & folders.LEFT_OUT for name in names)
+
+
+def test_documents_are_the_modules():
+    texts = {document.name: document.text for document in open_source(PYTHON_STDLIB).documents()}
+    assert texts["argparse.py#0"] == inspect.getsource(argparse)
+    assert sum(map(len, texts.values())) > 5_000_000
+
+
+def test_undecodable_module_is_skipped_and_counted(tmp_path, monkeypatch):
+    (tmp_path / "a.py").write_text("a = 1\n")
+    (tmp_path / "b.py").write_bytes(b"# coding: latin-1\n# \xe9\n")
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "c.py").write_text("c = 1\n")
+    monkeypatch.setattr("polyad.data.text.documents.standard_library", lambda: tmp_path)
+    skipped = Skipped()
+    documents = list(open_source(PYTHON_STDLIB).documents(skipped))
+    assert [document.name for document in documents] == ["a.py#0"]
+    assert skipped.unreadable == 1
+
+
+def test_modules_of_a_package_are_read_without_importing_it():
+    texts = {document.name: document.text for document in open_source("python:yaml").documents()}
+    assert texts["loader.py#0"] == inspect.getsource(yaml.loader)
+    assert sorted(texts) == list(texts)
+
+
+@pytest.mark.parametrize("name", ["no_such_package", "yaml.loader", "argparse", "", "../yaml"])
+def test_what_is_no_package_is_refused(name):
+    with pytest.raises(DataError, match=f"^python:{name}: '{name}' is no package that this Python"):
+        open_source(f"python:{name}")

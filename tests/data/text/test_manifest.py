@@ -107,6 +107,8 @@ def test_every_key_with_every_wrong_value_is_refused(copy, old):
         ("fingerprint", "0" * 64, "fingerprint: 000000000000... is not that of the digests"),
         ("splits.test.sha256", "0" * 64, "is not that of the digests"),
         ("splits.test.sha256", "../../x", "String should match pattern"),
+        ("tokenizer.vocab_size", 300, "vocabulary ends at 299"),
+        ("splits.test", ..., "splits: no 'test'"),
         ("dtype", "int32", "bytes where manifest.json says"),
         ("request.validation_fraction", 1.0, "Input should be less than 1, not 1.0"),
     ],
@@ -137,11 +139,19 @@ def test_a_folder_of_version_1_opens_and_has_the_same_fingerprint(copy, prepared
 
 
 @pytest.mark.parametrize(
-    "content", [b"\xff\xfe", b"[" * 10**5, b'{"format_version": ' + b"9" * 9999 + b"}", b"\0" * 99]
+    ("content", "expected"),
+    [
+        *((content, "not a readable manifest") for content in (b"{", b"[]", b"{}", b"\xff\xfe")),
+        (b"[" * 10**5, "not a readable manifest"),
+        (b'{"format_version": ' + b"9" * 9999 + b"}", "not a readable manifest"),
+        (b"\0" * 99, "not a readable manifest"),
+        (b'{"format_version": 99}', "format version 99; this Polyad reads versions 1 to 2"),
+        (b'{"format_version": 1}', "key 'request': Field required"),
+    ],
 )
-def test_what_is_no_json_is_refused(copy, content):
+def test_what_is_no_manifest_is_refused(copy, content, expected):
     (copy / MANIFEST_FILE).write_bytes(content)
-    assert "not a readable manifest" in refusal(copy)
+    assert expected in refusal(copy)
 
 
 @pytest.mark.parametrize("name", [MANIFEST_FILE, "train.bin", "validation.idx", "tokenizer.json"])

@@ -1,11 +1,9 @@
-import json
 import os
 import re
 import signal
 import subprocess
 import sys
 import time
-from itertools import islice
 
 import numpy as np
 import pytest
@@ -20,6 +18,7 @@ from polyad.data.text.source import split_of_documents
 from polyad.data.text.tokenizers.tokenizer import END_OF_TEXT
 from polyad.data.text.tokenizers.training import train_tokenizer
 from tests.helpers.everyday import everyday
+from tests.helpers.prepared import jsonl, silent
 
 PREPARE = """
 import sys
@@ -46,32 +45,6 @@ from polyad.data.text.prepare import prepare
 prepare(sys.argv[1], sys.argv[2], sys.argv[3], report=lambda line: None)
 print(int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) / 1024)
 """
-
-
-def silent(*arguments, **options):
-    return prepare(*arguments, report=lambda line: None, **options)
-
-
-def jsonl(path, texts):
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    return str(path)
-
-
-def dealt(count, **fractions):
-    return list(islice(split_of_documents("train", fractions), count))
-
-
-def test_three_documents_fill_every_split():
-    assert dealt(3, validation=0.05, test=0.05) == ["train", "validation", "test"]
-
-
-@pytest.mark.parametrize("fractions", [(0.05, 0.05), (0.1, 0.3), (0.01, 0.5), (0.0, 0.2)])
-def test_shares_are_exact_within_a_document(fractions):
-    validation, test = fractions
-    splits = dealt(10_000, validation=validation, test=test)
-    assert abs(splits.count("validation") - 10_000 * validation) <= 1
-    assert abs(splits.count("test") - 10_000 * test) <= 1
-    assert splits[:500] == dealt(500, validation=validation, test=test)
 
 
 def test_tokens_are_the_documents_with_their_ends(texts, prepared):

@@ -11,10 +11,7 @@ from polyad.data.prepared import SPLITS
 from polyad.data.text.dataset import PreparedData
 from polyad.data.text.manifest import Manifest
 from polyad.data.text.prepare import prepare
-
-
-def silent(*arguments, **options):
-    return prepare(*arguments, report=lambda line: None, **options)
+from tests.helpers.prepared import silent
 
 
 def documents(folder, split):

@@ -1,6 +1,13 @@
+from itertools import islice
+
 import pytest
 
-from polyad.data.text.source import Document, documents_needed, split_by_position
+from polyad.data.text.source import (
+    Document,
+    documents_needed,
+    split_by_position,
+    split_of_documents,
+)
 
 SHARES = {"validation": 0.1, "test": 0.2}
 
@@ -70,3 +77,20 @@ def test_a_document_is_dealt_out_whole_where_it_is_no_more_than_a_share():
     assert documents_needed({"validation": 0.05, "test": 0.1}) == 20
     assert documents_needed({"validation": 0.0, "test": 0.3}) == 4
     assert documents_needed({"validation": 0.0, "test": 0.0}) == 1
+
+
+def dealt(count, **fractions):
+    return list(islice(split_of_documents("train", fractions), count))
+
+
+def test_three_documents_fill_every_split():
+    assert dealt(3, validation=0.05, test=0.05) == ["train", "validation", "test"]
+
+
+@pytest.mark.parametrize("fractions", [(0.05, 0.05), (0.1, 0.3), (0.01, 0.5), (0.0, 0.2)])
+def test_shares_are_exact_within_a_document(fractions):
+    validation, test = fractions
+    splits = dealt(10_000, validation=validation, test=test)
+    assert abs(splits.count("validation") - 10_000 * validation) <= 1
+    assert abs(splits.count("test") - 10_000 * test) <= 1
+    assert splits[:500] == dealt(500, validation=validation, test=test)

@@ -9,10 +9,9 @@ from polyad.data.errors import DataError
 from polyad.data.text.dataset import PreparedData
 from polyad.data.text.indexed import index_bytes
 from polyad.data.text.manifest import FILES, Manifest
-from polyad.data.text.prepare import prepare
 from polyad.data.text.verification import bytes_to_verify, check_split, unsealed, verify_files
 from tests.helpers.everyday import everyday
-from tests.helpers.prepared import age, flip
+from tests.helpers.prepared import age, flip, silent
 
 
 @pytest.fixture(params=["sealed", "version 1"])
@@ -90,7 +89,7 @@ def test_what_ends_documents_is_in_no_document(tmp_path, kind):
     """Whatever a text says: the end of documents is what an old index is compared with."""
     (tmp_path / "a.txt").write_text("one <|endoftext|> two </s> <eos>\n\nthree <|endoftext|>\n" * 9)
     tokenizer = "words" if kind == "words" else "train:300"
-    prepare(str(tmp_path), tokenizer, tmp_path / "out", report=lambda line: None)
+    silent(str(tmp_path), tokenizer, tmp_path / "out")
     age(tmp_path / "out")
     assert damaged(tmp_path / "out") == {}
 
