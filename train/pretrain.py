@@ -37,6 +37,7 @@ from polyad.train.loop.device import allow_tf32
 from polyad.train.loop.loop import TrainLoop
 from polyad.train.loop.timing import Startup
 from polyad.train.state import TrainState
+from polyad.train.tasks.samples import probe_of
 
 
 def main(path: Path, overrides: Sequence[str] = (), *, launched: bool = False) -> TrainState:
@@ -155,9 +156,9 @@ def _fluctuation(
     config = plan.config
     if not config.log.fluctuation:
         return None
-    probe_set = plan.task.probe(config.log.fluctuation_tokens)
+    samples = probe_of(plan.task, config.log.fluctuation_tokens)
     batch_size = config.evaluation.batch_size or config.train.micro_batch_size
-    compare = FluctuationLog(engine, probe_set, batch_size, memory)
+    compare = FluctuationLog(engine, samples, batch_size, memory)
     if plan.resume is not None and state.step < config.train.steps:
         compare()
     return compare

@@ -29,6 +29,7 @@ from polyad.train.loop.optimizer import state_tensors
 from polyad.train.loop.trackers import check_trackers
 from polyad.train.state import TrainState
 from polyad.train.tasks.registry import open_task
+from polyad.train.tasks.samples import probe_of
 from polyad.train.tasks.task import Kept, Task
 
 LAUNCH_FOLDER = "launch"
@@ -127,7 +128,7 @@ def open_plan(path: Path, overrides: Sequence[str], world_size: int) -> Plan:
                 f"log.fluctuation: true is not allowed with {task.place}, which has no validation "
                 f"split to compare routing on; {task.to_validate}"
             )
-        task.probe(config.log.fluctuation_tokens)
+        probe_of(task, config.log.fluctuation_tokens)
     for key, wants in (
         (f"evaluation.patience: {config.evaluation.patience}", config.evaluation.patience),
         ("checkpoint.keep_best: true", config.checkpoint.keep_best),

@@ -22,7 +22,7 @@ from polyad.parallel.zero import Engine
 from polyad.train.experts.information import Summed
 from polyad.train.experts.probing import Decision, RoutedLayer, deciding, routed_layers
 from polyad.train.guard.memory import RunMemory
-from polyad.train.tasks.task import ProbeSet
+from polyad.train.tasks.samples import ImageSamples, TextSamples
 
 SEED = 1_442_695_040_888_963_407
 """The seed of the experts' codes, which must be the same in every process."""
@@ -178,15 +178,19 @@ class FluctuationLog:
 
     Args:
         engine: of the run.
-        probe_set: what is read.
+        samples: those that are read.
         batch_size: samples in a forward pass.
         memory: explains an error where memory runs out.
     """
 
     def __init__(
-        self, engine: Engine, probe_set: ProbeSet, batch_size: int, memory: RunMemory
+        self,
+        engine: Engine,
+        samples: TextSamples | ImageSamples,
+        batch_size: int,
+        memory: RunMemory,
     ) -> None:
-        self._engine, self._probe_set, self._batch_size = engine, probe_set, batch_size
+        self._engine, self._samples, self._batch_size = engine, samples, batch_size
         self._memory, self._layers = memory, routed_layers(engine.module)
         self._before: list[list[Codes]] = []
 
@@ -205,7 +209,7 @@ class FluctuationLog:
         self._engine.train(False)
         world, now = self._engine.world, []
         differences = Differences(self._layers, world.device)
-        for number, batch in enumerate(self._probe_set.batches(self._batch_size, world)):
+        for number, batch in enumerate(self._samples.inputs(self._batch_size, world)):
             read = codes_of(self._engine, self._engine.module, self._layers, *batch)
             now.append([Codes(*(each_M.cpu() for each_M in codes)) for codes in read])
             if self._before:

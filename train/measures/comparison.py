@@ -24,8 +24,7 @@ from polyad.train.experts.probing import deciding, routed_layers
 from polyad.train.measures.measure import Measure, Result, Subject
 from polyad.train.reading import Evaluated, Reading
 from polyad.train.results import aligned
-from polyad.train.tasks.samples import samples_of
-from polyad.train.tasks.sequences import SequenceTask
+from polyad.train.tasks.samples import probe_of
 
 PROBE_UNITS = 65_536
 """About how many tokens or images are compared, unless the user says it."""
@@ -120,10 +119,6 @@ class Comparison(Measure):
             )
         other = open_checkpoint(options["other"])
         _check_pair(opened, opened.weights, other)
-        if isinstance(opened.task, SequenceTask):
-            raise ConfigError(
-                f"{opened.task.place}: no set of inputs is known to compare routing on"
-            )
         return other, options.get("units", PROBE_UNITS)
 
     @classmethod
@@ -134,7 +129,7 @@ class Comparison(Measure):
         other, units = asked
         device = next(model.parameters()).device
         before = load_model(other, device, opened.config.train.precision)
-        samples = samples_of(opened.task, split, units)
+        samples = probe_of(opened.task, units, split)
         subject = Subject(model, routed_layers(model), samples, opened.batch_size)
         return cls(subject, opened, other, before)
 

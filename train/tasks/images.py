@@ -6,7 +6,7 @@ Shapes: B images of a micro-batch, C channels, H x W pixels, K classes.
 import contextlib
 import copy
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
@@ -53,27 +53,6 @@ SHRUNK = 2
 """How many times as long as `model.image_size` a side may be before it is said."""
 FEW = 100
 """Images of a validation split below which it is said that they are few."""
-
-
-class ImageProbe:
-    """Held-out images that several checkpoints read."""
-
-    def __init__(self, task: "ImageClassification", split: str, numbers: Sequence[int]) -> None:
-        self._task, self._split, self._numbers = task, split, numbers
-
-    def __len__(self) -> int:
-        """Counts the images."""
-        return len(self._numbers)
-
-    def about(self) -> dict[str, int]:
-        """The size of the images, in pixels."""
-        return {"image_size": self._task.model.image_size}
-
-    def batches(self, batch_size: int, world: comm.World) -> Iterator[tuple[Tensor, Tensor]]:
-        """Normalized images [B, C, H, W], and which of them count [B]."""
-        images = torch.utils.data.Subset(self._task.held_out(self._split), self._numbers)
-        for batch, counts_B in dealt_out(images, len(self._numbers), batch_size, world):
-            yield self._task.inputs(batch.images_BCHW.to(world.device)), counts_B.to(world.device)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -402,13 +381,6 @@ class ImageClassification(LabelledTask[ImageBatch]):
     def stored(self) -> Sequence[StoredData]:
         """The prepared folder, unless `data.verify` is false."""
         return [self.data] if self.settings.verify else []
-
-    def probe(self, units: int, split: str | None = None) -> ImageProbe:
-        """Images evenly over a split, or over the validation split."""
-        split = split or "validation"
-        total = self.units_of(split)
-        count = min(total, units)
-        return ImageProbe(self, split, [number * total // count for number in range(count)])
 
 
 def with_classes(model: ImageSettings, data: ImageData, place: str) -> ImageSettings:

@@ -5,7 +5,6 @@ Shapes: B samples of a micro-batch, T tokens of a sample, V vocabulary.
 
 import copy
 import functools
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -16,7 +15,7 @@ from polyad.data.config import DataConfig
 from polyad.data.text.dataset import TokenStream
 from polyad.data.text.manifest import SplitInfo
 from polyad.data.text.samples import MixedSamples, TrainingData, TrainingSamples
-from polyad.data.text.windows import EvaluationWindows, SpreadWindows, window_batches
+from polyad.data.text.windows import EvaluationWindows
 from polyad.model.gpt2 import GPT2Config
 from polyad.model.output import RoutingStats
 from polyad.parallel import comm
@@ -67,27 +66,6 @@ class TextSamples(Dataset[TextBatch]):
     def __getitem__(self, sample: int) -> TextBatch:
         """Reads a sample by its global number."""
         return TextBatch.of(self.tokens[sample])
-
-
-class TextProbe:
-    """Windows of held-out text that several checkpoints read."""
-
-    def __init__(self, windows: SpreadWindows) -> None:
-        self.windows = windows
-
-    def __len__(self) -> int:
-        """Counts the windows."""
-        return len(self.windows)
-
-    def about(self) -> dict[str, int]:
-        """The number of windows, and their length in tokens."""
-        return {"probe_windows": len(self), "sequence_length": self.windows.sequence_length}
-
-    def batches(self, batch_size: int, world: comm.World) -> Iterator[tuple[Tensor, Tensor]]:
-        """Input ids [B, T] and which of them are scored; each process yields as many batches."""
-        rank, size = world.data_parallel_rank, world.data_parallel_size
-        for batch in window_batches(self.windows, batch_size, rank, size):
-            yield batch.input_BT.to(world.device), batch.scored_BT.to(world.device)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -241,15 +219,6 @@ class LanguageModelling(Learner, TextTask[TextBatch]):
             ("Validation loss", value, f"{cls.loss_unit}, newest, {cls.validated_part(most)}"),
             ("Perplexity", power, "of that validation"),
         ]
-
-    def probe(self, units: int, split: str | None = None) -> TextProbe:
-        """Whole windows without overlap, evenly over a split, or over the validation splits."""
-        length, end = self.model.sequence_length, self.data.tokenizer.end_of_text_id
-        whole = [
-            EvaluationWindows(stream, length, length, end)
-            for stream in self.held_out_streams(split)
-        ]
-        return TextProbe(SpreadWindows(whole, units))
 
 
 def language_model(weights: Weights) -> GPT2Config:

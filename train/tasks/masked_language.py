@@ -4,13 +4,11 @@ Shapes: B samples of a micro-batch, T tokens of a sample, P hidden ones.
 """
 
 import functools
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
 
 from polyad.data.config import MaskedTextConfig
 from polyad.data.errors import DataError
@@ -18,7 +16,6 @@ from polyad.data.text.dataset import TokenStream
 from polyad.data.text.masking import (
     MaskedBatch,
     MaskedSamples,
-    MaskedWindow,
     MaskedWindows,
     SpecialTokens,
 )
@@ -40,51 +37,6 @@ def masked_losses(model: Predictor, batch: MaskedBatch) -> tuple[Tensor, tuple[R
         batch.input_ids_BT, positions_BP=batch.positions_BP, target_ids_BP=batch.target_ids_BP
     )
     return loss, routing
-
-
-class MaskedProbe(Dataset[Tensor]):
-    """Whole windows of held-out text, with nothing hidden, that several checkpoints read.
-
-    Args:
-        windows: Of each split.
-        tokens: So many windows hold at least as many tokens; fewer where there are fewer.
-    """
-
-    def __init__(self, windows: list[MaskedWindows], tokens: int) -> None:
-        whole = [(part, number) for part in windows for number in range(part.num_full)]
-        self._length = windows[0].sequence_length
-        count = min(len(whole), max(1, -(-tokens // (self._length - 2))))  # but for two marks
-        self._chosen = [whole[number * len(whole) // count] for number in range(count)]
-
-    def __len__(self) -> int:
-        """Counts the windows."""
-        return len(self._chosen)
-
-    def __getitem__(self, window: int) -> Tensor:
-        """Reads a window [T]."""
-        windows, number = self._chosen[window]
-        return torch.from_numpy(windows.text(number))
-
-    def hidden(self, window: int) -> MaskedWindow:
-        """Reads a window as it is scored, with tokens hidden."""
-        windows, number = self._chosen[window]
-        return windows[number]
-
-    def about(self) -> dict[str, int]:
-        """The number of windows, and their length in tokens."""
-        return {"probe_windows": len(self), "sequence_length": self._length}
-
-    def counted(self, ids_BT: Tensor) -> Tensor:
-        """Which tokens count [B, T]: text does, the marks of its ends do not."""
-        counted_BT = torch.ones_like(ids_BT, dtype=torch.bool)
-        counted_BT[:, [0, -1]] = False
-        return counted_BT
-
-    def batches(self, batch_size: int, world: comm.World) -> Iterator[tuple[Tensor, Tensor]]:
-        """Input ids [B, T] and which tokens count."""
-        for ids_BT, own_B in dealt_out(self, len(self), batch_size, world):
-            counted_BT = own_B.unsqueeze(1) & self.counted(ids_BT)
-            yield ids_BT.to(world.device), counted_BT.to(world.device)
 
 
 class HiddenScore(NamedTuple):
@@ -219,13 +171,3 @@ class MaskedLanguageModelling(TextTask[MaskedBatch]):
         if not tokens:
             raise DataError(f"{self.place}: the split has no text, special tokens alone")
         return HiddenScore(loss / tokens, right / tokens, int(tokens))
-
-    def probe(self, units: int, split: str | None = None) -> MaskedProbe:
-        """Whole windows, evenly over a split, or over the validation splits."""
-        windows = [self.windows(stream) for stream in self.held_out_streams(split)]
-        if not any(part.num_full for part in windows):
-            raise ConfigError(
-                f"{self.place}: its held-out text is shorter than one window of "
-                f"model.sequence_length: {self.model.sequence_length} tokens"
-            )
-        return MaskedProbe(windows, units)

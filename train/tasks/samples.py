@@ -9,10 +9,11 @@ tokens that the layers of a model see, D width, K classes.
 """
 
 import copy
+import functools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -23,16 +24,19 @@ from torch.utils.data import Dataset, Subset
 from polyad.data.images.samples import EvaluationImages, ImageBatch
 from polyad.data.sampler import evaluation_batches
 from polyad.data.sequences.samples import SequenceBatch
+from polyad.data.text.dataset import TokenStream
 from polyad.data.text.masking import MaskedWindow
-from polyad.data.text.windows import EvaluationWindows
-from polyad.model.gpt2 import GPT2
+from polyad.data.text.tokenizers.tokenizer import Tokenizer
+from polyad.data.text.windows import EvaluationWindows, SpreadWindows, window_batches
+from polyad.model.bert import BertConfig
+from polyad.model.gpt2 import GPT2, GPT2Config
+from polyad.parallel import comm
 from polyad.train.errors import ConfigError
 from polyad.train.tasks.images import ImageClassification
-from polyad.train.tasks.language import TextProbe
 from polyad.train.tasks.losses import cross_entropy
-from polyad.train.tasks.masked_language import MaskedProbe
+from polyad.train.tasks.masked_language import MaskedLanguageModelling
 from polyad.train.tasks.sequences import SequenceTask
-from polyad.train.tasks.task import OneDevice, Task
+from polyad.train.tasks.task import OneDevice, Task, dealt_out
 from polyad.train.tasks.text import TextTask
 
 
@@ -124,6 +128,25 @@ def samples_of(task: Task[Any], split: str, most: int | None = None) -> Samples:
     raise ConfigError(f"{task.place}: no measure of experts is known of such data")
 
 
+def probe_of(task: Task[Any], units: int, split: str | None = None) -> "TextSamples | ImageSamples":
+    """Samples that several checkpoints read, to compare what experts were given.
+
+    Args:
+        task: of text or of images.
+        units: tokens or images, at least if there are that many, evenly over the split.
+        split: of the data; None: what is validated with, of a mixture all of its parts.
+
+    Raises:
+        ConfigError: there are none.
+    """
+    if isinstance(task, ImageClassification):
+        workers = task.settings.num_workers
+        return ImageSamples(task, split or "validation", units, num_workers=workers)
+    if isinstance(task, TextTask):
+        return TextSamples(task, split, units)
+    raise ConfigError(f"{task.place}: no set of inputs is known to compare routing on")
+
+
 def _numbered(
     batches: Iterable[tuple[Any, Tensor]], rank: int, ranks: int
 ) -> Iterator[tuple[Tensor, Any, Tensor]]:
@@ -163,11 +186,14 @@ class TextSamples(Samples):
 
     Args:
         task: of the text.
-        split: of it.
+        split: of it; None: those that are validated with, which are read one after the other.
         most: about how many tokens are read; None: all.
         hidden: of a BERT, whether tokens are hidden, which it predicts; else it reads the text as
             it is, and nothing is predicted. A GPT-2 predicts each token from those before it.
         with_first: whether the end of text counts that stands before the first token of a split.
+
+    Raises:
+        ConfigError: a BERT has not one whole window.
     """
 
     unit = "tok"
@@ -175,24 +201,38 @@ class TextSamples(Samples):
     def __init__(
         self,
         task: TextTask[Any],
-        split: str,
+        split: str | None,
         most: int | None = None,
         *,
         hidden: bool = False,
         with_first: bool = True,
     ) -> None:
-        total = task.units_of(split)
-        probe = task.probe(total if most is None else min(most, total), split)
-        assert isinstance(probe, TextProbe | MaskedProbe)
-        self.rows, self.length = len(probe), probe.about()["sequence_length"]
+        streams = task.held_out_streams(split)
+        total = sum(stream.num_tokens for stream in streams)
+        tokens = total if most is None else min(most, total)
+        assert isinstance(task.model, GPT2Config | BertConfig)
+        self.stream, self.length, self._data = streams[0], task.model.sequence_length, task.data
+        self.predicts_both_ways = isinstance(task, MaskedLanguageModelling)
+        self._hidden, self._with_first = hidden, with_first
+        self._source: SpreadWindows | _WholeWindows
+        if isinstance(task, MaskedLanguageModelling):
+            self._source = _WholeWindows(task, streams, tokens, hidden=hidden)
+        else:
+            end = task.data.tokenizer.end_of_text_id
+            parts = [EvaluationWindows(each, self.length, self.length, end) for each in streams]
+            self._whole = parts[0]
+            self._source = SpreadWindows(parts, tokens)
+        self.rows = len(self._source)
         self.amount = self.rows * self.length
-        self.predicts_both_ways = isinstance(probe, MaskedProbe)
-        self.tokenizer = task.data.parts[0].data.tokenizer()
-        self.stream = task.split(split)[0]
-        self._probe, self._hidden, self._with_first = probe, hidden, with_first
         total_windows = -(-self.stream.num_tokens // self.length)
         self._windows = [number * total_windows // self.rows for number in range(self.rows)]
         """The number in the split of each window that a GPT-2 reads."""
+        self._read_from: Any = self._source
+
+    @functools.cached_property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer of the text."""
+        return self._data.parts[0].data.tokenizer()
 
     def some(self, windows: Sequence[int]) -> "TextSamples":
         """Other windows of the same split, which a GPT-2 reads.
@@ -202,6 +242,7 @@ class TextSamples(Samples):
         """
         other = copy.copy(self)
         other._windows, other.rows = list(windows), len(windows)
+        other._read_from = Subset(cast(Any, self._whole), other._windows)
         other.amount = other.rows * other.length
         return other
 
@@ -209,14 +250,7 @@ class TextSamples(Samples):
         self, batch_size: int, rank: int, ranks: int, device: torch.device
     ) -> Iterator[Rows]:
         """Batches of `Passages`."""
-        probe, end = self._probe, self.tokenizer.end_of_text_id
-        windows: Dataset[Any]
-        if isinstance(probe, MaskedProbe):
-            windows = _Hidden(probe) if self._hidden else probe
-        else:
-            whole: Any = EvaluationWindows(self.stream, self.length, self.length, end)
-            windows = Subset(whole, self._windows)
-        read = evaluation_batches(windows, self.rows, batch_size, rank=rank, ranks=ranks)
+        read = evaluation_batches(self._read_from, self.rows, batch_size, rank=rank, ranks=ranks)
         for number_B, batch, own_B in _numbered(read, rank, ranks):
             passages = Passages(number_B, *(each[own_B].to(device) for each in self._read(batch)))
             if not self._with_first:
@@ -225,11 +259,26 @@ class TextSamples(Samples):
 
     def _read(self, batch: Any) -> tuple[Tensor, ...]:
         """Ids, places of predicted tokens, those tokens, and which of them count."""
-        if isinstance(self._probe, TextProbe):
+        if not self.predicts_both_ways:
             return batch.input_T, _places(batch.input_T), batch.target_T, batch.scored_T
         if self._hidden:
             return (batch.input_ids_T, *batch[2:])
-        return batch, _places(batch), batch, self._probe.counted(batch)
+        return batch, _places(batch), batch, _text(batch)
+
+    def inputs(self, batch_size: int, world: comm.World) -> Iterator[tuple[Tensor, Tensor]]:
+        """What a model reads that may be in parts: as many batches on each process.
+
+        Yields:
+            Input ids [B, T], and which of them count.
+        """
+        if isinstance(self._source, SpreadWindows):
+            rank, ranks = world.data_parallel_rank, world.data_parallel_size
+            for batch in window_batches(self._source, batch_size, rank, ranks):
+                yield batch.input_BT.to(world.device), batch.scored_BT.to(world.device)
+            return
+        for ids_BT, own_B in dealt_out(self._source, self.rows, batch_size, world):
+            counted_BT = own_B.unsqueeze(1) & _text(ids_BT)
+            yield ids_BT.to(world.device), counted_BT.to(world.device)
 
     def _window_B(self, number_B: Tensor) -> Tensor:
         return torch.tensor([self._windows[number] for number in number_B.tolist()]).long()
@@ -254,14 +303,53 @@ class TextSamples(Samples):
         return position_BT.where(batch.scored_BP, -1)
 
 
-class _Hidden(Dataset[MaskedWindow]):
-    """The windows of a probe with tokens hidden: whole ones, which have no padding."""
+class _WholeWindows(Dataset[Any]):
+    """Whole windows of held-out text that a BERT reads, which have no padding, evenly over it.
 
-    def __init__(self, probe: MaskedProbe) -> None:
-        self._probe = probe
+    Args:
+        task: of the text.
+        streams: those of the text.
+        tokens: so many windows hold at least as many tokens; fewer where there are fewer.
+        hidden: whether tokens are hidden, as when they are scored.
 
-    def __getitem__(self, window: int) -> MaskedWindow:
-        return self._probe.hidden(window)
+    Raises:
+        ConfigError: there is none.
+    """
+
+    def __init__(
+        self,
+        task: MaskedLanguageModelling,
+        streams: Sequence[TokenStream],
+        tokens: int,
+        *,
+        hidden: bool,
+    ) -> None:
+        parts, length = [task.windows(stream) for stream in streams], task.model.sequence_length
+        whole = [(part, number) for part in parts for number in range(part.num_full)]
+        if not whole:
+            raise ConfigError(
+                f"{task.place}: its held-out text is shorter than one window of "
+                f"model.sequence_length: {length} tokens"
+            )
+        count = min(len(whole), max(1, -(-tokens // (length - 2))))  # but for two marks
+        self._chosen = [whole[number * len(whole) // count] for number in range(count)]
+        self._hidden = hidden
+
+    def __len__(self) -> int:
+        """Counts the windows."""
+        return len(self._chosen)
+
+    def __getitem__(self, window: int) -> MaskedWindow | Tensor:
+        """Reads a window as it is scored, or its text [T]."""
+        part, number = self._chosen[window]
+        return part[number] if self._hidden else torch.from_numpy(part.text(number))
+
+
+def _text(ids_BT: Tensor) -> Tensor:
+    """Which tokens a BERT reads are text [B, T]; the marks of its ends are not."""
+    counted_BT = torch.ones_like(ids_BT, dtype=torch.bool)
+    counted_BT[:, [0, -1]] = False
+    return counted_BT
 
 
 def _places(ids_BT: Tensor) -> Tensor:
@@ -362,6 +450,18 @@ class ImageSamples(Samples):
             yield Rows(number_B, batch._replace(
                 images_BCHW=images_BCHW, labels_B=batch.labels_B[own_B].to(device)
             ))  # fmt: skip
+
+    def inputs(self, batch_size: int, world: comm.World) -> Iterator[tuple[Tensor, Tensor]]:
+        """What a model reads that may be in parts: as many batches on each process.
+
+        Yields:
+            Normalized images [B, C, H, W], and which of them count [B].
+        """
+        for batch, own_B in dealt_out(
+            Subset(self.images, self.numbers), self.rows, batch_size, world
+        ):
+            images_BCHW = self.task.inputs(batch.images_BCHW.to(world.device))
+            yield images_BCHW, own_B.to(world.device)
 
     def forward(self, model: nn.Module, batch: ImageBatch, entering: dict[int, Tensor]) -> Tensor:
         """Logits [B, K]."""

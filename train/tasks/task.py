@@ -24,7 +24,6 @@ from polyad.parallel import comm
 from polyad.parallel.checkpoint.format import State
 from polyad.parallel.weights import Weights
 from polyad.parallel.zero import CrossEntropy
-from polyad.train.errors import ConfigError
 
 Batch = TypeVar("Batch", bound=tuple[Tensor, ...])
 """A micro-batch. One whose samples are padded has `real_tokens`, as `SequenceBatch`."""
@@ -99,20 +98,6 @@ class Predictor(Protocol):
 
     def __call__(self, *inputs: Tensor, **named: Tensor) -> ModelOutput:
         """The forward pass."""
-
-
-class ProbeSet(Protocol):
-    """Held-out inputs that several checkpoints read, to compare what experts were given."""
-
-    def __len__(self) -> int:
-        """Counts the samples."""
-
-    def batches(self, batch_size: int, world: comm.World) -> Iterator[tuple[Tensor, Tensor]]:
-        """This process's inputs, and which units of them count, or which samples; each process has
-        as many batches."""
-
-    def about(self) -> dict[str, int]:
-        """Further numbers for results: how the inputs were made."""
 
 
 class StoredData(Protocol):
@@ -423,18 +408,6 @@ class Task(ABC, Generic[Batch]):
     def stored(self) -> Sequence[StoredData]:
         """Folders of data that are verified in the background."""
         return ()
-
-    def probe(self, units: int, split: str | None = None) -> ProbeSet:
-        """Held-out inputs, of at least `units` units if there are that many.
-
-        Args:
-            units: How many.
-            split: That they are of; None: what is validated with, if `has_validation`.
-
-        Raises:
-            ValueError: With an `exit_status` of 2: this task has none.
-        """
-        raise ConfigError(f"{self.place}: no set of inputs is known to compare routing on")
 
 
 @dataclass(frozen=True)
