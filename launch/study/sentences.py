@@ -21,13 +21,22 @@ UNCORRECTED = (
     "differences that are none, one would be called better or worse on average."
 )
 
+MEASURES = {
+    "polysemanticity": "polysemanticity: 0 where each expert matters to one class alone, mean over "
+    "experts that matter to any; experts_that_matter: their share",
+    "effective_classes_characters": "experts_that_matter: share without which a class of tokens is "
+    "worse beyond noise; effective_classes of these: 1 where each is for one class, the number of "
+    "classes where it is for all alike, experts weighing as much as the harm they do",
+    "entropy_bits": "entropy_bits H_s, of a token's probabilities; usage_entropy_bits H_u, of "
+    "their mean; information_bits I(E; Y), of experts and classes, or classes of tokens; "
+    "experts_used: with 1% of all or more; expert_cosine, expert_cka: how alike outputs of two are",
+}
+"""What stands below tables that have a measure, by its name."""
+
 
 def answers(result: Result) -> list[str]:
-    """A sentence for each variant but the baseline, about the first score.
-
-    Args:
-        result: of a study; of one with tasks the sentences are about the mean over tasks.
-    """
+    """A sentence for each variant but the baseline, about the first score; of a study with tasks
+    about its mean over them."""
     if isinstance(result, TasksResult):
         title = f"mean {result.scores[0].title} over tasks"
         return [
@@ -114,11 +123,7 @@ def _without_leak(result: StudyResult, name: str, variant: VariantResult) -> lis
 
 
 def notes(result: StudyResult) -> str:
-    """What the columns of a study's tables are, of a study without tasks or of one task.
-
-    Args:
-        result: of the study.
-    """
+    """What the columns of tables are, of a study without tasks or of one task."""
     variants, name = result.variants.values(), result.baseline
     if not variants:
         return "nothing is compared yet: no point of a grid is known to be the best one"
@@ -156,23 +161,8 @@ def notes(result: StudyResult) -> str:
         if result.unit == "image":
             how = "pixels from 0 to 1 had Gaussian noise of"
         found.append(f"attacked: {how} {rate:g} (seed {seed})")
-    if any("polysemanticity" in variant.measures for variant in variants):
-        found.append(
-            "polysemanticity: 0 where each expert matters to one class alone, mean over experts "
-            "that matter to any; experts_that_matter: their share"
-        )
-    if any("effective_classes_characters" in variant.measures for variant in variants):
-        found.append(
-            "experts_that_matter: share without which a class of tokens is worse beyond noise; "
-            "effective_classes of these: 1 where each is for one class, the number of classes "
-            "where it is for all alike, experts weighing as much as the harm they do"
-        )
-    if any("entropy_bits" in variant.measures for variant in variants):
-        found.append(
-            "entropy_bits H_s, of a token's probabilities; usage_entropy_bits H_u, of their mean; "
-            "information_bits I(E; Y), of experts and classes, or classes of tokens; experts_used: "
-            "with 1% of all or more; expert_cosine, expert_cka: how alike outputs of two are"
-        )
+    known = {measure for variant in variants for measure in variant.measures}
+    found += [note for measure, note in MEASURES.items() if measure in known]
     if any(variant.curve for variant in variants):
         found.append(
             f"after {units}: {result.validation_score.replace('_', ' ')} in training, and its "
@@ -197,11 +187,7 @@ def notes(result: StudyResult) -> str:
 
 
 def tasks_note(result: TasksResult) -> str:
-    """The same for the table over tasks.
-
-    Args:
-        result: of the study.
-    """
+    """What the columns of the table over tasks are."""
     tasks, baseline = result.tasks, result.baseline
     return (
         f"mean ± standard deviation over seeds, of the {result.scores[0].title} on the "

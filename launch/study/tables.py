@@ -24,12 +24,7 @@ MOST_STEPS = 8
 
 
 def result_table(result: Result, *, markdown: bool = False) -> str:
-    """The comparison.
-
-    Args:
-        result: of a study.
-        markdown: for a page instead of a terminal.
-    """
+    """The comparison, for a terminal or in Markdown."""
     if isinstance(result, TasksResult):
         return _tasks_table(result, markdown=markdown)
     table = _markdown if markdown else align
@@ -42,14 +37,8 @@ def result_table(result: Result, *, markdown: bool = False) -> str:
 
 
 def tables_of(result: StudyResult) -> list[tuple[str, list[Row]]]:
-    """The tables of a study without tasks, or of one task.
-
-    Args:
-        result: of the study.
-
-    Returns:
-        Headings, and rows with the names of columns first.
-    """
+    """The tables of a study without tasks, or of one task: headings, and rows with the names of
+    columns first."""
     variants, score, beside = result.variants, result.scores[0], result.baseline
     found = {
         "Scores": _score_rows(result),
@@ -86,11 +75,7 @@ def _tasks_table(result: TasksResult, *, markdown: bool) -> str:
 
 
 def over_tasks_rows(result: TasksResult) -> list[Row]:
-    """Each variant's score on each task, their mean, and its difference.
-
-    Args:
-        result: of the study.
-    """
+    """Each variant's score on each task, their mean, and its difference."""
     tasks, score = result.tasks, result.scores[0]
     name, digits = score.name, score.digits
     rows: list[Row] = [
@@ -140,7 +125,7 @@ def _score_rows(result: StudyResult) -> list[Row]:
 
 
 def _attacked_rows(variants: Variants, scores: Sequence[Score]) -> list[Row]:
-    """The same rows as `_score_rows`, of attacked data."""
+    """The rows of `_score_rows` for attacked data."""
     names = [f"attacked_{score.name}" for score in scores[:2]]
     titles = (score.title for score in scores[:2])
     rows: list[Row] = [("attacked", *titles, "difference", "95% interval", "pairs")]
@@ -297,12 +282,7 @@ def _honest_rows(variants: Variants) -> list[Row]:
 
 
 def difference_cells(difference: Difference | None, digits: int = 4) -> Row:
-    """The mean, its interval, and how many pairs.
-
-    Args:
-        difference: of pairs; None leaves the cells empty.
-        digits: after the point.
-    """
+    """The mean, its interval, and how many pairs; without a difference empty cells."""
     if difference is None:
         return "", "", ""
     interval = "none of one pair"
@@ -313,11 +293,7 @@ def difference_cells(difference: Difference | None, digits: int = 4) -> Row:
 
 
 def mark(difference: Difference | Relation) -> str:
-    """A star where an interval leaves 0 out.
-
-    Args:
-        difference: of pairs.
-    """
+    """A star where an interval leaves 0 out."""
     return " *" if difference.excludes_zero else ""
 
 
@@ -325,9 +301,9 @@ def pm(values: Spread | Difference, digits: int, sign: str = "") -> str:
     """A mean and its standard deviation; one run has none. An empty cell where none is finite.
 
     Args:
-        values: as `spread` makes them.
-        digits: after the point.
-        sign: + shows that of positive numbers, too.
+        values: what is shown.
+        digits: those after the point.
+        sign: `+` shows that of positive numbers, too.
     """
     if math.isnan(values.mean):
         return ""

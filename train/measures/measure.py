@@ -72,7 +72,7 @@ class Result(ABC):
         return []
 
     def section(self, titles: Mapping[str, str]) -> Iterable[str | Figure]:
-        """Its section of the page of a report: paragraphs and figures; nothing if it has none.
+        """Its section of the page of a report, texts and figures; nothing if it has none.
 
         Args:
             titles: the title of each layer, by its name.

@@ -26,11 +26,7 @@ from polyad.train.tasks.scores import TITLES
 
 
 def class_note(read: ClassPass) -> str:
-    """The metrics of what was read, in words.
-
-    Args:
-        read: what the page says of classes.
-    """
+    """The metrics of what was read, in words."""
     titles, names = dict(TITLES), list(read.held)
     if len(names) > 1:
         titles["f1"] = f"F1 of {names[1]}"
@@ -40,12 +36,7 @@ def class_note(read: ClassPass) -> str:
 
 
 def class_figures(read: ClassPass, images: ImagePass | None) -> list[Figure]:
-    """Scores of each class, confusions and the samples with the largest loss.
-
-    Args:
-        read: what the page says of classes.
-        images: what it says of images, if samples are images.
-    """
+    """Scores of each class, confusions and the samples with the largest loss."""
     figures = [_scores(read)] if read.scores else []
     if read.matrix_KK is not None:
         figures.append(_matrix(read, read.matrix_KK.tolist()))
@@ -163,11 +154,7 @@ class ShownLevel:
 
 
 def levels_by_class(report: Report) -> list[ShownLevel]:
-    """The levels of all layers whose experts were counted by class.
-
-    Args:
-        report: what the page says.
-    """
+    """The levels of all layers whose experts were counted by class."""
     found, by_class = [], report.read.by_class
     titles = {layer.name: layer.title for layer in report.routed}
     for place, (name, levels) in enumerate(by_class.items()):
@@ -186,12 +173,7 @@ def levels_by_class(report: Report) -> list[ShownLevel]:
 
 
 def summary_of_classes(levels: Sequence[ShownLevel], unit: str) -> Figure:
-    """What the expert of a token says about its class, a row for each level.
-
-    Args:
-        levels: of all layers.
-        unit: what a sample is called.
-    """
+    """What the expert of a token says about its class, a row for each level."""
     rows = []
     for each in levels:
         said, lift = "–", "–"

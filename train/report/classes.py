@@ -235,13 +235,7 @@ class Predictions:
 
 
 def described(task: SequenceTask, split: str, row: int) -> tuple[list[str], Sequence[str]]:
-    """A row as text, from the tokens that the model reads, and the names of its classes or choices.
-
-    Args:
-        task: the task of the data.
-        split: a part of the data.
-        row: a row of the split.
-    """
+    """A row as text, from the tokens that the model reads; the names of its classes or choices."""
     pieces, choices = task.data.encoded(split).pieces, task.data.choices
     form = form_of(task.model.kind, task.data.tokenizer)
     two = task.schema.pair is not None or bool(task.schema.choices)
@@ -261,10 +255,5 @@ def described(task: SequenceTask, split: str, row: int) -> tuple[list[str], Sequ
 
 
 def short(text: str, most: int = MOST_CHARACTERS) -> str:
-    """A text of at most so many characters, with an ellipsis where it was longer.
-
-    Args:
-        text: any.
-        most: characters.
-    """
+    """A text of at most so many characters, with an ellipsis where it was longer."""
     return text if len(text) <= most else f"{text[: most - 1].rstrip()}…"

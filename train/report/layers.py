@@ -54,11 +54,7 @@ def maximum_entropy(layer: RoutedLayer) -> float:
 
 
 def shown_layers(report: Report) -> list[ShownLayer]:
-    """The layers with experts, in the order of the model.
-
-    Args:
-        report: what the page says.
-    """
+    """The layers with experts, in the order of the model."""
     found = []
     for place, layer in enumerate(report.routed):
         history = report.history.layers.get(layer.name, LayerHistory())
@@ -121,13 +117,7 @@ def _entropy_line(label: str, values: Series, maximum: float, colour: str) -> Li
 
 
 def load_figures(times: History, layer: RoutedLayer, history: LayerHistory) -> list[Figure]:
-    """Heat maps of the load of each level; nothing where no record has it.
-
-    Args:
-        times: the run's records.
-        layer: a layer.
-        history: its records.
-    """
+    """Heat maps of the load of each level; nothing where no record has it."""
     width = sum(layer.levels)
     known = [row for row in history.load if row is not None and row.size == width]
     if not known:

@@ -133,11 +133,7 @@ def has_word(text: str) -> bool:
     """Whether there is a letter, a digit or a picture in a text; else it is punctuation, operators,
     white space or control characters alone.
 
-    Half a character, as a byte-level vocabulary has some, counts as a letter.
-
-    Args:
-        text: of a token.
-    """
+    Half a character, as a byte-level vocabulary has some, counts as a letter."""
     categories = map(unicodedata.category, text)
     # L, M and N are letters, their marks and numbers; So are pictures, and U+FFFD for half of one.
     return any(category[0] in "LMN" or category == "So" for category in categories)

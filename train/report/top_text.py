@@ -91,12 +91,7 @@ class TextPass:
 
 
 def merged(every: Sequence[tuple[float, int]], words: Sequence[tuple[float, int]]) -> list[Top]:
-    """The highest tokens of an expert and its highest words as one list, the highest first.
-
-    Args:
-        every: coefficients and positions of all tokens, the highest first.
-        words: the same of words alone.
-    """
+    """The highest tokens of an expert and its highest words as one list, the highest first."""
     in_every, in_words = ({position for _, position in one} for one in (every, words))
     others = [one for one in words if one[1] not in in_every]
     tops = [Top(a, at, at in in_every, at in in_words) for a, at in (*every, *others)]

@@ -56,11 +56,7 @@ class Totals(NamedTuple):
 
     def times_mean(self, levels: tuple[int, ...]) -> Tensor:
         """The load of each expert, as a multiple of the mean of its level [S]: coefficients of a
-        token sum to 1 only in some kinds of experts.
-
-        Args:
-            levels: Experts of each level.
-        """
+        token sum to 1 only in some kinds of experts."""
         of_levels = torch.split(self.load_S, list(levels))
         tiny = torch.finfo(self.load_S.dtype).tiny
         return torch.cat([load / load.mean().clamp_min(tiny) for load in of_levels])
@@ -152,12 +148,6 @@ def shown_experts(
     layer: RoutedLayer, totals: Totals, experts: Sequence[str], place: str = ""
 ) -> list[int]:
     """The columns of the experts that a page shows.
-
-    Args:
-        layer: of which.
-        totals: of the layer.
-        experts: by name; none: some are picked.
-        place: before the words of an error.
 
     Raises:
         ConfigError: coefficients are not finite.

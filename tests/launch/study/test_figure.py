@@ -146,6 +146,11 @@ def test_a_spike_at_the_start_is_cut_and_does_not_flatten_the_rest() -> None:
     ]  # nothing above the panel
 
 
+def test_a_file_has_its_colours_written_out_and_a_page_has_variables() -> None:
+    assert "var(--" not in figure(SUMMARY)
+    assert "var(--series-1)" in figure(SUMMARY, inline=True)
+
+
 def test_names_are_escaped() -> None:
     found = summarized(plan("dense", "cp"), RUNS).model_copy(update={"study": "a<b>&.yaml"})
     assert (read(figure(found)).get("aria-label") or "").startswith("a<b>&.yaml: dense, cp")
