@@ -1,20 +1,15 @@
-"""The parts of a report: history, top tokens, choice, contexts, charts."""
+"""The parts of a report: history, top tokens, choice, contexts."""
 
 import base64
 import json
 import re
 import struct
-import zlib
 
-import numpy as np
 import pytest
 import torch
 
 from polyad.train.errors import ConfigError
 from polyad.train.experts.probing import RoutedLayer
-from polyad.train.page.charts import LEFT, Line, line_chart, ticks
-from polyad.train.page.matrices import _indices, _png, heat_map
-from polyad.train.page.template import number, visible
 from polyad.train.report.history import read_history
 from polyad.train.report.layers import load_figures
 from polyad.train.report.snippets import Documents, WordTokens, has_word, pieces
@@ -87,13 +82,6 @@ def test_an_odd_number_of_pixels_loses_no_record(tmp_path):
     history = read_history(write(tmp_path, lines), max_columns=3)
     assert history.load_steps == [4, 7]
     assert [row[0] for row in history.layers["blocks.1.feed_forward"].load] == [2.5, 6]
-
-
-def test_the_steps_below_a_heat_map_stand_under_their_columns():
-    # Columns of 1, 2, 3, 4 and 100, each a fifth of the plot: 100 stands in the last one's middle.
-    svg = heat_map([1, 2, 3, 4, 100], np.ones((1, 5)), ["expert 0: x"], title="t").__html__()
-    places = dict(re.findall(r'x="([\d.]+)" y="[\d.]+" text-anchor="middle">([\d,]+)<', svg))
-    assert {step: float(x) for x, step in places.items()}["100"] == LEFT + 978 * 0.9
 
 
 def test_of_a_step_that_was_done_again_the_later_record_counts_and_all_behind_it_goes(tmp_path):
@@ -264,11 +252,6 @@ def test_a_place_stays_in_its_document_and_window(prepared):
     assert (place.read_first, place.read_stop) == (first - 12, first)
 
 
-def test_text_cannot_become_markup():
-    assert visible("<script>&\"'") == "&lt;script&gt;&amp;&#34;&#39;"
-    assert visible("\x00\x1b") == "\u2400\u241b"
-
-
 def test_thousands_of_experts_share_the_rows_of_a_heat_map(tmp_path):
     lines = [{"step": s, "loss": 1.0, f"{LAYER}/load": [e / 500 for e in range(1000)]}
              for s in (1, 2)]  # fmt: skip
@@ -281,33 +264,3 @@ def test_thousands_of_experts_share_the_rows_of_a_heat_map(tmp_path):
     assert "4 experts share a row" in html
     # Busiest first: 999, 998, 997 and 996 of 500, of 1000 experts.
     assert "experts 999, ...: newest load 1,995 times the mean" in html
-
-
-def test_numbers_and_ticks_are_round():
-    assert [number(x) for x in (0, 0.5, 12345.6, 1e-5)] == ["0", "0.5", "12,346", "1.00e-05"]
-    assert ticks(0, 1) == [0, 0.2, 0.4, 0.6, 0.8, 1.0]
-    assert ticks(-3, 47) == [0, 10, 20, 30, 40]
-
-
-def test_a_chart_has_gaps_where_nothing_is_known_and_needs_no_two_points():
-    line = Line(label="a", values=[1.0, None, 3.0], colour="red")
-    svg = line_chart([1, 2, 3], [line], title="t<i>").__html__()
-    assert svg.count("M") == 2
-    assert "t&lt;i&gt;" in svg
-    one = Line(label="a", values=[2.0], colour="red")
-    assert "circle" in line_chart([5], [one], title="t").__html__()
-    none = Line(label="a", values=[None], colour="red")
-    assert "No numbers" in line_chart([5], [none], title="t").__html__()
-
-
-def test_a_heat_map_is_an_image_whose_unused_cells_are_transparent():
-    relative = np.array([[0.0, 1.0, 16.0], [1 / 16, 1e-9, 99.0]])
-    indices = _indices(relative)
-    # 255 colours over 8 octaves: even load is the middle one.
-    assert indices.tolist() == [[0, 128, 255], [1, 1, 255]]
-    image = _png(indices)
-    assert image.startswith(b"\x89PNG\r\n\x1a\n")
-    assert struct.unpack(">II", image[16:24]) == (3, 2)
-    at = image.index(b"IDAT")
-    (size,) = struct.unpack(">I", image[at - 4 : at])
-    assert zlib.decompress(image[at + 4 : at + 4 + size]) == b"\0\x00\x80\xff\0\x01\x01\xff"
