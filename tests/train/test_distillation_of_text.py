@@ -53,7 +53,7 @@ def student(tmp_path, prepared_path):
 
 
 def loss_by_hand(run_folder, teacher, weight, temperature):
-    """Of the first step, from whole logits; the run stood still."""
+    """The loss of the first step, from whole logits; the run stood still."""
     config = load_config(run_folder / "config.yaml")
     samples = TrainingData.open(config.data).samples(32, config.seed)
     tokens_BT1 = torch.stack([samples[number] for number in range(8)])
@@ -200,7 +200,7 @@ def sequences(workers, tmp_path_factory):
 
 @pytest.mark.slow
 def test_the_loss_of_sequences_has_the_share_of_the_teacher(workers, tmp_path, sequences):
-    """Of padded rows of different lengths: alone, as its own teacher, and as that of another."""
+    """Padded rows of different lengths: alone, as its own teacher, and as that of another."""
     config, teacher = sequences
     first = {}
     for name, weight, own in (("alone", 0.0, True), ("own", 0.75, True), ("other", 1.0, False)):

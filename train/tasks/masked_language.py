@@ -55,7 +55,7 @@ class MaskedScores(Scores):
     accuracy: float
     tokens_scored: int
     tokens: int
-    """Those of the split."""
+    """All tokens of the split."""
     documents: int
     windows: int
     sequence_length: int

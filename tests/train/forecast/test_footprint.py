@@ -165,7 +165,7 @@ def test_a_teacher_takes_its_weights_and_what_it_computes(workers, tmp_path, pre
 
 
 def flops(planned):
-    """Of a step."""
+    """What a step computes."""
     return sum(work.flops * times for work, times in planned.work)
 
 

@@ -75,7 +75,7 @@ def config(tmp_path, data):
 
 
 def logits_alone(folder, inputs):
-    """Of sequences one at a time, without a mask."""
+    """Answers for sequences one at a time, without a mask."""
     model, found = load_model(folder), []
     for ids, segments in inputs:
         with torch.no_grad():
