@@ -91,7 +91,8 @@ def plan(
     json: Json = None,
 ) -> None:
     """Predicts memory, communication and time of a run on GPUs, and the best layout."""
-    from polyad.launch.plan.table import table
+    from polyad.launch.plan import figure as drawn
+    from polyad.launch.plan import table
     from polyad.launch.study.figure import check_figure
     from polyad.launch.via.agent import become_processes
     from polyad.parallel.comm import environment_world_size
@@ -133,8 +134,6 @@ def plan(
         scale = figure is not None
         result = _on_gpus(known, machines, imbalance=imbalance, search=search, scale=scale)
         if figure:
-            from polyad.launch.plan.figure import figure as drawn
-
             write_whole(figure, drawn(result))
         show(result, table(result))
         _check_memory(result)

@@ -49,6 +49,12 @@ def wait_for(condition: Callable[[], object], *processes: subprocess.Popen[str])
         time.sleep(0.01)
 
 
+def write_command(path: Path, text: str) -> None:
+    """Writes a shell script that stands in for a program, as for a scheduler's."""
+    path.write_text(f"#!/usr/bin/env bash\n{text}\n")
+    path.chmod(0o755)
+
+
 def records(run: Path) -> list[dict[str, Any]]:
     """The records of a run's steps; none before the first."""
     metrics = run / "metrics.jsonl"

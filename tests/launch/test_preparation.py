@@ -4,7 +4,6 @@ import json
 import os
 import re
 import shlex
-import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from polyad.launch.cli import run
-from tests.helpers.started import ROOT
+from tests.helpers.started import ROOT, write_command
 from tests.launch.test_cli import error_line
 
 PARTS = 3
@@ -35,9 +34,7 @@ def stand_ins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "bin"
     folder.mkdir()
     for name, text in STAND_INS.items():
-        path = folder / name
-        path.write_text(f"#!/usr/bin/env bash\n{text}\n")
-        path.chmod(path.stat().st_mode | stat.S_IXUSR)
+        write_command(folder / name, text)
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
     monkeypatch.setenv("LOG", str(folder))
     monkeypatch.setenv("PYTHONPATH", str(ROOT))

@@ -38,18 +38,8 @@ def test_a_host_name_passes(name: str) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        *(
-            *SHELL,
-            "-oProxyCommand=id",
-            "-host",
-            "host-",
-            "a..b",
-            ".a",
-            "a.",
-            "no_de",
-            "ä",
-            "a" * 64,
-        ),
+        *(*SHELL, "-oProxyCommand=id", "-host", "host-", "a..b", ".a", "a."),
+        *("no_de", "ä", "a" * 64),
         *(".".join(["a" * 60] * 5), "node1\n", "fe80::1%eth0;id", "fe80::1%eth0", "::g", "１"),
     ],
 )
@@ -77,27 +67,9 @@ def test_an_endpoint_has_a_host_and_a_port(text: str, full: str) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        *(
-            "node:",
-            "node:0",
-            "node:65536",
-            "node:port",
-            "node:1;id",
-            "node:-1",
-            "node: 1",
-            "node:1\n",
-        ),
-        *(
-            ":29400",
-            "-x:29400",
-            "fd00::1",
-            "[node]:1",
-            "[::1",
-            "[::1]x:1",
-            "a b:1",
-            "node:１",
-            *SHELL,
-        ),
+        *("node:", "node:0", "node:65536", "node:port", "node:1;id", "node:-1", "node: 1"),
+        *("node:1\n", ":29400", "-x:29400", "fd00::1", "[node]:1", "[::1", "[::1]x:1"),
+        *("a b:1", "node:１", *SHELL),
     ],
 )
 def test_another_endpoint_is_refused(text: str) -> None:

@@ -13,9 +13,9 @@ from kubernetes_validate import latest_version, validate
 from polyad.launch.cli import run
 from polyad.launch.via.hosts import LaunchError
 from polyad.launch.via.kubernetes import KubernetesJob, _job_name, manifest
+from tests.helpers.started import write_command
 from tests.launch.test_cli import error_line
 from tests.launch.via.test_hosts import SHELL
-from tests.launch.via.test_slurm import write_command
 
 ASKED = {"image": "registry.lab:5000/polyad:1", "claim": "work"}
 KUBERNETES = (
@@ -23,14 +23,8 @@ KUBERNETES = (
     *("--image", ASKED["image"], "--claim", ASKED["claim"]),
 )
 AGENT = (
-    "-m",
-    "polyad.launch.torchrun",
-    "--nnodes",
-    "2",
-    "-m",
-    "polyad.launch",
-    "train",
-    "run.yaml",
+    *("-m", "polyad.launch.torchrun", "--nnodes", "2"),
+    *("-m", "polyad.launch", "train", "run.yaml"),
 )
 
 

@@ -33,15 +33,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
 def submitted(cluster: Slurm, command: str, config: Path, *more: str) -> str:
     done = subprocess.run(
         [
-            sys.executable,
-            "-m",
-            "polyad.launch",
-            command,
-            str(config),
-            "--via",
-            "slurm",
-            *TWO,
-            *more,
+            *(sys.executable, "-m", "polyad.launch", command, str(config)),
+            *("--via", "slurm", *TWO, *more),
         ],
         **{"cwd": ROOT, "env": cluster.environment, "capture_output": True, "text": True},
     )

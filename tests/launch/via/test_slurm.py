@@ -3,7 +3,6 @@
 import os
 import shlex
 import signal
-import stat
 import subprocess
 import sys
 import tempfile
@@ -17,20 +16,14 @@ from hypothesis import strategies as st
 from polyad.launch.cli import run
 from polyad.launch.via.hosts import LaunchError
 from polyad.launch.via.slurm import SlurmJob, script_text, seconds
+from tests.helpers.started import write_command
 from tests.launch.test_cli import error_line
 from tests.launch.via.test_hosts import ARGUMENTS, SHELL
 
 SLURM = ("--via", "slurm", "--nodes", "2", "--processes-per-node", "1")
 AGENT = (
-    "python",
-    "-m",
-    "polyad.launch.torchrun",
-    "--nnodes",
-    "2",
-    "-m",
-    "polyad.launch",
-    "train",
-    "x.yaml",
+    *("python", "-m", "polyad.launch.torchrun", "--nnodes", "2"),
+    *("-m", "polyad.launch", "train", "x.yaml"),
 )
 
 # A job of two nodes: srun runs the command for each in turn, python prints its arguments.
@@ -61,11 +54,6 @@ def stand_ins() -> Path:
     for name, text in STAND_INS.items():
         write_command(folder / name, text)
     return folder
-
-
-def write_command(path: Path, text: str) -> None:
-    path.write_text(f"#!/usr/bin/env bash\n{text}\n")
-    path.chmod(path.stat().st_mode | stat.S_IXUSR)
 
 
 def environment(folder: Path, **more: str) -> dict[str, str]:

@@ -1,1 +1,0 @@
-"""`polyad plan`."""
