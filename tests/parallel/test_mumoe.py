@@ -1,13 +1,23 @@
-"""Factorized experts over processes: n of them compute what one computes."""
+"""Factorized experts over processes: n of them compute what one computes, and exchange little where
+factors are cut."""
 
 import itertools
 
 import pytest
 import torch
 
+from polyad.model.build import num_parameters
+from polyad.model.gpt2 import GPT2Config
+from polyad.parallel.shard import Axis, Placement
 from polyad.parallel.weights import load_model
 from tests.helpers.everyday import everyday
-from tests.helpers.factors import padding_after_training, train_as_it_is
+from tests.helpers.factors import (
+    block_against_the_whole,
+    logits,
+    padding_after_training,
+    traffic_of_a_block,
+    train_as_it_is,
+)
 from tests.helpers.parity import (
     assert_equal_state,
     assert_near_state,
@@ -15,77 +25,223 @@ from tests.helpers.parity import (
     assert_same_routing,
     near,
 )
-from tests.helpers.training import Case, mumoe_model, resave, tensors, train
+from tests.helpers.training import (
+    MODEL,
+    Case,
+    inspect_shards,
+    mumoe_model,
+    resave,
+    tensors,
+    train,
+)
+from tests.parallel.test_tensor import gathered
 
 pytestmark = pytest.mark.distributed
 
 SGD = Case(optimizer="sgd", learning_rate=0.1, clip=0.5)
-
-
-MODELS = {
+CP = mumoe_model(factorization="cp", rank=8)
+TR = mumoe_model(factorization="tr", num_experts=[4, 3])
+# Every rule of what is cut and where gradients are summed.
+CUT = {
+    "cp": CP,
+    "tr": TR,
+    "cp, more experts than the model is wide": mumoe_model(rank=8, num_experts=[40, 2]),
+    "cp, normalized input, no bias": mumoe_model(rank=8, gate_input="normalized", bias=False),
+    "tr, cut along the rank": mumoe_model(factorization="tr", expert_rank=3, rank=8),
+    "tt": mumoe_model(factorization="tt", rank=8, num_experts=[4, 3]),
+    "tt, cut along the rank": mumoe_model(factorization="tt", rank=8, expert_rank=3),
+    "tucker": mumoe_model(factorization="tucker", rank=8, num_experts=[4, 3]),
+    "softmax": mumoe_model(rank=8, gate="softmax"),
+}
+DROPPING = {
+    "cp": mumoe_model(rank=8, expert_dropout=0.3),
+    "tr": mumoe_model(factorization="tr", num_experts=[4, 3], expert_dropout=0.3),
+}
+# (processes, tensor-parallel ones, stage)
+LAYOUTS = [*((n, 2, stage) for n in (2, 4) for stage in (0, 1, 2, 3)), (4, 4, 1)]
+ON_LAYOUTS = [(name, *layout) for name in ("cp", "tr") for layout in LAYOUTS]
+# Ranks that nothing divides.
+ODD = {
     "cp": mumoe_model(factorization="cp"),
-    "tr": mumoe_model(factorization="tr", num_experts=[4, 3]),
+    "tr": TR,
     "tt": mumoe_model(factorization="tt"),
     "tucker": mumoe_model(factorization="tucker", rank=5),
 }
+WHOLE = [(f"odd {name}", 2, 1, stage) for name, stage in itertools.product(ODD, range(4))]
+MODELS = CUT | {f"odd {name}": model for name, model in ODD.items()}
 
 
 @everyday(
-    ("name", "stage"),
-    itertools.product(MODELS, [0, 1, 2, 3]),
-    keep=[("tr", 3), ("tucker", 2), ("tt", 0), ("cp", 1)],
+    ("name", "processes", "tensor", "stage"),
+    [*WHOLE, *ON_LAYOUTS],
+    keep=[
+        *(("odd tr", 2, 1, 3), ("odd tucker", 2, 1, 2), ("odd tt", 2, 1, 0), ("odd cp", 2, 1, 1)),
+        *(("cp", 2, 2, 3), ("tr", 4, 2, 2)),
+    ],
 )
 def test_sgd_gives_equal_losses_norms_weights_and_statistics(
-    workers, whole_runs, tmp_path, name, stage
+    workers, whole_runs, tmp_path, name, processes, tensor, stage
 ):
     case = SGD.but(model=MODELS[name])
-    expected, folder = whole_runs(case)
+    expected, saved = whole_runs(case)
     assert all(norm > 0.5 for norm in expected["norms"])  # so that the clip is active
-    results = workers(2).run(train, case.but(stage=stage, save_to=str(tmp_path)))
-    assert all(result == results[0] for result in results)
+    case = case.but(tensor=tensor, stage=stage, save_to=str(tmp_path))
+    results = workers(processes).run(train, case)
+    assert all(result["losses"] == results[0]["losses"] for result in results)
     assert_same_course(results[0], expected)
-    assert_near_state(tmp_path / "step-00000004", folder)
-    gate = "blocks.0.feed_forward.gate.weight", "master"
-    assert tensors(folder)[gate].abs().max() > 1e-3  # it has left its zero
     assert_same_routing(results[0], expected)
+    assert_near_state(tmp_path / "step-00000004", saved)
+    gate = "blocks.0.feed_forward.gate.weight", "master"
+    assert tensors(saved)[gate].abs().max() > 1e-3  # it has left its zero
     last = set(expected["routing"][-1])
     measured = {"load_max", "unused", "entropy", "effective_experts", "dominated"}
     assert {f"routing/{name}" for name in measured} <= last
     assert {f"routing/blocks.1.feed_forward/{name}" for name in ("load", "dominant")} <= last
 
 
-@everyday("stage", [1, 3], keep=[3])
+@everyday(
+    ("name", "processes", "tensor", "stage"),
+    [("odd tr", 2, 1, 1), ("odd tr", 2, 1, 3), *ON_LAYOUTS],
+    keep=[("odd tr", 2, 1, 3), ("cp", 4, 2, 1), ("tr", 2, 2, 3)],
+)
 def test_a_checkpoint_goes_into_another_layout_and_back_unchanged(
-    workers, whole_runs, tmp_path, stage
+    workers, whole_runs, tmp_path, name, processes, tensor, stage
 ):
-    _, folder = whole_runs(SGD.but(model=MODELS["tr"]))
-    case = SGD.but(model=MODELS["tr"], stage=stage, first_step=4)
+    model = MODELS[name]
+    _, folder = whole_runs(Case(learning_rate=1e-3, model=model))
     there, back = tmp_path / "there", tmp_path / "back"
-    workers(2).run(resave, case.but(resume=str(folder), save_to=str(there)))
+    case = Case(model=model, first_step=4)
+    cut = case.but(tensor=tensor, stage=stage, resume=str(folder), save_to=str(there))
+    workers(processes).run(resave, cut)
     path = there / "step-00000004"
-    workers(1).run(resave, case.but(stage=0, resume=str(path), save_to=str(back)))
+    workers(1).run(resave, case.but(resume=str(path), save_to=str(back)))
+    assert_equal_state(path, folder)
     assert_equal_state(back / "step-00000004", folder)
 
 
-@everyday("stage", [1, 3], keep=[3])
-def test_bf16_stays_near_fp32(workers, whole_runs, stage):
-    case = Case(learning_rate=1e-3, model=MODELS["cp"])
+@everyday("parts", [2, 4], keep=[4])
+@pytest.mark.parametrize("model", CUT.values(), ids=list(CUT))
+def test_a_cut_block_has_the_output_and_the_gradients_of_the_whole(workers, model, parts):
+    results = workers(parts).run(block_against_the_whole, model, parts, 9)
+    assert all(max(result.values()) < 1e-10 for result in results)
+
+
+@everyday("name", ["cp", "tr"], keep=["cp"])
+@everyday(("processes", "stage"), [(2, 0), (4, 2)], keep=[(4, 2)])
+def test_adamw_gives_equal_losses(workers, whole_runs, name, processes, stage):
+    case = Case(learning_rate=1e-3, model=MODELS[name])
     expected, _ = whole_runs(case)
-    result = workers(2).run(train, case.but(stage=stage, precision="bf16"))[0]
-    assert near(result["losses"], expected["losses"], 2e-3)
+    result = workers(processes).run(train, case.but(stage=stage, tensor=2))[0]
+    assert near(result["losses"], expected["losses"])
+
+
+@everyday(
+    ("name", "tensor", "stage"),
+    [("odd cp", 1, 1), ("odd cp", 1, 3), ("cp", 2, 1), ("tr", 2, 1)],
+    keep=[("odd cp", 1, 3)],
+)
+def test_bf16_stays_near_fp32(workers, whole_runs, name, tensor, stage):
+    case = Case(learning_rate=1e-3, model=MODELS[name])
+    expected, _ = whole_runs(case)
+    case = case.but(stage=stage, tensor=tensor, precision="bf16")
+    assert near(workers(2).run(train, case)[0]["losses"], expected["losses"], 2e-3)
+
+
+@everyday("name", DROPPING, keep=["cp"])
+def test_tensor_parallel_processes_drop_the_experts_of_one_process(workers, whole_runs, name):
+    case = SGD.but(model=DROPPING[name])
+    expected, _ = whole_runs(case)
+    assert expected["losses"] != whole_runs(SGD.but(model={"cp": CP, "tr": TR}[name]))[0]["losses"]
+    recomputing = DROPPING[name].model_copy(update={"recompute": "block"})
+    for model in (DROPPING[name], recomputing):
+        results = workers(2).run(train, case.but(model=model, tensor=2, stage=1))
+        assert results[0]["losses"] == results[1]["losses"]
+        assert_same_course(results[0], expected)
 
 
 @pytest.mark.slow
-def test_recomputation_changes_nothing(workers, whole_runs):
-    case = SGD.but(model=MODELS["cp"])
+@pytest.mark.parametrize(
+    ("name", "tensor", "stage", "change"),
+    [
+        ("odd cp", 1, 3, {"recompute": "block"}),
+        *(
+            (name, 2, 1, change)
+            for name in ("cp", "tr")
+            for change in ({"recompute": "block"}, {"compile": True})
+        ),
+    ],
+)
+def test_recomputation_and_compilation_change_nothing(
+    workers, whole_runs, name, tensor, stage, change
+):
+    case = SGD.but(model=MODELS[name])
     expected, _ = whole_runs(case)
-    model = MODELS["cp"].model_copy(update={"recompute": "block"})
-    result = workers(2).run(train, case.but(stage=3, model=model))[0]
+    model = MODELS[name].model_copy(update=change)
+    result = workers(2).run(train, case.but(stage=stage, tensor=tensor, model=model))[0]
     assert_same_course(result, expected)
     assert_same_routing(result, expected)  # counted once, though every block ran twice
 
 
-@everyday("model", MODELS.values(), keep=["cp", "tr"], ids=MODELS)
+@pytest.mark.parametrize("experts", [[16], [16, 4]])
+@everyday("size", [2, 4], keep=[4])
+@pytest.mark.parametrize("factorization", ["cp", "tr", "tucker"])
+def test_each_process_holds_its_share_and_5_percent(workers, factorization, size, experts):
+    wide = MODEL.model_dump() | {"hidden_size": 128, "vocab_size": 1001}
+    section = {"kind": "mumoe", "factorization": factorization, "num_experts": experts}
+    model = GPT2Config.model_validate(wide | {"feed_forward": section | {"rank": 96}})
+    total = num_parameters(model)
+    for result in workers(size).run(inspect_shards, Case(tensor=size, model=model)):
+        assert result["elements"] <= total * (1 / size + 0.05)
+
+
+@pytest.mark.parametrize("parts", [2, 4])
+@pytest.mark.parametrize("name", ["cp", "tr"])
+def test_a_block_exchanges_its_rank_and_its_width(workers, name, parts):
+    tokens, width = 10, 36
+    away = parts - 1  # a process sends this share of `parts` of what goes round once
+    ring, rank, experts = {"cp": (1, 8, 5), "tr": (4, 7, 4 + 3)}[name]
+    gate = ("all_gather_into_tensor", experts * width * away // parts)
+    narrow = tokens * ring * rank * away // parts
+    cut = [("all_gather_into_tensor", narrow), ("reduce_scatter_tensor", narrow)]
+    wide = ("allreduce", 2 * tokens * width * away // parts)
+    # Backward: coefficients of experts, or the matrices of a ring's two levels.
+    numbers = {"cp": [experts], "tr": [ring * ring] * 2}[name]
+    small = [("allreduce", 2 * tokens * number * away // parts) for number in numbers]
+    for forward, backward in workers(parts).run(traffic_of_a_block, MODELS[name], parts, tokens):
+        assert forward == [gate, *cut, wide]
+        assert sorted(backward) == sorted([*cut, *small, wide])
+
+
+@pytest.mark.parametrize("model", [CP, TR], ids=["cp", "tr"])
+def test_cut_factors_see_no_future(workers, model):
+    ids_BT = torch.randint(model.vocab_size, (2, 16), generator=torch.Generator().manual_seed(3))
+    whole = workers(1).run(logits, model, 1, ids_BT)[0]
+    parts = workers(2).run(logits, model, 2, ids_BT)
+    before = torch.cat(parts, dim=-1)[..., : model.vocab_size]
+    torch.testing.assert_close(before, whole, atol=1e-10, rtol=0)
+    for last in (0, 7, 14):
+        changed_BT = ids_BT.clone()
+        changed_BT[:, last + 1 :] = (changed_BT[:, last + 1 :] + 1) % model.vocab_size
+        after = torch.cat(workers(2).run(logits, model, 2, changed_BT), dim=-1)
+        after = after[..., : model.vocab_size]
+        seen = slice(None, last + 1)
+        torch.testing.assert_close(after[:, seen], before[:, seen], atol=1e-10, rtol=0)
+        assert not torch.allclose(after, before, atol=1e-10, rtol=0)
+
+
+@pytest.mark.parametrize("parts", [1, 2, 4])
+def test_rows_below_those_that_are_cut_go_to_the_last_part(parts):
+    whole = torch.arange(18).view(9, 2)  # 8 rows and a bias
+    axes = [Axis.part_and_rest(9, 8, rank, parts) for rank in range(parts)]
+    places = [Placement.cut((9, 2), {0: axis}) for axis in axes]
+    assert [place.shape for place in places] == [(8 // parts + 1, 2)] * parts
+    padding = torch.full((1, 2), -7)
+    shards = [torch.cat([rows, padding]) for rows in whole[:8].split(8 // parts)]
+    shards[-1][-1] = whole[8]
+    assert torch.equal(gathered(places, shards), whole)
+
+
+@everyday("model", ODD.values(), keep=["cp", "tr"], ids=ODD)
 def test_ranks_are_stored_rounded_up_and_change_nothing(workers, model):
     rank = model.feed_forward.rank
     assert rank % 8
@@ -96,16 +252,14 @@ def test_ranks_are_stored_rounded_up_and_change_nothing(workers, model):
         assert 8 in shape or 16 in shape, name
         assert largest == 0, name
     plain, ours = (workers(1).run(way, SGD.but(model=model))[0] for way in (train_as_it_is, train))
-    for name in ("losses", "norms"):
-        pair = (torch.tensor(each[name]) for each in (ours, plain))
-        torch.testing.assert_close(*pair, rtol=1e-5, atol=0)
+    assert_same_course(ours, plain)
 
 
 @pytest.mark.slow
 def test_a_checkpoint_has_the_rank_that_was_asked_for(workers, tmp_path):
     for stage in (0, 1, 3):
         place = tmp_path / str(stage)
-        workers(2).run(train, Case(model=MODELS["cp"], stage=stage, save_to=str(place)))
+        workers(2).run(train, Case(model=ODD["cp"], stage=stage, save_to=str(place)))
         shapes = {key: value.shape for key, value in tensors(place / "step-00000004").items()}
         assert shapes["blocks.0.feed_forward.up.input_factor", "master"] == (37, 7)
         assert shapes["blocks.0.feed_forward.up.output_factor", "exp_avg"] == (7, 24)
