@@ -14,6 +14,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import scaled_dot_product_attention
 
 from polyad.model.initialization import Initializer, linear_initializers
+from polyad.model.rotary import Rotation
 
 
 class LayerCache:
@@ -145,7 +146,54 @@ class AttentionTrace(NamedTuple):
         return self.qkv_BT3AH.select(2, 2).transpose(1, 2)
 
 
-class SelfAttention(nn.Module):
+class Attention(nn.Module):
+    """The base of attention: the end of the branch, and what processes change in it.
+
+    Args:
+        dropout: Probability, of the attention weights and of the output.
+        initializer_std: Standard deviation of the initial weights before the heads.
+        residual_std: Standard deviation of the output projection's initial weight.
+    """
+
+    projection: nn.Linear
+    """From all heads to the residual stream; the last layer that a subclass makes."""
+
+    def __init__(self, dropout: float, initializer_std: float, residual_std: float) -> None:
+        super().__init__()
+        self.dropout = dropout
+        self.initializer_std, self.residual_std = initializer_std, residual_std
+        self.residual_dropout = nn.Dropout(dropout)
+        self.random_numbers: Callable[[], AbstractContextManager[None]] = nullcontext
+        """Around dropout of attention weights: processes that have other heads drop others."""
+
+    def initializers(self) -> dict[str, Initializer]:
+        """Says how each parameter starts; see `model/initialization.py`."""
+        return linear_initializers("projection", self.projection, self.residual_std)
+
+    def finish(
+        self, heads_BATH: Tensor, qkv_BT3AH: Tensor, of_head_BT3H: Tensor | None
+    ) -> tuple[Tensor, AttentionTrace | None]:
+        """Projects the heads, and traces one of them.
+
+        Args:
+            heads_BATH: The output of every head.
+            qkv_BT3AH: What the trace keeps of all heads; read with a traced head alone.
+            of_head_BT3H: That of the traced head; None: there is none.
+
+        Returns:
+            The output [B, T, D] and the trace.
+        """
+        projected_BTD = self.projection(heads_BATH.transpose(1, 2).flatten(2))
+        y_BTD = self.residual_dropout(projected_BTD)
+        if of_head_BT3H is None:
+            return y_BTD, None
+        weight_DM, bias_D = _matrix_of(self.projection), self.projection.bias
+        return y_BTD, AttentionTrace(
+            qkv_BT3AH.detach(), of_head_BT3H, projected_BTD, weight_DM, bias_D
+        )
+
+
+class SelfAttention(Attention):
     """Multi-head attention: a token sees itself and those before it, or in a vision model all.
 
     The fused weight is stored as [3, A, H, D] flattened to [3D, D]: all queries, all keys, all
@@ -173,23 +221,17 @@ class SelfAttention(nn.Module):
         residual_std: float,
         causal: bool = True,
     ) -> None:
-        super().__init__()
+        super().__init__(dropout, initializer_std, residual_std)
         self.causal = causal
         self.head_size = hidden_size // num_heads
-        self.dropout = dropout
-        self.initializer_std = initializer_std
-        self.residual_std = residual_std
         self.qkv = nn.Linear(hidden_size, 3 * hidden_size, bias=bias)
         self.projection = nn.Linear(hidden_size, hidden_size, bias=bias)
-        self.residual_dropout = nn.Dropout(dropout)
-        self.random_numbers: Callable[[], AbstractContextManager[None]] = nullcontext
-        """Around dropout of attention weights: processes that have other heads drop others."""
 
     def initializers(self) -> dict[str, Initializer]:
-        """Says how each parameter starts; see `model/initialization.py`."""
+        """See `Attention.initializers`."""
         return {
             **linear_initializers("qkv", self.qkv, self.initializer_std),
-            **linear_initializers("projection", self.projection, self.residual_std),
+            **super().initializers(),
         }
 
     def forward(
@@ -199,6 +241,7 @@ class SelfAttention(nn.Module):
         traced_head: Tensor | None = None,
         cache: LayerCache | None = None,
         mask_BT: Tensor | None = None,
+        rotation: Rotation | None = None,
     ) -> tuple[Tensor, AttentionTrace | None]:
         """Attends.
 
@@ -210,6 +253,7 @@ class SelfAttention(nn.Module):
                 are no earlier tokens.
             mask_BT: True for tokens, False for padding, which no token sees; None: there is none.
                 A causal attention does without: padding comes last.
+            rotation: None; positions are learned.
 
         Returns:
             The output [B, T, D], before the residual, and the trace if a head is traced.
@@ -231,15 +275,7 @@ class SelfAttention(nn.Module):
         else:
             drop = self.dropout if self.training else 0.0
             heads_BATH = self.attend(q_BATH, k_BATH, v_BATH, drop, mask_BT)
-        merged_BTD = heads_BATH.transpose(1, 2).flatten(2)
-        projected_BTD = self.projection(merged_BTD)
-        y_BTD = self.residual_dropout(projected_BTD)
-        if of_head_BT3H is None:
-            return y_BTD, None
-        weight_DM, bias_D = _matrix_of(self.projection), self.projection.bias
-        return y_BTD, AttentionTrace(
-            qkv_BT3AH.detach(), of_head_BT3H, projected_BTD, weight_DM, bias_D
-        )
+        return self.finish(heads_BATH, qkv_BT3AH, of_head_BT3H)
 
     def attend(
         self,

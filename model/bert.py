@@ -143,7 +143,7 @@ class BertConfig(TransformerSettings):
 
 
 class Bert(nn.Module):
-    """A BERT; see `GPT2` for how a model is built and filled.
+    """A BERT; see `Decoder` for how a model is built and filled.
 
     Args:
         config: Its configuration, with what the data decides filled in.

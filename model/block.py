@@ -15,7 +15,7 @@ from pydantic import BeforeValidator, Field
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from polyad.model.attention import KeyValueCache, SelfAttention
+from polyad.model.attention import Attention, KeyValueCache, SelfAttention
 from polyad.model.emoe.config import EmergentMoEConfig
 from polyad.model.emoe.layer import EmergentMoE
 from polyad.model.feedforward import (
@@ -79,29 +79,28 @@ class Block(nn.Module):
     Args:
         attention: The first branch.
         feed_forward: The second branch.
-        hidden_size: D.
-        layer_norm_epsilon: Added to the variance.
-        bias: Whether the LayerNorms have one.
+        build_norm: Makes the norm of a branch.
         drop_path: Probability that a sample does without a branch (stochastic depth); None: no
             block of the model has any.
+        residual_multiplier: What each branch is multiplied by before it is added.
     """
 
     def __init__(
         self,
-        attention: SelfAttention,
+        attention: Attention,
         feed_forward: FeedForward,
         *,
-        hidden_size: int,
-        layer_norm_epsilon: float,
-        bias: bool,
+        build_norm: Callable[[], nn.Module],
         drop_path: float | None = None,
+        residual_multiplier: float = 1.0,
     ) -> None:
         super().__init__()
-        self.attention_norm = LayerNorm(hidden_size, eps=layer_norm_epsilon, bias=bias)
+        self.attention_norm = build_norm()
         self.attention = attention
-        self.feed_forward_norm = LayerNorm(hidden_size, eps=layer_norm_epsilon, bias=bias)
+        self.feed_forward_norm = build_norm()
         self.feed_forward = feed_forward
         self.drop_path = DropPath(drop_path)
+        self.residual_multiplier = residual_multiplier
 
     def initializers(self) -> dict[str, Initializer]:
         """Says how each LayerNorm starts; the branches have initializers of their own."""
@@ -109,6 +108,11 @@ class Block(nn.Module):
             **norm_initializers("attention_norm", self.attention_norm),
             **norm_initializers("feed_forward_norm", self.feed_forward_norm),
         }
+
+    def added(self, y_BTD: Tensor) -> Tensor:
+        """What of a branch is added to the residual stream."""
+        y_BTD = self.drop_path(y_BTD)
+        return y_BTD if self.residual_multiplier == 1 else y_BTD * self.residual_multiplier
 
     def forward(
         self, x_BTD: Tensor, given: BlockInput = NOTHING_ELSE
@@ -127,12 +131,13 @@ class Block(nn.Module):
             traced_head=self.feed_forward.attention_head(),
             cache=None if given.cache is None else given.cache.attention,
             mask_BT=given.mask_BT,
+            rotation=given.rotation,
         )
-        x_BTD = x_BTD + self.drop_path(attended_BTD)
+        x_BTD = x_BTD + self.added(attended_BTD)
         y_BTD, stats = self.feed_forward(
             self.feed_forward_norm(x_BTD), x_BTD, given._replace(attention=trace)
         )
-        return x_BTD + self.drop_path(y_BTD), stats
+        return x_BTD + self.added(y_BTD), stats
 
 
 class PostNormBlock(Block):
@@ -209,7 +214,7 @@ def build_block(
     drop_path: float | None = None,
     kind: type[Block] = Block,
 ) -> Block:
-    """Builds a block, on the current default device.
+    """Builds a block with LayerNorms and attention of as many heads of keys as of queries.
 
     Args:
         feed_forward: The configuration of this block's feed-forward.
@@ -230,11 +235,10 @@ def build_block(
         residual_std=attention_std or context.residual_std,
         causal=context.causal,
     )
+    width, bias = context.hidden_size, context.bias
     return kind(
         attention,
         build_feedforward(feed_forward, context),
-        hidden_size=context.hidden_size,
-        layer_norm_epsilon=layer_norm_epsilon,
-        bias=context.bias,
+        build_norm=lambda: LayerNorm(width, eps=layer_norm_epsilon, bias=bias),
         drop_path=drop_path,
     )

@@ -15,7 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from polyad.model.bert import Bert, BertConfig
-from polyad.model.gpt2 import GPT2, GPT2Config
+from polyad.model.decoder import Decoder
+from polyad.model.decoder_config import DecoderConfig
+from polyad.model.gpt2 import GPT2Config
 from polyad.model.initialization import Initializer
 from polyad.model.mixer import Mixer, MixerConfig
 from polyad.model.mixture import MixtureConfig, MixtureModel
@@ -32,7 +34,8 @@ class ModelKind(NamedTuple):
 
 
 MODELS: dict[str, ModelKind] = {
-    "gpt2": ModelKind(GPT2Config, GPT2),
+    "gpt2": ModelKind(GPT2Config, Decoder),
+    "decoder": ModelKind(DecoderConfig, Decoder),
     "bert": ModelKind(BertConfig, Bert),
     "mixer": ModelKind(MixerConfig, Mixer),
     "vit": ModelKind(ViTConfig, ViT),

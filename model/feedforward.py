@@ -13,15 +13,19 @@ from typing import Annotated, Literal, NamedTuple, Self, TypeAlias
 import torch
 from pydantic import Field
 from torch import Tensor, nn
+from torch.nn.functional import gelu, silu
 
 from polyad.model.attention import AttentionTrace, BlockCache
 from polyad.model.config import Config
 from polyad.model.initialization import Initializer, linear_initializers
 from polyad.model.output import RoutingStats
 from polyad.model.padding import RealTokens
+from polyad.model.rotary import Rotation
 
 Activation: TypeAlias = Literal["gelu", "gelu_tanh", "quick_gelu"]
 """GELU, exact or approximated by tanh, or x sigmoid(1.702 x)."""
+GatedActivation: TypeAlias = Literal["swiglu", "geglu", "clamped_swiglu"]
+"""Activations of two layers, the gate and the other one; see `GATED`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +44,7 @@ class FeedForwardContext:
     """Standard deviation of initial weights whose output is added to the residual stream."""
     num_heads: int | None = None
     """Heads of the attention in the same block; None in a model without attention."""
-    activation: Activation = "gelu_tanh"
+    activation: Activation | GatedActivation = "gelu_tanh"
     """The activation of the dense feed-forward."""
     causal: bool = True
     """Whether a token must not depend on later ones, as in a language model."""
@@ -62,6 +66,8 @@ class BlockInput(NamedTuple):
     attention: AttentionTrace | None = None
     """The trace of the block's attention, for a feed-forward whose `attention_head` asks for it.
     The block fills it in."""
+    rotation: Rotation | None = None
+    """The rotation of the tokens' positions, for attention; None: positions are learned."""
 
 
 NOTHING_ELSE = BlockInput()
@@ -223,15 +229,46 @@ class QuickGELU(nn.Module):
         return x * torch.sigmoid(1.702 * x)
 
 
-ACTIVATIONS: dict[Activation, Callable[[], nn.Module]] = {
+ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
     "gelu": nn.GELU,
     "gelu_tanh": functools.partial(nn.GELU, approximate="tanh"),
     "quick_gelu": QuickGELU,
 }
 
 
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) up (Shazeer 2020, "GLU variants improve transformer")."""
+    return silu(gate) * up
+
+
+def geglu(gate: Tensor, up: Tensor) -> Tensor:
+    """gelu(gate) up, with GELU approximated by tanh (Shazeer 2020)."""
+    return gelu(gate, approximate="tanh") * up
+
+
+def clamped_swiglu(gate: Tensor, up: Tensor, alpha: float = 1.702, limit: float = 7.0) -> Tensor:
+    """(up + 1) gate sigmoid(alpha gate), of numbers that are bounded, as in gpt-oss.
+
+    Args:
+        gate: Bounded from above alone.
+        up: Bounded on both sides.
+        alpha: Steepness of the sigmoid.
+        limit: The bound.
+    """
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return (up + 1) * (gate * torch.sigmoid(alpha * gate))
+
+
+GATED: dict[str, Callable[..., Tensor]] = {
+    "swiglu": swiglu,
+    "geglu": geglu,
+    "clamped_swiglu": clamped_swiglu,
+}
+"""Activations of two layers, the gate and the other one."""
+
+
 class DenseFeedForward(FeedForward):
-    """Up, an activation (GELU approximated by tanh in GPT-2), down.
+    """Up, an activation (GELU approximated by tanh in GPT-2), down; perhaps with a gate.
 
     Args:
         config: Its own configuration.
@@ -243,16 +280,23 @@ class DenseFeedForward(FeedForward):
         inner_size = config.inner_size(context.hidden_size)
         self.context = context
         self.weight_scale = config.weight_scale
+        self.gate: nn.Linear | None = None
+        if (combine := GATED.get(context.activation)) is not None:
+            self.gate = nn.Linear(context.hidden_size, inner_size, bias=context.bias)
+            self.combine = combine
+        else:
+            self.activation = ACTIVATIONS[context.activation]()
         self.up = nn.Linear(context.hidden_size, inner_size, bias=context.bias)
-        self.activation = ACTIVATIONS[context.activation]()
         self.down = nn.Linear(inner_size, context.hidden_size, bias=context.bias)
         self.dropout = nn.Dropout(context.dropout)
 
     def initializers(self) -> dict[str, Initializer]:
         """Says how each parameter starts; see `model/initialization.py`."""
         scale, context = self.weight_scale, self.context
+        first = scale * context.initializer_std
         return {
-            **linear_initializers("up", self.up, scale * context.initializer_std),
+            **({} if self.gate is None else linear_initializers("gate", self.gate, first)),
+            **linear_initializers("up", self.up, first),
             **linear_initializers("down", self.down, scale * context.residual_std),
         }
 
@@ -263,5 +307,9 @@ class DenseFeedForward(FeedForward):
         given: BlockInput = NOTHING_ELSE,
     ) -> tuple[Tensor, RoutingStats | None]:
         """Applies both layers to the normalized input; see `FeedForward.forward`."""
-        inner_BTF = self.activation(self.up(normalized_BTD))
+        inner_BTF = self.up(normalized_BTD)
+        if self.gate is None:
+            inner_BTF = self.activation(inner_BTF)
+        else:
+            inner_BTF = self.combine(self.gate(normalized_BTD), inner_BTF)
         return self.dropout(self.down(inner_BTF)), None

@@ -20,7 +20,7 @@ from polyad.model.initialization import (
     norm_initializers,
     normal,
 )
-from polyad.model.kernels.linear_cross_entropy import VocabularyPart, scores
+from polyad.model.kernels.linear_cross_entropy import VocabularyPart, losses, scores
 from polyad.model.layers import LayerNorm
 from polyad.model.regions import Region, same
 
@@ -51,6 +51,73 @@ class VocabularyHead(nn.Module):
         """
         logits = linear(self.input(x), weight_VD, bias_V)
         return logits if self.part is None else self.part.without_padding(logits)
+
+
+class TiedHead(VocabularyHead):
+    """The output head; it has no parameters and borrows the token embedding's."""
+
+    def forward(
+        self, x_BTD: Tensor, weight_VD: Tensor, target_ids_BT: Tensor | None = None
+    ) -> Tensor:
+        """Scores every token of the vocabulary.
+
+        Args:
+            x_BTD: The residual stream after the last LayerNorm.
+            weight_VD: The token embedding.
+            target_ids_BT: The right tokens, for a loss.
+
+        Returns:
+            Logits [B, T, V]; with targets what `losses` says, and no logits are kept.
+        """
+        if target_ids_BT is not None:
+            return losses(self.input(x_BTD), weight_VD, target_ids_BT, self.part)
+        return self.logits(x_BTD, weight_VD)
+
+
+class UntiedHead(VocabularyHead):
+    """The output head with a matrix of its own.
+
+    Args:
+        vocab_size: V.
+        width: D.
+        initializer_std: Standard deviation of the initial weights.
+        bias: Whether there is one.
+    """
+
+    def __init__(
+        self, vocab_size: int, width: int, initializer_std: float, bias: bool = False
+    ) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(vocab_size, width))
+        self.bias = nn.Parameter(torch.empty(vocab_size)) if bias else None
+        self._initializer_std = initializer_std
+
+    def initializers(self) -> dict[str, Initializer]:
+        """Starts as the token embedding does; see `model/initialization.py`."""
+        entries = {"weight": normal(self._initializer_std)}
+        return entries if self.bias is None else entries | {"bias": ZEROS}
+
+    def forward(
+        self,
+        x_BTD: Tensor,
+        embedding_VD: Tensor | None = None,
+        target_ids_BT: Tensor | None = None,
+    ) -> Tensor:
+        """Scores every token of the vocabulary.
+
+        Args:
+            x_BTD: The residual stream after the last LayerNorm.
+            embedding_VD: None; the tied head takes it.
+            target_ids_BT: The right tokens, for a loss.
+
+        Returns:
+            Logits [B, T, V]; with targets what `losses` says, and no logits are kept.
+        """
+        if target_ids_BT is not None:
+            return losses(
+                self.input(x_BTD), self.weight, target_ids_BT, self.part, bias_V=self.bias
+            )
+        return self.logits(x_BTD, self.weight, self.bias)
 
 
 class ClassificationHeadConfig(Config):
@@ -115,7 +182,7 @@ class SequenceHead(nn.Module):
         return linear(self.dropout(z_BD), self.weight)
 
 
-class Decoder(VocabularyHead):
+class MaskedTokenDecoder(VocabularyHead):
     """Scores the vocabulary by the token embedding, and a bias of its own.
 
     Args:
@@ -173,7 +240,7 @@ class MaskedLanguageHead(nn.Module):
         self.transform = nn.Linear(width, width)
         self.activation = ACTIVATIONS[activation]()
         self.norm = LayerNorm(width, eps=epsilon)
-        self.decoder = Decoder(vocab_size)
+        self.decoder = MaskedTokenDecoder(vocab_size)
         self._std = initializer_std
 
     def initializers(self) -> dict[str, Initializer]:
@@ -186,7 +253,7 @@ class MaskedLanguageHead(nn.Module):
     def forward(
         self, x_BPD: Tensor, embedding_VD: Tensor, target_ids_BP: Tensor | None = None
     ) -> Tensor:
-        """Scores every token of the vocabulary; see `Decoder.forward`.
+        """Scores every token of the vocabulary; see `MaskedTokenDecoder.forward`.
 
         Args:
             x_BPD: The last block's output at the positions to be scored.

@@ -34,6 +34,17 @@ class Initializer:
         """This initializer for a parameter whose first dimension counts experts."""
         return Initializer(self.fill, per_expert=True)
 
+    def without_row(self, row: int | None) -> "Initializer":
+        """This initializer with one row of zeros; None: as it is."""
+        if row is None:
+            return self
+
+        def fill(value: Tensor, generator: Generator) -> None:
+            self.fill(value, generator)
+            value[row] = 0
+
+        return Initializer(fill)
+
     def draw(
         self, shape: torch.Size, seed: int, name: str, experts: Sequence[int] | None = None
     ) -> Tensor:
@@ -152,18 +163,18 @@ def linear_initializers(name: str, layer: nn.Linear, std: float) -> dict[str, In
     return entries
 
 
-def norm_initializers(name: str, norm: nn.LayerNorm) -> dict[str, Initializer]:
-    """Unit scale and zero shift, for a LayerNorm that a module holds.
+def norm_initializers(name: str, norm: nn.Module) -> dict[str, Initializer]:
+    """Unit scale and zero shift, for a norm that a module holds.
 
     Args:
-        name: What the module calls the LayerNorm.
-        norm: The LayerNorm; only asked whether it has a bias.
+        name: What the module calls the norm.
+        norm: A LayerNorm, or one without a bias; only asked whether it has one.
 
     Returns:
         Entries for the module's `initializers()`.
     """
     entries = {f"{name}.weight": ONES}
-    if norm.bias is not None:
+    if getattr(norm, "bias", None) is not None:
         entries[f"{name}.bias"] = ZEROS
     return entries
 

@@ -26,48 +26,58 @@ class Embedding(nn.Embedding):
         rows: V.
         width: D.
         dtype: The dtype of the weights; None: torch's default.
+        pad_id: A row that gets no gradient; None: all do.
     """
 
-    def __init__(self, rows: int, width: int, dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self,
+        rows: int,
+        width: int,
+        dtype: torch.dtype | None = None,
+        pad_id: int | None = None,
+    ) -> None:
         # Random numbers would only be drawn over, and on the meta device they import a compiler.
         super().__init__(rows, width, _weight=torch.zeros(rows, width, dtype=dtype))
-        self.lookup: Callable[[Tensor, Tensor], Tensor] = embed
-        """From the numbers of rows and the matrix to rows; processes share one or the other."""
+        self.pad_id = pad_id
+        self.lookup: Callable[[Tensor, Tensor, int | None], Tensor] = embed
+        """From the numbers of rows, the matrix and `pad_id` to rows; processes share one or the
+        other."""
 
     def forward(self, ids: Tensor) -> Tensor:
         """The rows of these numbers, [..., D]."""
-        return self.lookup(ids, self.weight)
+        return self.lookup(ids, self.weight, self.pad_id)
 
 
-def embed(ids: Tensor, weight_VD: Tensor) -> Tensor:
+def embed(ids: Tensor, weight_VD: Tensor, pad_id: int | None = None) -> Tensor:
     """Rows of a matrix; the gradient of each is summed in fp32 at least, and rounded once.
 
     Args:
         ids: Numbers of rows, [...].
         weight_VD: The rows.
+        pad_id: A row that gets no gradient; None: all do.
 
     Returns:
         [..., D].
     """
-    rows: Tensor = _Embed.apply(ids, weight_VD)  # type: ignore[no-untyped-call]
+    rows: Tensor = _Embed.apply(ids, weight_VD, pad_id)  # type: ignore[no-untyped-call]
     return rows
 
 
 class _Embed(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, ids: Tensor, weight_VD: Tensor) -> Tensor:
+    def forward(ctx: Any, ids: Tensor, weight_VD: Tensor, pad_id: int | None) -> Tensor:
         ctx.save_for_backward(ids)
-        ctx.num_rows = weight_VD.shape[0]
+        ctx.num_rows, ctx.pad_id = weight_VD.shape[0], -1 if pad_id is None else pad_id
         return embedding(ids, weight_VD)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor, None]:
         (ids,) = ctx.saved_tensors
         summed = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
         for_weight_VD = torch.ops.aten.embedding_dense_backward(
-            summed, ids, ctx.num_rows, -1, False
+            summed, ids, ctx.num_rows, ctx.pad_id, False
         )
-        return None, for_weight_VD.to(gradient.dtype)
+        return None, for_weight_VD.to(gradient.dtype), None
 
 
 class LayerNorm(nn.LayerNorm):

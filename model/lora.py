@@ -21,7 +21,7 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn.functional import linear, pad
 
-from polyad.model.attention import SelfAttention
+from polyad.model.attention import Attention
 from polyad.model.config import Config
 from polyad.model.feedforward import DenseFeedForward
 from polyad.model.initialization import ZEROS, Initializer, uniform
@@ -46,7 +46,8 @@ class LoRAConfig(Config):
     """What is added is multiplied by alpha / rank."""
     targets: Patterns = ("attention.qkv", "attention.projection")
     """Patterns of layers: attention.qkv, attention.projection, feed_forward.up, feed_forward.down;
-    of a muMoE feed_forward.up.input_factor, its output_factor, and those of down."""
+    of kind: decoder attention.query, attention.key, attention.value and feed_forward.gate; of a
+    muMoE feed_forward.up.input_factor, its output_factor, and those of down."""
     experts: bool = False
     """Whether both layers of every sparse expert get one, each expert its own."""
     trained: Patterns = ()
@@ -342,12 +343,10 @@ def _places(model: nn.Module) -> Iterator[tuple[str, _Place]]:
     """Layers and factors that targets can name."""
     for path, module in model.named_modules():
         before = f"{path}." if path else ""
-        if isinstance(module, SelfAttention | DenseFeedForward):
-            of_kind = ("qkv", "projection") if isinstance(module, SelfAttention) else ("up", "down")
-            for name in of_kind:
-                layer = module.get_submodule(name)
-                assert isinstance(layer, nn.Linear)
-                yield f"{before}{name}", _beside_linear(module, name, layer)
+        if isinstance(module, Attention | DenseFeedForward):
+            layers = {n: each for n, each in module.named_children() if isinstance(each, nn.Linear)}
+            for name in sorted(layers, key=lambda name: name in ("projection", "down")):
+                yield f"{before}{name}", _beside_linear(module, name, layers[name])
         elif isinstance(module, Factorized):
             for name in ("input_factor", "output_factor"):
                 yield f"{before}{name}", _beside_factor(module, name)
@@ -371,6 +370,11 @@ def _beside_linear(parent: nn.Module, name: str, layer: nn.Linear) -> _Place:
 
 def _beside_experts(parent: nn.Module, name: str, experts: Experts) -> _Place:
     def put(config: LoRAConfig) -> None:
+        if experts.gate is not None:
+            raise LoRAError(
+                f"adapt.lora.experts: true is not allowed with feed_forward.activation: "
+                f"{experts.config.activation}; false is"
+            )
         setattr(parent, name, LoRAExperts(experts, config))
 
     return _Place(min(experts.up.shape[1:]), put)

@@ -138,7 +138,7 @@ class MixerBlock(nn.Module):
 
 
 class Mixer(nn.Module):
-    """An MLP-Mixer; see `GPT2` for how a model is built and filled.
+    """An MLP-Mixer; see `Decoder` for how a model is built and filled.
 
     Args:
         config: Its configuration, with the number of classes filled in.

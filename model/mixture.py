@@ -329,7 +329,7 @@ def log_shares(scores_BM: Tensor, top_k: int | None) -> Tensor:
 
 
 class MixtureModel(nn.Module):
-    """A mixture of whole networks; see `GPT2` for how a model is built and filled.
+    """A mixture of whole networks; see `Decoder` for how a model is built and filled.
 
     Args:
         config: Its configuration, with the number of classes filled in.

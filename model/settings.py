@@ -104,7 +104,7 @@ class TransformerSettings(ModelSettings, ABC):
 
     @model_validator(mode="after")
     def _heads_divide_width(self) -> Self:
-        if self.hidden_size % self.num_heads:
+        if self.hidden_size % self.num_heads and not self.heads_fit():
             nearest = max(1, round(self.hidden_size / self.num_heads)) * self.num_heads
             raise ValueError(
                 f"model.hidden_size: {self.hidden_size} is not a multiple of "
@@ -124,6 +124,10 @@ class TransformerSettings(ModelSettings, ABC):
             causal=self.causal,
         )
         return self
+
+    def heads_fit(self) -> bool:
+        """Whether num_heads need not divide hidden_size: by default it has to."""
+        return False
 
     @abstractmethod
     def has_bias(self) -> bool:

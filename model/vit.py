@@ -72,7 +72,7 @@ class ViTConfig(TransformerSettings, ImageModelSettings):
 
 
 class ViT(nn.Module):
-    """A vision transformer; see `GPT2` for how a model is built and filled.
+    """A vision transformer; see `Decoder` for how a model is built and filled.
 
     Args:
         config: Its configuration, with the number of classes filled in.

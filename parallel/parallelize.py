@@ -12,7 +12,7 @@ from polyad.model.build import (
     matrix_dimensions,
     place,
 )
-from polyad.model.gpt2 import GPT2
+from polyad.model.decoder import Decoder
 from polyad.model.lora import of_base
 from polyad.model.mumoe.gating import BatchNorm
 from polyad.model.mumoe.layer import MuMoE
@@ -117,7 +117,7 @@ def parallelize(
         expert.parallelize_experts(layer, world, parallel.expert_overlap)
     cut_adapters(model, world, tokens)
     if tokens is not None:
-        assert isinstance(model, GPT2)
+        assert isinstance(model, Decoder)
         cut_sequence(model, tokens, world)
     for name, parameter in model.named_parameters():  # those of cut layers are new
         parameter.requires_grad_(name in trained)

@@ -22,8 +22,8 @@ from torch.nn.functional import pad
 
 from polyad.model.attention import SelfAttention
 from polyad.model.block import Block
+from polyad.model.decoder import Decoder
 from polyad.model.feedforward import DenseFeedForward, FeedForward
-from polyad.model.gpt2 import GPT2
 from polyad.model.layers import embed
 from polyad.model.mumoe.layer import MuMoE
 from polyad.parallel import comm
@@ -120,7 +120,7 @@ class _GatheredLinear(torch.autograd.Function):
         return None if leaving_nD is None else wait(leaving_nD), for_weight_FD, None
 
 
-def cut_sequence(model: GPT2, tokens: Tokens, world: comm.World) -> None:
+def cut_sequence(model: Decoder, tokens: Tokens, world: comm.World) -> None:
     """Lets what is between the cut layers of a model work on some of the tokens, in place.
 
     Args:
@@ -174,7 +174,7 @@ def sum_gradients(model: nn.Module) -> None:
     Args:
         model: with storage; `cut_sequence` has cut its tokens.
     """
-    assert isinstance(model, GPT2)
+    assert isinstance(model, Decoder)
     group = tensor_group()
     owners: list[nn.Module] = [model.position_embedding]
     if model.last_token is None:  # or the norm reads whole sequences, after these were gathered

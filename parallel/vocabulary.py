@@ -6,8 +6,8 @@ Shapes: B batch, T tokens in a sequence, D width, V vocabulary (of this process,
 from torch import Tensor, nn
 
 from polyad.model.bert import Bert
-from polyad.model.gpt2 import GPT2, UntiedHead
-from polyad.model.heads import Decoder, MaskedLanguageHead, VocabularyHead
+from polyad.model.decoder import Decoder
+from polyad.model.heads import MaskedLanguageHead, MaskedTokenDecoder, UntiedHead, VocabularyHead
 from polyad.model.kernels.linear_cross_entropy import VocabularyPart
 from polyad.model.layers import embed
 from polyad.parallel import comm
@@ -25,7 +25,7 @@ def pad_vocabulary(model: nn.Module) -> None:
     Args:
         model: on the meta device.
     """
-    if isinstance(model, GPT2 | Bert):
+    if isinstance(model, Decoder | Bert):
         words = model.token_embedding.weight.shape[0]
         axis = Axis.part_of_vocabulary(words, 0, 1)
         if axis.size != words:
@@ -40,7 +40,7 @@ def cut_vocabulary(model: nn.Module, world: comm.World, tokens: Tokens | None) -
         world: this process.
         tokens: how tokens are cut between layers; None: every process has all.
     """
-    if not isinstance(model, GPT2 | Bert):
+    if not isinstance(model, Decoder | Bert):
         return
     words = model.token_embedding.weight.shape[0]
     rank, parts = world.tensor_parallel_rank, world.tensor_parallel_size
@@ -53,13 +53,13 @@ def cut_vocabulary(model: nn.Module, world: comm.World, tokens: Tokens | None) -
         head.input = copy if tokens is None else tokens.gather
 
 
-def _cut_rows(model: GPT2 | Bert, axis: Axis, part: VocabularyPart, *, replicated: bool) -> None:
+def _cut_rows(model: Decoder | Bert, axis: Axis, part: VocabularyPart, *, replicated: bool) -> None:
     """Has a process keep some rows of the embedding, and of what the head has of its own."""
     head = _head(model)
     owners: list[tuple[nn.Module, str]] = [(model.token_embedding, "weight")]
     if isinstance(head, UntiedHead):
         owners.append((head, "weight"))
-    elif isinstance(head, Decoder):
+    elif isinstance(head, MaskedTokenDecoder):
         owners.append((head, "bias"))
     for owner, name in owners:
         shape = tuple(owner.get_parameter(name).shape)
@@ -68,7 +68,7 @@ def _cut_rows(model: GPT2 | Bert, axis: Axis, part: VocabularyPart, *, replicate
         head.part = part
 
 
-def _head(model: GPT2 | Bert) -> VocabularyHead | None:
+def _head(model: Decoder | Bert) -> VocabularyHead | None:
     """The head that scores the vocabulary; those of classes are small, and each process has all."""
     head = model.head.decoder if isinstance(model.head, MaskedLanguageHead) else model.head
     return head if isinstance(head, VocabularyHead) else None

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from polyad.data.text.manifest import SplitName
 from polyad.data.text.tokenizers.tokenizer import Tokenizer
 from polyad.model.bert import BertConfig
-from polyad.model.gpt2 import GPT2Config
+from polyad.model.decoder import DecoderSettings
 from polyad.parallel import comm
 from polyad.parallel.checkpoint.finding import best_checkpoint, newest_of, read_newest
 from polyad.parallel.weights import Choice, Weights, load_model, open_weights
@@ -107,7 +107,7 @@ class Run:
         Raises:
             ConfigError: the model does not read text, or has no tokenizer beside it.
         """
-        if not isinstance(self._config, GPT2Config | BertConfig):
+        if not isinstance(self._config, DecoderSettings | BertConfig):
             raise self._not_of_text("has no tokenizer")
         return need_tokenizer(self._weights, self._tokenizer)
 
@@ -130,7 +130,7 @@ class Run:
                 long.
         """
         config = self._config
-        if not isinstance(config, GPT2Config | BertConfig):
+        if not isinstance(config, DecoderSettings | BertConfig):
             raise self._not_of_text("`polyad report` shows the experts of images")
         if not config.has_experts():
             raise ConfigError(f"{self.path}: the model is dense: it has no experts")

@@ -1,4 +1,5 @@
-"""The experts of a layer, over rows that are sorted by expert: up, GELU (by tanh), down.
+"""The experts of a layer, over rows that are sorted by expert: up, GELU (by tanh), down; or with a
+gate beside up.
 
 By definition one expert after the other. Faster: on a CPU one operation over all of them
 (`cpu/experts.py`), on a GPU, and where inner units are dropped, grouped products. On a GPU before
@@ -9,7 +10,7 @@ Shapes: M rows, E experts, D width, F inner width.
 
 import os
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -25,6 +26,15 @@ Drop: TypeAlias = Callable[[Tensor], Tensor]
 """Changes inner units, as dropout does: of the same shape, and each by itself."""
 
 
+class Gate(NamedTuple):
+    """The layer beside the first one, in experts with a gated activation."""
+
+    weight_EDF: Tensor
+    bias_EF: Tensor | None
+    combine: Callable[[Tensor, Tensor], Tensor]
+    """The activation, of the gate and of what the first layer gives."""
+
+
 def gelu_by_tanh(x: Tensor) -> Tensor:
     """The activation of experts, unless they are told another one."""
     return gelu(x, approximate="tanh")
@@ -38,10 +48,20 @@ def one_by_one(
     counts_E: Tensor,
     drop: Drop | None = None,
     activation: Drop | None = None,
+    gate: Gate | None = None,
 ) -> Tensor:
     """As `grouped`, by definition; reads the counts from the device."""
     if not switch.can_read():
-        return by_grouped_products(rows_MD, up_EDF, bias_EF, down_EFD, counts_E, drop, activation)
+        return by_grouped_products(
+            rows_MD, up_EDF, bias_EF, down_EFD, counts_E, drop, activation, gate
+        )
+    if gate is not None:
+        inner_MF = gate.combine(
+            grouped_linear(rows_MD, gate.weight_EDF, counts_E, gate.bias_EF, loop=True),
+            grouped_linear(rows_MD, up_EDF, counts_E, bias_EF, loop=True),
+        )
+        inner_MF = drop(inner_MF) if drop else inner_MF
+        return grouped_linear(inner_MF, down_EFD, counts_E, loop=True)
     # Not by index: autograd would fill a gradient of all experts for each one.
     biases = [None] * len(up_EDF) if bias_EF is None else bias_EF.unbind(0)
     counts = counts_E.tolist()
@@ -65,6 +85,7 @@ def grouped(
     counts_E: Tensor,
     drop: Drop | None = None,
     activation: Drop | None = None,
+    gate: Gate | None = None,
 ) -> Tensor:
     """Runs every row through its expert.
 
@@ -76,6 +97,7 @@ def grouped(
         counts_E: Rows of each expert; 0 is allowed. There may be more rows than these.
         drop: What happens to the inner units after the activation; None: nothing.
         activation: In place of GELU approximated by tanh; None: that.
+        gate: In place of an activation of the first layer alone; None: there is none.
 
     Returns:
         [M, D], in the same order. Rows after the last expert's hold arbitrary values, and so do
@@ -83,12 +105,12 @@ def grouped(
     """
     tensors = rows_MD, up_EDF, bias_EF, down_EFD, counts_E
     if switch.REFERENCE:
-        return one_by_one(*tensors, drop, activation)
+        return one_by_one(*tensors, drop, activation, gate)
     takes_these = switch.on_cpu(rows_MD) or rows_MD.is_meta
-    is_plain = drop is None and activation is None
+    is_plain = drop is None and activation is None and gate is None
     if takes_these and not _takes_triton(rows_MD) and is_plain:
         return experts_on_cpu(*tensors)
-    return by_grouped_products(*tensors, drop, activation)
+    return by_grouped_products(*tensors, drop, activation, gate)
 
 
 def by_grouped_products(
@@ -99,15 +121,22 @@ def by_grouped_products(
     counts_E: Tensor,
     drop: Drop | None = None,
     activation: Drop | None = None,
+    gate: Gate | None = None,
 ) -> Tensor:
     """As `grouped`, on any device; by definition in float64 and with rows of odd sizes."""
     if switch.can_read() and not _takes_grouped(rows_MD.dtype, up_EDF):
-        return one_by_one(rows_MD, up_EDF, bias_EF, down_EFD, counts_E, drop, activation)
+        return one_by_one(rows_MD, up_EDF, bias_EF, down_EFD, counts_E, drop, activation, gate)
     offsets_E = counts_E.cumsum(0).to(torch.int32)
     inner_MF: Tensor = _grouped_mm(rows_MD, up_EDF, offsets_E)
     if bias_EF is not None:
         inner_MF = inner_MF + _of_each_row(bias_EF, offsets_E, rows_MD.shape[0])
-    inner_MF = (activation or gelu_by_tanh)(inner_MF)
+    if gate is None:
+        inner_MF = (activation or gelu_by_tanh)(inner_MF)
+    else:
+        gate_MF: Tensor = _grouped_mm(rows_MD, gate.weight_EDF, offsets_E)
+        if gate.bias_EF is not None:
+            gate_MF = gate_MF + _of_each_row(gate.bias_EF, offsets_E, rows_MD.shape[0])
+        inner_MF = gate.combine(gate_MF, inner_MF)
     output_MD: Tensor = _grouped_mm(drop(inner_MF) if drop else inner_MF, down_EFD, offsets_E)
     return output_MD
 

@@ -116,18 +116,26 @@ def token_scores(
 
 
 def token_losses(
-    x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, part: VocabularyPart | None = None
+    x_ND: Tensor,
+    weight_VD: Tensor,
+    targets_N: Tensor,
+    part: VocabularyPart | None = None,
+    bias_V: Tensor | None = None,
 ) -> Tensor:
     """As `linear_cross_entropy`, of each token and without gradients: [N] in fp32."""
-    return token_scores(x_ND, weight_VD, targets_N, part).losses_N
+    return token_scores(x_ND, weight_VD, targets_N, part, bias_V).losses_N
 
 
 def losses(
-    x_BTD: Tensor, weight_VD: Tensor, targets_BT: Tensor, part: VocabularyPart | None = None
+    x_BTD: Tensor,
+    weight_VD: Tensor,
+    targets_BT: Tensor,
+    part: VocabularyPart | None = None,
+    bias_V: Tensor | None = None,
 ) -> Tensor:
     """What an output head returns that is given targets: their mean loss; in evaluation, where no
     gradient is wanted, the loss of each [B, T]."""
-    arguments = x_BTD.flatten(0, 1), weight_VD, targets_BT.flatten(), part
+    arguments = x_BTD.flatten(0, 1), weight_VD, targets_BT.flatten(), part, bias_V
     if torch.is_grad_enabled():
         return linear_cross_entropy(*arguments)
     return token_losses(*arguments).view_as(targets_BT)

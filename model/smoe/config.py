@@ -6,7 +6,12 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self, TypeAlias
 from pydantic import Field, field_validator, model_validator
 
 from polyad.model.config import SectionError
-from polyad.model.feedforward import Activation, DenseFeedForwardConfig, FeedForwardSettings
+from polyad.model.feedforward import (
+    Activation,
+    DenseFeedForwardConfig,
+    FeedForwardSettings,
+    GatedActivation,
+)
 
 Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
 Positive = Annotated[float, Field(ge=1e-6, le=1e6)]
@@ -174,6 +179,10 @@ class SelectingConfig(FeedForwardSettings, ABC):
         """Whether the linear score has a bias where the model's layers have one."""
         return True
 
+    def scores_in_model_dtype(self) -> bool:
+        """Whether the linear score multiplies in the model's precision; false: in fp32 at least."""
+        return False
+
     def _placement(self) -> Placement:
         placement: Placement = getattr(self, self.placement_key)
         return placement
@@ -194,10 +203,13 @@ class SparseMoEConfig(SelectingConfig):
     """Experts E in a block."""
     top_k: Count = 2
     """Experts K that a token uses."""
-    combine: Literal["renormalized", "softmax"] = "renormalized"
+    combine: Literal["renormalized", "normalized", "softmax"] = "renormalized"
     """Weights of the outputs of a token's experts: `renormalized`, the K highest scores divided by
-    their sum, or with K = 1 the score itself, as in Switch; `softmax`, the scores as they are,
-    which sum to less than 1, as in V-MoE."""
+    their sum, or with K = 1 the score itself, as in Switch; `normalized`, divided by their sum for
+    any K, as in Mixtral (equal to a softmax over the K highest logits); `softmax`, the scores as
+    they are, as in V-MoE and OLMoE."""
+    weight_scale: Positive = 1.0
+    """What those weights are multiplied by (DeepSeek's routed_scaling_factor)."""
     expert_hidden_size: Count | None = None
     """Inner width F of one expert, in units; null: four times the model's width."""
     placement: Placement = 1
@@ -209,6 +221,19 @@ class SparseMoEConfig(SelectingConfig):
     """How a token scores the experts: `linear` softmax(W u + b); `cosine` in a narrow space, with a
     learned temperature (X-MoE); `random` linear and never trained (SMoE-dropout); `attentive` by
     the token's query and a key of each expert, in a narrow space too."""
+    score_function: Literal["softmax", "sigmoid"] = "softmax"
+    """What makes scores of logits: `softmax` over the experts, or `sigmoid` of each by itself
+    (DeepSeek-V3)."""
+    router_dtype: Literal["fp32", "model"] = "fp32"
+    """The precision of the linear score's product: `fp32` at least, or the `model`'s, as OLMoE,
+    Mixtral, Qwen, Granite and gpt-oss were trained. Everything after it is fp32 at least."""
+    num_groups: Count = 1
+    """Groups of neighbouring experts, of which a token uses top_groups (DeepSeek); 1: none."""
+    top_groups: Count = 1
+    """Groups whose experts a token may use."""
+    group_score: Literal["best", "best_two"] = "best"
+    """How groups are ranked: by the score of their `best` expert (DeepSeek-V2), or by the sum of
+    the `best_two`, with the balancing bias (DeepSeek-V3)."""
     expert_keys: Literal["learned", "hidden_means"] = "learned"
     """Where the attentive score's keys come from: `learned`, one vector for each expert; or
     `hidden_means`, a learned projection of the expert's hidden layer, before its activation, at the
@@ -254,6 +279,9 @@ class SparseMoEConfig(SelectingConfig):
     balancing_rate: Annotated[float, Field(ge=0, le=1e6)] = 0.0
     """How far the balancing bias of each expert moves in a step towards even load (loss-free
     balancing, Wang et al. 2024); 0 has no bias."""
+    selection_bias: bool = False
+    """Whether there is a balancing bias even where balancing_rate is 0, which leaves it as it is:
+    that of an opened DeepSeek-V3."""
     capacity_factor: Positive | None = None
     """Most assignments of an expert in a micro-batch, as a multiple of its even share; tokens that
     come after do without it. null: no token is ever dropped."""
@@ -264,9 +292,24 @@ class SparseMoEConfig(SelectingConfig):
     """Which assignments a capacity keeps: `arrival`, those of the first tokens of a micro-batch;
     `priority`, first choices before second ones, and among them those of the tokens with the
     highest scores (V-MoE's batch priority routing)."""
-    activation: Activation = "gelu_tanh"
-    """The activation of experts: `gelu_tanh`, GELU approximated by tanh; `gelu`, exact; or
-    `quick_gelu`, x sigmoid(1.702 x). Blocks that do not route have the model's."""
+    activation: Activation | GatedActivation = "gelu_tanh"
+    """The activation of experts: `gelu_tanh`, GELU approximated by tanh; `gelu`, exact;
+    `quick_gelu`, x sigmoid(1.702 x); or with a gate, a second layer beside the first: `swiglu`
+    silu(gate) up, `geglu` gelu_tanh(gate) up, `clamped_swiglu` that of gpt-oss. Blocks that do not
+    route have the model's."""
+    swiglu_alpha: Positive = 1.702
+    """Of clamped_swiglu: steepness of the sigmoid."""
+    swiglu_limit: Positive = 7.0
+    """Of clamped_swiglu: bound of the gate and of the other layer."""
+    shared_hidden_size: Count | None = None
+    """Inner width, in units, of a feed-forward beside the experts that every token goes through
+    (shared experts); null: there is none."""
+    shared_gate: bool = False
+    """Whether what it gives is multiplied by the sigmoid of a learned score of the token, as in
+    Qwen2-MoE."""
+    input_jitter: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """In training each input of the layer is multiplied by a random number between 1 - input_jitter
+    and 1 + input_jitter (Mixtral's router_jitter_noise)."""
     expert_dropout: Probability = 0.0
     """Dropout probability inside experts, beside the model's own: of the inner units after the
     activation, and of each expert's output, before its bias and the routing weight."""
@@ -306,6 +349,8 @@ class SparseMoEConfig(SelectingConfig):
                 f"@final_top_k: {self.final_top_k} is less than @top_k: {self.top_k}; "
                 f"it can only grow"
             )
+        self._check_groups()
+        self._check_options()
         if self.expert_keys != "learned" and self.score != "attentive":
             raise SectionError(
                 f"@expert_keys: {self.expert_keys} needs @score: attentive, which is {self.score}; "
@@ -326,6 +371,49 @@ class SparseMoEConfig(SelectingConfig):
                     )
         self.check_capacity()
         return self
+
+    def _check_groups(self) -> None:
+        if self.num_experts % self.num_groups:
+            raise SectionError(
+                f"@num_experts: {self.num_experts} is not a multiple of @num_groups: "
+                f"{self.num_groups}"
+            )
+        if self.top_groups > self.num_groups:
+            raise SectionError(
+                f"@top_groups: {self.top_groups} is more than @num_groups: {self.num_groups}"
+            )
+        within = self.num_experts // self.num_groups
+        if self.known_final_top_k() > self.top_groups * within:
+            raise SectionError(
+                f"@top_k: {self.known_final_top_k()} is more than the "
+                f"{self.top_groups * within} experts of @top_groups: {self.top_groups}"
+            )
+        if self.group_score == "best_two" and within < 2:
+            raise SectionError(
+                f"@group_score: best_two needs groups of two experts at least; @num_groups: "
+                f"{self.num_groups} leaves {within}"
+            )
+
+    def _check_options(self) -> None:
+        """Checks that no option is said that another one leaves without effect."""
+        if self.router_dtype != "fp32" and self.score not in ("linear", "random"):
+            raise SectionError(
+                f"@router_dtype: {self.router_dtype} needs @score: linear, which is {self.score}"
+            )
+        if self.shared_gate and self.shared_hidden_size is None:
+            raise SectionError("@shared_gate: true needs @shared_hidden_size, which is null")
+        if self.score_function == "sigmoid" and self.lower_entropy_only:
+            raise SectionError(
+                "@lower_entropy_only: true is not allowed with @score_function: sigmoid, whose "
+                "scores are no distribution; softmax is allowed"
+            )
+        if self.activation != "clamped_swiglu":
+            for name, default in (("swiglu_alpha", 1.702), ("swiglu_limit", 7.0)):
+                if (value := getattr(self, name)) != default:
+                    raise SectionError(
+                        f"@{name}: {value:g} needs @activation: clamped_swiglu, which is "
+                        f"{self.activation}"
+                    )
 
     def dense(self) -> DenseFeedForwardConfig:
         """The feed-forward of the blocks that do not route."""
@@ -371,11 +459,17 @@ class SparseMoEConfig(SelectingConfig):
         if self.placement != 1:
             dense = 4 * width if self.dense_hidden_size is None else self.dense_hidden_size
             sizes.append({"dense_hidden_size": dense})
+        if self.shared_hidden_size is not None:
+            sizes.append({"shared_hidden_size": self.shared_hidden_size})
         return sizes
 
     def scores_have_bias(self) -> bool:
         """See `SelectingConfig.scores_have_bias`."""
         return self.router_bias
+
+    def scores_in_model_dtype(self) -> bool:
+        """See `SelectingConfig.scores_in_model_dtype`."""
+        return self.router_dtype == "model"
 
     def used_experts(self) -> int:
         """See `SelectingConfig.used_experts`."""

@@ -3,6 +3,7 @@
 Shapes: M rows, E experts, D width, F inner width.
 """
 
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import ClassVar, NamedTuple
@@ -10,9 +11,16 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from polyad.model.feedforward import ACTIVATIONS, Activation, FeedForwardContext
+from polyad.model.feedforward import (
+    ACTIVATIONS,
+    GATED,
+    Activation,
+    FeedForwardContext,
+    GatedActivation,
+    clamped_swiglu,
+)
 from polyad.model.initialization import ZEROS, Initializer, normal
-from polyad.model.kernels.grouped import grouped, one_by_one
+from polyad.model.kernels.grouped import Gate, grouped, one_by_one
 from polyad.model.smoe.config import SelectingConfig, SparseMoEConfig
 
 
@@ -27,15 +35,22 @@ class ExpertWeights(NamedTuple):
     """[E, F, D]."""
     low_rank: tuple[Tensor, ...] = ()
     """What experts with LoRA add to both layers; see `model/lora.py`."""
+    gate: Tensor | None = None
+    """[E, D, F]; None: the activation has no gate."""
+    gate_bias: Tensor | None = None
+    """[E, F]."""
 
 
-def activation_of_experts(name: Activation) -> Callable[[Tensor], Tensor] | None:
-    """The activation that kernels of experts are told; None: the one that they have built in.
+def activation_of_experts(
+    name: Activation | GatedActivation,
+) -> Callable[[Tensor], Tensor] | None:
+    """The activation that kernels of experts are told; None: the one that they have built in, or
+    one with a gate.
 
     Args:
         name: As in the configuration.
     """
-    return None if name == "gelu_tanh" else ACTIVATIONS[name]()
+    return None if name == "gelu_tanh" or name in GATED else ACTIVATIONS[name]()
 
 
 class StackedExperts(nn.Module, ABC):
@@ -59,13 +74,14 @@ class StackedExperts(nn.Module, ABC):
         config: SelectingConfig,
         context: FeedForwardContext,
         *,
-        activation: Activation,
+        activation: Activation | GatedActivation,
         dropout: float = 0.0,
     ) -> None:
         super().__init__()
         self.config, self.context = config, context
         self.dropout = nn.Dropout(dropout)
         self.activation = activation_of_experts(activation)
+        self.combine: Callable[..., Tensor] | None = GATED.get(activation)
 
     @abstractmethod
     def stacked(self) -> ExpertWeights:
@@ -77,12 +93,19 @@ class StackedExperts(nn.Module, ABC):
         Args:
             sizes: Experts of each group.
         """
-        up_EDF, bias_EF, down_EFD, _ = self.stacked()
+        whole = self.stacked()
         if len(sizes) == 1:
-            return [self.stacked()]
-        ups, downs = (torch.split(x, sizes) for x in (up_EDF, down_EFD))
-        biases = [None] * len(sizes) if bias_EF is None else torch.split(bias_EF, sizes)
-        return [ExpertWeights(*each) for each in zip(ups, biases, downs, strict=True)]
+            return [whole]
+        absent = [None] * len(sizes)
+        names = ("up", "up_bias", "down", "gate", "gate_bias")
+        parts = {
+            name: absent if (x := getattr(whole, name)) is None else torch.split(x, sizes)
+            for name in names
+        }
+        return [
+            ExpertWeights(**{name: parts[name][group] for name in names})
+            for group in range(len(sizes))
+        ]
 
     def forward(
         self, rows_MD: Tensor, counts_E: Tensor, weights: ExpertWeights | None = None
@@ -100,13 +123,25 @@ class StackedExperts(nn.Module, ABC):
         compute = one_by_one if self.config.experts == "loop" else grouped
         drop = self.dropout if self.training and self.dropout.p else None
         weights = weights or self.stacked()
+        gate = None
+        if weights.gate is not None:
+            assert self.combine is not None
+            gate = Gate(weights.gate, weights.gate_bias, self.combine)
         return compute(
-            rows_MD, weights.up, weights.up_bias, weights.down, counts_E, drop, self.activation
+            rows_MD,
+            weights.up,
+            weights.up_bias,
+            weights.down,
+            counts_E,
+            drop,
+            self.activation,
+            gate,
         )
 
 
 class Experts(StackedExperts):
-    """E experts: up, an activation (GELU approximated by tanh by default), dropout, down.
+    """E experts: up, an activation (GELU approximated by tanh by default), dropout, down; with a
+    gated activation a gate beside up.
 
     Args:
         config: The layer's configuration.
@@ -114,7 +149,13 @@ class Experts(StackedExperts):
     """
 
     config: SparseMoEConfig
-    inner_axes: ClassVar[dict[str, int]] = {"up": 2, "up_bias": 1, "down": 1}
+    inner_axes: ClassVar[dict[str, int]] = {
+        "up": 2,
+        "up_bias": 1,
+        "down": 1,
+        "gate": 2,
+        "gate_bias": 1,
+    }
 
     def __init__(self, config: SparseMoEConfig, context: FeedForwardContext) -> None:
         super().__init__(
@@ -125,6 +166,14 @@ class Experts(StackedExperts):
         self.up = nn.Parameter(torch.empty(experts, width, inner))
         self.up_bias = nn.Parameter(torch.empty(experts, inner)) if context.bias else None
         self.down = nn.Parameter(torch.empty(experts, inner, width))
+        self.gate = self.gate_bias = None
+        if self.combine is not None:
+            self.gate = nn.Parameter(torch.empty_like(self.up))
+            self.gate_bias = nn.Parameter(torch.empty(experts, inner)) if context.bias else None
+        if config.activation == "clamped_swiglu":
+            self.combine = functools.partial(
+                clamped_swiglu, alpha=config.swiglu_alpha, limit=config.swiglu_limit
+            )
 
     def initializers(self) -> dict[str, Initializer]:
         """Says how each parameter starts, expert by expert; see `model/initialization.py`."""
@@ -133,12 +182,17 @@ class Experts(StackedExperts):
         entries = {
             "up": normal(first).each_expert(),
             "down": normal(second).each_expert(),
+            "gate": normal(first).each_expert(),
+            "up_bias": ZEROS.each_expert(),
+            "gate_bias": ZEROS.each_expert(),
         }
-        return entries | ({"up_bias": ZEROS.each_expert()} if self.up_bias is not None else {})
+        return {name: each for name, each in entries.items() if getattr(self, name) is not None}
 
     def stacked(self) -> ExpertWeights:
         """See `StackedExperts.stacked`."""
-        return ExpertWeights(self.up, self.up_bias, self.down)
+        return ExpertWeights(
+            self.up, self.up_bias, self.down, gate=self.gate, gate_bias=self.gate_bias
+        )
 
     @torch.no_grad()
     def hidden(self, rows_ED: Tensor) -> Tensor:

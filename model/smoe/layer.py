@@ -6,14 +6,22 @@ Shapes: B batch, T tokens in a sequence, N tokens that are real (B T without pad
 experts, K experts of a token.
 """
 
+import dataclasses
 from abc import abstractmethod
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from polyad.model.feedforward import NOTHING_ELSE, BlockInput, FeedForward, FeedForwardContext
-from polyad.model.initialization import ZEROS, Initializer
+from polyad.model.feedforward import (
+    NOTHING_ELSE,
+    BlockInput,
+    DenseFeedForward,
+    DenseFeedForwardConfig,
+    FeedForward,
+    FeedForwardContext,
+)
+from polyad.model.initialization import ZEROS, Initializer, linear_initializers
 from polyad.model.output import RoutingStats, StatisticsModule, entropy
 from polyad.model.padding import counted, pack, unpack
 from polyad.model.smoe.config import SelectingConfig, SparseMoEConfig
@@ -46,14 +54,26 @@ class Router(StatisticsModule):
         graph: Any.
         selection: Any.
         noise_std: Standard deviation of the noise on logits in training; 0 adds none.
+        by_sigmoid: Whether scores are sigmoids of the logits; false: their softmax. Statistics and
+            losses then see them divided by their sum.
     """
 
     def __init__(
-        self, score: Score, graph: Graph, selection: Selection, noise_std: float = 0.0
+        self,
+        score: Score,
+        graph: Graph,
+        selection: Selection,
+        noise_std: float = 0.0,
+        *,
+        by_sigmoid: bool = False,
     ) -> None:
         super().__init__()
         self.score, self.graph, self.selection = score, graph, selection
-        self.noise_std = noise_std
+        self.noise_std, self.by_sigmoid = noise_std, by_sigmoid
+
+    def scored(self, logits_NE: Tensor) -> Tensor:
+        """The scores of logits [N, E]."""
+        return logits_NE.sigmoid() if self.by_sigmoid else logits_NE.softmax(-1)
 
     def forward(
         self, u_BTD: Tensor, given: BlockInput = NOTHING_ELSE, features: Tensor | None = None
@@ -71,17 +91,21 @@ class Router(StatisticsModule):
         real = given.real
         u_ND = pack(u_BTD.flatten(0, 1), real)
         logits_NE = noisy_NE = self.score(u_ND, features)
-        own_NE = scores_NE = logits_NE.softmax(-1)
+        own_NE = scores_NE = self.scored(logits_NE)
         if self.training and self.noise_std:
             # Of the default generator: every tensor-parallel process draws the same, and
             # recomputation draws it again.
             noisy_NE = logits_NE + self.noise_std * torch.randn_like(logits_NE)
-            scores_NE = noisy_NE.softmax(-1)
+            scores_NE = self.scored(noisy_NE)
         scores_BTE = unpack(scores_NE, real).view(*u_BTD.shape[:2], -1)
         mixed = self.graph(scores_BTE, u_BTD, given)
         mixed_NE = pack(mixed.scores_BTE.flatten(0, 1), real)
         selected: Selected = self.selection(mixed_NE, noisy_NE)
-        usage_E = mixed_NE.mean(0)
+        shares_NE = mixed_NE
+        if self.by_sigmoid:
+            shares_NE = mixed_NE / mixed_NE.sum(-1, keepdim=True)
+            own_NE = own_NE / own_NE.sum(-1, keepdim=True)
+        usage_E = shares_NE.mean(0)
         load_E = selected.load(usage_E.dtype)
         expert_input_ED = None
         if self.training and self.score.mean_inputs() is not None:
@@ -90,7 +114,7 @@ class Router(StatisticsModule):
             name="",
             load_E=load_E,
             usage_E=usage_E.detach(),
-            entropy=entropy(mixed_NE.detach()).mean(),
+            entropy=entropy(shares_NE.detach()).mean(),
             dropped=load_E.new_zeros(()),
             effective_neighbours=mixed.effective_neighbours,
             head_entropy_A=mixed.head_entropy_A,
@@ -150,6 +174,7 @@ def make_router(config: SparseMoEConfig, context: FeedForwardContext) -> Router:
         GRAPHS[config.graph](config, context),
         TopK(config),
         config.router_noise / config.num_experts,
+        by_sigmoid=config.score_function == "sigmoid",
     )
 
 
@@ -257,10 +282,41 @@ class SparseMoE(SelectingMoE):
         )
         shape = config.num_experts, context.hidden_size
         self.output_bias = nn.Parameter(torch.empty(shape)) if context.bias else None
+        self.shared: DenseFeedForward | None = None
+        self.shared_gate: nn.Linear | None = None
+        if config.shared_hidden_size is not None:
+            of_shared = dataclasses.replace(context, activation=config.activation)
+            size = DenseFeedForwardConfig(hidden_size=config.shared_hidden_size)
+            self.shared = DenseFeedForward(size, of_shared)
+            if config.shared_gate:
+                self.shared_gate = nn.Linear(context.hidden_size, 1, bias=False)
+        self._std = context.initializer_std
 
     def initializers(self) -> dict[str, Initializer]:
-        """Says how its own parameter starts; its parts have initializers."""
-        return {"output_bias": ZEROS.each_expert()} if self.output_bias is not None else {}
+        """Says how its own parameters start; its parts have initializers."""
+        entries = {} if self.output_bias is None else {"output_bias": ZEROS.each_expert()}
+        if self.shared_gate is not None:
+            entries |= linear_initializers("shared_gate", self.shared_gate, self._std)
+        return entries
+
+    def forward(
+        self,
+        normalized_BTD: Tensor,
+        residual_BTD: Tensor,
+        given: BlockInput = NOTHING_ELSE,
+    ) -> tuple[Tensor, RoutingStats | None]:
+        """Adds what every token goes through; see `SelectingMoE.forward`."""
+        jitter = self.config.input_jitter
+        if jitter and self.training:
+            drawn = torch.empty_like(normalized_BTD).uniform_(1 - jitter, 1 + jitter)
+            normalized_BTD = normalized_BTD * drawn
+        y_BTD, stats = super().forward(normalized_BTD, residual_BTD, given)
+        if self.shared is not None:
+            shared_BTD, _ = self.shared(normalized_BTD, residual_BTD)
+            if self.shared_gate is not None:
+                shared_BTD = torch.sigmoid(self.shared_gate(normalized_BTD)) * shared_BTD
+            y_BTD = y_BTD + shared_BTD
+        return y_BTD, stats
 
     def expert_features(self) -> Tensor | None:
         """Hidden layers [E, F], where the score asks for them."""

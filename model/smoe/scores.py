@@ -87,6 +87,7 @@ class LinearScore(Score):
         self.weight = nn.Parameter(torch.empty(config.num_experts, context.hidden_size))
         has_bias = context.bias and config.scores_have_bias()
         self.bias = nn.Parameter(torch.empty(config.num_experts)) if has_bias else None
+        self.in_model_dtype = config.scores_in_model_dtype()
 
     def initializers(self) -> dict[str, Initializer]:
         """Normal weight, zero bias."""
@@ -100,6 +101,8 @@ class LinearScore(Score):
     def forward(self, u_ND: Tensor, features: Tensor | None = None) -> Tensor:
         """See `Score.forward`."""
         dtype = router_dtype(u_ND.dtype)
+        if self.in_model_dtype:
+            return linear(u_ND, self.weight, self.bias).to(dtype)
         bias = None if self.bias is None else self.bias.to(dtype)
         return linear(u_ND.to(dtype), self.weight.to(dtype), bias)
 

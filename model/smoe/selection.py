@@ -118,11 +118,12 @@ class Selection(nn.Module, ABC):
 
 
 class TopK(Selection):
-    """The K highest scores, divided by their sum if K > 1 and `combine` says so.
+    """The K highest scores, perhaps of the best groups, weighted as `combine` says.
 
-    With K = 1 that quotient would be the constant 1 and the score would get no gradient: the weight
-    is then the score itself, as in Switch (Fedus et al. 2022). With `combine: softmax` it is so for
-    any K, as in V-MoE (Riquelme et al. 2021). The balancing bias affects the
+    By default they are divided by their sum. With K = 1 that quotient would be the constant 1 and
+    the score would get no gradient: the weight is then the score itself, as in Switch (Fedus et al.
+    2022). With `combine: softmax` it is so for any K, as in V-MoE (Riquelme et al. 2021); with
+    `normalized` the quotient holds for any K. The balancing bias affects the
     selection, and not the weights (Wang et al. 2024, "Auxiliary-loss-free load balancing").
 
     Its state is in buffers: `forward` reads them, `update` is called after each optimizer step.
@@ -139,7 +140,8 @@ class TopK(Selection):
         # and the shapes of what follows depend on it. `compile_model` has programs take any number.
         super().__init__(config)
         self.config = config
-        if config.balancing_rate:
+        self.is_biased = bool(config.balancing_rate or config.selection_bias)
+        if self.is_biased:
             self.register_buffer("balancing_bias", torch.empty(config.num_experts))
         if config.final_top_k is not None:
             self.register_buffer("num_selected", torch.empty((), dtype=torch.int64))
@@ -171,13 +173,28 @@ class TopK(Selection):
     def forward(self, scores_NE: Tensor, logits_NE: Tensor | None = None) -> Selected:
         """See `Selection.forward`; the highest scores, or scores with the bias, come first."""
         ranked_NE = scores_NE
-        if self.config.balancing_rate:
+        if self.is_biased:
             ranked_NE = scores_NE + self.balancing_bias.to(scores_NE.dtype)
+        if self.config.num_groups > 1:
+            ranked_NE = self._within_groups(ranked_NE)
         expert_ids_NK: Tensor = self.agreed(ranked_NE.topk(self.top_k, dim=-1).indices)
         weights_NK = scores_NE.gather(-1, expert_ids_NK)
-        if self.top_k > 1 and self.config.combine == "renormalized":
+        combine = self.config.combine
+        if combine == "normalized" or (combine == "renormalized" and self.top_k > 1):
             sum_N1 = weights_NK.sum(-1, keepdim=True)
             weights_NK = weights_NK / sum_N1.clamp_min(torch.finfo(sum_N1.dtype).tiny)
             # The bias may select experts whose scores all underflow to 0.
             weights_NK = torch.where(sum_N1 > 0, weights_NK, 1 / self.top_k)
+        if self.config.weight_scale != 1:
+            weights_NK = weights_NK * self.config.weight_scale
         return self.selected(weights_NK, expert_ids_NK, scores_NE)
+
+    def _within_groups(self, ranked_NE: Tensor) -> Tensor:
+        """Leaves the experts of the best groups, and -inf for all others."""
+        config = self.config
+        grouped_NGe = ranked_NE.unflatten(-1, (config.num_groups, -1))
+        best = 2 if config.group_score == "best_two" else 1
+        of_groups_NG = grouped_NGe.topk(best, dim=-1).values.sum(-1)
+        kept = of_groups_NG.topk(config.top_groups, dim=-1).indices
+        left_out_NG = torch.ones_like(of_groups_NG, dtype=torch.bool).scatter(-1, kept, False)
+        return grouped_NGe.masked_fill(left_out_NG.unsqueeze(-1), -torch.inf).flatten(1)

@@ -17,7 +17,7 @@ from torch import Tensor
 from polyad.launch.command import Argument, Json, non_negative, positive
 from polyad.launch.output import results
 from polyad.model.build import compile_model, num_parameters
-from polyad.model.gpt2 import GPT2
+from polyad.model.decoder import Decoder
 from polyad.parallel.zero import DTYPES
 from polyad.train.errors import ConfigError, RunError
 from polyad.train.tasks.losses import cross_entropy
@@ -176,7 +176,7 @@ class _Comparison:
         plain = make_plain(config, self.precision, self.device)
         return [self._compare(place, plain, length) for length in dict.fromkeys(lengths)]
 
-    def _compare(self, place: str, plain: GPT2, length: int) -> dict[str, Any]:
+    def _compare(self, place: str, plain: Decoder, length: int) -> dict[str, Any]:
         models = make_variants(plain, length, self.precision, materialized=place == "block")
         left_out = _leave_out(models, length, self.device)
         make = self._blocks if place == "block" else self._models
@@ -203,7 +203,7 @@ class _Comparison:
         return result
 
     def _blocks(
-        self, models: Mapping[str, GPT2], length: int
+        self, models: Mapping[str, Decoder], length: int
     ) -> tuple[dict[str, TimedLayer], Tensor, Tensor]:
         """Blocks, their input, and the gradient that comes to their output."""
         generator = torch.Generator().manual_seed(1)
@@ -216,7 +216,7 @@ class _Comparison:
         return layers, x_BTD.requires_grad_(), gradient_BTD
 
     def _models(
-        self, models: Mapping[str, GPT2], length: int
+        self, models: Mapping[str, Decoder], length: int
     ) -> tuple[dict[str, TimedLayer], Tensor, None]:
         """Whole models with the loss, and the tokens."""
         generator = torch.Generator().manual_seed(1)
@@ -228,7 +228,7 @@ class _Comparison:
         layers = {name: _with_loss(model, labels_BT) for name, model in models.items()}
         return layers, ids_BT, None
 
-    def _check(self, models: Mapping[str, GPT2], x_BTD: Tensor) -> dict[str, float]:
+    def _check(self, models: Mapping[str, Decoder], x_BTD: Tensor) -> dict[str, float]:
         """How far each graph is from its definition."""
         allowed = TOLERANCES[self.precision]
         apart = {}
@@ -242,7 +242,7 @@ class _Comparison:
         return apart
 
 
-def _block_of(model: GPT2) -> TimedLayer:
+def _block_of(model: Decoder) -> TimedLayer:
     block = model.blocks[0]
 
     def call(x_BTD: Tensor) -> Tensor:
@@ -252,7 +252,7 @@ def _block_of(model: GPT2) -> TimedLayer:
     return TimedLayer(block, call)
 
 
-def _with_loss(model: GPT2, labels_BT: Tensor) -> TimedLayer:
+def _with_loss(model: Decoder, labels_BT: Tensor) -> TimedLayer:
     return TimedLayer(model, lambda ids_BT: cross_entropy(model(ids_BT).logits, labels_BT).mean())
 
 
@@ -272,7 +272,7 @@ def _check_memory(
             )
 
 
-def _leave_out(models: dict[str, GPT2], length: int, device: torch.device) -> dict[str, str]:
+def _leave_out(models: dict[str, Decoder], length: int, device: torch.device) -> dict[str, str]:
     """Takes out the variants whose matrices do not fit, and says why."""
     free = free_bytes(device)
     reasons = {}

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 from polyad.model.attention import AttentionTrace
 from polyad.model.build import build_model, initial_value, initial_values, place
+from polyad.model.decoder import Decoder
 from polyad.model.feedforward import NOTHING_ELSE, BlockInput
-from polyad.model.gpt2 import GPT2, GPT2Config
+from polyad.model.gpt2 import GPT2Config
 from polyad.model.smoe.config import SparseMoEConfig
 from polyad.model.smoe.graph import Graph, Mixed, MixingGraph
 from polyad.model.smoe.selection import Selected, TopK
@@ -109,7 +110,7 @@ class GivenExperts(TopK):
         return Selected.of(weights_NK + 0 * selected.weights_NK, self.ids_NK, self.num_experts)
 
 
-def make_plain(config: GPT2Config, precision: str, device: torch.device) -> GPT2:
+def make_plain(config: GPT2Config, precision: str, device: torch.device) -> Decoder:
     """A model without a graph, with its initial weights.
 
     Args:
@@ -118,14 +119,14 @@ def make_plain(config: GPT2Config, precision: str, device: torch.device) -> GPT2
         device: Where it is.
     """
     model = build_model(config)
-    assert isinstance(model, GPT2)
+    assert isinstance(model, Decoder)
     place(model, initial_values(model, 0), device, DTYPES[precision])
     return model
 
 
 def make_variants(
-    plain: GPT2, tokens: int, precision: str, *, materialized: bool
-) -> dict[str, GPT2]:
+    plain: Decoder, tokens: int, precision: str, *, materialized: bool
+) -> dict[str, Decoder]:
     """The model with each graph: weights are the plain one's, in the same memory.
 
     Args:
@@ -153,15 +154,15 @@ def make_variants(
     return variants
 
 
-def routed(model: GPT2) -> list[Any]:
+def routed(model: Decoder) -> list[Any]:
     """The sparse feed-forwards of a model."""
     return [block.get_submodule("feed_forward") for block in model.blocks]
 
 
-def _with_graph(plain: GPT2, keys: dict[str, Any], precision: str) -> GPT2:
+def _with_graph(plain: Decoder, keys: dict[str, Any], precision: str) -> Decoder:
     feed_forward = plain.config.feed_forward.model_copy(update=keys)
     model = build_model(plain.config.model_copy(update={"feed_forward": feed_forward}))
-    assert isinstance(model, GPT2)
+    assert isinstance(model, Decoder)
     values = {name: parameter.detach() for name, parameter in plain.named_parameters()}
     for name, _ in model.named_buffers():
         values[name] = initial_value(model, name, seed=0)

@@ -8,8 +8,9 @@ from torch.profiler import record_function
 
 from polyad.model.block import FeedForwardConfig
 from polyad.model.build import build_model, compile_model, materialize
+from polyad.model.decoder import Decoder
 from polyad.model.feedforward import DenseFeedForwardConfig
-from polyad.model.gpt2 import GPT2, GPT2Config
+from polyad.model.gpt2 import GPT2Config
 from polyad.model.mumoe.config import MuMoEConfig
 from polyad.model.output import RoutingStats
 from polyad.model.smoe.config import SparseMoEConfig
@@ -118,7 +119,7 @@ def make_step(
 
 def _compile(module: nn.Module) -> None:
     """Compiles every block: ours by the trainer's own function, theirs alike."""
-    if isinstance(module, GPT2):
+    if isinstance(module, Decoder):
         compile_model(module)
         return
     for block in module.get_submodule("transformer.h").children():

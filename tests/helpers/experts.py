@@ -9,7 +9,8 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from polyad.model.build import build_model, place
-from polyad.model.gpt2 import GPT2, GPT2Config
+from polyad.model.decoder import Decoder
+from polyad.model.gpt2 import GPT2Config
 from polyad.model.smoe.dispatch import Dispatcher
 from polyad.model.smoe.layer import SparseMoE
 from polyad.model.smoe.selection import Selected
@@ -22,12 +23,12 @@ from tests.helpers.training import Case, build_engine
 
 def expert_parallel_model(
     config: GPT2Config, expert_parallel_size: int, dtype: torch.dtype, overlap: bool = False
-) -> tuple[GPT2, comm.World]:
+) -> tuple[Decoder, comm.World]:
     """A model whose experts are spread, in any precision and without an engine."""
     world = comm.initialize(expert_parallel_size=expert_parallel_size)
     source = InitialWeights(build_model(config), 7)
     model = build_model(config)
-    assert isinstance(model, GPT2)
+    assert isinstance(model, Decoder)
     layers = [layer for layer in model.modules() if isinstance(layer, SparseMoE)]
     for layer in layers:
         expert.parallelize_experts(layer, world, overlap)
@@ -47,7 +48,7 @@ def expert_parallel_model(
 
 
 @contextmanager
-def recorded_ids(model: GPT2) -> Iterator[list[torch.Tensor]]:
+def recorded_ids(model: Decoder) -> Iterator[list[torch.Tensor]]:
     """The experts that each forward pass chooses, block by block."""
     ids: list[torch.Tensor] = []
     hooks = [

@@ -8,7 +8,8 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from polyad.model.build import build_model, place
-from polyad.model.gpt2 import GPT2, GPT2Config
+from polyad.model.decoder import Decoder
+from polyad.model.gpt2 import GPT2Config
 from polyad.model.regions import same
 from polyad.parallel import comm, factors
 from polyad.parallel.checkpoint.box import MASTER, Box
@@ -25,7 +26,7 @@ from tests.helpers.training import Case, batches_of, build_engine, train
 
 def cut_model(
     config: GPT2Config, parts: int, *, randomized: bool = False, synchronized: bool = False
-) -> GPT2:
+) -> Decoder:
     """A model in float64 over tensor-parallel processes, without an engine.
 
     Args:
@@ -37,7 +38,7 @@ def cut_model(
     world = comm.initialize(tensor_parallel_size=parts)
     source = InitialWeights(build_model(config), 7)
     model = build_model(config)
-    assert isinstance(model, GPT2)
+    assert isinstance(model, Decoder)
     if parts > 1:
         parallelize_tensors(model, world)
         for block in model.blocks:

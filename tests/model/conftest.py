@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from polyad.model.build import build_model, materialize
-from polyad.model.gpt2 import GPT2, GPT2Config
+from polyad.model.decoder import Decoder
+from polyad.model.gpt2 import GPT2Config
 
 SMALL = {
     "num_layers": 3,
@@ -31,12 +32,12 @@ def small_config() -> Callable[..., GPT2Config]:
 
 
 @pytest.fixture
-def small_model(small_config: Callable[..., GPT2Config]) -> Callable[..., GPT2]:
+def small_model(small_config: Callable[..., GPT2Config]) -> Callable[..., Decoder]:
     """Makes a small model with weights; keywords override its configuration."""
 
-    def make(dtype: torch.dtype = torch.float32, seed: int = 0, **overrides: Any) -> GPT2:
+    def make(dtype: torch.dtype = torch.float32, seed: int = 0, **overrides: Any) -> Decoder:
         model = build_model(small_config(**overrides))
-        assert isinstance(model, GPT2)
+        assert isinstance(model, Decoder)
         materialize(model, seed=seed, dtype=dtype)
         return model
 

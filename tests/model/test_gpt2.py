@@ -4,8 +4,9 @@ from pydantic import ValidationError
 from torch.nn.functional import cross_entropy
 
 from polyad.model.build import num_parameters
+from polyad.model.decoder import Decoder
 from polyad.model.feedforward import FeedForward
-from polyad.model.gpt2 import GPT2, GPT2Config
+from polyad.model.gpt2 import GPT2Config
 from polyad.model.output import RoutingStats
 from polyad.train.tasks.random_input import flops_of_unit
 from tests.helpers.reference import reference_of
@@ -166,7 +167,7 @@ def test_every_field_has_a_description():
     assert all(field.description for field in GPT2Config.model_fields.values())
 
 
-@pytest.mark.parametrize("use", [GPT2, flops_of_unit, num_parameters])
+@pytest.mark.parametrize("use", [Decoder, flops_of_unit, num_parameters])
 def test_missing_vocabulary_size_is_refused(use):
     with pytest.raises(ValueError, match=r"model\.vocab_size is not set"):
         use(GPT2Config(num_layers=1))

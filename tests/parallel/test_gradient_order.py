@@ -3,7 +3,7 @@
 import pytest
 from torch import Tensor
 
-from polyad.model.gpt2 import GPT2
+from polyad.model.decoder import Decoder
 from polyad.parallel import comm
 from tests.helpers.parity import assert_near_state, assert_same_course
 from tests.helpers.training import MODEL, Case, train
@@ -20,7 +20,7 @@ def assert_equal(results, folder, whole_run):
     assert_near_state(folder / "step-00000002", saved)
 
 
-def embed_the_other_way_round(self: GPT2, input_ids_BT: Tensor, positions_T: Tensor) -> Tensor:
+def embed_the_other_way_round(self: Decoder, input_ids_BT: Tensor, positions_T: Tensor) -> Tensor:
     x_BTD = self.position_embedding(positions_T) + self.token_embedding(input_ids_BT)
     embedded_BTD: Tensor = self.dropout(x_BTD)
     return embedded_BTD
@@ -28,13 +28,13 @@ def embed_the_other_way_round(self: GPT2, input_ids_BT: Tensor, positions_T: Ten
 
 def train_in_another_order(case: Case):
     """As `train`, but autograd comes to the embeddings in another order on every second process."""
-    own = GPT2.embed
+    own = Decoder.embed
     if comm.initialize().rank % 2:
-        GPT2.embed = embed_the_other_way_round
+        Decoder.embed = embed_the_other_way_round
     try:
         return train(case)
     finally:
-        GPT2.embed = own
+        Decoder.embed = own
 
 
 @pytest.mark.parametrize("stage", [1, 2])  # at stage 3 DeepSpeed asks all for one order

@@ -7,8 +7,8 @@ from torch import nn
 
 from polyad.model.block import FeedForwardConfig
 from polyad.model.build import build_model, count_parameters
+from polyad.model.decoder import DecoderSettings
 from polyad.model.feedforward import DenseFeedForwardConfig
-from polyad.model.gpt2 import GPT2Config
 from polyad.model.mumoe.config import MuMoEConfig
 from polyad.model.settings import ModelSettings
 from polyad.model.smoe.config import SparseMoEConfig
@@ -22,10 +22,10 @@ SPARSE_TOP_K = 2
 
 def experts_compared(model: ModelSettings) -> dict[str, Any] | None:
     """`factorized_experts` for any kind of model; None if it is no GPT-2."""
-    return factorized_experts(model) if isinstance(model, GPT2Config) else None
+    return factorized_experts(model) if isinstance(model, DecoderSettings) else None
 
 
-def factorized_experts(model: GPT2Config) -> dict[str, Any] | None:
+def factorized_experts(model: DecoderSettings) -> dict[str, Any] | None:
     """Describes the experts of a muMoE, and what other kinds would cost.
 
     Args:
@@ -63,7 +63,7 @@ def factorized_experts(model: GPT2Config) -> dict[str, Any] | None:
     }
 
 
-def _flops(model: GPT2Config, feed_forward: FeedForwardConfig) -> int:
+def _flops(model: DecoderSettings, feed_forward: FeedForwardConfig) -> int:
     """FLOPs of a token of the model with another feed-forward.
 
     Those of a sparse mixture are linear in the number of experts and in that of a token, which may
@@ -83,7 +83,11 @@ def _flops(model: GPT2Config, feed_forward: FeedForwardConfig) -> int:
 
 
 def _cost(
-    model: GPT2Config, feed_forward: FeedForwardConfig, flops: int, experts: int, matrix_rank: int
+    model: DecoderSettings,
+    feed_forward: FeedForwardConfig,
+    flops: int,
+    experts: int,
+    matrix_rank: int,
 ) -> dict[str, int]:
     """Parameters and FLOPs of the model with another feed-forward."""
     built = build_model(model.model_copy(update={"feed_forward": feed_forward}))

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 
 from polyad.data.images.config import ImageDataConfig
-from polyad.model.gpt2 import GPT2Config
+from polyad.model.decoder import DecoderSettings
 from polyad.model.settings import ModelSettings
 from polyad.model.smoe.config import SparseMoEConfig
 from polyad.model.vision import ImageSettings
@@ -113,7 +113,7 @@ def _check_text(
             f"{config.parallel.tensor_parallel_size}, which cuts the vocabulary that it teaches; 1 "
             f"is"
         )
-    if not isinstance(model, GPT2Config) or theirs.data.kind != config.data.kind:
+    if not isinstance(model, DecoderSettings) or theirs.data.kind != config.data.kind:
         raise ConfigError(
             f"{key} has {_kinds(theirs)}; a model that predicts the next token is needed: "
             f"{_kinds(config)}"

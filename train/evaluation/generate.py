@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from polyad.data.text.tokenizers.tokenizer import Tokenizer
 from polyad.model.attention import KeyValueCache
-from polyad.model.gpt2 import GPT2Config
+from polyad.model.decoder import DecoderSettings
 from polyad.parallel.weights import load_model, open_weights
 from polyad.parallel.zero import Precision
 from polyad.train.errors import ConfigError
@@ -136,7 +136,7 @@ def generate_ids(
     Raises:
         ConfigError: the model's weights are not such that a token can be chosen.
     """
-    config: GPT2Config = model.config  # type: ignore[assignment]
+    config: DecoderSettings = model.config  # type: ignore[assignment]
     length, device = config.sequence_length, next(model.parameters()).device
     generator = sampling.generator()
     ids = list(prompt)

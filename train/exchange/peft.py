@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from polyad.model.bert import BertConfig
+from polyad.model.decoder import DecoderSettings
 from polyad.model.families.bert import BERT
 from polyad.model.families.family import Known
 from polyad.model.families.gpt2 import GPT2
 from polyad.model.families.registry import family_of_model
-from polyad.model.gpt2 import GPT2Config
 from polyad.model.lora import LowRank
 from polyad.model.settings import ModelSettings
 from polyad.parallel.adapted import AdaptedCheckpoint
@@ -73,7 +73,7 @@ def peft_files(weights: AdaptedCheckpoint) -> tuple[dict[str, Any], Iterator[tup
 
 def _theirs(config: ModelSettings, weights: AdaptedCheckpoint) -> _Theirs:
     """How they have this kind of model; raises an error if transformers has no such model."""
-    if isinstance(config, GPT2Config):
+    if isinstance(config, DecoderSettings):
         GPT2.write_config(config, Known())  # raises an error
         return _Theirs(True, {}, None, "CAUSAL_LM")
     if isinstance(config, BertConfig):

@@ -17,10 +17,10 @@ from polyad.data.text.manifest import SENTENCEPIECE_FILE, TOKENIZER_FILE
 from polyad.data.text.tokenizers.tokenizer import Tokenizer
 from polyad.model.bert import BertConfig
 from polyad.model.config_yaml import dump
+from polyad.model.decoder import DecoderSettings
 from polyad.model.families.family import CONFIG_FILE, Known
 from polyad.model.families.mixer import timm_call
 from polyad.model.families.registry import family_of_model
-from polyad.model.gpt2 import GPT2Config
 from polyad.model.mixer import MixerConfig
 from polyad.model.settings import ModelSettings
 from polyad.model.vision import ImageSettings
@@ -71,7 +71,7 @@ def _to_huggingface(weights: Checked, staging: Path, destination: Path) -> None:
     _write_json(staging / CONFIG_FILE, tree)
     write_tensors(staging / WEIGHTS_FILE, entries, {"format": "pt"})
     _write_tokenizer(weights, staging)
-    if isinstance(config, GPT2Config):
+    if isinstance(config, DecoderSettings):
         _note_what_transformers_lacks(weights, config)
 
 
@@ -92,7 +92,7 @@ def _write_pixels(
     return {"pretrained_cfg": tree["pretrained_cfg"] | keys}
 
 
-def _note_what_transformers_lacks(weights: Checked, config: GPT2Config) -> None:
+def _note_what_transformers_lacks(weights: Checked, config: DecoderSettings) -> None:
     if not config.bias:
         weights.notes.append(
             "model.bias is false and Hugging Face's GPT-2 always has biases: zeros were written"
@@ -128,7 +128,7 @@ def _write_tokenizer(weights: Checked, staging: Path) -> None:
     if tokenizer is None:
         weights.notes.append("no tokenizer was found beside the weights or data: none was written")
         return
-    assert isinstance(weights.config, GPT2Config | BertConfig)
+    assert isinstance(weights.config, DecoderSettings | BertConfig)
     tokenizer.save(staging / tokenizer.file_name)
     # Which of transformers' classes reads a SentencePiece model depends on the model.
     is_json = tokenizer.file_name == TOKENIZER_FILE

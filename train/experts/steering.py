@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from torch.nn.functional import one_hot
 
 from polyad.model.block import Block
-from polyad.model.gpt2 import GPT2
+from polyad.model.decoder import Decoder
 from polyad.train.errors import ConfigError
 from polyad.train.experts.class_changes import (
     Change,
@@ -223,7 +223,7 @@ def _adding(shift_D: Tensor) -> Callable[[nn.Module, tuple[Any, ...]], tuple[Any
 
 
 def _blocks(model: nn.Module) -> list[Block]:
-    assert isinstance(model, GPT2)
+    assert isinstance(model, Decoder)
     return [block for block in model.blocks if isinstance(block, Block)]
 
 
@@ -304,7 +304,7 @@ class SteeredReading:
 
     def __init__(
         self,
-        model: GPT2,
+        model: Decoder,
         steerings: Sequence[Steering],
         text: TextSamples,
         classes: ClassColumns,

@@ -11,7 +11,7 @@ from typing import Any, Self
 
 from torch import nn
 
-from polyad.model.gpt2 import GPT2
+from polyad.model.decoder import Decoder
 from polyad.train.errors import ConfigError
 from polyad.train.experts.information import Summed
 from polyad.train.experts.knockout import ExpertWithout, KnockOut, LayerWithout
@@ -209,7 +209,7 @@ class KnockOuts(Measure):
         self.blocks = [layer.block for layer in layers]
         self._steered: SteeredReading | None = None
         if steerings:
-            assert isinstance(model, GPT2)
+            assert isinstance(model, Decoder)
             self._steered = SteeredReading(model, steerings, text, self._columns)
 
     @classmethod
@@ -307,7 +307,7 @@ def _chosen(model: nn.Module, place: str, asked: Options) -> list[tuple[RoutedLa
     routed, steerings, experts = routed_layers(model), asked.steerings, asked.experts
     if not routed:
         raise ConfigError(f"{place}: its model has no experts")
-    if steerings and not isinstance(model, GPT2):
+    if steerings and not isinstance(model, Decoder):
         raise ConfigError(f"--steer {steerings[0]}: {place}: only a GPT-2 is steered")
     for steering in steerings:
         gate_column(model, steering)  # refuses what is not there

@@ -16,7 +16,7 @@ from polyad.data.text.dataset import TokenStream
 from polyad.data.text.manifest import SplitInfo
 from polyad.data.text.samples import MixedSamples, TrainingData, TrainingSamples
 from polyad.data.text.windows import EvaluationWindows
-from polyad.model.gpt2 import GPT2Config
+from polyad.model.decoder import DecoderSettings
 from polyad.model.output import RoutingStats
 from polyad.parallel import comm
 from polyad.parallel.weights import Weights
@@ -117,13 +117,13 @@ class LanguageModelling(Learner, TextTask[TextBatch]):
         Score("bits_per_byte", "bits per byte", 4),
     )
     loss_unit = "nats a token"
-    model: GPT2Config
+    model: DecoderSettings
     reads: ClassVar[str] = "model.kind: gpt2"
 
     def __init__(self, data: TrainingData, sections: Sections) -> None:
         super().__init__(data, sections)
         model = sections.model
-        if not isinstance(model, GPT2Config):
+        if not isinstance(model, DecoderSettings):
             raise ConfigError(
                 f"data.kind: text is not allowed with model.kind: {model.kind}, which does not "
                 f"predict the next token; {self.reads} does"
@@ -221,14 +221,14 @@ class LanguageModelling(Learner, TextTask[TextBatch]):
         ]
 
 
-def language_model(weights: Weights) -> GPT2Config:
+def language_model(weights: Weights) -> DecoderSettings:
     """The configuration of weights that predict text.
 
     Raises:
         ConfigError: The model does not read text.
     """
     config = weights.model_config()
-    if not isinstance(config, GPT2Config):
+    if not isinstance(config, DecoderSettings):
         raise ConfigError(
             f"{weights.folder}: model.kind: {config.kind} is not a language model; "
             f"{LanguageModelling.reads} is"

@@ -13,7 +13,7 @@ from polyad.data.sequences.config import SequenceDataConfig
 from polyad.data.text.masking import MaskedBatch
 from polyad.model.bert import BertConfig, MaskedLanguageHeadConfig
 from polyad.model.build import build_model
-from polyad.model.gpt2 import GPT2Config
+from polyad.model.decoder import DecoderSettings
 from polyad.model.heads import ClassificationHeadConfig
 from polyad.model.output import RoutingStats
 from polyad.model.settings import ModelSettings
@@ -42,7 +42,7 @@ def sequences_of(data: DataSettings) -> int:
     return max(1, named)
 
 
-def length_of(model: GPT2Config | BertConfig, data: DataSettings | None) -> int:
+def length_of(model: DecoderSettings | BertConfig, data: DataSettings | None) -> int:
     """Tokens after which a sequence is cut off."""
     longest = data.max_length if isinstance(data, SequenceDataConfig) else None
     return min(longest or model.sequence_length, model.sequence_length)
@@ -56,7 +56,7 @@ def flops_of_unit(model: ModelSettings, data: DataSettings | None = None) -> int
         model: Complete.
         data: As for `random_batch`.
     """
-    if isinstance(model, GPT2Config | BertConfig) and isinstance(data, SequenceDataConfig):
+    if isinstance(model, DecoderSettings | BertConfig) and isinstance(data, SequenceDataConfig):
         return training_flops(model, sequences_of(data), length_of(model, data))
     return training_flops(model)
 
@@ -132,7 +132,7 @@ def random_batch(
     """
     each = 1 if data is None else sequences_of(data)
     seeds = [each * sample + number for sample in samples for number in range(each)]
-    length = length_of(model, data) if isinstance(model, GPT2Config | BertConfig) else None
+    length = length_of(model, data) if isinstance(model, DecoderSettings | BertConfig) else None
     return _batch(model, seeds, length)
 
 
@@ -143,7 +143,7 @@ def _batch(model: ModelSettings, seeds: Sequence[int], length: int | None) -> Ra
 
 def _sample(model: ModelSettings, length: int | None, seed: int) -> RandomBatch:
     generator = torch.Generator().manual_seed(seed)
-    if isinstance(model, GPT2Config):
+    if isinstance(model, DecoderSettings):
         if model.head is not None:
             return _sequence_sample(model, model.head, length or model.sequence_length, generator)
         ids = torch.randint(
@@ -186,7 +186,7 @@ def _bert_sample(
 
 
 def _sequence_sample(
-    model: GPT2Config | BertConfig,
+    model: DecoderSettings | BertConfig,
     head: ClassificationHeadConfig,
     length: int,
     generator: torch.Generator,
@@ -202,7 +202,7 @@ def losses_for(model: ModelSettings, teacher: Teacher | None = None) -> Any:
         model: Of text or of images.
         teacher: Has its share of each loss; None: none.
     """
-    if isinstance(model, GPT2Config) and model.head is None:
+    if isinstance(model, DecoderSettings) and model.head is None:
         return partial(text_losses, teacher=teacher)
     if isinstance(model, BertConfig) and model.head.kind == "language":
         return masked_losses

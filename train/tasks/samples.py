@@ -29,7 +29,7 @@ from polyad.data.text.masking import MaskedWindow
 from polyad.data.text.tokenizers.tokenizer import Tokenizer
 from polyad.data.text.windows import EvaluationWindows, SpreadWindows, window_batches
 from polyad.model.bert import BertConfig
-from polyad.model.gpt2 import GPT2, GPT2Config
+from polyad.model.decoder import Decoder, DecoderSettings
 from polyad.parallel import comm
 from polyad.train.errors import ConfigError
 from polyad.train.tasks.images import ImageClassification
@@ -210,7 +210,7 @@ class TextSamples(Samples):
         streams = task.held_out_streams(split)
         total = sum(stream.num_tokens for stream in streams)
         tokens = total if most is None else min(most, total)
-        assert isinstance(task.model, GPT2Config | BertConfig)
+        assert isinstance(task.model, DecoderSettings | BertConfig)
         self.stream, self.length, self._data = streams[0], task.model.sequence_length, task.data
         self.predicts_both_ways = isinstance(task, MaskedLanguageModelling)
         self._hidden, self._with_first = hidden, with_first
@@ -360,7 +360,7 @@ def embedded(model: nn.Module, passages: Passages) -> Tensor:
     """What the first block gets [B, T, D]."""
     text_model: Any = model
     x_BTD: Tensor
-    if isinstance(model, GPT2):
+    if isinstance(model, Decoder):
         positions_T = torch.arange(passages.ids_BT.shape[1], device=passages.ids_BT.device)
         x_BTD = model.embed(passages.ids_BT, positions_T)
     else:
@@ -397,7 +397,7 @@ def losses(model: nn.Module, x_BTD: Tensor, passages: Passages) -> Tensor:
     """
     text_model: Any = model
     found: Tensor
-    if isinstance(model, GPT2):
+    if isinstance(model, Decoder):
         found = model.score(x_BTD, passages.target_BP)
     else:
         found = text_model.score(x_BTD, passages.places_BP, passages.target_BP)[..., 0]

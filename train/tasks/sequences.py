@@ -22,7 +22,7 @@ from polyad.data.text.tokenizers.files import load_tokenizer
 from polyad.data.text.tokenizers.tokenizer import Tokenizer
 from polyad.model.bert import BertConfig
 from polyad.model.config_yaml import load
-from polyad.model.gpt2 import GPT2Config
+from polyad.model.decoder import DecoderSettings
 from polyad.model.heads import HEAD, ClassificationHeadConfig
 from polyad.model.output import RoutingStats
 from polyad.model.settings import ModelSettings
@@ -50,7 +50,7 @@ from polyad.train.tasks.vocabulary import (
     tokenizer_of,
 )
 
-ScoringConfig: TypeAlias = GPT2Config | BertConfig
+ScoringConfig: TypeAlias = DecoderSettings | BertConfig
 CLASSIFIER, POOLER = "head.classifier.", "head.pooler."
 """Names of the last layer of a BERT, and of the one before it, which pre-training may have learned,
 begin so."""

@@ -18,7 +18,7 @@ from polyad.data.text.manifest import SplitInfo, SplitName
 from polyad.data.text.samples import MixedSamples, Part, TrainingData, TrainingSamples
 from polyad.data.text.windows import EvaluationWindows, window_batches
 from polyad.model.bert import BertConfig
-from polyad.model.gpt2 import GPT2Config
+from polyad.model.decoder import DecoderSettings
 from polyad.model.output import ModelOutput
 from polyad.parallel import comm
 from polyad.parallel.weights import Weights
@@ -32,7 +32,7 @@ from polyad.train.tasks.vocabulary import (
     tokenizer_of,
 )
 
-TextModel = TypeVar("TextModel", bound=GPT2Config | BertConfig)
+TextModel = TypeVar("TextModel", bound=DecoderSettings | BertConfig)
 
 
 class TextTask(Task[Batch]):

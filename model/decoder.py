@@ -1,0 +1,251 @@
+"""The decoder: a causal language model of blocks, as GPT-2, Llama and their mixtures are.
+
+`GPT2Config` (`model/gpt2.py`) and `DecoderConfig` (`model/llama.py`) say what its blocks are.
+
+Shapes: B batch, T tokens in a sequence, D width, V vocabulary, K classes, L blocks.
+"""
+
+import math
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from polyad.model.attention import KeyValueCache
+from polyad.model.block import Block, FeedForwardConfig, run_blocks
+from polyad.model.feedforward import BlockInput
+from polyad.model.heads import (
+    ClassificationHeadConfig,
+    SequenceHead,
+    TiedHead,
+    UntiedHead,
+)
+from polyad.model.initialization import Initializer, norm_initializers, normal
+from polyad.model.layers import Embedding
+from polyad.model.output import ModelOutput
+from polyad.model.padding import LastToken, RealTokens
+from polyad.model.rotary import Rotation
+from polyad.model.settings import TransformerSettings
+
+
+class Multipliers(NamedTuple):
+    """Constants of Granite's models; others have 1."""
+
+    embedding: float = 1.0
+    """Of the token embedding."""
+    residual: float = 1.0
+    """Of each branch, before it is added."""
+    logits: float = 1.0
+
+
+class DecoderSettings(TransformerSettings, ABC):
+    """The base of the configurations of decoders."""
+
+    embeddings: ClassVar[tuple[str, ...]] = ("token_embedding", "position_embedding", "head")
+    causal: ClassVar[bool] = True
+
+    if TYPE_CHECKING:  # each model declares these keys: their order and their words are its own
+        sequence_length: int
+        vocab_size: int | None
+        dropout: float
+        initializer_range: float
+        tied_embeddings: bool
+        head: ClassificationHeadConfig | None
+
+    @abstractmethod
+    def build_block(self, feed_forward: FeedForwardConfig, number: int) -> Block:
+        """Builds a block, on the current default device.
+
+        Args:
+            feed_forward: Its feed-forward.
+            number: The block's, from 0.
+        """
+
+    @abstractmethod
+    def build_norm(self) -> nn.Module:
+        """Builds the norm before the head, on the current default device."""
+
+    def rotation(self, positions_T: Tensor, dtype: torch.dtype) -> Rotation | None:
+        """The rotation of positions; None: positions are learned, which is the default.
+
+        Args:
+            positions_T: Positions of tokens.
+            dtype: The model's.
+        """
+        return None
+
+    def learns_positions(self) -> bool:
+        """Whether there is an embedding of positions."""
+        return True
+
+    def multipliers(self) -> Multipliers:
+        """Constants that parts are multiplied by."""
+        return Multipliers()
+
+    def padding(self) -> int | None:
+        """The token whose embedding starts at zero and gets no gradient; None: there is none."""
+        return None
+
+    def has_head_bias(self) -> bool:
+        """Whether the output head has a bias."""
+        return False
+
+    def residual_std(self) -> float:
+        """Standard deviation of the initial weights whose output is added to the residual stream.
+
+        2 L branches add to it; the scale keeps its variance independent of depth (Radford et al.
+        2019, section 2.3).
+        """
+        return self.initializer_range / math.sqrt(2 * self.num_layers)
+
+    def known_vocab_size(self) -> int:
+        """The vocabulary size, which must have been filled in.
+
+        Raises:
+            ValueError: It is not known yet.
+        """
+        if self.vocab_size is None:
+            raise ValueError(
+                "model.vocab_size is not set: give a number, or take it from the data's tokenizer"
+            )
+        return self.vocab_size
+
+    def units_per_sample(self) -> int:
+        """Tokens that are predicted in a sample; 1 where a whole sequence is scored."""
+        return self.sequence_length if self.head is None else 1
+
+    def left_to_data(self) -> str | None:
+        """The key of the vocabulary size, or of the number of classes, unless they are set."""
+        if self.vocab_size is None:
+            return "model.vocab_size"
+        unknown = self.head is not None and self.head.num_classes is None
+        return "model.head.num_classes" if unknown else None
+
+
+class Decoder(nn.Module):
+    """A decoder-only transformer.
+
+    Construct it with `build_model` and fill it with `materialize`: both in `model/build.py`. On its
+    own the constructor leaves PyTorch's default initial values, which are not the model's.
+
+    Args:
+        config: Its configuration, with the vocabulary size filled in.
+
+    Raises:
+        ValueError: The vocabulary size is None.
+    """
+
+    def __init__(self, config: DecoderSettings) -> None:
+        super().__init__()
+        self.config = config
+        width = config.hidden_size
+        self.token_embedding = Embedding(config.known_vocab_size(), width, pad_id=config.padding())
+        self.position_embedding: Embedding | None = None
+        if config.learns_positions():
+            self.position_embedding = Embedding(config.sequence_length, width)
+        self.dropout = nn.Dropout(config.dropout)
+        feed_forwards = config.block_feed_forwards()
+        self.blocks = nn.ModuleList(
+            config.build_block(feed_forward, number)
+            for number, feed_forward in enumerate(feed_forwards)
+        )
+        self.final_norm = config.build_norm()
+        self.head: nn.Module = TiedHead()
+        self.last_token: LastToken | None = None
+        if config.head is not None:
+            self.last_token = LastToken()
+            dropout = config.head.known_dropout(config.dropout)
+            self.head = SequenceHead(config.head, width, dropout, config.initializer_range)
+        elif not config.tied_embeddings:
+            self.head = UntiedHead(
+                config.known_vocab_size(), width, config.initializer_range, config.has_head_bias()
+            )
+        self.multipliers = config.multipliers()
+        self._routes = any(each.kind != "dense" for each in feed_forwards)
+
+    def initializers(self) -> dict[str, Initializer]:
+        """Says how each parameter outside the blocks starts; see `model/initialization.py`."""
+        start = normal(self.config.initializer_range)
+        entries = {"token_embedding.weight": start.without_row(self.config.padding())}
+        if self.position_embedding is not None:
+            entries["position_embedding.weight"] = start
+        return entries | norm_initializers("final_norm", self.final_norm)
+
+    def forward(
+        self,
+        input_ids_BT: Tensor,
+        cache: KeyValueCache | None = None,
+        target_ids_BT: Tensor | None = None,
+        mask_BT: Tensor | None = None,
+    ) -> ModelOutput:
+        """Predicts, at every position, the token after it; or scores sequences as wholes.
+
+        Args:
+            input_ids_BT: Token ids, T at most `sequence_length`.
+            cache: In generation: keys and values of earlier tokens; those of these are added.
+            target_ids_BT: The token after each position, for the loss alone.
+            mask_BT: True for real tokens, which stand before the padding of their sequence; None:
+                all are.
+
+        Returns:
+            Logits [B, T, V], or in their place, with targets, the mean loss, and without gradients
+            the loss of each target [B, T]; of a head that scores sequences [B, K]. And one
+            `RoutingStats` per block whose feed-forward routes.
+
+        Raises:
+            ValueError: The input, with what is in the cache, is longer than `sequence_length`.
+        """
+        start = 0 if cache is None else cache.length
+        length = start + input_ids_BT.shape[1]
+        if length > self.config.sequence_length:
+            raise ValueError(
+                f"input of {length} tokens; model.sequence_length allows at most "
+                f"{self.config.sequence_length}"
+            )
+        positions_T = torch.arange(start, length, device=input_ids_BT.device)
+        x_BTD = self.embed(input_ids_BT, positions_T)
+        given = self.given(positions_T, x_BTD.dtype, mask_BT)
+        x_BTD, routing = run_blocks(self.blocks, x_BTD, self.config.recompute, given, cache)
+        if self.last_token is not None:
+            return ModelOutput(self.classify(x_BTD, mask_BT), routing)
+        return ModelOutput(self.score(x_BTD, target_ids_BT), routing)
+
+    def given(
+        self, positions_T: Tensor, dtype: torch.dtype, mask_BT: Tensor | None = None
+    ) -> BlockInput:
+        """What blocks read beside the residual stream.
+
+        Args:
+            positions_T: Positions of the tokens.
+            dtype: The residual stream's.
+            mask_BT: See `forward`.
+        """
+        real = RealTokens.of(mask_BT) if self._routes else None
+        return BlockInput(real=real, rotation=self.config.rotation(positions_T, dtype))
+
+    def embed(self, input_ids_BT: Tensor, positions_T: Tensor) -> Tensor:
+        """What the first block gets [B, T, D]."""
+        x_BTD = self.token_embedding(input_ids_BT)
+        if self.position_embedding is not None:
+            x_BTD = x_BTD + self.position_embedding(positions_T)
+        if self.multipliers.embedding != 1:
+            x_BTD = x_BTD * self.multipliers.embedding
+        embedded_BTD: Tensor = self.dropout(x_BTD)
+        return embedded_BTD
+
+    def score(self, x_BTD: Tensor, target_ids_BT: Tensor | None = None) -> Tensor:
+        """Logits [B, T, V] from what the last block gives; with targets see `forward`."""
+        # Read only if it is needed: ZeRO 3 would gather it.
+        embedding_VD = self.token_embedding.weight if self.config.tied_embeddings else None
+        normalized_BTD = self.final_norm(x_BTD)
+        if self.multipliers.logits != 1:
+            normalized_BTD = normalized_BTD * self.multipliers.logits
+        scored: Tensor = self.head(normalized_BTD, embedding_VD, target_ids_BT)
+        return scored
+
+    def classify(self, x_BTD: Tensor, mask_BT: Tensor | None) -> Tensor:
+        """Scores of sequences [B, K] from what the last block gives at their last real tokens."""
+        assert self.last_token is not None
+        scored: Tensor = self.head(self.final_norm(self.last_token(x_BTD, mask_BT)))
+        return scored

@@ -1,0 +1,272 @@
+"""The configuration of Llama-style decoders and of their mixtures of experts."""
+
+import functools
+import math
+from typing import Annotated, Literal, Self
+
+import torch
+from pydantic import Field, field_validator, model_validator
+from torch import Tensor, nn
+
+from polyad.model.block import Block, FeedForwardConfig, build_feedforward
+from polyad.model.decoder import DecoderSettings, Multipliers
+from polyad.model.feedforward import (
+    Activation,
+    DenseFeedForwardConfig,
+    FeedForwardContext,
+    GatedActivation,
+)
+from polyad.model.heads import ClassificationHeadConfig
+from polyad.model.norms import NormName, build_norm
+from polyad.model.rotary import RotaryConfig, Rotation, rotation
+from polyad.model.rotary_attention import AttentionSettings, LatentConfig, build_attention
+from polyad.model.settings import Count
+from polyad.model.smoe.config import Placement, SparseMoEConfig, check_placement
+
+Multiplier = Annotated[float, Field(gt=0, le=1e6)]
+
+
+class DecoderConfig(DecoderSettings):
+    """A decoder with rotary positions and RMSNorm, as Llama, Qwen, Mixtral, OLMoE, Granite,
+    DeepSeek and gpt-oss; the defaults are a small Llama's."""
+
+    kind: Literal["decoder"] = "decoder"
+    """Which model this is."""
+    num_layers: Annotated[int, Field(ge=1, le=10_000)] = 12
+    """Number of blocks L."""
+    hidden_size: Count = 768
+    """Width D of the residual stream, in units."""
+    num_heads: Count = 12
+    """Number of attention heads of queries."""
+    num_key_value_heads: Count | None = None
+    """Heads of keys and values, each of which several heads of queries read (grouped-query
+    attention); null: num_heads."""
+    head_size: Count | None = None
+    """Units of one head; null: hidden_size / num_heads."""
+    sequence_length: Count = 1024
+    """Longest input, in tokens."""
+    vocab_size: Count | None = None
+    """Number of tokens V that the model knows; null: that of the data's tokenizer."""
+    norm: NormName = "rms"
+    """`rms`, RMSNorm, which has no bias; `rms_rounded_last`, that of gpt-oss, which rounds to bf16
+    after its scale and not before; or `layer`, LayerNorm."""
+    norm_epsilon: Annotated[float, Field(gt=0, le=1e6)] = 1e-5
+    """Added to the mean square in every norm."""
+    rotary: RotaryConfig | None = RotaryConfig()
+    """Rotary positions; null: positions are learned, as many as sequence_length."""
+    attention_bias: bool = False
+    """Whether queries, keys and values have a bias."""
+    attention_output_bias: bool = False
+    """Whether attention's output projection has one."""
+    query_key_norm: Literal["none", "head", "all"] = "none"
+    """RMSNorm of queries and keys before they are rotated: of each `head` by itself (Qwen3), or of
+    `all` heads together (OLMoE)."""
+    query_key_value_clip: Multiplier | None = None
+    """Bound of the magnitude of queries, keys and values; null: none (OLMo's clip_qkv)."""
+    attention_scale: Multiplier | None = None
+    """What products of queries and keys are multiplied by; null: 1 / sqrt(head_size)."""
+    sliding_window: Count | None = None
+    """Tokens that a token sees in the blocks of sliding_window_blocks, itself included; null: all
+    before it."""
+    sliding_window_blocks: Placement = 1
+    """Blocks with the window: 1 all of them, n the last of every n, or a list of block numbers,
+    from 0."""
+    attention_sinks: bool = False
+    """Whether each head has a learned logit that takes weight from the tokens (gpt-oss)."""
+    latent_attention: LatentConfig | None = None
+    """Multi-head latent attention (DeepSeek); null: grouped-query attention."""
+    mlp_bias: bool = False
+    """Whether feed-forwards and routers have a bias."""
+    activation: Activation | GatedActivation = "swiglu"
+    """The activation of dense feed-forwards: with a gate `swiglu` or `geglu`; or `gelu`,
+    `gelu_tanh`, `quick_gelu` without one. Sparse experts have a key of their own for it."""
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Probability, of the embeddings, the attention weights and the output of every branch."""
+    initializer_range: Annotated[float, Field(gt=0, le=1e6)] = 0.02
+    """Standard deviation of the initial weights; divided by sqrt(2 L) where a branch ends."""
+    tied_embeddings: bool = False
+    """Whether the output head is the token embedding; false: a matrix of its own, as large."""
+    head_bias: bool = False
+    """Whether the output head has a bias (Phi-MoE); only with a matrix of its own."""
+    pad_id: Annotated[int, Field(ge=0)] | None = None
+    """A token whose embedding gets no gradient and starts at zero (OLMoE: 1); null: none."""
+    embedding_multiplier: Multiplier = 1.0
+    """What the token embedding is multiplied by (Granite)."""
+    residual_multiplier: Multiplier = 1.0
+    """What each branch is multiplied by before it is added (Granite)."""
+    logits_divisor: Multiplier = 1.0
+    """What logits are divided by (Granite)."""
+    feed_forward: FeedForwardConfig = DenseFeedForwardConfig()
+    """The feed-forward of every block; of a mixture some can be dense."""
+    head: ClassificationHeadConfig | None = None
+    """What is scored of a whole sequence; null: the token after each is."""
+
+    @field_validator("sliding_window_blocks", mode="before")
+    @classmethod
+    def _is_placement(cls, value: object) -> object:
+        return check_placement(value)
+
+    @model_validator(mode="after")
+    def _attention_fits(self) -> Self:
+        heads, groups = self.num_heads, self.known_key_value_heads()
+        if heads % groups:
+            raise ValueError(
+                f"model.num_heads: {heads} is not a multiple of model.num_key_value_heads: {groups}"
+            )
+        if self.rotary is not None and self._rotated_size() % 2:
+            key = "head_size" if self.latent_attention is None else "latent_attention.rotated_size"
+            raise ValueError(f"model.{key}: {self._rotated_size()} is odd, and units turn in pairs")
+        if self.latent_attention is not None:
+            for key, unused in (
+                ("num_key_value_heads", None),
+                ("head_size", None),
+                ("query_key_norm", "none"),
+                ("query_key_value_clip", None),
+            ):
+                if (value := getattr(self, key)) != unused:
+                    raise ValueError(
+                        f"model.{key}: {value} is not allowed with model.latent_attention, which "
+                        f"has keys of its own; {'null' if unused is None else unused} is"
+                    )
+            if self.rotary is None:
+                raise ValueError("model.rotary: null is not allowed with model.latent_attention")
+        if self.head_bias and self.tied_embeddings:
+            raise ValueError("model.head_bias: true needs model.tied_embeddings: false")
+        listed = self.sliding_window_blocks if isinstance(self.sliding_window_blocks, list) else []
+        if any(block >= self.num_layers for block in listed):
+            raise ValueError(
+                f"model.sliding_window_blocks: {self.sliding_window_blocks} is not allowed: the "
+                f"model has blocks 0 to {self.num_layers - 1}"
+            )
+        if self.pad_id is not None and self.pad_id >= (self.vocab_size or math.inf):
+            raise ValueError(
+                f"model.pad_id: {self.pad_id} is not below model.vocab_size: {self.vocab_size}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _graph_reads_plain_attention(self) -> Self:
+        each = self.feed_forward
+        if not isinstance(each, SparseMoEConfig) or each.graph != "attention":
+            return self
+        for key, unused in (
+            ("latent_attention", None),
+            ("attention_sinks", False),
+            ("sliding_window", None),
+            ("attention_scale", None),
+        ):
+            if getattr(self, key) != unused:
+                raise ValueError(
+                    f"model.feed_forward.graph: attention is not allowed with model.{key}: it "
+                    f"reads plain attention; none and similarity are"
+                )
+        return self
+
+    def has_bias(self) -> bool:
+        """See `TransformerSettings.has_bias`."""
+        return self.mlp_bias
+
+    def heads_fit(self) -> bool:
+        """Whether num_heads need not divide hidden_size."""
+        return self.head_size is not None or self.latent_attention is not None
+
+    def known_key_value_heads(self) -> int:
+        """The heads of keys and values."""
+        return self.num_key_value_heads or self.num_heads
+
+    def known_head_size(self) -> int:
+        """Units of the query and the key of one head."""
+        if self.latent_attention is not None:
+            return self.latent_attention.plain_size + self.latent_attention.rotated_size
+        return self.head_size or self.hidden_size // self.num_heads
+
+    def slides(self, block: int) -> bool:
+        """Whether a block has the window.
+
+        Args:
+            block: Its number, from 0.
+        """
+        placement = self.sliding_window_blocks
+        if isinstance(placement, list):
+            return block in placement
+        return (block + 1) % placement == 0
+
+    def rotation(self, positions_T: Tensor, dtype: torch.dtype) -> Rotation | None:
+        """See `DecoderSettings.rotation`."""
+        if self.rotary is None:
+            return None
+        return rotation(self.rotary, self._rotated_size(), positions_T, dtype)
+
+    def learns_positions(self) -> bool:
+        """See `DecoderSettings.learns_positions`."""
+        return self.rotary is None
+
+    def padding(self) -> int | None:
+        """See `DecoderSettings.padding`."""
+        return self.pad_id
+
+    def has_head_bias(self) -> bool:
+        """See `DecoderSettings.has_head_bias`."""
+        return self.head_bias
+
+    def multipliers(self) -> Multipliers:
+        """See `DecoderSettings.multipliers`."""
+        return Multipliers(
+            self.embedding_multiplier, self.residual_multiplier, 1 / self.logits_divisor
+        )
+
+    def build_norm(self) -> nn.Module:
+        """See `DecoderSettings.build_norm`."""
+        return build_norm(self.norm, self.hidden_size, self.norm_epsilon)
+
+    def build_block(self, feed_forward: FeedForwardConfig, number: int) -> Block:
+        """See `DecoderSettings.build_block`."""
+        context = FeedForwardContext(
+            hidden_size=self.hidden_size,
+            bias=self.mlp_bias,
+            dropout=self.dropout,
+            initializer_std=self.initializer_range,
+            residual_std=self.residual_std(),
+            num_heads=self.num_heads,
+            causal=True,
+            activation=self.activation,
+        )
+        attention = AttentionSettings(
+            hidden_size=self.hidden_size,
+            num_heads=self.num_heads,
+            num_key_value_heads=self.known_key_value_heads(),
+            head_size=self.known_head_size(),
+            bias=self.attention_bias,
+            output_bias=self.attention_output_bias,
+            query_key_norm=self.query_key_norm,
+            norm_epsilon=self.norm_epsilon,
+            clip=self.query_key_value_clip,
+            scale=self.attention_scale,
+            window=self.sliding_window if self.slides(number) else None,
+            sinks=self.attention_sinks,
+            rotary=self.rotary,
+            latent=self.latent_attention,
+            dropout=self.dropout,
+            initializer_std=self.initializer_range,
+            residual_std=self.residual_std(),
+        )
+        return Block(
+            build_attention(attention),
+            build_feedforward(feed_forward, context),
+            build_norm=functools.partial(
+                build_norm, self.norm, self.hidden_size, self.norm_epsilon
+            ),
+            residual_multiplier=self.residual_multiplier,
+        )
+
+    def cut_sizes(self) -> list[dict[str, int]]:
+        """Heads, and the sizes of the feed-forward; the width is not cut."""
+        return [each for each in super().cut_sizes() if "model.hidden_size" not in each]
+
+    def in_words(self) -> str:
+        """The depth and width, for people."""
+        return f"decoder, {self.num_layers} blocks, width {self.hidden_size}"
+
+    def _rotated_size(self) -> int:
+        latent = self.latent_attention
+        return self.known_head_size() if latent is None else latent.rotated_size

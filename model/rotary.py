@@ -1,0 +1,171 @@
+"""Rotary positions: queries and keys are turned by angles that grow with the position, so that
+their product depends on the distance alone.
+
+Sources: Su et al. 2021, "RoFormer"; Peng et al. 2023, "YaRN: Efficient context window extension of
+large language models"; Llama 3.1's released code.
+
+Shapes: T positions, R half of the rotated units of a head.
+"""
+
+import math
+from typing import Annotated, Literal, NamedTuple, TypeAlias
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from polyad.model.config import Config
+
+Positive = Annotated[float, Field(ge=1e-6, le=1e12)]
+Length = Annotated[int, Field(ge=1, le=2**31 - 1)]
+
+
+class LinearScaling(Config):
+    """All angles divided by a factor (position interpolation, Chen et al. 2023)."""
+
+    kind: Literal["linear"] = "linear"
+    """Which scaling this is."""
+    factor: Positive
+    """How many times longer the context becomes."""
+
+
+class Llama3Scaling(Config):
+    """Llama 3.1's: slow rotations are divided by a factor, fast ones stay."""
+
+    kind: Literal["llama3"] = "llama3"
+    """Which scaling this is."""
+    factor: Positive
+    """How many times longer the context becomes."""
+    original_length: Length
+    """Tokens of the context before it was extended."""
+    low_frequency_factor: Positive = 1.0
+    """Rotations that turn fewer times than this over the original context are divided whole."""
+    high_frequency_factor: Positive = 4.0
+    """Rotations that turn more times than this over the original context stay."""
+
+
+class YarnScaling(Config):
+    """YaRN: as llama3's, between two numbers of turns, and attention is scaled."""
+
+    kind: Literal["yarn"] = "yarn"
+    """Which scaling this is."""
+    factor: Positive
+    """How many times longer the context becomes."""
+    original_length: Length
+    """Tokens of the context before it was extended."""
+    beta_fast: Positive = 32.0
+    """Rotations that turn more times than this over the original context stay."""
+    beta_slow: Positive = 1.0
+    """Rotations that turn fewer times than this over the original context are divided whole."""
+    rounded: bool = True
+    """Whether the first and last rotation between are whole numbers; gpt-oss: false."""
+    magnitude: Positive | None = None
+    """What cosines and sines are multiplied by; null: 0.1 ln(factor) + 1."""
+    logit_scale: Positive = 1.0
+    """What attention logits are multiplied by besides, as DeepSeek does."""
+
+
+Scaling: TypeAlias = Annotated[
+    LinearScaling | Llama3Scaling | YarnScaling, Field(discriminator="kind")
+]
+
+
+class RotaryConfig(Config):
+    """Rotary positions."""
+
+    theta: Annotated[float, Field(gt=1, le=1e12)] = 10000.0
+    """Base of the angles: unit i of R turns by theta^(-i / R) a token."""
+    scaling: Scaling | None = None
+    """How angles are changed for a context longer than the one that was trained on first."""
+    pairs: Literal["halves", "neighbours"] = "halves"
+    """Which units of a head turn together: i and i + R, or 2 i and 2 i + 1, as in DeepSeek."""
+    dtype: Literal["model", "fp32"] = "model"
+    """The precision that queries and keys are turned in: the `model`'s, as most families do, or
+    `fp32`, as DeepSeek-V2 does. The angles are fp32 always."""
+
+
+class Rotation(NamedTuple):
+    """Cosines and sines of some positions."""
+
+    cos_TR: Tensor
+    sin_TR: Tensor
+
+    def turn(self, x: Tensor, config: RotaryConfig) -> Tensor:
+        """Turns the units of heads.
+
+        Args:
+            x: [..., T, 2 R].
+            config: Which units turn together, and in which precision.
+
+        Returns:
+            [..., T, 2 R] with the first units of all pairs before the second ones: products of
+            queries and keys do not depend on the order.
+        """
+        dtype = x.dtype
+        if config.dtype == "fp32":
+            x = x.to(torch.promote_types(dtype, torch.float32))
+        cos_TR, sin_TR = self.cos_TR.to(x.dtype), self.sin_TR.to(x.dtype)
+        if config.pairs == "halves":
+            first, second = x.chunk(2, -1)
+        else:
+            first, second = x[..., ::2], x[..., 1::2]
+        turned = first * cos_TR - second * sin_TR, second * cos_TR + first * sin_TR
+        return torch.cat(turned, -1).to(dtype)
+
+
+def rotation(config: RotaryConfig, size: int, positions_T: Tensor, dtype: torch.dtype) -> Rotation:
+    """Computes the cosines and sines of positions.
+
+    Args:
+        config: The angles.
+        size: 2 R, the units of a head that are rotated.
+        positions_T: Positions of tokens.
+        dtype: The model's; fp32 at least is computed with.
+    """
+    dtype = torch.promote_types(dtype, torch.float32)
+    rates_R, magnitude = _rates(config, size, positions_T.device, dtype)
+    angles_TR = positions_T.to(dtype).unsqueeze(1) * rates_R
+    return Rotation(angles_TR.cos() * magnitude, angles_TR.sin() * magnitude)
+
+
+def logit_scale(config: RotaryConfig) -> float:
+    """What attention logits are multiplied by beside 1 / sqrt(head size)."""
+    return config.scaling.logit_scale if isinstance(config.scaling, YarnScaling) else 1.0
+
+
+def yarn_magnitude(factor: float, weight: float = 1.0) -> float:
+    """0.1 weight ln(factor) + 1 (Peng et al. 2023, equation 22); 1 where nothing is extended."""
+    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+
+def _rates(
+    config: RotaryConfig, size: int, device: torch.device, dtype: torch.dtype
+) -> tuple[Tensor, float]:
+    """Radians that each pair turns by a token, and what cosines and sines are multiplied by."""
+    exponents_R = torch.arange(0, size, 2, device=device).to(dtype) / size
+    powers_R = config.theta**exponents_R
+    rates_R = 1.0 / powers_R
+    scaling = config.scaling
+    if scaling is None:
+        return rates_R, 1.0
+    if isinstance(scaling, LinearScaling):
+        return rates_R / scaling.factor, 1.0
+    if isinstance(scaling, Llama3Scaling):
+        low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
+        turns_R = scaling.original_length * rates_R / (2 * math.pi)
+        kept_R = ((turns_R - low) / (high - low)).clamp(0, 1)
+        return (1 - kept_R) * rates_R / scaling.factor + kept_R * rates_R, 1.0
+    first, last = (
+        size
+        * math.log(scaling.original_length / (turns * 2 * math.pi))
+        / (2 * math.log(config.theta))
+        for turns in (scaling.beta_fast, scaling.beta_slow)
+    )
+    if scaling.rounded:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, size - 1)
+    numbers_R = torch.arange(size // 2, device=device).to(dtype)
+    kept_R = 1 - ((numbers_R - first) / ((last - first) or 0.001)).clamp(0, 1)
+    rates_R = (1 - kept_R) / (scaling.factor * powers_R) + kept_R * rates_R
+    magnitude = scaling.magnitude
+    return rates_R, yarn_magnitude(scaling.factor) if magnitude is None else magnitude

@@ -1,0 +1,301 @@
+"""Attention of Llama-style decoders: fewer heads of keys and values than of queries, rotary
+positions, norms of queries and keys, windows, sinks; and DeepSeek's latent attention.
+
+Shapes: B batch, T tokens in a sequence (that are new, in generation), S tokens seen in all, D
+width, A heads of queries, G heads of keys and values, H width of one head, V width of its values,
+C width of the latent vector, R rotated units of a head.
+"""
+
+import math
+from abc import abstractmethod
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Annotated, Literal, NamedTuple
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+from torch.nn.functional import dropout, scaled_dot_product_attention
+
+from polyad.model.attention import Attention, AttentionTrace, LayerCache
+from polyad.model.config import Config
+from polyad.model.initialization import ZEROS, Initializer, linear_initializers
+from polyad.model.norms import RMSNorm
+from polyad.model.rotary import RotaryConfig, Rotation, logit_scale
+
+Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
+_LATENT_EPSILON = 1e-6
+"""Of the norms inside latent attention, whatever the model's is."""
+
+
+class LatentConfig(Config):
+    """Multi-head latent attention: keys and values of all heads come from one narrow vector.
+
+    Source: DeepSeek-AI 2024, "DeepSeek-V2", section 2.1.
+    """
+
+    key_value_rank: Count
+    """Width C of the latent vector."""
+    query_rank: Count | None = None
+    """Width of the latent vector of queries; null: queries have none."""
+    plain_size: Count
+    """Units of a head's query and key that are not rotated."""
+    rotated_size: Count
+    """Units of a head's query and key that are; all heads share those of the key."""
+    value_size: Count
+    """Units of a head's value."""
+
+
+class AttentionSettings(NamedTuple):
+    """The parts of a model's configuration that its attention reads."""
+
+    hidden_size: int
+    num_heads: int
+    num_key_value_heads: int
+    head_size: int
+    bias: bool
+    """Whether queries, keys and values have one."""
+    output_bias: bool
+    query_key_norm: Literal["none", "head", "all"]
+    norm_epsilon: float
+    clip: float | None
+    """Bound of queries, keys and values."""
+    scale: float | None
+    window: int | None
+    """Tokens that a token sees, itself included; None: all before it."""
+    sinks: bool
+    rotary: RotaryConfig | None
+    latent: LatentConfig | None
+    dropout: float
+    initializer_std: float
+    residual_std: float
+
+
+class RotaryAttention(Attention):
+    """The base: queries, keys and values of any shape, then attention to the tokens before.
+
+    Args:
+        settings: Of the model.
+    """
+
+    def __init__(self, settings: AttentionSettings) -> None:
+        super().__init__(settings.dropout, settings.initializer_std, settings.residual_std)
+        self.settings, self.window = settings, settings.window
+        self.sinks = nn.Parameter(torch.empty(settings.num_heads)) if settings.sinks else None
+        scale = settings.head_size**-0.5 if settings.scale is None else settings.scale
+        self.scale = scale * (1.0 if settings.rotary is None else logit_scale(settings.rotary))
+
+    def initializers(self) -> dict[str, Initializer]:
+        """Normal matrices, zero biases, and sinks of zero."""
+        entries = super().initializers() | ({} if self.sinks is None else {"sinks": ZEROS})
+        for name, layer in self.named_children():
+            if isinstance(layer, nn.Linear) and name != "projection":
+                entries |= linear_initializers(name, layer, self.initializer_std)
+        return entries
+
+    @abstractmethod
+    def heads(self, x_BTD: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries [B, A, T, H], keys [B, G, T, H] and values [B, G, T, V].
+
+        Args:
+            x_BTD: Normalized input.
+            rotation: Of the tokens' positions; None: positions are learned.
+        """
+
+    def forward(
+        self,
+        x_BTD: Tensor,
+        *,
+        traced_head: Tensor | None = None,
+        cache: LayerCache | None = None,
+        mask_BT: Tensor | None = None,
+        rotation: Rotation | None = None,
+    ) -> tuple[Tensor, AttentionTrace | None]:
+        """Attends; see `SelfAttention.forward`.
+
+        Args:
+            x_BTD: Normalized input.
+            traced_head: See there.
+            cache: See there.
+            mask_BT: Not needed: padding comes last.
+            rotation: See `heads`.
+        """
+        q_BATH, k_BGTH, v_BGTV = self.heads(x_BTD, rotation)
+        k_BGSH, v_BGSV = (k_BGTH, v_BGTV) if cache is None else cache.append(k_BGTH, v_BGTV)
+        heads_BATV = self.attend(q_BATH, k_BGSH, v_BGSV)
+        if traced_head is None:
+            return self.finish(heads_BATV, q_BATH, None)
+        groups = q_BATH.shape[1] // k_BGTH.shape[1]
+        expanded = (x.repeat_interleave(groups, 1) for x in (k_BGTH, v_BGTV))
+        qkv_BT3AH = torch.stack((q_BATH, *expanded), 1).permute(0, 3, 1, 2, 4)
+        return self.finish(heads_BATV, qkv_BT3AH, qkv_BT3AH.index_select(3, traced_head).squeeze(3))
+
+    def attend(self, q_BATH: Tensor, k_BGSH: Tensor, v_BGSV: Tensor) -> Tensor:
+        """Attention of the last T of S tokens to themselves and to those before them.
+
+        Args:
+            q_BATH: Queries of the last tokens.
+            k_BGSH: Keys; query head a reads those of head a // (A / G).
+            v_BGSV: Values.
+
+        Returns:
+            [B, A, T, V].
+        """
+        new, length = q_BATH.shape[2], k_BGSH.shape[2]
+        is_limited = self.window is not None and self.window < length
+        seen_TS = None
+        if self.sinks is not None or is_limited or 1 < new < length:
+            age_TS = (
+                torch.arange(length - new, length, device=q_BATH.device).unsqueeze(1)
+                - torch.arange(length, device=q_BATH.device)
+            )  # fmt: skip
+            seen_TS = age_TS >= 0
+            if is_limited:
+                seen_TS &= age_TS < self.window
+        drop = self.dropout if self.training else 0.0
+        with self.random_numbers() if drop else nullcontext():
+            if self.sinks is not None:
+                assert seen_TS is not None
+                return attend_with_sinks(
+                    q_BATH, k_BGSH, v_BGSV, seen_TS, self.sinks, self.scale, drop
+                )
+            return scaled_dot_product_attention(
+                q_BATH,
+                k_BGSH,
+                v_BGSV,
+                attn_mask=seen_TS,
+                dropout_p=drop,
+                is_causal=seen_TS is None and new > 1,
+                scale=self.scale,
+                enable_gqa=q_BATH.shape[1] != k_BGSH.shape[1],
+            )
+
+
+def attend_with_sinks(
+    q_BATH: Tensor,
+    k_BGSH: Tensor,
+    v_BGSV: Tensor,
+    seen_TS: Tensor,
+    sinks_A: Tensor,
+    scale: float,
+    drop: float = 0.0,
+) -> Tensor:
+    """Attention with one more logit for each head, whose weight goes nowhere, as in gpt-oss.
+
+    Args:
+        q_BATH: Queries.
+        k_BGSH: Keys.
+        v_BGSV: Values.
+        seen_TS: True where a token sees another.
+        sinks_A: The logit of each head.
+        scale: What products are multiplied by.
+        drop: Probability that a weight is dropped.
+
+    Returns:
+        [B, A, T, V].
+    """
+    groups = q_BATH.shape[1] // k_BGSH.shape[1]
+    k_BASH, v_BASV = (x.repeat_interleave(groups, 1) for x in (k_BGSH, v_BGSV))
+    logits_BATS = (q_BATH @ k_BASH.mT) * scale
+    logits_BATS = logits_BATS.masked_fill(~seen_TS, -math.inf)
+    sink_BAT1 = sinks_A.view(1, -1, 1, 1).expand(*logits_BATS.shape[:-1], 1)
+    weights_BATS = torch.cat((logits_BATS, sink_BAT1), -1).softmax(-1)[..., :-1]
+    return dropout(weights_BATS, drop, training=drop > 0) @ v_BASV
+
+
+class GroupedAttention(RotaryAttention):
+    """Grouped-query attention (Ainslie et al. 2023): G heads of keys and values for A of queries.
+
+    Args:
+        settings: Of the model.
+    """
+
+    def __init__(self, settings: AttentionSettings) -> None:
+        super().__init__(settings)
+        width, bias = settings.hidden_size, settings.bias
+        of_queries = settings.num_heads * settings.head_size
+        of_keys = settings.num_key_value_heads * settings.head_size
+        self.query = nn.Linear(width, of_queries, bias=bias)
+        self.key = nn.Linear(width, of_keys, bias=bias)
+        self.value = nn.Linear(width, of_keys, bias=bias)
+        self.query_norm = self.key_norm = None
+        if settings.query_key_norm != "none":
+            whole = settings.query_key_norm == "all"
+            sizes = (of_queries, of_keys) if whole else (settings.head_size,) * 2
+            self.query_norm, self.key_norm = (
+                RMSNorm(size, settings.norm_epsilon) for size in sizes
+            )
+        self.projection = nn.Linear(of_queries, width, bias=settings.output_bias)
+
+    def heads(self, x_BTD: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
+        """See `RotaryAttention.heads`."""
+        settings = self.settings
+        parts = [self.query(x_BTD), self.key(x_BTD), self.value(x_BTD)]
+        norms: list[Callable[[Tensor], Tensor] | None] = [self.query_norm, self.key_norm, None]
+        if settings.query_key_norm == "all":
+            parts = [x if norm is None else norm(x) for x, norm in zip(parts, norms, strict=True)]
+        if settings.clip is not None:
+            parts = [x.clamp(-settings.clip, settings.clip) for x in parts]
+        parts = [x.unflatten(-1, (-1, settings.head_size)) for x in parts]
+        if settings.query_key_norm == "head":
+            parts = [x if norm is None else norm(x) for x, norm in zip(parts, norms, strict=True)]
+        q_BATH, k_BGTH, v_BGTH = (x.transpose(1, 2) for x in parts)
+        if rotation is None:
+            return q_BATH, k_BGTH, v_BGTH
+        assert settings.rotary is not None
+        turned = (rotation.turn(x, settings.rotary) for x in (q_BATH, k_BGTH))
+        return *turned, v_BGTH
+
+
+class LatentAttention(RotaryAttention):
+    """Multi-head latent attention: see `LatentConfig`.
+
+    Args:
+        settings: Of the model.
+    """
+
+    def __init__(self, settings: AttentionSettings) -> None:
+        latent = settings.latent
+        assert latent is not None
+        super().__init__(settings)
+        self.latent = latent
+        width, heads, rank = settings.hidden_size, settings.num_heads, latent.key_value_rank
+        of_queries = heads * (latent.plain_size + latent.rotated_size)
+        if latent.query_rank is None:
+            self.query = nn.Linear(width, of_queries, bias=False)
+        else:
+            self.query_down = nn.Linear(width, latent.query_rank, bias=settings.bias)
+            self.query_norm = RMSNorm(latent.query_rank, _LATENT_EPSILON)
+            self.query = nn.Linear(latent.query_rank, of_queries, bias=False)
+        self.key_value_down = nn.Linear(width, rank + latent.rotated_size, bias=settings.bias)
+        self.key_value_norm = RMSNorm(rank, _LATENT_EPSILON)
+        of_both = heads * (latent.plain_size + latent.value_size)
+        self.key_value = nn.Linear(rank, of_both, bias=False)
+        self.projection = nn.Linear(heads * latent.value_size, width, bias=settings.output_bias)
+
+    def heads(self, x_BTD: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
+        """See `RotaryAttention.heads`."""
+        latent, rotary = self.latent, self.settings.rotary
+        assert rotation is not None
+        assert rotary is not None
+        narrow = x_BTD
+        if latent.query_rank is not None:
+            narrow = self.query_norm(self.query_down(x_BTD))
+        head_size = latent.plain_size + latent.rotated_size
+        q_BATH = self.query(narrow).unflatten(-1, (-1, head_size)).transpose(1, 2)
+        plain_q, rotated_q = q_BATH.split([latent.plain_size, latent.rotated_size], -1)
+        c_BTC, rotated_k = self.key_value_down(x_BTD).split(
+            [latent.key_value_rank, latent.rotated_size], -1
+        )
+        both = self.key_value(self.key_value_norm(c_BTC)).unflatten(
+            -1, (-1, latent.plain_size + latent.value_size)
+        )
+        plain_k, v_BATV = both.transpose(1, 2).split([latent.plain_size, latent.value_size], -1)
+        rotated_q = rotation.turn(rotated_q, rotary)
+        rotated_k = rotation.turn(rotated_k.unsqueeze(1), rotary).expand_as(rotated_q)
+        return torch.cat((plain_q, rotated_q), -1), torch.cat((plain_k, rotated_k), -1), v_BATV
+
+
+def build_attention(settings: AttentionSettings) -> RotaryAttention:
+    """The attention of a decoder's block, on the current default device."""
+    return GroupedAttention(settings) if settings.latent is None else LatentAttention(settings)
