@@ -59,10 +59,33 @@ class YarnScaling(Config):
     """Rotations that turn fewer times than this over the original context are divided whole."""
     rounded: bool = True
     """Whether the first and last rotation between are whole numbers; gpt-oss: false."""
-    magnitude: Positive | None = None
-    """What cosines and sines are multiplied by; null: 0.1 ln(factor) + 1."""
-    logit_scale: Positive = 1.0
-    """What attention logits are multiplied by besides, as DeepSeek does."""
+    attention_factor: Positive | None = None
+    """What cosines and sines are multiplied by; null: as mscale and mscale_all_dim say."""
+    mscale: Positive | None = None
+    """Where both are set, cosines and sines are multiplied by m(mscale) / m(mscale_all_dim), with
+    m(a) = 0.1 a ln(factor) + 1; else by m(1)."""
+    mscale_all_dim: Positive | None = None
+    """See mscale."""
+    scaled_logits: bool = False
+    """Whether attention logits are multiplied by m(mscale_all_dim) squared, as in DeepSeek."""
+
+    def magnitude(self) -> float:
+        """What cosines and sines are multiplied by."""
+        if self.attention_factor is not None:
+            return self.attention_factor
+        if self.mscale is not None and self.mscale_all_dim is not None:
+            return self._m(self.mscale) / self._m(self.mscale_all_dim)
+        return self._m(1.0)
+
+    def logit_scale(self) -> float:
+        """What attention logits are multiplied by besides."""
+        if not self.scaled_logits or self.mscale_all_dim is None:
+            return 1.0
+        return self._m(self.mscale_all_dim) ** 2
+
+    def _m(self, weight: float) -> float:
+        """Peng et al. 2023, equation 22; 1 where nothing is extended."""
+        return 1.0 if self.factor <= 1 else 0.1 * weight * math.log(self.factor) + 1.0
 
 
 Scaling: TypeAlias = Annotated[
@@ -130,12 +153,7 @@ def rotation(config: RotaryConfig, size: int, positions_T: Tensor, dtype: torch.
 
 def logit_scale(config: RotaryConfig) -> float:
     """What attention logits are multiplied by beside 1 / sqrt(head size)."""
-    return config.scaling.logit_scale if isinstance(config.scaling, YarnScaling) else 1.0
-
-
-def yarn_magnitude(factor: float, weight: float = 1.0) -> float:
-    """0.1 weight ln(factor) + 1 (Peng et al. 2023, equation 22); 1 where nothing is extended."""
-    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+    return config.scaling.logit_scale() if isinstance(config.scaling, YarnScaling) else 1.0
 
 
 def _rates(
@@ -167,5 +185,4 @@ def _rates(
     numbers_R = torch.arange(size // 2, device=device).to(dtype)
     kept_R = 1 - ((numbers_R - first) / ((last - first) or 0.001)).clamp(0, 1)
     rates_R = (1 - kept_R) / (scaling.factor * powers_R) + kept_R * rates_R
-    magnitude = scaling.magnitude
-    return rates_R, yarn_magnitude(scaling.factor) if magnitude is None else magnitude
+    return rates_R, scaling.magnitude()

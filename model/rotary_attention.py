@@ -266,11 +266,11 @@ class LatentAttention(RotaryAttention):
         else:
             self.query_down = nn.Linear(width, latent.query_rank, bias=settings.bias)
             self.query_norm = RMSNorm(latent.query_rank, _LATENT_EPSILON)
-            self.query = nn.Linear(latent.query_rank, of_queries, bias=False)
+            self.query_up = nn.Linear(latent.query_rank, of_queries, bias=False)
         self.key_value_down = nn.Linear(width, rank + latent.rotated_size, bias=settings.bias)
         self.key_value_norm = RMSNorm(rank, _LATENT_EPSILON)
         of_both = heads * (latent.plain_size + latent.value_size)
-        self.key_value = nn.Linear(rank, of_both, bias=False)
+        self.key_value_up = nn.Linear(rank, of_both, bias=False)
         self.projection = nn.Linear(heads * latent.value_size, width, bias=settings.output_bias)
 
     def heads(self, x_BTD: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -278,16 +278,17 @@ class LatentAttention(RotaryAttention):
         latent, rotary = self.latent, self.settings.rotary
         assert rotation is not None
         assert rotary is not None
-        narrow = x_BTD
-        if latent.query_rank is not None:
-            narrow = self.query_norm(self.query_down(x_BTD))
+        if latent.query_rank is None:
+            q_BTM = self.query(x_BTD)
+        else:
+            q_BTM = self.query_up(self.query_norm(self.query_down(x_BTD)))
         head_size = latent.plain_size + latent.rotated_size
-        q_BATH = self.query(narrow).unflatten(-1, (-1, head_size)).transpose(1, 2)
+        q_BATH = q_BTM.unflatten(-1, (-1, head_size)).transpose(1, 2)
         plain_q, rotated_q = q_BATH.split([latent.plain_size, latent.rotated_size], -1)
         c_BTC, rotated_k = self.key_value_down(x_BTD).split(
             [latent.key_value_rank, latent.rotated_size], -1
         )
-        both = self.key_value(self.key_value_norm(c_BTC)).unflatten(
+        both = self.key_value_up(self.key_value_norm(c_BTC)).unflatten(
             -1, (-1, latent.plain_size + latent.value_size)
         )
         plain_k, v_BATV = both.transpose(1, 2).split([latent.plain_size, latent.value_size], -1)

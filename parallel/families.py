@@ -49,6 +49,7 @@ class FamilyWeights(FolderWeights):
         self._tree = read_json(place, HuggingFaceError)
         self.family: Family = family_of_files(self._tree, str(place))
         tensors = TensorFolder(folder, HuggingFaceError, self.family.plain_name)
+        self.family = self.family.for_names(tensors.names())
         super().__init__(folder, tensors, {}, HuggingFaceError)
         self.config: Any = self.family.read_config(self._tree, self._shape, str(place))
         self.seed = 0
@@ -131,10 +132,11 @@ class FamilyWeights(FolderWeights):
         self._describe(config)
 
     def buffer(self, name: str) -> Tensor:
-        """The initial value of a buffer of a new head: such a model has no others."""
-        if not self.is_new(name):
-            raise HuggingFaceError(f"{self.folder}: has no buffer {name}")
-        return initial_value(self._model, name, self.seed)
+        """The folder's, or the initial value of one that only training has, as that of a graph."""
+        rule = self.family.find(name)
+        if rule is None or self.is_new(name):
+            return initial_value(self._model, name, self.seed)
+        return self._tensors.read(rule.names[0], ()).float()
 
     def part(self, name: str, slices: Slices) -> Tensor:
         """A part of a weight in our form, of any type, perhaps of the mapped file."""
@@ -230,9 +232,15 @@ class FamilyWeights(FolderWeights):
             if not self.is_new(name):
                 pieces = (piece for piece in self._pieces(name) if not self._lacks(piece))
                 wanted |= {piece.name: Wanted(piece.shape) for piece in pieces}
+        for name, buffer in self._model.named_buffers():
+            if (rule := self.family.find(name)) is not None:
+                wanted[rule.names[0]] = Wanted(tuple(buffer.shape))
         faults = self._tensors.faults(wanted, CONFIG_FILE)
         strange = sorted(self._tensors.names() - wanted.keys())
         ignored = self.family.ignored
+        if self.family.extra_blocks:
+            after = self.family.block.format(self.config.num_layers)
+            strange = [name for name in strange if not name.startswith(after)]
         faults += [f"unknown tensor {name}" for name in strange if not ignored.fullmatch(name)]
         if not faults:
             faults = [

@@ -10,6 +10,7 @@ from safetensors import SafetensorError, safe_open
 
 from polyad.data.json_reader import read_bounded
 from polyad.parallel.checkpoint.box import MASTER, Box
+from polyad.parallel.mxfp4 import BLOCKS, SCALES, Quantized
 from polyad.parallel.records import FormError, PlainName, Record, fault_of_file, parsed
 from polyad.parallel.source import WeightSource
 
@@ -67,17 +68,29 @@ class TensorFolder:
                     )
                 self._stored[short] = (path, name)
 
+        self._quantized = {
+            name.removesuffix(BLOCKS)
+            for name in self._stored
+            if name.endswith(BLOCKS) and name.removesuffix(BLOCKS) + SCALES in self._stored
+        }
+
     def names(self) -> Collection[str]:
-        """Names of all tensors."""
-        return self._stored.keys()
+        """Names of all tensors; one that is there as blocks and scales counts as one."""
+        parts = {name + end for name in self._quantized for end in (BLOCKS, SCALES)}
+        return (self._stored.keys() - parts) | self._quantized
 
     def mapped(self, name: str) -> Any:
         """A tensor as safetensors has it: shape, precision, and parts by index."""
+        if name in self._quantized:
+            return Quantized(self.mapped(name + BLOCKS), self.mapped(name + SCALES))
         path, stored = self._stored[name]
         return self._file(path).get_slice(stored)
 
     def read(self, name: str, box: tuple[slice, ...]) -> torch.Tensor:
         """A part of a tensor, perhaps of the mapped file; `box` is () of one without dimensions."""
+        if name in self._quantized:
+            values: torch.Tensor = self.mapped(name)[box]
+            return values
         path, stored = self._stored[name]
         file = self._file(path)
         value: torch.Tensor = file.get_slice(stored)[box] if box else file.get_tensor(stored)
@@ -90,9 +103,10 @@ class TensorFolder:
             wanted: by name.
             config_file: the name of the configuration.
         """
-        faults = [f"no tensor {name}" for name in wanted if name not in self._stored]
+        there = self.names()
+        faults = [f"no tensor {name}" for name in wanted if name not in there]
         for name, (shape, dtypes) in wanted.items():
-            if name in self._stored:
+            if name in there:
                 found = self.mapped(name)
                 if found.get_shape() != list(shape):
                     is_, says = found.get_shape(), list(shape)

@@ -1,14 +1,14 @@
 """What a family of models of another library is: the form of the tables beside this file."""
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeAlias
 
 from pydantic import ValidationError
 
 from polyad.model.build import build_model
-from polyad.model.families.keys import HuggingFaceError, Key, Tree, absent
+from polyad.model.families.keys import HuggingFaceError, Key, Tree, absent, nested
 from polyad.model.families.tensors import Piece, Rule, Shape
 from polyad.model.settings import ModelSettings
 
@@ -16,7 +16,7 @@ CONFIG_FILE = "config.json"
 _BLOCK = re.compile(r"blocks\.(\d+)\.(.+)")
 _NONE = re.compile(r"(?!)")
 """Matches nothing."""
-_REFUSED = (absent("quantization_config"), absent("pruned_heads"))
+_REFUSED = (absent("pruned_heads"),)
 """Options of every family of transformers that are built nowhere here."""
 
 ShapeOf: TypeAlias = Callable[[str], Shape | None]
@@ -77,6 +77,16 @@ class Family:
 
     keys: tuple[Key, ...] = ()
     """In the order in which they are written."""
+    known_keys: frozenset[str] | None = None
+    """Keys that change nothing: one that is neither among them nor in `keys` refuses a folder,
+    unless it is null, false or empty. None: keys that are not in `keys` are not looked at."""
+    other_forms: tuple[Rules, ...] = ()
+    """Other rules for what is in a block, each in place of those of the same names; see
+    `for_names`."""
+    quantized: str | None = None
+    """The `quant_method` that its files may have; None: none."""
+    extra_blocks: bool = False
+    """Whether files may have blocks after the last one, which predict further tokens."""
     section: Callable[[Tree], Tree] = lambda tree: tree
     """The part of config.json that has the keys."""
     further: Callable[[Tree, ShapeOf], dict[str, Any]] = lambda tree, shape_of: {}
@@ -165,10 +175,12 @@ class Family:
             section = self.section(tree)
             for key in (*self.keys, *_REFUSED):
                 key.refuse(section)
+            self._refuse_quantized(section)
+            self._refuse_unknown(section)
             values: dict[str, Any] = {}
             for key in self.keys:
                 values |= key.read(section)
-            return self.config.model_validate(values | self.further(tree, shape_of))
+            return self.config.model_validate(nested(values | self.further(tree, shape_of)))
         except ValidationError as error:
             raise HuggingFaceError(f"{origin}: {self._in_their_names(error)}") from None
         except HuggingFaceError as error:
@@ -202,6 +214,38 @@ class Family:
     def their_keys(self) -> dict[str, str]:
         """Their keys by ours, as errors name them."""
         return {ours: theirs for key in self.keys for ours, theirs in key.names.items()}
+
+    def for_names(self, names: Collection[str]) -> "Family":
+        """The family in the form that a folder has.
+
+        Args:
+            names: Plain names of all tensors.
+        """
+        for form in self.other_forms:
+            rule = next(rule for name, rule in form.items() if ".experts." in name)
+            assert isinstance(rule, Rule)
+            if any(name.endswith(rule.names[0]) for name in names):
+                return replace(self, inside={**self.inside, **form})
+        return self
+
+    def _refuse_quantized(self, section: Tree) -> None:
+        about = section.get("quantization_config")
+        method = about.get("quant_method") if isinstance(about, dict) else about
+        if method and method != self.quantized:
+            known = "it has to be absent" if self.quantized is None else f"{self.quantized!r} is"
+            raise HuggingFaceError(f"quantization_config: {method!r:.60} is not supported; {known}")
+
+    def _refuse_unknown(self, section: Tree) -> None:
+        if self.known_keys is None:
+            return
+        known = set(self.known_keys)
+        for key in self.keys:
+            known |= {*key.names.values(), *key.reads}
+        for name, value in section.items():
+            if name not in known and value not in (None, False, [], {}):
+                raise HuggingFaceError(
+                    f"{name}: {value!r:.60} is not known here, and may change what is computed"
+                )
 
     def _in_their_names(self, error: ValidationError) -> str:
         """The first fault of a configuration that was read from their keys."""

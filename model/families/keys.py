@@ -23,6 +23,25 @@ class HuggingFaceError(ValueError):
     exit_status = 2
 
 
+def nested(values: Mapping[str, Any]) -> dict[str, Any]:
+    """A section of values by dotted keys."""
+    section: dict[str, Any] = {}
+    for key, value in values.items():
+        *path, last = key.split(".")
+        inner = section
+        for name in path:
+            inner = inner.setdefault(name, {})
+        inner[last] = value
+    return section
+
+
+def value_at(config: Any, key: str) -> Any:
+    """The value of a dotted key of a configuration of ours."""
+    for name in key.split("."):
+        config = getattr(config, name)
+    return config
+
+
 def _nothing(_: Any) -> dict[str, Any]:
     return {}
 
@@ -43,6 +62,8 @@ class Key:
     """The values of theirs, of a configuration of ours that has these keys."""
     refuse: Callable[[Tree], None] = _accept
     """Raises a `HuggingFaceError`, without the file's name, at what is not built here."""
+    reads: tuple[str, ...] = ()
+    """Further keys of theirs that it knows."""
 
 
 def field(
@@ -52,7 +73,7 @@ def field(
 
     Args:
         theirs: The key there, which is written.
-        ours: The key here.
+        ours: The key here, dotted where it is in a section of the model's.
         default: What the library takes where the file says nothing.
         alias: Another key there, as older or newer files have it.
         is_needed: Whether null is refused: here it leaves a size to the data, which weights do not
@@ -69,9 +90,20 @@ def field(
     return Key(
         {ours: theirs},
         lambda tree: {ours: read(tree)},
-        lambda config: {theirs: getattr(config, ours)},
+        lambda config: {theirs: value_at(config, ours)},
         refuse,
+        reads=() if alias is None else (alias,),
     )
+
+
+def constant(**values: Any) -> Key:
+    """Values of ours that every model of a family has.
+
+    Args:
+        values: By our keys, with two underscores for a dot.
+    """
+    ours = {key.replace("__", "."): value for key, value in values.items()}
+    return Key({}, lambda tree: ours)
 
 
 def only(theirs: str, value: Any) -> Key:
@@ -82,7 +114,7 @@ def only(theirs: str, value: Any) -> Key:
         if found != value:
             raise HuggingFaceError(f"{theirs}: {found!r:.60} is not supported; {value!r} is")
 
-    return Key({}, write=lambda config: {theirs: value}, refuse=refuse)
+    return Key({}, write=lambda config: {theirs: value}, refuse=refuse, reads=(theirs,))
 
 
 def absent(theirs: str) -> Key:

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from polyad.model.families.bert import BERT
+from polyad.model.families.decoders import DECODERS
 from polyad.model.families.family import Family
 from polyad.model.families.gpt2 import GPT2
 from polyad.model.families.keys import HuggingFaceError
@@ -11,7 +12,7 @@ from polyad.model.families.mixer import MIXER
 from polyad.model.families.vision import CLIP, VIT
 from polyad.model.settings import ModelSettings
 
-FAMILIES = (GPT2, BERT, VIT, CLIP, MIXER)
+FAMILIES = (GPT2, BERT, VIT, CLIP, MIXER, *DECODERS)
 WRITTEN = {"gpt2": GPT2, "bert": BERT, "vit": VIT, "mixer": MIXER}
 """The family that a model is written as, by `model.kind`."""
 SUPPORTED = "gpt2, bert, vit, clip and clip_vision_model of transformers, and timm's mixer_*"

@@ -1,0 +1,676 @@
+"""Llama-style decoders of Hugging Face's `transformers`, and their mixtures of experts.
+
+One table for each `model_type`: its keys of config.json with ours, and its names of tensors. What
+a family has always is a `constant`; a key that no table mentions refuses the folder, unless it is
+null or false.
+
+Experts are on disk one by one, or all in one tensor (`FUSED`), as `save_pretrained(...,
+save_original_format=False)` leaves them.
+"""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+from polyad.model.decoder_config import DecoderConfig
+from polyad.model.families.family import Family, Known, Rules
+from polyad.model.families.keys import (
+    HuggingFaceError,
+    Key,
+    Tree,
+    constant,
+    field,
+    only,
+)
+from polyad.model.families.tensors import Rule, every_other, half, parameter, per_expert
+from polyad.model.smoe.config import SparseMoEConfig
+
+HEAD = "lm_head.weight"
+IGNORED_KEYS = frozenset({
+    "_name_or_path", "architectures", "auto_map", "bos_token_id", "dtype", "eos_token_id",
+    "head_dim", "id2label", "initializer_range", "label2id", "layer_types", "max_window_layers",
+    "model_type", "output_router_logits", "pad_token_id", "pretraining_tp", "problem_type",
+    "quantization_config", "return_dict",
+    "router_aux_loss_coef", "tokenizer_class", "torch_dtype", "transformers_version",
+    "use_cache",
+})  # fmt: skip
+"""Keys that do not change what is computed, or that a family reads where they do."""
+FREE = frozenset({"head", "dropout", "recompute", "compile", "initializer_range"})
+"""Keys of ours that may differ from a folder's."""
+FREE_OF_EXPERTS = frozenset({
+    "graph", "similarity", "tau", "sigma", "attention_head", "head_mean", "lower_entropy_only",
+    "causal_graph", "graph_from", "balancing_rate", "capacity_factor", "allow_leak",
+    "evaluation_capacity_factor", "capacity_order", "expert_dropout", "router_noise", "experts",
+    "scale_residual_init", "input_jitter", "final_top_k",
+})  # fmt: skip
+"""Keys of sparse experts that may differ: they change how tokens are routed, and no weight."""
+
+LLAMA: Rules = {
+    "attention_norm": "input_layernorm",
+    "attention.query": "self_attn.q_proj",
+    "attention.key": "self_attn.k_proj",
+    "attention.value": "self_attn.v_proj",
+    "attention.query_norm": "self_attn.q_norm",
+    "attention.key_norm": "self_attn.k_norm",
+    "attention.projection": "self_attn.o_proj",
+    "feed_forward_norm": "post_attention_layernorm",
+    "feed_forward.gate": "mlp.gate_proj",
+    "feed_forward.up": "mlp.up_proj",
+    "feed_forward.down": "mlp.down_proj",
+}
+ROUTED: Rules = {
+    "feed_forward.router.score": "mlp.gate",
+    "feed_forward.router.selection.balancing_bias": parameter("mlp.gate.e_score_correction_bias"),
+    "feed_forward.experts.gate": per_expert("mlp.experts.{expert}.gate_proj.weight"),
+    "feed_forward.experts.up": per_expert("mlp.experts.{expert}.up_proj.weight"),
+    "feed_forward.experts.down": per_expert("mlp.experts.{expert}.down_proj.weight"),
+    "feed_forward.shared_gate": "mlp.shared_expert_gate",
+}
+"""Experts as OLMoE, Qwen and DeepSeek name them."""
+
+
+def _experts(gate_up: str, down: str) -> Rules:
+    return {
+        "feed_forward.experts.gate": half(gate_up, 0, is_transposed=True),
+        "feed_forward.experts.up": half(gate_up, 1, is_transposed=True),
+        "feed_forward.experts.down": Rule((down,), transposed=True),
+    }
+
+
+def _shared(name: str) -> Rules:
+    parts = ("gate", "up", "down")
+    return {f"feed_forward.shared.{part}": f"{name}.{part}_proj" for part in parts}
+
+
+FUSED = _experts("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
+LATENT: Rules = {
+    "attention.query_down": "self_attn.q_a_proj",
+    "attention.query_norm": "self_attn.q_a_layernorm",
+    "attention.query_up": "self_attn.q_b_proj",
+    "attention.key_value_down": "self_attn.kv_a_proj_with_mqa",
+    "attention.key_value_norm": "self_attn.kv_a_layernorm",
+    "attention.key_value_up": "self_attn.kv_b_proj",
+}
+MIXTRAL: Rules = {
+    "feed_forward.router.score": "block_sparse_moe.gate",
+    "feed_forward.experts.gate": per_expert("block_sparse_moe.experts.{expert}.w1.weight"),
+    "feed_forward.experts.up": per_expert("block_sparse_moe.experts.{expert}.w3.weight"),
+    "feed_forward.experts.down": per_expert("block_sparse_moe.experts.{expert}.w2.weight"),
+}
+GRANITE: Rules = {
+    "feed_forward.router.score": "block_sparse_moe.router.layer",
+    **_experts(
+        "block_sparse_moe.input_linear.weight", "block_sparse_moe.output_linear.weight"
+    ),
+    "feed_forward.shared.gate.weight": half("shared_mlp.input_linear.weight", 0),
+    "feed_forward.shared.up.weight": half("shared_mlp.input_linear.weight", 1),
+    "feed_forward.shared.down": "shared_mlp.output_linear",
+}  # fmt: skip
+GPT_OSS: Rules = {
+    "attention.sinks": parameter("self_attn.sinks"),
+    "feed_forward.router.score": "mlp.router",
+    "feed_forward.experts.gate": every_other("mlp.experts.gate_up_proj", 0),
+    "feed_forward.experts.up": every_other("mlp.experts.gate_up_proj", 1),
+    "feed_forward.experts.down": parameter("mlp.experts.down_proj"),
+    "feed_forward.experts.gate_bias": every_other("mlp.experts.gate_up_proj_bias", 0),
+    "feed_forward.experts.up_bias": every_other("mlp.experts.gate_up_proj_bias", 1),
+    "feed_forward.output_bias": parameter("mlp.experts.down_proj_bias"),
+}
+
+
+def number(theirs: str, ours: str, default: Any, *, unused: Any = None) -> Key:
+    """A value of which one, there, is none here; null there is the default.
+
+    Args:
+        theirs: The key there.
+        ours: The key here.
+        default: What the library takes where the file says nothing.
+        unused: What the library writes for none.
+    """
+
+    def read(tree: Tree) -> dict[str, Any]:
+        found = tree.get(theirs)
+        found = default if found is None else found
+        return {ours: None if found == unused else found}
+
+    plain = field(theirs, ours, default)
+
+    def write(config: Any) -> dict[str, Any]:
+        [(key, value)] = plain.write(config).items()
+        return {key: unused if value is None else value}
+
+    return Key({ours: theirs}, read, write)
+
+
+def heads(groups: int | None, *, sized: bool = True, size: int | None = None) -> Key:
+    """Heads of keys and values, and the size of heads.
+
+    Args:
+        groups: What the library takes where the file says nothing; None: as many as of queries.
+        sized: Whether the file may say a size.
+        size: The library's default; None: width / heads.
+    """
+
+    def read(tree: Tree) -> dict[str, Any]:
+        found = tree.get("num_key_value_heads", groups)
+        values = {"num_key_value_heads": found or tree.get("num_attention_heads")}
+        return values | ({"head_size": tree.get("head_dim", size)} if sized else {})
+
+    def write(config: DecoderConfig) -> dict[str, Any]:
+        values = {"num_key_value_heads": config.known_key_value_heads()}
+        return values | ({"head_dim": config.known_head_size()} if sized else {})
+
+    return Key({"num_key_value_heads": "num_key_value_heads", "head_size": "head_dim"}, read, write)
+
+
+def rope(
+    theta: float, *, pairs: str = "halves", dtype: str = "model", is_latent: bool = False
+) -> Key:
+    """Rotary positions, as older and as newer files have them.
+
+    Args:
+        theta: The library's default.
+        pairs: Which units turn together.
+        dtype: The precision that they turn in.
+        is_latent: Whether YaRN scales logits, and the file says which units turn together.
+    """
+
+    def parameters(tree: Tree) -> dict[str, Any]:
+        found = {"rope_theta": tree.get("rope_theta", theta)}
+        for key in ("rope_scaling", "rope_parameters"):
+            found |= tree.get(key) or {}
+        found["rope_type"] = found.get("rope_type") or found.pop("type", None) or "default"
+        return found
+
+    def refuse(tree: Tree) -> None:
+        known = {"default", *_SCALINGS}
+        found = parameters(tree)
+        if found["rope_type"] not in known:
+            raise HuggingFaceError(
+                f"rope_type: {found['rope_type']!r:.60} is not supported; "
+                f"{', '.join(sorted(known))} are"
+            )
+        if found.get("partial_rotary_factor", 1.0) != 1.0:
+            raise HuggingFaceError("partial_rotary_factor: is not supported; 1.0 is")
+
+    def read(tree: Tree) -> dict[str, Any]:
+        found = parameters(tree)
+        values: dict[str, Any] = {"theta": float(found["rope_theta"]), "dtype": dtype}
+        values["pairs"] = pairs
+        if is_latent and not tree.get("rope_interleave", True):
+            values["pairs"] = "halves"
+        if (kind := found["rope_type"]) != "default":
+            found = {
+                "original_max_position_embeddings": tree.get("max_position_embeddings")
+            } | found
+            if found.get("factor") is None:
+                longest, first = (
+                    tree.get("max_position_embeddings"),
+                    found["original_max_position_embeddings"],
+                )
+                found["factor"] = longest / first
+            names = _SCALINGS[kind]
+            scaling = {ours: found[theirs] for theirs, ours in names.items() if found.get(theirs)}
+            if kind == "yarn":
+                scaling["rounded"] = found.get("truncate", True)
+                scaling["scaled_logits"] = is_latent
+            scaling = {
+                k: float(v) if type(v) is int and k != "original_length" else v
+                for k, v in scaling.items()
+            }
+            values["scaling"] = {"kind": kind, **scaling}
+        return {"rotary": values}
+
+    def write(config: DecoderConfig) -> dict[str, Any]:
+        assert config.rotary is not None
+        scaling = config.rotary.scaling
+        written: dict[str, Any] = {"rope_theta": config.rotary.theta, "rope_scaling": None}
+        if scaling is not None:
+            values = {
+                theirs: getattr(scaling, ours) for theirs, ours in _SCALINGS[scaling.kind].items()
+            }
+            values = {key: value for key, value in values.items() if value is not None}
+            if scaling.kind == "yarn":
+                values["truncate"] = scaling.rounded
+            written["rope_scaling"] = {"rope_type": scaling.kind, **values}
+        if is_latent:
+            written["rope_interleave"] = config.rotary.pairs == "neighbours"
+        return written
+
+    names = {"rotary": "rope_scaling", "rotary.theta": "rope_theta"}
+    return Key(names, read, write, refuse, reads=_ROPE_KEYS)
+
+
+_ROPE_KEYS = ("rope_theta", "rope_scaling", "rope_parameters", "rope_interleave")
+_SCALINGS: dict[str, dict[str, str]] = {
+    "linear": {"factor": "factor"},
+    "llama3": {
+        "factor": "factor",
+        "original_max_position_embeddings": "original_length",
+        "low_freq_factor": "low_frequency_factor",
+        "high_freq_factor": "high_frequency_factor",
+    },
+    "yarn": {
+        "factor": "factor",
+        "original_max_position_embeddings": "original_length",
+        "beta_fast": "beta_fast",
+        "beta_slow": "beta_slow",
+        "attention_factor": "attention_factor",
+        "mscale": "mscale",
+        "mscale_all_dim": "mscale_all_dim",
+    },
+}
+"""Our keys of a scaling by theirs."""
+
+
+def window(
+    slides: Callable[[Tree, int], bool] = lambda tree, block: True,
+    default: int | None = None,
+    *,
+    is_optional: bool = False,
+) -> Key:
+    """A sliding window, and the blocks that have it.
+
+    Args:
+        slides: Whether a block has it where the file has no `layer_types`.
+        default: The window where the file says nothing.
+        is_optional: Whether the file says `use_sliding_window`, which is false by default.
+    """
+
+    def read(tree: Tree) -> dict[str, Any]:
+        size = tree.get("sliding_window", default)
+        if is_optional and not tree.get("use_sliding_window", False):
+            size = None
+        blocks = range(tree.get("num_hidden_layers", 0))
+        if types := tree.get("layer_types"):
+            listed = [block for block in blocks if types[block] == "sliding_attention"]
+        else:
+            listed = [block for block in blocks if slides(tree, block)]
+        if not size or not listed:
+            return {}
+        all_slide = len(listed) == len(blocks)
+        return {"sliding_window": size, "sliding_window_blocks": 1 if all_slide else listed}
+
+    def write(config: DecoderConfig) -> dict[str, Any]:
+        size = config.sliding_window
+        types = [
+            "sliding_attention" if size and config.slides(block) else "full_attention"
+            for block in range(config.num_layers)
+        ]
+        written: dict[str, Any] = {"sliding_window": size, "layer_types": types}
+        return written | ({"use_sliding_window": size is not None} if is_optional else {})
+
+    return Key({"sliding_window": "sliding_window"}, read, write, reads=("use_sliding_window",))
+
+
+def placement(
+    routes: Callable[[Tree, int], bool], write: Callable[[list[int]], dict[str, Any]], *reads: str
+) -> Key:
+    """The blocks that have experts.
+
+    Args:
+        routes: Whether a block has.
+        write: What says so there, of the blocks that have not.
+        reads: Keys there.
+    """
+
+    def read(tree: Tree) -> dict[str, Any]:
+        blocks = range(tree.get("num_hidden_layers", 0))
+        listed = [block for block in blocks if routes(tree, block)]
+        return {"feed_forward.placement": 1 if len(listed) == len(blocks) else listed}
+
+    def written(config: DecoderConfig) -> dict[str, Any]:
+        experts = config.feed_forward
+        assert isinstance(experts, SparseMoEConfig)
+        return write([b for b in range(config.num_layers) if not experts.routes(b)])
+
+    return Key({"feed_forward.placement": reads[0]}, read, written, reads=reads)
+
+
+def shared_experts() -> Key:
+    """DeepSeek's shared experts: several of the width of an expert are one, several times wider."""
+
+    def read(tree: Tree) -> dict[str, Any]:
+        count = tree.get("n_shared_experts") or 0
+        size = count * tree.get("moe_intermediate_size", 0)
+        return {"feed_forward.shared_hidden_size": size or None}
+
+    def write(config: DecoderConfig) -> dict[str, Any]:
+        experts = config.feed_forward
+        assert isinstance(experts, SparseMoEConfig)
+        size, each = experts.shared_hidden_size or 0, experts.expert_hidden_size or 1
+        if size % each:
+            raise HuggingFaceError(
+                f"model.feed_forward.shared_hidden_size: {size} is not a multiple of "
+                f"expert_hidden_size: {each}, as DeepSeek's is"
+            )
+        return {"n_shared_experts": size // each}
+
+    return Key({"feed_forward.shared_hidden_size": "n_shared_experts"}, read, write)
+
+
+def normalized(default: bool) -> Key:
+    """Whether the weights of a token's experts are divided by their sum."""
+
+    def read(tree: Tree) -> dict[str, Any]:
+        is_normalized = tree.get("norm_topk_prob", default)
+        return {"feed_forward.combine": "normalized" if is_normalized else "softmax"}
+
+    return Key(
+        {"feed_forward.combine": "norm_topk_prob"},
+        read,
+        lambda config: {"norm_topk_prob": config.feed_forward.combine == "normalized"},
+    )
+
+
+def biases(default: bool, *ours: str, theirs: str = "attention_bias") -> Key:
+    """One key there, several of ours that are equal."""
+    return Key(
+        dict.fromkeys(ours, theirs),
+        lambda tree: dict.fromkeys(ours, tree.get(theirs, default)),
+        lambda config: {theirs: getattr(config, ours[0])},
+    )
+
+
+def padding() -> Key:
+    """The token whose embedding gets no gradient."""
+    return Key(
+        {"pad_id": "pad_token_id"},
+        lambda tree: {"pad_id": _within(tree.get("pad_token_id"), tree.get("vocab_size"))},
+        lambda config: {"pad_token_id": config.pad_id},
+    )
+
+
+def _within(pad_id: Any, vocab_size: Any) -> Any:
+    """A padding token that is counted from the end is one from the start."""
+    return pad_id + vocab_size if isinstance(pad_id, int) and pad_id < 0 else pad_id
+
+
+def _shape(epsilon: float, length: int, *, tied: bool = False) -> tuple[Key, ...]:
+    """The keys of all families, with the defaults that they do not share."""
+    return (
+        field("vocab_size", "vocab_size", 32000, is_needed=True),
+        field("hidden_size", "hidden_size", 4096, is_needed=True),
+        field("num_hidden_layers", "num_layers", 32, is_needed=True),
+        field("num_attention_heads", "num_heads", 32, is_needed=True),
+        field("max_position_embeddings", "sequence_length", length),
+        field("rms_norm_eps", "norm_epsilon", epsilon),
+        field("tie_word_embeddings", "tied_embeddings", tied),
+        field("initializer_range", "initializer_range", 0.02),
+        field("attention_dropout", "dropout", 0.0),
+        only("hidden_act", "silu"),
+        padding(),
+    )
+
+
+def _dense(size: int) -> tuple[Key, ...]:
+    return (
+        constant(feed_forward__kind="dense"),
+        field("intermediate_size", "feed_forward.hidden_size", size),
+    )
+
+
+def _sparse(
+    experts: str,
+    default: int,
+    top_k: int | None,
+    size: str = "intermediate_size",
+    alias: str | None = None,
+) -> tuple[Key, ...]:
+    """The keys of experts, and what all families' have.
+
+    Args:
+        experts: The key of their number.
+        default: Their number.
+        top_k: Experts of a token.
+        size: The key of an expert's width.
+        alias: Another key of their number.
+    """
+    return (
+        constant(
+            feed_forward__kind="smoe",
+            feed_forward__activation="swiglu",
+            feed_forward__router_dtype="model",
+        ),
+        field(experts, "feed_forward.num_experts", default, alias),
+        field("num_experts_per_tok", "feed_forward.top_k", top_k),
+        field(size, "feed_forward.expert_hidden_size", None, is_needed=True),
+    )
+
+
+def _qwen_routes(tree: Tree, block: int) -> bool:
+    step = tree.get("decoder_sparse_step", 1)
+    return block not in (tree.get("mlp_only_layers") or []) and (block + 1) % step == 0
+
+
+QWEN_BLOCKS = placement(
+    _qwen_routes,
+    lambda dense: {"decoder_sparse_step": 1, "mlp_only_layers": dense},
+    "mlp_only_layers",
+    "decoder_sparse_step",
+)
+DEEPSEEK_BLOCKS = placement(
+    lambda tree, block: block >= (tree.get("first_k_dense_replace") or 0),
+    lambda dense: {"first_k_dense_replace": len(dense)},
+    "first_k_dense_replace",
+)
+DENSE_BLOCKS = field("intermediate_size", "feed_forward.dense_hidden_size", None, is_needed=True)
+
+
+def _deepseek(*more: Key) -> tuple[Key, ...]:
+    return (
+        *_shape(1e-6, 4096),
+        field("kv_lora_rank", "latent_attention.key_value_rank", 512),
+        field("q_lora_rank", "latent_attention.query_rank", 1536),
+        field("qk_nope_head_dim", "latent_attention.plain_size", 128),
+        field("qk_rope_head_dim", "latent_attention.rotated_size", 64),
+        field("v_head_dim", "latent_attention.value_size", 128),
+        biases(False, "attention_bias", "attention_output_bias"),
+        Key({}, write=lambda config: {"num_key_value_heads": config.num_heads},
+            reads=("num_key_value_heads", "qk_head_dim", "num_nextn_predict_layers", "ep_size",
+                   "aux_loss_alpha", "seq_aux")),
+        *_sparse("n_routed_experts", 64, None, "moe_intermediate_size"),
+        constant(feed_forward__router_dtype="fp32"),
+        DENSE_BLOCKS,
+        DEEPSEEK_BLOCKS,
+        shared_experts(),
+        only("moe_layer_freq", 1),
+        only("mlp_bias", False),
+        *more,
+    )  # fmt: skip
+
+
+def _decoder(
+    model_type: str, title: str, classes: str, keys: tuple[Key, ...], *rules: Rules, **more: Any
+) -> Family:
+    inside: dict[str, str | Rule] = {}
+    for each in (LLAMA, *rules):
+        inside |= each
+    return Family(
+        title=f"transformers' {title}",
+        config=DecoderConfig,
+        is_of=lambda tree: tree.get("model_type") == model_type,
+        prefix="model.",
+        without_prefix=re.compile(r"lm_head\..*"),
+        outside={"token_embedding": "embed_tokens", "final_norm": "norm", "head": "lm_head"},
+        block="layers.{}.",
+        inside=inside,
+        ignored=re.compile(rf"{re.escape(HEAD)}|.*rotary_emb\.inv_freq"),
+        copies=lambda config: {HEAD: "embed_tokens.weight"} if config.tied_embeddings else {},
+        keys=keys,
+        known_keys=IGNORED_KEYS,
+        free=lambda config: FREE,
+        write=lambda family, config, known: _write(family, config, known, model_type, classes),
+        **more,
+    )
+
+
+def _write(
+    family: Family, config: DecoderConfig, known: Known, model_type: str, classes: str
+) -> dict[str, Any]:
+    return {
+        "architectures": [f"{classes}ForCausalLM"],
+        "model_type": model_type,
+        **family.written_keys(config),
+        "eos_token_id": known.end_of_text_id,
+        "dtype": "float32",
+        "use_cache": True,
+    }
+
+
+def _by_layers(tree: Tree, block: int) -> bool:
+    return block >= tree.get("max_window_layers", 28)
+
+
+LLAMA_FAMILY = _decoder(
+    "llama", "Llama", "Llama",
+    (*_shape(1e-6, 2048), heads(None), rope(10000.0), *_dense(11008),
+     biases(False, "attention_bias", "attention_output_bias"),
+     field("mlp_bias", "mlp_bias", False)),
+)  # fmt: skip
+MISTRAL_FAMILY = _decoder(
+    "mistral", "Mistral", "Mistral",
+    (*_shape(1e-6, 131072), heads(8), rope(10000.0), *_dense(14336), window(default=4096)),
+)  # fmt: skip
+QWEN2_FAMILY = _decoder(
+    "qwen2", "Qwen2", "Qwen2",
+    (*_shape(1e-6, 32768), heads(32, sized=False), rope(10000.0), *_dense(22016),
+     window(_by_layers, 4096, is_optional=True), constant(attention_bias=True)),
+)  # fmt: skip
+QWEN3_FAMILY = _decoder(
+    "qwen3", "Qwen3", "Qwen3",
+    (*_shape(1e-6, 32768), heads(32, size=128), rope(10000.0), *_dense(22016),
+     window(_by_layers, 4096, is_optional=True), constant(query_key_norm="head"),
+     biases(False, "attention_bias", "attention_output_bias")),
+)  # fmt: skip
+OLMOE_FAMILY = _decoder(
+    "olmoe", "OLMoE", "Olmoe",
+    (*_shape(1e-5, 4096), heads(None, sized=False), rope(10000.0),
+     *_sparse("num_experts", 64, 8), normalized(False),
+     number("clip_qkv", "query_key_value_clip", None), constant(query_key_norm="all"),
+     biases(False, "attention_bias", "attention_output_bias")),
+    ROUTED, other_forms=(FUSED,),
+)  # fmt: skip
+MIXTRAL_FAMILY = _decoder(
+    "mixtral", "Mixtral", "Mixtral",
+    (*_shape(1e-5, 131072), heads(8), rope(1e6), *_sparse("num_local_experts", 8, 2), window(),
+     constant(feed_forward__combine="normalized"),
+     field("router_jitter_noise", "feed_forward.input_jitter", 0.0)),
+    MIXTRAL, other_forms=({"feed_forward.router.score": "mlp.gate", **FUSED},),
+)  # fmt: skip
+QWEN2_MOE_FAMILY = _decoder(
+    "qwen2_moe", "Qwen2-MoE", "Qwen2Moe",
+    (*_shape(1e-6, 32768), heads(16, sized=False), rope(10000.0),
+     *_sparse("num_experts", 60, 4, "moe_intermediate_size"), DENSE_BLOCKS, QWEN_BLOCKS,
+     field("shared_expert_intermediate_size", "feed_forward.shared_hidden_size", 5632),
+     constant(feed_forward__shared_gate=True), normalized(False),
+     field("qkv_bias", "attention_bias", True),
+     window(lambda tree, block: block % 2 == 0 and not _by_layers(tree, block), 4096,
+            is_optional=True)),
+    ROUTED, _shared("mlp.shared_expert"), other_forms=(FUSED,),
+)  # fmt: skip
+QWEN3_MOE_FAMILY = _decoder(
+    "qwen3_moe", "Qwen3-MoE", "Qwen3Moe",
+    (*_shape(1e-6, 32768), heads(4), rope(10000.0),
+     *_sparse("num_experts", 128, 8, "moe_intermediate_size", "num_local_experts"), DENSE_BLOCKS,
+     QWEN_BLOCKS, normalized(False), window(default=4096, is_optional=True),
+     constant(query_key_norm="head"),
+     biases(False, "attention_bias", "attention_output_bias")),
+    ROUTED, other_forms=(FUSED,),
+)  # fmt: skip
+_GRANITE = (
+    *_shape(1e-6, 2048), heads(None, sized=False), rope(10000.0),
+    *_sparse("num_local_experts", 8, 2), constant(feed_forward__combine="normalized"),
+    biases(False, "attention_bias", "attention_output_bias"),
+    field("embedding_multiplier", "embedding_multiplier", 1.0),
+    field("residual_multiplier", "residual_multiplier", 1.0),
+    field("attention_multiplier", "attention_scale", 1.0),
+    field("logits_scaling", "logits_divisor", 1.0),
+)  # fmt: skip
+_GRANITE_FORM = {
+    "feed_forward.router.score": "block_sparse_moe.router",
+    **_experts("block_sparse_moe.experts.gate_up_proj", "block_sparse_moe.experts.down_proj"),
+}
+GRANITE_FAMILY = _decoder(
+    "granitemoe", "GraniteMoE", "GraniteMoe", _GRANITE, GRANITE, other_forms=(_GRANITE_FORM,)
+)
+GRANITE_SHARED_FAMILY = _decoder(
+    "granitemoeshared", "GraniteMoE with a shared expert", "GraniteMoeShared",
+    (*_GRANITE,
+     number("shared_intermediate_size", "feed_forward.shared_hidden_size", 0, unused=0)),
+    GRANITE, other_forms=(_GRANITE_FORM,),
+)  # fmt: skip
+
+
+def _groups(tree: Tree) -> dict[str, Any]:
+    return {
+        "feed_forward.num_groups": tree.get("n_group") or 1,
+        "feed_forward.top_groups": tree.get("topk_group") or 1,
+    }
+
+
+def _v2_groups(tree: Tree) -> dict[str, Any]:
+    return _groups(tree) if tree.get("topk_method") == "group_limited_greedy" else {}
+
+
+def _written_groups(config: DecoderConfig) -> dict[str, Any]:
+    experts = config.feed_forward
+    assert isinstance(experts, SparseMoEConfig)
+    return {"n_group": experts.num_groups, "topk_group": experts.top_groups}
+
+
+def _known_method(tree: Tree) -> None:
+    method = tree.get("topk_method", "greedy")
+    if method not in ("greedy", "group_limited_greedy"):
+        raise HuggingFaceError(
+            f"topk_method: {method!r:.60} is not supported; 'greedy' and 'group_limited_greedy' are"
+        )
+
+
+DEEPSEEK_V2_FAMILY = _decoder(
+    "deepseek_v2", "DeepSeek-V2", "DeepseekV2",
+    _deepseek(
+        rope(10000.0, pairs="neighbours", dtype="fp32", is_latent=True),
+        constant(feed_forward__combine="softmax"),
+        field("routed_scaling_factor", "feed_forward.weight_scale", 1.0),
+        only("scoring_func", "softmax"),
+        Key({"feed_forward.num_groups": "n_group", "feed_forward.top_groups": "topk_group"},
+            _v2_groups,
+            lambda config: {"topk_method": "greedy" if config.feed_forward.num_groups == 1
+                            else "group_limited_greedy", **_written_groups(config)},
+            _known_method, reads=("topk_method", "norm_topk_prob")),
+    ),
+    ROUTED, _shared("mlp.shared_experts"), LATENT, other_forms=(FUSED,),
+)  # fmt: skip
+DEEPSEEK_V3_FAMILY = _decoder(
+    "deepseek_v3", "DeepSeek-V3", "DeepseekV3",
+    _deepseek(
+        rope(10000.0, pairs="neighbours", is_latent=True),
+        normalized(True),
+        constant(feed_forward__score_function="sigmoid", feed_forward__selection_bias=True,
+                 feed_forward__group_score="best_two"),
+        field("routed_scaling_factor", "feed_forward.weight_scale", 2.5),
+        only("scoring_func", "sigmoid"),
+        only("topk_method", "noaux_tc"),
+        Key({"feed_forward.num_groups": "n_group", "feed_forward.top_groups": "topk_group"},
+            _groups, _written_groups),
+    ),
+    ROUTED, _shared("mlp.shared_experts"), LATENT, other_forms=(FUSED,), extra_blocks=True,
+)  # fmt: skip
+GPT_OSS_FAMILY = _decoder(
+    "gpt_oss", "gpt-oss", "GptOss",
+    (*_shape(1e-5, 131072), heads(8, size=64), rope(150000.0),
+     *_sparse("num_local_experts", 128, 4), window(lambda tree, block: block % 2 == 0, 128),
+     constant(feed_forward__activation="clamped_swiglu", feed_forward__combine="normalized",
+              mlp_bias=True, attention_sinks=True, norm="rms_rounded_last"),
+     biases(True, "attention_bias", "attention_output_bias"),
+     field("swiglu_alpha", "feed_forward.swiglu_alpha", 1.702),
+     field("swiglu_limit", "feed_forward.swiglu_limit", 7.0),
+     Key({}, reads=("experts_per_token", "initial_context_length"))),
+    GPT_OSS, quantized="mxfp4",
+)  # fmt: skip
+DECODERS = (
+    LLAMA_FAMILY, MISTRAL_FAMILY, QWEN2_FAMILY, QWEN3_FAMILY, OLMOE_FAMILY, MIXTRAL_FAMILY,
+    QWEN2_MOE_FAMILY, QWEN3_MOE_FAMILY, GRANITE_FAMILY, GRANITE_SHARED_FAMILY,
+    DEEPSEEK_V2_FAMILY, DEEPSEEK_V3_FAMILY, GPT_OSS_FAMILY,
+)  # fmt: skip

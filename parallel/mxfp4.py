@@ -1,0 +1,64 @@
+"""Weights of four bits that share a scale by 32, as gpt-oss has them on disk (MXFP4).
+
+A matrix `name` [E, in, out] is there as `name_blocks` uint8 [E, out, in / 32, 16], whose low nibble
+comes first, and `name_scales` uint8 [E, out, in / 32], exponents of two with 127 added.
+
+Source: Open Compute Project 2023, "OCP microscaling formats (MX) specification", version 1.0.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+BLOCKS, SCALES = "_blocks", "_scales"
+_HALF = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+_VALUES = torch.cat((_HALF, -_HALF))
+_PAIRS = torch.stack((_VALUES.repeat(16), _VALUES.repeat_interleave(16)), -1)
+"""Both values of each byte, [256, 2]."""
+
+
+def dequantize(blocks: Tensor, scales: Tensor) -> Tensor:
+    """The values, each exact in bf16.
+
+    Args:
+        blocks: [..., in / 32, 16].
+        scales: [..., in / 32].
+
+    Returns:
+        [..., in] in bf16.
+    """
+    values = _PAIRS.to(torch.bfloat16)[blocks.int()].flatten(-2)
+    return torch.ldexp(values, scales.int().unsqueeze(-1) - 127).flatten(-2)
+
+
+class Quantized:
+    """A matrix of such weights with the interface of a mapped tensor.
+
+    Args:
+        blocks: The mapped tensor `name_blocks`.
+        scales: The mapped tensor `name_scales`.
+    """
+
+    def __init__(self, blocks: Any, scales: Any) -> None:
+        self._blocks, self._scales = blocks, scales
+
+    def get_shape(self) -> list[int]:
+        """[E, in, out]."""
+        experts, out, groups, half = self._blocks.get_shape()
+        return [experts, groups * 2 * half, out]
+
+    def get_dtype(self) -> str:
+        """The type of the values."""
+        return "BF16"
+
+    def __getitem__(self, box: tuple[slice, ...]) -> Tensor:
+        """A part of the values: of these experts and outputs all inputs are read."""
+        experts, inputs, outputs = box
+        return torch.cat([
+            dequantize(
+                self._blocks[expert : expert + 1, outputs],
+                self._scales[expert : expert + 1, outputs],
+            )[..., inputs].mT
+            for expert in range(self.get_shape()[0])[experts]
+        ])  # fmt: skip
