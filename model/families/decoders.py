@@ -166,7 +166,8 @@ def heads(groups: int | None, *, sized: bool = True, size: int | None = None) ->
 def rope(
     theta: float, *, pairs: str = "halves", dtype: str = "model", is_latent: bool = False
 ) -> Key:
-    """Rotary positions, as older and as newer files have them.
+    """Rotary positions, as older files have them (`rope_theta`, `rope_scaling`) and newer ones
+    (`rope_parameters`).
 
     Args:
         theta: The library's default.
@@ -175,73 +176,70 @@ def rope(
         is_latent: Whether YaRN scales logits, and the file says which units turn together.
     """
 
-    def parameters(tree: Tree) -> dict[str, Any]:
-        found = {"rope_theta": tree.get("rope_theta", theta)}
-        for key in ("rope_scaling", "rope_parameters"):
-            found |= tree.get(key) or {}
-        found["rope_type"] = found.get("rope_type") or found.pop("type", None) or "default"
-        return found
-
     def refuse(tree: Tree) -> None:
-        known = {"default", *_SCALINGS}
-        found = parameters(tree)
-        if found["rope_type"] not in known:
-            raise HuggingFaceError(
-                f"rope_type: {found['rope_type']!r:.60} is not supported; "
-                f"{', '.join(sorted(known))} are"
-            )
+        found = _rope_parameters(tree, theta)
+        if (kind := found["rope_type"]) != "default" and kind not in _SCALINGS:
+            known = ", ".join(("default", *_SCALINGS))
+            raise HuggingFaceError(f"rope_type: {kind!r:.60} is not supported; {known} are")
         if found.get("partial_rotary_factor", 1.0) != 1.0:
             raise HuggingFaceError("partial_rotary_factor: is not supported; 1.0 is")
 
     def read(tree: Tree) -> dict[str, Any]:
-        found = parameters(tree)
+        found = _rope_parameters(tree, theta)
         values: dict[str, Any] = {"theta": float(found["rope_theta"]), "dtype": dtype}
-        values["pairs"] = pairs
-        if is_latent and not tree.get("rope_interleave", True):
-            values["pairs"] = "halves"
-        if (kind := found["rope_type"]) != "default":
-            found = {
-                "original_max_position_embeddings": tree.get("max_position_embeddings")
-            } | found
-            if found.get("factor") is None:
-                longest, first = (
-                    tree.get("max_position_embeddings"),
-                    found["original_max_position_embeddings"],
-                )
-                found["factor"] = longest / first
-            names = _SCALINGS[kind]
-            scaling = {ours: found[theirs] for theirs, ours in names.items() if found.get(theirs)}
-            if kind == "yarn":
-                scaling["rounded"] = found.get("truncate", True)
-                scaling["scaled_logits"] = is_latent
-            scaling = {
-                k: float(v) if type(v) is int and k != "original_length" else v
-                for k, v in scaling.items()
-            }
-            values["scaling"] = {"kind": kind, **scaling}
+        of_file = "neighbours" if tree.get("rope_interleave", True) else "halves"
+        values["pairs"] = of_file if is_latent else pairs
+        if found["rope_type"] != "default":
+            values["scaling"] = _read_scaling(found, tree.get("max_position_embeddings"), is_latent)
         return {"rotary": values}
 
     def write(config: DecoderConfig) -> dict[str, Any]:
         assert config.rotary is not None
-        scaling = config.rotary.scaling
         written: dict[str, Any] = {"rope_theta": config.rotary.theta, "rope_scaling": None}
-        if scaling is not None:
-            values = {
-                theirs: getattr(scaling, ours) for theirs, ours in _SCALINGS[scaling.kind].items()
-            }
-            values = {key: value for key, value in values.items() if value is not None}
-            if scaling.kind == "yarn":
-                values["truncate"] = scaling.rounded
-            written["rope_scaling"] = {"rope_type": scaling.kind, **values}
+        if (scaling := config.rotary.scaling) is not None:
+            names = _SCALINGS[scaling.kind]
+            values = {theirs: getattr(scaling, ours) for theirs, ours in names.items()}
+            stated = {key: value for key, value in values.items() if value is not None}
+            written["rope_scaling"] = {"rope_type": scaling.kind, **stated}
         if is_latent:
             written["rope_interleave"] = config.rotary.pairs == "neighbours"
         return written
 
     names = {"rotary": "rope_scaling", "rotary.theta": "rope_theta"}
-    return Key(names, read, write, refuse, reads=_ROPE_KEYS)
+    return Key(names, read, write, refuse, reads=("rope_parameters", "rope_interleave"))
 
 
-_ROPE_KEYS = ("rope_theta", "rope_scaling", "rope_parameters", "rope_interleave")
+def _rope_parameters(tree: Tree, theta: float) -> dict[str, Any]:
+    """The keys of both forms in the newer one."""
+    found: dict[str, Any] = {"rope_theta": tree.get("rope_theta", theta)}
+    for key in ("rope_scaling", "rope_parameters"):
+        found |= tree.get(key) or {}
+    found["rope_type"] = found.get("rope_type") or found.get("type") or "default"
+    return found
+
+
+def _read_scaling(found: Tree, longest: Any, is_latent: bool) -> dict[str, Any]:
+    """A section `rotary.scaling`.
+
+    Args:
+        found: Parameters of rotary positions, in the newer form.
+        longest: `max_position_embeddings`.
+        is_latent: See `rope`.
+    """
+    known = {key: value for key, value in found.items() if value is not None}
+    known.setdefault("original_max_position_embeddings", longest)
+    if "factor" not in known and longest is not None:
+        known["factor"] = longest / known["original_max_position_embeddings"]
+    kind = found["rope_type"]
+    section: dict[str, Any] = {"kind": kind}
+    for theirs, ours in _SCALINGS[kind].items():
+        value = known.get(theirs)
+        if value or isinstance(value, bool):  # 0 is none: of mscale
+            whole = isinstance(value, bool) or ours == "original_length"
+            section[ours] = value if whole else float(value)
+    return section | ({"scaled_logits": is_latent} if kind == "yarn" else {})
+
+
 _SCALINGS: dict[str, dict[str, str]] = {
     "linear": {"factor": "factor"},
     "llama3": {
@@ -258,6 +256,7 @@ _SCALINGS: dict[str, dict[str, str]] = {
         "attention_factor": "attention_factor",
         "mscale": "mscale",
         "mscale_all_dim": "mscale_all_dim",
+        "truncate": "rounded",
     },
 }
 """Our keys of a scaling by theirs."""

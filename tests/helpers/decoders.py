@@ -1,0 +1,174 @@
+"""Tiny random decoders of transformers, and the same opened here."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from polyad.model.build import build_model, place
+from polyad.parallel.families import FamilyWeights
+
+WORDS = 101
+SHAPE = {
+    "vocab_size": WORDS, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 64, "intermediate_size": 48,
+}  # fmt: skip
+ODD = SHAPE | {
+    "hidden_size": 40, "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 10,
+    "intermediate_size": 36, "num_hidden_layers": 4,
+}  # fmt: skip
+TOP_2 = {"num_experts_per_tok": 2}
+QWEN = TOP_2 | {"num_experts": 8, "moe_intermediate_size": 24}
+LATENT = TOP_2 | {
+    "num_key_value_heads": 4, "n_routed_experts": 8, "moe_intermediate_size": 24,
+    "first_k_dense_replace": 1, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4,
+    "v_head_dim": 6,
+}  # fmt: skip
+YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "beta_fast": 4.0,
+        "original_max_position_embeddings": 16}  # fmt: skip
+GRANITE = TOP_2 | {
+    "num_local_experts": 6, "embedding_multiplier": 12.0, "residual_multiplier": 0.22,
+    "attention_multiplier": 0.1, "logits_scaling": 6.0,
+}  # fmt: skip
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", SHAPE | {"attention_bias": True, "mlp_bias": True}),
+    "llama 3": ("llama", ODD | {
+        "hidden_size": 42, "tie_word_embeddings": True,
+        "rope_parameters": {
+            "rope_type": "llama3", "rope_theta": 300.0, "factor": 8.0, "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0, "original_max_position_embeddings": 16}}),
+    "llama linear": ("llama", SHAPE | {
+        "rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 3.0}}),
+    "llama yarn": ("llama", SHAPE | {"rope_parameters": YARN | {"attention_factor": 1.3}}),
+    "mistral": ("mistral", SHAPE | {"sliding_window": 5}),
+    "qwen2": ("qwen2", SHAPE | {
+        "use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1}),
+    "qwen3": ("qwen3", ODD | {"use_sliding_window": True, "sliding_window": 6,
+                              "max_window_layers": 2}),
+    "olmoe": ("olmoe", SHAPE | TOP_2 | {"num_experts": 8, "clip_qkv": 0.7}),
+    "olmoe normalized": ("olmoe", SHAPE | {
+        "num_experts_per_tok": 3, "num_experts": 7, "norm_topk_prob": True,
+        "num_key_value_heads": 4, "intermediate_size": 20}),
+    "mixtral": ("mixtral", SHAPE | TOP_2 | {"num_local_experts": 6}),
+    "mixtral window": ("mixtral", ODD | {
+        "num_experts_per_tok": 1, "num_local_experts": 5, "sliding_window": 7}),
+    "qwen2_moe": ("qwen2_moe", SHAPE | QWEN | {
+        "shared_expert_intermediate_size": 40, "mlp_only_layers": [1]}),
+    "qwen2_moe window": ("qwen2_moe", SHAPE | QWEN | {
+        "shared_expert_intermediate_size": 16, "qkv_bias": False, "norm_topk_prob": True,
+        "use_sliding_window": True, "sliding_window": 4, "max_window_layers": 2}),
+    "qwen3_moe": ("qwen3_moe", ODD | QWEN | {"norm_topk_prob": True, "decoder_sparse_step": 2}),
+    "qwen3_moe window": ("qwen3_moe", SHAPE | QWEN | {
+        "use_sliding_window": True, "sliding_window": 6, "attention_bias": True}),
+    "granitemoe": ("granitemoe", SHAPE | GRANITE | {"tie_word_embeddings": True}),
+    "granitemoeshared": ("granitemoeshared", SHAPE | GRANITE | {"shared_intermediate_size": 40}),
+    "granitemoeshared none": ("granitemoeshared", SHAPE | GRANITE),
+    "deepseek_v2": ("deepseek_v2", SHAPE | LATENT | {
+        "n_shared_experts": 2, "q_lora_rank": None, "n_group": 4, "topk_group": 2,
+        "topk_method": "group_limited_greedy", "routed_scaling_factor": 2.0}),
+    "deepseek_v2 yarn": ("deepseek_v2", SHAPE | LATENT | {
+        "n_shared_experts": 1, "q_lora_rank": 20, "num_experts_per_tok": 3,
+        "rope_parameters": YARN | {"mscale": 0.707, "mscale_all_dim": 0.9}}),
+    "deepseek_v3": ("deepseek_v3", SHAPE | LATENT | {
+        "n_shared_experts": 1, "q_lora_rank": 20, "n_group": 4, "topk_group": 2}),
+    "deepseek_v3 yarn": ("deepseek_v3", SHAPE | LATENT | {
+        "n_shared_experts": 2, "q_lora_rank": None, "n_group": 1, "topk_group": 1,
+        "norm_topk_prob": False, "rope_interleave": False, "attention_bias": True,
+        "rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}}),
+    "gpt_oss": ("gpt_oss", SHAPE | TOP_2 | {
+        "num_local_experts": 6, "head_dim": 8, "sliding_window": 7,
+        "rope_parameters": YARN | {"truncate": False}}),
+    "gpt_oss odd": ("gpt_oss", ODD | {
+        "num_experts_per_tok": 3, "num_local_experts": 5, "sliding_window": 30,
+        "swiglu_limit": 0.5, "attention_bias": False,
+        "layer_types": ["full_attention", "sliding_attention"] * 2}),
+}  # fmt: skip
+"""Model types and settings of `transformers`."""
+ROUTED = [name for name, (kind, _) in CASES.items() if kind not in ("llama", "mistral", "qwen2",
+                                                                   "qwen3")]  # fmt: skip
+
+
+class InDouble(TorchFunctionMode):
+    """Every fp32 that transformers asks for becomes fp64: its norms, tables and softmaxes."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Runs the function with fp64 for fp32."""
+        if func is torch.Tensor.float:
+            func = torch.Tensor.double
+        in_double = {
+            key: torch.float64 if each is torch.float32 else each
+            for key, each in (kwargs or {}).items()
+        }
+        changed = (torch.float64 if each is torch.float32 else each for each in args)
+        return func(*changed, **in_double)
+
+
+def theirs(
+    case: str,
+    dtype: torch.dtype = torch.float32,
+    *,
+    attention: str | None = None,
+    experts: str = "eager",
+    **more: Any,
+) -> Any:
+    """A random model of transformers.
+
+    Args:
+        case: A name of `CASES`.
+        dtype: Its precision; fp64 without islands of fp32.
+        attention: Its implementation; None: fused where the family has it.
+        experts: Their implementation.
+        more: Further settings.
+    """
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+    kind, settings = CASES[case]
+    config = CONFIG_MAPPING[kind](**settings, **more)
+    config._experts_implementation = experts
+    attention = attention or ("eager" if kind == "gpt_oss" else "sdpa")
+    with InDouble() if dtype == torch.float64 else nullcontext():
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+        rates = model.model.rotary_emb.inv_freq
+        model = model.to(dtype).eval()
+    model.model.rotary_emb.inv_freq = rates  # `from_pretrained` leaves it as it is
+    generator = torch.Generator().manual_seed(1)
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if "inv_freq" in name:
+            continue
+        noise = torch.randn(tensor.shape, generator=generator)
+        if tensor.ndim == 1:
+            noise = 0.3 * noise + ("norm" in name and "bias" not in name)
+        elif "embed" not in name or config.tie_word_embeddings:
+            noise = noise * 1.3 / math.sqrt(config.hidden_size)
+        tensor.data.copy_(noise)
+    return model
+
+
+def opened(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
+    """The model of a folder, with its weights."""
+    weights = FamilyWeights(folder)
+    model = build_model(weights.config)
+    place(model, values_of(weights, model), dtype=dtype)
+    return model.eval()
+
+
+def values_of(weights: FamilyWeights, model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Weights and buffers of a folder, by our names."""
+    for name, _ in model.named_parameters():
+        yield name, weights.whole(name)
+    for name, _ in model.named_buffers():
+        yield name, weights.buffer(name)
+
+
+def tokens(length: int = 23, batch: int = 3) -> torch.Tensor:
+    """Token ids [batch, length]."""
+    return torch.randint(WORDS, (batch, length), generator=torch.Generator().manual_seed(5))
