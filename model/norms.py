@@ -31,6 +31,8 @@ class RMSNorm(nn.Module):
         self.epsilon, self.rounded_last = epsilon, rounded_last
         self.mean: Region = same
         """The mean over processes that each have a part of the last dimension."""
+        self.shared: Region = same
+        """The scale, of which each process has the gradient of its own heads."""
 
     def initializers(self) -> dict[str, Initializer]:
         """A scale of one."""
@@ -41,9 +43,10 @@ class RMSNorm(nn.Module):
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         mean_square = self.mean(wide.square().mean(-1, keepdim=True))
         normalized = wide * torch.rsqrt(mean_square + self.epsilon)
+        weight = self.shared(self.weight)
         if self.rounded_last:
-            return (self.weight * normalized).to(x.dtype)
-        return self.weight * normalized.to(x.dtype)
+            return (weight * normalized).to(x.dtype)
+        return weight * normalized.to(x.dtype)
 
 
 def build_norm(name: NormName, size: int, epsilon: float, bias: bool = True) -> nn.Module:

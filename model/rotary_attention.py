@@ -21,6 +21,7 @@ from polyad.model.attention import Attention, AttentionTrace, LayerCache
 from polyad.model.config import Config
 from polyad.model.initialization import ZEROS, Initializer, linear_initializers
 from polyad.model.norms import RMSNorm
+from polyad.model.regions import Region, same
 from polyad.model.rotary import RotaryConfig, Rotation, logit_scale
 
 Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
@@ -226,6 +227,9 @@ class GroupedAttention(RotaryAttention):
                 RMSNorm(size, settings.norm_epsilon) for size in sizes
             )
         self.projection = nn.Linear(of_queries, width, bias=settings.output_bias)
+        self.own_heads: Region = same
+        """Of keys and values of all heads, [B, G, T, H], those that the queries here read: where
+        processes share the queries of a head, each has all keys."""
 
     def heads(self, x_BTD: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
         """See `RotaryAttention.heads`."""
@@ -240,6 +244,7 @@ class GroupedAttention(RotaryAttention):
         if settings.query_key_norm == "head":
             parts = [x if norm is None else norm(x) for x, norm in zip(parts, norms, strict=True)]
         q_BATH, k_BGTH, v_BGTH = (x.transpose(1, 2) for x in parts)
+        k_BGTH, v_BGTH = self.own_heads(k_BGTH), self.own_heads(v_BGTH)
         if rotation is None:
             return q_BATH, k_BGTH, v_BGTH
         assert settings.rotary is not None
@@ -267,6 +272,8 @@ class LatentAttention(RotaryAttention):
             self.query_down = nn.Linear(width, latent.query_rank, bias=settings.bias)
             self.query_norm = RMSNorm(latent.query_rank, _LATENT_EPSILON)
             self.query_up = nn.Linear(latent.query_rank, of_queries, bias=False)
+        self.shared_key: Region = same
+        """The rotated part of the key, of which each process has the gradient of its own heads."""
         self.key_value_down = nn.Linear(width, rank + latent.rotated_size, bias=settings.bias)
         self.key_value_norm = RMSNorm(rank, _LATENT_EPSILON)
         of_both = heads * (latent.plain_size + latent.value_size)
@@ -288,6 +295,7 @@ class LatentAttention(RotaryAttention):
         c_BTC, rotated_k = self.key_value_down(x_BTD).split(
             [latent.key_value_rank, latent.rotated_size], -1
         )
+        rotated_k = self.shared_key(rotated_k)
         both = self.key_value_up(self.key_value_norm(c_BTC)).unflatten(
             -1, (-1, latent.plain_size + latent.value_size)
         )

@@ -20,12 +20,13 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
-from polyad.model.attention import SelfAttention
+from polyad.model.attention import Attention
 from polyad.model.block import Block
 from polyad.model.decoder import Decoder
 from polyad.model.feedforward import DenseFeedForward, FeedForward
 from polyad.model.layers import embed
 from polyad.model.mumoe.layer import MuMoE
+from polyad.model.rotary_attention import LatentAttention
 from polyad.parallel import comm
 from polyad.parallel.regions import Group, OwnDropout, tensor_group, wait
 
@@ -76,12 +77,13 @@ class Tokens:
         """This process's tokens [1, n, D] of what each process has whole."""
         return self._group.scatter(self.padded(whole_BTD.flatten(0, 1)), 0).unsqueeze(0)
 
-    def positions(self, positions_T: Tensor, weight: Tensor) -> Tensor:
+    def positions(self, positions_T: Tensor, weight: Tensor, pad_id: int | None = None) -> Tensor:
         """The position embedding of this process's tokens [1, n, D].
 
         Args:
             positions_T: Positions of one sequence.
             weight: The embedding of all positions.
+            pad_id: None.
         """
         positions_N = positions_T.repeat(self.shape[0])
         return embed(self.own(positions_N), weight).unsqueeze(0)
@@ -128,19 +130,22 @@ def cut_sequence(model: Decoder, tokens: Tokens, world: comm.World) -> None:
         tokens: how they are cut.
         world: this process.
     """
-    model.position_embedding.lookup = tokens.positions
+    if model.position_embedding is not None:
+        model.position_embedding.lookup = tokens.positions
+    inside: set[int] = set()
     for module in list(model.modules()):
         if isinstance(module, FeedForward) and not isinstance(module, DenseFeedForward):
             _surround(module, tokens)
+            inside |= {id(each) for each in module.modules()}
     if model.last_token is not None:
         model.last_token.register_forward_pre_hook(
             lambda _, given: (tokens.gather_equal(given[0]), *given[1:])
         )
     owners: list[tuple[nn.Module, str]] = [(model, "dropout")]
     for module in model.modules():
-        if isinstance(module, SelfAttention):
+        if isinstance(module, Attention):
             owners.append((module, "residual_dropout"))
-        elif isinstance(module, DenseFeedForward):
+        elif isinstance(module, DenseFeedForward) and id(module) not in inside:
             owners.append((module, "dropout"))
     for owner, name in owners:
         dropout = owner.get_submodule(name)
@@ -176,13 +181,18 @@ def sum_gradients(model: nn.Module) -> None:
     """
     assert isinstance(model, Decoder)
     group = tensor_group()
-    owners: list[nn.Module] = [model.position_embedding]
+    owners: list[nn.Module] = []
+    if model.position_embedding is not None:
+        owners.append(model.position_embedding)
     if model.last_token is None:  # or the norm reads whole sequences, after these were gathered
         owners.append(model.final_norm)
     parameters: list[nn.Parameter] = []
     for block in model.blocks:
         assert isinstance(block, Block)
         owners += [block.attention_norm, block.feed_forward_norm]
+        if isinstance(block.attention, LatentAttention):
+            names = ("query_down", "query_norm", "key_value_down", "key_value_norm")
+            owners += [each for name, each in block.attention.named_children() if name in names]
         rows = [block.attention.projection]
         if isinstance(block.feed_forward, DenseFeedForward):
             rows.append(block.feed_forward.down)

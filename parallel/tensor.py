@@ -14,11 +14,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from polyad.model.attention import SelfAttention
+from polyad.model.attention import Attention, SelfAttention
 from polyad.model.feedforward import DenseFeedForward
+from polyad.model.lora import AdapterRegions
+from polyad.model.regions import Region
+from polyad.model.rotary_attention import GroupedAttention, LatentAttention, RotaryAttention
+from polyad.model.smoe.layer import SparseMoE
 from polyad.parallel import comm
 from polyad.parallel.megatron import tensor_parallel_library
-from polyad.parallel.regions import own_random_numbers
+from polyad.parallel.regions import copy, own_random_numbers, tensor_group
 from polyad.parallel.sequence import Tokens
 from polyad.parallel.shard import Axis, Placement, cut
 from polyad.parallel.vocabulary import cut_vocabulary
@@ -36,16 +40,86 @@ def parallelize_tensors(model: nn.Module, world: comm.World, tokens: Tokens | No
         tokens: of a GPT-2: how tokens are cut between these layers; None: every process has all.
     """
     cut_vocabulary(model, world, tokens)
-    layers = _Layers(world, tokens)
+    layers, whole = _Layers(world, tokens), _Layers(world, None)
+    # Shared experts get all tokens, as the sparse mixture does that holds them.
+    shared = {id(each.shared) for each in model.modules() if isinstance(each, SparseMoE)}
     with torch.device("meta"):
         for layer in list(model.modules()):
-            if isinstance(layer, SelfAttention):
-                layer.add_module("qkv", layers.column(layer.qkv, fused=3))
+            if isinstance(layer, Attention):
                 layer.add_module("projection", layers.row(layer.projection))
                 layer.random_numbers = functools.partial(own_random_numbers, world)
+            if isinstance(layer, SelfAttention):
+                layer.add_module("qkv", layers.column(layer.qkv, fused=3))
+            elif isinstance(layer, GroupedAttention):
+                _cut_grouped(layer, layers, world)
+            elif isinstance(layer, LatentAttention):
+                for name in ("query", "query_up", "key_value_up"):
+                    if hasattr(layer, name):
+                        layer.add_module(name, layers.column(layer.get_submodule(name)))
+                layer.shared_key = layers.gathered
             elif isinstance(layer, DenseFeedForward):  # others are cut in files of their own
-                layer.add_module("up", layers.column(layer.up))
-                layer.add_module("down", layers.row(layer.down))
+                of_this = whole if id(layer) in shared else layers
+                for name in ("gate", "up"):
+                    if (linear := getattr(layer, name)) is not None:
+                        layer.add_module(name, of_this.column(linear))
+                layer.add_module("down", of_this.row(layer.down))
+            if isinstance(layer, RotaryAttention) and layer.sinks is not None:
+                _cut_vector(layer, "sinks", world)
+
+
+def _cut_grouped(layer: GroupedAttention, layers: "_Layers", world: comm.World) -> None:
+    """Cuts heads of queries, and those of keys and values where there are enough of them."""
+    parts, groups = world.tensor_parallel_size, layer.settings.num_key_value_heads
+    layer.add_module("query", layers.column(layer.query))
+    is_cut = groups % parts == 0
+    for name in ("key", "value"):
+        linear = layer.get_submodule(name)
+        layer.add_module(name, layers.column(linear) if is_cut else layers.shared(linear))
+    if not is_cut:
+        own = world.tensor_parallel_rank * groups // parts
+        layer.own_heads = lambda x_BGTH: x_BGTH.narrow(1, own, 1)
+    if layer.query_norm is None or layer.key_norm is None:
+        return
+    group = tensor_group()
+    for norm, of_part in ((layer.query_norm, True), (layer.key_norm, is_cut)):
+        if layer.settings.query_key_norm == "all" and of_part:
+            _cut_vector(norm, "weight", world)
+            norm.mean = group.mean
+        else:
+            norm.shared = group.sum_gradient
+
+
+def _cut_vector(owner: nn.Module, name: str, world: comm.World) -> None:
+    """Gives a process its part of numbers that are ordered by head."""
+    (size,) = owner.get_parameter(name).shape
+    axis = Axis.part(size, world.tensor_parallel_rank, world.tensor_parallel_size)
+    cut(owner, name, Placement.cut((size,), {0: axis}))
+
+
+class SharedLinear(nn.Linear):
+    """A linear layer that each process has whole, and of whose output each uses some heads.
+
+    Its gradients are summed over the processes.
+
+    Args:
+        layer: the whole one, on the meta device.
+        gathered: gives it all tokens, with the sum of the gradients.
+    """
+
+    def __init__(self, layer: nn.Linear, gathered: Region) -> None:
+        super().__init__(layer.in_features, layer.out_features, bias=layer.bias is not None)
+        self.weight, self.bias = layer.weight, layer.bias
+        self.gathered, self.summed = gathered, tensor_group().sum_gradient
+        self.lora = getattr(layer, "lora", None)
+        if self.lora is not None:
+            self.lora.regions = AdapterRegions(A=self.summed, B=self.summed)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """See `nn.Linear.forward`."""
+        x = self.gathered(x)
+        bias = None if self.bias is None else self.summed(self.bias)
+        y = linear(x, self.summed(self.weight), bias)
+        return y if self.lora is None else y + self.lora(x)
 
 
 class _Layers:
@@ -66,6 +140,15 @@ class _Layers:
             ),
             "init_method": nn.init.zeros_,
         }
+
+    @property
+    def gathered(self) -> Region:
+        """Gives a process all tokens of what it uses for its own heads alone."""
+        return copy if self.tokens is None else self.tokens.gather
+
+    def shared(self, layer: nn.Linear) -> nn.Module:
+        """Leaves a layer whole on every process."""
+        return SharedLinear(layer, self.gathered)
 
     def column(self, layer: nn.Linear, fused: int = 1) -> nn.Module:
         """Cuts by output; what goes in is replicated, what comes out is cut."""

@@ -58,7 +58,7 @@ def _cut_rows(model: Decoder | Bert, axis: Axis, part: VocabularyPart, *, replic
     head = _head(model)
     owners: list[tuple[nn.Module, str]] = [(model.token_embedding, "weight")]
     if isinstance(head, UntiedHead):
-        owners.append((head, "weight"))
+        owners += [(head, name) for name, _ in head.named_parameters()]
     elif isinstance(head, MaskedTokenDecoder):
         owners.append((head, "bias"))
     for owner, name in owners:
@@ -86,10 +86,12 @@ class _PartOfRows:
     def __init__(self, first: int, real: int, tokens: Tokens | None) -> None:
         self._first, self._last, self._tokens = first, first + real, tokens
 
-    def __call__(self, ids_BT: Tensor, weight_VD: Tensor) -> Tensor:
+    def __call__(self, ids_BT: Tensor, weight_VD: Tensor, pad_id: int | None = None) -> Tensor:
         elsewhere_BT = (ids_BT < self._first) | (ids_BT >= self._last)
         own_BT = (ids_BT - self._first).masked_fill(elsewhere_BT, 0)
-        x_BTD = embed(own_BT, weight_VD).masked_fill(elsewhere_BT.unsqueeze(-1), 0)
+        is_here = pad_id is not None and self._first <= pad_id < self._last
+        own_pad = pad_id - self._first if pad_id is not None and is_here else None
+        x_BTD = embed(own_BT, weight_VD, own_pad).masked_fill(elsewhere_BT.unsqueeze(-1), 0)
         if self._tokens is None:
             return sum_parts(x_BTD)
         self._tokens.shape = ids_BT.shape[0], ids_BT.shape[1]

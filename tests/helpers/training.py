@@ -16,6 +16,7 @@ from torch import nn
 from polyad.data.images.samples import ImageBatch
 from polyad.model.bert import BertConfig
 from polyad.model.build import build_model
+from polyad.model.decoder import DecoderSettings
 from polyad.model.gpt2 import GPT2Config
 from polyad.model.lora import LoRAConfig, add_lora, of_base
 from polyad.model.output import RoutingStats
@@ -87,7 +88,7 @@ class Case:
     skip_data: bool = False
     """Leave the poisoned batch out instead, as the reference."""
     dropout: float = 0.0
-    model: GPT2Config | BertConfig | ImageModelSettings = MODEL
+    model: DecoderSettings | BertConfig | ImageModelSettings = MODEL
     micro_batch: int = MICRO_BATCH
     average: float | None = None
     """Decay of the moving average of the weights."""
@@ -105,7 +106,7 @@ class Case:
         return replace(self, **changes)
 
 
-def global_batch(step: int, config: GPT2Config) -> torch.Tensor:
+def global_batch(step: int, config: DecoderSettings) -> torch.Tensor:
     """Token ids of a step, [GLOBAL_BATCH, T + 1], the same on any layout."""
     generator = torch.Generator().manual_seed(step)
     shape = (GLOBAL_BATCH, config.sequence_length + 1)
@@ -133,7 +134,7 @@ def image_losses(model: Any, batch: ImageBatch) -> tuple[torch.Tensor, tuple[Rou
 def batches_of(step: int, world: comm.World, case: Case) -> list[Any]:
     """This rank's micro-batches of a step, as the losses take them."""
     rank, ranks = world.data_parallel_rank, world.data_parallel_size
-    if isinstance(case.model, GPT2Config):
+    if isinstance(case.model, DecoderSettings):
         pieces = global_batch(step, case.model).split(case.micro_batch)
         return [TextBatch.of(piece) for piece in pieces[rank::ranks]]
     if isinstance(case.model, BertConfig):
@@ -146,7 +147,7 @@ def batches_of(step: int, world: comm.World, case: Case) -> list[Any]:
 
 def losses_of(case: Case) -> Any:
     """The loss on such a micro-batch."""
-    if isinstance(case.model, GPT2Config | BertConfig):
+    if isinstance(case.model, DecoderSettings | BertConfig):
         return losses_for(case.model)
     return image_losses
 
@@ -210,13 +211,13 @@ def build_engine(case: Case, source: Any = None) -> tuple[Engine, comm.World]:
     return engine, world
 
 
-def local_batches(step: int, world: comm.World, config: GPT2Config) -> list[torch.Tensor]:
+def local_batches(step: int, world: comm.World, config: DecoderSettings) -> list[torch.Tensor]:
     """This rank's micro-batches of a step."""
     pieces = global_batch(step, config).split(MICRO_BATCH)
     return list(pieces[world.data_parallel_rank :: world.data_parallel_size])
 
 
-def text_batches(step: int, world: comm.World, config: GPT2Config) -> Iterator[TextBatch]:
+def text_batches(step: int, world: comm.World, config: DecoderSettings) -> Iterator[TextBatch]:
     """As `local_batches`, inputs and targets apart."""
     return map(TextBatch.of, local_batches(step, world, config))
 

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from polyad.data.images.config import ImageDataConfig
+from polyad.model.decoder_config import DecoderConfig
 from polyad.model.emoe.config import EmergentMoEConfig
 from polyad.model.mixture import MixtureConfig
 from polyad.model.settings import ModelSettings
@@ -129,6 +130,12 @@ def check_tensor_parallel(model: ModelSettings, size: int) -> None:
         if all(value % size for value in choices.values()):
             sizes = " nor ".join(f"{key}: {value}" for key, value in choices.items())
             raise ConfigError(f"parallel.tensor_parallel_size: {size} does not divide {sizes}")
+    groups = model.known_key_value_heads() if isinstance(model, DecoderConfig) else size
+    if groups % size and size % groups:
+        raise ConfigError(
+            f"parallel.tensor_parallel_size: {size} neither divides model.num_key_value_heads: "
+            f"{groups} nor is a multiple of it"
+        )
 
 
 def check_experts(config: RunConfig, size: int) -> None:

@@ -1,0 +1,102 @@
+"""Decoders on layouts compute what one process computes."""
+
+import pytest
+import torch
+
+from polyad.model.build import read_model_config
+from polyad.train.loop.losses import LossConfig
+from tests.helpers.training import Case, relative, tensors, train
+
+pytestmark = pytest.mark.distributed
+
+SMALL = {
+    "kind": "decoder", "num_layers": 2, "hidden_size": 36, "num_heads": 4, "sequence_length": 17,
+    "vocab_size": 61, "pad_id": 3,
+}  # fmt: skip
+EXPERTS = {
+    "kind": "smoe", "num_experts": 4, "top_k": 2, "expert_hidden_size": 24, "activation": "swiglu",
+    "router_dtype": "model",
+}  # fmt: skip
+MODELS = {
+    "grouped": {"num_key_value_heads": 2, "query_key_norm": "head", "head_size": 10,
+                "attention_bias": True, "attention_output_bias": True, "mlp_bias": True},
+    "one head of keys": {"num_key_value_heads": 1, "query_key_norm": "all", "head_size": 10,
+                         "attention_bias": True, "tied_embeddings": True},
+    "norm over heads": {"num_key_value_heads": 4, "query_key_norm": "all", "head_size": 10,
+                        "query_key_value_clip": 0.5,
+                        "feed_forward": EXPERTS | {"combine": "softmax"}},
+    "latent": {"latent_attention": {"key_value_rank": 12, "query_rank": 14, "plain_size": 6,
+                                    "rotated_size": 4, "value_size": 5},
+               "attention_bias": True,
+               "rotary": {"pairs": "neighbours", "dtype": "fp32"},
+               "feed_forward": EXPERTS | {
+                   "score_function": "sigmoid", "combine": "normalized", "weight_scale": 2.5,
+                   "num_groups": 2, "top_groups": 1, "group_score": "best_two",
+                   "balancing_rate": 0.001, "shared_hidden_size": 16, "placement": [1],
+                   "dense_hidden_size": 20}},
+    "latent without rank": {"latent_attention": {"key_value_rank": 12, "plain_size": 6,
+                                                 "rotated_size": 4, "value_size": 8}},
+    "sinks": {"num_key_value_heads": 2, "head_size": 10, "attention_sinks": True,
+              "sliding_window": 5, "sliding_window_blocks": [0], "mlp_bias": True,
+              "norm": "rms_rounded_last",
+              "feed_forward": EXPERTS | {"activation": "clamped_swiglu", "swiglu_limit": 0.1}},
+    "multipliers": {"head_size": 10, "embedding_multiplier": 3.0, "residual_multiplier": 0.4,
+                    "attention_scale": 0.3, "logits_divisor": 2.0, "head_bias": True,
+                    "feed_forward": EXPERTS | {"shared_hidden_size": 16, "shared_gate": True,
+                                               "combine": "normalized"}},
+    "graph": {"num_key_value_heads": 1, "head_size": 10,
+              "feed_forward": EXPERTS | {"graph": "attention"}},
+    "learned": {"rotary": None, "activation": "gelu_tanh", "norm": "layer"},
+}  # fmt: skip
+# (processes, tensor-parallel, expert-parallel, ZeRO stage, sequence parallelism)
+DENSE_LAYOUTS = [(2, 2, 1, 0, False), (4, 4, 1, 1, False), (4, 2, 1, 1, True), (2, 1, 1, 3, False)]
+ROUTED_LAYOUTS = [(2, 2, 1, 0, False), (2, 1, 2, 1, False), (4, 2, 2, 2, False), (4, 2, 2, 0, True)]
+CASES = [
+    pytest.param(
+        name, layout, id=f"{name} TP {layout[1]} EP {layout[2]} ZeRO {layout[3]}"
+        f"{' SP' if layout[4] else ''}"
+    )
+    for name, settings in MODELS.items()
+    for layout in (ROUTED_LAYOUTS if "feed_forward" in settings else DENSE_LAYOUTS)
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def references(workers, tmp_path_factory):
+    made = {}
+
+    def reference(name):
+        if name not in made:
+            folder = tmp_path_factory.mktemp("reference")
+            case = a_case(name)
+            made[name] = workers(1).run(train, case.but(save_to=str(folder)))[0], folder
+        return made[name]
+
+    return reference
+
+
+def a_case(name):
+    model = read_model_config(SMALL | MODELS[name])
+    losses = LossConfig()
+    if "feed_forward" in MODELS[name]:
+        losses = LossConfig(load_balance=0.01, router_z=0.001)
+    return Case(optimizer="sgd", learning_rate=0.1, clip=0.5, model=model, losses=losses)
+
+
+@pytest.mark.parametrize(("name", "layout"), CASES)
+def test_sgd_gives_equal_losses_norms_and_weights(workers, references, tmp_path, name, layout):
+    expected, folder = references(name)
+    assert all(norm > 0.5 for norm in expected["norms"])  # so that the clip is active
+    processes, tensor, expert, stage, sequence = layout
+    case = a_case(name).but(
+        stage=stage, tensor=tensor, expert=expert, sequence=sequence, save_to=str(tmp_path)
+    )
+    results = workers(processes).run(train, case)
+    assert all(result == results[0] for result in results)
+    for key in ("losses", "norms"):
+        ours, wanted = (torch.tensor(each[key]) for each in (results[0], expected))
+        assert torch.allclose(ours, wanted, rtol=1e-5, atol=0), key
+    ours, weights = (tensors(each / "step-00000004") for each in (tmp_path, folder))
+    assert ours.keys() == weights.keys()
+    for key, value in weights.items():
+        assert relative(ours[key], value) < 1e-5, key
