@@ -2,7 +2,7 @@
 
 import functools
 import math
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 import torch
 from pydantic import Field, field_validator, model_validator
@@ -165,6 +165,27 @@ class DecoderConfig(DecoderSettings):
     def has_bias(self) -> bool:
         """See `TransformerSettings.has_bias`."""
         return self.mlp_bias
+
+    def filled(self) -> Self:
+        """See `ModelSettings.filled`; heads and inner widths are numbers, too."""
+        known = super().filled()
+        changes: dict[str, Any] = {}
+        if self.latent_attention is None:
+            changes["num_key_value_heads"] = self.known_key_value_heads()
+            changes["head_size"] = self.known_head_size()
+        each = known.feed_forward
+        if isinstance(each, DenseFeedForwardConfig):
+            inner = each.inner_size(self.hidden_size)
+            changes["feed_forward"] = each.model_copy(update={"hidden_size": inner})
+        elif isinstance(each, SparseMoEConfig):
+            dense = each.dense().inner_size(self.hidden_size)
+            is_mixed = any(not each.routes(block) for block in range(self.num_layers))
+            sizes = {
+                "expert_hidden_size": each.inner_size(self.hidden_size),
+                "dense_hidden_size": dense if is_mixed else None,
+            }
+            changes["feed_forward"] = each.model_copy(update=sizes)
+        return known.model_copy(update=changes)
 
     def heads_fit(self) -> bool:
         """Whether num_heads need not divide hidden_size."""

@@ -14,6 +14,8 @@ from torch import Tensor
 
 from polyad.data.names import each_once
 from polyad.model.build import ModelSizeError, build_model, initial_value
+from polyad.model.decoder_config import DecoderConfig
+from polyad.model.families.decoders import comparable
 from polyad.model.families.family import CONFIG_FILE, Family
 from polyad.model.families.keys import HuggingFaceError
 from polyad.model.families.registry import family_of_files
@@ -21,16 +23,46 @@ from polyad.model.families.tensors import Piece, Shape, Slices
 from polyad.model.heads import HEAD
 from polyad.model.settings import ModelSettings
 from polyad.parallel.checkpoint.tensor_file import FileTensor
-from polyad.parallel.tensor_folder import FolderWeights, TensorFolder, Wanted, read_json
+from polyad.parallel.records import Record
+from polyad.parallel.tensor_folder import (
+    TORCH_DTYPES,
+    FolderWeights,
+    TensorFolder,
+    Wanted,
+    read_json,
+)
 
 _ROWS = 4096
 """Rows of two tensors that are compared at once."""
+_BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json",
+           "added_tokens.json", "chat_template.jinja")  # fmt: skip
+_LARGEST = 2**22
+"""Bytes of such a file that is kept."""
 _UNNAMED = re.compile(r"LABEL_\d+")
 
 
 def is_huggingface_folder(path: Path) -> bool:
     """Whether a path is a folder of another library, and neither a checkpoint nor a run of ours."""
     return (path / CONFIG_FILE).is_file() and not (path / "manifest.json").exists()
+
+
+class Origin(Record):
+    """What of another library's folder its weights do not tell: it is written again with them."""
+
+    config: dict[str, Any]
+    """The content of config.json."""
+    dtype: str
+    """The type of most tensors, as safetensors names it."""
+    dtypes: dict[str, str]
+    """That of the others, by their plain names."""
+    copies: list[str]
+    """Plain names of tensors that are copies of others, as a tied head."""
+    files: dict[str, str]
+    """Small files that lie beside, by name."""
+
+    def dtype_of(self, name: str) -> torch.dtype:
+        """The type of a tensor by its plain name."""
+        return TORCH_DTYPES[self.dtypes.get(name, self.dtype)]
 
 
 class FamilyWeights(FolderWeights):
@@ -98,6 +130,25 @@ class FamilyWeights(FolderWeights):
     def model_config(self) -> ModelSettings:
         """The configuration of its model, complete."""
         return self.config
+
+    def origin(self) -> Origin:
+        """What is written again beside the weights where they go back."""
+        tree = {key: value for key, value in self._tree.items() if key != "quantization_config"}
+        found = {name: self._tensors.mapped(name).get_dtype() for name in self._tensors.names()}
+        most = max(set(found.values()), key=list(found.values()).count)
+        copies = [name for name in self.family.copies(self.config) if name in found]
+        files = {}
+        for name in _BESIDE:
+            path = self.folder / name
+            if path.is_file() and path.stat().st_size <= _LARGEST:
+                files[name] = path.read_text(encoding="utf-8")
+        return Origin(
+            config=tree,
+            dtype=most,
+            dtypes={name: dtype for name, dtype in found.items() if dtype != most},
+            copies=copies,
+            files=files,
+        )
 
     def is_new(self, name: str) -> bool:
         """Whether a weight or buffer is of a head that the folder does not have in this shape."""
@@ -189,6 +240,8 @@ class FamilyWeights(FolderWeights):
 
     def _compared(self, config: ModelSettings, free: frozenset[str]) -> dict[str, Any]:
         """What decides which weights a model has and what they compute, by its whole key."""
+        if isinstance(config, DecoderConfig):
+            return flat(comparable(config))
         dumped = config.model_dump(exclude=set(free))
         values = {f"model.{key}": value for key, value in dumped.items()}
         for key, each in config.feed_forwards().items():
@@ -256,6 +309,7 @@ def stored_entries(
     config: ModelSettings,
     shapes: Mapping[str, Shape],
     whole: Callable[[str], Tensor | None],
+    origin: Origin | None = None,
 ) -> list[FileTensor]:
     """The tensors of a file of another library, in the order of our weights.
 
@@ -264,29 +318,48 @@ def stored_entries(
         config: of the model.
         shapes: of the weights that their model has, by our names.
         whole: gives one of our weights; None: there is none, and zeros are written.
+        origin: of the folder that the weights are from; None: all are fp32.
     """
     parts: dict[str, list[tuple[str, Piece]]] = {}
     for name, shape in shapes.items():
         for piece in family.pieces(name, shape):
             parts.setdefault(piece.name, []).append((name, piece))
+    copies = family.copies(config)
+    for name in () if origin is None else origin.copies:
+        if copies.get(name) in parts:
+            parts[name] = parts[copies[name]]
+    dtypes = {name: torch.float32 if origin is None else origin.dtype_of(name) for name in parts}
+    # Longer numbers first, so that each tensor begins at a multiple of its own.
+    ordered = sorted(parts.items(), key=lambda each: -dtypes[each[0]].itemsize)
     return [
         FileTensor(
             family.stored_name(plain, config),
-            torch.float32,
+            dtypes[plain],
             pieces[0][1].shape,
-            partial(_assembled, pieces, whole),
+            partial(_assembled, pieces, whole, dtypes[plain]),
         )
-        for plain, pieces in parts.items()
+        for plain, pieces in ordered
     ]
 
 
-def _assembled(pieces: list[tuple[str, Piece]], whole: Callable[[str], Tensor | None]) -> Tensor:
+def _assembled(
+    pieces: list[tuple[str, Piece]], whole: Callable[[str], Tensor | None], dtype: torch.dtype
+) -> Tensor:
     stored = torch.zeros(pieces[0][1].shape)
     for name, piece in pieces:
         value = whole(name)
         if value is not None:
             piece.write(stored, value)
-    return stored
+    return stored.to(dtype)
+
+
+def flat(values: Mapping[str, Any], before: str = "model") -> dict[str, Any]:
+    """Values of nested sections by whole keys."""
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        name = f"{before}.{key}"
+        found |= flat(value, name) if isinstance(value, dict) else {name: value}
+    return found
 
 
 def _is_copy(tensors: TensorFolder, name: str, other: str) -> bool:

@@ -15,8 +15,9 @@ from polyad.parallel.records import FormError, PlainName, Record, fault_of_file,
 from polyad.parallel.source import WeightSource
 
 WEIGHTS_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
-WEIGHT_DTYPES = ("F32", "F16", "BF16")
-"""Types of stored weights; each is exact in fp32."""
+TORCH_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+"""Types of stored weights, as safetensors names them; each is exact in fp32."""
+WEIGHT_DTYPES = tuple(TORCH_DTYPES)
 
 
 class _WeightMap(Record):

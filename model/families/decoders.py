@@ -45,6 +45,12 @@ FREE_OF_EXPERTS = frozenset({
 })  # fmt: skip
 """Keys of sparse experts that may differ: they change how tokens are routed, and no weight."""
 
+ROUTING = frozenset({
+    "graph", "attention_head", "lower_entropy_only", "causal_graph", "capacity_factor",
+    "evaluation_capacity_factor", "final_top_k",
+})  # fmt: skip
+"""Keys of those that also change what a trained model computes."""
+
 LLAMA: Rules = {
     "attention_norm": "input_layernorm",
     "attention.query": "self_attn.q_proj",
@@ -507,6 +513,11 @@ def _decoder(
 def _write(
     family: Family, config: DecoderConfig, known: Known, model_type: str, classes: str
 ) -> dict[str, Any]:
+    if config.head is not None:
+        raise HuggingFaceError(
+            f"model.head.kind: {config.head.kind!r}: only a language model is written in Hugging "
+            f"Face's form; `--to safetensors` writes the weights under our names"
+        )
     return {
         "architectures": [f"{classes}ForCausalLM"],
         "model_type": model_type,
@@ -668,6 +679,63 @@ GPT_OSS_FAMILY = _decoder(
      Key({}, reads=("experts_per_token", "initial_context_length"))),
     GPT_OSS, quantized="mxfp4",
 )  # fmt: skip
+
+
+def comparable(config: DecoderConfig, *, is_written: bool = False) -> dict[str, Any]:
+    """What of a configuration decides which weights a model has, and what they compute.
+
+    Args:
+        config: Any.
+        is_written: Whether all that changes a token's experts counts, too.
+    """
+    values = config.filled().model_dump(exclude=set(FREE))
+    experts = config.feed_forward
+    if isinstance(experts, SparseMoEConfig):
+        section = values["feed_forward"]
+        section["selection_bias"] = bool(experts.balancing_rate or experts.selection_bias)
+        unused = FREE_OF_EXPERTS - (ROUTING if is_written else frozenset())
+        values["feed_forward"] = {key: v for key, v in section.items() if key not in unused}
+    return values
+
+
+def family_of(config: DecoderConfig) -> Family:
+    """The family whose models are like this one.
+
+    Raises:
+        HuggingFaceError: There is none; what differs from the nearest one is named.
+    """
+    wanted, nearest = comparable(config, is_written=True), list[str]()
+    for family in DECODERS:
+        try:
+            tree = family.write_config(config, Known())
+            again = family.read_config(tree, lambda name: None, "config.json")
+        except (HuggingFaceError, AttributeError, AssertionError):
+            continue
+        assert isinstance(again, DecoderConfig)
+        differing = _differing(wanted, comparable(again, is_written=True))
+        if not differing:
+            return family
+        if not nearest or len(differing) < len(nearest):
+            nearest = [f"{family.title} has {each}" for each in differing]
+    said = "; ".join(nearest[:3]) if nearest else "no family has such blocks"
+    raise HuggingFaceError(
+        f"model.kind: decoder: transformers has no such architecture: {said}; `--to safetensors` "
+        f"writes the weights under our names"
+    )
+
+
+def _differing(ours: dict[str, Any], theirs: dict[str, Any], before: str = "model.") -> list[str]:
+    """Keys with another value there, as people read them."""
+    found: list[str] = []
+    for key in {**ours, **theirs}:
+        one, other = ours.get(key), theirs.get(key)
+        if isinstance(one, dict) and isinstance(other, dict):
+            found += _differing(one, other, f"{before}{key}.")
+        elif one != other:
+            found.append(f"{before}{key}: {other!r} in place of {one!r}")
+    return found
+
+
 DECODERS = (
     LLAMA_FAMILY, MISTRAL_FAMILY, QWEN2_FAMILY, QWEN3_FAMILY, OLMOE_FAMILY, MIXTRAL_FAMILY,
     QWEN2_MOE_FAMILY, QWEN3_MOE_FAMILY, GRANITE_FAMILY, GRANITE_SHARED_FAMILY,

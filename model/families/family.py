@@ -154,8 +154,10 @@ class Family:
         """Our names and shapes of the parameters that their model has, in our order."""
         if self.always_has_bias:
             config = config.model_copy(update={"bias": True})
-        named = build_model(config).named_parameters()
-        return {name: tuple(parameter.shape) for name, parameter in named}
+        model = build_model(config)
+        buffers = ((name, each) for name, each in model.named_buffers() if self.find(name))
+        named = [*model.named_parameters(), *buffers]
+        return {name: tuple(each.shape) for name, each in named}
 
     def read_config(self, tree: Tree, shape_of: ShapeOf, origin: str) -> ModelSettings:
         """Reads the configuration of a folder.

@@ -3,8 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
+from polyad.model.decoder_config import DecoderConfig
 from polyad.model.families.bert import BERT
-from polyad.model.families.decoders import DECODERS
+from polyad.model.families.decoders import DECODERS, family_of
 from polyad.model.families.family import Family
 from polyad.model.families.gpt2 import GPT2
 from polyad.model.families.keys import HuggingFaceError
@@ -15,7 +16,11 @@ from polyad.model.settings import ModelSettings
 FAMILIES = (GPT2, BERT, VIT, CLIP, MIXER, *DECODERS)
 WRITTEN = {"gpt2": GPT2, "bert": BERT, "vit": VIT, "mixer": MIXER}
 """The family that a model is written as, by `model.kind`."""
-SUPPORTED = "gpt2, bert, vit, clip and clip_vision_model of transformers, and timm's mixer_*"
+SUPPORTED = (
+    "gpt2, bert, vit, clip, clip_vision_model, llama, mistral, qwen2, qwen3, olmoe, mixtral, "
+    "qwen2_moe, qwen3_moe, granitemoe, granitemoeshared, deepseek_v2, deepseek_v3 and gpt_oss of "
+    "transformers, and timm's mixer_*"
+)
 """For people."""
 
 
@@ -48,6 +53,8 @@ def family_of_model(config: ModelSettings) -> Family:
     Raises:
         HuggingFaceError: There is none.
     """
+    if isinstance(config, DecoderConfig):
+        return family_of(config)
     family = WRITTEN.get(config.kind)
     if family is None:
         raise HuggingFaceError(

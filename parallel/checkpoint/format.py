@@ -351,6 +351,8 @@ class State(Record):
     world_size: Annotated[Count, Field(ge=1)] = 1
     versions: dict[str, str] = Field(default_factory=dict)
     saved_at: Annotated[float, Field(ge=0, lt=_YEAR_10000)] | None = None
+    huggingface: dict[str, Any] | None = None
+    """Of weights that were converted: `polyad.parallel.families.Origin`."""
 
     @model_validator(mode="after")
     def _agree(self) -> "State":

@@ -15,6 +15,7 @@ from polyad.parallel.checkpoint.storage import write_file
 
 DTYPE_NAMES = {
     torch.float32: "F32", torch.uint8: "U8", torch.int64: "I64", torch.bool: "BOOL",
+    torch.bfloat16: "BF16", torch.float16: "F16",
 }  # fmt: skip
 """Types of tensors, as safetensors names them."""
 

@@ -11,6 +11,7 @@ from polyad.data.text.tokenizers.tokenizer import Tokenizer
 from polyad.model.build import build_model
 from polyad.parallel.adapted import AdaptedCheckpoint
 from polyad.parallel.checkpoint.reading import Checkpoint
+from polyad.parallel.families import FamilyWeights, Origin
 from polyad.parallel.fragments import persistent_buffers
 from polyad.parallel.tensor_folder import differing_shapes
 from polyad.parallel.weights import Weights
@@ -78,6 +79,18 @@ class Checked:
             return None
         origin = str(self._opened.folder / "config.yaml")
         return parse_config(self._opened.config_yaml, origin=origin).data
+
+    def origin(self) -> Origin | None:
+        """What another library's folder, which they are from, has beside them; None: they are of no
+        such folder, or their model was changed."""
+        if self.change is not None:
+            return None
+        if isinstance(self._opened, FamilyWeights):
+            return self._opened.origin()
+        if not isinstance(self._opened, Checkpoint):
+            return None
+        kept = self._opened.state.huggingface
+        return None if kept is None else Origin.model_validate(kept)
 
     def whole(self, name: str) -> torch.Tensor:
         """A whole weight."""

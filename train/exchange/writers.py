@@ -18,9 +18,11 @@ from polyad.data.text.tokenizers.tokenizer import Tokenizer
 from polyad.model.bert import BertConfig
 from polyad.model.config_yaml import dump
 from polyad.model.decoder import DecoderSettings
+from polyad.model.decoder_config import DecoderConfig
 from polyad.model.families.family import CONFIG_FILE, Known
 from polyad.model.families.mixer import timm_call
-from polyad.model.families.registry import family_of_model
+from polyad.model.families.registry import family_of_files, family_of_model
+from polyad.model.gpt2 import GPT2Config
 from polyad.model.mixer import MixerConfig
 from polyad.model.settings import ModelSettings
 from polyad.model.vision import ImageSettings
@@ -52,26 +54,33 @@ BATCH_SIZE = 8
 def _to_huggingface(weights: Checked, staging: Path, destination: Path) -> None:
     """The folder of another library: transformers', or timm's for a Mixer."""
     config, tokenizer = weights.config, weights.tokenizer
-    family = family_of_model(config)
+    origin = weights.origin() if isinstance(config, DecoderConfig) else None
+    if origin is None:
+        family = family_of_model(config)
+    else:
+        family = family_of_files(origin.config, CONFIG_FILE)
     known = Known(
         weights.class_names,
         tokenizer.end_of_text_id if tokenizer else None,
         tokenizer.vocabulary().get("[PAD]") if tokenizer else None,
     )
-    tree = family.write_config(config, known)
-    held = weights.check_model()
+    tree = origin.config if origin else family.write_config(config, known)
+    held, buffers = weights.check_model(), weights.buffers()
     entries = stored_entries(
         family,
         config,
         family.parameter_shapes(config),
-        lambda name: weights.whole(name) if name in held else None,
+        lambda name: weights.whole(name) if name in held else buffers.get(name),
+        origin,
     )
     if isinstance(config, ImageSettings):
         tree |= _write_pixels(weights, config, tree, staging)
     _write_json(staging / CONFIG_FILE, tree)
     write_tensors(staging / WEIGHTS_FILE, entries, {"format": "pt"})
     _write_tokenizer(weights, staging)
-    if isinstance(config, DecoderSettings):
+    for name, text in (origin.files if origin else {}).items():
+        (staging / name).write_text(text, encoding="utf-8")
+    if isinstance(config, GPT2Config):
         _note_what_transformers_lacks(weights, config)
 
 
@@ -92,7 +101,7 @@ def _write_pixels(
     return {"pretrained_cfg": tree["pretrained_cfg"] | keys}
 
 
-def _note_what_transformers_lacks(weights: Checked, config: DecoderSettings) -> None:
+def _note_what_transformers_lacks(weights: Checked, config: GPT2Config) -> None:
     if not config.bias:
         weights.notes.append(
             "model.bias is false and Hugging Face's GPT-2 always has biases: zeros were written"
@@ -225,7 +234,9 @@ def _to_polyad(weights: Checked, staging: Path, destination: Path) -> None:
         end_of_text=tokenizer.end_of_text if tokenizer else None,
         vocab_size=tokenizer.vocab_size if tokenizer else getattr(config, "vocab_size", None) or 0,
     )
-    origin = {"converted_from": str(weights.folder)}
+    origin: dict[str, Any] = {"converted_from": str(weights.folder)}
+    if isinstance(config, DecoderConfig) and (of_folder := weights.origin()) is not None:
+        origin["huggingface"] = of_folder.model_dump()
     if weights.change:
         origin[weights.change.done] = weights.change.text
     files: dict[str, bytes] = {}

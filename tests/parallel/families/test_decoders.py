@@ -1,13 +1,20 @@
 """Llama-style decoders of transformers and their mixtures, opened here."""
 
 import json
+import shutil
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch.nn.functional import cross_entropy
 
+from polyad.model.attention import KeyValueCache
+from polyad.model.families.decoders import family_of
+from polyad.model.families.family import Known
 from polyad.model.families.keys import HuggingFaceError
 from polyad.parallel.families import FamilyWeights
+from polyad.parallel.tensor_folder import TensorFolder
+from polyad.train.exchange.convert import convert
 from tests.helpers.decoders import CASES, ROUTED, InDouble, opened, theirs, tokens
 
 pytest.importorskip("transformers")
@@ -104,3 +111,78 @@ def test_a_key_that_is_not_known_refuses_the_folder(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(HuggingFaceError, match=r"config\.json: depth_gate: 0\.5 is not known here"):
         FamilyWeights(tmp_path)
+
+
+@every_case
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_folder_comes_back_byte_by_byte(case, dtype, tmp_path):
+    theirs(case, dtype).save_pretrained(tmp_path / "a")
+    convert(tmp_path / "a", tmp_path / "b", to="polyad")
+    convert(tmp_path / "b", tmp_path / "c", to="huggingface")
+    before, after = (load_file(tmp_path / each / "model.safetensors") for each in "ac")
+    assert before.keys() == after.keys()
+    for name, tensor in before.items():
+        assert after[name].dtype == tensor.dtype
+        assert torch.equal(after[name], tensor)
+    a, c = (json.loads((tmp_path / each / "config.json").read_text()) for each in "ac")
+    assert a == c
+
+
+@every_case
+def test_a_model_of_ones_own_is_written_for_transformers(case, tmp_path):
+    """Without the config.json that it is from: all keys are ours."""
+    from transformers import AutoModelForCausalLM
+
+    theirs(case).save_pretrained(tmp_path / "a")
+    weights = FamilyWeights(tmp_path / "a")
+    family = family_of(weights.config)
+    tree = family.write_config(weights.config, Known())
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b/config.json").write_text(json.dumps(tree))
+    shutil.copy(tmp_path / "a/model.safetensors", tmp_path / "b")
+    model = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "b", attn_implementation="eager" if case.startswith("gpt_oss") else "sdpa"
+    )
+    with torch.no_grad():
+        wanted = opened(tmp_path / "a")(tokens()).logits
+        assert (model(tokens()).logits - wanted).abs().max() < 1e-5
+
+
+@every_case
+def test_generation_with_a_cache_is_the_same(case, tmp_path):
+    theirs(case).save_pretrained(tmp_path)
+    model, ids = opened(tmp_path), tokens(batch=1)
+    cache = KeyValueCache(model.config.num_layers, 32)
+    with torch.no_grad():
+        whole = model(ids).logits
+        parts = [model(ids[:, part], cache).logits for part in (slice(0, 9), slice(9, 14))]
+        parts += [model(ids[:, t : t + 1], cache).logits for t in range(14, ids.shape[1])]
+    assert torch.allclose(torch.cat(parts, 1), whole, atol=2e-5)
+
+
+def test_a_graph_of_tokens_is_in_no_library(tmp_path):
+    theirs("mixtral").save_pretrained(tmp_path)
+    config = FamilyWeights(tmp_path).config
+    experts = config.feed_forward.model_copy(update={"graph": "similarity"})
+    changed = config.model_copy(update={"feed_forward": experts})
+    said = r"transformers' Mixtral has model\.feed_forward\.graph: 'none' in place of 'similarity'"
+    with pytest.raises(HuggingFaceError, match=said):
+        family_of(changed)
+
+
+def test_four_bits_of_gpt_oss_are_those_of_transformers(tmp_path):
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    generator = torch.Generator().manual_seed(0)
+    blocks = torch.randint(256, (2, 6, 3, 16), generator=generator).to(torch.uint8)
+    scales = torch.randint(110, 140, (2, 6, 3), generator=generator).to(torch.uint8)
+    scales[0, 0], scales[1, 1] = 0, 254
+    save_file({"m_blocks": blocks, "m_scales": scales}, tmp_path / "model.safetensors")
+    folder = TensorFolder(tmp_path, HuggingFaceError)
+    assert folder.names() == {"m"}
+    wanted = convert_moe_packed_tensors(blocks, scales)
+    assert folder.mapped("m").get_shape() == list(wanted.shape)
+    found = folder.read("m", (slice(0, 2), slice(0, 96), slice(0, 6)))
+    assert torch.equal(found.view(torch.int16), wanted.view(torch.int16))
+    part = folder.read("m", (slice(1, 2), slice(5, 40), slice(1, 6, 2)))
+    assert torch.equal(part, wanted[1:2, 5:40, 1:6:2])
