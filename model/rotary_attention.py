@@ -143,16 +143,14 @@ class RotaryAttention(Attention):
             [B, A, T, V].
         """
         new, length = q_BATH.shape[2], k_BGSH.shape[2]
-        is_limited = self.window is not None and self.window < length
+        window = length if self.window is None else min(self.window, length)
         seen_TS = None
-        if self.sinks is not None or is_limited or 1 < new < length:
+        if self.sinks is not None or window < length or 1 < new < length:
             age_TS = (
                 torch.arange(length - new, length, device=q_BATH.device).unsqueeze(1)
                 - torch.arange(length, device=q_BATH.device)
             )  # fmt: skip
-            seen_TS = age_TS >= 0
-            if is_limited:
-                seen_TS &= age_TS < self.window
+            seen_TS = (age_TS >= 0) & (age_TS < window)
         drop = self.dropout if self.training else 0.0
         with self.random_numbers() if drop else nullcontext():
             if self.sinks is not None:
@@ -248,8 +246,8 @@ class GroupedAttention(RotaryAttention):
         if rotation is None:
             return q_BATH, k_BGTH, v_BGTH
         assert settings.rotary is not None
-        turned = (rotation.turn(x, settings.rotary) for x in (q_BATH, k_BGTH))
-        return *turned, v_BGTH
+        rotary = settings.rotary
+        return rotation.turn(q_BATH, rotary), rotation.turn(k_BGTH, rotary), v_BGTH
 
 
 class LatentAttention(RotaryAttention):

@@ -53,9 +53,10 @@ def parallelize_tensors(model: nn.Module, world: comm.World, tokens: Tokens | No
             elif isinstance(layer, GroupedAttention):
                 _cut_grouped(layer, layers, world)
             elif isinstance(layer, LatentAttention):
-                for name in ("query", "query_up", "key_value_up"):
-                    if hasattr(layer, name):
-                        layer.add_module(name, layers.column(layer.get_submodule(name)))
+                for name, linear in list(layer.named_children()):
+                    if name in ("query", "query_up", "key_value_up"):
+                        assert isinstance(linear, nn.Linear)
+                        layer.add_module(name, layers.column(linear))
                 layer.shared_key = layers.gathered
             elif isinstance(layer, DenseFeedForward):  # others are cut in files of their own
                 of_this = whole if id(layer) in shared else layers
@@ -72,9 +73,9 @@ def _cut_grouped(layer: GroupedAttention, layers: "_Layers", world: comm.World) 
     parts, groups = world.tensor_parallel_size, layer.settings.num_key_value_heads
     layer.add_module("query", layers.column(layer.query))
     is_cut = groups % parts == 0
-    for name in ("key", "value"):
-        linear = layer.get_submodule(name)
-        layer.add_module(name, layers.column(linear) if is_cut else layers.shared(linear))
+    cut_or_shared = layers.column if is_cut else layers.shared
+    layer.add_module("key", cut_or_shared(layer.key))
+    layer.add_module("value", cut_or_shared(layer.value))
     if not is_cut:
         own = world.tensor_parallel_rank * groups // parts
         layer.own_heads = lambda x_BGTH: x_BGTH.narrow(1, own, 1)

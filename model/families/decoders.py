@@ -529,7 +529,8 @@ def _write(
 
 
 def _by_layers(tree: Tree, block: int) -> bool:
-    return block >= tree.get("max_window_layers", 28)
+    first: int = tree.get("max_window_layers", 28)
+    return block >= first
 
 
 LLAMA_FAMILY = _decoder(

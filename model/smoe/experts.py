@@ -5,7 +5,7 @@ Shapes: M rows, E experts, D width, F inner width.
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -96,15 +96,15 @@ class StackedExperts(nn.Module, ABC):
         whole = self.stacked()
         if len(sizes) == 1:
             return [whole]
-        absent = [None] * len(sizes)
-        names = ("up", "up_bias", "down", "gate", "gate_bias")
-        parts = {
-            name: absent if (x := getattr(whole, name)) is None else torch.split(x, sizes)
-            for name in names
-        }
+
+        def parts(x: Tensor | None) -> Iterable[Tensor | None]:
+            return [None] * len(sizes) if x is None else torch.split(x, sizes)
+
+        optional = zip(parts(whole.up_bias), parts(whole.gate), parts(whole.gate_bias), strict=True)
+        layers = zip(torch.split(whole.up, sizes), torch.split(whole.down, sizes), strict=True)
         return [
-            ExpertWeights(**{name: parts[name][group] for name in names})
-            for group in range(len(sizes))
+            ExpertWeights(up, up_bias, down, gate=gate, gate_bias=gate_bias)
+            for (up, down), (up_bias, gate, gate_bias) in zip(layers, optional, strict=True)
         ]
 
     def forward(

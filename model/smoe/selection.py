@@ -192,9 +192,10 @@ class TopK(Selection):
     def _within_groups(self, ranked_NE: Tensor) -> Tensor:
         """Leaves the experts of the best groups, and -inf for all others."""
         config = self.config
-        grouped_NGe = ranked_NE.unflatten(-1, (config.num_groups, -1))
+        grouped_NGe = ranked_NE.view(ranked_NE.shape[0], config.num_groups, -1)
         best = 2 if config.group_score == "best_two" else 1
         of_groups_NG = grouped_NGe.topk(best, dim=-1).values.sum(-1)
         kept = of_groups_NG.topk(config.top_groups, dim=-1).indices
         left_out_NG = torch.ones_like(of_groups_NG, dtype=torch.bool).scatter(-1, kept, False)
-        return grouped_NGe.masked_fill(left_out_NG.unsqueeze(-1), -torch.inf).flatten(1)
+        kept_NGe = grouped_NGe.masked_fill(left_out_NG.unsqueeze(-1), -torch.inf)
+        return kept_NGe.flatten(1)
