@@ -118,7 +118,7 @@ class LanguageModelling(Learner, TextTask[TextBatch]):
     )
     loss_unit = "nats a token"
     model: DecoderSettings
-    reads: ClassVar[str] = "model.kind: gpt2"
+    reads: ClassVar[str] = "model.kind: gpt2 or decoder"
 
     def __init__(self, data: TrainingData, sections: Sections) -> None:
         super().__init__(data, sections)
