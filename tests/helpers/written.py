@@ -44,6 +44,7 @@ PAGES = (
         "troubles",
         "evaluate",
         "convert",
+        "open-models",
         "lora",
         "experts",
     ),
