@@ -78,13 +78,14 @@ def _regions(factors: Factorized, group: Group, *, is_first: bool) -> FactorRegi
         regions = FactorRegions(output=sum_parts)
         crossing = _by_blocks(group.sum_and_scatter, blocks)
     if factors.mixes_parts:
-        place = "mixed" if is_first else "contracted"
-        return regions._replace(**{place: crossing})
-    place = "contracted" if is_first else "mixed"
+        if is_first:
+            return regions._replace(mixed=crossing)
+        return regions._replace(contracted=crossing)
     # Every process computes alike what the coefficients choose, and multiplies a part by it.
-    return regions._replace(
-        **{place: crossing}, experts=copy, core=lambda core: group.gather(core, 0)
-    )
+    regions = regions._replace(experts=copy, core=lambda core: group.gather(core, 0))
+    if is_first:
+        return regions._replace(contracted=crossing)
+    return regions._replace(mixed=crossing)
 
 
 def _by_blocks(crossing: Callable[[Tensor, int], Tensor], blocks: int) -> Region:

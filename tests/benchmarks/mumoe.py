@@ -199,7 +199,7 @@ class _Comparison:
         self.about[name]["difference"] = difference
 
     def _goals(self, rows: dict[str, Any], compiled: bool) -> list[dict[str, Any]]:
-        """Of ours with 256 experts; `reached` is null where this machine cannot tell."""
+        """The goals for 256 experts; `reached` is null where this machine cannot tell."""
         if any(self.shape[key] != value for key, value in GOAL_SHAPE.items()):
             return []
         if self.shape["tokens"] < GOAL_TOKENS:

@@ -169,7 +169,7 @@ class DenseMoE(nn.Module):
                 parameter.normal_(0, INITIAL, generator=generator)
 
     def coefficients(self, tokens_ND: Tensor) -> Tensor:
-        """Of the experts [N, E], by the same rule as a muMoE's."""
+        """The experts' coefficients [N, E], by the same rule as a muMoE's."""
         scores_NE = linear(tokens_ND, self.gate)
         scores_NE = scores_NE.to(torch.promote_types(scores_NE.dtype, torch.float32))
         return entmax15(layer_norm(scores_NE, scores_NE.shape[-1:], eps=EPSILON))

@@ -200,7 +200,7 @@ def difference(block: nn.Module, x_BTD: Tensor) -> float:
 
 
 def _mixture_and_gradients(graph: Graph, read: list[Tensor]) -> tuple[Tensor, ...]:
-    """Of scores, and of tokens or of what attention did."""
+    """The mixture, and gradients of scores and of tokens or of what attention did."""
     inputs = [x.detach().requires_grad_() for x in read]
     scores_BTE, *others = inputs
     if graph.attention_head() is None:

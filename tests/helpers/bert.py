@@ -57,7 +57,7 @@ def their_bert(kind: str, **keys: Any) -> Any:
 
 
 def scores_of_padded(case: Case, targets: list[list[int]]) -> dict[str, Any]:
-    """Of hidden tokens in padded input: loss, whether each is the best guess, and that guess."""
+    """The loss of hidden tokens in padded input, whether each is the best guess, and that guess."""
     engine, _ = build_engine(case)
     engine.train(False)
     ids, mask, segments = padded_input()

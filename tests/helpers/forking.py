@@ -80,7 +80,7 @@ class ForkServer:
 
     @property
     def process_id(self) -> int:
-        """Of the server, the parent of every run's processes, once it has started one."""
+        """The server, the parent of every run's processes, once it has started one."""
         return int(self._process.pid)
 
     def start(

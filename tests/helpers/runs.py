@@ -164,7 +164,7 @@ def records(folder: Path) -> list[dict[str, Any]]:
 
 
 def process_id() -> int:
-    """Of the worker."""
+    """The worker's."""
     return os.getpid()
 
 

@@ -24,7 +24,7 @@ NO_AUTOCAST = {"smoe-attention", *(name for name in FEED_FORWARDS if name.starts
 
 
 def squared_gradient_norm(model, ids_BT):
-    """Of the loss; its own gradient is a product of the second derivatives."""
+    """The squared norm of the loss's gradient; its own gradient has second derivatives."""
     parameters = list(model.parameters())
     loss = model(ids_BT).logits.square().mean()
     gradients = torch.autograd.grad(loss, parameters, create_graph=True)

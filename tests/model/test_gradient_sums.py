@@ -31,7 +31,7 @@ FEED_FORWARDS = {
 
 
 def gradients(model, ids_BT):
-    """Of the sum of all logits' first three columns, which no softmax makes small."""
+    """Gradients of the sum of the logits' first three columns, which no softmax makes small."""
     model.zero_grad()
     model(ids_BT).logits[..., :3].sum().backward()
     return {name: p.grad.double() for name, p in model.named_parameters()}

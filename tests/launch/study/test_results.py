@@ -38,11 +38,12 @@ def finished(variant: str, seed: int, loss: float, **more: Any) -> RunResult:
 
 
 def summarized(
-    of: StudyPlan, runs: Sequence[dict[str, Any]], chosen: dict[str, str] | None = None
+    plan_of_study: StudyPlan, runs: Sequence[dict[str, Any]], chosen: dict[str, str] | None = None
 ) -> StudyResult:
     """What `summarize` makes of runs as their files have them."""
-    scores = [score.name for score in of.scores]
-    return summarize(of, [RunResult.from_json(run, of.unit, scores) for run in runs], chosen)
+    scores = [score.name for score in plan_of_study.scores]
+    results = [RunResult.from_json(run, plan_of_study.unit, scores) for run in runs]
+    return summarize(plan_of_study, results, chosen)
 
 
 SIZE = VariantSize(parameters=1000, active_parameters=900, flops=6000)

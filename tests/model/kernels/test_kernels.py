@@ -62,9 +62,9 @@ def experts_inputs(bias=True):
     return [rows, up, up_bias, down] if bias else [rows, up, down]
 
 
-def order(of):
+def order(like):
     """The assignments of rows and the rows of assignments, on a tensor's device."""
-    return ASSIGNMENTS.to(of.device), ROWS.to(of.device)
+    return ASSIGNMENTS.to(like.device), ROWS.to(like.device)
 
 
 def leaving_out(compute):

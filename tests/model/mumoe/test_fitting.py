@@ -108,7 +108,7 @@ def test_a_matrix_of_zeros_leaves_nothing_out(name):
 
 @every_fitted
 def test_components_without_use_can_learn(name):
-    """Of a matrix of zeros all of them: they begin as in a new run, and add nothing."""
+    """All components of a matrix of zeros: they begin as in a new run, and add nothing."""
     layer, error, first = fitted_layer(name, torch.zeros(21, 14), rank=6)
     assert error == 0
     assert torch.equal(layer.input_factor.float(), first)

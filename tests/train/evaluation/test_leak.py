@@ -62,7 +62,7 @@ def losses(logits_TV, targets_T):
 @pytest.fixture(scope="module")
 @torch.no_grad()
 def by_hand(leaky, stream):
-    """Of each window: nats of every token in its window, and with the text cut before it."""
+    """Nats of every token in its window, and with the text cut before it, for each window."""
     model, found = load_model(leaky), []
     for begin in range(0, len(stream) - 1, LENGTH):
         window = stream[begin : begin + LENGTH + 1]

@@ -60,7 +60,7 @@ def test_random_tables_are_those_of_scikit_learn_and_scipy():
 
 
 def test_an_interval_holds_the_truth_as_often_as_it_says():
-    """Of 100 samples of a coin, the share of heads: intervals of 95%, 200 times."""
+    """The share of heads among 100 samples of a coin: intervals of 95%, 200 times."""
     generator = np.random.default_rng(1)
     held = 0
     for _ in range(200):

@@ -116,7 +116,7 @@ def zeroed(model, layer, expert):
 
 @torch.no_grad()
 def token_by_token(model, layer):
-    """Of each window: loss of each prediction by logits, and what the layer adds to each token."""
+    """The loss of each prediction by logits, and what the layer adds to each token, by window."""
     added = []
     hook = model.get_submodule(layer.name).register_forward_hook(
         lambda module, given, output: added.append(output[0])

@@ -177,7 +177,7 @@ def test_few_batches_tokens_and_experts_are_read():
 
 @pytest.mark.parametrize("last", [20, 3])
 def test_a_smaller_last_batch_leaves_the_interval_narrow(last):
-    """Of nearly equal experts: a draw is divided by its own tokens, and too few are left out."""
+    """Nearly equal experts: a draw is divided by its own tokens, and too few are left out."""
     torch.manual_seed(0)
     layer = RoutedLayer(name="blocks.0.feed_forward", levels=(2,))
     similarity = ExpertSimilarity([layer], samples=16 * 8, batch_size=8)

@@ -27,7 +27,7 @@ STEER = "layer=1,expert=2,strength=40"
 
 
 def token_by_token(folder, prepared_path):
-    """Of windows evenly over the split: tokens read and predicted, and the model that reads."""
+    """Tokens read and predicted in windows evenly over the split, and the model that reads."""
     data = PreparedData.open(prepared_path)
     stream, end = data.split("validation"), data.tokenizer().end_of_text_id
     ids = [end, *stream.read(0, stream.num_tokens).tolist()]
@@ -56,7 +56,7 @@ def losses_of(model, windows):
 
 @pytest.fixture(scope="module")
 def one(workers, trained):
-    """Of one process, with steering, all experts and all tokens."""
+    """The result of one process, with steering, all experts and all tokens."""
     options = {"tokens": 32 * WINDOWS, "layers": ["1"], "steerings": [parse_steering(STEER)]}
     options |= {"overrides": ("evaluation.batch_size=3",)}
     found = [workers(size).run(knockout, trained("smoe"), **options)[0] for size in (1, 2)]

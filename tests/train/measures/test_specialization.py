@@ -44,8 +44,8 @@ def runs(workers, tmp_path_factory, prepared_path):
 
 
 def token_by_token(folder, prepared_path):
-    """Of each token of the split, window by window: id, position in its window, what the gates of
-    the last block make of it."""
+    """Each token of the split, window by window: id, position in its window, what the gates of the
+    last block make of it."""
     model = load_model(folder / "checkpoints" / "step-00000006")
     data = PreparedData.open(prepared_path)
     stream, end = data.split("validation"), data.tokenizer().end_of_text_id

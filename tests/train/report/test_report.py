@@ -135,7 +135,7 @@ def test_the_page_tells_the_runs_numbers(runs, tmp_path):
 
 
 def coefficients_of_split(path, data, block):
-    """Of every token of the validation split but the last what each expert gets, written out."""
+    """What each expert gets of every token of the validation split but the last, written out."""
     model, prepared = load_model(path), PreparedData.open(data)
     stream = prepared.split("validation")
     ids = torch.from_numpy(stream.read(0, stream.num_tokens))
@@ -207,7 +207,7 @@ def test_memory_does_not_grow_with_the_text(runs):
     layers = routed_layers(model)
 
     def most_numbers(tokens):
-        """Of tensors that are alive between batches, and how many tokens were read."""
+        """Most numbers in tensors that are alive between batches, and how many tokens were read."""
         text = TextSamples(task, "train", tokens, with_first=False)
         top = TopText(layers, text, 3, "cpu")
         division = Specialization(Subject(model, layers, text, 2))

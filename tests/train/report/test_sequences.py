@@ -91,7 +91,7 @@ def test_pairs_numbers_and_choices(train, tmp_path, name):
 
 
 def thirds(labels):
-    """Of 16 different numbers in order the edges are the 6th and the 11th."""
+    """Thirds of 16 different numbers: the edges are the 6th and the 11th in order."""
     edges = sorted(labels)[5], sorted(labels)[10]
     return [(label > edges[0]) + (label > edges[1]) for label in labels]
 
