@@ -150,6 +150,20 @@ class FamilyWeights(FolderWeights):
             files=files,
         )
 
+    def stored_names(self, name: str) -> list[str]:
+        """Names of the folder's tensors that a weight of ours is made of."""
+        if self.is_new(name):
+            return []
+        return [piece.name for piece in self._pieces(name) if not self._lacks(piece)]
+
+    def unread(self) -> tuple[str, ...]:
+        """Tensors of the folder that no weight or buffer of ours is made of, in order."""
+        used = {name for ours in self._shapes for name in self.stored_names(ours)}
+        for name, _ in self._model.named_buffers():
+            if (rule := self.family.find(name)) is not None:
+                used.add(rule.names[0])
+        return tuple(sorted(set(self._tensors.names()) - used))
+
     def is_new(self, name: str) -> bool:
         """Whether a weight or buffer is of a head that the folder does not have in this shape."""
         return self._head_may_be_new and name.startswith(HEAD) and not self._holds(name)

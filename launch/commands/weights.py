@@ -94,6 +94,25 @@ def generate(
         show(result, "", json, stdout)
 
 
+@command("inspect", "polyad inspect exported", "polyad inspect exported --tensors")
+def inspect(
+    path: Annotated[Path, Argument("a checkpoint, a run, or a folder of weights", "FOLDER")],
+    *,
+    tensors: Annotated[bool, Argument("a line for each tensor, too")] = False,
+    json: Json = None,
+) -> None:
+    """Says what a folder of weights holds, and whether all of it is understood."""
+    from polyad.launch.machine import prepare_environment
+
+    prepare_environment()
+    from polyad.parallel.checkpoint.finding import newest_of, read_newest
+    from polyad.train.exchange.inspect import inspect as inspected
+
+    with results(json) as say:
+        found = read_newest(path, inspected, newest_of)
+        say(found, found.text(tensors))
+
+
 @command(
     "convert",
     "polyad convert runs/quickstart/run plain --to safetensors",

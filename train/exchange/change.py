@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from polyad.model.build import ModelSizeError, build_model, initial_value
 from polyad.model.config import Config
-from polyad.model.feedforward import Activation, DenseFeedForward, DenseFeedForwardConfig
+from polyad.model.feedforward import GATED, Activation, DenseFeedForward, DenseFeedForwardConfig
 from polyad.model.settings import ModelSettings
 from polyad.parallel.fragments import persistent_buffers
 from polyad.parallel.tensor_folder import differing_shapes
@@ -125,6 +125,11 @@ class Option(Change):
         Raises:
             ConfigError: that feed-forward is not dense, or the keys do not fit it.
         """
+        if (activation := getattr(dense, "activation", None)) in GATED:
+            raise self.error(
+                f"{folder}: model.activation: {activation} has a gate, and feed-forwards with a "
+                f"gate cannot be changed into others yet"
+            )
         section, inner = dense_section(self, dense, folder)
         keys = {"kind": self.kind} | self.keys_of(dense) | self.keys
         return section, with_inner_width(self, dense, section, keys, inner, folder)

@@ -1,0 +1,71 @@
+"""What `polyad inspect` says of folders and checkpoints."""
+
+import json
+
+import pytest
+
+from polyad.model.families.keys import HuggingFaceError
+from polyad.train.errors import ConfigError
+from polyad.train.exchange.convert import convert
+from polyad.train.exchange.experts import Splitting, Upcycling
+from polyad.train.exchange.factorize import Factorizing
+from polyad.train.exchange.inspect import inspect
+from tests.helpers.decoders import theirs
+
+pytest.importorskip("transformers")
+
+
+@pytest.mark.parametrize("case", ["qwen3_moe", "deepseek_v3", "gpt_oss", "llama"])
+def test_every_parameter_of_transformers_is_counted(case, tmp_path):
+    model = theirs(case)
+    model.save_pretrained(tmp_path / "a")
+    found = inspect(tmp_path / "a")
+    assert found.parameters == sum(each.numel() for each in model.parameters())
+    assert found.not_read == ()
+    stored = {name for tensor in found.tensors for name in tensor.stored}
+    assert all(tensor.stored for tensor in found.tensors)
+    assert len(stored) >= len(found.tensors) - 2 * len(found.routed_blocks)
+    if case == "llama":
+        assert (found.num_experts, found.active_parameters) == (0, found.parameters)
+        return
+    routed = sum(each.numel() for name, each in model.named_parameters() if ".experts." in name)
+    share = found.top_k / found.num_experts
+    assert found.active_parameters == found.parameters - routed + round(routed * share)
+    text = found.text(tensors=True)
+    assert f"{found.num_experts} in each of {len(found.routed_blocks)} blocks" in text
+    assert "blocks.1.feed_forward.experts.down" in text
+    convert(tmp_path / "a", tmp_path / "b", to="polyad")
+    again = inspect(tmp_path / "b")
+    assert (again.family, again.parameters) == ("Polyad", found.parameters)
+    assert again.model == found.model
+
+
+def test_a_tensor_that_is_not_known_refuses_the_folder(tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    theirs("mixtral").save_pretrained(tmp_path)
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    tensors["model.layers.0.depth.weight"] = tensors["model.norm.weight"].clone()
+    save_file(tensors, path, {"format": "pt"})
+    with pytest.raises(HuggingFaceError, match=r"unknown tensor layers\.0\.depth\.weight"):
+        inspect(tmp_path)
+
+
+def test_a_feed_forward_with_a_gate_is_not_changed(tmp_path):
+    theirs("llama").save_pretrained(tmp_path / "a")
+    pairs = "num_experts=4,top_k=2"
+    for change in (Upcycling(pairs), Splitting(pairs), Factorizing("num_experts=[4]")):
+        with pytest.raises(ConfigError, match=r"model\.activation: swiglu has a gate"):
+            convert(tmp_path / "a", tmp_path / "b", "polyad", change)
+
+
+def test_the_command_says_it_in_json(tmp_path, capfd):
+    from polyad.launch.cli import run
+
+    theirs("olmoe").save_pretrained(tmp_path / "a")
+    capfd.readouterr()  # what transformers says
+    assert run(["inspect", str(tmp_path / "a"), "--json", "-"]) == 0
+    found = json.loads(capfd.readouterr().out)
+    assert found["family"] == "transformers' OLMoE"
+    assert found["num_experts"] == 8
