@@ -24,8 +24,6 @@ from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, NoReturn, Union, get_args, get_origin
 
-from polyad.train.config.faults import OURS, plain
-
 Function = Callable[..., int | None]
 
 
@@ -256,6 +254,8 @@ class Parser(argparse.ArgumentParser):
         name, _, value = option.lstrip("-").partition("=")
         if re.fullmatch(r"\w+(\.\w+)+", name) and value:
             return f"unknown option {option}; keys have no dashes: {option.lstrip('-')}"
+        from polyad.train.config.faults import OURS, plain  # imports pydantic
+
         if plain(name) in OURS and any(a.dest == "overrides" for a in self._actions):
             key = f"{OURS[plain(name)]}={value or 'VALUE'}"
             return f"unknown option {option}; keys have no dashes: {key}"

@@ -643,7 +643,7 @@ DEEPSEEK_V2_FAMILY = _decoder(
     _deepseek(
         rope(10000.0, pairs="neighbours", dtype="fp32", is_latent=True),
         constant(feed_forward__combine="softmax"),
-        field("routed_scaling_factor", "feed_forward.weight_scale", 1.0),
+        field("routed_scaling_factor", "feed_forward.routed_scaling_factor", 1.0),
         only("scoring_func", "softmax"),
         Key({"feed_forward.num_groups": "n_group", "feed_forward.top_groups": "topk_group"},
             _v2_groups,
@@ -660,7 +660,7 @@ DEEPSEEK_V3_FAMILY = _decoder(
         normalized(True),
         constant(feed_forward__score_function="sigmoid", feed_forward__selection_bias=True,
                  feed_forward__group_score="best_two"),
-        field("routed_scaling_factor", "feed_forward.weight_scale", 2.5),
+        field("routed_scaling_factor", "feed_forward.routed_scaling_factor", 2.5),
         only("scoring_func", "sigmoid"),
         only("topk_method", "noaux_tc"),
         Key({"feed_forward.num_groups": "n_group", "feed_forward.top_groups": "topk_group"},

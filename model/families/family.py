@@ -233,9 +233,10 @@ class Family:
     def _refuse_quantized(self, section: Tree) -> None:
         about = section.get("quantization_config")
         method = about.get("quant_method") if isinstance(about, dict) else about
-        if method and method != self.quantized:
+        if about and (method is None or method != self.quantized):
             known = "it has to be absent" if self.quantized is None else f"{self.quantized!r} is"
-            raise HuggingFaceError(f"quantization_config: {method!r:.60} is not supported; {known}")
+            found = about if method is None else method
+            raise HuggingFaceError(f"quantization_config: {found!r:.60} is not supported; {known}")
 
     def _refuse_unknown(self, section: Tree) -> None:
         if self.known_keys is None:

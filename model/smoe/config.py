@@ -208,8 +208,8 @@ class SparseMoEConfig(SelectingConfig):
     their sum, or with K = 1 the score itself, as in Switch; `normalized`, divided by their sum for
     any K, as in Mixtral (equal to a softmax over the K highest logits); `softmax`, the scores as
     they are, as in V-MoE and OLMoE."""
-    weight_scale: Positive = 1.0
-    """What those weights are multiplied by (DeepSeek's routed_scaling_factor)."""
+    routed_scaling_factor: Positive = 1.0
+    """What those weights are multiplied by (DeepSeek)."""
     expert_hidden_size: Count | None = None
     """Inner width F of one expert, in units; null: four times the model's width."""
     placement: Placement = 1

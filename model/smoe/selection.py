@@ -185,8 +185,8 @@ class TopK(Selection):
             weights_NK = weights_NK / sum_N1.clamp_min(torch.finfo(sum_N1.dtype).tiny)
             # The bias may select experts whose scores all underflow to 0.
             weights_NK = torch.where(sum_N1 > 0, weights_NK, 1 / self.top_k)
-        if self.config.weight_scale != 1:
-            weights_NK = weights_NK * self.config.weight_scale
+        if self.config.routed_scaling_factor != 1:
+            weights_NK = weights_NK * self.config.routed_scaling_factor
         return self.selected(weights_NK, expert_ids_NK, scores_NE)
 
     def _within_groups(self, ranked_NE: Tensor) -> Tensor:

@@ -22,10 +22,10 @@ def run_and_note(config: Path, notes: Path, *overrides: str) -> int:
     losses = language.text_losses
     taken: list[list[str]] = []
 
-    def noting(model, batch):
+    def noting(model, batch, *others):
         tokens_BT1 = torch.cat([batch.input_ids_BT[:, :1], batch.target_ids_BT], 1)
         taken.append([digest(row) for row in tokens_BT1])
-        return losses(model, batch)
+        return losses(model, batch, *others)
 
     with mock.patch.object(language, "text_losses", noting):
         steps = main(config, overrides).step

@@ -71,12 +71,16 @@ def spoiling(config: Path, what: str, bad: tuple[int, ...]) -> Callable[..., tor
     usual = kernel.linear_cross_entropy
 
     def loss(
-        x: torch.Tensor, weight: torch.Tensor, flat: torch.Tensor, part: object
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        flat: torch.Tensor,
+        part: object,
+        bias: None = None,
     ) -> torch.Tensor:
         targets = flat.view(-1, rows.shape[1])
         hit = (targets[:, None] == rows[None]).all(-1).any(-1)[:, None]
         if not hit.any():
-            return usual(x, weight, flat, part)  # type: ignore[arg-type]
+            return usual(x, weight, flat, part, bias)  # type: ignore[arg-type]
         plain = cross_entropy(x @ weight.t(), flat).view_as(targets)
         factor = torch.where(hit, 6.0 if what == "loss" else 400.0, 1.0)
         if what == "loss":

@@ -112,7 +112,7 @@ def test_groups_of_deepseek_v3_by_hand():
     """Groups score 1.0, 1.4 (with the bias of 0.3) and 0.95: the third is left out, whose 0.85 is
     the second highest of all without groups."""
     scores, bias = [0.9, 0.1, 0.6, 0.5, 0.85, 0.1], [0.0, 0.0, 0.0, 0.3, 0.0, 0.0]
-    options = {"score_function": "sigmoid", "combine": "normalized", "weight_scale": 2.5}
+    options = {"score_function": "sigmoid", "combine": "normalized", "routed_scaling_factor": 2.5}
     groups = {"num_groups": 3, "top_groups": 2, "group_score": "best_two"}
     found = selected(scores, bias, **options, **groups)
     assert found == pytest.approx({0: 2.5 * 0.9 / 1.4, 3: 2.5 * 0.5 / 1.4})
@@ -122,7 +122,9 @@ def test_groups_of_deepseek_v3_by_hand():
 
 def test_groups_of_deepseek_v2_score_by_their_best():
     scores = [0.05, 0.3, 0.2, 0.25, 0.15, 0.05]
-    found = selected(scores, num_groups=3, top_groups=1, combine="softmax", weight_scale=4.0)
+    found = selected(
+        scores, num_groups=3, top_groups=1, combine="softmax", routed_scaling_factor=4.0
+    )
     assert found == pytest.approx({0: 0.2, 1: 1.2})
 
 

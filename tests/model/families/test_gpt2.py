@@ -92,7 +92,7 @@ def test_different_dropouts_are_none():
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"model_type": "llama"}, ["model_type", "'llama'", "gpt2, bert, vit"]),
+        ({"model_type": "t5"}, ["model_type", "'t5'", "gpt2, bert, vit"]),
         ({"model_type": None}, ["model_type", "None", "gpt2, bert, vit"]),
         ({"activation_function": "relu"}, ["activation_function", "'relu'", "'gelu_new'"]),
         ({"scale_attn_by_inverse_layer_idx": True}, ["by_inverse_layer_idx", "True", "False"]),

@@ -73,7 +73,10 @@ def test_a_resolved_config_reads_back_as_itself():
         ),
         ("loss.load_balance=-1", "loss.load_balance: -1 is not allowed"),
         ("model.hidden_size=30", "model.hidden_size: 30 is not a multiple of model.num_heads: 4"),
-        ("model.kind=t5", "model.kind: 't5' is not allowed: gpt2, bert, mixer, vit or mixture"),
+        (
+            "model.kind=t5",
+            "model.kind: 't5' is not allowed: gpt2, decoder, bert, mixer, vit or mixture",
+        ),
         (
             "model.feed_forward.kind=mlp",
             "feed_forward.kind: 'mlp' is not allowed: dense, mumoe, smoe or emoe",

@@ -253,11 +253,11 @@ def test_a_start_from_another_model_or_tokenizer_is_refused(
     prepare(str(texts), "train:400", tmp_path / "other", validation_fraction=0.3, report=print)
     text = refused(config, f"data.path={tmp_path / 'other'}")
     assert "their token ids mean different things" in text
-    llama = tmp_path / "llama"
-    llama.mkdir()
-    (llama / "config.json").write_text('{"model_type": "llama"}')
-    text = refused(config, f"checkpoint.init_from={llama}")
-    assert "model_type: 'llama' is not supported; gpt2, bert, vit, clip and clip_vision" in text
+    t5 = tmp_path / "t5"
+    t5.mkdir()
+    (t5 / "config.json").write_text('{"model_type": "t5"}')
+    text = refused(config, f"checkpoint.init_from={t5}")
+    assert "model_type: 't5' is not supported; gpt2, bert, vit, clip, clip_vision" in text
 
 
 def test_a_tokenizer_with_the_same_ids_in_another_file_is_accepted(

@@ -86,7 +86,7 @@ def test_classes_stand_beside_the_expert_that_gets_most_of_them(by_expert, expec
         samples=40,
         by_chance=0.0,
     )
-    html = level_matrix(level, by_expert=by_expert)
+    html = level_matrix(level, by_expert=by_expert).__html__()
     names = [name for name in re.findall(r"<title>([^<:]+)</title></text>", html)]
     order = [name for name in names if not name.startswith("expert")]
     if by_expert:  # a class of which no expert gets anything is anywhere

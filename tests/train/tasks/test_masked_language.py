@@ -16,6 +16,7 @@ from polyad.train.errors import ConfigError
 from polyad.train.evaluation.evaluate import evaluate
 from polyad.train.exchange.convert import convert
 from polyad.train.report.command import report
+from polyad.train.results import json_value
 from polyad.train.tasks.registry import open_task
 from tests.helpers.runs import records, run, write_config
 from tests.helpers.training import tensors
@@ -96,7 +97,7 @@ def test_scores_are_those_of_transformers(workers, finished, tmp_path, pieces):
         right += (logits.argmax(-1) == targets[scored]).tolist()
     assert not windows[len(windows) - 1].mask_T.all()  # padding is among it
     for ranks in (1, 2):
-        found = workers(ranks).run(evaluate, finished)[0]
+        found = json_value(workers(ranks).run(evaluate, finished)[0])
         assert found["tokens_scored"] == len(losses)
         assert found["loss"] == pytest.approx(sum(losses) / len(losses), rel=1e-5)
         assert found["accuracy"] == pytest.approx(sum(right) / len(right))
