@@ -290,12 +290,12 @@ def test_of_masked_text_hidden_tokens_are_counted(workers, tmp_path, texts):
     assert workers(1).run(run, config) == [6]
     folder = tmp_path / "run"
     found = workers(2).run(knockout, folder, tokens=320, overrides=("evaluation.batch_size=3",))[0]
-    # 320 tokens are ten windows of 32, each with 15% of its tokens hidden.
-    assert (found["windows_read"], found["tokens_scored"]) == (10, 50)
+    # 320 tokens are eleven windows of 30 and two marks, each with 15% of its tokens hidden.
+    assert (found["windows_read"], found["tokens_scored"]) == (11, 55)
     for layer in found["layers"].values():
         assert not any(name.startswith("read") for name in layer["by"])
-        assert sum(layer["by"]["position"]["tokens"]) == 50
-        assert sum(row[0] for row in layer["by"]["all"]["own_tokens"]) == 2 * 50
+        assert sum(layer["by"]["position"]["tokens"]) == 55
+        assert sum(row[0] for row in layer["by"]["all"]["own_tokens"]) == 2 * 55
     with pytest.raises(Exception, match="only a GPT-2 is steered") as caught:
         workers(1).run(knockout, folder, steerings=[parse_steering(STEER)])
     assert "ConfigError" in str(caught.value)
