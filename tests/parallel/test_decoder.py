@@ -5,6 +5,7 @@ import torch
 
 from polyad.model.build import read_model_config
 from polyad.train.loop.losses import LossConfig
+from tests.helpers.everyday import everyday
 from tests.helpers.training import Case, relative, tensors, train
 
 pytestmark = pytest.mark.distributed
@@ -53,13 +54,25 @@ MODELS = {
 DENSE_LAYOUTS = [(2, 2, 1, 0, False), (4, 4, 1, 1, False), (4, 2, 1, 1, True), (2, 1, 1, 3, False)]
 ROUTED_LAYOUTS = [(2, 2, 1, 0, False), (2, 1, 2, 1, False), (4, 2, 2, 2, False), (4, 2, 2, 0, True)]
 CASES = [
-    pytest.param(
-        name, layout, id=f"{name} TP {layout[1]} EP {layout[2]} ZeRO {layout[3]}"
-        f"{' SP' if layout[4] else ''}"
-    )
+    (name, layout)
     for name, settings in MODELS.items()
     for layout in (ROUTED_LAYOUTS if "feed_forward" in settings else DENSE_LAYOUTS)
-]  # fmt: skip
+]
+EVERYDAY = [
+    ("grouped", DENSE_LAYOUTS[0]),
+    ("one head of keys", DENSE_LAYOUTS[2]),
+    ("norm over heads", ROUTED_LAYOUTS[2]),
+    ("latent", ROUTED_LAYOUTS[3]),
+    ("sinks", ROUTED_LAYOUTS[2]),
+    ("multipliers", ROUTED_LAYOUTS[0]),
+    ("graph", ROUTED_LAYOUTS[3]),
+    ("learned", DENSE_LAYOUTS[3]),
+]
+
+
+def label(case):
+    name, (_, tensor, expert, stage, sequence) = case
+    return f"{name} TP {tensor} EP {expert} ZeRO {stage}{' SP' if sequence else ''}"
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +97,7 @@ def a_case(name):
     return Case(optimizer="sgd", learning_rate=0.1, clip=0.1, model=model, losses=losses)
 
 
-@pytest.mark.parametrize(("name", "layout"), CASES)
+@everyday(("name", "layout"), CASES, EVERYDAY, ids=label)
 def test_sgd_gives_equal_losses_norms_and_weights(workers, references, tmp_path, name, layout):
     expected, folder = references(name)
     assert all(norm > 0.1 for norm in expected["norms"])  # so that the clip is active
