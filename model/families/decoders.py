@@ -459,7 +459,13 @@ DEEPSEEK_BLOCKS = placement(
     lambda dense: {"first_k_dense_replace": len(dense)},
     "first_k_dense_replace",
 )
-DENSE_BLOCKS = field("intermediate_size", "feed_forward.dense_hidden_size", None, is_needed=True)
+DENSE_BLOCKS = Key(
+    {"feed_forward.dense_hidden_size": "intermediate_size"},
+    lambda tree: {"feed_forward.dense_hidden_size": tree.get("intermediate_size")},
+    lambda config: {
+        "intermediate_size": config.feed_forward.dense().inner_size(config.hidden_size)
+    },
+)
 
 
 def _deepseek(*more: Key) -> tuple[Key, ...]:
@@ -513,6 +519,7 @@ def _decoder(
 def _write(
     family: Family, config: DecoderConfig, known: Known, model_type: str, classes: str
 ) -> dict[str, Any]:
+    config = config.filled()
     if config.head is not None:
         raise HuggingFaceError(
             f"model.head.kind: {config.head.kind!r}: only a language model is written in Hugging "

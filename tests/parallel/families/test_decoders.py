@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 from torch.nn.functional import cross_entropy
 
 from polyad.model.attention import KeyValueCache
+from polyad.model.build import read_model_config
 from polyad.model.families.decoders import family_of
 from polyad.model.families.family import Known
 from polyad.model.families.keys import HuggingFaceError
@@ -24,6 +25,15 @@ every_case = everyday(
     list(CASES),
     keep=["llama 3", "olmoe", "qwen3_moe", "granitemoeshared", "deepseek_v3 yarn", "gpt_oss odd"],
 )
+
+OWN = {
+    "kind": "smoe",
+    "num_experts": 4,
+    "expert_hidden_size": 24,
+    "activation": "swiglu",
+    "combine": "normalized",
+    "router_dtype": "model",
+}
 
 
 class Chosen:
@@ -191,3 +201,27 @@ def test_four_bits_of_gpt_oss_are_those_of_transformers(tmp_path):
     assert torch.equal(found.view(torch.int16), wanted.view(torch.int16))
     part = folder.read("m", (slice(1, 2), slice(5, 40), slice(1, 6, 2)))
     assert torch.equal(part, wanted[1:2, 5:40, 1:6:2])
+
+
+@pytest.mark.parametrize(
+    ("model", "title"),
+    [
+        ({"query_key_norm": "head", "feed_forward": OWN}, "transformers' Qwen3-MoE"),
+        ({"query_key_norm": "all", "head_size": 8, "feed_forward": OWN}, "transformers' OLMoE"),
+        ({"feed_forward": OWN}, "transformers' Mixtral"),
+        ({"feed_forward": OWN | {"graph": "similarity"}}, None),
+        ({"feed_forward": OWN | {"balancing_rate": 0.001}}, None),
+        ({}, "transformers' Llama"),
+        ({"attention_sinks": True}, None),
+    ],
+)
+def test_the_family_of_a_model_of_ones_own_is_found(model, title):
+    sizes = {"kind": "decoder", "hidden_size": 32, "num_heads": 4, "num_layers": 2}
+    config = read_model_config(sizes | {"vocab_size": 61, "sequence_length": 16} | model)
+    if title is not None:
+        assert family_of(config).title == title
+        return
+    with pytest.raises(
+        HuggingFaceError, match=r"transformers has no such architecture: .* has model"
+    ):
+        family_of(config)
