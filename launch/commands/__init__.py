@@ -41,7 +41,7 @@ COMMANDS: dict[str, Command] = {
         checkpoints.checkpoint_delete,
         data.data_verify,
         weights.generate,
-        weights.inspect,
         weights.convert,
+        weights.inspect,
     )
 }
