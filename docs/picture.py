@@ -42,7 +42,7 @@ LINES_SHOWN = 3
 """Of a token's context."""
 MARK = f"rgb({COLOURS['mark'][0].replace(' ', ',')})"
 SNIPPETS = 4
-"""Of an expert."""
+"""What is shown of an expert."""
 CSS = """
 svg text { font-family: system-ui, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif; }
 svg text.soft { fill: var(--soft); font-size: 12.5px; }

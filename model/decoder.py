@@ -33,10 +33,11 @@ class Multipliers(NamedTuple):
     """Constants of Granite's models; others have 1."""
 
     embedding: float = 1.0
-    """Of the token embedding."""
+    """What the token embedding is multiplied by."""
     residual: float = 1.0
-    """Of each branch, before it is added."""
+    """What each branch is multiplied by before it is added."""
     logits: float = 1.0
+    """What logits are multiplied by."""
 
 
 class DecoderSettings(TransformerSettings, ABC):
