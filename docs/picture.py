@@ -39,10 +39,10 @@ HALF = (INNER - GAP) // 2
 CHARACTER, LINE = 6.6, 17
 """Of the monospaced text, in pixels."""
 LINES_SHOWN = 3
-"""Of a token's context."""
+"""Characters of a token's context."""
 MARK = f"rgb({COLOURS['mark'][0].replace(' ', ',')})"
 SNIPPETS = 4
-"""What is shown of an expert."""
+"""How many an expert shows."""
 CSS = """
 svg text { font-family: system-ui, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif; }
 svg text.soft { fill: var(--soft); font-size: 12.5px; }
