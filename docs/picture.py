@@ -37,9 +37,9 @@ WIDTH, MARGIN, GAP = 1120, 30, 14
 INNER = WIDTH - 2 * MARGIN
 HALF = (INNER - GAP) // 2
 CHARACTER, LINE = 6.6, 17
-"""Of the monospaced text, in pixels."""
+"""Width of a character and height of a line of the monospaced text, in pixels."""
 LINES_SHOWN = 3
-"""Characters of a token's context."""
+"""Lines of a token's context."""
 MARK = f"rgb({COLOURS['mark'][0].replace(' ', ',')})"
 SNIPPETS = 4
 """How many an expert shows."""
