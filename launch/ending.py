@@ -97,7 +97,8 @@ def _peer_ended(error: BaseException | None) -> str | None:
 def _say(message: str, status: int) -> None:
     """One line on standard error, from rank 0; from another one only if rank 0 has none.
 
-    Before the first step, where each process hears why another ends, one on each host says it.
+    Before the first step, where each process hears why another ends, one on each host says it:
+    rank 0, unless it was slow and another one no longer waited for it.
 
     Args:
         message: the error.
@@ -109,7 +110,8 @@ def _say(message: str, status: int) -> None:
         if _another_says_it():
             return
     name = f"rank {rank}: " if rank else ""
-    print(f"polyad: error: {name}{one_line(message)}", file=sys.stderr, flush=True)
+    if rank or not _is_said():
+        print(f"polyad: error: {name}{one_line(message)}", file=sys.stderr, flush=True)
     if not rank:
         _tell_others(message, status, said=True)
 
@@ -135,6 +137,15 @@ def _another_says_it() -> bool:
         from polyad.parallel.meeting import another_says_it
 
         return another_says_it(OTHERS_SPEAK_FIRST)
+    return False
+
+
+def _is_said() -> bool:
+    with contextlib.suppress(Exception):
+        if "RANK" in os.environ:
+            from polyad.parallel.meeting import is_said
+
+            return is_said()
     return False
 
 

@@ -135,6 +135,13 @@ def another_says_it(patience: float) -> bool:
     return False
 
 
+def is_said() -> bool:
+    """Whether another process of this host has said why the run ends; never after they have met."""
+    with suppress(MeetingError, ValueError, OSError, RuntimeError):
+        return _can_tell() and _Meeting.joined(LINGER / 60).is_said()
+    return False
+
+
 def _has_one_before() -> bool:
     return os.environ.get("LOCAL_RANK", "0") != "0"
 
@@ -280,11 +287,15 @@ class _Meeting:
     def speaks(self, patience: float) -> bool:
         """Whether this process says why the run ends; the first one of its host is given time."""
         until = time.monotonic() + patience * _has_one_before()
-        while not self._store.check([f"said/{self._node}"]) and time.monotonic() < until:
+        while not self.is_said() and time.monotonic() < until:
             time.sleep(0.02)
         is_first = self._store.add(f"said/{self._node}", 1) == 1
         self._store.add("ended", 1)
         return is_first
+
+    def is_said(self) -> bool:
+        """See the function."""
+        return self._store.check([f"said/{self._node}"])
 
     def _name(self) -> str:
         return f"{self._host} (rank {self._rank})"

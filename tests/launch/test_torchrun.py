@@ -13,6 +13,7 @@ import pytest
 
 from polyad.launch.torchrun import STOP_FILE, _stopped, forget_stop, tell_launcher
 from polyad.launch.via.command import torchrun
+from polyad.parallel.addresses import STORE
 from polyad.parallel.checkpoint.keeping import complete_checkpoints
 from tests.helpers import started
 from tests.helpers.everyday import everyday
@@ -101,6 +102,27 @@ def test_a_process_that_alone_cannot_start_says_why_once(
     assert all("stopped by SIGTERM; no checkpoint was written" in line for line in others), others
     left = [*tmp_path.glob("torchelastic_*"), *tmp_path.glob("polyad-*")]
     assert not left
+
+
+def test_rank_zero_that_comes_late_does_not_say_again_what_another_has_said(
+    config: Path, tmp_path: Path
+) -> None:
+    """Without an agent, which would end it before that."""
+    impatient = "import os\nfrom polyad.launch import ending\nending.OTHERS_SPEAK_FIRST = 0.1\n"
+    (tmp_path / "broken.py").write_text(impatient + "assert os.environ['RANK'] == '0'\n")
+    ours = {"PYTHONPATH": str(tmp_path), "POLYAD_PLUGINS": "broken", "WORLD_SIZE": "2"}
+    said = []
+    for rank in "10":
+        done = subprocess.run(
+            [sys.executable, "-m", "polyad.launch", "train", str(config)],
+            env=dict(os.environ) | ours | {"RANK": rank, "LOCAL_RANK": rank}
+            | {STORE: str(tmp_path / "store")},
+            **{"check": False, "capture_output": True, "text": True},
+        )  # fmt: skip
+        assert done.returncode == 2
+        said += done.stderr.splitlines()
+    assert len(said) == 1, said
+    assert said[0].startswith("polyad: error: rank 1: POLYAD_PLUGINS: broken: cannot be imported")
 
 
 def loaders_of(worker: psutil.Process) -> list[psutil.Process]:
