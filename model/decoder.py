@@ -1,6 +1,7 @@
 """The decoder: a causal language model of blocks, as GPT-2, Llama and their mixtures are.
 
-`GPT2Config` (`model/gpt2.py`) and `DecoderConfig` (`model/llama.py`) say what its blocks are.
+`GPT2Config` (`model/gpt2.py`) and `DecoderConfig` (`model/decoder_config.py`) say what its blocks
+are.
 
 Shapes: B batch, T tokens in a sequence, D width, V vocabulary, K classes, L blocks.
 """

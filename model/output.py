@@ -33,7 +33,8 @@ class RoutingStats(NamedTuple):
     muMoE that of the leaves' coefficients, products over levels, whose entropy is the levels' sum.
     No dimensions, as all that follow unless a suffix says them."""
     usage_E: Tensor | None = None
-    """Mean over tokens of the scores that experts are chosen by; None: `load_E`."""
+    """Mean over tokens of the scores that experts are chosen by; None: `load_E`. With a gradient
+    where a loss over all layers asks for it."""
     balance_loss: Tensor | None = None
     """E sum_e f_e P_e: 1 at even load. Losses have a gradient where training asks for it, and those
     of sparse routing are None in evaluation."""
@@ -45,6 +46,9 @@ class RoutingStats(NamedTuple):
     load_loss: Tensor | None = None
     """Squared coefficient of variation of the load to be expected under the router's noise; None
     without noise."""
+    sequence_loss: Tensor | None = None
+    """Mean over sequences of sum_e f_e P_e within each: 1 at even load; None unless training asks
+    for it."""
     dropped: Tensor | None = None
     """Share of the assignments that were dropped."""
     effective_neighbours: Tensor | None = None
@@ -112,7 +116,8 @@ class ModelOutput(NamedTuple):
 
 
 AUXILIARY_LOSSES = frozenset({"balance_loss", "z_loss", "importance_loss", "load_loss"})
-"""Fields of `RoutingStats` that a run's coefficients `loss.*` may add to its loss."""
+"""Losses of `RoutingStats` that every router computes in training: `loss.*` may add them. What else
+training can ask for is `usage_E` with a gradient, and `sequence_loss`."""
 
 
 class StatisticsModule(nn.Module):
@@ -127,7 +132,7 @@ class StatisticsModule(nn.Module):
         """What a loss is computed from: without gradient, unless the loss is asked for.
 
         Args:
-            name: The loss, one of `AUXILIARY_LOSSES`.
+            name: The field of `RoutingStats`, as in `AUXILIARY_LOSSES`.
             x: Scores, logits, or their means.
         """
         return x if name in self.learns_from else x.detach()
@@ -181,7 +186,7 @@ def ask_for_statistics(model: nn.Module, *, losses: frozenset[str], samples: boo
 
     Args:
         model: The whole one.
-        losses: The auxiliary losses that get a gradient: those with a coefficient.
+        losses: Fields of `RoutingStats` that get a gradient: those with a coefficient.
         samples: Whether numbers of single samples are returned.
     """
     for module in model.modules():

@@ -46,6 +46,7 @@ class SelectingConfig(FeedForwardSettings, ABC):
         evaluation_capacity_factor: float | None
         capacity_order: Literal["arrival", "priority"]
         allow_leak: bool
+        router_noise: float
         experts: str
 
     placement_key: ClassVar[str]

@@ -22,8 +22,8 @@ from polyad.model.feedforward import (
     FeedForwardContext,
 )
 from polyad.model.initialization import ZEROS, Initializer, linear_initializers
-from polyad.model.output import RoutingStats, StatisticsModule, entropy
-from polyad.model.padding import counted, pack, unpack
+from polyad.model.output import RoutingStats, StatisticsModule, entropy, mean_of_samples
+from polyad.model.padding import RealTokens, counted, pack, unpack
 from polyad.model.smoe.config import SelectingConfig, SparseMoEConfig
 from polyad.model.smoe.dispatch import Dispatcher
 from polyad.model.smoe.experts import Experts, StackedExperts
@@ -33,6 +33,7 @@ from polyad.model.smoe.losses import (
     load_balance_loss,
     load_loss,
     router_z_loss,
+    sequence_balance_loss,
 )
 from polyad.model.smoe.scores import SCORES, Score, expert_input
 from polyad.model.smoe.selection import Selected, Selection, TopK, spread
@@ -113,7 +114,7 @@ class Router(StatisticsModule):
         stats = RoutingStats(
             name="",
             load_E=load_E,
-            usage_E=usage_E.detach(),
+            usage_E=self.for_loss("usage_E", usage_E),
             entropy=entropy(shares_NE.detach()).mean(),
             dropped=load_E.new_zeros(()),
             effective_neighbours=mixed.effective_neighbours,
@@ -124,6 +125,8 @@ class Router(StatisticsModule):
         )
         if self.training:
             stats = self._with_losses(stats, logits_NE, noisy_NE, own_NE, usage_E)
+            if "sequence_loss" in self.learns_from:
+                stats = stats.but(sequence_loss=self._of_sequences(own_NE, u_BTD, real))
         return Routing(selected, self.with_samples(stats, [own_NE], u_BTD, real))
 
     def _with_losses(
@@ -149,6 +152,14 @@ class Router(StatisticsModule):
             importance_loss=importance_loss(self.for_loss("importance_loss", own_NE).mean(0)),
             load_loss=of_noise,
         )
+
+    def _of_sequences(self, own_NE: Tensor, u_BTD: Tensor, real: RealTokens | None) -> Tensor:
+        """The balance within each sequence, of scores without noise, graph, groups and bias."""
+        top_k = self.selection.top_k
+        best_NK = self.selection.agreed(own_NE.detach().topk(top_k, dim=-1).indices)
+        chosen_NE = torch.zeros_like(own_NE).scatter(1, best_NK, 1)
+        chosen_BE = mean_of_samples(chosen_NE, u_BTD, real)
+        return sequence_balance_loss(chosen_BE, mean_of_samples(own_NE, u_BTD, real), top_k)
 
     def update(self, stats: RoutingStats, progress: float) -> None:
         """Prepares the next optimizer step; called once after each.

@@ -1,9 +1,10 @@
 """Losses of routing: pure functions of scores and selected experts.
 
-The z-loss is a mean over tokens. The others multiply or divide such means, so they
-are not linear in the batch: a step's is the mean over its micro-batches (`train/loop/losses.py`).
+The z-loss is a mean over tokens, the loss of sequences one over sequences. The others multiply or
+divide means over tokens, so they are not linear in the batch: a step's is the mean over its
+micro-batches (`train/loop/losses.py`).
 
-Shapes: N tokens, E experts, K experts of a token.
+Shapes: N tokens, B sequences, E experts, K experts of a token.
 """
 
 import math
@@ -23,6 +24,24 @@ def load_balance_loss(mean_scores_E: Tensor, load_E: Tensor) -> Tensor:
         No dimensions. Not linear in the batch: it belongs to one micro-batch of one process.
     """
     return mean_scores_E.shape[0] * (load_E.detach() * mean_scores_E).sum()
+
+
+def sequence_balance_loss(chosen_BE: Tensor, scores_BE: Tensor, top_k: int) -> Tensor:
+    """The mean over sequences of sum_e f_e P_e: 1 at uniform load, for any K.
+
+    f_e is E / K times the share of the sequence's tokens that have expert e among their K best, and
+    P_e its mean score. Source: DeepSeek-AI 2024, "DeepSeek-V3", equations 17 to 20.
+
+    Args:
+        chosen_BE: That share, by each token's own scores; no gradient flows to it.
+        scores_BE: P, the mean over each sequence's tokens of scores that sum to 1.
+        top_k: K.
+
+    Returns:
+        No dimensions. A mean over sequences, however they are cut into micro-batches.
+    """
+    f_BE = chosen_BE.detach() * (chosen_BE.shape[1] / top_k)
+    return (f_BE * scores_BE).sum(1).mean()
 
 
 def router_z_loss(logits_NE: Tensor) -> Tensor:

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from polyad.parallel.dims import LayoutError
+
 SMALL = 65_536
 """Elements up to which known numbers are computed with."""
 _PAGES = 1 << 16
@@ -292,5 +294,11 @@ def _reserved(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) ->
     if elements * dtype.itemsize < _PAGES:
         return torch.empty_strided(size, stride, dtype=dtype).zero_()
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE
-    pages = mmap.mmap(-1, elements * dtype.itemsize, flags=flags)
+    try:
+        pages = mmap.mmap(-1, elements * dtype.itemsize, flags=flags)
+    except OSError as error:  # the addresses of a process end at 128 TB
+        raise LayoutError(
+            f"the model: a tensor of a process is {list(size)}, {elements * dtype.itemsize:.2g} "
+            f"bytes, more than this machine has addresses for; a smaller one is allowed"
+        ) from error
     return torch.frombuffer(pages, dtype=dtype).as_strided(size, stride)

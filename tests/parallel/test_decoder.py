@@ -93,7 +93,11 @@ def a_case(name):
     model = read_model_config(SMALL | MODELS[name])
     losses = LossConfig()
     if "feed_forward" in MODELS[name]:
-        losses = LossConfig(load_balance=0.01, router_z=0.001)
+        over = "model" if name == "sinks" else "layer"
+        sequence = 0.01 if name == "latent" else 0.0
+        losses = LossConfig(
+            load_balance=0.01, load_balance_over=over, sequence_balance=sequence, router_z=0.001
+        )
     return Case(optimizer="sgd", learning_rate=0.1, clip=0.1, model=model, losses=losses)
 
 

@@ -134,7 +134,9 @@ def whole(workers, tmp_path_factory):
             folder = tmp_path_factory.mktemp("whole")
             case = Case(
                 optimizer="sgd", learning_rate=0.3, clip=0.0, last_step=2, micro_batch=8,
-                model=model_of(kind, section), losses=LossConfig(router_z=0.5),
+                model=model_of(kind, section), losses=LossConfig(
+                    router_z=0.5, sequence_balance=0.0 if section == "emoe" else 0.5
+                ),
                 save_to=str(folder),
             )  # fmt: skip
             made[kind, section] = (
@@ -200,3 +202,14 @@ def test_other_losses_of_tokens_weigh_micro_batches_by_their_tokens(name):
     assert routing_loss((both._replace(tokens=None),), config) == pytest.approx(9.0)
     with pytest.raises(TypeError, match="real_tokens"):
         routing_loss((stats,), config)
+
+
+def test_losses_of_sequences_and_of_the_model_weigh_what_they_are_means_of():
+    one, even_E = torch.ones(()), torch.tensor([0.5, 0.5])
+    stats = RoutingStats(
+        "", even_E, one, usage_E=even_E, sequence_loss=torch.tensor(4.0), tokens=torch.tensor(30.0)
+    )
+    of_sequences = LossConfig(sequence_balance=0.5)
+    assert routing_loss((stats, stats), of_sequences, torch.tensor(20.0)) == pytest.approx(4.0)
+    of_model = LossConfig(load_balance=0.5, load_balance_over="model")
+    assert routing_loss((stats, stats), of_model, torch.tensor(20.0)) == pytest.approx(0.75)

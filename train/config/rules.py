@@ -4,11 +4,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from polyad.data.images.config import ImageDataConfig
+from polyad.model.decoder import DecoderSettings
 from polyad.model.decoder_config import DecoderConfig
 from polyad.model.emoe.config import EmergentMoEConfig
 from polyad.model.mixture import MixtureConfig
 from polyad.model.settings import ModelSettings
-from polyad.model.smoe.config import SelectingConfig
+from polyad.model.smoe.config import SelectingConfig, SparseMoEConfig
 from polyad.model.vision import ImageSettings
 from polyad.parallel.dims import Dims
 from polyad.train.config.run import RunConfig
@@ -54,14 +55,14 @@ def validate(config: RunConfig, world_size: int) -> Dims:
                 "parallel.sequence_parallel: true needs parallel.tensor_parallel_size of 2 or "
                 "more, not 1"
             )
-        if config.model.kind != "gpt2":
+        if not isinstance(config.model, DecoderSettings):
             raise ConfigError(
                 f"parallel.sequence_parallel: true is not allowed with model.kind: "
-                f"{config.model.kind}; gpt2 is"
+                f"{config.model.kind}; gpt2 and decoder are"
             )
     check_experts(config, dims.expert_parallel_size)
     check_fluctuation(config)
-    check_load_loss(config)
+    check_losses(config)
     check_mixing(config)
     check_one_expert(config)
     check_muon(config)
@@ -233,19 +234,29 @@ def check_fluctuation(config: RunConfig) -> None:
         )
 
 
-def check_load_loss(config: RunConfig) -> None:
-    """Checks that the load loss has a router with noise.
+def check_losses(config: RunConfig) -> None:
+    """Checks that the model has the routers that losses are of.
 
     Raises:
         ConfigError: there is none, and the loss would be left out in silence.
     """
-    noisy = any(
-        isinstance(each, SelectingConfig) and each.router_noise
-        for each in config.model.feed_forwards().values()
-    )
-    if config.loss.load and not noisy:
+    loss = config.loss
+    routers = [
+        each for each in config.model.feed_forwards().values() if isinstance(each, SelectingConfig)
+    ]
+    if loss.sequence_balance and not any(isinstance(each, SparseMoEConfig) for each in routers):
         raise ConfigError(
-            f"loss.load: {config.loss.load:g} is of the load under a router's noise: it needs a "
+            f"loss.sequence_balance: {loss.sequence_balance:g} is not allowed with "
+            f"{_kinds(config)}: it needs a feed-forward of kind: smoe; without one 0 is allowed"
+        )
+    if loss.load_balance and loss.load_balance_over == "model" and len(routers) != 1:
+        raise ConfigError(
+            f"loss.load_balance_over: model is not allowed with {_kinds(config)}: it needs one "
+            f"feed-forward of kind: smoe or emoe, whose layers have the same experts; layer is"
+        )
+    if loss.load and not any(router.router_noise for router in routers):
+        raise ConfigError(
+            f"loss.load: {loss.load:g} is of the load under a router's noise: it needs a "
             f"feed-forward of kind: smoe or emoe with router_noise above 0; without one 0 is "
             f"allowed"
         )

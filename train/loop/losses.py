@@ -31,6 +31,7 @@ from torch import Tensor
 
 from polyad.model.config import Config
 from polyad.model.output import ModelOutput, RoutingStats
+from polyad.model.smoe.losses import load_balance_loss
 from polyad.parallel.zero import CrossEntropy
 from polyad.train.tasks.task import Predictor
 
@@ -195,14 +196,22 @@ def _losses(
 class LossConfig(Config):
     """What is added to the mean loss of a task, for every layer that routes.
 
-    Each is a number of one micro-batch of one process. The z-loss is a mean over its tokens, so a
-    step's is that of all its tokens, however they are cut into micro-batches. Load balance,
-    importance and load multiply or divide means over tokens, and sample similarity compares pairs:
-    those of a step are means over its micro-batches, and change with `train.micro_batch_size`.
+    Each is a number of one micro-batch of one process. The z-loss is a mean over its tokens, and
+    the balance of sequences one over its sequences, so a step's is that of all, however they are
+    cut into micro-batches. Load balance, importance and load multiply or divide means over tokens,
+    and sample similarity compares pairs: those of a step are means over its micro-batches, and
+    change with `train.micro_batch_size`.
     """
 
     load_balance: Annotated[float, Field(ge=0, le=1e6)] = 0.0
     """Coefficient of the load-balance loss E sum_e f_e P_e of a micro-batch (Switch: 0.01); 0
+    leaves it out."""
+    load_balance_over: Literal["layer", "model"] = "layer"
+    """What f and P are means over: `layer`, the tokens of one layer, and the losses of all layers
+    add up (Switch); `model`, those of all layers together, in one loss of the model, as
+    transformers has it, whose `router_aux_loss_coef` times K is this coefficient."""
+    sequence_balance: Annotated[float, Field(ge=0, le=1e6)] = 0.0
+    """Coefficient of the balance loss within each sequence, 1 at even load (DeepSeek-V3: 0.0001); 0
     leaves it out."""
     router_z: Annotated[float, Field(ge=0, le=1e6)] = 0.0
     """Coefficient of the router z-loss, the mean squared logsumexp of its logits (ST-MoE: 0.001);
@@ -224,12 +233,18 @@ class LossConfig(Config):
         """The coefficients of losses of tokens, and not of whole samples, by their names in
         `RoutingStats`; those that are not 0."""
         known = {
-            "balance_loss": self.load_balance,
+            "balance_loss": self.load_balance if self.load_balance_over == "layer" else 0.0,
+            "sequence_loss": self.sequence_balance,
             "z_loss": self.router_z,
             "importance_loss": self.importance,
             "load_loss": self.load,
         }
         return {name: coefficient for name, coefficient in known.items() if coefficient}
+
+    def asked(self) -> frozenset[str]:
+        """Fields of `RoutingStats` that have to have a gradient."""
+        pooled = {"usage_E"} if self.load_balance and self.load_balance_over == "model" else set()
+        return frozenset(self.coefficients()) | pooled
 
 
 def routing_loss(
@@ -251,22 +266,36 @@ def routing_loss(
         A scalar; None where nothing is to be added.
     """
     terms = []
+    if "usage_E" in config.asked():
+        pooled = config.load_balance * _balance_of_model(routing)
+        terms.append(_by_tokens(pooled, routing[0], mean_tokens))
     for stats in routing:
         known = stats._replace(importance_loss=_importance(stats.importance_loss, config))
-        of_tokens = [
-            coefficient * value
-            for name, coefficient in config.coefficients().items()
-            if (value := getattr(known, name)) is not None
-        ]
-        if of_tokens and stats.tokens is not None:
-            if mean_tokens is None:
-                raise TypeError("a batch with padding has to say its `real_tokens`")
-            share = (stats.tokens / mean_tokens).to(of_tokens[0].dtype)
-            of_tokens = [share * value for value in of_tokens]
-        terms += of_tokens
+        for name, coefficient in config.coefficients().items():
+            if (value := getattr(known, name)) is None:
+                continue
+            term = coefficient * value
+            of_tokens = name != "sequence_loss"
+            terms.append(_by_tokens(term, stats, mean_tokens) if of_tokens else term)
         if stats.similarity_loss is not None:  # of pairs of samples, with its coefficients
             terms.append(stats.similarity_loss)
     return torch.stack(terms).sum() if terms else None
+
+
+def _balance_of_model(routing: tuple[RoutingStats, ...]) -> Tensor:
+    """The load-balance loss of the tokens of all layers with sparse experts together."""
+    sparse = [(stats.usage_E, stats.load_E) for stats in routing if stats.usage_E is not None]
+    usages, loads = zip(*sparse, strict=True)
+    return load_balance_loss(torch.stack(usages).mean(0), torch.stack(loads).mean(0))
+
+
+def _by_tokens(term: Tensor, stats: RoutingStats, mean_tokens: Tensor | None) -> Tensor:
+    """A mean over a micro-batch's tokens, times these over their mean; without padding as it is."""
+    if stats.tokens is None:
+        return term
+    if mean_tokens is None:
+        raise TypeError("a batch with padding has to say its `real_tokens`")
+    return (stats.tokens / mean_tokens).to(term.dtype) * term
 
 
 def _importance(squared: Tensor | None, config: LossConfig) -> Tensor | None:

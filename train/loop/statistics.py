@@ -26,7 +26,7 @@ Routing = tuple[RoutingStats, ...]
 PART = 20
 """Bits of a number's lower half: fp32 holds whole numbers up to 24 bits, and sums of them with
 zeros."""
-OF_MICRO_BATCHES = frozenset({"tokens", "similarity_loss"})
+OF_MICRO_BATCHES = frozenset({"tokens", "similarity_loss", "sequence_loss"})
 """Fields of statistics that are not means over tokens."""
 LARGEST_OF_LAYERS = frozenset({"load_max", "rank_load_max"})
 """Measures of which all layers together have the largest; of others they have the mean."""

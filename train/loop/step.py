@@ -69,7 +69,7 @@ def issue_step(
         Whether the step was applied, and its numbers, which the host has not waited for.
     """
     statistics, pairs = StepStatistics(engine.device), losses.sample_similarity
-    asked = frozenset(losses.coefficients())
+    asked = losses.asked()
     ask_for_statistics(engine.module, losses=asked, samples=pairs is not None)
     read = Reading(engine, getattr(engine.module, "as_read", None))
     mean_tokens = None

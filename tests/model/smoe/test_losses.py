@@ -12,6 +12,7 @@ from polyad.model.smoe.losses import (
     load_balance_loss,
     load_loss,
     router_z_loss,
+    sequence_balance_loss,
 )
 from polyad.model.smoe.selection import Selected
 from tests.helpers.routing import make, make_config
@@ -50,6 +51,50 @@ def test_balance_loss_is_one_at_uniform_load_for_any_k(top_k):
     scores_NE = torch.randn(12, 6, dtype=torch.float64).softmax(-1)
     loss = load_balance_loss(scores_NE.mean(0), load(ids_NK, 6, torch.float64))
     torch.testing.assert_close(loss.item(), 1.0)
+
+
+def test_the_balance_of_sequences_equals_numbers_worked_out_by_hand():
+    # Scores (0.9, 0.1) and (0.6, 0.4), K = 1: f = (2, 0), P = (0.75, 0.25). Of a sequence whose
+    # tokens have an expert each, with these scores in either order, f = (1, 1) and P sums to 1.
+    chosen_BE = torch.tensor([[1.0, 0.0], [0.5, 0.5]])
+    scores_BE = torch.tensor([[0.75, 0.25], [0.65, 0.35]], requires_grad=True)
+    loss = sequence_balance_loss(chosen_BE, scores_BE, 1)
+    torch.testing.assert_close(loss, torch.tensor((1.5 + 1.0) / 2))
+    loss.backward()
+    torch.testing.assert_close(scores_BE.grad, torch.tensor([[1.0, 0.0], [0.5, 0.5]]))
+
+
+def test_the_balance_of_sequences_is_of_scores_without_bias_groups_noise_and_graph():
+    options = {"score_function": "sigmoid", "num_experts": 6, "top_k": 2}
+    plain = make(make_router, make_config(**options))
+    other = make(
+        make_router,
+        make_config(
+            **options, num_groups=3, top_groups=1, balancing_rate=0.1, router_noise=2.0,
+            graph="similarity",
+        ),
+    )  # fmt: skip
+    other.selection.balancing_bias += torch.randn(6, dtype=torch.float64)
+    other.score.load_state_dict(plain.score.state_dict())
+    u_BTD = torch.randn(3, 9, 12, dtype=torch.float64)
+    asked = frozenset({"sequence_loss"})
+    for router in (plain, other):
+        assert router(u_BTD).stats.sequence_loss is None
+        ask_for_statistics(router, losses=asked, samples=False)
+    (ids, loss), (others, theirs) = (
+        (selected.expert_ids_NK, stats.sequence_loss)
+        for selected, stats in (router(u_BTD) for router in (plain, other))
+    )
+    assert not torch.equal(ids, others)
+    s_BTE = plain.score(u_BTD.flatten(0, 1)).sigmoid().view(3, 9, 6)
+    by_hand = 0
+    for s_TE, e_TK in zip(s_BTE, ids.view(3, 9, 2), strict=True):
+        p_E = (s_TE / s_TE.sum(-1, keepdim=True)).mean(0)
+        by_hand += sum(6 / (2 * 9) * (e_TK == e).sum() * p_E[e] for e in range(6))
+    torch.testing.assert_close(loss, by_hand / 3)
+    torch.testing.assert_close(theirs, loss)
+    router = plain.eval()
+    assert router(u_BTD).stats.sequence_loss is None
 
 
 def test_balance_loss_pushes_down_the_scores_of_busy_experts():

@@ -13,9 +13,12 @@ from polyad.model.build import read_model_config
 from polyad.model.families.decoders import family_of
 from polyad.model.families.family import Known
 from polyad.model.families.keys import HuggingFaceError
+from polyad.model.output import ask_for_statistics
+from polyad.model.smoe.selection import Selected, spread
 from polyad.parallel.families import FamilyWeights
 from polyad.parallel.tensor_folder import TensorFolder
 from polyad.train.exchange.convert import convert
+from polyad.train.loop.losses import LossConfig, routing_loss
 from tests.helpers.decoders import CASES, ROUTED, InDouble, opened, theirs, tokens
 from tests.helpers.everyday import everyday
 
@@ -40,13 +43,18 @@ class Chosen:
     """The experts that a model of transformers chose, layer by layer."""
 
     def __init__(self, model):
-        self.ids = []
+        self.inputs, self.weights, self.ids = [], [], []
         for module in model.modules():
             if type(module).__name__.lower().endswith("topkrouter"):
-                module.register_forward_hook(lambda m, i, o: self.ids.append(o[2]))
+                module.register_forward_hook(self._keep)
+
+    def _keep(self, _, inputs, outputs):
+        self.inputs.append(inputs[0])
+        self.weights.append(outputs[1])
+        self.ids.append(outputs[2])
 
 
-class Selected:
+class Choices:
     """The experts that a model of ours chose, layer by layer."""
 
     def __init__(self, model):
@@ -70,7 +78,7 @@ def test_logits_are_those_of_transformers(case, fused, tmp_path):
     model = theirs(case)
     model.save_pretrained(tmp_path, save_original_format=not fused)
     ours = opened(tmp_path)
-    chosen, selected = Chosen(model), Selected(ours)
+    chosen, selected = Chosen(model), Choices(ours)
     with torch.no_grad():
         wanted, found = model(tokens()).logits, ours(tokens()).logits
     assert (wanted - found).abs().max() < 1e-5
@@ -105,8 +113,34 @@ def test_gradients_in_float64_are_those_of_transformers(case, tmp_path):
         assert gradient.abs().max() > 0 or "bias" in name, name
 
 
+@everyday("case", ROUTED, keep=["olmoe", "deepseek_v3 yarn", "gpt_oss odd"])
+def test_a_router_in_bf16_chooses_what_that_of_transformers_chooses(case, tmp_path):
+    model = theirs(case, torch.bfloat16)
+    model.save_pretrained(tmp_path)
+    ours, chosen, ids = opened(tmp_path, torch.bfloat16), Chosen(model), tokens(200, 8)
+    with torch.no_grad():
+        model(ids)
+        routers = [
+            block.feed_forward.router
+            for block in ours.blocks
+            if hasattr(block.feed_forward, "router")
+        ]
+        for number, router in enumerate(routers):
+            found = router(chosen.inputs[number].view(*ids.shape, -1)).selected
+            wanted = Selected.of(
+                chosen.weights[number], chosen.ids[number], router.selection.num_experts
+            )
+            ours_NE, theirs_NE = (
+                spread(each, router.selection.num_experts) for each in (found, wanted)
+            )
+            assert torch.equal(ours_NE != 0, theirs_NE != 0), number
+            # Theirs are rounded to bf16, but for Mixtral's and DeepSeek's.
+            torch.testing.assert_close(ours_NE, theirs_NE.float(), rtol=2**-7, atol=0)
+    assert len(routers) == len(chosen.ids) > 0
+
+
 @every_case
-def test_bf16_chooses_the_same_experts(case, tmp_path):
+def test_bf16_is_as_near_to_the_truth_as_transformers(case, tmp_path):
     model = theirs(case, torch.bfloat16)
     model.save_pretrained(tmp_path)
     ours = opened(tmp_path, torch.bfloat16)
@@ -117,6 +151,29 @@ def test_bf16_chooses_the_same_experts(case, tmp_path):
         true = exact(tokens(), use_cache=False).logits
     error = (wanted - true).abs().mean()
     assert (found - true).abs().mean() < 1.1 * error
+
+
+WITH_LOSS = [name for name in ROUTED if not name.startswith("deepseek")]
+
+
+@everyday("case", WITH_LOSS, keep=["qwen2_moe"])
+def test_the_loss_over_all_layers_is_the_auxiliary_loss_of_transformers(case, tmp_path):
+    theirs(case).save_pretrained(tmp_path)
+    model = theirs(case, torch.float64)
+    ours, ids = opened(tmp_path, torch.float64).train(), tokens()
+    ask_for_statistics(ours, losses=frozenset({"usage_E"}), samples=False)
+    with InDouble():
+        wanted = model(ids, use_cache=False, output_router_logits=True).aux_loss
+    routing = ours(ids).routing
+    config = LossConfig(load_balance=model.config.num_experts_per_tok, load_balance_over="model")
+    found = routing_loss(routing, config)
+    assert len(routing) > 1
+    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=0)
+    for each in (found, wanted):
+        each.backward()
+    embedding = model.get_input_embeddings().weight.grad
+    torch.testing.assert_close(ours.token_embedding.weight.grad, embedding, rtol=1e-9, atol=1e-12)
+    assert embedding.abs().max() > 1e-6
 
 
 def test_a_key_that_is_not_known_refuses_the_folder(tmp_path):

@@ -281,6 +281,24 @@ def test_sections_that_contradict_each_other_are_refused(override, expected):
         validate(parse(override), 1)
 
 
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["loss.load=0.1"], "loss.load: 0.1 is of the load under a router's noise"),
+        (["loss.sequence_balance=0.1"], "loss.sequence_balance: 0.1 is not allowed with "),
+        (
+            ["loss.load_balance=0.1", "loss.load_balance_over=model"],
+            "loss.load_balance_over: model is not allowed with model.feed_forward.kind: dense",
+        ),
+    ],
+)
+def test_losses_of_routers_that_are_not_there_are_refused(overrides, expected):
+    with pytest.raises(ConfigError, match=re.escape(expected)):
+        validate(parse("model.feed_forward={kind: dense}", *overrides), 1)
+    router = "model.feed_forward={kind: smoe, num_experts: 4, router_noise: 1.0}"
+    assert validate(parse(router, *overrides), 1).world_size == 1
+
+
 EXPERTS = "model.feed_forward={kind: smoe, num_experts: 4, expert_hidden_size: 32}"
 
 
