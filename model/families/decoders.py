@@ -170,7 +170,12 @@ def heads(groups: int | None, *, sized: bool = True, size: int | None = None) ->
 
 
 def rope(
-    theta: float, *, pairs: str = "halves", dtype: str = "model", is_latent: bool = False
+    theta: float,
+    *,
+    pairs: str = "halves",
+    dtype: str = "model",
+    is_latent: bool = False,
+    scaling: Tree | None = None,
 ) -> Key:
     """Rotary positions, as older files have them (`rope_theta`, `rope_scaling`) and newer ones
     (`rope_parameters`).
@@ -180,10 +185,12 @@ def rope(
         pairs: Which units turn together.
         dtype: The precision that they turn in.
         is_latent: Whether YaRN scales logits, and the file says which units turn together.
+        scaling: What the library takes where the file says nothing of a scaling.
     """
+    unsaid = scaling or {}
 
     def refuse(tree: Tree) -> None:
-        found = _rope_parameters(tree, theta)
+        found = _rope_parameters(tree, theta, unsaid)
         if (kind := found["rope_type"]) != "default" and kind not in _SCALINGS:
             known = ", ".join(("default", *_SCALINGS))
             raise HuggingFaceError(f"rope_type: {kind!r:.60} is not supported; {known} are")
@@ -191,7 +198,7 @@ def rope(
             raise HuggingFaceError("partial_rotary_factor: is not supported; 1.0 is")
 
     def read(tree: Tree) -> dict[str, Any]:
-        found = _rope_parameters(tree, theta)
+        found = _rope_parameters(tree, theta, unsaid)
         values: dict[str, Any] = {"theta": float(found["rope_theta"]), "dtype": dtype}
         of_file = "neighbours" if tree.get("rope_interleave", True) else "halves"
         values["pairs"] = of_file if is_latent else pairs
@@ -201,7 +208,8 @@ def rope(
 
     def write(config: DecoderConfig) -> dict[str, Any]:
         assert config.rotary is not None
-        written: dict[str, Any] = {"rope_theta": config.rotary.theta, "rope_scaling": None}
+        none = {"rope_type": "default"} if unsaid else None
+        written: dict[str, Any] = {"rope_theta": config.rotary.theta, "rope_scaling": none}
         if (scaling := config.rotary.scaling) is not None:
             names = _SCALINGS[scaling.kind]
             values = {theirs: getattr(scaling, ours) for theirs, ours in names.items()}
@@ -215,11 +223,10 @@ def rope(
     return Key(names, read, write, refuse, reads=("rope_parameters", "rope_interleave"))
 
 
-def _rope_parameters(tree: Tree, theta: float) -> dict[str, Any]:
-    """The keys of both forms in the newer one."""
-    found: dict[str, Any] = {"rope_theta": tree.get("rope_theta", theta)}
-    for key in ("rope_scaling", "rope_parameters"):
-        found |= tree.get(key) or {}
+def _rope_parameters(tree: Tree, theta: float, unsaid: Tree) -> dict[str, Any]:
+    """The keys of both forms in the newer one; of a file with both the library takes the older."""
+    said = tree.get("rope_scaling") or tree.get("rope_parameters") or unsaid
+    found: dict[str, Any] = {"rope_theta": tree.get("rope_theta", theta), **said}
     found["rope_type"] = found.get("rope_type") or found.get("type") or "default"
     return found
 
@@ -332,11 +339,15 @@ def placement(
     return Key({"feed_forward.placement": reads[0]}, read, written, reads=reads)
 
 
-def shared_experts() -> Key:
-    """DeepSeek's shared experts: several of the width of an expert are one, several times wider."""
+def shared_experts(default: int) -> Key:
+    """DeepSeek's shared experts: several of the width of an expert are one, several times wider.
+
+    Args:
+        default: How many the library takes where the file says nothing.
+    """
 
     def read(tree: Tree) -> dict[str, Any]:
-        count = tree.get("n_shared_experts") or 0
+        count = tree.get("n_shared_experts", default) or 0
         size = count * tree.get("moe_intermediate_size", 0)
         return {"feed_forward.shared_hidden_size": size or None}
 
@@ -377,11 +388,11 @@ def biases(default: bool, *ours: str, theirs: str = "attention_bias") -> Key:
     )
 
 
-def padding() -> Key:
+def padding(default: int | None) -> Key:
     """The token whose embedding gets no gradient."""
     return Key(
         {"pad_id": "pad_token_id"},
-        lambda tree: {"pad_id": _within(tree.get("pad_token_id"), tree.get("vocab_size"))},
+        lambda tree: {"pad_id": _within(tree.get("pad_token_id", default), tree.get("vocab_size"))},
         lambda config: {"pad_token_id": config.pad_id},
     )
 
@@ -391,7 +402,7 @@ def _within(pad_id: Any, vocab_size: Any) -> Any:
     return pad_id + vocab_size if isinstance(pad_id, int) and pad_id < 0 else pad_id
 
 
-def _shape(epsilon: float, length: int, *, tied: bool = False) -> tuple[Key, ...]:
+def _shape(epsilon: float, length: int, *, pad_id: int | None = None) -> tuple[Key, ...]:
     """The keys of all families, with the defaults that they do not share."""
     return (
         field("vocab_size", "vocab_size", 32000, is_needed=True),
@@ -400,11 +411,11 @@ def _shape(epsilon: float, length: int, *, tied: bool = False) -> tuple[Key, ...
         field("num_attention_heads", "num_heads", 32, is_needed=True),
         field("max_position_embeddings", "sequence_length", length),
         field("rms_norm_eps", "norm_epsilon", epsilon),
-        field("tie_word_embeddings", "tied_embeddings", tied),
+        field("tie_word_embeddings", "tied_embeddings", False),
         field("initializer_range", "initializer_range", 0.02),
         field("attention_dropout", "dropout", 0.0),
         only("hidden_act", "silu"),
-        padding(),
+        padding(pad_id),
     )
 
 
@@ -454,23 +465,36 @@ QWEN_BLOCKS = placement(
     "mlp_only_layers",
     "decoder_sparse_step",
 )
-DEEPSEEK_BLOCKS = placement(
-    lambda tree, block: block >= (tree.get("first_k_dense_replace") or 0),
-    lambda dense: {"first_k_dense_replace": len(dense)},
-    "first_k_dense_replace",
-)
-DENSE_BLOCKS = Key(
-    {"feed_forward.dense_hidden_size": "intermediate_size"},
-    lambda tree: {"feed_forward.dense_hidden_size": tree.get("intermediate_size")},
-    lambda config: {
-        "intermediate_size": config.feed_forward.dense().inner_size(config.hidden_size)
-    },
-)
 
 
-def _deepseek(*more: Key) -> tuple[Key, ...]:
+def _dense_blocks(size: int) -> Key:
+    """The width of dense blocks, and what the library takes where the file says nothing."""
+    return Key(
+        {"feed_forward.dense_hidden_size": "intermediate_size"},
+        lambda tree: {"feed_forward.dense_hidden_size": tree.get("intermediate_size", size)},
+        lambda config: {
+            "intermediate_size": config.feed_forward.dense().inner_size(config.hidden_size)
+        },
+    )
+
+
+def _deepseek(
+    *more: Key,
+    length: int,
+    experts: int,
+    top_k: int | None,
+    shared: int,
+    dense_size: int,
+    dense_first: int,
+) -> tuple[Key, ...]:
+    """The keys of both versions, with the defaults that they do not share."""
+    blocks = placement(
+        lambda tree, block: block >= (tree.get("first_k_dense_replace", dense_first) or 0),
+        lambda dense: {"first_k_dense_replace": len(dense)},
+        "first_k_dense_replace",
+    )
     return (
-        *_shape(1e-6, 4096),
+        *_shape(1e-6, length),
         field("kv_lora_rank", "latent_attention.key_value_rank", 512),
         field("q_lora_rank", "latent_attention.query_rank", 1536),
         field("qk_nope_head_dim", "latent_attention.plain_size", 128),
@@ -480,11 +504,11 @@ def _deepseek(*more: Key) -> tuple[Key, ...]:
         Key({}, write=lambda config: {"num_key_value_heads": config.num_heads},
             reads=("num_key_value_heads", "qk_head_dim", "num_nextn_predict_layers", "ep_size",
                    "aux_loss_alpha", "seq_aux")),
-        *_sparse("n_routed_experts", 64, None, "moe_intermediate_size"),
+        *_sparse("n_routed_experts", experts, top_k, "moe_intermediate_size"),
         constant(feed_forward__router_dtype="fp32"),
-        DENSE_BLOCKS,
-        DEEPSEEK_BLOCKS,
-        shared_experts(),
+        _dense_blocks(dense_size),
+        blocks,
+        shared_experts(shared),
         only("moe_layer_freq", 1),
         only("mlp_bias", False),
         *more,
@@ -563,7 +587,7 @@ QWEN3_FAMILY = _decoder(
 )  # fmt: skip
 OLMOE_FAMILY = _decoder(
     "olmoe", "OLMoE", "Olmoe",
-    (*_shape(1e-5, 4096), heads(None, sized=False), rope(10000.0),
+    (*_shape(1e-5, 4096, pad_id=1), heads(None, sized=False), rope(10000.0),
      *_sparse("num_experts", 64, 8), normalized(False),
      number("clip_qkv", "query_key_value_clip", None), constant(query_key_norm="all"),
      biases(False, "attention_bias", "attention_output_bias")),
@@ -579,7 +603,7 @@ MIXTRAL_FAMILY = _decoder(
 QWEN2_MOE_FAMILY = _decoder(
     "qwen2_moe", "Qwen2-MoE", "Qwen2Moe",
     (*_shape(1e-6, 32768), heads(16, sized=False), rope(10000.0),
-     *_sparse("num_experts", 60, 4, "moe_intermediate_size"), DENSE_BLOCKS, QWEN_BLOCKS,
+     *_sparse("num_experts", 60, 4, "moe_intermediate_size"), _dense_blocks(5632), QWEN_BLOCKS,
      field("shared_expert_intermediate_size", "feed_forward.shared_hidden_size", 5632),
      constant(feed_forward__shared_gate=True), normalized(False),
      field("qkv_bias", "attention_bias", True),
@@ -590,8 +614,8 @@ QWEN2_MOE_FAMILY = _decoder(
 QWEN3_MOE_FAMILY = _decoder(
     "qwen3_moe", "Qwen3-MoE", "Qwen3Moe",
     (*_shape(1e-6, 32768), heads(4), rope(10000.0),
-     *_sparse("num_experts", 128, 8, "moe_intermediate_size", "num_local_experts"), DENSE_BLOCKS,
-     QWEN_BLOCKS, normalized(False), window(default=4096, is_optional=True),
+     *_sparse("num_experts", 128, 8, "moe_intermediate_size", "num_local_experts"),
+     _dense_blocks(6144), QWEN_BLOCKS, normalized(False), window(default=4096, is_optional=True),
      constant(query_key_norm="head"),
      biases(False, "attention_bias", "attention_output_bias")),
     ROUTED, other_forms=(FUSED,),
@@ -620,10 +644,10 @@ GRANITE_SHARED_FAMILY = _decoder(
 )  # fmt: skip
 
 
-def _groups(tree: Tree) -> dict[str, Any]:
+def _groups(tree: Tree, number: int = 1, best: int = 1) -> dict[str, Any]:
     return {
-        "feed_forward.num_groups": tree.get("n_group") or 1,
-        "feed_forward.top_groups": tree.get("topk_group") or 1,
+        "feed_forward.num_groups": tree.get("n_group", number) or 1,
+        "feed_forward.top_groups": tree.get("topk_group", best) or 1,
     }
 
 
@@ -657,6 +681,7 @@ DEEPSEEK_V2_FAMILY = _decoder(
             lambda config: {"topk_method": "greedy" if config.feed_forward.num_groups == 1
                             else "group_limited_greedy", **_written_groups(config)},
             _known_method, reads=("topk_method", "norm_topk_prob")),
+        length=2048, experts=64, top_k=None, shared=2, dense_size=11008, dense_first=0,
     ),
     ROUTED, _shared("mlp.shared_experts"), LATENT, other_forms=(FUSED,),
 )  # fmt: skip
@@ -671,13 +696,17 @@ DEEPSEEK_V3_FAMILY = _decoder(
         only("scoring_func", "sigmoid"),
         only("topk_method", "noaux_tc"),
         Key({"feed_forward.num_groups": "n_group", "feed_forward.top_groups": "topk_group"},
-            _groups, _written_groups),
+            lambda tree: _groups(tree, 8, 4), _written_groups),
+        length=4096, experts=256, top_k=8, shared=1, dense_size=18432, dense_first=3,
     ),
     ROUTED, _shared("mlp.shared_experts"), LATENT, other_forms=(FUSED,), extra_blocks=True,
 )  # fmt: skip
 GPT_OSS_FAMILY = _decoder(
     "gpt_oss", "gpt-oss", "GptOss",
-    (*_shape(1e-5, 131072), heads(8, size=64), rope(150000.0),
+    (*_shape(1e-5, 131072), heads(8, size=64),
+     rope(150000.0, scaling={
+         "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0,
+         "truncate": False, "original_max_position_embeddings": 4096}),
      *_sparse("num_local_experts", 128, 4), window(lambda tree, block: block % 2 == 0, 128),
      constant(feed_forward__activation="clamped_swiglu", feed_forward__combine="normalized",
               mlp_bias=True, attention_sinks=True, norm="rms_rounded_last"),

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
 from torch.overrides import TorchFunctionMode
 
 from polyad.model.build import build_model, place
@@ -161,7 +163,7 @@ def opened(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
     return model.eval()
 
 
-def values_of(weights: FamilyWeights, model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def values_of(weights: FamilyWeights, model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Weights and buffers of a folder, by our names."""
     for name, _ in model.named_parameters():
         yield name, weights.whole(name)
@@ -169,6 +171,74 @@ def values_of(weights: FamilyWeights, model: torch.nn.Module) -> Iterator[tuple[
         yield name, weights.buffer(name)
 
 
-def tokens(length: int = 23, batch: int = 3) -> torch.Tensor:
+def tokens(length: int = 23, batch: int = 3) -> Tensor:
     """Token ids [batch, length]."""
     return torch.randint(WORDS, (batch, length), generator=torch.Generator().manual_seed(5))
+
+
+class Chosen:
+    """The experts that a model of transformers chose, layer by layer."""
+
+    def __init__(self, model: Any) -> None:
+        self.inputs: list[Tensor] = []
+        self.weights: list[Tensor] = []
+        self.ids: list[Tensor] = []
+        for module in model.modules():
+            if type(module).__name__.lower().endswith("topkrouter"):
+                module.register_forward_hook(self._keep)
+
+    def _keep(self, _: Any, inputs: Any, outputs: Any) -> None:
+        self.inputs.append(inputs[0])
+        self.weights.append(outputs[1])
+        self.ids.append(outputs[2])
+
+
+class Choices:
+    """The experts that a model of ours chose, layer by layer."""
+
+    def __init__(self, model: Any) -> None:
+        self.ids: list[Tensor] = []
+        for block in model.blocks:
+            if (router := getattr(block.feed_forward, "router", None)) is not None:
+                router.register_forward_hook(
+                    lambda m, i, o: self.ids.append(o.selected.expert_ids_NK)
+                )
+
+
+def in_double(case: str, folder: Path) -> tuple[float, list[tuple[str, Tensor, Tensor]]]:
+    """A forward and a backward pass of both in fp64.
+
+    Args:
+        case: A name of `CASES`.
+        folder: An empty one, for the weights and the gradients.
+
+    Returns:
+        The largest difference of logits; of each parameter of ours the name, its gradient, and
+        that of transformers, which went through the same kind of files as the weights, in fp32.
+    """
+    theirs(case).save_pretrained(folder / "weights")
+    model, ids = theirs(case, torch.float64), tokens()
+    ours = opened(folder / "weights", torch.float64)
+    with InDouble():
+        wanted = model(ids, use_cache=False).logits
+    found = ours(ids).logits
+    for logits in (wanted, found):
+        cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()).backward()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            grad = parameter.grad
+            parameter.copy_(torch.zeros_like(parameter) if grad is None else grad)
+    model.float().save_pretrained(folder / "gradients")
+    gradients = [
+        (
+            name,
+            torch.zeros_like(parameter) if parameter.grad is None else parameter.grad,
+            gradient.detach(),
+        )
+        for (name, parameter), gradient in zip(
+            ours.named_parameters(),
+            opened(folder / "gradients", torch.float64).parameters(),
+            strict=True,
+        )
+    ]
+    return (wanted - found).abs().max().item(), gradients

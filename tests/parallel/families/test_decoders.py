@@ -6,11 +6,10 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch.nn.functional import cross_entropy
 
 from polyad.model.attention import KeyValueCache
 from polyad.model.build import read_model_config
-from polyad.model.families.decoders import family_of
+from polyad.model.families.decoders import DECODERS, family_of
 from polyad.model.families.family import Known
 from polyad.model.families.keys import HuggingFaceError
 from polyad.model.output import ask_for_statistics
@@ -19,7 +18,17 @@ from polyad.parallel.families import FamilyWeights
 from polyad.parallel.tensor_folder import TensorFolder
 from polyad.train.exchange.convert import convert
 from polyad.train.loop.losses import LossConfig, routing_loss
-from tests.helpers.decoders import CASES, ROUTED, InDouble, opened, theirs, tokens
+from tests.helpers.decoders import (
+    CASES,
+    ROUTED,
+    Choices,
+    Chosen,
+    InDouble,
+    in_double,
+    opened,
+    theirs,
+    tokens,
+)
 from tests.helpers.everyday import everyday
 
 pytest.importorskip("transformers")
@@ -37,33 +46,6 @@ OWN = {
     "combine": "normalized",
     "router_dtype": "model",
 }
-
-
-class Chosen:
-    """The experts that a model of transformers chose, layer by layer."""
-
-    def __init__(self, model):
-        self.inputs, self.weights, self.ids = [], [], []
-        for module in model.modules():
-            if type(module).__name__.lower().endswith("topkrouter"):
-                module.register_forward_hook(self._keep)
-
-    def _keep(self, _, inputs, outputs):
-        self.inputs.append(inputs[0])
-        self.weights.append(outputs[1])
-        self.ids.append(outputs[2])
-
-
-class Choices:
-    """The experts that a model of ours chose, layer by layer."""
-
-    def __init__(self, model):
-        self.ids = []
-        for block in model.blocks:
-            if (router := getattr(block.feed_forward, "router", None)) is not None:
-                router.register_forward_hook(
-                    lambda m, i, o: self.ids.append(o.selected.expert_ids_NK)
-                )
 
 
 def assert_same_choices(ours, of_theirs):
@@ -89,28 +71,11 @@ def test_logits_are_those_of_transformers(case, fused, tmp_path):
 
 @every_case
 def test_gradients_in_float64_are_those_of_transformers(case, tmp_path):
-    theirs(case).save_pretrained(tmp_path / "weights")
-    model = theirs(case, torch.float64)
-    ours, ids = opened(tmp_path / "weights", torch.float64), tokens()
-    with InDouble():
-        wanted = model(ids, use_cache=False).logits
-    found = ours(ids).logits
-    assert (wanted - found).abs().max() < 1e-12
-    for logits in (wanted, found):
-        cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()).backward()
-    with torch.no_grad():  # theirs go through the same files as the weights
-        for parameter in model.parameters():
-            grad = parameter.grad
-            parameter.copy_(torch.zeros_like(parameter) if grad is None else grad)
-    model.float().save_pretrained(tmp_path / "gradients")
-    for (name, parameter), gradient in zip(
-        ours.named_parameters(),
-        opened(tmp_path / "gradients", torch.float64).parameters(),
-        strict=True,
-    ):
-        grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        assert (grad - gradient).abs().max() < 1e-7 * max(1, gradient.abs().max()), name
-        assert gradient.abs().max() > 0 or "bias" in name, name
+    error, gradients = in_double(case, tmp_path)
+    assert error < 1e-12
+    for name, ours, wanted in gradients:
+        assert (ours - wanted).abs().max() < 1e-7 * max(1, wanted.abs().max()), name
+        assert wanted.abs().max() > 0 or "bias" in name, name
 
 
 @everyday("case", ROUTED, keep=["olmoe", "deepseek_v3 yarn", "gpt_oss odd"])
@@ -174,6 +139,29 @@ def test_the_loss_over_all_layers_is_the_auxiliary_loss_of_transformers(case, tm
     embedding = model.get_input_embeddings().weight.grad
     torch.testing.assert_close(ours.token_embedding.weight.grad, embedding, rtol=1e-9, atol=1e-12)
     assert embedding.abs().max() > 1e-6
+
+
+NEEDED = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
+
+
+@pytest.mark.parametrize("kind", dict.fromkeys(kind for kind, _ in CASES.values()))
+def test_keys_that_a_file_does_not_have_have_the_librarys_defaults(kind):
+    from transformers import CONFIG_MAPPING
+
+    whole = CONFIG_MAPPING[kind]().to_dict()
+    # Of an expert's width there is no default here, and DeepSeek-V2 has none of experts a token.
+    width = "moe_intermediate_size" if "moe_intermediate_size" in whole else "intermediate_size"
+    needed = (*NEEDED, width)
+    if kind == "deepseek_v2":
+        whole["num_experts_per_tok"] = 6
+        needed = (*needed, "num_experts_per_tok")
+    family = next(each for each in DECODERS if each.is_of(whole))
+    least = {key: whole[key] for key in needed}
+    expected, found = (
+        family.read_config(tree, lambda name: None, "config.json").filled()
+        for tree in (whole, least)
+    )
+    assert found == expected
 
 
 def test_a_key_that_is_not_known_refuses_the_folder(tmp_path):
