@@ -1,4 +1,4 @@
-"""Decoders on layouts compute what one process computes."""
+"""Decoders on layouts compute what one process computes, and go on exactly."""
 
 import pytest
 import torch
@@ -115,6 +115,58 @@ def test_sgd_gives_equal_losses_norms_and_weights(workers, references, tmp_path,
         ours, wanted = (torch.tensor(each[key]) for each in (results[0], expected))
         assert torch.allclose(ours, wanted, rtol=1e-5, atol=0), key
     ours, weights = (tensors(each / "step-00000004") for each in (tmp_path, folder))
+    assert ours.keys() == weights.keys()
+    for key, value in weights.items():
+        assert relative(ours[key], value) < 1e-5, key
+
+
+# As OLMoE, DeepSeek-V3 and gpt-oss are; what only training has changes from step to step, too.
+PUBLISHED = ("norm over heads", "latent", "sinks")
+RESUMED = [(2, 1, 2, 1, False), (4, 1, 4, 0, False), (4, 2, 2, 2, False), (4, 2, 2, 1, True)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "name"), enumerate(PUBLISHED), ids=PUBLISHED)
+@pytest.mark.parametrize("layout", RESUMED, ids=str)
+def test_a_run_in_two_pieces_is_bitwise_the_run_in_one(workers, tmp_path, number, name, layout):
+    precision = ("fp32", "bf16")[(number + RESUMED.index(layout)) % 2]
+    processes, tensor, expert, stage, sequence = layout
+    case = a_case(name).but(
+        optimizer="adamw", learning_rate=1e-3, precision=precision, dropout=0.1,
+        stage=stage, tensor=tensor, expert=expert, sequence=sequence,
+    )  # fmt: skip
+    pool = workers(processes)
+    whole = pool.run(train, case.but(last_step=8, save_to=str(tmp_path / "whole")))[0]
+    first = pool.run(train, case.but(last_step=4, save_to=str(tmp_path / "half")))[0]
+    pool.stop()  # the next call starts new processes
+    middle = str(tmp_path / "half" / "step-00000004")
+    rest = case.but(first_step=4, last_step=8, resume=middle, save_to=str(tmp_path / "rest"))
+    second = pool.run(train, rest)[0]
+    for key in ("losses", "norms", "routing"):
+        assert first[key] + second[key] == whole[key], key
+    wanted, found = (tensors(tmp_path / each / "step-00000008") for each in ("whole", "rest"))
+    assert found.keys() == wanted.keys()
+    assert [key for key, value in wanted.items() if not torch.equal(found[key], value)] == []
+    bias = "blocks.1.feed_forward.router.selection.balancing_bias", "buffer"
+    assert (name == "latent") == (bias in wanted and bool(wanted[bias].any()))
+
+
+@everyday("name", PUBLISHED, keep=["latent"])
+def test_a_checkpoint_of_four_expert_processes_goes_on_in_two_that_share_layers(
+    workers, references, tmp_path, name
+):
+    expected, folder = references(name)
+    of_four = a_case(name).but(expert=4, stage=1, last_step=2, save_to=str(tmp_path / "four"))
+    before = workers(4).run(train, of_four)[0]
+    of_two = a_case(name).but(
+        tensor=2, first_step=2, resume=str(tmp_path / "four" / "step-00000002"),
+        save_to=str(tmp_path / "two"),
+    )  # fmt: skip
+    after = workers(2).run(train, of_two)[0]
+    for key in ("losses", "norms"):
+        ours, wanted = torch.tensor(before[key] + after[key]), torch.tensor(expected[key])
+        assert torch.allclose(ours, wanted, rtol=1e-5, atol=0), key
+    ours, weights = (tensors(each / "step-00000004") for each in (tmp_path / "two", folder))
     assert ours.keys() == weights.keys()
     for key, value in weights.items():
         assert relative(ours[key], value) < 1e-5, key
