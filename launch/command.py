@@ -67,6 +67,14 @@ ConfigFile = Annotated[
     Path,
     Argument("a YAML file, or the name of one that comes with Polyad: gpt2/124m", "CONFIG"),
 ]
+ConfigOrFolder = Annotated[
+    Path,
+    Argument(
+        "a YAML file, the name of one that comes with Polyad, or a checkpoint, a run or a folder "
+        "of weights that a run would go on from",
+        "CONFIG",
+    ),
+]
 Overrides = Annotated[
     list[str],
     Argument("a key of the file, for example train.steps=100", "key=value", nargs="*"),

@@ -34,7 +34,7 @@ def verify_layout(config: Path, overrides: Sequence[str], processes: int) -> dic
     """Compares the layout of this group of processes with one process; all call it.
 
     Args:
-        config: of a run.
+        config: of a run, or a folder; see `config_at`.
         overrides: `key=value`.
         processes: in all.
 
@@ -48,10 +48,10 @@ def verify_layout(config: Path, overrides: Sequence[str], processes: int) -> dic
     end_with_launcher()
     prepare_environment()
     from polyad.parallel import comm
-    from polyad.train.config.run import load_config
     from polyad.train.layout.small import small_config
+    from polyad.train.reading import config_at
 
-    given = load_config(config, overrides)
+    given = config_at(config, overrides, processes)
     small = small_config(given, processes)
     with _shared_folder(Path(given.run.folder)) as place:
         # Before the group exists: the others wait for rank 0 to join.

@@ -23,7 +23,7 @@ from polyad.parallel import comm
 from polyad.parallel.checkpoint.reading import Checkpoint
 from polyad.parallel.weights import Choice, Weights, load_model, open_weights
 from polyad.train.config.environment import agreed_facts, folder_digest
-from polyad.train.config.run import RunConfig, data_overrides, parse_config
+from polyad.train.config.run import RunConfig, data_overrides, load_config, parse_config
 from polyad.train.config.smaller import to_evaluate
 from polyad.train.config.text import flatten
 from polyad.train.console import Progress
@@ -181,6 +181,31 @@ def config_of(weights: Weights) -> RunConfig:
     for note in notes:
         print(f"polyad: {note}", file=sys.stderr, flush=True)
     return config
+
+
+def config_at(path: Path, overrides: Sequence[str], processes: int) -> RunConfig:
+    """The configuration of a run that is to be predicted or tried on a layout.
+
+    Args:
+        path: a configuration, or a checkpoint or run, which have theirs; or a folder of weights,
+            that a run would go on from in bf16 with a sample on each process in a step.
+        overrides: `key=value`.
+        processes: that would run it.
+
+    Raises:
+        ValueError: with an `exit_status` of 2: one line says what is wrong.
+    """
+    if not path.is_dir():
+        return load_config(path, overrides)
+    weights = open_weights(path)
+    config = config_of(weights)
+    if not isinstance(weights, Checkpoint):
+        train = config.train.model_copy(
+            update={"precision": "bf16", "micro_batch_size": 1, "global_batch_size": processes}
+        )
+        checkpoint = config.checkpoint.model_copy(update={"init_from": str(path)})
+        config = config.model_copy(update={"train": train, "checkpoint": checkpoint})
+    return parse_config(config.to_yaml(), overrides, origin=f"{path} with overrides")
 
 
 def _refuse_other_keys(original: RunConfig, changed: RunConfig) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from polyad.data.files import write_whole
 from polyad.launch.command import (
     Argument,
-    ConfigFile,
+    ConfigOrFolder,
     Json,
     Overrides,
     UsageError,
@@ -39,11 +39,12 @@ RANGES = {
     "model.vocab_size=50257",
     "polyad plan configs/gpt2/124m-smoe-64.yaml --nodes 2 --search model.vocab_size=50257 "
     "model.num_layers=4",
+    "polyad plan exported --device h100 model.sequence_length=128 train.global_batch_size=64",
     "polyad plan configs/quickstart/gpt2-smoe.yaml --device cpu-here --processes-per-node 2 "
     "--check 3 data.path=runs/stdlib",
 )
 def plan(
-    config: ConfigFile,
+    config: ConfigOrFolder,
     overrides: Overrides,
     *,
     nodes: Annotated[int, Argument("hosts; default 1", "N", positive)] = 1,
@@ -184,10 +185,10 @@ def configuration(path: Path, overrides: Sequence[str], processes: int) -> "RunC
     """
     from polyad.train.config.plan import open_plan
     from polyad.train.config.rules import validate
-    from polyad.train.config.run import load_config
     from polyad.train.forecast.describe import check_without_data
+    from polyad.train.reading import config_at
 
-    config = load_config(path, overrides)
+    config = config_at(path, overrides, processes)
     validate(config, processes)
     if not config.model.left_to_data():
         return config

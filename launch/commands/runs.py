@@ -7,7 +7,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from polyad.launch.command import Argument, ConfigFile, Json, Overrides, command, positive
+from polyad.launch.command import (
+    Argument,
+    ConfigFile,
+    ConfigOrFolder,
+    Json,
+    Overrides,
+    command,
+    positive,
+)
 from polyad.launch.machine import is_main
 from polyad.launch.output import check_json_path, only_results_on_stdout, results
 from polyad.launch.via.options import LaunchOptions
@@ -172,9 +180,10 @@ def doctor(
     "verify-layout",
     "polyad verify-layout configs/gpt2/124m-smoe-16.yaml --processes 2 "
     "parallel.expert_parallel_size=2",
+    "polyad verify-layout exported --processes 2 parallel.tensor_parallel_size=2",
 )
 def verify_layout(
-    config: ConfigFile,
+    config: ConfigOrFolder,
     overrides: Overrides,
     *,
     processes: Annotated[
@@ -192,10 +201,10 @@ def verify_layout(
     found = environment_world_size()
     number = check_processes(processes, found)
     if found == 1:
-        from polyad.train.config.run import load_config
         from polyad.train.layout.small import small_config
+        from polyad.train.reading import config_at
 
-        small_config(load_config(config, overrides), number)
+        small_config(config_at(config, overrides, number), number)
         words = [str(config), "--processes", str(number)]
         words += ["--json", json] if json else []
         become_processes(["verify-layout", *words, *overrides], number)

@@ -20,7 +20,7 @@ from polyad.data.text.prepare import prepare
 from polyad.launch.output import say
 from polyad.launch.study.result import RunResult, form_of
 from polyad.model.bert import BertConfig
-from polyad.model.gpt2 import GPT2Config
+from polyad.model.decoder import DecoderSettings
 from polyad.model.settings import ModelSettings
 from polyad.train.errors import ConfigError
 from polyad.train.guard.run_folder import check_place
@@ -294,7 +294,7 @@ def model_of(study: Study, variant: Variant) -> ModelSettings:
         ConfigError: the data does not say it, or model and data do not belong together.
     """
     model, data = variant.config.model, study.config.data
-    if data is None or not isinstance(model, GPT2Config | BertConfig):
+    if data is None or not isinstance(model, DecoderSettings | BertConfig):
         return open_task(variant.config.for_task()).model
     size = _vocab_size(study)
     try:

@@ -12,9 +12,11 @@ from polyad.train.config.rules import validate
 from polyad.train.config.run import RunConfig, config_of
 from polyad.train.errors import ConfigError
 
+KINDS = ("gpt2", "decoder", "bert", "mixer", "vit")
 HEAD_WIDTH = 8
 PIXELS, PATCH = 16, 4
 TOKENS, VOCABULARY, CLASSES = 17, 61, 11
+WINDOW = 5
 """Odd, so that padding and uneven parts fall everywhere."""
 FEED_FORWARDS = ("feed_forward", "token_feed_forward", "channel_feed_forward")
 ADAPTER_RANK = 2
@@ -41,10 +43,10 @@ def small_config(config: RunConfig, processes: int) -> RunConfig:
     dims = validate(config, processes)
     tree: dict[str, Any] = config.model_dump(mode="json")
     model, train, parallel = tree["model"], tree["train"], tree["parallel"]
-    if model["kind"] not in ("gpt2", "bert", "mixer", "vit"):
+    if model["kind"] not in KINDS:
         raise ConfigError(
             f"model.kind: {model['kind']} is not allowed with verify-layout, which makes small "
-            f"models and their input for gpt2, bert, mixer and vit"
+            f"models and their input for {', '.join(KINDS[:-1])} and {KINDS[-1]}"
         )
     cut = dims.tensor_parallel_size
     _shrink_model(model, cut)
@@ -97,12 +99,15 @@ def _with_parameters(
 
 
 def _shrink_model(model: dict[str, Any], cut: int) -> None:
+    given = dict(model)
     model |= {"dropout": 0.0, "compile": False, "num_layers": _layers(model)}
     heads = cut * max(1, math.ceil(2 / cut))
     if "num_heads" in model:
         model["num_heads"] = heads
     model["hidden_size"] = heads * HEAD_WIDTH
-    if model["kind"] in ("gpt2", "bert"):
+    if model["kind"] == "decoder":
+        _shrink_decoder(model, cut, given)
+    if model["kind"] in ("gpt2", "decoder", "bert"):
         model |= {"sequence_length": TOKENS, "vocab_size": VOCABULARY}
         if (model.get("head") or {}).get("kind") == "classification":
             model["head"] |= {"num_classes": CLASSES, "dropout": 0.0}
@@ -113,11 +118,42 @@ def _shrink_model(model: dict[str, Any], cut: int) -> None:
             model["pre_logits"] = heads * HEAD_WIDTH
 
 
+def _shrink_decoder(model: dict[str, Any], cut: int, given: dict[str, Any]) -> None:
+    """Few heads and units; which heads share keys, and whether processes do, stays.
+
+    Args:
+        model: with few blocks, heads and units.
+        cut: processes that share a layer.
+        given: as it was.
+    """
+    heads, layers = given["num_heads"], model["num_layers"]
+    groups = given["num_key_value_heads"] or heads
+    if given["latent_attention"] is None:
+        few = min(groups, 2 * cut) if groups % cut == 0 else groups
+        model["num_key_value_heads"] = few
+        model["num_heads"] = few if groups == heads else 2 * max(few, cut)
+        size = given["head_size"] or given["hidden_size"] // heads
+        wider = size * heads != given["hidden_size"]  # all heads together, than the stream
+        model["head_size"] = HEAD_WIDTH
+        model["hidden_size"] = HEAD_WIDTH * (model["num_heads"] + wider)
+    else:
+        latent = {"key_value_rank": 12, "plain_size": 6, "rotated_size": 4, "value_size": 5}
+        latent["query_rank"] = given["latent_attention"]["query_rank"] and 14
+        model["latent_attention"] = latent
+    if model["sliding_window"] is not None:
+        model["sliding_window"] = min(model["sliding_window"], WINDOW)
+    if isinstance(blocks := model["sliding_window_blocks"], list):
+        model["sliding_window_blocks"] = [b for b in blocks if b < layers] or [layers - 1]
+    if model["pad_id"] is not None:
+        model["pad_id"] = min(model["pad_id"], VOCABULARY - 1)
+
+
 def _layers(model: dict[str, Any]) -> int:
     """Two, or as many as it takes to have blocks with experts and blocks without."""
     most = model["num_layers"]
     sections = [model.get(name, {}) for name in FEED_FORWARDS]
     placed = [section.get("placement", section.get("blocks", 1)) for section in sections]
+    placed.append(model.get("sliding_window_blocks", 1))
     periods = [placement for placement in placed if isinstance(placement, int)]
     return int(min(most, max(2, *periods, 2)))
 
@@ -130,10 +166,17 @@ def _shrink_experts(section: dict[str, Any], cut: int, fewest: int, layers: int)
         section |= {"hidden_size": inner, "expert_dropout": 0.0}
         _shrink_factors(section, cut)
     elif section["kind"] == "smoe":
-        top = min(section["top_k"], 4)
-        experts = min(section["num_experts"], fewest * math.ceil(max(4, top + 1) / fewest))
+        top, groups = min(section["top_k"], 4), min(section["num_groups"], 2)
+        several = math.lcm(fewest, groups)
+        # A group has as many experts as a token uses.
+        experts = several * math.ceil(max(4, top + 1, groups * top) / several)
+        experts = min(section["num_experts"], experts)
         section |= {"top_k": top, "num_experts": experts, "expert_hidden_size": inner}
+        section |= {"num_groups": groups, "top_groups": min(section["top_groups"], groups)}
         section |= {"router_noise": 0.0, "expert_dropout": 0.0, "dense_hidden_size": inner}
+        section["input_jitter"] = 0.0
+        if section["shared_hidden_size"] is not None:
+            section["shared_hidden_size"] = inner
         if section["final_top_k"] is not None:
             section["final_top_k"] = min(section["final_top_k"], experts)
         if section["score_width"] is not None:
