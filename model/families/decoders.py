@@ -331,12 +331,18 @@ def placement(
         listed = [block for block in blocks if routes(tree, block)]
         return {"feed_forward.placement": 1 if len(listed) == len(blocks) else listed}
 
+    def refuse(tree: Tree) -> None:
+        count = tree.get("num_hidden_layers", 0)
+        if not any(routes(tree, block) for block in range(count)):
+            said = ", ".join(f"{key}: {tree[key]}" for key in reads if key in tree)
+            raise HuggingFaceError(f"{said}: leaves none of {count} blocks with experts")
+
     def written(config: DecoderConfig) -> dict[str, Any]:
         experts = config.feed_forward
         assert isinstance(experts, SparseMoEConfig)
         return write([b for b in range(config.num_layers) if not experts.routes(b)])
 
-    return Key({"feed_forward.placement": reads[0]}, read, written, reads=reads)
+    return Key({"feed_forward.placement": reads[0]}, read, written, refuse, reads=reads)
 
 
 def shared_experts(default: int) -> Key:
