@@ -243,9 +243,9 @@ class GroupedAttention(RotaryAttention):
             parts = [x if norm is None else norm(x) for x, norm in zip(parts, norms, strict=True)]
         q_BATH, k_BGTH, v_BGTH = (x.transpose(1, 2) for x in parts)
         k_BGTH, v_BGTH = self.own_heads(k_BGTH), self.own_heads(v_BGTH)
-        if rotation is None:
+        assert (rotation is None) == (settings.rotary is None)
+        if rotation is None or settings.rotary is None:
             return q_BATH, k_BGTH, v_BGTH
-        assert settings.rotary is not None
         rotary = settings.rotary
         return rotation.turn(q_BATH, rotary), rotation.turn(k_BGTH, rotary), v_BGTH
 

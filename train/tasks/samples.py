@@ -30,6 +30,7 @@ from polyad.data.text.tokenizers.tokenizer import Tokenizer
 from polyad.data.text.windows import EvaluationWindows, SpreadWindows, window_batches
 from polyad.model.bert import BertConfig
 from polyad.model.decoder import Decoder, DecoderSettings
+from polyad.model.feedforward import NOTHING_ELSE
 from polyad.parallel import comm
 from polyad.train.errors import ConfigError
 from polyad.train.tasks.images import ImageClassification
@@ -374,16 +375,19 @@ def through(
     """What the last block gives [B, T, D].
 
     Args:
-        model: a GPT-2 or a BERT.
+        model: a decoder or a BERT.
         x_BTD: what block `first` gets.
         first: the block that is run first.
         kept: gets what each block gets whose number is in it.
     """
     text_model: Any = model
+    given = NOTHING_ELSE
+    if isinstance(model, Decoder):
+        given = model.given(torch.arange(x_BTD.shape[1], device=x_BTD.device), x_BTD.dtype)
     for number, block in enumerate(text_model.blocks[first:], first):
         if kept is not None and number in kept:
             kept[number] = x_BTD
-        x_BTD, *_ = block(x_BTD)
+        x_BTD, *_ = block(x_BTD, given)
     return x_BTD
 
 
@@ -391,7 +395,7 @@ def losses(model: nn.Module, x_BTD: Tensor, passages: Passages) -> Tensor:
     """The loss of each predicted token in nats [B, P], from what the last block gives.
 
     Args:
-        model: a GPT-2 or a BERT, without gradients.
+        model: a decoder or a BERT, without gradients.
         x_BTD: of the passages.
         passages: what is predicted.
     """
