@@ -23,9 +23,15 @@ Choice = Literal["trained", "ema"]
 """Which weights of a checkpoint: those that were trained, or their moving average (`train.ema`)."""
 
 
+def is_weights_folder(path: Path) -> bool:
+    """Whether a path is a folder of weights, of another library or under our names, and neither a
+    checkpoint nor a run."""
+    return is_huggingface_folder(path) or is_plain_folder(path)
+
+
 def open_weights(path: Path, choice: Choice = "trained", base: Path | None = None) -> Weights:
-    """The weights that a path means: a checkpoint, a run's newest one, a Hugging Face folder of
-    GPT-2, BERT, ViT, CLIP or timm's Mixer, or a folder of safetensors under our names.
+    """The weights that a path means: a checkpoint, a run's newest one, another library's folder
+    (a decoder, BERT, ViT, CLIP or timm's Mixer), or one of safetensors under our names.
 
     Args:
         path: what to open.
@@ -39,12 +45,12 @@ def open_weights(path: Path, choice: Choice = "trained", base: Path | None = Non
 
 
 def _open(path: Path, choice: Choice, above: tuple[Path, ...], base: Path | None = None) -> Weights:
-    if choice == "ema" and (is_huggingface_folder(path) or is_plain_folder(path)):
+    if choice == "ema" and is_weights_folder(path):
         raise CheckpointError(
             f"{path}: is a folder of weights, which has no moving average of them; a checkpoint of "
             f"a run with train.ema has one"
         )
-    if base is not None and (is_huggingface_folder(path) or is_plain_folder(path)):
+    if base is not None and is_weights_folder(path):
         raise _without_adapters(path, base)
     if is_huggingface_folder(path):
         return FamilyWeights(path)

@@ -15,10 +15,12 @@ from polyad.launch.output import results
     "polyad report runs/quickstart/run --layers 0,3 --experts 2,5 --top 12 --output page.html",
 )
 def report(
-    run: Annotated[Path, Argument("the folder of a run, finished or not", "RUN")],
+    run: Annotated[
+        Path, Argument("the folder of a run, finished or not, or a folder of weights", "RUN")
+    ],
     *,
     output: Annotated[
-        Path | None, Argument("the page; default: report.html in the run", "FILE")
+        Path | None, Argument("the page; default: report.html in that folder", "FILE")
     ] = None,
     checkpoint: Annotated[
         int | None,

@@ -21,9 +21,8 @@ from polyad.data.files import write_whole
 from polyad.data.json_reader import read_json
 from polyad.parallel.checkpoint.format import MANIFEST_FILE
 from polyad.parallel.comm import World, from_all
-from polyad.parallel.families import is_huggingface_folder
 from polyad.parallel.meeting import DisagreementError, comparison
-from polyad.parallel.plain_weights import is_plain_folder
+from polyad.parallel.weights import is_weights_folder
 from polyad.train.config.run import RunConfig
 from polyad.train.errors import ConfigError
 from polyad.train.state import package_versions
@@ -128,7 +127,7 @@ def agreed_facts(
     keys = dict(_leaves(config.model_dump(mode="json")))
     settings = {key: value for key, value in keys.items() if key not in _BY_CONTENTS}
     start = Path(config.checkpoint.init_from or "")
-    if config.checkpoint.init_from and (is_huggingface_folder(start) or is_plain_folder(start)):
+    if config.checkpoint.init_from and is_weights_folder(start):
         settings["checkpoint.init_from"] += f" (contents {folder_digest(start)})"
     if task is not None:
         validation = ("validation",) if task.has_validation else ()

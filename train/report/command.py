@@ -18,15 +18,17 @@ from polyad.model.vision import ImageModelSettings
 from polyad.parallel.checkpoint.finding import best_checkpoint, find_checkpoint, read_newest
 from polyad.parallel.checkpoint.format import CheckpointError
 from polyad.parallel.checkpoint.keeping import BEST_FILE, STEP_FOLDER, complete_checkpoints
-from polyad.parallel.weights import open_checkpoint
+from polyad.parallel.checkpoint.reading import Checkpoint
+from polyad.parallel.weights import is_weights_folder, open_checkpoint, open_weights
 from polyad.train.config.adaptation import unused_parameters
 from polyad.train.config.run import RunConfig, load_config
 from polyad.train.console import Progress
 from polyad.train.errors import ConfigError, RunError
 from polyad.train.experts.probing import check_experts, choose_layers, routed_head, routed_layers
+from polyad.train.reading import config_of
 from polyad.train.records import METRICS_FILE
 from polyad.train.report.content import HeldOut, Report
-from polyad.train.report.history import History, read_history
+from polyad.train.report.history import History, no_history, read_history
 from polyad.train.report.page import render_report
 from polyad.train.report.passes import Asked, read_held_out
 from polyad.train.report.top_images import MOST_IMAGES
@@ -57,8 +59,8 @@ def report(
     """Writes the page.
 
     Args:
-        run: a run's folder.
-        output: the file; None: `report.html` in the run's folder.
+        run: a run's folder, or a folder of weights, which needs `data`.
+        output: the file; None: `report.html` in that folder.
         checkpoint: step of the weights that read the data; None: the best checkpoint of a run that
             keeps it, else the newest.
         best: whether it has to be the best one.
@@ -77,7 +79,11 @@ def report(
     Raises:
         ValueError: with an `exit_status` of 2: one line says what is wrong.
     """
-    _run_config(run)
+    if not is_weights_folder(run):
+        _run_config(run)
+    elif checkpoint is not None or best:
+        option = "--best" if best else f"--checkpoint {checkpoint}"
+        raise ConfigError(f"{option}: is not allowed with {run}, a folder of weights")
     target = run / OUTPUT_FILE if output is None else output
 
     def written(chosen: Path) -> dict[str, Any]:
@@ -98,7 +104,10 @@ def report(
             write_whole(target, page)
         return {"output": str(target), **json_value(found)}
 
-    return read_newest(run, written, lambda run: _checkpoint(run, checkpoint, best=best))
+    def choose(run: Path) -> Path:
+        return run if is_weights_folder(run) else _checkpoint(run, checkpoint, best=best)
+
+    return read_newest(run, written, choose)
 
 
 def read_report(
@@ -118,9 +127,10 @@ def read_report(
     Raises:
         ValueError: with an `exit_status` of 2: one line says what is wrong.
     """
-    config = _run_config(run)
-    weights = open_checkpoint(checkpoint)
-    history = _history(run)
+    is_run = not is_weights_folder(run)
+    weights = open_checkpoint(checkpoint) if is_run else open_weights(checkpoint)
+    config = _run_config(run) if is_run else config_of(weights)
+    history = _history(run) if is_run else no_history()
     model = build_model(weights.model_config())
     head = routed_head(model)
     routed = routed_layers(model) + ([] if head is None else [head])
@@ -162,7 +172,7 @@ def read_report(
         parameters=parameters,
         active_parameters=parameters - unused_parameters(model),
         checkpoint=str(weights.folder),
-        checkpoint_step=weights.training_step,
+        checkpoint_step=weights.training_step if isinstance(weights, Checkpoint) else 0,
         is_best=_best(run) == weights.folder,
         total_steps=config.train.steps,
         most_validated=config.evaluation.max_windows,

@@ -129,6 +129,13 @@ class Report:
         }
 
     @property
+    def of_weights(self) -> str:
+        """Which weights have read the data, for people."""
+        if self.history.steps:
+            return f"of step {self.checkpoint_step:,}"
+        return f"of {self.checkpoint}"
+
+    @property
     def validation(self) -> float | None:
         """The newest validation score of training."""
         return last(self.history.scalars.get(self.task.validation_score, []))

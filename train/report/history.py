@@ -74,6 +74,21 @@ class History:
     """Lines that cannot be read, as one that is being written or was cut when a run was killed."""
 
 
+def no_history() -> History:
+    """The history of weights that come without a run."""
+    return History(
+        steps=[],
+        width=1,
+        load_steps=[],
+        load_width=1,
+        scalars={},
+        layers={},
+        last_record={"step": 0},
+        final_loss=None,
+        unreadable=0,
+    )
+
+
 def last(series: Series) -> float | None:
     """The newest number of a series."""
     return next((value for value in reversed(series) if value is not None), None)

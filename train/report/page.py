@@ -99,10 +99,14 @@ def facts(report: Report) -> list[tuple[str, str, str]]:
     used = f"{active:,} active per {unit}"
     if active == report.parameters:
         used = f"all used by each {unit}"
+    size = ("Parameters", f"{report.parameters:,}", used)
+    if not history.steps:  # weights without a run
+        known = [each for each in _validation(report) if each[1] is not None]
+        return [size, *((name, _or_none(value), small) for name, value, small in known)]
     return [
         ("Steps", f"{history.last_record['step']:,}", f"of {report.total_steps:,}"),
         (f"{unit.title()}s", f"{units:,}" if units else "unknown", "seen in training"),
-        ("Parameters", f"{report.parameters:,}", used),
+        size,
         ("Training loss", _or_none(history.final_loss), f"{in_unit}last 10 steps"),
         *((name, _or_none(value), small) for name, value, small in _validation(report)),
     ]
@@ -112,7 +116,7 @@ def _validation(report: Report) -> list[tuple[str, float | None, str]]:
     found = report.task.validation_facts(report.validation, report.most_validated)
     text = report.read.text
     if text is not None and text.perplexity is not None:
-        what = f"of step {report.checkpoint_step:,}, on the whole {text.split} split"
+        what = f"{report.of_weights}, on the whole {text.split} split"
         return [
             (name, text.perplexity, what) if name == "Perplexity" else (name, value, small)
             for name, value, small in found
@@ -132,6 +136,8 @@ def training_figures(report: Report) -> list[Figure]:
     """Losses, scores, the learning rate and the norm of gradients over steps."""
     history = report.history
     scalars, steps = history.scalars, history.steps
+    if not steps:
+        return []
     lines = []
     if "loss" in scalars:  # it is in none where no loss was finite
         lines.append(Line(label="training", values=scalars["loss"], colour="var(--accent)"))

@@ -10,8 +10,7 @@ from polyad.data.config import DataConfig
 from polyad.data.errors import DataError
 from polyad.data.text.manifest import SplitName
 from polyad.parallel import comm
-from polyad.parallel.checkpoint.reading import Checkpoint
-from polyad.parallel.weights import load_model
+from polyad.parallel.weights import Weights, load_model
 from polyad.train.config.run import RunConfig, data_overrides, parse_config
 from polyad.train.console import Progress
 from polyad.train.errors import ConfigError
@@ -20,7 +19,7 @@ from polyad.train.experts.probing import RoutedLayer, columns_of
 from polyad.train.measures.knockout import TOKENS, KnockOuts
 from polyad.train.measures.measure import Subject
 from polyad.train.measures.registry import MEASURES
-from polyad.train.reading import read
+from polyad.train.reading import check_data_named, config_of, read
 from polyad.train.report.classes import Predictions
 from polyad.train.report.content import HeldOut
 from polyad.train.report.top_images import TopImages
@@ -57,11 +56,11 @@ class Asked:
     """Whether the experts that are shown are also left out, of text."""
 
 
-def read_held_out(weights: Checkpoint, what: str, asked: Asked) -> HeldOut:
+def read_held_out(weights: Weights, what: str, asked: Asked) -> HeldOut:
     """Reads held-out data.
 
     Args:
-        weights: a run's.
+        weights: of a run, or a folder of them.
         what: what is read: `text`, `images` or `sequences`.
         asked: what is shown of it.
 
@@ -71,7 +70,7 @@ def read_held_out(weights: Checkpoint, what: str, asked: Asked) -> HeldOut:
     config, task = _open(weights, asked, what)
     batch_size = config.evaluation.batch_size or config.train.micro_batch_size
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = load_model(weights.folder, device)
+    model = load_model(weights, device)
     samples = _samples(task, asked)
     layers = asked.layers if isinstance(samples, TextSamples) else asked.every_layer
     subject = Subject(model, layers, samples, batch_size)
@@ -129,12 +128,15 @@ def _samples(task: Task[Any], asked: Asked) -> Samples:
     return SequenceSamples(task, asked.split, asked.limit)
 
 
-def _open(weights: Checkpoint, asked: Asked, what: str) -> tuple[RunConfig, Task[Any]]:
-    """The configuration of a checkpoint, and its task with the data that is read."""
-    where = str(weights.folder / "config.yaml")
-    config = parse_config(weights.config_yaml, (), origin=where)
+def _open(weights: Weights, asked: Asked, what: str) -> tuple[RunConfig, Task[Any]]:
+    """The configuration of weights, and its task with the data that is read."""
+    config = config_of(weights)
     if asked.data is not None:
-        config = parse_config(weights.config_yaml, data_overrides(config, asked.data), origin=where)
+        where = str(weights.folder / "config.yaml")
+        overrides = data_overrides(config, asked.data)
+        config = parse_config(config.to_yaml(), overrides, origin=where)
+    else:
+        check_data_named(weights, config)
     if isinstance(config.data, DataConfig) and config.data.mixture is not None:
         folders = ", ".join(source.path for source in config.data.mixture)
         raise ConfigError(f"data.mixture: read one folder, with --data, of {folders}")
