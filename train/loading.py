@@ -45,7 +45,7 @@ def load(
 
     Args:
         path: a run, whose newest checkpoint is taken; a checkpoint; a folder of another library's
-            model (GPT-2, BERT, ViT, CLIP, timm's Mixer); or one of safetensors under our names.
+            model (a decoder, BERT, ViT, CLIP, timm's Mixer); or one of safetensors under our names.
         weights: of a checkpoint: the `trained` ones, or `ema`, their moving average.
         best: take a run's best checkpoint in place of its newest.
         precision: of the parameters, `fp32` or `bf16`.
@@ -114,7 +114,8 @@ class Run:
     def experts(self, text: str, *, top: int = 4) -> "TextExperts":
         """Reads a text and returns the experts of every token.
 
-        A BERT reads the text between [CLS] and [SEP].
+        A BERT reads the text between [CLS] and [SEP], a decoder after the token that begins a
+        document, if its tokenizer has one.
 
         Args:
             text: at most as many tokens as the model reads at once.
@@ -136,7 +137,7 @@ class Run:
             raise ConfigError(f"{self.path}: the model is dense: it has no experts")
         if top < 1:
             raise ConfigError(f"top: {top} is not allowed: 1 or more")
-        ids = self.tokenizer.encode(text)
+        ids = [*self.tokenizer.before, *self.tokenizer.encode(text)]
         if isinstance(config, BertConfig):
             vocabulary = self.tokenizer.vocabulary()
             ids = [vocabulary["[CLS]"], *ids, vocabulary["[SEP]"]]
@@ -307,7 +308,7 @@ def experts_of(
     """Reads a text and keeps what the routers decide.
 
     Args:
-        model: a GPT-2 or BERT in evaluation mode, whole on one device.
+        model: a decoder or BERT in evaluation mode, whole on one device.
         token_ids: of the text, at most as many as the model reads.
         tokens: the text of each.
         top: experts of a token that are shown of each level of a muMoE.

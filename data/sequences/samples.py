@@ -66,8 +66,9 @@ class Pieces(NamedTuple):
 def form_of(model_kind: str, tokenizer: Tokenizer) -> Form:
     """What stands around texts for a kind of model.
 
-    GPT-2 was trained on documents that end with its end-of-text token: two texts have it between
-    them. BERT reads [CLS] first [SEP] second [SEP].
+    A decoder was trained on documents that end with its end-of-text token: two texts have it
+    between them, and before the first stands what begins a document, if anything does.
+    BERT reads [CLS] first [SEP] second [SEP].
 
     Args:
         model_kind: `model.kind`.
@@ -78,7 +79,7 @@ def form_of(model_kind: str, tokenizer: Tokenizer) -> Form:
     """
     end = tokenizer.end_of_text_id
     if model_kind != "bert":
-        return Form(padding=end, between=(end,))
+        return Form(padding=end, before=tuple(tokenizer.before), between=(end,))
     vocabulary = tokenizer.vocabulary()
     for token in ("[CLS]", "[SEP]", "[PAD]"):
         if token not in vocabulary:

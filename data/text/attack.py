@@ -121,8 +121,9 @@ def _documents(
 ) -> Iterator[str]:
     read = 0
     for document, length in enumerate(stream.document_lengths.tolist()):
-        ids = stream.read_document(document, 0, length - 1)  # without the end of the text
-        yield tokenizer.decode(ids.tolist())
+        ids = stream.read_document(document, 0, length - 1).tolist()  # without the end of the text
+        begins = bool(tokenizer.before) and ids[:1] == tokenizer.before
+        yield tokenizer.decode(ids[1:] if begins else ids)
         read += length
         if report is not None:
             report(read / stream.num_tokens)
@@ -148,7 +149,8 @@ def _write(writer: SplitWriter, tokenizer: Tokenizer, texts: list[str]) -> None:
     pieces = [list(cut_between_words(text)) if cuts else [text] for text in texts]
     encoded = iter(tokenizer.encode_batch(list(chain.from_iterable(pieces))))
     for text, parts in zip(texts, pieces, strict=True):
-        ids = [*chain.from_iterable(islice(encoded, len(parts))), tokenizer.end_of_text_id]
+        own = chain.from_iterable(islice(encoded, len(parts)))
+        ids = [*tokenizer.before, *own, tokenizer.end_of_text_id]
         record = (len(ids), len(text.split()), len(text.encode("utf-8")), False)
         tokens = np.array(ids, dtype=writer.dtype)
         writer.copy([tokens.data], np.array([record], dtype=RECORD))

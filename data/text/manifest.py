@@ -81,14 +81,29 @@ class TokenizerInfo(Config):
     """The token that ends each document."""
     end_of_text_id: Count
     """Its id."""
+    begin_of_text: str | None = Field(default=None, min_length=1)
+    """The token that begins each document; null: none does."""
+    begin_of_text_id: Count | None = None
+    """Its id."""
 
     @model_validator(mode="after")
-    def _end_of_text_is_in_the_vocabulary(self) -> "TokenizerInfo":
-        if self.end_of_text_id >= self.vocab_size:
-            raise ValueError(
-                f"end_of_text_id: {self.end_of_text_id} is not below vocab_size: {self.vocab_size}"
-            )
+    def _marks_are_in_the_vocabulary(self) -> "TokenizerInfo":
+        for name in ("end_of_text_id", "begin_of_text_id"):
+            if (getattr(self, name) or 0) >= self.vocab_size:
+                raise ValueError(
+                    f"{name}: {getattr(self, name)} is not below vocab_size: {self.vocab_size}"
+                )
+        if (self.begin_of_text is None) != (self.begin_of_text_id is None):
+            raise ValueError("begin_of_text and begin_of_text_id: one of them is null")
         return self
+
+    def in_words(self) -> str:
+        """Which tokens stand around the text of each document, for people."""
+        end = f"{self.end_of_text} ({self.end_of_text_id})"
+        if self.begin_of_text is None:
+            return f"each document ends with {end}, and no token begins it"
+        begin = f"{self.begin_of_text} ({self.begin_of_text_id})"
+        return f"each document begins with {begin} and ends with {end}"
 
 
 class Request(Config):
@@ -104,6 +119,8 @@ class Request(Config):
     """`train:VOCAB_SIZE` or `words`, or the fingerprint of the tokenizer that was given."""
     end_of_text: str | None
     """The end-of-text token that was asked for."""
+    begin_of_text: str | None = None
+    """The token that begins each document, if the tokenizer that was given has one."""
     validation_fraction: float = Field(ge=0, lt=1)
     """Share of the documents of `source` held out for validation."""
     test_fraction: float = Field(ge=0, lt=1)

@@ -272,6 +272,8 @@ class Preparation:
             vocab_size=tokenizer.vocab_size,
             end_of_text=tokenizer.end_of_text,
             end_of_text_id=tokenizer.end_of_text_id,
+            begin_of_text=tokenizer.begin_of_text,
+            begin_of_text_id=tokenizer.begin_of_text_id,
         )
         return Manifest(
             format_version=FORMAT_VERSION,
@@ -336,6 +338,7 @@ class Preparation:
                 )
         if left := left_out_of(manifest):
             self._progress.say(f"left out: {left}")
+        self._progress.say(manifest.tokenizer.in_words())
         self._progress.say(
             f"prepared {self.output} (vocabulary of {manifest.tokenizer.vocab_size:,})"
         )

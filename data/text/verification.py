@@ -121,6 +121,12 @@ def check_split(folder: Path, name: SplitName, manifest: Manifest) -> None:
     head, tail = _ends(tokens, manifest.dtype)
     for part in (head, tail):
         check_ids(tokens, part, manifest.tokenizer.vocab_size)
+    begin = manifest.tokenizer.begin_of_text_id
+    if len(head) and begin is not None and head[0] != begin:
+        raise DataError(
+            f"{tokens}: its first token is {head[0]}, where every document begins with "
+            f"tokenizer.begin_of_text_id: {begin} of {MANIFEST_FILE}: {AGAIN}"
+        )
     end = manifest.tokenizer.end_of_text_id
     if len(tail) and tail[-1] != end:
         raise DataError(
@@ -385,8 +391,10 @@ def _verify_tokenizer(folder: Path, manifest: Manifest) -> None:
     info = manifest.tokenizer
     path = check_tokenizer(folder, manifest)
     tokenizer = load_tokenizer(path, info.end_of_text)
-    for key in ("vocab_size", "end_of_text_id"):
+    for key in ("vocab_size", "end_of_text_id", "begin_of_text_id"):
         actual, recorded = getattr(tokenizer, key), getattr(info, key)
+        if recorded is None:  # an older folder has no such tokens, whatever its tokenizer says
+            continue
         if actual != recorded:
             raise DataError(
                 f"{folder / MANIFEST_FILE}: key 'tokenizer.{key}': {recorded}, but that of "

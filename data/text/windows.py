@@ -43,6 +43,8 @@ class EvaluationWindows:
         sequence_length: T, tokens of a window.
         stride: Targets scored by a window, from 1 (most context, most work) to T (no overlap).
         end_of_text_id: The token that ends each document.
+        begin_of_text_id: A token that begins each document and is never scored, since no model
+            has to predict it; None: there is none.
         max_windows: Stop after so many windows; None reads the whole split.
 
     Raises:
@@ -55,6 +57,7 @@ class EvaluationWindows:
         sequence_length: int,
         stride: int,
         end_of_text_id: int,
+        begin_of_text_id: int | None = None,
         max_windows: int | None = None,
     ) -> None:
         check_at_least(1, sequence_length=sequence_length)
@@ -67,7 +70,7 @@ class EvaluationWindows:
         self.sequence_length = sequence_length
         self.stride = stride
         self._stream = stream
-        self._end_of_text_id = end_of_text_id
+        self._end_of_text_id, self._begin_of_text_id = end_of_text_id, begin_of_text_id
         self._max_windows = max_windows
 
     def __len__(self) -> int:
@@ -100,6 +103,8 @@ class EvaluationWindows:
             result.input_T[0] = int(self._stream.read(start - 1, start)[0])
         first_scored = 0 if window == 0 else self.sequence_length - self.stride
         result.scored_T[first_scored:length] = True
+        if self._begin_of_text_id is not None:
+            result.scored_T.logical_and_(result.target_T != self._begin_of_text_id)
         return result
 
     def empty(self) -> Window:

@@ -246,7 +246,9 @@ class _SplitWriter:
 
     def __init__(self, prefix: Path, tokenizer: Tokenizer) -> None:
         self._dtype = np.dtype(token_dtype(tokenizer.vocab_size))
+        self._begin = np.array(tokenizer.before, dtype=self._dtype)
         self._end = np.array([tokenizer.end_of_text_id], dtype=self._dtype)
+        self._is_open = False
         self._tokens = DigestedFile(prefix.with_suffix(".bin"))
         self._records = DigestedFile(prefix.with_suffix(RECORDS_SUFFIX))
         self._open_tokens = self._open_words = self._open_bytes = 0  # of the document that is open
@@ -261,6 +263,9 @@ class _SplitWriter:
             raise DataError(
                 f"{piece.name}: {len(ids) + 1:,} tokens; a document has at most {MOST_TOKENS:,}"
             )
+        if not self._is_open:
+            self._tokens.write(self._begin.data)
+            self._open_tokens, self._is_open = len(self._begin), True
         if self._open_tokens + len(ids) >= MOST_TOKENS:
             self._end_document(goes_on=True)
             self.cut_documents += 1
@@ -276,6 +281,7 @@ class _SplitWriter:
         record = (self._open_tokens + 1, self._open_words, self._open_bytes, goes_on)
         self._records.write(np.array([record], dtype=RECORD).tobytes())
         self._open_tokens = self._open_words = self._open_bytes = 0
+        self._is_open = goes_on
 
     def finish(self) -> PartSplit:
         assert not self._open_tokens

@@ -9,7 +9,7 @@ from polyad.data.images.dataset import ImageData, holds_images
 from polyad.data.sequences.tables import _read_jsonl as read_table
 from polyad.data.text.dataset import PreparedData
 from polyad.data.text.readers import read_jsonl
-from polyad.data.text.tokenizers.files import named_end_of_text
+from polyad.data.text.tokenizers.files import read_about
 from polyad.launch.study.folder import _read as read_result
 from polyad.launch.study.measures import _read as read_measure
 from polyad.parallel.tensor_folder import read_json as read_config
@@ -47,7 +47,7 @@ READERS = {
     "a manifest of images": lambda p, c: ImageData.open(in_a_folder(p, "manifest.json", c)),
     "a manifest of text": lambda p, c: PreparedData.open(in_a_folder(p, "manifest.json", c)),
     "what Arrow files are": beside_arrow,
-    "the end of text": lambda p, c: named_end_of_text(in_a_folder(p, "tokenizer_config.json", c)),
+    "about a tokenizer": lambda p, c: read_about(in_a_folder(p, "tokenizer_config.json", c)),
     "ReaL labels": lambda p, c: real_labels(in_a_folder(p, "real.json", c) / "real.json"),
     "a study's result": lambda p, c: read_result(in_a_folder(p, "a.json", c) / "a.json", ("a",)),
     "a measure": lambda p, c: read_measure(in_a_folder(p, "a.json", c) / "a.json", ["a"]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch.overrides import TorchFunctionMode
@@ -17,6 +19,10 @@ from polyad.model.build import build_model, place
 from polyad.parallel.families import FamilyWeights
 
 WORDS = 101
+IDS = 300
+"""Ids of the tokenizer that `hub_folder` writes."""
+BEGIN, END = "<|begin|>", "<|return|>"
+"""Its tokens before and after a document; it has another one that is known to end documents."""
 SHAPE = {
     "vocab_size": WORDS, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 64, "intermediate_size": 48,
@@ -134,7 +140,7 @@ def theirs(
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
     kind, settings = CASES[case]
-    config = CONFIG_MAPPING[kind](**settings, **more)
+    config = CONFIG_MAPPING[kind](**(settings | more))
     config._experts_implementation = experts
     attention = attention or ("eager" if kind == "gpt_oss" else "sdpa")
     with InDouble() if dtype == torch.float64 else nullcontext():
@@ -153,6 +159,45 @@ def theirs(
             noise = noise * 1.3 / math.sqrt(config.hidden_size)
         tensor.data.copy_(noise)
     return model
+
+
+def hub_folder(folder: Path, case: str, **about: Any) -> Any:
+    """Writes a folder as the hub has it, with a tokenizer of fewer ids than the model has rows.
+
+    Args:
+        folder: The folder.
+        case: See `theirs`.
+        about: Keys of tokenizer_config.json.
+
+    Returns:
+        The model of transformers.
+    """
+    model = theirs(case, vocab_size=IDS + 20)
+    model.save_pretrained(folder)
+    write_tokenizer(folder, **about)
+    return model
+
+
+def write_tokenizer(folder: Path, **about: Any) -> None:
+    """Writes a tokenizer of `IDS` tokens, those special ones first.
+
+    Args:
+        folder: Where it goes.
+        about: Keys of tokenizer_config.json.
+    """
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=IDS,
+        special_tokens=[BEGIN, "<|endoftext|>", END],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([Path(__file__).read_text(encoding="utf-8")], trainer)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    known = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": BEGIN, "eos_token": END}
+    (folder / "tokenizer_config.json").write_text(json.dumps(known | about))
 
 
 def opened(folder: Path, dtype: torch.dtype = torch.float32) -> Any:

@@ -115,18 +115,20 @@ def generate_ids(
     sampling: Sampling,
     stop_ids: Collection[int] = (),
     vocab_size: int | None = None,
+    unused_ids: Sequence[int] = (),
     use_cache: bool = True,
     name: str = "the model",
 ) -> Iterator[int]:
     """Continues a prompt.
 
     Args:
-        model: a GPT-2 in evaluation mode.
+        model: a decoder in evaluation mode.
         prompt: token ids, at least one; of a long prompt the last `sequence_length` are read.
         max_tokens: the most that are generated.
         sampling: how a token is chosen.
         stop_ids: tokens that end it; they are not handed out.
         vocab_size: only ids below it are chosen; None: all that the model has.
+        unused_ids: ids below it that are not chosen either.
         use_cache: keep keys and values, or run the whole window for every token.
         name: of the model, for an error.
 
@@ -154,6 +156,8 @@ def generate_ids(
             raise ConfigError(
                 f"{name}: its logits are not finite: its weights hold NaN or inf, or are too large"
             )
+        if unused_ids:
+            logits_V = logits_V.index_fill(0, torch.tensor(unused_ids), -math.inf)
         read = len(ids)
         token = choose(logits_V, sampling, generator)
         if token in stop_ids:
@@ -219,7 +223,7 @@ def continue_text(
     """Continues a text with a model that is in memory.
 
     Args:
-        model: a GPT-2 in evaluation mode.
+        model: a decoder in evaluation mode.
         tokenizer: of the model.
         prompt: the text; an empty one begins a document.
         max_tokens: see `generate`.
@@ -232,7 +236,8 @@ def continue_text(
         ConfigError: the prompt is not text, or the weights are not finite.
     """
     check_prompt(prompt)
-    prompt_ids = tokenizer.encode(prompt) or [tokenizer.end_of_text_id]
+    own = tokenizer.encode(prompt)
+    prompt_ids = [*tokenizer.before, *own] or [tokenizer.end_of_text_id]
     stream, ids, pieces = TextStream(tokenizer, prompt_ids), [], []
     for token in generate_ids(
         model,
@@ -241,6 +246,7 @@ def continue_text(
         sampling=sampling,
         stop_ids=(tokenizer.end_of_text_id,),
         vocab_size=tokenizer.vocab_size,
+        unused_ids=tokenizer.unused_ids,
         use_cache=use_cache,
         name=name,
     ):

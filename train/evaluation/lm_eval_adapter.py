@@ -81,6 +81,12 @@ class PolyadLM(TemplateLM):
         return self._coder.end_of_text_id
 
     @property
+    def prefix_token_id(self) -> int:
+        """The id of the token before a text without context: that of the end of another document,
+        unless the tokenizer has one that begins a document."""
+        return [*self._coder.before, self._coder.end_of_text_id][0]
+
+    @property
     def tokenizer_name(self) -> str:
         """Names the tokenizer in lm-eval's caches."""
         return self._coder.fingerprint
@@ -125,7 +131,7 @@ class PolyadLM(TemplateLM):
         return context or [self.prefix_token_id], continuation
 
     def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
-        """Log-likelihood of whole texts, in nats, each after an end of text."""
+        """Log-likelihood of whole texts, in nats, each after the prefix token."""
         texts = [request.args[0] for request in requests]
         pairs = [([self.prefix_token_id], self.tok_encode(text)) for text in texts]
         totals = [total for total, _ in self._score(pairs, disable_tqdm)]
@@ -194,6 +200,7 @@ class PolyadLM(TemplateLM):
             sampling=sampling,
             stop_ids=(self.eot_token_id,),
             vocab_size=self._coder.vocab_size,
+            unused_ids=self._coder.unused_ids,
             name=self._about["checkpoint"],
         ):
             text += stream.push(token)

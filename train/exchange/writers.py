@@ -215,7 +215,12 @@ def _pixels_of(weights: Checked) -> ImageDataConfig | None:
 def _special_tokens(config: ModelSettings, tokenizer: Tokenizer) -> dict[str, Any]:
     """What transformers calls a tokenizer's special tokens, and what it makes of a text."""
     if not isinstance(config, BertConfig):
-        return {"bos_token": tokenizer.end_of_text, "eos_token": tokenizer.end_of_text}
+        begin = tokenizer.begin_of_text
+        return {
+            "bos_token": begin or tokenizer.end_of_text,
+            "eos_token": tokenizer.end_of_text,
+            **({} if begin is None else {"add_bos_token": True}),
+        }
     names = ("cls", "sep", "mask", "pad", "unk")
     vocabulary = tokenizer.vocabulary()
     special = {f"{n}_token": token for n in names if (token := f"[{n.upper()}]") in vocabulary}

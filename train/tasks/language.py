@@ -170,8 +170,9 @@ class LanguageModelling(Learner, TextTask[TextBatch]):
         """The windows that a stream of tokens is scored by."""
         length = self.model.sequence_length
         stride = self.evaluation.stride or length
-        end = self.data.tokenizer.end_of_text_id
-        return EvaluationWindows(stream, length, stride, end, max_windows=most)
+        about = self.data.tokenizer
+        begin, end = about.begin_of_text_id, about.end_of_text_id
+        return EvaluationWindows(stream, length, stride, end, begin, max_windows=most)
 
     def split(self, name: str) -> tuple[TokenStream, SplitInfo]:
         """The tokens of a split of the first folder, and its counts of words and bytes."""

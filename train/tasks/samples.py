@@ -219,8 +219,9 @@ class TextSamples(Samples):
         if isinstance(task, MaskedLanguageModelling):
             self._source = _WholeWindows(task, streams, tokens, hidden=hidden)
         else:
-            end = task.data.tokenizer.end_of_text_id
-            parts = [EvaluationWindows(each, self.length, self.length, end) for each in streams]
+            about, length = task.data.tokenizer, self.length
+            marks = about.end_of_text_id, about.begin_of_text_id
+            parts = [EvaluationWindows(each, length, length, *marks) for each in streams]
             self._whole = parts[0]
             self._source = SpreadWindows(parts, tokens)
         self.rows = len(self._source)

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from pydantic import ConfigDict, ValidationError
+from pydantic import ValidationError
 
 from polyad.data.config import DataConfig
 from polyad.data.errors import DataError
@@ -12,12 +12,11 @@ from polyad.data.text.dataset import PreparedData
 from polyad.data.text.manifest import TOKENIZER_FILES
 from polyad.data.text.tokenizers.files import load_tokenizer
 from polyad.data.text.tokenizers.tokenizer import Tokenizer
-from polyad.data.text.tokenizers.vocabularies import VOCABULARY_FILE
+from polyad.data.text.tokenizers.vocabularies import ABOUT_FILE, VOCABULARY_FILE
 from polyad.parallel.checkpoint.format import State
 from polyad.parallel.checkpoint.reading import Checkpoint
 from polyad.parallel.families import FamilyWeights
-from polyad.parallel.records import Record
-from polyad.parallel.tensor_folder import check_file, read_form
+from polyad.parallel.tensor_folder import check_file
 from polyad.parallel.weights import Weights
 from polyad.train.errors import ConfigError
 
@@ -167,34 +166,15 @@ def need_tokenizer(weights: Weights, given: str | None) -> Tokenizer:
     return tokenizer
 
 
-class _Token(Record):
-    model_config = ConfigDict(extra="ignore")
-
-    content: str
-
-
-class _TokenizerConfig(Record):
-    """The keys of transformers' `tokenizer_config.json` that are read."""
-
-    model_config = ConfigDict(extra="ignore")
-
-    eos_token: str | _Token | None = None
-
-
 def _folder_tokenizer(folder: Path) -> Tokenizer | None:
     names = {path.name for path in folder.iterdir()}
     one = {*TOKENIZER_FILES, VOCABULARY_FILE}
     if not names & one and not {"vocab.json", "merges.txt"} <= names:
         return None
-    for name in (*one, "vocab.json", "merges.txt"):
+    for name in (*one, "vocab.json", "merges.txt", ABOUT_FILE):
         if name in names:
             check_file(folder / name, ConfigError)
-    end_of_text = None
-    if "tokenizer_config.json" in names:
-        about = read_form(folder / "tokenizer_config.json", _TokenizerConfig, ConfigError)
-        token = about.eos_token
-        end_of_text = token.content if isinstance(token, _Token) else token
-    return load_tokenizer(folder, end_of_text)
+    return load_tokenizer(folder)
 
 
 CLASSES_FILE = "classes.json"

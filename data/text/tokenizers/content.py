@@ -26,6 +26,9 @@ MOST_AFFIX = 100
 CHANCE = ("dropout", "alpha", "nbest_size")
 """Keys of a model, BPE or unigram, that make the encoding of a text random."""
 
+TEMPLATE = "TemplateProcessing"
+"""The type of a post-processor that puts special tokens around a text."""
+
 _PARTS = ("normalizer", "pre_tokenizer", "decoder")
 _AFFIXES = ("continuing_subword_prefix", "end_of_word_suffix", "unk_token")
 # A pattern with one of these may match between two characters, and insert without replacing.
@@ -100,6 +103,51 @@ def without_chance(content: str) -> str:
     """
     value = parse_json(content, "")
     value["model"] |= dict.fromkeys(chance_of(content))
+    return json.dumps(value, ensure_ascii=False)
+
+
+def begin_of_text(content: str) -> str | None:
+    """The token that the file puts before a text.
+
+    Args:
+        content: The text of a `tokenizer.json`.
+
+    Returns:
+        The special token with which the template of its post-processor begins; None where there is
+        none, or where there is one at the end, too: such a template is BERT's, around a sequence.
+    """
+    for step in _flat(parse_json(content, "").get("post_processor")):
+        if step.get("type") == TEMPLATE and (parts := step.get("single")):
+            first, last = parts[0].get("SpecialToken"), parts[-1]
+            return str(first["id"]) if first and "Sequence" in last else None
+    return None
+
+
+def with_begin_of_text(content: str, token: str | None, number: int | None) -> str:
+    """Changes what the file puts before a text, and nothing else.
+
+    Args:
+        content: The text of a `tokenizer.json`.
+        token: The token; None: nothing.
+        number: Its id.
+
+    Returns:
+        The file for which `begin_of_text` gives that token.
+    """
+    value = parse_json(content, "")
+    steps = [each for each in _flat(value.get("post_processor")) if each["type"] != TEMPLATE]
+    if token is not None:
+        begin = [{"SpecialToken": {"id": token, "type_id": kind}} for kind in (0, 1)]
+        text = [{"Sequence": {"id": name, "type_id": kind}} for kind, name in enumerate("AB")]
+        steps.append(
+            {
+                "type": TEMPLATE,
+                "single": [begin[0], text[0]],
+                "pair": [begin[0], text[0], begin[1], text[1]],
+                "special_tokens": {token: {"id": token, "ids": [number], "tokens": [token]}},
+            }
+        )
+    value["post_processor"] = {"type": "Sequence", "processors": steps} if steps else None
     return json.dumps(value, ensure_ascii=False)
 
 

@@ -5,6 +5,7 @@ import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from tokenizers import models
 
@@ -20,7 +21,6 @@ from polyad.data.text.tokenizers.content import bytes_fingerprint, check_charsma
 from polyad.data.text.tokenizers.tokenizer import (
     KNOWN_END_OF_TEXT,
     TRAINED,
-    EndOfTextError,
     Tokenizer,
     byte_level,
     choose_end_of_text,
@@ -65,6 +65,7 @@ class SentencePieceTokenizer(Tokenizer):
         vocabulary = self.vocabulary()
         self.end_of_text = choose_end_of_text(vocabulary, end_of_text)
         self.end_of_text_id = vocabulary[self.end_of_text]
+        self.begin_of_text = self.begin_of_text_id = None
         self.vocab_size = size
         self.fingerprint = bytes_fingerprint(model, self.end_of_text)
         self._threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else -1
@@ -125,6 +126,10 @@ class SentencePieceTokenizer(Tokenizer):
     def chance(self) -> None:
         """Returns None: the library samples pieces only if it is asked to."""
         return None
+
+    def with_begin_of_text(self, token: str | None) -> "SentencePieceTokenizer":
+        """Returns this tokenizer: such a file cannot say that a token begins each document."""
+        return self
 
 
 def _check_normalizers(model: bytes) -> None:
@@ -224,24 +229,29 @@ def snapshot_of(folder: Path) -> Path:
     return found[0] if len(found) == 1 else folder
 
 
-def named_end_of_text(folder: Path) -> str | None:
-    """Reads which token ends a document from `tokenizer_config.json`.
+def read_about(folder: Path) -> dict[str, Any]:
+    """Reads `tokenizer_config.json`.
 
     Returns:
-        Its `eos_token`; None where there is none.
+        Its keys; none where there is no such file.
 
     Raises:
         DataError: The file cannot be read.
     """
     file = folder / ABOUT_FILE
     if not file.is_file():
-        return None
+        return {}
     tree = read_json(file)
     if not isinstance(tree, dict):
         raise DataError(f"{file}: is no JSON object")
-    token = tree.get("eos_token")
-    end_of_text = token.get("content") if isinstance(token, dict) else token
-    return end_of_text if isinstance(end_of_text, str) else None
+    return tree
+
+
+def _token(about: dict[str, Any], key: str) -> str | None:
+    """A token that is named there, as text or with more about it."""
+    token = about.get(key)
+    content = token.get("content") if isinstance(token, dict) else token
+    return content if isinstance(content, str) else None
 
 
 def load_tokenizer(path: str | Path, end_of_text: str | None = None) -> Tokenizer:
@@ -251,11 +261,12 @@ def load_tokenizer(path: str | Path, end_of_text: str | None = None) -> Tokenize
         path: A `tokenizer.json`, a SentencePiece `.model`, BERT's `vocab.txt`, or a folder that
             holds one of them or GPT-2's `vocab.json` and `merges.txt`; or NAME or OWNER/NAME of the
             Hugging Face hub, where there is no such path.
-        end_of_text: The token that ends each document; None takes a well-known one, else the
-            one that `tokenizer_config.json` in the folder names.
+        end_of_text: The token that ends each document; None takes the one that
+            `tokenizer_config.json` in the folder names, else a well-known one.
 
     Returns:
-        The tokenizer.
+        The tokenizer. A token begins each document where `add_bos_token` of that file says so; a
+        file without this key leaves it to the post-processor of `tokenizer.json`.
 
     Raises:
         DataError: There is no tokenizer, or it has no such token.
@@ -278,13 +289,15 @@ def _load_folder(folder: Path, end_of_text: str | None) -> Tokenizer:
     def loaded(end: str | None) -> Tokenizer:
         return _load_file(file, end) if file else _load_byte_level(folder, end)
 
+    about = read_about(folder)
+    tokenizer = loaded(end_of_text or _token(about, "eos_token"))
+    adds = about.get("add_bos_token")
+    if adds is None:
+        return tokenizer
     try:
-        return loaded(end_of_text)
-    except EndOfTextError:
-        named = named_end_of_text(folder)
-        if named is None:
-            raise
-        return loaded(named)
+        return tokenizer.with_begin_of_text(_token(about, "bos_token") if adds else None)
+    except DataError as error:
+        raise DataError(f"{folder / ABOUT_FILE}: {error}") from None
 
 
 def _load_file(path: Path, end_of_text: str | None) -> Tokenizer:
@@ -299,7 +312,7 @@ def _load_file(path: Path, end_of_text: str | None) -> Tokenizer:
     try:
         return _from_file(path, end_of_text)
     except DataError as error:
-        raise _kind(error)(f"{path}: {error}") from None
+        raise DataError(f"{path}: {error}") from None
     except MemoryError:
         raise
     except Exception as error:  # the library raises bare Exception for a malformed file
@@ -325,11 +338,7 @@ def _load_byte_level(folder: Path, end_of_text: str | None) -> Tokenizer:
     try:
         return Tokenizer(backend.to_str(), end_of_text)
     except DataError as error:
-        raise _kind(error)(f"{folder}: {error}") from None
-
-
-def _kind(error: DataError) -> type[DataError]:
-    return EndOfTextError if isinstance(error, EndOfTextError) else DataError
+        raise DataError(f"{folder}: {error}") from None
 
 
 def _from_file(file: Path, end_of_text: str | None) -> Tokenizer:

@@ -14,11 +14,13 @@ from polyad.data.json_reader import parse_json
 from polyad.data.text.manifest import TOKENIZER_FILE, TokenizerFile
 from polyad.data.text.tokenizers.content import (
     CHANCE,
+    begin_of_text,
     canonical,
     chance_of,
     check_growth,
     check_patterns,
     fingerprint,
+    with_begin_of_text,
     without_chance,
 )
 
@@ -58,10 +60,6 @@ _PROBES = (
 )
 
 
-class EndOfTextError(DataError):
-    """A vocabulary without a token that is known to end documents."""
-
-
 class UnknownWordError(DataError):
     """A word that the vocabulary does not have, where it has no entry for unknown ones.
 
@@ -91,6 +89,8 @@ class Tokenizer:
         file_name: What `save` writes is called so in a prepared folder.
         end_of_text: The token that ends each document.
         end_of_text_id: Its id.
+        begin_of_text: The token that begins each document, where the file says that one does.
+        begin_of_text_id: Its id.
         vocab_size: All ids are below this.
         fingerprint: SHA-256, hexadecimal, of the canonical `content` and the end-of-text token.
         growth: Characters that the normalizer makes of one, at most.
@@ -110,6 +110,12 @@ class Tokenizer:
         vocabulary = self._backend.get_vocab(with_added_tokens=True)
         self.end_of_text = choose_end_of_text(vocabulary, end_of_text)
         self.end_of_text_id = vocabulary[self.end_of_text]
+        self.begin_of_text = begin_of_text(self._content)
+        self.begin_of_text_id = None
+        if self.begin_of_text is not None:
+            if self.begin_of_text not in vocabulary:
+                raise DataError(f"post_processor: the vocabulary has no {self.begin_of_text!r:.80}")
+            self.begin_of_text_id = vocabulary[self.begin_of_text]
         self.vocab_size = max(vocabulary.values()) + 1
         if self.vocab_size > MOST_IDS:
             raise DataError(f"token id {self.vocab_size - 1}: ids are below {MOST_IDS}")
@@ -265,6 +271,35 @@ class Tokenizer:
         """Returns this tokenizer with a file that has no `chance`, also for other readers."""
         return type(self)(without_chance(self._content), self.end_of_text)
 
+    @property
+    def before(self) -> list[int]:
+        """Ids that stand before the text of each document: one, or none."""
+        return [] if self.begin_of_text_id is None else [self.begin_of_text_id]
+
+    def with_begin_of_text(self, token: str | None) -> "Tokenizer":
+        """Returns this tokenizer with a file that says which token begins each document.
+
+        Args:
+            token: The token; None: none does.
+
+        Raises:
+            DataError: The vocabulary does not have it.
+        """
+        if token == self.begin_of_text:
+            return self
+        number = None if token is None else self.vocabulary().get(token)
+        if token is not None and number is None:
+            raise DataError(
+                f"the vocabulary has no token {token!r}, the bos_token that add_bos_token is about"
+            )
+        content = with_begin_of_text(self._content, token, number)
+        return type(self)(content, self.end_of_text)
+
+    @cached_property
+    def unused_ids(self) -> list[int]:
+        """Ids below `vocab_size` that no token has."""
+        return sorted(set(range(self.vocab_size)) - set(self.vocabulary().values()))
+
     def encodes_in_pieces(self) -> bool:
         """Tells whether a long text can be encoded in pieces.
 
@@ -332,7 +367,7 @@ def choose_end_of_text(vocabulary: Mapping[str, int], wanted: str | None) -> str
     for token in KNOWN_END_OF_TEXT:
         if token in vocabulary:
             return token
-    raise EndOfTextError(
+    raise DataError(
         f"the vocabulary has none of {', '.join(KNOWN_END_OF_TEXT)} to end a document; name one "
         "with --end-of-text TOKEN"
     )

@@ -1,0 +1,121 @@
+"""Folders as the hub has them, used as they are: with every command, and as transformers does."""
+
+import json
+import math
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+import polyad
+from polyad.data.text.dataset import PreparedData
+from polyad.launch.cli import run as command
+from polyad.train.errors import ConfigError
+from polyad.train.evaluation.generate import Sampling, generate
+from tests.helpers.decoders import IDS, WORDS, hub_folder, theirs
+from tests.helpers.everyday import everyday
+from tests.helpers.prepared import jsonl, silent
+from tests.helpers.runs import evaluation
+
+pytest.importorskip("transformers")
+pytestmark = pytest.mark.distributed
+
+FAMILIES = ["olmoe", "deepseek_v3", "gpt_oss", "qwen3_moe", "granitemoeshared"]
+TEXTS = [f"def number_{n}(x):\n    return {n} * x + {n * n}\n" * (2 + n % 3) for n in range(24)]
+
+
+def prepared_for(folder, tmp_path):
+    """The texts in the tokens of a folder."""
+    data = tmp_path / "data"
+    silent(jsonl(tmp_path / "texts.jsonl", TEXTS), str(folder), data, validation_fraction=0.5)
+    return data
+
+
+@torch.no_grad()
+def loss_by_transformers(model, data, length, stride, not_scored=-1):
+    """The mean loss of the validation split in windows, one after the other; and of how many tokens
+    it is."""
+    stream = PreparedData.open(data).split("validation")
+    info = PreparedData.open(data).manifest.tokenizer
+    tokens = torch.from_numpy(stream.read(0, stream.num_tokens)).long()
+    tokens = torch.cat([torch.tensor([info.end_of_text_id]), tokens])
+    total, scored, start, count = 0.0, 0, 0, 0
+    while scored < len(tokens) - 1:
+        window = tokens[start : start + length + 1]
+        logits = model(window[None, :-1], use_cache=False).logits[0].double()
+        losses = cross_entropy(logits, window[1:], reduction="none")
+        new = start + len(losses) - scored
+        counts = window[-new:] != not_scored
+        total, count = total + losses[-new:][counts].sum().item(), count + int(counts.sum())
+        scored, start = scored + new, start + stride
+    return total / count, count
+
+
+@everyday("case", [*FAMILIES, "mixtral", "qwen2_moe", "llama 3"], keep=["olmoe", "gpt_oss"])
+@pytest.mark.parametrize("stride", [64, 20])
+def test_perplexity_is_that_of_transformers(case, stride, tmp_path):
+    model = hub_folder(tmp_path / "hub", case)
+    data = prepared_for(tmp_path / "hub", tmp_path)
+    found = evaluation(tmp_path / "hub", data=str(data), overrides=(f"evaluation.stride={stride}",))
+    loss, scored = loss_by_transformers(model, data, 64, stride)
+    assert found["tokens_scored"] == scored > 200
+    assert found["loss"] == pytest.approx(loss, rel=1e-6)
+    assert found["perplexity"] == pytest.approx(math.exp(loss), rel=1e-6)
+
+
+@everyday("case", FAMILIES, keep=["deepseek_v3"])
+def test_commands_take_a_folder_as_it_is(case, tmp_path, capfd):
+    folder = tmp_path / "hub"
+    hub_folder(folder, case)
+    data = str(prepared_for(folder, tmp_path))
+    steered = ["--steer", "layer=2,expert=1,strength=2"]
+    for words in (
+        ["experts", "knockout", folder, "--data", data, "--tokens", "64", "--layers", "2"],
+        ["experts", "specialize", folder, "--data", data],
+        ["experts", "steer", folder, "--data", data, "--tokens", "64", *steered],
+        ["generate", folder, "--prompt", "def ", "--max-tokens", "5", *steered],
+        ["report", folder, "--data", data, "--tokens", "64", "--knockout"],
+    ):
+        told = tmp_path / "told.json"
+        assert command([*map(str, words), "--json", str(told)]) == 0, capfd.readouterr().err
+        assert json.loads(told.read_text())
+    page = (folder / "report.html").read_text()
+    assert "Training" not in page
+    assert "step 0" not in page
+    found = polyad.load(folder).experts("def number_1(x)")
+    assert len(found.layers) == len(found.rows()) / len(found.tokens) / 2
+
+
+def test_a_token_that_begins_documents_is_read_and_not_scored(tmp_path):
+    from transformers import PreTrainedTokenizerFast
+
+    folder = tmp_path / "hub"
+    model = hub_folder(folder, "deepseek_v3", add_bos_token=True)
+    data = prepared_for(folder, tmp_path)
+    info = PreparedData.open(data).manifest
+    loss, scored = loss_by_transformers(model, data, 64, 64, not_scored=0)
+    found = polyad.load(folder).evaluate(data)
+    split = info.splits["validation"]
+    assert found["tokens_scored"] == scored == split.tokens - split.documents
+    assert found["loss"] == pytest.approx(loss, rel=1e-6)
+    theirs = PreTrainedTokenizerFast.from_pretrained(folder, add_bos_token=True)
+    ids = theirs("def one(x)").input_ids
+    assert ids[0] == 0
+    assert polyad.load(folder).experts("def one(x)").token_ids.tolist() == ids
+    assert generate(folder, "def one(x)", max_tokens=2).prompt_ids == ids
+    assert generate(folder, "", max_tokens=2).prompt_ids == [0]
+
+
+def test_more_rows_than_ids_are_never_chosen_and_fewer_are_refused(tmp_path):
+    folder = tmp_path / "hub"
+    hub_folder(folder, "llama")
+    data = prepared_for(folder, tmp_path)
+    found = generate(folder, "x", max_tokens=100, sampling=Sampling(temperature=50.0))
+    config = json.loads((folder / "config.json").read_text())
+    assert max(found.token_ids) < IDS < config["vocab_size"]
+    theirs("llama").save_pretrained(folder)  # as many rows as `WORDS`
+    said = f"model.vocab_size: {WORDS} is less than the {IDS} tokens of the tokenizer of data"
+    with pytest.raises(ConfigError, match=said):
+        polyad.load(folder).evaluate(data)
+    with pytest.raises(ConfigError, match=f"the tokenizer has {IDS} tokens, the model {WORDS}"):
+        generate(folder, "x", max_tokens=1)
