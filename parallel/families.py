@@ -57,12 +57,19 @@ class Origin(Record):
     """That of the others, by their plain names."""
     copies: list[str]
     """Plain names of tensors that are copies of others, as a tied head."""
+    fused: str | None = None
+    """The plain name of a tensor of several experts, where those of the family are one by one."""
     files: dict[str, str]
     """Small files that lie beside, by name."""
 
     def dtype_of(self, name: str) -> torch.dtype:
         """The type of a tensor by its plain name."""
         return TORCH_DTYPES[self.dtypes.get(name, self.dtype)]
+
+    def family(self) -> Family:
+        """The family, with the names that its tensors had."""
+        names = [] if self.fused is None else [self.fused]
+        return family_of_files(self.config, CONFIG_FILE).for_names(names)
 
 
 class FamilyWeights(FolderWeights):
@@ -137,6 +144,7 @@ class FamilyWeights(FolderWeights):
         found = {name: self._tensors.mapped(name).get_dtype() for name in self._tensors.names()}
         most = max(set(found.values()), key=list(found.values()).count)
         copies = [name for name in self.family.copies(self.config) if name in found]
+        plain = family_of_files(self._tree, CONFIG_FILE)
         files = {}
         for name in _BESIDE:
             path = self.folder / name
@@ -147,6 +155,7 @@ class FamilyWeights(FolderWeights):
             dtype=most,
             dtypes={name: dtype for name, dtype in found.items() if dtype != most},
             copies=copies,
+            fused=next((name for name in found if plain.for_names([name]) is not plain), None),
             files=files,
         )
 

@@ -1,12 +1,13 @@
 """Opens a model's weights in any format: a checkpoint, Hugging Face, or plain safetensors."""
 
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import nn
 
 from polyad.model.build import build_model, initial_value, place
+from polyad.model.decoder_config import DecoderConfig
 from polyad.model.settings import ModelSettings
 from polyad.parallel.adapted import AdaptedCheckpoint, base_of, lora_of
 from polyad.parallel.checkpoint.finding import find_checkpoint, read_newest
@@ -107,6 +108,14 @@ def _opened(path: Path, above: tuple[Path, ...], given: Path | None = None) -> C
             f"{folder}: holds adapters, and their base ({named}) cannot be used: {error}"
         ) from None
     return AdaptedCheckpoint(folder, checkpoint.contents, base, lora)
+
+
+def origin_of(weights: Weights) -> dict[str, Any] | None:
+    """What of another library's folder a run keeps that begins with its decoder, or with one that
+    was trained from it: JSON values of an `Origin`; None: the weights are of no such folder."""
+    if isinstance(weights, FamilyWeights) and isinstance(weights.config, DecoderConfig):
+        return weights.origin().model_dump()
+    return weights.state.huggingface if isinstance(weights, Checkpoint) else None
 
 
 def check_fits(weights: Weights, config: ModelSettings, without: tuple[str, ...] = ()) -> None:

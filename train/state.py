@@ -52,6 +52,9 @@ class TrainState:
     teacher_step: int | None = None
     """The step of the checkpoint that the run learns from, if it learns from one."""
     vocab_size: int = 0
+    huggingface: dict[str, Any] | None = None
+    """What another library's folder, which the run began with, has beside its weights: see
+    `polyad.parallel.families.Origin`."""
     world_size: int = 1
     """Processes that wrote this."""
     versions: dict[str, str] = field(default_factory=dict)

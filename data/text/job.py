@@ -185,7 +185,6 @@ class Asked:
             test_source=self.test_source,
             tokenizer=loaded.fingerprint if loaded else self.tokenizer,
             end_of_text=self.end_of_text,
-            begin_of_text=loaded.begin_of_text if loaded else None,
             validation_fraction=fractions["validation"],
             test_fraction=fractions["test"],
             text_key=self.text_key,

@@ -119,8 +119,6 @@ class Request(Config):
     """`train:VOCAB_SIZE` or `words`, or the fingerprint of the tokenizer that was given."""
     end_of_text: str | None
     """The end-of-text token that was asked for."""
-    begin_of_text: str | None = None
-    """The token that begins each document, if the tokenizer that was given has one."""
     validation_fraction: float = Field(ge=0, lt=1)
     """Share of the documents of `source` held out for validation."""
     test_fraction: float = Field(ge=0, lt=1)

@@ -304,7 +304,11 @@ class Preparation:
             # Damaged data is replaced with --overwrite, and refused without.
             with contextlib.suppress(DataError):
                 manifest = PreparedData.open(self.output).manifest
-                if manifest.request == self._job.request:
+                given = self._job.tokenizer
+                # Older folders lack the token that their tokenizer begins a document with.
+                begin = None if given is None else given.begin_of_text
+                begins = manifest.tokenizer.begin_of_text == begin
+                if manifest.request == self._job.request and begins:
                     return manifest
         check_replaceable(self.output, overwrite=self._overwrite)
         return None

@@ -731,7 +731,9 @@ def comparable(config: DecoderConfig, *, is_written: bool = False) -> dict[str, 
         config: Any.
         is_written: Whether all that changes a token's experts counts, too.
     """
-    values = config.filled().model_dump(exclude=set(FREE))
+    # Rotary positions have no end: how long texts may be is a matter of training.
+    free = FREE if config.rotary is None else FREE | {"sequence_length"}
+    values = config.filled().model_dump(exclude=set(free))
     experts = config.feed_forward
     if isinstance(experts, SparseMoEConfig):
         section = values["feed_forward"]
@@ -739,6 +741,12 @@ def comparable(config: DecoderConfig, *, is_written: bool = False) -> dict[str, 
         unused = FREE_OF_EXPERTS - (ROUTING if is_written else frozenset())
         values["feed_forward"] = {key: v for key, v in section.items() if key not in unused}
     return values
+
+
+def computes_the_same(config: DecoderConfig, other: DecoderConfig) -> bool:
+    """Whether two configurations, with the same weights, are of one language model."""
+    one, two = (comparable(each, is_written=True) for each in (config, other))
+    return one == two and config.head is None
 
 
 def family_of(config: DecoderConfig) -> Family:

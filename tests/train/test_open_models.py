@@ -5,17 +5,21 @@ import math
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch.nn.functional import cross_entropy
 
 import polyad
 from polyad.data.text.dataset import PreparedData
 from polyad.launch.cli import run as command
+from polyad.model.families.keys import HuggingFaceError
+from polyad.parallel.families import FamilyWeights
 from polyad.train.errors import ConfigError
 from polyad.train.evaluation.generate import Sampling, generate
-from tests.helpers.decoders import IDS, WORDS, hub_folder, theirs
+from polyad.train.exchange.convert import convert
+from tests.helpers.decoders import IDS, WORDS, hub_folder, theirs, tokens
 from tests.helpers.everyday import everyday
 from tests.helpers.prepared import jsonl, silent
-from tests.helpers.runs import evaluation
+from tests.helpers.runs import evaluation, run, write_config
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.distributed
@@ -84,6 +88,46 @@ def test_commands_take_a_folder_as_it_is(case, tmp_path, capfd):
     assert "step 0" not in page
     found = polyad.load(folder).experts("def number_1(x)")
     assert len(found.layers) == len(found.rows()) / len(found.tokens) / 2
+
+
+@everyday("case", [*FAMILIES, "llama yarn"], keep=["olmoe"])
+def test_a_trained_model_goes_back_to_its_family(case, workers, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    folder, config = tmp_path / "hub", tmp_path / "config.yaml"
+    hub_folder(folder, case)
+    data = prepared_for(folder, tmp_path)
+    model = FamilyWeights(folder).config.model_dump(mode="json") | {"sequence_length": 24}
+    changes = {"model": model, "checkpoint__init_from": str(folder), "train__steps": 2}
+    workers(1).run(run, write_config(config, data, **changes))
+    workers(1).run(run, config, "train.steps=3")  # goes on from its own checkpoint
+    convert(tmp_path / "run", tmp_path / "back", to="huggingface")
+    before, after = (load_file(each / "model.safetensors") for each in (folder, tmp_path / "back"))
+    assert before.keys() == after.keys()
+    assert any((before[name] != after[name]).any() for name in before)
+    for name in ("config.json", "tokenizer_config.json"):
+        assert json.loads((folder / name).read_text()) == json.loads(
+            (tmp_path / "back" / name).read_text()
+        )
+    ids = tokens(20)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "back").eval()
+    with torch.no_grad():
+        wanted = polyad.load(tmp_path / "run").model(ids).logits
+        found = again(ids, use_cache=False).logits
+    assert (wanted - found).abs().max() < 1e-5
+    assert wanted.abs().max() > 0.5
+
+
+def test_what_was_trained_as_another_model_is_not_written_as_its_family(workers, tmp_path):
+    folder, config = tmp_path / "hub", tmp_path / "config.yaml"
+    hub_folder(folder, "mixtral")
+    data = prepared_for(folder, tmp_path)
+    model = FamilyWeights(folder).config.model_dump(mode="json")
+    model["feed_forward"]["graph"] = "similarity"
+    changes = {"model": model, "checkpoint__init_from": str(folder), "train__steps": 1}
+    workers(1).run(run, write_config(config, data, **changes))
+    with pytest.raises(HuggingFaceError, match=r"model\.feed_forward\.graph: 'none' in place of"):
+        convert(tmp_path / "run", tmp_path / "back", to="huggingface")
 
 
 def test_a_token_that_begins_documents_is_read_and_not_scored(tmp_path):

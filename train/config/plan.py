@@ -17,7 +17,7 @@ from polyad.parallel.checkpoint.keeping import complete_checkpoints
 from polyad.parallel.checkpoint.reading import Checkpoint
 from polyad.parallel.dims import Dims
 from polyad.parallel.families import FamilyWeights
-from polyad.parallel.weights import Weights, check_fits, open_weights
+from polyad.parallel.weights import Weights, check_fits, open_weights, origin_of
 from polyad.train.config.adaptation import begins_anew, graph_statistics, model_of
 from polyad.train.config.distillation import TeacherAt, check_teacher
 from polyad.train.config.environment import check_compiler, check_same_checkpoint
@@ -91,6 +91,8 @@ class Plan:
         state.world_size = self.dims.world_size
         state.base_digest = self.base_digest
         state.teacher_step = None if self.teacher is None else self.teacher.step
+        if checkpoint is None and self.init is not None:
+            state.huggingface = origin_of(self.init)
         return state
 
     def _forget_best(self, state: TrainState, checkpoint: Checkpoint) -> None:

@@ -11,10 +11,10 @@ from polyad.data.text.tokenizers.tokenizer import Tokenizer
 from polyad.model.build import build_model
 from polyad.parallel.adapted import AdaptedCheckpoint
 from polyad.parallel.checkpoint.reading import Checkpoint
-from polyad.parallel.families import FamilyWeights, Origin
+from polyad.parallel.families import Origin
 from polyad.parallel.fragments import persistent_buffers
 from polyad.parallel.tensor_folder import differing_shapes
-from polyad.parallel.weights import Weights
+from polyad.parallel.weights import Weights, origin_of
 from polyad.train.config.run import parse_config
 from polyad.train.errors import ConfigError
 from polyad.train.exchange.change import Change, Changed
@@ -80,16 +80,15 @@ class Checked:
         origin = str(self._opened.folder / "config.yaml")
         return parse_config(self._opened.config_yaml, origin=origin).data
 
+    @property
+    def is_trained(self) -> bool:
+        """Whether they are of a run, and not as they were converted."""
+        return isinstance(self._opened, Checkpoint) and self._opened.training_step > 0
+
     def origin(self) -> Origin | None:
         """What another library's folder, which they are from, has beside them; None: they are of no
-        such folder, or their model was changed."""
-        if self.change is not None:
-            return None
-        if isinstance(self._opened, FamilyWeights):
-            return self._opened.origin()
-        if not isinstance(self._opened, Checkpoint):
-            return None
-        kept = self._opened.state.huggingface
+        such folder of a decoder, or their model was changed."""
+        kept = None if self.change is not None else origin_of(self._opened)
         return None if kept is None else Origin.model_validate(kept)
 
     def whole(self, name: str) -> torch.Tensor:

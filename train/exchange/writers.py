@@ -19,9 +19,10 @@ from polyad.model.bert import BertConfig
 from polyad.model.config_yaml import dump
 from polyad.model.decoder import DecoderSettings
 from polyad.model.decoder_config import DecoderConfig
+from polyad.model.families.decoders import computes_the_same
 from polyad.model.families.family import CONFIG_FILE, Known
 from polyad.model.families.mixer import timm_call
-from polyad.model.families.registry import family_of_files, family_of_model
+from polyad.model.families.registry import family_of_model
 from polyad.model.gpt2 import GPT2Config
 from polyad.model.mixer import MixerConfig
 from polyad.model.settings import ModelSettings
@@ -54,11 +55,15 @@ BATCH_SIZE = 8
 def _to_huggingface(weights: Checked, staging: Path, destination: Path) -> None:
     """The folder of another library: transformers', or timm's for a Mixer."""
     config, tokenizer = weights.config, weights.tokenizer
-    origin = weights.origin() if isinstance(config, DecoderConfig) else None
-    if origin is None:
+    origin, family = weights.origin(), None
+    if origin is not None and isinstance(config, DecoderConfig):
+        family = origin.family()
+        before = family.read_config(origin.config, lambda name: None, CONFIG_FILE)
+        assert isinstance(before, DecoderConfig)
+        if not computes_the_same(config, before):  # it was trained as another model
+            origin = family = None
+    if family is None:
         family = family_of_model(config)
-    else:
-        family = family_of_files(origin.config, CONFIG_FILE)
     known = Known(
         weights.class_names,
         tokenizer.end_of_text_id if tokenizer else None,
@@ -80,6 +85,8 @@ def _to_huggingface(weights: Checked, staging: Path, destination: Path) -> None:
     _write_tokenizer(weights, staging)
     for name, text in (origin.files if origin else {}).items():
         (staging / name).write_text(text, encoding="utf-8")
+    if origin and origin.dtype != "F32" and weights.is_trained:
+        weights.notes.append(f"weights are rounded to {origin.dtype}, as they were before training")
     if isinstance(config, GPT2Config):
         _note_what_transformers_lacks(weights, config)
 
@@ -240,7 +247,7 @@ def _to_polyad(weights: Checked, staging: Path, destination: Path) -> None:
         vocab_size=tokenizer.vocab_size if tokenizer else getattr(config, "vocab_size", None) or 0,
     )
     origin: dict[str, Any] = {"converted_from": str(weights.folder)}
-    if isinstance(config, DecoderConfig) and (of_folder := weights.origin()) is not None:
+    if (of_folder := weights.origin()) is not None:
         origin["huggingface"] = of_folder.model_dump()
     if weights.change:
         origin[weights.change.done] = weights.change.text

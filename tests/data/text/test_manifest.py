@@ -86,6 +86,7 @@ def test_every_key_with_every_wrong_value_is_refused(copy, old):
         (("request", "file_format"), ...),
         (("request", "file_format"), None),
         (("tokenizer", "file"), ...),
+        *((("tokenizer", f"begin_of_text{end}"), no) for end in ("", "_id") for no in (..., None)),
         (("split_by",), ...),
     ]
     assert refused > 400
