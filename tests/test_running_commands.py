@@ -1,5 +1,6 @@
 """Every command that a reader is told to type is run, in order, in a folder that begins empty.
 
+A document's follow those of documents before it that make what they read.
 The commands stand as they are written, with options behind them that make them cheap: a tiny model
 in place of the one in the file, fewer turns of a benchmark. Studies take no keys, so that theirs
 are changed in the folder's copy of the file. What cannot run here is in `NOT_RUN`.
@@ -25,6 +26,7 @@ from tests.helpers.written import (
     by_hand,
     documents,
     help_commands,
+    needed_for,
     parsed,
     polyad_words,
 )
@@ -65,6 +67,9 @@ TINY_STUDY = {
     "model.hidden_size": 32, "model.num_heads": 2, "model.sequence_length": 64, "train.steps": 12,
     "checkpoint.every": 4, "schedule.warmup_steps": 2,
 }  # fmt: skip
+SMALL_TEXT = "python:pydantic"
+"""In place of the whole standard library."""
+FEW_TOKENS = ("--tokens", "8192")
 FEW_TURNS = ("--repeats", "1")
 SHORT = {
     "tests.benchmarks.data": (*FEW_TURNS, "--megabytes", "0.2", "--consumption", "1000"),
@@ -99,7 +104,9 @@ def clone(tmp_path: Path) -> Path:
         tree["seeds"] = [1]
         of_images = tree["data"] is None
         if not of_images:
-            tree["data"]["validation_fraction"] = 0.004  # every run scores all of it
+            tree["data"]["validation_fraction"] = 0.03  # every run scores all of it
+            if tree["data"]["source"] == "python-stdlib":
+                tree["data"]["source"] = SMALL_TEXT
         tree["common"] |= {"train.steps": 12} if of_images else TINY_STUDY
         if tree["leak"] is not None:
             tree["leak"] = {"steps": [12], "tokens": 64}
@@ -125,6 +132,10 @@ def cheaper(command: Written) -> list[str]:
             return [*words, *TINY_IMAGES]
         experts = TINY_EXPERTS if "smoe" in options.config.name else ()
         return [*words, *TINY, *experts]
+    if name == "prepare" and options.source == "python-stdlib":
+        words += ["--source", SMALL_TEXT]
+    if name in ("report", "compare", "experts knockout", "experts steer"):
+        words += FEW_TOKENS
     return [*words, *SHORT.get(name, ())]
 
 
@@ -182,14 +193,16 @@ def follow(commands: list[Written], folder: Path, say: Callable[[str], None]) ->
             assert (folder / path).exists(), f"{command}\ndid not make {path}"
 
 
-def sequence(name: str) -> list[Written]:
-    """Commands that follow each other."""
-    return documents() if name == "documents" else help_commands()[name]
+@pytest.mark.parametrize("place", dict.fromkeys(one.place for one in documents()))
+def test_commands_of_a_document_run_in_the_order_in_which_they_stand(
+    place: str, clone: Path
+) -> None:
+    follow(needed_for(place), clone, print)
 
 
-@pytest.mark.parametrize("name", ["documents", *help_commands()])
-def test_commands_run_in_the_order_in_which_they_stand(name: str, clone: Path) -> None:
-    follow(sequence(name), clone, print)
+@pytest.mark.parametrize("name", help_commands())
+def test_examples_of_help_run_in_the_order_in_which_they_stand(name: str, clone: Path) -> None:
+    follow(help_commands()[name], clone, print)
 
 
 def test_nothing_is_left_out_that_is_not_written_down() -> None:

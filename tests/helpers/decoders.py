@@ -161,18 +161,21 @@ def theirs(
     return model
 
 
-def hub_folder(folder: Path, case: str, **about: Any) -> Any:
+def hub_folder(
+    folder: Path, case: str, settings: dict[str, Any] | None = None, **about: Any
+) -> Any:
     """Writes a folder as the hub has it, with a tokenizer of fewer ids than the model has rows.
 
     Args:
         folder: The folder.
         case: See `theirs`.
+        settings: Of the model in place of the case's.
         about: Keys of tokenizer_config.json.
 
     Returns:
         The model of transformers.
     """
-    model = theirs(case, vocab_size=IDS + 20)
+    model = theirs(case, vocab_size=IDS + 20, **(settings or {}))
     model.save_pretrained(folder)
     write_tokenizer(folder, **about)
     return model

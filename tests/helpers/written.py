@@ -229,6 +229,9 @@ class World:
         self._root = root
         self._made: set[str] = set()
         self._steps: dict[str, set[int]] = {}
+        self.reads: set[str] = set()
+        self.writes: set[str] = set()
+        """Paths that the last command reads and makes, or goes on with."""
 
     def follow(self, command: Written) -> None:
         """Checks that all that a command reads is there, and remembers what it makes.
@@ -237,6 +240,7 @@ class World:
             AssertionError: something is not.
             ValueError: the command line or a key is wrong.
         """
+        self.reads, self.writes = set(), set()
         words = command.words
         if ">" in words:
             self._make(words[words.index(">") + 1])
@@ -267,8 +271,11 @@ class World:
 
     def _other(self, words: Sequence[str]) -> None:
         """Programs that are not ours."""
+        reads, writes = set[str](), set[str]()
         for command in by_hand(words) or []:
             self.follow(command)
+            reads, writes = reads | self.reads, writes | self.writes
+        self.reads, self.writes = reads, writes
         for path in re.findall(r"(?:--logdir |checkpoint=)([^\s,]+)", " ".join(words)):
             self._read(path)
 
@@ -310,9 +317,11 @@ class World:
         return sorted(self._made) + [f"{run}/checkpoints/step-{step:08d}" for run, step in saved]
 
     def _make(self, path: str) -> None:
+        self.writes.add(_normal(path))
         self._made.add(_normal(path))
 
     def _read(self, path: str) -> None:
+        self.reads.add(_normal(path))
         assert self._is_there(path), f"{path}: no command before this one makes it"
 
     def _is_there(self, path: str) -> bool:
@@ -327,6 +336,34 @@ class World:
             path == made or path.startswith(f"{made}/") or made.startswith(f"{path}/")
             for made in self._made
         )
+
+
+def needed_for(place: str) -> list[Written]:
+    """The commands of a document, and those before it that make what they read, in order.
+
+    Args:
+        place: the document, as `Written.place` has it.
+    """
+    everything, world = documents(), World()
+    last = max(number for number, one in enumerate(everything) if one.place == place)
+    kept, wanted, each = [], set[str](), []
+    for command in everything[: last + 1]:
+        world.follow(command)
+        each.append((command, world.reads, world.writes))
+    for command, reads, writes in reversed(each):
+        if command.place == place or _overlap(writes, wanted):
+            kept.append(command)
+            wanted |= reads | writes
+    return kept[::-1]
+
+
+def _overlap(some: set[str], others: set[str]) -> bool:
+    """Whether a path of one is, holds, or is in a path of the other."""
+    return any(
+        one == other or one.startswith(f"{other}/") or other.startswith(f"{one}/")
+        for one in some
+        for other in others
+    )
 
 
 def _paths(parser: Parser, options: Namespace, *, made: bool) -> list[str]:
