@@ -15,7 +15,7 @@ from typing import Annotated, Literal, NamedTuple
 import torch
 from pydantic import Field
 from torch import Tensor, nn
-from torch.nn.functional import dropout, scaled_dot_product_attention
+from torch.nn.functional import dropout, pad, scaled_dot_product_attention
 
 from polyad.model.attention import Attention, AttentionTrace, LayerCache
 from polyad.model.config import Config
@@ -158,16 +158,21 @@ class RotaryAttention(Attention):
                 return attend_with_sinks(
                     q_BATH, k_BGSH, v_BGSV, seen_TS, self.sinks, self.scale, drop
                 )
-            return scaled_dot_product_attention(
+            # Values as wide as keys are, with zeros: others have no fused kernel on a CPU, and none
+            # of the fastest on a GPU. One token alone needs none.
+            narrow = v_BGSV.shape[-1]
+            missing = q_BATH.shape[-1] - narrow if new > 1 else 0
+            heads_BATV = scaled_dot_product_attention(
                 q_BATH,
                 k_BGSH,
-                v_BGSV,
+                pad(v_BGSV, (0, missing)) if missing > 0 else v_BGSV,
                 attn_mask=seen_TS,
                 dropout_p=drop,
                 is_causal=seen_TS is None and new > 1,
                 scale=self.scale,
                 enable_gqa=q_BATH.shape[1] != k_BGSH.shape[1],
             )
+            return heads_BATV[..., :narrow] if missing > 0 else heads_BATV
 
 
 def attend_with_sinks(

@@ -166,7 +166,9 @@ class Weightless(Watched):
         if function is torch.ops.aten._local_scalar_dense.default and unknown:
             return 1.0 if args[0].is_floating_point() else 0
         written = _written(function)
-        is_meta = operation.kwargs.get("device") == _META  # asked for as a shape
+        device = operation.kwargs.get("device")
+        # Asked for as a shape, or of shapes, as an empty tensor like one is.
+        is_meta = device == _META or (device is None and any(each.is_meta for each in inputs))
         makes_tensors = written or _returns_tensors(function)
         if is_meta or shares_memory(function) or not makes_tensors:
             return operation.run()

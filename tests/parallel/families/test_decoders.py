@@ -108,14 +108,15 @@ def test_a_router_in_bf16_chooses_what_that_of_transformers_chooses(case, tmp_pa
 def test_bf16_is_as_near_to_the_truth_as_transformers(case, tmp_path):
     model = theirs(case, torch.bfloat16)
     model.save_pretrained(tmp_path)
-    ours = opened(tmp_path, torch.bfloat16)
+    ours, ids = opened(tmp_path, torch.bfloat16), tokens(60, 16)
     with torch.no_grad():
-        wanted, found = model(tokens()).logits.float(), ours(tokens()).logits.float()
+        wanted, found = model(ids).logits.float(), ours(ids).logits.float()
     exact = theirs(case, torch.float64)
     with torch.no_grad(), InDouble():
-        true = exact(tokens(), use_cache=False).logits
-    error = (wanted - true).abs().mean()
-    assert (found - true).abs().mean() < 1.1 * error
+        true = exact(ids, use_cache=False).logits
+    # The median: a few tokens of either have other experts, and chance decides how far off.
+    error = (wanted - true).abs().median()
+    assert (found - true).abs().median() < 1.05 * error
 
 
 WITH_LOSS = [name for name in ROUTED if not name.startswith("deepseek")]

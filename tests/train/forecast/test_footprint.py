@@ -21,12 +21,19 @@ pytestmark = [pytest.mark.distributed, pytest.mark.usefixtures("no_process_group
 
 def vocabulary_of(file: str) -> tuple[str, ...]:
     """What the data would decide, and no compiler."""
-    is_text = file.startswith(("bert", "gpt2", "wikitext103"))
+    if file.startswith("decoder") and "small" not in file:
+        return ("model.compile=false",)  # these say their vocabulary
+    is_text = file.startswith(("bert", "decoder", "gpt2", "wikitext103"))
     decided = "model.vocab_size=61" if is_text else "model.num_classes=11"
     return decided, "model.compile=false"
 
 
 KINDS = ("cp", "tr")
+CUT_IN_ALL_WAYS = (
+    "parallel.tensor_parallel_size=2",
+    "parallel.expert_parallel_size=2",
+    "parallel.sequence_parallel=true",
+)
 LAYOUTS = [
     *(("gpt2/124m.yaml", 2, (f"parallel.zero_stage={stage}",)) for stage in range(4)),
     ("gpt2/124m.yaml", 4, ("parallel.tensor_parallel_size=2",)),
@@ -59,6 +66,15 @@ LAYOUTS = [
             "parallel.expert_parallel_size=2",
         ),
     ),
+    # Two heads of keys for four processes; latent attention with shared experts; sinks and windows.
+    (
+        "decoder/small.yaml",
+        4,
+        ("parallel.tensor_parallel_size=4", "parallel.expert_parallel_size=1"),
+    ),
+    ("decoder/deepseek-v2-lite.yaml", 4, CUT_IN_ALL_WAYS),
+    ("decoder/gpt-oss-20b.yaml", 4, CUT_IN_ALL_WAYS),
+    ("decoder/olmoe-1b-7b.yaml", 2, ("parallel.expert_parallel_size=2", "parallel.zero_stage=2")),
 ]
 EVERYDAY = [
     ("gpt2/124m.yaml", 2, ("parallel.zero_stage=3",)),
@@ -86,6 +102,7 @@ def test_exchanges_and_state_are_those_of_real_processes(
         for key, amount in exchanges.items():
             total[key] = total.get(key, Amount()) + amount
         assert held == {kind: planned.between_steps[kind] for kind in held}
+    assert "experts" not in planned.between_steps
     wanted = {key: amount.times(processes) for key, amount in planned.exchanges.items()}
     if file.startswith("vit/vmoe"):  # a capacity drops rows, and how many is not known before
         for key in wanted:
@@ -136,6 +153,54 @@ def test_the_peak_of_a_step_is_the_measured_one(workers, file, size, precision):
     config = load_config(Path("configs") / file, [*vocabulary_of(file), *sizes])
     train = config.train.model_copy(update={"precision": precision})
     config = config.model_copy(update={"train": train})
+    planned = footprint(config, validate(config, 1))
+    rise = sum(planned.memory.values()) - sum(planned.between_steps.values())
+    (measured,) = workers(1).run(measured_rise, config)
+    assert rise == pytest.approx(measured, rel=0.1)
+
+
+DECODER = (
+    *("model.hidden_size=128", "model.num_layers=3", "model.sequence_length=192"),
+    *("model.vocab_size=61", "model.feed_forward.num_experts=8", "model.feed_forward.top_k=2"),
+    *("model.feed_forward.expert_hidden_size=96", "train.micro_batch_size=3"),
+    *("train.global_batch_size=6", "parallel.expert_parallel_size=1", "model.num_heads=4"),
+)
+HEADS = ("model.head_size=48", "model.num_key_value_heads=2")
+LATENT = "{key_value_rank: 48, plain_size: 32, rotated_size: 16, value_size: 40}"
+
+
+@everyday(
+    ("file", "more"),
+    [
+        ("olmoe-1b-7b", (*HEADS, "model.recompute=none")),
+        ("granite-3.1-3b-a800m", (*HEADS, "model.recompute=block")),
+        (
+            "deepseek-v2-lite",
+            (
+                f"model.latent_attention={LATENT}",
+                "model.feed_forward.placement=[1, 2]",
+                "model.feed_forward.dense_hidden_size=300",
+                "model.feed_forward.shared_hidden_size=192",
+                "model.recompute=none",
+            ),
+        ),
+        (
+            "gpt-oss-20b",
+            (
+                *HEADS,
+                "model.sliding_window_blocks=[0, 2]",
+                "model.pad_id=60",
+                "model.recompute=none",
+            ),
+        ),
+    ],
+    keep=["deepseek-v2-lite"],
+    ids=lambda case: case[0],
+)
+@everyday("precision", ["bf16", "fp32"], keep=["bf16"])
+def test_the_peak_of_a_step_of_a_decoder_is_the_measured_one(workers, file, more, precision):
+    keys = [*DECODER, *more, f"train.precision={precision}"]
+    config = load_config(Path("configs/decoder") / f"{file}.yaml", keys)
     planned = footprint(config, validate(config, 1))
     rise = sum(planned.memory.values()) - sum(planned.between_steps.values())
     (measured,) = workers(1).run(measured_rise, config)
