@@ -21,6 +21,7 @@ from tests.helpers.written import (
     commands_of_config,
     commands_of_markdown,
     documents,
+    from_data,
     help_commands,
     inline_commands,
     parsed,
@@ -144,7 +145,7 @@ def test_runs_that_are_written_down_are_valid() -> None:
         elif command.words[0] == "torchrun":
             processes = int(command.words[command.words.index("--nproc-per-node") + 1])
         path = ROOT / options.config
-        given = [f"{load_config(path).model.left_to_data()}=8192", *options.overrides]
+        given = [*from_data(path, 8192), *options.overrides]
         if (case := (path, processes, *given)) in checked:
             continue
         # Nothing is opened: neither the data nor the weights that a command before makes.

@@ -39,7 +39,6 @@ RANGES = {
     "model.vocab_size=50257",
     "polyad plan configs/gpt2/124m-smoe-64.yaml --nodes 2 --search model.vocab_size=50257 "
     "model.num_layers=4",
-    "polyad plan exported --device h100 model.sequence_length=128 train.global_batch_size=64",
     "polyad plan configs/quickstart/gpt2-smoe.yaml --device cpu-here --processes-per-node 2 "
     "--check 3 data.path=runs/stdlib",
 )

@@ -180,7 +180,6 @@ def doctor(
     "verify-layout",
     "polyad verify-layout configs/gpt2/124m-smoe-16.yaml --processes 2 "
     "parallel.expert_parallel_size=2",
-    "polyad verify-layout exported --processes 2 parallel.tensor_parallel_size=2",
 )
 def verify_layout(
     config: ConfigOrFolder,

@@ -17,6 +17,7 @@ from polyad.train.config.text import flatten
 from polyad.train.study.config import StudyAttack, StudyConfig, StudyData, StudyLeak
 from polyad.train.study.reading import load_studies
 from tests.helpers.everyday import everyday
+from tests.helpers.written import from_data
 
 ROOT = Path(__file__).resolve().parents[2]
 STUDIES = sorted((ROOT / "configs" / "studies").glob("*.yaml"))
@@ -27,6 +28,7 @@ STUDY_NAMES = [path.name for path in STUDIES]
 # Those whose step is counted every day: one of each kind.
 COUNTED = [
     "bert/small.yaml",
+    "decoder/small.yaml",
     "finetune/clip-b32-mumoe-cp.yaml",
     "finetune/gpt2-small-sst2.yaml",
     "gpt2/124m-emoe.yaml",
@@ -47,6 +49,13 @@ COUNTED = [
 EXPECTED = {
     "bert/base.yaml": (8, 30522, 109_514_298),  # as Google's, without the second task
     "bert/small.yaml": (1, 8192, 1_677_056),
+    "decoder/deepseek-v2-lite.yaml": (32, 102400, 15_706_484_224),
+    "decoder/gpt-oss-20b.yaml": (32, 201088, 20_914_757_184),
+    "decoder/granite-3.1-3b-a800m.yaml": (8, 49155, 3_298_793_472),
+    "decoder/mixtral-8x7b.yaml": (64, 32000, 46_702_792_704),
+    "decoder/olmoe-1b-7b.yaml": (16, 50304, 6_919_161_856),
+    "decoder/qwen3-30b-a3b.yaml": (64, 151936, 30_532_122_624),
+    "decoder/small.yaml": (2, 8192, 19_820_544),
     "finetune/bert-base-sst2.yaml": (8, 2, 109_483_778),
     "finetune/bert-large-sst2.yaml": (8, 2, 335_143_938),
     "finetune/clip-b32-celeba-cp.yaml": (1, 40, 88_034_816),
@@ -370,7 +379,7 @@ def test_a_shipped_study_has_every_key(path: Path) -> None:
 def test_a_shipped_config_is_valid_and_has_its_parameters(name: str) -> None:
     processes, of_data, parameters = EXPECTED[name]
     path = ROOT / "configs" / name
-    config = load_config(path, [f"{load_config(path).model.left_to_data()}={of_data}"])
+    config = load_config(path, from_data(path, of_data))
     validate(config, processes)
     model = model_of(config)
     assert count_parameters(model) == parameters
@@ -388,8 +397,7 @@ def test_a_shipped_config_is_described_with_the_memory_that_its_head_says(
     processes, of_data, parameters = EXPECTED[name]
     path = ROOT / "configs" / name
     arguments = ["validate", str(path), "--without-data", "--json", "-"]
-    left = load_config(path).model.left_to_data()
-    status = run([*arguments, "--processes", str(processes), f"{left}={of_data}"])
+    status = run([*arguments, "--processes", str(processes), *from_data(path, of_data)])
     captured = capfd.readouterr()
     assert (status, captured.err) == (0, "")
     described = json.loads(captured.out)

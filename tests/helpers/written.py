@@ -55,6 +55,12 @@ MAKES = frozenset({"output", "json", "figure", "page", "destination"})
 """Arguments that name what a command makes; it reads every other path."""
 
 
+def from_data(path: Path, size: int) -> list[str]:
+    """What the data would say in a configuration: its vocabulary or classes, or nothing."""
+    left = load_config(path).model.left_to_data()
+    return [f"{left}={size}"] if left else []
+
+
 @dataclass(frozen=True)
 class Written:
     """A command, where it stands."""

@@ -9,6 +9,7 @@ import pytest
 
 from polyad.launch.cli import run as polyad
 from polyad.model.build import build_model, count_parameters
+from polyad.model.decoder_config import DecoderConfig
 from polyad.model.smoe.config import SparseMoEConfig
 from polyad.train.config.adaptation import model_of
 from polyad.train.config.run import RunConfig, load_config
@@ -18,8 +19,9 @@ from tests.helpers.everyday import everyday
 from tests.helpers.layouts import compared
 
 ROOT = Path(__file__).resolve().parents[3]
-FOLDERS = ("bert", "gpt2", "mixer", "vit")
+FOLDERS = ("bert", "decoder", "gpt2", "mixer", "vit")
 CONFIGS = sorted(path for folder in FOLDERS for path in (ROOT / "configs" / folder).glob("*.yaml"))
+CUT_IN_ALL_WAYS = ("tensor_parallel_size=2", "expert_parallel_size=2", "sequence_parallel=true")
 SPARSE = ROOT / "configs" / "gpt2" / "124m-smoe-16.yaml"
 
 
@@ -32,7 +34,7 @@ def test_small_models_are_small_and_of_the_same_kind(path: Path) -> None:
     given = load_config(path, ["train.global_batch_size=512", "train.micro_batch_size=4"])
     sparse = isinstance(given.model.known_feed_forward(), SparseMoEConfig)
     degrees = ["parallel.expert_parallel_size=4"] if sparse else []
-    if given.model.kind in ("gpt2", "bert"):
+    if given.model.kind in ("gpt2", "decoder", "bert"):
         heads = given.model.model_dump()["num_heads"]
         degrees.append(f"parallel.tensor_parallel_size={5 if heads % 2 else 2}")
     both = ["train.global_batch_size=512", "train.micro_batch_size=4", *degrees]
@@ -46,6 +48,75 @@ def test_small_models_are_small_and_of_the_same_kind(path: Path) -> None:
     kinds = [{each.kind for each in blocks} for blocks in of_blocks]
     assert kinds[0] == kinds[1]
     assert config.model.dropout == 0
+    if isinstance(given.model, DecoderConfig):
+        small_features, features = map(features_of, (config.model, given.model))
+        assert small_features == features
+
+
+def features_of(model: DecoderConfig) -> dict[str, object]:
+    """What layouts treat in their own way, of a model of any size."""
+    latent, experts = model.latent_attention, model.feed_forward
+    assert isinstance(experts, SparseMoEConfig)
+    width = model.num_heads * model.known_head_size()
+    return {
+        "grouped": latent is None and model.known_key_value_heads() < model.num_heads,
+        "one group": model.known_key_value_heads() == 1,
+        "wider than the stream": latent is None and width != model.hidden_size,
+        "latent": latent is not None,
+        "latent queries": latent is not None and latent.query_rank is not None,
+        "windows": {model.sliding_window is not None and model.slides(block)
+                    for block in range(model.num_layers)},
+        "shared": experts.shared_hidden_size is not None,
+        "groups of experts": experts.num_groups > 1,
+        **{key: getattr(model, key) for key in (
+            "attention_sinks", "attention_bias", "mlp_bias", "query_key_norm", "norm",
+            "tied_embeddings", "embedding_multiplier", "residual_multiplier", "logits_divisor")},
+        "padding": model.pad_id is not None,
+    }  # fmt: skip
+
+
+def a_decoder(*overrides: str) -> RunConfig:
+    """A decoder with groups of experts and heads, and a few keys of its own."""
+    keys = ["train.global_batch_size=512", "train.micro_batch_size=4"]
+    return load_config(ROOT / "configs/decoder/small.yaml", [*keys, *overrides])
+
+
+@pytest.mark.parametrize(
+    ("heads", "groups", "cut", "expected"),
+    [
+        # A process has two heads of keys, one, or shares one with another.
+        (32, 8, 2, (8, 4)),
+        (32, 8, 8, (16, 8)),
+        (32, 4, 8, (16, 4)),
+        (32, 1, 2, (4, 1)),
+        (16, 16, 2, (4, 4)),
+        (6, 2, 1, (4, 2)),
+    ],
+)
+def test_a_small_decoder_shares_its_keys_as_the_large_one_does(
+    heads: int, groups: int, cut: int, expected: tuple[int, int]
+) -> None:
+    degrees = f"parallel={{tensor_parallel_size: {cut}, expert_parallel_size: 1}}"
+    given = a_decoder(f"model.num_heads={heads}", f"model.num_key_value_heads={groups}", degrees)
+    model = small_config(given, 8).model
+    assert isinstance(model, DecoderConfig)
+    assert (model.num_heads, model.num_key_value_heads) == expected
+
+
+def test_a_small_decoder_has_groups_of_experts_and_a_block_without_a_window() -> None:
+    experts = ["num_groups=8", "top_groups=4", "group_score=best_two", "num_experts=64", "top_k=8"]
+    experts += ["shared_hidden_size=64", "input_jitter=0.01", "placement=[1, 2, 3, 4, 5]"]
+    keys = [f"model.feed_forward.{each}" for each in experts]
+    keys += ["model.sliding_window=128", "model.sliding_window_blocks=3", "model.num_layers=6"]
+    model = small_config(a_decoder(*keys, "parallel.expert_parallel_size=4"), 8).model
+    assert isinstance(model, DecoderConfig)
+    small_experts = model.feed_forward
+    assert isinstance(small_experts, SparseMoEConfig)
+    assert (small_experts.num_groups, small_experts.top_groups) == (2, 2)
+    assert (small_experts.num_experts, small_experts.top_k) == (8, 4)
+    assert small_experts.input_jitter == 0
+    assert [model.slides(block) for block in range(model.num_layers)] == [False, False, True]
+    assert [small_experts.routes(block) for block in range(3)] == [False, False, True]
 
 
 def test_patterns_that_name_a_block_suit_fewer_blocks(tmp_path: Path) -> None:
@@ -78,8 +149,16 @@ def test_losses_of_a_micro_batch_are_left_out_beside_gates_over_all_samples() ->
         ("bert/base", ("tensor_parallel_size=2",)),
         ("mixer/s16-mumoe-cp", ("zero_stage=2",)),
         ("vit/vmoe-b16-attention", ("expert_parallel_size=4", "expert_overlap=true")),
+        ("decoder/small", ("tensor_parallel_size=4", "expert_parallel_size=1")),
+        ("decoder/olmoe-1b-7b", ("tensor_parallel_size=2", "expert_parallel_size=2")),
+        ("decoder/granite-3.1-3b-a800m", ("zero_stage=2", "expert_parallel_size=4")),
+        ("decoder/deepseek-v2-lite", CUT_IN_ALL_WAYS),
+        ("decoder/gpt-oss-20b", CUT_IN_ALL_WAYS),
     ],
-    keep=[("gpt2/124m-smoe-64", ("tensor_parallel_size=2", "expert_parallel_size=2"))],
+    keep=[
+        ("gpt2/124m-smoe-64", ("tensor_parallel_size=2", "expert_parallel_size=2")),
+        ("decoder/deepseek-v2-lite", CUT_IN_ALL_WAYS),
+    ],
 )
 def test_layouts_that_are_right_are_equal(workers, tmp_path, name, degrees):
     keys = [f"parallel.{key}" for key in degrees]
