@@ -192,8 +192,6 @@ class FamilyWeights(FolderWeights):
             )
         free = self.family.free(config)
         theirs, ours = (self._compared(each, free) for each in (self.config, config))
-        if _is_read_shorter(self.config, config):
-            del ours["model.sequence_length"]
         differing = [
             f"{key} {theirs.get(key)!r} there, {value!r} here"
             for key, value in ours.items()
@@ -376,13 +374,6 @@ def _assembled(
         if value is not None:
             piece.write(stored, value)
     return stored.to(dtype)
-
-
-def _is_read_shorter(theirs: ModelSettings, ours: ModelSettings) -> bool:
-    """Whether a run reads shorter inputs than a folder's model may: rotary positions allow that."""
-    if not isinstance(theirs, DecoderConfig) or not isinstance(ours, DecoderConfig):
-        return False
-    return theirs.rotary is not None and ours.sequence_length < theirs.sequence_length
 
 
 def flat(values: Mapping[str, Any], before: str = "model") -> dict[str, Any]:

@@ -129,9 +129,8 @@ def test_a_published_shape_is_what_its_config_says(name: str, newer: bool) -> No
     theirs = read(written_by_transformers(name).to_dict() if newer else HUB[name])
     ours = load_config(FOLDER / f"{name}.yaml").model
     assert isinstance(ours, DecoderConfig)
-    # A run reads as many tokens at once as it likes, up to the model's own limit.
+    # Which leaves out how many tokens a run reads at once: here no more than the model is made for.
     assert ours.sequence_length <= theirs.sequence_length
-    ours = ours.model_copy(update={"sequence_length": theirs.sequence_length})
     assert flat(comparable(ours)) == flat(comparable(theirs))
 
 

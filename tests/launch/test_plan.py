@@ -46,6 +46,30 @@ def test_a_plan_needs_no_data_and_no_gpu(capfd: pytest.CaptureFixture[str]) -> N
     assert all(each["link"] == "network" for each in result["exchanges"] if each["processes"] == 16)
 
 
+def test_a_folder_of_weights_is_planned_as_a_run_that_goes_on_from_it(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("transformers")
+    from tests.helpers.decoders import theirs
+
+    model = theirs("deepseek_v3")
+    model.save_pretrained(tmp_path)
+    capfd.readouterr()  # what transformers says
+    on_four = ("--processes-per-node", "4", "parallel.expert_parallel_size=2")
+    result = planned(str(tmp_path), *on_four, "parallel.tensor_parallel_size=2", capfd=capfd)
+    assert result["parameters"] == sum(each.numel() for each in model.parameters())
+    layout = result["layout"]
+    assert (layout["processes"], layout["micro_batch_size"], layout["global_batch_size"]) == (
+        4,
+        1,
+        4,
+    )
+    routed = sum(each.numel() for name, each in model.named_parameters() if ".experts." in name)
+    most = 2 * (result["parameters"] - routed + routed / 4)
+    # In bf16, and a word's row more for each of 2 x 128; experts over EP and TP, the rest over TP.
+    assert 0.5 * most < result["memory_bytes"]["weights"] < most + 2 * 2 * 256 * 32
+
+
 @pytest.mark.slow
 def test_a_table_says_that_it_is_a_prediction(capfd: pytest.CaptureFixture[str]) -> None:
     expert = "parallel.expert_parallel_size=2"

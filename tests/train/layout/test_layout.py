@@ -15,6 +15,8 @@ from polyad.train.config.adaptation import model_of
 from polyad.train.config.run import RunConfig, load_config
 from polyad.train.layout.small import small_config
 from polyad.train.layout.verify import KINDS, alone, run_alone, worst
+from polyad.train.reading import config_at
+from tests.helpers.decoders import theirs
 from tests.helpers.everyday import everyday
 from tests.helpers.layouts import compared
 
@@ -212,6 +214,38 @@ def test_the_command_compares_and_writes_json(tmp_path: Path) -> None:
     assert result["differences"]["gradient"]["compared"] > 10
     assert result["differences"]["checkpoint"]["largest_difference"] == 0
     assert not (tmp_path / "run").exists()
+
+
+def test_a_folder_is_tried_as_a_run_that_goes_on_from_it(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    theirs("qwen2_moe").save_pretrained(tmp_path)
+    given = config_at(tmp_path, ["parallel.tensor_parallel_size=2"], 2)
+    assert (given.checkpoint.init_from, given.train.precision) == (str(tmp_path), "bf16")
+    config = small_config(given, 2)
+    assert isinstance(given.model, DecoderConfig)
+    assert isinstance(config.model, DecoderConfig)
+    assert features_of(config.model) == features_of(given.model)
+    assert config.model.vocab_size != given.model.vocab_size
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_the_command_takes_a_folder(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    theirs("gpt_oss odd").save_pretrained(tmp_path / "folder")
+    command = [sys.executable, "-m", "polyad.launch", "verify-layout", str(tmp_path / "folder")]
+    command += ["--processes", "2", "--json", "-", "parallel.tensor_parallel_size=2"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "parallel.tensor_parallel_size: 2 neither divides model.num_key_value_heads: 3" in (
+        done.stderr
+    )
+    layout = ["parallel.tensor_parallel_size=1", "parallel.expert_parallel_size=1"]
+    done = subprocess.run([*command, *layout], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert result["equal"] is True
+    assert result["differences"]["gradient"]["compared"] > 20
 
 
 @pytest.mark.parametrize(
