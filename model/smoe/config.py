@@ -315,10 +315,10 @@ class SparseMoEConfig(SelectingConfig):
     """Dropout probability inside experts, beside the model's own: of the inner units after the
     activation, and of each expert's output, before its bias and the routing weight."""
     scale_residual_init: bool = True
-    """Whether in GPT-2 the experts' second layer starts smaller by sqrt(2 L), L blocks, as its
-    projections onto the residual stream do; false, and in other models: as their first layer. A
-    token's weights sum to 1 at most: K experts then start about K times smaller than a dense layer
-    as wide as all of them."""
+    """Whether in GPT-2 and other decoders the experts' second layer starts smaller by sqrt(2 L), L
+    blocks, as projections onto the residual stream do; false, and in other models: as their first
+    layer. A token's weights sum to 1 at most: K experts then start about K times smaller than a
+    dense layer as wide as all of them."""
     allow_leak: bool = False
     """Whether capacity_factor, or causal_graph: false, is allowed in a language model, although the
     experts of a token then depend on later ones, with a capacity on what else is in the batch."""

@@ -3,13 +3,13 @@
 Weak scaling: as much work for each GPU; strong scaling: the same work for ever more of them.
 """
 
-import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import product
 from typing import Any, NamedTuple
 
+from polyad.model.decoder_config import DecoderConfig
 from polyad.model.smoe.config import SelectingConfig
 from polyad.parallel.dims import Dims
 from polyad.train.config.rules import validate
@@ -183,17 +183,18 @@ def tried(
 ) -> Layout:
     """Two shallow models, and the whole one from them."""
     layers = config.model.model_dump().get("num_layers", 0)  # not every model has blocks
-    few = _few_layers(config)
-    if few is None or 2 * few >= layers:
+    repeated = _repeated(config, layers)
+    if repeated is None:
         return _measured(config, dims, changes, machines, imbalance)
+    few, more = repeated
     first, second = (
-        _measured(changed(config, [f"model.num_layers={n}"]), dims, changes, machines, imbalance)
-        for n in (few, 2 * few)
+        _measured(_with_layers(config, number), dims, changes, machines, imbalance)
+        for number in (few, few + more)
     )
-    blocks = (layers - few) / few
+    blocks = (layers - few) / more
 
-    def whole(of_few: float, of_twice: float) -> float:
-        of_all: float = of_few + blocks * (of_twice - of_few)
+    def whole(of_few: float, of_more: float) -> float:
+        of_all: float = of_few + blocks * (of_more - of_few)
         return max(0.0, of_all)
 
     return Layout(
@@ -208,19 +209,62 @@ def tried(
     )
 
 
-def _few_layers(config: RunConfig) -> int | None:
-    """A number of blocks after which they repeat; None if they never do, or are named."""
+def _repeated(config: RunConfig, layers: int) -> tuple[int, int] | None:
+    """A number of blocks after which they repeat, and how many repeat then.
+
+    None: they hardly do, or patterns name some.
+
+    Args:
+        config: Of a run.
+        layers: Its blocks.
+    """
     lora = config.adapt.lora
     patterns = [group.match for group in config.optimizer.groups]
     patterns += [] if lora is None else [*lora.targets, *lora.trained]
     if any(re.search(r"[\d?\[]", pattern) for pattern in patterns):
         return None
-    places = [
-        getattr(each, "placement", getattr(each, "blocks", 1))
-        for each in config.model.feed_forwards().values()
+    kinds = [
+        (*(each.routes(block) for each in _selecting(config).values()), _slides(config, block))
+        for block in range(layers)
     ]
-    periods = [place for place in places if isinstance(place, int)]
-    return 2 * math.lcm(*periods) if len(periods) == len(places) else None
+    found = []
+    for period in range(1, layers // 2 + 1):
+        # Blocks before the last one that differs from the one a period later.
+        start = next(
+            (b + 1 for b in range(layers - period - 1, -1, -1) if kinds[b] != kinds[b + period]), 0
+        )
+        found.append((start + 2 * period, 2 * period))
+    few, more = min(found, default=(layers, 1))
+    return (few, more) if few + more < layers else None
+
+
+def _selecting(config: RunConfig) -> dict[str, SelectingConfig]:
+    """The sections of feed-forwards that have experts in some blocks, by their keys."""
+    sections = config.model.feed_forwards()
+    return {key: each for key, each in sections.items() if isinstance(each, SelectingConfig)}
+
+
+def _slides(config: RunConfig, block: int) -> bool:
+    """Whether a block has a sliding window."""
+    model = config.model
+    has_windows = isinstance(model, DecoderConfig) and model.sliding_window is not None
+    return has_windows and model.slides(block)
+
+
+def _with_layers(config: RunConfig, layers: int) -> RunConfig:
+    """The configuration with fewer blocks, of which lists name no others."""
+    lists = {
+        f"{key}.{each.placement_key}": getattr(each, each.placement_key)
+        for key, each in _selecting(config).items()
+    }
+    if isinstance(config.model, DecoderConfig):
+        lists["model.sliding_window_blocks"] = config.model.sliding_window_blocks
+    left = [
+        f"{key}={[block for block in blocks if block < layers]}"
+        for key, blocks in lists.items()
+        if isinstance(blocks, list)
+    ]
+    return changed(config, [f"model.num_layers={layers}", *left])
 
 
 def _measured(

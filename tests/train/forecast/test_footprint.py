@@ -8,7 +8,7 @@ from polyad.parallel.plan.devices import DEVICES
 from polyad.parallel.plan.traffic import Amount
 from polyad.train.config.rules import validate
 from polyad.train.config.run import load_config
-from polyad.train.forecast.forecast import Machines, with_libraries
+from polyad.train.forecast.forecast import Machines, predicted_time, with_libraries
 from polyad.train.forecast.layouts import tried
 from polyad.train.forecast.step import footprint
 from polyad.train.layout.small import small_config
@@ -290,3 +290,41 @@ def test_a_layout_of_a_mixer_whose_experts_are_in_named_blocks_of_one_section():
     layout = tried(config, dims, (), machines, 1.0)
     whole = with_libraries(footprint(config, dims, on_gpu=True).memory, machines.device)
     assert layout.memory == sum(whole.values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("file", "more"),
+    [
+        # The first block is dense; the others are alike.
+        (
+            "deepseek-v2-lite",
+            (
+                f"model.latent_attention={LATENT}",
+                "model.num_layers=8",
+                "model.feed_forward.placement=[1, 2, 3, 4, 5, 6, 7]",
+            ),
+        ),
+        # Every second block has a window.
+        (
+            "gpt-oss-20b",
+            (
+                *HEADS,
+                "model.num_layers=12",
+                "model.pad_id=60",
+                "model.sliding_window_blocks=[0, 2, 4, 6, 8, 10]",
+            ),
+        ),
+    ],
+    ids=["deepseek", "gpt-oss"],
+)
+def test_a_layout_of_listed_blocks_that_repeat_follows_from_few_of_them(file, more):
+    config = load_config(Path("configs/decoder") / f"{file}.yaml", [*DECODER, *more])
+    dims = validate(config, 1)
+    machines = Machines(device=DEVICES["h100"], nodes=1, processes_per_node=1)
+    layout = tried(config, dims, (), machines, 1.0)
+    found = footprint(config, dims, on_gpu=True)
+    whole = sum(with_libraries(found.memory, machines.device).values())
+    assert layout.memory == pytest.approx(whole, rel=0.01)
+    spent = predicted_time(config, dims, machines, found)
+    assert layout.seconds == pytest.approx(spent.total, rel=0.02)
