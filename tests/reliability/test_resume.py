@@ -72,21 +72,59 @@ def test_the_data_is_as_small_as_these_tests_need_it(small_data):
 def test_a_run_in_pieces_is_bitwise_the_run_in_one(
     workers, small_data, tmp_path, kind, stage, precision
 ):
+    assert_same_in_pieces(
+        workers, small_data, tmp_path, model__feed_forward=FEED_FORWARDS[kind],
+        model__dropout=0.2, train__precision=precision, parallel__zero_stage=stage,
+    )  # fmt: skip
+
+
+EXPERTS = {
+    "kind": "smoe", "num_experts": 4, "expert_hidden_size": 32, "combine": "normalized",
+    "activation": "swiglu",
+}  # fmt: skip
+DECODERS = {
+    "olmoe": {"model__query_key_norm": "all", "model__feed_forward": EXPERTS},
+    "deepseek": {
+        "model__latent_attention": {"key_value_rank": 12, "plain_size": 6, "rotated_size": 4,
+                                    "value_size": 5},
+        "model__feed_forward": EXPERTS | {
+            "score_function": "sigmoid", "balancing_rate": 0.01, "shared_hidden_size": 16,
+            "placement": [1], "num_groups": 2, "top_groups": 1, "group_score": "best_two"},
+    },
+    "gpt-oss": {
+        "model__num_key_value_heads": 2, "model__attention_sinks": True,
+        "model__sliding_window": 7, "model__sliding_window_blocks": [0], "model__mlp_bias": True,
+        "model__feed_forward": EXPERTS | {"activation": "clamped_swiglu"},
+    },
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", DECODERS)
+def test_a_decoder_in_pieces_is_bitwise_the_run_in_one(
+    workers, small_data, tmp_path, name, precision
+):
+    assert_same_in_pieces(
+        workers, small_data, tmp_path, model__kind="decoder", model__dropout=0.2,
+        train__precision=precision, parallel__expert_parallel_size=2, **DECODERS[name],
+    )  # fmt: skip
+
+
+def assert_same_in_pieces(workers, data, place, **keys):
     """With accumulation and dropout; cut within an epoch, and around the batch across its end."""
     configs = {}
     for name in ("whole", "pieces"):
-        (tmp_path / name).mkdir()
+        (place / name).mkdir()
         configs[name] = write_config(
-            tmp_path / name / "config.yaml", small_data, train__steps=STEPS, seed=SEED,
-            model__feed_forward=FEED_FORWARDS[kind], model__dropout=0.2,
-            train__precision=precision, parallel__zero_stage=stage, checkpoint__every=0,
-            evaluation__every=4, log__trackers=[],
-            monitor__spike_warmup=8, monitor__spike_window=8,
+            place / name / "config.yaml", data, train__steps=STEPS, seed=SEED,
+            checkpoint__every=0, evaluation__every=4, log__trackers=[],
+            monitor__spike_warmup=8, monitor__spike_window=8, **keys,
         )  # fmt: skip
     assert workers(2).run(run, configs["whole"]) == [STEPS] * 2
     for steps in (3, 7, 8, STEPS):
         assert workers(2).run(run, configs["pieces"], f"train.steps={steps}") == [steps] * 2
-    whole, pieces = tmp_path / "whole" / "run", tmp_path / "pieces" / "run"
+    whole, pieces = place / "whole" / "run", place / "pieces" / "run"
     ours, theirs = records(pieces), records(whole)
     # A piece validates at its end too.
     for mine, other in zip(ours, theirs, strict=True):

@@ -386,6 +386,10 @@ def test_tokens_are_cut_between_cut_layers_alone():
     with pytest.raises(ConfigError, match=r"parallel\.tensor_parallel_size of 2 or more, not 1"):
         validate(parse(key), 2)
     validate(parse(key, "parallel.tensor_parallel_size=2"), 2)
+    both, size = (key, "parallel.tensor_parallel_size=2"), "hidden_size: 32, num_heads: 4"
+    validate(parse(*both, f"model={{kind: decoder, {size}}}"), 2)
+    with pytest.raises(ConfigError, match=r"model\.kind: vit; gpt2 and decoder are"):
+        validate(parse(*both, f"model={{kind: vit, {size}}}", "data.kind=images"), 2)
 
 
 def test_a_run_may_change_some_keys_and_no_others(tmp_path):
