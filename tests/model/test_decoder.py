@@ -28,6 +28,17 @@ VARIANTS = {
     "sigmoid": {"feed_forward": EXPERTS | {
         "score_function": "sigmoid", "graph": "similarity", "combine": "normalized",
         "num_groups": 3, "top_groups": 2, "group_score": "best_two", "selection_bias": True}},
+    "groups": {"feed_forward": EXPERTS | {
+        "num_groups": 3, "top_groups": 1, "combine": "softmax", "routed_scaling_factor": 2.0,
+        "placement": [1]}},
+    "clamped": {"mlp_bias": True, "feed_forward": EXPERTS | {
+        "activation": "clamped_swiglu", "combine": "normalized", "router_dtype": "model"}},
+    "lower entropy": {"feed_forward": EXPERTS | {
+        "graph": "similarity", "lower_entropy_only": True, "combine": "normalized"}},
+    "multiplied": {
+        "embedding_multiplier": 3.0, "residual_multiplier": 0.5, "attention_scale": 0.3,
+        "logits_divisor": 0.5, "rotary": {"scaling": {"kind": "linear", "factor": 2.0}}},
+    "learned positions": {"rotary": None, "activation": "gelu", "norm": "layer"},
     "factorized": {"feed_forward": {"kind": "mumoe", "num_experts": [4], "hidden_size": 16}},
 }  # fmt: skip
 
