@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
+from polyad.model.decoder import DecoderSettings
 from polyad.parallel import comm
 from polyad.parallel.checkpoint.reading import Checkpoint
 from polyad.parallel.weights import Choice, Weights, load_model, open_weights
@@ -221,12 +222,18 @@ def config_at(path: Path, overrides: Sequence[str], processes: int) -> RunConfig
 def _refuse_other_keys(original: RunConfig, changed: RunConfig) -> None:
     allowed = ("evaluation.", "data.", "train.precision", "train.tf32")
     before, after = (flatten(c.model_dump(mode="json")) for c in (original, changed))
+    length = "model.sequence_length"
     for key in after:
-        if before.get(key) != after[key] and not key.startswith(allowed):
-            raise ConfigError(
-                f"{key}: evaluation cannot change it; it can change evaluation.*, data.path, "
-                f"train.precision and train.tf32"
-            )
+        if before.get(key) == after[key] or key.startswith(allowed):
+            continue
+        if key == length and isinstance(changed.model, DecoderSettings):
+            if after[key] <= before[key]:
+                continue
+            raise ConfigError(f"{key}: {after[key]} is more than the {before[key]} of the model")
+        raise ConfigError(
+            f"{key}: evaluation cannot change it; it can change evaluation.*, data.path, "
+            f"train.precision and train.tf32, and reduce {length} of a decoder"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

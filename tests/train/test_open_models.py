@@ -19,7 +19,7 @@ from polyad.train.exchange.convert import convert
 from tests.helpers.decoders import IDS, WORDS, hub_folder, theirs, tokens
 from tests.helpers.everyday import everyday
 from tests.helpers.prepared import jsonl, silent
-from tests.helpers.runs import evaluation, run, write_config
+from tests.helpers.runs import compare, evaluation, run, write_config
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.distributed
@@ -56,12 +56,13 @@ def loss_by_transformers(model, data, length, stride, not_scored=-1):
 
 
 @everyday("case", [*FAMILIES, "mixtral", "qwen2_moe", "llama 3"], keep=["olmoe", "gpt_oss"])
-@pytest.mark.parametrize("stride", [64, 20])
-def test_perplexity_is_that_of_transformers(case, stride, tmp_path):
+@pytest.mark.parametrize(("length", "stride"), [(64, 20), (16, 16)])
+def test_perplexity_is_that_of_transformers(case, length, stride, tmp_path):
     model = hub_folder(tmp_path / "hub", case)
     data = prepared_for(tmp_path / "hub", tmp_path)
-    found = evaluation(tmp_path / "hub", data=str(data), overrides=(f"evaluation.stride={stride}",))
-    loss, scored = loss_by_transformers(model, data, 64, stride)
+    overrides = f"evaluation.stride={stride}", f"model.sequence_length={length}"
+    found = evaluation(tmp_path / "hub", data=str(data), overrides=overrides)
+    loss, scored = loss_by_transformers(model, data, length, stride)
     assert found["tokens_scored"] == scored > 200
     assert found["loss"] == pytest.approx(loss, rel=1e-6)
     assert found["perplexity"] == pytest.approx(math.exp(loss), rel=1e-6)
@@ -116,6 +117,8 @@ def test_a_trained_model_goes_back_to_its_family(case, workers, tmp_path):
         found = again(ids, use_cache=False).logits
     assert (wanted - found).abs().max() < 1e-5
     assert wanted.abs().max() > 0.5
+    changed = compare(tmp_path / "run", folder, data=str(data), units=200)
+    assert (changed["step"], changed["compared_step"], changed["sequence_length"]) == (3, 0, 24)
 
 
 def test_what_was_trained_as_another_model_is_not_written_as_its_family(workers, tmp_path):

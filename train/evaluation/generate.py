@@ -143,7 +143,9 @@ def generate_ids(
     generator = sampling.generator()
     ids = list(prompt)
     start = read = max(0, len(ids) - length)  # of the window; of what is not in the cache yet
-    cache = KeyValueCache(config.num_layers, length) if use_cache else None
+    # A long window need not be filled.
+    room = min(length, len(ids) - start + max_tokens)
+    cache = KeyValueCache(config.num_layers, room) if use_cache else None
     for _ in range(max_tokens):
         if len(ids) - start > length:
             start = read = len(ids) - max(1, length // 2)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from polyad.parallel.checkpoint.reading import Checkpoint
-from polyad.parallel.weights import load_model, open_checkpoint
+from polyad.parallel.weights import Weights, load_model, open_weights
 from polyad.train.config.text import flatten
 from polyad.train.errors import ConfigError
 from polyad.train.experts.fluctuation import (
@@ -28,7 +28,7 @@ from polyad.train.tasks.samples import probe_of
 
 PROBE_UNITS = 65_536
 """About how many tokens or images are compared, unless the user says it."""
-FREE_KEYS = ("compile", "recompute", "dropout", "feed_forward.experts")
+FREE_KEYS = ("compile", "recompute", "dropout", "initializer_range", "feed_forward.experts")
 """Keys of a model that change nothing of what it computes in evaluation."""
 
 
@@ -91,7 +91,7 @@ class Comparison(Measure):
     Args:
         subject: the model that reads, and what both read.
         opened: its weights, and the data.
-        other: another checkpoint of it.
+        other: other weights of it.
         before: the model of that one.
     """
 
@@ -100,7 +100,7 @@ class Comparison(Measure):
     told = "compare"
 
     def __init__(
-        self, subject: Subject, opened: Evaluated, other: Checkpoint, before: nn.Module
+        self, subject: Subject, opened: Evaluated, other: Weights, before: nn.Module
     ) -> None:
         super().__init__(subject)
         device = next(before.parameters()).device
@@ -109,21 +109,16 @@ class Comparison(Measure):
         self._units = torch.zeros(1, dtype=torch.float64, device=device)
 
     @classmethod
-    def checked(cls, opened: Evaluated, split: str, **options: Any) -> tuple[Checkpoint, int]:
-        """Opens the checkpoint `other`, and takes from the options how many `units`, tokens or
+    def checked(cls, opened: Evaluated, split: str, **options: Any) -> tuple[Weights, int]:
+        """Opens the weights `other`, and takes from the options how many `units`, tokens or
         images, are compared at least: of text whole windows, evenly over the split."""
-        if not isinstance(opened.weights, Checkpoint):
-            raise ConfigError(
-                f"compare: is not allowed with {opened.weights.folder}, a folder of weights; "
-                f"`polyad convert --to polyad` makes a checkpoint of it"
-            )
-        other = open_checkpoint(options["other"])
+        other = open_weights(options["other"])
         _check_pair(opened, opened.weights, other)
         return other, options.get("units", PROBE_UNITS)
 
     @classmethod
     def of(
-        cls, opened: Evaluated, split: str, asked: tuple[Checkpoint, int], model: nn.Module
+        cls, opened: Evaluated, split: str, asked: tuple[Weights, int], model: nn.Module
     ) -> Self:
         """What `polyad compare` measures, with what `checked` gave."""
         other, units = asked
@@ -161,7 +156,7 @@ class Comparison(Measure):
         samples = self.subject.samples
         return Compared(
             compared_with=str(self._other.folder),
-            compared_step=self._other.training_step,
+            compared_step=self._other.training_step if isinstance(self._other, Checkpoint) else 0,
             unit=f"{self._opened.task.unit.name}s",
             units=int(summed(self._units)),
             about=samples.about(),
@@ -169,15 +164,17 @@ class Comparison(Measure):
         )
 
 
-def _check_pair(opened: Evaluated, own: Checkpoint, other: Checkpoint) -> None:
+def _check_pair(opened: Evaluated, own: Weights, other: Weights) -> None:
     """Checks that both are of one model with experts, and fit the tokens of the probe set."""
     ours, theirs = (
-        flatten(checkpoint.model_config().model_dump(mode="json")) for checkpoint in (own, other)
+        flatten(each.model_config().filled().model_dump(mode="json")) for each in (own, other)
     )
+    # Rotary positions have no end.
+    free = FREE_KEYS if ours.get("rotary.theta") is None else (*FREE_KEYS, "sequence_length")
     changed = [
         f"model.{key}: {theirs.get(key)!r} there, {ours.get(key)!r} in {own.folder}"
         for key in sorted(ours.keys() | theirs.keys())
-        if ours.get(key) != theirs.get(key) and key not in FREE_KEYS
+        if ours.get(key) != theirs.get(key) and key not in free
     ]
     if changed:
         more = f"; and {len(changed) - 2} more" if len(changed) > 2 else ""
@@ -190,8 +187,8 @@ def _check_pair(opened: Evaluated, own: Checkpoint, other: Checkpoint) -> None:
             f"experts whose choice could be compared"
         )
     opened.task.check_weights(other, f"checkpoint of --with {other.folder}")
-    known = [c.state.data_fingerprint for c in (own, other)]
-    if known[0] != known[1] and not opened.data_is_named:
+    known = [c.state.data_fingerprint for c in (own, other) if isinstance(c, Checkpoint)]
+    if len({*known}) > 1 and not opened.data_is_named:
         raise ConfigError(
             f"compare: {other.folder}: was trained on other data than "
             f"{own.folder}; --data names the text that both are to read"

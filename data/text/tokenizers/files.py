@@ -251,7 +251,9 @@ def _token(about: dict[str, Any], key: str) -> str | None:
     """A token that is named there, as text or with more about it."""
     token = about.get(key)
     content = token.get("content") if isinstance(token, dict) else token
-    return content if isinstance(content, str) else None
+    if content is not None and not isinstance(content, str):
+        raise DataError(f"{key}: {token!r:.60} is not allowed; a token is, or null")
+    return content
 
 
 def load_tokenizer(path: str | Path, end_of_text: str | None = None) -> Tokenizer:
@@ -290,12 +292,16 @@ def _load_folder(folder: Path, end_of_text: str | None) -> Tokenizer:
         return _load_file(file, end) if file else _load_byte_level(folder, end)
 
     about = read_about(folder)
-    tokenizer = loaded(end_of_text or _token(about, "eos_token"))
     adds = about.get("add_bos_token")
+    try:
+        begin, end = (_token(about, key) for key in ("bos_token", "eos_token"))
+    except DataError as error:
+        raise DataError(f"{folder / ABOUT_FILE}: {error}") from None
+    tokenizer = loaded(end_of_text or end)
     if adds is None:
         return tokenizer
     try:
-        return tokenizer.with_begin_of_text(_token(about, "bos_token") if adds else None)
+        return tokenizer.with_begin_of_text(begin if adds else None)
     except DataError as error:
         raise DataError(f"{folder / ABOUT_FILE}: {error}") from None
 
