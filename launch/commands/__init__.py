@@ -28,6 +28,9 @@ COMMANDS: dict[str, Command] = {
         evaluate.rewrite,
         evaluate.steer,
         evaluate.take,
+        weights.generate,
+        weights.convert,
+        weights.inspect,
         runs.validate,
         runs.schema,
         runs.doctor,
@@ -40,8 +43,5 @@ COMMANDS: dict[str, Command] = {
         checkpoints.checkpoint_verify,
         checkpoints.checkpoint_delete,
         data.data_verify,
-        weights.generate,
-        weights.convert,
-        weights.inspect,
     )
 }
