@@ -342,9 +342,9 @@ class Preparation:
                 )
         if left := left_out_of(manifest):
             self._progress.say(f"left out: {left}")
-        self._progress.say(manifest.tokenizer.in_words())
         self._progress.say(
-            f"prepared {self.output} (vocabulary of {manifest.tokenizer.vocab_size:,})"
+            f"prepared {self.output} (vocabulary of {manifest.tokenizer.vocab_size:,}; "
+            f"{manifest.tokenizer.in_words()})"
         )
 
 

@@ -89,7 +89,7 @@ def test_each_document_begins_with_it(tmp_path, documents):
     source = tmp_path / "texts.jsonl"
     said = []
     manifest = prepare(jsonl(source, texts), str(folder), tmp_path / "data", report=said.append)
-    assert f"each document begins with {BEGIN} (0) and ends with {END} (2)" in said
+    assert said[-1].endswith(f"; each document begins with {BEGIN} (0) and ends with {END} (2))")
     assert (manifest.tokenizer.begin_of_text, manifest.tokenizer.begin_of_text_id) == (BEGIN, 0)
     data, tokenizer = PreparedData.open(tmp_path / "data"), load_tokenizer(folder)
     stream = data.split("train")
