@@ -247,8 +247,9 @@ def _selecting(config: RunConfig) -> dict[str, SelectingConfig]:
 def _slides(config: RunConfig, block: int) -> bool:
     """Whether a block has a sliding window."""
     model = config.model
-    has_windows = isinstance(model, DecoderConfig) and model.sliding_window is not None
-    return has_windows and model.slides(block)
+    if not isinstance(model, DecoderConfig) or model.sliding_window is None:
+        return False
+    return model.slides(block)
 
 
 def _with_layers(config: RunConfig, layers: int) -> RunConfig:
