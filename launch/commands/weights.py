@@ -130,9 +130,9 @@ def convert(
     to: Annotated[
         Literal["huggingface", "polyad", "safetensors", "peft"],
         Argument(
-            "a Hugging Face folder (dense models), a checkpoint, any model's weights under "
-            "Polyad's names, or the adapters of a run with adapt.lora for the library peft (dense "
-            "GPT-2 and BERT)"
+            "a Hugging Face folder (dense models, and experts such as open models have), a "
+            "checkpoint, any model's weights under Polyad's names, or the adapters of a run with "
+            "adapt.lora for the library peft (dense GPT-2 and BERT)"
         ),
     ],
     merge: Annotated[

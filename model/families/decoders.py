@@ -550,11 +550,6 @@ def _write(
     family: Family, config: DecoderConfig, known: Known, model_type: str, classes: str
 ) -> dict[str, Any]:
     config = config.filled()
-    if config.head is not None:
-        raise HuggingFaceError(
-            f"model.head.kind: {config.head.kind!r}: only a language model is written in Hugging "
-            f"Face's form; `--to safetensors` writes the weights under our names"
-        )
     return {
         "architectures": [f"{classes}ForCausalLM"],
         "model_type": model_type,
@@ -755,6 +750,11 @@ def family_of(config: DecoderConfig) -> Family:
     Raises:
         HuggingFaceError: There is none; what differs from the nearest one is named.
     """
+    if config.head is not None:
+        raise HuggingFaceError(
+            f"model.head.kind: {config.head.kind!r}: only a language model is written in Hugging "
+            f"Face's form; `--to safetensors` writes the weights under our names"
+        )
     wanted, nearest = comparable(config, is_written=True), list[str]()
     for family in DECODERS:
         try:

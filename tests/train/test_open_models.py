@@ -11,7 +11,9 @@ from torch.nn.functional import cross_entropy
 import polyad
 from polyad.data.text.dataset import PreparedData
 from polyad.launch.cli import run as command
+from polyad.model.build import read_model_config
 from polyad.model.families.keys import HuggingFaceError
+from polyad.model.families.registry import family_of_model
 from polyad.parallel.families import FamilyWeights
 from polyad.train.errors import ConfigError
 from polyad.train.evaluation.generate import Sampling, generate
@@ -170,3 +172,11 @@ def test_more_rows_than_ids_are_never_chosen_and_fewer_are_refused(tmp_path):
         polyad.load(folder).evaluate(data)
     with pytest.raises(ConfigError, match=f"the tokenizer has {IDS} tokens, the model {WORDS}"):
         generate(folder, "x", max_tokens=1)
+
+
+def test_a_head_of_classes_is_named_where_it_cannot_be_written(tmp_path):
+    head = {"kind": "classification", "num_classes": 2}
+    theirs("olmoe").save_pretrained(tmp_path)
+    section = FamilyWeights(tmp_path).config.model_dump(mode="json") | {"head": head}
+    with pytest.raises(HuggingFaceError, match=r"model\.head\.kind: 'classification': only a"):
+        family_of_model(read_model_config(section))

@@ -36,10 +36,10 @@ def convert(
         source: a checkpoint or run of Polyad, a folder of another library's model that
             `open_weights` knows, or a folder of safetensors under our names.
         destination: the folder to make; it may exist if it is empty.
-        to: `huggingface` for config.json, model.safetensors and the tokenizer, of a dense model;
-            `safetensors` for config.yaml, model.safetensors and the tokenizer, of any; `polyad` for
-            a checkpoint at step 0 without optimizer state; `peft` for the adapters alone of a dense
-            GPT-2 or BERT that was trained with LoRA.
+        to: `huggingface` for config.json, model.safetensors and the tokenizer, of a model that
+            another library has; `safetensors` for config.yaml, model.safetensors and the tokenizer,
+            of any; `polyad` for a checkpoint at step 0 without optimizer state; `peft` for the
+            adapters alone of a dense GPT-2 or BERT that was trained with LoRA.
         change: makes another model of it on the way, as experts of a dense one; the format may
             stay.
         choice: which weights of a checkpoint; the format may stay for the average.
