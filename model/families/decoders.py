@@ -726,7 +726,9 @@ def comparable(config: DecoderConfig, *, is_written: bool = False) -> dict[str, 
         config: Any.
         is_written: Whether all that changes a token's experts counts, too.
     """
-    values = config.filled().model_dump(exclude=set(FREE))
+    # Rotary positions have no end: how long texts may be is a matter of training.
+    free = FREE if config.rotary is None else FREE | {"sequence_length"}
+    values = config.filled().model_dump(exclude=set(free))
     experts = config.feed_forward
     if isinstance(experts, SparseMoEConfig):
         section = values["feed_forward"]
@@ -739,8 +741,6 @@ def comparable(config: DecoderConfig, *, is_written: bool = False) -> dict[str, 
 def computes_the_same(config: DecoderConfig, other: DecoderConfig) -> bool:
     """Whether two configurations, with the same weights, are of one language model."""
     one, two = (comparable(each, is_written=True) for each in (config, other))
-    if config.rotary is not None:  # positions have no end
-        two["sequence_length"] = one["sequence_length"]
     return one == two and config.head is None
 
 
