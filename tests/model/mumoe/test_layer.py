@@ -96,7 +96,7 @@ def test_a_block_is_the_papers_formula_with_whole_tensors(name, num_experts, gat
         "attention_head",
         "tokens",
     }
-    others |= {"importance_loss", "load_loss", "score_mean_S", "score_square_S"}
+    others |= {"importance_loss", "load_loss", "sequence_loss", "score_mean_S", "score_square_S"}
     others |= {"sample_scores_BS", "sample_inputs_BD", "similarity_loss"}
     others |= {"norm_mean_N", "norm_square_N", "usage_E", "expert_input_ED"}
     if len(levels) == 1:

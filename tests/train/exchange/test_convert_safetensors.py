@@ -152,8 +152,10 @@ def test_a_folder_of_safetensors_is_evaluated_as_its_run(workers, trained, plain
     (ours,) = workers(1).run(evaluation, trained("cp"))
     (theirs,) = workers(1).run(evaluation, plain("cp"), data=str(prepared_path))
     assert theirs["loss"] == pytest.approx(ours["loss"], rel=1e-6)
-    with pytest.raises(ValueError, match=r"compare: is not allowed with .* a folder of weights"):
-        compare(plain("cp"), trained("cp"), data=str(prepared_path))
+    options = {"data": str(prepared_path), "units": 320}
+    (same,) = workers(1).run(compare, plain("cp"), trained("cp"), **options)
+    assert same["mean"] == {"top1": 0.0, "set": 0.0, "entropy_ratio": 1.0}
+    assert (same["step"], same["compared_step"]) == (0, 6)
 
 
 def test_weights_that_are_not_finite_are_converted_with_a_note(plain, tmp_path):
