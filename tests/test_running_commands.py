@@ -76,6 +76,7 @@ SHORT = {
     "tests.benchmarks.images": FEW_TURNS,
     "tests.benchmarks.checkpoint": (*FEW_TURNS, "--steps", "1", "--sequence-length", "16"),
     "tests.benchmarks.step": (*FEW_TURNS, "--batch-size", "1", "--sequence-length", "16"),
+    "tests.benchmarks.families": ("--case", "llama"),
     "tests.benchmarks.flips": ("--steps", "8"),
     "tests.benchmarks.layer": (*FEW_TURNS, "--tokens", "64", "--width", "128", "--hidden", "512"),
     "tests.benchmarks.routing": (

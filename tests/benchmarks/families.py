@@ -6,13 +6,14 @@ way. The error of bf16 is the mean one of our logits against fp64, over transfor
 """
 
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from safetensors.torch import load_file
 
-from polyad.launch.command import Json
+from polyad.launch.command import Argument, Json, UsageError
 from polyad.launch.output import align, results
 from polyad.train.console import Progress
 from polyad.train.exchange.convert import convert
@@ -34,8 +35,11 @@ TITLES = (
 )  # fmt: skip
 
 
-def bench_families() -> dict[str, dict[str, Any]]:
-    """Compares every case.
+def bench_families(cases: Sequence[str] = tuple(CASES)) -> dict[str, dict[str, Any]]:
+    """Compares cases.
+
+    Args:
+        cases: Names in `CASES`.
 
     Returns:
         JSON values by case, as in `TITLES`: largest differences of logits from transformers', with
@@ -45,11 +49,11 @@ def bench_families() -> dict[str, dict[str, Any]]:
         tensors are the same bytes after a conversion to our form and back, and of how many.
     """
     found = {}
-    progress = Progress("comparing", len(CASES), "models")
-    for done, case in enumerate(CASES, 1):
+    progress = Progress("comparing", len(cases), "models")
+    for done, case in enumerate(cases, 1):
         with tempfile.TemporaryDirectory() as folder:
             found[case] = _compare(case, Path(folder))
-        progress(done / len(CASES))
+        progress(done / len(cases))
     return found
 
 
@@ -123,19 +127,29 @@ def families_table(result: dict[str, dict[str, Any]]) -> str:
             (
                 case,
                 *(f"{each[key]:.0e}" for key in of_logits),
-                *("{} of {}".format(*each[key]) for key in ("choices", "choices_bf16")),
+                *(_of(each[key]) for key in ("choices", "choices_bf16")),
                 f"{each['error_bf16']:.2f}",
-                "{} of {}".format(*each["tensors_back"]),
+                _of(each["tensors_back"]),
             )
         )
     return align(rows)
 
 
-@benchmark("families", "--json families.json")
-def families(*, json: Json = None) -> None:
+def _of(pair: list[int]) -> str:
+    return "{} of {}".format(*pair) if pair[1] else "-"
+
+
+@benchmark("families", "--json families.json", "--case olmoe")
+def families(
+    *,
+    case: Annotated[str | None, Argument("one of the models; default: all", "NAME")] = None,
+    json: Json = None,
+) -> None:
     """Compares decoders of transformers with the same opened here."""
+    if case is not None and case not in CASES:
+        raise UsageError(f"--case: {case!r} is not known; {', '.join(CASES)} are")
     with results(json) as show:
-        result = bench_families()
+        result = bench_families([case] if case else tuple(CASES))
         show(result, families_table(result))
 
 

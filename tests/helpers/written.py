@@ -29,7 +29,8 @@ ROOT = Path(__file__).resolve().parents[2]
 BENCHMARK = "tests.benchmarks."
 """What the names of measurements begin with, as in `python -m tests.benchmarks.layer`."""
 SCRIPTS = (
-    *("checkpoint", "data", "flips", "images", "layer", "plan", "routing", "scaling", "step"),
+    *("checkpoint", "data", "families", "flips", "images", "layer", "plan", "routing"),
+    *("scaling", "step"),
 )
 PROGRAMS = ("polyad", "torchrun", "python", "make", "tensorboard", "lm_eval")
 """First words that make a block of text one of commands. Every line of it is one then."""
