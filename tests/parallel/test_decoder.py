@@ -136,37 +136,20 @@ def test_a_run_in_two_pieces_is_bitwise_the_run_in_one(workers, tmp_path, number
         stage=stage, tensor=tensor, expert=expert, sequence=sequence,
     )  # fmt: skip
     pool = workers(processes)
-    whole = pool.run(train, case.but(last_step=8, save_to=str(tmp_path / "whole")))[0]
+    whole = pool.run(train, case.but(last_step=7, save_to=str(tmp_path / "whole")))[0]
     first = pool.run(train, case.but(last_step=4, save_to=str(tmp_path / "half")))[0]
     pool.stop()  # the next call starts new processes
     middle = str(tmp_path / "half" / "step-00000004")
-    rest = case.but(first_step=4, last_step=8, resume=middle, save_to=str(tmp_path / "rest"))
+    rest = case.but(first_step=4, last_step=7, resume=middle, save_to=str(tmp_path / "rest"))
     second = pool.run(train, rest)[0]
     for key in ("losses", "norms", "routing"):
         assert first[key] + second[key] == whole[key], key
-    wanted, found = (tensors(tmp_path / each / "step-00000008") for each in ("whole", "rest"))
+    wanted, found = (tensors(tmp_path / each / "step-00000007") for each in ("whole", "rest"))
     assert found.keys() == wanted.keys()
     assert [key for key, value in wanted.items() if not torch.equal(found[key], value)] == []
-    bias = "blocks.1.feed_forward.router.selection.balancing_bias", "buffer"
-    assert (name == "latent") == (bias in wanted and bool(wanted[bias].any()))
-
-
-@everyday("name", PUBLISHED, keep=["latent"])
-def test_a_checkpoint_of_four_expert_processes_goes_on_in_two_that_share_layers(
-    workers, references, tmp_path, name
-):
-    expected, folder = references(name)
-    of_four = a_case(name).but(expert=4, stage=1, last_step=2, save_to=str(tmp_path / "four"))
-    before = workers(4).run(train, of_four)[0]
-    of_two = a_case(name).but(
-        tensor=2, first_step=2, resume=str(tmp_path / "four" / "step-00000002"),
-        save_to=str(tmp_path / "two"),
-    )  # fmt: skip
-    after = workers(2).run(train, of_two)[0]
-    for key in ("losses", "norms"):
-        ours, wanted = torch.tensor(before[key] + after[key]), torch.tensor(expected[key])
-        assert torch.allclose(ours, wanted, rtol=1e-5, atol=0), key
-    ours, weights = (tensors(each / "step-00000004") for each in (tmp_path / "two", folder))
-    assert ours.keys() == weights.keys()
-    for key, value in weights.items():
-        assert relative(ours[key], value) < 1e-5, key
+    if name == "latent":
+        layer = "blocks.1.feed_forward"
+        loads = torch.tensor([step[f"routing/{layer}/load"] for step in whole["routing"]])
+        moved = 0.001 * (0.25 - loads).sign().sum(0)
+        bias = wanted[f"{layer}.router.selection.balancing_bias", "buffer"]
+        assert torch.allclose(bias, moved, atol=1e-6)
