@@ -334,7 +334,8 @@ def placement(
     def refuse(tree: Tree) -> None:
         count = tree.get("num_hidden_layers", 0)
         if not any(routes(tree, block) for block in range(count)):
-            said = ", ".join(f"{key}: {tree[key]}" for key in reads if key in tree)
+            found = {key: tree[key] for key in reads if key in tree} or {reads[0]: "the default"}
+            said = ", ".join(f"{key}: {value}" for key, value in found.items())
             raise HuggingFaceError(f"{said}: leaves none of {count} blocks with experts")
 
     def written(config: DecoderConfig) -> dict[str, Any]:

@@ -352,7 +352,7 @@ class State(Record):
     versions: dict[str, str] = Field(default_factory=dict)
     saved_at: Annotated[float, Field(ge=0, lt=_YEAR_10000)] | None = None
     huggingface: dict[str, Any] | None = None
-    """Of weights of another library, converted or trained: `polyad.parallel.families.Origin`."""
+    """What another library's folder had beside weights that began with it: an `Origin` as JSON."""
 
     @model_validator(mode="after")
     def _agree(self) -> "State":
