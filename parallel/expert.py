@@ -25,7 +25,7 @@ from polyad.model.smoe.selection import Selected
 from polyad.parallel import comm
 from polyad.parallel.exchange import Counts, RowExchange
 from polyad.parallel.regions import Group, OwnDropout, copy, sum_parts, tensor_group
-from polyad.parallel.shard import Placement, cut, group_name
+from polyad.parallel.shard import Placement, cut
 from polyad.parallel.zero import connect, expert_group, moe_class
 
 
@@ -84,12 +84,11 @@ def _expert_parallel_dispatcher() -> type:
             self.num_experts = num_experts
             self.num_local_experts = num_experts // world.expert_parallel_size
             self._first_expert = self.num_local_experts * world.expert_parallel_rank
-            self.expert_group_name = group_name(world.expert_parallel_size)
             self._size = world.expert_parallel_size
             self._exchange = RowExchange(num_experts, self._size, lots)
 
         def set_deepspeed_parallelism(self, use_data_before_expert_parallel_: bool = False) -> None:
-            self._exchange.group = Group.of(expert_group(self.expert_group_name, self._size))
+            self._exchange.group = Group.of(expert_group(self._size))
 
         def of_all_experts(self, means_eD: Tensor) -> Tensor:
             return self._exchange.group.all_parts(super().of_all_experts(means_eD))

@@ -20,6 +20,7 @@ from polyad.parallel.source import Source
 from polyad.parallel.zero import (
     Engine,
     Fragment,
+    Partitions,
     fragments,
     own_range,
     partitions,
@@ -141,7 +142,7 @@ def shares(engine: Engine) -> Iterator[Fragment]:
     """
     held = list(fragments(engine).values())
     if engine.stage == 3 and engine.world.data_parallel_size >= REARRANGED_FROM:
-        held = _rearranged(engine, held)
+        held = [part for cut in partitions(engine) for part in _rearranged(engine, cut, held)]
     for (rank, copies), some in _by_copies(engine, held).items():
         total = sum(part.numel for part in some)
         first, last = total * rank // copies, total * (rank + 1) // copies
@@ -180,9 +181,14 @@ class _Range(NamedTuple):
     last: int
 
 
-def _rearranged(engine: Engine, held: list[Fragment]) -> list[Fragment]:
-    """What this process has after an exchange: one range of all parameters laid end to end."""
-    cut = partitions(engine)
+def _rearranged(engine: Engine, cut: Partitions, held: list[Fragment]) -> list[Fragment]:
+    """What this process has after an exchange: one range of a group's parameters laid end to end.
+
+    Args:
+        engine: The engine.
+        cut: The parameters of a group.
+        held: What this process has, of any group.
+    """
     rank, ranks = dist.get_rank(cut.group), dist.get_world_size(cut.group)
     begins = [0]
     for numel in cut.numels:
@@ -208,7 +214,8 @@ def _rearranged(engine: Engine, held: list[Fragment]) -> list[Fragment]:
         ]
 
     mine = having(rank)
-    places = {cut.names.index(part.name): part for part in held}
+    numbers = {name: number for number, name in enumerate(cut.names)}
+    places = {numbers[part.name]: part for part in held if part.name in numbers}
     leaving = [of_range(mine, other) for other in range(ranks)]
     arriving = [of_range(having(other), rank) for other in range(ranks)]
     send, receive = (
@@ -238,7 +245,8 @@ def _rearranged(engine: Engine, held: list[Fragment]) -> list[Fragment]:
                 at += last - first
         moved[field] = ordered
     # Of few numbers a process may have had none, and no count of the steps that they have seen.
-    step = torch.tensor(max((part.steps for part in held), default=0.0), device=engine.device)
+    seen = max((part.steps for part in places.values()), default=0.0)
+    step = torch.tensor(seen, device=engine.device)
     dist.all_reduce(step, dist.ReduceOp.MAX, group=cut.group)
     result = []
     for number, name in enumerate(cut.names):

@@ -16,6 +16,7 @@ from polyad.model.decoder import Decoder
 from polyad.model.lora import of_base
 from polyad.model.mumoe.gating import BatchNorm
 from polyad.model.mumoe.layer import MuMoE
+from polyad.model.smoe.graph import AttentionGraph
 from polyad.model.smoe.layer import SelectingMoE
 from polyad.parallel import comm, expert
 from polyad.parallel.adapters import cut_adapters
@@ -37,6 +38,7 @@ from polyad.parallel.zero import (
     Precision,
     deepspeed_config,
     forget_expert_groups,
+    gather_with,
     partitioner,
     split_expert_groups,
 )
@@ -122,6 +124,8 @@ def parallelize(
     for name, parameter in model.named_parameters():  # those of cut layers are new
         parameter.requires_grad_(name in trained)
     _allocate(model, world, DTYPES[precision], config, mpu)
+    if parallel.zero_stage == 3:
+        _gather_what_others_read(model)
     if tokens is not None:
         sum_gradients(model)
     if compiled:
@@ -160,6 +164,16 @@ def synchronize_norms(model: nn.Module, world: comm.World) -> None:
         for module in model.modules():
             if isinstance(module, BatchNorm):
                 module.mean = group.mean
+
+
+def _gather_what_others_read(model: nn.Module) -> None:
+    """Has ZeRO 3 gather parameters that are read outside the module that has them."""
+    for block in model.modules():
+        layer = getattr(block, "feed_forward", None)
+        if isinstance(layer, SelectingMoE):
+            gather_with(layer, layer.experts)  # scores and overlapping lots read them
+            if isinstance(layer.router.graph, AttentionGraph):
+                gather_with(block, block.get_submodule("attention.projection"))
 
 
 def _copies(parameter: nn.Parameter, world: comm.World) -> int:

@@ -27,7 +27,7 @@ from polyad.parallel import comm
 from polyad.parallel.checkpoint.box import EMA, MASTER
 from polyad.parallel.config import ParallelConfig
 from polyad.parallel.gradients import Fp32Gradients, InOneOrder
-from polyad.parallel.shard import Placement, placement_of
+from polyad.parallel.shard import Placement, group_name, placement_of
 from polyad.parallel.step_hooks import StageZeroHook, above
 
 Precision = Literal["fp32", "bf16"]
@@ -138,7 +138,11 @@ def deepspeed_config(
         },
     }
     if stage == 3:
-        config["zero_optimization"] |= {"stage3_prefetch_bucket_size": bucket}
+        config["zero_optimization"] |= {
+            "stage3_prefetch_bucket_size": bucket,
+            # Parameters of so few elements stay whole on every process; of a small model, none.
+            "stage3_param_persistence_threshold": min(100_000, num_parameters // 10_000),
+        }
     if precision == "bf16" and stage:
         config["data_types"] = {"grad_accum_dtype": "fp32"}
     return config
@@ -160,7 +164,36 @@ def partitioner(
         dtype=dtype,
         mpu=mpu,
     )
-    return lambda parameter: init._convert_to_zero_parameters([parameter])
+    from deepspeed.utils import groups
+
+    groups.mpu = mpu
+
+    def place(parameter: Any) -> None:
+        size = placement_of(parameter).expert_parallel_size
+        if size > 1:
+            # Of its own experts a process keeps a part, and the others that have them the rest.
+            # The words are those of DeepSpeed's own layer: with them it divides the sum of the
+            # gradients by all data-parallel processes, and adds up the norms of different experts.
+            parameter.ds_zero_placement_family = "autoep_expert"
+            parameter.ds_zero_partition_group_name = group_name(size)
+            _make_expert_groups(size)
+            parameter.ds_zero_partition_process_group = _replica_group(parameter)
+        init._convert_to_zero_parameters([parameter])
+
+    return place
+
+
+def gather_with(reader: nn.Module, owner: nn.Module) -> None:
+    """At stage 3 gathers the parameters of a module also where another one computes.
+
+    Each module's own are whole while it computes, forward and backward, and at no other time.
+
+    Args:
+        reader: The module that reads them.
+        owner: The module that has them, in itself or in its parts.
+    """
+    for parameter in owner.parameters():
+        import_deepspeed().zero.register_external_parameter(reader, parameter)
 
 
 class Engine:
@@ -214,13 +247,21 @@ class Engine:
             warnings.simplefilter("ignore")
             deepspeed.utils.groups.mpu = None  # forgets that of an earlier engine in this process
             buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
-            with _one_optimizer_for_stages_1_and_2(), _frozen_experts_allowed():
+            with (
+                _one_optimizer_for_stages_1_and_2(),
+                _frozen_experts_allowed(),
+                _experts_allowed_at_stage_3(),
+            ):
                 self.deepspeed, *_ = deepspeed.initialize(
                     model=module, optimizer=optimizer, config=config, mpu=mpu
                 )
         assert self.deepspeed.basic_optimizer is optimizer
         self._hook = hook if self.stage == 0 else ZeroHook(self.deepspeed.optimizer)
         self._order: InOneOrder | None = None
+        if self.stage == 3:
+            # Of experts too, each tensor-parallel process has some inner units: their norms are
+            # added up like those of all that is cut.
+            self.deepspeed.optimizer._grad_norm_counts_every_rank = lambda *_: False
         if self.stage:
             trained = [p for p in self.module.parameters() if p.requires_grad]
             self._order = _in_one_order(self.deepspeed.optimizer, trained)
@@ -376,8 +417,18 @@ class Engine:
 
 
 @contextmanager
-def _one_optimizer_for_stages_1_and_2() -> Iterator[None]:
-    """Inside this context DeepSpeed takes the optimizer of stage 2 for stage 1 in bf16 too.
+def _in_place_of(owner: type, name: str, method: Any) -> Iterator[None]:
+    """Inside this context a class has another method in the place of its own."""
+    usual = getattr(owner, name)
+    setattr(owner, name, method)
+    try:
+        yield
+    finally:
+        setattr(owner, name, usual)
+
+
+def _one_optimizer_for_stages_1_and_2() -> AbstractContextManager[None]:
+    """A context in which DeepSpeed takes the optimizer of stage 2 for stage 1 in bf16 too.
 
     It reduces buckets of gradients while the backward pass goes on. The one that DeepSpeed takes
     otherwise for bf16 weights with gradients in fp32 reduces everything after it, all at once.
@@ -391,16 +442,11 @@ def _one_optimizer_for_stages_1_and_2() -> Iterator[None]:
         kind = usual(engine, optimizer)
         return ZERO_OPTIMIZATION if engine.zero_optimization() else kind
 
-    DeepSpeedEngine._do_optimizer_sanity_check = chosen
-    try:
-        yield
-    finally:
-        DeepSpeedEngine._do_optimizer_sanity_check = usual
+    return _in_place_of(DeepSpeedEngine, "_do_optimizer_sanity_check", chosen)
 
 
-@contextmanager
-def _frozen_experts_allowed() -> Iterator[None]:
-    """Inside this context DeepSpeed takes a model with experts of which none is trained.
+def _frozen_experts_allowed() -> AbstractContextManager[None]:
+    """A context in which DeepSpeed takes a model with experts of which none is trained.
 
     Its optimizer of stages 1 and 2 asks for a group of experts, although it needs none.
     """
@@ -415,11 +461,18 @@ def _frozen_experts_allowed() -> Iterator[None]:
         else:
             optimizer.is_moe_param_group = [False] * len(groups)
 
-    DeepSpeedZeroOptimizer._configure_moe_settings = configure
-    try:
-        yield
-    finally:
-        DeepSpeedZeroOptimizer._configure_moe_settings = usual
+    return _in_place_of(DeepSpeedZeroOptimizer, "_configure_moe_settings", configure)
+
+
+def _experts_allowed_at_stage_3() -> AbstractContextManager[None]:
+    """A context in which DeepSpeed takes experts that are not its own layer's at stage 3.
+
+    Its optimizer partitions them: a parameter's group may be another than that of the rest (see
+    `partitioner`). It only refuses its older layer, whose class stages 1 and 2 go by.
+    """
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+    return _in_place_of(DeepSpeedEngine, "_validate_zero3_moe_compatibility", lambda _: None)
 
 
 def _restore_buffers(module: nn.Module, buffers: dict[str, torch.Tensor]) -> None:
@@ -578,30 +631,32 @@ def fragments(engine: Engine) -> dict[str, Fragment]:
 class Partitions(NamedTuple):
     """How ZeRO 3 cuts parameters over the processes of a group: each into equal parts."""
 
+    group: Any
     names: list[str]
     parameters: list[nn.Parameter]
     numels: list[int]
     """Elements of this process's shard of each, before ZeRO cuts it."""
     sizes: list[int]
     """Elements of a part; the last parts have less, or none."""
-    group: Any
 
 
-def partitions(engine: Engine) -> Partitions:
-    """How ZeRO 3 has cut what is trained; the same on every process of the group."""
-    found = Partitions([], [], [], [], None)
+def partitions(engine: Engine) -> list[Partitions]:
+    """How ZeRO 3 has cut what is trained, for each group that it is cut over: experts have another
+    one. The same on every process of a group."""
+    found: dict[int, Partitions] = {}
     optimizer = engine.deepspeed.optimizer
     named: list[tuple[str, Any]] = list(engine.module.named_parameters())
     for name, parameter in named:
         if not parameter.requires_grad:
             continue
+        group = parameter.ds_process_group
         _, _, size = optimizer.grad_position[optimizer.get_param_id(parameter)]
-        found.names.append(name)
-        found.parameters.append(parameter)
-        found.numels.append(parameter.ds_numel)
-        found.sizes.append(size)
-        found = found._replace(group=parameter.ds_process_group)
-    return found
+        cut = found.setdefault(id(group), Partitions(group, [], [], [], []))
+        cut.names.append(name)
+        cut.parameters.append(parameter)
+        cut.numels.append(parameter.ds_numel)
+        cut.sizes.append(size)
+    return list(found.values())
 
 
 def own_range(parameter: Any) -> tuple[int, int]:
@@ -694,17 +749,19 @@ def moe_class() -> type:
     return kind
 
 
-def expert_group(name: str, expert_parallel_size: int) -> Any:
-    """The group of the processes that together have all experts; made if it is not there.
+def expert_group(expert_parallel_size: int) -> Any:
+    """The group of the processes that together have all experts; made if it is not there."""
+    from deepspeed.utils import groups
 
-    Args:
-        name: DeepSpeed's name of such groups.
-        expert_parallel_size: processes in a group.
-    """
+    _make_expert_groups(expert_parallel_size)
+    return groups._get_expert_parallel_group(group_name(expert_parallel_size))
+
+
+def _make_expert_groups(expert_parallel_size: int) -> None:
+    """Makes the groups of processes with all experts, and with the same, if they are not there."""
     from deepspeed.utils import groups
 
     groups._create_expert_data_and_model_parallel(expert_parallel_size, mpu=groups.mpu)
-    return groups._get_expert_parallel_group(name)
 
 
 def forget_expert_groups(tensor_parallel_size: int) -> None:

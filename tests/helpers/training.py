@@ -22,6 +22,7 @@ from polyad.model.lora import LoRAConfig, add_lora, of_base
 from polyad.model.output import RoutingStats
 from polyad.model.vision import ImageModelSettings
 from polyad.parallel import comm
+from polyad.parallel.checkpoint.box import Box
 from polyad.parallel.checkpoint.reading import Checkpoint
 from polyad.parallel.checkpoint.writing import save
 from polyad.parallel.config import ParallelConfig
@@ -222,10 +223,32 @@ def text_batches(step: int, world: comm.World, config: DecoderSettings) -> Itera
     return map(TextBatch.of, local_batches(step, world, config))
 
 
-def train(case: Case) -> dict[str, Any]:
-    """Trains a case; returns losses, gradient norms and which steps were applied."""
+class OneExpert(InitialWeights):
+    """Initial weights with which every token chooses the first expert."""
+
+    def weight(self, box: Box) -> torch.Tensor:
+        value = super().weight(box)
+        if box.name.endswith("router.score.bias"):
+            return torch.tensor([100.0, *[0.0] * 99])[box.slices]
+        return value
+
+
+def train_one_expert(case: Case) -> dict[str, Any]:
+    """As `train`, from weights with which every token chooses the first expert."""
+    return train(case, OneExpert(whole_model(case), 7))
+
+
+def train(case: Case, source: Source | None = None) -> dict[str, Any]:
+    """Trains a case; returns losses, gradient norms and which steps were applied.
+
+    Args:
+        case: The case.
+        source: What it starts from; None: initial weights, or what it goes on from.
+    """
     checkpoint = Checkpoint(Path(case.resume)) if case.resume else None
-    engine, world = build_engine(case, None if checkpoint is None else resumed(case, checkpoint))
+    if checkpoint is not None:
+        source = resumed(case, checkpoint)
+    engine, world = build_engine(case, source)
     comm.seed_random(5, case.first_step, world)
     if checkpoint is not None:
         checkpoint.restore_random_states(world)

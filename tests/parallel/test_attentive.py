@@ -29,9 +29,9 @@ SGD = Case(
 MODELS = {"hidden_means": KEYS, "learned": {"score": "attentive", "graph": "similarity"}}
 # Processes, tensor-parallel ones, expert-parallel ones, ZeRO stage.
 LAYOUTS = [
-    *((2, 1, 1, stage) for stage in range(3)),
-    *((2, 2, 1, stage) for stage in range(3)),
-    *((2, 1, 2, stage) for stage in range(3)),
+    *((2, 1, 1, stage) for stage in range(4)),
+    *((2, 2, 1, stage) for stage in range(4)),
+    *((2, 1, 2, stage) for stage in range(4)),
     (4, 2, 2, 1),
 ]
 

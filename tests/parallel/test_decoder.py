@@ -52,7 +52,10 @@ MODELS = {
 }  # fmt: skip
 # (processes, tensor-parallel, expert-parallel, ZeRO stage, sequence parallelism)
 DENSE_LAYOUTS = [(2, 2, 1, 0, False), (4, 4, 1, 1, False), (4, 2, 1, 1, True), (2, 1, 1, 3, False)]
-ROUTED_LAYOUTS = [(2, 2, 1, 0, False), (2, 1, 2, 1, False), (4, 2, 2, 2, False), (4, 2, 2, 0, True)]
+ROUTED_LAYOUTS = [
+    (2, 2, 1, 0, False), (2, 1, 2, 1, False), (4, 2, 2, 2, False), (4, 2, 2, 0, True),
+    (4, 1, 2, 3, False), (2, 2, 1, 3, True),
+]  # fmt: skip
 CASES = [
     (name, layout)
     for name, settings in MODELS.items()
@@ -122,7 +125,10 @@ def test_sgd_gives_equal_losses_norms_and_weights(workers, references, tmp_path,
 
 # As OLMoE, DeepSeek-V3 and gpt-oss are; what only training has changes from step to step, too.
 PUBLISHED = ("norm over heads", "latent", "sinks")
-RESUMED = [(2, 1, 2, 1, False), (4, 1, 4, 0, False), (4, 2, 2, 2, False), (4, 2, 2, 1, True)]
+RESUMED = [
+    (2, 1, 2, 1, False), (4, 1, 4, 0, False), (4, 2, 2, 2, False), (4, 2, 2, 1, True),
+    (4, 1, 2, 3, False),
+]  # fmt: skip
 
 
 @pytest.mark.slow

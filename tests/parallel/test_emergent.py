@@ -24,7 +24,7 @@ MODELS = {
 LAYOUTS = [
     *((2, 1, 1, stage) for stage in range(4)),
     *((2, 2, 1, stage) for stage in (0, 3)),
-    *((2, 1, 2, stage) for stage in (0, 2)),
+    *((2, 1, 2, stage) for stage in (0, 2, 3)),
     (4, 2, 2, 1),
 ]
 

@@ -18,7 +18,7 @@ from tests.helpers.experts import (
 )
 from tests.helpers.pairwise import pairwise
 from tests.helpers.parity import assert_near_state, assert_same_course, assert_same_routing, near
-from tests.helpers.training import MODEL, Case, moe_model, train
+from tests.helpers.training import MODEL, Case, moe_model, train, train_one_expert
 
 pytestmark = pytest.mark.distributed
 
@@ -31,8 +31,9 @@ EVERYDAY = [
     ((4, 2, 2), 1, "linear", "attention", 0.5),
     ((4, 1, 4), 0, "cosine", "attention", 0.5),
     ((2, 1, 2), 1, "linear", "none", 0.5),
+    ((4, 2, 2), 3, "cosine", "attention", 0.5),
 ]
-CASES = pairwise(itertools.product(LAYOUTS, [0, 1, 2], SCORES, GRAPHS, [0.5, 0.0]), EVERYDAY)
+CASES = pairwise(itertools.product(LAYOUTS, [0, 1, 2, 3], SCORES, GRAPHS, [0.5, 0.0]), EVERYDAY)
 LOSSES = LossConfig(load_balance=0.01, router_z=0.001)
 
 
@@ -122,7 +123,7 @@ def test_every_option_gives_equal_results(workers, whole_runs, section):
 
 @everyday(
     ("layout", "stage"),
-    itertools.product(LAYOUTS[1:], [0, 1, 2]),
+    itertools.product(LAYOUTS[1:], [0, 1, 2, 3]),
     keep=[((4, 2, 2), 0), ((4, 1, 4), 2)],
     ids=lambda case: f"{name(case[0])}-{case[1]}",
 )
@@ -134,7 +135,7 @@ def test_adamw_gives_equal_losses(workers, whole_runs, layout, stage):
     assert near(workers(processes).run(train, case)[0]["losses"], expected["losses"])
 
 
-@everyday("stage", [0, 1, 2], keep=[2])
+@everyday("stage", [0, 1, 2, 3], keep=[2])
 @everyday("layout", [(2, 1, 2), (4, 2, 2)], keep=[(4, 2, 2)], ids=name)
 def test_bf16_stays_near_fp32(workers, whole_runs, layout, stage):
     # Widths that are multiples of 8, which the grouped product takes in bf16.
@@ -186,6 +187,28 @@ def test_any_load_gives_what_one_process_gives(workers, parts, processes, patter
         config = moe_model().model_copy(update={"bias": bias})
         results = workers(processes).run(dispatch_against_one_process, config, parts, pattern)
         assert all(max(result.values()) < 1e-5 for result in results)
+
+
+@everyday("stage", [1, 3], keep=[3])
+def test_processes_whose_experts_get_no_row_keep_in_step(workers, tmp_path, stage):
+    case = Case(optimizer="sgd", learning_rate=0.1, clip=0.5, model=moe_model(top_k=1))
+    expected = workers(1).run(train_one_expert, case.but(save_to=str(tmp_path / "one")))[0]
+    loads = [record["routing/blocks.0.feed_forward/load"] for record in expected["routing"]]
+    assert loads == [[1.0, 0.0, 0.0, 0.0]] * 4
+    case = case.but(stage=stage, expert=2, save_to=str(tmp_path))
+    for result in workers(4).run(train_one_expert, case):
+        assert_same_course(result, expected)
+    assert_near_state(tmp_path / "step-00000004", tmp_path / "one" / "step-00000004")
+
+
+@pytest.mark.slow
+def test_overlap_and_recomputation_at_stage_3_change_nothing(workers, whole_runs):
+    case = Case(optimizer="sgd", learning_rate=0.1, clip=0.5, model=model("cosine", "attention"))
+    expected, _ = whole_runs(case)
+    for overlap, recompute in ((True, "none"), (False, "block"), (True, "block")):
+        changed = case.model.model_copy(update={"recompute": recompute})
+        case = case.but(stage=3, expert=2, overlap=overlap, model=changed)
+        assert_same_course(workers(4).run(train, case)[0], expected)
 
 
 @pytest.mark.parametrize("capacity", [None, 0.8])

@@ -1,5 +1,6 @@
 """What each process writes: everything once, in few ranges."""
 
+import itertools
 import json
 import math
 
@@ -11,11 +12,15 @@ from polyad.parallel.checkpoint.reading import Checkpoint
 from polyad.train.loop.optimizer import GroupConfig
 from tests.helpers.everyday import everyday
 from tests.helpers.saving import train_rearranging
-from tests.helpers.training import MODEL, Case, mumoe_model, resave, tensors, train
+from tests.helpers.training import MODEL, Case, moe_model, mumoe_model, resave, tensors, train
 
 pytestmark = pytest.mark.distributed
 
-MODELS = {"dense": MODEL, "ring": mumoe_model(factorization="tr", rank=4, num_experts=[6])}
+MODELS = {
+    "dense": MODEL,
+    "ring": mumoe_model(factorization="tr", rank=4, num_experts=[6]),
+    "experts": moe_model(),
+}
 
 
 def index_of(folder):
@@ -33,10 +38,21 @@ def chunks_by_file(folder):
 
 
 @everyday("average", [None, 0.9], keep=[0.9])
-@everyday(("processes", "tensor"), [(1, 1), (2, 1), (4, 1), (4, 2)], keep=[(2, 1)])
-@everyday("name", MODELS, keep=["ring"])
-def test_rearranged_parts_are_the_same_tensors(workers, tmp_path, name, processes, tensor, average):
-    case = Case(stage=3, model=MODELS[name], tensor=tensor, average=average, last_step=2)
+@everyday(
+    ("name", "processes", "tensor", "expert"),
+    [
+        *itertools.product(MODELS, (1, 2, 4), (1,), (1,)),
+        *((name, 4, 2, 1) for name in MODELS),
+        *(("experts", 4, tensor, 2) for tensor in (1, 2)),
+    ],
+    keep=[("ring", 2, 1, 1), ("experts", 4, 1, 2)],
+)
+def test_rearranged_parts_are_the_same_tensors(
+    workers, tmp_path, name, processes, tensor, expert, average
+):
+    case = Case(
+        stage=3, model=MODELS[name], tensor=tensor, expert=expert, average=average, last_step=2
+    )
     contents = []
     for way, trained in (("as they are", train), ("rearranged", train_rearranging)):
         workers(processes).run(trained, case.but(save_to=str(tmp_path / way)))

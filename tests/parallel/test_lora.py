@@ -50,16 +50,16 @@ EVERYDAY = [
     ("dense", 2, 2, 1, 0, True),
     ("experts", 4, 2, 2, 1, False),
     ("cp", 2, 2, 1, 3, False),
+    ("experts", 4, 2, 2, 3, False),
 ]
 
 
 def allowed(kind, processes, tensor, expert, stage, sequence):
-    """Whole experts alone are spread, and not at stage 3; ranks are cut into equal parts."""
+    """Whole experts alone are spread; ranks are cut into equal parts."""
     is_sparse = kind in ("experts", "graph")
     return (
         tensor * expert <= processes
         and (expert == 1 or is_sparse)
-        and (stage < 3 or not is_sparse)
         and (tensor == 1 or kind != "padded")
         and (tensor > 1 or not sequence)
     )

@@ -94,13 +94,12 @@ EVERYDAY = [
 
 
 def allowed(name, processes, tensor, expert, stage):
-    """Whole experts alone are spread, over processes of other data, and not at stage 3; of mixtures
-    no layer is cut."""
+    """Whole experts alone are spread, over processes of other data; of mixtures no layer is cut."""
     if "mixture" in name:
         return tensor == expert == 1 and processes <= 2
     is_sparse = "sparse" in name
     is_spread = is_sparse and processes > tensor
-    return tensor <= processes and expert <= (2 if is_spread else 1) and stage < 4 - is_sparse
+    return tensor <= processes and expert <= (2 if is_spread else 1)
 
 
 EVERY = itertools.product(MODELS, (1, 2, 4), (1, 2), (1, 2), range(4))

@@ -170,20 +170,6 @@ def check_experts(config: RunConfig, size: int) -> None:
                 f"{key}.num_experts: {feed_forward.num_experts}"
             )
     check_overlap(config, size, [each.num_experts for each in sparse.values()])
-    # Groups of units are as many weights as a dense layer has: a process may well have all of them.
-    never = [key for key, each in sparse.items() if size > 1 or each.kind == "smoe"]
-    if config.parallel.zero_stage == 3 and never:
-        raise ConfigError(
-            f"parallel.zero_stage: 3 is not allowed with {never[0]}.kind: {sparse[never[0]].kind}"
-            f"{_and_size(sparse[never[0]], size)}: DeepSpeed does not partition experts that other "
-            f"processes do not have; use stage 0, 1 or 2"
-        )
-
-
-def _and_size(feed_forward: SelectingConfig, size: int) -> str:
-    if isinstance(feed_forward, EmergentMoEConfig):
-        return f" and parallel.expert_parallel_size: {size}"
-    return ""
 
 
 def check_overlap(config: RunConfig, size: int, experts: Sequence[int]) -> None:

@@ -339,11 +339,6 @@ def test_fluctuation_of_a_model_without_experts_is_refused():
             4,
             "parallel.expert_parallel_size: 4 does not divide the 2 data-parallel processes",
         ),
-        (
-            (EXPERTS, "parallel.zero_stage=3"),
-            2,
-            "parallel.zero_stage: 3 is not allowed with model.feed_forward.kind: smoe",
-        ),
         (("parallel.expert_overlap=true",), 2, "expert_overlap: true is not allowed without"),
         (
             (EXPERTS, "parallel.expert_overlap=true"),

@@ -75,6 +75,9 @@ LAYOUTS = [
     ("decoder/deepseek-v2-lite.yaml", 4, CUT_IN_ALL_WAYS),
     ("decoder/gpt-oss-20b.yaml", 4, CUT_IN_ALL_WAYS),
     ("decoder/olmoe-1b-7b.yaml", 2, ("parallel.expert_parallel_size=2", "parallel.zero_stage=2")),
+    ("decoder/olmoe-1b-7b.yaml", 4, ("parallel.expert_parallel_size=2", "parallel.zero_stage=3")),
+    ("decoder/deepseek-v2-lite.yaml", 4, (*CUT_IN_ALL_WAYS, "parallel.zero_stage=3")),
+    ("gpt2/124m-smoe-16.yaml", 2, ("parallel.expert_parallel_size=2", "parallel.zero_stage=3")),
 ]
 EVERYDAY = [
     ("gpt2/124m.yaml", 2, ("parallel.zero_stage=3",)),
@@ -83,6 +86,7 @@ EVERYDAY = [
         4,
         ("parallel.expert_parallel_size=2", "parallel.tensor_parallel_size=2"),
     ),
+    ("decoder/olmoe-1b-7b.yaml", 4, ("parallel.expert_parallel_size=2", "parallel.zero_stage=3")),
 ]
 
 
