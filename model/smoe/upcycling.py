@@ -1,6 +1,8 @@
 """Sparse upcycling: makes each expert a copy of a trained dense feed-forward.
 
-    up_e = up + noise * std(up) * n_e        n_e standard normal, of expert e alone; down alike
+    up_e = up + noise * std(up) * n_e        n_e standard normal, of expert e alone
+
+and down and the gate alike.
 
 With K > 1 and renormalized weights these sum to 1: equal experts, whichever they are, give what the
 dense feed-forward gives. With K = 1, or `combine: softmax`, weights are scores, and they do not.
@@ -22,6 +24,8 @@ from polyad.model.initialization import seeded_generator
 _COPIED = {
     "experts.up": ("up.weight", True),
     "experts.up_bias": ("up.bias", False),
+    "experts.gate": ("gate.weight", True),
+    "experts.gate_bias": ("gate.bias", False),
     "experts.down": ("down.weight", True),
     "output_bias": ("down.bias", False),
 }

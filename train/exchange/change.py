@@ -11,7 +11,13 @@ from pydantic import ValidationError
 
 from polyad.model.build import ModelSizeError, build_model, initial_value
 from polyad.model.config import Config
-from polyad.model.feedforward import GATED, Activation, DenseFeedForward, DenseFeedForwardConfig
+from polyad.model.feedforward import (
+    GATED,
+    Activation,
+    DenseFeedForward,
+    DenseFeedForwardConfig,
+    GatedActivation,
+)
 from polyad.model.settings import ModelSettings
 from polyad.parallel.fragments import persistent_buffers
 from polyad.parallel.tensor_folder import differing_shapes
@@ -70,6 +76,8 @@ class Option(Change):
     """The kind of the new feed-forward."""
     widths: tuple[str, ...] = ("hidden_size",)
     """Its keys that say the inner width; those that are not given get the dense one's."""
+    refuses_gates = True
+    """Whether the new feed-forward has no gate."""
     start: Any
     """Keys that say how, with the section that is changed; None: a Mixer's channels, or the only
     one."""
@@ -125,10 +133,10 @@ class Option(Change):
         Raises:
             ConfigError: that feed-forward is not dense, or the keys do not fit it.
         """
-        if (activation := getattr(dense, "activation", None)) in GATED:
+        if self.refuses_gates and (activation := activation_of(dense)) in GATED:
             raise self.error(
-                f"{folder}: model.activation: {activation} has a gate, and feed-forwards with a "
-                f"gate cannot be changed into others yet"
+                f"{folder}: model.activation: {activation} has a gate, which such feed-forwards "
+                f"do not have; a dense model with a gate is upcycled"
             )
         section, inner = dense_section(self, dense, folder)
         keys = {"kind": self.kind} | self.keys_of(dense) | self.keys
@@ -235,13 +243,13 @@ def dense_section(option: Option, model: ModelSettings, folder: Path) -> tuple[s
     return section, layer.up.out_features
 
 
-def activation_of(model: ModelSettings) -> Activation:
+def activation_of(model: ModelSettings) -> Activation | GatedActivation:
     """The activation of a model's dense feed-forwards.
 
     Args:
         model: of which GPT-2 has no choice.
     """
-    found: Activation = getattr(model, "activation", "gelu_tanh")
+    found: Activation | GatedActivation = getattr(model, "activation", "gelu_tanh")
     return found
 
 

@@ -16,6 +16,7 @@ import torch
 from pydantic import Field
 
 from polyad.model.config import Config
+from polyad.model.decoder_config import DecoderConfig
 from polyad.model.emoe.config import EmergentMoEConfig
 from polyad.model.emoe.splitting import (
     DENSE_NAMES,
@@ -58,6 +59,7 @@ class Upcycling(Option):
     """
 
     done, kind, widths = "upcycled", "smoe", ("expert_hidden_size", "dense_hidden_size")
+    refuses_gates = False
     start: _Copying
 
     def __init__(self, text: str) -> None:
@@ -68,8 +70,14 @@ class Upcycling(Option):
         return Upcycled(weights, self)
 
     def keys_of(self, dense: ModelSettings) -> dict[str, Any]:
-        """The activation of the dense layers."""
-        return {"activation": activation_of(dense)}
+        """The activation of the dense layers; of a decoder also a router as Qwen3-MoE's, so that
+        transformers has such a model."""
+        keys: dict[str, Any] = {"activation": activation_of(dense)}
+        if isinstance(dense, DecoderConfig):
+            keys["router_dtype"] = "model"
+            if self.keys.get("top_k") != 1:  # or its weight would be 1, and not learn
+                keys["combine"] = "normalized"
+        return keys
 
 
 class Upcycled(Changed):

@@ -13,6 +13,7 @@ from polyad.parallel.weights import load_model
 from polyad.train.evaluation.generate import Sampling, generate
 from polyad.train.exchange.convert import conversion_table, convert
 from polyad.train.exchange.experts import Upcycling
+from tests.helpers.decoders import theirs
 from tests.helpers.dense import logits_of, write_weights
 from tests.helpers.everyday import everyday
 from tests.helpers.huggingface import save_reference
@@ -22,6 +23,13 @@ DENSE = {
     "kind": "gpt2", "num_layers": 4, "hidden_size": 32, "num_heads": 4, "sequence_length": 32,
     "vocab_size": 400,
 }  # fmt: skip
+
+
+# What the family has and its mixture has not.
+UNUSUAL = {
+    "qwen3": {"use_sliding_window": False},
+    "llama": {"attention_bias": False, "mlp_bias": False},
+}
 
 
 @pytest.fixture(scope="module")
@@ -67,6 +75,46 @@ def test_copied_experts_give_the_dense_logits(sources, tmp_path, source, text):
             tensor.data += torch.randn(tensor.shape, generator=generator).abs()
         layer.router.selection.update(torch.rand(config.num_experts, generator=generator), 0.7)
     torch.testing.assert_close(logits_of(model), dense, atol=1e-10, rtol=0)
+
+
+@everyday("family", ["llama", "qwen3"], keep=["qwen3"])
+def test_feed_forwards_with_a_gate_are_copied_whole(tmp_path, family):
+    theirs(family).save_pretrained(tmp_path / "dense")
+    convert(tmp_path / "dense", tmp_path / "plain", "polyad")
+    ids = torch.randint(0, 50, (2, 12), generator=torch.Generator().manual_seed(0))
+
+    def logits(folder):
+        with torch.no_grad():
+            return load_model(folder).double().eval()(ids).logits
+
+    for number, text in enumerate(("num_experts=4", "num_experts=3,top_k=3,placement=[1]")):
+        new = tmp_path / f"new{number}"
+        result = convert(tmp_path / "dense", new, "polyad", Upcycling(text))
+        assert "at first its logits are the dense model's, but for rounding" in result["notes"]
+        torch.testing.assert_close(logits(new), logits(tmp_path / "plain"), atol=1e-12, rtol=0)
+    experts = load_model(tmp_path / "new0").blocks[0].feed_forward.experts
+    dense = load_model(tmp_path / "plain").blocks[0].feed_forward
+    for name in ("gate", "up", "down"):
+        for expert in getattr(experts, name):
+            assert torch.equal(expert.T, getattr(dense, name).weight)
+
+
+@everyday(
+    ("dense", "sparse"), [("qwen3", "qwen3_moe"), ("llama", "mixtral")], [("qwen3", "qwen3_moe")]
+)
+def test_an_upcycled_decoder_is_a_mixture_of_transformers(tmp_path, dense, sparse):
+    theirs(dense, **UNUSUAL[dense]).save_pretrained(tmp_path / "dense")
+    upcycling = Upcycling("num_experts=4,top_k=2")
+    convert(tmp_path / "dense", tmp_path / "new", "polyad", upcycling)
+    convert(tmp_path / "new", tmp_path / "out", "huggingface")
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    assert model.config.model_type == sparse
+    dense = AutoModelForCausalLM.from_pretrained(tmp_path / "dense").eval()
+    ids = torch.randint(0, 50, (2, 12), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids).logits, dense(ids).logits, atol=2e-4, rtol=0)
 
 
 def test_a_router_starts_as_in_a_new_run_of_the_seed(sources, tmp_path):
