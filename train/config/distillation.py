@@ -11,7 +11,7 @@ from polyad.model.settings import ModelSettings
 from polyad.model.smoe.config import SparseMoEConfig
 from polyad.model.vision import ImageSettings
 from polyad.parallel.checkpoint.reading import Checkpoint
-from polyad.parallel.weights import load_model, open_checkpoint
+from polyad.parallel.weights import Weights, load_model, open_weights
 from polyad.train.config.run import RunConfig, parse_config
 from polyad.train.errors import ConfigError
 from polyad.train.tasks.images import ImageClassification
@@ -46,15 +46,24 @@ def check_teacher(config: RunConfig, task: Task[Any]) -> TeacherAt | None:
             f"{key} is not allowed with data.kind: {config.data.kind}; images, sequences and text "
             f"are"
         )
-    checkpoint = _open(Path(config.distill.teacher))
-    theirs = parse_config(checkpoint.config_yaml, origin=str(checkpoint.folder))
-    if isinstance(task, ImageClassification):
-        _check_images(config, task, checkpoint, theirs)
+    weights = _open(Path(config.distill.teacher))
+    if isinstance(task, LanguageModelling):
+        _check_text(config, task, weights)
+    elif not isinstance(weights, Checkpoint):
+        raise ConfigError(
+            f"{key} is a folder of weights, which does not say what it was trained on; `polyad "
+            f"convert {weights.folder} DESTINATION --to polyad` makes a checkpoint of it"
+        )
+    elif isinstance(task, ImageClassification):
+        _check_images(config, task, weights, _config_of(weights))
     elif isinstance(task, SequenceTask):
-        _check_sequences(config, task, checkpoint, theirs)
-    elif isinstance(task, LanguageModelling):
-        _check_text(config, task, checkpoint, theirs)
-    return TeacherAt(checkpoint.folder, checkpoint.training_step)
+        _check_sequences(config, task, weights, _config_of(weights))
+    step = weights.training_step if isinstance(weights, Checkpoint) else 0
+    return TeacherAt(weights.folder, step)
+
+
+def _config_of(checkpoint: Checkpoint) -> RunConfig:
+    return parse_config(checkpoint.config_yaml, origin=str(checkpoint.folder))
 
 
 def _check_images(
@@ -100,23 +109,22 @@ def _check_sequences(
     its, ours = (getattr(known.head, "num_classes", None) for known in (model, task.model))
     why = "both give each sample as many numbers"
     _check_same(key, why, ("model.head.num_classes", its, ours))
-    _check_length(key, theirs, task.data.max_length, "data.max_length")
+    _check_length(key, model, task.data.max_length, "data.max_length")
 
 
-def _check_text(
-    config: RunConfig, task: LanguageModelling, checkpoint: Checkpoint, theirs: RunConfig
-) -> None:
-    key, model = f"distill.teacher: {config.distill.teacher}", theirs.model
+def _check_text(config: RunConfig, task: LanguageModelling, weights: Weights) -> None:
+    key, model = f"distill.teacher: {config.distill.teacher}", weights.model_config()
     if config.parallel.tensor_parallel_size > 1:
         raise ConfigError(
             f"{key} is not allowed with parallel.tensor_parallel_size: "
             f"{config.parallel.tensor_parallel_size}, which cuts the vocabulary that it teaches; 1 "
             f"is"
         )
-    if not isinstance(model, DecoderSettings) or theirs.data.kind != config.data.kind:
+    data = _config_of(weights).data.kind if isinstance(weights, Checkpoint) else config.data.kind
+    if not isinstance(model, DecoderSettings) or model.head or data != config.data.kind:
         raise ConfigError(
-            f"{key} has {_kinds(theirs)}; a model that predicts the next token is needed: "
-            f"{_kinds(config)}"
+            f"{key} has model.kind: {model.kind} and data.kind: {data}; a model that predicts the "
+            f"next token is needed: {_kinds(config)}"
         )
     feed_forward = model.known_feed_forward()
     if isinstance(feed_forward, SparseMoEConfig) and not feed_forward.causal_graph:
@@ -124,13 +132,13 @@ def _check_text(
             f"{key} has model.feed_forward.causal_graph: false: what it says of the next token may "
             f"depend on that token; true is needed"
         )
-    task.check_weights(checkpoint, "distill.teacher")
+    task.check_weights(weights, "distill.teacher")
     _check_same(
         key,
         "both score the same tokens",
         ("model.vocab_size", model.vocab_size, task.model.vocab_size),
     )
-    _check_length(key, theirs, task.model.sequence_length, "model.sequence_length")
+    _check_length(key, model, task.model.sequence_length, "model.sequence_length")
 
 
 def _kinds(config: RunConfig) -> str:
@@ -144,9 +152,9 @@ def _check_same(key: str, why: str, *known: tuple[str, Any, Any]) -> None:
             raise ConfigError(f"{key} has {name}: {its}, not {ours}: {why}")
 
 
-def _check_length(key: str, theirs: RunConfig, length: int, name: str) -> None:
+def _check_length(key: str, model: ModelSettings, length: int, name: str) -> None:
     """Checks that a teacher can read samples of so many tokens."""
-    its = getattr(theirs.model, "sequence_length", 0)
+    its = getattr(model, "sequence_length", 0)
     if its < length:
         raise ConfigError(
             f"{key} has model.sequence_length: {its}, less than {name}: {length}: it reads what "
@@ -193,13 +201,13 @@ def teacher_here(config: RunConfig, device: torch.device) -> Teacher | None:
     return _loaded(_open(Path(config.distill.teacher)), config, device)
 
 
-def _loaded(checkpoint: Checkpoint, config: RunConfig, device: torch.device) -> Teacher:
-    model = load_model(checkpoint, device, config.train.precision)
+def _loaded(weights: Weights, config: RunConfig, device: torch.device) -> Teacher:
+    model = load_model(weights, device, config.train.precision)
     return Teacher(model.requires_grad_(False), config.distill)
 
 
-def _open(path: Path) -> Checkpoint:
+def _open(path: Path) -> Weights:
     try:
-        return open_checkpoint(path)
+        return open_weights(path)
     except ValueError as error:
         raise ConfigError(f"distill.teacher: {error}") from None
