@@ -37,7 +37,7 @@ class WorkerPool:
         self._pipes: list[Connection] = []
 
     def run(
-        self, function: Callable[..., Any], *args: Any, timeout: float = 240, **kwargs: Any
+        self, function: Callable[..., Any], *args: Any, timeout: float = 600, **kwargs: Any
     ) -> list[Any]:
         """Calls a function in every worker at once; returns the results in rank order."""
         if not self._pipes:

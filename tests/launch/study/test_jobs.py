@@ -42,7 +42,7 @@ IMAGES = {
 def finish(path: Path, *options: str) -> tuple[dict[str, Any], str]:
     """A study to its end: its result, and what it said."""
     process = start(path, "--json", "-", *options)
-    out, err = process.communicate(timeout=400)
+    out, err = process.communicate(timeout=1200)
     assert process.returncode == 0, err
     return json.loads(out), err
 
@@ -216,7 +216,7 @@ def test_a_run_that_fails_stops_the_other_which_is_saved(tmp_path: Path, data: P
     long = {"train.steps": 3000, "schedule.decay_steps": 3000, "checkpoint.every": 0}
     path = write(tmp_path, data, variants={"dense": None, "wild": failing}, common=long | QUICK)
     process = start(path, "--jobs", "2")
-    out, err = process.communicate(timeout=300)
+    out, err = process.communicate(timeout=1200)
     assert (process.returncode, out) == (1, ""), err
     line = "polyad: error: wild, seed 1: `polyad train` ended with status 1; the same command goes "
     assert err.splitlines()[-1].startswith(line)
@@ -261,7 +261,7 @@ def test_two_studies_that_need_the_same_data_at_once_wait_for_each_other(
             (folder / "base.yaml").write_text(yaml.safe_dump(IMAGES))
         paths.append(path)
     both = [start(path, "--json", "-") for path in paths]
-    said = [process.communicate(timeout=400) for process in both]
+    said = [process.communicate(timeout=1200) for process in both]
     assert [process.returncode for process in both] == [0, 0], said
     first, second = (json.loads(out)["runs"][0]["loss"] for out, _ in said)
     assert first == second

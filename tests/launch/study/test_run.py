@@ -47,7 +47,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory, data: Path) -> Path:
     """A study's file, all of whose runs are finished: two variants, one seed."""
     path = write(tmp_path_factory.mktemp("study"), data)
     done = start(path, "--json", str(path.with_suffix(".json")))
-    out, err = done.communicate(timeout=300)
+    out, err = done.communicate(timeout=1200)
     assert done.returncode == 0, err
     path.with_suffix(".out").write_text(out)
     path.with_suffix(".err").write_text(err)
@@ -235,7 +235,7 @@ def test_a_study_that_a_signal_stopped_goes_on_where_it_was(
         os.killpg(process.pid, signal.SIGKILL)
         assert f"\ngoes on from step {stopped} of 300 " in process.communicate()[1]
         return
-    out, err = process.communicate(timeout=300)
+    out, err = process.communicate(timeout=1200)
     assert process.returncode == 0, err
     assert "0 finished, 1 to go on, 0 to begin" in err
     assert f"\ngoes on from step {stopped} of 300 ({300 - stopped} left), from {first}" in err
@@ -329,7 +329,7 @@ def test_a_run_that_fails_stops_the_study_and_names_itself(tmp_path: Path, data:
     variants = {"dense": None, "wild": failing}
     path = write(tmp_path, data, variants=variants, seeds=[1, 2], common={"train.steps": 9})
     process = start(path)
-    out, err = process.communicate(timeout=300)
+    out, err = process.communicate(timeout=1200)
     assert process.returncode == 1
     assert out == ""
     *_, child, ours = err.splitlines()
@@ -342,7 +342,7 @@ def test_a_run_that_fails_stops_the_study_and_names_itself(tmp_path: Path, data:
     variants = {"dense": None, "cp": {"model.feed_forward": CP}}
     path = write(tmp_path, data, variants=variants, seeds=[1, 2], common={"train.steps": 9})
     process = start(path, "--json", "-")
-    out, err = process.communicate(timeout=300)
+    out, err = process.communicate(timeout=1200)
     assert process.returncode == 0, err
     assert "== run 1 of" not in err
     difference = json.loads(out)["variants"]["cp"]["difference"]
@@ -384,7 +384,7 @@ def test_a_run_begins_with_the_run_of_the_same_seed_and_goes_on_after_a_kill(
     os.killpg(process.pid, signal.SIGKILL)
     process.communicate()
     process = start(path, "--json", "-")
-    out, err = process.communicate(timeout=300)
+    out, err = process.communicate(timeout=1200)
     assert process.returncode == 0, err
     result = json.loads(out)
     assert [(each["variant"], each["seed"]) for each in result["runs"]] == [
@@ -413,7 +413,7 @@ def test_experts_of_text_are_measured_later_and_nothing_is_trained_again(
     path = tmp_path / "study.yaml"
     path.write_text(yaml.safe_dump(study | {"folder": str(copy), "specialization": True}))
     process = start(path, "--json", "-")
-    out, err = process.communicate(timeout=300)
+    out, err = process.communicate(timeout=1200)
     assert process.returncode == 0, err
     assert "== run" not in err
     assert "specialization of cp, seed 1" in err

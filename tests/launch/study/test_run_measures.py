@@ -25,7 +25,7 @@ def test_measures_are_taken_of_finished_runs_and_then_kept(
     changes = {"variants": variants, "baseline": "plain"}
     path = write(tmp_path, data, **changes)
     process = start(path)
-    _, err = process.communicate(timeout=300)
+    _, err = process.communicate(timeout=1200)
     assert process.returncode == 0, err
     runs = tmp_path / "study" / "runs"
     weights = {p: p.stat().st_mtime_ns for p in runs.rglob("*.safetensors")}
@@ -36,7 +36,7 @@ def test_measures_are_taken_of_finished_runs_and_then_kept(
     assert run(["study", str(path), "--dry-run"]) == 0
     assert "4 measures of them: 0 taken, 4 to take" in capfd.readouterr().out
     process = start(path, "--json", "-", "--figure", str(tmp_path / "figure.svg"))
-    out, err = process.communicate(timeout=300)
+    out, err = process.communicate(timeout=1200)
     assert process.returncode == 0, err
     assert "== run" not in err
     assert "== measure 1 of 4: attack of plain, seed 1\n" in err
@@ -106,7 +106,7 @@ def test_a_study_of_images_prepares_them_and_measures_noise_and_experts_left_out
     path = tmp_path / "study.yaml"
     path.write_text(yaml.safe_dump(tree, sort_keys=False))
     process = start(path, "--json", "-", "--figure", str(tmp_path / "figure.svg"))
-    out, err = process.communicate(timeout=300)
+    out, err = process.communicate(timeout=1200)
     assert process.returncode == 0, err
     assert "== measure 3 of 7: specialization of head, seed 1" in err
     assert "with the weights of" in err
@@ -146,7 +146,7 @@ def test_a_study_says_what_each_expert_of_text_is_for(
 ) -> None:
     path = write(tmp_path, data, knockout={"tokens": 640, "layers": [1]})
     process = start(path, "--json", "-")
-    out, err = process.communicate(timeout=300)
+    out, err = process.communicate(timeout=1200)
     assert process.returncode == 0, err
     assert "== measure 1 of 1: knockout of cp, seed 1" in err
     variants = json.loads(out)["variants"]

@@ -30,7 +30,7 @@ def test_tasks_and_a_grid_are_trained_and_the_best_point_is_compared(
         common={"evaluation.every": 2, **QUICK},
     )
     done = start(path, "--json", "-")
-    out, err = done.communicate(timeout=400)
+    out, err = done.communicate(timeout=1200)
     assert done.returncode == 0, err
     result = json.loads(out)
     folder = tmp_path / "study"
@@ -75,7 +75,7 @@ def test_tasks_and_a_grid_are_trained_and_the_best_point_is_compared(
         assert each["score"]["mean"] == pytest.approx(sum(of_cp) / 2)
     # The same command again trains nothing.
     again = start(path, "--json", "-", "--page", str(tmp_path / "page.html"))
-    out, err = again.communicate(timeout=400)
+    out, err = again.communicate(timeout=1200)
     assert "== run" not in err
     assert json.loads(out)["variants"] == result["variants"]
     read = Reader((tmp_path / "page.html").read_text(encoding="utf-8"))
