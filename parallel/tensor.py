@@ -19,7 +19,7 @@ from polyad.model.feedforward import DenseFeedForward
 from polyad.model.lora import AdapterRegions
 from polyad.model.regions import Region
 from polyad.model.rotary_attention import GroupedAttention, LatentAttention, RotaryAttention
-from polyad.model.smoe.layer import SparseMoE
+from polyad.model.smoe.layer import SelectingMoE
 from polyad.parallel import comm
 from polyad.parallel.megatron import tensor_parallel_library
 from polyad.parallel.regions import copy, own_random_numbers, tensor_group
@@ -41,8 +41,8 @@ def parallelize_tensors(model: nn.Module, world: comm.World, tokens: Tokens | No
     """
     cut_vocabulary(model, world, tokens)
     layers, whole = _Layers(world, tokens), _Layers(world, None)
-    # Shared experts get all tokens, as the sparse mixture does that holds them.
-    shared = {id(each.shared) for each in model.modules() if isinstance(each, SparseMoE)}
+    # Shared experts get all tokens, as the mixture does that holds them.
+    shared = {id(each.shared) for each in model.modules() if isinstance(each, SelectingMoE)}
     with torch.device("meta"):
         for layer in list(model.modules()):
             if isinstance(layer, Attention):

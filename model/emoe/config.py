@@ -37,10 +37,14 @@ class EmergentMoEConfig(SelectingConfig):
     blocks: Placement = 1
     """Blocks that are split: 1 all of them, n the last of every n, or a list of block numbers, from
     0. The others are dense."""
-    score: Literal["avg_k", "linear", "cosine"] = "avg_k"
+    shared_hidden_size: Count | None = None
+    """Inner units, of the hidden_size, that every token uses (shared experts); the others are in
+    groups. null: there are none."""
+    score: Literal["avg_k", "member", "linear", "cosine"] = "avg_k"
     """How a token scores the experts: `avg_k` by the mean of their keys as they are, with nothing
-    to learn, and each expert it uses has weight 1; or learned, as smoe's `linear` and `cosine`: the
-    softmax over the experts it uses, times as many, so that the weights are 1 on average."""
+    to learn, or `member` by the magnitude of one unit of each (CMoE), and each expert it uses has
+    weight 1; or learned, as smoe's `linear` and `cosine`: the softmax over the experts it uses,
+    times as many, so that the weights are 1 on average. With a gate the keys are its rows."""
     score_width: Count | None = None
     """Width of the cosine score's space, in units; null: half of num_experts, at least 8."""
     select: Literal["top_k", "bottom_k", "not_top_k"] = "top_k"
@@ -87,6 +91,10 @@ class EmergentMoEConfig(SelectingConfig):
         self.check_capacity()
         return self
 
+    def weighs_experts(self) -> bool:
+        """Whether experts have the weights of a learned score, and not 1."""
+        return self.score in ("linear", "cosine")
+
     def used_experts(self) -> int:
         """See `SelectingConfig.used_experts`."""
         return self.num_experts - self.top_k if self.select == "not_top_k" else self.top_k
@@ -95,9 +103,25 @@ class EmergentMoEConfig(SelectingConfig):
         """The inner width F of all experts together in a model of the given width D."""
         return 4 * width if self.hidden_size is None else self.hidden_size
 
+    def group_size(self, width: int) -> int:
+        """The inner units F of one expert, in a model of the given width D."""
+        return (self.inner_size(width) - (self.shared_hidden_size or 0)) // self.num_experts
+
     def of_model(self, *, width: int, bias: bool) -> Self:
         """See `FeedForwardSettings.of_model`: only checks that experts would be of equal size."""
-        inner = self.inner_size(width)
+        whole, shared = self.inner_size(width), self.shared_hidden_size or 0
+        inner = whole - shared
+        if shared >= whole:
+            raise SectionError(
+                f"@shared_hidden_size: {shared} leaves no unit of the inner width {whole} "
+                f"(@hidden_size) to be in groups"
+            )
+        if shared and inner % self.num_experts:
+            raise SectionError(
+                f"@num_experts: {self.num_experts} does not divide the {inner} units that "
+                f"@shared_hidden_size: {shared} leaves of {whole} (@hidden_size); with "
+                f"{shared + inner % self.num_experts} shared ones it does"
+            )
         if inner % self.num_experts:
             small = [n for n in range(1, math.isqrt(inner) + 1) if inner % n == 0]
             divisors = {*small, *(inner // n for n in small)} - {1}
@@ -114,5 +138,10 @@ class EmergentMoEConfig(SelectingConfig):
 
     def cut_sizes(self, width: int) -> list[dict[str, int]]:
         """See `FeedForwardSettings.cut_sizes`: the inner width, and that of one expert."""
-        inner = self.inner_size(width)
-        return [{"hidden_size": inner}, {"hidden_size / num_experts": inner // self.num_experts}]
+        sizes = [
+            {"hidden_size": self.inner_size(width)},
+            {"hidden_size / num_experts": self.group_size(width)},
+        ]
+        if self.shared_hidden_size is not None:
+            sizes.append({"shared_hidden_size": self.shared_hidden_size})
+        return sizes

@@ -3,7 +3,8 @@
     y = sum over the experts e of a token: activation(x K_e^T + b_e) V_e
 
 The keys K are the rows of the dense feed-forward's first matrix, the values V the columns of its
-second one.
+second one. With a gate the keys are the gate's rows, and the activation is multiplied by
+x L_e^T + c_e, with L the rows of the matrix beside it.
 
 Shapes: N tokens, E experts, D width, F inner units of one expert, U = E F of all.
 """
@@ -15,11 +16,34 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from polyad.model.emoe.config import EmergentMoEConfig
-from polyad.model.feedforward import ACTIVATIONS, FeedForwardContext
+from polyad.model.feedforward import (
+    ACTIVATIONS,
+    GATED,
+    Activation,
+    FeedForwardContext,
+    GatedActivation,
+)
 from polyad.model.initialization import ZEROS, Initializer, normal
 from polyad.model.smoe.dispatch import Dispatcher, Plan, make_plan
 from polyad.model.smoe.experts import ExpertWeights, StackedExperts
 from polyad.model.smoe.selection import Selected, spread
+
+
+def activated(
+    activation: Activation | GatedActivation,
+    x_ND: Tensor,
+    keys_UD: Tensor | None,
+    bias_U: Tensor | None,
+    linear_UD: Tensor | None,
+    linear_bias_U: Tensor | None,
+) -> Tensor:
+    """Inner units of a feed-forward, [N, U]; with a gate those of `linear` are multiplied by it."""
+    assert keys_UD is not None
+    keys_NU = linear(x_ND, keys_UD, bias_U)
+    if linear_UD is None:
+        found: Tensor = ACTIVATIONS[activation]()(keys_NU)
+        return found
+    return GATED[activation](keys_NU, linear(x_ND, linear_UD, linear_bias_U))
 
 
 class UnitGroups(StackedExperts):
@@ -30,28 +54,57 @@ class UnitGroups(StackedExperts):
         context: Settings of the model.
     """
 
-    inner_axes: ClassVar[dict[str, int]] = {"keys": 1, "bias": 1, "values": 1}
+    inner_axes: ClassVar[dict[str, int]] = {
+        "keys": 1, "bias": 1, "linear": 1, "linear_bias": 1, "values": 1,
+    }  # fmt: skip
 
     def __init__(self, config: EmergentMoEConfig, context: FeedForwardContext) -> None:
         super().__init__(config, context, activation=context.activation)
         experts, width = config.num_experts, context.hidden_size
-        inner = config.inner_size(width) // experts
+        inner = config.group_size(width)
         self.keys = nn.Parameter(torch.empty(experts, inner, width))
         self.bias = nn.Parameter(torch.empty(experts, inner)) if context.bias else None
         self.values = nn.Parameter(torch.empty(experts, inner, width))
-        self.dense_activation = ACTIVATIONS[context.activation]()
+        self.linear = self.linear_bias = None
+        if context.activation in GATED:
+            self.linear = nn.Parameter(torch.empty_like(self.keys))
+            self.linear_bias = nn.Parameter(torch.empty(experts, inner)) if context.bias else None
 
     def initializers(self) -> dict[str, Initializer]:
         """Says how each parameter starts, expert by expert; see `model/initialization.py`."""
         entries = {
             "keys": normal(self.context.initializer_std).each_expert(),
+            "linear": normal(self.context.initializer_std).each_expert(),
             "values": normal(self.context.residual_std).each_expert(),
+            "bias": ZEROS.each_expert(),
+            "linear_bias": ZEROS.each_expert(),
         }
-        return entries | ({"bias": ZEROS.each_expert()} if self.bias is not None else {})
+        return {name: each for name, each in entries.items() if getattr(self, name) is not None}
 
     def stacked(self) -> ExpertWeights:
         """See `StackedExperts.stacked`."""
-        return ExpertWeights(self.keys.transpose(1, 2), self.bias, self.values)
+        keys_EDF = self.keys.transpose(1, 2)
+        if self.linear is None:
+            return ExpertWeights(keys_EDF, self.bias, self.values)
+        linear_EDF = self.linear.transpose(1, 2)
+        return ExpertWeights(
+            linear_EDF, self.linear_bias, self.values, gate=keys_EDF, gate_bias=self.bias
+        )
+
+    def units(self, tokens_ND: Tensor) -> Tensor:
+        """The inner layer of all experts, after its activation.
+
+        Args:
+            tokens_ND: Tokens.
+
+        Returns:
+            [N, U].
+        """
+        flat = (
+            None if each is None else each.flatten(0, 1)
+            for each in (self.keys, self.bias, self.linear, self.linear_bias)
+        )
+        return activated(self.context.activation, tokens_ND, *flat)
 
     def masked(self, tokens_ND: Tensor, weights_NE: Tensor) -> Tensor:
         """All units of all tokens in one product; what a token does not use is multiplied by 0.
@@ -63,8 +116,7 @@ class UnitGroups(StackedExperts):
         Returns:
             [N, D].
         """
-        bias_U = None if self.bias is None else self.bias.flatten()
-        inner_NU = self.dense_activation(linear(tokens_ND, self.keys.flatten(0, 1), bias_U))
+        inner_NU = self.units(tokens_ND)
         inner_NEF = inner_NU.view(-1, *self.keys.shape[:2]) * weights_NE.unsqueeze(-1)
         output_ND: Tensor = inner_NEF.flatten(1) @ self.values.flatten(0, 1)
         return output_ND

@@ -3,22 +3,25 @@ otherwise.
 
     y = sum_(e in TopK(x . mean K_e)) activation(x K_e^T + b_e) V_e + c
 
-With K = E it is the dense feed-forward whose units the experts are.
+and what the units give that every token uses. With K = E it is the dense feed-forward whose units
+the experts are.
 
 Shapes: N tokens, D width, E experts, K experts of a token, F inner units of one expert, U of all.
 """
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from polyad.model.emoe.config import EmergentMoEConfig
-from polyad.model.emoe.experts import MaskedDispatcher, UnitGroups
-from polyad.model.feedforward import FeedForwardContext
-from polyad.model.initialization import ZEROS, Initializer
+from polyad.model.emoe.experts import MaskedDispatcher, UnitGroups, activated
+from polyad.model.feedforward import GATED, FeedForwardContext
+from polyad.model.initialization import ZEROS, Initializer, normal
 from polyad.model.smoe.dispatch import Dispatcher
 from polyad.model.smoe.graph import NoGraph
-from polyad.model.smoe.layer import Router, SelectingMoE
+from polyad.model.smoe.layer import Router, SelectingMoE, shared_feed_forward
 from polyad.model.smoe.scores import CosineScore, LinearScore, Score, router_dtype
 from polyad.model.smoe.selection import Selected, Selection
 
@@ -42,6 +45,42 @@ class AverageKeys(Score):
         return linear(u_ND.to(features.dtype), features)
 
 
+class MemberScore(Score):
+    """Scores by one unit of each expert: |activation(x . k_e + b_e)|, with a gate times
+    x . l_e + c_e.
+
+    Source: Pei et al. 2025, "CMoE: fast carving of mixture-of-experts for efficient LLM inference".
+    """
+
+    def __init__(self, config: EmergentMoEConfig, context: FeedForwardContext) -> None:
+        super().__init__(context)
+        self.activation = context.activation
+        shape = config.num_experts, context.hidden_size
+        self.key = nn.Parameter(torch.empty(shape))
+        self.bias = nn.Parameter(torch.empty(shape[0])) if context.bias else None
+        self.linear = self.linear_bias = None
+        if context.activation in GATED:
+            self.linear = nn.Parameter(torch.empty(shape))
+            self.linear_bias = nn.Parameter(torch.empty(shape[0])) if context.bias else None
+
+    def initializers(self) -> dict[str, Initializer]:
+        """As the units of a feed-forward."""
+        weight = normal(self.std)
+        entries = {"key": weight, "bias": ZEROS, "linear": weight, "linear_bias": ZEROS}
+        return {name: each for name, each in entries.items() if getattr(self, name) is not None}
+
+    def columns(self, features: Tensor | None = None) -> Tensor:
+        """The keys."""
+        return self.key
+
+    def forward(self, u_ND: Tensor, features: Tensor | None = None) -> Tensor:
+        """See `Score.forward`."""
+        dtype = router_dtype(u_ND.dtype)
+        own = (self.key, self.bias, self.linear, self.linear_bias)
+        units = (None if each is None else each.to(dtype) for each in own)
+        return activated(self.activation, u_ND.to(dtype), *units).abs()
+
+
 class UnitSelection(Selection):
     """The experts with the highest or the lowest logits; their weights are 1, or 1 on average.
 
@@ -51,7 +90,7 @@ class UnitSelection(Selection):
 
     def __init__(self, config: EmergentMoEConfig) -> None:
         super().__init__(config)
-        self.is_learned = config.score != "avg_k"
+        self.is_learned = config.weighs_experts()
         self.lowest = config.select != "top_k"  # all but the highest are the lowest
 
     def forward(self, scores_NE: Tensor, logits_NE: Tensor | None = None) -> Selected:
@@ -77,7 +116,8 @@ class EmergentMoE(SelectingMoE):
     config: EmergentMoEConfig
     experts: UnitGroups
     unit: Tensor
-    """[U], the number in the dense feed-forward of each unit, expert by expert."""
+    """[U], the number in the dense feed-forward of each unit: the shared ones, then expert by
+    expert."""
 
     def __init__(self, config: EmergentMoEConfig, context: FeedForwardContext) -> None:
         super().__init__(
@@ -88,6 +128,8 @@ class EmergentMoE(SelectingMoE):
             experts=UnitGroups(config, context),
         )
         self.output_bias = nn.Parameter(torch.empty(context.hidden_size)) if context.bias else None
+        if config.shared_hidden_size is not None:
+            self.shared = shared_feed_forward(config.shared_hidden_size, context)
         units = config.inner_size(context.hidden_size)
         self.register_buffer("unit", torch.empty(units, dtype=torch.int64))
 
@@ -97,7 +139,7 @@ class EmergentMoE(SelectingMoE):
 
     def expert_features(self) -> Tensor | None:
         """The mean key of each expert, unless a score is learned."""
-        if self.config.score != "avg_k":
+        if not isinstance(self.router.score, AverageKeys):
             return None
         keys_EFD = self.experts.keys.detach()
         means_ED = keys_EFD.mean(1, dtype=router_dtype(keys_EFD.dtype))
@@ -116,7 +158,12 @@ class EmergentMoE(SelectingMoE):
 def _make_router(config: EmergentMoEConfig, context: FeedForwardContext) -> Router:
     score: Score = AverageKeys(context)
     if config.score != "avg_k":
-        score = {"linear": LinearScore, "cosine": CosineScore}[config.score](config, context)
+        learned: dict[str, Callable[..., Score]] = {
+            "member": MemberScore,
+            "linear": LinearScore,
+            "cosine": CosineScore,
+        }
+        score = learned[config.score](config, context)
     noise_std = config.router_noise / config.num_experts
     return Router(score, NoGraph(), UnitSelection(config), noise_std)
 

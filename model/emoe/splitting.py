@@ -5,28 +5,47 @@ first, so that the distance is that of directions. Assignments are made by regre
 of two groups change places as long as that lowers the sum of squared distances: within 0.1% of an
 exact assignment, in seconds for thousands of keys.
 
-Sources: Qiu et al. 2023, "Emergent mixture-of-experts", section 3.2; Malinen and Fränti 2014,
-"Balanced k-means for clustering", which assigns exactly.
+Or those that text activates together, while the units that nearly all text activates are shared by
+all tokens: `carve` and `by_activation`.
 
-Shapes: U inner units, E experts or groups, F units of one expert; in k-means F keys, D width.
+Sources: Qiu et al. 2023, "Emergent mixture-of-experts", section 3.2; Malinen and Fränti 2014,
+"Balanced k-means for clustering", which assigns exactly; Pei et al. 2025, "CMoE: fast carving of
+mixture-of-experts for efficient LLM inference"; 2026, "ExpertWeaver" (arXiv 2602.15521).
+
+Shapes: U inner units, E experts or groups, F units of one expert, N tokens, A units that a token
+activates most; in k-means F keys, D width.
 """
 
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-DENSE_NAMES = {
-    "experts.keys": "up.weight",
-    "experts.bias": "up.bias",
-    "experts.values": "down.weight",
-    "output_bias": "down.bias",
-}
-"""The tensor of a dense feed-forward that holds the numbers of each tensor of a split one."""
-OF_UNITS = {"up.weight": 0, "up.bias": 0, "down.weight": 1}
-"""The axis of units of each dense tensor; a tensor that is not listed has none."""
+OF_UNITS = {
+    "gate.weight": 0, "gate.bias": 0, "up.weight": 0, "up.bias": 0, "down.weight": 1,
+}  # fmt: skip
+"""The axis of units of each tensor of a dense feed-forward; one that is not listed has none."""
+SHARED = "shared."
+"""Names of what every token goes through begin with it, and go on as the dense tensor's."""
+
+
+def dense_names(*, gated: bool) -> dict[str, str]:
+    """The tensor of a dense feed-forward that holds the numbers of each tensor of groups.
+
+    Args:
+        gated: Whether it has a gate.
+    """
+    keys, others = ("gate", {"experts.linear": "up.weight", "experts.linear_bias": "up.bias"})
+    if not gated:
+        keys, others = "up", {}
+    return others | {
+        "experts.keys": f"{keys}.weight",
+        "experts.bias": f"{keys}.bias",
+        "experts.values": "down.weight",
+        "output_bias": "down.bias",
+    }
 
 
 def unit_order(group_U: Tensor) -> Tensor:
@@ -42,12 +61,12 @@ def unit_order(group_U: Tensor) -> Tensor:
 
 
 def split(name: str, dense: Tensor, unit_U: Tensor, num_experts: int) -> Tensor:
-    """A tensor of the split feed-forward.
+    """A tensor of groups of units.
 
     Args:
         name: The name of the dense tensor, as `up.weight`.
         dense: The dense tensor.
-        unit_U: See `unit_order`.
+        unit_U: See `unit_order`; of the units that are in groups.
         num_experts: E.
 
     Returns:
@@ -59,20 +78,100 @@ def split(name: str, dense: Tensor, unit_U: Tensor, num_experts: int) -> Tensor:
     return rows.reshape(num_experts, -1, *rows.shape[1:])
 
 
-def merge(name: str, stacked: Tensor, unit_U: Tensor) -> Tensor:
-    """A tensor of the dense feed-forward: what `split` made its argument of.
+def shared_part(name: str, dense: Tensor, unit_S: Tensor) -> Tensor:
+    """A tensor of what every token goes through; the output's bias, which is added once, is 0.
+
+    Args:
+        name: The name of the dense tensor, and of the tensor.
+        dense: The dense tensor.
+        unit_S: Its units.
+    """
+    if name not in OF_UNITS:
+        return torch.zeros_like(dense)
+    return dense.index_select(OF_UNITS[name], unit_S)
+
+
+def merge(name: str, stacked: Tensor, unit_U: Tensor, shared: Tensor | None = None) -> Tensor:
+    """A tensor of the dense feed-forward: what `split` and `shared_part` made theirs of.
 
     Args:
         name: The name of the dense tensor.
-        stacked: The tensor of the split feed-forward.
-        unit_U: See `unit_order`.
+        stacked: The tensor of groups.
+        unit_U: See `unit_order`; of all units, the shared ones first.
+        shared: The tensor of what every token goes through; None: there is none.
     """
     if name not in OF_UNITS:
-        return stacked
+        return stacked if shared is None else stacked + shared
     rows = stacked.flatten(0, 1)
+    if shared is not None:
+        rows = torch.cat([shared.movedim(OF_UNITS[name], 0), rows])
     dense = torch.empty_like(rows)
     dense[unit_U] = rows
     return dense.movedim(0, OF_UNITS[name]).contiguous()
+
+
+class Carved(NamedTuple):
+    """The units of a feed-forward, shared and in groups."""
+
+    unit_U: Tensor
+    """[U], the number of each unit: the shared ones, then group by group."""
+    member_E: Tensor
+    """[E], the number of the unit that stands for each group."""
+
+
+def carve(marked_NA: Tensor, num_units: int, shared: int, groups: int) -> Carved:
+    """Groups units that the same tokens activate most (CMoE).
+
+    A unit's column has a 1 for each token that marks it. The units with most ones are shared. Of
+    the others those with most are the centers, and each gets as many units, at the least sum of
+    absolute differences of columns. A group's unit with the column nearest to its mean one stands
+    for it. The paper assigns exactly; see `assign`.
+
+    Args:
+        marked_NA: The units with the largest activation of each token.
+        num_units: U.
+        shared: How many units every token uses.
+        groups: E, which divides the others.
+    """
+    tokens, most = marked_NA.shape
+    column_UN = torch.zeros(num_units, tokens)
+    column_UN[marked_NA.flatten(), torch.arange(tokens).repeat_interleave(most)] = 1
+    count_U = column_UN.sum(1)
+    order_U = count_U.argsort(descending=True, stable=True)
+    shared_S, rest_R = order_U[:shared].sort().values, order_U[shared:].sort().values
+    center_EN = column_UN[order_U[shared : shared + groups]]
+    rest_RN = column_UN[rest_R]
+    cost_RE = _differences(rest_RN, center_EN)
+    size = len(rest_R) // groups
+    group_R = torch.from_numpy(assign(cost_RE.double().numpy(), size))
+    in_group_EF = group_R.argsort(stable=True).view(groups, size)
+    mean_EN = torch.stack([rest_RN[member_F].mean(0) for member_F in in_group_EF])
+    far_EF = _differences(rest_RN, mean_EN).T.gather(1, in_group_EF)
+    nearest_E = in_group_EF.gather(1, far_EF.argmin(1, keepdim=True)).squeeze(1)
+    return Carved(torch.cat([shared_S, rest_R[in_group_EF.flatten()]]), rest_R[nearest_E])
+
+
+def _differences(column_UN: Tensor, center_EN: Tensor) -> Tensor:
+    """Sums of absolute differences [U, E] of columns of 0 and 1, and centers between them."""
+    return center_EN.sum(1) + column_UN.sum(1, keepdim=True) - 2 * column_UN @ center_EN.T
+
+
+def by_activation(mean_SU: Tensor, shared: int, groups: int, seed: int) -> Tensor:
+    """Groups units by what samples of text activate them, and shares the most active ones.
+
+    Args:
+        mean_SU: The mean activation of each unit in each sample.
+        shared: How many units every token uses: those with the largest mean magnitude.
+        groups: E, which divides the others.
+        seed: The seed of the clustering.
+
+    Returns:
+        [U], the number of each unit: the shared ones, then group by group.
+    """
+    order_U = mean_SU.abs().mean(0).argsort(descending=True, stable=True)
+    shared_S, rest_R = order_U[:shared].sort().values, order_U[shared:].sort().values
+    group_R = balanced_kmeans(mean_SU[:, rest_R].T.double().numpy(), groups, seed)
+    return torch.cat([shared_S, rest_R[unit_order(torch.from_numpy(group_R))]])
 
 
 Numbers: TypeAlias = NDArray[np.float64]

@@ -215,6 +215,10 @@ class SelectingMoE(FeedForward):
         super().__init__()
         self.config = config
         self.router, self.dispatcher, self.experts = router, dispatcher, experts
+        self.shared: DenseFeedForward | None = None
+        """What every token goes through beside its experts."""
+        self.shared_gate: nn.Linear | None = None
+        """Its sigmoid, a number for each token, multiplies the output of `shared`."""
         self.dropout = nn.Dropout(context.dropout)
 
     def attention_head(self) -> Tensor | None:
@@ -240,7 +244,13 @@ class SelectingMoE(FeedForward):
             stats = stats.but(dropped=1 - kept_A.to(stats.load_E.dtype).mean())
         if self.output_bias is not None:
             y_ND = self.add_bias(y_ND, selected._replace(weights_NK=weights_NK))
-        return self.dropout(unpack(y_ND, given.real).view_as(normalized_BTD)), stats
+        y_BTD = self.dropout(unpack(y_ND, given.real).view_as(normalized_BTD))
+        if self.shared is not None:
+            shared_BTD, _ = self.shared(normalized_BTD, residual_BTD)
+            if self.shared_gate is not None:
+                shared_BTD = torch.sigmoid(self.shared_gate(normalized_BTD)) * shared_BTD
+            y_BTD = y_BTD + shared_BTD
+        return y_BTD, stats
 
     @abstractmethod
     def expert_features(self) -> Tensor | None:
@@ -272,6 +282,16 @@ class SelectingMoE(FeedForward):
         self.router.update(stats, progress)
 
 
+def shared_feed_forward(units: int, context: FeedForwardContext) -> DenseFeedForward:
+    """The feed-forward that every token goes through beside its experts.
+
+    Args:
+        units: Its inner width.
+        context: Settings of the model.
+    """
+    return DenseFeedForward(DenseFeedForwardConfig(hidden_size=units), context)
+
+
 class SparseMoE(SelectingMoE):
     """A mixture of MLPs.
 
@@ -293,12 +313,9 @@ class SparseMoE(SelectingMoE):
         )
         shape = config.num_experts, context.hidden_size
         self.output_bias = nn.Parameter(torch.empty(shape)) if context.bias else None
-        self.shared: DenseFeedForward | None = None
-        self.shared_gate: nn.Linear | None = None
         if config.shared_hidden_size is not None:
             of_shared = dataclasses.replace(context, activation=config.activation)
-            size = DenseFeedForwardConfig(hidden_size=config.shared_hidden_size)
-            self.shared = DenseFeedForward(size, of_shared)
+            self.shared = shared_feed_forward(config.shared_hidden_size, of_shared)
             if config.shared_gate:
                 self.shared_gate = nn.Linear(context.hidden_size, 1, bias=False)
         self._std = context.initializer_std
@@ -316,18 +333,12 @@ class SparseMoE(SelectingMoE):
         residual_BTD: Tensor,
         given: BlockInput = NOTHING_ELSE,
     ) -> tuple[Tensor, RoutingStats | None]:
-        """Adds what every token goes through; see `SelectingMoE.forward`."""
+        """Perhaps changes the input a little in training; see `SelectingMoE.forward`."""
         jitter = self.config.input_jitter
         if jitter and self.training:
             drawn = torch.empty_like(normalized_BTD).uniform_(1 - jitter, 1 + jitter)
             normalized_BTD = normalized_BTD * drawn
-        y_BTD, stats = super().forward(normalized_BTD, residual_BTD, given)
-        if self.shared is not None:
-            shared_BTD, _ = self.shared(normalized_BTD, residual_BTD)
-            if self.shared_gate is not None:
-                shared_BTD = torch.sigmoid(self.shared_gate(normalized_BTD)) * shared_BTD
-            y_BTD = y_BTD + shared_BTD
-        return y_BTD, stats
+        return super().forward(normalized_BTD, residual_BTD, given)
 
     def expert_features(self) -> Tensor | None:
         """Hidden layers [E, F], where the score asks for them."""

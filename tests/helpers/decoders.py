@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from polyad.model.build import build_model, place
 from polyad.parallel.families import FamilyWeights
+from tests.helpers.prepared import jsonl, silent
 
 WORDS = 101
 IDS = 300
@@ -290,3 +291,13 @@ def in_double(case: str, folder: Path) -> tuple[float, list[tuple[str, Tensor, T
         )
     ]
     return (wanted - found).abs().max().item(), gradients
+
+
+TEXTS = [f"def number_{n}(x):\n    return {n} * x + {n * n}\n" * (2 + n % 3) for n in range(24)]
+
+
+def prepared_for(folder: Path, tmp_path: Path) -> Path:
+    """Some texts in the tokens of a folder of `hub_folder`."""
+    data = tmp_path / "data"
+    silent(jsonl(tmp_path / "texts.jsonl", TEXTS), str(folder), data, validation_fraction=0.5)
+    return data

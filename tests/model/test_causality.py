@@ -92,6 +92,7 @@ GROUPS = {
         {"score": "cosine", "blocks": [1]},
         {"select": "bottom_k"},
         {"select": "not_top_k"},
+        {"score": "member", "shared_hidden_size": 16},
     )
 }
 EVERYTHING = {"dense": {"kind": "dense"}} | OPTIONS | FACTORIZED | GROUPS

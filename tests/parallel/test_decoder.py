@@ -48,6 +48,11 @@ MODELS = {
                                                "combine": "normalized"}},
     "graph": {"num_key_value_heads": 1, "head_size": 10,
               "feed_forward": EXPERTS | {"graph": "attention"}},
+    "units in groups": {"head_size": 10, "mlp_bias": True, "feed_forward": {
+        "kind": "emoe", "num_experts": 4, "top_k": 2, "hidden_size": 40, "shared_hidden_size": 8}},
+    "units by a member": {"head_size": 10, "feed_forward": {
+        "kind": "emoe", "num_experts": 4, "top_k": 2, "hidden_size": 40, "shared_hidden_size": 8,
+        "score": "member", "experts": "grouped"}},
     "learned": {"rotary": None, "activation": "gelu_tanh", "norm": "layer"},
 }  # fmt: skip
 # (processes, tensor-parallel, expert-parallel, ZeRO stage, sequence parallelism)
@@ -69,6 +74,7 @@ EVERYDAY = [
     ("sinks", ROUTED_LAYOUTS[2]),
     ("multipliers", ROUTED_LAYOUTS[0]),
     ("graph", ROUTED_LAYOUTS[3]),
+    ("units in groups", ROUTED_LAYOUTS[2]),
     ("learned", DENSE_LAYOUTS[3]),
 ]
 

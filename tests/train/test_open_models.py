@@ -19,23 +19,22 @@ from polyad.train.errors import ConfigError
 from polyad.train.evaluation.generate import Sampling, generate
 from polyad.train.exchange.convert import convert
 from polyad.train.exchange.inspect import inspect
-from tests.helpers.decoders import IDS, ROUTED, WORDS, hub_folder, theirs, tokens
+from tests.helpers.decoders import (
+    IDS,
+    ROUTED,
+    WORDS,
+    hub_folder,
+    prepared_for,
+    theirs,
+    tokens,
+)
 from tests.helpers.everyday import everyday
-from tests.helpers.prepared import jsonl, silent
 from tests.helpers.runs import compare, evaluation, run, write_config
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.distributed
 
 FAMILIES = ["olmoe", "deepseek_v3", "gpt_oss", "qwen3_moe", "granitemoeshared"]
-TEXTS = [f"def number_{n}(x):\n    return {n} * x + {n * n}\n" * (2 + n % 3) for n in range(24)]
-
-
-def prepared_for(folder, tmp_path):
-    """The texts in the tokens of a folder."""
-    data = tmp_path / "data"
-    silent(jsonl(tmp_path / "texts.jsonl", TEXTS), str(folder), data, validation_fraction=0.5)
-    return data
 
 
 @torch.no_grad()

@@ -10,6 +10,7 @@ grouped: `model/emoe/splitting.py`.
 """
 
 import re
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
@@ -19,13 +20,18 @@ from polyad.model.config import Config
 from polyad.model.decoder_config import DecoderConfig
 from polyad.model.emoe.config import EmergentMoEConfig
 from polyad.model.emoe.splitting import (
-    DENSE_NAMES,
+    SHARED,
     balanced_kmeans,
+    by_activation,
+    carve,
+    dense_names,
     merge,
     random_groups,
+    shared_part,
     split,
     unit_order,
 )
+from polyad.model.feedforward import GATED
 from polyad.model.initialization import seeded_generator
 from polyad.model.settings import ModelSettings
 from polyad.model.smoe.config import SparseMoEConfig
@@ -33,6 +39,7 @@ from polyad.model.smoe.upcycling import copies, dense_tensor
 from polyad.parallel.weights import Weights
 from polyad.train.config.run import RunConfig
 from polyad.train.errors import ConfigError
+from polyad.train.exchange.calibration import Activity, activity
 from polyad.train.exchange.change import Change, Changed, Option, activation_of
 
 
@@ -131,8 +138,13 @@ UNIT = "unit"
 class _Grouping(Config):
     """Keys of `--split` that are not in the feed-forward's section."""
 
-    by: Literal["clustering", "random"] = "clustering"
-    """How units are grouped: by balanced k-means of their keys, or by chance."""
+    by: Literal["clustering", "random", "cmoe", "expert_weaver"] = "clustering"
+    """How units are grouped: by balanced k-means of their keys, by chance, by the tokens that
+    activate them most (CMoE), or by their mean activation in samples of text (ExpertWeaver)."""
+    data: str | None = None
+    """Prepared text that the last two read, in the tokens of the model."""
+    tokens: Annotated[int, Field(ge=1)] = 8192
+    """How many tokens of it."""
     seed: Annotated[int, Field(ge=0)] = RunConfig.model_fields["seed"].default
     """The seed of the clustering or of chance, and of a learned score."""
     section: str | None = None
@@ -151,6 +163,7 @@ class Splitting(Option):
     """
 
     done, kind = "split", "emoe"
+    refuses_gates = False
     start: _Grouping
 
     def __init__(self, text: str) -> None:
@@ -161,6 +174,25 @@ class Splitting(Option):
             )
         example = "num_experts=64,top_k=16,blocks=[8,10]"
         super().__init__("--split", text, _Grouping, EmergentMoEConfig, example)
+        by, data = self.start.by, self.start.data
+        if self.reads_text and data is None:
+            raise self.error(f"by: {by} needs text that the model reads: data=FOLDER")
+        if not self.reads_text and data is not None:
+            raise self.error(f"data: {data} is not read with by: {by}; cmoe and expert_weaver do")
+        if not self.reads_text and self.keys.get("shared_hidden_size") is not None:
+            raise self.error(
+                f"shared_hidden_size: {self.keys['shared_hidden_size']} needs by=cmoe or "
+                f"by=expert_weaver, which say what units all tokens use"
+            )
+
+    @property
+    def reads_text(self) -> bool:
+        """Whether units are grouped by what text activates."""
+        return self.start.by in ("cmoe", "expert_weaver")
+
+    def keys_of(self, dense: ModelSettings) -> dict[str, Any]:
+        """CMoE's score."""
+        return {"score": "member"} if self.start.by == "cmoe" else {}
 
     def of(self, weights: Weights) -> "Split":
         """The split model's weights."""
@@ -186,17 +218,41 @@ class Split(Changed):
         found = getattr(config, section)
         assert isinstance(found, EmergentMoEConfig)
         self._feed_forward = found
+        self._shared = found.shared_hidden_size or 0
+        self._is_gated = activation_of(config) in GATED
+        self._names = dense_names(gated=self._is_gated)
         self._units: dict[str, torch.Tensor] = {}
+        self._members: dict[str, torch.Tensor] = {}
+        start = splitting.start
+        self._activity: dict[str, Activity] = {}
+        if start.data is not None:
+            key = f"--split {splitting.text}"
+            self._activity = activity(weights, Path(start.data), start.tokens, key)
 
     def made(self, name: str) -> torch.Tensor:
-        """The dense model's units in groups, or the first value of a learned score."""
+        """The dense model's units in groups or shared, or the first value of a learned score."""
         parts = self._pattern.fullmatch(name)
         assert parts is not None
-        layer, dense_name = parts[1], DENSE_NAMES.get(parts[2])
-        if dense_name is None:
+        layer, own = parts[1], parts[2]
+        if own.startswith(SHARED):
+            dense_name = own.removeprefix(SHARED)
+            dense = self._weights.whole(f"{layer}.{dense_name}")
+            return shared_part(dense_name, dense, self._unit(layer)[: self._shared])
+        if own.startswith("router.score.") and self._feed_forward.score == "member":
+            return self._of_members(layer, own.rpartition(".")[2], name)
+        if (found := self._names.get(own)) is None:
             return self.begun(name)
-        dense = self._weights.whole(f"{layer}.{dense_name}")
-        return split(dense_name, dense, self._unit(layer), self._feed_forward.num_experts)
+        dense, unit_U = self._weights.whole(f"{layer}.{found}"), self._unit(layer)
+        return split(found, dense, unit_U[self._shared :], self._feed_forward.num_experts)
+
+    def _of_members(self, layer: str, which: str, name: str) -> torch.Tensor:
+        """The rows, of length 1, of the units that stand for the groups of a layer."""
+        self._unit(layer)
+        if layer not in self._members or which.endswith("bias"):
+            return self.begun(name)  # a bias is 0
+        matrix = self._names["experts.keys" if which == "key" else "experts.linear"]
+        rows = self._weights.whole(f"{layer}.{matrix}")[self._members[layer]]
+        return torch.nn.functional.normalize(rows, dim=1)
 
     def made_buffer(self, name: str) -> torch.Tensor:
         """The places of units."""
@@ -208,20 +264,30 @@ class Split(Changed):
     def _unit(self, layer: str) -> torch.Tensor:
         """The number of the dense unit at each place, in one layer."""
         if layer not in self._units:
-            start, groups = self._splitting.start, self._feed_forward.num_experts
-            keys = self._weights.whole(name := f"{layer}.up.weight")
-            seed = seeded_generator(start.seed, name).initial_seed()
-            if start.by == "random":
-                group_U = random_groups(len(keys), groups, seed)
-            elif keys.isfinite().all():
-                group_U = balanced_kmeans(keys.double().numpy(), groups, seed)
-            else:
-                raise self._splitting.error(
-                    f"{self.folder}: NaN or infinity in {name}, whose rows cannot be clustered; "
-                    f"by=random does not look at them"
-                )
-            self._units[layer] = unit_order(torch.from_numpy(group_U))
+            self._units[layer] = self._grouped(layer)
         return self._units[layer]
+
+    def _grouped(self, layer: str) -> torch.Tensor:
+        start, groups = self._splitting.start, self._feed_forward.num_experts
+        name = f"{layer}.{self._names['experts.keys']}"
+        seed = seeded_generator(start.seed, name).initial_seed()
+        if start.by == "cmoe":
+            marked_NA, num_units = self._activity[layer].marked_NA, self._weights.shapes()[name][0]
+            unit_U, self._members[layer] = carve(marked_NA, num_units, self._shared, groups)
+            return unit_U
+        if start.by == "expert_weaver":
+            return by_activation(self._activity[layer].mean_SU, self._shared, groups, seed)
+        keys = self._weights.whole(name)
+        if start.by == "random":
+            group_U = random_groups(len(keys), groups, seed)
+        elif keys.isfinite().all():
+            group_U = balanced_kmeans(keys.double().numpy(), groups, seed)
+        else:
+            raise self._splitting.error(
+                f"{self.folder}: NaN or infinity in {name}, whose rows cannot be clustered; "
+                f"by=random does not look at them"
+            )
+        return unit_order(torch.from_numpy(group_U))
 
     def notes(self) -> list[str]:
         """Says whether the split model computes what the dense one does."""
@@ -229,7 +295,7 @@ class Split(Changed):
         reasons, used = [], feed_forward.used_experts()
         if used < feed_forward.num_experts:
             reasons.append(f"a token uses {used} of {feed_forward.num_experts} experts")
-        if feed_forward.score != "avg_k":
+        if feed_forward.weighs_experts():
             reasons.append("experts have the weights of a learned score")
         if feed_forward.capacity_factor is not None:
             reasons.append("capacity_factor drops tokens")
@@ -275,6 +341,7 @@ class Merged(Changed):
                 f"{weights.folder}: has {kinds or 'no feed-forward'}; emoe is merged"
             )
         self._is_learned = any(each.score != "avg_k" for each in sections.values())
+        self._names = dense_names(gated=activation_of(split_config) in GATED)
         dense: dict[str, Any] = {name: each.dense() for name, each in sections.items()}
         super().__init__(weights, merging, split_config.model_copy(update=dense))
 
@@ -282,9 +349,11 @@ class Merged(Changed):
         """The units of a layer in their first places."""
         layer, *ends = name.rsplit(".", 2)
         dense_name = ".".join(ends)
-        (stacked,) = (theirs for theirs, ours in DENSE_NAMES.items() if ours == dense_name)
+        (stacked,) = (theirs for theirs, ours in self._names.items() if ours == dense_name)
         unit_U = self._weights.buffer(f"{layer}.{UNIT}")
-        return merge(dense_name, self._weights.whole(f"{layer}.{stacked}"), unit_U)
+        shared = f"{layer}.{SHARED}{dense_name}"
+        part = self._weights.whole(shared) if shared in self._weights.shapes() else None
+        return merge(dense_name, self._weights.whole(f"{layer}.{stacked}"), unit_U, part)
 
     def notes(self) -> list[str]:
         """Says what is left out."""

@@ -14,7 +14,6 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
-from torch.nn.functional import linear
 
 from polyad.model.emoe.experts import UnitGroups
 from polyad.model.smoe.dispatch import Dispatcher
@@ -46,11 +45,8 @@ class KeptSums:
             tokens_ND: what they read.
             expert_ids_NK: which of them each token uses.
         """
-        groups, _, width = experts.keys.shape
-        bias_U = None if experts.bias is None else experts.bias.flatten()
-        inner_NU = experts.dense_activation(
-            linear(tokens_ND.to(experts.keys.dtype), experts.keys.view(-1, width), bias_U)
-        )
+        groups = len(experts.keys)
+        inner_NU = experts.units(tokens_ND.to(experts.keys.dtype))
         sums_NE = inner_NU.double().abs().view(len(tokens_ND), groups, -1).sum(-1)
         top_k = expert_ids_NK.shape[1]
         self._all += float(sums_NE.sum())

@@ -58,14 +58,21 @@ def test_a_bad_value_is_one_line_with_key_value_and_what_is_allowed(overrides, e
     assert_refused("emoe", overrides, expected)
 
 
+def test_shared_units_leave_groups_of_equal_size():
+    sizes = ["hidden_size=64", "num_experts=6", "top_k=2"]
+    whole = section_of("emoe", *sizes, "shared_hidden_size=16").model
+    assert whole.feed_forward.group_size(whole.hidden_size) == 8
+    for shared, said in (
+        (14, f"num_experts: 6 does not divide the 50 units that {KEY}shared_hidden_size: 14 leaves "
+             f"of 64 ({KEY}hidden_size); with 16 shared ones it does"),
+        (64, "shared_hidden_size: 64 leaves no unit of the inner width 64"),
+    ):  # fmt: skip
+        assert_refused("emoe", [*sizes, f"shared_hidden_size={shared}"], said)
+
+
 @pytest.mark.parametrize(
     ("overrides", "processes", "expected"),
     [
-        (
-            ["parallel.zero_stage=3", "parallel.expert_parallel_size=2"], 2,
-            "parallel.zero_stage: 3 is not allowed with model.feed_forward.kind: emoe and "
-            "parallel.expert_parallel_size: 2",
-        ),
         (
             ["parallel.expert_parallel_size=3"], 3,
             f"parallel.expert_parallel_size: 3 does not divide {KEY}num_experts: 16",
@@ -83,6 +90,7 @@ def test_a_layout_that_groups_do_not_fit_is_refused(overrides, processes, expect
     assert expected in str(caught.value)
 
 
-def test_zero_3_is_allowed_where_every_process_has_all_groups():
-    assert validate(run_of("emoe", "parallel.zero_stage=3"), 2).data_parallel_size == 2
+def test_what_a_layout_allows():
+    both = "parallel.zero_stage=3", "parallel.expert_parallel_size=2"
+    assert validate(run_of("emoe", *both), 2).data_parallel_size == 2
     assert validate(run_of("emoe", "loss.load=0.1", f"{KEY}router_noise=1"), 1).world_size == 1

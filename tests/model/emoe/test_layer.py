@@ -9,8 +9,8 @@ from polyad.model.build import build_model, materialize
 from polyad.model.emoe.config import EmergentMoEConfig
 from polyad.model.emoe.layer import EmergentMoE
 from polyad.model.emoe.splitting import (
-    DENSE_NAMES,
     balanced_kmeans,
+    dense_names,
     merge,
     random_groups,
     split,
@@ -47,8 +47,8 @@ def split_layer(dense, seed=0, **options):
     group_U = torch.randperm(UNITS, generator=torch.Generator().manual_seed(seed)) % EXPERTS
     weights, unit_U = dict(dense.named_parameters()), unit_order(group_U)
     for name, parameter in layer.named_parameters():
-        if name in DENSE_NAMES:
-            source = DENSE_NAMES[name]
+        if name in dense_names(gated=False):
+            source = dense_names(gated=False)[name]
             parameter.data = split(source, weights[source].data, unit_U, EXPERTS).clone()
     layer.unit.copy_(unit_U)
     return layer.to(weights["up.weight"].dtype)
@@ -77,7 +77,9 @@ def test_all_experts_are_the_dense_layer(activation, bias, experts):
     ours.square().sum().backward()
     theirs.square().sum().backward()
     for name, parameter in dense.named_parameters():
-        (of_ours,) = (theirs for theirs, source in DENSE_NAMES.items() if source == name)
+        (of_ours,) = (
+            theirs for theirs, source in dense_names(gated=False).items() if source == name
+        )
         gradient = merge(name, layer.get_parameter(of_ours).grad, layer.unit)
         assert (gradient - parameter.grad).norm() < 1e-5 * parameter.grad.norm(), name
 
@@ -204,7 +206,7 @@ def test_scores_far_apart_still_have_an_order():
 def test_splitting_and_merging_are_bitwise_inverse():
     dense = dense_layer()
     layer = split_layer(dense)
-    for name, source in DENSE_NAMES.items():
+    for name, source in dense_names(gated=False).items():
         merged = merge(source, layer.get_parameter(name).data, layer.unit)
         assert torch.equal(merged, dense.get_parameter(source).data), name
         assert merged.is_contiguous()

@@ -7,7 +7,6 @@ import pytest
 from polyad.model.families.keys import HuggingFaceError
 from polyad.train.errors import ConfigError
 from polyad.train.exchange.convert import convert
-from polyad.train.exchange.experts import Splitting
 from polyad.train.exchange.factorize import Factorizing
 from polyad.train.exchange.inspect import inspect
 from tests.helpers.decoders import theirs
@@ -52,12 +51,10 @@ def test_a_tensor_that_is_not_known_refuses_the_folder(tmp_path):
         inspect(tmp_path)
 
 
-def test_a_feed_forward_with_a_gate_is_not_changed(tmp_path):
+def test_a_feed_forward_with_a_gate_has_no_factors(tmp_path):
     theirs("llama").save_pretrained(tmp_path / "a")
-    pairs = "num_experts=4,top_k=2"
-    for change in (Splitting(pairs), Factorizing("num_experts=[4]")):
-        with pytest.raises(ConfigError, match=r"model\.activation: swiglu has a gate"):
-            convert(tmp_path / "a", tmp_path / "b", "polyad", change)
+    with pytest.raises(ConfigError, match=r"model\.activation: swiglu has a gate"):
+        convert(tmp_path / "a", tmp_path / "b", "polyad", Factorizing("num_experts=[4]"))
 
 
 def test_the_command_says_it_in_json(tmp_path, capfd):

@@ -1,0 +1,113 @@
+"""What text activates in the feed-forwards of a dense language model, for `convert --split`.
+
+Shapes: N tokens, U inner units, A units of a token, S samples of text.
+"""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import normalize
+
+from polyad.data.text.dataset import PreparedData
+from polyad.model.decoder import DecoderSettings
+from polyad.model.emoe.experts import activated
+from polyad.model.feedforward import DenseFeedForward
+from polyad.parallel.weights import Weights, load_model
+from polyad.train.console import Progress
+from polyad.train.errors import ConfigError
+from polyad.train.tasks.vocabulary import check_tokenizer, fingerprint_of, tokenizer_of
+
+MARKED = 10
+"""Units of a token that are marked, as in CMoE."""
+
+
+class Activity(NamedTuple):
+    """What the units of one feed-forward did."""
+
+    marked_NA: Tensor
+    """The units with the largest magnitude of each token, where tokens and the rows of the first
+    matrices have length 1."""
+    mean_SU: Tensor
+    """The mean of each unit's activation over each sample; of a gate's unit that of the gate."""
+
+
+def activity(weights: Weights, data: Path, tokens: int, key: str) -> dict[str, Activity]:
+    """Reads text of the training split with a dense model, whole in memory.
+
+    Args:
+        weights: The model's.
+        data: Prepared with its tokenizer.
+        tokens: How many are read, in samples of the model's length spread over the split.
+        key: Names the option in errors.
+
+    Returns:
+        What each feed-forward did, by its name.
+
+    Raises:
+        ConfigError: The model predicts no text, or the data is not of its tokens or too short.
+    """
+    config = weights.model_config()
+    if not isinstance(config, DecoderSettings):
+        raise ConfigError(f"{key}: reads text, and {weights.folder} has model.kind: {config.kind}")
+    prepared = PreparedData.open(data)
+    check_tokenizer(
+        f"{key}: {data}", prepared, fingerprint_of(weights), "model", lambda: tokenizer_of(weights)
+    )
+    stream, length = prepared.split("train"), config.sequence_length
+    length = min(length, tokens)
+    if stream.num_tokens < tokens:
+        raise ConfigError(
+            f"{key}: tokens: {tokens} is more than the {stream.num_tokens} of the training split "
+            f"of {data}"
+        )
+    samples = tokens // length
+    told = Progress("calibrate", samples * length)
+    model = load_model(weights)
+    with _recorded(model) as found, torch.inference_mode():
+        for sample in range(samples):
+            start = (stream.num_tokens - length) * sample // max(samples - 1, 1)
+            ids_T = torch.from_numpy(stream.read(start, start + length))
+            model(ids_T.unsqueeze(0))
+            told((sample + 1) / samples)
+    return {
+        name: Activity(torch.cat(marked), torch.stack(means))
+        for name, (marked, means) in found.items()
+    }
+
+
+Records = dict[str, tuple[list[Tensor], list[Tensor]]]
+
+
+@contextmanager
+def _recorded(model: nn.Module) -> Iterator[Records]:
+    """Records what dense feed-forwards do in each forward pass."""
+    found: Records = {}
+    with ExitStack() as hooks:
+        for name, module in model.named_modules():
+            if isinstance(module, DenseFeedForward):
+                found[name] = [], []
+                handle = module.register_forward_pre_hook(_recording(*found[name]))
+                hooks.callback(handle.remove)
+        yield found
+
+
+def _recording(marked: list[Tensor], means: list[Tensor]) -> Any:
+    def record(layer: DenseFeedForward, arguments: tuple[Any, ...]) -> None:
+        x_ND = arguments[0].flatten(0, 1)
+        first = layer.up if layer.gate is None else layer.gate
+        other = None if layer.gate is None else normalize(layer.up.weight, dim=1)
+        activation = layer.context.activation
+        directions = normalize(first.weight, dim=1)
+        alone_NU = activated(activation, normalize(x_ND, dim=1), directions, None, other, None)
+        marked.append(alone_NU.abs().topk(min(MARKED, alone_NU.shape[1]), dim=1).indices)
+        keys_NU = first(x_ND)
+        if layer.gate is None:
+            means.append(layer.activation(keys_NU).mean(0))
+        else:
+            means.append(layer.combine(keys_NU, torch.ones_like(keys_NU)).mean(0))
+
+    return record
