@@ -15,10 +15,12 @@ from polyad.model.build import read_model_config
 from polyad.model.families.keys import HuggingFaceError
 from polyad.model.families.registry import family_of_model
 from polyad.parallel.families import FamilyWeights
+from polyad.train.config.run import load_config
 from polyad.train.errors import ConfigError
 from polyad.train.evaluation.generate import Sampling, generate
 from polyad.train.exchange.convert import convert
 from polyad.train.exchange.inspect import inspect
+from tests.helpers import sequences
 from tests.helpers.decoders import (
     IDS,
     ROUTED,
@@ -29,7 +31,7 @@ from tests.helpers.decoders import (
     tokens,
 )
 from tests.helpers.everyday import everyday
-from tests.helpers.runs import compare, evaluation, run, write_config
+from tests.helpers.runs import compare, evaluation, records, run, write_config
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.distributed
@@ -124,6 +126,76 @@ def test_a_trained_model_goes_back_to_its_family(case, workers, tmp_path):
         return
     changed = compare(tmp_path / "run", folder, data=str(data), units=200)
     assert (changed["step"], changed["compared_step"], changed["sequence_length"]) == (3, 0, 24)
+
+
+EVERYTHING = {
+    "a graph of similar tokens": {"model__feed_forward__graph": "similarity"},
+    "a graph of attention": {"model__feed_forward__graph": "attention"},
+    "attentive scores": {"model__feed_forward__score": "attentive"},
+    "fluctuation": {"log__fluctuation": True, "evaluation__every": 1, "checkpoint__every": 1},
+    "a teacher": {"checkpoint__init_from": None, "distill__teacher": "hub"},
+    "classes": {"model__head": {"kind": "classification"},
+                "data": {"kind": "sequences", "path": "rows"}},
+    "adapters of attention": {"adapt__lora": {"rank": 2, "targets": ["attention.*"]}},
+}  # fmt: skip
+
+
+@everyday("case", ["olmoe", "qwen3_moe", "deepseek_v3"], keep=[])
+@pytest.mark.parametrize("name", EVERYTHING)
+def test_what_there_is_for_experts_trains_a_published_mixture(name, case, workers, tmp_path):
+    """Puts it onto a trained mixture, trains on, and reads the run with commands."""
+    hub_folder(tmp_path / "hub", case)
+    data = prepared_for(tmp_path / "hub", tmp_path)
+    model = FamilyWeights(tmp_path / "hub").config.model_dump(mode="json")
+    changes = {"model": model | {"sequence_length": 24}, "train__steps": 2,
+               "checkpoint__init_from": str(tmp_path / "hub")}  # fmt: skip
+    for key, value in EVERYTHING[name].items():
+        section, _, last = key.rpartition("__")
+        if section.startswith("model"):
+            place = changes["model"]["feed_forward"] if "feed_forward" in key else changes["model"]
+            place[last] = value
+        else:
+            changes[key] = str(tmp_path / "hub") if value == "hub" else value
+    if name == "classes":
+        changes["data"]["path"] = str(sequences.folder_of(tmp_path / "rows"))
+    if case == "deepseek_v3" and name == "a graph of attention":
+        with pytest.raises(ConfigError, match="reads plain attention; none and similarity are"):
+            load_config(write_config(tmp_path / "config.yaml", data, **changes), ())
+        return
+    workers(1).run(run, write_config(tmp_path / "config.yaml", data, **changes))
+    lines = records(tmp_path / "run")
+    assert [each["step"] for each in lines if "loss" in each][-1] == 2
+    assert math.isfinite(evaluation(tmp_path / "run")["loss"])
+    assert command(["report", str(tmp_path / "run"), "--tokens", "64"]) == 0
+    if name != "classes":
+        knockout = ["experts", "knockout", str(tmp_path / "run"), "--tokens", "64"]
+        assert command([*knockout, "--json", str(tmp_path / "told.json")]) == 0
+        assert json.loads((tmp_path / "told.json").read_text())
+
+
+@everyday("case", ["olmoe", "qwen3_moe", "deepseek_v3"], keep=[])
+def test_words_are_swapped_and_leaks_measured(case, workers, tmp_path):
+    hub_folder(tmp_path / "hub", case)
+    data = prepared_for(tmp_path / "hub", tmp_path)
+    attack = ["--attack", "word-swap", "--rate", "0.5", "--json", str(tmp_path / "told.json")]
+    assert command(["evaluate", str(tmp_path / "hub"), "--data", str(data), *attack]) == 0
+    plain = evaluation(tmp_path / "hub", data=str(data))["loss"]
+    assert json.loads((tmp_path / "told.json").read_text())["loss"] != plain
+    model = FamilyWeights(tmp_path / "hub").config.model_dump(mode="json")
+    model["feed_forward"] |= {"graph": "similarity", "causal_graph": False, "allow_leak": True}
+    changes = {"model": model | {"sequence_length": 24}, "train__steps": 1}
+    changes["checkpoint__init_from"] = str(tmp_path / "hub")
+    workers(1).run(run, write_config(tmp_path / "config.yaml", data, **changes))
+    leak = [
+        "evaluate",
+        str(tmp_path / "run"),
+        "--leak",
+        "20",
+        "--json",
+        str(tmp_path / "leak.json"),
+    ]
+    assert command(leak) == 0
+    assert json.loads((tmp_path / "leak.json").read_text())
 
 
 def test_what_was_trained_as_another_model_is_not_written_as_its_family(workers, tmp_path):
