@@ -131,11 +131,9 @@ def test_a_trained_model_goes_back_to_its_family(case, workers, tmp_path):
 EVERYTHING = {
     "a graph of similar tokens": {"model__feed_forward__graph": "similarity"},
     "a graph of attention": {"model__feed_forward__graph": "attention"},
-    "attentive scores": {"model__feed_forward__score": "attentive"},
     "fluctuation": {"log__fluctuation": True, "evaluation__every": 1, "checkpoint__every": 1},
     "a teacher": {"checkpoint__init_from": None, "distill__teacher": "hub"},
-    "classes": {"model__head": {"kind": "classification"},
-                "data": {"kind": "sequences", "path": "rows"}},
+    "classes": {"model__head": {"kind": "classification"}, "data__kind": "sequences"},
     "adapters of attention": {"adapt__lora": {"rank": 2, "targets": ["attention.*"]}},
 }  # fmt: skip
 
@@ -157,7 +155,7 @@ def test_what_there_is_for_experts_trains_a_published_mixture(name, case, worker
         else:
             changes[key] = str(tmp_path / "hub") if value == "hub" else value
     if name == "classes":
-        changes["data"]["path"] = str(sequences.folder_of(tmp_path / "rows"))
+        data = sequences.folder_of(tmp_path / "rows")
     if case == "deepseek_v3" and name == "a graph of attention":
         with pytest.raises(ConfigError, match="reads plain attention; none and similarity are"):
             load_config(write_config(tmp_path / "config.yaml", data, **changes), ())

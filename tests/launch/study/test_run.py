@@ -98,7 +98,7 @@ def test_a_study_says_what_it_does_and_prints_tables_alone(finished: Path) -> No
     assert head.split()[:3] == ["variant", "loss", "perplexity"]
     assert dense.startswith("dense ")
     assert cp.endswith("none of one pair      1")
-    assert "\n2 runs to do; how long they take is known once one is finished\n" in err
+    assert "2 runs to do; how long they take is known once one is finished\n" in err
     assert "\n== run 1 of 2: dense, seed 1\n" in err
     assert "\n== run 2 of 2: cp, seed 1\n" in err  # nothing is known of how long that takes
     assert re.search(r"\ndense, seed 1: loss \d\.\d{4}, perplexity [\d.]+ on [\d,]+ tokens\n", err)
