@@ -54,6 +54,7 @@ EXPECTED = {
     "decoder/granite-3.1-3b-a800m.yaml": (8, 49155, 3_298_793_472),
     "decoder/mixtral-8x7b.yaml": (64, 32000, 46_702_792_704),
     "decoder/olmoe-1b-7b.yaml": (16, 50304, 6_919_161_856),
+    "decoder/qwen3-0.6b-upcycled.yaml": (8, 151936, 2_445_967_360),
     "decoder/qwen3-30b-a3b.yaml": (64, 151936, 30_532_122_624),
     "decoder/small.yaml": (2, 8192, 19_820_544),
     "finetune/bert-base-sst2.yaml": (8, 2, 109_483_778),
