@@ -30,6 +30,8 @@ from polyad.model.mumoe.base import Factorized, contract
 from polyad.model.patterns import PatternError, kinds, matched
 from polyad.model.regions import Region, same
 from polyad.model.smoe.experts import Experts, ExpertWeights
+from polyad.model.smoe.layer import Router
+from polyad.model.smoe.scores import LinearScore, Score
 
 Patterns = Annotated[tuple[str, ...], Field(strict=False)]
 
@@ -44,12 +46,13 @@ class LoRAConfig(Config):
     """r; less than both sides of every matrix that it is added to."""
     alpha: Annotated[float, Field(gt=0, le=1e6)] = 16.0
     """What is added is multiplied by alpha / rank."""
-    targets: Patterns = ("attention.qkv", "attention.projection")
-    """Patterns of layers: attention.qkv, attention.projection, feed_forward.up, feed_forward.down;
-    of kind: decoder attention.query, attention.key, attention.value and feed_forward.gate; of a
-    muMoE feed_forward.up.input_factor, its output_factor, and those of down."""
+    targets: Patterns = ("attention.*",)
+    """Patterns of layers: the default is all of attention, whatever they are called; dense
+    feed-forwards feed_forward.up, down and gate, shared experts feed_forward.shared.*, linear
+    routers router.score; of a muMoE feed_forward.up.input_factor, its output_factor, and those of
+    down."""
     experts: bool = False
-    """Whether both layers of every sparse expert get one, each expert its own."""
+    """Whether all layers of every sparse expert get one, each expert its own."""
     trained: Patterns = ()
     """Patterns of parameters that are trained whole beside them, as a new head: head.*"""
 
@@ -107,14 +110,15 @@ class LowRank(Adapter):
     """Beside a linear layer: A [r, I] and B [O, r].
 
     Args:
-        layer: The layer.
+        weight_OI: Its weight.
         config: Rank and alpha.
     """
 
-    def __init__(self, layer: nn.Linear, config: LoRAConfig) -> None:
+    def __init__(self, weight_OI: Tensor, config: LoRAConfig) -> None:
         super().__init__("weight", config.alpha / config.rank)
-        self.A = nn.Parameter(torch.empty(config.rank, layer.in_features))
-        self.B = nn.Parameter(torch.empty(layer.out_features, config.rank))
+        outputs, inputs = weight_OI.shape
+        self.A = nn.Parameter(torch.empty(config.rank, inputs))
+        self.B = nn.Parameter(torch.empty(outputs, config.rank))
 
     def initializers(self) -> dict[str, Initializer]:
         """Says how both start; see `model/initialization.py`."""
@@ -125,14 +129,14 @@ class LowRank(Adapter):
         return self.scale * (B @ A)
 
     def forward(self, x: Tensor) -> Tensor:
-        """What is added to the layer's output, [..., O].
+        """What is added to the layer's output, [..., O], in the precision of the input.
 
         Args:
             x: The layer's input, [..., I].
         """
         regions = self.regions
-        narrow = regions.narrow(linear(x, regions.A(self.A)))
-        return self.scale * linear(narrow, regions.B(self.B))
+        narrow = regions.narrow(linear(x, regions.A(self.A).to(x.dtype)))
+        return self.scale * linear(narrow, regions.B(self.B).to(x.dtype))
 
     def merged(self) -> Tensor:
         """What is added to the weight, or to this process's columns of it."""
@@ -150,7 +154,7 @@ class LoRALinear(nn.Linear):
     def __init__(self, layer: nn.Linear, config: LoRAConfig) -> None:
         super().__init__(layer.in_features, layer.out_features, bias=layer.bias is not None)
         self.weight, self.bias = layer.weight, layer.bias
-        self.lora = LowRank(layer, config)
+        self.lora = LowRank(layer.weight, config)
 
     def forward(self, x: Tensor) -> Tensor:
         """Applies both."""
@@ -161,6 +165,32 @@ class LoRALinear(nn.Linear):
         """The matrix that does both, [O, I]."""
         added: Tensor = self.lora.merged()
         return self.weight + added
+
+
+class LoRAScore(LinearScore):
+    """A linear score of a router, and what is added to its logits.
+
+    Args:
+        score: The score, whose parameters these become.
+        config: Rank and alpha.
+    """
+
+    def __init__(self, score: LinearScore, config: LoRAConfig) -> None:
+        Score.__init__(self, score.std)
+        self.weight, self.bias = score.weight, score.bias
+        self.in_model_dtype = score.in_model_dtype
+        self.lora = LowRank(score.weight, config)
+
+    def columns(self, features: Tensor | None = None) -> Tensor:
+        """The matrix that gives both, [E, D]."""
+        added: Tensor = self.lora.merged()
+        return self.weight + added
+
+    def forward(self, u_ND: Tensor, features: Tensor | None = None) -> Tensor:
+        """See `Score.forward`."""
+        logits_NE = super().forward(u_ND, features)
+        added: Tensor = self.lora(u_ND if self.in_model_dtype else u_ND.to(logits_NE.dtype))
+        return logits_NE + added
 
 
 class ExpertsLowRank(Adapter):
@@ -199,7 +229,7 @@ def _aligned(A_EIr: Tensor, B_ErO: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class LoRAExperts(Experts):
-    """Experts, and what is added to both layers of each.
+    """Experts, and what is added to all layers of each.
 
     Args:
         experts: The experts, whose parameters these become.
@@ -208,13 +238,18 @@ class LoRAExperts(Experts):
 
     def __init__(self, experts: Experts, config: LoRAConfig) -> None:
         super().__init__(experts.config, experts.context)
-        self.up, self.up_bias, self.down = experts.up, experts.up_bias, experts.down
+        for name in self.inner_axes:
+            setattr(self, name, getattr(experts, name))
         self.up_lora = ExpertsLowRank("up", experts.up, config)
         self.down_lora = ExpertsLowRank("down", experts.down, config)
+        self.gate_lora: ExpertsLowRank | None = None
+        if experts.gate is not None:
+            self.gate_lora = ExpertsLowRank("gate", experts.gate, config)
 
     def split(self, sizes: list[int]) -> list[ExpertWeights]:
         """See `StackedExperts.split`."""
-        narrow = (*_aligned(*self.up_lora.matrices()), *_aligned(*self.down_lora.matrices()))
+        beside = [self.up_lora, self.down_lora, *([self.gate_lora] if self.gate_lora else [])]
+        narrow = [x for adapter in beside for x in _aligned(*adapter.matrices())]
         of_each = zip(*(torch.split(x, sizes) for x in narrow), strict=True)
         return [
             weights._replace(low_rank=some)
@@ -231,9 +266,9 @@ class LoRAExperts(Experts):
     def forward(
         self, rows_MD: Tensor, counts_E: Tensor, weights: ExpertWeights | None = None
     ) -> Tensor:
-        """See `Experts.forward`: what is added to the first layer comes before its activation."""
+        """See `Experts.forward`: what is added to the first layers comes before the activation."""
         weights = weights or self.split([len(self.up)])[0]
-        up_A, up_B, down_A, down_B = weights.low_rank
+        up_A, up_B, down_A, down_B, *of_gate = weights.low_rank
         loop = self.config.experts == "loop"
 
         def multiply(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -241,7 +276,14 @@ class LoRAExperts(Experts):
 
         inner_MF = multiply(rows_MD, weights.up, weights.up_bias)
         inner_MF = inner_MF + multiply(multiply(rows_MD, up_A), up_B)
-        inner_MF = (self.activation or gelu_by_tanh)(inner_MF)
+        if weights.gate is None:
+            inner_MF = (self.activation or gelu_by_tanh)(inner_MF)
+        else:
+            assert self.combine is not None
+            gate_A, gate_B = of_gate
+            gate_MF = multiply(rows_MD, weights.gate, weights.gate_bias)
+            gate_MF = gate_MF + multiply(multiply(rows_MD, gate_A), gate_B)
+            inner_MF = self.combine(gate_MF, inner_MF)
         if self.training and self.config.expert_dropout:
             inner_MF = self.dropout(inner_MF)
         return multiply(inner_MF, weights.down) + multiply(multiply(inner_MF, down_A), down_B)
@@ -347,6 +389,8 @@ def _places(model: nn.Module) -> Iterator[tuple[str, _Place]]:
             layers = {n: each for n, each in module.named_children() if isinstance(each, nn.Linear)}
             for name in sorted(layers, key=lambda name: name in ("projection", "down")):
                 yield f"{before}{name}", _beside_linear(module, name, layers[name])
+        elif isinstance(module, Router) and type(module.score) is LinearScore:
+            yield f"{before}score", _beside_score(module, module.score)
         elif isinstance(module, Factorized):
             for name in ("input_factor", "output_factor"):
                 yield f"{before}{name}", _beside_factor(module, name)
@@ -368,13 +412,15 @@ def _beside_linear(parent: nn.Module, name: str, layer: nn.Linear) -> _Place:
     return _Place(min(layer.in_features, layer.out_features), put)
 
 
+def _beside_score(router: Router, score: LinearScore) -> _Place:
+    def put(config: LoRAConfig) -> None:
+        router.score = LoRAScore(score, config)
+
+    return _Place(min(score.weight.shape), put)
+
+
 def _beside_experts(parent: nn.Module, name: str, experts: Experts) -> _Place:
     def put(config: LoRAConfig) -> None:
-        if experts.gate is not None:
-            raise LoRAError(
-                f"adapt.lora.experts: true is not allowed with feed_forward.activation: "
-                f"{experts.config.activation}; false is"
-            )
         setattr(parent, name, LoRAExperts(experts, config))
 
     return _Place(min(experts.up.shape[1:]), put)

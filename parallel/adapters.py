@@ -16,13 +16,12 @@ from polyad.parallel.sequence import Tokens
 from polyad.parallel.shard import Axis, Placement, cut, placement_of
 
 
-def cut_adapters(model: nn.Module, world: comm.World, tokens: Tokens | None) -> None:
+def cut_adapters(model: nn.Module, world: comm.World) -> None:
     """Cuts the adapters of a model over processes, in place.
 
     Args:
         model: on the meta device; the layers that adapters belong to are cut.
         world: this process.
-        tokens: how tokens are cut between the layers of a GPT-2; None: every process has all.
     """
     for module in list(model.modules()):
         if isinstance(module, LoRAExperts):
@@ -30,7 +29,8 @@ def cut_adapters(model: nn.Module, world: comm.World, tokens: Tokens | None) -> 
         if world.tensor_parallel_size == 1:
             continue
         if isinstance(getattr(module, "lora", None), LowRank):
-            _cut_beside_linear(module, tokens)
+            # Shared experts get all tokens, whatever the layers around them do.
+            _cut_beside_linear(module, getattr(module, "tokens", None))
         elif isinstance(module, Factorized):
             for adapter in (module.input_lora, module.output_lora):
                 if isinstance(adapter, FactorLowRank):
@@ -61,7 +61,11 @@ def _cut_beside_experts(experts: LoRAExperts, world: comm.World) -> None:
         summed = tensor_group().sum_gradient
         experts.up_lora.regions = AdapterRegions(A=summed)
         experts.down_lora.regions = AdapterRegions(B=summed)
+        if experts.gate_lora is not None:
+            experts.gate_lora.regions = AdapterRegions(A=summed)
     inner_axes = {"up_lora": {"A": None, "B": 2}, "down_lora": {"A": 1, "B": None}}
+    if experts.gate_lora is not None:
+        inner_axes["gate_lora"] = inner_axes["up_lora"]
     for adapter, axes in inner_axes.items():
         owner = experts.get_submodule(adapter)
         for name, inner in axes.items():

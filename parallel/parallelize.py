@@ -117,7 +117,7 @@ def parallelize(
         forget_expert_groups(dims.tensor_parallel_size)
     for layer in routed:
         expert.parallelize_experts(layer, world, parallel.expert_overlap)
-    cut_adapters(model, world, tokens)
+    cut_adapters(model, world)
     if tokens is not None:
         assert isinstance(model, Decoder)
         cut_sequence(model, tokens, world)

@@ -34,12 +34,12 @@ class Score(nn.Module, ABC):
     """The interface of a base score.
 
     Args:
-        context: Settings of the model.
+        std: Standard deviation of initial weights.
     """
 
-    def __init__(self, context: FeedForwardContext) -> None:
+    def __init__(self, std: float) -> None:
         super().__init__()
-        self.std = context.initializer_std
+        self.std = std
 
     def initializers(self) -> dict[str, Initializer]:
         """Says how each parameter starts; see `model/initialization.py`."""
@@ -83,7 +83,7 @@ class LinearScore(Score):
     """Logits W u + b (Shazeer et al. 2017)."""
 
     def __init__(self, config: SelectingConfig, context: FeedForwardContext) -> None:
-        super().__init__(context)
+        super().__init__(context.initializer_std)
         self.weight = nn.Parameter(torch.empty(config.num_experts, context.hidden_size))
         has_bias = context.bias and config.scores_have_bias()
         self.bias = nn.Parameter(torch.empty(config.num_experts)) if has_bias else None
@@ -114,7 +114,7 @@ class CosineScore(Score):
     """
 
     def __init__(self, config: SelectingConfig, context: FeedForwardContext) -> None:
-        super().__init__(context)
+        super().__init__(context.initializer_std)
         size = config.score_size()
         self.projection = nn.Parameter(torch.empty(size, context.hidden_size))
         self.embedding = nn.Parameter(torch.empty(config.num_experts, size))
@@ -156,7 +156,7 @@ class RandomScore(Score):
     weight: Tensor
 
     def __init__(self, config: SparseMoEConfig, context: FeedForwardContext) -> None:
-        super().__init__(context)
+        super().__init__(context.initializer_std)
         self.bound = context.hidden_size**-0.5
         self.register_buffer("weight", torch.empty(config.num_experts, context.hidden_size))
 
@@ -198,7 +198,7 @@ class AttentiveScore(Score):
     mean_input: Tensor
 
     def __init__(self, config: SparseMoEConfig, context: FeedForwardContext) -> None:
-        super().__init__(context)
+        super().__init__(context.initializer_std)
         experts, width, size = config.num_experts, context.hidden_size, config.score_size()
         self.follows = config.expert_keys == "hidden_means"
         self.query = nn.Parameter(torch.empty(size, width))

@@ -120,7 +120,10 @@ def written_by_transformers(name: str) -> Any:
 
 
 def test_every_other_shape_is_published() -> None:
-    assert {path.stem for path in FOLDER.glob("*.yaml")} - HUB.keys() == {"small", "qwen3-0.6b-upcycled"}
+    assert {path.stem for path in FOLDER.glob("*.yaml")} - HUB.keys() == {
+        "small",
+        "qwen3-0.6b-upcycled",
+    }
 
 
 @pytest.mark.parametrize("name", HUB)

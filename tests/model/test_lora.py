@@ -14,10 +14,14 @@ from polyad.model.lora import (
     of_base,
 )
 from polyad.model.patterns import PatternError
+from polyad.model.smoe.scores import LinearScore
 from polyad.model.vit import ViTConfig
+from tests.helpers.small_decoders import small_decoder
 from tests.helpers.training import MODEL, moe_model, mumoe_model
 
 LINEAR = ("attention.qkv", "attention.projection", "feed_forward.up", "feed_forward.down")
+EVERYTHING = LoRAConfig(rank=3, alpha=6.0, targets=("attention.*", "feed_forward.*"), experts=True)
+DENSE = LoRAConfig(rank=3, alpha=6.0, targets=("attention.*", "feed_forward.*"))
 FACTORS = ("feed_forward.up.*_factor", "feed_forward.down.*_factor", "attention.qkv")
 VIT = ViTConfig(
     image_size=8, patch_size=4, num_layers=2, hidden_size=16, num_heads=2, num_classes=3
@@ -36,6 +40,11 @@ KINDS = {
     **{
         kind: (mumoe_model(factorization=kind, expert_rank=3), LoRAConfig(rank=3, targets=FACTORS))
         for kind in ("cp", "tr", "tt", "tucker")
+    },
+    "one head of keys": (small_decoder("one head of keys"), DENSE),
+    **{
+        kind: (small_decoder(kind), EVERYTHING)
+        for kind in ("norm over heads", "latent", "sinks", "multipliers")
     },
 }
 
@@ -134,6 +143,56 @@ def test_adapters_alone_get_gradients(kind):
     )
     plain = {name for name, _ in build_model(KINDS[kind][0]).named_parameters()}
     assert of_base(model) == plain - trained
+
+
+def test_every_matrix_of_a_decoder_can_be_adapted():
+    _, model = adapted_model("latent")
+    beside = {weight.removeprefix("blocks.1.") for weight, *_ in adapters(model)}
+    names = {
+        "attention": "query_down query_up key_value_down key_value_up projection",
+        "feed_forward.shared": "gate up down",
+        "feed_forward.router": "score",
+    }
+    assert {name for name in beside if not name.startswith("blocks.0.")} == {
+        *(f"{owner}.{name}.weight" for owner, some in names.items() for name in some.split()),
+        *(f"feed_forward.experts.{name}" for name in ("gate", "up", "down")),
+    }
+    rest = {name for name, p in model.named_parameters() if not p.requires_grad and p.dim() > 1}
+    assert rest == {w for w, *_ in adapters(model)} | {"token_embedding.weight", "head.weight"}
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("grouped", "query key value projection"),
+        ("latent", "query_down query_up key_value_down key_value_up projection"),
+        ("latent without rank", "query key_value_down key_value_up projection"),
+    ],
+)
+def test_the_default_is_attention_of_every_decoder(name, expected):
+    model = build_model(small_decoder(name))
+    add_lora(model, LoRAConfig(rank=3))
+    assert {weight for weight, *_ in adapters(model)} == {
+        f"blocks.{block}.attention.{layer}.weight" for block in (0, 1) for layer in expected.split()
+    }
+
+
+@pytest.mark.parametrize("precision", ["fp32", "model"])
+def test_a_router_in_bf16_adds_in_its_own_precision(precision):
+    config = small_decoder("norm over heads")
+    section = config.feed_forward.model_copy(update={"router_dtype": precision})
+    model = build_model(config.model_copy(update={"feed_forward": section}))
+    add_lora(model, LoRAConfig(rank=3, targets=("router.score",)))
+    materialize(model, seed=3, dtype=torch.bfloat16)
+    score = model.blocks[0].feed_forward.router.score
+    torch.nn.init.normal_(score.lora.B, std=0.3)
+    u = torch.randn(50, 36, generator=torch.Generator().manual_seed(1)).bfloat16()
+    with torch.no_grad():
+        logits, plain = score(u), LinearScore.forward(score, u)
+        exact = u.double() @ score.lora.delta(score.lora.A.double(), score.lora.B.double()).T
+    assert logits.dtype == torch.float32
+    rounding = 1e-6 if precision == "fp32" else 0.02
+    assert (logits - plain - exact).abs().max() < rounding * exact.abs().max()
 
 
 def test_numbers_of_parameters_are_those_by_hand():

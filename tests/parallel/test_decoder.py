@@ -3,58 +3,13 @@
 import pytest
 import torch
 
-from polyad.model.build import read_model_config
 from polyad.train.loop.losses import LossConfig
 from tests.helpers.everyday import everyday
+from tests.helpers.small_decoders import DECODERS, small_decoder
 from tests.helpers.training import Case, relative, tensors, train
 
 pytestmark = pytest.mark.distributed
 
-SMALL = {
-    "kind": "decoder", "num_layers": 2, "hidden_size": 36, "num_heads": 4, "sequence_length": 17,
-    "vocab_size": 61, "pad_id": 3,
-}  # fmt: skip
-EXPERTS = {
-    "kind": "smoe", "num_experts": 4, "top_k": 2, "expert_hidden_size": 24, "activation": "swiglu",
-    "router_dtype": "model",
-}  # fmt: skip
-MODELS = {
-    "grouped": {"num_key_value_heads": 2, "query_key_norm": "head", "head_size": 10,
-                "attention_bias": True, "attention_output_bias": True, "mlp_bias": True},
-    "one head of keys": {"num_key_value_heads": 1, "query_key_norm": "all", "head_size": 10,
-                         "attention_bias": True, "tied_embeddings": True},
-    "norm over heads": {"num_key_value_heads": 4, "query_key_norm": "all", "head_size": 10,
-                        "query_key_value_clip": 0.5,
-                        "feed_forward": EXPERTS | {"combine": "softmax"}},
-    "latent": {"latent_attention": {"key_value_rank": 12, "query_rank": 14, "plain_size": 6,
-                                    "rotated_size": 4, "value_size": 5},
-               "attention_bias": True,
-               "rotary": {"pairs": "neighbours", "dtype": "fp32"},
-               "feed_forward": EXPERTS | {
-                   "score_function": "sigmoid", "combine": "normalized",
-                   "routed_scaling_factor": 2.5,
-                   "num_groups": 2, "top_groups": 1, "group_score": "best_two",
-                   "balancing_rate": 0.001, "shared_hidden_size": 16, "placement": [1],
-                   "dense_hidden_size": 20}},
-    "latent without rank": {"latent_attention": {"key_value_rank": 12, "plain_size": 6,
-                                                 "rotated_size": 4, "value_size": 8}},
-    "sinks": {"num_key_value_heads": 2, "head_size": 10, "attention_sinks": True,
-              "sliding_window": 5, "sliding_window_blocks": [0], "mlp_bias": True,
-              "norm": "rms_rounded_last",
-              "feed_forward": EXPERTS | {"activation": "clamped_swiglu", "swiglu_limit": 0.1}},
-    "multipliers": {"head_size": 10, "embedding_multiplier": 3.0, "residual_multiplier": 0.4,
-                    "attention_scale": 0.3, "logits_divisor": 2.0, "head_bias": True,
-                    "feed_forward": EXPERTS | {"shared_hidden_size": 16, "shared_gate": True,
-                                               "combine": "normalized"}},
-    "graph": {"num_key_value_heads": 1, "head_size": 10,
-              "feed_forward": EXPERTS | {"graph": "attention"}},
-    "units in groups": {"head_size": 10, "mlp_bias": True, "feed_forward": {
-        "kind": "emoe", "num_experts": 4, "top_k": 2, "hidden_size": 40, "shared_hidden_size": 8}},
-    "units by a member": {"head_size": 10, "feed_forward": {
-        "kind": "emoe", "num_experts": 4, "top_k": 2, "hidden_size": 40, "shared_hidden_size": 8,
-        "score": "member", "experts": "grouped"}},
-    "learned": {"rotary": None, "activation": "gelu_tanh", "norm": "layer"},
-}  # fmt: skip
 # (processes, tensor-parallel, expert-parallel, ZeRO stage, sequence parallelism)
 DENSE_LAYOUTS = [(2, 2, 1, 0, False), (4, 4, 1, 1, False), (4, 2, 1, 1, True), (2, 1, 1, 3, False)]
 ROUTED_LAYOUTS = [
@@ -63,7 +18,7 @@ ROUTED_LAYOUTS = [
 ]  # fmt: skip
 CASES = [
     (name, layout)
-    for name, settings in MODELS.items()
+    for name, settings in DECODERS.items()
     for layout in (ROUTED_LAYOUTS if "feed_forward" in settings else DENSE_LAYOUTS)
 ]
 EVERYDAY = [
@@ -99,9 +54,9 @@ def references(workers, tmp_path_factory):
 
 
 def a_case(name):
-    model = read_model_config(SMALL | MODELS[name])
+    model = small_decoder(name)
     losses = LossConfig()
-    if "feed_forward" in MODELS[name]:
+    if "feed_forward" in DECODERS[name]:
         over = "model" if name == "sinks" else "layer"
         sequence = 0.01 if name == "latent" else 0.0
         losses = LossConfig(

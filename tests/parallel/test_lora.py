@@ -15,6 +15,7 @@ from polyad.train.loop.optimizer import GroupConfig
 from tests.helpers.everyday import everyday
 from tests.helpers.pairwise import pairwise
 from tests.helpers.parity import assert_equal_state, assert_near_state, assert_same_course
+from tests.helpers.small_decoders import small_decoder
 from tests.helpers.training import (
     MODEL,
     Case,
@@ -35,6 +36,9 @@ LINEAR = LoRAConfig(
 FACTORS = LoRAConfig(rank=3, alpha=6.0, targets=("feed_forward.*_factor",))
 EXPERTS = LoRAConfig(rank=4, alpha=6.0, experts=True)
 ATTENTION = LoRAConfig(rank=3, alpha=6.0)
+DECODER = LoRAConfig(rank=3, alpha=6.0, targets=("attention.*", "feed_forward.*"))
+MIXTURE = DECODER.model_copy(update={"experts": True})
+MIXTURES = ("norm over heads", "latent", "sinks", "multipliers")
 CASES = {
     "dense": SGD.but(lora=LINEAR),
     "experts": SGD.but(lora=EXPERTS, model=moe_model()),
@@ -44,6 +48,8 @@ CASES = {
         kind: SGD.but(lora=FACTORS, model=mumoe_model(factorization=kind, rank=8, expert_rank=ring))
         for kind, ring in (("cp", 4), ("tr", 4), ("tt", 4), ("tucker", 3))
     },
+    "one head of keys": SGD.but(lora=DECODER, model=small_decoder("one head of keys")),
+    **{kind: SGD.but(lora=MIXTURE, model=small_decoder(kind)) for kind in MIXTURES},
 }
 # Kind, processes, tensor-parallel ones, expert-parallel ones, ZeRO stage, sequence parallelism.
 EVERYDAY = [
@@ -51,12 +57,17 @@ EVERYDAY = [
     ("experts", 4, 2, 2, 1, False),
     ("cp", 2, 2, 1, 3, False),
     ("experts", 4, 2, 2, 3, False),
+    ("one head of keys", 2, 2, 1, 1, True),
+    ("norm over heads", 2, 1, 2, 1, False),
+    ("latent", 4, 2, 2, 1, True),
+    ("sinks", 2, 2, 1, 0, False),
+    ("multipliers", 4, 2, 2, 2, True),
 ]
 
 
 def allowed(kind, processes, tensor, expert, stage, sequence):
     """Whole experts alone are spread; ranks are cut into equal parts."""
-    is_sparse = kind in ("experts", "graph")
+    is_sparse = kind in ("experts", "graph", *MIXTURES)
     return (
         tensor * expert <= processes
         and (expert == 1 or is_sparse)
