@@ -44,6 +44,7 @@ class TensorFolder:
         folder: with the files.
         error: the class of what is raised.
         shorten: maps the name in a file to the name that is asked for.
+        single: the name of the file, where there is one alone.
 
     Raises:
         ValueError: of that class: a file is missing or damaged, or a tensor is there twice.
@@ -54,8 +55,9 @@ class TensorFolder:
         folder: Path,
         error: type[ValueError],
         shorten: Callable[[str], str] = lambda name: name,
+        single: str = WEIGHTS_FILE,
     ) -> None:
-        self.folder, self._error = folder, error
+        self.folder, self._error, self._single = folder, error, single
         self._open: dict[Path, Any] = {}
         self._stored: dict[str, tuple[Path, str]] = {}
         for path in self._files():
@@ -124,13 +126,13 @@ class TensorFolder:
             raise self._error(f"{self.folder}: {'; '.join(faults[:3])}{more}")
 
     def _files(self) -> list[Path]:
-        index, single = self.folder / INDEX_FILE, self.folder / WEIGHTS_FILE
+        index, single = self.folder / INDEX_FILE, self.folder / self._single
         if single.is_file():  # first, as transformers looks: it leaves an older index beside it
             return [single]
         if index.is_file():
             listed: _WeightMap = read_form(index, _WeightMap, self._error)
             return [self.folder / file for file in sorted(set(listed.weight_map.values()))]
-        raise self._error(_no_weights(self.folder))
+        raise self._error(_no_weights(self.folder, self._single))
 
     def _file(self, path: Path) -> Any:
         if path not in self._open:
@@ -254,12 +256,12 @@ def differing_shapes(
     return f"{'; '.join(differing[:3])}{more}" if differing else None
 
 
-def _no_weights(folder: Path) -> str:
+def _no_weights(folder: Path, single: str) -> str:
     pickles = sorted(path.name for path in folder.glob("*.bin"))
     if pickles:
         return (
             f"{folder}: holds {pickles[0]}, a pickle, which can run code when it is read; "
-            f"{WEIGHTS_FILE} is needed: save the model again with safetensors "
+            f"{single} is needed: save the model again with safetensors "
             f"(transformers: model.save_pretrained)"
         )
-    return f"{folder}: has neither {WEIGHTS_FILE} nor {INDEX_FILE}"
+    return f"{folder}: has neither {single} nor {INDEX_FILE}"

@@ -15,6 +15,7 @@ from polyad.parallel.checkpoint.format import CheckpointError
 from polyad.parallel.checkpoint.reading import Checkpoint
 from polyad.parallel.families import FamilyWeights, is_huggingface_folder
 from polyad.parallel.fragments import persistent_buffers
+from polyad.parallel.peft import PeftWeights, is_peft_folder
 from polyad.parallel.plain_weights import PlainWeights, is_plain_folder
 from polyad.parallel.zero import DTYPES, Precision
 
@@ -25,19 +26,20 @@ Choice = Literal["trained", "ema"]
 
 
 def is_weights_folder(path: Path) -> bool:
-    """Whether a path is a folder of weights, of another library or under our names, and neither a
+    """Whether a path is a folder of weights, of other libraries or under our names, and neither a
     checkpoint nor a run."""
-    return is_huggingface_folder(path) or is_plain_folder(path)
+    return is_huggingface_folder(path) or is_peft_folder(path) or is_plain_folder(path)
 
 
 def open_weights(path: Path, choice: Choice = "trained", base: Path | None = None) -> Weights:
     """The weights that a path means: a checkpoint, a run's newest one, another library's folder
-    (a decoder, BERT, ViT, CLIP or timm's Mixer), or one of safetensors under our names.
+    (a decoder, BERT, ViT, CLIP or timm's Mixer), adapters of peft beside one, or a folder of
+    safetensors under our names.
 
     Args:
         path: what to open.
         choice: which weights; folders of weights have no average.
-        base: of a checkpoint of adapters: where their base is; None: where its configuration says.
+        base: of adapters: where their base is; None: where their configuration says.
 
     Raises:
         ValueError: with an `exit_status` of 2: it is none of them, or cannot be used.
@@ -51,6 +53,8 @@ def _open(path: Path, choice: Choice, above: tuple[Path, ...], base: Path | None
             f"{path}: is a folder of weights, which has no moving average of them; a checkpoint of "
             f"a run with train.ema has one"
         )
+    if is_peft_folder(path):
+        return PeftWeights(path, base)
     if base is not None and is_weights_folder(path):
         raise _without_adapters(path, base)
     if is_huggingface_folder(path):

@@ -132,7 +132,7 @@ def convert(
         Argument(
             "a Hugging Face folder (dense models, and experts such as open models have), a "
             "checkpoint, any model's weights under Polyad's names, or the adapters of a run with "
-            "adapt.lora for the library peft (dense GPT-2 and BERT)"
+            "adapt.lora for the library peft (decoders, dense GPT-2 and BERT)"
         ),
     ],
     merge: Annotated[

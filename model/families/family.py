@@ -230,6 +230,13 @@ class Family:
                 return replace(self, inside={**self.inside, **form})
         return self
 
+    def in_memory(self) -> "Family":
+        """The family with the names that its model has in memory, where experts are stacked."""
+        inside = dict(self.inside)
+        for form in self.other_forms:
+            inside |= form
+        return replace(self, inside=inside, other_forms=())
+
     def _refuse_quantized(self, section: Tree) -> None:
         about = section.get("quantization_config")
         method = about.get("quant_method") if isinstance(about, dict) else about

@@ -11,6 +11,7 @@ from polyad.model.build import num_parameters
 from polyad.parallel.adapted import AdaptedCheckpoint
 from polyad.parallel.checkpoint.finding import find_checkpoint, read_newest
 from polyad.parallel.families import is_huggingface_folder
+from polyad.parallel.peft import PeftWeights, is_peft_folder
 from polyad.parallel.plain_weights import is_plain_folder
 from polyad.parallel.weights import Choice, Weights, open_weights
 from polyad.train.errors import ConfigError
@@ -39,7 +40,7 @@ def convert(
         to: `huggingface` for config.json, model.safetensors and the tokenizer, of a model that
             another library has; `safetensors` for config.yaml, model.safetensors and the tokenizer,
             of any; `polyad` for a checkpoint at step 0 without optimizer state; `peft` for the
-            adapters alone of a dense GPT-2 or BERT that was trained with LoRA.
+            adapters alone of a decoder, a dense GPT-2 or a BERT that was trained with LoRA.
         change: makes another model of it on the way, as experts of a dense one; the format may
             stay.
         choice: which weights of a checkpoint; the format may stay for the average.
@@ -74,7 +75,9 @@ def _convert(
         destination = destination.absolute()
     _refuse_what_is_there(destination)
     is_of: Format = "polyad"
-    if is_huggingface_folder(source):
+    if is_peft_folder(source):
+        is_of = "peft"
+    elif is_huggingface_folder(source):
         is_of = "huggingface"
     elif is_plain_folder(source):
         is_of = "safetensors"
@@ -123,7 +126,7 @@ def _check_adapters(source: Path, weights: Weights, to: Format, merge: bool, spl
     Raises:
         ConfigError: they are not, or there are none.
     """
-    adapted = isinstance(weights, AdaptedCheckpoint)
+    adapted = isinstance(weights, AdaptedCheckpoint | PeftWeights)
     if not adapted and (to == "peft" or (merge and not split)):
         option = "--merge" if merge else "--to peft"
         others = " and no groups of units (model.feed_forward.kind: emoe)" if merge else ""
@@ -137,6 +140,10 @@ def _check_adapters(source: Path, weights: Weights, to: Format, merge: bool, spl
         raise ConfigError(
             f"{source}: holds adapters of {weights.base.folder}: --merge makes them part of the "
             f"weights, --to peft writes them alone"
+        )
+    if isinstance(weights, PeftWeights) and not merge:
+        raise ConfigError(
+            f"{source}: holds adapters of {weights.folder}: --merge makes them part of the weights"
         )
 
 

@@ -1,89 +1,156 @@
-"""Adapters of a dense GPT-2 or BERT as the library peft reads them, over transformers' model.
+"""Adapters as the library peft reads them, over transformers' model.
 
 adapter_config.json           rank, alpha, and the layers by transformers' names
-adapter_model.safetensors     A and B of each; peft's have our orientation
+adapter_model.safetensors     A and B of each: see `model/families/low_rank.py`
 
 Our q, k and v are one matrix with one A and one B, as in transformers' GPT-2. Its BERT has three
-layers: each gets a copy of A, and a third of the rows of B.
+layers: each gets a copy of A, and a third of the rows of B. Of a mixture the feed-forwards are
+named as parameters (`target_parameters`): experts are stacked there, routers are no linear layers,
+and peft takes names such as gate_proj in `target_modules` for those of experts.
 """
 
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from polyad.model.bert import BertConfig
-from polyad.model.decoder import DecoderSettings
+from polyad.model.build import build_model
+from polyad.model.decoder_config import DecoderConfig
 from polyad.model.families.bert import BERT
-from polyad.model.families.family import Known
+from polyad.model.families.decoders import computes_the_same
+from polyad.model.families.family import Family, Known
 from polyad.model.families.gpt2 import GPT2
+from polyad.model.families.low_rank import (
+    STACKS,
+    Factors,
+    fused,
+    low_rank_of,
+    module_of,
+    of_rows,
+)
 from polyad.model.families.registry import family_of_model
-from polyad.model.lora import LowRank
-from polyad.model.settings import ModelSettings
+from polyad.model.families.tensors import Piece
+from polyad.model.gpt2 import GPT2Config
+from polyad.model.lora import ExpertsLowRank, LowRank
 from polyad.parallel.adapted import AdaptedCheckpoint
+from polyad.parallel.families import FamilyWeights
+from polyad.parallel.fragments import persistent_buffers
+from polyad.parallel.peft import ADAPTER_CONFIG_FILE, ADAPTER_FILE, BEFORE
 from polyad.train.errors import ConfigError
 
-ADAPTER_CONFIG_FILE, ADAPTER_FILE = "adapter_config.json", "adapter_model.safetensors"
-_BEFORE = "base_model.model."
-"""Before transformers' names in the file."""
+__all__ = ["ADAPTER_CONFIG_FILE", "ADAPTER_FILE", "peft_files"]
 
 
 class _Theirs(NamedTuple):
     """How transformers and peft have a model."""
 
-    transposed: bool
+    family: Family
+    """With the names that the model has in memory."""
+    transposed: bool = False
     """Whether its linear layers store their weights transposed."""
-    saved: dict[str, str]
+    saved: dict[str, str] = {}  # noqa: RUF012  # nobody changes it
     """Modules that may be trained whole (`modules_to_save`), by the beginning of our names."""
-    task_type: str | None
+    task_type: str | None = None
     """Peft's name of the task where such modules are saved."""
-    task_type_without: str | None
+    task_type_without: str | None = None
     """Where none are."""
+
+
+class _Target(NamedTuple):
+    """A tensor there that has matrices beside it."""
+
+    name: str
+    """As a file has it."""
+    plain: str
+    parts: list[tuple[str, Piece]]
+    """Our weights that it is made of, with the share of each."""
+    by_parameter: bool
+
+    @property
+    def shares(self) -> int:
+        """How many ranks it has in one."""
+        share = self.parts[0][1].rule.share
+        return 1 if share is None else share.count
 
 
 def peft_files(weights: AdaptedCheckpoint) -> tuple[dict[str, Any], Iterator[tuple[str, Tensor]]]:
     """What both files hold.
 
+    Args:
+        weights: a checkpoint of adapters, with its base.
+
     Returns:
-        The content of adapter_config.json, and names and values of the other file.
+        The content of the first, and names and tensors of the second.
 
     Raises:
-        ValueError: with an `exit_status` of 2: the model is not a dense GPT-2 or BERT, or has
-            weights that were trained whole and have no place there.
+        ValueError: with an `exit_status` of 2: transformers has no such model, or something was
+            trained that has no place there.
     """
-    config = weights.model_config()
-    theirs = _theirs(config, weights)
+    theirs = _theirs(weights)
     saved = _saved_whole(weights, theirs)
-    layers = {name: _stored(config, name, weights.shapes()[name]) for name in weights.adapters}
+    targets = _targets(weights, theirs.family)
+    modules = [_bare(t.name) for t in targets if not t.by_parameter]
+    shares = {_in_all_blocks(t): t.shares for t in targets if t.shares > 1}
+    rank, alpha = weights.lora.rank, weights.lora.alpha
     tree = {
         "peft_type": "LORA",
         "task_type": theirs.task_type if saved else theirs.task_type_without,
         "base_model_name_or_path": str(weights.base.folder),
-        "r": weights.lora.rank,
-        "lora_alpha": weights.lora.alpha,
+        "r": rank,
+        "lora_alpha": alpha,
         "lora_dropout": 0.0,
-        "target_modules": [n.removesuffix(".weight") for names in layers.values() for n in names],
+        "target_modules": modules,
         "modules_to_save": [theirs.saved[prefix] for prefix in saved] or None,
         "fan_in_fan_out": theirs.transposed,
         "bias": "none",
         "inference_mode": True,
     }
-    return tree, _tensors(weights, layers, saved)
+    if parameters := [t.name for t in targets if t.by_parameter]:
+        tree["target_parameters"] = parameters
+    if shares:
+        tree["rank_pattern"] = {name: rank * count for name, count in shares.items()}
+        tree["alpha_pattern"] = {name: alpha * count for name, count in shares.items()}
+    return tree, _tensors(weights, theirs.family, targets, saved)
 
 
-def _theirs(config: ModelSettings, weights: AdaptedCheckpoint) -> _Theirs:
+def _theirs(weights: AdaptedCheckpoint) -> _Theirs:
     """How they have this kind of model; raises an error if transformers has no such model."""
-    if isinstance(config, DecoderSettings):
+    config = weights.model_config()
+    if isinstance(config, DecoderConfig):
+        base = weights.base
+        is_of_base = isinstance(base, FamilyWeights) and computes_the_same(config, base.config)
+        family = base.family if is_of_base else family_of_model(config)
+        _refuse_moved_buffers(weights, family)
+        return _Theirs(family.in_memory(), task_type_without="CAUSAL_LM")
+    if isinstance(config, GPT2Config):
         GPT2.write_config(config, Known())  # raises an error
-        return _Theirs(True, {}, None, "CAUSAL_LM")
+        return _Theirs(GPT2, transposed=True, task_type_without="CAUSAL_LM")
     if isinstance(config, BertConfig):
         BERT.write_config(config, Known())
         saved = {"head.classifier.": "classifier", "head.pooler.": "pooler"}
         is_class = config.head.kind == "classification"
-        return _Theirs(False, saved if is_class else {}, "SEQ_CLS", None)
+        return _Theirs(BERT, saved=saved if is_class else {}, task_type="SEQ_CLS")
     raise ConfigError(
-        f"--to peft: {weights.folder}: model.kind: {config.kind} is not allowed; gpt2 and bert are"
+        f"--to peft: {weights.folder}: model.kind: {config.kind} is not allowed; decoder, gpt2 and "
+        f"bert are"
     )
+
+
+def _refuse_moved_buffers(weights: AdaptedCheckpoint, family: Family) -> None:
+    """Checks that training has moved no buffer of their model, as a balancing bias.
+
+    Raises:
+        ConfigError: it has.
+    """
+    for name, _ in persistent_buffers(build_model(weights.model_config())):
+        if family.find(name) and not torch.equal(weights.buffer(name), weights.base.buffer(name)):
+            raise ConfigError(
+                f"--to peft: {weights.folder}: {name} was moved by training "
+                f"(feed_forward.balancing_rate), which is in no adapter; --merge writes whole "
+                f"weights"
+            )
 
 
 def _saved_whole(weights: AdaptedCheckpoint, theirs: _Theirs) -> list[str]:
@@ -102,25 +169,54 @@ def _saved_whole(weights: AdaptedCheckpoint, theirs: _Theirs) -> list[str]:
     return [prefix for prefix in theirs.saved if any(name.startswith(prefix) for name in whole)]
 
 
-def _stored(config: ModelSettings, name: str, shape: tuple[int, ...]) -> tuple[str, ...]:
-    """Their names of a weight: several where theirs are parts of ours, one below the other."""
-    family = family_of_model(config)
-    return tuple(family.stored_name(piece.name, config) for piece in family.pieces(name, shape))
+def _targets(weights: AdaptedCheckpoint, family: Family) -> list[_Target]:
+    """The tensors there that have matrices beside them.
+
+    Raises:
+        HuggingFaceError: they have no such weight.
+    """
+    config, found = weights.model_config(), dict[str, _Target]()
+    is_mixture = isinstance(config, DecoderConfig) and config.has_experts()
+    for name in weights.adapters:
+        for piece in family.pieces(name, weights.shapes()[name]):
+            stored = family.stored_name(piece.name, config)
+            by_parameter = is_mixture and ".feed_forward." in name
+            target = found.setdefault(piece.name, _Target(stored, piece.name, [], by_parameter))
+            target.parts.append((name, piece))
+    return list(found.values())
+
+
+def _bare(name: str) -> str:
+    return name.removesuffix(".weight")
+
+
+def _in_all_blocks(target: _Target) -> str:
+    """The end of a name that all blocks share: in `rank_pattern` it is a pattern of peft's."""
+    end = ".".join(_bare(target.name).split(".")[-2:])
+    is_weight = target.by_parameter and target.name.endswith(".weight")
+    return f"{end}.weight" if is_weight else end
 
 
 def _tensors(
-    weights: AdaptedCheckpoint, layers: dict[str, tuple[str, ...]], saved: list[str]
+    weights: AdaptedCheckpoint, family: Family, targets: list[_Target], saved: list[str]
 ) -> Iterator[tuple[str, Tensor]]:
-    for name, parts in layers.items():
-        path, adapter = weights.adapters[name]
-        assert isinstance(adapter, LowRank)
-        A, B = weights.own(f"{path}.A"), weights.own(f"{path}.B")
-        for part, rows in zip(parts, B.chunk(len(parts)), strict=True):
-            before = _BEFORE + part.removesuffix(".weight")
-            yield f"{before}.lora_A.weight", A
-            yield f"{before}.lora_B.weight", rows.contiguous()
+    stacks = {target.plain.rpartition(".")[2] for target in targets} & set(STACKS)
+    for target in targets:
+        factors = fused([(piece, _beside(weights, name, piece)) for name, piece in target.parts])
+        before = BEFORE + module_of(target.name, stacks)
+        A, B = factors.packed()
+        yield f"{before}.lora_A.weight", A.contiguous()
+        yield f"{before}.lora_B.weight", B.contiguous()
     config = weights.model_config()
     for name, shape in weights.shapes().items():
         if name.startswith(tuple(saved)):
-            (stored,) = _stored(config, name, shape)
-            yield _BEFORE + stored, weights.whole(name)
+            (piece,) = family.pieces(name, shape)
+            yield BEFORE + family.stored_name(piece.name, config), weights.whole(name)
+
+
+def _beside(weights: AdaptedCheckpoint, name: str, piece: Piece) -> Factors:
+    """The matrices beside a weight of ours, or beside the rows of it that are one tensor there."""
+    path, adapter = weights.adapters[name]
+    assert isinstance(adapter, LowRank | ExpertsLowRank)
+    factors = low_rank_of(weights.own(f"{path}.A"), weights.own(f"{path}.B"))
+    return factors if isinstance(adapter, ExpertsLowRank) else of_rows(factors, piece.rows)

@@ -1,0 +1,243 @@
+"""Adapters of the library peft: a folder of them, merged into the weights of its base."""
+
+import math
+import re
+from collections.abc import Collection, Mapping
+from itertools import product
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple, TypeVar
+
+import torch
+from pydantic import Field, ValidationError
+from torch import Tensor
+
+from polyad.model.families.low_rank import STACKS, Factors, delta, module_of
+from polyad.model.families.tensors import Piece, Slices
+from polyad.parallel.families import FamilyWeights, is_huggingface_folder
+from polyad.parallel.records import Record, fault_of
+from polyad.parallel.tensor_folder import TensorFolder, read_json
+
+ADAPTER_CONFIG_FILE, ADAPTER_FILE = "adapter_config.json", "adapter_model.safetensors"
+BEFORE = "base_model.model."
+"""Before transformers' names in the file."""
+T = TypeVar("T")
+_A, _B = ".lora_A.weight", ".lora_B.weight"
+_STARTS = (True, False, "gaussian", "orthogonal", "eva")
+"""Values of `init_lora_weights` that leave the base as it is."""
+_HARMLESS = frozenset({
+    "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision",
+    "inference_mode", "lora_dropout", "fan_in_fan_out", "target_modules",
+    "exclude_modules", "layers_to_transform", "layers_pattern", "megatron_core", "eva_config",
+    "qalora_group_size", "ensure_weight_tying", "loftq_config",
+})  # fmt: skip
+"""Keys of adapter_config.json that do not change what its tensors add."""
+
+
+class PeftError(ValueError):
+    """A folder of adapters that cannot be used: one line that says why."""
+
+    exit_status = 2
+
+
+class _AdapterConfig(Record):
+    """The keys of adapter_config.json that decide what is added."""
+
+    peft_type: str
+    r: Annotated[int, Field(ge=1, le=2**20)]
+    lora_alpha: Annotated[float, Field(gt=0, le=1e6, strict=False)]
+    rank_pattern: dict[str, int] | None = None
+    alpha_pattern: dict[str, float] | None = None
+    target_parameters: list[str] | None = None
+    use_rslora: bool = False
+    bias: str = "none"
+    init_lora_weights: bool | str | None = True
+
+
+def is_peft_folder(path: Path) -> bool:
+    """Whether a path is a folder of adapters of the library peft."""
+    return (path / ADAPTER_CONFIG_FILE).is_file()
+
+
+class _Beside(NamedTuple):
+    """Two matrices of a file beside a weight of ours."""
+
+    piece: Piece
+    """The tensor of theirs that they are beside, and the rows of our weight that it has."""
+    A: str
+    B: str
+    scale: float
+
+    @property
+    def experts(self) -> int:
+        """Experts that the tensor there has side by side."""
+        return self.piece.size[0] if len(self.piece.size) == 3 else 1
+
+
+class PeftWeights(FamilyWeights):
+    """The weights of a folder of another library with adapters of peft merged into them.
+
+    Experts may be adapted all in one tensor, as transformers 5 has them, or one by one, as 4 did.
+
+    Args:
+        adapters: The folder with adapter_config.json and adapter_model.safetensors.
+        base: The folder of the base; None: the one that adapter_config.json names.
+
+    Raises:
+        ValueError: With an `exit_status` of 2: the base cannot be used, a tensor belongs to none of
+            its weights, or a key asks for what is not built here.
+    """
+
+    def __init__(self, adapters: Path, base: Path | None = None) -> None:
+        place = adapters / ADAPTER_CONFIG_FILE
+        tree = read_json(place, PeftError)
+        self._settings = _settings(tree, place)
+        named = tree.get("base_model_name_or_path")
+        folder = Path(str(named)) if base is None else base
+        if not is_huggingface_folder(folder):
+            said = (
+                f"{place}: base_model_name_or_path: {folder}"
+                if base is None
+                else f"--base: {folder}"
+            )
+            raise PeftError(
+                f"{said} is no Hugging Face folder; `--base FOLDER` names that of the base"
+            )
+        super().__init__(folder)
+        self.adapters = adapters
+        self._matrices = TensorFolder(adapters, PeftError, single=ADAPTER_FILE)
+        self._beside = self._located()
+
+    @property
+    def note(self) -> str | None:
+        """See `FamilyWeights.note`; also that there are adapters."""
+        said = [super().note, f"the adapters of {self.adapters} are merged into {self.folder}"]
+        return "; ".join(each for each in said if each)
+
+    def part(self, name: str, slices: Slices) -> Tensor:
+        """See `FamilyWeights.part`; with what the adapters add."""
+        value, beside = super().part(name, slices), self._beside.get(name)
+        if beside is None:
+            return value
+        value = value.to(torch.float32, copy=True)
+        for each in beside:
+            rows = each.piece.rows
+            start, stop = max(slices[0].start, rows.start), min(slices[0].stop, rows.stop)
+            if start < stop:
+                here = slice(start - rows.start, stop - rows.start)
+                added = delta(self._factors(each), each.scale, (here, *slices[1:]))
+                value[start - slices[0].start : stop - slices[0].start] += added
+        return value
+
+    def _factors(self, beside: _Beside) -> Factors:
+        A, B = (self._matrices.read(name, ()).float() for name in (beside.A, beside.B))
+        return Factors.unpacked(A, B, beside.experts).of_share(beside.piece)
+
+    def _located(self) -> dict[str, list[_Beside]]:
+        """The matrices beside each weight of ours.
+
+        Raises:
+            PeftError: One is beside none, has another shape, or all of them add nothing.
+        """
+        names = self._matrices.names()
+        found, used, stacks = dict[str, list[_Beside]](), set[str](), self._stacks(names)
+        for name, form in product(self._shapes, (self.family, self.family.in_memory())):
+            pieces = form.pieces(name, self._shapes[name]) if form.find(name) else ()
+            for piece in pieces:
+                if len(piece.size) < 2 or piece.name.rpartition(".")[2] not in ("weight", *stacks):
+                    continue  # biases, of experts too
+                stored = self.family.stored_name(piece.name, self.config)
+                for before in {stored, piece.name}:  # the class may have no prefix
+                    path = BEFORE + module_of(before, stacks)
+                    beside = _Beside(piece, path + _A, path + _B, 0.0)
+                    if beside.A not in names or beside.B not in names:
+                        continue
+                    if any(each.A == beside.A for each in found.get(name, [])):
+                        continue  # both forms have the same name of it
+                    scale = self._checked_scale(beside, before)
+                    found.setdefault(name, []).append(beside._replace(scale=scale))
+                    used |= {beside.A, beside.B}
+        if strange := sorted(names - used):
+            raise PeftError(
+                f"{self.adapters / ADAPTER_FILE}: {strange[0]} belongs to no weight of "
+                f"{self.folder}"
+            )
+        if not any(self._matrices.read(name, ()).any() for name in names if name.endswith(_B)):
+            raise PeftError(f"{self.adapters / ADAPTER_FILE}: adds nothing: all lora_B are zero")
+        return found
+
+    def _stacks(self, names: Collection[str]) -> set[str]:
+        """The stacks of experts that have matrices beside them."""
+        if any(".base_layer." in name for name in names):
+            return set(STACKS)
+        listed = self._settings.target_parameters or []
+        return {
+            stack for stack in STACKS if any(f".{each}".endswith(f".{stack}") for each in listed)
+        }
+
+    def _checked_scale(self, beside: _Beside, tensor: str) -> float:
+        """What the product of two matrices is multiplied by.
+
+        Raises:
+            PeftError: One has another shape than the weight and the rank ask for.
+        """
+        settings, experts = self._settings, beside.experts
+        listed = settings.target_parameters or []
+        by_parameter = any(f".{tensor}".endswith(f".{each}") for each in listed)
+        key = tensor if by_parameter else tensor.removesuffix(".weight")
+        rank = _by_pattern(settings.rank_pattern, key, settings.r)
+        alpha = _by_pattern(settings.alpha_pattern, key, settings.lora_alpha)
+        share = beside.piece.rule.share
+        outputs, inputs = beside.piece.size[-2:]
+        if len(beside.piece.size) == 3:
+            inputs, outputs = outputs, inputs
+        outputs *= 1 if share is None else share.count
+        wanted = {beside.A: [experts * rank, inputs], beside.B: [outputs, rank * experts]}
+        for name, shape in wanted.items():
+            if (there := self._matrices.mapped(name).get_shape()) != shape:
+                raise PeftError(
+                    f"{self.adapters / ADAPTER_FILE}: {name} is {there}, rank {rank} beside "
+                    f"{tensor} of {self.folder} says {shape}"
+                )
+        return alpha / (math.sqrt(rank) if settings.use_rslora else rank)
+
+
+def _by_pattern(patterns: Mapping[str, T] | None, name: str, default: T) -> T:
+    """The value of the first pattern that a name ends with, as peft finds it."""
+    for pattern, value in (patterns or {}).items():
+        if re.match(rf"(.*\.)?({pattern})$", name):
+            return value
+    return default
+
+
+def _settings(tree: dict[str, Any], place: Path) -> _AdapterConfig:
+    """The keys that decide what is added.
+
+    Raises:
+        PeftError: One is missing or wrong, or asks for what is not built here.
+    """
+    known = _AdapterConfig.model_fields
+    for key, value in tree.items():
+        is_known = key in known or key in _HARMLESS
+        if not is_known and value not in (None, False, [], {}):
+            raise PeftError(
+                f"{place}: {key}: {value!r:.60} is not supported; it has to be null or false"
+            )
+    try:
+        found = _AdapterConfig.model_validate({k: v for k, v in tree.items() if k in known})
+        for pattern in (*(found.rank_pattern or {}), *(found.alpha_pattern or {})):
+            re.compile(pattern)
+    except ValidationError as error:
+        raise PeftError(f"{place}: {fault_of(error)}") from None
+    except re.error as error:
+        raise PeftError(f"{place}: rank_pattern or alpha_pattern: {error}") from None
+    for key, allowed in (
+        ("peft_type", ("LORA",)),
+        ("bias", ("none",)),
+        ("init_lora_weights", _STARTS),
+    ):
+        if (value := getattr(found, key)) not in allowed:
+            raise PeftError(
+                f"{place}: {key}: {value!r:.60} is not supported; "
+                f"{', '.join(map(repr, allowed))} {'is' if len(allowed) == 1 else 'are'}"
+            )
+    return found

@@ -1,0 +1,65 @@
+"""Checkpoints of adapters with random numbers, as a run over a folder of weights leaves them."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from polyad.model.build import build_model, place
+from polyad.model.lora import AdaptConfig, LoRAConfig, add_lora, of_base
+from polyad.parallel.adapted import digest_of
+from polyad.parallel.checkpoint.writing import save_weights
+from polyad.parallel.fragments import persistent_buffers
+from polyad.parallel.weights import open_weights, origin_of
+from polyad.train.exchange.writers import config_of_weights
+from polyad.train.state import TrainState
+
+
+def adapted_checkpoint(
+    folder: Path, base: Path, lora: LoRAConfig, *, std: float = 0.2, **buffers: float
+) -> nn.Module:
+    """Writes a checkpoint of adapters.
+
+    Args:
+        folder: Of the checkpoint, which is not there yet.
+        base: What it is beside.
+        lora: The adapters.
+        std: Of the random numbers that A and B have.
+        buffers: What is added to buffers, by the last part of their names.
+
+    Returns:
+        The model with base and adapters side by side.
+    """
+    weights = open_weights(base)
+    config = weights.model_config()
+    model = build_model(config)
+    add_lora(model, lora)
+    frozen, generator = of_base(model), torch.Generator().manual_seed(4)
+    values: dict[str, Any] = {}
+    for name, parameter in model.named_parameters():
+        noise = std * torch.randn(parameter.shape, generator=generator)
+        is_whole = name in weights.shapes()
+        values[name] = weights.whole(name) if is_whole else noise
+        if is_whole and name not in frozen:
+            values[name] = values[name] + noise
+    held = {name: weights.buffer(name) for name, _ in persistent_buffers(model)}
+    for name in held:
+        held[name] = held[name] + buffers.get(name.rpartition(".")[2], 0)
+    place(model, iter([*values.items(), *held.items()]))
+    run, _ = config_of_weights(config, base, "adapted")
+    checkpoint = run.checkpoint.model_copy(update={"init_from": str(base)})
+    run = run.model_copy(update={"adapt": AdaptConfig(lora=lora), "checkpoint": checkpoint})
+    own = {name: value for name, value in values.items() if name not in frozen}
+    folder.mkdir(parents=True)
+    save_weights(
+        folder,
+        {name: tuple(value.shape) for name, value in own.items()},
+        own.__getitem__,
+        buffers=held,
+        state=TrainState(base_digest=digest_of(weights, frozen)).to_json()
+        | {"huggingface": origin_of(weights)},
+        config_yaml=run.to_yaml(),
+        files={},
+    )
+    return model.eval()

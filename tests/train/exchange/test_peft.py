@@ -1,0 +1,243 @@
+"""Adapters of decoders in peft's files: what peft computes with them, and what they are here."""
+
+import json
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from polyad.launch.cli import run as polyad
+from polyad.model.lora import LoRAConfig
+from polyad.parallel.peft import PeftError
+from polyad.parallel.weights import load_model, open_weights
+from polyad.train.exchange.convert import convert
+from tests.helpers.adapted import adapted_checkpoint
+from tests.helpers.decoders import theirs, tokens
+from tests.helpers.everyday import everyday
+
+ALL = LoRAConfig(rank=3, alpha=6.0, targets=("attention.*", "feed_forward.*"), experts=True)
+FAMILIES = ("olmoe", "mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss")
+OTHERS = ("llama", "qwen2_moe", "granitemoe", "granitemoeshared", "deepseek_v2")
+
+
+def lora_for(case):
+    """Adapters everywhere; a dense model has no experts."""
+    return ALL.model_copy(update={"experts": case != "llama"})
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """By case: the base's folder, a checkpoint of adapters beside it, and the logits of both."""
+    found = {}
+
+    def make(case):
+        if case not in found:
+            folder = tmp_path_factory.mktemp("adapted")
+            theirs(case).save_pretrained(folder / "base")
+            model = adapted_checkpoint(folder / "step-00000000", folder / "base", lora_for(case))
+            with torch.no_grad():
+                found[case] = folder, model(tokens()).logits
+        return found[case]
+
+    return make
+
+
+def in_transformers(folder):
+    return AutoModelForCausalLM.from_pretrained(folder, local_files_only=True).eval()
+
+
+def near(ours, wanted):
+    """Whether logits are equal to rounding."""
+    return (ours - wanted).abs().max() < 2e-5 * wanted.abs().max()
+
+
+@everyday("case", [*FAMILIES, *OTHERS], FAMILIES)
+def test_peft_computes_what_adapters_do(made, tmp_path, case):
+    folder, wanted = made(case)
+    convert(folder / "step-00000000", tmp_path / "peft", "peft")
+    base = in_transformers(folder / "base")
+    with torch.no_grad():
+        before = base(tokens()).logits
+        model = PeftModel.from_pretrained(base, tmp_path / "peft").eval()
+        logits = model(tokens()).logits
+    # What peft does not find it leaves out with no more than a warning.
+    stored = load_file(tmp_path / "peft" / "adapter_model.safetensors")
+    loaded = {n.replace(".default", ""): p for n, p in model.named_parameters() if "lora_" in n}
+    assert loaded.keys() == stored.keys()
+    assert all(torch.equal(loaded[name], stored[name]) for name in stored)
+    assert near(logits, wanted)
+    assert not near(before, wanted)
+
+
+@everyday("case", [*FAMILIES, *OTHERS], FAMILIES)
+def test_merged_weights_compute_the_same_in_transformers(made, tmp_path, case):
+    folder, wanted = made(case)
+    convert(folder / "step-00000000", tmp_path / "merged", "huggingface", merge=True)
+    with torch.no_grad():
+        assert near(in_transformers(tmp_path / "merged")(tokens()).logits, wanted)
+        assert near(load_model(folder / "step-00000000")(tokens()).logits, wanted)
+    told, was = (
+        json.loads((each / "config.json").read_text())
+        for each in (tmp_path / "merged", folder / "base")
+    )
+    assert told == was
+
+
+@everyday("case", [*FAMILIES, *OTHERS], ["olmoe", "gpt_oss"])
+def test_what_was_written_for_peft_is_read_again(made, tmp_path, case):
+    folder, wanted = made(case)
+    convert(folder / "step-00000000", tmp_path / "peft", "peft")
+    one, two = open_weights(tmp_path / "peft"), open_weights(folder / "step-00000000")
+    for name in two.shapes():
+        assert torch.allclose(one.whole(name), two.whole(name), atol=1e-6), name
+    with torch.no_grad():
+        assert near(load_model(one)(tokens()).logits, wanted)
+
+
+TRAINED = {
+    "mixtral": {
+        "target_modules": ["q_proj", "o_proj"],
+        "target_parameters": ["mlp.experts.down_proj", "mlp.gate.weight"],
+        "use_rslora": True,
+    },
+    "gpt_oss": {
+        "target_modules": "all-linear",
+        "target_parameters": ["experts.gate_up_proj", "experts.down_proj"],
+        "rank_pattern": {"down_proj": 5, "layers.1.self_attn.q_proj": 2},
+        "alpha_pattern": {"o_proj": 3},
+    },
+    "deepseek_v3": {
+        "target_modules": ["kv_b_proj", "q_a_proj"], "target_parameters": ["experts.gate_up_proj"],
+    },
+    "llama": {"target_modules": "all-linear"},
+}  # fmt: skip
+
+
+@everyday("case", TRAINED, ["gpt_oss", "mixtral"])
+def test_adapters_that_peft_has_made_are_opened(made, tmp_path, case):
+    folder, _ = made(case)
+    settings = {"task_type": "CAUSAL_LM", "r": 3, "lora_alpha": 5} | TRAINED[case]
+    model = get_peft_model(in_transformers(folder / "base"), LoraConfig(**settings)).eval()
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(0, 0.2, generator=generator)
+        wanted = model(tokens()).logits
+        model.save_pretrained(tmp_path / "theirs")
+        assert near(load_model(tmp_path / "theirs")(tokens()).logits, wanted)
+        convert(tmp_path / "theirs", tmp_path / "merged", "huggingface", merge=True)
+        assert near(in_transformers(tmp_path / "merged")(tokens()).logits, wanted)
+
+
+def test_experts_one_by_one_are_those_of_all_in_one(made, tmp_path):
+    folder, wanted = made("olmoe")
+    convert(folder / "step-00000000", tmp_path / "peft", "peft")
+    path = tmp_path / "peft" / "adapter_model.safetensors"
+    stored, apart = load_file(path), {}
+    for name, value in stored.items():
+        owner, _, end = name.partition("experts.")
+        if not end:
+            apart[name] = value
+            continue
+        # By hand: 8 experts, rank 3 of each layer, gate before up; an expert's inner width is 48.
+        down = not end.startswith("base_layer")
+        rank = 3 if down else 6
+        for expert in range(8):
+            if "lora_A" in end:
+                of_one = value[expert * rank : (expert + 1) * rank]
+            else:
+                of_one = value.view(-1, rank, 8)[:, :, expert]
+            end = end.removeprefix("base_layer.")
+            if down:
+                apart[f"{owner}experts.{expert}.down_proj.{end}"] = of_one.contiguous()
+                continue
+            for number, layer in enumerate(("gate_proj", "up_proj")):
+                mine = slice(3 * number, 3 * number + 3)
+                rows = slice(48 * number, 48 * number + 48)
+                part = of_one[mine] if "lora_A" in end else of_one[rows, mine]
+                apart[f"{owner}experts.{expert}.{layer}.{end}"] = part.contiguous()
+    save_file(apart, path)
+    config = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
+    for key in ("target_parameters", "rank_pattern", "alpha_pattern"):
+        del config[key]
+    (tmp_path / "peft" / "adapter_config.json").write_text(json.dumps(config))
+    with torch.no_grad():
+        assert near(load_model(tmp_path / "peft")(tokens()).logits, wanted)
+
+
+FAULTS = {
+    "use_dora: True is not supported": {"use_dora": True},
+    "modules_to_save: ['lm_head'] is not supported": {"modules_to_save": ["lm_head"]},
+    "init_lora_weights: 'pissa' is not supported": {"init_lora_weights": "pissa"},
+    "peft_type: 'IA3' is not supported; 'LORA' is": {"peft_type": "IA3"},
+    "r: is missing": {"r": None},
+    "rank 4 beside model.layers.0.self_attn.q_proj.weight": {"r": 4},
+    "base_model_name_or_path: gone is no Hugging Face folder": {"base_model_name_or_path": "gone"},
+    "rank_pattern or alpha_pattern: missing ), unterminated": {"rank_pattern": {"(": 3}},
+}
+
+
+def test_what_is_no_adapter_of_the_base_is_refused_in_one_line(made, tmp_path, capfd):
+    folder, _ = made("olmoe")
+    place = tmp_path / "peft"
+    convert(folder / "step-00000000", place, "peft")
+    config, path = place / "adapter_config.json", place / "adapter_model.safetensors"
+    before, stored = json.loads(config.read_text()), load_file(path)
+    for message, change in FAULTS.items():
+        changed = {key: value for key, value in (before | change).items() if value is not None}
+        config.write_text(json.dumps(changed))
+        with pytest.raises(ValueError, match=r".") as caught:
+            open_weights(place)
+        assert message in str(caught.value)
+        assert "\n" not in str(caught.value)
+        assert caught.value.exit_status == 2
+    config.write_text(json.dumps(before))
+    strange = {**stored, "base_model.model.lm_head.lora_A.weight": torch.ones(3, 32)}
+    zeros = {name: value * ("lora_A" in name) for name, value in stored.items()}
+    for tensors, message in (
+        (strange, "base_model.model.lm_head.lora_A.weight belongs to no weight of"),
+        (zeros, "adds nothing: all lora_B are zero"),
+    ):
+        save_file(tensors, path)
+        with pytest.raises(PeftError, match=message):
+            open_weights(place)
+    save_file(stored, path)
+    capfd.readouterr()
+    for words, message in (
+        (["--to", "huggingface"], "--merge makes them part of the weights"),
+        (["--to", "peft"], "is a folder of adapters of the library peft already"),
+        (["--to", "huggingface", "--merge", "--base", str(place)], "is no Hugging Face folder"),
+    ):
+        assert polyad(["convert", str(place), str(tmp_path / "new"), *words]) == 2
+        (line,) = capfd.readouterr().err.splitlines()
+        assert message in line
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize(
+    ("lora", "buffers", "message"),
+    [
+        (
+            ALL.model_copy(update={"trained": ("final_norm.*",)}), {},
+            "final_norm.weight was trained whole (adapt.lora.trained), which is in no adapter",
+        ),
+        (
+            ALL, {"balancing_bias": 0.1},
+            "blocks.1.feed_forward.router.selection.balancing_bias was moved by training",
+        ),
+    ],
+)  # fmt: skip
+def test_what_peft_cannot_hold_is_refused_by_name(made, tmp_path, lora, buffers, message):
+    folder, _ = made("deepseek_v3")
+    adapted_checkpoint(tmp_path / "step-00000000", folder / "base", lora, **buffers)
+    with pytest.raises(ValueError, match=r"--to peft") as caught:
+        convert(tmp_path / "step-00000000", tmp_path / "peft", "peft")
+    assert message in str(caught.value)
+    assert not (tmp_path / "peft").exists()
+    convert(tmp_path / "step-00000000", tmp_path / "merged", "huggingface", merge=True)
+    with torch.no_grad():
+        logits = load_model(tmp_path / "step-00000000")(tokens()).logits
+        assert near(in_transformers(tmp_path / "merged")(tokens()).logits, logits)
