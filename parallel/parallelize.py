@@ -23,7 +23,9 @@ from polyad.parallel.adapters import cut_adapters
 from polyad.parallel.config import ParallelConfig
 from polyad.parallel.dims import Dims
 from polyad.parallel.factors import pad_ranks, parallelize_factors
+from polyad.parallel.flat_matrices import name_parts
 from polyad.parallel.fragments import fill
+from polyad.parallel.frozen_experts import drop_gradients, kept_experts
 from polyad.parallel.megatron import Mpu
 from polyad.parallel.regions import data_group
 from polyad.parallel.sequence import Tokens, cut_sequence, sum_gradients
@@ -95,6 +97,7 @@ def parallelize(
         num_parameters=count_parameters(model),
     )
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    kept = {name: some for name, p in model.named_parameters() if (some := kept_experts(p))}
     left_out = of_base(model)
     # The order matters. Layers are cut on paper; storage exists before the optimizer sees it;
     # blocks are compiled before the engine hooks them; values come last, because building an
@@ -128,13 +131,16 @@ def parallelize(
         _gather_what_others_read(model)
     if tokens is not None:
         sum_gradients(model)
+    for name, experts in kept.items():
+        drop_gradients(model.get_parameter(name), experts)
     if compiled:
         compile_model(model)
     named = [(name, p, dimensions[name]) for name, p in model.named_parameters()]
     optimizer = make_optimizer(named)
     if dims.expert_parallel_size > 1:
         split_expert_groups(optimizer)
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    groups = [list(group["params"]) for group in optimizer.param_groups]
+    parameters = [p for group in groups for p in group]
     engine = Engine(
         model,
         optimizer,
@@ -147,6 +153,8 @@ def parallelize(
         average_decay=average_decay,
         left_out=left_out,
     )
+    if parallel.zero_stage in (1, 2):
+        name_parts(engine, groups)
     comm.limit_waiting(parallel.timeout_minutes)
     fill(engine, source)
     return engine

@@ -156,7 +156,7 @@ class EmergentMoE(SelectingMoE):
 
 
 def _make_router(config: EmergentMoEConfig, context: FeedForwardContext) -> Router:
-    score: Score = AverageKeys(context)
+    score: Score = AverageKeys(context.initializer_std)
     if config.score != "avg_k":
         learned: dict[str, Callable[..., Score]] = {
             "member": MemberScore,

@@ -10,6 +10,7 @@ from polyad.model.settings import ModelSettings
 from polyad.model.smoe.layer import SelectingMoE
 from polyad.parallel.checkpoint.reading import Checkpoint
 from polyad.parallel.fragments import persistent_buffers
+from polyad.parallel.frozen_experts import kept_experts
 from polyad.parallel.source import InitialWeights, Source, WeightsOnly, begun_anew, on_base
 from polyad.parallel.weights import Weights
 from polyad.train.config.run import RunConfig
@@ -132,10 +133,18 @@ class Counts(NamedTuple):
 def counts(model: nn.Module) -> Counts:
     """Counts what is trained of a model, and what is not."""
     beside = [adapter for *_, adapter in adapters(model)]
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    trained = sum(_num_trained(p) for p in model.parameters())
     return Counts(
         adapters=sum(p.numel() for adapter in beside for p in adapter.parameters()),
         adapted_layers=len(beside),
         trained=trained,
         frozen=sum(p.numel() for p in model.parameters()) - trained,
     )
+
+
+def _num_trained(parameter: nn.Parameter) -> int:
+    """How many of its numbers are trained: of stacked experts some may be frozen."""
+    if not parameter.requires_grad:
+        return 0
+    kept = kept_experts(parameter)
+    return parameter.numel() - (len(kept) * parameter[0].numel() if kept else 0)

@@ -25,6 +25,7 @@ from polyad.train.config.rules import refuse_changes, validate
 from polyad.train.config.run import RunConfig, load_config, parse_config
 from polyad.train.errors import ConfigError, RunError
 from polyad.train.guard.run_folder import LEASE_FILE, LOCK_FILE, check_place, check_room
+from polyad.train.loop.muon import matrices
 from polyad.train.loop.optimizer import state_tensors
 from polyad.train.loop.trackers import check_trackers
 from polyad.train.state import TrainState
@@ -246,8 +247,10 @@ def checkpoint_bytes(config: RunConfig, model: nn.Module) -> int:
     """
     base = of_base(model)
     kept = [(name, p) for name, p in model.named_parameters() if name not in base]
+    of_muon = matrices(name for name, _ in kept)
     return 4 * sum(
-        p.numel() * (1 + p.requires_grad * config.tensors_per_weight(name)) for name, p in kept
+        p.numel() * (1 + p.requires_grad * config.tensors_per_weight(is_matrix=name in of_muon))
+        for name, p in kept
     )
 
 
@@ -260,7 +263,10 @@ def check_resume(config: RunConfig, checkpoint: Checkpoint) -> None:
     model = model_of(config)
     checkpoint.check_model(model)
     trained = [name for name, p in model.named_parameters() if p.requires_grad]
-    checkpoint.check_resume({name: state_tensors(config.optimizer, name) for name in trained})
+    of_muon = matrices(name for name, _ in model.named_parameters())
+    checkpoint.check_resume(
+        {name: state_tensors(config.optimizer, is_matrix=name in of_muon) for name in trained}
+    )
 
 
 def _open_init(config: RunConfig, task: Task[Any]) -> Weights:

@@ -286,19 +286,20 @@ def check_one_expert(config: RunConfig) -> None:
 
 
 def check_muon(config: RunConfig) -> None:
-    """Checks that each process has the matrices of Muon whole, and that there are some.
+    """Checks that processes can have the matrices of Muon whole, and that there are some.
 
     Raises:
-        ConfigError: ZeRO or tensor parallelism cuts them, or narrow adapters alone are trained.
+        ConfigError: ZeRO 3 or tensor parallelism cuts them, or narrow adapters alone are trained.
     """
     if config.optimizer.kind != "muon":
         return
-    for key in ("zero_stage", "tensor_parallel_size"):
-        value, only = getattr(config.parallel, key), 0 if key == "zero_stage" else 1
-        if value != only:
+    for key, allowed in (("zero_stage", (0, 1, 2)), ("tensor_parallel_size", (1,))):
+        if (value := getattr(config.parallel, key)) not in allowed:
+            *first, last = map(str, allowed)
+            said = f"{', '.join(first)} and {last} are" if first else f"{last} is"
             raise ConfigError(
                 f"parallel.{key}: {value} is not allowed with optimizer.kind: muon, whose update "
-                f"takes whole matrices, and this cuts them; {only} is"
+                f"takes whole matrices, and this cuts them; {said}"
             )
     if config.adapt.lora is not None:
         raise ConfigError(

@@ -124,13 +124,14 @@ class RunConfig(Config):
             init_from=self.checkpoint.init_from,
         )
 
-    def tensors_per_weight(self, name: str | None = None) -> int:
+    def tensors_per_weight(self, *, is_matrix: bool = False) -> int:
         """Tensors that training keeps of each weight beside it: moments, and an average.
 
         Args:
-            name: of the weight; None: of that which has most.
+            is_matrix: see `state_tensors`.
         """
-        return len(state_tensors(self.optimizer, name)) + (self.train.ema is not None)
+        kept = state_tensors(self.optimizer, is_matrix=is_matrix)
+        return len(kept) + (self.train.ema is not None)
 
     def to_yaml(self) -> str:
         """The resolved tree, with every default written out."""

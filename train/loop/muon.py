@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
+from polyad.parallel.flat_matrices import PART, FlatPart
 from polyad.parallel.zero import STATE_TENSORS
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -40,11 +41,16 @@ OF_OTHERS = ("exp_avg", "exp_avg_sq")
 """Names of those that AdamW keeps."""
 _MATRICES = re.compile(
     r"(?:^|\.)blocks\.\d+\..*?"
-    r"(attention\.(?:qkv|projection)\.weight"  # attention
-    r"|feed_forward\.(?:up|down)\.weight"  # dense
-    r"|feed_forward\.experts\.(?:up|down|keys|values)"  # stacks of experts
+    r"(attention\.(?:qkv|query|key|value|projection)\.weight"  # attention
+    r"|attention\.(?:query|key_value)_(?:down|up)\.weight"  # latent attention
+    r"|feed_forward\.(?:shared\.)?(?:gate|up|down)\.weight"  # dense, and shared experts
+    r"|feed_forward\.experts\.(?:gate|up|down|keys|values)"  # stacks of experts
     r"|feed_forward\.(?:up|down)\.(?:input_factor|output_factor|core|expert_factor_\d+))$"  # muMoE
 )
+
+_GATE, _UP = "feed_forward.gate.weight", "feed_forward.up.weight"
+LOT = 2**25
+"""Numbers of the matrices that are orthogonalized at once, at most, unless one has more."""
 
 
 class Matrix(NamedTuple):
@@ -56,14 +62,22 @@ class Matrix(NamedTuple):
     """The factor of the update."""
 
 
-def is_matrix(name: str) -> bool:
-    """Whether a parameter gets Muon's update.
+def matrices(names: Iterable[str]) -> frozenset[str]:
+    """The parameters of a model that get Muon's update.
 
-    Routers and gates do not (Liu et al. leave theirs to AdamW), nor do embeddings and heads."""
-    return _MATRICES.search(name) is not None
+    Routers and gates of mixtures do not (Liu et al. leave theirs to AdamW), nor do embeddings and
+    heads. The gate of a dense feed-forward does: it stands beside an `up.weight`, that of a muMoE
+    does not.
+
+    Args:
+        names: Of all parameters.
+    """
+    found = {name for name in names if _MATRICES.search(name)}
+    gates = {name for name in found if name.endswith(_GATE)}
+    return frozenset(found - {n for n in gates if n.removesuffix(_GATE) + _UP not in found})
 
 
-def matrix_of(name: str, shape: tuple[int, ...], real: tuple[int, ...]) -> Matrix | None:
+def matrix_of(name: str, shape: tuple[int, ...], real: tuple[int, ...]) -> Matrix:
     """How a parameter is laid out as matrices.
 
     A fused q, k, v weight is three, one below the other, and a stack of experts one for each. A
@@ -72,16 +86,12 @@ def matrix_of(name: str, shape: tuple[int, ...], real: tuple[int, ...]) -> Matri
     belongs to its matrix, which multiplies (z, 1).
 
     Args:
-        name: Of the parameter in the model.
+        name: One of `matrices`.
         shape: As it is stored, where ranks may be padded; padding has no gradient and stays zero.
         real: Without padding.
-
-    Returns:
-        None: It is not for Muon.
     """
     found = _MATRICES.search(name)
-    if found is None:
-        return None
+    assert found is not None
     rows, columns = _sides(found[1], shape)
     return Matrix(rows, columns, ADAMW_RMS * math.sqrt(max(_sides(found[1], real))))
 
@@ -112,11 +122,21 @@ def orthogonalized(x_NAB: Tensor) -> Tensor:
     return x.mT if tall else x
 
 
+def _updates(ahead_NS: Tensor, matrix: Matrix) -> Tensor:
+    """The matrices [N, S] of `ahead_NS` orthogonalized, in lots that bound the memory for it."""
+    update_NS = torch.empty_like(ahead_NS)
+    count = max(1, LOT // (matrix.rows * matrix.columns))
+    for lot_NS, there_NS in zip(ahead_NS.split(count), update_NS.split(count), strict=True):
+        there_NS.copy_(orthogonalized(lot_NS.view(-1, *matrix[:2])).flatten(1))
+    return update_NS
+
+
 class Muon(torch.optim.Optimizer):
     """Muon for groups with a `matrix`, AdamW for those whose `matrix` is None.
 
-    A stack's experts are matrices of their own, so one that no token chose is moved as far as the
-    others, by its momentum of earlier steps.
+    Where ZeRO has cut a group's matrices, each process orthogonalizes those that it has a part of
+    (`FlatPart`). A stack's experts are matrices of their own, so one that no token chose is moved
+    as far as the others, by its momentum of earlier steps.
 
     Args:
         groups: Parameters, each group with `weight_decay`, `lr`, `matrix` and what is kept of them
@@ -156,11 +176,18 @@ class Muon(torch.optim.Optimizer):
         assert gradient is not None
         state["step"] += 1
         momentum = state["exp_avg"].lerp_(gradient, 1 - MOMENTUM)
-        rows, columns, scale = group["matrix"]
-        ahead_NAB = gradient.lerp(momentum, MOMENTUM).view(-1, rows, columns)  # Nesterov's
-        update = orthogonalized(ahead_NAB).reshape(parameter.shape)
+        matrix = group["matrix"]
+        ahead, size = gradient.lerp(momentum, MOMENTUM), matrix.rows * matrix.columns  # Nesterov's
+        part: FlatPart | None = group.get(PART)
+        if part is None:
+            update = _updates(ahead.view(-1, size), matrix).view_as(parameter)
+        else:
+            whole_NS, begin = part.whole(ahead, size)
+            update = torch.zeros_like(parameter)  # and for padding at the end
+            mine = _updates(whole_NS, matrix).view(-1)[begin : begin + len(update)]
+            update[: len(mine)] = mine
         parameter.mul_(1 - group["lr"] * group["weight_decay"])
-        parameter.add_(update, alpha=-group["lr"] * scale)
+        parameter.add_(update, alpha=-group["lr"] * matrix.scale)
 
     def _adamw(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
         states = [self.state[p] for p in parameters]

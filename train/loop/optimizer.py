@@ -4,20 +4,22 @@ groups of parameters with settings of their own.
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import Field
 from torch import nn
 
+from polyad.model.build import has_experts
 from polyad.model.config import Config
 from polyad.model.kernels.switch import on_cpu
 from polyad.model.patterns import matched, matches
+from polyad.parallel.frozen_experts import keep_experts
 from polyad.parallel.shard import placement_of
 from polyad.parallel.zero import RATE_FACTOR, STATE_TENSORS, Precision
 from polyad.train.errors import ConfigError
-from polyad.train.loop.muon import OF_MATRICES, OF_OTHERS, Matrix, Muon, is_matrix, matrix_of
+from polyad.train.loop.muon import OF_MATRICES, OF_OTHERS, Matrix, Muon, matrices, matrix_of
 
 Count = Annotated[int, Field(ge=1, le=2**63 - 1)]
 
@@ -85,6 +87,7 @@ def learning_rate(config: ScheduleConfig, peak: float, step: int, total_steps: i
 
 NonNegative = Annotated[float, Field(ge=0, le=1e6)]
 Momentum = Annotated[float, Field(ge=0, lt=1)]
+ExpertNumber = Annotated[int, Field(ge=0, lt=2**31)]
 NO_KERNELS = ("token_embedding", "position_embedding", "segment_embedding", "class_token")
 """Parameters that are added or looked up, and multiply nothing, by a part of their names."""
 FIRST_LAYERS = (*NO_KERNELS, "patch_embedding", "embedding_norm", "pre_norm")
@@ -106,6 +109,10 @@ class GroupConfig(Config):
     """The weight decay of what decays of them, in place of optimizer.weight_decay; null: that."""
     freeze: bool = False
     """Whether they stay as they are: no gradients, no moments."""
+    experts: Annotated[tuple[ExpertNumber, ...], Field(strict=False, min_length=1)] | None = None
+    """Of experts that match, those of these numbers, from 0, in each layer; the others belong to
+    the next group that matches. null: all. With it the groups of a layer differ in `freeze` alone,
+    and what is trained of it has a weight_decay of 0."""
 
 
 class OptimizerConfig(Config):
@@ -114,7 +121,7 @@ class OptimizerConfig(Config):
     kind: Literal["adamw", "sgd", "muon"] = "adamw"
     """`adamw` to train; `sgd` to compare layouts, since Adam hides a wrong gradient scale; `muon`:
     orthogonalized updates of the blocks' matrices but routers and gates, with a momentum of 0.95,
-    and AdamW for the rest, both with one learning rate. It needs ZeRO stage 0."""
+    and AdamW for the rest, both with one learning rate; ZeRO stages 0 to 2."""
     learning_rate: Annotated[float, Field(gt=0, le=1e6)] = 6e-4
     """The highest, after warm-up."""
     weight_decay: NonNegative = 0.1
@@ -154,23 +161,21 @@ def build_optimizer(
         group has its factor, which `warm_up` changes where the group has a warm-up.
     """
     blocks = num_blocks(name for name, _, _ in parameters)
+    of_muon = matrices(name for name, _, _ in parameters) if config.kind == "muon" else ()
     found: dict[tuple[float, float, int, Matrix | None], list[nn.Parameter]] = {}
     for name, parameter, dimensions in parameters:
         if not parameter.requires_grad:
             continue
-        group = group_of(config, name)
-        decay = config.weight_decay
-        if group is not None and group.weight_decay is not None:
-            decay = group.weight_decay
-        decay = decay if _decays(config, name, dimensions) else 0.0
+        shape = placement_of(parameter).global_shape
+        group = group_of(config, name, shape[0] if len(shape) > dimensions else None)
+        decay = _decay(config, group, name, dimensions)
         factor = 1.0 if group is None else group.learning_rate
         steps = 0 if group is None else group.warmup_steps
         if config.layer_decay is not None:
             factor *= config.layer_decay ** depth_from_end(name, blocks)
         matrix = None
-        if config.kind == "muon":
-            real = placement_of(parameter).global_shape
-            matrix = matrix_of(name, tuple(parameter.shape), real)
+        if name in of_muon:
+            matrix = matrix_of(name, tuple(parameter.shape), shape)
         found.setdefault((decay, factor, steps, matrix), []).append(parameter)
     ordered = sorted(found.items(), key=lambda each: each[0][:3], reverse=True)
     groups: list[dict[str, Any]] = [
@@ -208,28 +213,77 @@ def warm_up(optimizer: torch.optim.Optimizer, step: int) -> None:
         group[RATE_FACTOR] = factor * min(1.0, (step + 1) / max(1, steps))
 
 
-def group_of(config: OptimizerConfig, name: str) -> GroupConfig | None:
-    """The group of a parameter; None: it has no settings of its own."""
-    return next((group for group in config.groups if matches(group.match, name)), None)
+def group_of(config: OptimizerConfig, name: str, experts: int | None = None) -> GroupConfig | None:
+    """The group of a parameter; None: it has no settings of its own.
+
+    Args:
+        config: with the groups.
+        name: of the parameter.
+        experts: how many it stacks; None: it is no stack. Where some are frozen, the group is that
+            of the others.
+    """
+    found = _groups_of(config, name, experts)
+    return next((group for group, _ in found if not (group and group.freeze)), found[0][0])
 
 
-def check_groups(config: OptimizerConfig, names: Iterable[str]) -> None:
+def _groups_of(
+    config: OptimizerConfig, name: str, experts: int | None
+) -> list[tuple[GroupConfig | None, frozenset[int]]]:
+    """The groups of a parameter, and which experts belong to each; one that stacks none counts as
+    one expert."""
+    left = frozenset(range(1 if experts is None else experts))
+    found: list[tuple[GroupConfig | None, frozenset[int]]] = []
+    for group in config.groups:
+        if matches(group.match, name) and (some := left & _named(group, experts, left)):
+            found.append((group, some))
+            left -= some
+    return [*found, (None, left)] if left else found
+
+
+def _named(group: GroupConfig, experts: int | None, every: frozenset[int]) -> frozenset[int]:
+    """The experts of a parameter that a group which matches it means."""
+    if group.experts is None:
+        return every
+    return frozenset() if experts is None else frozenset(group.experts)
+
+
+def check_groups(config: OptimizerConfig, experts: Mapping[str, int | None]) -> None:
     """Checks that every group has parameters.
 
+    Args:
+        config: with the groups.
+        experts: by the name of each parameter, how many it stacks; None: it is no stack.
+
     Raises:
-        ConfigError: a pattern matches nothing, or only what groups before it have.
+        ConfigError: a pattern matches nothing, or only what groups before it have; or there are no
+            such experts.
     """
-    left = list(names)
-    everything = list(left)
+    left = {n: frozenset(range(1 if count is None else count)) for n, count in experts.items()}
     for number, group in enumerate(config.groups):
-        key = f"optimizer.groups.{number}.match"
-        some = matched(key, [group.match], everything)
-        if not set(some) & set(left):
+        key = f"optimizer.groups.{number}"
+        some = matched(f"{key}.match", [group.match], experts)
+        if group.experts is not None:
+            _check_experts(f"{key}.experts", group, {name: experts[name] for name in some})
+        mine = {name: left[name] & _named(group, experts[name], left[name]) for name in some}
+        if not any(mine.values()):
             raise ConfigError(
-                f"{key}: {group.match!r} matches only parameters that a group before it has; the "
-                f"first group that matches counts, so put the narrower one first"
+                f"{key}.match: {group.match!r} matches only parameters that a group before it has; "
+                f"the first group that matches counts, so put the narrower one first"
             )
-        left = [name for name in left if name not in some]
+        left |= {name: left[name] - taken for name, taken in mine.items()}
+
+
+def _check_experts(key: str, group: GroupConfig, experts: Mapping[str, int | None]) -> None:
+    """Checks that what a group matches has the experts that it names."""
+    numbers = {name: count for name, count in experts.items() if count is not None}
+    if not numbers:
+        raise ConfigError(
+            f"{key}: {list(group.experts or ())} is not allowed: {group.match!r} matches no "
+            f"stacked experts; null is"
+        )
+    for name, count in numbers.items():
+        if (largest := max(group.experts or ())) >= count:
+            raise ConfigError(f"{key}: {largest} is not allowed: {name} has 0 to {count - 1}")
 
 
 def freeze(model: nn.Module, config: OptimizerConfig) -> None:
@@ -240,24 +294,64 @@ def freeze(model: nn.Module, config: OptimizerConfig) -> None:
         config: with the groups.
 
     Raises:
-        ConfigError: a group has no parameters, or nothing is left to train.
+        ConfigError: a group has no parameters, nothing is left to train, or some experts of a
+            parameter would be frozen and move nevertheless.
     """
-    check_groups(config, [name for name, _ in model.named_parameters()])
-    for name, parameter in model.named_parameters():
-        group = group_of(config, name)
-        if group is not None and group.freeze:
+    named = dict(model.named_parameters())
+    experts = {n: len(p) if has_experts(model, n) else None for n, p in named.items()}
+    check_groups(config, experts)
+    for name, parameter in named.items():
+        of_each = _groups_of(config, name, experts[name])
+        trained = [group for group, _ in of_each if not (group and group.freeze)]
+        if not trained:
             parameter.requires_grad_(False)
-    trained = [name for name, p in model.named_parameters() if p.requires_grad]
-    if not trained:
+        elif len(of_each) > 1 and parameter.requires_grad:
+            _check_alike(config, name, parameter.dim() - 1, trained)
+            frozen = [some for group, some in of_each if group and group.freeze]
+            keep_experts(parameter, frozenset().union(*frozen))
+    left = [name for name, p in named.items() if p.requires_grad]
+    if not left:
         raise ConfigError(
             "optimizer.groups: freeze: true of all of them leaves nothing to train; at least one "
             "parameter is needed"
         )
-    if config.kind == "muon" and not any(is_matrix(name) for name in trained):
+    if config.kind == "muon" and not matrices(named) & set(left):
         raise ConfigError(
             "optimizer.kind: muon is not allowed where no matrix of a block is trained; adamw and "
             "sgd are"
         )
+
+
+def _check_alike(
+    config: OptimizerConfig, name: str, dimensions: int, trained: list[GroupConfig | None]
+) -> None:
+    """Checks that one step moves the trained experts of a parameter alike, and the others not.
+
+    Raises:
+        ConfigError: it would not.
+    """
+    settings = {
+        (1.0, 0, None) if g is None else (g.learning_rate, g.warmup_steps, g.weight_decay)
+        for g in trained
+    }
+    if len(settings) > 1:
+        raise ConfigError(
+            f"optimizer.groups: experts of {name} belong to groups of several settings; they may "
+            f"differ in freeze alone"
+        )
+    if decay := _decay(config, trained[0], name, dimensions):
+        raise ConfigError(
+            f"optimizer.groups: a weight_decay of {decay} would move the frozen experts of {name}, "
+            f"too; the group of the others needs weight_decay: 0"
+        )
+
+
+def _decay(config: OptimizerConfig, group: GroupConfig | None, name: str, dimensions: int) -> float:
+    """The weight decay of a parameter."""
+    own = config.weight_decay
+    if group is not None and group.weight_decay is not None:
+        own = group.weight_decay
+    return own if _decays(config, name, dimensions) else 0.0
 
 
 def depth_from_end(name: str, blocks: int) -> int:
@@ -282,17 +376,15 @@ def _decays(config: OptimizerConfig, name: str, dimensions: int) -> bool:
     return dimensions >= 2 and (is_kernel or config.decay == "matrices")
 
 
-def state_tensors(config: OptimizerConfig, name: str | None = None) -> tuple[str, ...]:
+def state_tensors(config: OptimizerConfig, *, is_matrix: bool = False) -> tuple[str, ...]:
     """Names of the tensors of a weight's shape that the optimizer keeps beside the master weight.
 
     They are those of `Engine.state_fields`, which takes an engine.
 
     Args:
         config: with the kind.
-        name: of the weight; None: of that which has most.
+        is_matrix: whether the weight is one of Muon's `matrices`.
     """
     if config.kind == "sgd":
         return ("momentum_buffer",) if config.momentum else ()
-    if config.kind == "muon" and name is not None and is_matrix(name):
-        return OF_MATRICES
-    return OF_OTHERS
+    return OF_MATRICES if config.kind == "muon" and is_matrix else OF_OTHERS

@@ -2,6 +2,7 @@
 
 import math
 import re
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -14,13 +15,14 @@ from polyad.model.gpt2 import GPT2Config
 from polyad.model.mixer import MixerConfig
 from polyad.model.vit import ViTConfig
 from polyad.parallel.checkpoint.reading import Checkpoint
+from polyad.parallel.flat_matrices import FlatPart
 from polyad.parallel.parallelize import pad_ranks
 from polyad.parallel.zero import RATE_FACTOR, STATE_TENSORS
 from polyad.train.config.plan import checkpoint_bytes
 from polyad.train.config.rules import refuse_changes, validate
 from polyad.train.config.run import load_config, parse_config
 from polyad.train.errors import ConfigError
-from polyad.train.loop.muon import is_matrix, matrix_of, orthogonalized
+from polyad.train.loop.muon import matrices, matrix_of, orthogonalized
 from polyad.train.loop.optimizer import (
     GroupConfig,
     OptimizerConfig,
@@ -29,6 +31,7 @@ from polyad.train.loop.optimizer import (
     state_tensors,
 )
 from tests.helpers.runs import run, run_and_listen, write_config
+from tests.helpers.small_decoders import DECODERS, small_decoder
 from tests.helpers.training import Case, moe_model, mumoe_model, relative, tensors, train
 
 MUON = Case(optimizer="muon")
@@ -86,18 +89,25 @@ def test_nothing_becomes_of_zero():
 
 
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch has no Muon")
-@pytest.mark.parametrize("shape", [(12, 30), (30, 12)])
-def test_steps_are_those_of_torch(shape):
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [("up.weight", (12, 30)), ("up.weight", (30, 12)), ("experts.gate", (3, 12, 30)),
+     ("experts.down", (3, 30, 12))],
+)  # fmt: skip
+def test_steps_are_those_of_torch(name, shape):
     weight, gradients = gaussian(*shape), [gaussian(*shape, seed=n) for n in range(1, 4)]
     settings = {"weight_decay": 0.5, "momentum": 0.95, "adjust_lr_fn": "match_rms_adamw"}
-    theirs = nn.Parameter(weight.clone())
-    optimizer = torch.optim.Muon([theirs], lr=0.1, **settings)
+    whole = nn.Parameter(weight.clone())
+    # Torch takes matrices alone: those of experts one by one.
+    theirs = [nn.Parameter(each.clone()) for each in whole.detach().view(-1, *shape[-2:])]
+    optimizer = torch.optim.Muon(theirs, lr=0.1, **settings)
     for gradient in gradients:
-        theirs.grad = gradient.clone()
+        for parameter, each in zip(theirs, gradient.view(-1, *shape[-2:]), strict=True):
+            parameter.grad = each.clone()
         optimizer.step()
-    name = DENSE + "up.weight"
-    ours = moved(name, weight, gradients, learning_rate=0.1, weight_decay=0.5)
-    assert relative(ours, theirs.detach()) < 0.02  # theirs multiplies in bf16
+    expected = torch.stack([each.detach() for each in theirs]).view(shape)
+    ours = moved(DENSE + name, weight, gradients, learning_rate=0.1, weight_decay=0.5)
+    assert relative(ours, expected) < 0.02  # theirs multiplies in bf16
     assert relative(ours, weight) > 0.1
 
 
@@ -210,8 +220,47 @@ def test_all_matrices_of_blocks_are_known_but_routers_and_gates(kind, feed_forwa
     dimensions = matrix_dimensions(model)
     of_blocks = {name for name in dimensions if name.startswith("blocks.") and dimensions[name] > 1}
     routing = {name for name in of_blocks if ".router." in name or ".gate." in name}
-    assert {name for name in dimensions if is_matrix(name)} == of_blocks - routing
+    assert matrices(dimensions) == of_blocks - routing
     assert of_blocks - routing
+
+
+@pytest.mark.parametrize("name", [*DECODERS])
+def test_all_matrices_of_decoders_are_known_but_routers(name):
+    dimensions = matrix_dimensions(build_model(small_decoder(name)))
+    of_blocks = {name for name in dimensions if name.startswith("blocks.") and dimensions[name] > 1}
+    routing = {name for name in of_blocks if ".router." in name or ".shared_gate." in name}
+    assert matrices(dimensions) == of_blocks - routing
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5, 7])
+def test_parts_give_whole_matrices(ranks):
+    # 3 + 2 matrices of 4 numbers; parts of 20 / ranks, the last ones with padding.
+    numbers = torch.arange(1.0, 21.0)
+    length = -(-20 // ranks)
+    padded = torch.cat([numbers, torch.zeros(ranks * length - 20)])
+    parts, sent = padded.split(length), []
+
+    class Collects(NamedTuple):
+        rank: int
+        size: int = ranks
+
+        def total(self, cut_NS):
+            sent.append(cut_NS)
+            return cut_NS
+
+    class Answers(Collects):
+        def total(self, cut_NS):
+            return torch.stack(sent).sum(0)
+
+    for kind in (Collects, Answers):
+        found = [FlatPart(kind(n), 20).whole(parts[n], 4) for n in range(ranks)]
+    assert len(sent) in (0, ranks)  # all take part, or none
+    for rank, (whole_NS, begin) in enumerate(found):
+        start, stop = min(20, rank * length), min(20, (rank + 1) * length)
+        first, last = start // 4, -(-stop // 4)
+        assert torch.equal(whole_NS, numbers.view(5, 4)[first : max(first, last)])
+        mine = whole_NS.view(-1)[begin : begin + stop - start]
+        assert torch.equal(mine, numbers[start:stop])
 
 
 def test_padded_ranks_change_no_scale():
@@ -273,10 +322,6 @@ def parse(*overrides):
     ("override", "expected"),
     [
         (
-            "parallel.zero_stage=1",
-            "parallel.zero_stage: 1 is not allowed with optimizer.kind: muon",
-        ),
-        (
             "parallel.zero_stage=3",
             "parallel.zero_stage: 3 is not allowed with optimizer.kind: muon",
         ),
@@ -306,6 +351,8 @@ MODELS = {
     "mumoe cp": mumoe_model(),
     "mumoe tr": mumoe_model(factorization="tr", expert_rank=3),
     "smoe": moe_model(),
+    "latent": small_decoder("latent"),
+    "sinks": small_decoder("sinks"),
 }
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("dense", "mumoe cp")]
 
@@ -324,9 +371,11 @@ def test_a_resumed_run_ends_with_the_same_bits(workers, tmp_path, model):
     assert ours.keys() == expected.keys()
     assert all(torch.equal(ours[key], expected[key]) for key in expected)
     config = OptimizerConfig(kind="muon")
-    for name in {name for name, field in ours if field == "master"}:
+    names = {name for name, field in ours if field == "master"}
+    for name in names:
         kept = {field for other, field in ours if other == name}
-        assert kept == {"master", "ema", *state_tensors(config, name)}
+        of_muon = state_tensors(config, is_matrix=name in matrices(names))
+        assert kept == {"master", "ema", *of_muon}
 
 
 @pytest.mark.distributed
@@ -353,8 +402,15 @@ def test_a_run_goes_on_with_what_its_checkpoint_has(workers, texts, tmp_path):
 @pytest.mark.parametrize(
     ("model", "layout"),
     [
-        ("mumoe tr", {}), ("smoe", {"expert": 2}),
-        *(pytest.param(name, {}, marks=pytest.mark.slow) for name in ("dense", "mumoe cp", "smoe")),
+        ("mumoe tr", {}), ("latent", {"expert": 2, "stage": 1}), ("smoe", {"stage": 2}),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in [
+                ("dense", {}), ("mumoe cp", {}), ("smoe", {}), ("smoe", {"expert": 2}),
+                ("dense", {"stage": 1}), ("mumoe tr", {"stage": 1}), ("mumoe cp", {"stage": 2}),
+                ("sinks", {"stage": 1}), ("sinks", {"expert": 2, "stage": 2}),
+            ]
+        ),
     ],
 )  # fmt: skip
 def test_two_processes_end_as_one(workers, tmp_path, model, layout):
