@@ -72,6 +72,7 @@ EXPECTED = {
     "finetune/gpt2-124m-sst2.yaml": (8, 2, 124_339_200),
     "finetune/gpt2-small-banking77.yaml": (1, 77, 5_341_952),
     "finetune/gpt2-small-sst2.yaml": (1, 2, 5_322_752),
+    "finetune/olmoe-1b-7b-lora.yaml": (8, 50304, 6_996_756_480),
     "finetune/smoe-medium-sst2.yaml": (2, 2, 121_305_984),
     "gpt2/10b-mumoe-cp.yaml": (64, 50257, 9_880_178_176),
     "gpt2/10b-smoe-64.yaml": (64, 50257, 10_176_696_320),
