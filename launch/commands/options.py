@@ -27,8 +27,8 @@ Weights = Annotated[
 Base = Annotated[
     Path | None,
     Argument(
-        "of a checkpoint of adapters: where their base is; it has to have the same numbers; "
-        "default: checkpoint.init_from of the checkpoint's configuration",
+        "of a checkpoint of adapters, or a folder of peft's: where their base is; that of a "
+        "checkpoint has to have the same numbers; default: where their configuration says",
         "PATH",
     ),
 ]
