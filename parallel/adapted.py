@@ -31,6 +31,10 @@ class WholeWeights(Protocol):
         """A whole weight, fp32."""
         ...
 
+    def buffer(self, name: str) -> torch.Tensor:
+        """A buffer of the model, whole."""
+        ...
+
 
 def digest_of(base: WholeWeights, names: Collection[str]) -> str:
     """Tells one base from another: the xxh3 of names, shapes and fp32 values.

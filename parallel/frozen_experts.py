@@ -45,4 +45,4 @@ def drop_gradients(parameter: nn.Parameter, experts: Collection[int]) -> None:
     def dropped(gradient: Tensor) -> Tensor:
         return gradient.index_fill(0, index, 0)
 
-    parameter.register_hook(dropped)  # type: ignore[no-untyped-call]
+    parameter.register_hook(dropped)

@@ -156,7 +156,7 @@ class PeftWeights(FamilyWeights):
                     scale = self._checked_scale(beside, before)
                     found.setdefault(name, []).append(beside._replace(scale=scale))
                     used |= {beside.A, beside.B}
-        if strange := sorted(names - used):
+        if strange := sorted(set(names) - used):
             raise PeftError(
                 f"{self.adapters / ADAPTER_FILE}: {strange[0]} belongs to no weight of "
                 f"{self.folder}"

@@ -94,7 +94,7 @@ def peft_files(weights: AdaptedCheckpoint) -> tuple[dict[str, Any], Iterator[tup
     modules = [_bare(t.name) for t in targets if not t.by_parameter]
     shares = {_in_all_blocks(t): t.shares for t in targets if t.shares > 1}
     rank, alpha = weights.lora.rank, weights.lora.alpha
-    tree = {
+    tree: dict[str, Any] = {
         "peft_type": "LORA",
         "task_type": theirs.task_type if saved else theirs.task_type_without,
         "base_model_name_or_path": str(weights.base.folder),
@@ -120,8 +120,10 @@ def _theirs(weights: AdaptedCheckpoint) -> _Theirs:
     config = weights.model_config()
     if isinstance(config, DecoderConfig):
         base = weights.base
-        is_of_base = isinstance(base, FamilyWeights) and computes_the_same(config, base.config)
-        family = base.family if is_of_base else family_of_model(config)
+        if isinstance(base, FamilyWeights) and computes_the_same(config, base.config):
+            family = base.family
+        else:
+            family = family_of_model(config)
         _refuse_moved_buffers(weights, family)
         return _Theirs(family.in_memory(), task_type_without="CAUSAL_LM")
     if isinstance(config, GPT2Config):

@@ -126,7 +126,8 @@ def _updates(ahead_NS: Tensor, matrix: Matrix) -> Tensor:
     """The matrices [N, S] of `ahead_NS` orthogonalized, in lots that bound the memory for it."""
     update_NS = torch.empty_like(ahead_NS)
     count = max(1, LOT // (matrix.rows * matrix.columns))
-    for lot_NS, there_NS in zip(ahead_NS.split(count), update_NS.split(count), strict=True):
+    lots = zip(torch.split(ahead_NS, count), torch.split(update_NS, count), strict=True)
+    for lot_NS, there_NS in lots:
         there_NS.copy_(orthogonalized(lot_NS.view(-1, *matrix[:2])).flatten(1))
     return update_NS
 
