@@ -429,10 +429,33 @@ def test_two_processes_end_as_one(workers, tmp_path, model, layout):
     assert max(relative(ours[key], theirs[key]) for key in weights) < 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
-@pytest.mark.parametrize(("model", "experts"), [("mumoe tr", 1), ("smoe", 2)])
-def test_bf16_stays_near_fp32(workers, model, experts):
-    case = MUON.but(model=MODELS[model], expert=experts, learning_rate=1e-3)
+def test_moments_go_from_zero_2_to_one_process(workers, tmp_path):
+    case = MUON.but(model=MODELS["latent"], learning_rate=1e-3)
+    first, second = str(tmp_path / "first"), str(tmp_path / "second")
+    whole = workers(1).run(train, case.but(last_step=8))[0]
+    half = case.but(stage=2, expert=2, save_to=first)
+    begun = workers(4).run(train, half)[0]
+    kept = Checkpoint(tmp_path / "first" / "step-00000004").tensors
+    assert set(kept["blocks.1.feed_forward.experts.gate"]) == {"master", "exp_avg"}
+    assert set(kept["blocks.1.feed_forward.router.score.weight"]) == {
+        "master", "exp_avg", "exp_avg_sq",
+    }  # fmt: skip
+    resume = f"{first}/step-00000004"
+    rest = case.but(first_step=4, last_step=8, resume=resume, save_to=second)
+    losses = begun["losses"] + workers(1).run(train, rest)[0]["losses"]
+    torch.testing.assert_close(
+        torch.tensor(losses), torch.tensor(whole["losses"]), rtol=1e-5, atol=0
+    )
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("model", "experts", "stage"), [("mumoe tr", 1, 0), ("smoe", 2, 0), ("latent", 2, 1)]
+)
+def test_bf16_stays_near_fp32(workers, model, experts, stage):
+    case = MUON.but(model=MODELS[model], expert=experts, stage=stage, learning_rate=1e-3)
     exact, rounded = (
         torch.tensor(workers(2).run(train, case.but(precision=each))[0]["losses"])
         for each in ("fp32", "bf16")
