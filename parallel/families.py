@@ -147,7 +147,7 @@ class FamilyWeights(FolderWeights):
         plain = family_of_files(self._tree, CONFIG_FILE)
         files = {}
         for name in _BESIDE:
-            path = self.folder / name
+            path = self.files_folder / name
             if path.is_file() and path.stat().st_size <= _LARGEST:
                 files[name] = path.read_text(encoding="utf-8")
         return Origin(

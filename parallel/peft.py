@@ -103,14 +103,19 @@ class PeftWeights(FamilyWeights):
                 f"{said} is no Hugging Face folder; `--base FOLDER` names that of the base"
             )
         super().__init__(folder)
-        self.adapters = adapters
+        self.base, self.folder = folder, adapters
         self._matrices = TensorFolder(adapters, PeftError, single=ADAPTER_FILE)
         self._beside = self._located()
 
     @property
+    def files_folder(self) -> Path:
+        """See `FolderWeights.files_folder`: that of the base."""
+        return self.base
+
+    @property
     def note(self) -> str | None:
         """See `FamilyWeights.note`; also that there are adapters."""
-        said = [super().note, f"the adapters of {self.adapters} are merged into {self.folder}"]
+        said = [super().note, f"the adapters of {self.folder} are merged into {self.base}"]
         return "; ".join(each for each in said if each)
 
     def part(self, name: str, slices: Slices) -> Tensor:
@@ -158,11 +163,10 @@ class PeftWeights(FamilyWeights):
                     used |= {beside.A, beside.B}
         if strange := sorted(set(names) - used):
             raise PeftError(
-                f"{self.adapters / ADAPTER_FILE}: {strange[0]} belongs to no weight of "
-                f"{self.folder}"
+                f"{self.folder / ADAPTER_FILE}: {strange[0]} belongs to no weight of {self.base}"
             )
         if not any(self._matrices.read(name, ()).any() for name in names if name.endswith(_B)):
-            raise PeftError(f"{self.adapters / ADAPTER_FILE}: adds nothing: all lora_B are zero")
+            raise PeftError(f"{self.folder / ADAPTER_FILE}: adds nothing: all lora_B are zero")
         return found
 
     def _stacks(self, names: Collection[str]) -> set[str]:
@@ -195,8 +199,8 @@ class PeftWeights(FamilyWeights):
         for name, shape in wanted.items():
             if (there := self._matrices.mapped(name).get_shape()) != shape:
                 raise PeftError(
-                    f"{self.adapters / ADAPTER_FILE}: {name} is {there}, rank {rank} beside "
-                    f"{tensor} of {self.folder} says {shape}"
+                    f"{self.folder / ADAPTER_FILE}: {name} is {there}, rank {rank} beside "
+                    f"{tensor} of {self.base} says {shape}"
                 )
         return alpha / (math.sqrt(rank) if settings.use_rslora else rank)
 

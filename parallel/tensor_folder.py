@@ -165,6 +165,11 @@ class FolderWeights(WeightSource):
     ) -> None:
         self.folder, self._tensors, self._shapes, self._error = folder, tensors, shapes, error
 
+    @property
+    def files_folder(self) -> Path:
+        """Where the files are that belong to the weights, as a tokenizer."""
+        return self.folder
+
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes of the weights by Polyad's names."""
         return self._shapes

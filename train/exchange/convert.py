@@ -143,7 +143,7 @@ def _check_adapters(source: Path, weights: Weights, to: Format, merge: bool, spl
         )
     if isinstance(weights, PeftWeights) and not merge:
         raise ConfigError(
-            f"{source}: holds adapters of {weights.folder}: --merge makes them part of the weights"
+            f"{source}: holds adapters of {weights.base}: --merge makes them part of the weights"
         )
 
 

@@ -99,7 +99,7 @@ def tokenizer_of(weights: Weights) -> Tokenizer | None:
         ValueError: with an `exit_status` of 2: there is one, and it is damaged or cannot be read.
     """
     if not isinstance(weights, Checkpoint):
-        return _folder_tokenizer(weights.folder)
+        return _folder_tokenizer(weights.files_folder)
     known = weights.state.tokenizer_fingerprint
     own = [weights.small_file(name) for name in TOKENIZER_FILES]
     beside = [folder / name for folder in _data_folders(weights) for name in TOKENIZER_FILES]
