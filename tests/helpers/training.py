@@ -283,6 +283,19 @@ def train(case: Case, source: Source | None = None) -> dict[str, Any]:
     return {"losses": losses, "norms": norms, "applied": applied, "routing": routing}
 
 
+def moved_though_frozen(case: Case) -> list[str]:
+    """Trains a case; the names of frozen weights that this process does not have as before, and of
+    trained ones that it has."""
+    engine, world = build_engine(case)
+    named = list(engine.module.named_parameters())
+    before = {name: parameter.detach().clone() for name, parameter in named}
+    for step in range(case.last_step):
+        batches = batches_of(step, world, case)
+        given = Prefetch(iter(batches), world.device)
+        train_step(engine, losses_of(case), given, len(batches), case.learning_rate)
+    return [n for n, p in named if torch.equal(p, before[n]) == p.requires_grad]
+
+
 def go_back(case: Case) -> tuple[float, float]:
     """The loss of a batch after training has gone back to a checkpoint, and of one that has it."""
     assert case.resume

@@ -21,7 +21,9 @@ from tests.helpers.training import (
     Case,
     go_back,
     moe_model,
+    moved_though_frozen,
     mumoe_model,
+    optimizer_of,
     resave,
     tensors,
     train,
@@ -114,8 +116,14 @@ def test_a_checkpoint_has_adapters_and_what_is_trained_and_nothing_else(whole_ru
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("change", [{"recompute": "block"}, {"compile": True}], ids=str)
-@pytest.mark.parametrize("kind", ["dense", "experts", "cp"])
+@pytest.mark.parametrize(
+    ("kind", "change"),
+    [
+        *itertools.product(("dense", "experts", "cp"), ({"recompute": "block"}, {"compile": True})),
+        ("latent", {"recompute": "block"}),
+    ],
+    ids=str,
+)
 def test_recomputation_and_compilation_change_nothing(workers, whole_runs, kind, change):
     expected, _ = whole_runs(CASES[kind])
     case = CASES[kind]
@@ -172,6 +180,27 @@ def test_frozen_groups_stay_to_the_last_bit_and_have_no_moments(
     again = case.but(resume=str(saved), first_step=4, tensor=2, save_to=str(tmp_path / "b"))
     workers(4).run(resave, again)
     assert_equal_state(tmp_path / "b" / "step-00000004", saved)
+
+
+@everyday(
+    ("optimizer", "changes", "precision"),
+    [
+        (optimizer, changes, precision)
+        for optimizer, changes in (
+            ("adamw", {"lora": MIXTURE}), ("sgd", {"lora": MIXTURE, "momentum": 0.9}),
+            ("muon", {"groups": (GroupConfig(match="experts.*", freeze=True),)}),
+            ("muon", {"groups": (
+                GroupConfig(match="experts.*"), GroupConfig(match="*", freeze=True))}),
+        )
+        for precision in ("fp32", "bf16")
+    ],
+    keep=[("adamw", {"lora": MIXTURE}, "bf16")],
+)  # fmt: skip
+def test_frozen_weights_of_a_mixture_stay_to_the_last_bit(workers, optimizer, changes, precision):
+    case = Case(model=small_decoder("norm over heads"), expert=2, stage=1, learning_rate=0.05)
+    case = case.but(optimizer=optimizer, precision=precision, **changes)
+    assert optimizer_of(case).weight_decay > 0
+    assert workers(2).run(moved_though_frozen, case) == [[], []]
 
 
 BY_NUMBER = (
