@@ -2,9 +2,10 @@
 
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from polyad.model.build import has_experts
 from polyad.model.patterns import matches
 from polyad.model.settings import ModelSettings
 from polyad.train.config.adaptation import model_of
@@ -71,8 +72,9 @@ def small_config(config: RunConfig, processes: int) -> RunConfig:
     tree["evaluation"]["stride"] = None  # it may be longer than a sample now
     parallel["bucket_size"] = min(parallel["bucket_size"], 1000)  # several buckets, as in a run
     groups, tree["optimizer"]["groups"] = tree["optimizer"]["groups"], []
-    names = [name for name, _ in model_of(_read(tree)).named_parameters()]
-    tree["optimizer"]["groups"] = list(_with_parameters(groups, names))
+    whole = model_of(_read(tree))
+    experts = {n: len(p) if has_experts(whole, n) else 0 for n, p in whole.named_parameters()}
+    tree["optimizer"]["groups"] = list(_with_parameters(groups, experts))
     return _read(tree)
 
 
@@ -87,15 +89,28 @@ def _read(tree: dict[str, Any]) -> RunConfig:
 
 
 def _with_parameters(
-    groups: Iterable[dict[str, Any]], names: Iterable[str]
+    groups: Iterable[dict[str, Any]], experts: Mapping[str, int]
 ) -> Iterator[dict[str, Any]]:
-    """The groups of the optimizer that have parameters where there are fewer blocks."""
-    left = set(names)
+    """The groups of the optimizer that have parameters where there are fewer blocks and experts.
+
+    Args:
+        groups: Of the run.
+        experts: By the name of each parameter, how many it stacks; 0: it is no stack.
+    """
+    left = {name: set(range(count or 1)) for name, count in experts.items()}
     for group in groups:
-        some = {name for name in left if matches(group["match"], name)}
-        if some:
+        some = {name for name in experts if matches(group["match"], name)}
+        numbers = group["experts"]
+        if numbers is not None:  # of any block: else nothing might be left to train
+            match = group["match"] if some else _BLOCK.sub("*", group["match"])
+            some = {name for name, count in experts.items() if count and matches(match, name)}
+            fewest = min((experts[name] for name in some), default=1)
+            numbers = sorted({number % fewest for number in numbers})
+            group = group | {"match": match, "experts": numbers}
+        mine = {n: left[n] if numbers is None else left[n] & set(numbers) for n in some}
+        if any(mine.values()):
             yield group
-        left -= some
+        left |= {name: left[name] - taken for name, taken in mine.items()}
 
 
 def _shrink_model(model: dict[str, Any], cut: int) -> None:

@@ -133,6 +133,27 @@ def test_patterns_that_name_a_block_suit_fewer_blocks(tmp_path: Path) -> None:
     assert len(adapted) == 2
 
 
+def test_experts_by_number_are_there_in_a_small_model() -> None:
+    groups = (
+        "[{match: blocks.11.feed_forward.experts.*, experts: [3, 9, 14], weight_decay: 0}, "
+        "{match: '*', freeze: true}]"
+    )
+    config = small(ROOT / "configs/decoder/qwen3-30b-a3b.yaml", 4, f"optimizer.groups={groups}",
+                   "parallel.expert_parallel_size=2")  # fmt: skip
+    experts = config.model.known_feed_forward()
+    assert isinstance(experts, SparseMoEConfig)
+    first, rest = config.optimizer.groups
+    assert first.match == "blocks.*.feed_forward.experts.*"
+    assert first.experts == tuple(sorted({n % experts.num_experts for n in (3, 9, 14)}))
+    assert rest.match == "*"
+    trained = {name for name, p in model_of(config).named_parameters() if p.requires_grad}
+    assert trained == {
+        f"blocks.{block}.feed_forward.experts.{name}"
+        for block in range(config.model.num_layers)
+        for name in ("gate", "up", "down")
+    }
+
+
 def test_losses_of_a_micro_batch_are_left_out_beside_gates_over_all_samples() -> None:
     pairs = "loss.sample_similarity={same: 1.0e-6, different: 0.01}"
     path = ROOT / "configs/mixer/s16-mumoe-cp.yaml"
