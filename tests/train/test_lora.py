@@ -134,6 +134,9 @@ def test_merged_and_unmerged_weights_and_peft_give_equal_logits(
             "peft": theirs(some_ids).logits,
             "transformers": merged.eval()(some_ids).logits,
             "run": load_model(folder)(some_ids).logits,
+            "peft, read": load_model(open_weights(tmp_path / "peft", base=exported))(
+                some_ids
+            ).logits,
             **{name: load_model(tmp_path / name)(some_ids).logits for name in ("plain", "polyad")},
         }
         before = load_model(finished)(some_ids).logits
