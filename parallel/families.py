@@ -212,15 +212,11 @@ class FamilyWeights(FolderWeights):
             return initial_value(self._model, name, self.seed)
         return self._tensors.read(rule.names[0], ()).float()
 
-    def part(self, name: str, slices: Slices) -> Tensor:
-        """A part of a weight in our form, of any type, perhaps of the mapped file."""
+    def parts(self, name: str, slices: Slices) -> Iterator[Tensor]:
+        """What each tensor of the folder has of a part of a weight, row after row."""
         if self.is_new(name):
-            return initial_value(self._model, name, self.seed)[slices]
-        parts = list(self._stored_parts(name, slices))
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-    def _stored_parts(self, name: str, slices: Slices) -> Iterator[Tensor]:
-        """What each tensor of the folder has of a box, row after row."""
+            yield initial_value(self._model, name, self.seed)[slices]
+            return
         for piece in self._pieces(name):
             start = max(slices[0].start, piece.rows.start) - piece.rows.start
             stop = min(slices[0].stop, piece.rows.stop) - piece.rows.start

@@ -1,9 +1,13 @@
-"""Settings of glibc's malloc for training on a CPU: freed memory is kept for reuse."""
+"""Memory of this machine: how much a process may still take; settings of glibc's malloc for
+training on a CPU, by which freed memory is kept for reuse."""
 
 import ctypes
 import gc
 import os
+import resource
 import sys
+from collections.abc import Iterator
+from pathlib import Path
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 """Constants of glibc's malloc.h."""
@@ -47,3 +51,56 @@ def give_back_freed_memory() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     if trim is not None:
         trim(0)
+
+
+def free_memory(root: Path = Path("/")) -> int:
+    """Bytes that this process may still take: the least of what the machine, its control groups and
+    its own limits (`ulimit -v`, `ulimit -d`) leave. Swap does not count, and the page cache does.
+
+    Args:
+        root: of the file system that is asked for control groups.
+    """
+    import psutil  # not at the top: commands that need no numbers start faster without it
+
+    process = psutil.Process().memory_info()
+    left = [psutil.virtual_memory().available, *_left_by_groups(root)]
+    for limit, used in ((resource.RLIMIT_AS, process.vms), (resource.RLIMIT_DATA, process.data)):
+        most, _ = resource.getrlimit(limit)
+        if most != resource.RLIM_INFINITY:
+            left.append(most - used)
+    return max(0, min(left))
+
+
+_GROUPS = {
+    "": ("sys/fs/cgroup", "memory.max", "memory.current", ""),
+    "memory": ("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
+}
+"""Where version 2 and version 1 of control groups have the limit and the use of memory, and what
+their statistics of a group with all below it begin with."""
+
+
+def _left_by_groups(root: Path) -> Iterator[int]:
+    """What each control group above this process leaves of its limit."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, name = line.split(":", 2)
+        for kind, (place, limit, used, begins) in _GROUPS.items():
+            if kind not in controllers.split(","):
+                continue
+            top = root / place
+            folder = top / name.lstrip("/")
+            # In a container the names may be those of the host, and its own group is at the top.
+            for group in (folder, *folder.parents):
+                if not group.is_relative_to(top):
+                    break
+                try:
+                    most = int((group / limit).read_text())
+                    taken = int((group / used).read_text())
+                    stat = dict(each.split() for each in (group / "memory.stat").open())
+                except (OSError, ValueError):  # no such group, or `max`: no limit
+                    continue
+                cache = sum(int(stat.get(f"{begins}{k}_file", 0)) for k in ("active", "inactive"))
+                yield most - taken + cache

@@ -59,6 +59,6 @@ class Quantized:
             dequantize(
                 self._blocks[expert : expert + 1, outputs],
                 self._scales[expert : expert + 1, outputs],
-            )[..., inputs].mT
+            )[..., inputs]
             for expert in range(self.get_shape()[0])[experts]
-        ])  # fmt: skip
+        ]).mT  # fmt: skip

@@ -1,6 +1,7 @@
 """The tensors of a folder with model.safetensors, or with shards and an index: mapped, not read."""
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -99,6 +100,10 @@ class TensorFolder:
         value: torch.Tensor = file.get_slice(stored)[box] if box else file.get_tensor(stored)
         return value
 
+    def let_go(self) -> None:
+        """Ends the mapping of all files; each is mapped again when something of it is read."""
+        self._open.clear()
+
     def faults(self, wanted: Mapping[str, Wanted], config_file: str) -> list[str]:
         """What is missing or differs from a configuration; further tensors are no fault.
 
@@ -174,14 +179,20 @@ class FolderWeights(WeightSource):
         """Shapes of the weights by Polyad's names."""
         return self._shapes
 
-    def part(self, name: str, slices: tuple[slice, ...]) -> torch.Tensor:
-        """A part of a weight in our orientation, of any type, perhaps of the mapped file.
+    def parts(self, name: str, slices: tuple[slice, ...]) -> Iterator[torch.Tensor]:
+        """A part of a weight in our orientation, of any type, as it lies in one tensor of the files
+        or row after row in several; perhaps of the mapped file.
 
         Args:
             name: Polyad's name.
             slices: of our orientation.
         """
-        return self._tensors.read(name, slices)
+        yield self._tensors.read(name, slices)
+
+    def part(self, name: str, slices: tuple[slice, ...]) -> torch.Tensor:
+        """The same in one tensor."""
+        parts = list(self.parts(name, slices))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def weight(self, box: Box) -> torch.Tensor:
         """A box of a weight in our orientation, fp32."""
@@ -191,14 +202,47 @@ class FolderWeights(WeightSource):
                 f"{self.folder}: {box.name} has shape {list(there or ()) or 'none'} there, "
                 f"{list(box.shape)} in this model"
             )
-        # Always a copy, since the part may be of the mapped file.
-        return self.part(box.name, box.slices).to(
-            torch.float32, copy=True, memory_format=torch.contiguous_format
-        )
+        return _copied(self.parts(box.name, box.slices), torch.empty(box.size))
 
     def whole(self, name: str) -> torch.Tensor:
         """A whole weight in our orientation, fp32."""
         return self.weight(Box.whole(name, MASTER, self._shapes[name]))
+
+    def as_stored(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+        """A whole weight in our orientation, which lies in memory as it does in the files.
+
+        Experts that are [E, out, in] there are not transposed: the weight is a view [E, in, out]
+        of them. Products take it as it is, and transposing would be most of the time of loading.
+
+        Args:
+            name: Polyad's name.
+            dtype: of the result.
+        """
+        shape = self._shapes[name]
+        parts = self.parts(name, tuple(slice(0, size) for size in shape))
+        first = next(parts)
+        if len(shape) > 2 and first.stride(-2) < first.stride(-1):
+            out = torch.empty(*shape[:-2], shape[-1], shape[-2], dtype=dtype).mT
+        else:
+            out = torch.empty(shape, dtype=dtype)
+        return _copied(chain([first], parts), out)
+
+    def let_go(self) -> None:
+        """Ends the mapping of the files; what is asked for next maps them again."""
+        self._tensors.let_go()
+
+
+def _copied(parts: Iterable[torch.Tensor], out: torch.Tensor) -> torch.Tensor:
+    """Fills a tensor row after row."""
+    row = 0
+    for part in parts:
+        if part.dim() < 3:
+            (out[row : row + len(part)] if part.dim() else out).copy_(part)
+        else:  # torch transposes a matrix several times as fast as a stack of them
+            for number, matrix in enumerate(part):
+                out[row + number].copy_(matrix)
+        row += len(part) if part.dim() else 0
+    return out
 
 
 def check_file(path: Path, error_class: type[ValueError]) -> None:

@@ -17,6 +17,7 @@ from polyad.parallel.families import FamilyWeights, is_huggingface_folder
 from polyad.parallel.fragments import persistent_buffers
 from polyad.parallel.peft import PeftWeights, is_peft_folder
 from polyad.parallel.plain_weights import PlainWeights, is_plain_folder
+from polyad.parallel.tensor_folder import FolderWeights
 from polyad.parallel.zero import DTYPES, Precision
 
 Weights: TypeAlias = Checkpoint | FamilyWeights | PlainWeights
@@ -182,13 +183,38 @@ def load_model(
             Path(source),
             lambda chosen: load_model(open_weights(chosen, choice), device, precision),
         )
-    stored = source
-    model = build_model(stored.model_config())
-    weights = ((name, stored.whole(name)) for name, _ in model.named_parameters())
-    buffers = [name for name, _ in persistent_buffers(model)]
-    place(model, weights, device, DTYPES[precision])
-    place(
-        model, ((name, initial_value(model, name, 0)) for name, _ in model.named_buffers()), device
-    )
-    place(model, ((name, stored.buffer(name)) for name in buffers), device)
+    model = build_model(source.model_config())
+    fill(model, source, device, precision)
     return model.eval()
+
+
+def fill(
+    model: nn.Module,
+    stored: Weights,
+    device: torch.device | str,
+    precision: Precision,
+    begins: tuple[str, ...] = ("",),
+) -> None:
+    """Gives parameters and buffers of a model memory and their values.
+
+    Args:
+        model: of the weights' configuration.
+        stored: the weights.
+        device: where they go.
+        precision: of parameters; buffers keep their own.
+        begins: how the names of those begin that are filled.
+    """
+    dtype = DTYPES[precision]
+    parameters, initial, buffers = (
+        [name for name, _ in named if name.startswith(begins)]
+        for named in (model.named_parameters(), model.named_buffers(), persistent_buffers(model))
+    )
+
+    def weight(name: str) -> torch.Tensor:
+        if isinstance(stored, FolderWeights):
+            return stored.as_stored(name, dtype)
+        return stored.whole(name)
+
+    place(model, ((name, weight(name)) for name in parameters), device, dtype)
+    place(model, ((name, initial_value(model, name, 0)) for name in initial), device)
+    place(model, ((name, stored.buffer(name)) for name in buffers), device)

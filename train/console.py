@@ -55,8 +55,12 @@ class Progress:
 
     def __init__(self, what: str, amount: float, unit: str = "tok") -> None:
         self._what, self._amount, self._unit = what, amount, unit
-        self._start = time.monotonic()
+        self._start, self._before = time.monotonic(), 0.0
         self._console, self._last = Console(sys.stderr), 0.0
+
+    def go_on(self, share: float) -> None:
+        """Begins anew where a share was done before, which counts for neither rate nor time."""
+        self._start, self._before = time.monotonic(), share
 
     def __call__(self, share: float) -> None:
         """Shows how far it is, now and then."""
@@ -64,10 +68,11 @@ class Progress:
         if share < 1 and now - self._last < (0.2 if sys.stderr.isatty() else 10):
             return
         self._last, seconds = now, max(now - self._start, 1e-9)
+        done = max(share - self._before, 1e-9)
         self._console.show(
             f"{self._what} {bar(share)} {100 * share:3.0f}%  "
-            f"{self._amount * share / seconds:,.0f} {self._unit}/s  "
-            f"{duration(seconds * (1 - share) / max(share, 1e-9))} left"
+            f"{self._amount * done / seconds:,.0f} {self._unit}/s  "
+            f"{duration(seconds * (1 - share) / done)} left"
         )
         if share >= 1:
             self._console.end()

@@ -9,12 +9,13 @@ A measure is told each batch with what every router decided, and adds it up; see
 Shapes: B samples of a batch, R rows of it, N tokens that a layer sees, D width.
 """
 
+import hashlib
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +23,8 @@ from torch import Tensor, nn
 from polyad.model.decoder import DecoderSettings
 from polyad.parallel import comm
 from polyad.parallel.checkpoint.reading import Checkpoint
-from polyad.parallel.weights import Choice, Weights, load_model, open_weights
+from polyad.parallel.streamed import Streamed, device_of
+from polyad.parallel.weights import Choice, Weights, open_weights
 from polyad.train.config.environment import agreed_facts, folder_digest
 from polyad.train.config.run import RunConfig, data_overrides, load_config, parse_config
 from polyad.train.config.smaller import to_evaluate
@@ -33,10 +35,11 @@ from polyad.train.exchange.writers import config_of_weights
 from polyad.train.experts.probing import Decision, RoutedLayer, deciding
 from polyad.train.guard.memory import explain_out_of_memory
 from polyad.train.loop.device import allow_tf32
+from polyad.train.streaming import opened_model, run_blocks
 from polyad.train.tasks.images import ImageClassification
 from polyad.train.tasks.language import LanguageModelling
 from polyad.train.tasks.registry import task_class
-from polyad.train.tasks.samples import Samples
+from polyad.train.tasks.samples import Samples, TextSamples
 from polyad.train.tasks.task import Task
 
 
@@ -51,6 +54,8 @@ class Evaluated(NamedTuple):
     """Which weights of a checkpoint."""
     data_is_named: bool
     """Whether the data was named, and is not that of the configuration."""
+    stream: Path | None = None
+    """Where a reading block by block keeps how far it is; None: it keeps nothing."""
 
     def about(self) -> dict[str, Any]:
         """The keys of a result that say which weights it is of; a folder of weights is of step
@@ -78,22 +83,34 @@ class Evaluated(NamedTuple):
 
     @contextmanager
     def loaded(
-        self, doing: str, split: str | None, model: nn.Module | None = None
+        self,
+        doing: str,
+        split: str | None,
+        model: nn.Module | None = None,
+        *,
+        needs_whole: str | None,
     ) -> Iterator[tuple[nn.Module, comm.World]]:
         """The model on this process's device, in evaluation mode, and the process.
 
-        Inside the context a lack of memory is explained in one line.
+        A model that does not fit into memory is a `Streamed` one, unless it has to be there as a
+        whole. Inside the context a lack of memory is explained in one line.
 
         Args:
             doing: what is done with it, for that line.
             split: that is read; None: none of the data.
             model: if it is there already.
+            needs_whole: why it has to be; None: it need not.
         """
-        world = self.joined(split)
+        world, precision = self.joined(split), self.config.train.precision
         allow_tf32(self.config.train.tf32, world.device)
-        with explain_out_of_memory(lambda: doing, world, lambda: to_evaluate(self.config)):
-            if model is None:
-                model = load_model(self.weights, world.device, self.config.train.precision)
+        with (
+            explain_out_of_memory(lambda: doing, world, lambda: to_evaluate(self.config)),
+            nullcontext(model)
+            if model is not None
+            else opened_model(
+                self.weights, world, precision, folder=self.stream, needs_whole=needs_whole
+            ) as model,
+        ):
             yield model, world
 
     def text(self, option: str) -> LanguageModelling:
@@ -137,6 +154,7 @@ def open_evaluated(
     overrides: tuple[str, ...],
     weights: Choice = "trained",
     base: Path | None = None,
+    stream: Path | None = None,
 ) -> Evaluated:
     """Opens weights, and data that fits them.
 
@@ -146,11 +164,14 @@ def open_evaluated(
         overrides: `key=value` for keys that evaluation reads.
         weights: which of the checkpoint's.
         base: see `open_weights`.
+        stream: where a reading block by block keeps how far it is; None: the weights are read so
+            only if they do not fit into memory, and nothing is kept.
 
     Raises:
         ValueError: with an `exit_status` of 2: one line says what is wrong.
     """
-    return open_data_for(open_weights(path, weights, base), data, overrides, weights)
+    opened = open_data_for(open_weights(path, weights, base), data, overrides, weights)
+    return opened._replace(stream=stream)
 
 
 def open_data_for(
@@ -238,18 +259,21 @@ def _refuse_other_keys(original: RunConfig, changed: RunConfig) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """A batch as a model read it."""
+    """A batch as a model read it; or of a `Streamed` one what a block made of it, block after
+    block."""
 
     number_R: Tensor
     """The number of each row among all that are read, on the device of the model."""
     batch: Any
     """What the task makes of the samples."""
     output: Any
-    """What `Samples.forward` gives."""
+    """What `Samples.forward` gives; None of a block alone."""
     decisions: Mapping[str, Decision]
-    """What each layer decided, by its name."""
+    """What each layer decided, by its name; of a block alone those in it."""
     entering: Mapping[int, Tensor]
     """What the blocks got [B, T, D] that a measure asked for, by their numbers."""
+    is_first: bool = True
+    """Whether no reading of the same batch was before this one."""
     row_N: Tensor | None = None
     """The row of the batch that each token belongs to; None: each row has as many tokens."""
     counted_N: Tensor | None = None
@@ -281,6 +305,14 @@ class Reader(Protocol):
         """Adds a batch."""
 
 
+@runtime_checkable
+class Lasting(Protocol):
+    """A reader whose sums can be kept, so that its reading goes on after a stop."""
+
+    def sums(self) -> Mapping[str, Tensor]:
+        """What it adds up, by name: tensors that stay the same ones while their values change."""
+
+
 @torch.inference_mode()
 def read(
     model: nn.Module,
@@ -305,10 +337,14 @@ def read(
         told: what the console calls it; empty: it says nothing.
         report: is told the share done, too.
     """
-    device, done = next(model.parameters()).device, 0
+    device, done = device_of(model), 0
     rank, ranks = (world.data_parallel_rank, world.data_parallel_size) if world else (0, 1)
     if told and (world is None or world.is_main):
         report = Progress(told, samples.amount, samples.unit)
+    if isinstance(model, Streamed):
+        progress = report if isinstance(report, Progress) else None
+        _read_streamed(model, layers, samples, measures, batch_size, told, progress)
+        return
     blocks = {block for measure in measures for block in measure.blocks}
     for number_R, batch in samples.batches(batch_size, rank, ranks, device):
         if len(number_R):
@@ -328,3 +364,58 @@ def read(
                 measure.add(reading)
         done += len(number_R) * ranks
         report(min(1.0, done / samples.rows))
+
+
+def _read_streamed(
+    model: Streamed,
+    layers: Sequence[RoutedLayer],
+    samples: Samples,
+    measures: Sequence[Reader],
+    batch_size: int,
+    told: str,
+    report: Progress | None,
+) -> None:
+    """As `read`, up to the last block with one of the layers."""
+    assert isinstance(samples, TextSamples)
+    assert not any(measure.blocks for measure in measures)
+    batches = list(samples.batches(batch_size, 0, 1, torch.device("cpu")))
+    by_block: dict[int, list[RoutedLayer]] = {}
+    for layer in layers:
+        by_block.setdefault(layer.block, []).append(layer)
+    sums: dict[str, Tensor] | None = {}
+    for measure in measures:
+        if sums is not None and isinstance(measure, Lasting):
+            name = type(measure).__name__
+            sums |= {f"{name}.{key}": value for key, value in measure.sums().items()}
+        else:
+            sums = None
+
+    @contextmanager
+    def watch(block: int) -> Iterator[Callable[[int], None]]:
+        with deciding(model, by_block.get(block, ())) as decisions:
+
+            def add(number: int) -> None:
+                if block not in by_block:
+                    return
+                number_R, batch = batches[number]
+                batch = type(batch)(*(each.to(model.device) for each in batch))
+                reading = Reading(
+                    number_R=number_R.to(model.device),
+                    batch=batch,
+                    output=None,
+                    decisions=decisions,
+                    entering={},
+                    is_first=block == min(by_block),
+                    counted_N=samples.counted_N(batch),
+                )
+                for measure in measures:
+                    measure.add(reading)
+
+            yield add
+
+    names = ", ".join(sorted(sums or ()))
+    what = f"{told} {hashlib.sha256(names.encode()).hexdigest()[:8]}"
+    ids = [batch.ids_BT.int() for _, batch in batches]
+    last = max(by_block, default=-1) + 1
+    with run_blocks(model, ids, last, what, watch=watch, sums=sums, report=report):
+        pass

@@ -24,6 +24,7 @@ from polyad.launch.commands.options import (
     CheckpointOrRun,
     Data,
     Split,
+    Stream,
     Weights,
     numbers,
     steering,
@@ -60,10 +61,12 @@ class Stored(HeldOut):
 
     weights: Weights = "trained"
     base: Base = None
+    stream: Stream = None
 
     def keywords(self, overrides: Sequence[str]) -> dict[str, Any]:
         """The arguments of what reads it."""
-        return super().keywords(overrides) | {"weights": self.weights, "base": self.base}
+        own = {"weights": self.weights, "base": self.base, "stream": self.stream}
+        return super().keywords(overrides) | own
 
 
 READ = "about how many tokens or images are read, evenly; default 65536"

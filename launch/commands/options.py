@@ -32,6 +32,15 @@ Base = Annotated[
         "PATH",
     ),
 ]
+Stream = Annotated[
+    Path | None,
+    Argument(
+        "read a decoder block by block, and keep in FOLDER how far that is, so that the same "
+        "command goes on after a stop; without it a decoder is read so if it does not fit into "
+        "memory, and nothing is kept",
+        "FOLDER",
+    ),
+]
 NUMBERS = "N,N,..."
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Annotated
 
 from polyad.launch.command import Argument, Json, command, non_negative, positive
-from polyad.launch.commands.options import Data, Split, numbers
+from polyad.launch.commands.options import Data, Split, Stream, numbers
 from polyad.launch.output import results
 
 
@@ -77,6 +77,7 @@ def report(
             "tokens; takes a few times as long as reading them once for each expert shown"
         ),
     ] = False,
+    stream: Stream = None,
     json: Json = None,
 ) -> None:
     """Draws a run as a page: curves, expert load, the tokens each expert gets most of."""
@@ -98,5 +99,6 @@ def report(
             top=top,
             tokens=tokens,
             knockout=knockout,
+            stream=stream,
         )
         show(result, report_line(result))

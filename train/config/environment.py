@@ -163,10 +163,12 @@ def code_digest() -> str:
 def folder_digest(folder: Path) -> str:
     """Digests the files of a folder of weights by name, size, and three samples of each.
 
-    Training changes all numbers of a tensor, so samples tell two folders apart.
+    Training changes all numbers of a tensor, so samples tell two folders apart. A page that was
+    written beside them does not count.
     """
     digest = hashlib.sha256()
-    for path in sorted(each for each in folder.iterdir() if each.is_file()):
+    files = (each for each in folder.iterdir() if each.is_file() and each.suffix != ".html")
+    for path in sorted(files):
         size = path.stat().st_size
         digest.update(f"{path.name}\0{size}\0".encode())
         with path.open("rb") as file:

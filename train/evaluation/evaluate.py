@@ -16,16 +16,17 @@ from polyad.data.images.augmentation import GaussianNoise
 from polyad.data.text.attack import WordSwap, write_attacked
 from polyad.data.text.manifest import SplitName
 from polyad.parallel import comm
+from polyad.parallel.streamed import seconds_before
 from polyad.parallel.weights import Choice
 from polyad.train.console import Progress
 from polyad.train.errors import ConfigError, RunError
 from polyad.train.evaluation.leak import Leak, check_leaks, measure_leak
 from polyad.train.reading import Evaluated, open_evaluated
 from polyad.train.results import aligned
+from polyad.train.streaming import predicting
 from polyad.train.tasks.language import LanguageModelling
-from polyad.train.tasks.losses import cross_entropy
 from polyad.train.tasks.registry import task_class
-from polyad.train.tasks.task import OneDevice, Scores, Task
+from polyad.train.tasks.task import Scores, Task
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,6 +111,7 @@ def evaluate(
     leak: int | None = None,
     weights: Choice = "trained",
     base: Path | None = None,
+    stream: Path | None = None,
 ) -> Evaluation:
     """Evaluates a checkpoint, in one process or under torchrun.
 
@@ -123,11 +125,12 @@ def evaluate(
             from what is before it alone; None: none.
         weights: which of the checkpoint's.
         base: see `open_weights`.
+        stream: see `open_evaluated`.
 
     Returns:
         The same on every process.
     """
-    opened = open_evaluated(path, data, overrides, weights, base)
+    opened = open_evaluated(path, data, overrides, weights, base, stream)
     return evaluate_opened(opened, split, attack=attack, leak=leak)
 
 
@@ -153,21 +156,26 @@ def evaluate_opened(
         check_leaks(opened.config, opened.weights.folder)
     opened.task.check_split(split)
     leaked = None
+    needs_whole = None if leak is None else "--leak scores texts that depend on what a block gave"
     with (
-        opened.loaded(f"evaluating {split}", split, model) as (model, world),
+        opened.loaded(f"evaluating {split}", split, model, needs_whole=needs_whole) as (
+            model,
+            world,
+        ),
         _attacked(opened, split, attack, world) as (task, attacked),
     ):
         count = task.units_of(split)
         report = Progress(f"evaluate {split}", count, task.unit.short) if world.is_main else None
         started = time.monotonic()
-        scores = task.score(
-            OneDevice(model, cross_entropy),
-            split,
-            batch_size=opened.batch_size,
-            world=world,
-            report=report,
+        scores = predicting(
+            model,
+            lambda predictor, told: task.score(
+                predictor, split, batch_size=opened.batch_size, world=world, report=told
+            ),
+            f"evaluate {split}",
+            report,
         )
-        seconds = time.monotonic() - started
+        seconds = time.monotonic() - started + seconds_before(model)
         if leak is not None:
             assert isinstance(task, LanguageModelling)
             windows = task.windows(task.split(split)[0])

@@ -113,6 +113,13 @@ class ExpertSimilarity:
             compared = [_compared(size) for size in layer.levels]
             self._levels[layer.name] = [(zeros(groups, 3, len(e), len(e)), e) for e in compared]
 
+    def sums(self) -> dict[str, Tensor]:
+        """What is added up; see `polyad.train.reading.Lasting`."""
+        found = {f"{name}.tokens": each for name, each in self._tokens.items()}
+        for name, levels in self._levels.items():
+            found |= {f"{name}.{level}": sums for level, (sums, _) in enumerate(levels)}
+        return found
+
     @torch.no_grad()
     def add(self, name: str, decision: Decision, number_N: Tensor) -> None:
         """Adds what a layer did in a batch, if that is one of those that are read.

@@ -97,6 +97,7 @@ class Comparison(Measure):
 
     name = "compare"
     doing = "comparing routing"
+    needs_whole = "two models read each batch together"
     told = "compare"
 
     def __init__(

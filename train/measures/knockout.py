@@ -190,6 +190,7 @@ class KnockOuts(Measure):
     name = "knockout"
     title = "What experts are for"
     doing = "leaving out experts"
+    needs_whole = "without an expert all blocks behind it run again"
     told = "leave out experts"
 
     def __init__(

@@ -18,6 +18,7 @@ from torch import nn
 
 from polyad.data.text.manifest import SplitName
 from polyad.parallel import comm
+from polyad.parallel.streamed import seconds_before
 from polyad.parallel.weights import Choice
 from polyad.train.errors import ConfigError
 from polyad.train.experts.information import Summed
@@ -107,11 +108,14 @@ class Examination(ABC):
         name: what errors call it; of a measure also the key of a study and the name in a report.
         doing: what the command does, for a line that says that memory ran out.
         reads_split: whether it reads a split of the data.
+        needs_whole: why the whole model has to be in memory; None: it may be read block by block,
+            see `polyad.train.reading.Reading`.
     """
 
     name: ClassVar[str]
     doing: ClassVar[str] = "measuring experts"
     reads_split: ClassVar[bool] = True
+    needs_whole: ClassVar[str | None] = "it takes all of a model at once"
 
     @classmethod
     @abstractmethod
@@ -294,6 +298,7 @@ def examine(
     overrides: tuple[str, ...] = (),
     weights: Choice = "trained",
     base: Path | None = None,
+    stream: Path | None = None,
     **options: Any,
 ) -> Examined:
     """Examines a checkpoint, in one process or under torchrun.
@@ -306,6 +311,7 @@ def examine(
         overrides: `key=value` for keys that evaluation reads.
         weights: which of the checkpoint's.
         base: see `open_weights`.
+        stream: see `open_evaluated`.
         options: see `checked` of the examination.
 
     Returns:
@@ -314,13 +320,14 @@ def examine(
     Raises:
         ValueError: with an `exit_status` of 2: one line says what is wrong.
     """
-    opened = open_evaluated(path, data, overrides, weights, base)
+    opened = open_evaluated(path, data, overrides, weights, base, stream)
     asked = kind.checked(opened, split, **options)
     if kind.reads_split:
         opened.task.check_split(split)
-    started = time.monotonic()
-    with opened.loaded(kind.doing, split if kind.reads_split else None) as (model, world):
+    started, reads = time.monotonic(), split if kind.reads_split else None
+    with opened.loaded(kind.doing, reads, needs_whole=kind.needs_whole) as (model, world):
         result = kind.take(opened, split, asked, model, world)
+        seconds = time.monotonic() - started + seconds_before(model)
     return Examined(
         **opened.about(),
         data=opened.task.name,
@@ -330,5 +337,5 @@ def examine(
         weights=weights,
         precision=opened.config.train.precision,
         processes=world.size,
-        seconds=time.monotonic() - started,
+        seconds=seconds,
     )

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from polyad.model.mixture import Mixture
+from polyad.parallel.streamed import device_of
 from polyad.train.experts.by_class import (
     SHUFFLES,
     ExpertCounts,
@@ -202,11 +203,12 @@ class Specialization(Measure):
     title = "How experts divide the work"
     anchor = "division"
     told = "measure routing"
+    needs_whole = None
 
     def __init__(self, subject: Subject, *, leave_out: bool = True) -> None:
         super().__init__(subject)
         model, layers, samples, batch_size = subject
-        device = next(model.parameters()).device
+        device = device_of(model)
         self._entropies = GateEntropies(layers, samples.rows, device)
         rows = batch_size * samples.rows_of_sample
         self._similarity = ExpertSimilarity(layers, samples.rows, rows, device)
@@ -243,7 +245,7 @@ class Specialization(Measure):
     def add(self, reading: Reading) -> None:
         """Adds a batch."""
         labels = self._labels(reading.batch) if self._by_token else {}
-        if reading.counted_N is not None:
+        if reading.counted_N is not None and reading.is_first:
             self._tokens += reading.counted_N.sum()
         for name, decision in reading.decisions.items():
             number_N = reading.numbers_of(decision)
@@ -257,6 +259,16 @@ class Specialization(Measure):
                     self._by_token[label].count(name, given_NS, label_PN, number_N)
         for each in self._left_out:
             each.add(reading.batch.images_BCHW, reading.batch.labels_B)
+
+    def sums(self) -> dict[str, Tensor]:
+        """See `polyad.train.reading.Lasting`."""
+        parts = {"entropies": self._entropies, "similarity": self._similarity, **self._by_token}
+        found = {
+            f"{part}.{name}": value
+            for part, each in parts.items()
+            for name, value in each.sums().items()
+        }
+        return found | {"tokens": self._tokens}
 
     def _labels(self, passages: Passages) -> dict[str, Tensor]:
         """By the name of a labelling, right and shifted labels of the tokens [P, N]."""

@@ -55,6 +55,7 @@ def report(
     top: int = 8,
     tokens: int | None = None,
     knockout: bool = False,
+    stream: Path | None = None,
 ) -> dict[str, Any]:
     """Writes the page.
 
@@ -72,6 +73,7 @@ def report(
         tokens: about how many are read, evenly over the split, and of images at most 20,000; 0
             reads nothing; None: of text `TOKENS`, of sequences all.
         knockout: whether the experts that are shown are left out, too, of text.
+        stream: see `polyad.train.reading.open_evaluated`.
 
     Returns:
         The result: JSON values, and `output`.
@@ -98,6 +100,7 @@ def report(
             top=top,
             tokens=tokens,
             knockout=knockout,
+            stream=stream,
         )
         page = render_report(found)
         with _writing(target, RunError):
@@ -121,6 +124,7 @@ def read_report(
     top: int = 8,
     tokens: int | None = None,
     knockout: bool = False,
+    stream: Path | None = None,
 ) -> Report:
     """The content of a page, of a checkpoint that was chosen; the options are those of `report`.
 
@@ -141,10 +145,13 @@ def read_report(
         raise ConfigError(f"--knockout: is not allowed: {run} {lacking}")
     if knockout and tokens == 0:
         raise ConfigError("--knockout: is not allowed with --tokens 0, which reads nothing")
+    if stream is not None and tokens == 0:
+        raise ConfigError("--stream: is not allowed with --tokens 0, which reads nothing")
     what = _what_is_read(config, has_experts=bool(chosen))
     if what is None:
         other_split = None if split == "validation" else split
         asked = {"--data": data, "--split": other_split, "--experts": " ".join(experts)}
+        asked["--stream"] = None if stream is None else str(stream)
         _check_unread(run, config, asked)
     held_out = HeldOut()
     if what is not None and tokens != 0:
@@ -162,6 +169,7 @@ def read_report(
             split=split,
             limit=limit if most is None or limit is None else min(limit, most),
             knockout=knockout,
+            stream=stream,
         )
         held_out = read_held_out(weights, what, asked_for)
     parameters = count_parameters(model)

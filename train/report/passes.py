@@ -2,15 +2,17 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
-import torch
+from torch import nn
 
 from polyad.data.config import DataConfig
 from polyad.data.errors import DataError
 from polyad.data.text.manifest import SplitName
 from polyad.parallel import comm
-from polyad.parallel.weights import Weights, load_model
+from polyad.parallel.streamed import Streamed, device_of
+from polyad.parallel.weights import Weights
 from polyad.train.config.run import RunConfig, data_overrides, parse_config
 from polyad.train.console import Progress
 from polyad.train.errors import ConfigError
@@ -25,13 +27,13 @@ from polyad.train.report.content import HeldOut
 from polyad.train.report.top_images import TopImages
 from polyad.train.report.top_text import Snippet, TextPass, TopText
 from polyad.train.report.top_tokens import ShownExpert
+from polyad.train.streaming import opened_model, predicting
 from polyad.train.tasks.images import ImageClassification
 from polyad.train.tasks.language import TextScores
-from polyad.train.tasks.losses import cross_entropy
 from polyad.train.tasks.registry import task_class
 from polyad.train.tasks.samples import ImageSamples, Samples, SequenceSamples, TextSamples
 from polyad.train.tasks.sequences import SequenceTask
-from polyad.train.tasks.task import OneDevice, Task
+from polyad.train.tasks.task import Task
 from polyad.train.tasks.text import TextTask
 
 
@@ -54,6 +56,8 @@ class Asked:
     """About how many tokens, or images, are read; None: all."""
     knockout: bool
     """Whether the experts that are shown are also left out, of text."""
+    stream: Path | None = None
+    """See `polyad.train.reading.open_evaluated`."""
 
 
 def read_held_out(weights: Weights, what: str, asked: Asked) -> HeldOut:
@@ -69,9 +73,20 @@ def read_held_out(weights: Weights, what: str, asked: Asked) -> HeldOut:
     """
     config, task = _open(weights, asked, what)
     batch_size = config.evaluation.batch_size or config.train.micro_batch_size
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = load_model(weights, device)
-    samples = _samples(task, asked)
+    needs_whole = KnockOuts.needs_whole if asked.knockout else None
+    if any(each.kind == "emoe" for each in config.model.feed_forwards().values()):
+        needs_whole = needs_whole or "what its groups keep of activations is not kept"
+    with opened_model(
+        weights, comm.initialize(), "fp32", folder=asked.stream, needs_whole=needs_whole
+    ) as model:
+        return _read(weights, task, asked, model, batch_size)
+
+
+def _read(
+    weights: Weights, task: Task[Any], asked: Asked, model: nn.Module, batch_size: int
+) -> HeldOut:
+    """Reads held-out data with a model; see `read_held_out`."""
+    samples, device = _samples(task, asked), str(device_of(model))
     layers = asked.layers if isinstance(samples, TextSamples) else asked.every_layer
     subject = Subject(model, layers, samples, batch_size)
     measures = {
@@ -79,6 +94,12 @@ def read_held_out(weights: Weights, what: str, asked: Asked) -> HeldOut:
         for name, kind in MEASURES.items()
         if (measure := kind.in_report(subject)) is not None
     }
+    if isinstance(model, Streamed):
+        for measure in measures.values():
+            if measure.needs_whole is not None:
+                raise ConfigError(
+                    f"{measure.name}: is not allowed block by block: {measure.needs_whole}"
+                )
     top_text = top_images = predictions = None
     if isinstance(samples, TextSamples):
         top_text = TopText(layers, samples, asked.top, device)
@@ -155,12 +176,17 @@ def _perplexity(subject: Subject, task: Task[Any], asked: Asked) -> float | None
     total = task.units_of(asked.split)
     if asked.limit is None or total > asked.limit:
         return None
-    score = task.score(
-        OneDevice(subject.model, cross_entropy),
-        asked.split,
-        batch_size=subject.batch_size,
-        world=comm.initialize(),
-        report=Progress(f"score {asked.split}", total),
+    score = predicting(
+        subject.model,
+        lambda predictor, told: task.score(
+            predictor,
+            asked.split,
+            batch_size=subject.batch_size,
+            world=comm.initialize(),
+            report=told,
+        ),
+        f"score {asked.split}",
+        Progress(f"score {asked.split}", total),
     )
     assert isinstance(score, TextScores)
     return score.perplexity

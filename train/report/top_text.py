@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 
 from polyad.train.experts.probing import RoutedLayer
 from polyad.train.reading import Reading, read
@@ -135,6 +135,8 @@ class _Contexts:
         for row, number in enumerate(reading.number_R.tolist()):
             begin, end = self._bounds(windows[number])
             for name, column, rank, top, place in self.windows[windows[number]]:
+                if name not in coefficients:
+                    continue
                 a_T = coefficients[name][row, :, column]
                 positions = range(place.read_first, place.read_stop)
                 shown = pieces(
@@ -177,10 +179,19 @@ class TopText:
         """Adds a batch."""
         ids_BT, position_BT = reading.batch.ids_BT, self._text.position_BT(reading.batch)
         is_word_BT = self._are_words(ids_BT.cpu()).to(ids_BT.device)
-        for layer in self._layers:
-            a_BTS = reading.decisions[layer.name].coefficients().view(*ids_BT.shape, -1)
-            self._every[layer.name].add(a_BTS, position_BT)
-            self._words[layer.name].add(a_BTS, position_BT.where(is_word_BT, -1))
+        for name, decision in reading.decisions.items():
+            a_BTS = decision.coefficients().view(*ids_BT.shape, -1)
+            self._every[name].add(a_BTS, position_BT)
+            self._words[name].add(a_BTS, position_BT.where(is_word_BT, -1))
+
+    def sums(self) -> dict[str, Tensor]:
+        """See `polyad.train.reading.Lasting`."""
+        return {
+            f"{which}.{layer}.{name}": value
+            for which, kept in (("tokens", self._every), ("words", self._words))
+            for layer, each in kept.items()
+            for name, value in each.sums().items()
+        }
 
     def result(
         self, model: nn.Module, experts: Sequence[str], batch_size: int, name: str

@@ -103,7 +103,16 @@ class TopTokens:
         self._key_KS = torch.zeros(top, num_experts, dtype=torch.float64, device=device)
         self._position_KS = torch.full((top, num_experts), -1, device=device)
         self._sums_3S = torch.zeros(3, num_experts, dtype=torch.float64, device=device)
-        self._tokens = 0
+        self._tokens = torch.zeros(1, dtype=torch.int64)
+
+    def sums(self) -> dict[str, Tensor]:
+        """What is added up; see `polyad.train.reading.Lasting`."""
+        return {
+            "keys": self._key_KS,
+            "positions": self._position_KS,
+            "sums": self._sums_3S,
+            "tokens": self._tokens,
+        }
 
     def add(self, a_BTS: Tensor, position_BT: Tensor) -> None:
         """Adds a batch.
@@ -116,7 +125,7 @@ class TopTokens:
         a_BTS = a_BTS.where(valid_BT.unsqueeze(-1), 0.0)
         counts = [(a_BTS > 0).sum((0, 1)), (a_BTS >= DOMINANT).sum((0, 1))]
         self._sums_3S += torch.stack([a_BTS.sum((0, 1)), *counts]).double()
-        self._tokens += int(valid_BT.sum())
+        self._tokens += valid_BT.sum().cpu()
         for first in range(0, a_BTS.shape[1], self._stretch):
             stretch = slice(first, first + self._stretch)
             highest_BS, where_BS = a_BTS[:, stretch].max(1)
@@ -124,8 +133,9 @@ class TopTokens:
             key_BS = highest_BS.double() * (1 + 1e-8 * _drawn(at_BS))
             keys = torch.cat([self._key_KS, key_BS])
             positions = torch.cat([self._position_KS, at_BS])
-            self._key_KS, rows_KS = keys.topk(self._top, dim=0)
-            self._position_KS = positions.gather(0, rows_KS)
+            key_KS, rows_KS = keys.topk(self._top, dim=0)
+            self._key_KS.copy_(key_KS)
+            self._position_KS.copy_(positions.gather(0, rows_KS))
 
     def highest(self, expert: int) -> list[tuple[float, int]]:
         """Coefficients above 0 and positions of one expert, the highest first."""
@@ -135,8 +145,9 @@ class TopTokens:
 
     def totals(self) -> Totals:
         """Means over all tokens so far."""
-        means_3S = self._sums_3S.cpu() / max(1, self._tokens)
-        return Totals(self._tokens, *means_3S)
+        tokens = int(self._tokens)
+        means_3S = self._sums_3S.cpu() / max(1, tokens)
+        return Totals(tokens, *means_3S)
 
 
 def _drawn(position: Tensor) -> Tensor:

@@ -1,0 +1,112 @@
+"""A decoder that is larger than memory: one part of it at a time has its weights.
+
+    with model.part("token_embedding.", "position_embedding."):    model.embed(...)
+    with model.part("blocks.3."):                                  model.blocks[3](...)
+    with model.part(*model.end):                                   model.score(...)
+
+It is the same `Decoder` that `load_model` gives, and its parts are filled from the same weights.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from polyad.model.build import build_model, place
+from polyad.model.decoder import Decoder, DecoderSettings
+from polyad.parallel.tensor_folder import FolderWeights
+from polyad.parallel.weights import Weights, fill
+from polyad.parallel.zero import DTYPES, Precision
+
+BEGIN = ("token_embedding.", "position_embedding.")
+"""How the names of weights begin that make what the first block gets."""
+
+
+class Streamed(Decoder):
+    """A decoder on the meta device.
+
+    Args:
+        weights: of a decoder without a head for classes.
+        device: where a part goes that has memory.
+        precision: of its parameters.
+        folder: where readings keep how far they are; None: they do not.
+
+    Attributes:
+        readings: that were begun.
+        seconds_before: that readings took before a stop after which they went on.
+    """
+
+    def __init__(
+        self,
+        weights: Weights,
+        device: torch.device,
+        precision: Precision,
+        folder: Path | None = None,
+    ) -> None:
+        config = weights.model_config()
+        assert isinstance(config, DecoderSettings)
+        with torch.device("meta"):
+            super().__init__(config)
+        self.weights, self.device, self.precision = weights, device, precision
+        self.folder, self.readings, self.seconds_before = folder, 0, 0.0
+        self.eval()
+
+    @property
+    def end(self) -> tuple[str, ...]:
+        """How the names of weights begin that score what the last block gives."""
+        tied = ("token_embedding.",) if self.config.tied_embeddings else ()
+        return ("final_norm.", "head.", *tied)
+
+    @contextmanager
+    def part(self, *begins: str) -> Iterator[None]:
+        """Inside the context some weights are in memory, and no file is mapped afterwards.
+
+        Args:
+            begins: how their names begin.
+        """
+        meta = {
+            name: tensor
+            for name, tensor in (*self.named_parameters(), *self.named_buffers())
+            if name.startswith(begins)
+        }
+        fill(self, self.weights, self.device, self.precision, begins)
+        if isinstance(self.weights, FolderWeights):
+            self.weights.let_go()
+        try:
+            yield
+        finally:
+            place(self, meta.items(), "meta", DTYPES[self.precision])
+
+    @property
+    def largest(self) -> int:
+        """Bytes of its largest part."""
+        blocks = [(f"blocks.{number}.",) for number in range(len(self.blocks))]
+        return max(_bytes_of(self, self.precision, part) for part in (BEGIN, *blocks, self.end))
+
+
+def bytes_of_weights(weights: Weights, precision: Precision) -> int:
+    """Bytes that the parameters of a model take.
+
+    Args:
+        weights: of the model.
+        precision: of the parameters.
+    """
+    return _bytes_of(build_model(weights.model_config()), precision)
+
+
+def _bytes_of(model: nn.Module, precision: Precision, begins: tuple[str, ...] = ("",)) -> int:
+    """Bytes of the parameters whose names begin so."""
+    numbers = (p.numel() for name, p in model.named_parameters() if name.startswith(begins))
+    return sum(numbers) * DTYPES[precision].itemsize
+
+
+def seconds_before(model: nn.Module) -> float:
+    """The time that readings of a model took before a stop after which they went on."""
+    return model.seconds_before if isinstance(model, Streamed) else 0.0
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """The device that a model computes on."""
+    return model.device if isinstance(model, Streamed) else next(model.parameters()).device
