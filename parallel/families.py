@@ -210,7 +210,7 @@ class FamilyWeights(FolderWeights):
         rule = self.family.find(name)
         if rule is None or self.is_new(name):
             return initial_value(self._model, name, self.seed)
-        return self._tensors.read(rule.names[0], ()).float()
+        return self._tensors.read(rule.names[0], ()).to(torch.float32, copy=True)
 
     def parts(self, name: str, slices: Slices) -> Iterator[Tensor]:
         """What each tensor of the folder has of a part of a weight, row after row."""
@@ -223,11 +223,18 @@ class FamilyWeights(FolderWeights):
             if start >= stop:
                 continue
             box = (slice(start, stop), *slices[1:])
-            size = tuple(each.stop - each.start for each in box)
             if self._lacks(piece):
-                yield torch.zeros(size)
+                yield torch.zeros(tuple(each.stop - each.start for each in box))
+            elif self._tensors.is_quantized(piece.name):  # one expert is in memory at a time
+                for row in range(start, stop):
+                    yield self._stored_part(piece, (slice(row, row + 1), *box[1:]))
             else:
-                yield piece.in_our_form(self._tensors.read(piece.name, piece.box(box)), size)
+                yield self._stored_part(piece, box)
+
+    def _stored_part(self, piece: Piece, box: Slices) -> Tensor:
+        """What a tensor of the folder has of a box of its own rows, in our form."""
+        size = tuple(each.stop - each.start for each in box)
+        return piece.in_our_form(self._tensors.read(piece.name, piece.box(box)), size)
 
     @property
     def _num_classes(self) -> int:

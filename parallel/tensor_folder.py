@@ -1,5 +1,9 @@
 """The tensors of a folder with model.safetensors, or with shards and an index: mapped, not read."""
 
+import json
+import math
+import mmap
+import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from itertools import chain
 from pathlib import Path
@@ -11,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 
 from polyad.data.json_reader import read_bounded
 from polyad.parallel.checkpoint.box import MASTER, Box
+from polyad.parallel.checkpoint.tensor_file import DTYPE_NAMES
 from polyad.parallel.mxfp4 import BLOCKS, SCALES, Quantized
 from polyad.parallel.records import FormError, PlainName, Record, fault_of_file, parsed
 from polyad.parallel.source import WeightSource
@@ -19,6 +24,8 @@ WEIGHTS_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 TORCH_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """Types of stored weights, as safetensors names them; each is exact in fp32."""
 WEIGHT_DTYPES = tuple(TORCH_DTYPES)
+_READ = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+"""Types of all tensors whose values are read, buffers and weights of four bits among them."""
 
 
 class _WeightMap(Record):
@@ -36,6 +43,58 @@ class Wanted(NamedTuple):
     shape: tuple[int, ...]
     dtypes: Collection[str] = WEIGHT_DTYPES
     """The allowed types, as safetensors names them."""
+
+
+class MappedTensor:
+    """A tensor of a mapped file; values are read when they are used.
+
+    Args:
+        memory: the mapped file.
+        dtype: as safetensors names it.
+        shape: of the tensor.
+        begin: its first byte in the file.
+    """
+
+    def __init__(self, memory: mmap.mmap, dtype: str, shape: list[int], begin: int) -> None:
+        self._memory, self._dtype, self._shape, self._begin = memory, dtype, shape, begin
+
+    def get_shape(self) -> list[int]:
+        """The shape."""
+        return self._shape
+
+    def get_dtype(self) -> str:
+        """The type, as safetensors names it."""
+        return self._dtype
+
+    def __getitem__(self, box: tuple[slice, ...] | slice) -> torch.Tensor:
+        """A view of the mapped file; writing to it would end the process."""
+        dtype, count = _READ[self._dtype], math.prod(self._shape)
+        if not count:
+            return torch.empty(self._shape, dtype=dtype)[box]
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "The given buffer is not writable")
+            flat = torch.frombuffer(self._memory, dtype=dtype, count=count, offset=self._begin)
+        return flat.view(self._shape)[box]
+
+
+def _map(path: Path) -> dict[str, MappedTensor]:
+    """Maps a file to be read alone: memory for a copy, which safetensors' own mapping asks the
+    system for, need not be there for files that are larger.
+
+    Raises:
+        SafetensorError, OSError: it cannot be read, or is no safetensors.
+    """
+    with safe_open(path, framework="numpy"):
+        pass  # its header is whole, and fits its size
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        header: dict[str, dict[str, Any]] = json.loads(file.read(size))
+        memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    header.pop("__metadata__", None)
+    return {
+        name: MappedTensor(memory, each["dtype"], each["shape"], 8 + size + each["data_offsets"][0])
+        for name, each in header.items()
+    }
 
 
 class TensorFolder:
@@ -59,10 +118,10 @@ class TensorFolder:
         single: str = WEIGHTS_FILE,
     ) -> None:
         self.folder, self._error, self._single = folder, error, single
-        self._open: dict[Path, Any] = {}
+        self._open: dict[Path, dict[str, MappedTensor]] = {}
         self._stored: dict[str, tuple[Path, str]] = {}
         for path in self._files():
-            for name in self._file(path).keys():  # noqa: SIM118  # not a dict
+            for name in self._file(path):
                 short = shorten(name)
                 if short in self._stored:
                     before, other = self._stored[short]
@@ -83,22 +142,20 @@ class TensorFolder:
         parts = {name + end for name in self._quantized for end in (BLOCKS, SCALES)}
         return (self._stored.keys() - parts) | self._quantized
 
-    def mapped(self, name: str) -> Any:
+    def mapped(self, name: str) -> MappedTensor | Quantized:
         """A tensor as safetensors has it: shape, precision, and parts by index."""
         if name in self._quantized:
             return Quantized(self.mapped(name + BLOCKS), self.mapped(name + SCALES))
         path, stored = self._stored[name]
-        return self._file(path).get_slice(stored)
+        return self._file(path)[stored]
+
+    def is_quantized(self, name: str) -> bool:
+        """Whether values are made when they are read."""
+        return name in self._quantized
 
     def read(self, name: str, box: tuple[slice, ...]) -> torch.Tensor:
         """A part of a tensor, perhaps of the mapped file; `box` is () of one without dimensions."""
-        if name in self._quantized:
-            values: torch.Tensor = self.mapped(name)[box]
-            return values
-        path, stored = self._stored[name]
-        file = self._file(path)
-        value: torch.Tensor = file.get_slice(stored)[box] if box else file.get_tensor(stored)
-        return value
+        return self.mapped(name)[box]
 
     def let_go(self) -> None:
         """Ends the mapping of all files; each is mapped again when something of it is read."""
@@ -139,13 +196,13 @@ class TensorFolder:
             return [self.folder / file for file in sorted(set(listed.weight_map.values()))]
         raise self._error(_no_weights(self.folder, self._single))
 
-    def _file(self, path: Path) -> Any:
+    def _file(self, path: Path) -> dict[str, MappedTensor]:
         if path not in self._open:
             if not path.is_symlink() and not path.exists():
                 raise self._error(f"{path}: missing, though {INDEX_FILE} lists it")
             check_file(path, self._error)
             try:
-                self._open[path] = safe_open(path, framework="pt")
+                self._open[path] = _map(path)
             except (SafetensorError, OSError, UnicodeError) as error:
                 raise self._error(f"{path}: is damaged or no safetensors: {error}") from None
         return self._open[path]
