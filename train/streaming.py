@@ -484,12 +484,14 @@ class _Kept(_OnDisk):
             if (there := state.about.get(name)) != value:
                 raise StreamError(
                     f"{self._folder}: is of another reading: {name} {there!r} there, {value!r} "
-                    f"here; another folder is needed, or none of it"
+                    f"here; delete it or name another folder"
                 )
         for file in filter(None, (state.after, state.sums)):
             place = self._folder / file.name
             if not place.is_file() or digest_of(place) != file.sha256:
-                raise StreamError(f"{place}: is damaged or missing; {self._folder} has to go")
+                raise StreamError(
+                    f"{place}: is damaged or missing; delete {self._folder} to begin again"
+                )
         if state.sums is not None:
             kept = load_file(self._folder / state.sums.name)
             for name, tensor in self._sums.items():

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from torch.nn.functional import cross_entropy
@@ -301,3 +302,26 @@ def prepared_for(folder: Path, tmp_path: Path) -> Path:
     data = tmp_path / "data"
     silent(jsonl(tmp_path / "texts.jsonl", TEXTS), str(folder), data, validation_fraction=0.5)
     return data
+
+
+def in_four_bits(folder: Path) -> None:
+    """Gives the folder of a gpt-oss other experts, which are stored as on the hub (MXFP4).
+
+    Args:
+        folder: Of a model whose widths are multiples of 32.
+    """
+    path, generator = folder / "model.safetensors", torch.Generator().manual_seed(2)
+    tensors = load_file(path)
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, width, out = tensors.pop(name).shape
+        shape = experts, out, width // 32
+        tensors[f"{name}_blocks"] = torch.randint(
+            256, (*shape, 16), generator=generator, dtype=torch.uint8
+        )
+        tensors[f"{name}_scales"] = torch.randint(
+            120, 126, shape, generator=generator, dtype=torch.uint8
+        )
+    save_file(tensors, path)
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4"}
+    (folder / "config.json").write_text(json.dumps(config))
