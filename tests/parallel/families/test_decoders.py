@@ -1,8 +1,12 @@
 """Llama-style decoders of transformers and their mixtures, opened here."""
 
 import json
+import os
 import shutil
+from pathlib import Path
 
+import numpy as np
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -261,6 +265,27 @@ def test_four_bits_of_gpt_oss_are_those_of_transformers(tmp_path):
     assert torch.equal(found.view(torch.int16), wanted.view(torch.int16))
     part = folder.read("m", (slice(1, 2), slice(5, 40), slice(1, 6, 2)))
     assert torch.equal(part, wanted[1:2, 5:40, 1:6:2])
+
+
+def test_a_file_that_is_larger_than_memory_is_opened(tmp_path):
+    size = 4 * (psutil.virtual_memory().total + psutil.swap_memory().total) // 10**6 * 10**6
+    header = json.dumps({
+        "__metadata__": {"format": "pt"},
+        "first": {"dtype": "BF16", "shape": [size // 2], "data_offsets": [0, size]},
+        "last": {"dtype": "F32", "shape": [2, 3], "data_offsets": [size, size + 24]},
+        "none": {"dtype": "F32", "shape": [0, 3], "data_offsets": [size + 24, size + 24]},
+    }).encode()  # fmt: skip
+    with (tmp_path / "model.safetensors").open("wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        file.seek(size, os.SEEK_CUR)  # a hole, which takes no room
+        file.write(np.arange(6, dtype=np.float32).tobytes())
+    folder = TensorFolder(tmp_path, HuggingFaceError)
+    assert torch.equal(folder.read("last", (slice(1, 2),)), torch.tensor([[3.0, 4, 5]]))
+    assert folder.read("first", (slice(size // 2 - 1, None),)).tolist() == [0]
+    assert folder.read("none", (slice(None),)).shape == (0, 3)
+    folder.let_go()
+    assert str(tmp_path) not in Path("/proc/self/maps").read_text()
+    assert folder.mapped("first").get_shape() == [size // 2]
 
 
 @pytest.mark.parametrize(
