@@ -255,7 +255,7 @@ def test_four_bits_of_gpt_oss_are_those_of_transformers(tmp_path):
     generator = torch.Generator().manual_seed(0)
     blocks = torch.randint(256, (2, 6, 3, 16), generator=generator).to(torch.uint8)
     scales = torch.randint(110, 140, (2, 6, 3), generator=generator).to(torch.uint8)
-    scales[0, 0], scales[1, 1] = 0, 254
+    scales[0, 0], scales[1, 1], scales[1, 2] = 0, 254, 255
     save_file({"m_blocks": blocks, "m_scales": scales}, tmp_path / "model.safetensors")
     folder = TensorFolder(tmp_path, HuggingFaceError)
     assert folder.names() == {"m"}
