@@ -37,6 +37,8 @@ def table(result: dict[str, Any]) -> str:
         "",
         *_saving(result["checkpoint"], result["step"]["seconds"]),
     ]
+    if "reading" in result:
+        lines += ["", *_reading(result["reading"])]
     if "layouts" in result:
         lines += ["", *_layouts(result["layouts"], unit)]
     if "scaling" in result:
@@ -163,6 +165,22 @@ def _saving(checkpoint: dict[str, Any], seconds: float) -> list[str]:
                 f"{duration(every * seconds)}; {checkpoint['lost_share_then']:.2%} lost",
             )
         )
+    return aligned(rows)
+
+
+def _reading(reading: dict[str, Any]) -> list[str]:
+    """What one process takes that evaluates or measures, whole or block by block."""
+    fits = "" if reading["fits_whole"] else ", too much"
+    million = duration(reading["seconds_per_million_tokens"])
+    between = in_bytes(reading["between_blocks_bytes_per_million_tokens"])
+    rows = [
+        (f"reading in {reading['precision']} on one", "whole", "block by block (--stream)"),
+        ("  memory", in_bytes(reading["whole_bytes"]) + fits, in_bytes(reading["streamed_bytes"])),
+        ("  weights at a time", in_bytes(reading["weights_bytes"]),
+         in_bytes(reading["largest_part_bytes"])),
+        ("  weights are read in", *[duration(reading["weights_seconds"])] * 2),
+        ("  a million tokens", million, f"{million}, {between} between blocks"),
+    ]  # fmt: skip
     return aligned(rows)
 
 

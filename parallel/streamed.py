@@ -1,8 +1,9 @@
 """A decoder that is larger than memory: one part of it at a time has its weights.
 
-    with model.part("token_embedding.", "position_embedding."):    model.embed(...)
-    with model.part("blocks.3."):                                  model.blocks[3](...)
-    with model.part(*model.end):                                   model.score(...)
+    begin, *blocks, end = parts_of(model)
+    with model.part(*begin):        model.embed(...)
+    with model.part(*blocks[3]):    model.blocks[3](...)
+    with model.part(*end):          model.score(...)
 
 It is the same `Decoder` that `load_model` gives, and its parts are filled from the same weights.
 """
@@ -19,9 +20,6 @@ from polyad.model.decoder import Decoder, DecoderSettings
 from polyad.parallel.tensor_folder import FolderWeights
 from polyad.parallel.weights import Weights, fill
 from polyad.parallel.zero import DTYPES, Precision
-
-BEGIN = ("token_embedding.", "position_embedding.")
-"""How the names of weights begin that make what the first block gets."""
 
 
 class Streamed(Decoder):
@@ -53,12 +51,6 @@ class Streamed(Decoder):
         self.folder, self.readings, self.seconds_before = folder, 0, 0.0
         self.eval()
 
-    @property
-    def end(self) -> tuple[str, ...]:
-        """How the names of weights begin that score what the last block gives."""
-        tied = ("token_embedding.",) if self.config.tied_embeddings else ()
-        return ("final_norm.", "head.", *tied)
-
     @contextmanager
     def part(self, *begins: str) -> Iterator[None]:
         """Inside the context some weights are in memory, and no file is mapped afterwards.
@@ -82,8 +74,15 @@ class Streamed(Decoder):
     @property
     def largest(self) -> int:
         """Bytes of its largest part."""
-        blocks = [(f"blocks.{number}.",) for number in range(len(self.blocks))]
-        return max(_bytes_of(self, self.precision, part) for part in (BEGIN, *blocks, self.end))
+        return max(bytes_of(self, self.precision, part) for part in parts_of(self))
+
+
+def parts_of(model: Decoder) -> list[tuple[str, ...]]:
+    """How the names of the weights of each part begin: of what the first block gets, of the blocks,
+    and of what scores the output of the last one."""
+    blocks = [(f"blocks.{number}.",) for number in range(len(model.blocks))]
+    tied = ("token_embedding.",) if model.config.tied_embeddings else ()
+    return [("token_embedding.", "position_embedding."), *blocks, ("final_norm.", "head.", *tied)]
 
 
 def bytes_of_weights(weights: Weights, precision: Precision) -> int:
@@ -93,11 +92,17 @@ def bytes_of_weights(weights: Weights, precision: Precision) -> int:
         weights: of the model.
         precision: of the parameters.
     """
-    return _bytes_of(build_model(weights.model_config()), precision)
+    return bytes_of(build_model(weights.model_config()), precision)
 
 
-def _bytes_of(model: nn.Module, precision: Precision, begins: tuple[str, ...] = ("",)) -> int:
-    """Bytes of the parameters whose names begin so."""
+def bytes_of(model: nn.Module, precision: Precision, begins: tuple[str, ...] = ("",)) -> int:
+    """Bytes that parameters of a model take.
+
+    Args:
+        model: on any device.
+        precision: of the parameters.
+        begins: how their names begin.
+    """
     numbers = (p.numel() for name, p in model.named_parameters() if name.startswith(begins))
     return sum(numbers) * DTYPES[precision].itemsize
 

@@ -44,7 +44,7 @@ from polyad.model.output import ModelOutput
 from polyad.parallel import comm
 from polyad.parallel.host_memory import free_memory
 from polyad.parallel.records import Count, PlainName, Record
-from polyad.parallel.streamed import BEGIN, Streamed, bytes_of_weights
+from polyad.parallel.streamed import Streamed, bytes_of_weights, parts_of
 from polyad.parallel.tensor_folder import read_form
 from polyad.parallel.weights import Weights, load_model
 from polyad.parallel.zero import DTYPES, Precision
@@ -187,7 +187,7 @@ def predicting(
         run_blocks(
             model, inputs.batches, blocks, what, sums={}, report=report, after=1
         ) as activations,
-        model.part(*model.end),
+        model.part(*parts_of(model)[-1]),
     ):
         last = _Last(model, inputs.batches, activations)
 
@@ -261,6 +261,7 @@ def run_blocks(
     Raises:
         StreamError: what another reading kept is there.
     """
+    begin, *parts = parts_of(model)
     model.readings += 1
     place = None if model.folder is None else model.folder / READING.format(model.readings)
     about = {
@@ -292,10 +293,10 @@ def run_blocks(
                 report((block + (number + 1) / len(batches)) / (blocks + after))
 
         if done is None:
-            with model.part(*BEGIN):
+            with model.part(*begin):
                 activations.advance(0, (_embedded(model, ids_BT) for ids_BT in batches))
         for block in range(done or 0, blocks):
-            with model.part(f"blocks.{block}."), watch(block) as seen:
+            with model.part(*parts[block]), watch(block) as seen:
                 run = _through(model, block, activations, seen, told)
                 activations.advance(block + 1, run)
         yield activations

@@ -66,7 +66,11 @@ def plan(
     ] = IMBALANCE,
     storage: Annotated[
         float,
-        Argument("GB a second that a node writes to the folder of checkpoints; default 2", "GB"),
+        Argument(
+            "GB a second that a node writes to the folder of checkpoints, and reads weights; "
+            "default 2",
+            "GB",
+        ),
     ] = STORAGE,
     failures: Annotated[
         float,
@@ -121,6 +125,7 @@ def plan(
         with results(json) as show:
             here = forecast_here(known, processes, check_steps=check or 0)
             if here is not None:
+                _add_reading(here, known, config, None)
                 show(here, table(here))
         return
     machines = Machines(
@@ -133,6 +138,7 @@ def plan(
     with results(json) as show:
         scale = figure is not None
         result = _on_gpus(known, machines, imbalance=imbalance, search=search, scale=scale)
+        _add_reading(result, known, config, machines)
         if figure:
             write_whole(figure, drawn(result))
         show(result, table(result))
@@ -230,6 +236,20 @@ def _on_gpus(
         told = Progress("numbers of GPUs", 100, "%")
         result["scaling"] = scaling(config, machines, imbalance=imbalance, told=told)
     return result
+
+
+def _add_reading(
+    result: dict[str, Any], config: "RunConfig", path: Path, machines: "Machines | None"
+) -> None:
+    """Adds to the plan of a folder what evaluating and measuring take with it."""
+    if not path.is_dir():
+        return
+    from polyad.train.console import Progress
+    from polyad.train.forecast.reading import reading
+
+    told = Progress("operations of a reading", 100, "%") if machines is None else lambda share: None
+    if (found := reading(config, path, machines, told)) is not None:
+        result["reading"] = found
 
 
 def _check_memory(result: dict[str, Any]) -> None:

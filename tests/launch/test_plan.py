@@ -68,6 +68,18 @@ def test_a_folder_of_weights_is_planned_as_a_run_that_goes_on_from_it(
     most = 2 * (result["parameters"] - routed + routed / 4)
     # In bf16, and a word's row more for each of 2 x 128; experts over EP and TP, the rest over TP.
     assert 0.5 * most < result["memory_bytes"]["weights"] < most + 2 * 2 * 256 * 32
+    reading = result["reading"]
+    sizes = [sum(p.numel() for p in block.parameters()) for block in model.model.layers]
+    assert reading["weights_bytes"] == 2 * result["parameters"]
+    assert reading["largest_part_bytes"] == 2 * max(sizes)
+    computed = reading["streamed_bytes"] - reading["largest_part_bytes"] - 2_000_000_000
+    assert 2 * 64 * 32 < computed < 100 * 2 * 64 * 32  # of 64 tokens, 32 wide
+    assert reading["whole_bytes"] - reading["streamed_bytes"] == pytest.approx(
+        reading["weights_bytes"] - reading["largest_part_bytes"], rel=0.2
+    )
+    assert reading["between_blocks_bytes_per_million_tokens"] == 2 * 32 * 10**6
+    assert reading["weights_seconds"] == pytest.approx(reading["weights_bytes"] / 2e9)
+    assert reading["fits_whole"] is True
 
 
 @pytest.mark.slow
