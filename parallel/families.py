@@ -404,8 +404,8 @@ def _is_copy(tensors: TensorFolder, name: str, other: str) -> bool:
     return all(
         # A diverged run has NaN in both, which are not equal to each other.
         torch.allclose(
-            one[row : row + _ROWS].double(),
-            two[row : row + _ROWS].double(),
+            tensors.read(name, (slice(row, row + _ROWS),)).double(),
+            tensors.read(other, (slice(row, row + _ROWS),)).double(),
             rtol=0,
             atol=0,
             equal_nan=True,

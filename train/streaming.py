@@ -89,25 +89,24 @@ def opened_model(
         needs_whole: why the model has to be there as a whole; None: it need not.
 
     Raises:
-        ConfigError: it is not there as a whole, and has to be, or its largest block does not fit.
+        ConfigError: it has to be there as a whole, and is not to be, or does not fit; or its
+            largest part does not.
     """
-    reason = None
     size, free = bytes_of_weights(weights, precision), _free(world.device)
+    reason = f"{in_bytes(size)} of weights in {precision}, {in_bytes(free)} of memory are free"
+    refusal = needs_whole or _refusal(weights, world)
     if folder is not None:
         reason = f"--stream {folder}"
-    elif size > ROOM * free:
-        reason = f"{in_bytes(size)} of weights in {precision}, {in_bytes(free)} of memory are free"
-    if reason is None:
+        if refusal is not None:
+            raise ConfigError(f"{reason}: is not allowed: {refusal}")
+    elif size <= ROOM * free:
         yield load_model(weights, world.device, precision)
         return
-    refusal = needs_whole or _refusal(weights, world)
-    if refusal is not None and folder is None:
-        # Swap may hold it; and what is no decoder is seldom large.
-        print(f"polyad: {reason}: {refusal}", file=sys.stderr, flush=True)
+    elif refusal is not None:
+        if size > free + _swap(world.device):
+            raise ConfigError(f"{weights.folder}: {reason}, and not block by block: {refusal}")
         yield load_model(weights, world.device, precision)
         return
-    if refusal is not None:
-        raise ConfigError(f"{reason}: is not allowed: {refusal}")
     with contextlib.ExitStack() as stack:
         if folder is not None:
             stack.enter_context(_kept(folder))
@@ -135,6 +134,13 @@ def _refusal(weights: Weights, world: comm.World) -> str | None:
 
 def _free(device: torch.device) -> int:
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_memory()
+
+
+def _swap(device: torch.device) -> int:
+    """Bytes that may leave memory, for what needs a whole model and time."""
+    import psutil  # not at the top: see `free_memory`
+
+    return 0 if device.type == "cuda" else int(psutil.swap_memory().free)
 
 
 @contextlib.contextmanager
@@ -207,7 +213,9 @@ class _Inputs:
         self.batches: list[Tensor] = []
         self._device = device
 
-    def __call__(self, input_ids_BT: Tensor, target_ids_BT: Tensor) -> ModelOutput:
+    def __call__(self, *inputs: Tensor, **named: Tensor) -> ModelOutput:
+        """Zeros for the losses."""
+        (input_ids_BT,) = inputs
         self.batches.append(input_ids_BT.to("cpu", torch.int32))
         return ModelOutput(torch.zeros(input_ids_BT.shape, device=self._device), ())
 
@@ -223,11 +231,13 @@ class _Last:
         self._model = model
         self._next = zip(batches, activations, strict=True)
 
-    def __call__(self, input_ids_BT: Tensor, target_ids_BT: Tensor) -> ModelOutput:
+    def __call__(self, *inputs: Tensor, **named: Tensor) -> ModelOutput:
+        """The losses of the batch whose turn it is."""
+        (input_ids_BT,) = inputs
         ids_BT, x_BTD = next(self._next)
         assert torch.equal(ids_BT, input_ids_BT.to("cpu", torch.int32))
         x_BTD = x_BTD.to(self._model.device)
-        return ModelOutput(self._model.score(x_BTD, target_ids_BT), ())
+        return ModelOutput(self._model.score(x_BTD, **named), ())
 
 
 @contextlib.contextmanager

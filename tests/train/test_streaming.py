@@ -6,8 +6,11 @@ import signal
 import sys
 import time
 from contextlib import contextmanager
+from types import SimpleNamespace
 
+import psutil
 import pytest
+import torch
 
 from polyad.data.files import locked
 from polyad.launch.cli import run as command
@@ -18,7 +21,7 @@ from polyad.train import streaming
 from polyad.train.errors import ConfigError
 from polyad.train.report.command import report
 from polyad.train.streaming import StreamError
-from tests.helpers.decoders import hub_folder, in_four_bits
+from tests.helpers.decoders import hub_folder, in_four_bits, write_tokenizer
 from tests.helpers.everyday import everyday
 from tests.helpers.prepared import jsonl, silent
 from tests.helpers.runs import evaluation, measured
@@ -227,7 +230,7 @@ def test_a_model_without_room_is_streamed_by_itself(tmp_path, monkeypatch, capfd
         evaluation(folder, **asked)
 
 
-def test_what_needs_the_whole_model_says_why(tmp_path, capfd):
+def test_what_needs_the_whole_model_says_why(tmp_path, capfd, monkeypatch):
     folder, data = folder_and_data("olmoe", tmp_path)
     kept = tmp_path / "kept"
     for words, said in (
@@ -240,6 +243,13 @@ def test_what_needs_the_whole_model_says_why(tmp_path, capfd):
         given = [*words[:at], folder, *words[at:], "--data", data, "--stream", kept]
         assert command(list(map(str, given))) == 2
         assert said in capfd.readouterr().err
+    monkeypatch.setattr(streaming, "free_memory", lambda: 200_000)
+    monkeypatch.setattr(psutil, "swap_memory", lambda: SimpleNamespace(free=100_000))
+    given = [folder, "--data", data, "--tokens", "64"]
+    assert command(["experts", "knockout", *map(str, given)]) == 2
+    said = "KB of weights in fp32, 200 KB of memory are free, and not block by block: without an"
+    assert said in capfd.readouterr().err
+    monkeypatch.undo()
     kept.mkdir()
     (kept / "thesis.tex").touch()
     with pytest.raises(StreamError, match=r"kept: holds thesis\.tex, which no reading has left"):
@@ -283,3 +293,131 @@ def test_a_reading_that_is_killed_goes_on(tmp_path):
         whole, found = (lasting(json.loads(file.read_text())) for file in files)
         assert found == whole
         assert not kept.exists()
+
+
+def bounded(mib, told, *words):
+    """What a command took that may take so much more than its libraries; and its output."""
+    command = ["-m", "tests.helpers.bounded", str(mib), str(told), *map(str, words)]
+    process = start([sys.executable, *command])
+    out, err = process.communicate()
+    assert process.returncode == 0, err
+    return json.loads(told.read_text()), out, err
+
+
+@pytest.mark.slow
+def test_a_model_several_times_as_large_as_memory_is_read(tmp_path):
+    settings = {"num_hidden_layers": 10, "hidden_size": 256, "intermediate_size": 512,
+                "num_experts": 32}  # fmt: skip
+    folder, data = folder_and_data("olmoe", tmp_path, settings)
+    size = (folder / "model.safetensors").stat().st_size
+    most = size // 4
+    for words in (["evaluate"], ["experts", "specialize"]):
+        given = [*words, folder, "--data", data, *WINDOWS, "--json"]
+        files = [tmp_path / f"{name}.json" for name in ("whole", "found")]
+        assert command([*map(str, given), str(files[0])]) == 0
+        taken, _, err = bounded(most / 2**20, tmp_path / "told.json", *given, files[1])
+        assert "block by block" in err  # by itself, since the limit is what it may take
+        assert 0 < taken["most"] < most
+        whole, found = (lasting(json.loads(file.read_text())) for file in files)
+        assert found == whole
+        print(f"{size / 1e6:.0f} MB of weights, {taken['most'] / 1e6:.0f} MB of memory at most")
+
+
+def olmoe_7b(folder):
+    """Writes a folder of OLMoE-1B-7B's sizes with random weights in bf16; returns their bytes."""
+    from safetensors.torch import save_file
+
+    width, inner, experts, blocks, rows = 2048, 1024, 64, 16, 50304
+    tree = {
+        "model_type": "olmoe", "hidden_size": width, "intermediate_size": inner,
+        "num_experts": experts, "num_experts_per_tok": 8, "num_hidden_layers": blocks,
+        "num_attention_heads": 16, "num_key_value_heads": 16, "vocab_size": rows,
+        "max_position_embeddings": 4096, "norm_topk_prob": False, "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0, "tie_word_embeddings": False, "clip_qkv": None,
+    }  # fmt: skip
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(tree))
+    write_tokenizer(folder)
+    generator = torch.Generator().manual_seed(0)
+    numbers = torch.empty(inner * width, dtype=torch.bfloat16).uniform_(
+        -0.03, 0.03, generator=generator
+    )
+
+    def matrix(*shape):
+        shift = int(torch.randint(len(numbers), (), generator=generator))
+        flat = numbers.roll(shift)
+        count = shape[0] * shape[1]
+        return flat.repeat(-(-count // len(flat)))[:count].view(shape)
+
+    files = {"embed.safetensors": {
+        "model.embed_tokens.weight": matrix(rows, width), "lm_head.weight": matrix(rows, width),
+        "model.norm.weight": torch.ones(width, dtype=torch.bfloat16),
+    }}  # fmt: skip
+    places = {}
+    for block in range(blocks):
+        before = f"model.layers.{block}."
+        tensors = files.setdefault(f"block-{block}.safetensors", {})
+        for name in ("input_layernorm", "post_attention_layernorm", "self_attn.q_norm",
+                     "self_attn.k_norm"):  # fmt: skip
+            tensors[f"{before}{name}.weight"] = torch.ones(width, dtype=torch.bfloat16)
+        for name in "qkvo":
+            tensors[f"{before}self_attn.{name}_proj.weight"] = matrix(width, width)
+        tensors[f"{before}mlp.gate.weight"] = matrix(experts, width)
+        for expert in range(experts):
+            for name, shape in (("gate", (inner, width)), ("up", (inner, width)),
+                                ("down", (width, inner))):  # fmt: skip
+                tensors[f"{before}mlp.experts.{expert}.{name}_proj.weight"] = matrix(*shape)
+        for name in list(files):
+            tensors = files.pop(name)
+            save_file(tensors, folder / name)
+            places |= dict.fromkeys(tensors, name)
+    index = {"metadata": {}, "weight_map": places}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+
+
+@pytest.mark.slow
+def test_seven_billion_parameters_are_read_in_three_gigabytes(tmp_path, capsys):
+    free = shutil.disk_usage(tmp_path).free
+    if free < 18e9:
+        pytest.skip(f"{free / 1e9:.0f} GB of disk are free at {tmp_path}, 18 are needed")
+    folder, data = tmp_path / "hub", tmp_path / "data"
+    try:
+        size = olmoe_7b(folder)
+        assert size > 13.8e9
+        silent(jsonl(tmp_path / "texts.jsonl", TEXTS), str(folder), data, validation_fraction=0.5)
+        given = ["--data", data, "model.sequence_length=512", "train.precision=bf16"]
+        taken, out, err = bounded(
+            3000, tmp_path / "told.json", "evaluate", folder, *given, "--json", "-"
+        )
+        assert "block by block: 13.8 GB of weights in bf16" in err
+        assert json.loads(out)["loss"] == pytest.approx(10.8, abs=0.5)  # nearly ln 50304
+        blocks = [each[1:] for each in taken["seconds"] if each[0].startswith("blocks.")]
+        assert len(blocks) == 16
+        weights, computing = (sum(each) / 16 for each in zip(*blocks, strict=True))
+        planned = command(
+            [
+                "plan",
+                str(folder),
+                "--processes-per-node",
+                "1",
+                "--device",
+                "h200",
+                "model.sequence_length=512",
+                "--json",
+                str(tmp_path / "plan.json"),
+            ]
+        )
+        assert planned == 0
+        plan = json.loads((tmp_path / "plan.json").read_text())["reading"]
+        assert plan["weights_bytes"] == pytest.approx(size, rel=1e-3)
+        predicted = plan["streamed_bytes"] - 2_000_000_000  # libraries, which were there before
+        assert taken["most"] == pytest.approx(predicted, rel=0.3)
+        with capsys.disabled():
+            print(
+                f"\n{size / 1e9:.1f} GB of weights: {weights:.2f} s a block to read them, "
+                f"{computing:.2f} s to compute {json.loads(out)['tokens_scored']} tokens, "
+                f"{taken['most'] / 1e9:.2f} GB of memory at most, planned {predicted / 1e9:.2f}"
+            )
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)

@@ -63,6 +63,7 @@ def read_once(config: RunConfig, batch_size: int, *, on_gpu: bool) -> ReadOnce:
     precision = config.train.precision
     memory, peaks = Memory(), Counter[str]()
     work: dict[Any, Work] = {}
+    computed = Computed(lambda: "forward")
     times: Counter[Any] = Counter()
     model = build_model(config.model).eval()
     assert isinstance(model, Decoder)
@@ -71,7 +72,6 @@ def read_once(config: RunConfig, batch_size: int, *, on_gpu: bool) -> ReadOnce:
         switch.without_numbers(on_gpu=on_gpu),
         Weightless([memory, lambda operation: computed(operation)]) as weightless,
     ):
-        computed = Computed(lambda: "forward")
         batch = random_batch(config.model, range(batch_size), config.data)
         ids_BT, target_BT = batch[:2]
         x_BTD = torch.empty(*ids_BT.shape, model.config.hidden_size, dtype=DTYPES[precision])

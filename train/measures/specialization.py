@@ -262,7 +262,8 @@ class Specialization(Measure):
 
     def sums(self) -> dict[str, Tensor]:
         """See `polyad.train.reading.Lasting`."""
-        parts = {"entropies": self._entropies, "similarity": self._similarity, **self._by_token}
+        parts: dict[str, Any] = {"entropies": self._entropies, "similarity": self._similarity}
+        parts |= self._by_token
         found = {
             f"{part}.{name}": value
             for part, each in parts.items()
