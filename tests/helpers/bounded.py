@@ -1,4 +1,4 @@
-"""`polyad ARGUMENT...` with little memory: `python -m tests.helpers.bounded MIB FILE ARGUMENT...`.
+"""`polyad ARGUMENT...` with little memory: `python tests/helpers/bounded.py MIB FILE ARGUMENT...`.
 
 It may take MIB MiB more than it has once its libraries are there; files that are mapped to be read
 do not count. FILE gets the most that it took, in bytes, and the moments at which each block was in
