@@ -295,9 +295,12 @@ def _copied(parts: Iterable[torch.Tensor], out: torch.Tensor) -> torch.Tensor:
     for part in parts:
         if part.dim() < 3:
             (out[row : row + len(part)] if part.dim() else out).copy_(part)
-        else:  # torch transposes a matrix several times as fast as a stack of them
+        else:
+            # torch transposes one matrix several times as fast as a stack of them, and before its
+            # numbers are converted.
+            turns = part.stride(-1) != out.stride(-1)
             for number, matrix in enumerate(part):
-                out[row + number].copy_(matrix)
+                out[row + number].copy_(matrix.contiguous() if turns else matrix)
         row += len(part) if part.dim() else 0
     return out
 

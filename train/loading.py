@@ -19,7 +19,7 @@ from polyad.model.bert import BertConfig
 from polyad.model.decoder import DecoderSettings
 from polyad.parallel import comm
 from polyad.parallel.checkpoint.finding import best_checkpoint, newest_of, read_newest
-from polyad.parallel.weights import Choice, Weights, load_model, open_weights
+from polyad.parallel.weights import Choice, Weights, open_weights
 from polyad.parallel.zero import DTYPES, Precision
 from polyad.train.errors import ConfigError
 from polyad.train.evaluation.evaluate import evaluate_opened
@@ -27,6 +27,7 @@ from polyad.train.evaluation.generate import Sampling, continue_text
 from polyad.train.experts.probing import Decision, RoutedLayer, deciding, routed_layers
 from polyad.train.reading import open_data_for
 from polyad.train.results import aligned, json_value
+from polyad.train.streaming import whole_model
 from polyad.train.tasks.language import language_model
 from polyad.train.tasks.vocabulary import need_tokenizer
 
@@ -69,7 +70,7 @@ def load(
 
     def read(chosen: Path) -> Run:
         opened = open_weights(chosen, weights, None if base is None else Path(base))
-        model = load_model(opened, place, precision)
+        model = whole_model(opened, place, precision, "what is asked of it runs all blocks")
         return Run(opened, model, weights_choice=weights, precision=precision, tokenizer=tokenizer)
 
     choose = best_checkpoint if best else newest_of

@@ -39,7 +39,7 @@ from polyad.train.streaming import opened_model, run_blocks
 from polyad.train.tasks.images import ImageClassification
 from polyad.train.tasks.language import LanguageModelling
 from polyad.train.tasks.registry import task_class
-from polyad.train.tasks.samples import Samples, TextSamples
+from polyad.train.tasks.samples import Passages, Samples, TextSamples
 from polyad.train.tasks.task import Task
 
 
@@ -398,7 +398,8 @@ def _read_streamed(
                 if block not in by_block:
                     return
                 number_R, batch = batches[number]
-                batch = type(batch)(*(each.to(model.device) for each in batch))
+                others = (each.to(model.device) for each in batch[1:])
+                batch = Passages(batch.number_B, *others)
                 reading = Reading(
                     number_R=number_R.to(model.device),
                     batch=batch,

@@ -42,6 +42,7 @@ from polyad.data.files import (
 from polyad.model.decoder import DecoderSettings
 from polyad.model.output import ModelOutput
 from polyad.parallel import comm
+from polyad.parallel.checkpoint.reading import Checkpoint
 from polyad.parallel.host_memory import free_memory
 from polyad.parallel.records import Count, PlainName, Record
 from polyad.parallel.streamed import Streamed, bytes_of_weights, parts_of
@@ -103,9 +104,7 @@ def opened_model(
         yield load_model(weights, world.device, precision)
         return
     elif refusal is not None:
-        if size > free + _swap(world.device):
-            raise ConfigError(f"{weights.folder}: {reason}, and not block by block: {refusal}")
-        yield load_model(weights, world.device, precision)
+        yield whole_model(weights, world.device, precision, refusal)
         return
     with contextlib.ExitStack() as stack:
         if folder is not None:
@@ -136,11 +135,30 @@ def _free(device: torch.device) -> int:
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_memory()
 
 
-def _swap(device: torch.device) -> int:
-    """Bytes that may leave memory, for what needs a whole model and time."""
+def whole_model(
+    weights: Weights, device: torch.device, precision: Precision, needs_whole: str
+) -> nn.Module:
+    """A model in evaluation mode, of which all has to be in memory, or may be swapped.
+
+    Args:
+        weights: of the model.
+        device: where it goes.
+        precision: of its parameters.
+        needs_whole: why.
+
+    Raises:
+        ConfigError: it does not fit.
+    """
     import psutil  # not at the top: see `free_memory`
 
-    return 0 if device.type == "cuda" else int(psutil.swap_memory().free)
+    size, free = bytes_of_weights(weights, precision), _free(device)
+    swap = 0 if device.type == "cuda" else psutil.swap_memory().free
+    if size > free + swap:
+        raise ConfigError(
+            f"{weights.folder}: {in_bytes(size)} of weights in {precision}, {in_bytes(free)} of "
+            f"memory are free, and not block by block: {needs_whole}"
+        )
+    return load_model(weights, device, precision)
 
 
 @contextlib.contextmanager
@@ -155,7 +173,9 @@ def _kept(folder: Path) -> Iterator[None]:
             f"--stream: {folder}: holds {sorted(strange)[0]}, which no reading has left there; an "
             f"empty folder or a new one is needed"
         )
-    with writing(folder), locked(folder / "lock", wait=False) as is_ours:
+    with contextlib.ExitStack() as stack:
+        with writing(folder):
+            is_ours = stack.enter_context(locked(folder / "lock", wait=False))
         if not is_ours:
             raise StreamError(f"--stream: {folder}: another process is reading there")
         yield
@@ -275,9 +295,10 @@ def run_blocks(
     model.readings += 1
     place = None if model.folder is None else model.folder / READING.format(model.readings)
     about = {
-        "weights": folder_digest(model.weights.folder),
-        "precision": model.precision,
+        "weights": folder_digest(model.weights.folder) + _choice(model.weights),
+        "precision": model.precision + (" as tf32" if _multiplies_tf32(model) else ""),
         "device": model.device.type,
+        "torch": torch.__version__,
         "reading": what,
         "inputs": _digest(batches),
     }
@@ -310,6 +331,14 @@ def run_blocks(
                 run = _through(model, block, activations, seen, told)
                 activations.advance(block + 1, run)
         yield activations
+
+
+def _choice(weights: Weights) -> str:
+    return " (their average)" if isinstance(weights, Checkpoint) and weights.is_average else ""
+
+
+def _multiplies_tf32(model: Streamed) -> bool:
+    return model.device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32
 
 
 def _digest(batches: Sequence[Tensor]) -> str:

@@ -165,6 +165,11 @@ class Checkpoint(Source):
         field = field or (self._chosen if self._chosen in self.tensors[name] else MASTER)
         return self.read(Box.whole(name, field, self.tensors[name][field].shape))
 
+    @property
+    def is_average(self) -> bool:
+        """Whether the moving average stands for the weights."""
+        return self._chosen == EMA
+
     def take_average(self) -> None:
         """Lets the moving average stand for the weights, wherever a whole weight is asked for.
 

@@ -250,6 +250,8 @@ def test_what_needs_the_whole_model_says_why(tmp_path, capfd, monkeypatch):
     assert command(["experts", "knockout", *map(str, given)]) == 2
     said = "KB of weights in fp32, 200 KB of memory are free, and not block by block: without an"
     assert said in capfd.readouterr().err
+    assert command(["generate", str(folder), "--prompt", "def"]) == 2
+    assert "and not block by block: each new token runs all blocks" in capfd.readouterr().err
     monkeypatch.undo()
     kept.mkdir()
     (kept / "thesis.tex").touch()

@@ -19,10 +19,11 @@ from torch import Tensor, nn
 from polyad.data.text.tokenizers.tokenizer import Tokenizer
 from polyad.model.attention import KeyValueCache
 from polyad.model.decoder import DecoderSettings
-from polyad.parallel.weights import load_model, open_weights
+from polyad.parallel.weights import open_weights
 from polyad.parallel.zero import Precision
 from polyad.train.errors import ConfigError
 from polyad.train.experts.steering import Load, Steering, loads_of, steered
+from polyad.train.streaming import whole_model
 from polyad.train.tasks.language import language_model
 from polyad.train.tasks.vocabulary import need_tokenizer
 
@@ -325,7 +326,8 @@ def generate(
     language_model(weights)
     coder = need_tokenizer(weights, tokenizer)
     check_prompt(prompt)
-    model = load_model(weights, "cuda" if torch.cuda.is_available() else "cpu", precision=precision)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model = whole_model(weights, device, precision, "each new token runs all blocks")
     with steered(model, steerings):
         write(prompt)
         started = time.monotonic()

@@ -16,10 +16,11 @@ from tqdm import tqdm
 
 from polyad.data.text.tokenizers.tokenizer import Tokenizer
 from polyad.parallel.checkpoint.finding import read_newest
-from polyad.parallel.weights import load_model, open_weights
+from polyad.parallel.weights import open_weights
 from polyad.parallel.zero import DTYPES, Precision
 from polyad.train.errors import ConfigError
 from polyad.train.evaluation.generate import Sampling, TextStream, generate_ids
+from polyad.train.streaming import whole_model
 from polyad.train.tasks.language import language_model
 from polyad.train.tasks.vocabulary import need_tokenizer
 
@@ -67,7 +68,9 @@ class PolyadLM(TemplateLM):
             weights = open_weights(chosen)
             language_model(weights)
             coder = need_tokenizer(weights, tokenizer)
-            return weights.folder, coder, load_model(weights, self._device, precision)
+            needs_whole = "each request runs all blocks"
+            model = whole_model(weights, self._device, precision, needs_whole)
+            return weights.folder, coder, model
 
         folder, self._coder, self.model = read_newest(Path(checkpoint), read)
         config: Any = self.model.config

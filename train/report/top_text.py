@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from polyad.parallel.streamed import Streamed
 from polyad.train.experts.probing import RoutedLayer
 from polyad.train.reading import Reading, read
 from polyad.train.report.snippets import Documents, Piece, Place, WordTokens, pieces
@@ -222,7 +223,9 @@ class TopText:
         contexts = _Contexts(self._text, wanted)
         if contexts.windows:
             some = self._text.some(sorted(contexts.windows))
-            read(model, self._layers, some, [contexts], batch_size=batch_size)
+            # Of a streamed model all blocks are read again, which takes its time.
+            told = "read contexts" if isinstance(model, Streamed) else ""
+            read(model, self._layers, some, [contexts], batch_size=batch_size, told=told)
         return {
             layer.name: [
                 totals[layer.name].shown(layer, column, contexts.of_expert(layer.name, column))
