@@ -53,7 +53,7 @@ class MemberScore(Score):
     """
 
     def __init__(self, config: EmergentMoEConfig, context: FeedForwardContext) -> None:
-        super().__init__(context)
+        super().__init__(context.initializer_std)
         self.activation = context.activation
         shape = config.num_experts, context.hidden_size
         self.key = nn.Parameter(torch.empty(shape))
