@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from itertools import product
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, TypeVar
@@ -118,12 +118,13 @@ class PeftWeights(FamilyWeights):
         said = [super().note, f"the adapters of {self.folder} are merged into {self.base}"]
         return "; ".join(each for each in said if each)
 
-    def part(self, name: str, slices: Slices) -> Tensor:
-        """See `FamilyWeights.part`; with what the adapters add."""
-        value, beside = super().part(name, slices), self._beside.get(name)
+    def parts(self, name: str, slices: Slices) -> Iterator[Tensor]:
+        """See `FamilyWeights.parts`; one with what the adapters add, where there are any."""
+        beside = self._beside.get(name)
         if beside is None:
-            return value
-        value = value.to(torch.float32, copy=True)
+            yield from super().parts(name, slices)
+            return
+        value = torch.cat([part.float() for part in super().parts(name, slices)])
         for each in beside:
             rows = each.piece.rows
             start, stop = max(slices[0].start, rows.start), min(slices[0].stop, rows.stop)
@@ -131,7 +132,7 @@ class PeftWeights(FamilyWeights):
                 here = slice(start - rows.start, stop - rows.start)
                 added = delta(self._factors(each), each.scale, (here, *slices[1:]))
                 value[start - slices[0].start : stop - slices[0].start] += added
-        return value
+        yield value
 
     def _factors(self, beside: _Beside) -> Factors:
         A, B = (self._matrices.read(name, ()).float() for name in (beside.A, beside.B))
