@@ -44,7 +44,7 @@ _MATRICES = re.compile(
     r"(attention\.(?:qkv|query|key|value|projection)\.weight"  # attention
     r"|attention\.(?:query|key_value)_(?:down|up)\.weight"  # latent attention
     r"|feed_forward\.(?:shared\.)?(?:gate|up|down)\.weight"  # dense, and shared experts
-    r"|feed_forward\.experts\.(?:gate|up|down|keys|values)"  # stacks of experts
+    r"|feed_forward\.experts\.(?:gate|up|down|keys|linear|values)"  # stacks of experts
     r"|feed_forward\.(?:up|down)\.(?:input_factor|output_factor|core|expert_factor_\d+))$"  # muMoE
 )
 
