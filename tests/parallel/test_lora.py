@@ -217,7 +217,8 @@ BY_NUMBER = (
         (optimizer, *layout)
         for optimizer in ("adamw", "sgd", "muon")
         for layout in ((1, 1, 0, "fp32"), (2, 2, 1, "bf16"), (2, 1, 2, "fp32"), (4, 2, 2, "fp32"))
-    ],
+    ]
+    + [(optimizer, 4, 2, 3, "bf16") for optimizer in ("adamw", "sgd")],
     keep=[("adamw", 2, 2, 1, "bf16"), ("muon", 2, 1, 2, "fp32")],
 )
 def test_experts_by_number_stay_to_the_last_bit(
