@@ -26,7 +26,10 @@ PAIRS = [
     for (origin, target), (a, b) in zip(
         itertools.product(SHAPES, SHAPES), itertools.cycle(itertools.product((0, 1, 2), repeat=2))
     )
-]
+] + [
+    ((4, 1, 2, 3), (4, 2, 2, 1)), ((4, 2, 2, 3), (2, 1, 1, 0)), ((2, 1, 2, 1), (4, 1, 4, 3)),
+    ((4, 1, 2, 0), (4, 2, 2, 3)),
+]  # fmt: skip
 
 
 def name(layout):
@@ -94,7 +97,10 @@ def test_a_checkpoint_holds_every_expert_once_and_all_state(saved):
         assert checkpoint.shapes()[prefix + "experts.up"] == (4, 36, 24)
 
 
-RESUMED = [(1, 1, 1, 0), (2, 1, 2, 1), (4, 1, 2, 2), (4, 2, 2, 1), (4, 1, 4, 0)]
+RESUMED = [
+    *((1, 1, 1, 0), (2, 1, 2, 1), (4, 1, 2, 2), (4, 2, 2, 1), (4, 1, 4, 0), (4, 1, 2, 3)),
+    (4, 2, 2, 3),
+]
 
 
 @everyday(
