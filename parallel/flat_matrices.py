@@ -16,6 +16,16 @@ PART = "part"
 """The key of an optimizer's group for the `FlatPart` that its one tensor is."""
 
 
+class Edge(NamedTuple):
+    """A matrix that several parts have some of."""
+
+    whole_S: Tensor
+    here: slice
+    """Its numbers in this part."""
+    there: slice
+    """Those in the matrix."""
+
+
 class FlatPart(NamedTuple):
     """What a process has of a group of matrices."""
 
@@ -24,34 +34,46 @@ class FlatPart(NamedTuple):
     numel: int
     """Numbers of all parts, without padding at the end."""
 
-    def whole(self, flat_P: Tensor, size: int) -> tuple[Tensor, int]:
-        """The matrices that any number of this part belongs to; all processes call it.
+    def inner(self, flat_P: Tensor, size: int) -> Tensor:
+        """The matrices that lie in this part whole: a view [N, size].
 
         Args:
             flat_P: Of each number of the part, another one.
             size: Numbers of a matrix.
-
-        Returns:
-            The matrices [N, size], and where the part begins in them.
         """
-        length = flat_P.numel()
-        start = min(self.group.rank * length, self.numel)
-        stop = min(start + length, self.numel)
-        first, last = start // size, -(-stop // size)
-        begin = start - first * size
-        own_NS = flat_P.new_zeros(max(0, last - first), size)
-        own_NS.view(-1)[begin : begin + stop - start] = flat_P[: stop - start]
-        ends = [n * length for n in range(1, self.group.size) if n * length < self.numel]
-        cut = sorted({end // size for end in ends if end % size})
-        if cut:
-            cut_NS = flat_P.new_zeros(len(cut), size)
-            here = [(n, number - first) for n, number in enumerate(cut) if first <= number < last]
-            for n, number in here:
-                cut_NS[n] = own_NS[number]
-            cut_NS = self.group.total(cut_NS)  # of what one process has and the others do not
-            for n, number in here:
-                own_NS[number] = cut_NS[n]
-        return own_NS, begin
+        start, stop = self._range(flat_P)
+        first, last = -(-start // size), stop // size
+        if first >= last:
+            return flat_P[:0].view(0, size)
+        return flat_P[first * size - start : last * size - start].view(-1, size)
+
+    def edges(self, flat_P: Tensor, size: int) -> list[Edge]:
+        """The matrices that lie in this part and in others; all processes call it.
+
+        Args:
+            flat_P: As for `inner`.
+            size: Numbers of a matrix.
+        """
+        start, stop = self._range(flat_P)
+        ends = [n * flat_P.numel() for n in range(1, self.group.size)]
+        cut = sorted({end // size for end in ends if end % size and end < self.numel})
+        if not cut:
+            return []
+        cut_NS, mine = flat_P.new_zeros(len(cut), size), list[tuple[int, slice, slice]]()
+        for number, matrix in enumerate(cut):
+            begin = matrix * size
+            low, high = max(start, begin), min(stop, begin + size)
+            if low < high:
+                here, there = slice(low - start, high - start), slice(low - begin, high - begin)
+                cut_NS[number, there] = flat_P[here]
+                mine.append((number, here, there))
+        cut_NS = self.group.total(cut_NS)  # of what one process has and the others do not
+        return [Edge(cut_NS[number], here, there) for number, here, there in mine]
+
+    def _range(self, flat_P: Tensor) -> tuple[int, int]:
+        """The numbers of all parts that are this one's: first, one past the last."""
+        start = min(self.group.rank * flat_P.numel(), self.numel)
+        return start, min(start + flat_P.numel(), self.numel)
 
 
 def name_parts(engine: Engine, groups: list[list[Any]]) -> None:

@@ -122,14 +122,9 @@ def orthogonalized(x_NAB: Tensor) -> Tensor:
     return x.mT if tall else x
 
 
-def _updates(ahead_NS: Tensor, matrix: Matrix) -> Tensor:
-    """The matrices [N, S] of `ahead_NS` orthogonalized, in lots that bound the memory for it."""
-    update_NS = torch.empty_like(ahead_NS)
-    count = max(1, LOT // (matrix.rows * matrix.columns))
-    lots = zip(torch.split(ahead_NS, count), torch.split(update_NS, count), strict=True)
-    for lot_NS, there_NS in lots:
-        there_NS.copy_(orthogonalized(lot_NS.view(-1, *matrix[:2])).flatten(1))
-    return update_NS
+def _update(ahead_NS: Tensor, matrix: Matrix) -> Tensor:
+    """Matrices [N, S], orthogonalized."""
+    return orthogonalized(ahead_NS.view(-1, matrix.rows, matrix.columns)).flatten(1)
 
 
 class Muon(torch.optim.Optimizer):
@@ -180,15 +175,15 @@ class Muon(torch.optim.Optimizer):
         matrix = group["matrix"]
         ahead, size = gradient.lerp(momentum, MOMENTUM), matrix.rows * matrix.columns  # Nesterov's
         part: FlatPart | None = group.get(PART)
-        if part is None:
-            update = _updates(ahead.view(-1, size), matrix).view_as(parameter)
-        else:
-            whole_NS, begin = part.whole(ahead, size)
-            update = torch.zeros_like(parameter)  # and for padding at the end
-            mine = _updates(whole_NS, matrix).view(-1)[begin : begin + len(update)]
-            update[: len(mine)] = mine
+        edges = [] if part is None else part.edges(ahead, size)
+        inner_NS = ahead.view(-1, size) if part is None else part.inner(ahead, size)
+        # In place and in lots: a part may be as large as a share of all experts.
+        for lot_NS in torch.split(inner_NS, max(1, LOT // size)):
+            lot_NS.copy_(_update(lot_NS, matrix))
+        for edge in edges:
+            ahead[edge.here] = _update(edge.whole_S[None], matrix)[0, edge.there]
         parameter.mul_(1 - group["lr"] * group["weight_decay"])
-        parameter.add_(update, alpha=-group["lr"] * matrix.scale)
+        parameter.add_(ahead, alpha=-group["lr"] * matrix.scale)
 
     def _adamw(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
         states = [self.state[p] for p in parameters]

@@ -253,14 +253,21 @@ def test_parts_give_whole_matrices(ranks):
             return torch.stack(sent).sum(0)
 
     for kind in (Collects, Answers):
-        found = [FlatPart(kind(n), 20).whole(parts[n], 4) for n in range(ranks)]
+        found = [FlatPart(kind(n), 20) for n in range(ranks)]
+        edges = [part.edges(flat, 4) for part, flat in zip(found, parts, strict=True)]
     assert len(sent) in (0, ranks)  # all take part, or none
-    for rank, (whole_NS, begin) in enumerate(found):
-        start, stop = min(20, rank * length), min(20, (rank + 1) * length)
-        first, last = start // 4, -(-stop // 4)
-        assert torch.equal(whole_NS, numbers.view(5, 4)[first : max(first, last)])
-        mine = whole_NS.view(-1)[begin : begin + stop - start]
-        assert torch.equal(mine, numbers[start:stop])
+    matrices_54 = numbers.view(5, 4)
+    for part, flat, some in zip(found, parts, edges, strict=True):
+        seen = torch.zeros(length)
+        inner_N4 = part.inner(flat, 4)
+        assert all(any(torch.equal(each, row) for row in matrices_54) for each in inner_N4)
+        inner_N4 += 100  # a view
+        for whole_4, here, there in some:
+            assert any(torch.equal(whole_4, row) for row in matrices_54)
+            assert torch.equal(flat[here], whole_4[there])
+            seen[here] += 1
+        real = flat.new_tensor([n < 20 for n in range(part.group.rank * length, 99)][:length])
+        assert torch.equal(seen + (flat > 100), real)
 
 
 def test_padded_ranks_change_no_scale():
