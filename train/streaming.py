@@ -43,7 +43,7 @@ from polyad.model.decoder import DecoderSettings
 from polyad.model.output import ModelOutput
 from polyad.parallel import comm
 from polyad.parallel.checkpoint.reading import Checkpoint
-from polyad.parallel.host_memory import free_memory
+from polyad.parallel.host_memory import free_memory, keep_few_products
 from polyad.parallel.records import Count, PlainName, Record
 from polyad.parallel.streamed import Streamed, bytes_of_weights, parts_of
 from polyad.parallel.tensor_folder import read_form
@@ -106,6 +106,7 @@ def opened_model(
     elif refusal is not None:
         yield whole_model(weights, world.device, precision, refusal)
         return
+    keep_few_products()
     with contextlib.ExitStack() as stack:
         if folder is not None:
             stack.enter_context(_kept(folder))
