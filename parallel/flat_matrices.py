@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from polyad.parallel.regions import Group
-from polyad.parallel.zero import Engine, _replica_group
+from polyad.parallel.zero import Engine, replica_group
 
 PART = "part"
 """The key of an optimizer's group for the `FlatPart` that its one tensor is."""
@@ -85,4 +85,4 @@ def name_parts(engine: Engine, groups: list[list[Any]]) -> None:
     """
     for group, parameters in zip(engine.optimizer.param_groups, groups, strict=True):
         numel = sum(parameter.numel() for parameter in parameters)
-        group[PART] = FlatPart(Group.of(_replica_group(parameters[0])), numel)
+        group[PART] = FlatPart(Group.of(replica_group(parameters[0])), numel)

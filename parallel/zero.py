@@ -177,7 +177,7 @@ def partitioner(
             parameter.ds_zero_placement_family = "autoep_expert"
             parameter.ds_zero_partition_group_name = group_name(size)
             _make_expert_groups(size)
-            parameter.ds_zero_partition_process_group = _replica_group(parameter)
+            parameter.ds_zero_partition_process_group = replica_group(parameter)
         init._convert_to_zero_parameters([parameter])
 
     return place
@@ -279,7 +279,7 @@ class Engine:
             working = [p for group in zero.fp16_groups for p in group]
             masters = [p for group in zero.fp32_groups for p in group]
             pairs = list(zip(working, masters, strict=True))
-            self._hook.gradients = Fp32Gradients(pairs, _replica_group, bucket_size, self.world)
+            self._hook.gradients = Fp32Gradients(pairs, replica_group, bucket_size, self.world)
             self.deepspeed.enable_backward_allreduce = False
         elif self.stage in (1, 2):
             # DeepSpeed would divide by the number of processes in bf16 before it sums in fp32,
@@ -555,7 +555,7 @@ class ZeroHook:
         optimizer.step = watched_step
 
 
-def _replica_group(parameter: Any) -> Any:
+def replica_group(parameter: Any) -> Any:
     """The processes that hold the same parameter and see other samples."""
     from deepspeed.moe.utils import is_moe_param
     from deepspeed.utils import groups
