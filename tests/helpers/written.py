@@ -54,6 +54,8 @@ PAGES = (
 """The pages of docs/ in the order of a reader: a page may use what one before it makes."""
 MAKES = frozenset({"output", "json", "figure", "page", "destination"})
 """Arguments that name what a command makes; it reads every other path."""
+USED_UP = "stream"
+"""The argument that names what is there between two calls of a command alone."""
 
 
 def from_data(path: Path, size: int) -> list[str]:
@@ -384,6 +386,7 @@ def _paths(parser: Parser, options: Namespace, *, made: bool) -> list[str]:
             one
             for one in each
             if (action.dest in MAKES) == made
+            and action.dest != USED_UP
             and value not in (None, action.default)
             and (is_path or ("/" in one and "=" not in one))
             and one != "-"
