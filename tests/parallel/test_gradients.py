@@ -83,7 +83,8 @@ def test_what_each_stage_sends(workers, precision):
         assert sum(small.values()) <= 4, small  # the norm, and a step's loss
     sent = workers(2).run(exchanges_of_a_step, case.but(stage=3))[0]
     assert sent["_reduce_scatter_base", "float32"] == PADDED
-    assert sent["_allgather_base", weights] < 3 * PADDED  # in 2 forward and backward passes
+    # In 2 forward and 2 backward passes; what ends one and begins the next is gathered once.
+    assert 2 * PADDED < sent["_allgather_base", weights] < 4 * PADDED
 
 
 @everyday("precision", ["fp32", "bf16"], keep=["bf16"])

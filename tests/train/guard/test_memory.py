@@ -145,11 +145,12 @@ def test_only_keys_that_can_be_changed_are_advised(config: Path) -> None:
     assert to_build(compiled, Dims(world_size=2)) == ["parallel.tensor_parallel_size=2 (now 1)"]
     last = changed(config, "parallel.tensor_parallel_size=4", "parallel.zero_stage=3")
     assert to_build(last, Dims(world_size=8, tensor_parallel_size=4)) == []
-    # Stage 3 does not hold experts; 4 of them are spread over 2 or 4 processes.
+    # 4 experts are spread over 2 or 4 processes.
     experts = changed(
         config, "model.feed_forward={kind: smoe, num_experts: 4}", "parallel.zero_stage=2"
     )
     assert to_build(experts, Dims(world_size=4)) == [
+        "parallel.zero_stage=3 (now 2)",
         "parallel.expert_parallel_size=2 (now 1)",
         "parallel.tensor_parallel_size=2 (now 1)",
     ]
