@@ -9,6 +9,7 @@ import contextlib
 import hashlib
 import json
 import shutil
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -211,7 +212,7 @@ class FileReport(NamedTuple):
     reason: str | None
 
 
-class PreparedFolder:
+class PreparedFolder(ABC):
     """A prepared folder whose files can be compared with its manifest.
 
     Attributes:
@@ -220,10 +221,11 @@ class PreparedFolder:
 
     path: Path
 
+    @abstractmethod
     def bytes_to_verify(self) -> int:
         """Counts what `reports` reads of the files that grow with the data."""
-        raise NotImplementedError
 
+    @abstractmethod
     def reports(self, read: Read) -> Iterator[FileReport]:
         """Reads every file, whatever is wrong with those before it.
 
@@ -233,7 +235,6 @@ class PreparedFolder:
         Yields:
             What each file showed.
         """
-        raise NotImplementedError
 
     def faults(self, read: Read) -> Iterator[tuple[str, str]]:
         """Names each damaged file of `reports`, and says in one line what is wrong with it."""

@@ -33,7 +33,7 @@ class Factors(NamedTuple):
 
     @classmethod
     def unpacked(cls, A: Tensor, B: Tensor, experts: int) -> "Factors":
-        """Of two matrices in a file.
+        """Makes them of two matrices in a file.
 
         Args:
             A: As in the file.

@@ -234,7 +234,7 @@ class OneExpert(InitialWeights):
 
 
 def train_one_expert(case: Case) -> dict[str, Any]:
-    """As `train`, from weights with which every token chooses the first expert."""
+    """Trains from weights with which every token chooses the first expert; see `train`."""
     return train(case, OneExpert(whole_model(case), 7))
 
 
