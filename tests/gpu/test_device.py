@@ -10,7 +10,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from polyad.model.build import build_model, compile_model, materialize
 from polyad.model.gpt2 import GPT2Config
-from polyad.model.kernels.linear_cross_entropy import by_definition, linear_cross_entropy
+from polyad.model.kernels.linear_cross_entropy import (
+    VocabularyPart,
+    by_definition,
+    linear_cross_entropy,
+)
 from polyad.parallel.checkpoint.saving import Copy, Task
 from polyad.parallel.comm import World
 from polyad.train.errors import RunError
@@ -133,6 +137,25 @@ def test_the_loss_takes_a_part_of_the_memory_of_logits() -> None:
     assert losses[1][0] == pytest.approx(losses[0][0], rel=1e-3)
     for ours, theirs in zip(losses[1][1:], losses[0][1:], strict=True):
         assert (ours - theirs).norm() < 0.02 * theirs.norm()
+
+
+@pytest.mark.parametrize("real", [300, 50257])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
+def test_the_loss_of_a_padded_vocabulary_is_the_definition(dtype, tolerance, real) -> None:
+    generator = torch.Generator().manual_seed(6)
+    x_ND = torch.randn(2100, 256, generator=generator).to(dtype)
+    weight_VD = 0.1 * torch.randn(real + 47, 256, generator=generator).to(dtype)
+    targets_N = torch.randint(real, (2100,), generator=generator)
+    x, weight = x_ND.double().requires_grad_(), weight_VD.double().requires_grad_()
+    exact = by_definition(x, weight[:real], targets_N)
+    exact.backward()
+    ours = [t.to(CUDA).requires_grad_() for t in (x_ND, weight_VD)]
+    loss = linear_cross_entropy(*ours, targets_N.to(CUDA), VocabularyPart(0, real))
+    loss.backward()
+    assert loss.item() == pytest.approx(exact.item(), rel=tolerance)
+    for mine, true in zip(ours, (x, weight), strict=True):
+        error = mine.grad.double().cpu() - true.grad
+        assert error.norm() < tolerance * true.grad.norm()
 
 
 def test_adamw_is_fused_and_does_what_it_does_on_the_cpu() -> None:

@@ -1,0 +1,69 @@
+"""Commands on the GPU give what they give on a CPU, but for rounding."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from polyad.launch.cli import run as command
+from tests.helpers.decoders import hub_folder, prepared_for
+from tests.helpers.gpu import NEEDS_CUDA
+from tests.helpers.runs import evaluation, records, write_config
+from tests.helpers.spikes import run_with_bad_batches, run_without
+
+pytest.importorskip("transformers")
+pytestmark = [*NEEDS_CUDA, pytest.mark.distributed]
+
+FAMILIES = ["olmoe", "deepseek_v3", "gpt_oss"]
+
+
+@pytest.fixture(params=FAMILIES)
+def folder(request, tmp_path) -> Path:
+    hub_folder(tmp_path / "hub", request.param)
+    return tmp_path / "hub"
+
+
+@pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 1e-4), ("bf16", 2e-2)])
+def test_perplexity_of_an_opened_model_held_whole_or_read_in_parts(
+    on_gpu, workers, folder, tmp_path, precision, tolerance
+) -> None:
+    asked: dict[str, Any] = {
+        "data": str(prepared_for(folder, tmp_path)),
+        "overrides": ("model.sequence_length=32", f"train.precision={precision}"),
+    }
+    (wanted,) = workers(1).run(evaluation, folder, **asked)
+    whole = on_gpu(evaluation, folder, **asked)
+    parts = on_gpu(evaluation, folder, stream=tmp_path / "kept", **asked)
+    assert whole["loss"] == pytest.approx(wanted["loss"], rel=tolerance)
+    assert parts["loss"] == pytest.approx(whole["loss"], rel=1e-5)
+
+
+def test_measures_of_an_opened_model(folder, tmp_path, capfd) -> None:
+    data = str(prepared_for(folder, tmp_path))
+    layer = "1"
+    steered = ["--steer", f"layer={layer},expert=1,strength=2"]
+    told = str(tmp_path / "told.json")
+    for words in (
+        ["experts", "knockout", folder, "--data", data, "--tokens", "64", "--layers", layer],
+        ["experts", "specialize", folder, "--data", data],
+        ["experts", "steer", folder, "--data", data, "--tokens", "64", *steered],
+        ["generate", folder, "--prompt", "def ", "--max-tokens", "5", *steered],
+        ["report", folder, "--data", data, "--tokens", "64", "--knockout"],
+        ["compare", folder, "--with", folder, "--data", data, "--tokens", "64"],
+    ):
+        assert command([*map(str, words), "--json", told]) == 0, capfd.readouterr().err
+        assert json.loads(Path(told).read_text())
+
+
+def test_a_spike_takes_the_run_back_to_a_checkpoint(on_gpu, prepared_path, tmp_path) -> None:
+    config = write_config(
+        tmp_path / "config.yaml", prepared_path, train__precision="bf16", train__steps=16,
+        checkpoint__every=5, evaluation__every=0, optimizer__learning_rate=0.003,
+        monitor__spike_warmup=8, monitor__spike_window=16, monitor__spike_action="rewind",
+    )  # fmt: skip
+    bad = (11,)
+    assert on_gpu(run_with_bad_batches, config, "loss", bad) == (16, [11])
+    assert on_gpu(run_without, config, bad, f"run.folder={tmp_path / 'other'}") == 16
+    ours, theirs = ([line["loss"] for line in records(tmp_path / n)] for n in ("run", "other"))
+    assert ours == pytest.approx(theirs, rel=2e-2)
