@@ -210,15 +210,16 @@ class DenseFeedForwardConfig(FeedForwardSettings):
         """See `FeedForwardSettings.cut_sizes`: the inner width."""
         return [{"hidden_size": self.inner_size(width)}]
 
-    def parameters(self, width: int, bias: bool) -> int:
-        """Counts the numbers of both layers.
+    def parameters(self, width: int, bias: bool, gated: bool = False) -> int:
+        """Counts the numbers of its layers.
 
         Args:
             width: D.
-            bias: whether they have one.
+            bias: Whether they have one.
+            gated: Whether there is a gate beside the first.
         """
         inner = self.inner_size(width)
-        return 2 * width * inner + bias * (inner + width)
+        return (2 + gated) * width * inner + bias * ((1 + gated) * inner + width)
 
 
 class QuickGELU(nn.Module):

@@ -50,7 +50,7 @@ class LoRAConfig(Config):
     """Patterns of layers: the default is all of attention, whatever they are called; dense
     feed-forwards feed_forward.up, down and gate, shared experts feed_forward.shared.*, linear
     routers router.score; of a muMoE feed_forward.up.input_factor, its output_factor, and those of
-    down."""
+    up_gate and down."""
     experts: bool = False
     """Whether all layers of every sparse expert get one, each expert its own."""
     trained: Patterns = ()

@@ -25,7 +25,7 @@ from polyad.parallel.shard import Axis, Placement, cut
 
 
 def parallelize_factors(layer: MuMoE, world: comm.World) -> None:
-    """Cuts the gate and both layers over the tensor-parallel processes, in place.
+    """Cuts the gate and all layers over the tensor-parallel processes, in place.
 
     Args:
         layer: on the meta device.
@@ -33,8 +33,8 @@ def parallelize_factors(layer: MuMoE, world: comm.World) -> None:
     """
     group = tensor_group()
     _cut_gate(layer, group)
-    for factors in (layer.up, layer.down):
-        is_first = factors is layer.up
+    for factors in layer.layers():
+        is_first = factors is not layer.down
         factors.regions = _regions(factors, group, is_first=is_first)
         if not is_first:
             factors.adds_bias &= group.rank == group.size - 1

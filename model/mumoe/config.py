@@ -6,7 +6,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from polyad.model.config import Config, SectionError
-from polyad.model.feedforward import DenseFeedForwardConfig, FeedForwardSettings
+from polyad.model.feedforward import GATED, DenseFeedForwardConfig, FeedForwardSettings
 from polyad.model.mumoe.base import Factorized, Sizes
 from polyad.model.mumoe.cp import CP
 from polyad.model.mumoe.tr import TensorRing, TensorTrain
@@ -62,13 +62,16 @@ class MuMoEConfig(FactorizedExperts, FeedForwardSettings):
     train) or `tucker`."""
     rank: int | Literal["match-dense"] = "match-dense"
     """R of the factors of input and output (R3 of a ring); `match-dense`: the one whose block is
-    nearest to the dense block of the same hidden_size in parameters."""
+    nearest to the dense block of the same hidden_size, gated if this is, in parameters."""
     expert_rank: Count = 4
     """R1 = R2 of a ring, R2 of a train, the rank of each expert mode of Tucker; CP has none."""
     hidden_size: Count | None = None
     """Inner width F, in units; null: four times the model's width."""
+    activation: Literal["gelu", "swiglu", "geglu"] = "gelu"
+    """Between the layers: `gelu`, the paper's, exact; or with a third factorized layer, a gate
+    beside the first, `swiglu` or `geglu`."""
     bias: bool = True
-    """Whether every expert of both layers has one: a row of the input factor, which is a matrix and
+    """Whether every expert of each layer has one: a row of the input factor, which is a matrix and
     decays as one."""
     gate: Literal["entmax15", "softmax"] = "entmax15"
     """From normalized scores to coefficients: `entmax15` gives most experts exactly 0."""
@@ -138,21 +141,23 @@ class MuMoEConfig(FactorizedExperts, FeedForwardSettings):
 
     def cut_sizes(self, width: int) -> list[dict[str, int]]:
         """See `FeedForwardSettings.cut_sizes`: the inner width, and a rank."""
-        rank = {"rank": self.layer_sizes(width)[0].rank}
+        rank = {"rank": self.layer_sizes(width)["up"].rank}
         inner = {"hidden_size": self.inner_size(width)}
         if self.factorization == "tr":
             return [inner, {"expert_rank": self.expert_rank} | rank]
         return [inner, rank]
 
-    def layer_sizes(self, width: int) -> tuple[Sizes, Sizes]:
-        """The sizes of both layers, once the rank is a number.
+    def layer_sizes(self, width: int) -> dict[str, Sizes]:
+        """The sizes of the layers by name, once the rank is a number.
 
         Args:
             width: D.
         """
         assert isinstance(self.rank, int), "of_model() fills the rank in"
         inner = self.inner_size(width)
-        return self._sizes(width, inner, self.rank), self._sizes(inner, width, self.rank)
+        first = self._sizes(width, inner, self.rank)
+        gate = {"up_gate": first} if self.activation in GATED else {}
+        return gate | {"up": first, "down": self._sizes(inner, width, self.rank)}
 
     def parameters(self, width: int) -> int:
         """Counts the numbers of a block's feed-forward, gate included.
@@ -160,20 +165,21 @@ class MuMoEConfig(FactorizedExperts, FeedForwardSettings):
         Args:
             width: D.
         """
-        layers = sum(self.factorized.num_parameters(sizes) for sizes in self.layer_sizes(width))
+        sizes = self.layer_sizes(width).values()
+        layers = sum(self.factorized.num_parameters(each) for each in sizes)
         return sum(self.num_experts) * width + layers
 
     def expert_matrix_rank(self, width: int) -> int:
-        """The highest rank that one expert's matrix can have, the same in both layers.
+        """The highest rank that one expert's matrix can have, the same in each layer.
 
         Args:
             width: D.
         """
-        return self.factorized.expert_matrix_rank(self.layer_sizes(width)[0])
+        return self.factorized.expert_matrix_rank(self.layer_sizes(width)["up"])
 
     @property
     def factorized(self) -> type[Factorized]:
-        """The class of both layers."""
+        """The class of all layers."""
         return FACTORIZATIONS[self.factorization]
 
     def _sizes(self, inputs: int, outputs: int, rank: int) -> Sizes:
@@ -192,7 +198,9 @@ class MuMoEConfig(FactorizedExperts, FeedForwardSettings):
 
     def _nearest_rank(self, width: int, bias: bool) -> int:
         """The rank whose block has as many parameters as the dense one, or nearly."""
-        dense = DenseFeedForwardConfig(hidden_size=self.hidden_size).parameters(width, bias)
+        dense = DenseFeedForwardConfig(hidden_size=self.hidden_size).parameters(
+            width, bias, self.activation in GATED
+        )
 
         def parameters(rank: int) -> int:
             return self.model_copy(update={"rank": rank}).parameters(width)

@@ -1,8 +1,8 @@
 """The multilinear mixture of experts as a feed-forward of a block.
 
-    a = gate(u)        y = layer_2(GELU(layer_1(z, a)), a)
+    a = gate(u)        y = down(GELU(up(z, a)), a)        or down(silu(up_gate(z, a)) up(z, a), a)
 
-Source: Oldfield et al. 2024, section 4.3: one gate, whose coefficients both layers use.
+Source: Oldfield et al. 2024, section 4.3: one gate, whose coefficients all layers use.
 
 Shapes: B batch, T tokens in a sequence, M tokens that are real, D width, F inner width, N
 experts of a level, E and S experts of all levels side by side, L levels.
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from polyad.model.feedforward import (
+    GATED,
     NOTHING_ELSE,
     BlockInput,
     FeedForward,
@@ -19,6 +20,7 @@ from polyad.model.feedforward import (
     refuse_autocast,
 )
 from polyad.model.initialization import Initializer
+from polyad.model.mumoe.base import Factorized
 from polyad.model.mumoe.config import MuMoEConfig
 from polyad.model.mumoe.gating import Gate, GateOutput
 from polyad.model.output import RoutingStats, StatisticsModule, entropy
@@ -29,7 +31,7 @@ DOMINANT = 0.5
 
 
 class MuMoE(FeedForward, StatisticsModule):
-    """A gate and two factorized layers.
+    """A gate and two factorized layers, or three.
 
     Args:
         config: Its own configuration.
@@ -50,12 +52,17 @@ class MuMoE(FeedForward, StatisticsModule):
             dropout=config.expert_dropout,
             softmax_share=config.softmax_share,
         )
-        up, down = config.layer_sizes(width)
+        sizes = config.layer_sizes(width)
         # What GPT-2 scales the weights by whose outputs are added to the residual stream.
         scale = context.residual_std / context.initializer_std
-        self.up = config.factorized(up)
+        combine = GATED.get(config.activation)
+        self.up_gate: Factorized | None = None
+        """Beside `up`: of both together the activation is made."""
+        if combine is not None:
+            self.up_gate, self.combine = config.factorized(sizes["up_gate"]), combine
+        self.up = config.factorized(sizes["up"])
         scale = scale if config.scale_residual_init else 1.0
-        self.down = config.factorized(down, scale, activated=True)
+        self.down = config.factorized(sizes["down"], scale, activated=combine is None)
         self.dropout = nn.Dropout(context.dropout)
 
     def initializers(self) -> dict[str, Initializer]:
@@ -75,10 +82,18 @@ class MuMoE(FeedForward, StatisticsModule):
         output = self.gate(pack(u_BTD.flatten(0, 1), real))
         z_MD = pack(normalized_BTD.flatten(0, 1), real)
         coefficients = self.gate.mixing_weights(output, z_MD.dtype)
-        y_MD = unpack(self.down(self.up(z_MD, coefficients), coefficients), real)
+        inner_MF = self.up(z_MD, coefficients)
+        if self.up_gate is not None:
+            inner_MF = self.combine(self.up_gate(z_MD, coefficients), inner_MF)
+        y_MD = unpack(self.down(inner_MF, coefficients), real)
         stats = gate_statistics(output, real)
         stats = self.with_samples(stats, output.coefficients, u_BTD, real)
         return self.dropout(y_MD.view_as(normalized_BTD)), stats
+
+    def layers(self) -> list[Factorized]:
+        """The factorized layers; the last is `down`."""
+        first = [self.up] if self.up_gate is None else [self.up_gate, self.up]
+        return [*first, self.down]
 
     def gate_columns(self) -> list[Tensor]:
         """The gate's columns of each level, [N, D]: rows of the weight as it is stored."""

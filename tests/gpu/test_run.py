@@ -65,6 +65,7 @@ MODELS = {
     "latent": small_decoder("latent"),
     "sinks": small_decoder("sinks"),
     "units": small_decoder("units by a member"),
+    "factorized": small_decoder("factorized"),
 }
 LOSSES = LossConfig(load_balance=0.01, router_z=0.001)
 

@@ -48,6 +48,8 @@ DECODERS: dict[str, dict[str, Any]] = {
     "units by a member": {"head_size": 10, "feed_forward": {
         "kind": "emoe", "num_experts": 4, "top_k": 2, "hidden_size": 40, "shared_hidden_size": 8,
         "score": "member", "experts": "grouped"}},
+    "factorized": {"num_key_value_heads": 2, "head_size": 10, "feed_forward": {
+        "kind": "mumoe", "num_experts": [5], "rank": 8, "hidden_size": 24, "activation": "swiglu"}},
     "learned": {"rotary": None, "activation": "gelu_tanh", "norm": "layer"},
 }  # fmt: skip
 """Keys of `kind: decoder` beside those of `SMALL`."""

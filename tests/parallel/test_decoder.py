@@ -16,10 +16,15 @@ ROUTED_LAYOUTS = [
     (2, 2, 1, 0, False), (2, 1, 2, 1, False), (4, 2, 2, 2, False), (4, 2, 2, 0, True),
     (4, 1, 2, 3, False), (2, 2, 1, 3, True),
 ]  # fmt: skip
+ROUTED = {
+    name
+    for name, settings in DECODERS.items()
+    if settings.get("feed_forward", {}).get("kind") in ("smoe", "emoe")
+}
 CASES = [
     (name, layout)
-    for name, settings in DECODERS.items()
-    for layout in (ROUTED_LAYOUTS if "feed_forward" in settings else DENSE_LAYOUTS)
+    for name in DECODERS
+    for layout in (ROUTED_LAYOUTS if name in ROUTED else DENSE_LAYOUTS)
 ]
 EVERYDAY = [
     ("grouped", DENSE_LAYOUTS[0]),
@@ -30,6 +35,7 @@ EVERYDAY = [
     ("multipliers", ROUTED_LAYOUTS[0]),
     ("graph", ROUTED_LAYOUTS[3]),
     ("units in groups", ROUTED_LAYOUTS[2]),
+    ("factorized", DENSE_LAYOUTS[2]),
     ("learned", DENSE_LAYOUTS[3]),
 ]
 
@@ -56,7 +62,7 @@ def references(workers, tmp_path_factory):
 def a_case(name):
     model = small_decoder(name)
     losses = LossConfig()
-    if "feed_forward" in DECODERS[name]:
+    if name in ROUTED:
         over = "model" if name == "sinks" else "layer"
         sequence = 0.01 if name == "latent" else 0.0
         losses = LossConfig(

@@ -52,6 +52,8 @@ CUT = {
     "tt, cut along the rank": mumoe_model(factorization="tt", rank=8, expert_rank=3),
     "tucker": mumoe_model(factorization="tucker", rank=8, num_experts=[4, 3]),
     "softmax": mumoe_model(rank=8, gate="softmax"),
+    "cp, gated": mumoe_model(rank=8, activation="swiglu"),
+    "tr, gated": mumoe_model(factorization="tr", num_experts=[4, 3], activation="geglu"),
 }
 DROPPING = {
     "cp": mumoe_model(rank=8, expert_dropout=0.3),
@@ -66,6 +68,7 @@ ODD = {
     "tr": TR,
     "tt": mumoe_model(factorization="tt"),
     "tucker": mumoe_model(factorization="tucker", rank=5),
+    "gated": mumoe_model(activation="swiglu"),
 }
 WHOLE = [(f"odd {name}", 2, 1, stage) for name, stage in itertools.product(ODD, range(4))]
 MODELS = CUT | {f"odd {name}": model for name, model in ODD.items()}

@@ -12,7 +12,6 @@ from pydantic import ValidationError
 from polyad.model.build import ModelSizeError, build_model, initial_value
 from polyad.model.config import Config
 from polyad.model.feedforward import (
-    GATED,
     Activation,
     DenseFeedForward,
     DenseFeedForwardConfig,
@@ -76,8 +75,6 @@ class Option(Change):
     """The kind of the new feed-forward."""
     widths: tuple[str, ...] = ("hidden_size",)
     """Its keys that say the inner width; those that are not given get the dense one's."""
-    refuses_gates = True
-    """Whether the new feed-forward has no gate."""
     start: Any
     """Keys that say how, with the section that is changed; None: a Mixer's channels, or the only
     one."""
@@ -133,11 +130,6 @@ class Option(Change):
         Raises:
             ConfigError: that feed-forward is not dense, or the keys do not fit it.
         """
-        if self.refuses_gates and (activation := activation_of(dense)) in GATED:
-            raise self.error(
-                f"{folder}: model.activation: {activation} has a gate, which such feed-forwards "
-                f"do not have; a dense model with a gate is upcycled"
-            )
         section, inner = dense_section(self, dense, folder)
         keys = {"kind": self.kind} | self.keys_of(dense) | self.keys
         return section, with_inner_width(self, dense, section, keys, inner, folder)

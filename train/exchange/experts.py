@@ -66,7 +66,6 @@ class Upcycling(Option):
     """
 
     done, kind, widths = "upcycled", "smoe", ("expert_hidden_size", "dense_hidden_size")
-    refuses_gates = False
     start: _Copying
 
     def __init__(self, text: str) -> None:
@@ -163,7 +162,6 @@ class Splitting(Option):
     """
 
     done, kind = "split", "emoe"
-    refuses_gates = False
     start: _Grouping
 
     def __init__(self, text: str) -> None:

@@ -6,12 +6,13 @@ have. How they are found: `model/mumoe/fitting.py`. Gates start as in a new run.
 
 import re
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 from pydantic import Field
 
 from polyad.model.config import Config
+from polyad.model.feedforward import GATED
 from polyad.model.initialization import seeded_generator
 from polyad.model.mumoe.base import Factorized
 from polyad.model.mumoe.config import MuMoEConfig
@@ -66,7 +67,18 @@ class Factorizing(Option):
     def model_config(self, dense: ModelSettings, folder: Path) -> tuple[str, ModelSettings]:
         """As `Option.model_config`, with the rank filled in."""
         section, config = super().model_config(dense, folder)
+        found, activation = getattr(config, section).activation, activation_of(dense)
+        if (found in GATED) != (activation in GATED):
+            raise self.error(
+                f"activation: {found!r} does not fit: the dense layers of {folder} have "
+                f"{activation}"
+            )
         return section, config.filled()
+
+    def keys_of(self, dense: ModelSettings) -> dict[str, Any]:
+        """The dense activation, if it has a gate."""
+        activation = activation_of(dense)
+        return {"activation": activation} if activation in GATED else {}
 
 
 class Factored(Changed):
@@ -80,7 +92,8 @@ class Factored(Changed):
         section, config = factorizing.model_config(weights.model_config(), weights.folder)
         super().__init__(weights, factorizing, config, factorizing.start.seed)
         self._factorizing = factorizing
-        self._pattern = re.compile(rf"blocks\.\d+\.{section}\.(up|down)")
+        self._section = re.compile(rf"blocks\.\d+\.{section}\.")
+        self._pattern = re.compile(rf"blocks\.\d+\.{section}\.(up_gate|up|down)")
         found = getattr(config, section)
         assert isinstance(found, MuMoEConfig)
         self._feed_forward = found
@@ -95,6 +108,10 @@ class Factored(Changed):
         }
         self._last: tuple[str, Fit] | None = None
         self._errors: dict[str, float] = {}
+
+    def whole(self, name: str) -> torch.Tensor:
+        """As `Changed.whole`; but a dense feed-forward's gate has the name of the experts' gate."""
+        return self.made(name) if self._section.match(name) else super().whole(name)
 
     def made(self, name: str) -> torch.Tensor:
         """A factor, or a gate's first value."""
@@ -120,7 +137,8 @@ class Factored(Changed):
 
     def _dense(self, layer: str) -> torch.Tensor:
         """The matrix of a dense layer that tokens are multiplied by, with the bias row below it."""
-        name, bias = f"{layer}.weight", f"{layer}.bias"
+        dense = re.sub(r"\.up_gate$", ".gate", layer)
+        name, bias = f"{dense}.weight", f"{dense}.bias"
         dense_CO = self._weights.whole(name).T
         if self._sizes[layer].bias:
             has_one = bias in self._weights.shapes()
@@ -135,15 +153,15 @@ class Factored(Changed):
     def notes(self) -> list[str]:
         """Says whether its outputs are the dense model's, and what each layer leaves out."""
         reasons = []
-        for which in ("up", "down"):
-            sizes = next(
-                x for n, x in self._sizes.items() if n in self._errors and n.endswith(which)
-            )
+        made = {n.rpartition(".")[2]: x for n, x in self._sizes.items() if n in self._errors}
+        for which, sizes in made.items():
             rank = components(self._feed_forward.factorization, sizes)
             if rank < (full := min(sizes.input_rows, sizes.outputs)):
                 reasons.append(f"the matrices of {which} have rank {rank} of {full}")
-        if (dense := activation_of(self._config)) != "gelu":
-            reasons.append(f"experts have exact GELU, and the dense layers {dense}")
+        found, dense = self._feed_forward.activation, activation_of(self._config)
+        if found != dense:
+            named = "exact GELU" if found == "gelu" else found
+            reasons.append(f"experts have {named}, and the dense layers {dense}")
         if self._feed_forward.gate_std and self._factorizing.start.noise:
             reasons.append(f"the gate starts uneven (gate_std {self._feed_forward.gate_std:g})")
         said = ["at first its outputs are the dense model's, but for rounding"]

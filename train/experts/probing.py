@@ -287,12 +287,12 @@ def _parts(layer: nn.Module) -> tuple[nn.Module, Callable[[Any, int, int, Tensor
             layer, read[0][rows_M], expert
         )
     if isinstance(layer, MuMoE):
-        return layer.up, lambda read, level, expert, rows_M: _factorized(
-            [layer.up, layer.down], read, level, expert, rows_M
+        return layer.up, lambda read, level, expert, rows_M: _multilinear(
+            layer, *_with_one(read, level, expert, rows_M)
         )
     if isinstance(layer, MuMoEHead):
-        return layer.layer, lambda read, level, expert, rows_M: _factorized(
-            [layer.layer], read, level, expert, rows_M
+        return layer.layer, lambda read, level, expert, rows_M: layer.layer.forward(
+            *_with_one(read, level, expert, rows_M)
         )
     assert isinstance(layer, Mixture)
     return layer, lambda read, level, expert, rows_M: _network(layer, read[0][rows_M], expert)
@@ -309,16 +309,21 @@ def _sparse(layer: SelectingMoE, tokens_MD: Tensor, expert: int) -> Tensor:
     return layer.add_bias(y_MD, alone)
 
 
-def _factorized(layers: list[Any], read: Any, level: int, expert: int, rows_M: Tensor) -> Tensor:
-    """The output where one expert has the whole coefficient; those of other levels stay."""
-    x_MD: Tensor = read[0][rows_M]
+def _with_one(read: Any, level: int, expert: int, rows_M: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """What factorized experts read where one has the whole coefficient; those of other levels
+    stay."""
     coefficients = [a_NE[rows_M] for a_NE in read[1]]
     alone_ME = torch.zeros_like(coefficients[level])
     alone_ME[:, expert] = 1
     coefficients[level] = alone_ME
-    for each in layers:
-        x_MD = each.forward(x_MD, coefficients)
-    return x_MD
+    return read[0][rows_M], coefficients
+
+
+def _multilinear(layer: MuMoE, x_MD: Tensor, coefficients: list[Tensor]) -> Tensor:
+    inner_MF = layer.up.forward(x_MD, coefficients)
+    if layer.up_gate is not None:
+        inner_MF = layer.combine(layer.up_gate.forward(x_MD, coefficients), inner_MF)
+    return layer.down.forward(inner_MF, coefficients)
 
 
 def _network(mixture: Mixture, images_MCHW: Tensor, expert: int) -> Tensor:

@@ -45,7 +45,8 @@ _MATRICES = re.compile(
     r"|attention\.(?:query|key_value)_(?:down|up)\.weight"  # latent attention
     r"|feed_forward\.(?:shared\.)?(?:gate|up|down)\.weight"  # dense, and shared experts
     r"|feed_forward\.experts\.(?:gate|up|down|keys|linear|values)"  # stacks of experts
-    r"|feed_forward\.(?:up|down)\.(?:input_factor|output_factor|core|expert_factor_\d+))$"  # muMoE
+    r"|feed_forward\.(?:up_gate|up|down)\."  # muMoE
+    r"(?:input_factor|output_factor|core|expert_factor_\d+))$"
 )
 
 _GATE, _UP = "feed_forward.gate.weight", "feed_forward.up.weight"

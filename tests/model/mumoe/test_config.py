@@ -159,15 +159,18 @@ def test_a_matching_rank_is_the_nearest(bias, factorization, num_experts, rank):
 @pytest.mark.parametrize("factorization", FACTORIZATIONS)
 @pytest.mark.parametrize("num_experts", [[16], [8, 2], [1]])
 @pytest.mark.parametrize("hidden_size", [None, 100, 5])
-def test_no_other_rank_is_nearer(factorization, num_experts, hidden_size):
+@pytest.mark.parametrize("activation", ["gelu", "swiglu"])
+def test_no_other_rank_is_nearer(factorization, num_experts, hidden_size, activation):
     config = MuMoEConfig(
+        activation=activation,
         factorization=factorization,
         num_experts=num_experts,
         expert_rank=2,
         hidden_size=hidden_size,
     )
     inner = 256 if hidden_size is None else hidden_size
-    dense = 2 * 64 * inner + 64 + inner
+    firsts = 2 if activation == "swiglu" else 1
+    dense = (firsts + 1) * 64 * inner + 64 + firsts * inner
     if config.model_copy(update={"rank": 1}).parameters(64) > dense:
         with pytest.raises(ValueError, match="at rank 1"):
             config.of_model(width=64, bias=True)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import _dynamo
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.nn.functional import gelu, layer_norm
+from torch.nn.functional import gelu, layer_norm, silu
 
 from polyad.model.build import build_model, compile_model, materialize, matrix_dimensions
 from polyad.model.feedforward import DenseFeedForward, DenseFeedForwardConfig, FeedForwardContext
@@ -65,16 +65,28 @@ def test_levels_that_start_alike_stay_alike(name, level_std, learns):
 
 @every_factorization
 @pytest.mark.parametrize("num_experts", [[5], [4, 3]])
-@pytest.mark.parametrize("gate_input", ["residual", "normalized"])
-def test_a_block_is_the_papers_formula_with_whole_tensors(name, num_experts, gate_input):
-    block = make_block(factorization=name, num_experts=num_experts, gate_input=gate_input)
+@pytest.mark.parametrize(
+    ("gate_input", "activation"),
+    [("residual", "gelu"), ("normalized", "gelu"), ("residual", "swiglu"), ("normalized", "geglu")],
+)
+def test_a_block_is_the_papers_formula_with_whole_tensors(
+    name, num_experts, gate_input, activation
+):
+    block = make_block(
+        factorization=name, num_experts=num_experts, gate_input=gate_input, activation=activation
+    )
     z_BTD = torch.randn(2, 3, 8, dtype=torch.float64)
     u_BTD = torch.randn(2, 3, 8, dtype=torch.float64)
     y_BTD, stats = block(z_BTD, u_BTD)
     read_MD = (u_BTD if gate_input == "residual" else z_BTD).flatten(0, 1)
     scores_MS = read_MD @ block.gate.weight.T
     levels = [entmax15(layer_norm(x, x.shape[-1:])) for x in scores_MS.split(num_experts, -1)]
-    inner = gelu(contract(full_tensor(name, block.up), z_BTD.flatten(0, 1), levels, True))
+    inner = contract(full_tensor(name, block.up), z_BTD.flatten(0, 1), levels, True)
+    if activation == "gelu":
+        inner = gelu(inner)
+    else:
+        gate = contract(full_tensor(name, block.up_gate), z_BTD.flatten(0, 1), levels, True)
+        inner = inner * (silu(gate) if activation == "swiglu" else gelu(gate, approximate="tanh"))
     expected = contract(full_tensor(name, block.down), inner, levels, True)
     torch.testing.assert_close(y_BTD.flatten(0, 1), expected, atol=1e-12, rtol=1e-12)
     # Statistics beside the leaves, written out.

@@ -13,6 +13,7 @@ from polyad.train.exchange.convert import convert
 from polyad.train.exchange.factorize import Factorizing
 from tests.helpers import dense
 from tests.helpers.bert import their_bert
+from tests.helpers.decoders import theirs
 from tests.helpers.dense import IMAGES, with_nan, write_weights
 from tests.helpers.everyday import everyday
 from tests.helpers.runs import evaluation, run, write_config
@@ -109,6 +110,49 @@ def test_with_less_rank_it_computes_what_numpy_leaves_of_the_matrices(sources, t
             assert f"{line} (Frobenius norm)" in notes
     ours = logits_of(load_model(tmp_path / "new"))
     torch.testing.assert_close(ours, logits_of(dense), rtol=1e-5, atol=1e-5)
+
+
+@everyday("family", ["llama", "qwen3"], keep=["llama"])
+@pytest.mark.parametrize(
+    "text", ["num_experts=[6],rank=64", "factorization=tr,num_experts=[4,2],rank=16"]
+)
+def test_feed_forwards_with_a_gate_become_three_factorized_layers(tmp_path, family, text):
+    theirs(family).save_pretrained(tmp_path / "dense")
+    notes = convert(tmp_path / "dense", tmp_path / "new", "polyad", Factorizing(text))["notes"]
+    assert "at first its outputs are the dense model's, but for rounding" in notes
+    left_out = [note for note in notes if "0.00% of the matrix is left out" in note]
+    assert {note.partition(":")[0].rpartition(".")[2] for note in left_out} == {
+        "up_gate", "up", "down",
+    }  # fmt: skip
+    model, before = load_model(tmp_path / "new"), load_model(tmp_path / "dense")
+    assert model.config.feed_forward.activation == "swiglu"
+    assert len(left_out) == 3 * len(model.blocks)
+    for block in model.blocks:  # the experts' gate, which is not the dense layers'
+        assert not block.feed_forward.gate.weight.any()
+    ids = torch.randint(0, 50, (2, 12), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        ours, dense = (each.double().eval()(ids).logits for each in (model, before))
+    torch.testing.assert_close(ours, dense, rtol=1e-5, atol=1e-5)
+    assert (dense - dense.mean()).abs().max() > 0.1
+
+
+def test_an_activation_without_a_gate_does_not_fit_one_with(sources, tmp_path, capfd):
+    theirs("llama").save_pretrained(tmp_path / "llama")
+    for source, given, found in (
+        (tmp_path / "llama", "gelu", "swiglu"),
+        (sources / "gpt2", "swiglu", "gelu_tanh"),
+    ):
+        text = f"num_experts=4,activation={given}"
+        command = ["convert", str(source), str(tmp_path / "new"), "--to", "polyad"]
+        assert polyad([*command, "--factorize", text]) == 2
+        line = capfd.readouterr().err.splitlines()[-1]
+        assert line == (
+            f"polyad: error: --factorize {text}: activation: {given!r} does not fit: the dense "
+            f"layers of {source} have {found}"
+        )
+    other = Factorizing("num_experts=4,activation=geglu,rank=64")
+    notes = convert(tmp_path / "llama", tmp_path / "new", "polyad", other)["notes"]
+    assert any(note.endswith("experts have geglu, and the dense layers swiglu") for note in notes)
 
 
 def test_a_mixer_may_be_factorized_twice_and_the_gates_start_anew(sources, tmp_path):

@@ -27,6 +27,7 @@ SECTIONS = {
     "emoe": {"kind": "emoe", "num_experts": 4, "top_k": 2},
     "mumoe": {"kind": "mumoe", "num_experts": [3], "rank": 8},
     "levels": {"kind": "mumoe", "num_experts": [3, 2], "rank": 8, "level_std": 0.5},
+    "gated": {"kind": "mumoe", "num_experts": [3], "rank": 8, "activation": "swiglu"},
 }
 
 
@@ -75,7 +76,7 @@ def test_groups_of_units_add_up_to_the_dense_layer():
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("kind", ["mumoe", "levels"])
+@pytest.mark.parametrize("kind", ["mumoe", "levels", "gated"])
 def test_an_expert_of_a_mumoe_has_the_whole_coefficient_of_its_level(kind):
     layer, _, given, decision = decided(model_of(kind))
     rows = torch.arange(len(decision.levels[0]))

@@ -39,6 +39,8 @@ def test_flops_follow_the_width_of_the_feedforward():
         # Gate 32 x 10. Ring ranks 4, R 5, of each layer: cores 4 x 8 x 4 + 4 x 2 x 4 = 160, their
         # product 64, with the input 4 x 4 x 5 = 80; 4 x (32 + 128) x 5 = 3,200.
         ({"factorization": "tr", "num_experts": [8, 2], "rank": 5}, 320 + 2 * 3_504),
+        # With a gate three layers, as large.
+        ({"num_experts": [8], "rank": 10, "activation": "swiglu"}, 256 + 3 * 1_680),
     ],
 )
 def test_flops_of_factorized_experts_equal_numbers_worked_out_by_hand(section, feed_forward):
