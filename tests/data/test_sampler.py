@@ -174,7 +174,7 @@ def test_memory_keeps_two_epochs(samples):
     assert samples[0].shape == (T + 1,)
 
 
-@everyday("end", ["del cycle; gc.collect()", "pass"], keep=["pass"])
+@everyday("end", ["del cycle; gc.collect()", "pass"], keep=[])
 def test_a_process_ends_that_leaves_a_loader_as_garbage_or_open(end: str, tmp_path: Path) -> None:
     """Its workers ignore SIGTERM, by which torch and multiprocessing would end them.
 

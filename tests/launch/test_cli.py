@@ -356,7 +356,7 @@ def test_files_of_the_current_folder_do_not_shadow_the_packages(
     assert done.returncode == 0, done.stderr
 
 
-@everyday("closed", [">&-", "2>&-", "<&-"], keep=["2>&-"])
+@everyday("closed", [">&-", "2>&-", "<&-"], keep=[])
 def test_a_closed_stream_changes_no_exit_status(closed):
     options = "--without-data model.vocab_size=8192"  # runs/stdlib need not be there
     command = f"{sys.executable} -m polyad.launch validate configs/quickstart/gpt2.yaml {options}"

@@ -46,6 +46,7 @@ def test_a_plan_needs_no_data_and_no_gpu(capfd: pytest.CaptureFixture[str]) -> N
     assert all(each["link"] == "network" for each in result["exchanges"] if each["processes"] == 16)
 
 
+@pytest.mark.slow
 def test_a_folder_of_weights_is_planned_as_a_run_that_goes_on_from_it(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -67,6 +67,7 @@ def workers_of(agent: subprocess.Popen[str]) -> list[psutil.Process]:
     return psutil.Process(agent.pid).children()
 
 
+@pytest.mark.slow
 def test_what_a_run_of_one_host_listens_on_is_loopback_alone(config: Path) -> None:
     """torch unpickles what comes in there, and nothing asks who sends it."""
     agent = start(config, "train.steps=100000", "checkpoint.every=0")
@@ -84,7 +85,7 @@ def test_what_a_run_of_one_host_listens_on_is_loopback_alone(config: Path) -> No
     assert {address for _, address in listening} == {"127.0.0.1"}
 
 
-@everyday("rank", [0, 1], keep=[1])
+@everyday("rank", [0, 1], keep=[])
 def test_a_process_that_alone_cannot_start_says_why_once(
     rank: int, config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -104,6 +105,7 @@ def test_a_process_that_alone_cannot_start_says_why_once(
     assert not left
 
 
+@pytest.mark.slow
 def test_rank_zero_that_comes_late_does_not_say_again_what_another_has_said(
     config: Path, tmp_path: Path
 ) -> None:
@@ -215,7 +217,9 @@ def test_signals_again_and_again_do_not_end_workers_that_save(config: Path) -> N
 def test_a_lost_worker_means_a_restart_that_goes_on_by_itself(config: Path, kind: str) -> None:
     """A frozen one is found by the watchdog; torchrun kills it after its 30 seconds."""
     run = config.parent / "run"
-    words = ["train.steps=40", "checkpoint.every=5", "monitor.stall_minutes=0.05"]
+    # A busy machine may take some seconds for a step: only who is frozen takes twelve.
+    minutes = 0.2 if kind == "frozen" else 15
+    words = ["train.steps=40", "checkpoint.every=5", f"monitor.stall_minutes={minutes}"]
     agent = start(config, *words)
     wait_for(lambda: complete_checkpoints(run / "checkpoints"), agent)
     workers_of(agent)[1].send_signal(signal.SIGKILL if kind == "killed" else signal.SIGSTOP)
@@ -223,7 +227,7 @@ def test_a_lost_worker_means_a_restart_that_goes_on_by_itself(config: Path, kind
     assert agent.returncode == 0, said
     assert steps(run) == list(range(1, 41))
     assert said.count("first step done") == 2
-    assert ("rank 1 (" in said and "stalled for 3 s" in said) == (kind == "frozen")
+    assert ("rank 1 (" in said and "stalled for 12 s" in said) == (kind == "frozen")
 
 
 @pytest.mark.slow

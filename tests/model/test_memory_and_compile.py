@@ -215,7 +215,7 @@ GROWING = {
 }
 
 
-@everyday("name", GROWING, keep=["noisy"])
+@everyday("name", GROWING, keep=[])
 def test_a_k_that_grows_takes_two_programs(small_config, random_ids, name):
     section = {"kind": "smoe", "num_experts": 16, "top_k": 1, "final_top_k": 16,
                "expert_hidden_size": 8}  # fmt: skip

@@ -28,15 +28,11 @@ CASES = [
 ]
 EVERYDAY = [
     ("grouped", DENSE_LAYOUTS[0]),
-    ("one head of keys", DENSE_LAYOUTS[2]),
     ("norm over heads", ROUTED_LAYOUTS[2]),
     ("latent", ROUTED_LAYOUTS[3]),
     ("sinks", ROUTED_LAYOUTS[2]),
-    ("multipliers", ROUTED_LAYOUTS[0]),
     ("graph", ROUTED_LAYOUTS[3]),
-    ("units in groups", ROUTED_LAYOUTS[2]),
     ("factorized", DENSE_LAYOUTS[2]),
-    ("learned", DENSE_LAYOUTS[3]),
 ]
 
 

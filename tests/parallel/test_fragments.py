@@ -69,7 +69,7 @@ FEW = {"one vector": "final_norm.bias", "several": "*norm.*"}
 
 
 @everyday("average", [None, 0.9], keep=[None])
-@pytest.mark.parametrize("trained", FEW)
+@everyday("trained", FEW, keep=["several"])
 def test_processes_without_an_element_write_what_others_had(workers, tmp_path, trained, average):
     groups = GroupConfig(match=FEW[trained]), GroupConfig(match="*", freeze=True)
     case = Case(stage=3, model=NARROW, groups=groups, average=average)

@@ -85,7 +85,7 @@ ROWS = pairwise((row for row in EVERY if allowed(*row)), EVERYDAY)
 @everyday(
     ("kind", "processes", "tensor", "expert", "stage", "sequence"),
     ROWS,
-    keep=EVERYDAY,
+    keep=[row for row in EVERYDAY if row[0] not in ("one head of keys", "sinks", "multipliers")],
 )
 def test_sgd_gives_equal_losses_norms_and_adapters(
     workers, whole_runs, tmp_path, kind, processes, tensor, expert, stage, sequence

@@ -96,13 +96,14 @@ def test_a_process_that_fails_ends_those_that_wait(failing: int, place: dict[str
     assert f"(rank {failing}) ended before the first step: data.path: gone" in said
 
 
-@everyday("store", ["tcp", "file"], keep=["file"])
+@everyday("store", ["tcp", "file"], keep=[])
 def test_a_process_that_does_not_come_is_named_at_the_deadline(place: dict[str, str]) -> None:
     ((status, said),) = ends([start(place, 0, "", size=3, minutes=0.05)])
     assert status == 1
     assert "2 of 3 processes did not come within 0.05 min: ranks 1, 2, of nodes 1, 2" in said
 
 
+@pytest.mark.slow
 def test_rank_zero_that_does_not_come_is_named_with_its_address() -> None:
     port = free_port()
     where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}

@@ -137,6 +137,7 @@ text_inputs = given(
 )  # fmt: skip
 
 
+@pytest.mark.slow
 @fuzz(60)
 @given(st.sampled_from(sorted(FEED_FORWARDS)), changes, overrides)
 def test_changed_configurations(kind: str, edits: list[tuple[str, Any]], words: list[str]) -> None:

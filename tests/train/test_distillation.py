@@ -66,6 +66,7 @@ def attentive(workers, config):
     return folder
 
 
+@pytest.mark.slow
 def test_a_mixture_with_an_attentive_gate_learns_digits(workers, attentive):
     assert workers(1).run(evaluation, attentive)[0]["top1"] > 0.8
     last = records(attentive)[-1]

@@ -41,6 +41,7 @@ def config(tmp_path, prepared_path, other_path):
     )
 
 
+@pytest.mark.slow
 def test_a_mixture_is_validated_by_source_and_resumes_bitwise(
     workers, config, tmp_path, prepared_path, other_path
 ):

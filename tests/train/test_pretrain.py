@@ -135,6 +135,7 @@ def test_init_from_takes_weights_alone(workers, finished, config, tmp_path):
     assert records(tmp_path / "run")[0]["step"] == 1
 
 
+@pytest.mark.slow
 def test_a_group_rises_over_its_own_steps_also_after_a_stop(workers, tmp_path, prepared_path):
     def train(name, group, *stops):
         """The weights and moments at the end, after a run that stopped on the way."""

@@ -66,6 +66,7 @@ def fuzz(resealed, count):
     return refused, passed
 
 
+@pytest.mark.slow
 def test_no_mutation_of_a_field_is_believed(resealed):
     refused, passed = fuzz(resealed, 50)
     assert refused > 80

@@ -82,7 +82,7 @@ def encoded(monkeypatch):
     return found
 
 
-@everyday("tokenizer", ["train:300", "words", None], keep=["train:300"])
+@everyday("tokenizer", ["train:300", "words", None], keep=[])
 def test_killed_twice_it_ends_with_the_same_files(
     tmp_path, texts, prepared_path, tokenizer, encoded
 ):

@@ -29,6 +29,7 @@ def test_parts_are_cut_where_the_whole_is(library_text, largest):
     assert len(pieces) > 10
 
 
+@pytest.mark.slow
 def test_ids_of_a_document_in_parts_are_those_of_the_whole(library_text):
     tokenizer = train_tokenizer(iter([library_text]), 600)
     sizes = iter(lambda: 7777, None)

@@ -14,6 +14,7 @@ import pytest
 from polyad.launch.cli import run as command
 from polyad.launch.via import ssh
 from polyad.parallel.checkpoint.keeping import complete_checkpoints
+from tests.helpers.everyday import everyday
 from tests.helpers.hosts import Host, SshServers, several_hosts
 from tests.helpers.started import SMALL, losses, start, wait_for, write_run
 from tests.launch.test_cli import error_line
@@ -107,7 +108,7 @@ def test_a_run_over_two_hosts_is_that_of_one_machine(
     assert left_over(cluster[0]) == []
 
 
-@pytest.mark.parametrize(
+@everyday(
     ("lines", "more", "expected"),
     [
         ("host-1 slots=1\n{0}9\n", ONE, ("{0}9 cannot be used",)),
@@ -116,6 +117,7 @@ def test_a_run_over_two_hosts_is_that_of_one_machine(
         ("host-1\nhost-2\n", ONE, ("--interface: is missing", "127.0.1.1 there", "eth0")),
         ("host-1\nhost-2\n", (*ONE, *NET, "--port", "22"), ("--port: 22", "1024 to 65535")),
     ],
+    keep=["out of reach", "port"],
     ids=["out of reach", "twice", "endpoint is loopback", "itself is loopback", "port"],
 )
 def test_hosts_that_cannot_run_are_refused_before_anything_starts(
@@ -137,6 +139,7 @@ def test_hosts_that_cannot_run_are_refused_before_anything_starts(
     assert not (config.parent / "run").exists()
 
 
+@pytest.mark.slow
 def test_a_taken_port_is_refused(
     cluster: Cluster, data: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

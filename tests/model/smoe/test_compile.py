@@ -95,7 +95,7 @@ def test_a_growing_k_is_followed_by_compiled_blocks(small_model, random_ids):
     assert compiled.blocks[0].feed_forward.router.selection.top_k == 3
 
 
-@everyday("backend", ["aot_eager", "inductor"], keep=["aot_eager"])
+@everyday("backend", ["aot_eager", "inductor"], keep=[])
 def test_compiled_blocks_follow_when_a_graph_begins(small_model, random_ids, backend):
     ids, options = random_ids(2, 16), {"graph": "attention", "graph_from": 0.5, "sigma": 2.0}
     _dynamo.reset()

@@ -80,7 +80,7 @@ def saved(workers, tmp_path_factory):
         for layout in (LAYOUTS if kind == "dense" else DATA_PARALLEL)
         for precision in ("fp32", "bf16")
     ],
-    keep=[("cp", (2, 1, 3), "bf16")],
+    keep=[],
     ids=lambda case: f"{case[0]} {name(case[1])}-{case[2]}",
 )
 def test_twelve_steps_equal_six_and_six_in_new_processes(

@@ -92,7 +92,7 @@ def test_processes_with_other_text_behind_one_key_train_no_step(
 
 
 @pytest.mark.distributed
-@everyday("key", ["checkpoint.init_from", "distill.teacher"], keep=["distill.teacher"])
+@everyday("key", ["checkpoint.init_from", "distill.teacher"], keep=[])
 def test_processes_with_another_checkpoint_at_one_place_train_no_step(
     key: str, forks: Any, tmp_path: Path, prepared_path: Path
 ) -> None:

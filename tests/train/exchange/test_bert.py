@@ -185,6 +185,7 @@ def unmerged(folder, start, lora):
     return model.eval()
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_adapters_and_a_new_head_are_trained_scored_merged_and_read_by_peft(
     workers, theirs, adapted, tmp_path

@@ -5,9 +5,7 @@ import json
 import pytest
 
 from polyad.model.families.keys import HuggingFaceError
-from polyad.train.errors import ConfigError
 from polyad.train.exchange.convert import convert
-from polyad.train.exchange.factorize import Factorizing
 from polyad.train.exchange.inspect import inspect
 from tests.helpers.decoders import theirs
 
@@ -49,12 +47,6 @@ def test_a_tensor_that_is_not_known_refuses_the_folder(tmp_path):
     save_file(tensors, path, {"format": "pt"})
     with pytest.raises(HuggingFaceError, match=r"unknown tensor layers\.0\.depth\.weight"):
         inspect(tmp_path)
-
-
-def test_a_feed_forward_with_a_gate_has_no_factors(tmp_path):
-    theirs("llama").save_pretrained(tmp_path / "a")
-    with pytest.raises(ConfigError, match=r"model\.activation: swiglu has a gate"):
-        convert(tmp_path / "a", tmp_path / "b", "polyad", Factorizing("num_experts=[4]"))
 
 
 def test_the_command_says_it_in_json(tmp_path, capfd):

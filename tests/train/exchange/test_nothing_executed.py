@@ -140,6 +140,7 @@ def test_in_the_data(prepared_path, tmp_path, marker, capfd):
             shutil.rmtree(data)
 
 
+@pytest.mark.slow
 def test_in_a_run_folder(trained, prepared_path, tmp_path, marker, capfd):
     source = trained("dense")
     names = [path.name for path in source.iterdir() if path.is_file()] + ["checkpoints/latest"]

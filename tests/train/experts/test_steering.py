@@ -259,7 +259,7 @@ def test_what_the_model_does_not_have_is_refused(section, place, words):
 
 
 @pytest.mark.distributed
-@everyday("kind", ["smoe", "cp", "tr"], keep=["tr"])
+@everyday("kind", ["smoe", "cp", "tr"], keep=[])
 def test_the_command_says_what_it_steered(trained, kind, capfd):
     layer = 1  # of the sparse one, the only block with experts
     command = ["generate", str(trained(kind)), "--prompt", "def ", "--max-tokens", "20"]

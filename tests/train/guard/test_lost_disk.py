@@ -56,7 +56,7 @@ def test_a_folder_that_is_gone_is_noticed_at_the_next_record(workers, config, tm
     assert (tmp_path / "elsewhere" / "checkpoints" / "step-00000002").exists() == moved
 
 
-@everyday("asynchronous", ["true", "false"], keep=["true"])
+@everyday("asynchronous", ["true", "false"], keep=[])
 def test_all_processes_end_when_their_folder_is_gone(forks, config, tmp_path, asynchronous):
     options = ["train.steps=100000", f"checkpoint.asynchronous={asynchronous}"]
     process = forks.start(tmp_path / "logs", ["train", str(config), *options])

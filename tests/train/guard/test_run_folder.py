@@ -39,6 +39,7 @@ def work_in_a_folder_of_its_own(hosts: Path, rank: int) -> None:
     meeting.LINGER = 1.0
 
 
+@pytest.mark.slow
 def test_a_run_folder_that_is_another_one_on_a_host_is_refused_before_the_first_step(
     forks, tmp_path, prepared_path
 ):

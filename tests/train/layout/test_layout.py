@@ -180,7 +180,6 @@ def test_losses_of_a_micro_batch_are_left_out_beside_gates_over_all_samples() ->
     ],
     keep=[
         ("gpt2/124m-smoe-64", ("tensor_parallel_size=2", "expert_parallel_size=2")),
-        ("decoder/deepseek-v2-lite", CUT_IN_ALL_WAYS),
     ],
 )
 def test_layouts_that_are_right_are_equal(workers, tmp_path, name, degrees):

@@ -61,10 +61,7 @@ def name_of(value):
         ("dense", 2, Case(stage=3, precision="bf16")),
         ("sparse", 2, Case(stage=1, tensor=2, precision="bf16")),
         ("cp", 2, Case(stage=2, precision="bf16")),
-        *(
-            (name, 1, Case(stage=1, precision="bf16"))
-            for name in ("attention", "fixed head, later", "vit", "mixer")
-        ),
+        *((name, 1, Case(stage=1, precision="bf16")) for name in ("attention",)),
     ],
     ids=lambda case: "-".join(map(name_of, case)),
 )

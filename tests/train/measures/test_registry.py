@@ -53,6 +53,7 @@ def by_hand(folder, ids):
     return even / sum(float(s.weights_NK.sum()) for s in found)
 
 
+@pytest.mark.slow
 def test_one_process_and_two_say_what_the_router_says(workers, trained, prepared_path):
     from polyad.data.text.dataset import PreparedData
 

@@ -161,7 +161,7 @@ def coefficients_of_split(path, data, block):
 @everyday(
     ("kind", "block", "experts"),
     [("mumoe", 0, ["0.2", "1.1"]), ("smoe", 1, ["0", "3"])],
-    keep=[("smoe", 1, ["0", "3"])],
+    keep=[],
 )
 def test_top_tokens_are_the_highest_of_the_split(
     runs, prepared_path, tmp_path, kind, block, experts

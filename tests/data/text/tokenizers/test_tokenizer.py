@@ -111,6 +111,7 @@ def test_tokenizer_that_marks_beginnings_is_not_cut():
     assert not Tokenizer(backend.to_str()).encodes_in_pieces()
 
 
+@pytest.mark.slow
 def test_gpt2_files_agree_with_transformers(shared):
     transformers = pytest.importorskip("transformers")
     folder = shared / "gpt2_bpe"
