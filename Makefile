@@ -15,7 +15,7 @@ RUN := $(BIN)/python -m
 # Two processes, which take a file each.
 IN_TWO := -n 2 --dist loadfile
 
-.PHONY: help setup setup-eval quickstart quickstart-images test test-slice test-all check configs clean
+.PHONY: help setup setup-eval quickstart quickstart-images test test-slice test-all check gpu-check configs clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-18s %s\n", $$1, $$2}' Makefile
@@ -48,6 +48,9 @@ check: setup  ## lint, format, types, the direction of imports, slow tests; prin
 	@$(BIN)/python -c 'import sys; from importlinter.cli import lint_imports_command as c; sys.exit(c())' --no-logo
 	@$(RUN) tests.slices
 	@$(RUN) tests.ruler
+
+gpu-check:  ## tests and figures of a GPU, nine minutes: WHEELS=folder (tests/gpu/wheels.py), ONLY="tests train"
+	@$(PYTHON) tests/gpu/check.py $(if $(WHEELS),--wheels $(WHEELS)) $(if $(ONLY),--only $(ONLY))
 
 configs: setup  ## the files of runs in configs/, from tests/configs/deltas
 	@$(RUN) tests.configs.writing

@@ -1,0 +1,342 @@
+"""What a GPU has to show, in nine minutes: `make gpu-check`, or a part of it:
+
+    make gpu-check ONLY="tests train"
+
+Each part has a limit of its own; one that fails or does not end is noted, and the next begins.
+After each part the folder OUT (./gpu-check) holds what is known so far: `result.json`, and the logs
+in one archive. This file needs nothing but Python; the parts need what Polyad needs.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tarfile
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+from xml.etree import ElementTree
+
+ROOT = Path(__file__).resolve().parents[2]
+DEVICE = """
+import json, time, torch
+x = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
+product = x @ x
+torch.cuda.synchronize()
+began = time.monotonic()
+for _ in range(20):
+    torch.mm(x, x, out=product)
+torch.cuda.synchronize()
+rate = 20 * 2 * 8192**3 / (time.monotonic() - began)
+print(json.dumps({
+    "card": torch.cuda.get_device_name(), "torch": torch.__version__,
+    "nccl": ".".join(map(str, torch.cuda.nccl.version())), "bf16_product_flops": rate,
+}))
+"""
+PYTEST = ("-m", "pytest", "-p", "no:cacheprovider", "-o", "addopts=", "--import-mode=importlib")
+RUN = ("tests/gpu/test_run.py", "tests/gpu/test_commands.py")
+QUIET = ("evaluation.every=0", "evaluation.max_windows=8", "data.verify=false")
+STEPS = 14
+"""Of a traced run. Its last but one is traced; its median is that of those before, from the
+fourth."""
+
+
+class Part(NamedTuple):
+    """A command, and the seconds that it may take."""
+
+    name: str
+    limit: int
+    words: Sequence[str]
+    """After `python`."""
+    stopped: bool = False
+    """Whether it is to end by its limit."""
+    ended_by: signal.Signals = signal.SIGTERM
+    """What it gets at its limit. At SIGINT pytest writes what it knows."""
+    variables: Mapping[str, str] = MappingProxyType({})
+
+
+def parts(work: Path, dry: bool) -> Iterator[Part]:
+    """All parts in their order: what a first visit needs most stands first.
+
+    Args:
+        work: A folder for data, runs and logs.
+        dry: Small sizes, for a machine without a GPU.
+    """
+    polyad = ("-m", "polyad.launch")
+    data = f"data.path={work / 'data'}"
+    source = ("--source", "python-stdlib", "--tokenizer", "train:8192")
+    yield Part("data", 60, (*polyad, "prepare", *source, "--output", str(work / "data")))
+    if not dry:
+        yield Part("device", 40, ("-c", DEVICE))
+    yield _tests(work, "tests-device", 75, "tests/gpu/test_device.py")
+    few = "not compiled and not does_not_fit and not bench_step"
+    yield _tests(work, "tests", 150, *RUN, "-n", "8", "-k", few)
+    if dry:
+        configs = {"gpt2": "quickstart/gpt2", "smoe": "quickstart/gpt2-smoe"}
+        more = {name: ["train.steps=10"] for name in configs}
+    else:
+        configs = {
+            "gpt2": "gpt2/124m", "smoe": "gpt2/124m-smoe-16", "mumoe": "gpt2/124m-mumoe-cp",
+            "olmoe": "decoder/olmoe-1b-7b",
+        }  # fmt: skip
+        small = ["train.micro_batch_size=12", "train.global_batch_size=48"]
+        more = {name: ["model.vocab_size=50304", *small] for name in configs}
+        more["olmoe"] = ["model.num_layers=2", "train.micro_batch_size=4"]
+        more["olmoe"] += ["train.global_batch_size=16", "checkpoint.keep_last=1"]
+    begun = [f"configs/{configs['gpt2']}.yaml", data, f"run.folder={work / 'train'}"]
+    begun += [each for each in more["gpt2"] if each.startswith("model.")]
+    begun += ["train.steps=100000", "checkpoint.every=100", "evaluation.every=0", "log.every=5"]
+    for name, limit in (("train", 25 if dry else 90), ("resume", 30 if dry else 60)):
+        yield Part(name, limit, (*polyad, "train", *begun), stopped=True)
+    for name, config in configs.items():
+        traced = [f"run.folder={work / f'trace-{name}'}", data, *QUIET, *more[name]]
+        if not dry:
+            traced += [f"train.steps={STEPS}", "schedule.warmup_steps=10"]
+        first = 9 if dry else STEPS - 1
+        traced += ["checkpoint.every=0", f"log.profile.first_step={first}"]
+        traced += ["log.profile.num_steps=1", "parallel.expert_parallel_size=1"]
+        words = (*polyad, "train", f"configs/{config}.yaml", *traced)
+        yield Part(f"trace-{name}", 90, words)
+    yield from _benches(work, dry)
+    yield _tests(work, "tests-compiled", 150, *RUN, "-n", "8", "-k", "compiled and not bench_step")
+    kernels = ("tests/benchmarks/kernels", "tests/model/kernels/test_grouped_triton.py")
+    yield _tests(work, "tests-kernels", 90, *kernels, "-n", "8")
+    yield _tests(work, "tests-memory", 30, RUN[0], "-k", "does_not_fit")
+
+
+def _tests(work: Path, name: str, limit: int, *words: str) -> Part:
+    report = ("--junitxml", str(work / f"{name}.xml"))
+    words = (*PYTEST, "-v", "-ra", "--tb=short", *report, *words)
+    return Part(name, limit, words, ended_by=signal.SIGINT)
+
+
+def _benches(work: Path, dry: bool) -> Iterator[Part]:
+    """Beside others: steps, layers of experts with each kind of kernels, a graph of tokens."""
+    shape = ("--device", "cpu" if dry else "cuda", "--precision", "fp32" if dry else "bf16")
+    few = ("--repeats", "1", "--threads", "1", "--width", "32", "--hidden", "64") if dry else ()
+
+    def bench(name: str, script: str, limit: int, *words: str, **variables: str) -> Part:
+        told = ("--json", str(work / f"{name}.json"))
+        started = ("-m", f"tests.benchmarks.{script}", *shape, *words, *told)
+        return Part(name, limit, started, variables=variables)
+
+    step = ("--batch-size", "1", "--sequence-length", "32", "--repeats", "1") if dry else ()
+    yield bench("step-compiled", "step", 130, *step, "--compile", "--profile")
+    yield bench("step-eager", "step", 60, *step)
+    tokens, wide = ("128", ()) if dry else ("16384", ("--width", "768", "--hidden", "3072"))
+    for experts in ("16", "64"):
+        for way in ("fast", "triton", "reference"):
+            words = ("--tokens", tokens, "--experts", experts, "--load", "uniform", *wide, *few)
+            name = f"layer-smoe-{experts}-{way}"
+            yield bench(name, "layer", 30, *words, POLYAD_KERNELS=way)
+    tokens, numbers = ("64", ["8"]) if dry else ("8192", ["64", "256"])
+    words = ("--kind", "mumoe", "--tokens", tokens, "--experts", *numbers, *few)
+    yield bench("layer-mumoe", "layer", 40, *words)
+    heads = ("--heads", "2", "--experts", "4", *few) if dry else ()
+    yield bench("graph", "routing", 40, "--tokens", tokens, "--layers", "0", *heads)
+
+
+def run(part: Part, limit: float, log: Path, environment: dict[str, str]) -> dict[str, Any]:
+    """Runs a part; its output goes to a file.
+
+    Args:
+        part: What is run.
+        limit: Seconds.
+        log: The file.
+        environment: Variables beside the part's own.
+
+    Returns:
+        `status`: 0, that of the command, or `stopped` where it ran into its limit; and `seconds`.
+    """
+    began = time.monotonic()
+    with log.open("wb") as output:
+        started = subprocess.Popen(
+            [sys.executable, "-W", "ignore", *part.words],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            cwd=ROOT,
+            env=environment | part.variables,
+            start_new_session=True,
+        )
+        status: int | str
+        try:
+            status = started.wait(limit)
+        except subprocess.TimeoutExpired:
+            status = "stopped"
+            started.send_signal(part.ended_by)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                started.wait(20)
+    _end(started)
+    return {"status": status, "seconds": round(time.monotonic() - began, 1)}
+
+
+def _end(started: subprocess.Popen[bytes]) -> None:
+    """Ends whatever is left of a command and its processes."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(started.pid, signal.SIGKILL)
+    started.wait()
+
+
+def outcomes_of(report: Path) -> dict[str, Any]:
+    """How many tests passed, failed and were left out, and the names of those that failed."""
+    cases = list(ElementTree.parse(report).iter("testcase"))
+    failed = [each for each in cases if each.find("failure") is not None or _broke(each)]
+    skipped = sum(each.find("skipped") is not None for each in cases)
+    return {
+        "passed": len(cases) - len(failed) - skipped,
+        "failed": [f"{each.get('classname')}::{each.get('name')}" for each in failed],
+        "skipped": skipped,
+    }
+
+
+def _broke(case: ElementTree.Element) -> bool:
+    return case.find("error") is not None
+
+
+def trace_of(events: list[dict[str, Any]]) -> dict[str, Any]:
+    """Where a traced step went.
+
+    Args:
+        events: Of a Chrome trace, as the profiler of a run writes it; times in microseconds.
+
+    Returns:
+        Seconds from the first kernel to the last and those in which one ran, the number of kernels,
+        and those that took most, by name, with milliseconds and calls.
+    """
+    on_gpu = ("kernel", "gpu_memcpy", "gpu_memset")
+    kernels = [event for event in events if event.get("cat") in on_gpu]
+    if not kernels:
+        return {"kernels": 0}
+    spans = sorted((event["ts"], event["ts"] + event["dur"]) for event in kernels)
+    busy, end = 0.0, spans[0][0]
+    for first, last in spans:
+        busy += max(0.0, last - max(first, end))
+        end = max(end, last)
+    took, calls = Counter[str](), Counter[str]()
+    for event in kernels:
+        took[event["name"][:100]] += event["dur"]
+        calls[event["name"][:100]] += 1
+    return {
+        "kernels": len(kernels),
+        "seconds": (end - spans[0][0]) / 1e6,
+        "busy_seconds": busy / 1e6,
+        "most": {name: [time / 1e3, calls[name]] for name, time in took.most_common(25)},
+    }
+
+
+def run_of(folder: Path) -> dict[str, Any]:
+    """What a training run took: medians of its steps, and its traced step."""
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    rows = [row for row in map(json.loads, lines) if "step_seconds" in row]
+    late = [row for row in rows if 4 <= row["step"] < max(5, rows[-1]["step"] - 1)] or rows
+    keys = ("step_seconds", "tokens_per_second", "mfu", "memory_bytes", "memory_reserved_bytes")
+    found: dict[str, Any] = {"steps": [row["step"] for row in (rows[0], rows[-1])]}
+    found["losses"] = [row["loss"] for row in (rows[0], rows[-1])]
+    for key in keys:
+        values = [row[key] for row in late if row.get(key) is not None]
+        found[key] = statistics.median(values) if values else None
+    found["starts"] = [
+        {key: value for key, value in row.items() if key.startswith("startup_")}
+        for row in rows
+        if "startup_seconds" in row
+    ]
+    for trace in (folder / "profile").glob("*.json"):
+        found["trace"] = trace_of(json.loads(trace.read_text())["traceEvents"])
+    return found
+
+
+def found_by(part: str, work: Path) -> dict[str, Any]:
+    """What a part's files say, whether or not it came to its end."""
+    if (report := work / f"{part}.xml").exists():
+        return {"tests": outcomes_of(report)}
+    if (told := work / f"{part}.json").exists():
+        return {"bench": json.loads(told.read_text())}
+    folder = work / ("train" if part == "resume" else part)
+    if (folder / "metrics.jsonl").exists():
+        return {"run": run_of(folder)}
+    if part == "device":
+        return {"device": json.loads((work / "logs/device.log").read_text().splitlines()[-1])}
+    return {}
+
+
+def said(name: str, result: dict[str, Any]) -> str:
+    """A part's line for people."""
+    line = f"{name:22} {result['status']!s:>8} {result['seconds']:6.1f} s"
+    if tests := result.get("tests"):
+        counts = tests["passed"], len(tests["failed"]), tests["skipped"]
+        line += "  {} passed, {} failed, {} not run".format(*counts)
+        line += "".join(f"\n    {test}" for test in tests["failed"])
+    if run := result.get("run"):
+        line += f"  {run['tokens_per_second']:,.0f} tokens/s"
+        line += f", MFU {run['mfu']:.1%}" if run["mfu"] else ""
+        if (trace := run.get("trace", {})).get("kernels"):
+            share = trace["busy_seconds"] / trace["seconds"]
+            line += f", GPU busy {share:.0%} of a traced step of {trace['kernels']:,} kernels"
+    if device := result.get("device"):
+        rate = device["bf16_product_flops"] / 1e12
+        line += f"  {device['card']}, torch {device['torch']}, bf16 products {rate:.0f} TFLOP/s"
+    return line
+
+
+def main() -> int:
+    """Runs the parts; status 1 if one failed."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, default=os.environ.get("OUT", "gpu-check"))
+    parser.add_argument("--wheels", type=Path, help="a folder; its packages are installed first")
+    parser.add_argument("--only", nargs="*", help="names of parts, or how they begin")
+    parser.add_argument("--seconds", type=float, default=530, help="for all; default %(default)s")
+    parser.add_argument("--dry", action="store_true", help="small sizes, without a GPU")
+    given = parser.parse_args()
+    ends = time.monotonic() + given.seconds
+    given.out.mkdir(parents=True, exist_ok=True)
+    results: dict[str, dict[str, Any]] = {}
+    with tempfile.TemporaryDirectory(prefix="gpu-check-") as place:
+        work = Path(place)
+        (work / "logs").mkdir()
+        site = work / "site"
+        path = [str(each) for each in (site, ROOT / "src", ROOT)]
+        environment = os.environ | {
+            "PYTHONPATH": os.pathsep.join([*path, os.environ.get("PYTHONPATH", "")]),
+            "PYTHONUNBUFFERED": "1", "PYTHONDONTWRITEBYTECODE": "1", "HF_HUB_OFFLINE": "1",
+            "XDG_CACHE_HOME": str(work / "cache"), "TOKENIZERS_PARALLELISM": "false",
+        }  # fmt: skip
+        chosen = [each for each in parts(work, given.dry) if _chosen(each.name, given.only)]
+        if given.wheels is not None:
+            files = map(str, sorted(given.wheels.resolve().glob("*.whl")))
+            words = ("-m", "pip", "install", "-q", "--no-index", "--no-deps", "--target", str(site))
+            chosen.insert(0, Part("install", 60, (*words, *files)))
+        for part in chosen:
+            limit = min(part.limit, ends - time.monotonic() - 6)
+            if limit < 8:
+                results[part.name] = {"status": "no time", "seconds": 0.0}
+            else:
+                log = work / "logs" / f"{part.name}.log"
+                results[part.name] = run(part, limit, log, environment)
+                if part.stopped and results[part.name]["status"] == "stopped":
+                    results[part.name]["status"] = 0  # as it was to end
+                try:
+                    results[part.name] |= found_by(part.name, work)
+                except (OSError, ValueError, KeyError, ElementTree.ParseError) as error:
+                    results[part.name]["unread"] = f"{type(error).__name__}: {error}"
+            print(said(part.name, results[part.name]), flush=True)
+            (given.out / "result.json").write_text(json.dumps(results, indent=1))
+            with tarfile.open(given.out / "logs.tar.gz", "w:gz") as archive:
+                archive.add(work / "logs", "logs")
+    return int(any(each["status"] != 0 for each in results.values()))
+
+
+def _chosen(name: str, only: Sequence[str] | None) -> bool:
+    return not only or name == "data" or any(name.startswith(each) for each in only)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
