@@ -15,7 +15,7 @@ RUN := $(BIN)/python -m
 # Two processes, which take a file each.
 IN_TWO := -n 2 --dist loadfile
 
-.PHONY: help setup setup-eval quickstart quickstart-images test test-slice test-all check gpu-check configs clean
+.PHONY: help setup setup-eval quickstart quickstart-images test test-slice test-all check gpu-check fake-gpu configs clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-18s %s\n", $$1, $$2}' Makefile
@@ -51,6 +51,13 @@ check: setup  ## lint, format, types, the direction of imports, slow tests; prin
 
 gpu-check:  ## tests and figures of a GPU, nine minutes: WHEELS=folder (tests/gpu/wheels.py), ONLY="tests train"
 	@$(PYTHON) tests/gpu/check.py $(if $(WHEELS),--wheels $(WHEELS)) $(if $(ONLY),--only $(ONLY))
+
+fake-gpu: setup  ## steps of every configuration on a GPU that is not there; installs PyTorch with CUDA, 5 GB
+	@test -x .fake-gpu/bin/python || $(PYTHON) -m venv .fake-gpu
+	@$(BIN)/python -c 'import site; print(site.getsitepackages()[0])' > "$$(echo .fake-gpu/lib/python3.*/site-packages)/of-the-project.pth"
+	@env -u PIP_FIND_LINKS PIP_CONSTRAINT= PIP_CONFIG_FILE=/dev/null .fake-gpu/bin/python -m pip install --disable-pip-version-check -q \
+	  "torch==$$($(BIN)/python -c 'import torch; print(torch.__version__.split("+")[0])')"
+	@.fake-gpu/bin/python -m pytest -q -n 2 -m slow --slice all tests/gpu/fake
 
 configs: setup  ## the files of runs in configs/, from tests/configs/deltas
 	@$(RUN) tests.configs.writing

@@ -1,0 +1,1 @@
+"""A GPU that is not there: tensors that have its device and no numbers."""

@@ -1,0 +1,177 @@
+"""A training step of each configuration on a GPU that is not there:
+
+    python -m tests.gpu.fake.step configs/gpt2/124m.yaml ...     # started by `library.run`
+
+Forward, losses, backward, statistics, routers, optimizer, evaluation, and experts left out. Prints
+a line of JSON for each: what failed, by part; of the block with most of them, the operations of a
+forward and of a backward pass that a GPU has to launch.
+"""
+
+import json
+import sys
+import traceback
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from polyad.model.build import place
+from polyad.parallel.zero import DTYPES
+from polyad.train.config.adaptation import model_of
+from polyad.train.config.run import RunConfig, load_config
+from polyad.train.experts.leaving_out import leaving_out, without_capacity
+from polyad.train.experts.probing import routed_layers
+from polyad.train.loop.losses import LossConfig, routing_loss
+from polyad.train.loop.statistics import StepStatistics
+from polyad.train.tasks.losses import cross_entropy
+from polyad.train.tasks.random_input import losses_for, random_batch
+from polyad.train.tasks.task import OneDevice
+from tests.gpu.fake.library import fake_gpu
+
+FREE = {
+    "alias", "as_strided", "chunk", "detach", "device", "empty", "empty_like", "empty_strided",
+    "expand", "lift_fresh", "narrow", "new_empty", "new_empty_strided", "permute", "reshape",
+    "select", "slice", "split", "split_with_sizes", "squeeze", "t", "transpose", "unbind", "unfold",
+    "unsqueeze", "view", "view_as", "_reshape_alias", "_unsafe_view",
+}  # fmt: skip
+"""Operations that launch nothing."""
+LOSSES = LossConfig(load_balance=0.01, router_z=0.001)
+
+
+class Launches(TorchDispatchMode):
+    """Counts operations that a GPU has to launch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.by_name = Counter[str]()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function.overloadpacket.__name__
+        if name not in FREE:
+            self.by_name[name] += 1
+        return function(*args, **(kwargs or {}))
+
+    def total(self) -> int:
+        """All of them."""
+        return self.by_name.total()
+
+
+def to_gpu(model: torch.nn.Module, dtype: torch.dtype) -> None:
+    """Gives a model on the meta device fake weights and buffers on the GPU."""
+    cuda = torch.device("cuda")
+    weights = [(n, torch.zeros(p.shape, dtype=dtype, device=cuda)) for n, p in parameters(model)]
+    place(model, iter(weights), cuda, dtype)
+    # Not by `place`, after which modules copy numbers of buffers to the host, once a start.
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                value = torch.zeros(buffer.shape, dtype=buffer.dtype, device=cuda)
+                module._buffers[name] = value
+
+
+def parameters(model: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
+    """Names and parameters, listed before they are replaced."""
+    return list(model.named_parameters())
+
+
+def check(config: RunConfig) -> dict[str, Any]:
+    """Takes a step of a configuration.
+
+    Returns:
+        `failed`, by part, and `launches` of the block with most: those of its forward pass, and of
+        the whole backward pass over the number of blocks.
+    """
+    failed: dict[str, str] = {}
+    on_cpu, model = random_batch(config.model, range(2), config.data), model_of(config)
+    launches = Launches()
+    found: dict[str, Any] = {"failed": failed}
+
+    def attempt(part: str, call: Callable[[], None]) -> None:
+        try:
+            call()
+        except Exception as error:
+            place = traceback.extract_tb(error.__traceback__)[-1]
+            text = str(error).splitlines()[0] if str(error) else ""
+            failed[part] = f"{type(error).__name__}: {text} ({place.filename}:{place.lineno})"
+
+    with fake_gpu() as mode:
+        to_gpu(model, DTYPES[config.train.precision])
+        model.train()
+        batch = type(on_cpu)(
+            *(None if t is None else mode.from_tensor(t).to("cuda") for t in on_cpu)
+        )
+        predictor, task_losses = OneDevice(model, cross_entropy), losses_for(config.model)
+        statistics = StepStatistics(torch.device("cuda"))
+        blocks = list(model.get_submodule("blocks").children()) if hasattr(model, "blocks") else []
+        marks: list[list[int]] = [[] for _ in blocks]
+        for block, mark in zip(blocks, marks, strict=True):
+            block.register_forward_pre_hook(lambda *_, m=mark: m.append(launches.total()))
+            block.register_forward_hook(lambda *_, m=mark: m.append(launches.total()))
+
+        def step() -> None:
+            with launches:
+                losses, routing = task_losses(predictor, batch)
+                loss = losses.mean()
+                statistics.add(loss, routing)
+                auxiliary = routing_loss(routing, LOSSES)
+                before = launches.total()
+                (loss if auxiliary is None else loss + auxiliary).backward()
+            after = launches.total() - before
+            off = [n for n, p in parameters(model) if p.grad is None or not p.grad.is_cuda]
+            assert not [n for n in off if dict(parameters(model))[n].requires_grad], off[:3]
+            if blocks:
+                forward = max(mark[1] - mark[0] for mark in marks)
+                found["launches"] = {"forward": forward, "backward": after // len(blocks)}
+
+        def evaluate() -> None:
+            model.eval()
+            with torch.no_grad():
+                task_losses(predictor, batch)
+
+        def leave_out() -> None:
+            layer = routed_layers(model)[0]
+            with without_capacity(model), leaving_out(model, layer) as leave:
+                leave(torch.zeros(2, dtype=torch.int64, device="cuda"))
+                evaluate()
+
+        attempt("step", step)
+        attempt("evaluation", evaluate)
+        if routed_layers(model):
+            attempt("leaving out", leave_out)
+    return found
+
+
+def loaded(path: Path) -> RunConfig:
+    """A configuration, with what the data would decide."""
+    import yaml
+
+    model = yaml.safe_load(path.read_text())["model"]
+    head = (model.get("head") or {}).get("kind")
+    given = []
+    if model["kind"] not in ("gpt2", "bert", "decoder"):
+        given = ["model.num_classes=1000"]
+    elif model.get("vocab_size") is None:
+        given = ["model.vocab_size=5000"]
+    if head == "classification":
+        given.append("model.head.num_classes=3")
+    return load_config(path, given)
+
+
+def main() -> int:
+    """Prints a line for each configuration; status 1 if one failed."""
+    failed = False
+    for path in sys.argv[1:]:
+        try:
+            found = check(loaded(Path(path)))
+        except Exception as error:
+            found = {"failed": {"whole": f"{type(error).__name__}: {str(error)[:300]}"}}
+        failed |= bool(found["failed"])
+        print(json.dumps({"config": path} | found), flush=True)
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
