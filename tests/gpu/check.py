@@ -45,7 +45,7 @@ PYTEST = ("-m", "pytest", "-p", "no:cacheprovider", "-o", "addopts=", "--import-
 RUN = ("tests/gpu/test_run.py", "tests/gpu/test_commands.py")
 QUIET = ("evaluation.every=0", "evaluation.max_windows=8", "data.verify=false")
 STEPS = 14
-"""Of a traced run. Its last but one is traced; its median is that of those before, from the
+"""Steps of a traced run. The last but one is traced; medians are over those before it, from the
 fourth."""
 
 

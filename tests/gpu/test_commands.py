@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from polyad.launch.cli import run as command
-from tests.helpers.decoders import hub_folder, prepared_for
+from tests.helpers.decoders import commands_on, hub_folder, prepared_for
 from tests.helpers.gpu import NEEDS_CUDA
 from tests.helpers.runs import evaluation, records, write_config
 from tests.helpers.spikes import run_with_bad_batches, run_without
@@ -41,17 +41,9 @@ def test_perplexity_of_an_opened_model_held_whole_or_read_in_parts(
 
 def test_measures_of_an_opened_model(folder, tmp_path, capfd) -> None:
     data = str(prepared_for(folder, tmp_path))
-    layer = "1"
-    steered = ["--steer", f"layer={layer},expert=1,strength=2"]
     told = str(tmp_path / "told.json")
-    for words in (
-        ["experts", "knockout", folder, "--data", data, "--tokens", "64", "--layers", layer],
-        ["experts", "specialize", folder, "--data", data],
-        ["experts", "steer", folder, "--data", data, "--tokens", "64", *steered],
-        ["generate", folder, "--prompt", "def ", "--max-tokens", "5", *steered],
-        ["report", folder, "--data", data, "--tokens", "64", "--knockout"],
-        ["compare", folder, "--with", folder, "--data", data, "--tokens", "64"],
-    ):
+    compared = ["compare", folder, "--with", folder, "--data", data, "--tokens", "64"]
+    for words in (*commands_on(folder, data, 1), compared):
         assert command([*map(str, words), "--json", told]) == 0, capfd.readouterr().err
         assert json.loads(Path(told).read_text())
 

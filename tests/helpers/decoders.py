@@ -183,6 +183,25 @@ def hub_folder(
     return model
 
 
+def commands_on(folder: Path, data: str, block: int) -> list[list[Any]]:
+    """Commands that read an opened mixture.
+
+    Args:
+        folder: The mixture.
+        data: Prepared text.
+        block: One that routes.
+    """
+    steered = ["--steer", f"layer={block},expert=1,strength=2"]
+    few = ["--data", data, "--tokens", "64"]
+    return [
+        ["experts", "knockout", folder, *few, "--layers", block],
+        ["experts", "specialize", folder, "--data", data],
+        ["experts", "steer", folder, *few, *steered],
+        ["generate", folder, "--prompt", "def ", "--max-tokens", "5", *steered],
+        ["report", folder, *few, "--knockout"],
+    ]
+
+
 def write_tokenizer(folder: Path, **about: Any) -> None:
     """Writes a tokenizer of `IDS` tokens, those special ones first.
 

@@ -25,6 +25,7 @@ from tests.helpers.decoders import (
     IDS,
     ROUTED,
     WORDS,
+    commands_on,
     hub_folder,
     prepared_for,
     theirs,
@@ -77,15 +78,7 @@ def test_commands_take_a_folder_as_it_is(case, tmp_path, capfd):
     folder = tmp_path / "hub"
     hub_folder(folder, case)
     data = str(prepared_for(folder, tmp_path))
-    layer = str(inspect(folder).routed_blocks[-1])
-    steered = ["--steer", f"layer={layer},expert=1,strength=2"]
-    for words in (
-        ["experts", "knockout", folder, "--data", data, "--tokens", "64", "--layers", layer],
-        ["experts", "specialize", folder, "--data", data],
-        ["experts", "steer", folder, "--data", data, "--tokens", "64", *steered],
-        ["generate", folder, "--prompt", "def ", "--max-tokens", "5", *steered],
-        ["report", folder, "--data", data, "--tokens", "64", "--knockout"],
-    ):
+    for words in commands_on(folder, data, inspect(folder).routed_blocks[-1]):
         told = tmp_path / "told.json"
         assert command([*map(str, words), "--json", str(told)]) == 0, capfd.readouterr().err
         assert json.loads(told.read_text())

@@ -110,7 +110,7 @@ class Factored(Changed):
         self._errors: dict[str, float] = {}
 
     def whole(self, name: str) -> torch.Tensor:
-        """As `Changed.whole`; but a dense feed-forward's gate has the name of the experts' gate."""
+        """Gives a weight as `Changed.whole`; but a dense gate has the name of the experts' gate."""
         return self.made(name) if self._section.match(name) else super().whole(name)
 
     def made(self, name: str) -> torch.Tensor:
