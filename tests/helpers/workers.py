@@ -74,7 +74,7 @@ class WorkerPool:
             self._pipes = [pipe for _, pipe in sorted((pipe.recv(), pipe) for pipe in pipes)]
 
     def _last_words(self, rank: int) -> str:
-        """Where a signal found a process that it ended."""
+        """What a process wrote before its end, and where a signal found it."""
         try:
             return _dying(str(Path(self._folder.name) / "pool"), rank).read_text() or "no trace"
         except OSError:
@@ -121,7 +121,9 @@ def serve(rank: int, world_size: int, port: int, address: str, gpu: bool) -> Non
     }  # fmt: skip
     if not gpu:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    faulthandler.enable(_dying(address, rank).open("w"))
+    trace = _dying(address, rank).open("w")
+    os.dup2(trace.fileno(), 2)  # a library in C++ says there why it aborts
+    faulthandler.enable(trace)
     pipe = Client(address, "AF_UNIX")
     pipe.send(rank)
     import torch
