@@ -215,6 +215,7 @@ class SharedFiles:
         return address, key
 
 
+@pytest.mark.slow
 def test_a_loader_says_nothing_when_training_ends_while_it_fetches_a_batch(capfd):
     """A training process says itself why it ends."""
     batches = iter(loader_of(SharedFiles(), [[0]], num_workers=1))

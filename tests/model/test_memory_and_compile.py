@@ -106,6 +106,7 @@ FEED_FORWARDS = {
 
 @everyday("dtype", [torch.float32, torch.bfloat16], keep=[torch.float32], ids=str)
 @everyday("name", FEED_FORWARDS, keep=["sparse"])
+@pytest.mark.slow
 def test_a_compiler_traces_model_and_loss_whole(small_model, random_ids, name, dtype):
     _dynamo.reset()
     _dynamo.utils.counters.clear()

@@ -92,9 +92,7 @@ def test_sgd_gives_equal_losses_norms_routing_and_weights(
     ],
     keep=[
         {"graph": "similarity", "lower_entropy_only": True, "tau": 0.5},
-        {"graph": "attention", "attention_head": 0, "head_mean": False, "graph_from": 0.5},
         {"capacity_factor": 1.0, "allow_leak": True, "capacity_order": "priority"},
-        {"score": "random", "top_k": 1, "final_top_k": 4},
         {"combine": "softmax", "capacity_factor": 1.0, "allow_leak": True,
          "capacity_order": "priority"},
     ],

@@ -81,6 +81,7 @@ def test_experts_with_several_levels_are_named_by_level(trained):
     assert (first.expert.split(".")[0], second.expert.split(".")[0]) == ("0", "1")
 
 
+@pytest.mark.slow
 def test_a_run_generates_and_evaluates_as_the_commands_do(trained, capfd, tmp_path):
     folder = trained("smoe")
     run = polyad.load(folder)

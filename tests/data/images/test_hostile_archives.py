@@ -137,6 +137,7 @@ def test_sizes_of_64_bits_in_a_zip_are_one_line(tmp_path):
         prepared(tmp_path / "a.zip", tmp_path / "out")
 
 
+@pytest.mark.slow
 def test_a_member_of_a_zip_that_unpacks_without_end_is_one_line(tmp_path):
     path = tmp_path / "a.zip"
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:

@@ -15,6 +15,7 @@ from polyad.data.text.dataset import PreparedData
 from polyad.data.text.documents import open_source, open_splits
 from polyad.data.text.hub import DatasetSource, HubDataset, find_dataset, join_articles
 from polyad.data.text.prepare import prepare
+from tests.helpers.everyday import everyday
 
 datasets = pytest.importorskip("datasets")
 RAW, UNK = "wikitext-103-raw-v1", "wikitext-103-v1"
@@ -327,7 +328,7 @@ def documents_in_parts(source, parts):
     return [text for part in cut for text in texts(part)]
 
 
-@pytest.mark.parametrize("first", ["", " \n", "Before any heading \n"])
+@everyday("first", ["", " \n", "Before any heading \n"], keep=["Before any heading \n"])
 def test_saved_articles_are_cut_between_articles(tmp_path, first):
     from datasets import Dataset, DatasetInfo
 

@@ -19,6 +19,7 @@ from polyad.data.text.parts import PART_FILE, ranges
 from polyad.data.text.plan import Cut
 from polyad.data.text.prepare import Preparation, prepare
 from polyad.data.text.source import Skipped
+from tests.helpers.everyday import everyday
 from tests.helpers.prepared import flip
 
 
@@ -132,7 +133,7 @@ def asked(folder, tokenizer, **options):
     return Asked(source=str(folder), tokenizer=str(tokenizer), **options)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@everyday("kind", KINDS, keep=[jsonl, parquet, text_files, lines_by_position])
 def test_any_number_of_parts_gives_the_files_of_one(
     tmp_path, documents, prepared_path, kind, monkeypatch
 ):

@@ -136,7 +136,7 @@ def test_another_request_begins_anew(tmp_path, texts, prepared_path, encoded):
         ["train.bin", "train.documents", PART_FILE, "../tokenizer.json", f"../{PLAN_FILE}"],
         [False, True],
     ),
-    keep=[("train.bin", False), ("../tokenizer.json", False)],
+    keep=[("train.bin", False)],
 )
 def test_damaged_files_are_not_gone_on_from(tmp_path, texts, prepared_path, name, missing):
     arguments = (str(texts), str(prepared_path), tmp_path / "out")

@@ -5,9 +5,8 @@ import json
 import random
 from pathlib import Path
 
-import pytest
-
 from polyad.launch.cli import run as polyad
+from tests.helpers.everyday import everyday
 
 KEPT = sorted(Path("configs/studies/results").glob("*.json"))
 OTHERS = [None, True, -1, 10**30, 1e308, "x", "", [], ["x"], {}, {"x": 1}, [[None]], "<b>&"]
@@ -35,7 +34,7 @@ def with_other(tree, path, value):
     return changed
 
 
-@pytest.mark.parametrize("kept", KEPT, ids=lambda path: path.stem)
+@everyday("kept", KEPT, keep=KEPT[:1], ids=lambda path: path.stem)
 def test_a_forged_result_is_one_line(tmp_path, capfd, kept):
     tree = json.loads(kept.read_text())
     everywhere = list(places(tree))

@@ -16,6 +16,7 @@ from tests.helpers.routed_models import (
 )
 
 
+@pytest.mark.slow
 def test_noise_and_dropout_of_experts_are_traced_whole(small_model, random_ids):
     options = {"router_noise": 1.0, "expert_dropout": 0.2}
     model, ids = routed(small_model, options), random_ids(2, 16)

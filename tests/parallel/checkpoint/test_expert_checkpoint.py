@@ -109,6 +109,7 @@ RESUMED = [
     keep=[((2, 1, 2, 1), "fp32")],
     ids=lambda case: f"{name(case[0])}-{case[1]}",
 )
+@pytest.mark.slow
 def test_twelve_steps_equal_six_and_six_in_new_processes(workers, tmp_path, layout, precision):
     case = on(layout, precision=precision, dropout=0.1, learning_rate=1e-3)
     pool = workers(layout[0])

@@ -130,7 +130,6 @@ STARTS = [
     STARTS,
     keep=[
         ("dense", "huggingface", 2, 3),
-        ("dense", "polyad", 1, 0),
         ("smoe", "safetensors", 1, 1),
         ("tr", "run", 2, 2),
     ],

@@ -10,6 +10,7 @@ from polyad.train.config.comparison import comparison_rows
 from polyad.train.config.run import RunConfig
 from polyad.train.forecast.describe import describe, description_table, memory_per_process
 from polyad.train.forecast.forecast import Machines, forecast
+from tests.helpers.everyday import everyday
 
 
 def small(**sections: dict[str, Any]) -> RunConfig:
@@ -55,13 +56,14 @@ def test_counts_are_those_worked_out_by_hand() -> None:
 
 @pytest.mark.distributed
 @pytest.mark.usefixtures("no_process_group")
-@pytest.mark.parametrize(
+@everyday(
     "sections",
     [
         {},
         {"model": {"recompute": "block"}, "train": {"precision": "bf16"}},
         {"parallel": {"zero_stage": 3}, "checkpoint": {"asynchronous": True}},
     ],
+    keep=[{"model": {"recompute": "block"}, "train": {"precision": "bf16"}}],
 )
 def test_validate_says_the_memory_that_plan_says(sections: dict[str, Any]) -> None:
     config, dims = small(**sections), Dims(world_size=2)

@@ -210,7 +210,7 @@ def test_the_peak_of_a_step_of_a_decoder_is_the_measured_one(workers, file, more
     assert rise == pytest.approx(measured, rel=0.1)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@everyday("precision", ["bf16", "fp32"], keep=["bf16"])
 def test_a_teacher_takes_its_weights_and_what_it_computes(workers, tmp_path, precision):
     words = [*vocabulary_of("gpt2/124m.yaml"), "model.num_layers=2", "model.sequence_length=64"]
     words += ["model.hidden_size=64", "model.num_heads=2", f"train.precision={precision}"]

@@ -196,6 +196,7 @@ def test_a_skipped_spike_leaves_the_weights_as_they_were(
     [(1, "dense"), (0, "smoe"), (3, "cp"), (2, "smoe"), (2, "tr"), (0, "dense")],
     keep=[(1, "dense")],
 )
+@pytest.mark.slow
 def test_a_run_that_goes_back_equals_one_that_never_had_the_batch(
     workers, tmp_path, prepared_path, stage, kind
 ):

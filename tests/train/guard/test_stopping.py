@@ -126,6 +126,7 @@ def test_one_process_stops_at_once_before_its_first_step(forks, config, tmp_path
     assert stop(run, signal.SIGTERM) == [143]
 
 
+@pytest.mark.slow
 def test_a_rank_that_cannot_come_to_a_step_ends_with_the_grace(forks, config, tmp_path):
     """Its peer is frozen, so that it waits in a collective, where no handler of Python runs."""
     options = [*LONG, "monitor.grace_seconds=1.5"]
@@ -147,6 +148,7 @@ def test_a_rank_that_cannot_come_to_a_step_ends_with_the_grace(forks, config, tm
     [(n, number) for n in (1, 2) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)],
     keep=[(2, signal.SIGTERM)],
 )
+@pytest.mark.slow
 def test_a_second_signal_in_a_save_does_not_disturb_it(forks, config, tmp_path, processes, number):
     """A terminal, Slurm and torchrun may all tell a process of the same one."""
     before = functools.partial(slow_saves, tmp_path)
@@ -164,6 +166,7 @@ def test_a_second_signal_in_a_save_does_not_disturb_it(forks, config, tmp_path, 
 
 
 @everyday("launched", [True, False], keep=[False])
+@pytest.mark.slow
 def test_ctrl_c_twice_in_a_step_ends_at_once_what_was_started_by_hand_alone(
     forks, config, tmp_path, launched
 ):

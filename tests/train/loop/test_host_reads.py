@@ -58,10 +58,9 @@ def name_of(value):
     ("model", "processes", "case"),
     CASES,
     keep=[
-        ("dense", 2, Case(stage=3, precision="bf16")),
         ("sparse", 2, Case(stage=1, tensor=2, precision="bf16")),
         ("cp", 2, Case(stage=2, precision="bf16")),
-        *((name, 1, Case(stage=1, precision="bf16")) for name in ("attention",)),
+        ("attention", 1, Case(stage=1, precision="bf16")),
     ],
     ids=lambda case: "-".join(map(name_of, case)),
 )

@@ -369,6 +369,7 @@ SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("dense", "mumoe 
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("model", ["smoe", *SLOW])
+@pytest.mark.slow
 def test_a_resumed_run_ends_with_the_same_bits(workers, tmp_path, model):
     case = MUON.but(model=MODELS[model], average=0.9, last_step=12)
     once, first, second = (str(tmp_path / each) for each in ("once", "first", "second"))
@@ -464,6 +465,7 @@ def test_moments_go_from_zero_2_to_one_process(workers, tmp_path):
 @pytest.mark.parametrize(
     ("model", "experts", "stage"), [("mumoe tr", 1, 0), ("smoe", 2, 0), ("latent", 2, 1)]
 )
+@pytest.mark.slow
 def test_bf16_stays_near_fp32(workers, model, experts, stage):
     case = MUON.but(model=MODELS[model], expert=experts, stage=stage, learning_rate=1e-3)
     exact, rounded = (

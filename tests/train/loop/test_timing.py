@@ -39,6 +39,7 @@ def test_the_throughput_of_a_step_pays_for_the_record_before(workers, tmp_path, 
 PARTS = ("imports", "data", "engine", "run_folder", "first_step")
 
 
+@pytest.mark.slow
 def test_the_age_of_a_process_is_what_its_parent_sees():
     code = (
         "import time; time.sleep(0.5)\n"
