@@ -312,6 +312,7 @@ def test_another_rank_leaves_the_error_to_rank_zero(
     assert waited == [OTHERS_SPEAK_FIRST]
 
 
+@pytest.mark.slow
 def test_a_wrong_launch_ends_as_a_process_with_one_line(config: Path, polyad: Polyad) -> None:
     done = polyad("launch", config, "--processes-per-node", 3)
     assert done.returncode == 2

@@ -177,6 +177,7 @@ ROUTED = {"kind": "smoe", "num_experts": 4, "expert_hidden_size": 8, "expert_dro
     keep=["mixer", "v-moe"],
     ids=["vit", "mixer", "v-moe"],
 )
+@pytest.mark.slow
 def test_blocks_that_drop_at_other_rates_share_a_program(section, drop_path):
     model = build_model(read_model_config(section | {"drop_path": drop_path}))
     materialize(model, seed=0)
@@ -200,6 +201,7 @@ WITH_STATISTICS = {
 
 
 @pytest.mark.parametrize("name", WITH_STATISTICS)
+@pytest.mark.slow
 def test_statistics_that_are_changed_come_out_of_a_graph(name):
     model = build_model(read_model_config(WITH_STATISTICS[name]))
     materialize(model, seed=0)

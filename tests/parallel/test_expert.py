@@ -222,6 +222,7 @@ def test_overlap_changes_no_bit_and_computes_while_rows_travel(
 
 
 @everyday("layout", [(2, 1, 2), (4, 2, 2)], keep=[(2, 1, 2)], ids=name)
+@pytest.mark.slow
 def test_overlap_trains_as_one_process_does(workers, whole_runs, layout):
     case = Case(optimizer="sgd", learning_rate=0.1, clip=0.5, model=model("linear", "similarity"))
     expected, _ = whole_runs(case)

@@ -189,6 +189,7 @@ def test_each_process_keeps_its_tokens_alone(workers):
     assert of_a_block(sequence=True) < 0.6 * of_a_block()
 
 
+@pytest.mark.slow
 def test_dropout_differs_between_tokens_of_processes_and_recomputation_repeats_it(workers):
     case = SGD.but(tensor=2, stage=1, dropout=0.3, last_step=2)
     plain = workers(2).run(train, case)

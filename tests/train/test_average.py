@@ -23,6 +23,7 @@ def averaged(workers, tmp_path_factory, prepared_path):
     return folder / "run"
 
 
+@pytest.mark.slow
 def test_evaluate_scores_the_average_by_choice(workers, averaged, tmp_path, prepared_path):
     (trained, plain), (average, text) = (
         workers(1).run(evaluated, averaged, weights=weights)[0] for weights in ("trained", "ema")

@@ -93,6 +93,7 @@ def test_another_teacher_than_before_is_told(workers, student, teacher, tmp_path
     assert "another one than before" not in said
 
 
+@pytest.mark.slow
 def test_a_student_that_is_its_teacher_has_nothing_to_learn(
     workers, tmp_path, prepared_path, teacher
 ):

@@ -95,6 +95,7 @@ def test_tensor_parallel_processes_train_and_validate_alike(
     [("dense", 2, 1), ("dense", 1, 2), ("smoe", 2, 1), ("cp", 2, 1), ("tr", 1, 2)],
     keep=[("smoe", 2, 1)],
 )
+@pytest.mark.slow
 def test_a_run_goes_on_by_itself_on_another_layout(
     workers, trained, tmp_path, prepared_path, kind, first, second
 ):

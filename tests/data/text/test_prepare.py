@@ -99,6 +99,7 @@ def test_long_document_is_encoded_as_if_whole(tmp_path, library_text):
     assert sum("warning: too few documents" in line for line in lines) == 2
 
 
+@pytest.mark.slow
 def test_large_vocabulary_takes_wider_tokens(tmp_path, texts):
     words = {f"w{i}": i for i in range(70_000)} | {"</s>": 70_000, "<unk>": 70_001}
     import tokenizers

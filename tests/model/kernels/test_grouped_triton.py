@@ -82,6 +82,7 @@ def test_groups_of_any_sizes_are_products_one_by_one(counts, spare, dtype):
         assert_near(actual, exact, dtype)
 
 
+@pytest.mark.slow
 def test_a_compiler_traces_them_whole():
     compute, _, inputs = OPERATIONS["experts"]
     inputs = [x.to(DEVICE) for x in inputs]

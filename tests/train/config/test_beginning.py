@@ -115,6 +115,7 @@ def test_a_graph_of_tokens_may_come_or_go_with_the_weights_of_another_run(
     assert said.partition("step-00000002")[2] == expected
 
 
+@pytest.mark.slow
 def test_a_graph_that_begins_later_goes_by_the_steps_of_its_own_run(workers, config, tmp_path):
     section = "{kind: smoe, num_experts: 4, expert_hidden_size: 16, graph: similarity, tau: 9.0"
     late = f"{section}, graph_from: 0.75}}"

@@ -281,6 +281,7 @@ GATED = {
 
 
 @everyday("by", GATED, keep=["cmoe"])
+@pytest.mark.slow
 def test_a_llama_in_groups_is_the_dense_model_and_back_bitwise(tmp_path, by):
     folder, text = tmp_path / "hub", GATED[by]
     hub_folder(folder, "llama")

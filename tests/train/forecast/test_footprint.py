@@ -211,6 +211,7 @@ def test_the_peak_of_a_step_of_a_decoder_is_the_measured_one(workers, file, more
 
 
 @everyday("precision", ["bf16", "fp32"], keep=["bf16"])
+@pytest.mark.slow
 def test_a_teacher_takes_its_weights_and_what_it_computes(workers, tmp_path, precision):
     words = [*vocabulary_of("gpt2/124m.yaml"), "model.num_layers=2", "model.sequence_length=64"]
     words += ["model.hidden_size=64", "model.num_heads=2", f"train.precision={precision}"]
@@ -255,6 +256,7 @@ def test_a_sample_of_choices_is_as_many_sequences_of_the_longest_length():
     assert per_sample == training_flops(config.model, 3, 128)
 
 
+@pytest.mark.slow
 def test_of_a_k_that_grows_the_last_takes_the_memory_and_the_middle_one_the_time():
     file = Path("configs/gpt2/124m-smoe-16.yaml")
     words = ["model.num_layers=1", "model.hidden_size=32", "model.num_heads=2"]

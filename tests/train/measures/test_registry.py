@@ -71,6 +71,7 @@ def test_one_process_and_two_say_what_the_router_says(workers, trained, prepared
     assert 0 < expected < 1
 
 
+@pytest.mark.slow
 def test_sequences_are_read_too(workers, tmp_path_factory):
     held_out, options = table(10, 2), {"overrides": ("evaluation.batch_size=3",)}
     folder = trainer(workers, tmp_path_factory)("smoe", table(24, 1), held_out, steps=1)

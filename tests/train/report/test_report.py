@@ -229,6 +229,7 @@ def test_memory_does_not_grow_with_the_text(runs):
     assert long <= short + 16 * (many - few) // 32
 
 
+@pytest.mark.slow
 def test_text_that_looks_like_markup_is_text(runs, prepared_path, tmp_path):
     source = tmp_path / "source.jsonl"
     evil = "</pre></details><script>alert('é漢')</script><img src=x onerror=alert(1)>\n" * 3

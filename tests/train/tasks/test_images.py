@@ -132,6 +132,7 @@ def scored_by_hand(run_folder, config):
     }
 
 
+@pytest.mark.slow
 def test_two_processes_are_one(workers, config, tmp_path):
     sgd = ("optimizer={kind: sgd, learning_rate: 0.1}", "log.fluctuation=false")
     for processes, micro in ((1, 4), (2, 2)):

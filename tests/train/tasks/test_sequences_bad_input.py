@@ -117,6 +117,7 @@ def test_a_start_ends_with_one_line_and_leaves_no_run(config, tmp_path, capfd, n
 
 
 @pytest.mark.distributed
+@pytest.mark.slow
 def test_data_that_a_checkpoint_cannot_be_scored_on_is_one_line(workers, config, tmp_path, capfd):
     written(tmp_path / "table", LABELLED)
     workers(1).run(train, config)

@@ -104,6 +104,7 @@ def test_it_learns_classes_and_padding_changes_nothing(workers, config, tmp_path
     assert records(tmp_path / "run")[-1]["sequences"] == 960
 
 
+@pytest.mark.slow
 def test_two_texts_are_two_segments(workers, config, tmp_path, data):
     keys = (
         f"data.path={data / 'pairs'}", "data.columns={text: s1, pair: s2}", "train.steps=4",
