@@ -28,10 +28,11 @@ class RoutingStats(NamedTuple):
     load_E: Tensor
     """Share of the assignments that each expert received; sums to 1. In a muMoE the mean over
     tokens of each coefficient; every level sums to 1."""
-    entropy: Tensor
+    entropy: Tensor | None = None
     """Mean over tokens of the entropy of the scores that experts are chosen by, in nats. In a
     muMoE that of the leaves' coefficients, products over levels, whose entropy is the levels' sum.
-    No dimensions, as all that follow unless a suffix says them."""
+    No dimensions, as all that follow unless a suffix says them. None in training where no record
+    is due, as all that records alone have."""
     usage_E: Tensor | None = None
     """Mean over tokens of the scores that experts are chosen by; None: `load_E`. With a gradient
     where a loss over all layers asks for it."""
@@ -127,6 +128,21 @@ class StatisticsModule(nn.Module):
     """Losses that get a gradient; others have a value alone. See `ask_for_statistics`."""
     gives_samples: bool = False
     """Whether it returns numbers of single samples while it trains; see `ask_for_statistics`."""
+    record_is_due: bool = True
+    """Whether it computes, while it trains, what records alone need; see `ask_for_statistics`."""
+
+    @property
+    def measures(self) -> bool:
+        """Whether it computes what records alone need: in evaluation always."""
+        return self.record_is_due or not self.training
+
+    def needs(self, name: str) -> bool:
+        """Whether a loss is computed, for its gradient or for a record.
+
+        Args:
+            name: The field of `RoutingStats`.
+        """
+        return self.measures or name in self.learns_from
 
     def for_loss(self, name: str, x: Tensor) -> Tensor:
         """What a loss is computed from: without gradient, unless the loss is asked for.
@@ -181,17 +197,21 @@ def mean_of_samples(x_NS: Tensor, u_BTD: Tensor, real: RealTokens | None) -> Ten
     return sums_BS / real.lengths_B.clamp_min(1).unsqueeze(-1).to(x_NS.dtype)
 
 
-def ask_for_statistics(model: nn.Module, *, losses: frozenset[str], samples: bool) -> None:
+def ask_for_statistics(
+    model: nn.Module, *, losses: frozenset[str], samples: bool, record_is_due: bool = True
+) -> None:
     """Says which statistics training needs, to all layers that route.
 
     Args:
         model: The whole one.
         losses: Fields of `RoutingStats` that get a gradient: those with a coefficient.
         samples: Whether numbers of single samples are returned.
+        record_is_due: Whether the step's record has measures that nothing else needs. On a GPU they
+            are half of what a sparse layer launches.
     """
     for module in model.modules():
         if isinstance(module, StatisticsModule):
-            module.gives_samples = samples
+            module.gives_samples, module.record_is_due = samples, record_is_due
             if module.learns_from != losses:  # compiled programs are bound to the set itself
                 module.learns_from = losses
 

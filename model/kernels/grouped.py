@@ -126,7 +126,7 @@ def by_grouped_products(
     """As `grouped`, on any device; by definition in float64 and with rows of odd sizes."""
     if switch.can_read() and not _takes_grouped(rows_MD.dtype, up_EDF):
         return one_by_one(rows_MD, up_EDF, bias_EF, down_EFD, counts_E, drop, activation, gate)
-    offsets_E = counts_E.cumsum(0).to(torch.int32)
+    offsets_E = counts_E.cumsum(0, dtype=torch.int32)
     inner_MF: Tensor = _grouped_mm(rows_MD, up_EDF, offsets_E)
     if bias_EF is not None:
         inner_MF = inner_MF + _of_each_row(bias_EF, offsets_E, rows_MD.shape[0])
@@ -169,7 +169,7 @@ def grouped_linear(
         if bias_EF is not None:
             outputs = [y + bias for y, bias in zip(outputs, bias_EF.unbind(0), strict=True)]
         return torch.cat([*outputs, rest_MD.new_zeros(len(rest_MD), weight_EDF.shape[2])])
-    offsets_E = counts_E.cumsum(0).to(torch.int32)
+    offsets_E = counts_E.cumsum(0, dtype=torch.int32)
     output_MF: Tensor = _grouped_mm(rows_MD, weight_EDF, offsets_E)
     if bias_EF is None:
         return output_MF

@@ -127,7 +127,7 @@ class MuMoEHead(StatisticsModule):
         """
         output = self.gate(z_BD)
         logits_BK: Tensor = self.layer(z_BD, self.gate.mixing_weights(output, z_BD.dtype))
-        stats = gate_statistics(output).but(name="head")
+        stats = gate_statistics(output, measures=self.measures).but(name="head")
         return logits_BK, self.with_samples(stats, output.coefficients, z_BD.unsqueeze(1))
 
     def gate_columns(self) -> list[Tensor]:

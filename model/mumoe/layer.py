@@ -86,7 +86,7 @@ class MuMoE(FeedForward, StatisticsModule):
         if self.up_gate is not None:
             inner_MF = self.combine(self.up_gate(z_MD, coefficients), inner_MF)
         y_MD = unpack(self.down(inner_MF, coefficients), real)
-        stats = gate_statistics(output, real)
+        stats = gate_statistics(output, real, measures=self.measures)
         stats = self.with_samples(stats, output.coefficients, u_BTD, real)
         return self.dropout(y_MD.view_as(normalized_BTD)), stats
 
@@ -104,7 +104,9 @@ class MuMoE(FeedForward, StatisticsModule):
         self.gate.update(stats.score_mean_S, stats.score_square_S, progress)
 
 
-def gate_statistics(output: GateOutput, real: RealTokens | None = None) -> RoutingStats:
+def gate_statistics(
+    output: GateOutput, real: RealTokens | None = None, *, measures: bool = True
+) -> RoutingStats:
     """The statistics of a gate, without gradients. All are means over tokens, so they can be
     averaged.
 
@@ -115,19 +117,29 @@ def gate_statistics(output: GateOutput, real: RealTokens | None = None) -> Routi
     Args:
         output: What the gate decided for real tokens.
         real: Which they are; None: all.
+        measures: Whether to compute what records alone need.
 
     Returns:
         The statistics with an empty name; None for those of sparse routing.
     """
     levels = [a_MN.detach() for a_MN in output.coefficients]
+    load_E = torch.cat([a_MN.mean(0) for a_MN in levels])
+    stats = RoutingStats(
+        name="",
+        load_E=load_E,
+        levels=tuple(a_MN.shape[-1] for a_MN in levels),
+        score_mean_S=output.mean_S,
+        score_square_S=output.square_S,
+        tokens=None if real is None else counted(real, load_E.dtype),
+    )
+    if not measures:
+        return stats
     entropies = [entropy(a_MN) for a_MN in levels]
     entropy_M, largest_M = entropies[0], levels[0].amax(-1)
     for level_M, a_MN in zip(entropies[1:], levels[1:], strict=True):
         entropy_M = entropy_M + level_M
         largest_M = largest_M * a_MN.amax(-1)
-    return RoutingStats(
-        name="",
-        load_E=torch.cat([a_MN.mean(0) for a_MN in levels]),
+    return stats.but(
         entropy=entropy_M.mean(),
         effective_experts=entropy_M.exp().mean(),
         dominated=_dominance(largest_M).mean(),
@@ -135,10 +147,6 @@ def gate_statistics(output: GateOutput, real: RealTokens | None = None) -> Routi
         level_entropy_L=(
             torch.stack([level_M.mean() for level_M in entropies]) if len(levels) > 1 else None
         ),
-        levels=tuple(a_MN.shape[-1] for a_MN in levels),
-        score_mean_S=output.mean_S,
-        score_square_S=output.square_S,
-        tokens=None if real is None else counted(real, entropy_M.dtype),
     )
 
 

@@ -19,14 +19,14 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import normalize
 
 from polyad.model.attention import AttentionTrace
 from polyad.model.feedforward import NOTHING_ELSE, BlockInput, FeedForwardContext, refuse_autocast
 from polyad.model.initialization import ZEROS, Initializer, constant
 from polyad.model.kernels.mixture import matrix, mixture
-from polyad.model.output import entropy
+from polyad.model.output import StatisticsModule, entropy
 from polyad.model.padding import RealTokens
 from polyad.model.smoe.config import SparseMoEConfig
 from polyad.model.smoe.scores import router_dtype
@@ -53,7 +53,7 @@ class Mixed(NamedTuple):
     """p, each row summing to 1: the scores that top-K selects by."""
     effective_neighbours: Tensor | None
     """The mean of exp(entropy of S_i) over measured rows: 1 if each token sees only itself; None
-    without a graph, while it is off, and in generation."""
+    without a graph, while it is off, in generation, and where no record is due."""
     head_entropy_A: Tensor | None
     """The mean entropy of each head's attention over measured rows, in nats; None unless the graph
     chooses a head by it."""
@@ -61,7 +61,7 @@ class Mixed(NamedTuple):
     """The number of the head that made S; None without one."""
 
 
-class Graph(nn.Module, ABC):
+class Graph(StatisticsModule, ABC):
     """The interface of a graph."""
 
     def attention_head(self) -> Tensor | None:
@@ -161,7 +161,7 @@ class MixingGraph(Graph):
         mixed_BTE = mixture(
             query_BTF, key_BSF, value_BSE, scale=scale, causal=causal, entropy_BS=entropy_BS
         )
-        if cache is not None:
+        if cache is not None or not self.measures:
             return mixed_BTE, None
         measured = _measured_rows(query_BTF.shape[-2], query_BTF.device, real)
         entropy_BM = _row_entropies(query_BTF, key_BSF, scale, causal, measured, entropy_BS)

@@ -100,58 +100,71 @@ class Router(StatisticsModule):
             scores_NE = self.scored(noisy_NE)
         scores_BTE = unpack(scores_NE, real).view(*u_BTD.shape[:2], -1)
         mixed = self.graph(scores_BTE, u_BTD, given)
-        mixed_NE = pack(mixed.scores_BTE.flatten(0, 1), real)
+        mixed_NE = scores_NE
+        if mixed.scores_BTE is not scores_BTE:
+            mixed_NE = pack(mixed.scores_BTE.flatten(0, 1), real)
+        is_own = mixed_NE is scores_NE and noisy_NE is logits_NE
         selected: Selected = self.selection(mixed_NE, noisy_NE)
         shares_NE = mixed_NE
         if self.by_sigmoid:
             shares_NE = mixed_NE / mixed_NE.sum(-1, keepdim=True)
-            own_NE = own_NE / own_NE.sum(-1, keepdim=True)
-        usage_E = shares_NE.mean(0)
-        load_E = selected.load(usage_E.dtype)
+            own_NE = shares_NE if is_own else own_NE / own_NE.sum(-1, keepdim=True)
+        usage_E = None
+        if self.needs("usage_E") or self.needs("balance_loss"):
+            usage_E = shares_NE.mean(0)
+        load_E = selected.load(shares_NE.dtype)
         expert_input_ED = None
         if self.training and self.score.mean_inputs() is not None:
             expert_input_ED = expert_input(u_ND, selected.expert_ids_NK, len(load_E))
         stats = RoutingStats(
             name="",
             load_E=load_E,
-            usage_E=self.for_loss("usage_E", usage_E),
-            entropy=entropy(shares_NE.detach()).mean(),
-            dropped=load_E.new_zeros(()),
+            usage_E=None if usage_E is None else self.for_loss("usage_E", usage_E),
+            entropy=entropy(shares_NE.detach()).mean() if self.measures else None,
+            dropped=load_E.new_zeros(()) if self.measures else None,
             effective_neighbours=mixed.effective_neighbours,
             head_entropy_A=mixed.head_entropy_A,
             attention_head=mixed.attention_head,
             expert_input_ED=expert_input_ED,
-            tokens=None if real is None else counted(real, usage_E.dtype),
+            tokens=None if real is None else counted(real, load_E.dtype),
         )
         if self.training:
-            stats = self._with_losses(stats, logits_NE, noisy_NE, own_NE, usage_E)
+            own_E = usage_E if is_own else None
+            stats = stats.but(**self._losses(logits_NE, noisy_NE, own_NE, own_E, usage_E, load_E))
             if "sequence_loss" in self.learns_from:
                 stats = stats.but(sequence_loss=self._of_sequences(own_NE, u_BTD, real))
         return Routing(selected, self.with_samples(stats, [own_NE], u_BTD, real))
 
-    def _with_losses(
+    def _losses(
         self,
-        stats: RoutingStats,
         logits_NE: Tensor,
         noisy_NE: Tensor,
         own_NE: Tensor,
-        usage_E: Tensor,
-    ) -> RoutingStats:
-        """Adds the auxiliary losses; `own_NE` are the scores without noise and graph."""
-        of_noise = None
-        if noisy_NE is not logits_NE:
-            of_noise = load_loss(
+        own_E: Tensor | None,
+        usage_E: Tensor | None,
+        load_E: Tensor,
+    ) -> dict[str, Tensor]:
+        """The auxiliary losses that are needed.
+
+        `own_NE` are the scores without noise and graph, and `own_E` is their mean, if it is known.
+        """
+        losses = {}
+        if usage_E is not None and self.needs("balance_loss"):
+            usage_E = self.for_loss("balance_loss", usage_E)
+            losses["balance_loss"] = load_balance_loss(usage_E, load_E)
+        if self.needs("z_loss"):
+            losses["z_loss"] = router_z_loss(self.for_loss("z_loss", logits_NE))
+        if self.needs("importance_loss"):
+            own_E = own_NE.mean(0) if own_E is None else own_E
+            losses["importance_loss"] = importance_loss(self.for_loss("importance_loss", own_E))
+        if noisy_NE is not logits_NE and self.needs("load_loss"):
+            losses["load_loss"] = load_loss(
                 self.for_loss("load_loss", logits_NE),
                 self.for_loss("load_loss", noisy_NE),
                 self.noise_std,
                 self.selection.top_k,
             )
-        return stats.but(
-            balance_loss=load_balance_loss(self.for_loss("balance_loss", usage_E), stats.load_E),
-            z_loss=router_z_loss(self.for_loss("z_loss", logits_NE)),
-            importance_loss=importance_loss(self.for_loss("importance_loss", own_NE).mean(0)),
-            load_loss=of_noise,
-        )
+        return losses
 
     def _of_sequences(self, own_NE: Tensor, u_BTD: Tensor, real: RealTokens | None) -> Tensor:
         """The balance within each sequence, of scores without noise, graph, groups and bias."""
@@ -241,7 +254,8 @@ class SelectingMoE(FeedForward):
         if plan is not None and plan.drops:
             kept_A = plan.kept_M()[plan.row_A]
             weights_NK = weights_NK * kept_A.view_as(weights_NK)
-            stats = stats.but(dropped=1 - kept_A.to(stats.load_E.dtype).mean())
+            if self.router.measures:
+                stats = stats.but(dropped=1 - kept_A.to(stats.load_E.dtype).mean())
         if self.output_bias is not None:
             y_ND = self.add_bias(y_ND, selected._replace(weights_NK=weights_NK))
         y_BTD = self.dropout(unpack(y_ND, given.real).view_as(normalized_BTD))

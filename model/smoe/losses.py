@@ -62,12 +62,15 @@ def importance_loss(mean_scores_E: Tensor) -> Tensor:
     0 where all experts have the same. Source: Riquelme et al. 2021, appendix A.2.
 
     Args:
-        mean_scores_E: The mean over tokens of the base score without noise; it sums to 1.
+        mean_scores_E: The mean over tokens of the base score without noise; it sums to 1, so that
+            the mean over experts is 1 / E.
 
     Returns:
         No dimensions. Not linear in the batch: it belongs to one micro-batch of one process.
     """
-    return _squared_variation(mean_scores_E)
+    num_experts = mean_scores_E.shape[0]
+    squared_variation: Tensor = mean_scores_E.var(correction=0) * num_experts**2
+    return squared_variation
 
 
 def load_loss(logits_NE: Tensor, noisy_NE: Tensor, noise_std: float, top_k: int) -> Tensor:

@@ -141,6 +141,9 @@ class TopK(Selection):
         super().__init__(config)
         self.config = config
         self.is_biased = bool(config.balancing_rate or config.selection_bias)
+        # The highest of scores that sum to 1 is not 0. Sigmoids may all be, and a bias may select
+        # experts whose scores are.
+        self.may_be_zero = self.is_biased or config.score_function == "sigmoid"
         if self.is_biased:
             self.register_buffer("balancing_bias", torch.empty(config.num_experts))
         if config.final_top_k is not None:
@@ -182,9 +185,11 @@ class TopK(Selection):
         combine = self.config.combine
         if combine == "normalized" or (combine == "renormalized" and self.top_k > 1):
             sum_N1 = weights_NK.sum(-1, keepdim=True)
-            weights_NK = weights_NK / sum_N1.clamp_min(torch.finfo(sum_N1.dtype).tiny)
-            # The bias may select experts whose scores all underflow to 0.
-            weights_NK = torch.where(sum_N1 > 0, weights_NK, 1 / self.top_k)
+            if self.may_be_zero:
+                weights_NK = weights_NK / sum_N1.clamp_min(torch.finfo(sum_N1.dtype).tiny)
+                weights_NK = torch.where(sum_N1 > 0, weights_NK, 1 / self.top_k)
+            else:
+                weights_NK = weights_NK / sum_N1
         if self.config.routed_scaling_factor != 1:
             weights_NK = weights_NK * self.config.routed_scaling_factor
         return self.selected(weights_NK, expert_ids_NK, scores_NE)

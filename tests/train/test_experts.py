@@ -77,6 +77,23 @@ def test_one_process_records_the_same(workers, finished, tmp_path, prepared_path
             assert ours[name] == pytest.approx(theirs[name], rel=1e-4, abs=1e-6), name
 
 
+def test_between_lines_of_the_console_a_run_trains_alike_and_records_less(
+    workers, finished, tmp_path, prepared_path
+):
+    spread = {"parallel__expert_parallel_size": 2, "log": {"every": 4}}
+    config = write_config(tmp_path / "config.yaml", prepared_path, **EXPERTS | spread)
+    workers(2).run(run, config)
+    always = "load_max", "unused", "rank_load_max", "balance_loss", "z_loss"
+    at_times = "entropy", "usage_entropy", "effective_neighbours", "importance_loss", "dropped"
+    for ours, theirs in zip(records(tmp_path / "run"), records(finished / "run"), strict=True):
+        names = ["loss", "grad_norm", *(f"{LAYER}/{name}" for name in always)]
+        if ours["step"] in (3, 4, 6):  # a validation, a line, the end
+            names += [f"{LAYER}/{name}" for name in at_times]
+        else:
+            assert not any(f"{LAYER}/{name}" in ours for name in at_times)
+        assert [ours[name] for name in names] == [theirs[name] for name in names]
+
+
 def test_the_balance_loss_is_added_and_not_reported(workers, finished, tmp_path, prepared_path):
     without = EXPERTS | {"loss": {"load_balance": 0.0, "router_z": 0.0}}
     config = write_config(tmp_path / "config.yaml", prepared_path, **without)

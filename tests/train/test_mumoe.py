@@ -67,14 +67,16 @@ def test_every_step_records_what_each_gate_did(finished):
         assert (histogram.num, histogram.sum) == (18, pytest.approx(sum(last[f"{LAYER}/{name}"])))
 
 
-def test_records_of_single_experts_come_with_the_lines_of_the_console(
+def test_records_of_what_gates_do_come_with_the_lines_of_the_console(
     workers, tmp_path, prepared_path
 ):
     changes = {"model__feed_forward": SECTION, "log": {"every": 4}}
     workers(1).run(run, write_config(tmp_path / "config.yaml", prepared_path, **changes))
     lines = records(tmp_path / "run")
-    assert [f"{LAYER}/load" in line for line in lines] == [False, False, True, True, False, True]
-    assert all(f"{LAYER}/entropy" in line for line in lines)
+    for name in ("load", "entropy", "usage_entropy", "dominated"):
+        told = [f"{LAYER}/{name}" in line for line in lines]
+        assert told == [False, False, True, True, False, True], name
+    assert all(f"{LAYER}/load_max" in line for line in lines)
 
 
 def test_the_run_keeps_the_rank_that_was_solved_for(finished):

@@ -204,6 +204,11 @@ class TrainLoop:
         due = _due(step, self.evaluation.every, done) or _due(step, self.checkpoint.every, done)
         return due or self._owes_save or self._guard.holds or not pending.issued.result.applied
 
+    def _is_told(self, step: int) -> bool:
+        """Whether a step has a line on the console, and what routers did in its record."""
+        done = step == self.train.steps
+        return self.log.is_due(step, done=done) or _due(step, self.evaluation.every, done)
+
     def _issue(self) -> "Pending":
         """Issues one step; its numbers are read when the next one is under way."""
         state, train = self.state, self.train
@@ -227,6 +232,7 @@ class TrainLoop:
                 *memory_of_process(self._world.device),
                 *look.own(self._batches.waited),
             ),
+            record_is_due=self._is_told(state.step + 1),
         )
         seconds = self._timer.step()
         state.step += 1

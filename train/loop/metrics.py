@@ -32,8 +32,8 @@ class LogConfig(Config):
     """What a run reports."""
 
     every: Annotated[int, Field(ge=1)] = 1
-    """Steps between console lines, between points in TensorBoard, and between records of every
-    single expert; of all else metrics.jsonl gets every step."""
+    """Steps between console lines, between points in TensorBoard, and between records of what
+    routers do, but for the largest loads; of all else metrics.jsonl gets every step."""
     trackers: tuple[TrackerName, ...] = ("tensorboard",)
     """Where curves go beside metrics.jsonl: `tensorboard` (a folder in the run's), `wandb` and
     `trackio`, which are packages of their own."""
@@ -46,6 +46,15 @@ class LogConfig(Config):
     fluctuation_tokens: Annotated[int, Field(ge=1)] = 16_384
     """Tokens of the validation split that are compared, in whole windows evenly over it."""
     profile: ProfileConfig = ProfileConfig()
+
+    def is_due(self, step: int, *, done: bool) -> bool:
+        """Whether a step is one of those of `every`, or the run's last.
+
+        Args:
+            step: its number, from 1.
+            done: whether it is the last.
+        """
+        return done or step % self.every == 0
 
     @model_validator(mode="before")
     @classmethod
@@ -171,9 +180,7 @@ class Metrics:
     def _write(self, record: dict[str, Any]) -> None:
         step = record["step"]
         due = (
-            step % self._config.every == 0
-            or step == self._total
-            or self._validation_score in record
+            self._config.is_due(step, done=step == self._total) or self._validation_score in record
         )
         if not due:
             record = {name: value for name, value in record.items() if not isinstance(value, list)}

@@ -216,8 +216,10 @@ def measures(stats: RoutingStats, ranks: int = 1) -> dict[str, float | int | lis
     values: dict[str, float | int | list[float]] = {
         "load_max": max(map(_most, levels)),
         "unused": (load_E == 0).float().mean().item(),
-        "usage_entropy": math.fsum(entropy(p_N).item() for p_N in usage_E.split_with_sizes(sizes)),
     }
+    if stats.entropy is not None:
+        of_levels = usage_E.split_with_sizes(sizes)
+        values["usage_entropy"] = math.fsum(entropy(p_N).item() for p_N in of_levels)
     if not stats.levels:
         values |= {"busiest": _first_of_most(load_E), "idlest": _first_of_most(-load_E)}
     if ranks > 1 and not stats.levels:  # a process has experts of consecutive numbers

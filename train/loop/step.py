@@ -49,6 +49,7 @@ def issue_step(
     progress: float = 0.0,
     limits: Limits = NO_LIMITS,
     own: Callable[[], Sequence[int]] = tuple,
+    record_is_due: bool = True,
 ) -> IssuedStep:
     """One optimizer step over the global batch; see `train_step`.
 
@@ -64,13 +65,16 @@ def issue_step(
         limits: the same on all processes; a step with a loss or a norm above them changes nothing.
             Finite ones are asked before the weights change, which waits for the loss.
         own: gives numbers of this process that all are to know; see `StepStatistics.exchange`.
+        record_is_due: the same on all processes; see `ask_for_statistics`.
 
     Returns:
         Whether the step was applied, and its numbers, which the host has not waited for.
     """
     statistics, pairs = StepStatistics(engine.device), losses.sample_similarity
     asked = losses.asked()
-    ask_for_statistics(engine.module, losses=asked, samples=pairs is not None)
+    ask_for_statistics(
+        engine.module, losses=asked, samples=pairs is not None, record_is_due=record_is_due
+    )
     read = Reading(engine, getattr(engine.module, "as_read", None))
     mean_tokens = None
     if asked:

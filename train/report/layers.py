@@ -112,8 +112,8 @@ def _entropy_figure(
 
 def _entropy_line(label: str, values: Series, maximum: float, colour: str) -> Line:
     scaled = [None if value is None else min(1.0, value / maximum) for value in values]
-    # Records of single levels may come with few of the steps: they are joined.
-    return Line(label=label, values=scaled, colour=colour, with_points=label.startswith("level"))
+    # Records of what routers do may come with few of the steps: they are joined.
+    return Line(label=label, values=scaled, colour=colour, with_points=None in scaled)
 
 
 def load_figures(times: History, layer: RoutedLayer, history: LayerHistory) -> list[Figure]:

@@ -205,7 +205,8 @@ def over_time_figures(report: Report) -> list[Figure]:
             if measure in ("entropy", "usage_entropy"):
                 values = _scaled(values, 1 / maximum_entropy(layer))
             colour = _depth(index, len(known))
-            lines.append(Line(label=layer.title, values=values, colour=colour))
+            few = None in values  # of the steps: records of what routers do
+            lines.append(Line(label=layer.title, values=values, colour=colour, with_points=few))
         if measure == "dropped" and not any(any(line.values) for line in lines):
             continue
         if lines:

@@ -4,7 +4,8 @@
 
 Forward, losses, backward, statistics, routers, optimizer, evaluation, and experts left out. Prints
 a line of JSON for each: what failed, by part; of the block with most of them, the operations of a
-forward and of a backward pass that a GPU has to launch.
+forward and of a backward pass that a GPU has to launch, where a record of what routers do is due
+and where none is.
 """
 
 import json
@@ -19,12 +20,13 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from polyad.model.build import place
+from polyad.model.output import ask_for_statistics
 from polyad.parallel.zero import DTYPES
 from polyad.train.config.adaptation import model_of
 from polyad.train.config.run import RunConfig, load_config
 from polyad.train.experts.leaving_out import leaving_out, without_capacity
 from polyad.train.experts.probing import routed_layers
-from polyad.train.loop.losses import LossConfig, routing_loss
+from polyad.train.loop.losses import routing_loss
 from polyad.train.loop.statistics import StepStatistics
 from polyad.train.tasks.losses import cross_entropy
 from polyad.train.tasks.random_input import losses_for, random_batch
@@ -38,7 +40,6 @@ FREE = {
     "unsqueeze", "view", "view_as", "_reshape_alias", "_unsafe_view",
 }  # fmt: skip
 """Operations that launch nothing."""
-LOSSES = LossConfig(load_balance=0.01, router_z=0.001)
 
 
 class Launches(TorchDispatchMode):
@@ -81,8 +82,8 @@ def check(config: RunConfig) -> dict[str, Any]:
     """Takes a step of a configuration.
 
     Returns:
-        `failed`, by part, and `launches` of the block with most: those of its forward pass, and of
-        the whole backward pass over the number of blocks.
+        `failed`, by part, and `launches` and `launches_between_records` of the block with most:
+        those of its forward pass, and of the whole backward pass over the number of blocks.
     """
     failed: dict[str, str] = {}
     on_cpu, model = random_batch(config.model, range(2), config.data), model_of(config)
@@ -104,19 +105,24 @@ def check(config: RunConfig) -> dict[str, Any]:
             *(None if t is None else mode.from_tensor(t).to("cuda") for t in on_cpu)
         )
         predictor, task_losses = OneDevice(model, cross_entropy), losses_for(config.model)
-        statistics = StepStatistics(torch.device("cuda"))
         blocks = list(model.get_submodule("blocks").children()) if hasattr(model, "blocks") else []
         marks: list[list[int]] = [[] for _ in blocks]
         for block, mark in zip(blocks, marks, strict=True):
             block.register_forward_pre_hook(lambda *_, m=mark: m.append(launches.total()))
             block.register_forward_hook(lambda *_, m=mark: m.append(launches.total()))
 
-        def step() -> None:
+        def step(name: str, *, record_is_due: bool) -> None:
+            model.zero_grad()
+            for mark in marks:
+                mark.clear()
+            ask_for_statistics(
+                model, losses=config.loss.asked(), samples=False, record_is_due=record_is_due
+            )
             with launches:
                 losses, routing = task_losses(predictor, batch)
                 loss = losses.mean()
-                statistics.add(loss, routing)
-                auxiliary = routing_loss(routing, LOSSES)
+                StepStatistics(loss.device).add(loss, routing)
+                auxiliary = routing_loss(routing, config.loss)
                 before = launches.total()
                 (loss if auxiliary is None else loss + auxiliary).backward()
             after = launches.total() - before
@@ -124,7 +130,7 @@ def check(config: RunConfig) -> dict[str, Any]:
             assert not [n for n in off if dict(parameters(model))[n].requires_grad], off[:3]
             if blocks:
                 forward = max(mark[1] - mark[0] for mark in marks)
-                found["launches"] = {"forward": forward, "backward": after // len(blocks)}
+                found[name] = {"forward": forward, "backward": after // len(blocks)}
 
         def evaluate() -> None:
             model.eval()
@@ -137,7 +143,9 @@ def check(config: RunConfig) -> dict[str, Any]:
                 leave(torch.zeros(2, dtype=torch.int64, device="cuda"))
                 evaluate()
 
-        attempt("step", step)
+        attempt("step", lambda: step("launches", record_is_due=True))
+        between = "launches_between_records"
+        attempt("step between records", lambda: step(between, record_is_due=False))
         attempt("evaluation", evaluate)
         if routed_layers(model):
             attempt("leaving out", leave_out)
