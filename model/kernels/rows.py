@@ -109,22 +109,15 @@ def _sum_rows(rows_MD: Tensor, row_NK: Tensor, weights_NK: Tensor | None = None)
     return torch.bmm(weights_NK.unsqueeze(1), rows_NKD).squeeze(1)
 
 
-def _scaled_rows(tokens_ND: Tensor, token_M: Tensor, weight_M: Tensor) -> Tensor:
+def _scaled_rows_in_bags(tokens_ND: Tensor, token_M: Tensor, weight_M: Tensor) -> Tensor:
     """weight_m token_m. [M, D]."""
-    if _takes_bags(tokens_ND) and token_M.numel():
-        bags_M1, weights_M1 = token_M.unsqueeze(1), weight_M.unsqueeze(1)
-        return embedding_bag(bags_M1, tokens_ND, per_sample_weights=weights_M1, mode="sum")
-    return tokens_ND.index_select(0, token_M) * weight_M.unsqueeze(1)
+    bags_M1, weights_M1 = token_M.unsqueeze(1), weight_M.unsqueeze(1)
+    return embedding_bag(bags_M1, tokens_ND, per_sample_weights=weights_M1, mode="sum")
 
 
-def _products_with_rows(tokens_ND: Tensor, rows_MD: Tensor, row_NK: Tensor) -> Tensor:
+def _products_in_bags(tokens_ND: Tensor, rows_MD: Tensor, row_NK: Tensor) -> Tensor:
     """token_n . row_nk. [N, K]."""
     num_tokens, top_k = row_NK.shape
-    if not row_NK.numel():
-        return tokens_ND.new_zeros(num_tokens, top_k)
-    if not _takes_bags(rows_MD):
-        rows_NKD = rows_MD.index_select(0, row_NK.view(-1)).view(num_tokens, top_k, -1)
-        return (rows_NKD * tokens_ND.unsqueeze(1)).sum(2)
     token_N = torch.arange(num_tokens)
     products_A: Tensor = torch.ops.aten._embedding_bag_per_sample_weights_backward(
         tokens_ND.contiguous(),
@@ -135,6 +128,13 @@ def _products_with_rows(tokens_ND: Tensor, rows_MD: Tensor, row_NK: Tensor) -> T
         mode=0,
     )
     return products_A.view(num_tokens, top_k)
+
+
+def _products(x_MD: Tensor, y_MD: Tensor) -> Tensor:
+    """x_m . y_m, rounded once. [M]."""
+    if torch.compiler.is_compiling():  # one kernel, whose products and sums are in fp32
+        return (x_MD * y_MD).sum(1)
+    return torch.bmm(x_MD.unsqueeze(1), y_MD.unsqueeze(2)).view(-1)
 
 
 class _Permute(torch.autograd.Function):
@@ -179,10 +179,20 @@ class _Combine(torch.autograd.Function):
         rows_MD, weights_NK, assignment_M, row_A = ctx.saved_tensors
         (gradient_ND,), (of_rows, of_weights, *_) = gradients, ctx.needs_input_grad
         for_rows_MD = for_weights_NK = None
+        token_M = assignment_M // weights_NK.shape[1]
+        weight_M = weights_NK.reshape(-1).index_select(0, assignment_M)
+        if _takes_bags(rows_MD) and row_A.numel():  # 0: a process that no row was sent to
+            if of_rows:
+                for_rows_MD = _scaled_rows_in_bags(gradient_ND, token_M, weight_M)
+            if of_weights:
+                row_NK = row_A.view_as(weights_NK)
+                for_weights_NK = _products_in_bags(gradient_ND, rows_MD, row_NK)
+            return for_rows_MD, for_weights_NK, None, None
+        # The gradient of each row's token serves both.
+        gradient_MD = gradient_ND.index_select(0, token_M)
         if of_rows:
-            token_M = assignment_M // weights_NK.shape[1]
-            weight_M = weights_NK.reshape(-1).index_select(0, assignment_M)
-            for_rows_MD = _scaled_rows(gradient_ND, token_M, weight_M)
+            for_rows_MD = gradient_MD * weight_M.unsqueeze(1)
         if of_weights:
-            for_weights_NK = _products_with_rows(gradient_ND, rows_MD, row_A.view_as(weights_NK))
+            products_M = _products(rows_MD, gradient_MD)
+            for_weights_NK = products_M.index_select(0, row_A).view_as(weights_NK)
         return for_rows_MD, for_weights_NK, None, None

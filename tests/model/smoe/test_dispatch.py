@@ -228,3 +228,14 @@ def test_dispatch_equals_a_loop_over_tokens_and_experts(ids, experts, factor):
                 expected_ND[n] += weights_NK[n, k] * output[0]
     torch.testing.assert_close(y_ND, expected_ND)
     assert torch.equal(plan.counts_E, plan_of(ids, experts, factor).counts_E)
+
+
+def test_gradients_of_weights_are_rounded_once():
+    plan = plan_of(random_ids(64, 2, 4), 4)
+    rows_MD, gradient_ND = (torch.randn(n, 768).bfloat16() for n in (128, 64))
+    weights_NK = torch.rand(64, 2).bfloat16().requires_grad_()
+    combine(rows_MD, weights_NK, plan).backward(gradient_ND)
+    of_tokens_NKD = rows_MD[plan.row_A].view(64, 2, 768).double()
+    exact_NK = torch.einsum("nkd,nd->nk", of_tokens_NKD, gradient_ND.double())
+    rounding = (exact_NK.bfloat16() - exact_NK).norm()
+    assert (weights_NK.grad - exact_NK).norm() < 1.02 * rounding
