@@ -28,6 +28,7 @@ def above_threshold(x_MN: Tensor) -> Tensor:
     s_MN = (x_MN - tau_M1).clamp_(min=0)
     for _ in range(steps):
         norm_M1 = torch.linalg.vector_norm(s_MN, dim=-1, keepdim=True)
-        tau_M1 = tau_M1 + (norm_M1 - 1) * norm_M1 / s_MN.sum(-1, keepdim=True)
+        excess_M1 = (norm_M1 - 1) * norm_M1
+        tau_M1 = torch.addcdiv(tau_M1, excess_M1, s_MN.sum(-1, keepdim=True))
         s_MN = (x_MN - tau_M1).clamp_(min=0)
     return s_MN
