@@ -39,9 +39,28 @@ class Host:
 
     def limit(self, megabits: int) -> None:
         """Lets no more than so many million bits a second leave it."""
-        rate = f"rate {megabits}mbit burst 64kbit latency 2s".split()
-        words = ["tc", "qdisc", "add", "dev", self.interface, "root", "tbf", *rate]
-        subprocess.run([*self.inside, *words], check=True, capture_output=True)
+        self._queue(
+            "replace", f"tbf rate {megabits}mbit burst 64kbit latency 2s"
+        ).check_returncode()
+
+    def lose(self) -> str:
+        """Loses packets that leave it, until `free`.
+
+        Returns:
+            How: by chance, or by a short queue where the kernel has no netem.
+        """
+        if self._queue("replace", "netem loss 10%").returncode == 0:
+            return "one packet of ten, by chance (tc netem)"
+        self._queue("replace", "tbf rate 2mbit burst 4kb limit 4kb").check_returncode()
+        return "what a queue of 4 kB at 2 Mbit/s does not take (the kernel has no tc netem)"
+
+    def free(self) -> None:
+        """Lets everything leave it again, as fast as it can."""
+        self._queue("del")
+
+    def _queue(self, what: str, queue: str = "") -> "subprocess.CompletedProcess[bytes]":
+        words = ["tc", "qdisc", what, "dev", self.interface, "root", *queue.split()]
+        return subprocess.run([*self.inside, *words], check=False, capture_output=True)
 
     def processes(self) -> list[int]:
         """Ids of all processes on it."""

@@ -1,0 +1,293 @@
+"""Faults of a cluster, as they befall a run: a schedule of them from a seed, and each one's doing.
+
+Hosts are network namespaces (`tests/helpers/hosts.py`) on which `polyad launch --via ssh` has
+started a run. Steps say when a fault is due, so that a schedule does not depend on how fast the
+machine is.
+"""
+
+import itertools
+import os
+import random
+import signal
+import subprocess
+from collections.abc import Callable, Iterator, Sequence, Set
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+from polyad.parallel.checkpoint.keeping import complete_checkpoints
+from tests.helpers.hosts import Host, SshServers
+
+FREEZE = 20.0
+"""Seconds that a worker which is stopped for a while is stopped."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """What shall happen, and when."""
+
+    step: int
+    """It is due when the run has recorded this step."""
+    kind: str
+    host: int
+    """The number of its host, from 0."""
+    worker: int
+    """The number of the worker on that host, from 0."""
+    seconds: float
+    """How long it lasts."""
+
+
+class Launcher(Protocol):
+    """The command that a run is started with."""
+
+    def kill(self) -> None:
+        """Ends it at once."""
+
+    def start(self) -> None:
+        """Starts it, as a user or a scheduler does."""
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Hosts, and the run on them."""
+
+    hosts: Sequence[Host]
+    servers: SshServers
+    run: Path
+    """The run's folder, on a file system of its own."""
+    launcher: Launcher
+
+    def workers(self, host: Host | None = None) -> list[int]:
+        """Ids of the processes that train on one host, or on all."""
+        hosts = self.hosts if host is None else [host]
+        return [each for one in hosts for each in _running(one, "polyad.launch", "train")]
+
+    def agents(self, host: Host) -> list[int]:
+        """Ids of a host's torchrun."""
+        return _running(host, "polyad.launch.torchrun", "train")
+
+    def newest_checkpoint(self) -> Path | None:
+        """The newest complete one."""
+        return next(reversed(complete_checkpoints(self.run / "checkpoints")), None)
+
+
+@dataclass(frozen=True)
+class Done:
+    """A fault that has been done."""
+
+    what: str
+    """The host and processes that it was done to, in words."""
+    victims: Set[int] = frozenset()
+    """Processes that it has ended or stopped."""
+    end: Callable[[], object] = lambda: None
+    """Ends it, after its time."""
+
+
+def do(fault: Fault, cluster: Cluster) -> Done:
+    """Does a fault to a run that trains.
+
+    Args:
+        fault: which.
+        cluster: to whom.
+
+    Returns:
+        What was done, and how it is ended.
+    """
+    host = cluster.hosts[fault.host]
+    return KINDS[fault.kind].do(fault, host, cluster)
+
+
+def _signal_worker(number: int, fault: Fault, host: Host, cluster: Cluster) -> Done:
+    workers = cluster.workers(host)
+    worker = workers[fault.worker % len(workers)]
+    _send(worker, number)
+    going_on = signal.SIGCONT if fault.seconds else 0
+    return Done(f"process {worker} on {host.alias}", {worker}, lambda: _send(worker, going_on))
+
+
+def _kill_worker(fault: Fault, host: Host, cluster: Cluster) -> Done:
+    return _signal_worker(signal.SIGKILL, fault, host, cluster)
+
+
+def _stop_worker(fault: Fault, host: Host, cluster: Cluster) -> Done:
+    return _signal_worker(signal.SIGSTOP, fault, host, cluster)
+
+
+def _kill_agent(fault: Fault, host: Host, cluster: Cluster) -> Done:
+    agents, workers = cluster.agents(host), cluster.workers(host)
+    for agent in agents:
+        _send(agent, signal.SIGKILL)
+    return Done(f"torchrun on {host.alias}", {*agents, *workers})
+
+
+def _kill_launcher(fault: Fault, host: Host, cluster: Cluster) -> Done:
+    cluster.launcher.kill()
+    return Done("polyad launch; started again at once", end=cluster.launcher.start)
+
+
+def _link_down(fault: Fault, host: Host, cluster: Cluster) -> Done:
+    host.link("down")
+    return Done(f"{host.alias} for {fault.seconds:g} s", end=lambda: host.link("up"))
+
+
+def _slow_link(fault: Fault, host: Host, cluster: Cluster) -> Done:
+    host.limit(1)
+    return Done(f"{host.alias} for {fault.seconds:g} s: 1 Mbit/s", end=host.free)
+
+
+def _lossy_link(fault: Fault, host: Host, cluster: Cluster) -> Done:
+    how = host.lose()
+    return Done(f"{host.alias} for {fault.seconds:g} s: {how}", end=host.free)
+
+
+def _lose_host(fault: Fault, host: Host, cluster: Cluster) -> Done:
+    victims = set(host.processes())
+    host.link("down")  # first: nobody hears of the end of its processes
+    host.kill()
+
+    def comes_back() -> None:
+        host.link("up")
+        cluster.servers.start(host)
+
+    return Done(f"{host.alias} for {fault.seconds:g} s", victims, comes_back)
+
+
+def _fill_disk(fault: Fault, host: Host, cluster: Cluster) -> Done:
+    filler = cluster.run.parent / "filler"
+    with suppress(OSError), filler.open("wb", buffering=0) as file:
+        while True:
+            file.write(bytes(2**16))
+    with suppress(OSError), filler.open("ab", buffering=0) as file:
+        while True:
+            file.write(b"0")
+    return Done(f"for {fault.seconds:g} s", end=lambda: filler.unlink(missing_ok=True))
+
+
+def _damage_checkpoint(fault: Fault, host: Host, cluster: Cluster) -> Done:
+    """Damages the newest checkpoint, and kills a worker, so that it is read."""
+    newest = cluster.newest_checkpoint()
+    if newest is not None:
+        files = sorted((each.stat().st_size, each) for each in newest.iterdir())
+        size, largest = files[-1]
+        with largest.open("r+b") as file:
+            file.seek(size // 2)
+            byte = file.read(1)
+            file.seek(size // 2)
+            file.write(bytes([byte[0] ^ 1]))
+    done = _kill_worker(fault, host, cluster)
+    name = "none" if newest is None else newest.name
+    return Done(f"{name}, and the end of {done.what}", done.victims)
+
+
+class Kind(NamedTuple):
+    """A kind of faults."""
+
+    do: Callable[[Fault, Host, Cluster], Done]
+    least: float = 0
+    """Seconds that one lasts at least; 0: it is done at once."""
+    most: float = 0
+    """And at most."""
+
+
+KINDS = {
+    "worker killed": Kind(_kill_worker),
+    "worker stopped for good": Kind(_stop_worker),
+    "worker stopped for 20 s": Kind(_stop_worker, FREEZE, FREEZE),
+    "agent killed": Kind(_kill_agent),
+    "launcher killed": Kind(_kill_launcher),
+    "link down": Kind(_link_down, 3, 8),
+    "link slow": Kind(_slow_link, 10, 20),
+    "link loses packets": Kind(_lossy_link, 10, 20),
+    "host gone": Kind(_lose_host, 5, 20),
+    "disk full": Kind(_fill_disk, 60, 60),
+    "checkpoint damaged": Kind(_damage_checkpoint),
+}
+"""All that may happen."""
+
+
+def schedule(
+    seed: int,
+    count: int,
+    steps: Sequence[int],
+    *,
+    hosts: int,
+    workers: int,
+    kinds: Sequence[str] = tuple(KINDS),
+) -> list[Fault]:
+    """Faults in the order of their steps. No kind comes again before all have come.
+
+    Args:
+        seed: the same schedule comes of the same one.
+        count: of faults; fewer where there are fewer steps.
+        steps: that they may be due at, and are spread over.
+        hosts: how many there are.
+        workers: of a host.
+        kinds: what may happen.
+    """
+    chance = random.Random(seed)
+    count = min(count, len(steps))
+    order: list[str] = []
+    while len(order) < count:
+        order += chance.sample(kinds, len(kinds))
+    found = []
+    for number, kind in enumerate(order[:count]):
+        first, last = number * len(steps) // count, (number + 1) * len(steps) // count
+        found.append(
+            Fault(
+                step=chance.choice(steps[first:last]),
+                kind=kind,
+                host=chance.randrange(hosts),
+                worker=chance.randrange(workers),
+                seconds=round(chance.uniform(KINDS[kind].least, KINDS[kind].most), 1),
+            )
+        )
+    return found
+
+
+@contextmanager
+def small_disk(folder: Path, megabytes: int) -> Iterator[Path]:
+    """A file system of its own in memory, which can be filled.
+
+    Args:
+        folder: where; it is made.
+        megabytes: its size.
+
+    Raises:
+        OSError: this machine does not mount any.
+    """
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "tmpfs", str(folder)]
+    done = subprocess.run(mount, check=False, capture_output=True, text=True)
+    if done.returncode:
+        raise OSError(f"{folder}: {done.stderr.strip()}")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=False, capture_output=True)
+
+
+def lives(process: int) -> bool:
+    """Whether a process is there, and has not ended."""
+    try:
+        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state not in ("Z", "X")
+
+
+def _running(host: Host, module: str, command: str) -> list[int]:
+    """Ids of a host's Python processes that run a module, and of it a command."""
+    found = []
+    for process in host.processes():
+        with suppress(OSError):
+            words = Path(f"/proc/{process}/cmdline").read_bytes().decode().split("\0")
+            modules = [b for a, b in itertools.pairwise(words) if a == "-m"]
+            if modules[:1] == [module] and command in words:
+                found.append(process)
+    return sorted(found)
+
+
+def _send(process: int, number: int) -> None:
+    with suppress(ProcessLookupError):
+        os.kill(process, number)
