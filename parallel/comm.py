@@ -141,6 +141,11 @@ def environment_rank() -> int:
     return int(os.environ.get("RANK", "0"))
 
 
+def environment_restarts() -> int:
+    """How often torchrun has started its processes again; reads the environment only."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
 def initialize(
     timeout_minutes: float = 30.0,
     tensor_parallel_size: int = 1,

@@ -159,8 +159,12 @@ def plan_run(path: Path, overrides: Sequence[str], world_size: int) -> Plan:
     return find_start(open_plan(path, overrides, world_size))
 
 
-def find_start(plan: Plan) -> Plan:
+def find_start(plan: Plan, patience: float = 0.0) -> Plan:
     """Finds and checks what a run starts from: a checkpoint, other weights, a teacher.
+
+    Args:
+        plan: the run's.
+        patience: seconds for which a full disk is waited for.
 
     Raises:
         ValueError: with an `exit_status` of 2: one line says what is wrong.
@@ -185,12 +189,16 @@ def find_start(plan: Plan) -> Plan:
         step=resume.training_step if resume else 0,
         steps=config.train.steps,
         size=checkpoint_bytes(config, model),  # a moving average may have come or gone
+        patience=patience,
     )
     return replace(plan, resume=resume, init=init, base_digest=base_digest, teacher=teacher)
 
 
 def find_start_together(plan: Plan, world: comm.World) -> Plan:
     """Finds where a group's run starts, as `find_start` does; rank 0 alone reads the run's folder.
+
+    Processes that torchrun has started again are those of a run whose disk may have become full:
+    they wait until it has room, for half of the time that the others wait for rank 0.
 
     Args:
         plan: the same on all.
@@ -202,7 +210,9 @@ def find_start_together(plan: Plan, world: comm.World) -> Plan:
     found = plan
     if world.is_main:
         try:
-            found = find_start(plan)
+            again = comm.environment_restarts() > 0
+            patience = 30 * plan.config.parallel.timeout_minutes if again else 0.0
+            found = find_start(plan, patience)
         except Exception as error:
             kind = type(error) if isinstance(error, ValueError) else RunError
             comm.from_main((kind, str(error)))

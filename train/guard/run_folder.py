@@ -28,6 +28,8 @@ from polyad.train.guard.lease import Lease, LeaseTaken
 
 LOCK_FILE = ".lock"
 LEASE_FILE = ".lease"
+LOOKS_FOR_ROOM = 1.0
+"""Seconds between two looks whether a full disk has room again."""
 SEEN_WITHIN = 10.0
 """Seconds until a file that one host made is to be seen by the others."""
 
@@ -82,7 +84,13 @@ def check_place(folder: Path, key: str) -> set[str]:
 
 
 def check_room(
-    folder: Path, checkpoint: CheckpointConfig, *, step: int, steps: int, size: int
+    folder: Path,
+    checkpoint: CheckpointConfig,
+    *,
+    step: int,
+    steps: int,
+    size: int,
+    patience: float = 0.0,
 ) -> None:
     """Checks that the next checkpoints fit: as many as `checkpoint.keep_last` holds at once.
 
@@ -95,6 +103,7 @@ def check_room(
         step: the step that the run goes on from.
         steps: of the whole run.
         size: of a checkpoint, in bytes.
+        patience: seconds in which room may still be made.
 
     Raises:
         ConfigError: they do not fit.
@@ -109,13 +118,21 @@ def check_room(
     best = int(checkpoint.keep_best)  # perhaps none of the newest
     # One more than stay: a new checkpoint is written before an old one is removed.
     needed = 1 if keep is None else min(coming + best, max(keep + best + 1 - present, 1))
-    if needed * size > free:
+    until, waits = time.monotonic() + patience, False
+    while needed * size > free:
         some = "the next checkpoint" if needed == 1 else f"{needed} more checkpoints"
         advice = "" if keep in (None, 1) else "lower checkpoint.keep_last, "
-        raise ConfigError(
+        line = (
             f"run.folder: {folder}: {some} of {in_bytes(size)} must fit, {place} has "
             f"{in_bytes(free)} free; {advice}make room or take another folder"
         )
+        if time.monotonic() >= until:
+            raise ConfigError(line)
+        if not waits:
+            print(f"polyad: waits up to {patience:g} s: {line}", file=sys.stderr, flush=True)
+        waits = True
+        time.sleep(LOOKS_FOR_ROOM)
+        free = shutil.disk_usage(place).free
     if keep is not None and checkpoint.keep_every:  # those that stay for ever
         often = math.lcm(every, checkpoint.keep_every)
         staying = steps // often - step // often

@@ -125,3 +125,28 @@ def test_the_next_ones_have_to_fit(tmp_path, monkeypatch):
     wanted = CheckpointConfig(every=100, keep_last=1)
     with pytest.raises(ConfigError, match="2 more checkpoints of 1 KB must fit, "):
         check_room(tmp_path / "run", wanted, step=0, steps=1000, size=SIZE)
+
+
+def test_room_that_is_made_in_time_is_enough(tmp_path, monkeypatch, capsys):
+    """A run that goes on after its disk became full waits for who removes what filled it."""
+    filler = tmp_path / "filler"
+    filler.touch()
+    usual = shutil.disk_usage(tmp_path)
+    looked = []
+
+    def usage(place: Path) -> tuple[int, int, int]:
+        looked.append(place)
+        if len(looked) == 3:
+            filler.unlink()
+        return usual._replace(free=0 if filler.exists() else usual.free)
+
+    monkeypatch.setattr(shutil, "disk_usage", usage)
+    monkeypatch.setattr(run_folder, "LOOKS_FOR_ROOM", 0.01)
+    wanted = CheckpointConfig(every=100, keep_last=1)
+    asked = functools.partial(check_room, tmp_path / "run", wanted, step=0, steps=1000, size=SIZE)
+    asked(patience=60)
+    said = capsys.readouterr().err.splitlines()
+    assert [line.startswith("polyad: waits up to 60 s: run.folder: ") for line in said] == [True]
+    filler.touch()
+    with pytest.raises(ConfigError, match="2 more checkpoints of 1 KB must fit, "):
+        asked(patience=0.05)
