@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from polyad.data.files import temporary_folder
-from polyad.launch.machine import END_WITH_PARENT
+from polyad.launch.machine import END_WITH_PARENT, end_with_launcher
 from polyad.launch.processes import answer_first_signal_only, stop_at_signals
 from polyad.parallel.addresses import STORE, addresses_of, named_interface
 from polyad.train.errors import Stopped, one_line
@@ -41,6 +41,8 @@ def main() -> int:
     Returns:
         The exit status: 0; the first failed worker's; 128 + the signal that ended it or us.
     """
+    if END_WITH_PARENT in os.environ:
+        end_with_launcher()
     logging.disable(logging.ERROR)  # of this process alone: the workers have their own
     # Otherwise one store serves every restart, and processes that start again find the addresses of
     # those that ended, and cannot connect (pytorch issue 135712; seen with torch 2.13).

@@ -22,6 +22,7 @@ from pathlib import Path
 
 from polyad.data.files import digest_of
 from polyad.train.config.run import find_config
+from polyad.train.errors import STOP_SIGNALS
 
 BEAT = 5.0
 """Seconds between two signs of life."""
@@ -29,13 +30,16 @@ SILENCE = 30.0
 """Seconds without one after which the agent is ended."""
 TERMINATION = 5.0
 """Seconds that an agent which lost its launcher has between SIGTERM and SIGKILL."""
+AGENT_KILLED = 254
+"""The status where a signal that nobody here sent ended the agent, as Linux does where memory runs
+out. Its workers end with it."""
 
 
 def main() -> int:
     """Does what the first line says.
 
     Returns:
-        The exit status: the agent's; 1 if it was ended for want of its launcher.
+        The exit status: as `Agent.watch` has it.
     """
     task = json.loads(sys.stdin.readline() or "{}")
     if task.get("do") == "look":
@@ -123,14 +127,17 @@ class Agent:
     """
 
     def __init__(self, words: Sequence[str], variables: Mapping[str, str], processes: int) -> None:
-        from polyad.launch.machine import prepare_environment, share_cores
+        from polyad.launch.machine import END_WITH_PARENT, prepare_environment, share_cores
 
         os.environ.update(variables)
         prepare_environment()
         share_cores(processes)
         # A session of its own: what the connection's end sends to this one reaches it in order.
         self._process = subprocess.Popen(
-            [sys.executable, *words], stdin=subprocess.DEVNULL, start_new_session=True
+            [sys.executable, *words],
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+            env=os.environ | {END_WITH_PARENT: str(os.getpid())},
         )
         self._lines: queue.Queue[str] = queue.Queue()
 
@@ -138,7 +145,8 @@ class Agent:
         """Hands signals on until the agent ends, or the launcher is not heard any more.
 
         Returns:
-            The agent's status, 128 + n where a signal ended it; 1 without a launcher.
+            The agent's status, 128 + n where a signal that asks it to end came too early for it;
+            `AGENT_KILLED` where another signal ended it; 1 without a launcher.
         """
         threading.Thread(target=self._read, daemon=True).start()
         heard = time.monotonic()
@@ -158,7 +166,13 @@ class Agent:
             elif word == "end":
                 return self._abandon()
         status = self._process.returncode
-        return status if status >= 0 else 128 - status
+        if status >= 0:
+            return status
+        if -status in STOP_SIGNALS:  # it had no handlers yet
+            return 128 - status
+        line = f"torchrun was ended by {signal.Signals(-status).name}, and this host's processes"
+        print(f"polyad: error: {line} with it", file=sys.stderr, flush=True)
+        return AGENT_KILLED
 
     def _read(self) -> None:
         for line in sys.stdin:

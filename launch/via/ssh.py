@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from types import FrameType
 
 from polyad.launch.output import pass_on
-from polyad.launch.via.remote import BEAT, SILENCE, TERMINATION
+from polyad.launch.via.remote import AGENT_KILLED, BEAT, SILENCE, TERMINATION
 from polyad.launch.via.ssh_hosts import SshRun, check_hosts, look_at
 from polyad.train.errors import STOP_SIGNALS
 
@@ -117,13 +117,14 @@ def run_over_ssh(run: SshRun) -> int:
         status = next((each for each in ended.values() if each), 0)
         if started.signals:  # nobody wants it to start again
             return 128 + started.signals[0] if status == LOST else status
-        lost = _lost_hosts(run, hosts, ended) if status in (1, LOST) else []
+        lost = _lost_hosts(run, hosts, ended) if status in (1, LOST, AGENT_KILLED) else []
         if not lost:
             return status
         _say(f"{_listed(lost)} is lost; the others were ended")
         if start == run.restarts:
             break
-        time.sleep(SILENCE + TERMINATION)  # until then it may train on, if it lives
+        if AGENT_KILLED not in ended.values():
+            time.sleep(SILENCE + TERMINATION)  # until then it may train on, if it lives
         hosts = _enough_hosts(run)
         _say(f"starts again from the newest checkpoint on {len(hosts)} hosts: {_listed(hosts)}")
     raise HostsLostError(
@@ -134,8 +135,9 @@ def run_over_ssh(run: SshRun) -> int:
 
 def _lost_hosts(run: SshRun, hosts: Sequence[str], ended: Mapping[str, int]) -> list[str]:
     """Hosts that were lost: agents of others may fail of it before the connection does."""
-    if LOST in ended.values():
-        return [host for host, status in ended.items() if status == LOST]
+    told = [host for host, status in ended.items() if status in (LOST, AGENT_KILLED)]
+    if told:
+        return told
     return [host for host, found in look_at(run, hosts).items() if isinstance(found, str)]
 
 
@@ -212,7 +214,8 @@ class _Start:
         # The connection of an agent that we ended was cut by us.
         self.ended[host] = status if first or status != LOST else 1
         if status and first and not self.signals:
-            what = "its connection was lost" if status == LOST else f"status {status}"
+            killed = "its torchrun was killed" if status == AGENT_KILLED else f"status {status}"
+            what = "its connection was lost" if status == LOST else killed
             _say(f"{host} ended first: {what}")
             for agent in agents:
                 agent.end()

@@ -5,7 +5,6 @@ started a run. Steps say when a fault is due, so that a schedule does not depend
 machine is.
 """
 
-import itertools
 import os
 import random
 import signal
@@ -61,11 +60,11 @@ class Cluster:
     def workers(self, host: Host | None = None) -> list[int]:
         """Ids of the processes that train on one host, or on all."""
         hosts = self.hosts if host is None else [host]
-        return [each for one in hosts for each in _running(one, "polyad.launch", "train")]
+        return [each for one in hosts for each in one.running("polyad.launch", "train")]
 
     def agents(self, host: Host) -> list[int]:
         """Ids of a host's torchrun."""
-        return _running(host, "polyad.launch.torchrun", "train")
+        return host.running("polyad.launch.torchrun", "train")
 
     def newest_checkpoint(self) -> Path | None:
         """The newest complete one."""
@@ -119,6 +118,15 @@ def _kill_agent(fault: Fault, host: Host, cluster: Cluster) -> Done:
     for agent in agents:
         _send(agent, signal.SIGKILL)
     return Done(f"torchrun on {host.alias}", {*agents, *workers})
+
+
+def _cut_connection(fault: Fault, host: Host, cluster: Cluster) -> Done:
+    """Kills what holds the launcher's connection on the host; its agent has to end with it."""
+    victims = {*cluster.agents(host), *cluster.workers(host)}
+    ends = host.running("polyad.launch.via.remote")
+    for end in ends:
+        _send(end, signal.SIGKILL)
+    return Done(f"process {ends} on {host.alias}", victims | set(ends))
 
 
 def _kill_launcher(fault: Fault, host: Host, cluster: Cluster) -> Done:
@@ -195,6 +203,7 @@ KINDS = {
     "worker stopped for good": Kind(_stop_worker),
     "worker stopped for 20 s": Kind(_stop_worker, FREEZE, FREEZE),
     "agent killed": Kind(_kill_agent),
+    "connection killed": Kind(_cut_connection),
     "launcher killed": Kind(_kill_launcher),
     "link down": Kind(_link_down, 3, 8),
     "link slow": Kind(_slow_link, 10, 20),
@@ -274,18 +283,6 @@ def lives(process: int) -> bool:
     except OSError:
         return False
     return state not in ("Z", "X")
-
-
-def _running(host: Host, module: str, command: str) -> list[int]:
-    """Ids of a host's Python processes that run a module, and of it a command."""
-    found = []
-    for process in host.processes():
-        with suppress(OSError):
-            words = Path(f"/proc/{process}/cmdline").read_bytes().decode().split("\0")
-            modules = [b for a, b in itertools.pairwise(words) if a == "-m"]
-            if modules[:1] == [module] and command in words:
-                found.append(process)
-    return sorted(found)
 
 
 def _send(process: int, number: int) -> None:

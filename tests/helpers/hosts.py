@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -66,6 +67,22 @@ class Host:
         """Ids of all processes on it."""
         found = subprocess.run(["ip", "netns", "pids", self.name], capture_output=True, text=True)
         return [int(word) for word in found.stdout.split()]
+
+    def running(self, module: str, word: str = "") -> list[int]:
+        """Ids of the processes on it that run a module of Python, with a word on its command line.
+
+        Args:
+            module: as after `python -m`.
+            word: of what follows; empty: any.
+        """
+        found = []
+        for process in self.processes():
+            with suppress(OSError):
+                words = Path(f"/proc/{process}/cmdline").read_bytes().decode().split("\0")
+                modules = [after for before, after in pairwise(words) if before == "-m"]
+                if modules[:1] == [module] and (not word or word in words):
+                    found.append(process)
+        return sorted(found)
 
     def kill(self) -> None:
         """Ends everything on it at once, as a loss of power does."""

@@ -1,5 +1,6 @@
 """Runs over hosts through a real sshd on each: what is refused, and what a lost host does."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -12,9 +13,10 @@ from typing import Any
 import pytest
 
 from polyad.launch.cli import run as command
-from polyad.launch.via import ssh
+from polyad.launch.via import remote, ssh
 from polyad.parallel.checkpoint.keeping import complete_checkpoints
 from tests.helpers.everyday import everyday
+from tests.helpers.faults import lives
 from tests.helpers.hosts import Host, SshServers, several_hosts
 from tests.helpers.started import SMALL, losses, start, wait_for, write_run
 from tests.launch.test_cli import error_line
@@ -246,6 +248,55 @@ def test_a_run_survives_the_loss_of_a_host(
     else:
         # The same batches; dropout depends on the number of processes.
         assert there[steps] == pytest.approx(expected[steps], rel=0.02)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("module", ["polyad.launch.torchrun", "polyad.launch.via.remote"])
+def test_a_killed_agent_is_started_again_and_leaves_nothing_behind(
+    module: str, cluster: Cluster, data: Path, tmp_path: Path
+) -> None:
+    hosts, _ = cluster
+    steps = 300
+    config = write_run(tmp_path / "two", data, steps)
+    launcher = start_over(cluster, config)
+    try:
+        wait_for(manifest(config, 40).exists, launcher)
+        before = [each for host in hosts for each in host.running("polyad.launch", "train")]
+        (agent,) = hosts[1].running(module)
+        os.kill(agent, signal.SIGKILL)
+        wait_for(lambda: not any(map(lives, before)), launcher)
+        _, said = launcher.communicate(timeout=240)
+    finally:
+        launcher.kill()
+    assert launcher.returncode == 0, said
+    assert f"polyad: {hosts[1].alias} is lost" in said
+    assert sorted(losses(config.parent / "run")) == list(range(1, steps + 1))
+    assert left_over(hosts) == []
+
+
+def test_the_agent_of_a_host_that_is_killed_is_told_apart(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reader, writer = os.pipe()
+    monkeypatch.setattr(sys, "stdin", os.fdopen(reader))
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    code = "import os, signal, time; os.kill(os.getpid(), signal.SIG{}); time.sleep(9)"
+    statuses = [remote.Agent(["-c", code.format(name)], {}, 1).watch() for name in ("KILL", "TERM")]
+    os.close(writer)
+    assert statuses == [remote.AGENT_KILLED, 143]
+    assert "torchrun was ended by SIGKILL" in capsys.readouterr().err
+
+
+def test_a_run_whose_agent_was_killed_starts_again_at_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ends = [{"a": 1, "b": remote.AGENT_KILLED}, {"a": 0, "b": 0}]
+    monkeypatch.setattr(ssh, "check_hosts", lambda run, hosts: None)
+    monkeypatch.setattr(ssh, "_enough_hosts", lambda run: run.hosts)
+    monkeypatch.setattr(ssh._Start, "watch", lambda start: ends.pop(0))
+    monkeypatch.setattr(ssh.time, "sleep", lambda seconds: pytest.fail("it waited"))
+    assert ssh.run_over_ssh(SimpleNamespace(hosts=["a", "b"], restarts=1)) == 0
+    assert "polyad: b is lost" in capsys.readouterr().err
 
 
 @pytest.mark.slow
