@@ -4,6 +4,8 @@ What it shall do comes as JSON in the first line of standard input, so that a re
 word of a user, and no variable shows in a list of processes. The lines after it are signals to hand
 on and signs of life. The agent ends with its connection: a host that the launcher cannot reach any
 more does not train on beside those that took over.
+
+It imports neither torch nor what describes a run: a host answers in a fraction of a second.
 """
 
 import contextlib
@@ -21,7 +23,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from polyad.data.files import digest_of
-from polyad.train.config.run import find_config
 from polyad.train.errors import STOP_SIGNALS
 
 BEAT = 5.0
@@ -113,7 +114,7 @@ def digests(files: Sequence[str]) -> dict[str, str | None]:
     for file in files:
         found[file] = None
         with contextlib.suppress(OSError):
-            found[file] = digest_of(find_config(Path(file)))
+            found[file] = digest_of(Path(file))
     return found
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from polyad.launch.via.agent import meeting_words
 from polyad.launch.via.hosts import DEFAULT_PORT, MAX_PORT, LaunchError
 from polyad.launch.via.remote import Look, digests
+from polyad.train.config.run import find_config
 from polyad.train.errors import one_line, shown
 
 CONNECT_TIMEOUT = 10
@@ -74,6 +75,11 @@ class SshRun:
     needs_interface: bool
     """Whether hosts whose own name is a loopback address cannot exchange anything."""
 
+    @property
+    def file(self) -> str:
+        """The configuration's file, also of one that comes with Polyad."""
+        return str(find_config(self.config))
+
     def command(self, host: str) -> list[str]:
         """The words that open a connection; what runs at its end is told through it."""
         ssh = [shutil.which("ssh") or "ssh", "-T"]
@@ -131,7 +137,7 @@ def check_hosts(run: SshRun, hosts: list[str]) -> None:
             raise LaunchError(f"--hostfile: {host} cannot be used: {found}")
     looks = {host: found for host, found in seen.items() if isinstance(found, Look)}
     machines: dict[str, str] = {}
-    here = digests([str(run.config)])
+    here = digests([run.file])
     for host, look in looks.items():
         other = machines.setdefault(look.machine, host)
         if other != host:
@@ -184,7 +190,7 @@ def look_at(run: SshRun, hosts: Sequence[str]) -> dict[str, Look | str]:
     Returns:
         For each what it says of itself (`polyad.launch.via.remote.look`), or why it says nothing.
     """
-    look = {"endpoint": hosts[0], "port": run.options.port, "files": [str(run.config)]}
+    look = {"endpoint": hosts[0], "port": run.options.port, "files": [run.file]}
     question = json.dumps({"do": "look", "look": look}) + "\n"
 
     def ask(host: str) -> Look | str:

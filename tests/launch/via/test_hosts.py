@@ -2,6 +2,7 @@
 
 import json
 import subprocess
+import sys
 from dataclasses import asdict
 from pathlib import Path
 
@@ -138,6 +139,13 @@ def test_a_host_whose_answer_is_none_says_why(said: str, why: str) -> None:
 def test_an_answer_may_follow_what_a_login_prints() -> None:
     answer = look("localhost", 29400, ["none.yaml"])
     assert _answer(f"Welcome\n{json.dumps(asdict(answer))}\n") == answer
+
+
+def test_a_host_answers_without_importing_what_trains() -> None:
+    """Each start asks all hosts twice; torch alone would take seconds each time."""
+    code = "import sys, polyad.launch.via.remote; print({'torch', 'pydantic'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert done.stdout == "set()\n"
 
 
 ONE_LINE = [text for text in SHELL if "\n" not in text]
