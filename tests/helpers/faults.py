@@ -196,18 +196,20 @@ class Kind(NamedTuple):
     """Seconds that one lasts at least; 0: it is done at once."""
     most: float = 0
     """And at most."""
+    passes: bool = False
+    """Whether the run's processes may go on after it; otherwise they have to start again."""
 
 
 KINDS = {
     "worker killed": Kind(_kill_worker),
     "worker stopped for good": Kind(_stop_worker),
-    "worker stopped for 20 s": Kind(_stop_worker, FREEZE, FREEZE),
+    "worker stopped for 20 s": Kind(_stop_worker, FREEZE, FREEZE, passes=True),
     "agent killed": Kind(_kill_agent),
     "connection killed": Kind(_cut_connection),
     "launcher killed": Kind(_kill_launcher),
-    "link down": Kind(_link_down, 3, 8),
-    "link slow": Kind(_slow_link, 10, 20),
-    "link loses packets": Kind(_lossy_link, 10, 20),
+    "link down": Kind(_link_down, 3, 8, passes=True),
+    "link slow": Kind(_slow_link, 10, 20, passes=True),
+    "link loses packets": Kind(_lossy_link, 10, 20, passes=True),
     "host gone": Kind(_lose_host, 5, 20),
     "disk full": Kind(_fill_disk, 60, 60),
     "checkpoint damaged": Kind(_damage_checkpoint),

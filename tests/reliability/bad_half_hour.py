@@ -281,13 +281,14 @@ class Rehearsal:
         self._until_it_is_over(fault, done, outcome, others - done.victims, begun)
         outcome.repeated = self._repeated - repeated
         outcome.survived, outcome.why = not self._by_hand, self._by_hand
-        print(f"\n{_line(outcome)}", file=sys.stderr, flush=True)
+        end = "\n" if sys.stderr.isatty() else ""  # of the line with the progress
+        print(f"{end}{_line(outcome)}", file=sys.stderr, flush=True)
         return outcome
 
     def _until_it_is_over(
         self, fault: Fault, done: Done, outcome: Outcome, others: set[int], begun: float
     ) -> None:
-        lasts, known = True, self._best
+        lasts, known, starts = True, self._best, len(self._launched.starts)
         while True:
             now = time.monotonic() - begun
             if outcome.detected is None and not all(map(lives, others)):
@@ -295,8 +296,9 @@ class Rehearsal:
             if lasts and now >= fault.seconds:
                 done.end()
                 lasts, known = False, max(known, self._launched.last_step())
+            started_again = KINDS[fault.kind].passes or len(self._launched.starts) > starts
             # One record may have been on its way.
-            if self.over() or (not lasts and self._best > known + 1):
+            if self.over() or (not lasts and started_again and self._best > known + 1):
                 outcome.recovered = now
                 return
             if now > PATIENCE * (1 + bool(self._by_hand)):
@@ -414,8 +416,9 @@ def theatre(processes: int, hosts: int, folder: Path) -> Iterator[Theatre]:
     Args:
         processes: of a run.
         hosts: that they are on.
-        folder: for all files.
+        folder: for all files; it is made.
     """
+    folder.mkdir()
     with small_disk(folder / "disk", DISK) as disk, several_hosts(hosts, net=79) as made:
         yield Theatre(made, folder, disk, processes)
 
@@ -516,7 +519,6 @@ def bad_half_hour(
         raise UsageError(f"--processes: {processes} is not allowed; {HOSTS} or {2 * HOSTS}")
     with results(json) as show, tempfile.TemporaryDirectory() as temporary:
         folder = keep or Path(temporary) / "all"
-        folder.mkdir()
         try:
             with theatre(processes, HOSTS, folder) as place:
                 report = rehearse(
