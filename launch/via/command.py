@@ -328,9 +328,12 @@ def interface_variables(interface: str | None) -> dict[str, str]:
 
 
 def _patience(config: "RunConfig") -> dict[str, str]:
-    """Variables that make torchrun wait as long as the processes may take to save their step."""
+    """Variables that make torchrun wait as long as the processes may take to save their step.
+
+    And no longer: where one is frozen, all others wait for its end.
+    """
     wanted = math.ceil(config.monitor.grace_seconds) + 5
-    return {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": f"{wanted}"} if wanted > TORCHRUN_GRACE else {}
+    return {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": f"{wanted}"} if wanted != TORCHRUN_GRACE else {}
 
 
 @contextmanager

@@ -43,6 +43,8 @@ EVERY = 50
 """Steps between checkpoints."""
 STALL_MINUTES = 0.5
 """`monitor.stall_minutes`: longer than a worker is stopped for a while."""
+GRACE = 5.0
+"""`monitor.grace_seconds`: a save takes a fraction of one here."""
 DISK = 192
 """Megabytes of the disk that becomes full."""
 PATIENCE = 420.0
@@ -370,7 +372,7 @@ class Theatre:
             },
             checkpoint={"every": EVERY, "keep_last": 3},
             evaluation={"every": 0},
-            monitor={"stall_minutes": STALL_MINUTES},
+            monitor={"stall_minutes": STALL_MINUTES, "grace_seconds": GRACE},
         )
         options = [
             *("--via", "ssh", "--hostfile", str(self._folder / "hosts"), "--interface", "eth0"),

@@ -125,11 +125,12 @@ def test_a_dry_run_of_this_machine_is_standalone_and_starts_once(
     assert words[words.index("--max-restarts") + 1] == "0"
 
 
-def test_torchrun_waits_as_long_as_a_run_may_take_to_save(
+def test_torchrun_waits_as_long_as_a_run_may_take_to_save_and_no_longer(
     config: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     start = ["launch", str(config), "--processes-per-node", "2", "--dry-run"]
-    for seconds, expected in (("25", []), ("90.5", ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT=96"])):
+    name = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
+    for seconds, expected in (("25", []), ("90.5", [f"{name}=96"]), ("5", [f"{name}=10"])):
         assert run([*start, f"monitor.grace_seconds={seconds}"]) == 0
         words = shlex.split(capfd.readouterr().out)
         assert [word for word in words if word.startswith("TORCH_")] == expected
