@@ -20,6 +20,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 
 from polyad.data.files import digest_of
@@ -67,6 +68,8 @@ class Look:
     port_free: bool
     digests: dict[str, str | None]
     """The digests of files; None where one cannot be read."""
+    agents: list[str]
+    """The meetings (torchrun's --rdzv-id) that agents on it are in."""
 
 
 def look(endpoint: str, port: int, files: Sequence[str]) -> Look:
@@ -79,6 +82,7 @@ def look(endpoint: str, port: int, files: Sequence[str]) -> Look:
         endpoint_addresses=_addresses(endpoint),
         port_free=_port_is_free(port),
         digests=digests(files),
+        agents=_agents(),
     )
 
 
@@ -106,6 +110,18 @@ def _port_is_free(port: int) -> bool:
             return True
     except OSError:
         return False
+
+
+def _agents() -> list[str]:
+    import psutil
+
+    found = []
+    for process in psutil.process_iter(["cmdline"]):
+        words = process.info["cmdline"] or []
+        options = dict(pairwise(words))
+        if "polyad.launch.torchrun" in words and "--rdzv-id" in options:
+            found.append(options["--rdzv-id"])
+    return sorted(set(found))
 
 
 def digests(files: Sequence[str]) -> dict[str, str | None]:

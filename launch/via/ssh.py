@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from types import FrameType
 
 from polyad.launch.output import pass_on
-from polyad.launch.via.remote import AGENT_KILLED, BEAT, SILENCE, TERMINATION
+from polyad.launch.via.remote import AGENT_KILLED, BEAT, SILENCE, TERMINATION, Look
 from polyad.launch.via.ssh_hosts import SshRun, check_hosts, look_at
 from polyad.train.errors import STOP_SIGNALS
 
@@ -123,8 +123,7 @@ def run_over_ssh(run: SshRun) -> int:
         _say(f"{_listed(lost)} is lost; the others were ended")
         if start == run.restarts:
             break
-        if AGENT_KILLED not in ended.values():
-            time.sleep(SILENCE + TERMINATION)  # until then it may train on, if it lives
+        _wait_for_end(run, lost)
         hosts = _enough_hosts(run)
         _say(f"starts again from the newest checkpoint on {len(hosts)} hosts: {_listed(hosts)}")
     raise HostsLostError(
@@ -139,6 +138,19 @@ def _lost_hosts(run: SshRun, hosts: Sequence[str], ended: Mapping[str, int]) -> 
     if told:
         return told
     return [host for host, found in look_at(run, hosts).items() if isinstance(found, str)]
+
+
+def _wait_for_end(run: SshRun, lost: Sequence[str]) -> None:
+    """Waits until hosts that were lost have nothing of this run left: they might train on.
+
+    A host that answers says so; one that does not has ended its agent after `SILENCE`.
+    """
+    until = time.monotonic() + SILENCE + TERMINATION
+    while (left := until - time.monotonic()) > 0:
+        looks = look_at(run, lost).values()
+        if all(isinstance(look, Look) and run.name not in look.agents for look in looks):
+            return
+        time.sleep(min(left, LOOK_AGAIN))
 
 
 def _enough_hosts(run: SshRun) -> list[str]:

@@ -76,6 +76,12 @@ class SshRun:
     """Whether hosts whose own name is a loopback address cannot exchange anything."""
 
     @property
+    def name(self) -> str:
+        """What its agents' meeting is called."""
+        digest = hashlib.sha256(f"{self.workplace} {self.config}".encode()).hexdigest()[:12]
+        return f"polyad-{digest}"
+
+    @property
     def file(self) -> str:
         """The configuration's file, also of one that comes with Polyad."""
         return str(find_config(self.config))
@@ -98,9 +104,8 @@ class SshRun:
         """What a host's end of the connection is told to run."""
         first = hosts[0]
         endpoint = f"[{first}]" if ":" in first else first
-        digest = hashlib.sha256(f"{self.workplace} {self.config}".encode()).hexdigest()[:12]
         where = f"{endpoint}:{self.options.port}"
-        meeting = meeting_words(where, f"polyad-{digest}", host == first, host)
+        meeting = meeting_words(where, self.name, host == first, host)
         return {
             "do": "run",
             "words": self.agent(len(hosts), [*meeting, "--tee", "2"]),

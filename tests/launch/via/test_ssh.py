@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -287,16 +288,51 @@ def test_the_agent_of_a_host_that_is_killed_is_told_apart(
     assert "torchrun was ended by SIGKILL" in capsys.readouterr().err
 
 
-def test_a_run_whose_agent_was_killed_starts_again_at_once(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("answers", "silence"),
+    [([[]], 60.0), ([["run"], ["run"], ["another"]], 60.0), (["no answer"], 0.3)],
+    ids=["nothing is left", "its agent still ends", "out of reach"],
+)
+def test_a_run_starts_again_once_a_lost_host_has_nothing_of_it_left(
+    answers: list[Any],
+    silence: float,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     ends = [{"a": 1, "b": remote.AGENT_KILLED}, {"a": 0, "b": 0}]
+    look = remote.look("localhost", 29400, [])
+    asked: list[Any] = []
+
+    def look_at(run: Any, hosts: list[str]) -> dict[str, Any]:
+        asked.append(hosts)
+        answer = answers[min(len(asked), len(answers)) - 1]
+        return {"b": answer if isinstance(answer, str) else replace(look, agents=answer)}
+
     monkeypatch.setattr(ssh, "check_hosts", lambda run, hosts: None)
+    monkeypatch.setattr(ssh, "look_at", look_at)
     monkeypatch.setattr(ssh, "_enough_hosts", lambda run: run.hosts)
     monkeypatch.setattr(ssh._Start, "watch", lambda start: ends.pop(0))
-    monkeypatch.setattr(ssh.time, "sleep", lambda seconds: pytest.fail("it waited"))
-    assert ssh.run_over_ssh(SimpleNamespace(hosts=["a", "b"], restarts=1)) == 0
+    monkeypatch.setattr(ssh, "SILENCE", silence)
+    monkeypatch.setattr(ssh, "TERMINATION", 0.0)
+    monkeypatch.setattr(ssh, "LOOK_AGAIN", 0.01)
+    begun = time.monotonic()
+    assert ssh.run_over_ssh(SimpleNamespace(hosts=["a", "b"], restarts=1, name="run")) == 0
+    if answers == ["no answer"]:
+        assert time.monotonic() - begun >= silence
+    else:
+        assert asked == [["b"]] * len(answers)
     assert "polyad: b is lost" in capsys.readouterr().err
+
+
+def test_a_host_says_which_agents_it_has() -> None:
+    words = ["-c", "import time; time.sleep(60)", "-m", "polyad.launch.torchrun"]
+    process = subprocess.Popen([sys.executable, *words, "--rdzv-id", "polyad-none"])
+    try:
+        assert "polyad-none" in remote.look("localhost", 29400, []).agents
+    finally:
+        process.kill()
+        process.wait()
+    assert "polyad-none" not in remote.look("localhost", 29400, []).agents
 
 
 @pytest.mark.slow
