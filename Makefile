@@ -15,7 +15,7 @@ RUN := $(BIN)/python -m
 # Three processes, which take a file each: on two cores, one of them waits for its own processes.
 IN_THREE := -n 3 --dist loadfile
 
-.PHONY: help setup setup-eval quickstart quickstart-images test test-slice test-all check gpu-check fake-gpu configs clean
+.PHONY: help setup setup-eval quickstart quickstart-images test test-slice test-all check gpu-check fake-gpu bad-half-hour configs clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-18s %s\n", $$1, $$2}' Makefile
@@ -58,6 +58,9 @@ fake-gpu: setup  ## steps of every configuration on a GPU that is not there; ins
 	@env -u PIP_FIND_LINKS PIP_CONSTRAINT= PIP_CONFIG_FILE=/dev/null .fake-gpu/bin/python -m pip install --disable-pip-version-check -q \
 	  "torch==$$($(BIN)/python -c 'import torch; print(torch.__version__.split("+")[0])')"
 	@.fake-gpu/bin/python -m pytest -q -n 2 -m slow --slice all tests/gpu/fake
+
+bad-half-hour: setup  ## a run over four hosts of this machine, one fault after another; needs root: MINUTES=30 SEED=1
+	@$(RUN) tests.reliability.bad_half_hour --minutes $(or $(MINUTES),30) --seed $(or $(SEED),1)
 
 configs: setup  ## the files of runs in configs/, from tests/configs/deltas
 	@$(RUN) tests.configs.writing
