@@ -19,6 +19,10 @@ NAMES = Path("/etc/netns")
 """Where `ip netns exec` takes a host's files of /etc from."""
 
 
+NO_NETEM = "what a queue of 4 kB at 2 Mbit/s does not take"
+"""How a link loses packets where the kernel cannot lose them by chance."""
+
+
 @dataclass(frozen=True)
 class Host:
     """A network namespace with an address of its own; files are shared with all others."""
@@ -53,7 +57,7 @@ class Host:
         if self._queue("replace", "netem loss 10%").returncode == 0:
             return "one packet of ten, by chance (tc netem)"
         self._queue("replace", "tbf rate 2mbit burst 4kb limit 4kb").check_returncode()
-        return "what a queue of 4 kB at 2 Mbit/s does not take (the kernel has no tc netem)"
+        return NO_NETEM
 
     def free(self) -> None:
         """Lets everything leave it again, as fast as it can."""

@@ -102,9 +102,9 @@ def test_what_makes_no_sense_is_refused(words: list[str], message: str) -> None:
 
 @pytest.mark.slow
 def test_a_short_run_survives_what_happens_to_it(tmp_path: Path) -> None:
-    kinds = ["worker killed", "agent killed", "link down", "checkpoint damaged"]
+    kinds = ["agent killed", "link down", "checkpoint damaged"]  # the last one kills a worker
     with theatre(2, 2, tmp_path / "all") as place:
-        found = rehearse(place, seed=2, minutes=1, steps=250, count=4, kinds=kinds)
+        found = rehearse(place, seed=2, minutes=1, steps=200, count=3, kinds=kinds)
     said = found.text()
     assert found.ended, said
     assert {each.kind for each in found.faults} == set(kinds), said
