@@ -30,7 +30,7 @@ from polyad.launch.commands.options import (
     steering,
 )
 from polyad.launch.machine import is_main
-from polyad.launch.output import results
+from polyad.launch.output import check_result_file, results
 
 if TYPE_CHECKING:
     from polyad.train.measures.measure import Examination
@@ -111,6 +111,14 @@ def evaluate(
             positive,
         ),
     ] = None,
+    record_routing: Annotated[
+        Path | None,
+        Argument("write the experts that every token is sent to (.safetensors)", "FILE"),
+    ] = None,
+    replay_routing: Annotated[
+        Path | None,
+        Argument("send every token to the experts of such a file, whichever the model has", "FILE"),
+    ] = None,
 ) -> None:
     """Scores a checkpoint on held-out data."""
     for option, value in (("--rate", rate), ("--seed", seed)):
@@ -118,11 +126,17 @@ def evaluate(
             raise UsageError(f"{option}: {value} means nothing without --attack")
     if attack is not None and rate is None:
         raise UsageError(f"--attack {attack}: needs --rate, a number from 0 to 1")
+    if record_routing is not None:
+        check_result_file("--record-routing", record_routing, ".safetensors", dry_run=False)
+    if replay_routing is not None and leak is not None:
+        raise UsageError(
+            f"--leak: {leak} is not allowed with --replay-routing: shorter texts route"
+        )
 
     def measure(checkpoint: Path) -> Found:
         from polyad.data.images.augmentation import GaussianNoise
         from polyad.data.text.attack import WordSwap
-        from polyad.train.evaluation.evaluate import evaluate
+        from polyad.train.evaluation.evaluate import Routing, evaluate
 
         attacked: WordSwap | GaussianNoise | None = None
         if attack is not None and rate is not None:
@@ -132,11 +146,13 @@ def evaluate(
             checkpoint,
             attack=attacked,
             leak=leak,
+            routing=Routing(record=record_routing, replay=replay_routing),
             **held.keywords(overrides),
         )
         return result, result.text()
 
-    asked = {"overrides": overrides, "attack": attack, "rate": rate, "seed": seed, "leak": leak}
+    asked: dict[str, Any] = {"overrides": overrides, "attack": attack, "rate": rate, "seed": seed}
+    asked |= {"leak": leak, "record_routing": record_routing, "replay_routing": replay_routing}
     _show("evaluate", path, held, asked, measure)
 
 

@@ -97,7 +97,7 @@ class UnitSelection(Selection):
         """See `Selection.forward`; by logits, for some of the scores may have underflowed to 0."""
         ranked_NE = scores_NE.log() if logits_NE is None else logits_NE
         best = ranked_NE.topk(self.top_k, dim=-1, largest=not self.lowest)
-        ids_NK: Tensor = self.agreed(best.indices)
+        ids_NK = self.forced(self.agreed(best.indices))
         chosen_NK = ranked_NE.gather(-1, ids_NK)
         weights_NK = torch.ones_like(chosen_NK)
         if self.is_learned:

@@ -89,6 +89,9 @@ class Selection(nn.Module, ABC):
         than on another would get parts of two experts' outputs, and nothing would say so: every
         exchange still has the sizes that both sides expect.
         """
+        self.forced: Region = same
+        """What puts other experts in the place of the best ones, [N, K] for [N, K], such as
+        recorded ones. The weights are those that the scores give them."""
 
     @abstractmethod
     def forward(self, scores_NE: Tensor, logits_NE: Tensor | None = None) -> Selected:
@@ -180,7 +183,8 @@ class TopK(Selection):
             ranked_NE = scores_NE + self.balancing_bias.to(scores_NE.dtype)
         if self.config.num_groups > 1:
             ranked_NE = self._within_groups(ranked_NE)
-        expert_ids_NK: Tensor = self.agreed(ranked_NE.topk(self.top_k, dim=-1).indices)
+        best_NK = self.agreed(ranked_NE.topk(self.top_k, dim=-1).indices)
+        expert_ids_NK = self.forced(best_NK)
         weights_NK = scores_NE.gather(-1, expert_ids_NK)
         combine = self.config.combine
         if combine == "normalized" or (combine == "renormalized" and self.top_k > 1):

@@ -2,7 +2,7 @@
 
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +21,14 @@ from polyad.parallel.weights import Choice
 from polyad.train.console import Progress
 from polyad.train.errors import ConfigError, RunError
 from polyad.train.evaluation.leak import Leak, check_leaks, measure_leak
+from polyad.train.experts.replay import (
+    Choices,
+    first_rows,
+    read_choices,
+    recording,
+    replaying,
+    write_choices,
+)
 from polyad.train.reading import Evaluated, open_evaluated
 from polyad.train.results import aligned
 from polyad.train.streaming import predicting
@@ -55,6 +63,80 @@ class Attacked:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Routing:
+    """Files that the experts of all tokens are written to, or taken from."""
+
+    record: Path | None = None
+    """Is written."""
+    replay: Path | None = None
+    """Is read."""
+
+    @contextmanager
+    def around(
+        self, model: nn.Module, task: Task[Any], about: Mapping[str, str], world: comm.World
+    ) -> Iterator[dict[str, str] | None]:
+        """Records and replays what is scored inside.
+
+        Args:
+            model: that scores, whole on each process.
+            task: whose split is scored, after an attack.
+            about: metadata of a file: the checkpoint, its step, a digest of the data, the split.
+            world: this process.
+
+        Yields:
+            What the result says of it; None where nothing is recorded or replayed.
+
+        Raises:
+            ConfigError: the model has no such routing, or the file is of other data.
+        """
+        if self == OWN_ROUTING:
+            yield None
+            return
+        rows = task.rows_of(about["split"])
+        if rows is None:
+            option = "--replay-routing" if self.record is None else "--record-routing"
+            raise ConfigError(f"{option}: is not known of {task.place}")
+        said: dict[str, str] = {}
+        recorder = None
+        with ExitStack() as stack:
+            if self.replay is not None:
+                choices, theirs = read_choices(self.replay)
+                _check_data(self.replay, theirs, about, choices, rows)
+                rank, ranks = world.data_parallel_rank, world.data_parallel_size
+                stack.enter_context(replaying(model, choices, rank=rank, ranks=ranks, fills=True))
+                said |= {"replayed": str(self.replay), "of": theirs.get("checkpoint", "unknown")}
+            if self.record is not None:
+                recorder = stack.enter_context(recording(model))
+                said |= {"recorded": str(self.record)}
+            yield said
+        found = None if recorder is None else recorder.of_all(world)
+        if found is not None and self.record is not None:
+            write_choices(self.record, first_rows(found, rows), about)
+
+
+OWN_ROUTING = Routing()
+"""The model's own, which is not kept."""
+
+
+def _check_data(
+    path: Path, about: Mapping[str, str], facts: Mapping[str, str], choices: Choices, rows: int
+) -> None:
+    """Checks that a file of choices is of the data that is scored."""
+    for name in ("data", "split"):
+        if about.get(name) != facts[name]:
+            raise ConfigError(
+                f"--replay-routing: {path}: is of {name} {about.get(name)}, and {facts[name]} is "
+                f"scored"
+            )
+    recorded = len(next(iter(choices.values())).tokens_R)
+    if recorded != rows:
+        raise ConfigError(
+            f"--replay-routing: {path}: has {recorded:,} sequences or images, and {rows:,} are "
+            f"scored"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class Evaluation:
     """How well a checkpoint does on held-out data, and how that was found."""
 
@@ -65,6 +147,9 @@ class Evaluation:
     data: str
     split: str
     attack: Attacked | None
+    routing: dict[str, str] | None
+    """The file that routing was recorded in, the one that it was taken from, and the checkpoint of
+    that; None: the model's own was used, and is not kept."""
     scores: Scores
     leak: Leak | None
     precision: str
@@ -94,11 +179,19 @@ class Evaluation:
             ("split", f"{self.split} of {self.data}"),
             *self.scores.rows(task_class(self.data_kind)),
             *([] if self.attack is None else [("attack", str(self.attack))]),
+            *self._routing(),
             *([] if self.leak is None else self.leak.rows(self.scores.to_json()["loss"])),
             ("speed", f"{speed:,.0f} {units}/s"),
             ("processes", f"{self.processes}"),
         ]
         return "\n".join(aligned(rows, "<"))
+
+    def _routing(self) -> Iterator[tuple[str, str]]:
+        found = self.routing or {}
+        if "replayed" in found:
+            yield "routing", f"not the model's own: that of {found['of']} ({found['replayed']})"
+        if "recorded" in found:
+            yield "routing recorded", found["recorded"]
 
 
 def evaluate(
@@ -109,6 +202,7 @@ def evaluate(
     overrides: tuple[str, ...] = (),
     attack: WordSwap | GaussianNoise | None = None,
     leak: int | None = None,
+    routing: Routing = OWN_ROUTING,
     weights: Choice = "trained",
     base: Path | None = None,
     stream: Path | None = None,
@@ -123,6 +217,7 @@ def evaluate(
         attack: what happens to the text or the images before they are read.
         leak: of a model whose graphs have no mask: about how many tokens are scored again, each
             from what is before it alone; None: none.
+        routing: where experts are recorded, or taken from.
         weights: which of the checkpoint's.
         base: see `open_weights`.
         stream: see `open_evaluated`.
@@ -131,7 +226,7 @@ def evaluate(
         The same on every process.
     """
     opened = open_evaluated(path, data, overrides, weights, base, stream)
-    return evaluate_opened(opened, split, attack=attack, leak=leak)
+    return evaluate_opened(opened, split, attack=attack, leak=leak, routing=routing)
 
 
 def evaluate_opened(
@@ -141,6 +236,7 @@ def evaluate_opened(
     model: nn.Module | None = None,
     attack: WordSwap | GaussianNoise | None = None,
     leak: int | None = None,
+    routing: Routing = OWN_ROUTING,
 ) -> Evaluation:
     """Evaluates weights that were opened; see `evaluate`.
 
@@ -150,6 +246,7 @@ def evaluate_opened(
         model: on the device of this process, in evaluation mode; None: it is loaded.
         attack: see `evaluate`.
         leak: see `evaluate`.
+        routing: see `evaluate`.
     """
     if leak is not None:
         opened.text("--leak")
@@ -157,6 +254,10 @@ def evaluate_opened(
     opened.task.check_split(split)
     leaked = None
     needs_whole = None if leak is None else "--leak scores texts that depend on what a block gave"
+    if routing != OWN_ROUTING:
+        needs_whole = "routing is recorded and replayed in a whole model"
+    about = {name: str(value) for name, value in opened.about().items()}
+    about |= {"data": opened.task.contents(split), "split": split}
     with (
         opened.loaded(f"evaluating {split}", split, model, needs_whole=needs_whole) as (
             model,
@@ -167,14 +268,15 @@ def evaluate_opened(
         count = task.units_of(split)
         report = Progress(f"evaluate {split}", count, task.unit.short) if world.is_main else None
         started = time.monotonic()
-        scores = predicting(
-            model,
-            lambda predictor, told: task.score(
-                predictor, split, batch_size=opened.batch_size, world=world, report=told
-            ),
-            f"evaluate {split}",
-            report,
-        )
+        with routing.around(model, task, about, world) as routed:
+            scores = predicting(
+                model,
+                lambda predictor, told: task.score(
+                    predictor, split, batch_size=opened.batch_size, world=world, report=told
+                ),
+                f"evaluate {split}",
+                report,
+            )
         seconds = time.monotonic() - started + seconds_before(model)
         if leak is not None:
             assert isinstance(task, LanguageModelling)
@@ -189,6 +291,7 @@ def evaluate_opened(
         data=task.name,
         split=split,
         attack=attacked,
+        routing=routed,
         scores=scores,
         leak=leaked,
         precision=opened.config.train.precision,

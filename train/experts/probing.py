@@ -9,7 +9,7 @@ side by side, K experts of a token, D width of an output.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -191,14 +191,23 @@ def deciding(model: nn.Module, layers: Sequence[RoutedLayer]) -> Iterator[dict[s
     handles += [
         watch_inputs(model.get_submodule(layer.name), keep_outputs(layer)) for layer in layers
     ]
-    # set_stance imports the compiler, which takes seconds, so it is called only if it is needed.
-    compiled = any(part._compiled_call_impl is not None for part in model.modules())
     try:
-        with torch.compiler.set_stance("force_eager") if compiled else nullcontext():
+        with uncompiled(model):
             yield seen
     finally:
         for handle in handles:
             handle.remove()
+
+
+def uncompiled(model: nn.Module) -> AbstractContextManager[object]:
+    """A context in which compiled blocks run uncompiled: compiled code ignores later hooks.
+
+    Args:
+        model: of any kind.
+    """
+    # set_stance imports the compiler, which takes seconds, so it is called only if it is needed.
+    compiled = any(part._compiled_call_impl is not None for part in model.modules())
+    return torch.compiler.set_stance("force_eager") if compiled else nullcontext()
 
 
 def choose_layers(routed: list[RoutedLayer], blocks: Sequence[str]) -> list[RoutedLayer]:

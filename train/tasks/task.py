@@ -321,6 +321,17 @@ class Task(ABC, Generic[Batch]):
     def units_of(self, split: str) -> int:
         """The number of units in a split."""
 
+    def rows_of(self, split: str) -> int | None:
+        """How many sequences or images a model reads when it scores a split.
+
+        Args:
+            split: of those that there are.
+
+        Returns:
+            None: it is not known of this task.
+        """
+        return None
+
     def check_split(self, split: str) -> None:
         """Checks that a split is not empty.
 

@@ -121,6 +121,10 @@ class TextTask(Task[Batch]):
     def windows(self, stream: TokenStream, most: int | None = None) -> Any:
         """The windows that a stream of tokens is scored by, or at most so many of them."""
 
+    def rows_of(self, split: str) -> int:
+        """See `Task.rows_of`: the windows."""
+        return len(self.windows(self.split(split)[0]))
+
     def validate_sources(
         self, names: Sequence[str], score: Callable[[TokenStream], Mapping[str, float]]
     ) -> dict[str, float]:
