@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 @command(
     "bench",
     "polyad bench configs/quickstart/gpt2.yaml model.vocab_size=8192",
+    "polyad bench configs/quickstart/gpt2-smoe.yaml --forced-balance model.vocab_size=8192",
     "polyad bench configs/gpt2/124m-smoe-16.yaml --processes 2 --json bench.json "
     "parallel.expert_parallel_size=2 model.vocab_size=50257",
 )
@@ -27,6 +28,13 @@ def bench(
     compile: Annotated[
         bool,
         Argument("time the step without torch.compile and with it; default: as model.compile says"),
+    ] = False,
+    forced_balance: Annotated[
+        bool,
+        Argument(
+            "send tokens to experts in turn, whatever their scores: all experts have equal loads, "
+            "as where training has balanced them"
+        ),
     ] = False,
     processes: Annotated[
         int | None,
@@ -49,9 +57,12 @@ def bench(
         )
     number = processes or found
     known = configuration(config, overrides, number)
+    if forced_balance:
+        _check_experts(known)
     if number > found:
         words = ["bench", str(config), "--steps", str(steps)]
         words += ["--compile"] if compile else []
+        words += ["--forced-balance"] if forced_balance else []
         words += ["--json", json] if json else []
         become_processes([*words, *overrides], number)
     end_with_launcher()
@@ -59,13 +70,35 @@ def bench(
     prepare_environment()
     with results(json) as show:
         ways = (False, True) if compile else (known.model.compile,)
-        result = _measured(known, config, overrides, steps, ways)
+        result = _measured(known, config, overrides, steps, ways, balanced=forced_balance)
         if result is not None:
             show(result, _table(result))
 
 
+def _check_experts(config: "RunConfig") -> None:
+    """Checks that loads of experts can be forced.
+
+    Raises:
+        ConfigError: the model selects none.
+    """
+    from polyad.model.build import build_model
+    from polyad.train.errors import ConfigError
+    from polyad.train.experts.replay import force_equal_loads
+
+    try:
+        force_equal_loads(build_model(config.model))
+    except ConfigError as error:
+        raise ConfigError(f"--forced-balance: {error}") from None
+
+
 def _measured(
-    config: "RunConfig", path: Path, overrides: Sequence[str], steps: int, ways: Sequence[bool]
+    config: "RunConfig",
+    path: Path,
+    overrides: Sequence[str],
+    steps: int,
+    ways: Sequence[bool],
+    *,
+    balanced: bool,
 ) -> dict[str, Any] | None:
     """JSON values on rank 0, with the times of a step by way; None on the other processes."""
     from dataclasses import asdict
@@ -91,7 +124,7 @@ def _measured(
     dims = validate(config, world.size)
     times = {
         "compiled" if compiled else "eager": asdict(
-            time_steps(config, world, steps, compiled=compiled)
+            time_steps(config, world, steps, compiled=compiled, balanced=balanced)
         )
         for compiled in ways
     }
@@ -114,6 +147,7 @@ def _measured(
         "device": torch.cuda.get_device_name() if on_gpu else processor_name(),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
+        "forced_balance": balanced,
         "steps": steps,
         "steps_before": BEFORE,
         "times": times,
@@ -133,6 +167,8 @@ def _table(result: dict[str, Any]) -> str:
         f"{result['tensor_parallel_size']}, expert parallel {result['expert_parallel_size']}, "
         f"ZeRO {result['zero_stage']}), {result['threads']} threads of {result['device']}",
     ]
+    if result["forced_balance"]:
+        lines.append("experts are forced to equal loads: no figure of what a router does or learns")
     columns = ("s a step", "90%", f"{result['unit']}s/s", "first steps", "peak memory", "MFU")
     rows: list[tuple[str, ...]] = [("", *columns)]
     for way, row in result["times"].items():

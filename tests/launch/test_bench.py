@@ -63,6 +63,26 @@ def test_a_table_counts_images(polyad: Polyad) -> None:
     assert lines[3].split()[::2][:2] == ["eager", "-"]  # no interval of one step
 
 
+@pytest.mark.slow
+def test_forced_loads_are_said(polyad: Polyad, tmp_path: Path) -> None:
+    sparse = ("model.feed_forward.num_experts=4", "model.feed_forward.expert_hidden_size=16")
+    sparse += ("parallel.expert_parallel_size=2",)
+    asked = ("--steps", 1, "--forced-balance", "--processes", 2, "--json", tmp_path / "bench.json")
+    done = polyad("bench", "configs/gpt2/124m-smoe-16.yaml", *SMALL, WORDS, *sparse, *asked)
+    assert done.returncode == 0, done.stderr
+    result = json.loads((tmp_path / "bench.json").read_text())
+    assert (result["forced_balance"], result["processes"]) == (True, 2)
+    said = "experts are forced to equal loads: no figure of what a router does or learns"
+    assert done.stdout.splitlines()[2] == said
+
+
+def test_loads_of_no_experts_cannot_be_forced(capfd: pytest.CaptureFixture[str]) -> None:
+    assert run(["bench", GPT2, *SMALL, WORDS, "--forced-balance"]) == 2
+    line = error_line(capfd.readouterr().err)
+    assert "--forced-balance: " in line
+    assert line.endswith("the model has no experts")
+
+
 def test_memory_that_runs_out_says_what_to_lower(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

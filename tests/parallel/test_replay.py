@@ -1,7 +1,7 @@
-"""Experts that were recorded on one layout are taken again on another."""
+"""Experts that were recorded on one layout are taken again on another; loads that are forced."""
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -12,7 +12,13 @@ from torch import nn
 
 from polyad.model.smoe.layer import SelectingMoE
 from polyad.parallel import comm
-from polyad.train.experts.replay import read_choices, recording, replaying, write_choices
+from polyad.train.experts.replay import (
+    force_equal_loads,
+    read_choices,
+    recording,
+    replaying,
+    write_choices,
+)
 from polyad.train.loop.losses import LossConfig
 from tests.helpers import training
 from tests.helpers.everyday import everyday
@@ -66,6 +72,17 @@ def train_replaying(case: Case, path: Path) -> dict[str, Any]:
         return training.train(case)
 
 
+def train_forced(case: Case) -> dict[str, Any]:
+    """Trains a case whose experts have equal loads."""
+
+    def force(module: nn.Module, world: comm.World) -> Any:
+        force_equal_loads(module)
+        return nullcontext()
+
+    with engines_in(force):
+        return training.train(case)
+
+
 CASE = Case(
     optimizer="sgd",
     learning_rate=0.1,
@@ -98,6 +115,18 @@ def test_a_recording_of_one_layout_is_replayed_on_another(workers, tmp_path, nam
         # 8 sequences of 2 steps, in the order of samples; rounding may decide between two experts.
         assert ours.tokens_R.tolist() == theirs.tokens_R.tolist() == [17] * 16
         assert (ours.expert_ids_NK == theirs.expert_ids_NK).double().mean() > 0.95
+
+
+@everyday("name", LAYOUTS, keep=["expert"])
+def test_forced_loads_are_those_of_one_process(workers, name):
+    processes, changes = LAYOUTS[name]
+    expected = workers(1).run(train_forced, CASE)[0]
+    for result in workers(processes).run(train_forced, CASE.but(**changes)):
+        assert_near(result, expected)
+        # 34 tokens of a micro-batch, each with 2 of 4 experts.
+        loads = result["routing"][0]
+        assert loads["routing/blocks.0.feed_forward/load_max"] == 1
+        assert loads["routing/load_max"] == 1
 
 
 def assert_near(ours: dict[str, Any], theirs: dict[str, Any]) -> None:

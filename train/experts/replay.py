@@ -18,6 +18,7 @@ Shapes: B rows of a forward pass, R rows of a recording, N tokens of rows withou
 of a token, E experts.
 """
 
+import functools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -175,6 +176,24 @@ def replaying(
     ]
     with _forcing(model, regions):
         yield
+
+
+def force_equal_loads(model: nn.Module) -> None:
+    """Sends token i of a micro-batch to experts i K to i K + K - 1, counted round all E, for good.
+
+    Loads of experts are then equal, or differ by one token where E does not divide all
+    assignments: a step takes what it takes where routing is balanced. What such a model learns
+    says nothing. Weights still follow from the scores.
+
+    Args:
+        model: not compiled yet.
+
+    Raises:
+        ConfigError: no layer of it selects experts.
+    """
+    for router in _selecting(model).values():
+        selection = router.selection
+        selection.forced = functools.partial(_in_turn, num_experts=selection.num_experts)
 
 
 def check_choices(choices: Choices, origin: str) -> None:
@@ -427,7 +446,7 @@ def _selecting(model: nn.Module) -> dict[str, Router]:
             why = f"{layers[0].name} ({kind}) gives a token a share of every expert, selects none"
         else:
             why = "the model has no experts"
-        raise ConfigError(f"routing cannot be recorded or replayed: {why}")
+        raise ConfigError(f"no routing can be recorded, replayed or forced: {why}")
     return found
 
 
@@ -450,6 +469,12 @@ def _tokens(u_BTD: Tensor, given: BlockInput) -> Tensor:
     if given.real is not None:
         return given.real.lengths_B.to("cpu", torch.int32)
     return torch.full(u_BTD.shape[:1], u_BTD.shape[1], dtype=torch.int32)
+
+
+def _in_turn(best_NK: Tensor, *, num_experts: int) -> Tensor:
+    tokens, top_k = best_NK.shape
+    assignments_A = torch.arange(tokens * top_k, device=best_NK.device)
+    return assignments_A.remainder(num_experts).view(tokens, top_k)
 
 
 def _in_backward() -> bool:

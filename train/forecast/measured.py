@@ -28,6 +28,7 @@ from polyad.train.config.rules import validate
 from polyad.train.config.run import RunConfig
 from polyad.train.console import Progress
 from polyad.train.errors import RunError
+from polyad.train.experts.replay import force_equal_loads
 from polyad.train.forecast.forecast import Machines, describe_forecast
 from polyad.train.forecast.step import OWN_NUMBERS, footprint
 from polyad.train.forecast.times import StepTime
@@ -55,17 +56,27 @@ class RandomTraining:
         config: with all that the data decides filled in.
         world: this process.
         compiled: whether blocks run through torch.compile.
+        balanced: whether experts are forced to equal loads.
 
     Attributes:
         engine: the model and its optimizer.
     """
 
-    def __init__(self, config: RunConfig, world: comm.World, *, compiled: bool = False) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        world: comm.World,
+        *,
+        compiled: bool = False,
+        balanced: bool = False,
+    ) -> None:
         self._config, self._world = config, world
         allow_tf32(config.train.tf32, world.device)
         start = InitialWeights(model_of(config), config.seed)
         dims = validate(config, world.size)
         self.engine = engine_of(config, dims, world, start, compiled=compiled)
+        if balanced:
+            force_equal_loads(self.engine.module)
         self._losses_of = losses_for(config.model, teacher_here(config, world.device))
         on_gpu = world.device.type == "cuda"
         self._batches = [
@@ -132,7 +143,9 @@ class StepTimes:
     """The steps that do not count; they compile."""
 
 
-def time_steps(config: RunConfig, world: comm.World, steps: int, *, compiled: bool) -> StepTimes:
+def time_steps(
+    config: RunConfig, world: comm.World, steps: int, *, compiled: bool, balanced: bool = False
+) -> StepTimes:
     """Trains for some steps; all processes call it together.
 
     Args:
@@ -140,6 +153,7 @@ def time_steps(config: RunConfig, world: comm.World, steps: int, *, compiled: bo
         world: this process.
         steps: that are timed.
         compiled: whether blocks run through torch.compile.
+        balanced: whether experts are forced to equal loads.
 
     Returns:
         The same on each process, from the times of rank 0, which collectives make those of all.
@@ -149,7 +163,7 @@ def time_steps(config: RunConfig, world: comm.World, steps: int, *, compiled: bo
     """
     _begin_peak(world.device)
     try:
-        first, seconds = _seconds(config, world, steps, compiled=compiled)
+        first, seconds = _seconds(config, world, steps, compiled=compiled, balanced=balanced)
     except Exception as error:
         if not is_out_of_memory(error):
             raise
@@ -175,10 +189,10 @@ def time_steps(config: RunConfig, world: comm.World, steps: int, *, compiled: bo
 
 
 def _seconds(
-    config: RunConfig, world: comm.World, steps: int, *, compiled: bool
+    config: RunConfig, world: comm.World, steps: int, *, compiled: bool, balanced: bool
 ) -> tuple[float, list[float]]:
     """Seconds of the steps that do not count together, and of each one that does."""
-    training = RandomTraining(config, world, compiled=compiled)
+    training = RandomTraining(config, world, compiled=compiled, balanced=balanced)
     unit = task_class(config.data.kind).unit
     units = steps * config.train.global_batch_size * config.model.units_per_sample()
     progress = None

@@ -20,6 +20,7 @@ from polyad.train.experts.replay import (
     LayerChoices,
     check_choices,
     first_rows,
+    force_equal_loads,
     read_choices,
     recording,
     replaying,
@@ -226,8 +227,11 @@ def test_what_selects_nothing_is_refused_by_name():
     ):
         pass
     dense = decoder(num_experts=None, expert_hidden_size=None, kind="dense")
-    with pytest.raises(ConfigError, match="the model has no experts"), recording(dense):
-        pass
+    for refused in (recording(dense), replaying(dense, {})):
+        with pytest.raises(ConfigError, match="the model has no experts"), refused:
+            pass
+    with pytest.raises(ConfigError, match="the model has no experts"):
+        force_equal_loads(dense)
 
 
 @pytest.mark.parametrize(
@@ -346,3 +350,25 @@ def test_compiled_blocks_record_and_replay_too():
         assert torch.equal(other(tokens()).logits, expected)
     assert not torch.allclose(apart, expected)
     assert torch.equal(other(tokens()).logits, apart)
+
+
+@pytest.mark.parametrize(("top_k", "experts"), [(2, 6), (3, 4), (1, 5)])
+def test_forced_loads_are_equal_or_one_token_apart(top_k, experts):
+    model = decoder(top_k=top_k, num_experts=experts)
+    ask_for_statistics(model, losses=frozenset(), samples=False)
+    before = model(tokens()).routing
+    force_equal_loads(model)
+    with recording(model) as recorder:
+        output = model(tokens())
+    assignments = 4 * 16 * top_k
+    for name, (ids_NK, _, _) in recorder.choices().items():
+        counts = ids_NK.flatten().bincount(minlength=experts)
+        assert counts.max() - counts.min() == (assignments % experts > 0), name
+        assert ids_NK[1].tolist() == [(top_k + k) % experts for k in range(top_k)]
+    for stats, own in zip(output.routing, before, strict=True):
+        assert (stats.load_E * assignments).round().max() == -(-assignments // experts)
+        assert own.load_E.max() > stats.load_E.max()
+    summed_loss(output.logits, tokens()).backward()
+    gradient = model.get_parameter("blocks.0.feed_forward.router.score.weight").grad
+    assert gradient is not None
+    assert gradient.abs().max() > 1e-6
