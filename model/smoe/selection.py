@@ -145,7 +145,7 @@ class TopK(Selection):
         self.config = config
         self.is_biased = bool(config.balancing_rate or config.selection_bias)
         # The highest of scores that sum to 1 is not 0. Sigmoids may all be, and a bias may select
-        # experts whose scores are.
+        # experts whose scores are, as what is forced may.
         self.may_be_zero = self.is_biased or config.score_function == "sigmoid"
         if self.is_biased:
             self.register_buffer("balancing_bias", torch.empty(config.num_experts))
@@ -189,7 +189,7 @@ class TopK(Selection):
         combine = self.config.combine
         if combine == "normalized" or (combine == "renormalized" and self.top_k > 1):
             sum_N1 = weights_NK.sum(-1, keepdim=True)
-            if self.may_be_zero:
+            if self.may_be_zero or self.forced is not same:
                 weights_NK = weights_NK / sum_N1.clamp_min(torch.finfo(sum_N1.dtype).tiny)
                 weights_NK = torch.where(sum_N1 > 0, weights_NK, 1 / self.top_k)
             else:

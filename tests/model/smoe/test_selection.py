@@ -169,3 +169,11 @@ def test_k_is_read_from_the_buffer_when_it_was_loaded(small_model, random_ids):
         fixed = small_model(feed_forward={"kind": "smoe", "top_k": 5})(random_ids(2, 16)).logits
     assert torch.equal(loaded, fixed)
     assert not torch.equal(loaded, few)
+
+
+def test_experts_that_are_forced_and_have_no_score_weigh_the_same():
+    module = selection(top_k=2)
+    module.forced = lambda ids_NK: torch.full_like(ids_NK, 2) + torch.tensor([0, 1])
+    selected = module(torch.tensor([[0.75, 0.25, 0.0, 0.0], [0.5, 0.0, 0.125, 0.375]]))
+    assert selected.expert_ids_NK.tolist() == [[2, 3], [2, 3]]
+    assert selected.weights_NK.tolist() == [[0.5, 0.5], [0.25, 0.75]]
