@@ -35,7 +35,11 @@ class Workers:
 
 
 def watch_workers() -> Workers:
-    """Makes the agent start its workers again after failures, but not after bad input."""
+    """Makes the agent start its workers again after failures, but not after bad input.
+
+    Before that it ends them within its own time: torch takes that only where the agent ends too, so
+    that the others would wait 30 seconds for a worker that is frozen.
+    """
     seen = Workers()
     monitor = LocalElasticAgent._monitor_workers
 
@@ -46,7 +50,11 @@ def watch_workers() -> Workers:
             seen.bad_input, agent._remaining_restarts = True, 0
         return result
 
+    def stopped(agent: Any, group: Any) -> None:
+        agent._shutdown(timeout=agent._shutdown_timeout)
+
     LocalElasticAgent._monitor_workers = monitored  # type: ignore[method-assign]
+    LocalElasticAgent._stop_workers = stopped  # type: ignore[method-assign]
     return seen
 
 
