@@ -49,6 +49,8 @@ DISK = 192
 """Megabytes of the disk that becomes full."""
 PATIENCE = 420.0
 """Seconds after which a run that does not go on is started by hand."""
+MOST_BY_HAND = 5
+"""Starts by hand, after which nothing more is tried."""
 LOOK_AGAIN = 0.05
 
 _START = re.compile(r"goes on (?:from|after) step ([\d,]+)|begins anew: ")
@@ -138,7 +140,9 @@ class Report:
     seconds: float = 0.0
     """The same of the run with faults."""
     ended: bool = False
-    """Whether it ended by itself at its last step."""
+    """Whether it ended at its last step."""
+    by_hand: list[str] = field(default_factory=list)
+    """Why it had to be started by hand, each time."""
     faults: list[Outcome] = field(default_factory=list)
     not_done: int = 0
     """Faults that were due at a step which was recorded too late for them."""
@@ -164,7 +168,7 @@ class Report:
     @property
     def good(self) -> bool:
         """Whether everything was as it has to be."""
-        return self.ended and not self.different and all(each.survived for each in self.faults)
+        return self.ended and not self.by_hand and not self.different
 
     def to_json(self) -> dict[str, Any]:
         """All of it, and what follows from it."""
@@ -194,7 +198,8 @@ class Report:
             f"seed {self.seed}: {self.processes} processes on {self.hosts} hosts, "
             f"{self.steps:,} steps",
             align(rows),
-            f"ended by itself at its last step: {'yes' if self.ended else 'no'}",
+            f"ended by itself at its last step: "
+            f"{'yes' if self.ended and not self.by_hand else 'no'}",
             f"time: {duration(self.seconds)}, of a quiet run {duration(self.quiet_seconds)}: "
             f"{100 * self.lost:.0f}% lost; {repeated:,} steps were done again, none is missing"
             if not self.different
@@ -204,10 +209,11 @@ class Report:
         if self.not_done:
             lines.append(f"{self.not_done} faults were not done: the run had come to its end")
         lines += [
-            f"not survived: {each.kind} at step {each.step:,} ({each.what}): {each.why}"
+            f"not survived: {each.kind} at step {each.step:,} ({each.what})"
             for each in self.faults
             if not each.survived
         ]
+        lines += [f"started by hand: {each}" for each in self.by_hand]
         lines += [f"left out: {each}" for each in self.left_out]
         return "\n".join(lines)
 
@@ -242,7 +248,8 @@ class Rehearsal:
         self._launched, self._cluster, self._steps = launched, cluster, steps
         self._progress = Progress("bad half hour", steps, "steps")
         self._best, self._starts, self._repeated = 0, 0, 0
-        self._by_hand = ""
+        self.by_hand: list[str] = []
+        """Why somebody had to start it, each time."""
         self.ended = False
 
     def over(self) -> bool:
@@ -283,12 +290,13 @@ class Rehearsal:
 
     def _go_through(self, fault: Fault) -> Outcome:
         others = set(self._cluster.workers())
-        begun, self._by_hand, repeated = time.monotonic(), "", self._repeated
+        begun, by_hand, repeated = time.monotonic(), len(self.by_hand), self._repeated
         done = do(fault, self._cluster)
         outcome = Outcome(step=self._best, kind=fault.kind, what=done.what)
         self._until_it_is_over(fault, done, outcome, others - done.victims, begun)
         outcome.repeated = self._repeated - repeated
-        outcome.survived, outcome.why = not self._by_hand, self._by_hand
+        outcome.why = "; ".join(self.by_hand[by_hand:])
+        outcome.survived = not outcome.why
         end = "\n" if sys.stderr.isatty() else ""  # of the line with the progress
         print(f"{end}{_line(outcome)}", file=sys.stderr, flush=True)
         return outcome
@@ -309,13 +317,15 @@ class Rehearsal:
             if self.over() or (not lasts and started_again and self._best > known + 1):
                 outcome.recovered = now
                 return
-            if now > PATIENCE * (1 + bool(self._by_hand)):
+            if now > PATIENCE * (1 + len(self.by_hand)):
                 self._launched.kill()
                 self._start_by_hand(f"it did not go on within {PATIENCE:g} s")
             time.sleep(LOOK_AGAIN)
 
     def _start_by_hand(self, why: str) -> None:
-        self._by_hand = self._by_hand or why
+        self.by_hand.append(why)
+        if len(self.by_hand) > MOST_BY_HAND:
+            raise RunError(f"the run with faults was started by hand too often: {why}")
         time.sleep(5)
         self._launched.start()
 
@@ -447,8 +457,7 @@ def rehearse(
         seed: of the faults.
         minutes: that both take, about: half of them is the quiet one's.
         steps: of each in place of what comes of the minutes.
-        count: faults; None: one for each half minute of the quiet run, and at least one of each
-            kind.
+        count: of faults; None: one a minute, at least one of each kind.
         kinds: that happen.
     """
     steps, quiet_seconds = place.quiet(30 * minutes, steps)
@@ -470,6 +479,7 @@ def rehearse(
         with suppress(ProcessLookupError):
             launched.kill()
     report.seconds, report.ended = time.monotonic() - begun, rehearsal.ended
+    report.by_hand = rehearsal.by_hand
     report.not_done = len(faults) - len(report.faults)
     quiet, bad = (started.losses(place.run(name)) for name in ("quiet", "bad"))
     report.different = [n for n in range(1, steps + 1) if n not in bad or bad[n] != quiet[n]]
@@ -498,7 +508,8 @@ def bad_half_hour(
     ] = 30,
     seed: Annotated[int, Argument("of the faults; default %(default)s", "N")] = 1,
     faults: Annotated[
-        int | None, Argument("how many; default: one a minute, one of each kind", "N", positive)
+        int | None,
+        Argument("how many; default: one a minute, at least one of each kind", "N", positive),
     ] = None,
     processes: Annotated[
         int, Argument("4 or 8, on four hosts; default %(default)s", "N", positive)

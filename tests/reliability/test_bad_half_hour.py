@@ -74,12 +74,10 @@ def test_a_report_counts_by_kind() -> None:
     [
         ({"different": [4, 5]}, "losses of 2 steps are not those of the quiet run, or are missing"),
         ({"ended": False}, "ended by itself at its last step: no"),
-        (
-            {"faults": [Outcome(step=9, kind="a", what="x", survived=False, why="status 2")]},
-            "not survived: a at step 9 (x): status 2",
-        ),
+        ({"by_hand": ["status 2: x"]}, "started by hand: status 2: x"),
+        ({"by_hand": ["status 2: x"]}, "ended by itself at its last step: no"),
     ],
-    ids=["losses", "end", "hand"],
+    ids=["losses", "end", "hand", "by itself"],
 )
 def test_a_report_says_what_went_wrong(changes: dict[str, object], line: str) -> None:
     found = report(**changes)
@@ -107,6 +105,7 @@ def test_a_short_run_survives_what_happens_to_it(tmp_path: Path) -> None:
         found = rehearse(place, seed=2, minutes=1, steps=200, count=3, kinds=kinds)
     said = found.text()
     assert found.ended, said
+    assert found.by_hand == [], said
     assert {each.kind for each in found.faults} == set(kinds), said
     assert all(each.survived for each in found.faults), said
     assert found.different == [], said
