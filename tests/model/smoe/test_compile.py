@@ -5,6 +5,7 @@ import torch
 from torch import _dynamo
 
 from polyad.model.build import compile_model
+from polyad.model.output import ask_for_statistics
 from polyad.model.smoe.scores import SCORES
 from tests.helpers.everyday import everyday
 from tests.helpers.routed_models import (
@@ -50,6 +51,27 @@ def assert_compiles(small_model, random_ids, options, recompute="none", backend=
 def test_graphs_are_traced_whole(small_model, random_ids, graph, recompute):
     # All of torch.compile but the code generator, which takes half a minute for each of these.
     assert_compiles(small_model, random_ids, GRAPH_OPTIONS[graph], recompute, backend="aot_eager")
+
+
+def test_steps_without_a_record_take_a_second_program_and_no_more(small_model, random_ids):
+    model, ids = routed(small_model, GRAPH_OPTIONS["similarity"]), random_ids(2, 16)
+    _dynamo.reset()
+    _dynamo.utils.counters.clear()
+    compile_model(model, backend="eager")
+    asked, steps = frozenset({"balance_loss"}), []
+    for is_due in (False, True, False, False, True):
+        model.zero_grad()
+        ask_for_statistics(model, losses=asked, samples=False, record_is_due=is_due)
+        loss, routing = model(ids, target_ids_BT=ids.roll(-1, 1))
+        (loss + sum(0.01 * each.balance_loss for each in routing)).backward()
+        steps.append({name: p.grad for name, p in model.named_parameters()} | {"loss": loss})
+        assert all((each.entropy is not None) == is_due for each in routing)
+        assert all((each.z_loss is not None) == is_due for each in routing)
+    for other in steps[1:]:
+        assert_same_step(other, steps[0], tolerance=1e-6)
+    # As in any model three; a second one of the blocks.
+    assert _dynamo.utils.counters["stats"]["unique_graphs"] == 4
+    assert not _dynamo.utils.counters["graph_break"]
 
 
 @pytest.mark.slow
