@@ -41,7 +41,7 @@ def watch_workers() -> Workers:
     that the others would wait 30 seconds for a worker that is frozen.
     """
     seen = Workers()
-    monitor = LocalElasticAgent._monitor_workers
+    monitor, stop = LocalElasticAgent._monitor_workers, LocalElasticAgent._stop_workers
 
     def monitored(agent: Any, group: Any) -> Any:
         result = monitor(agent, group)
@@ -51,7 +51,10 @@ def watch_workers() -> Workers:
         return result
 
     def stopped(agent: Any, group: Any) -> None:
-        agent._shutdown(timeout=agent._shutdown_timeout)
+        if hasattr(agent, "_shutdown_timeout"):
+            agent._shutdown(timeout=agent._shutdown_timeout)
+        else:  # in older versions of PyTorch an agent knows no time of its own
+            stop(agent, group)
 
     LocalElasticAgent._monitor_workers = monitored  # type: ignore[method-assign]
     LocalElasticAgent._stop_workers = stopped  # type: ignore[method-assign]
