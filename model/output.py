@@ -206,8 +206,8 @@ def ask_for_statistics(
         model: The whole one.
         losses: Fields of `RoutingStats` that get a gradient: those with a coefficient.
         samples: Whether numbers of single samples are returned.
-        record_is_due: Whether the step's record has measures that nothing else needs. On a GPU they
-            are half of what a sparse layer launches.
+        record_is_due: Whether the step's record has measures that nothing else needs. In a layer
+            with a graph they are a third of what a GPU launches.
     """
     for module in model.modules():
         if isinstance(module, StatisticsModule):

@@ -20,6 +20,7 @@ of a token, E experts.
 
 import functools
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -284,7 +285,7 @@ def read_choices(path: Path) -> tuple[Choices, dict[str, str]]:
     return choices, about
 
 
-class _Forced:
+class _Forced(ABC):
     """What a layer's router does in a context: it tells which rows it reads, and asks for experts.
 
     Args:
@@ -304,13 +305,13 @@ class _Forced:
         """The region of the selection."""
         return self.experts(self.outer(best_NK))
 
+    @abstractmethod
     def reads(self, tokens_B: Tensor) -> None:
         """Is told the tokens of each row of a forward pass."""
-        raise NotImplementedError
 
+    @abstractmethod
     def experts(self, best_NK: Tensor) -> Tensor:
         """The experts that are taken."""
-        raise NotImplementedError
 
     def ended(self) -> Region:
         """What the selection has afterwards."""
