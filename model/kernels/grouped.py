@@ -123,9 +123,7 @@ def by_grouped_products(
     activation: Drop | None = None,
     gate: Gate | None = None,
 ) -> Tensor:
-    """As `grouped`, on any device; by definition in float64 and with rows of odd sizes."""
-    if switch.can_read() and not _takes_grouped(rows_MD.dtype, up_EDF):
-        return one_by_one(rows_MD, up_EDF, bias_EF, down_EFD, counts_E, drop, activation, gate)
+    """As `grouped`, on any device."""
     offsets_E = counts_E.cumsum(0, dtype=torch.int32)
     inner_MF: Tensor = _grouped_mm(rows_MD, up_EDF, offsets_E)
     if bias_EF is not None:
@@ -161,8 +159,7 @@ def grouped_linear(
     Returns:
         [M, F], in the same order; rows after the last expert's hold arbitrary values.
     """
-    by_definition = loop or switch.REFERENCE or not _takes_grouped(rows_MD.dtype, weight_EDF)
-    if by_definition and switch.can_read():
+    if (loop or switch.REFERENCE) and switch.can_read():
         counts = counts_E.tolist()
         *of_each, rest_MD = torch.split(rows_MD, [*counts, len(rows_MD) - sum(counts)])
         outputs = [x @ weight for x, weight in zip(of_each, weight_EDF.unbind(0), strict=True)]
@@ -183,10 +180,31 @@ def _takes_triton(x: Tensor) -> bool:
     return switch.TRITON and runs and x.dtype != torch.float64
 
 
-def _takes_grouped(dtype: torch.dtype, up_EDF: Tensor) -> bool:
-    """Whether the grouped product takes these: no float64, and rows of whole 16 bytes."""
-    aligned = all(size * dtype.itemsize % 16 == 0 for size in up_EDF.shape[1:])
-    return aligned and dtype != torch.float64
+def _takes_grouped(x: Tensor) -> bool:
+    """Whether torch's grouped product takes this: no float64, and rows, or columns, of whole 16
+    bytes."""
+    one, *steps = sorted(x.stride())
+    whole = all(step * x.element_size() % 16 == 0 for step in steps)
+    return one == 1 and whole and x.dtype != torch.float64
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """The tensor, or a copy that begins where torch's grouped product can: at whole 16 bytes.
+    Weights may lie anywhere in one flat tensor, after others of odd sizes."""
+    return x.clone() if x.data_ptr() % 16 else x
+
+
+def _by_loop(a: Tensor, b: Tensor, offsets_E: Tensor) -> Tensor:
+    """The grouped product by definition; reads the offsets from the device."""
+    product = torch.zeros_like(_like_grouped_mm(a, b, offsets_E))
+    start = 0
+    for expert, end in enumerate(offsets_E.tolist()):
+        if b.dim() == 3:
+            product[start:end] = a[start:end] @ b[expert]
+        else:
+            product[expert] = a[:, start:end] @ b[start:end]
+        start = end
+    return product
 
 
 def _of_each_row(bias_EF: Tensor, offsets_E: Tensor, num_rows: int) -> Tensor:
@@ -220,8 +238,8 @@ class _OfEachRow(torch.autograd.Function):
 
 
 # grouped_mm takes fp32, but torch.compile and the meta device believe that it takes bf16 alone
-# (PyTorch 2.13). As an operation of our own, it says itself what comes out, and a process that no
-# row was sent to calls no kernel.
+# (PyTorch 2.13). As an operation of our own, it says itself what comes out, a process that no row
+# was sent to calls no kernel, and a compiler sees nothing of a loop over numbers of rows.
 @torch.library.custom_op("polyad::grouped_mm", mutates_args=())
 def _grouped_mm(a: Tensor, b: Tensor, offsets_E: Tensor) -> Tensor:
     """[M, D] with [E, D, F] is [M, F]; [D, M] with [M, F] is [E, D, F]."""
@@ -231,7 +249,9 @@ def _grouped_mm(a: Tensor, b: Tensor, offsets_E: Tensor) -> Tensor:
         from polyad.model.kernels.grouped_triton import grouped_mm as by_triton
 
         return by_triton(a, b, offsets_E)
-    product = grouped_mm(a, b, offs=offsets_E).contiguous()
+    if not (_takes_grouped(a) and _takes_grouped(b)):
+        return _by_loop(a, b, offsets_E)
+    product = grouped_mm(_aligned(a), _aligned(b), offs=offsets_E).contiguous()
     if b.dim() == 2 and _leaves_empty(a):
         empty_E = offsets_E.diff(prepend=offsets_E.new_zeros(1)) == 0
         product.masked_fill_(empty_E[:, None, None], 0)

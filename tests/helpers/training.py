@@ -182,6 +182,8 @@ def optimizer_of(case: Case) -> OptimizerConfig:
 def build_engine(case: Case, source: Any = None) -> tuple[Engine, comm.World]:
     """An engine for a case, filled from initial weights or from a source."""
     world = comm.initialize(tensor_parallel_size=case.tensor, expert_parallel_size=case.expert)
+    if case.model.compile:
+        torch.compiler.reset()  # after the programs of 8 models blocks would run uncompiled
     optimizer = optimizer_of(case)
     engine = parallelize(
         whole_model(case),

@@ -238,6 +238,8 @@ def test_pytorch_finds_no_fault_in_a_registration():
         )
     offsets_E = COUNTS.cumsum(0).to(torch.int32)
     torch.library.opcheck(grouped._grouped_mm, (rows, up, offsets_E), test_utils=CHECKS)
+    odd = rows.double(), up.double(), offsets_E
+    torch.library.opcheck(grouped._grouped_mm, odd, test_utils=CHECKS)
 
 
 def test_strides_of_weights_that_are_transposed_are_known_before():
@@ -350,6 +352,24 @@ def test_grouped_products_are_the_definition(dtype, drop):
     exact = with_gradients(running(grouped.one_by_one, drop), inputs, torch.float64)
     ours = with_gradients(running(grouped.by_grouped_products, drop), inputs, dtype)
     assert_close(ours, exact, dtype)
+
+
+def test_matrices_that_lie_anywhere_are_copied_to_where_a_grouped_product_can_begin(monkeypatch):
+    """As weights do in one flat tensor after others of odd sizes."""
+    rows, up = (x.float() for x in experts_inputs()[:2])
+    places = []
+
+    def grouped_mm(a, b, offs):
+        places.extend((a.data_ptr() % 16, b.data_ptr() % 16))
+        return torch.nn.functional.grouped_mm(a, b, offs=offs)
+
+    monkeypatch.setattr(grouped, "grouped_mm", grouped_mm)
+    offsets_E = COUNTS.cumsum(0).to(torch.int32)
+    expected = grouped._grouped_mm(rows, up, offsets_E)
+    moved = torch.cat([up.new_zeros(1), up.flatten()])[1:].view(up.shape)
+    assert moved.data_ptr() % 16
+    assert torch.equal(grouped._grouped_mm(rows, moved, offsets_E), expected)
+    assert places == [0] * 4
 
 
 def test_second_derivatives_of_grouped_products_are_right():
