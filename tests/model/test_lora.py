@@ -116,14 +116,16 @@ def test_merged_weights_compute_the_same_and_something_else_than_before(kind):
 def test_a_later_token_changes_nothing_before_it(kind):
     _, model = adapted_model(kind)
     x = some_input(kind)
+    generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for *_, adapter in adapters(model):
-            adapter.B.normal_(0, 0.3)
+            adapter.B.normal_(0, 0.3, generator=generator)
         changed = x.clone()
         changed[:, 9] = (x[:, 9] + 1) % 61
         first, second = model(x).logits, model(changed).logits
-    assert torch.equal(first[:, :9], second[:, :9])
-    assert not torch.equal(first[:, 9:], second[:, 9:])
+    # The token may go to other experts, and products of other numbers of rows round otherwise.
+    torch.testing.assert_close(first[:, :9], second[:, :9], rtol=0, atol=1e-6)
+    assert (first[:, 9:] - second[:, 9:]).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("kind", KINDS)
