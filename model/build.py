@@ -281,7 +281,9 @@ def _find_initializer(model: nn.Module, name: str) -> Initializer:
     raise AssertionError(f"no module says how {name} starts: add it to `initializers()`")
 
 
-def compile_model(model: nn.Module, backend: str = "inductor") -> None:
+def compile_model(
+    model: nn.Module, backend: str = "inductor", *, placed_anywhere: bool = False
+) -> None:
     """Compiles a model with torch.compile, in place: each block, and what is before and after them.
 
     Call it after the weights exist and after parallel layers have taken their places. Names of
@@ -291,16 +293,23 @@ def compile_model(model: nn.Module, backend: str = "inductor") -> None:
     Args:
         model: Any.
         backend: What turns a graph into a program.
+        placed_anywhere: Whether weights may begin at no whole 16 bytes of memory. A program takes
+            for granted that those of all blocks begin as those of the first one do, and a GPU
+            refuses to read them otherwise (PyTorch 2.13, pytorch/pytorch#193054); it is then told
+            to take nothing for granted, which costs some speed.
     """
     # The host learns there how many rows each process sends; without this the program ends there.
     torch._dynamo.config.capture_scalar_outputs = True
     # A K that grows over a run: a second program takes any K, in place of one for each.
     torch._dynamo.config.allow_unspec_int_on_nn_module = True
+    how: dict[str, Any] = {"backend": backend}
+    if placed_anywhere and backend == "inductor":
+        how["options"] = {"triton.divisible_by_16": False}
     blocks = getattr(model, "blocks", None)
     if blocks is None:
-        model.compile(backend=backend)
+        model.compile(**how)
         return
     for block in blocks.children():
-        block.compile(backend=backend)
+        block.compile(**how)
     for name in ("embed", "score"):
-        setattr(model, name, torch.compile(getattr(model, name), backend=backend))
+        setattr(model, name, torch.compile(getattr(model, name), **how))

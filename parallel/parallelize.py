@@ -134,7 +134,9 @@ def parallelize(
     for name, experts in kept.items():
         drop_gradients(model.get_parameter(name), experts)
     if compiled:
-        compile_model(model)
+        # DeepSpeed then lays them one after the other in one flat tensor.
+        flat = [p for p in model.parameters() if p.requires_grad and parallel.zero_stage in (1, 2)]
+        compile_model(model, placed_anywhere=any(p.numel() * p.element_size() % 16 for p in flat))
     named = [(name, p, dimensions[name]) for name, p in model.named_parameters()]
     optimizer = make_optimizer(named)
     if dims.expert_parallel_size > 1:

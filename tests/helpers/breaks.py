@@ -3,13 +3,32 @@
 from functools import partial
 from unittest import mock
 
-from torch import _dynamo
+from torch import _dynamo, nn
 
 from polyad.model.build import compile_model
 from polyad.parallel import parallelize
 from polyad.train.loop.device import Prefetch
 from polyad.train.loop.step import train_step
 from tests.helpers.training import Case, batches_of, build_engine, losses_of
+
+
+def places_of_weights(case: Case) -> tuple[bool, bool]:
+    """Builds an engine.
+
+    Returns:
+        Whether the compiler was told that weights may begin anywhere, and whether one does.
+    """
+    told = []
+
+    def note(model: nn.Module, *, placed_anywhere: bool) -> None:
+        told.append(placed_anywhere)
+
+    model = case.model.model_copy(update={"compile": True})
+    with mock.patch.object(parallelize, "compile_model", note):
+        engine, _ = build_engine(case.but(model=model))
+    (anywhere,) = told
+    weights = engine.module.parameters()
+    return anywhere, any(p.storage_offset() * p.element_size() % 16 for p in weights)
 
 
 def breaks_of_a_step(case: Case) -> list[str]:

@@ -74,15 +74,19 @@ def test_recomputation_runs_without_gradients(small_model, random_ids):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recompute", ["none", "block"])
-def test_compiled_blocks_compute_the_same_from_one_program(small_model, random_ids, recompute):
+@pytest.mark.parametrize(
+    ("recompute", "placed_anywhere"), [("none", False), ("none", True), ("block", False)]
+)
+def test_compiled_blocks_compute_the_same_from_one_program(
+    small_model, random_ids, recompute, placed_anywhere
+):
     ids = random_ids(2, 16)
     expected = step(small_model(), ids)
     model = small_model(recompute=recompute)
     names = list(model.state_dict())
     _dynamo.reset()
     _dynamo.utils.counters.clear()
-    compile_model(model)
+    compile_model(model, placed_anywhere=placed_anywhere)
     assert_same_step(step(model, ids), expected, tolerance=1e-5)
     assert list(model.state_dict()) == names
     # What is before the three blocks, one for all of them, and what is after them.

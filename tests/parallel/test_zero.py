@@ -8,6 +8,8 @@ import pytest
 
 from polyad.parallel.config import ParallelConfig
 from polyad.parallel.zero import deepspeed_config
+from tests.helpers.breaks import places_of_weights
+from tests.helpers.training import Case, moe_model
 
 
 def made(stage, precision="fp32", **keys):
@@ -59,3 +61,15 @@ def test_no_compiler_is_needed_or_used(tmp_path, stage, path):
     assert result.returncode == 0, result.stderr
     assert result.stdout.startswith("{'losses': [")  # and nothing before it
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize(
+    ("num_experts", "precision", "odd"), [(8, "bf16", False), (4, "bf16", True), (4, "fp32", False)]
+)
+def test_a_compiler_is_told_where_weights_may_begin(workers, stage, num_experts, precision, odd):
+    """The bias of a router of 4 experts has 8 bytes, and what follows begins in between."""
+    model = moe_model(num_experts=num_experts).model_copy(update={"hidden_size": 32})
+    case = Case(stage=stage, precision=precision, model=model)
+    odd = odd and stage > 0
+    assert workers(1).run(places_of_weights, case) == [(odd, odd)]
