@@ -309,6 +309,10 @@ def compile_model(
     if blocks is None:
         model.compile(**how)
         return
+    # A kind of block has up to five programs: in training with a record and without one, in
+    # evaluation, with batches of other sizes. After a limit, 8, blocks would run uncompiled.
+    limit = 8 * min(len(blocks), 8)
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, limit)
     for block in blocks.children():
         block.compile(**how)
     for name in ("embed", "score"):

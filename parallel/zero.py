@@ -262,6 +262,9 @@ class Engine:
             # Of experts too, each tensor-parallel process has some inner units: their norms are
             # added up like those of all that is cut.
             self.deepspeed.optimizer._grad_norm_counts_every_rank = lambda *_: False
+        if self.stage in (1, 2):
+            zero = self.deepspeed.optimizer
+            zero.has_overflow_partitioned_grads_serial = lambda: _some_not_finite(zero)
         if self.stage:
             trained = [p for p in self.module.parameters() if p.requires_grad]
             self._order = _in_one_order(self.deepspeed.optimizer, trained)
@@ -482,6 +485,17 @@ def _restore_buffers(module: nn.Module, buffers: dict[str, torch.Tensor]) -> Non
         prefix, _, name = path.rpartition(".")
         owner = module.get_submodule(prefix)
         owner._buffers[name] = value.to(module.get_buffer(path).device)
+
+
+def _some_not_finite(optimizer: Any) -> torch.Tensor:
+    """Whether a number of this process's gradients is not finite, [1]. DeepSpeed asks it of one
+    gradient after the other, with some ten operations for each."""
+    gradients = [g for group in optimizer.averaged_gradients.values() for g in group]
+    gradients = [g for g in gradients if g is not None and g.numel()]
+    if not gradients:  # of few parameters this process may own none
+        return torch.zeros(1, dtype=torch.bool, device=optimizer.device)
+    largest = torch.stack(torch._foreach_norm(gradients, math.inf))
+    return largest.isfinite().all().logical_not().reshape(1)
 
 
 def _state_fields(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:

@@ -9,6 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from polyad.model.build import build_model, compile_model, materialize, read_model_config
 from polyad.model.output import AUXILIARY_LOSSES, ask_for_statistics
 from tests.helpers.everyday import everyday
+from tests.helpers.small_decoders import small_decoder
 
 
 def step(model, ids):
@@ -91,6 +92,26 @@ def test_compiled_blocks_compute_the_same_from_one_program(
     assert list(model.state_dict()) == names
     # What is before the three blocks, one for all of them, and what is after them.
     assert _dynamo.utils.counters["stats"]["unique_graphs"] == 3
+
+
+@pytest.mark.slow
+def test_no_kind_of_block_runs_uncompiled_after_many_programs(random_ids):
+    """Two kinds of attention; steps with a record and without, evaluation, a smaller last batch."""
+    config = small_decoder("sinks")
+    model = build_model(config)
+    materialize(model, seed=0)
+    _dynamo.reset()
+    _dynamo.utils.counters.clear()
+    compile_model(model, backend="eager")
+    ids = random_ids(4, config.sequence_length) % config.vocab_size
+    for record_is_due in (True, False):
+        ask_for_statistics(model, losses=frozenset(), samples=False, record_is_due=record_is_due)
+        model(ids, target_ids_BT=ids).logits.sum().backward()
+    model.eval()
+    with torch.no_grad():
+        for size in (4, 3, 1):
+            model(ids[:size], target_ids_BT=ids[:size])
+    assert not _dynamo.utils.counters["unimplemented"]
 
 
 FEED_FORWARDS = {
