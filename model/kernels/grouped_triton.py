@@ -5,8 +5,8 @@ loop over the groups, for which the host waits to read their sizes (pytorch/pyto
 stay so). Here the sizes stay on the device: there are as many programs as any sizes could need, and
 those that none needs end at once.
 
-Nobody has measured these on a GPU: they are taken with `POLYAD_KERNELS=triton` alone. This module
-needs the package `triton`. With `TRITON_INTERPRET=1` the kernels run on a CPU, slowly, as in tests.
+On an H100 torch's kernel is faster, and nobody has measured these on an A100: they are taken with
+`POLYAD_KERNELS=triton` alone. This module needs the package `triton`. With `TRITON_INTERPRET=1` the kernels run on a CPU, slowly, as in tests.
 
 Shapes: M rows, E groups, D and F widths.
 """
