@@ -6,7 +6,8 @@ stay so). Here the sizes stay on the device: there are as many programs as any s
 those that none needs end at once.
 
 On an H100 torch's kernel is faster, and nobody has measured these on an A100: they are taken with
-`POLYAD_KERNELS=triton` alone. This module needs the package `triton`. With `TRITON_INTERPRET=1` the kernels run on a CPU, slowly, as in tests.
+`POLYAD_KERNELS=triton` alone. This module needs the package `triton`. With `TRITON_INTERPRET=1` the
+kernels run on a CPU, slowly, as in tests.
 
 Shapes: M rows, E groups, D and F widths.
 """
