@@ -54,9 +54,11 @@ gpu-check:  ## tests and figures of a GPU, nine minutes: WHEELS=folder (tests/gp
 
 fake-gpu: setup  ## steps of every configuration on a GPU that is not there; installs PyTorch with CUDA, 5 GB
 	@test -x .fake-gpu/bin/python || $(PYTHON) -m venv .fake-gpu
-	@$(BIN)/python -c 'import site; print(site.getsitepackages()[0])' > "$$(echo .fake-gpu/lib/python3.*/site-packages)/of-the-project.pth"
+	@rm -f .fake-gpu/lib/python3.*/site-packages/of-the-project.pth  # pip would find the CPU's PyTorch there
 	@env -u PIP_FIND_LINKS PIP_CONSTRAINT= PIP_CONFIG_FILE=/dev/null .fake-gpu/bin/python -m pip install --disable-pip-version-check -q \
 	  "torch==$$($(BIN)/python -c 'import torch; print(torch.__version__.split("+")[0])')"
+	@$(BIN)/python -c 'import site; print(f"import site; site.addsitedir({site.getsitepackages()[0]!r})")' \
+	  > "$$(echo .fake-gpu/lib/python3.*/site-packages)/of-the-project.pth"
 	@.fake-gpu/bin/python -m pytest -q -n 2 -m slow --slice all tests/gpu/fake
 
 bad-half-hour: setup  ## a run over four hosts of this machine, one fault after another; needs root: MINUTES=30 SEED=1
