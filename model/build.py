@@ -281,6 +281,10 @@ def _find_initializer(model: nn.Module, name: str) -> Initializer:
     raise AssertionError(f"no module says how {name} starts: add it to `initializers()`")
 
 
+PLACED_ANYWHERE = {"triton.divisible_by_16": False}
+"""Options of a compiler whose kernels read tensors that begin at no whole 16 bytes."""
+
+
 def compile_model(
     model: nn.Module, backend: str = "inductor", *, placed_anywhere: bool = False
 ) -> None:
@@ -304,7 +308,7 @@ def compile_model(
     torch._dynamo.config.allow_unspec_int_on_nn_module = True
     how: dict[str, Any] = {"backend": backend}
     if placed_anywhere and backend == "inductor":
-        how["options"] = {"triton.divisible_by_16": False}
+        how["options"] = PLACED_ANYWHERE
     blocks = getattr(model, "blocks", None)
     if blocks is None:
         model.compile(**how)

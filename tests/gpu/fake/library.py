@@ -36,7 +36,8 @@ def environment(folder: Path) -> dict[str, str]:
     compile_driver = ["gcc", *shared, "-Wl,-soname,libcuda.so.1", "-o", driver, HERE / "driver.c"]
     for command in (compile_devices, compile_driver):
         subprocess.run(command, check=True)
-    return os.environ | {
+    kept = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    return kept | {
         VARIABLE: str(folder),
         "LD_LIBRARY_PATH": str(folder),
         "LD_PRELOAD": str(devices),

@@ -1,0 +1,43 @@
+"""Compiled blocks become machine code of an H100 that is not there: `make fake-gpu`."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.gpu.fake.library import run, why_not
+
+ROOT = Path(__file__).resolve().parents[3]
+CONFIGS = (
+    "gpt2/124m", "gpt2/124m-smoe-16", "gpt2/124m-mumoe-cp", "gpt2/124m-mumoe-tr", "gpt2/124m-emoe",
+    "wikitext103/smoe-medium-similarity", "wikitext103/smoe-medium-attention",
+    "decoder/olmoe-1b-7b", "vit/vmoe-b16", "bert/base", "mixer/s16-mumoe-cp",
+)  # fmt: skip
+
+
+def found_for(config: str, folder: Path, *options: str) -> dict[str, Any]:
+    """What `kernels.py` says of a configuration."""
+    if (reason := why_not()) is not None:
+        pytest.skip(reason)
+    done = run("kernels", [*options, str(ROOT / "configs" / f"{config}.yaml")], folder)
+    assert done.stdout, done.stderr[-2000:]
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config", CONFIGS)
+def test_a_compiled_step_is_traced_whole_and_becomes_machine_code(
+    config: str, tmp_path: Path
+) -> None:
+    found = found_for(config, tmp_path)
+    assert (found["failed"], found["breaks"]) == ([], {})
+    assert found["kernels"] > 20
+    assert found["taken_for_granted"] > found["kernels"]
+
+
+@pytest.mark.slow
+def test_kernels_for_weights_anywhere_take_no_place_for_granted(tmp_path: Path) -> None:
+    found = found_for("gpt2/124m-smoe-16", tmp_path, "--placed-anywhere")
+    assert (found["failed"], found["taken_for_granted"]) == ([], 0)
