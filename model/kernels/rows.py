@@ -106,6 +106,8 @@ def _sum_rows(rows_MD: Tensor, row_NK: Tensor, weights_NK: Tensor | None = None)
     rows_NKD = rows_MD.index_select(0, row_NK.view(-1)).view(num_tokens, top_k, -1)
     if weights_NK is None:
         return rows_NKD.sum(1)
+    if torch.compiler.is_compiling():  # one kernel, as below
+        return (weights_NK.unsqueeze(-1) * rows_NKD).sum(1)
     return torch.bmm(weights_NK.unsqueeze(1), rows_NKD).squeeze(1)
 
 

@@ -199,6 +199,17 @@ def test_a_compiler_traces_it_whole_but_the_loop(name, way):
     torch.testing.assert_close(with_gradients(compiled, inputs, torch.float32), plain)
 
 
+@pytest.mark.parametrize("name", ["rows taken", "rows combined"])
+def test_a_compiler_is_given_sums_of_rows_that_are_the_definition(name, monkeypatch):
+    """As on a GPU, where they are no operation of their own."""
+    monkeypatch.setattr(rows, "_takes_bags", lambda _: False)
+    compute, definition, inputs = OPERATIONS[name]
+    torch._dynamo.reset()
+    compiled = torch.compile(compute, backend="aot_eager", fullgraph=True)
+    exact = with_gradients(definition, inputs, torch.float64)
+    assert_close(with_gradients(compiled, inputs, torch.float64), exact, torch.float64)
+
+
 @every_operation
 @pytest.mark.parametrize("kind", ["meta", "fake"])
 def test_shapes_are_known_without_numbers(name, kind):
