@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from polyad.model.attention import Attention, KeyValueCache, SelfAttention
+from polyad.model.cuda_graph import GraphedBlocks
 from polyad.model.emoe.config import EmergentMoEConfig
 from polyad.model.emoe.layer import EmergentMoE
 from polyad.model.feedforward import (
@@ -193,15 +194,23 @@ def run_blocks(
     Returns:
         The residual stream after the last one, and the statistics of those that route.
     """
-    routing = []
-    for index, block in enumerate(blocks):
-        if cache is None:
-            x_BTD, stats = run_block(block, x_BTD, recompute, given)
-        else:
-            x_BTD, stats = block(x_BTD, given._replace(cache=cache.blocks[index]))
-        if stats is not None:
-            # Named here: a block that knew its name could not share compiled code with the others.
-            routing.append(stats._replace(name=f"blocks.{index}.feed_forward"))
+    graphs: GraphedBlocks | None = getattr(blocks, "graphs", None)
+    if graphs is not None and cache is None and given == NOTHING_ELSE and graphs.take(x_BTD):
+        x_BTD, statistics = graphs(x_BTD)
+    else:
+        statistics = []
+        for index, block in enumerate(blocks):
+            if cache is None:
+                x_BTD, stats = run_block(block, x_BTD, recompute, given)
+            else:
+                x_BTD, stats = block(x_BTD, given._replace(cache=cache.blocks[index]))
+            statistics.append(stats)
+    # Named here: a block that knew its name could not share compiled code with the others.
+    routing = [
+        stats._replace(name=f"blocks.{index}.feed_forward")
+        for index, stats in enumerate(statistics)
+        if stats is not None
+    ]
     return x_BTD, tuple(routing)
 
 

@@ -12,6 +12,7 @@ from polyad.model.build import (
     matrix_dimensions,
     place,
 )
+from polyad.model.cuda_graph import GraphedBlocks
 from polyad.model.decoder import Decoder
 from polyad.model.lora import of_base
 from polyad.model.mumoe.gating import BatchNorm
@@ -64,6 +65,7 @@ def parallelize(
     source: Source,
     cross_entropy: CrossEntropy,
     compiled: bool = False,
+    cuda_graph: bool = False,
     average_decay: float | None = None,
 ) -> Engine:
     """Spreads a model over the processes of `dims`.
@@ -83,6 +85,7 @@ def parallelize(
         source: what weights and optimizer state start from.
         cross_entropy: of whole logits; a layout that cuts them has its own.
         compiled: whether blocks run through torch.compile.
+        cuda_graph: whether a GPU replays blocks as CUDA graphs.
         average_decay: of the moving average of the weights; None: none is kept.
 
     Returns:
@@ -137,6 +140,9 @@ def parallelize(
         # DeepSpeed then lays them one after the other in one flat tensor.
         flat = [p for p in model.parameters() if p.requires_grad and parallel.zero_stage in (1, 2)]
         compile_model(model, placed_anywhere=any(p.numel() * p.element_size() % 16 for p in flat))
+    if cuda_graph and world.device.type == "cuda":
+        blocks = model.get_submodule("blocks")
+        blocks.graphs = GraphedBlocks(blocks.children())  # type: ignore[assignment]
     named = [(name, p, dimensions[name]) for name, p in model.named_parameters()]
     optimizer = make_optimizer(named)
     if dims.expert_parallel_size > 1:

@@ -91,6 +91,9 @@ def parts(work: Path, dry: bool) -> Iterator[Part]:
         more = {name: ["model.vocab_size=50304", *small] for name in configs}
         more["olmoe"] = ["model.num_layers=2", "train.micro_batch_size=4"]
         more["olmoe"] += ["train.global_batch_size=16", "checkpoint.keep_last=1"]
+        for name in ("gpt2", "mumoe"):
+            configs[f"{name}-graphs"] = configs[name]
+            more[f"{name}-graphs"] = [*more[name], "train.cuda_graph=true"]
     begun = [f"configs/{configs['gpt2']}.yaml", data, f"run.folder={work / 'train'}"]
     begun += [each for each in more["gpt2"] if each.startswith("model.")]
     begun += ["train.steps=100000", "checkpoint.every=100", "evaluation.every=0", "log.every=5"]

@@ -91,6 +91,8 @@ class Case:
     dropout: float = 0.0
     model: DecoderSettings | BertConfig | ImageModelSettings = MODEL
     micro_batch: int = MICRO_BATCH
+    cuda_graph: bool = False
+    """Whether a GPU replays blocks as CUDA graphs."""
     average: float | None = None
     """Decay of the moving average of the weights."""
     timeout_minutes: float = 30.0
@@ -208,6 +210,7 @@ def build_engine(case: Case, source: Any = None) -> tuple[Engine, comm.World]:
         source=source or InitialWeights(whole_model(case), 7),
         cross_entropy=cross_entropy,
         compiled=case.model.compile,
+        cuda_graph=case.cuda_graph,
         average_decay=case.average,
     )
     engine.train()

@@ -111,6 +111,7 @@ def engine_of(
         source=source,
         cross_entropy=cross_entropy,
         compiled=compiled,
+        cuda_graph=train.cuda_graph,
         average_decay=train.ema,
     )
     engine.train()

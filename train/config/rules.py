@@ -21,7 +21,7 @@ MAY_CHANGE_ON_RESUME = (
     # The data is compared by its fingerprint, not by path or mixture.
     "run", "data.path", "data.mixture", "data.num_workers", "data.verify", "data.tokenizer",
     "data.padding", "data.max_damaged", "train.steps",
-    "train.micro_batch_size", "train.max_skipped_steps", "train.ema",
+    "train.micro_batch_size", "train.max_skipped_steps", "train.ema", "train.cuda_graph",
     "optimizer.learning_rate", "schedule", "parallel", "checkpoint", "evaluation", "monitor", "log",
     "model.recompute", "model.compile",
     # Initial weights, which matter to new runs alone.
@@ -90,7 +90,52 @@ def validate(config: RunConfig, world_size: int) -> Dims:
             "model.compile: true is not allowed with parallel.zero_stage: 3: DeepSpeed's "
             "hooks on every module send the compiler back to eager code; use stage 0, 1 or 2"
         )
+    check_cuda_graph(config, dims)
     return dims
+
+
+def check_cuda_graph(config: RunConfig, dims: Dims) -> None:
+    """Checks that a graph can be made of every block: see `model/cuda_graph.py`.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    if not config.train.cuda_graph:
+        return
+    kinds = {each.kind: each for each in config.model.feed_forwards().values()}
+    mixes = [each for each in kinds.values() if getattr(each, "gate_norm", "layer") == "batch"]
+    needs = [
+        (
+            config.model.kind in ("gpt2", "vit"),
+            f"model.kind: gpt2 or vit, not {config.model.kind}, whose blocks take more than tokens",
+        ),
+        (
+            not kinds.keys() - {"dense", "mumoe"},
+            f"feed-forwards of kind dense or mumoe, not {' and '.join(kinds)}: products of "
+            f"experts may wait for their sizes",
+        ),
+        (
+            config.model.recompute == "none",
+            "model.recompute: none: graphs compute nothing again",
+        ),
+        (
+            config.train.precision == "bf16",
+            "train.precision: bf16: in fp32 gradients would stay where the next pass overwrites "
+            "them",
+        ),
+        (
+            config.parallel.zero_stage < 3,
+            "parallel.zero_stage of 0, 1 or 2: stage 3 moves weights",
+        ),
+        (
+            dims.tensor_parallel_size == 1 and not (mixes and dims.data_parallel_size > 1),
+            "blocks in which no processes talk: parallel.tensor_parallel_size: 1, and with "
+            "gate_norm: batch one process",
+        ),
+    ]
+    for given, wanted in needs:
+        if not given:
+            raise ConfigError(f"train.cuda_graph: true needs {wanted}; or set it to false")
 
 
 def check_windows(config: RunConfig) -> None:

@@ -39,6 +39,10 @@ class TrainConfig(Config):
     """Whether a GPU may round the factors of fp32 matrix products to TF32 (10 bits of mantissa
     instead of 23), which is several times as fast. No by default: fp32 is for comparing with other
     layouts and machines, bf16 for speed. Nothing changes in bf16, or on a CPU."""
+    cuda_graph: bool = False
+    """Whether a GPU replays the blocks' passes as CUDA graphs, whose kernels the host launches
+    together: for small models of few micro-batches a step, which wait for the host. Nothing changes
+    on a CPU. No GPU has run it yet."""
     ema: Annotated[float, Field(ge=0, lt=1)] | None = None
     """Decay d of an exponential moving average of the weights, d average + (1 - d) weight after
     every step that is applied, as 0.9999; in fp32, from the first weights on. It is kept in

@@ -376,6 +376,45 @@ def test_experts_that_cannot_be_spread_are_refused(overrides, processes, expecte
     assert caught.value.exit_status == 2
 
 
+GRAPH = ("train.cuda_graph=true", "train.precision=bf16")
+VISION = """
+run: {folder: runs/x}
+model: {kind: vit, num_layers: 2, hidden_size: 32, num_heads: 4, image_size: 8, patch_size: 4,
+  feed_forward: {kind: mumoe, num_experts: [4], gate_norm: batch}}
+data: {kind: images, path: data/x}
+train: {steps: 10, global_batch_size: 8, micro_batch_size: 2}
+"""
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ((EXPERTS,), "kind dense or mumoe, not smoe: products of experts may wait"),
+        (("train.precision=fp32",), "needs train.precision: bf16: in fp32 gradients would stay"),
+        (("model.recompute=block",), "needs model.recompute: none: graphs compute nothing again"),
+        (("parallel.zero_stage=3",), "needs parallel.zero_stage of 0, 1 or 2"),
+        (("parallel.tensor_parallel_size=2",), "needs blocks in which no processes talk"),
+        (
+            ("model={kind: decoder, hidden_size: 32, num_heads: 4, num_layers: 2}",),
+            "needs model.kind: gpt2 or vit, not decoder",
+        ),
+    ],
+)
+def test_what_no_graph_can_be_made_of_is_refused(overrides, expected):
+    with pytest.raises(ConfigError, match=re.escape(expected)) as caught:
+        validate(parse(*GRAPH, *overrides), 2)
+    assert str(caught.value).startswith("train.cuda_graph: true needs ")
+    assert caught.value.exit_status == 2
+
+
+def test_graphs_are_of_dense_and_factorized_blocks_that_one_process_computes():
+    validate(parse(*GRAPH), 2)
+    validate(parse(*GRAPH, "model.compile=true", "model.feed_forward={kind: mumoe}"), 2)
+    validate(parse(*GRAPH, text=VISION), 1)
+    with pytest.raises(ConfigError, match="gate_norm: batch one process"):
+        validate(parse(*GRAPH, text=VISION), 2)
+
+
 def test_tokens_are_cut_between_cut_layers_alone():
     key = "parallel.sequence_parallel=true"
     with pytest.raises(ConfigError, match=r"parallel\.tensor_parallel_size of 2 or more, not 1"):
