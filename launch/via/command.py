@@ -249,13 +249,22 @@ class Launch:
     def _over_ssh(self, options: SshOptions, variables: dict[str, str]) -> int:
         assert options.hostfile is not None
         assert self.config is not None
-        named = read_hostfile(options.hostfile)
+        named, spares = read_hostfile(options.hostfile), self.how.spare_nodes or 0
+        if spares and len(named) < (self.how.nodes or 1) + spares:
+            raise LaunchError(
+                f"--spare-nodes: {spares} is not allowed; {options.hostfile} names {len(named)} "
+                f"hosts, and the run takes {self.how.nodes or 'at least 1'} of them"
+            )
         hosts, processes = chosen_hosts(
-            named, options.hostfile, self.how.nodes, self.how.processes_per_node
+            named,
+            options.hostfile,
+            None if self.how.nodes is None else self.how.nodes + spares,
+            self.how.processes_per_node,
         )
+        nodes = len(hosts) - spares
         if not self.how.dry_run:
             check_ssh()
-        checked = self._checked(len(hosts), processes)
+        checked = self._checked(nodes, processes)
         run = SshRun(
             hosts=hosts,
             processes_per_node=processes,
@@ -263,8 +272,8 @@ class Launch:
             config=self.config,
             options=options,
             variables=forwarded_variables(os.environ) | variables | _patience(checked),
-            agent=lambda nodes, meeting: self._agent(nodes, processes, meeting)[1:],
-            sizes=_fitting_sizes(checked, len(hosts), processes, self.how.min_nodes),
+            agent=lambda size, meeting: self._agent(size, processes, meeting)[1:],
+            sizes=_fitting_sizes(checked, nodes, processes, self.how.min_nodes),
             restarts=self._restarts,
             needs_interface=self.how.interface is None,
         )

@@ -17,6 +17,7 @@ ONLY_FOR: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("job_name", "gpus_per_node", "cpus_per_node", "memory_per_node"), BATCH),
     **dict.fromkeys(("hostfile", "ssh_config", "port", "wait_minutes"), ("ssh",)),
     "min_nodes": ("torchrun", "ssh"),
+    "spare_nodes": ("ssh",),
     **dict.fromkeys(("claim", "namespace"), ("kubernetes",)),
     **dict.fromkeys(("image", "mount"), BATCH),
 }
@@ -54,6 +55,15 @@ class LaunchOptions:
         Argument(
             "torchrun, ssh: hosts that the run goes on with if others are lost; default: all",
             "M",
+            positive,
+        ),
+    ] = None
+    spare_nodes: Annotated[
+        int | None,
+        Argument(
+            "ssh: further hosts of the file, which take the place of those that are lost; default: "
+            "none",
+            "S",
             positive,
         ),
     ] = None

@@ -110,7 +110,7 @@ def run_over_ssh(run: SshRun) -> int:
         HostsLostError: hosts were lost, and too few came back.
     """
     check_hosts(run, list(run.hosts))
-    hosts = list(run.hosts)
+    hosts = list(run.hosts[: run.sizes[0]])
     for start in range(run.restarts + 1):
         started = _Start(run, hosts)
         ended = started.watch()

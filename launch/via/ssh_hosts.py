@@ -59,6 +59,7 @@ class SshRun:
     """A run over hosts, as `launch` checked it."""
 
     hosts: Sequence[str]
+    """Those that it begins on, and after them its spare ones."""
     processes_per_node: int
     workplace: str
     """The folder, on every host, that paths of the configuration are relative to."""

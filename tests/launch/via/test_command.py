@@ -36,6 +36,7 @@ def unchanged_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--hostfile", "hosts"], ["--hostfile: 'hosts'", "--via local", "--via ssh"]),
         (["--via", "kubernetes", "--image", "polyad"], ["--claim", "missing"]),
         (["--via", "kubernetes", "--claim", "data"], ["--image", "missing"]),
+        (["--via", "slurm", "--spare-nodes", "1"], ["--spare-nodes: 1", "--via ssh"]),
         (["--via", "slurm", "--min-nodes", "2"], ["--min-nodes: 2", "--via torchrun and ssh"]),
         (["--nodes", "2", *TORCHRUN, "--min-nodes", "3"], ["--min-nodes: 3", "hosts, 2"]),
         (
@@ -71,6 +72,27 @@ def test_a_wrong_launch_is_one_line_before_anything_starts(
     for word in words:
         assert word in error_line(captured.err)
     assert not (config.parent / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (("--spare-nodes", "3"), "names 3 hosts, and the run takes at least 1 of them"),
+        (("--nodes", "2", "--spare-nodes", "2"), "names 3 hosts, and the run takes 2 of them"),
+    ],
+)
+def test_spare_hosts_that_the_file_does_not_have_are_refused(
+    more: tuple[str, ...],
+    said: str,
+    config: Path,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    file = tmp_path / "hosts"
+    file.write_text("a slots=1\nb slots=1\nc slots=1\n")
+    words = ["launch", str(config), "--via", "ssh", "--hostfile", str(file), *more]
+    assert run(words) == 2
+    assert f"--spare-nodes: {more[-1]} is not allowed; {file} {said}" in capfd.readouterr().err
 
 
 def test_a_program_is_refused_what_the_command_line_is(config: Path) -> None:

@@ -189,10 +189,30 @@ def test_after_a_signal_nothing_starts_again(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(ssh, "check_hosts", lambda run, hosts: None)
     monkeypatch.setattr(ssh._Start, "watch", watch)
-    run = SimpleNamespace(hosts=["a", "b"], restarts=3)
+    run = SimpleNamespace(hosts=["a", "b"], sizes=[2], restarts=3)
     assert ssh.run_over_ssh(run) == 143
     ended["a"] = 1
     assert ssh.run_over_ssh(run) == 1
+
+
+def test_the_next_hosts_that_answer_take_the_place_of_lost_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    look, begun = remote.look("localhost", 29400, []), []
+
+    def watch(start: Any) -> dict[str, int]:
+        begun.append(start.hosts)
+        return {host: ssh.LOST if host == "a" else 0 for host in start.hosts}
+
+    monkeypatch.setattr(ssh, "check_hosts", lambda run, hosts: None)
+    monkeypatch.setattr(ssh, "_wait_for_end", lambda run, lost: None)
+    answers = {"a": "no answer", "b": look, "c": "no answer", "d": look}
+    monkeypatch.setattr(ssh, "look_at", lambda run, hosts: {each: answers[each] for each in hosts})
+    monkeypatch.setattr(ssh._Start, "watch", watch)
+    options = SimpleNamespace(wait_minutes=0.0)
+    run = SimpleNamespace(hosts=["a", "b", "c", "d"], sizes=[2], restarts=1, options=options)
+    assert ssh.run_over_ssh(run) == 0
+    assert begun == [["a", "b"], ["b", "d"]]
 
 
 @pytest.mark.slow
@@ -249,6 +269,34 @@ def test_a_run_survives_the_loss_of_a_host(
     else:
         # The same batches; dropout depends on the number of processes.
         assert there[steps] == pytest.approx(expected[steps], rel=0.02)
+
+
+@pytest.mark.slow
+def test_a_spare_host_takes_the_place_of_one_that_is_lost(
+    data: Path, polyad: Polyad, tmp_path: Path
+) -> None:
+    steps = 600
+    config, whole = (
+        write_run(tmp_path / "three", data, steps),
+        write_run(tmp_path / "one", data, steps),
+    )
+    with several_hosts(3, net=77) as hosts:
+        three = hosts, SshServers(hosts, tmp_path)
+        launcher = start_over(three, config, "--spare-nodes", "1")
+        try:
+            wait_for(manifest(config, 40).exists, launcher)
+            assert not hosts[2].running("polyad.launch", "train")
+            hosts[0].kill()  # where the agents meet; it does not come back
+            _, said = launcher.communicate(timeout=240)
+        finally:
+            launcher.kill()
+        assert launcher.returncode == 0, said
+        again = f"on 2 hosts: {hosts[1].alias}, {hosts[2].alias}"
+        assert f"starts again from the newest checkpoint {again}" in said
+        assert left_over(hosts) == []
+    done = polyad("launch", whole, "--processes-per-node", 2)
+    assert done.returncode == 0, done.stderr
+    assert losses(config.parent / "run") == losses(whole.parent / "run")
 
 
 @pytest.mark.slow
@@ -316,7 +364,8 @@ def test_a_run_starts_again_once_a_lost_host_has_nothing_of_it_left(
     monkeypatch.setattr(ssh, "TERMINATION", 0.0)
     monkeypatch.setattr(ssh, "LOOK_AGAIN", 0.01)
     begun = time.monotonic()
-    assert ssh.run_over_ssh(SimpleNamespace(hosts=["a", "b"], restarts=1, name="run")) == 0
+    run = SimpleNamespace(hosts=["a", "b"], sizes=[2], restarts=1, name="run")
+    assert ssh.run_over_ssh(run) == 0
     if answers == ["no answer"]:
         assert time.monotonic() - begun >= silence
     else:
