@@ -68,11 +68,11 @@ class Progress:
         if share < 1 and now - self._last < (0.2 if sys.stderr.isatty() else 10):
             return
         self._last, seconds = now, max(now - self._start, 1e-9)
-        done = max(share - self._before, 1e-9)
+        done = max(share - self._before, 0.0)
+        left = seconds * (1 - share) / done if done else float("nan")
         self._console.show(
             f"{self._what} {bar(share)} {100 * share:3.0f}%  "
-            f"{self._amount * done / seconds:,.0f} {self._unit}/s  "
-            f"{duration(seconds * (1 - share) / done)} left"
+            f"{self._amount * done / seconds:,.0f} {self._unit}/s  {duration(left)} left"
         )
         if share >= 1:
             self._console.end()

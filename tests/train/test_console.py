@@ -8,7 +8,7 @@ import termios
 
 import pytest
 
-from polyad.train.console import Console, in_bytes
+from polyad.train.console import Console, Progress, in_bytes
 
 
 @pytest.mark.parametrize(
@@ -34,3 +34,9 @@ def test_a_line_fits_a_terminal_of_any_width(columns, expected):
         Console(stream).show("x" * 100)
         assert os.read(outer, 1000).decode() == f"\r{expected}"
     os.close(outer)
+
+
+def test_before_anything_is_done_no_time_is_left_to_tell(capsys):
+    progress = Progress("reading", 1000.0)
+    progress(0.0)
+    assert "reading [----------------]   0%  0 tok/s  -:-- left" in capsys.readouterr().err
