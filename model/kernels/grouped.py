@@ -123,7 +123,7 @@ def by_grouped_products(
     activation: Drop | None = None,
     gate: Gate | None = None,
 ) -> Tensor:
-    """As `grouped`, on any device."""
+    """Computes what `grouped` does, on any device."""
     offsets_E = counts_E.cumsum(0, dtype=torch.int32)
     inner_MF: Tensor = _grouped_mm(rows_MD, up_EDF, offsets_E)
     if bias_EF is not None:

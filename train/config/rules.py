@@ -102,8 +102,9 @@ def check_cuda_graph(config: RunConfig, dims: Dims) -> None:
     """
     if not config.train.cuda_graph:
         return
-    kinds = {each.kind: each for each in config.model.feed_forwards().values()}
-    mixes = [each for each in kinds.values() if getattr(each, "gate_norm", "layer") == "batch"]
+    sections = config.model.feed_forwards().values()
+    kinds = dict.fromkeys(each.kind for each in sections)
+    mixes = any(getattr(each, "gate_norm", "layer") == "batch" for each in sections)
     needs = [
         (
             config.model.kind in ("gpt2", "vit"),
@@ -113,6 +114,10 @@ def check_cuda_graph(config: RunConfig, dims: Dims) -> None:
             not kinds.keys() - {"dense", "mumoe"},
             f"feed-forwards of kind dense or mumoe, not {' and '.join(kinds)}: products of "
             f"experts may wait for their sizes",
+        ),
+        (
+            config.adapt.lora is None,
+            "adapt.lora: null: frozen embeddings give the first block nothing to differentiate",
         ),
         (
             config.model.recompute == "none",

@@ -391,6 +391,10 @@ train: {steps: 10, global_batch_size: 8, micro_batch_size: 2}
     [
         ((EXPERTS,), "kind dense or mumoe, not smoe: products of experts may wait"),
         (("train.precision=fp32",), "needs train.precision: bf16: in fp32 gradients would stay"),
+        (
+            ("adapt.lora={rank: 4}", "checkpoint.init_from=base"),
+            "needs adapt.lora: null: frozen embeddings",
+        ),
         (("model.recompute=block",), "needs model.recompute: none: graphs compute nothing again"),
         (("parallel.zero_stage=3",), "needs parallel.zero_stage of 0, 1 or 2"),
         (("parallel.tensor_parallel_size=2",), "needs blocks in which no processes talk"),
