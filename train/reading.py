@@ -32,6 +32,8 @@ from polyad.train.config.text import flatten
 from polyad.train.console import Progress
 from polyad.train.errors import ConfigError
 from polyad.train.exchange.writers import config_of_weights
+from polyad.train.experts.interventions import Intervention, intervened, layers_by_block
+from polyad.train.experts.moments import ExpertMoments
 from polyad.train.experts.probing import Decision, RoutedLayer, deciding
 from polyad.train.guard.memory import explain_out_of_memory
 from polyad.train.loop.device import allow_tf32
@@ -39,8 +41,11 @@ from polyad.train.streaming import opened_model, run_blocks
 from polyad.train.tasks.images import ImageClassification
 from polyad.train.tasks.language import LanguageModelling
 from polyad.train.tasks.registry import task_class
-from polyad.train.tasks.samples import Passages, Samples, TextSamples
+from polyad.train.tasks.samples import Passages, Samples, TextSamples, samples_of
 from polyad.train.tasks.task import Task
+
+MEAN_OF = 65_536
+"""About how many tokens or images a mean output is over."""
 
 
 class Evaluated(NamedTuple):
@@ -56,6 +61,8 @@ class Evaluated(NamedTuple):
     """Whether the data was named, and is not that of the configuration."""
     stream: Path | None = None
     """Where a reading block by block keeps how far it is; None: it keeps nothing."""
+    interventions: Sequence[Intervention] = ()
+    """What happens to experts whenever the model reads."""
 
     def about(self) -> dict[str, Any]:
         """The keys of a result that say which weights it is of; a folder of weights is of step
@@ -102,6 +109,8 @@ class Evaluated(NamedTuple):
             needs_whole: why it has to be; None: it need not.
         """
         world, precision = self.joined(split), self.config.train.precision
+        if self.interventions:
+            needs_whole = needs_whole or "--intervene changes a whole model"
         allow_tf32(self.config.train.tf32, world.device)
         with (
             explain_out_of_memory(lambda: doing, world, lambda: to_evaluate(self.config)),
@@ -110,8 +119,27 @@ class Evaluated(NamedTuple):
             else opened_model(
                 self.weights, world, precision, folder=self.stream, needs_whole=needs_whole
             ) as model,
+            intervened(model, self.interventions, lambda: self._means(model, split, world)),
         ):
             yield model, world
+
+    def _means(
+        self, model: nn.Module, split: str | None, world: comm.World
+    ) -> Mapping[str, Tensor]:
+        """The mean outputs of experts that are to be replaced by them, over the same split."""
+        blocks = {each.layer for each in self.interventions if each.action.how == "mean"}
+        layers = [layer for block, layer in layers_by_block(model).items() if block in blocks]
+        samples = samples_of(self.task, split or "validation", MEAN_OF)
+        reader = MomentsReader(layers)
+        read(
+            *(model, layers, samples, (reader,)),
+            batch_size=self.batch_size,
+            world=world,
+            told="mean outputs",
+        )
+        moments = reader.moments
+        found = moments.result(lambda values: comm.sum_over_samples(values, world))
+        return {name: each.mean_SD for name, each in found.items()}
 
     def text(self, option: str) -> LanguageModelling:
         """The task, for an option that only text has.
@@ -155,6 +183,7 @@ def open_evaluated(
     weights: Choice = "trained",
     base: Path | None = None,
     stream: Path | None = None,
+    interventions: Sequence[Intervention] = (),
 ) -> Evaluated:
     """Opens weights, and data that fits them.
 
@@ -166,12 +195,13 @@ def open_evaluated(
         base: see `open_weights`.
         stream: where a reading block by block keeps how far it is; None: the weights are read so
             only if they do not fit into memory, and nothing is kept.
+        interventions: what happens to experts whenever the model reads.
 
     Raises:
         ValueError: with an `exit_status` of 2: one line says what is wrong.
     """
     opened = open_data_for(open_weights(path, weights, base), data, overrides, weights)
-    return opened._replace(stream=stream)
+    return opened._replace(stream=stream, interventions=interventions)
 
 
 def open_data_for(
@@ -303,6 +333,23 @@ class Reader(Protocol):
 
     def add(self, reading: Reading) -> None:
         """Adds a batch."""
+
+
+class MomentsReader:
+    """Adds up the moments of the outputs of experts.
+
+    Args:
+        layers: that are read.
+    """
+
+    blocks: Sequence[int] = ()
+
+    def __init__(self, layers: Sequence[RoutedLayer]) -> None:
+        self.moments = ExpertMoments(layers)
+
+    def add(self, reading: Reading) -> None:
+        """Adds a batch."""
+        self.moments.add(reading.decisions, reading.numbers_of)
 
 
 @runtime_checkable

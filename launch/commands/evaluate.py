@@ -23,6 +23,7 @@ from polyad.launch.commands.options import (
     Best,
     CheckpointOrRun,
     Data,
+    Intervene,
     Split,
     Stream,
     Weights,
@@ -62,11 +63,15 @@ class Stored(HeldOut):
     weights: Weights = "trained"
     base: Base = None
     stream: Stream = None
+    intervene: Intervene = ()
 
     def keywords(self, overrides: Sequence[str]) -> dict[str, Any]:
         """The arguments of what reads it."""
+        from polyad.train.experts.interventions import parse_intervention
+
         own = {"weights": self.weights, "base": self.base, "stream": self.stream}
-        return super().keywords(overrides) | own
+        interventions = [parse_intervention(text) for text in self.intervene]
+        return super().keywords(overrides) | own | {"interventions": interventions}
 
 
 READ = "about how many tokens or images are read, evenly; default 65536"

@@ -1,5 +1,6 @@
 """Options that several commands take which read a checkpoint."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -51,6 +52,18 @@ def numbers(about: str) -> Argument:
         about: what it is for.
     """
     return Argument(about, NUMBERS, names)
+
+
+Intervene = Annotated[
+    Sequence[str],
+    Argument(
+        "change what experts do, at every token: contribution (output 0), route-around, swap (to=E "
+        "in their place), mean, prune, scale or clamp (value=X, of their weight); may be given "
+        "several times; experts of a hierarchy are counted over its levels",
+        "layer=L,expert=E+F,how=HOW",
+        repeated=True,
+    ),
+]
 
 
 def steering(about: str) -> Argument:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from polyad.launch.command import Argument, Json, command, positive
-from polyad.launch.commands.options import Base, Best, Weights, steering
+from polyad.launch.commands.options import Base, Best, Intervene, Weights, steering
 from polyad.launch.output import check_json_path, only_results_on_stdout, results, show
 
 
@@ -15,6 +15,7 @@ from polyad.launch.output import check_json_path, only_results_on_stdout, result
     "polyad generate runs/quickstart/run --prompt 'def ' --temperature 0.8 "
     "--top-k 50 --top-p 0.95 --seed 1",
     "polyad generate runs/quickstart/run --prompt 'def ' --steer layer=3,expert=2,strength=8",
+    "polyad generate runs/quickstart/run --prompt 'def ' --intervene layer=3,expert=2,how=prune",
 )
 def generate(
     path: Annotated[Path, Argument("a checkpoint, a run, or a folder of weights", "CHECKPOINT")],
@@ -52,6 +53,7 @@ def generate(
             "hierarchy; may be given several times"
         ),
     ] = (),
+    intervene: Intervene = (),
     json: Json = None,
 ) -> None:
     """Continues a text with a checkpoint."""
@@ -60,10 +62,12 @@ def generate(
     prepare_environment()
     from polyad.parallel.checkpoint.finding import best_checkpoint, newest_of, read_newest
     from polyad.train.evaluation.generate import Sampling, generate
+    from polyad.train.experts.interventions import parse_intervention
     from polyad.train.experts.steering import parse_steering
 
     check_json_path(json)
     steerings = [parse_steering(text) for text in steer]
+    interventions = [parse_intervention(text) for text in intervene]
     with only_results_on_stdout() as stdout:
 
         def write(text: str) -> None:
@@ -82,6 +86,7 @@ def generate(
                 use_cache=not no_cache,
                 precision=precision,
                 steerings=steerings,
+                interventions=interventions,
                 base=base,
                 write=write,
             ),

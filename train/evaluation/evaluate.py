@@ -2,7 +2,7 @@
 
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +21,7 @@ from polyad.parallel.weights import Choice
 from polyad.train.console import Progress
 from polyad.train.errors import ConfigError, RunError
 from polyad.train.evaluation.leak import Leak, check_leaks, measure_leak
+from polyad.train.experts.interventions import Intervention
 from polyad.train.experts.replay import (
     Choices,
     first_rows,
@@ -150,6 +151,8 @@ class Evaluation:
     routing: dict[str, str] | None
     """The file that routing was recorded in, the one that it was taken from, and the checkpoint of
     that; None: the model's own was used, and is not kept."""
+    interventions: Sequence[Intervention]
+    """What happened to experts."""
     scores: Scores
     leak: Leak | None
     precision: str
@@ -166,6 +169,8 @@ class Evaluation:
         """What programs get."""
         found: dict[str, Any] = {}
         for name, value in vars(self).items():
+            if name == "interventions" and not value:
+                continue
             found |= self.scores.to_json() if name == "scores" else {name: value}
         return found | {f"{units}_per_second": speed for units, speed in self.speed.items()}
 
@@ -180,6 +185,7 @@ class Evaluation:
             *self.scores.rows(task_class(self.data_kind)),
             *([] if self.attack is None else [("attack", str(self.attack))]),
             *self._routing(),
+            *(("intervention", str(each)) for each in self.interventions),
             *([] if self.leak is None else self.leak.rows(self.scores.to_json()["loss"])),
             ("speed", f"{speed:,.0f} {units}/s"),
             ("processes", f"{self.processes}"),
@@ -206,6 +212,7 @@ def evaluate(
     weights: Choice = "trained",
     base: Path | None = None,
     stream: Path | None = None,
+    interventions: Sequence[Intervention] = (),
 ) -> Evaluation:
     """Evaluates a checkpoint, in one process or under torchrun.
 
@@ -221,11 +228,12 @@ def evaluate(
         weights: which of the checkpoint's.
         base: see `open_weights`.
         stream: see `open_evaluated`.
+        interventions: see `open_evaluated`.
 
     Returns:
         The same on every process.
     """
-    opened = open_evaluated(path, data, overrides, weights, base, stream)
+    opened = open_evaluated(path, data, overrides, weights, base, stream, interventions)
     return evaluate_opened(opened, split, attack=attack, leak=leak, routing=routing)
 
 
@@ -292,6 +300,7 @@ def evaluate_opened(
         split=split,
         attack=attacked,
         routing=routed,
+        interventions=opened.interventions,
         scores=scores,
         leak=leaked,
         precision=opened.config.train.precision,

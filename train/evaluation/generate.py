@@ -22,6 +22,7 @@ from polyad.model.decoder import DecoderSettings
 from polyad.parallel.weights import open_weights
 from polyad.parallel.zero import Precision
 from polyad.train.errors import ConfigError
+from polyad.train.experts.interventions import Intervention, intervened
 from polyad.train.experts.steering import Load, Steering, loads_of, steered
 from polyad.train.streaming import whole_model
 from polyad.train.tasks.language import language_model
@@ -287,6 +288,7 @@ class Generated:
     cache: bool
     precision: Precision
     steering: list[Load]
+    interventions: Sequence[Intervention]
     seconds: float
     tokens_per_second: float
 
@@ -301,6 +303,7 @@ def generate(
     use_cache: bool = True,
     precision: Precision = "fp32",
     steerings: Sequence[Steering] = (),
+    interventions: Sequence[Intervention] = (),
     base: Path | None = None,
     write: Callable[[str], object] = lambda text: None,
 ) -> Generated:
@@ -316,6 +319,7 @@ def generate(
         use_cache: keep keys and values of the tokens before.
         precision: of the weights and activations.
         steerings: experts that the text is moved towards.
+        interventions: what happens to experts.
         base: see `open_weights`.
         write: is handed the prompt, and every piece of text as it comes.
 
@@ -328,7 +332,7 @@ def generate(
     check_prompt(prompt)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = whole_model(weights, device, precision, "each new token runs all blocks")
-    with steered(model, steerings):
+    with steered(model, steerings), intervened(model, interventions):
         write(prompt)
         started = time.monotonic()
         prompt_ids, ids, text = continue_text(
@@ -338,7 +342,13 @@ def generate(
             max_tokens=max_tokens,
             sampling=sampling,
             use_cache=use_cache,
-            name="; ".join((str(weights.folder), *(f"--steer {one}" for one in steerings))),
+            name="; ".join(
+                (
+                    str(weights.folder),
+                    *(f"--steer {one}" for one in steerings),
+                    *(f"--intervene {one}" for one in interventions),
+                )
+            ),
             write=write,
         )
     seconds = time.monotonic() - started
@@ -357,6 +367,7 @@ def generate(
         cache=use_cache,
         precision=precision,
         steering=loads_of(model, steerings, (prompt_ids + ids)[-length:]) if steerings else [],
+        interventions=interventions,
         seconds=seconds,
         tokens_per_second=len(ids) / max(seconds, 1e-9),
     )

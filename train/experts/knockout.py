@@ -1,13 +1,14 @@
 """The loss of text without an expert, one expert after the other, by class of token.
 
-An expert is left out of all tokens of a window (see `leaving_out.py`): the others get what they
-got. What enters its block is the same, so a window is computed again from that block on, and only
-if the expert has a part in one of its tokens. The output of the block changes at those tokens
-alone; the blocks after it mix tokens, so the loss of later ones changes as well (of a BERT, or with
-a graph that sees later tokens, that of any), and that of no token before the first of them.
+Something happens to an expert at all tokens of a window (see `interventions.py`); unless another
+action is asked for, it is left out, and the others get what they got. What enters its block is the
+same, so a window is computed again from that block on, and only if the expert has a part in one of
+its tokens. The output of the block changes at those tokens alone; the blocks after it mix tokens,
+so the loss of later ones changes as well (of a BERT, or with a graph that sees later tokens, that
+of any), and that of no token before the first of them.
 
 Shapes: B windows, T tokens of a window, P predicted tokens, R rows, D width, S experts of all
-levels side by side, E of them that are left out, J ways to sort tokens.
+levels side by side, E sets of them that are left out, J ways to sort tokens.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,7 +22,8 @@ from polyad.model.output import entropy
 from polyad.model.smoe.layer import SelectingMoE
 from polyad.train.experts.class_changes import Change, ChangeSums, ClassChanges
 from polyad.train.experts.information import Summed
-from polyad.train.experts.leaving_out import from_one_class, leaving_out
+from polyad.train.experts.interventions import CONTRIBUTION, Action, intervening
+from polyad.train.experts.leaving_out import from_one_class
 from polyad.train.experts.probing import Decision, RoutedLayer
 from polyad.train.tasks.samples import Passages, losses, through
 
@@ -81,8 +83,8 @@ class LayerWithout:
     """What the experts of a layer are for."""
 
     layer: RoutedLayer
-    columns: Sequence[int]
-    """The experts that were left out."""
+    sets: Sequence[Sequence[int]]
+    """The experts that were left out together; mostly one each."""
     windows: int
     length: int
     """Tokens of a window."""
@@ -94,19 +96,19 @@ class LayerWithout:
     @property
     def share_of_pairs(self) -> float:
         """The share of all pairs of a token and an expert that were computed again."""
-        return self.windows_again / max(1, self.windows * len(self.columns))
+        return self.windows_again / max(1, self.windows * len(self.sets))
 
     def experts(self) -> dict[str, ExpertWithout]:
         """What each expert is for, by its name."""
         every = self.by_class["all"]
         sides = [side for side in SIDES if f"{side} characters" in self.by_class]
         return {
-            self.layer.expert_name(column): ExpertWithout(
+            "+".join(map(self.layer.expert_name, each)): ExpertWithout(
                 change=every.change(row, 0),
                 own_change=every.own_change(row, 0),
                 harmed={side: self._harmed(row, side) for side in sides},
             )
-            for row, column in enumerate(self.columns)
+            for row, each in enumerate(self.sets)
         }
 
     def _harmed(self, row: int, side: str) -> list[Harmed]:
@@ -182,27 +184,32 @@ class KnockOut:
     Args:
         model: in evaluation mode, not compiled, on one device.
         layer: of a block.
-        columns: the experts that are left out.
+        sets: the experts that are left out together; a row of the tables each.
         classes: of each way to sort tokens.
         windows: that all processes read.
         length: of a window, in tokens.
+        action: what is done to them.
     """
 
     def __init__(
         self,
         model: nn.Module,
         layer: RoutedLayer,
-        columns: Sequence[int],
+        sets: Sequence[Sequence[int]],
         classes: Mapping[str, Sequence[str]],
         *,
         windows: int,
         length: int,
+        action: Action = CONTRIBUTION,
     ) -> None:
-        self._model, self.layer, self.columns = model, layer, list(columns)
-        self._windows, self._length = windows, length
+        self._model, self.layer, self.sets = model, layer, sets
+        self._windows, self._length, self._action = windows, length, action
         device = next(model.parameters()).device
-        self._column_E = torch.tensor(self.columns, device=device)
-        self._sums = ChangeSums(len(self.columns), classes, windows, device)
+        self._chosen_ES = torch.zeros(len(sets), layer.num_experts, dtype=torch.bool)
+        for row, experts in enumerate(sets):
+            self._chosen_ES[row, list(experts)] = True
+        self._chosen_ES = self._chosen_ES.to(device)
+        self._sums = ChangeSums(len(sets), classes, windows, device)
         self._again = torch.zeros(1, dtype=torch.float64, device=device)
         self._drops = _may_drop(model)
 
@@ -226,17 +233,18 @@ class KnockOut:
         """
         self._sums.add_whole(label_JBP, passages.number_B, loss_BP)
         size = len(x_BTD)
-        has_BTE = decision.coefficients().view(*x_BTD.shape[:2], -1)[..., self._column_E] != 0
+        has_BTS = decision.coefficients().view(*x_BTD.shape[:2], -1) != 0
+        has_BTE = has_BTS.float() @ self._chosen_ES.T.float() > 0
         has_EB = has_BTE.any(1).T
         if self._drops:  # a capacity counts whole batches: they stay as they were
             has_EB = has_EB.any(1, keepdim=True).expand_as(has_EB)
         row_N, window_N = has_EB.nonzero().unbind(-1)
         self._again += len(row_N)
-        with leaving_out(self._model, self.layer) as leave:
+        with intervening(self._model, self.layer, self._action) as intervene:
             for first in range(0, len(row_N), size):
                 row_R, window_R = (each[first : first + size] for each in (row_N, window_N))
                 some = passages.rows(window_R)
-                leave(self._column_E[row_R])
+                intervene(self._chosen_ES[row_R], None)
                 y_RTD = through(self._model, x_BTD[window_R], self.layer.block)
                 change_RP = losses(self._model, y_RTD, some).double() - loss_BP[window_R].double()
                 own_RT = has_BTE[window_R, :, row_R]
@@ -260,7 +268,7 @@ class KnockOut:
         by_class = self._sums.result(f"without an expert of {self.layer.name}", summed)
         return LayerWithout(
             layer=self.layer,
-            columns=self.columns,
+            sets=self.sets,
             windows=self._windows,
             length=self._length,
             windows_again=int(summed(self._again)),

@@ -1,4 +1,4 @@
-"""A model in which each sample does without one expert of one layer, and what images lose by that.
+"""What images lose where each sample does without one expert of one layer.
 
 Class polysemanticity says for how many classes each expert matters, by leaving it out:
 
@@ -15,7 +15,7 @@ an image and an expert, N experts of a level, S experts of all levels side by si
 experts of a token.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -23,14 +23,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from polyad.model.mumoe.gating import Gate, GateOutput
-from polyad.model.smoe.layer import Router, SelectingMoE
-from polyad.model.smoe.selection import Selected
+from polyad.model.smoe.layer import SelectingMoE
 from polyad.model.vision import classified
 from polyad.train.experts.information import Summed
+from polyad.train.experts.interventions import intervening
 from polyad.train.experts.probing import RoutedLayer, deciding
-
-LeaveOut = Callable[[Tensor | None], None]
 
 
 @contextmanager
@@ -50,61 +47,6 @@ def without_capacity(model: nn.Module) -> Iterator[None]:
     finally:
         for layer, config in zip(layers, before, strict=True):
             layer.config = config
-
-
-@contextmanager
-def leaving_out(model: nn.Module, layer: RoutedLayer) -> Iterator[LeaveOut]:
-    """Gives a function that says which expert each sample of the next forward passes does without.
-
-    It takes the expert of each sample [B], counted over all levels, or None: none is left out. A
-    coefficient, or the weight of a selected expert, becomes 0; the others stay as they are, as if
-    the expert's weights were 0 (Oldfield et al. 2024, section 4.1).
-
-    Args:
-        model: in evaluation mode, not compiled.
-        layer: of the model.
-    """
-    chosen: list[Tensor | None] = [None]
-
-    def hook(module: nn.Module, arguments: Any, output: Any) -> Any:
-        if chosen[0] is None:
-            return None
-        if isinstance(output, Selected):
-            rows_M = _rows(chosen[0], output.expert_ids_NK.shape[0])
-            kept_MK = output.expert_ids_NK != rows_M.unsqueeze(-1)
-            return output._replace(weights_NK=output.weights_NK * kept_MK)
-        assert isinstance(output, GateOutput)
-        rows_M = _rows(chosen[0], output.coefficients[0].shape[0])
-        return output._replace(coefficients=_without(output.coefficients, rows_M))
-
-    def leave(expert_B: Tensor | None) -> None:
-        chosen[0] = expert_B
-
-    parts = [
-        part.selection if isinstance(part, Router) else part
-        for part in model.get_submodule(layer.name).children()
-        if isinstance(part, Gate | Router)
-    ]
-    handles = [part.register_forward_hook(hook) for part in parts]
-    try:
-        yield leave
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _rows(expert_B: Tensor, rows: int) -> Tensor:
-    """The expert of each token [M]; the tokens of a sample stand together."""
-    return expert_B.repeat_interleave(rows // expert_B.numel())
-
-
-def _without(levels: list[Tensor], expert_M: Tensor) -> list[Tensor]:
-    kept, first = [], 0
-    for a_MN in levels:
-        columns_N = torch.arange(first, first + a_MN.shape[-1], device=a_MN.device)
-        kept.append(a_MN.masked_fill(columns_N == expert_M.unsqueeze(-1), 0))
-        first += a_MN.shape[-1]
-    return kept
 
 
 BINS = 20
@@ -232,6 +174,7 @@ class LeaveOneOut:
         self.right_K, self.images_K = zeros(len(classes)), zeros(len(classes))
         self.lost_SK = zeros(layer.num_experts, len(classes))
         self.pairs = zeros(1)
+        self._single_SS = torch.eye(layer.num_experts, dtype=torch.bool, device=device)
 
     @torch.inference_mode()
     def add(self, images_BCHW: Tensor, labels_B: Tensor) -> None:
@@ -255,9 +198,9 @@ class LeaveOneOut:
         self.images_K.index_add_(0, labels_B, torch.ones_like(right_B, dtype=torch.float64))
         image_P, expert_P = (a_BTS != 0).any(1).nonzero().unbind(-1)
         self.pairs += len(image_P)
-        with leaving_out(self._model, self.layer) as leave:
+        with intervening(self._model, self.layer) as intervene:
             for image_R, expert_R in _in_rows(image_P, expert_P, self._rows):
-                leave(expert_R)
+                intervene(self._single_SS[expert_R], None)
                 changed_RK = self._from(x[image_R])
                 still_R = changed_RK.argmax(-1) == labels_B[image_R]
                 lost_R = right_B[image_R].double() - still_R.double()

@@ -71,13 +71,16 @@ class RoutedLayer:
 
     def expert_name(self, column: int) -> str:
         """An expert as a user writes it: its number, or LEVEL.NUMBER where there are several."""
-        if len(self.levels) == 1:
-            return str(column)
+        level, number = self.place(column)
+        return str(column) if len(self.levels) == 1 else f"{level}.{number}"
+
+    def place(self, column: int) -> tuple[int, int]:
+        """The level of an expert, and its number there."""
         level = 0
         while column >= self.levels[level]:
             column -= self.levels[level]
             level += 1
-        return f"{level}.{column}"
+        return level, column
 
 
 def routed_layers(model: nn.Module) -> list[RoutedLayer]:

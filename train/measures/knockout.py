@@ -204,8 +204,15 @@ class KnockOuts(Measure):
         assert isinstance(text, TextSamples)
         self._model, self._text, self._columns = model, text, ClassColumns(text)
         self._layers = [
-            KnockOut(model, *each, self._columns.classes, windows=text.rows, length=text.length)
-            for each in zip(layers, columns, strict=True)
+            KnockOut(
+                model,
+                layer,
+                [(column,) for column in each],
+                self._columns.classes,
+                windows=text.rows,
+                length=text.length,
+            )
+            for layer, each in zip(layers, columns, strict=True)
         ]
         self.blocks = [layer.block for layer in layers]
         self._steered: SteeredReading | None = None

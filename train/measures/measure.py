@@ -22,6 +22,7 @@ from polyad.parallel.streamed import seconds_before
 from polyad.parallel.weights import Choice
 from polyad.train.errors import ConfigError
 from polyad.train.experts.information import Summed
+from polyad.train.experts.interventions import Intervention
 from polyad.train.experts.probing import RoutedLayer, routed_head, routed_layers
 from polyad.train.page.html import Figure
 from polyad.train.reading import Evaluated, Reading, open_evaluated, read
@@ -264,6 +265,7 @@ class Examined:
     data: str
     data_kind: str
     split: str
+    interventions: Sequence[Intervention]
     result: Result
     weights: Choice
     precision: str
@@ -274,7 +276,8 @@ class Examined:
         """What programs get."""
         found = self.result.to_json()
         known, last = vars(self) | found, self.result.last
-        names = (*self.result.first, *(name for name in found if name not in last), *last)
+        changed = ("interventions",) if self.interventions else ()
+        names = (*self.result.first, *changed, *(name for name in found if name not in last), *last)
         return {name: known[name] for name in names}
 
     def text(self) -> str:
@@ -282,6 +285,7 @@ class Examined:
         facts = [
             ("checkpoint", f"{self.checkpoint} (step {self.step:,})"),
             *self.result.source(f"{self.split} of {self.data}"),
+            *(("intervention", str(each)) for each in self.interventions),
             *self.result.facts(),
             ("processes", f"{self.processes}"),
             *self.result.notes(),
@@ -299,6 +303,7 @@ def examine(
     weights: Choice = "trained",
     base: Path | None = None,
     stream: Path | None = None,
+    interventions: Sequence[Intervention] = (),
     **options: Any,
 ) -> Examined:
     """Examines a checkpoint, in one process or under torchrun.
@@ -312,6 +317,7 @@ def examine(
         weights: which of the checkpoint's.
         base: see `open_weights`.
         stream: see `open_evaluated`.
+        interventions: see `open_evaluated`.
         options: see `checked` of the examination.
 
     Returns:
@@ -320,7 +326,7 @@ def examine(
     Raises:
         ValueError: with an `exit_status` of 2: one line says what is wrong.
     """
-    opened = open_evaluated(path, data, overrides, weights, base, stream)
+    opened = open_evaluated(path, data, overrides, weights, base, stream, interventions)
     asked = kind.checked(opened, split, **options)
     if kind.reads_split:
         opened.task.check_split(split)
@@ -333,6 +339,7 @@ def examine(
         data=opened.task.name,
         data_kind=opened.config.data.kind,
         split=split,
+        interventions=interventions,
         result=result,
         weights=weights,
         precision=opened.config.train.precision,

@@ -24,7 +24,8 @@ from polyad.model.output import ask_for_statistics
 from polyad.parallel.zero import DTYPES
 from polyad.train.config.adaptation import model_of
 from polyad.train.config.run import RunConfig, load_config
-from polyad.train.experts.leaving_out import leaving_out, without_capacity
+from polyad.train.experts.interventions import intervening
+from polyad.train.experts.leaving_out import without_capacity
 from polyad.train.experts.probing import routed_layers
 from polyad.train.loop.losses import routing_loss
 from polyad.train.loop.statistics import StepStatistics
@@ -139,8 +140,9 @@ def check(config: RunConfig) -> dict[str, Any]:
 
         def leave_out() -> None:
             layer = routed_layers(model)[0]
-            with without_capacity(model), leaving_out(model, layer) as leave:
-                leave(torch.zeros(2, dtype=torch.int64, device="cuda"))
+            chosen_2S = torch.zeros(2, layer.num_experts, dtype=torch.bool, device="cuda")
+            with without_capacity(model), intervening(model, layer) as intervene:
+                intervene(chosen_2S, None)
                 evaluate()
 
         attempt("step", lambda: step("launches", record_is_due=True))

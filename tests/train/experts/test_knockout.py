@@ -78,7 +78,9 @@ def columns(passages):
 
 
 def knocked_out(model, layer, experts):
-    found = KnockOut(model, layer, experts, CLASSES, windows=WINDOWS, length=LENGTH)
+    found = KnockOut(
+        model, layer, [(each,) for each in experts], CLASSES, windows=WINDOWS, length=LENGTH
+    )
     for passages in passages_of(model):
         kept = {layer.block: None}
         with torch.inference_mode():

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from polyad.model.build import build_model, materialize, read_model_config
+from polyad.train.experts.interventions import intervening
 from polyad.train.experts.leaving_out import (
     LeaveOneOut,
-    leaving_out,
     polysemanticity,
     without_capacity,
 )
@@ -64,6 +64,10 @@ IMAGES_BCHW = torch.randn(12, 3, 8, 8, generator=torch.Generator().manual_seed(3
 LABELS_B = torch.arange(12) % 4
 
 
+def one_hot(layer, expert):
+    return torch.arange(layer.num_experts).eq(expert).unsqueeze(0)
+
+
 @torch.inference_mode()
 def test_counts_are_those_of_a_loop_over_experts_and_images(model):
     """The loop has no capacity, with which the other images of a batch would matter."""
@@ -82,8 +86,8 @@ def assert_counts(model, counts):
         lost = torch.zeros(layer.num_experts, 4, dtype=torch.float64)
         for expert in range(layer.num_experts):
             for image in range(12):
-                with leaving_out(model, layer) as leave:
-                    leave(torch.tensor([expert]))
+                with intervening(model, layer) as intervene:
+                    intervene(one_hot(layer, expert), None)
                     logits = model(IMAGES_BCHW[image : image + 1]).logits
                 still = bool(logits.argmax(-1) == LABELS_B[image])
                 lost[expert, LABELS_B[image]] += float(whole[image]) - still
@@ -103,8 +107,8 @@ def test_leaving_an_expert_out_is_weights_of_zero(model):
     for layer in routed_layers(model):
         module = model.get_submodule(layer.name)
         for expert in range(layer.num_experts):
-            with leaving_out(model, layer) as leave:
-                leave(torch.full((12,), expert))
+            with intervening(model, layer) as intervene:
+                intervene(one_hot(layer, expert), None)
                 ours = model(IMAGES_BCHW).logits
             kept = [(p, p.clone()) for p in module.parameters()]
             _zero(module, layer, expert)
@@ -135,11 +139,11 @@ def test_the_model_is_as_before_afterwards(model):
     layer = routed_layers(model)[0]
     with torch.inference_mode():
         before = model(IMAGES_BCHW).logits
-        with leaving_out(model, layer) as leave:
-            leave(None)
+        with intervening(model, layer) as intervene:
+            intervene(None, None)
             assert torch.equal(model(IMAGES_BCHW).logits, before)
-            leave(torch.zeros(12, dtype=torch.int64))
-            model(IMAGES_BCHW)
+            intervene(one_hot(layer, 0), None)
+            assert not torch.equal(model(IMAGES_BCHW).logits, before)
         assert torch.equal(model(IMAGES_BCHW).logits, before)
 
 

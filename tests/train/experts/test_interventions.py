@@ -1,0 +1,348 @@
+"""Interventions: equal to numbers worked out by hand, and to models whose weights were changed."""
+
+import copy
+
+import pytest
+import torch
+
+from polyad.model.build import build_model, materialize
+from polyad.model.gpt2 import GPT2Config
+from polyad.train.errors import ConfigError
+from polyad.train.experts.interventions import (
+    CONTRIBUTION,
+    HOWS,
+    Action,
+    Intervention,
+    intervened,
+    intervening,
+    parse_intervention,
+)
+from polyad.train.experts.probing import deciding, routed_layers
+
+SPARSE = {"kind": "smoe", "num_experts": 6, "expert_hidden_size": 8, "top_k": 2}
+KINDS = {
+    "linear": SPARSE,
+    "softmax": SPARSE | {"combine": "softmax"},
+    "top-1": SPARSE | {"top_k": 1},
+    "attention graph": SPARSE | {"graph": "attention"},
+    "similarity graph": SPARSE | {"graph": "similarity"},
+    "sigmoid, bias": SPARSE | {"score_function": "sigmoid", "balancing_rate": 0.01},
+    "capacity": SPARSE | {"capacity_factor": 0.8, "allow_leak": True},
+    "split": {"kind": "emoe", "num_experts": 8, "top_k": 3},
+}
+CP = {"kind": "mumoe", "factorization": "cp", "num_experts": [4, 3], "rank": 8}
+IDS_BT = torch.randint(61, (3, 12), generator=torch.Generator().manual_seed(5))
+
+
+def make_model(feed_forward, **changes):
+    sizes = {"num_layers": 2, "hidden_size": 16, "num_heads": 4, "sequence_length": 12}
+    sizes |= {"vocab_size": 61, "feed_forward": feed_forward} | changes
+    model = build_model(GPT2Config.model_validate(sizes))
+    materialize(model, seed=0, dtype=torch.float64)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("score.bias"):  # which would choose the same experts everywhere
+                continue
+            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            parameter.add_(0.3 * noise)
+    return model.eval()
+
+
+def one(model, *experts):
+    """Block 0's layer, and a row of its experts."""
+    layer = routed_layers(model)[0]
+    chosen_1S = torch.zeros(1, layer.num_experts, dtype=torch.bool)
+    chosen_1S[0, list(experts)] = True
+    return layer, chosen_1S
+
+
+@torch.no_grad()
+def by_use(model):
+    """The experts of block 0, the most used first."""
+    layer = routed_layers(model)[0]
+    with deciding(model, [layer]) as decisions:
+        model(IDS_BT)
+    used_S = (decisions[layer.name].coefficients() != 0).sum(0)
+    return used_S.argsort(descending=True, stable=True).tolist()
+
+
+@torch.no_grad()
+def logits(model, action=None, *experts):
+    if action is None:
+        return model(IDS_BT).logits
+    layer, chosen_1S = one(model, *experts)
+    with intervening(model, layer, action) as intervene:
+        intervene(chosen_1S, None)
+        return model(IDS_BT).logits
+
+
+def layer_of_constants(p, outputs, top_k, **changes):
+    """A model of width 2 whose first layer scores every token with p; an expert's output is its
+    bias."""
+    feed_forward = SPARSE | {"num_experts": len(p), "top_k": top_k} | changes
+    model = make_model(feed_forward, num_layers=1, hidden_size=2, num_heads=1)
+    layer = model.blocks[0].feed_forward
+    with torch.no_grad():
+        layer.experts.down.zero_()
+        layer.output_bias.copy_(torch.tensor(outputs, dtype=torch.float64))
+        layer.router.score.weight.zero_()
+        layer.router.score.weight[:, 0] = torch.tensor(p, dtype=torch.float64).log()
+        if getattr(layer.router.score, "bias", None) is not None:
+            layer.router.score.bias.zero_()
+    return model
+
+
+@torch.no_grad()
+def output_of(model, action, *experts):
+    x_BTD = torch.tensor([[[1.0, 0.0]]], dtype=torch.float64)
+    layer, chosen_1S = one(model, *experts)
+    with intervening(model, layer, action) as intervene:
+        intervene(chosen_1S, None)
+        return model.blocks[0].feed_forward(x_BTD, x_BTD)[0].flatten().tolist()
+
+
+MEANS_SD = torch.tensor([[9.0, 9], [0.5, 0.5], [9, 9], [9, 9]], dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("action", "expected"),
+    [
+        (CONTRIBUTION, (1.2, 0.2)),
+        (Action(how="route-around"), (1.2 / 0.7, 0.2 / 0.7)),
+        (Action(how="swap", to=3), (2.4, 0.2)),
+        (Action(how="mean", mean_SD=MEANS_SD), (1.35, 0.35)),
+        (Action(how="scale", value=2.0), (1.2, 0.8)),
+        (Action(how="clamp", value=1.0), (1.2, 1.2)),
+        # In its place the third takes .3 beside its own .2, and is called once.
+        (Action(how="swap", to=2), (1.5, 0.5)),
+    ],
+)
+def test_an_expert_removed_in_each_way_by_hand(action, expected):
+    """g = (.5, .3, .2), f = (2, 0), (0, 1), (1, 1) and of an expert that is not used (4, 0)."""
+    model = layer_of_constants([0.45, 0.27, 0.18, 0.1], [[2, 0], [0, 1], [1, 1], [4, 0]], 3)
+    assert output_of(model, Action(how="scale", value=1.0), 1) == pytest.approx([1.2, 0.5])
+    assert output_of(model, action, 1) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("combine", "weights"), [("renormalized", (2 / 3, 1 / 3)), ("softmax", (0.4 / 0.7, 0.2 / 0.7))]
+)
+def test_the_next_expert_enters_where_one_is_pruned(combine, weights):
+    """p = (.4, .3, .2, .1), K = 2; outputs are powers of 10, so that each weight can be read."""
+    outputs = [[1, 0], [10, 0], [0, 1], [0, 10]]
+    model = layer_of_constants([0.4, 0.3, 0.2, 0.1], outputs, 2, combine=combine)
+    assert output_of(model, Action(how="prune"), 1) == pytest.approx(weights)
+
+
+def test_nothing_is_left_to_route_around_the_only_expert():
+    model = layer_of_constants([0.6, 0.4], [[1, 2], [3, 4]], 1)
+    assert output_of(model, Action(how="route-around"), 0) == [0, 0]
+
+
+def pruned_copy(model, expert):
+    """A model with an expert less: its rows of all weights, and of the router, are deleted."""
+    config = model.config.feed_forward
+    kept = [each for each in range(config.num_experts) if each != expert]
+    fewer = {"num_experts": len(kept)}
+    if config.kind == "emoe":
+        fewer["hidden_size"] = model.blocks[0].feed_forward.experts.keys.shape[1] * len(kept)
+    elif config.capacity_factor is not None:  # a capacity counts the tokens of all experts
+        fewer["capacity_factor"] = config.capacity_factor * len(kept) / config.num_experts
+    sizes = model.config.model_copy(update={"feed_forward": config.model_copy(update=fewer)})
+    pruned = build_model(sizes)
+    materialize(pruned, seed=0, dtype=torch.float64)
+    of_experts = {
+        f"{layer.name}.{name}"
+        for layer in routed_layers(model)
+        for name, value in model.get_submodule(layer.name).state_dict().items()
+        if value.ndim and len(value) == config.num_experts
+    }
+    state = {
+        name: value[kept] if name in of_experts else value
+        for name, value in model.state_dict().items()
+        if not name.endswith(".unit")
+    }
+    pruned.load_state_dict(state, strict=False)
+    return pruned.eval()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_pruning_is_a_model_without_the_expert(kind):
+    model = make_model(KINDS[kind])
+    prune, expert = Action(how="prune"), by_use(model)[0]
+    with torch.no_grad():
+        theirs = pruned_copy(model, expert)(IDS_BT).logits
+        both = [Intervention(layer=block, experts=(expert,), action=prune) for block in (0, 1)]
+        with intervened(model, both):
+            ours = model(IDS_BT).logits
+    torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
+    assert not torch.allclose(ours, logits(model), atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("kind", "how"),
+    [
+        (kind, how)
+        for kind in KINDS
+        for how in ("contribution", "scale", "mean", "swap")
+        # The bias of a split feed-forward is no expert's. Under a capacity an expert that takes
+        # another's tokens drops others, and a mean that stands for an output is never dropped.
+        if kind != "split" and (kind != "capacity" or how in ("contribution", "scale"))
+    ],
+)
+def test_an_action_is_a_change_of_weights(kind, how):
+    """An expert of zeros, one that always gives its mean, one with twice its output, another."""
+    model = make_model(KINDS[kind])
+    expert, to, *_ = by_use(model)
+    changed = copy.deepcopy(model)
+    part = changed.blocks[0].feed_forward
+    mean_SD = torch.randn(6, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    with torch.no_grad():
+        if how == "swap":
+            for value in (*part.experts.parameters(), part.output_bias):
+                value[expert] = value[to]
+        else:
+            part.experts.down[expert] *= 2 if how == "scale" else 0
+            part.output_bias[expert] *= 2 if how == "scale" else 0
+        if how == "mean":
+            part.output_bias[expert] = mean_SD[expert]
+    action = Action(
+        how=how,
+        to=to if how == "swap" else None,
+        value=2.0 if how == "scale" else None,
+        mean_SD=mean_SD if how == "mean" else None,
+    )
+    ours, theirs = logits(model, action, expert), logits(changed)
+    torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
+    assert not torch.allclose(ours, logits(model), atol=1e-3)
+
+
+@pytest.mark.parametrize("how", ["contribution", "route-around", "swap", "scale", "clamp"])
+def test_shares_of_a_level_by_hand(how):
+    """Of a muMoE the coefficients themselves."""
+    model = make_model(CP)
+    layer, chosen_1S = one(model, 1)
+    with torch.no_grad(), deciding(model, [layer]) as decisions:
+        model(IDS_BT)
+    a_MN, b_MN = (each.clone() for each in decisions[layer.name].levels)
+    expected = a_MN.clone()
+    expected[:, 1] = {"scale": 0.5, "clamp": 0.0}.get(how, 0.0) * a_MN[:, 1]
+    if how == "clamp":
+        expected[:, 1] = torch.where(a_MN[:, 1] > 0, 0.25, 0.0)
+    if how == "swap":
+        expected[:, 3] += a_MN[:, 1]
+    if how == "route-around":
+        rest = expected.sum(-1, keepdim=True)
+        expected = torch.where(rest > 0, expected / rest, 0.0)
+    action = Action(
+        how=how,
+        to=3 if how == "swap" else None,
+        value={"scale": 0.5, "clamp": 0.25}.get(how),
+    )
+    with intervening(model, layer, action) as intervene, deciding(model, [layer]) as decisions:
+        intervene(chosen_1S, None)
+        with torch.no_grad():
+            model(IDS_BT)
+    ours_MN, other_MN = decisions[layer.name].levels
+    torch.testing.assert_close(ours_MN, expected)
+    assert torch.equal(other_MN, b_MN)
+    assert (expected != a_MN).any()
+
+
+@pytest.mark.parametrize("how", ["mean", "prune"])
+def test_what_shares_cannot_is_refused(how):
+    model = make_model(CP)
+    asked = Intervention(layer=0, experts=(1,), action=Action(how=how))
+    with pytest.raises(ConfigError, match=f"how: {how} is not allowed: block 0 gives every"):
+        intervened(model, [asked]).__enter__()
+
+
+@pytest.mark.parametrize("how", HOWS)
+@torch.no_grad()
+def test_rows_and_places_are_changed_one_by_one(how):
+    """Rows with experts of their own, at one token: as each row alone, nothing before the token."""
+    model = make_model(SPARSE)
+    layer, (first, second, third, *_, last) = routed_layers(model)[0], by_use(model)
+    action = Action(
+        how=how,
+        to=last if how == "swap" else None,
+        value=0.3 if how in ("scale", "clamp") else None,
+        mean_SD=torch.ones(6, 16, dtype=torch.float64),
+    )
+    experts = [first, second, third]
+    chosen_BS = torch.eye(6, dtype=torch.bool)[experts]
+    at_BT = torch.zeros(3, 12, dtype=torch.bool)
+    at_BT[:, 7] = True
+    before = logits(model)
+    with deciding(model, [layer]) as decisions:
+        model(IDS_BT)
+    used_BTS = decisions[layer.name].coefficients().view(3, 12, 6) != 0
+    used_BT = torch.stack([used_BTS[row, :, expert] for row, expert in enumerate(experts)])
+    with intervening(model, layer, action) as intervene:
+        intervene(chosen_BS, None)
+        everywhere = model(IDS_BT).logits
+        intervene(chosen_BS, at_BT)
+        at_one = model(IDS_BT).logits
+        for row in range(3):
+            intervene(chosen_BS[row : row + 1], None)
+            alone = model(IDS_BT[row : row + 1]).logits
+            torch.testing.assert_close(everywhere[row : row + 1], alone)
+        intervene(None, None)
+        assert torch.equal(model(IDS_BT).logits, before)
+    changed_BT = ((at_one - before).abs() > 1e-9).any(-1)
+    assert not changed_BT[:, :7].any()
+    assert changed_BT[:, 7].tolist() == used_BT[:, 7].tolist()
+    assert not changed_BT[~used_BT[:, 7]].any()
+    changed_BT = ((everywhere - before).abs() > 1e-9).any(-1)
+    assert changed_BT.tolist() == (used_BT.cumsum(1) > 0).tolist()  # from its first token on
+    assert used_BT[:, 7].any()
+    assert torch.equal(logits(model), before)  # nothing is left of it
+
+
+@torch.no_grad()
+def test_several_act_at_once_and_measures_see_it():
+    model = make_model(SPARSE)
+    layers = routed_layers(model)
+    asked = [parse_intervention("layer=0,expert=1+2,how=prune"),
+             parse_intervention("layer=1,expert=0,how=route-around")]  # fmt: skip
+    with intervened(model, asked), deciding(model, layers) as decisions:
+        model(IDS_BT)
+    first, second = (decisions[layer.name].coefficients() for layer in layers)
+    assert not first[:, 1:3].any()
+    assert not second[:, 0].any()
+    torch.testing.assert_close(first.sum(-1), torch.ones(36))
+    assert set(second.sum(-1).round(decimals=5).tolist()) == {1.0}
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("layer=0", "expert is missing"),
+        ("expert=1", "layer is missing"),
+        ("layer=0,expert=1,how=kill", "how: 'kill' is not allowed; contribution, route-around"),
+        ("layer=0,expert=1,colour=red", "'colour=red' is not allowed; the form is layer=L"),
+        ("layer=0,layer=1,expert=1", "'layer=1' is not allowed"),
+        ("layer=-1,expert=1", "layer: '-1' is not a whole number"),
+        ("layer=0,expert=1+x", "expert: 'x' is not a whole number"),
+        ("layer=0,expert=1,how=swap", "to is missing"),
+        ("layer=0,expert=1,to=2", "to means nothing with how=contribution"),
+        ("layer=0,expert=1,how=scale", "value is missing"),
+        ("layer=0,expert=1,how=scale,value=nan", "value: 'nan' is not a finite number"),
+        ("layer=7,expert=1", "layer: 7 is not allowed: blocks with experts are 0, 1"),
+        ("layer=1,expert=6", "expert: 6 is not allowed: block 1 has experts 0 to 5"),
+        ("layer=1,expert=0,how=swap,to=6", "to: 6 is not allowed: block 1 has experts 0 to 5"),
+        ("layer=1,expert=0,how=swap,to=0", "another expert of the same level is needed"),
+        ("layer=1,expert=0+1+2+3+4,how=prune", "block 1 would have 1 experts left, and a token"),
+        ("layer=1,expert=0,how=mean", "mean outputs are not known without held-out data"),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_line(text, said):
+    with (
+        pytest.raises(ConfigError) as caught,
+        intervened(make_model(SPARSE), [parse_intervention(text)]),
+    ):
+        pass
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert text.split(",")[0] in str(caught.value) or "would have" in str(caught.value)

@@ -1,0 +1,151 @@
+"""How often experts are used and how large their outputs are.
+
+Such statistics are said to tell which experts matter, and experts are pruned by them.
+
+With T_e the tokens that use expert e, g its weight, f its output before the weight:
+
+    frequency            |T_e| / tokens
+    mean weight          mean over T_e of g
+    mean norm            mean over T_e of |f|          ("MAN"; its sum over T_e is "EAN")
+    REAP                 mean over T_e of g |f|        Lasby et al. 2025
+    MoNE                 |std over T_e of f| times mean weight       Zhang et al. 2025
+
+The weight is the one that the layer uses: renormalized and scaled as the model does it.
+
+Shapes: M tokens, R of them that use an expert, S experts of a layer, D width.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from polyad.train.errors import ConfigError
+from polyad.train.experts.information import Summed
+from polyad.train.experts.probing import Decision, RoutedLayer
+
+STATISTICS = ("frequency", "mean_weight", "mean_norm", "sum_norm", "reap", "mone")
+"""The statistics of an expert, by the names that programs get."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Moments:
+    """What was added up of the experts of a layer, on the CPU in float64."""
+
+    tokens: int
+    """That were read."""
+    used_S: Tensor
+    """How many of them use each expert."""
+    weight_S: Tensor
+    """The sum of its weights."""
+    norm_S: Tensor
+    """The sum of the norms of its outputs."""
+    weighted_norm_S: Tensor
+    """The same, each with its weight."""
+    output_SD: Tensor
+    """The sum of its outputs."""
+    square_SD: Tensor
+    """The sum of their squares."""
+
+    @property
+    def mean_SD(self) -> Tensor:
+        """The mean output of each expert; 0 of one that no token uses."""
+        return self.output_SD / self._counts().unsqueeze(-1)
+
+    def statistics(self) -> dict[str, Tensor]:
+        """The statistics of each expert [S]; 0 of one that no token uses."""
+        counts_S = self._counts()
+        variance_SD = self.square_SD / counts_S.unsqueeze(-1) - self.mean_SD.square()
+        spread_S = variance_SD.clamp_min(0).sum(-1).sqrt()
+        return {
+            "frequency": self.used_S / max(1, self.tokens),
+            "mean_weight": self.weight_S / counts_S,
+            "mean_norm": self.norm_S / counts_S,
+            "sum_norm": self.norm_S,
+            "reap": self.weighted_norm_S / counts_S,
+            "mone": spread_S * self.weight_S / counts_S,
+        }
+
+    def _counts(self) -> Tensor:
+        return self.used_S.clamp_min(1)
+
+
+class ExpertMoments:
+    """Adds up moments of the experts of some layers.
+
+    Args:
+        layers: that are read.
+    """
+
+    def __init__(self, layers: Sequence[RoutedLayer]) -> None:
+        self._layers = layers
+        self._sums: dict[str, Tensor] = {}
+        self._tokens: dict[str, int] = {}
+
+    @torch.inference_mode()
+    def add(
+        self, decisions: Mapping[str, Decision], numbers_of: Callable[[Decision], Tensor]
+    ) -> None:
+        """Adds a batch, or what one block made of it.
+
+        Args:
+            decisions: by the names of layers; those that are not there are left for later.
+            numbers_of: the row of the samples that each token [M] belongs to; -1: it does not
+                count.
+        """
+        for layer in self._layers:
+            decision = decisions.get(layer.name)
+            if decision is None:
+                continue
+            counts_M = numbers_of(decision) >= 0
+            a_MS = decision.coefficients() * counts_M.unsqueeze(-1)
+            self._tokens[layer.name] = self._tokens.get(layer.name, 0) + int(counts_M.sum())
+            for column in range(layer.num_experts):
+                rows_R = a_MS[:, column].nonzero().squeeze(-1)
+                if len(rows_R):
+                    output_RD = decision.output(*layer.place(column), rows_R).double()
+                    self._add(layer, column, a_MS[rows_R, column].double(), output_RD)
+
+    def _add(self, layer: RoutedLayer, column: int, weight_R: Tensor, output_RD: Tensor) -> None:
+        norm_R = output_RD.norm(dim=-1)
+        numbers = torch.stack(
+            [torch.ones_like(norm_R), weight_R, norm_R, weight_R * norm_R], -1
+        ).sum(0)
+        row = torch.cat([numbers, output_RD.sum(0), output_RD.square().sum(0)])
+        if layer.name not in self._sums:
+            self._sums[layer.name] = row.new_zeros(layer.num_experts, len(row))
+        self._sums[layer.name][column] += row
+
+    def result(self, summed: Summed = lambda counts: counts) -> Mapping[str, Moments]:
+        """What was found, by layer.
+
+        Args:
+            summed: over processes.
+
+        Raises:
+            ConfigError: outputs are not finite.
+        """
+        found = {}
+        for layer in self._layers:
+            sums_SX = self._sums[layer.name]
+            tokens_1 = sums_SX.new_full((1,), self._tokens[layer.name])
+            together = summed(torch.cat([sums_SX.flatten(), tokens_1])).cpu()
+            if not together.isfinite().all():
+                raise ConfigError(
+                    f"the outputs of experts of {layer.name} are not finite: its weights hold NaN "
+                    f"or inf, or are too large"
+                )
+            sums_SX = together[:-1].view(sums_SX.shape)
+            width = (sums_SX.shape[1] - 4) // 2
+            used_S, weight_S, norm_S, weighted_S = sums_SX[:, :4].unbind(-1)
+            found[layer.name] = Moments(
+                tokens=int(together[-1]),
+                used_S=used_S,
+                weight_S=weight_S,
+                norm_S=norm_S,
+                weighted_norm_S=weighted_S,
+                output_SD=sums_SX[:, 4 : 4 + width],
+                square_SD=sums_SX[:, 4 + width :],
+            )
+        return found
