@@ -24,6 +24,7 @@ COMMANDS: dict[str, Command] = {
         evaluate.compare,
         evaluate.robustness,
         evaluate.knockout,
+        evaluate.atlas,
         evaluate.specialize,
         evaluate.rewrite,
         evaluate.steer,

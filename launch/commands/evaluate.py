@@ -273,6 +273,45 @@ def knockout(
 
 
 @command(
+    "experts atlas",
+    "polyad experts atlas runs/quickstart/run",
+    "polyad experts atlas ../OLMoE-1B-7B-0924 --data runs/text --tokens 16384 --how route-around",
+)
+def atlas(
+    path: CheckpointOrRun,
+    overrides: Overrides,
+    *,
+    how: Annotated[
+        Literal["contribution", "route-around", "mean", "prune"],
+        Argument(
+            "an expert's output is 0; the others take over its weight; its output is its mean; it "
+            "is not there and the next best enters; default contribution"
+        ),
+    ] = "contribution",
+    layers: Annotated[
+        Sequence[str], numbers("blocks whose experts are taken away; default: all")
+    ] = ("all",),
+    experts: Experts = (),
+    tokens: Annotated[int | None, Argument(READ, "N", positive)] = None,
+    held: Stored,
+) -> None:
+    """Shows what every expert is for, by taking it away, and which statistics would have told.
+
+    The change of the loss, for classes of tokens, beside use, norms, REAP and MoNE; and what is
+    lost without a quarter and a half of a layer's experts, chosen by each of these or at random.
+    """
+    asked: dict[str, Any] = {"layers": layers, "experts": experts, "how": how}
+    asked |= {} if tokens is None else {"tokens": tokens}
+
+    def measure(checkpoint: Path) -> Found:
+        from polyad.train.measures.atlas import Atlas
+
+        return _examined(checkpoint, Atlas, held, overrides, **asked)
+
+    _show("experts atlas", path, held, {"overrides": overrides} | asked, measure)
+
+
+@command(
     "experts steer",
     "polyad experts steer runs/quickstart/run --steer layer=3,expert=2,strength=8",
 )

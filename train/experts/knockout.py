@@ -11,6 +11,7 @@ Shapes: B windows, T tokens of a window, P predicted tokens, R rows, D width, S 
 levels side by side, E sets of them that are left out, J ways to sort tokens.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 from polyad.model.output import entropy
 from polyad.model.smoe.layer import SelectingMoE
 from polyad.train.experts.class_changes import Change, ChangeSums, ClassChanges
-from polyad.train.experts.information import Summed
+from polyad.train.experts.information import Matrix, Summed
 from polyad.train.experts.interventions import CONTRIBUTION, Action, intervening
 from polyad.train.experts.leaving_out import from_one_class
 from polyad.train.experts.probing import Decision, RoutedLayer
@@ -67,6 +68,38 @@ class Focus(NamedTuple):
     that matter. Where harm is small it is near 1, whatever is harmed."""
 
 
+class Paired(NamedTuple):
+    """A paired test over single tokens that use an expert: their loss without it and with it.
+
+    Tokens of a window are not independent, so its p is too small where windows differ; intervals
+    over windows are not.
+    """
+
+    tokens: int
+    mean: float
+    """Of the differences, in nats."""
+    d: float
+    """The mean over the standard deviation (n - 1)."""
+    t: float
+    p: float
+    """Two-sided, of Student's t with n - 1 degrees of freedom."""
+
+    @classmethod
+    def of(cls, tokens: float, total: float, squares: float) -> "Paired | None":
+        """Tests sums of differences; None where fewer than two tokens or no deviation are there."""
+        from scipy.stats import t as student
+
+        if tokens < 2:
+            return None
+        mean = total / tokens
+        deviation = math.sqrt(max(0.0, squares - tokens * mean**2) / (tokens - 1))
+        if deviation <= 1e-7 * abs(mean):  # of equal differences rounding is left
+            return None
+        t = mean / deviation * math.sqrt(tokens)
+        p = 2 * float(student.sf(abs(t), tokens - 1))
+        return cls(int(tokens), mean, mean / deviation, t, p)
+
+
 class ExpertWithout(NamedTuple):
     """What one expert is for."""
 
@@ -74,6 +107,8 @@ class ExpertWithout(NamedTuple):
     """The change of the loss without it, over all tokens."""
     own_change: Change
     """The same over the tokens that it has a part in."""
+    paired: Paired | None
+    """A test of these; None: there is nothing to test."""
     harmed: dict[str, list[Harmed]]
     """Classes of `predicted` and of `read` tokens, those that lose most first."""
 
@@ -92,6 +127,8 @@ class LayerWithout:
     """Windows that were computed again, over all experts."""
     by_class: Mapping[str, ClassChanges]
     """By way to sort tokens; rows are the experts."""
+    own_E3: Matrix
+    """How many predicted tokens use each, the sums of their changes, and of their squares."""
 
     @property
     def share_of_pairs(self) -> float:
@@ -106,6 +143,7 @@ class LayerWithout:
             "+".join(map(self.layer.expert_name, each)): ExpertWithout(
                 change=every.change(row, 0),
                 own_change=every.own_change(row, 0),
+                paired=Paired.of(*self.own_E3[row]),
                 harmed={side: self._harmed(row, side) for side in sides},
             )
             for row, each in enumerate(self.sets)
@@ -145,6 +183,7 @@ class LayerWithout:
             "tokens_computed_again": self.windows_again * self.length,
             "share_of_all_pairs": self.share_of_pairs,
             "harmed": [each.harmed for each in experts.values()],
+            "paired": [each.paired and each.paired._asdict() for each in experts.values()],
             "focus": {by: self.focus(by) for by in sorted_by},
             "by": self.by_class,
         }
@@ -211,6 +250,7 @@ class KnockOut:
         self._chosen_ES = self._chosen_ES.to(device)
         self._sums = ChangeSums(len(sets), classes, windows, device)
         self._again = torch.zeros(1, dtype=torch.float64, device=device)
+        self._own_E3 = torch.zeros(len(sets), 3, dtype=torch.float64, device=device)
         self._drops = _may_drop(model)
 
     @torch.inference_mode()
@@ -247,14 +287,12 @@ class KnockOut:
                 intervene(self._chosen_ES[row_R], None)
                 y_RTD = through(self._model, x_BTD[window_R], self.layer.block)
                 change_RP = losses(self._model, y_RTD, some).double() - loss_BP[window_R].double()
-                own_RT = has_BTE[window_R, :, row_R]
-                self._sums.add(
-                    label_JBP[:, window_R],
-                    some.number_B,
-                    row_R,
-                    change_RP,
-                    own_RT.gather(1, some.places_BP),
-                )
+                own_RP = has_BTE[window_R, :, row_R].gather(1, some.places_BP)
+                self._sums.add(label_JBP[:, window_R], some.number_B, row_R, change_RP, own_RP)
+                own_RP = own_RP & (label_JBP[0, window_R] >= 0)
+                of_own_RP = change_RP.where(own_RP, 0.0)
+                numbers_R3 = torch.stack([own_RP.double(), of_own_RP, of_own_RP.square()], -1)
+                self._own_E3.index_add_(0, row_R, numbers_R3.sum(1))
 
     def result(self, summed: Summed = lambda counts: counts) -> LayerWithout:
         """What was found.
@@ -273,6 +311,7 @@ class KnockOut:
             length=self._length,
             windows_again=int(summed(self._again)),
             by_class=by_class,
+            own_E3=summed(self._own_E3).cpu().numpy(),
         )
 
 

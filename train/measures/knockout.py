@@ -14,6 +14,7 @@ from torch import nn
 from polyad.model.decoder import Decoder
 from polyad.train.errors import ConfigError
 from polyad.train.experts.information import Summed
+from polyad.train.experts.interventions import CONTRIBUTION, Action
 from polyad.train.experts.knockout import ExpertWithout, KnockOut, LayerWithout
 from polyad.train.experts.probing import (
     RoutedLayer,
@@ -53,6 +54,8 @@ class KnockedOut(Result):
     length: int
     """Tokens of a window."""
     layers: Sequence[LayerWithout]
+    together: Sequence[LayerWithout] = ()
+    """The same without sets of experts."""
     steering: SteeringEffect | None
     """None where nothing is steered."""
 
@@ -95,13 +98,14 @@ class KnockedOut(Result):
             "* leaves 0 out",
         ]
         for layer in self.layers:
-            lines += ["", *_layer_rows(layer)]
+            lines += ["", *layer_rows(layer)]
         if self.steering is not None:
             lines += ["", *_steering_rows(self.steering)]
         return lines
 
 
-def _layer_rows(layer: LayerWithout) -> list[str]:
+def layer_rows(layer: LayerWithout) -> list[str]:
+    """The experts of a layer that matter most, for people."""
     every, experts = layer.by_class["all"], list(layer.experts().items())
     order = sorted(range(len(experts)), key=lambda row: -abs(experts[row][1].change.value))
     shown = sorted(order[:MOST_EXPERTS])
@@ -185,6 +189,8 @@ class KnockOuts(Measure):
         subject: text that a GPT-2 or a BERT reads, and the layers.
         columns: of each layer the experts that are left out.
         steerings: all at once; none: no effect of them is measured.
+        actions: what is done to the experts of each layer; none: they are left out.
+        sets: experts of each layer that it is done to together, beside those.
     """
 
     name = "knockout"
@@ -198,22 +204,29 @@ class KnockOuts(Measure):
         subject: Subject,
         columns: Sequence[Sequence[int]],
         steerings: Sequence[Steering] = (),
+        actions: Sequence[Action] = (),
+        sets: Sequence[Sequence[Sequence[int]]] = (),
     ) -> None:
         super().__init__(subject)
         model, layers, text, _ = subject
         assert isinstance(text, TextSamples)
         self._model, self._text, self._columns = model, text, ClassColumns(text)
-        self._layers = [
-            KnockOut(
-                model,
-                layer,
-                [(column,) for column in each],
-                self._columns.classes,
-                windows=text.rows,
-                length=text.length,
-            )
-            for layer, each in zip(layers, columns, strict=True)
-        ]
+
+        def taken(each: Sequence[Sequence[Sequence[int]]]) -> list[KnockOut]:
+            return [
+                KnockOut(
+                    *(model, layer, some, self._columns.classes),
+                    windows=text.rows,
+                    length=text.length,
+                    action=action,
+                )
+                for layer, some, action in zip(layers, each, actions, strict=True)
+            ]
+
+        actions = actions or [CONTRIBUTION] * len(layers)
+
+        self._layers = taken([[(column,) for column in each] for each in columns])
+        self._together = taken(sets) if sets else []
         self.blocks = [layer.block for layer in layers]
         self._steered: SteeredReading | None = None
         if steerings:
@@ -239,7 +252,7 @@ class KnockOuts(Measure):
     @classmethod
     def of(cls, opened: Evaluated, split: str, asked: Options, model: nn.Module) -> Self:
         """What `polyad experts knockout` measures."""
-        chosen = _chosen(model, str(opened.weights.folder), asked)
+        chosen = chosen_experts(model, str(opened.weights.folder), asked)
         assert isinstance(opened.task, TextTask)
         text = TextSamples(opened.task, split, asked.tokens, hidden=True)
         subject = Subject(model, [layer for layer, _ in chosen], text, opened.batch_size)
@@ -250,7 +263,7 @@ class KnockOuts(Measure):
         passages = reading.batch
         loss_BP = losses(self._model, reading.output, passages)
         label_JBP = self._columns(passages)
-        for each in self._layers:
+        for each in (*self._layers, *self._together):
             x_BTD, decision = reading.entering[each.layer.block], reading.decisions[each.layer.name]
             each.add(x_BTD, passages, label_JBP, loss_BP, decision)
         if self._steered is not None:
@@ -263,6 +276,7 @@ class KnockOuts(Measure):
             windows=self._text.rows,
             length=self._text.length,
             layers=[each.result(summed) for each in self._layers],
+            together=[each.result(summed) for each in self._together],
             steering=steering,
         )
 
@@ -310,7 +324,9 @@ class KnockOuts(Measure):
         return {name: fmean(values) for name, values in found.items()}
 
 
-def _chosen(model: nn.Module, place: str, asked: Options) -> list[tuple[RoutedLayer, list[int]]]:
+def chosen_experts(
+    model: nn.Module, place: str, asked: Options
+) -> list[tuple[RoutedLayer, list[int]]]:
     """The layers, and the columns of the experts of each that are left out."""
     routed, steerings, experts = routed_layers(model), asked.steerings, asked.experts
     if not routed:

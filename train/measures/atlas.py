@@ -1,0 +1,341 @@
+"""`polyad experts atlas`: what every expert of every layer is for, by taking it away.
+
+Beside the change of the loss without each expert stand the statistics that are said to predict it,
+and their rank correlation with it: a causal audit found that none of them does (2606.10703). What
+experts do together does not follow from single ones either, so the half and the quarter of a layer
+that each statistic ranks lowest are taken away too, beside random sets of the same size.
+
+Shapes: E experts of a layer.
+"""
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from torch import nn
+
+from polyad.parallel import comm
+from polyad.train.errors import ConfigError
+from polyad.train.experts.information import Summed
+from polyad.train.experts.interventions import Action, How, check_action, experts_of_a_token
+from polyad.train.experts.knockout import LayerWithout
+from polyad.train.experts.moments import STATISTICS, Moments
+from polyad.train.experts.probing import EVERY, RoutedLayer
+from polyad.train.measures.knockout import (
+    KnockedOut,
+    KnockOuts,
+    Options,
+    chosen_experts,
+    layer_rows,
+)
+from polyad.train.measures.measure import Examination, Result, Subject
+from polyad.train.reading import Evaluated, MomentsReader, read
+from polyad.train.results import aligned
+from polyad.train.tasks.samples import TextSamples
+from polyad.train.tasks.text import TextTask
+
+SHARES = (4, 2)
+"""A quarter and a half of a layer's experts are taken away together."""
+RANDOM_SETS = 5
+"""Of each size."""
+SIGNIFICANCE = 0.05
+"""Divided by the number of correlations that are looked at."""
+FEWEST_EXPERTS = 4
+"""A rank correlation over fewer is not computed."""
+TARGETS = ("change", "own_change")
+
+
+class Correlation(NamedTuple):
+    """Spearman's rank correlation of a statistic with the change of the loss, over experts."""
+
+    rho: float
+    p: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Together:
+    """What is lost without a number of experts of a layer at once, in nats a token."""
+
+    size: int
+    lowest: Mapping[str, float]
+    """Without those that each statistic ranks lowest."""
+    at_random: Sequence[float]
+    """Without random ones."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerAtlas:
+    """The experts of a layer."""
+
+    without: LayerWithout
+    moments: Moments
+    together: Sequence[Together]
+
+    def statistics(self) -> dict[str, list[float]]:
+        """The statistics of the experts that were taken away."""
+        rows = [experts[0] for experts in self.without.sets]
+        return {name: each_S[rows].tolist() for name, each_S in self.moments.statistics().items()}
+
+    def correlations(self) -> dict[str, dict[str, Correlation | None]]:
+        """How each statistic ranks experts beside each change; None where that says nothing."""
+        changes = {
+            "change": self.without.by_class["all"].change_3EC[0, :, 0],
+            "own_change": self.without.by_class["all"].own_change_3EC[0, :, 0],
+        }
+        return {
+            name: {target: _correlation(np.array(values), changes[target]) for target in TARGETS}
+            for name, values in self.statistics().items()
+        }
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON values."""
+        correlations = {
+            name: {target: each and each._asdict() for target, each in both.items()}
+            for name, both in self.correlations().items()
+        }
+        return self.without.to_json() | {
+            "statistics": self.statistics(),
+            "correlations": correlations,
+            "together": self.together,
+        }
+
+
+def _correlation(
+    statistic_E: "np.ndarray[Any, Any]", change_E: "np.ndarray[Any, Any]"
+) -> Correlation | None:
+    from scipy.stats import spearmanr
+
+    known_E = np.isfinite(change_E)  # an expert without a token of its own has no own change
+    statistic_E, change_E = statistic_E[known_E], change_E[known_E]
+    varies = len(set(statistic_E.tolist())) > 1 and len(set(change_E.tolist())) > 1
+    if len(change_E) < FEWEST_EXPERTS or not varies:
+        return None
+    rho, p = spearmanr(statistic_E, change_E)
+    return Correlation(float(rho), float(p))
+
+
+@dataclass(frozen=True, kw_only=True)
+class AtlasOfExperts(Result):
+    """What every expert is for, and what would have told so without taking it away."""
+
+    knocked: KnockedOut
+    how: How
+    """What was done to experts."""
+    layers: Sequence[LayerAtlas]
+
+    @property
+    def threshold(self) -> float:
+        """A correlation predicts where its p is below."""
+        return SIGNIFICANCE / max(1, len(STATISTICS) * len(self.layers))
+
+    def predicting(self, name: str, target: str) -> tuple[int, int]:
+        """In how many layers a statistic ranks experts as a change does, of how many."""
+        found = [layer.correlations()[name][target] for layer in self.layers]
+        known = [each for each in found if each is not None]
+        return sum(each.p < self.threshold for each in known), len(known)
+
+    def to_json(self) -> dict[str, Any]:
+        """What programs get."""
+        told = {
+            name: {
+                target: dict(zip(("layers", "of"), self.predicting(name, target), strict=True))
+                for target in TARGETS
+            }
+            for name in STATISTICS
+        }
+        rest = {k: v for k, v in self.knocked.to_json().items() if k not in ("layers", "steering")}
+        return rest | {
+            "how": self.how,
+            "layers": {each.without.layer.name: each for each in self.layers},
+            "threshold": self.threshold,
+            "predicting": told,
+        }
+
+    def amount(self) -> str:
+        """How many tokens."""
+        return self.knocked.amount()
+
+    def facts(self) -> list[tuple[str, str]]:
+        """The loss of the model as it is."""
+        return [*self.knocked.facts(), ("each expert", self.how)]
+
+    def rows(self) -> list[str]:
+        """The experts of each layer, whether statistics tell, and sets of experts."""
+        lines = [
+            "",
+            "change of the loss in nats a token without each expert, over all tokens and over "
+            "those that it has a part in,",
+            "and the classes of tokens that lose most, beyond noise; 95% intervals over windows, "
+            "* leaves 0 out",
+        ]
+        for layer in self.layers:
+            lines += ["", *layer_rows(layer.without)]
+        lines += ["", *self._correlation_rows()]
+        if any(layer.together for layer in self.layers):
+            lines += ["", *self._together_rows()]
+        return lines
+
+    def _correlation_rows(self) -> list[str]:
+        table: list[tuple[str, ...]] = [("layer", *(name.replace("_", " ") for name in STATISTICS))]
+        for layer in self.layers:
+            found = layer.correlations()
+            cells = (self._cell(found[name]["change"]) for name in STATISTICS)
+            table.append((layer.without.layer.title, *cells))
+        counts = (self.predicting(name, "change") for name in STATISTICS)
+        table.append(("predicts in", *(f"{layers} of {of}" for layers, of in counts)))
+        return [
+            "rank correlation of statistics with the change over all tokens; * is beyond chance "
+            f"(p < {self.threshold:.2g}: 0.05 over all that stand here)",
+            *aligned(table, "<" + ">" * len(STATISTICS)),
+        ]
+
+    def _cell(self, each: Correlation | None) -> str:
+        if each is None:
+            return "-"
+        return f"{each.rho:+.2f}{' *' if each.p < self.threshold else '  '}"
+
+    def _together_rows(self) -> list[str]:
+        heads = ("layer", "without", *(name.replace("_", " ") for name in STATISTICS), "random")
+        table: list[tuple[str, ...]] = [heads]
+        for layer in self.layers:
+            for each in layer.together:
+                low, high = min(each.at_random), max(each.at_random)
+                mean = sum(each.at_random) / len(each.at_random)
+                table.append(
+                    (
+                        layer.without.layer.title,
+                        f"{each.size} experts",
+                        *(f"{each.lowest[name]:+.3f}" for name in STATISTICS),
+                        f"{mean:+.3f} ({low:+.3f} to {high:+.3f})",
+                    )
+                )
+        return [
+            "change of the loss without several experts at once: those that a statistic ranks "
+            f"lowest, and {RANDOM_SETS} random sets (mean, lowest and highest)",
+            *aligned(table, "<<" + ">" * (len(STATISTICS) + 1)),
+        ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AtlasOptions(Options):
+    """What is taken away, and how."""
+
+    layers: Sequence[str] = (EVERY,)
+    how: How = "contribution"
+
+
+class Atlas(Examination):
+    """Takes away every expert, one after the other, and sets of them."""
+
+    name = "atlas"
+    doing = "taking away experts"
+    needs_whole = KnockOuts.needs_whole
+
+    @classmethod
+    def checked(cls, opened: Evaluated, split: str, **options: Any) -> AtlasOptions:
+        """What is taken away, by the fields of `AtlasOptions`."""
+        if (refusal := KnockOuts.refusal(opened)) is not None:
+            raise ConfigError(f"{cls.name}: {refusal}")
+        return AtlasOptions(**options)
+
+    @classmethod
+    def take(
+        cls,
+        opened: Evaluated,
+        split: str,
+        asked: AtlasOptions,
+        model: nn.Module,
+        world: comm.World,
+    ) -> AtlasOfExperts:
+        """Reads the text twice: for the statistics, and for the changes."""
+        chosen = chosen_experts(model, str(opened.weights.folder), asked)
+        layers, columns = [layer for layer, _ in chosen], [each for _, each in chosen]
+        for layer in layers:
+            check_action(layer, Action(how=asked.how), f"--how {asked.how}")
+        assert isinstance(opened.task, TextTask)
+        text = TextSamples(opened.task, split, asked.tokens, hidden=True)
+        subject = Subject(model, layers, text, opened.batch_size)
+
+        def summed(values: Any) -> Any:
+            return comm.sum_over_samples(values, world)
+
+        moments = _moments(subject, world, summed)
+        sets = [_sets(model, layer, moments[layer.name], asked) for layer in layers]
+        actions = [Action(how=asked.how, mean_SD=moments[each.name].mean_SD) for each in layers]
+        measure = KnockOuts(subject, columns, actions=actions, sets=[each.all for each in sets])
+        measure.read(world)
+        found = measure.result(summed)
+        return AtlasOfExperts(
+            knocked=found,
+            how=asked.how,
+            layers=[
+                LayerAtlas(
+                    without=without,
+                    moments=moments[without.layer.name],
+                    together=of_sets.together(lost),
+                )
+                for without, lost, of_sets in zip(found.layers, found.together, sets, strict=True)
+            ],
+        )
+
+
+def _moments(subject: Subject, world: comm.World, summed: Summed) -> Mapping[str, Moments]:
+    model, layers, samples, batch_size = subject
+    reader = MomentsReader(layers)
+    read(
+        *(model, layers, samples, (reader,)),
+        batch_size=batch_size,
+        world=world,
+        told="read experts",
+    )
+    return reader.moments.result(summed)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Sets:
+    """Sets of experts of a layer that are taken away together, each once."""
+
+    all: list[tuple[int, ...]]
+    lowest: dict[int, dict[str, tuple[int, ...]]]
+    """By size and statistic."""
+    at_random: dict[int, list[tuple[int, ...]]]
+
+    def together(self, lost: LayerWithout) -> list[Together]:
+        """What was lost without them."""
+        change_E = lost.by_class["all"].change_3EC[0, :, 0]
+        of_set = {each: float(change_E[row]) for row, each in enumerate(self.all)}
+        return [
+            Together(
+                size=size,
+                lowest={name: of_set[each] for name, each in of_size.items()},
+                at_random=[of_set[each] for each in self.at_random[size]],
+            )
+            for size, of_size in self.lowest.items()
+        ]
+
+
+def _sets(model: nn.Module, layer: RoutedLayer, moments: Moments, asked: AtlasOptions) -> _Sets:
+    """The quarter and the half of experts with the lowest statistics, and random ones."""
+    lowest: dict[int, dict[str, tuple[int, ...]]] = {}
+    at_random: dict[int, list[tuple[int, ...]]] = {}
+    experts = layer.num_experts
+    if asked.experts or len(layer.levels) > 1:  # a set of one level is no share of a layer
+        return _Sets(all=[], lowest={}, at_random={})
+    for share in SHARES:
+        size = experts // share
+        left_over = asked.how == "prune" and experts - size < experts_of_a_token(model, layer)
+        if size < 2 or left_over:
+            continue
+        lowest[size] = {
+            name: tuple(sorted(each_S.argsort(stable=True)[:size].tolist()))
+            for name, each_S in moments.statistics().items()
+        }
+        chance = random.Random(f"{layer.name} {size}")
+        at_random[size] = [
+            tuple(sorted(chance.sample(range(experts), size))) for _ in range(RANDOM_SETS)
+        ]
+    known = {each for of_size in lowest.values() for each in of_size.values()}
+    known |= {each for of_size in at_random.values() for each in of_size}
+    return _Sets(all=sorted(known), lowest=lowest, at_random=at_random)
