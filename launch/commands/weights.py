@@ -15,6 +15,7 @@ from polyad.launch.output import check_json_path, only_results_on_stdout, result
     "polyad generate runs/quickstart/run --prompt 'def ' --temperature 0.8 "
     "--top-k 50 --top-p 0.95 --seed 1",
     "polyad generate runs/quickstart/run --prompt 'def ' --steer layer=3,expert=2,strength=8",
+    "polyad generate runs/quickstart/run --prompt 'def ' --trace runs/written.parquet",
 )
 def generate(
     path: Annotated[Path, Argument("a checkpoint, a run, or a folder of weights", "CHECKPOINT")],
@@ -52,6 +53,14 @@ def generate(
             "hierarchy; may be given several times"
         ),
     ] = (),
+    trace: Annotated[
+        Path | None,
+        Argument(
+            "write the experts of every token of the prompt and the text to a new file, with the "
+            "columns of polyad experts trace (.parquet)",
+            "FILE",
+        ),
+    ] = None,
     json: Json = None,
 ) -> None:
     """Continues a text with a checkpoint."""
@@ -84,6 +93,7 @@ def generate(
                 steerings=steerings,
                 base=base,
                 write=write,
+                trace=trace,
             ),
             best_checkpoint if best else newest_of,
         )
