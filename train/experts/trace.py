@@ -261,7 +261,9 @@ class Form:
             number = {each: at for at, each in enumerate(known)}
             of_token = [0] * shape[0] if isinstance(value, str) else [number[one] for one in value]
             codes = np.repeat(np.array(of_token, dtype=np.int32), shape[1])
-            arrays.append(pa.DictionaryArray.from_arrays(codes, pa.array(known, pa.string())))
+            # A file's name may be bytes that are no UTF-8.
+            names = [each.encode(errors="backslashreplace").decode() for each in known]
+            arrays.append(pa.DictionaryArray.from_arrays(codes, pa.array(names, pa.string())))
         return pa.RecordBatch.from_arrays(arrays, schema=schema)
 
 
