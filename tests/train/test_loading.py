@@ -81,7 +81,7 @@ def test_rows_and_the_table_say_the_same_as_the_tensors(trained):
     assert table["expert"].tolist() == [int(row.expert) for row in rows]
     assert table["token_id"].tolist() == [int(found.token_ids[row.position]) for row in rows]
     entropy_T = torch.special.entr(layer.scores).sum(-1)
-    own = table[table["layer"] == 1]["entropy"].to_numpy()
+    own = table[table["layer"] == 1]["entropy"].to_numpy(copy=True)
     torch.testing.assert_close(torch.from_numpy(own), entropy_T.repeat_interleave(2))
 
 

@@ -305,14 +305,19 @@ class TraceFile:
 
     Attributes:
         rows: so far.
+
+    Raises:
+        DataError: it cannot be written.
     """
 
     def __init__(self, path: Path, schema: Any) -> None:
         import pyarrow.parquet as pq
 
-        self.rows, self._waiting, self._count = 0, [], 0  # type: ignore[var-annotated]
-        self._schema = schema
-        self._file = pq.ParquetWriter(path, schema, compression="zstd")
+        self.rows, self._path, self._schema = 0, path, schema
+        self._waiting: list[Any] = []
+        self._count = 0
+        with writing(path):
+            self._file = pq.ParquetWriter(path, schema, compression="zstd")
 
     def add(self, batch: Any) -> None:
         """Adds rows, as `Form.rows` gives them."""
@@ -326,7 +331,8 @@ class TraceFile:
 
         parts = [part.replace_schema_metadata(self._schema.metadata) for part in self._waiting]
         table = pa.Table.from_batches(parts, self._schema).unify_dictionaries()
-        self._file.write_table(table, row_group_size=2 * GROUP)
+        with writing(self._path):
+            self._file.write_table(table, row_group_size=2 * GROUP)
         self._waiting, self._count = [], 0
 
     def close(self) -> None:
@@ -335,7 +341,8 @@ class TraceFile:
             if self._waiting:
                 self._write()
         finally:
-            self._file.close()
+            with writing(self._path):
+                self._file.close()
 
 
 def check_output(option: str, path: Path, processes: int = 1) -> None:
@@ -381,22 +388,23 @@ def whole_output(
     partial, is_file = partial_of(path), path.suffix == SUFFIX
     names = [f"part-{number:05d}{SUFFIX}" for number in range(ranks)]
     try:
-        with writing(path):
-            if not is_file:
-                if rank == 0:
+        if not is_file:
+            if rank == 0:
+                with writing(path):
                     # A killed process leaves its parts there.
                     shutil.rmtree(partial, ignore_errors=True)
                     partial.mkdir()
-                wait()
-            yield partial if is_file else partial / names[rank]
             wait()
-            if rank == 0:
+        yield partial if is_file else partial / names[rank]
+        wait()
+        if rank == 0:
+            with writing(path):
                 for name in [] if is_file else names:
                     (partial / name).stat()  # a host without the folder wrote elsewhere
                 if path.exists():
                     raise FileExistsError(0, "it is there by now", str(path))
                 partial.rename(path)
-            wait()
+        wait()
     except BaseException:
         if is_file:
             partial.unlink(missing_ok=True)
