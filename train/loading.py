@@ -24,7 +24,10 @@ from polyad.parallel.zero import DTYPES, Precision
 from polyad.train.errors import ConfigError
 from polyad.train.evaluation.evaluate import evaluate_opened
 from polyad.train.evaluation.generate import Sampling, continue_text
-from polyad.train.experts.probing import Decision, RoutedLayer, deciding, routed_layers
+from polyad.train.experts.probing import deciding, routed_layers
+from polyad.train.experts.trace import TEXT_EXTRA, TOP, Form, text_columns
+from polyad.train.experts.trace import LayerExperts as LayerExperts
+from polyad.train.experts.trace import experts_of as experts_of_layer
 from polyad.train.reading import open_data_for
 from polyad.train.results import aligned, json_value
 from polyad.train.streaming import whole_model
@@ -112,7 +115,7 @@ class Run:
             raise self._not_of_text("has no tokenizer")
         return need_tokenizer(self._weights, self._tokenizer)
 
-    def experts(self, text: str, *, top: int = 4) -> "TextExperts":
+    def experts(self, text: str, *, top: int = TOP) -> "TextExperts":
         """Reads a text and returns the experts of every token.
 
         A BERT reads the text between [CLS] and [SEP], a decoder after the token that begins a
@@ -125,7 +128,8 @@ class Run:
 
         Returns:
             Tokens, and of each layer with experts `experts` [T, K], `weights` [T, K] and `scores`
-            [T, S]; `rows()` for a table of pandas, and `print` for people.
+            [T, S]; `rows()` for a table of pandas, `table()` for one with the columns of
+            `polyad experts trace`, and `print` for people.
 
         Raises:
             ConfigError: the model reads no text or has no experts, or the text is empty or too
@@ -245,21 +249,6 @@ class ExpertRow(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LayerExperts:
-    """The experts of every token in one layer; all tensors are on the CPU."""
-
-    layer: RoutedLayer
-    experts: Tensor
-    """[T, K] int64. The experts that the router selected, the highest score first; of a muMoE those
-    with the largest coefficients, as many of each level, numbered over the levels side by side."""
-    weights: Tensor
-    """[T, K] fp32. The weight of the expert's output; of a muMoE its coefficient."""
-    scores: Tensor
-    """[T, S] fp32. The scores of all experts that top-K saw, after a graph if there is one, each
-    row summing to 1; of a muMoE the coefficients, each level summing to 1."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class TextExperts:
     """The experts of every token of a text."""
 
@@ -271,7 +260,11 @@ class TextExperts:
     """The layers with experts, by the name of their module, in the order of the model."""
 
     def rows(self) -> list[ExpertRow]:
-        """Lists every expert of every token, as `pandas.DataFrame` takes it."""
+        """Lists every expert of every token, as `pandas.DataFrame` takes it.
+
+        A layer is the name of its module, and an expert LEVEL.NUMBER where there are levels: in
+        `table` these are `module`, `level` and `expert`.
+        """
         return [
             ExpertRow(
                 position=position,
@@ -285,6 +278,21 @@ class TextExperts:
             for position, token in enumerate(self.tokens)
             for k, expert in enumerate(each.experts[position].tolist())
         ]
+
+    def table(self) -> Any:
+        """Lists the same with the columns of `polyad experts trace`, and their meaning.
+
+        Returns:
+            A `pyarrow.Table`, with `score` and `entropy`: `to_pandas()`, or
+            `pyarrow.parquet.write_table(table, FILE)`. The text is document 0, read as window 0.
+        """
+        import pyarrow as pa
+
+        place_T = torch.arange(len(self.tokens))
+        tokens = text_columns(0, place_T, place_T, self.token_ids)
+        form = Form([each.layer for each in self.layers.values()], list(tokens), TEXT_EXTRA)
+        batches = [form.rows(each, tokens, place_T) for each in self.layers.values()]
+        return pa.Table.from_batches(batches, form.schema({})).unify_dictionaries()
 
     def __str__(self) -> str:
         """A table for people: a line for each token, a column for each layer."""
@@ -321,24 +329,7 @@ def experts_of(
     return TextExperts(
         tokens=list(tokens),
         token_ids=input_ids_1T[0].cpu(),
-        layers={layer.name: _of_layer(layer, decisions[layer.name], top) for layer in layers},
-    )
-
-
-def _of_layer(layer: RoutedLayer, decision: Decision, top: int) -> LayerExperts:
-    scores_TS = torch.cat(decision.levels, dim=-1).float().cpu()
-    if decision.selected is not None:
-        experts_TK = decision.selected.expert_ids_NK.cpu()
-        weights_TK = decision.selected.weights_NK.float().cpu()
-        return LayerExperts(layer=layer, experts=experts_TK, weights=weights_TK, scores=scores_TS)
-    chosen, first = [], 0
-    for level_TN in torch.split(scores_TS, list(layer.levels), dim=-1):
-        chosen.append(level_TN.topk(min(top, level_TN.shape[-1]), dim=-1).indices + first)
-        first += level_TN.shape[-1]
-    experts_TK = torch.cat(chosen, dim=-1)
-    return LayerExperts(
-        layer=layer,
-        experts=experts_TK,
-        weights=scores_TS.gather(1, experts_TK),
-        scores=scores_TS,
+        layers={
+            layer.name: experts_of_layer(layer, decisions[layer.name], top) for layer in layers
+        },
     )

@@ -99,6 +99,25 @@ class TokenStream:
             check_ids(Path(f"{self.prefix}.bin"), tokens, self.vocab_size, start)
         return np.asarray(tokens, dtype=np.int64)
 
+    def locate(
+        self, positions_N: npt.NDArray[np.int64]
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Finds the documents of tokens.
+
+        Args:
+            positions_N: Of tokens in the stream, each in its range.
+
+        Returns:
+            The number of each token's document, from 0, and its offset there.
+        """
+        document_N = np.searchsorted(self._ends, positions_N, side="right")
+        begin_N = self._ends[document_N] - self.document_lengths[document_N]
+        return document_N, positions_N - begin_N
+
+    @functools.cached_property
+    def _ends(self) -> npt.NDArray[np.int64]:
+        return np.cumsum(self.document_lengths, dtype=np.int64)
+
     def read_document(
         self, document: int, offset: int = 0, length: int | None = None
     ) -> npt.NDArray[np.int64]:

@@ -28,6 +28,7 @@ COMMANDS: dict[str, Command] = {
         evaluate.specialize,
         evaluate.rewrite,
         evaluate.steer,
+        evaluate.trace,
         evaluate.take,
         weights.generate,
         weights.convert,

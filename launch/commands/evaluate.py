@@ -14,6 +14,7 @@ from polyad.launch.command import (
     Overrides,
     UsageError,
     command,
+    names,
     non_negative,
     positive,
     share,
@@ -275,7 +276,7 @@ def knockout(
 @command(
     "experts atlas",
     "polyad experts atlas runs/quickstart/run",
-    "polyad experts atlas ../OLMoE-1B-7B-0924 --data runs/text --tokens 16384 --how route-around",
+    "polyad experts atlas runs/quickstart/run --tokens 16384 --how route-around",
 )
 def atlas(
     path: CheckpointOrRun,
@@ -349,6 +350,66 @@ def _knock_out(name: str, path: Path, held: Stored, asked: dict[str, Any]) -> No
     if asked["tokens"] is not None:
         given["tokens"] = asked["tokens"]
     _show(name, path, held, asked, _measured("knockout", held, asked["overrides"], **given))
+
+
+@command(
+    "experts trace",
+    "polyad experts trace runs/quickstart/run --output runs/trace.parquet",
+    "polyad experts trace runs/quickstart/run --output runs/trace.parquet --tokens 4096 "
+    "--layers 1 --with score,entropy,norm,loss",
+)
+def trace(
+    path: CheckpointOrRun,
+    overrides: Overrides,
+    *,
+    output: Annotated[
+        Path,
+        Argument(
+            "the file to make, which ends in .parquet, or a folder with one for each process",
+            "DIR_OR_FILE",
+        ),
+    ],
+    layers: Annotated[
+        Sequence[str], numbers("blocks whose experts are written; default: all layers with experts")
+    ] = (),
+    top: Annotated[
+        int | None,
+        Argument(
+            "of a muMoE or a mixture of networks, which give a token a share of every expert: how "
+            "many are written, of each level the highest; default 4",
+            "K",
+            positive,
+        ),
+    ] = None,
+    extra: Annotated[
+        Sequence[str],
+        Argument(
+            "more columns: score (what top-K sees), entropy (of a token's scores, in nats), norm "
+            "(of the expert's own output), loss (of the next token, in nats)",
+            "COLUMN,...",
+            names,
+            flag="--with",
+        ),
+    ] = (),
+    tokens: Annotated[int | None, Argument(READ, "N", positive)] = None,
+    held: Stored,
+) -> None:
+    """Writes the experts of every token to Parquet.
+
+    A row for each token, layer and chosen expert, with the expert's weight and the token's place in
+    the data; pandas, polars and duckdb read it.
+    """
+    options: dict[str, Any] = {"output": output, "layers": layers, "top": top, "extra": extra}
+    if tokens is not None:
+        options["tokens"] = tokens
+
+    def measure(checkpoint: Path) -> Found:
+        from polyad.train.measures.trace import Trace, TraceWithLoss
+
+        kind = TraceWithLoss if "loss" in extra else Trace
+        return _examined(checkpoint, kind, held, overrides, **options)
+
+    _show("experts trace", path, held, {"overrides": overrides, **options}, measure)
 
 
 @command("experts measure", "polyad experts measure runs/quickstart/run --name specialization")

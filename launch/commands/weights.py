@@ -16,6 +16,7 @@ from polyad.launch.output import check_json_path, only_results_on_stdout, result
     "--top-k 50 --top-p 0.95 --seed 1",
     "polyad generate runs/quickstart/run --prompt 'def ' --steer layer=3,expert=2,strength=8",
     "polyad generate runs/quickstart/run --prompt 'def ' --intervene layer=3,expert=2,how=prune",
+    "polyad generate runs/quickstart/run --prompt 'def ' --trace runs/written.parquet",
 )
 def generate(
     path: Annotated[Path, Argument("a checkpoint, a run, or a folder of weights", "CHECKPOINT")],
@@ -54,6 +55,14 @@ def generate(
         ),
     ] = (),
     intervene: Intervene = (),
+    trace: Annotated[
+        Path | None,
+        Argument(
+            "write the experts of every token of the prompt and the text to a new file, with the "
+            "columns of polyad experts trace (.parquet)",
+            "FILE",
+        ),
+    ] = None,
     json: Json = None,
 ) -> None:
     """Continues a text with a checkpoint."""
@@ -89,6 +98,7 @@ def generate(
                 interventions=interventions,
                 base=base,
                 write=write,
+                trace=trace,
             ),
             best_checkpoint if best else newest_of,
         )

@@ -197,6 +197,7 @@ def commands_on(folder: Path, data: str, block: int) -> list[list[Any]]:
         ["experts", "knockout", folder, *few, "--layers", block],
         ["experts", "specialize", folder, "--data", data],
         ["experts", "steer", folder, *few, *steered],
+        ["experts", "trace", folder, *few, "--output", f"{data}-trace.parquet", "--with", "norm"],
         ["generate", folder, "--prompt", "def ", "--max-tokens", "5", *steered],
         ["report", folder, *few, "--knockout"],
     ]

@@ -52,7 +52,7 @@ PAGES = (
     *("images", "finetune", "studies", "findings"),
 )
 """The pages of docs/ in the order of a reader: a page may use what one before it makes."""
-MAKES = frozenset({"output", "json", "figure", "page", "destination", "record_routing"})
+MAKES = frozenset({"output", "json", "figure", "page", "destination", "record_routing", "trace"})
 """Arguments that name what a command makes; it reads every other path."""
 USED_UP = "stream"
 """The argument that names what is there between two calls of a command alone."""

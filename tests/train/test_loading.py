@@ -73,12 +73,26 @@ def test_rows_and_the_table_say_the_same_as_the_tensors(trained):
     assert header.split("  ")[-1] == "block 1"
     assert len(lines) == len(found.tokens)
     assert lines[-1].endswith(f"{last.expert} {last.weight:.2f}")
+    table = found.table().to_pandas()
+    assert len(table) == len(rows)
+    assert table["module"].tolist() == [row.layer for row in rows]
+    for name in ("position", "weight", "score"):
+        assert table[name].tolist() == [getattr(row, name) for row in rows]
+    assert table["expert"].tolist() == [int(row.expert) for row in rows]
+    assert table["token_id"].tolist() == [int(found.token_ids[row.position]) for row in rows]
+    entropy_T = torch.special.entr(layer.scores).sum(-1)
+    own = table[table["layer"] == 1]["entropy"].to_numpy(copy=True)
+    torch.testing.assert_close(torch.from_numpy(own), entropy_T.repeat_interleave(2))
 
 
 def test_experts_with_several_levels_are_named_by_level(trained):
     found = polyad.load(trained("tr")).experts("import os", top=1)
     (first, second, *_) = found.rows()
     assert (first.expert.split(".")[0], second.expert.split(".")[0]) == ("0", "1")
+    table = found.table().to_pandas()
+    named = [f"{row.level}.{row.expert}" for row in table.itertuples()]
+    assert named == [row.expert for row in found.rows()]
+    assert not table["slot"].any()
 
 
 @pytest.mark.slow

@@ -8,10 +8,11 @@ filled again, once per half a window. With a cache or without, the model sees th
 
 import math
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +24,18 @@ from polyad.parallel.weights import open_weights
 from polyad.parallel.zero import Precision
 from polyad.train.errors import ConfigError
 from polyad.train.experts.interventions import Intervention, intervened
+from polyad.train.experts.probing import deciding, routed_layers
 from polyad.train.experts.steering import Load, Steering, loads_of, steered
+from polyad.train.experts.trace import (
+    TEXT_EXTRA,
+    TOP,
+    Form,
+    TraceFile,
+    check_output,
+    experts_of,
+    text_columns,
+    whole_output,
+)
 from polyad.train.streaming import whole_model
 from polyad.train.tasks.language import language_model
 from polyad.train.tasks.vocabulary import need_tokenizer
@@ -32,6 +44,13 @@ _UNFINISHED = "\ufffd"
 """The replacement character, which the bytes of half a character decode to."""
 _OVERLAP = 6
 """Tokens decoded before new ones: the text of a token may depend on its neighbours."""
+Seen = Callable[[Sequence[int], int, int], None]
+"""Is told after each forward pass all tokens so far, the first that the pass read, and the first of
+its window."""
+
+
+def _see_nothing(ids: Sequence[int], first: int, window_first: int) -> None:
+    """Is told of forward passes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,6 +139,7 @@ def generate_ids(
     unused_ids: Sequence[int] = (),
     use_cache: bool = True,
     name: str = "the model",
+    seen: Seen = _see_nothing,
 ) -> Iterator[int]:
     """Continues a prompt.
 
@@ -133,6 +153,7 @@ def generate_ids(
         unused_ids: ids below it that are not chosen either.
         use_cache: keep keys and values, or run the whole window for every token.
         name: of the model, for an error.
+        seen: see `Seen`.
 
     Yields:
         Token ids, each as soon as it is chosen.
@@ -152,14 +173,15 @@ def generate_ids(
         if len(ids) - start > length:
             start = read = len(ids) - max(1, length // 2)
             cache = KeyValueCache(config.num_layers, length) if use_cache else None
-        window = ids[read if use_cache else start :]
+        first = read if use_cache else start
         with torch.inference_mode():
-            logits_BTV = model(torch.tensor([window], device=device), cache).logits
+            logits_BTV = model(torch.tensor([ids[first:]], device=device), cache).logits
             logits_V = logits_BTV[0, -1, :vocab_size].cpu()
         if not logits_V.isfinite().all():
             raise ConfigError(
                 f"{name}: its logits are not finite: its weights hold NaN or inf, or are too large"
             )
+        seen(ids, first, start)
         if unused_ids:
             logits_V = logits_V.index_fill(0, torch.tensor(unused_ids), -math.inf)
         read = len(ids)
@@ -223,6 +245,7 @@ def continue_text(
     use_cache: bool = True,
     name: str = "the model",
     write: Callable[[str], object] = lambda text: None,
+    seen: Seen = _see_nothing,
 ) -> Continuation:
     """Continues a text with a model that is in memory.
 
@@ -235,6 +258,7 @@ def continue_text(
         use_cache: see `generate`.
         name: of the model, for an error.
         write: is handed every piece of text as it comes.
+        seen: see `Seen`.
 
     Raises:
         ConfigError: the prompt is not text, or the weights are not finite.
@@ -253,6 +277,7 @@ def continue_text(
         unused_ids=tokenizer.unused_ids,
         use_cache=use_cache,
         name=name,
+        seen=seen,
     ):
         ids.append(token)
         pieces.append(stream.push(token))
@@ -306,6 +331,7 @@ def generate(
     interventions: Sequence[Intervention] = (),
     base: Path | None = None,
     write: Callable[[str], object] = lambda text: None,
+    trace: Path | None = None,
 ) -> Generated:
     """Continues a text.
 
@@ -322,17 +348,32 @@ def generate(
         interventions: what happens to experts.
         base: see `open_weights`.
         write: is handed the prompt, and every piece of text as it comes.
+        trace: a new file in Parquet, or folder, for the experts of every token that is read.
 
     Raises:
         ValueError: with an `exit_status` of 2: one line says what is wrong.
     """
+    if trace is not None:
+        check_output("--trace", trace)
     weights = open_weights(path, base=base)
-    language_model(weights)
+    config = language_model(weights)
+    if trace is not None and not config.has_experts():
+        raise ConfigError(f"--trace: {weights.folder}: the model is dense: it has no experts")
     coder = need_tokenizer(weights, tokenizer)
     check_prompt(prompt)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = whole_model(weights, device, precision, "each new token runs all blocks")
-    with steered(model, steerings), intervened(model, interventions):
+    about = {
+        "checkpoint": str(weights.folder),
+        "precision": precision,
+        "steering": [str(one) for one in steerings],
+        "interventions": [one.to_json() for one in interventions],
+    }
+    with (
+        steered(model, steerings),
+        intervened(model, interventions),
+        nullcontext(_see_nothing) if trace is None else _tracing(model, trace, about) as seen,
+    ):
         write(prompt)
         started = time.monotonic()
         prompt_ids, ids, text = continue_text(
@@ -350,6 +391,7 @@ def generate(
                 )
             ),
             write=write,
+            seen=seen,
         )
     seconds = time.monotonic() - started
     length: int = model.config.sequence_length  # type: ignore[union-attr, assignment]
@@ -371,3 +413,38 @@ def generate(
         seconds=seconds,
         tokens_per_second=len(ids) / max(seconds, 1e-9),
     )
+
+
+@contextmanager
+def _tracing(model: nn.Module, path: Path, about: Mapping[str, Any]) -> Iterator[Seen]:
+    """Writes the experts of each token once: of the forward pass that reads it first.
+
+    Args:
+        model: that reads.
+        path: see `check_output`.
+        about: for the file's metadata.
+    """
+    layers, done = routed_layers(model), 0
+    windows: list[int] = []
+    with deciding(model, layers) as decisions, whole_output(path) as place:
+        form = Form(layers, list(text_columns(0, *torch.empty(3, 0))), TEXT_EXTRA)
+        file = TraceFile(place, form.schema(about))
+
+        def seen(ids: Sequence[int], first: int, window_first: int) -> None:
+            nonlocal done
+            if window_first not in windows[-1:]:
+                windows.append(window_first)
+            offset_N = torch.arange(first, len(ids))
+            columns = text_columns(
+                len(windows) - 1, offset_N - window_first, offset_N, torch.tensor(ids[first:])
+            )
+            new_M = torch.arange(max(first, done) - first, len(offset_N))
+            for layer in layers:
+                found = experts_of(layer, decisions[layer.name], TOP)
+                file.add(form.rows(found, columns, new_M))
+            done = len(ids)
+
+        try:
+            yield seen
+        finally:
+            file.close()

@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -60,7 +59,7 @@ class Documents:
     """
 
     def __init__(self, stream: TokenStream) -> None:
-        self._ends: npt.NDArray[np.int64] = np.cumsum(stream.document_lengths, dtype=np.int64)
+        self._stream = stream
 
     def place(self, position: int, window_first: int, window_stop: int) -> Place:
         """What to show around a token: of its own document and window, for other windows' tokens
@@ -71,9 +70,9 @@ class Documents:
             window_first: position of the window's first token; may be -1, before all documents.
             window_stop: one past its last.
         """
-        document = int(np.searchsorted(self._ends, position, side="right"))
-        begin = int(self._ends[document - 1]) if document else 0
-        end = int(self._ends[document])
+        (document,), (offset,) = self._stream.locate(np.array([position]))
+        document, begin = int(document), position - int(offset)
+        end = begin + int(self._stream.document_lengths[document])
         low, high = max(begin, window_first), min(end, window_stop)
         first, stop = max(low, position - BEFORE), min(high, position + AFTER + 1)
         spare = _LONGEST_CHARACTER - 1

@@ -216,8 +216,11 @@ class TextSamples(Samples):
         self.predicts_both_ways = isinstance(task, MaskedLanguageModelling)
         self._hidden, self._with_first = hidden, with_first
         self._source: SpreadWindows | _WholeWindows
+        self.stride = self.length
+        """Tokens of the text from one window to the next."""
         if isinstance(task, MaskedLanguageModelling):
             self._source = _WholeWindows(task, streams, tokens, hidden=hidden)
+            self.stride -= 2  # for two marks
         else:
             about, length = task.data.tokenizer, self.length
             marks = about.end_of_text_id, about.begin_of_text_id
@@ -228,7 +231,9 @@ class TextSamples(Samples):
         self.amount = self.rows * self.length
         total_windows = -(-self.stream.num_tokens // self.length)
         self._windows = [number * total_windows // self.rows for number in range(self.rows)]
-        """The number in the split of each window that a GPT-2 reads."""
+        """The number in the split of each window."""
+        if isinstance(self._source, _WholeWindows):
+            self._windows = self._source.numbers
         self._read_from: Any = self._source
 
     @functools.cached_property
@@ -298,11 +303,26 @@ class TextSamples(Samples):
         return {"probe_windows": self.rows, "sequence_length": self.length}
 
     def position_BT(self, batch: Passages) -> Tensor:
-        """The position in the split of each token that is read; -1: it does not count."""
-        window_B = self._window_B(batch.number_B).to(batch.ids_BT.device)
-        first_B1 = window_B.unsqueeze(1) * self.length - 1
-        position_BT = first_B1 + torch.arange(self.length, device=first_B1.device)
+        """The position in the split of each token that a GPT-2 reads; -1: it does not count."""
+        _, position_BT, _ = self.places(batch)
         return position_BT.where(batch.scored_BP, -1)
+
+    def places(self, batch: Passages) -> tuple[Tensor, Tensor, Tensor]:
+        """Where the tokens that are read stand, whether they count or not.
+
+        Returns:
+            The number of each window in the split [B]; the position of each token in the split
+            [B, T], -1 of the end of text before the first one; and which of them are of the text
+            [B, T], and neither padding nor marks of a BERT.
+        """
+        window_B = self._window_B(batch.number_B).to(batch.ids_BT.device)
+        # Before the text of a window stands the token before it, or a mark.
+        first_B1 = window_B.unsqueeze(1) * self.stride - 1
+        position_BT = first_B1 + torch.arange(self.length, device=first_B1.device)
+        if self.predicts_both_ways:
+            return window_B, position_BT, _text(batch.ids_BT)
+        # The last token of a split is predicted, and not read.
+        return window_B, position_BT, position_BT < self.stream.num_tokens - 1
 
 
 class _WholeWindows(Dataset[Any]):
@@ -335,6 +355,8 @@ class _WholeWindows(Dataset[Any]):
             )
         count = min(len(whole), max(1, -(-tokens // (length - 2))))  # but for two marks
         self._chosen = [whole[number * len(whole) // count] for number in range(count)]
+        self.numbers = [number for _, number in self._chosen]
+        """Of each window that in its split."""
         self._hidden = hidden
 
     def __len__(self) -> int:

@@ -1,0 +1,445 @@
+"""`polyad experts trace` and `polyad generate --trace`: against transformers, token by token."""
+
+import json
+import math
+import re
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pyarrow.parquet as pq
+import pytest
+import torch
+import yaml
+from scipy.stats import entropy
+from torch.nn.functional import cross_entropy, silu
+
+import polyad
+from polyad.data.errors import DataError
+from polyad.data.images.dataset import ImageData
+from polyad.data.images.prepare import prepare_images
+from polyad.data.text.dataset import PreparedData
+from polyad.data.text.prepare import prepare
+from polyad.data.text.tokenizers.files import load_tokenizer
+from polyad.launch.cli import run as command
+from polyad.parallel.weights import load_model, open_weights
+from polyad.train.config.run import load_config
+from polyad.train.errors import ConfigError
+from polyad.train.experts import trace as written
+from polyad.train.experts.probing import deciding, routed_head, routed_layers
+from polyad.train.experts.trace import COLUMNS, EXTRA, whole_output
+from polyad.train.measures.trace import Trace, TraceWithLoss
+from polyad.train.reading import open_data_for
+from polyad.train.tasks.samples import ImageSamples
+from tests.helpers import images as made
+from tests.helpers.decoders import Chosen, hub_folder, prepared_for
+from tests.helpers.everyday import everyday
+from tests.helpers.fine_tuned import SETTINGS, others, trainer
+from tests.helpers.runs import both_forms, evaluation, measured, run, write_config
+from tests.launch.test_cli import error_line
+from tests.train.report.test_top_images import MODELS
+
+pytest.importorskip("transformers")
+pytestmark = pytest.mark.distributed
+
+LENGTH = 24
+OVERRIDES = (f"model.sequence_length={LENGTH}", "evaluation.batch_size=3")
+KEYS = ["layer", "module", "image", "window", "document", "choice", "position", "level", "slot"]
+"""What tells two rows apart, as far as it is there."""
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory):
+    """A folder of an OLMoE, texts in its tokens, and the model of transformers."""
+    root = tmp_path_factory.mktemp("hub")
+    model = hub_folder(root / "hub", "olmoe", add_bos_token=True).eval()
+    return root / "hub", prepared_for(root / "hub", root), model
+
+
+def traced(folder, output, kind=Trace, **options):
+    """Rows in a known order, and the result."""
+    found, text = both_forms(folder, kind, output=output, **options)
+    assert re.search(f"^written to +{output}$", text, re.MULTILINE)
+    return rows_of(output), found
+
+
+def rows_of(output):
+    return in_order(pd.read_parquet(output))
+
+
+def in_order(frame):
+    keys = [key for key in KEYS if key in frame]
+    assert not frame.duplicated(keys).any()
+    return frame.sort_values(keys, ignore_index=True)
+
+
+def same_rows(first, second):
+    """The same rows; other batches round otherwise."""
+    assert list(first.columns) == list(second.columns)
+    pd.testing.assert_frame_equal(first, second, check_exact=False, rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+def by_transformers(model, data, chosen):
+    """The rows of the windows that are chosen of the validation split, one after the other."""
+    prepared = PreparedData.open(data)
+    stream, end = prepared.split("validation"), prepared.manifest.tokenizer.end_of_text_id
+    begin = prepared.manifest.tokenizer.begin_of_text_id
+    ids = [end, *stream.read(0, stream.num_tokens).tolist()]
+    place = [(-1, -1)]
+    for document, length in enumerate(stream.document_lengths.tolist()):
+        place += [(document, offset) for offset in range(length)]
+    seen, found = Chosen(model), []
+    for window in chosen:
+        first = window * LENGTH
+        read, after = ids[first : first + LENGTH], ids[first + 1 : first + LENGTH + 1]
+        read = read[: len(after)]
+        seen.inputs, seen.weights, seen.ids = [], [], []
+        logits = model(torch.tensor([read]), use_cache=False).logits[0].double()
+        losses = cross_entropy(logits, torch.tensor(after), reduction="none").tolist()
+        for layer, (input_TD, weights, experts) in enumerate(
+            zip(seen.inputs, seen.weights, seen.ids, strict=True)
+        ):
+            block = model.model.layers[layer].mlp
+            score_TE = (input_TD.view(len(read), -1) @ block.gate.weight.T).softmax(-1)
+            for t, k in np.ndindex(len(read), experts.shape[-1]):
+                expert = int(experts[t, k])
+                up = block.experts.gate_up_proj[expert] @ input_TD.view(len(read), -1)[t]
+                gate, up = up.chunk(2)
+                output = block.experts.down_proj[expert] @ (silu(gate) * up)
+                found.append({
+                    "window": window, "position": t, "document": place[first + t][0],
+                    "offset": place[first + t][1], "token_id": read[t], "layer": layer,
+                    "module": f"blocks.{layer}.feed_forward", "slot": k, "expert": expert,
+                    "weight": float(weights[t, k]), "score": float(score_TE[t, expert]),
+                    "entropy": entropy(score_TE[t].double().numpy()),
+                    "norm": float(output.norm()),
+                    "loss": math.nan if after[t] == begin else losses[t],
+                })  # fmt: skip
+    return in_order(pd.DataFrame(found))
+
+
+def test_every_column_is_that_of_transformers(hub, tmp_path):
+    folder, data, model = hub
+    asked = {"data": str(data), "overrides": OVERRIDES, "extra": EXTRA}
+    found, about = traced(folder, tmp_path / "t.parquet", TraceWithLoss, tokens=150, **asked)
+    windows = -(-PreparedData.open(data).split("validation").num_tokens // LENGTH)
+    chosen = [number * windows // 7 for number in range(7)]  # 7 of 24 hold 150 tokens
+    wanted = by_transformers(model, data, chosen)
+    assert list(found) == list(wanted) == about["columns"]
+    found["module"] = found["module"].astype(str)
+    exact = [name for name in wanted if wanted[name].dtype.kind == "i"]
+    assert exact == [*("window", "position", "document", "offset", "token_id"),
+                     *("layer", "slot", "expert")]  # fmt: skip
+    for name in exact:
+        assert found[name].tolist() == wanted[name].tolist(), name
+    assert found["module"].tolist() == wanted["module"].tolist()
+    for name in ("weight", "score", "entropy", "norm", "loss"):
+        assert found[name].dtype == np.float32
+        np.testing.assert_allclose(found[name], wanted[name], rtol=2e-4, atol=2e-6, err_msg=name)
+    assert found["loss"].isna().any()  # before a token that begins a document
+    assert about["rows"] == len(found) == 2 * 3 * about["tokens_traced"]
+    assert (about["files"], about["bytes"]) == (1, (tmp_path / "t.parquet").stat().st_size)
+    # Positions lead back to the data.
+    stream = PreparedData.open(data).split("validation")
+    for row in found[found["document"] >= 0].iloc[::7].itertuples():
+        assert stream.read_document(row.document, row.offset, 1)[0] == row.token_id
+    about = json.loads(pq.read_schema(tmp_path / "t.parquet").metadata[b"polyad"])
+    assert about["layers"]["blocks.2.feed_forward"] == {"layer": 2, "experts": [8]}
+    assert about["columns"] == {name: COLUMNS[name].about for name in found}
+    assert (about["checkpoint"], about["split"], about["windows"]) == (
+        str(folder), "validation", 7)  # fmt: skip
+    assert about["data_fingerprint"] == PreparedData.open(data).manifest.fingerprint
+
+
+def test_summed_up_it_is_what_measures_and_evaluate_find(hub, tmp_path):
+    folder, data, _ = hub
+    asked = {"data": str(data), "overrides": OVERRIDES}
+    found, _ = traced(
+        folder, tmp_path / "t.parquet", TraceWithLoss, tokens=10**6, extra=["loss"], **asked
+    )
+    counted = found[found["loss"].notna()]  # as measures count
+    result = measured(folder, "specialization", **asked)[0]
+    for name, layer in result["layers"].items():
+        counts = np.array(layer["levels"][0]["labels"]["characters"]["counts"]).sum(1)
+        own = counted[counted["module"] == name]
+        assert np.bincount(own["expert"], minlength=8).tolist() == counts.tolist()
+    score = evaluation(folder, **asked | {"overrides": (*OVERRIDES, f"evaluation.stride={LENGTH}")})
+    tokens = counted[(counted["layer"] == 0) & (counted["slot"] == 0)]
+    assert len(tokens) == score["tokens_scored"]
+    assert math.exp(tokens["loss"].astype(float).mean()) == pytest.approx(
+        score["perplexity"], rel=1e-6
+    )
+    # The model's own statistics, of one window.
+    stream = PreparedData.open(data).split("validation")
+    ids = torch.from_numpy(stream.read(LENGTH - 1, 2 * LENGTH - 1))
+    with torch.inference_mode():
+        routing = load_model(folder)(ids.unsqueeze(0)).routing
+    for stats in routing:
+        own = found[(found["module"] == stats.name) & (found["window"] == 1)]
+        load = np.bincount(own["expert"], minlength=8) / len(own)
+        np.testing.assert_allclose(load, stats.load_E.numpy(), rtol=1e-6)
+
+
+def test_processes_and_blocks_write_the_same_rows(hub, workers, tmp_path, monkeypatch):
+    folder, data, _ = hub
+    extra = ["score", "entropy", "norm"]
+    asked = {"data": str(data), "overrides": OVERRIDES, "extra": extra, "layers": ["0", "2"]}
+    monkeypatch.setattr(written, "GROUP", 400)
+    alone, _ = traced(folder, tmp_path / "t.parquet", **asked)
+    assert sorted(set(alone["layer"])) == [0, 2]
+    groups = pq.ParquetFile(tmp_path / "t.parquet").metadata
+    sizes = [groups.row_group(number).num_rows for number in range(groups.num_row_groups)]
+    assert sum(sizes) == len(alone)
+    assert len(sizes) > 5
+    assert max(sizes) <= 800
+    streamed, _ = traced(folder, tmp_path / "s", stream=tmp_path / "kept", **asked)
+    same_rows(streamed, alone)
+    both = workers(2).run(both_forms, folder, Trace, output=tmp_path / "parts", **asked)
+    assert both[0][0]["rows"] == both[1][0]["rows"] == len(alone)
+    parts = sorted(path.name for path in (tmp_path / "parts").iterdir())
+    assert parts == ["part-00000.parquet", "part-00001.parquet"]
+    assert all(pq.read_metadata(tmp_path / "parts" / part).num_rows for part in parts)
+    same_rows(rows_of(tmp_path / "parts"), alone)
+    with pytest.raises(ConfigError, match=r"--stream .*: is not allowed: --with loss: a loss is"):
+        traced(folder, tmp_path / "x", TraceWithLoss, stream=tmp_path / "kept", **asked)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["parts", "s", "t.parquet"]
+
+
+@pytest.mark.parametrize("name", ["out.parquet", "out"])
+def test_what_is_not_whole_leaves_nothing(hub, tmp_path, name):
+    folder, data, _ = hub
+    output = tmp_path / name
+
+    def write(last):
+        with whole_output(output) as path:
+            path.write_bytes(b"half")
+            last()
+
+    def interrupt():
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write(interrupt)
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(DataError, match="cannot be written: it is there by now"):
+        write(lambda: output.write_text("another"))
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+    output.unlink()
+    # A reading that fails when a block has been written.
+    opened = open_data_for(open_weights(folder), str(data), OVERRIDES, "trained")
+    model = load_model(folder)
+    model.blocks[1].feed_forward.router.score.weight.data.fill_(torch.nan)
+    asked = Trace.checked(opened, "validation", output=output)
+    with (
+        pytest.raises(ConfigError, match=r"coefficients of blocks\.1\.feed_forward are not"),
+        opened.loaded("x", "validation", model, needs_whole="x") as (_, world),
+    ):
+        Trace.take(opened, "validation", asked, model, world)
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_is_not_allowed_is_one_line(hub, tmp_path, capfd):
+    folder, data, _ = hub
+    (tmp_path / "there").write_text("")
+    new = ["--output", tmp_path / "t.parquet"]
+    for words, said in (
+        ([], "the following arguments are required: --output"),
+        (["--output", tmp_path / "there"], "--output: .*there: is there already"),
+        (["--output", tmp_path / "no" / "t"], "--output: .*: there is no folder .*no"),
+        ([*new, "--with", "norm,size"], "--with: size is not allowed: score, entropy, norm, loss"),
+        ([*new, "--layers", "7"], "--layers: 7 is not allowed: blocks with experts are 0, 1, 2"),
+        ([*new, "--top", "3"], "--top: 3 is not allowed: a router of .* selects whole experts"),
+    ):
+        words = ["experts", "trace", folder, "--data", data, *words]
+        assert command([str(word) for word in words]) == 2
+        line = error_line(capfd.readouterr().err.splitlines()[-1])
+        assert re.search(said, line), line
+    dense = ["generate", folder, "--prompt", "x", "--trace", tmp_path / "there"]
+    assert command([str(word) for word in dense]) == 2
+    assert "--trace: " in capfd.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["there"]
+
+
+def test_several_processes_need_a_folder(tmp_path):
+    with pytest.raises(ConfigError, match="2 processes write a part each: name a folder"):
+        written.check_output("--output", tmp_path / "t.parquet", 2)
+
+
+@pytest.mark.parametrize("cache", [True, False])
+def test_generated_tokens_are_written_once(hub, tmp_path, cache):
+    folder, _, _ = hub
+    output, told = tmp_path / "g.parquet", tmp_path / "told.json"
+    words = ["generate", folder, "--prompt", "def number_1(x)", "--temperature", "0.7",
+             "--max-tokens", "70", "--seed", "5", "--trace", output, "--json", told]  # fmt: skip
+    assert command([*map(str, words), *([] if cache else ["--no-cache"])]) == 0
+    result, found = json.loads(told.read_text()), rows_of(output)
+    ids = result["prompt_ids"] + result["token_ids"]
+    assert len(ids) > 70, "the window of 64 tokens moved"
+    read = ids[:-1] if result["ended_by"] == "max_tokens" else ids  # the last one is not read
+    tokens = found[(found["layer"] == 1) & (found["slot"] == 0)].sort_values("offset")
+    assert tokens["token_id"].tolist() == read
+    assert tokens["offset"].tolist() == list(range(len(read)))
+    assert tokens["window"].tolist() == [0] * 64 + [1] * (len(read) - 64)
+    assert tokens["position"].tolist() == [*range(64), *range(31, 31 + len(read) - 64)]
+    # What a pass over the first window without a cache gives.
+    model, layers = load_model(folder), ["blocks.0.feed_forward", "blocks.2.feed_forward"]
+    with deciding(model, routed_layers(model)) as decisions, torch.inference_mode():
+        model(torch.tensor([ids[:64]]))
+    for name in layers:
+        own = found[(found["module"] == name) & (found["window"] == 0)]
+        own = own.sort_values(["position", "slot"])
+        selected = decisions[name].selected
+        assert own["expert"].tolist() == selected.expert_ids_NK.flatten().tolist()
+        np.testing.assert_allclose(own["weight"], selected.weights_NK.flatten(), rtol=1e-4)
+    table = polyad.load(folder).experts("def number_1(x)").table().to_pandas()
+    assert list(table) == list(found)
+    few = found[found["offset"] < len(result["prompt_ids"])]
+    same_rows(in_order(table), few.reset_index(drop=True))
+
+
+@everyday("kind", ["tr", "bert"], keep=[])
+def test_shares_of_levels_and_masked_text(kind, workers, trained, tmp_path, texts, capfd):
+    """Experts of a level are numbered from 0, and the best come first; marks of a BERT are left
+    out."""
+    if kind == "tr":
+        folder, first = trained("tr"), 0
+    else:
+        data, folder, first = tmp_path / "pieces", tmp_path / "run", 1
+        prepare(str(texts), "wordpiece:300", data, report=lambda line: None)
+        bert = {
+            "kind": "bert", "num_layers": 2, "hidden_size": 32, "num_heads": 4,
+            "sequence_length": 32,
+            "feed_forward": {"kind": "mumoe", "num_experts": [6, 3], "rank": 4, "level_std": 0.5},
+        }  # fmt: skip
+        config = write_config(
+            tmp_path / "c.yaml", data, model=bert, data__kind="masked_text", train__steps=2
+        )
+        workers(1).run(run, config)
+    output = tmp_path / "t.parquet"
+    asked = {"top": 3, "extra": ["entropy", "norm", "score"], "tokens": 300}
+    found, about = traced(folder, output, **asked)
+    model = load_model(about["checkpoint"])
+    data = PreparedData.open(model_data(folder))
+    stream, span = data.split("validation"), 32 - 2 * first
+    windows = sorted(set(found["window"]))
+    assert len(windows) == -(-300 // span)
+    ends = data.tokenizer()
+    for window in windows[:3] if first else windows[1:3]:
+        begin = window * span - 1 + first
+        ids = stream.read(begin, begin + span).tolist()
+        if first:
+            vocabulary = ends.vocabulary()
+            ids = [vocabulary["[CLS]"], *ids, vocabulary["[SEP]"]]
+        with deciding(model, routed_layers(model)) as decisions, torch.inference_mode():
+            model(torch.tensor([ids]))
+        for name, decision in decisions.items():
+            own = found[(found["module"] == name) & (found["window"] == window)]
+            assert sorted(set(own["position"])) == list(range(first, 32 - first))
+            for level, share_TE in enumerate(decision.levels):
+                rows = own[own["level"] == level].sort_values(["position", "slot"])
+                best = share_TE[first : 32 - first].topk(min(3, share_TE.shape[-1]), dim=-1)
+                assert rows["expert"].tolist() == best.indices.flatten().tolist()
+                np.testing.assert_allclose(rows["weight"], best.values.flatten(), rtol=1e-4)
+                assert rows["weight"].tolist() == rows["score"].tolist()
+                each = entropy(share_TE[first : 32 - first].double().numpy(), axis=1)
+                nats = rows[rows["slot"] == 0]["entropy"]
+                np.testing.assert_allclose(nats, each, rtol=1e-4)
+                row = rows.iloc[7]
+                at = torch.tensor([row["position"]])
+                with torch.inference_mode():
+                    output_MD = decision.output(level, int(row["expert"]), at)
+                assert row["norm"] == pytest.approx(float(output_MD.norm()), rel=1e-3)
+    inside = found[found["document"] >= 0].iloc[::97]
+    for row in inside.itertuples():
+        assert stream.read_document(row.document, row.offset, 1)[0] == row.token_id
+    if first:
+        words = ["experts", "trace", folder, "--output", tmp_path / "x", "--with", "loss"]
+        assert command([*map(str, words)]) == 2
+        line = error_line(capfd.readouterr().err.splitlines()[-1])
+        assert "--with loss: is not allowed with data.kind: masked_text; text has it" in line
+
+
+def model_data(folder):
+    return load_config(folder / "config.yaml").data.path
+
+
+IMAGE_MODELS = MODELS | {
+    "mixture": {
+        "kind": "mixture", "image_size": 8, "num_experts": 3,
+        "expert": {"hidden_sizes": [6]}, "gate_network": {"hidden_sizes": [5]},
+    },
+}  # fmt: skip
+
+
+@everyday("kind", ["vit", "mixer", "mixture"], keep=[])
+def test_images_are_named_with_their_patches(kind, workers, tmp_path):
+    prepare_images(
+        str(made.class_folders(tmp_path / "all", 20)), tmp_path / "out", held_out=0.4,
+        report=lambda line: None,
+    )  # fmt: skip
+    config = tmp_path / "run.yaml"
+    data = {"kind": "images", "path": str(tmp_path / "out"), "normalization": "half"}
+    config.write_text(yaml.safe_dump({
+        "run": {"folder": str(tmp_path / "run")}, "model": IMAGE_MODELS[kind],
+        "data": data | {"evaluation_resize": 1.0},
+        "train": {
+            "steps": 2, "global_batch_size": 8, "micro_batch_size": 8, "precision": "fp32",
+        },
+        "log": {"trackers": []},
+    }))  # fmt: skip
+    workers(1).run(run, config)
+    found, about = traced(tmp_path / "run", tmp_path / "t.parquet", extra=["norm"], tokens=9)
+    split = ImageData.open(tmp_path / "out").split("validation")
+    chosen = [number * len(split) // 9 for number in range(9)]
+    assert sorted(set(found["image"])) == chosen
+    for image, file in zip(found["image"], found["file"], strict=True):
+        assert file == split.name_of(image)
+    opened = open_data_for(open_weights(Path(about["checkpoint"])), None, (), "trained")
+    samples = ImageSamples(opened.task, "validation", 9)
+    model = load_model(about["checkpoint"])
+    ((_, batch),) = samples.batches(16, 0, 1, torch.device("cpu"))
+    layers = [*routed_layers(model), *filter(None, [routed_head(model)])]
+    with deciding(model, layers) as decisions, torch.inference_mode():
+        samples.forward(model, batch, {})
+    assert set(found["module"]) == set(decisions)
+    positions = {name: list(range(4)) for name in decisions}
+    if kind == "vit":
+        positions = {name: list(range(-1, 4)) for name in decisions}
+    elif kind == "mixer":
+        positions["blocks.0.token_feed_forward"] = list(range(16))
+    else:
+        positions = {"mixture": [-1]}
+    for name, decision in decisions.items():
+        own = found[found["module"] == name]
+        assert sorted(set(own["position"])) == positions[name]
+        assert set(own["layer"]) == ({-1} if kind == "mixture" else {int(name.split(".")[1])})
+        coefficients = decision.coefficients()
+        at = [chosen.index(image) for image in own["image"]]
+        rows = [
+            n * len(positions[name]) + positions[name].index(position)
+            for n, position in zip(at, own["position"], strict=True)
+        ]
+        wanted = coefficients[rows, own["expert"].tolist()]
+        np.testing.assert_allclose(own["weight"], wanted, rtol=1e-4)
+        assert own["weight"].sum() <= coefficients.sum() + 1e-3
+    assert (found["norm"] > 0).all()
+
+
+@everyday("name", ["pairs", "choices"], keep=[])
+def test_labelled_sequences_have_a_row_for_each_token(name, workers, tmp_path_factory, tmp_path):
+    rows = others()[name]
+    train = trainer(workers, tmp_path_factory)
+    folder = train(name, rows[:16], rows[16:27], steps=2, data=SETTINGS[name])
+    both_forms(folder, Trace, output=tmp_path / "t.parquet")
+    found = rows_of(tmp_path / "t.parquet")
+    choices = 2 if name == "choices" else 1
+    assert len(found.groupby(["document", "choice"])) == 11 * choices
+    coder = load_tokenizer(folder.parent / "tokenizer.json", None)
+    own = found[(found["layer"] == 1) & (found["slot"] == 0)]
+    for (document, choice), tokens in own.groupby(["document", "choice"]):
+        row = rows[16 + document]
+        second = row[f"c{choice}"] if name == "choices" else row["s2"]
+        ids = [*coder.encode(row["s1"]), coder.end_of_text_id, *coder.encode(second)]
+        assert tokens["position"].tolist() == list(range(len(tokens)))
+        assert tokens["token_id"].tolist()[: len(ids)] == ids

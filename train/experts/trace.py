@@ -1,0 +1,413 @@
+"""The experts of every token as a table in Parquet: a row for each token, layer and chosen expert.
+
+    Form          which columns a trace has, and its rows of a layer
+    TraceFile     a file that grows by row groups, so that few rows are in memory
+    whole_output  a file or a folder of parts that has its name when all of it is written
+
+-1 in a column of whole numbers: there is none. Such columns have no nulls, which pandas would make
+floats of.
+
+Shapes: N tokens, K experts that a token is written with (of all levels, side by side), S experts of
+a layer, of all its levels side by side.
+"""
+
+import json
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from polyad.data.files import partial_of, writing
+from polyad.model.output import entropy
+from polyad.train.errors import ConfigError
+from polyad.train.experts.information import not_finite
+from polyad.train.experts.probing import Decision, RoutedLayer
+
+FORMAT = "polyad trace 1"
+"""`format` in the metadata of a file."""
+METADATA = b"polyad"
+"""The key of the metadata in a file, whose value is JSON."""
+SUFFIX = ".parquet"
+GROUP = 2**18
+"""Rows that are written together; a row group has at most twice as many."""
+TOP = 4
+"""Experts that a token is written with of each level, where it has a share of all."""
+EXTRA = ("score", "entropy", "norm", "loss")
+"""Columns that are there if they are asked for."""
+TEXT_EXTRA = ("score", "entropy")
+"""Those that the trace of one text has."""
+
+
+class Column(NamedTuple):
+    """A column of a trace."""
+
+    type: str
+    """As Arrow calls it; `names`: a string of few different ones."""
+    about: str
+
+
+COLUMNS: Mapping[str, Column] = {
+    "window": Column("int32", "number of the window in the split, from 0"),
+    "image": Column("int32", "number of the image in the split, from 0"),
+    "file": Column("names", "name of the image in what was prepared"),
+    "position": Column(
+        "int32",
+        "place of the token in what the model reads at once, from 0; of images the patch, row "
+        "by row (of a Mixer's token mixing the channel), -1: the whole image",
+    ),
+    "document": Column(
+        "int32",
+        "number of the document, or of the labelled row, in the split, from 0; -1: the end of text "
+        "that is read before the first one",
+    ),
+    "choice": Column("int32", "number of the choice in the labelled row, from 0"),
+    "offset": Column("int32", "place of the token in its document, from 0; -1: as there"),
+    "token_id": Column("int32", "id of the token that is read"),
+    "layer": Column("int16", "number of the block; -1: the layer is in none"),
+    "module": Column("names", "name of the layer's module, as in names of parameters"),
+    "level": Column("int16", "level of the layer's hierarchy, from 0"),
+    "slot": Column("int16", "which of the token's experts, of its level, from 0: the best first"),
+    "expert": Column("int32", "number of the expert, in its level, from 0"),
+    "weight": Column(
+        "float32", "weight of the expert's output, before a capacity drops any; a share as it is"
+    ),
+    "score": Column("float32", "what top-K saw of the expert, without its bias; a share once more"),
+    "entropy": Column(
+        "float32", "of the token's scores over all experts of the level, summing to 1, in nats"
+    ),
+    "norm": Column("float32", "L2 norm of the expert's own output, before its weight"),
+    "loss": Column(
+        "float32", "of the token that is predicted at this position, in nats; null: none is"
+    ),
+}
+"""All columns, in their order."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerExperts:
+    """The experts of every token in one layer; all tensors are on the CPU."""
+
+    layer: RoutedLayer
+    experts: Tensor
+    """[N, K] int64. The experts that the router selected, the highest score first; of a muMoE those
+    with the largest coefficients, as many of each level, numbered over the levels side by side."""
+    weights: Tensor
+    """[N, K] fp32. The weight of the expert's output; of a muMoE its coefficient."""
+    scores: Tensor
+    """[N, S] fp32. The scores of all experts that top-K saw, after a graph if there is one, each
+    row summing to 1, unless they are sigmoids; of a muMoE the coefficients, each level summing to
+    1."""
+
+
+def experts_of(layer: RoutedLayer, decision: Decision, top: int) -> LayerExperts:
+    """The experts of the tokens of a layer.
+
+    Args:
+        layer: that decided.
+        decision: of a forward pass.
+        top: where a token gets a share of every expert: how many are taken of each level.
+    """
+    scores_NS = torch.cat(decision.levels, dim=-1).float().cpu()
+    if decision.selected is not None:
+        experts_NK = decision.selected.expert_ids_NK.cpu()
+        weights_NK = decision.selected.weights_NK.float().cpu()
+        return LayerExperts(layer=layer, experts=experts_NK, weights=weights_NK, scores=scores_NS)
+    chosen, first = [], 0
+    for level_NE in torch.split(scores_NS, list(layer.levels), dim=-1):
+        chosen.append(level_NE.topk(min(top, level_NE.shape[-1]), dim=-1).indices + first)
+        first += level_NE.shape[-1]
+    experts_NK = torch.cat(chosen, dim=-1)
+    weights_NK = scores_NS.gather(1, experts_NK)
+    return LayerExperts(layer=layer, experts=experts_NK, weights=weights_NK, scores=scores_NS)
+
+
+def norms(decision: Decision, found: LayerExperts, row_M: Tensor) -> Tensor:
+    """The L2 norms of what experts make of their tokens [N, K], on the CPU.
+
+    Args:
+        decision: of a forward pass.
+        found: the experts of its N tokens.
+        row_M: the tokens that are looked at, on the CPU; the norms of others are 0.
+    """
+    norm_NK = torch.zeros_like(found.weights)
+    experts_MK, first = found.experts[row_M], 0
+    for level, size in enumerate(found.layer.levels):
+        for expert in range(size):
+            at_M, slot_M = (experts_MK == first + expert).nonzero(as_tuple=True)
+            if len(at_M):
+                rows = row_M[at_M]
+                y_MD = decision.output(level, expert, rows.to(decision.levels[0].device))
+                norm_NK[rows, slot_M] = y_MD.float().norm(dim=-1).cpu()
+        first += size
+    return norm_NK
+
+
+@dataclass(frozen=True)
+class Form:
+    """The columns of a trace.
+
+    Args:
+        layers: that are written.
+        of_tokens: names of the columns that all layers have of a token.
+        extra: of `EXTRA`; `loss` is one of a token.
+    """
+
+    layers: Sequence[RoutedLayer]
+    of_tokens: Sequence[str]
+    extra: Sequence[str] = ()
+
+    @property
+    def columns(self) -> list[str]:
+        """Their names, in order."""
+        names = {*self.of_tokens, "layer", "module", "slot", "expert", "weight", *self.extra}
+        if any(len(layer.levels) > 1 for layer in self.layers):
+            names.add("level")
+        return [name for name in COLUMNS if name in names]
+
+    def schema(self, about: Mapping[str, Any]) -> Any:
+        """The schema of a file (`pyarrow.Schema`).
+
+        Args:
+            about: what its metadata says, beside layers and columns; JSON values.
+        """
+        import pyarrow as pa
+
+        said = {
+            "format": FORMAT,
+            **about,
+            "layers": {
+                layer.name: {"layer": _block(layer), "experts": list(layer.levels)}
+                for layer in self.layers
+            },
+            "columns": {name: COLUMNS[name].about for name in self.columns},
+        }
+        types = {"names": pa.dictionary(pa.int32(), pa.string())}
+        fields = [
+            pa.field(name, types.get(COLUMNS[name].type) or COLUMNS[name].type, name == "loss")
+            for name in self.columns
+        ]
+        return pa.schema(fields, {METADATA: json.dumps(said).encode()})
+
+    def rows(
+        self,
+        found: LayerExperts,
+        tokens: Mapping[str, Tensor | Sequence[str]],
+        row_M: Tensor,
+        norm_NK: Tensor | None = None,
+    ) -> Any:
+        """The rows of a layer (`pyarrow.RecordBatch`), token after token.
+
+        Args:
+            found: the experts of N tokens.
+            tokens: the columns of the tokens by name, each [N], on the CPU; a name for each token
+                is a sequence of strings. NaN in `loss` stands for none.
+            row_M: the tokens that are written.
+            norm_NK: of the outputs of experts.
+
+        Raises:
+            ConfigError: weights are not finite.
+        """
+        layer, weight_MK = found.layer, found.weights[row_M]
+        if not weight_MK.isfinite().all():
+            raise ConfigError(not_finite(layer))
+        expert_MK = found.experts[row_M]
+        first_L = torch.tensor([0, *layer.levels]).cumsum(0)
+        level_MK = torch.searchsorted(first_L[1:], expert_MK, right=True)
+        slot_K = _counted(level_MK[0].tolist()) if len(row_M) else torch.zeros(expert_MK.shape[1])
+        values: dict[str, Tensor | Sequence[str] | str] = {
+            "layer": torch.tensor(_block(layer)).expand_as(expert_MK),
+            "module": layer.name,
+            "level": level_MK,
+            "slot": slot_K.expand_as(expert_MK),
+            "expert": expert_MK - first_L[level_MK],
+            "weight": weight_MK,
+        }
+        scores_MS = found.scores[row_M]
+        if "score" in self.extra:
+            values["score"] = scores_MS.gather(1, expert_MK)
+        if "entropy" in self.extra:
+            levels = torch.split(scores_MS, list(layer.levels), dim=-1)
+            # Scores by sigmoids do not sum to 1.
+            each = [entropy(p / p.sum(-1, keepdim=True).clamp_min(1e-30)) for p in levels]
+            values["entropy"] = torch.stack(each, -1).gather(1, level_MK)
+        if norm_NK is not None:
+            values["norm"] = norm_NK[row_M]
+        for name, of_token in tokens.items():
+            if isinstance(of_token, Tensor):
+                values[name] = of_token[row_M].unsqueeze(-1).expand_as(expert_MK)
+            else:
+                values[name] = [of_token[row] for row in row_M.tolist()]
+        return self._batch(values, expert_MK.shape)
+
+    def _batch(
+        self, values: Mapping[str, Tensor | Sequence[str] | str], shape: Sequence[int]
+    ) -> Any:
+        import pyarrow as pa
+
+        schema, arrays = self.schema({}), []
+        for name in self.columns:
+            value, kind = values[name], schema.field(name).type
+            if isinstance(value, Tensor):
+                flat = value.reshape(-1).numpy().astype(COLUMNS[name].type)
+                arrays.append(pa.array(flat, kind, from_pandas=name == "loss"))
+                continue
+            known = [value] if isinstance(value, str) else list(dict.fromkeys(value))
+            number = {each: at for at, each in enumerate(known)}
+            of_token = [0] * shape[0] if isinstance(value, str) else [number[one] for one in value]
+            codes = np.repeat(np.array(of_token, dtype=np.int32), shape[1])
+            # A file's name may be bytes that are no UTF-8.
+            names = [each.encode(errors="backslashreplace").decode() for each in known]
+            arrays.append(pa.DictionaryArray.from_arrays(codes, pa.array(names, pa.string())))
+        return pa.RecordBatch.from_arrays(arrays, schema=schema)
+
+
+def _block(layer: RoutedLayer) -> int:
+    return layer.block if layer.in_block else -1
+
+
+def _counted(level_K: Sequence[int]) -> Tensor:
+    """How many of the same level were before each."""
+    return torch.tensor([level_K[:k].count(level) for k, level in enumerate(level_K)])
+
+
+def text_columns(
+    window: int, position_N: Tensor, offset_N: Tensor, ids_N: Tensor
+) -> dict[str, Tensor]:
+    """The columns of tokens that are of no prepared data, but of one text, which is document 0.
+
+    Args:
+        window: its number.
+        position_N: of the tokens in it.
+        offset_N: of the tokens in the text.
+        ids_N: of the tokens.
+    """
+    return {
+        "window": torch.full_like(offset_N, window),
+        "position": position_N,
+        "document": torch.zeros_like(offset_N),
+        "offset": offset_N,
+        "token_id": ids_N,
+    }
+
+
+class TraceFile:
+    """A file that is written from its beginning; rows wait until a row group is full.
+
+    Args:
+        path: the file; what is there is replaced.
+        schema: of the columns.
+
+    Attributes:
+        rows: so far.
+
+    Raises:
+        DataError: it cannot be written.
+    """
+
+    def __init__(self, path: Path, schema: Any) -> None:
+        import pyarrow.parquet as pq
+
+        self.rows, self._path, self._schema = 0, path, schema
+        self._waiting: list[Any] = []
+        self._count = 0
+        with writing(path):
+            self._file = pq.ParquetWriter(path, schema, compression="zstd")
+
+    def add(self, batch: Any) -> None:
+        """Adds rows, as `Form.rows` gives them."""
+        self._waiting.append(batch)
+        self.rows, self._count = self.rows + len(batch), self._count + len(batch)
+        if self._count >= GROUP:
+            self._write()
+
+    def _write(self) -> None:
+        import pyarrow as pa
+
+        parts = [part.replace_schema_metadata(self._schema.metadata) for part in self._waiting]
+        table = pa.Table.from_batches(parts, self._schema).unify_dictionaries()
+        with writing(self._path):
+            self._file.write_table(table, row_group_size=2 * GROUP)
+        self._waiting, self._count = [], 0
+
+    def close(self) -> None:
+        """Ends the file."""
+        try:
+            if self._waiting:
+                self._write()
+        finally:
+            with writing(self._path):
+                self._file.close()
+
+
+def check_output(option: str, path: Path, processes: int = 1) -> None:
+    """Checks that a trace can be written, before any work is done.
+
+    Args:
+        option: that names it.
+        path: a file that ends in .parquet, or a folder for a part of each process.
+        processes: that write.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    if path.exists() or path.is_symlink():
+        raise ConfigError(f"{option}: {path}: is there already; a new file or folder is needed")
+    if not path.parent.is_dir():
+        raise ConfigError(f"{option}: {path}: there is no folder {path.parent}")
+    if processes > 1 and path.suffix == SUFFIX:
+        raise ConfigError(
+            f"{option}: {path}: {processes} processes write a part each: name a folder, which does "
+            f"not end in {SUFFIX}"
+        )
+
+
+@contextmanager
+def whole_output(
+    path: Path, rank: int = 0, ranks: int = 1, wait: Callable[[], None] = lambda: None
+) -> Iterator[Path]:
+    """What is written inside the context gets its name at the end, or is removed.
+
+    Args:
+        path: see `check_output`.
+        rank: of this process.
+        ranks: how many write.
+        wait: for all of them.
+
+    Yields:
+        The file that this process writes.
+
+    Raises:
+        DataError: it cannot be written.
+    """
+    partial, is_file = partial_of(path), path.suffix == SUFFIX
+    names = [f"part-{number:05d}{SUFFIX}" for number in range(ranks)]
+    try:
+        if not is_file:
+            if rank == 0:
+                with writing(path):
+                    # A killed process leaves its parts there.
+                    shutil.rmtree(partial, ignore_errors=True)
+                    partial.mkdir()
+            wait()
+        yield partial if is_file else partial / names[rank]
+        wait()
+        if rank == 0:
+            with writing(path):
+                for name in [] if is_file else names:
+                    (partial / name).stat()  # a host without the folder wrote elsewhere
+                if path.exists():
+                    raise FileExistsError(0, "it is there by now", str(path))
+                partial.rename(path)
+        wait()
+    except BaseException:
+        if is_file:
+            partial.unlink(missing_ok=True)
+        elif rank == 0:
+            shutil.rmtree(partial, ignore_errors=True)
+        raise

@@ -1,0 +1,298 @@
+"""The experts of every token, written to Parquet as they are read: `polyad experts trace`.
+
+Shapes: B windows, R rows of a batch, T tokens of a row, N tokens that a layer sees.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from polyad.parallel import comm
+from polyad.train.config.environment import folder_digest
+from polyad.train.console import in_bytes
+from polyad.train.errors import ConfigError
+from polyad.train.experts.probing import (
+    EVERY,
+    RoutedLayer,
+    choose_layers,
+    routed_head,
+    routed_layers,
+)
+from polyad.train.experts.trace import (
+    EXTRA,
+    TOP,
+    Form,
+    TraceFile,
+    check_output,
+    experts_of,
+    norms,
+    whole_output,
+)
+from polyad.train.measures.measure import Examination, Result
+from polyad.train.reading import Evaluated, Reading, read
+from polyad.train.tasks.samples import (
+    ImageSamples,
+    Samples,
+    SequenceSamples,
+    TextSamples,
+    losses,
+    samples_of,
+)
+
+TOKENS = 65_536
+"""About how many tokens or images are read, unless the user says it."""
+OF_TOKENS: Mapping[type[Samples], tuple[str, ...]] = {
+    TextSamples: ("window", "position", "document", "offset", "token_id"),
+    ImageSamples: ("image", "file", "position"),
+    SequenceSamples: ("document", "choice", "position", "token_id"),
+}
+"""The columns of a token, by what is read."""
+Columns = Mapping[str, Tensor | Sequence[str]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traced(Result):
+    """What was written."""
+
+    output: str
+    files: int
+    bytes: int
+    num_rows: int
+    num_tokens: int
+    """Tokens whose experts were written, of each layer the same or fewer."""
+    layers: Sequence[RoutedLayer]
+    columns: Sequence[str]
+
+    def to_json(self) -> dict[str, Any]:
+        """What programs get."""
+        return {
+            "output": self.output,
+            "files": self.files,
+            "bytes": self.bytes,
+            "rows": self.num_rows,
+            "tokens_traced": self.num_tokens,
+            "layers": [layer.name for layer in self.layers],
+            "columns": list(self.columns),
+        }
+
+    def amount(self) -> str:
+        """How many tokens."""
+        return f": {self.num_tokens:,} tokens"
+
+    def facts(self) -> list[tuple[str, str]]:
+        """Where the rows are, and how many."""
+        titles = ", ".join(layer.title for layer in self.layers)
+        return [
+            ("layers", titles),
+            ("columns", ", ".join(self.columns)),
+            ("rows", f"{self.num_rows:,} in {in_bytes(self.bytes)}"),
+            ("written to", self.output),
+        ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What is written, and where."""
+
+    output: Path
+    """A file that ends in .parquet, or a folder for a part of each process."""
+    extra: Sequence[str] = ()
+    """Of `EXTRA`."""
+    layers: Sequence[str] = ()
+    """Numbers of blocks; none: all layers with experts."""
+    top: int | None = None
+    """Where a token gets a share of every expert: how many it is written with, of each level."""
+    tokens: int = TOKENS
+    """About how many tokens or images are read, in whole windows, evenly over the split."""
+
+
+class Trace(Examination):
+    """Writes the experts of every token.
+
+    Args:
+        samples: that are read.
+        model: that reads them.
+        form: of the rows.
+        top: see `Options`.
+        file: gets the rows of this process.
+    """
+
+    name = "trace"
+    doing = "tracing experts"
+    needs_whole: ClassVar[str | None] = None
+    blocks: Sequence[int] = ()
+
+    def __init__(
+        self, samples: Samples, model: nn.Module, form: Form, top: int, file: TraceFile
+    ) -> None:
+        self._samples, self._model, self._form = samples, model, form
+        self._top, self._file, self.tokens = top, file, 0
+        if isinstance(samples, ImageSamples):
+            self._split = samples.task.data.split(samples.split)
+
+    @classmethod
+    def checked(cls, opened: Evaluated, split: str, **options: Any) -> Options:
+        """Checks what is written, and where, by the fields of `Options`."""
+        asked = Options(**options)
+        check_output("--output", asked.output, comm.environment_world_size())
+        for name in asked.extra:
+            if name not in EXTRA:
+                raise ConfigError(f"--with: {name} is not allowed: {', '.join(EXTRA)} are")
+        if "loss" in asked.extra:
+            opened.text("--with loss")
+        return asked
+
+    @classmethod
+    def take(
+        cls, opened: Evaluated, split: str, asked: Options, model: nn.Module, world: comm.World
+    ) -> Traced:
+        """Reads the samples once; each process writes what it reads."""
+        layers = _chosen(model, str(opened.weights.folder), asked)
+        samples = samples_of(opened.task, split, asked.tokens)
+        of_tokens = OF_TOKENS[type(samples)] + (("loss",) if "loss" in asked.extra else ())
+        form = Form(layers, of_tokens, asked.extra)
+        rank, ranks = world.rank, world.size
+        wait = comm.barrier if ranks > 1 else lambda: None
+        about = {**_about(opened, split, samples), "part": rank, "parts": ranks}
+        with whole_output(asked.output, rank, ranks, wait) as path:
+            file = TraceFile(path, form.schema(about))
+            try:
+                trace = cls(samples, model, form, asked.top or TOP, file)
+                size = opened.batch_size
+                read(model, layers, samples, [trace], batch_size=size, world=world, told="trace")
+            finally:
+                file.close()
+            counts = torch.tensor([file.rows, trace.tokens, path.stat().st_size])
+            rows, tokens, size = comm.sum_over_ranks(counts.to(world.device)).tolist()
+        return Traced(
+            output=str(asked.output),
+            files=ranks,
+            bytes=size,
+            num_rows=rows,
+            num_tokens=tokens,
+            layers=layers,
+            columns=form.columns,
+        )
+
+    def add(self, reading: Reading) -> None:
+        """Writes a batch."""
+        of_batch, most = self._of_batch(reading), 0
+        for layer in self._form.layers:
+            if (decision := reading.decisions.get(layer.name)) is None:  # of another block
+                continue
+            found = experts_of(layer, decision, self._top)
+            tokens, row_M = of_batch or self._of_images(reading, layer, len(found.experts))
+            norm_NK = norms(decision, found, row_M) if "norm" in self._form.extra else None
+            self._file.add(self._form.rows(found, tokens, row_M, norm_NK))
+            most = max(most, len(row_M))
+        if reading.is_first:
+            self.tokens += most
+
+    def _of_batch(self, reading: Reading) -> tuple[Columns, Tensor] | None:
+        """The columns of a batch's tokens, and which are written; None: each layer has its own."""
+        if isinstance(self._samples, TextSamples):
+            return self._of_text(self._samples, reading)
+        if isinstance(self._samples, SequenceSamples):
+            return _of_sequences(self._samples, reading)
+        return None
+
+    def _of_text(self, text: TextSamples, reading: Reading) -> tuple[Columns, Tensor]:
+        passages = reading.batch
+        window_B, position_BT, real_BT = text.places(passages)
+        place_N = position_BT.flatten().cpu()
+        inside_N = place_N.clamp(0, text.stream.num_tokens - 1)  # marks may stand outside
+        located = (torch.from_numpy(each) for each in text.stream.locate(inside_N.numpy()))
+        document_N, offset_N = (each.where(place_N >= 0, -1) for each in located)
+        columns = {
+            "window": window_B.cpu().repeat_interleave(text.length),
+            "position": torch.arange(text.length).repeat(len(window_B)),
+            "document": document_N,
+            "offset": offset_N,
+            "token_id": passages.ids_BT.flatten().cpu(),
+        }
+        if "loss" in self._form.extra:
+            loss_BT = losses(self._model, reading.output, passages).float()
+            if not loss_BT[passages.scored_BP].isfinite().all():
+                raise ConfigError("--with loss: losses are not finite: weights are too large")
+            columns["loss"] = loss_BT.where(passages.scored_BP, torch.nan).flatten().cpu()
+        return columns, real_BT.flatten().nonzero()[:, 0].cpu()
+
+    def _of_images(
+        self, reading: Reading, layer: RoutedLayer, count: int
+    ) -> tuple[Columns, Tensor]:
+        """The same of a layer that sees so many tokens of images."""
+        images = self._samples
+        assert isinstance(images, ImageSamples)
+        numbers = [images.numbers[row] for row in reading.number_R.tolist()]
+        each = count // len(numbers)
+        patches = getattr(self._model.config, "num_patches", each)  # a mixture has none
+        # Before patches stands a token of the whole image, which is all that a head sees.
+        first = -1 if not layer.in_block or each == patches + 1 else 0
+        if layer.name.endswith("token_feed_forward"):
+            first = 0
+        names = [self._split.name_of(number) for number in numbers]
+        columns: Columns = {
+            "image": torch.tensor(numbers).repeat_interleave(each),
+            "file": [name for name in names for _ in range(each)],
+            "position": (torch.arange(each) + first).repeat(len(numbers)),
+        }
+        return columns, torch.arange(count)
+
+
+def _of_sequences(sequences: SequenceSamples, reading: Reading) -> tuple[Columns, Tensor]:
+    """Layers see the tokens of all sequences without padding, one after the other."""
+    mask_RT = reading.batch.mask_BCT.flatten(0, 1).cpu()
+    row_N, position_N = mask_RT.nonzero(as_tuple=True)
+    number_N = reading.number_R.cpu()[row_N]
+    choices = sequences.rows_of_sample
+    columns = {
+        "document": torch.from_numpy(sequences.row_of)[number_N // choices],
+        "choice": number_N % choices,
+        "position": position_N,
+        "token_id": reading.batch.ids_BCT.flatten(0, 1).cpu()[mask_RT],
+    }
+    return columns, torch.arange(len(row_N))
+
+
+class TraceWithLoss(Trace):
+    """Writes the losses of predicted tokens, too."""
+
+    needs_whole = "--with loss: a loss is known after the last block alone"
+
+
+def _chosen(model: nn.Module, place: str, asked: Options) -> list[RoutedLayer]:
+    """The layers that are written."""
+    head = routed_head(model)
+    routed = [*routed_layers(model), *([head] if head else [])]
+    if not routed:
+        raise ConfigError(f"{place}: its model has no experts, in blocks or as its head")
+    layers = choose_layers(routed, asked.layers or (EVERY,))
+    if asked.top is not None and not any(layer.shares for layer in layers):
+        raise ConfigError(
+            f"--top: {asked.top} is not allowed: a router of {place} selects whole experts, and "
+            f"all of them are written; a muMoE and a mixture of networks have it"
+        )
+    return layers
+
+
+def _about(opened: Evaluated, split: str, samples: Samples) -> dict[str, Any]:
+    """What the metadata of a file says of weights and data."""
+    about = {
+        **opened.about(),
+        "interventions": [each.to_json() for each in opened.interventions],
+        "digest": folder_digest(opened.weights.folder),
+        "weights": opened.choice,
+        "precision": opened.config.train.precision,
+        "model_kind": opened.weights.model_config().kind,
+        "data": opened.task.name,
+        "data_kind": opened.config.data.kind,
+        "data_fingerprint": opened.task.fingerprint,
+        "split": split,
+    }
+    if isinstance(samples, TextSamples):
+        about |= {"windows": samples.rows, "sequence_length": samples.length}
+    return about
