@@ -4,7 +4,7 @@ Shapes: T tokens of a text, S experts of a layer (of all its levels, side by sid
 token is shown with.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -24,11 +24,13 @@ from polyad.parallel.zero import DTYPES, Precision
 from polyad.train.errors import ConfigError
 from polyad.train.evaluation.evaluate import evaluate_opened
 from polyad.train.evaluation.generate import Sampling, continue_text
+from polyad.train.experts.interventions import Intervention, parse_intervention
 from polyad.train.experts.probing import deciding, routed_layers
 from polyad.train.experts.trace import TEXT_EXTRA, TOP, Form, text_columns
 from polyad.train.experts.trace import LayerExperts as LayerExperts
 from polyad.train.experts.trace import experts_of as experts_of_layer
-from polyad.train.reading import open_data_for
+from polyad.train.explore.view import TextView, view_text
+from polyad.train.reading import Evaluated, open_data_for
 from polyad.train.results import aligned, json_value
 from polyad.train.streaming import whole_model
 from polyad.train.tasks.language import language_model
@@ -135,6 +137,48 @@ class Run:
             ConfigError: the model reads no text or has no experts, or the text is empty or too
                 long.
         """
+        ids = self._read_ids(text, top)
+        tokens = [self.tokenizer.text_within(one) or self.tokenizer.decode([one]) for one in ids]
+        return experts_of(self.model, ids, tokens, top)
+
+    def show(
+        self,
+        text: str,
+        *,
+        interventions: Sequence[str | Intervention] = (),
+        top: int = TOP,
+        means: Callable[[], Mapping[str, Tensor]] | None = None,
+    ) -> TextView:
+        """Reads a text and shows experts, losses and next tokens, as `polyad explore` does.
+
+        Args:
+            text: at most as many tokens as the model reads at once.
+            interventions: changes of experts, as `--intervene` takes them:
+                `layer=1,expert=3,how=prune`. All act at once.
+            top: as for `experts`.
+            means: for `how=mean`: gives the mean outputs [S, D] of the experts of each layer.
+
+        Returns:
+            What a notebook shows as a table; `plain` and `changed` have losses and experts without
+            and with the interventions, `next_tokens` the most probable next tokens, and `rows()` is
+            for `pandas.DataFrame`.
+
+        Raises:
+            ConfigError: the model does not predict text or has no experts, the text is empty or too
+                long, or an intervention is not possible.
+        """
+        language_model(self._weights)
+        asked = [
+            parse_intervention(each) if isinstance(each, str) else each for each in interventions
+        ]
+        ids = self._read_ids(text, top)
+        name, model = str(self.path), self.model
+        return view_text(
+            *(model, self.tokenizer, name, ids), interventions=asked, top=top, means=means
+        )
+
+    def _read_ids(self, text: str, top: int) -> list[int]:
+        """The tokens of a text whose experts are asked for; see `experts`."""
         config = self._config
         if not isinstance(config, DecoderSettings | BertConfig):
             raise self._not_of_text("`polyad report` shows the experts of images")
@@ -151,8 +195,7 @@ class Run:
                 f"text: {len(ids):,} tokens are not allowed; the model reads 1 to "
                 f"{config.sequence_length:,} at once"
             )
-        tokens = [self.tokenizer.text_within(one) or self.tokenizer.decode([one]) for one in ids]
-        return experts_of(self.model, ids, tokens, top)
+        return ids
 
     def generate(
         self,
@@ -212,14 +255,18 @@ class Run:
         Raises:
             ValueError: one line says what is wrong.
         """
+        opened = self.open_data(data, batch_size)
+        with comm.left_again():
+            found: dict[str, Any] = json_value(evaluate_opened(opened, split, model=self.model))
+            return found
+
+    def open_data(self, data: str | Path | None, batch_size: int | None = None) -> Evaluated:
+        """Opens held-out data that fits the model; see `evaluate`."""
         overrides = [f"train.precision={self._precision}"]
         if batch_size is not None:
             overrides.append(f"evaluation.batch_size={batch_size}")
         place = None if data is None else str(Path(data).expanduser())
-        opened = open_data_for(self._weights, place, tuple(overrides), self._choice)
-        with comm.left_again():
-            found: dict[str, Any] = json_value(evaluate_opened(opened, split, model=self.model))
-            return found
+        return open_data_for(self._weights, place, tuple(overrides), self._choice)
 
     def __repr__(self) -> str:
         """Names the folder, the model and its parameters."""

@@ -1,0 +1,304 @@
+"""What a language model makes of a text, with and without interventions on its experts.
+
+Both the page of `polyad explore` and `polyad.load(RUN).show(TEXT)` show a `TextView`.
+
+Shapes: T tokens of a text, V vocabulary, S experts of a layer (of all levels, side by side), K of
+them that a token is shown with.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from polyad.data.text.tokenizers.tokenizer import Tokenizer
+from polyad.train.experts.interventions import Intervention, intervened
+from polyad.train.experts.probing import deciding, routed_layers
+from polyad.train.experts.trace import TOP, LayerExperts, experts_of
+from polyad.train.page.template import render, signs
+from polyad.train.results import json_value
+
+NEXT = 10
+"""The most probable next tokens that are shown of each token."""
+BESIDE = 4
+"""Experts with the next best scores that are shown beside those that a token uses."""
+_AT_ONCE = 256
+"""Tokens whose probabilities over the vocabulary are in memory at once."""
+
+
+class NextToken(NamedTuple):
+    """A token that may come next."""
+
+    token: str
+    token_id: int
+    probability: float
+    changed: float | None
+    """Its probability under the interventions; None: there are none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pass:
+    """One forward pass over the text."""
+
+    layers: dict[str, LayerExperts]
+    """The layers with experts, by the name of their module, in the order of the model."""
+    losses: list[float | None]
+    """The loss of each token, predicted from those before it, in nats; None of the first."""
+
+    @property
+    def loss(self) -> float | None:
+        """The mean over the tokens that are predicted; None: none is."""
+        known = [loss for loss in self.losses if loss is not None]
+        return sum(known) / len(known) if known else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextView:
+    """A text as a model reads it."""
+
+    name: str
+    """Of the model."""
+    tokens: list[str]
+    """The text of each token."""
+    token_ids: list[int]
+    plain: Pass
+    """Without interventions."""
+    changed: Pass | None
+    """Under the interventions; None: there are none."""
+    interventions: list[Intervention]
+    next_tokens: list[list[NextToken]]
+    """After each token, the `NEXT` most probable ones; under interventions those of both passes."""
+
+    @property
+    def shown(self) -> Pass:
+        """The pass under the interventions, if there are any."""
+        return self.changed or self.plain
+
+    def moved(self, other: "TextView | None" = None) -> dict[str, list[bool]]:
+        """Which tokens go to other experts, by layer.
+
+        Args:
+            other: the view that this one is compared with; None: this model without interventions.
+
+        Returns:
+            Of the layers that both have, with as many experts; none if the tokens are others.
+        """
+        if other is not None and other.token_ids != self.token_ids:
+            return {}
+        before = self.plain.layers if other is None else other.shown.layers
+        return {
+            name: _differ(before[name].experts, each.experts)
+            for name, each in self.shown.layers.items()
+            if name in before and before[name].layer.levels == each.layer.levels
+        }
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Lists position, token, loss and loss under interventions, for `pandas.DataFrame`."""
+        changed = self.changed.losses if self.changed else [None] * len(self.tokens)
+        return [
+            {"position": position, "token": token, "loss": loss, "changed_loss": other}
+            for position, (token, loss, other) in enumerate(
+                zip(self.tokens, self.plain.losses, changed, strict=True)
+            )
+        ]
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON values; of a cell [expert, weight, score], the weight null of unused experts."""
+        layers = [each.layer for each in self.plain.layers.values()]
+        found = {
+            "name": self.name,
+            "tokens": [signs(token) for token in self.tokens],
+            "layers": [
+                {
+                    "name": layer.name,
+                    "title": layer.title,
+                    "block": layer.block,
+                    "levels": layer.levels,
+                    "shares": layer.shares,
+                }
+                for layer in layers
+            ],
+            "plain": _pass_to_json(self.plain),
+            "changed": None if self.changed is None else _pass_to_json(self.changed),
+            "moved": self.moved(),
+            "interventions": list(map(str, self.interventions)),
+            "next": [
+                [each._replace(token=signs(each.token)) for each in likely]
+                for likely in self.next_tokens
+            ],
+        }
+        value: dict[str, Any] = json_value(found)
+        return value
+
+    def _repr_html_(self) -> str:
+        """The table that a notebook shows."""
+        moved = self.moved()
+        return render(
+            "train/explore/view.html",
+            view=self,
+            signs=signs,
+            hue=hue,
+            cells={
+                name: _cells(each, beside=0, moved=moved.get(name))
+                for name, each in self.shown.layers.items()
+            },
+        )
+
+    def __repr__(self) -> str:
+        """Names the model and its loss."""
+        losses = [each.loss for each in (self.plain, self.changed) if each is not None]
+        said = " -> ".join("none" if loss is None else f"{loss:.4f}" for loss in losses)
+        return f"polyad.TextView({self.name!r}: {len(self.tokens)} tokens, loss {said})"
+
+
+def hue(expert: int) -> float:
+    """The hue of an expert in degrees: those of neighbours are far apart. The page has the same."""
+    return expert * 137.508 % 360
+
+
+@torch.inference_mode()
+def view_text(
+    model: nn.Module,
+    tokenizer: Tokenizer,
+    name: str,
+    token_ids: Sequence[int],
+    *,
+    interventions: Sequence[Intervention] = (),
+    top: int = TOP,
+    means: Callable[[], Mapping[str, Tensor]] | None = None,
+) -> TextView:
+    """Reads a text, and reads it again under interventions.
+
+    Args:
+        model: a decoder in evaluation mode, whole on one device.
+        tokenizer: of the model.
+        name: of the model, for people.
+        token_ids: of the text, at most as many as the model reads.
+        interventions: all act at once, at every token.
+        top: experts of a token that are shown of each level of a muMoE.
+        means: see `intervened`.
+
+    Raises:
+        ConfigError: the model has no such layers or experts.
+    """
+    changed = changed_TV = None
+    if interventions:
+        with intervened(model, interventions, means):
+            changed, changed_TV = _read(model, token_ids, top)
+    plain, logits_TV = _read(model, token_ids, top)
+    texts: dict[int, str] = {}
+
+    def text(token_id: int) -> str:
+        if token_id not in texts:
+            inside = tokenizer.text_within(token_id)
+            texts[token_id] = inside or tokenizer.decode([token_id])
+        return texts[token_id]
+
+    return TextView(
+        name=name,
+        tokens=[text(each) for each in token_ids],
+        token_ids=list(token_ids),
+        plain=plain,
+        changed=changed,
+        interventions=list(interventions),
+        next_tokens=_next_tokens(logits_TV, changed_TV, tokenizer.vocab_size, text),
+    )
+
+
+def _read(model: nn.Module, token_ids: Sequence[int], top: int) -> tuple[Pass, Tensor]:
+    """A forward pass, and its logits [T, V]."""
+    layers = [layer for layer in routed_layers(model) if layer.in_block]
+    input_ids_1T = torch.tensor([list(token_ids)], device=next(model.parameters()).device)
+    # Entered after the interventions: hooks run in their order, and these see what those changed.
+    with deciding(model, layers) as decisions:
+        logits_TV = model(input_ids_1T).logits[0]
+    experts = {layer.name: experts_of(layer, decisions[layer.name], top) for layer in layers}
+    losses: list[float | None] = [None]
+    targets_T = input_ids_1T[0, 1:]
+    for first in range(0, len(targets_T), _AT_ONCE):
+        some_T = targets_T[first : first + _AT_ONCE]
+        logits_CV = logits_TV[first : first + len(some_T)].float()
+        losses += nn.functional.cross_entropy(logits_CV, some_T, reduction="none").tolist()
+    return Pass(layers=experts, losses=losses), logits_TV
+
+
+def _next_tokens(
+    logits_TV: Tensor, changed_TV: Tensor | None, vocab_size: int, text: Callable[[int], str]
+) -> list[list[NextToken]]:
+    found = []
+    for first in range(0, len(logits_TV), _AT_ONCE):
+        both = [
+            each[first : first + _AT_ONCE].float().softmax(-1)
+            for each in (logits_TV, changed_TV)
+            if each is not None
+        ]
+        # Rows of the embedding behind the vocabulary stand for no text.
+        count = min(NEXT, vocab_size)
+        ids_CN = torch.cat([p_CV[:, :vocab_size].topk(count).indices for p_CV in both], dim=1)
+        values = [p_CV.gather(1, ids_CN).tolist() for p_CV in both]
+        for row, ids in enumerate(ids_CN.tolist()):
+            likely = {
+                token_id: NextToken(
+                    text(token_id),
+                    token_id,
+                    values[0][row][place],
+                    values[1][row][place] if changed_TV is not None else None,
+                )
+                for place, token_id in enumerate(ids)
+            }
+            found.append(list(likely.values()))
+    return found
+
+
+def _differ(first_TK: Tensor, second_TK: Tensor) -> list[bool]:
+    """Whether each token has other experts, in whatever order."""
+    if first_TK.shape != second_TK.shape:
+        return [True] * len(second_TK)
+    return (first_TK.sort(1).values != second_TK.sort(1).values).any(1).tolist()
+
+
+class Cell(NamedTuple):
+    """The experts of a token in a layer."""
+
+    experts: list[tuple[int, float | None, float]]
+    """Number, weight and score of each: those that it uses, and then those with the next best
+    scores, whose weight is None."""
+    strongest: float
+    """The largest weight of the layer in this text."""
+    moved: bool
+
+
+def _cells(found: LayerExperts, beside: int, moved: Sequence[bool] | None = None) -> list[Cell]:
+    """The cells of a layer."""
+    scores_TS = found.scores.nan_to_num(neginf=-torch.inf)
+    rest_TS = scores_TS.scatter(1, found.experts, -torch.inf)
+    others = rest_TS.topk(min(beside, rest_TS.shape[1]), dim=1).indices.tolist()
+    scores, weights = found.scores.tolist(), found.weights.tolist()
+    strongest = float(found.weights.abs().max())
+    cells = []
+    for token, experts in enumerate(found.experts.tolist()):
+        used = [
+            (expert, round(weight, 6), round(scores[token][expert], 6))
+            for expert, weight in zip(experts, weights[token], strict=True)
+        ]
+        unused = [
+            (expert, None, round(scores[token][expert], 6))
+            for expert in others[token]
+            if rest_TS[token, expert] > -torch.inf
+        ]
+        cells.append(Cell([*used, *unused], strongest, bool(moved and moved[token])))
+    return cells
+
+
+def _pass_to_json(found: Pass) -> dict[str, Any]:
+    return {
+        "losses": found.losses,
+        "loss": found.loss,
+        "cells": [
+            [cell.experts for cell in _cells(each, 0 if each.layer.shares else BESIDE)]
+            for each in found.layers.values()
+        ],
+        "strongest": [float(each.weights.abs().max()) for each in found.layers.values()],
+    }
