@@ -167,7 +167,7 @@ class Run:
             ConfigError: the model does not predict text or has no experts, the text is empty or too
                 long, or an intervention is not possible.
         """
-        language_model(self._weights)
+        self.check_shown()
         asked = [
             parse_intervention(each) if isinstance(each, str) else each for each in interventions
         ]
@@ -177,13 +177,26 @@ class Run:
             *(model, self.tokenizer, name, ids), interventions=asked, top=top, means=means
         )
 
+    def check_shown(self) -> None:
+        """Checks that `show` is possible with some text.
+
+        Raises:
+            ConfigError: the model does not predict text, or has no experts or no tokenizer.
+        """
+        language_model(self._weights)
+        self._check_experts()
+        _ = self.tokenizer
+
+    def _check_experts(self) -> None:
+        if not self._config.has_experts():
+            raise ConfigError(f"{self.path}: the model is dense: it has no experts")
+
     def _read_ids(self, text: str, top: int) -> list[int]:
         """The tokens of a text whose experts are asked for; see `experts`."""
         config = self._config
         if not isinstance(config, DecoderSettings | BertConfig):
             raise self._not_of_text("`polyad report` shows the experts of images")
-        if not config.has_experts():
-            raise ConfigError(f"{self.path}: the model is dense: it has no experts")
+        self._check_experts()
         if top < 1:
             raise ConfigError(f"top: {top} is not allowed: 1 or more")
         ids = [*self.tokenizer.before, *self.tokenizer.encode(text)]

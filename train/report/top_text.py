@@ -214,18 +214,11 @@ class TopText:
             for layer in self._layers
         }
         wanted = {
-            (name, column): merged(
-                self._every[name].highest(column), self._words[name].highest(column)
-            )
+            (name, column): self._tops(name, column)
             for name, chosen in columns.items()
             for column in chosen
         }
-        contexts = _Contexts(self._text, wanted)
-        if contexts.windows:
-            some = self._text.some(sorted(contexts.windows))
-            # Of a streamed model all blocks are read again, which takes its time.
-            told = "read contexts" if isinstance(model, Streamed) else ""
-            read(model, self._layers, some, [contexts], batch_size=batch_size, told=told)
+        contexts = self._contexts(wanted, model, batch_size)
         return {
             layer.name: [
                 totals[layer.name].shown(layer, column, contexts.of_expert(layer.name, column))
@@ -233,6 +226,30 @@ class TopText:
             ]
             for layer in self._layers
         }
+
+    def of_expert(
+        self, model: nn.Module, layer: RoutedLayer, column: int, batch_size: int
+    ) -> ShownExpert[Snippet]:
+        """One expert of a layer; see `result`."""
+        wanted = {(layer.name, column): self._tops(layer.name, column)}
+        contexts = self._contexts(wanted, model, batch_size)
+        totals = self._every[layer.name].totals()
+        return totals.shown(layer, column, contexts.of_expert(layer.name, column))
+
+    def _tops(self, layer: str, column: int) -> list[Top]:
+        every, words = self._every[layer], self._words[layer]
+        return merged(every.highest(column), words.highest(column))
+
+    def _contexts(
+        self, wanted: Mapping[tuple[str, int], list[Top]], model: nn.Module, batch_size: int
+    ) -> _Contexts:
+        contexts = _Contexts(self._text, wanted)
+        if contexts.windows:
+            some = self._text.some(sorted(contexts.windows))
+            # Of a streamed model all blocks are read again, which takes its time.
+            told = "read contexts" if isinstance(model, Streamed) else ""
+            read(model, self._layers, some, [contexts], batch_size=batch_size, told=told)
+        return contexts
 
     @property
     def tokens(self) -> int:

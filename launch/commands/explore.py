@@ -1,0 +1,98 @@
+"""`polyad explore`: a text and its experts, on a page of this machine."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from polyad.launch.command import Argument, command, non_negative, positive
+from polyad.launch.commands.options import Base, Best, Split, Weights
+
+
+@command(
+    "explore",
+    "polyad explore runs/quickstart/run",
+    "polyad explore runs/quickstart/run --data runs/quickstart/data --tokens 50000",
+    "polyad explore runs/quickstart/run --with runs/quickstart/run/checkpoints/step-00000100",
+)
+def explore(
+    path: Annotated[Path, Argument("a checkpoint, a run, or a folder of weights", "CHECKPOINT")],
+    *,
+    other: Annotated[
+        Path | None,
+        Argument("another one, which reads the same text beside it", "CHECKPOINT", flag="--with"),
+    ] = None,
+    port: Annotated[int, Argument("of 127.0.0.1; default: a free one", "N", non_negative)] = 0,
+    data: Annotated[
+        str | None,
+        Argument("prepared text, for the top contexts of experts and for how=mean", "DIR"),
+    ] = None,
+    tokens: Annotated[
+        int, Argument("about how many of it are read; default 50000", "N", positive)
+    ] = 50_000,
+    split: Split = "validation",
+    top: Annotated[
+        int,
+        Argument(
+            "experts of a token that are shown of each level of a muMoE, which gives every expert "
+            "a share; default 4",
+            "K",
+            positive,
+        ),
+    ] = 4,
+    best: Best = False,
+    weights: Weights = "trained",
+    base: Base = None,
+    tokenizer: Annotated[
+        str | None,
+        Argument("a file or folder, as for polyad prepare; default: the checkpoint's", "PATH"),
+    ] = None,
+    precision: Annotated[Literal["fp32", "bf16"], Argument("default fp32")] = "fp32",
+) -> None:
+    """Serves a page on this machine where typed text is shown with its experts.
+
+    The page is for who has its address, which is printed once: it has a random token in it, and no
+    other machine is answered. Ctrl-C ends it.
+    """
+    from polyad.launch.machine import prepare_environment
+
+    prepare_environment()
+    from polyad.train.errors import ConfigError
+
+    try:
+        from polyad.train.explore.server import Explored, serve
+    except ModuleNotFoundError as error:
+        if error.name not in ("starlette", "uvicorn"):
+            raise
+        raise ConfigError(
+            f"explore: {error.name} is not installed: pip install 'polyad[explore]', or in a clone "
+            f"pip install -c constraints.txt -e '.[explore]'"
+        ) from None
+    import threading
+
+    from polyad.launch.output import only_results_on_stdout
+    from polyad.train.explore.cards import Cards
+    from polyad.train.loading import load
+
+    lock = threading.Lock()
+    with only_results_on_stdout() as stdout:
+
+        def opened(chosen: Path) -> Explored:
+            run = load(
+                chosen,
+                weights=weights,
+                best=best,
+                precision=precision,
+                tokenizer=tokenizer,
+                base=base,
+            )
+            run.check_shown()
+            if data is None:
+                return Explored(run=run, cards=None)
+            held_out = run.open_data(data)
+            return Explored(run=run, cards=Cards(held_out, run.model, split, tokens, lock))
+
+        def say(address: str) -> None:
+            stdout.write(f"{address}\n")
+            stdout.flush()
+
+        models = [opened(each) for each in (path, other) if each is not None]
+        serve(models, port=port, top=top, lock=lock, say=say)
