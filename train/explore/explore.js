@@ -151,8 +151,10 @@ function render() {
 
 function renderView(view, model) {
   const {plain, changed} = view;
-  const parts = [element("h2", null, view.name), element("p", {css: "note", id: `sum-${model}`},
-    ...summary(view, model))];
+  const parts = [
+    state.views.length > 1 ? element("h2", null, view.name) : null,
+    element("p", {css: "note", id: `sum-${model}`}, ...summary(view, model)),
+  ];
   const heads = ["token", "loss", ...(changed ? ["change"] : [])];
   const head = element("tr", null,
     ...heads.map((name) => element("th", {scope: "col"}, name)),
@@ -169,10 +171,10 @@ function renderView(view, model) {
       changed ? change(plain.losses[t], changed.losses[t], t) : null,
       ...view.layers.map((_, l) => element("td", null, renderCell(view, model, t, l))));
   });
-  const table = element("table", {css: "grid", onkeydown: moveFocus},
+  const table = element("table", {css: "routes", onkeydown: moveFocus},
     element("thead", null, head), element("tbody", null, ...rows));
   parts.push(element("div", {css: "scroll"}, table));
-  return element("div", null, ...parts);
+  return element("div", {css: "view"}, ...parts);
 }
 
 function change(before, after, token) {

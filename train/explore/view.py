@@ -109,7 +109,7 @@ class TextView:
         layers = [each.layer for each in self.plain.layers.values()]
         found = {
             "name": self.name,
-            "tokens": [signs(token) for token in self.tokens],
+            "tokens": [label(token) for token in self.tokens],
             "layers": [
                 {
                     "name": layer.name,
@@ -125,7 +125,7 @@ class TextView:
             "moved": self.moved(),
             "interventions": list(map(str, self.interventions)),
             "next": [
-                [each._replace(token=signs(each.token)) for each in likely]
+                [each._replace(token=label(each.token)) for each in likely]
                 for likely in self.next_tokens
             ],
         }
@@ -138,7 +138,7 @@ class TextView:
         return render(
             "train/explore/view.html",
             view=self,
-            signs=signs,
+            label=label,
             hue=hue,
             cells={
                 name: _cells(each, beside=0, moved=moved.get(name))
@@ -151,6 +151,11 @@ class TextView:
         losses = [each.loss for each in (self.plain, self.changed) if each is not None]
         said = " -> ".join("none" if loss is None else f"{loss:.4f}" for loss in losses)
         return f"polyad.TextView({self.name!r}: {len(self.tokens)} tokens, loss {said})"
+
+
+def label(token: str) -> str:
+    """A token on one line, in which ends of lines, control characters and blanks alone show."""
+    return signs(token if token.strip(" ") else "\u2423" * len(token)).replace("\n", "")
 
 
 def hue(expert: int) -> float:
