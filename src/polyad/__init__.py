@@ -4,6 +4,7 @@
 
     run = polyad.load("runs/quickstart/run")
     print(run.experts("def main():"))       # the experts of every token, layer by layer
+    run.show("def main():", interventions=["layer=1,expert=3"])   # a table in a notebook
     run.evaluate()["perplexity"], run.generate("def "), run.model
 
 Training is started by the command `polyad`; the packages below are what it is made of.
@@ -12,15 +13,17 @@ Training is started by the command `polyad`; the packages below are what it is m
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from polyad.train.explore.view import TextView
     from polyad.train.loading import ExpertRow, LayerExperts, Run, TextExperts, load
 
-__all__ = ["ExpertRow", "LayerExperts", "Run", "TextExperts", "load"]
+__all__ = ["ExpertRow", "LayerExperts", "Run", "TextExperts", "TextView", "load"]
 
 _HOME = {
     "ExpertRow": "polyad.train.loading",
     "LayerExperts": "polyad.train.loading",
     "Run": "polyad.train.loading",
     "TextExperts": "polyad.train.loading",
+    "TextView": "polyad.train.explore.view",
     "load": "polyad.train.loading",
 }
 

@@ -1,4 +1,4 @@
-"""A headless Chromium, driven through the pipe of its DevTools protocol: no other package needed."""
+"""A headless Chromium, driven through the pipe of its DevTools protocol."""
 
 import base64
 import fcntl
@@ -81,13 +81,12 @@ class Browser:
         assert "exceptionDetails" not in found, found
         return found["result"].get("value")
 
-    def wait(self, expression: str, seconds: float = 30) -> Any:
-        """Waits until an expression is true, and returns its value."""
+    def wait(self, expression: str, seconds: float = 30) -> None:
+        """Waits until an expression is true, as JavaScript sees it."""
         end = time.monotonic() + seconds
-        while not (value := self.evaluate(expression)):
+        while not self.evaluate(f"Boolean({expression})"):
             assert time.monotonic() < end, f"never true: {expression}; {self.errors}"
             time.sleep(0.05)
-        return value
 
     def key(self, name: str) -> None:
         """Presses a key."""

@@ -50,7 +50,10 @@ const number = (value, digits = 3) => {
   if (value !== 0 && Math.abs(value) < 10 ** -digits) return value.toExponential(1);
   return value.toFixed(digits);
 };
-const signed = (value, digits = 3) => (value > 0 ? "+" : "") + value.toFixed(digits);
+const signed = (value, digits = 3) => {
+  const rounded = Number(value.toFixed(digits));  // also -0.000 becomes 0.000
+  return (rounded > 0 ? "+" : "") + (rounded || 0).toFixed(digits);
+};
 // The same hues as `hue` in view.py.
 const colour = (expert, weight, strongest) => {
   const share = strongest ? Math.min(1, Math.abs(weight || 0) / strongest) : 0;
@@ -102,7 +105,7 @@ function renderInterventions() {
   byId("changes").hidden = !state.views.length;
   byId("interventions").replaceChildren(...state.interventions.map((each, index) => {
     const others = () => state.interventions.filter((_, place) => place !== index);
-    const box = element("input", {type: "checkbox", onchange: () => {
+    const box = element("input", {type: "checkbox", id: `on-${index}`, onchange: () => {
       const changed = {text: each.text, isOn: !each.isOn};
       show(state.interventions.map((one, place) => (place === index ? changed : one)));
     }});
@@ -144,9 +147,19 @@ function actionForm(layer, column) {
 
 function render() {
   byId("shown").hidden = false;
-  renderInterventions();
-  byId("views").replaceChildren(...state.views.map(renderView));
-  renderDetails();
+  keepingFocus(() => {
+    renderInterventions();
+    byId("views").replaceChildren(...state.views.map(renderView));
+    renderDetails();
+  });
+}
+
+// What is made anew has the same id, and who works with keys goes on where they were.
+function keepingFocus(work) {
+  const {id} = document.activeElement;
+  work();
+  const again = id && byId(id);
+  if (again && again !== document.activeElement) again.focus({preventScroll: true});
 }
 
 function renderView(view, model) {
@@ -221,7 +234,7 @@ function renderCell(view, model, token, l) {
   const isChosen = chosen.model === model && chosen.token === token && chosen.layer === l;
   const names = used.map(([expert, weight]) => `${expertName(layer, expert)}: ${number(weight)}`);
   const cell = element("button", {
-    type: "button",
+    type: "button", id: cellId({model, token, layer: l}),
     css: `cell${isMany ? " many" : ""}${moved ? " moved" : ""}`,
     title: `${layer.title}, experts ${names.join(", ")}${moved ? " (others than before)" : ""}`,
     "aria-label": `${view.tokens[token]}, ${layer.title}: experts ${names.join(", ")}`,
@@ -237,8 +250,8 @@ function renderCell(view, model, token, l) {
   return cell;
 }
 
-const cellAt = ({model, token, layer}) => document.querySelector(
-  `.cell[data-model="${model}"][data-token="${token}"][data-layer="${layer}"]`);
+const cellId = ({model, token, layer}) => `cell-${model}-${token}-${layer}`;
+const cellAt = (place) => byId(cellId(place));
 
 function choose(cell) {
   const before = cellAt(state.chosen);
@@ -301,10 +314,10 @@ function renderDetails() {
 function expertTable(view, layer, experts, strongest) {
   const rows = experts.map(([expert, weight, score]) => {
     const chip = element("button", {
-      type: "button", css: "chip", "aria-pressed": expert === state.expert,
+      type: "button", id: `chip-${expert}`, css: "chip", "aria-pressed": expert === state.expert,
       onclick: () => {
         state.expert = expert;
-        renderDetails();
+        keepingFocus(renderDetails);
       },
     }, `expert ${expertName(layer, expert)}`);
     chip.style.backgroundColor = colour(expert, weight, strongest);

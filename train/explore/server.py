@@ -112,17 +112,11 @@ class Application:
 
     async def about(self, request: Request) -> Response:
         """What the page has to know before a text is typed."""
-        shares = any(
-            layer.shares for each in self._models for layer in each.layers().values()
-        )
+        shares = any(layer.shares for each in self._models for layer in each.layers().values())
         refused = NEEDS_SELECTION if shares else frozenset[str]()
         without_data = any(each.cards is None for each in self._models)
-        hows = [
-            how for how in HOWS if how not in refused and not (how == "mean" and without_data)
-        ]
-        return JSONResponse(
-            {"models": [str(each.run.path) for each in self._models], "hows": hows}
-        )
+        hows = [how for how in HOWS if how not in refused and not (how == "mean" and without_data)]
+        return JSONResponse({"models": [str(each.run.path) for each in self._models], "hows": hows})
 
     async def view(self, request: Request) -> Response:
         """A text and its experts; the body is `{"text": ..., "interventions": [...]}`."""

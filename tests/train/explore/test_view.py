@@ -1,0 +1,188 @@
+"""A view of a text, against the model's own output and against changed weights."""
+
+import json
+
+import pytest
+import torch
+
+import polyad
+from polyad.model.build import build_model, materialize
+from polyad.model.gpt2 import GPT2Config
+from polyad.train.errors import ConfigError
+from polyad.train.experts.interventions import intervened, parse_intervention
+from tests.helpers.everyday import everyday
+from tests.helpers.pages import Page
+from tests.helpers.runs import FEED_FORWARDS
+
+pytestmark = pytest.mark.distributed
+TEXT = "def f(x):\n    return x < 3 and x"
+LAYER = "blocks.1.feed_forward"
+
+
+@pytest.fixture
+def smoe(trained):
+    """A model whose router sends tokens to different experts, as six steps have not taught one."""
+    run = polyad.load(trained("smoe"))
+    sparse = {"kind": "smoe", "num_experts": 4, "expert_hidden_size": 32, "placement": [1]}
+    sizes = {"num_layers": 2, "hidden_size": 32, "num_heads": 4, "sequence_length": 32}
+    sizes |= {"vocab_size": run.tokenizer.vocab_size, "feed_forward": sparse}
+    run.model = build_model(GPT2Config.model_validate(sizes)).eval()
+    materialize(run.model, seed=0)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in run.model.named_parameters():
+            if not name.endswith("score.bias"):
+                parameter.add_(0.3 * torch.randn(parameter.shape, generator=generator))
+    return run
+
+
+def direct(run, text, *interventions):
+    """Log-probabilities [T, V] of a forward pass of our own, in fp64, and the token ids."""
+    ids = [*run.tokenizer.before, *run.tokenizer.encode(text)]
+    changes = list(map(parse_intervention, interventions))
+    with torch.no_grad(), intervened(run.model, changes):
+        return run.model(torch.tensor([ids])).logits[0].double().log_softmax(-1), ids
+
+
+def busiest(run, text=TEXT):
+    """The expert that most tokens of a text use, but not all."""
+    experts = run.show(text).plain.layers[LAYER].experts
+    counts = torch.bincount(experts.flatten(), minlength=4)
+    return int(counts.where(counts < len(experts), 0).argmax())
+
+
+def losses_of(logits_TV, ids):
+    return [-float(logits_TV[t - 1, ids[t]]) for t in range(1, len(ids))]
+
+
+@everyday("kind", [kind for kind in FEED_FORWARDS if kind != "dense"], keep=["smoe", "tr"])
+def test_losses_experts_and_next_tokens_are_those_of_a_forward_pass(trained, kind):
+    run = polyad.load(trained(kind))
+    view = run.show(TEXT, top=3)
+    log_p_TV, ids = direct(run, TEXT)
+    assert view.token_ids == ids
+    assert "".join(view.tokens) == TEXT
+    assert view.plain.losses[0] is None
+    assert view.plain.losses[1:] == pytest.approx(losses_of(log_p_TV, ids), rel=1e-4)
+    known = [loss for loss in view.plain.losses if loss is not None]
+    assert view.plain.loss == pytest.approx(sum(known) / len(known))
+    for t, likely in enumerate(view.next_tokens):
+        expected = log_p_TV[t].exp().sort(descending=True)
+        assert [each.probability for each in likely] == pytest.approx(
+            expected.values[:10].tolist(), rel=1e-4
+        )
+        for each in likely:
+            assert each.probability == pytest.approx(float(log_p_TV[t, each.token_id].exp()), 1e-4)
+            assert each.changed is None
+    experts = run.experts(TEXT, top=3).layers
+    assert list(view.plain.layers) == list(experts)
+    for name, each in experts.items():
+        assert view.plain.layers[name].experts.equal(each.experts)
+        assert view.plain.layers[name].weights.equal(each.weights)
+    assert view.changed is None
+    assert not any(map(any, view.moved().values()))
+
+
+def test_an_intervention_changes_losses_and_leaves_nothing_behind(smoe):
+    interventions = [f"layer=1,expert={busiest(smoe)}", "layer=1,expert=0,how=scale,value=2"]
+    view = smoe.show(TEXT, interventions=interventions)
+    before_TV, ids = direct(smoe, TEXT)
+    after_TV, _ = direct(smoe, TEXT, *interventions)
+    assert view.plain.losses[1:] == pytest.approx(losses_of(before_TV, ids), rel=1e-4)
+    assert view.changed.losses[1:] == pytest.approx(losses_of(after_TV, ids), rel=1e-4)
+    assert view.changed.loss != pytest.approx(view.plain.loss, abs=1e-6)
+    for t, likely in enumerate(view.next_tokens):
+        highest = {*before_TV[t].topk(10).indices.tolist(), *after_TV[t].topk(10).indices.tolist()}
+        assert {each.token_id for each in likely} == highest
+        for each in likely:
+            assert each.probability == pytest.approx(float(before_TV[t, each.token_id].exp()), 1e-4)
+            assert each.changed == pytest.approx(float(after_TV[t, each.token_id].exp()), 1e-4)
+    assert [str(each) for each in view.interventions] == [
+        f"{interventions[0]},how=contribution",
+        "layer=1,expert=0,how=scale,value=2",
+    ]
+    assert smoe.show(TEXT).plain.losses == view.plain.losses
+
+
+def test_taking_an_expert_away_is_setting_its_output_weights_to_zero(smoe):
+    run, expert = smoe, busiest(smoe)
+    before = run.show(TEXT, interventions=[f"layer=1,expert={expert}"])
+    changed = before.changed
+    assert changed.loss != pytest.approx(before.plain.loss, abs=1e-6)
+    names = [
+        name for name, _ in run.model.named_parameters() if name.startswith(f"{LAYER}.experts")
+    ]
+    down = run.model.get_parameter(next(name for name in names if "down" in name))
+    with torch.no_grad():
+        down[expert] = 0
+        if "output_bias" in dict(run.model.get_submodule(LAYER).named_parameters()):
+            run.model.get_submodule(LAYER).output_bias[expert] = 0
+    assert run.show(TEXT).plain.losses[1:] == pytest.approx(changed.losses[1:], rel=1e-5)
+
+
+def test_tokens_of_a_pruned_expert_have_moved_and_no_others(smoe):
+    expert = busiest(smoe)
+    view = smoe.show(TEXT, interventions=[f"layer=1,expert={expert},how=prune"])
+    used = [expert in experts for experts in view.plain.layers[LAYER].experts.tolist()]
+    assert any(used)
+    assert not all(used)
+    assert view.moved()[LAYER] == used
+    assert smoe.show(TEXT).moved(view)[LAYER] == used
+    assert view.moved(smoe.show("other text")) == {}
+
+
+def test_json_has_each_cell_with_its_best_unused_experts(smoe):
+    view = smoe.show(TEXT, interventions=["layer=1,expert=1,how=prune"])
+    found = json.loads(json.dumps(view.to_json(), allow_nan=False))
+    assert found["layers"][0]["levels"] == [4]
+    layer = view.plain.layers[LAYER]
+    for t, cell in enumerate(found["plain"]["cells"][0]):
+        used = [(expert, weight) for expert, weight, _ in cell if weight is not None]
+        assert [expert for expert, _ in used] == layer.experts[t].tolist()
+        assert [weight for _, weight in used] == pytest.approx(layer.weights[t].tolist(), abs=1e-6)
+        assert sorted(expert for expert, _, _ in cell) == [0, 1, 2, 3]
+        unused = [score for _, weight, score in cell if weight is None]
+        assert unused == sorted(unused, reverse=True)
+        for expert, _, score in cell:
+            assert score == pytest.approx(float(layer.scores[t, expert]), abs=1e-6)
+    # A pruned expert has no score.
+    assert all(1 not in [each[0] for each in cell] for cell in found["changed"]["cells"][0])
+    assert found["tokens"][view.tokens.index(next(t for t in view.tokens if "\n" in t))][0] == "⏎"
+
+
+def test_a_notebook_gets_a_table_in_which_text_is_text(smoe):
+    text = "<img src=x> & <b>"
+    prune = f"layer=1,expert={busiest(smoe, text)},how=prune"
+    view = smoe.show(text, interventions=[prune])
+    html = view._repr_html_()
+    assert Page(html).links == []
+    assert "img" not in Page(html).tags
+    assert "&lt;" in html
+    assert f"{view.changed.loss - view.plain.loss:+.4f}" in html
+    assert html.count("<tr") == 1 + len(view.tokens)
+    assert "dashed" in html
+    assert f"{view.plain.loss:.4f} -> {view.changed.loss:.4f}" in repr(view)
+    assert [row["loss"] for row in view.rows()] == view.plain.losses
+    assert [row["changed_loss"] for row in view.rows()] == view.changed.losses
+    assert "None" not in smoe.show("x")._repr_html_()  # nothing is predicted of one token
+
+
+@pytest.mark.parametrize(
+    ("text", "intervention", "error"),
+    [
+        ("", None, r"text: 0 tokens are not allowed; the model reads 1 to 32 at once"),
+        ("x " * 300, None, r"text: \d+ tokens are not allowed"),
+        ("x", "layer=0,expert=1", r"layer: 0 is not allowed: blocks with experts are 1"),
+        ("x", "layer=1,expert=9", r"expert: 9 is not allowed: block 1 has experts 0 to 3"),
+        ("x", "layer=1,expert=1,how=mean", r"mean outputs are not known without held-out data"),
+        ("x", "expert=1", r"layer is missing"),
+    ],
+)
+def test_what_is_not_possible_is_said_in_a_line(smoe, text, intervention, error):
+    with pytest.raises(ConfigError, match=error):
+        smoe.show(text, interventions=[intervention] if intervention else [])
+
+
+def test_a_dense_model_is_refused(finished):
+    with pytest.raises(ConfigError, match="the model is dense: it has no experts"):
+        polyad.load(finished).show("x")
