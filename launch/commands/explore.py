@@ -10,7 +10,7 @@ from polyad.launch.commands.options import Base, Best, Split, Weights
 @command(
     "explore",
     "polyad explore runs/quickstart/run",
-    "polyad explore runs/quickstart/run --data runs/quickstart/data --tokens 50000",
+    "polyad explore runs/quickstart/run --data runs/stdlib --tokens 50000",
     "polyad explore runs/quickstart/run --with runs/quickstart/run/checkpoints/step-00000100",
 )
 def explore(
