@@ -313,6 +313,61 @@ def atlas(
 
 
 @command(
+    "experts prune",
+    "polyad experts prune runs/quickstart/run runs/smaller --by reap --keep 0.5",
+    "polyad experts prune runs/quickstart/run runs/merged --by frequency --keep 0.5 --merge",
+)
+def prune(
+    path: CheckpointOrRun,
+    output: Annotated[Path, Argument("the folder to make, in the same format", "OUTPUT")],
+    overrides: Overrides,
+    *,
+    by: Annotated[
+        Literal["atlas", "reap", "mone", "frequency", "mean-norm", "random"],
+        Argument(
+            "what decides which experts stay: the change of the loss without each (one pass for "
+            "each expert), a statistic of use and outputs, or chance"
+        ),
+    ],
+    keep: Annotated[
+        float, Argument("the share of the experts of every layer that stays, below 1", "S", share)
+    ],
+    merge: Annotated[
+        bool,
+        Argument(
+            "experts with similar mean outputs become one, with weights in proportion to what --by "
+            "says of each, in place of leaving experts out"
+        ),
+    ] = False,
+    calibrate: Annotated[
+        str | None,
+        Argument(
+            "prepared data on whose train split experts are chosen, such as examples of one "
+            "domain; default: that which the cost is measured on",
+            "DIR",
+        ),
+    ] = None,
+    tokens: Annotated[int | None, Argument(READ, "N", positive)] = None,
+    seed: Annotated[int, Argument("of random choices; default 0", "S", non_negative)] = 0,
+    held: Stored,
+) -> None:
+    """Writes a sparse mixture with fewer experts, and says what that cost.
+
+    Beside the loss on held-out text with all experts, and with random ones.
+    """
+    asked: dict[str, Any] = {"output": output, "by": by, "keep": keep, "merge": merge}
+    asked |= {"calibrate": calibrate, "seed": seed}
+    asked |= {} if tokens is None else {"tokens": tokens}
+
+    def measure(checkpoint: Path) -> Found:
+        from polyad.train.measures.removal import Removal
+
+        return _examined(checkpoint, Removal, held, overrides, **asked)
+
+    _show("experts prune", path, held, {"overrides": overrides} | asked, measure)
+
+
+@command(
     "experts steer",
     "polyad experts steer runs/quickstart/run --steer layer=3,expert=2,strength=8",
 )
