@@ -29,6 +29,7 @@ from polyad.train.reading import config_of
 from polyad.train.records import METRICS_FILE
 from polyad.train.report.content import HeldOut, Report
 from polyad.train.report.history import History, no_history, read_history
+from polyad.train.report.lines import expert_lines
 from polyad.train.report.page import render_report
 from polyad.train.report.passes import Asked, read_held_out
 from polyad.train.report.top_images import MOST_IMAGES
@@ -105,7 +106,8 @@ def report(
         page = render_report(found)
         with _writing(target, RunError):
             write_whole(target, page)
-        return {"output": str(target), **json_value(found)}
+        lines = json_value(expert_lines(found))
+        return {"output": str(target), **json_value(found), "experts": lines}
 
     def choose(run: Path) -> Path:
         return run if is_weights_folder(run) else _checkpoint(run, checkpoint, best=best)

@@ -1,9 +1,14 @@
-"""A report as one HTML page that needs nothing beside itself: no script, no font, no network.
+"""A report as one HTML page that needs nothing beside itself: no font, no network.
+
+Without scripts it is whole too; a short one within it sorts and searches the list of experts.
 
 The page is the template `report.html`; here are its facts, and the charts over all of training.
 """
 
+import base64
+import hashlib
 from collections.abc import Sequence
+from pathlib import Path
 
 from markupsafe import Markup
 
@@ -23,6 +28,7 @@ from polyad.train.report.class_figures import (
 from polyad.train.report.content import Report
 from polyad.train.report.history import Series
 from polyad.train.report.layers import Pictures, maximum_entropy, shown_layers
+from polyad.train.report.lines import MOST_WORDS, anchor_of, expert_lines
 from polyad.train.report.top_tokens import STRETCH
 
 MANY_LINES = 16
@@ -70,11 +76,20 @@ def render_report(report: Report) -> str:
         for name, result in report.read.measures.items()
         if (parts := [*result.section(titles)])
     ]
+    script = Path(__file__).with_name("report.js").read_text(encoding="utf-8")
+    lines = expert_lines(report)
+    in_order = [anchor_of(x, x.expert_name(n)) for x in report.routed for n in range(x.num_experts)]
     classes, images, by_class = report.read.classes, report.read.images, levels_by_class(report)
     return page(
         "train/report/report.html",
         report=report,
         facts=facts(report),
+        lines=lines,
+        most_words=MOST_WORDS,
+        places={anchor: place for place, anchor in enumerate(in_order)},
+        anchor_of=anchor_of,
+        script=Markup(script),
+        script_digest=_digest(script),
         training=training_figures(report),
         class_note=classes and class_note(classes),
         classes=classes and class_figures(classes, images),
@@ -89,6 +104,12 @@ def render_report(report: Report) -> str:
         stretch=STRETCH,
         most_classes=MOST_CLASSES,
     )
+
+
+def _digest(script: str) -> str:
+    """The only script that a page's policy lets run."""
+    digest = hashlib.sha256(script.encode()).digest()
+    return f"sha256-{base64.b64encode(digest).decode()}"
 
 
 def facts(report: Report) -> list[tuple[str, str, str]]:
