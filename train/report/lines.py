@@ -8,6 +8,7 @@ Shapes: S experts of a level, Y classes, G groups of samples.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from statistics import NormalDist
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,6 +17,7 @@ from polyad.train.experts.by_class import LevelByClass
 from polyad.train.experts.class_changes import Change
 from polyad.train.experts.knockout import ExpertWithout, Harmed, class_title
 from polyad.train.experts.probing import RoutedLayer
+from polyad.train.experts.token_classes import BINS, CHARACTERS
 from polyad.train.measures.specialization import Specialization
 from polyad.train.page.template import END, signs
 from polyad.train.report.content import HeldOut, Report
@@ -166,7 +168,8 @@ def _of_layer(read: HeldOut, layer: RoutedLayer) -> Iterator[ExpertLine]:
         return
     for labels in levels:
         every = next(iter(labels.values()))
-        most = {by: _most(by, level) for by, level in labels.items()}
+        classes = sum(len(level.groups) for level in labels.values())
+        most = {by: _most(by, level, classes) for by, level in labels.items()}
         for row, name in enumerate(every.experts):
             found = [one for each in most.values() if (one := each[row]) is not None]
             best = max(found, key=lambda one: one.times.value, default=None)
@@ -207,6 +210,22 @@ def _line(
     )
 
 
+def is_beyond(change: Change, other: float, classes: int) -> bool:
+    """Whether the highest of several changes lies above a number beyond noise.
+
+    The interval of 95% is of one change; here it is wider, as of so many of which one in 40 in all
+    may lie above (Bonferroni), if errors are normal.
+
+    Args:
+        change: the highest.
+        other: the number.
+        classes: of how many changes it is the highest.
+    """
+    normal = NormalDist()
+    wider = normal.inv_cdf(1 - 0.025 / classes) / normal.inv_cdf(0.975)
+    return change.value - wider * (change.value - change.low) > other
+
+
 def most_harmed(without: ExpertWithout, tokens: int) -> Harm | None:
     """The class of tokens that loses most without an expert, if it loses more than all others.
 
@@ -215,27 +234,30 @@ def most_harmed(without: ExpertWithout, tokens: int) -> Harm | None:
         tokens: that were read, of all classes.
 
     Returns:
-        The class with the largest change among those whose interval lies above the change of all
-        other tokens; None where there is none.
+        The class with the largest change among those that lie above the change of all other
+        tokens; None where there is none.
     """
+    classes = len(without.harmed) * (len(CHARACTERS) + BINS)
     found = []
-    for harmed in (one for classes in without.harmed.values() for one in classes):
+    for harmed in (one for each in without.harmed.values() for one in each):
         if (others := tokens - harmed.tokens) > 0:
             of_others = tokens * without.change.value - harmed.tokens * harmed.change.value
             found.append(Harm(harmed, of_others / others))
     return max(
-        (one for one in found if one.harmed.change.low > max(0.0, one.elsewhere)),
+        (x for x in found if is_beyond(x.harmed.change, max(0.0, x.elsewhere), classes)),
         key=lambda one: one.harmed.change.value,
         default=None,
     )
 
 
-def _most(by: str, level: LevelByClass) -> list[Most | None]:
-    """For each expert the class with the highest lift, where its interval lies above 1."""
+def _most(by: str, level: LevelByClass, classes: int) -> list[Most | None]:
+    """For each expert the class with the highest lift, where it lies above 1 beyond noise."""
     found: list[Most | None] = []
     for class_, times in zip(*level.highest_lifts(), strict=True):
         change = Change(*times)
-        found.append(Most(by, level.groups[class_], change) if change.low > 1 else None)
+        found.append(
+            Most(by, level.groups[class_], change) if is_beyond(change, 1.0, classes) else None
+        )
     return found
 
 
