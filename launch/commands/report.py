@@ -12,12 +12,22 @@ from polyad.launch.output import results
 @command(
     "report",
     "polyad report runs/quickstart/run",
+    "polyad report runs/quickstart/run runs/other/run",
     "polyad report runs/quickstart/run --layers 0,3 --experts 2,5 --top 12 --output page.html",
 )
 def report(
     run: Annotated[
         Path, Argument("the folder of a run, finished or not, or a folder of weights", "RUN")
     ],
+    other: Annotated[
+        Path | None,
+        Argument(
+            "a second run of the same data, drawn beside it: curves over one another, and experts "
+            "that get the same tokens side by side",
+            "RUN2",
+            nargs="?",
+        ),
+    ] = None,
     *,
     output: Annotated[
         Path | None, Argument("the page; default: report.html in that folder", "FILE")
@@ -89,6 +99,7 @@ def report(
     with results(json) as show:
         result = report(
             run,
+            other,
             output=output,
             checkpoint=checkpoint,
             best=best,

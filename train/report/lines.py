@@ -90,7 +90,7 @@ class ExpertLine(NamedTuple):
     @property
     def anchor(self) -> str:
         """What a link to it says."""
-        return anchor_of(self.layer, self.name)
+        return self.layer.anchor(self.name)
 
     @property
     def title(self) -> str:
@@ -120,23 +120,6 @@ class ExpertLine(NamedTuple):
             "change_elsewhere": self.harm and self.harm.elsewhere,
             "words": list(self.words),
         }
-
-
-def anchor_of(layer: RoutedLayer, expert: str) -> str:
-    """Names an expert in a link: b3e2, with levels b3l1e2; of the two layers of a Mixer's block
-    b3-token-e2, of a head head-e2.
-
-    Args:
-        layer: of the expert.
-        expert: its name.
-    """
-    level, _, number = expert.rpartition(".")
-    if not layer.in_block:
-        place = f"{layer.name.replace('.', '-')}-"
-    else:
-        which = layer.name.rsplit(".", 1)[-1].removesuffix("feed_forward").rstrip("_")
-        place = f"b{layer.block}" + (f"-{which}-" if which else "")
-    return f"{place}{f'l{level}' if level else ''}e{number}"
 
 
 def expert_lines(report: Report) -> list[ExpertLine]:

@@ -19,6 +19,7 @@ from polyad.train.page.charts import WIDE, Line, line_chart
 from polyad.train.page.html import Figure
 from polyad.train.page.matrices import heat_legend
 from polyad.train.page.template import number, page
+from polyad.train.report.beside import beside_figures
 from polyad.train.report.class_figures import (
     class_figures,
     class_note,
@@ -28,7 +29,7 @@ from polyad.train.report.class_figures import (
 from polyad.train.report.content import Report
 from polyad.train.report.history import Series
 from polyad.train.report.layers import Pictures, maximum_entropy, shown_layers
-from polyad.train.report.lines import MOST_WORDS, anchor_of, expert_lines
+from polyad.train.report.lines import MOST_WORDS, expert_lines
 from polyad.train.report.top_tokens import STRETCH
 
 MANY_LINES = 16
@@ -78,7 +79,7 @@ def render_report(report: Report) -> str:
     ]
     script = Path(__file__).with_name("report.js").read_text(encoding="utf-8")
     lines = expert_lines(report)
-    in_order = [anchor_of(x, x.expert_name(n)) for x in report.routed for n in range(x.num_experts)]
+    in_order = [x.anchor(x.expert_name(n)) for x in report.routed for n in range(x.num_experts)]
     classes, images, by_class = report.read.classes, report.read.images, levels_by_class(report)
     return page(
         "train/report/report.html",
@@ -87,7 +88,6 @@ def render_report(report: Report) -> str:
         lines=lines,
         most_words=MOST_WORDS,
         places={anchor: place for place, anchor in enumerate(in_order)},
-        anchor_of=anchor_of,
         script=Markup(script),
         script_digest=_digest(script),
         training=training_figures(report),
@@ -96,6 +96,8 @@ def render_report(report: Report) -> str:
         by_class=by_class,
         summary_of_classes=classes and summary_of_classes(by_class, classes.unit),
         measured=measured,
+        beside=report.other
+        and beside_figures(report.run, report.history, report.routed, report.other),
         over_time=over_time_figures(report),
         without_legend=len(_recorded(report)) > MANY_LINES,
         layers=shown_layers(report),

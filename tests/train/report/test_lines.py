@@ -13,7 +13,7 @@ from polyad.train.experts.class_changes import Change
 from polyad.train.experts.knockout import ExpertWithout, Harmed
 from polyad.train.experts.probing import RoutedLayer
 from polyad.train.report.command import report
-from polyad.train.report.lines import anchor_of, most_harmed
+from polyad.train.report.lines import most_harmed
 from tests.helpers.pages import Page
 from tests.helpers.runs import knockout, run, write_config
 
@@ -170,7 +170,7 @@ def test_top_tokens_stand_in_the_file_and_line_that_is_named(trained, texts, tmp
 
 def test_anchors_of_levels_of_a_mixer_and_of_a_head():
     def anchor(name, expert):
-        return anchor_of(RoutedLayer(name=name, levels=(4, 2)), expert)
+        return RoutedLayer(name=name, levels=(4, 2)).anchor(expert)
 
     assert anchor("blocks.3.feed_forward", "2") == "b3e2"
     assert anchor("blocks.3.feed_forward", "1.2") == "b3l1e2"
