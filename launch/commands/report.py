@@ -12,7 +12,6 @@ from polyad.launch.output import results
 @command(
     "report",
     "polyad report runs/quickstart/run",
-    "polyad report runs/quickstart/run runs/other/run",
     "polyad report runs/quickstart/run --layers 0,3 --experts 2,5 --top 12 --output page.html",
 )
 def report(
