@@ -43,7 +43,8 @@ class Most(NamedTuple):
     @property
     def title(self) -> str:
         """The class for people."""
-        return f"positions {self.name}" if self.by == "position" else class_title(self.name)
+        named = {"position": f"positions {self.name}", "class": f"class {self.name}"}
+        return named.get(self.by, class_title(self.name))
 
     @property
     def shown(self) -> str:

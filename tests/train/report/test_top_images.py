@@ -211,5 +211,5 @@ def test_lines_of_images_say_which_class_an_expert_gets_most_of(trained, tmp_pat
                 of_class = np.array(levels[0]["counts"])[:, names[most["class"]]].sum()
                 times = counts[names[most["class"]]] / of_class / share
                 assert most["times"]["value"] == pytest.approx(times)
-                assert f"Its share of <b>{most['class']}</b> is {times:.2f} [" in text
+                assert f"Its share of <b>class {most['class']}</b> is {times:.2f} [" in text
     assert seen == len(lines)
