@@ -34,6 +34,11 @@ FEWEST_TOKENS = 50
 """A class with less is not named as one that an expert is for."""
 
 
+def class_title(name: str) -> str:
+    """A class of tokens for people: that eighth 3 is of frequency does not go without saying."""
+    return f"{name} by frequency" if name.startswith("eighth") else name
+
+
 class Harmed(NamedTuple):
     """A class of tokens whose loss rises without an expert, beyond noise."""
 
@@ -45,8 +50,8 @@ class Harmed(NamedTuple):
 
     @property
     def title(self) -> str:
-        """The class for people: that eighth 3 is of frequency does not go without saying."""
-        return f"{self.name} by frequency" if self.name.startswith("eighth") else self.name
+        """The class for people."""
+        return class_title(self.name)
 
     def to_json(self) -> dict[str, Any]:
         """JSON values."""

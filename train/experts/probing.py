@@ -82,6 +82,21 @@ class RoutedLayer:
             level += 1
         return level, column
 
+    def anchor(self, expert: str) -> str:
+        """An expert in a link: b3e2, with levels b3l1e2; of the two layers of a Mixer's block
+        b3-token-e2, of a head head-e2.
+
+        Args:
+            expert: its name.
+        """
+        level, _, number = expert.rpartition(".")
+        if not self.in_block:
+            place = f"{self.name.replace('.', '-')}-"
+        else:
+            which = self.name.rsplit(".", 1)[-1].removesuffix("feed_forward").rstrip("_")
+            place = f"b{self.block}" + (f"-{which}-" if which else "")
+        return f"{place}{f'l{level}' if level else ''}e{number}"
+
 
 def routed_layers(model: nn.Module) -> list[RoutedLayer]:
     """The layers with experts, in the order of the model.
