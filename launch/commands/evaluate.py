@@ -315,7 +315,7 @@ def atlas(
 @command(
     "experts prune",
     "polyad experts prune runs/quickstart/run runs/smaller --by reap --keep 0.5",
-    "polyad experts prune runs/quickstart/run runs/merged --by frequency --keep 0.5 --merge",
+    "polyad experts prune runs/quickstart/run runs/joined --by frequency --keep 0.5 --merge",
 )
 def prune(
     path: CheckpointOrRun,

@@ -184,7 +184,9 @@ def test_the_class_that_is_named_loses_more_than_all_others():
         return Harmed("predicted characters", name, tokens, Change(value, low, 2 * value - low))
 
     def named(*classes, change):
-        without = ExpertWithout(Change(change, 0, 1), Change(0, 0, 0), {"predicted": [*classes]})
+        without = ExpertWithout(
+            Change(change, 0, 1), Change(0, 0, 0), None, {"predicted": [*classes]}
+        )
         found = most_harmed(without, 100)
         return found and (found.harmed.name, pytest.approx(found.elsewhere))
 
