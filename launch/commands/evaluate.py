@@ -255,6 +255,16 @@ Experts = Annotated[
 ]
 
 
+Labels = Annotated[
+    Path | None,
+    Argument(
+        "classes of your own: a .parquet or .csv with the columns document and offset, as experts "
+        "trace writes them, and others whose values sort the tokens",
+        "FILE",
+    ),
+]
+
+
 @command("experts knockout", "polyad experts knockout runs/quickstart/run --layers 0,3")
 def knockout(
     path: CheckpointOrRun,
@@ -263,6 +273,7 @@ def knockout(
     layers: Layers = (),
     experts: Experts = (),
     tokens: Annotated[int | None, Argument(READ, "N", positive)] = None,
+    labels: Labels = None,
     held: Stored,
 ) -> None:
     """Shows what each expert of a language model is for, by leaving it out.
@@ -270,7 +281,7 @@ def knockout(
     The change of the loss without it, for classes of tokens by characters, position and frequency.
     """
     asked = {"overrides": overrides, "layers": layers, "experts": experts, "tokens": tokens}
-    _knock_out("experts knockout", path, held, asked)
+    _knock_out("experts knockout", path, held, asked | {"labels": labels})
 
 
 @command(
@@ -294,6 +305,7 @@ def atlas(
     ] = ("all",),
     experts: Experts = (),
     tokens: Annotated[int | None, Argument(READ, "N", positive)] = None,
+    labels: Labels = None,
     held: Stored,
 ) -> None:
     """Shows what every expert is for, by taking it away, and which statistics would have told.
@@ -301,7 +313,7 @@ def atlas(
     The change of the loss, for classes of tokens, beside use, norms, REAP and MoNE; and what is
     lost without a quarter and a half of a layer's experts, chosen by each of these or at random.
     """
-    asked: dict[str, Any] = {"layers": layers, "experts": experts, "how": how}
+    asked: dict[str, Any] = {"layers": layers, "experts": experts, "how": how, "labels": labels}
     asked |= {} if tokens is None else {"tokens": tokens}
 
     def measure(checkpoint: Path) -> Found:
@@ -400,7 +412,7 @@ def steer(
 def _knock_out(name: str, path: Path, held: Stored, asked: dict[str, Any]) -> None:
     from polyad.train.experts.steering import parse_steering
 
-    given = {"layers": asked["layers"], "experts": asked["experts"]}
+    given = {name: asked.get(name) for name in ("layers", "experts", "labels")}
     given["steerings"] = [parse_steering(text) for text in asked.get("steer", ())]
     if asked["tokens"] is not None:
         given["tokens"] = asked["tokens"]

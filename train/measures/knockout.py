@@ -6,6 +6,7 @@ when text is moved towards it, and what the model then predicts.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import fmean
 from typing import Any, Self
 
@@ -25,6 +26,7 @@ from polyad.train.experts.probing import (
 )
 from polyad.train.experts.steering import SteeredReading, Steering, SteeringEffect, gate_column
 from polyad.train.experts.token_classes import ClassColumns
+from polyad.train.experts.token_labels import Labels, read_labels
 from polyad.train.measures.measure import Asked, Measure, Result, Subject, Tree
 from polyad.train.reading import Evaluated, Reading
 from polyad.train.results import aligned
@@ -178,6 +180,8 @@ class Options:
     experts: Sequence[str] = ()
     """That are left out in each of these; none: all, or with steerings and without layers those
     that are steered to."""
+    labels: Path | None = None
+    """A file of labels of tokens; see `read_labels`."""
     steerings: Sequence[Steering] = ()
     """Their effect, all at once, is measured on the same tokens."""
 
@@ -191,6 +195,7 @@ class KnockOuts(Measure):
         steerings: all at once; none: no effect of them is measured.
         actions: what is done to the experts of each layer; none: they are left out.
         sets: experts of each layer that it is done to together, beside those.
+        labels: further ways to sort tokens.
     """
 
     name = "knockout"
@@ -206,11 +211,12 @@ class KnockOuts(Measure):
         steerings: Sequence[Steering] = (),
         actions: Sequence[Action] = (),
         sets: Sequence[Sequence[Sequence[int]]] = (),
+        labels: Sequence[Labels] = (),
     ) -> None:
         super().__init__(subject)
         model, layers, text, _ = subject
         assert isinstance(text, TextSamples)
-        self._model, self._text, self._columns = model, text, ClassColumns(text)
+        self._model, self._text, self._columns = model, text, ClassColumns(text, labels)
 
         def taken(each: Sequence[Sequence[Sequence[int]]]) -> list[KnockOut]:
             return [
@@ -256,7 +262,8 @@ class KnockOuts(Measure):
         assert isinstance(opened.task, TextTask)
         text = TextSamples(opened.task, split, asked.tokens, hidden=True)
         subject = Subject(model, [layer for layer, _ in chosen], text, opened.batch_size)
-        return cls(subject, [columns for _, columns in chosen], asked.steerings)
+        labels = labels_of(text, asked.labels)
+        return cls(subject, [columns for _, columns in chosen], asked.steerings, labels=labels)
 
     def add(self, reading: Reading) -> None:
         """Adds a batch."""
@@ -322,6 +329,19 @@ class KnockOuts(Measure):
                     if focus[name] is not None:
                         found.setdefault(f"{name}_{by}", []).append(focus[name])
         return {name: fmean(values) for name, values in found.items()}
+
+
+def labels_of(text: TextSamples, path: Path | None) -> list[Labels]:
+    """The labels of a file for the tokens of a text.
+
+    Raises:
+        ConfigError: the file is wrong, or places in the text are not known.
+    """
+    if path is None:
+        return []
+    if text.predicts_both_ways:
+        raise ConfigError(f"--labels {path}: is not allowed with masked text")
+    return read_labels(path, text.stream)
 
 
 def chosen_experts(
