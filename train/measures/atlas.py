@@ -232,7 +232,7 @@ class Atlas(Examination):
 
     name = "atlas"
     doing = "taking away experts"
-    needs_whole = KnockOuts.needs_whole
+    needs_whole = None
 
     @classmethod
     def checked(cls, opened: Evaluated, split: str, **options: Any) -> AtlasOptions:

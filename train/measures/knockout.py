@@ -13,6 +13,8 @@ from typing import Any, Self
 from torch import nn
 
 from polyad.model.decoder import Decoder
+from polyad.parallel import comm
+from polyad.parallel.streamed import Streamed
 from polyad.train.errors import ConfigError
 from polyad.train.experts.information import Summed
 from polyad.train.experts.interventions import CONTRIBUTION, Action
@@ -28,6 +30,7 @@ from polyad.train.experts.steering import SteeredReading, Steering, SteeringEffe
 from polyad.train.experts.token_classes import ClassColumns
 from polyad.train.experts.token_labels import Labels, read_labels
 from polyad.train.measures.measure import Asked, Measure, Result, Subject, Tree
+from polyad.train.measures.streamed_knockout import StreamedKnockOut
 from polyad.train.reading import Evaluated, Reading
 from polyad.train.results import aligned
 from polyad.train.study.config import StudyConfig
@@ -201,7 +204,7 @@ class KnockOuts(Measure):
     name = "knockout"
     title = "What experts are for"
     doing = "leaving out experts"
-    needs_whole = "without an expert all blocks behind it run again"
+    needs_whole = None
     told = "leave out experts"
 
     def __init__(
@@ -235,6 +238,10 @@ class KnockOuts(Measure):
         self._together = taken(sets) if sets else []
         self.blocks = [layer.block for layer in layers]
         self._steered: SteeredReading | None = None
+        if steerings and isinstance(model, Streamed):
+            raise ConfigError(
+                f"--steer {steerings[0]}: is not allowed block by block; more memory is needed"
+            )
         if steerings:
             assert isinstance(model, Decoder)
             self._steered = SteeredReading(model, steerings, text, self._columns)
@@ -253,7 +260,12 @@ class KnockOuts(Measure):
     def checked(cls, opened: Evaluated, split: str, **options: Any) -> Options:
         """What is left out, by the fields of `Options`."""
         super().checked(opened, split)
-        return Options(**options)
+        asked = Options(**options)
+        if asked.steerings and opened.stream is not None:
+            raise ConfigError(
+                f"--stream {opened.stream}: is not allowed with --steer, which reads a whole model"
+            )
+        return asked
 
     @classmethod
     def of(cls, opened: Evaluated, split: str, asked: Options, model: nn.Module) -> Self:
@@ -264,6 +276,18 @@ class KnockOuts(Measure):
         subject = Subject(model, [layer for layer, _ in chosen], text, opened.batch_size)
         labels = labels_of(text, asked.labels)
         return cls(subject, [columns for _, columns in chosen], asked.steerings, labels=labels)
+
+    def read(self, world: comm.World | None = None) -> None:
+        """Reads the text; block by block where the model is larger than memory."""
+        model, layers, _, batch_size = self.subject
+        if not isinstance(model, Streamed):
+            super().read(world)
+            return
+        by_layer = [[each] for each in self._layers]
+        for takers, together in zip(by_layer, self._together, strict=False):
+            takers.append(together)
+        streamed = StreamedKnockOut(model, layers, by_layer, self._text, self._columns, batch_size)
+        streamed.read(self.told)
 
     def add(self, reading: Reading) -> None:
         """Adds a batch."""

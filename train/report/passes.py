@@ -76,9 +76,9 @@ def read_held_out(weights: Weights, what: str, asked: Asked) -> HeldOut:
     """
     config, task = _open(weights, asked, what)
     batch_size = config.evaluation.batch_size or config.train.micro_batch_size
-    needs_whole = KnockOuts.needs_whole if asked.knockout else None
+    needs_whole = None
     if any(each.kind == "emoe" for each in config.model.feed_forwards().values()):
-        needs_whole = needs_whole or "what its groups keep of activations is not kept"
+        needs_whole = "what its groups keep of activations is not kept"
     with opened_model(
         weights, comm.initialize(), "fp32", folder=asked.stream, needs_whole=needs_whole
     ) as model:
