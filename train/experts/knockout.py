@@ -320,7 +320,8 @@ class KnockOut:
         row_N, window_N = has_EB.nonzero().unbind(-1)
         self._again += len(row_N)
         size = len(has_BTE)
-        yield from zip(torch.split(row_N, size), torch.split(window_N, size), strict=True)
+        for first in range(0, len(row_N), size):
+            yield row_N[first : first + size], window_N[first : first + size]
 
     @contextmanager
     def without(self, row_R: Tensor) -> Iterator[None]:
