@@ -159,6 +159,15 @@ class Decision:
         assert self.outputs is not None
         return self.outputs(level, expert, rows_M)
 
+    def probabilities(self) -> list[Tensor]:
+        """The levels with rows that sum to 1, in float64, [M, N].
+
+        Sigmoids do not, nor does what is left where an intervention took experts away: the score of
+        one that cannot be chosen is -inf.
+        """
+        levels = [scores_MN.double().clamp_min(0) for scores_MN in self.levels]
+        return [p_MN / p_MN.sum(-1, keepdim=True).clamp_min(1e-300) for p_MN in levels]
+
     def coefficients(self) -> Tensor:
         """How much of each expert every token gets, [M, S], in fp32.
 
