@@ -109,8 +109,8 @@ class Evaluated(NamedTuple):
             needs_whole: why it has to be; None: it need not.
         """
         world, precision = self.joined(split), self.config.train.precision
-        if self.interventions:
-            needs_whole = needs_whole or "--intervene changes a whole model"
+        if self.interventions and self.stream is not None:
+            needs_whole = needs_whole or "with --intervene nothing is kept of a reading"
         allow_tf32(self.config.train.tf32, world.device)
         with (
             explain_out_of_memory(lambda: doing, world, lambda: to_evaluate(self.config)),

@@ -26,6 +26,7 @@ COMMANDS: dict[str, Command] = {
         evaluate.robustness,
         evaluate.knockout,
         evaluate.atlas,
+        evaluate.prune,
         evaluate.specialize,
         evaluate.rewrite,
         evaluate.steer,

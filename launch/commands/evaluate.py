@@ -255,6 +255,16 @@ Experts = Annotated[
 ]
 
 
+Labels = Annotated[
+    Path | None,
+    Argument(
+        "classes of your own: a .parquet or .csv with the columns document and offset, as experts "
+        "trace writes them, and others whose values sort the tokens",
+        "FILE",
+    ),
+]
+
+
 @command("experts knockout", "polyad experts knockout runs/quickstart/run --layers 0,3")
 def knockout(
     path: CheckpointOrRun,
@@ -263,6 +273,7 @@ def knockout(
     layers: Layers = (),
     experts: Experts = (),
     tokens: Annotated[int | None, Argument(READ, "N", positive)] = None,
+    labels: Labels = None,
     held: Stored,
 ) -> None:
     """Shows what each expert of a language model is for, by leaving it out.
@@ -270,7 +281,7 @@ def knockout(
     The change of the loss without it, for classes of tokens by characters, position and frequency.
     """
     asked = {"overrides": overrides, "layers": layers, "experts": experts, "tokens": tokens}
-    _knock_out("experts knockout", path, held, asked)
+    _knock_out("experts knockout", path, held, asked | {"labels": labels})
 
 
 @command(
@@ -294,6 +305,7 @@ def atlas(
     ] = ("all",),
     experts: Experts = (),
     tokens: Annotated[int | None, Argument(READ, "N", positive)] = None,
+    labels: Labels = None,
     held: Stored,
 ) -> None:
     """Shows what every expert is for, by taking it away, and which statistics would have told.
@@ -301,7 +313,7 @@ def atlas(
     The change of the loss, for classes of tokens, beside use, norms, REAP and MoNE; and what is
     lost without a quarter and a half of a layer's experts, chosen by each of these or at random.
     """
-    asked: dict[str, Any] = {"layers": layers, "experts": experts, "how": how}
+    asked: dict[str, Any] = {"layers": layers, "experts": experts, "how": how, "labels": labels}
     asked |= {} if tokens is None else {"tokens": tokens}
 
     def measure(checkpoint: Path) -> Found:
@@ -310,6 +322,61 @@ def atlas(
         return _examined(checkpoint, Atlas, held, overrides, **asked)
 
     _show("experts atlas", path, held, {"overrides": overrides} | asked, measure)
+
+
+@command(
+    "experts prune",
+    "polyad experts prune runs/quickstart/run runs/smaller --by reap --keep 0.5",
+    "polyad experts prune runs/quickstart/run runs/joined --by frequency --keep 0.5 --merge",
+)
+def prune(
+    path: CheckpointOrRun,
+    output: Annotated[Path, Argument("the folder to make, in the same format", "OUTPUT")],
+    overrides: Overrides,
+    *,
+    by: Annotated[
+        Literal["atlas", "reap", "mone", "frequency", "mean-norm", "random"],
+        Argument(
+            "what decides which experts stay: the change of the loss without each (one pass for "
+            "each expert), a statistic of use and outputs, or chance"
+        ),
+    ],
+    keep: Annotated[
+        float, Argument("the share of the experts of every layer that stays, below 1", "S", share)
+    ],
+    merge: Annotated[
+        bool,
+        Argument(
+            "experts with similar mean outputs become one, with weights in proportion to what --by "
+            "says of each, in place of leaving experts out"
+        ),
+    ] = False,
+    calibrate: Annotated[
+        str | None,
+        Argument(
+            "prepared data on whose train split experts are chosen, such as examples of one "
+            "domain; default: that which the cost is measured on",
+            "DIR",
+        ),
+    ] = None,
+    tokens: Annotated[int | None, Argument(READ, "N", positive)] = None,
+    seed: Annotated[int, Argument("of random choices; default 0", "S", non_negative)] = 0,
+    held: Stored,
+) -> None:
+    """Writes a sparse mixture with fewer experts, and says what that cost.
+
+    Beside the loss on held-out text with all experts, and with random ones.
+    """
+    asked: dict[str, Any] = {"output": output, "by": by, "keep": keep, "merge": merge}
+    asked |= {"calibrate": calibrate, "seed": seed}
+    asked |= {} if tokens is None else {"tokens": tokens}
+
+    def measure(checkpoint: Path) -> Found:
+        from polyad.train.measures.removal import Removal
+
+        return _examined(checkpoint, Removal, held, overrides, **asked)
+
+    _show("experts prune", path, held, {"overrides": overrides} | asked, measure)
 
 
 @command(
@@ -345,7 +412,7 @@ def steer(
 def _knock_out(name: str, path: Path, held: Stored, asked: dict[str, Any]) -> None:
     from polyad.train.experts.steering import parse_steering
 
-    given = {"layers": asked["layers"], "experts": asked["experts"]}
+    given = {name: asked.get(name) for name in ("layers", "experts", "labels")}
     given["steerings"] = [parse_steering(text) for text in asked.get("steer", ())]
     if asked["tokens"] is not None:
         given["tokens"] = asked["tokens"]

@@ -18,6 +18,15 @@ def report(
     run: Annotated[
         Path, Argument("the folder of a run, finished or not, or a folder of weights", "RUN")
     ],
+    other: Annotated[
+        Path | None,
+        Argument(
+            "a second run of the same data, drawn beside it: curves over one another, and experts "
+            "that get the same tokens side by side",
+            "RUN2",
+            nargs="?",
+        ),
+    ] = None,
     *,
     output: Annotated[
         Path | None, Argument("the page; default: report.html in that folder", "FILE")
@@ -89,6 +98,7 @@ def report(
     with results(json) as show:
         result = report(
             run,
+            other,
             output=output,
             checkpoint=checkpoint,
             best=best,

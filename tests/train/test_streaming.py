@@ -19,13 +19,16 @@ from polyad.parallel.families import FamilyWeights
 from polyad.parallel.streamed import Streamed, parts_of
 from polyad.train import streaming
 from polyad.train.errors import ConfigError
+from polyad.train.experts.interventions import Action, Intervention
+from polyad.train.measures import streamed_knockout
+from polyad.train.measures.atlas import Atlas
 from polyad.train.report.command import report
 from polyad.train.streaming import StreamError
 from tests.helpers import bounded as bounded_command
 from tests.helpers.decoders import hub_folder, in_four_bits, write_tokenizer
 from tests.helpers.everyday import everyday
 from tests.helpers.prepared import jsonl, silent
-from tests.helpers.runs import evaluation, measured
+from tests.helpers.runs import both_forms, evaluation, measured
 from tests.helpers.started import start
 
 pytest.importorskip("transformers")
@@ -244,13 +247,68 @@ def test_a_model_without_room_is_streamed_by_itself(tmp_path, monkeypatch, capfd
         evaluation(folder, **asked)
 
 
+def close(one, two):
+    """Whether results are alike, number by number."""
+    if isinstance(one, dict):
+        assert list(one) == list(two)
+        for key in one:
+            if key not in FREE:
+                close(one[key], two[key])
+    elif isinstance(one, list):
+        assert len(one) == len(two)
+        for pair in zip(one, two, strict=True):
+            close(*pair)
+    elif isinstance(one, float):
+        assert one == pytest.approx(two, rel=1e-3, abs=1e-5)
+    else:
+        assert one == two
+
+
+@everyday(
+    ("case", "how"),
+    [
+        (case, how)
+        for case in ("olmoe", "deepseek_v3", "gpt_oss", "granitemoe")
+        for how in ("contribution", "route-around", "mean", "prune")
+    ],
+    keep=[("olmoe", "route-around")],
+)
+def test_the_atlas_is_that_of_the_whole_model(case, how, tmp_path, monkeypatch):
+    """Also where windows without experts of one block alone are held at a time."""
+    folder, data = folder_and_data(case, tmp_path)
+    asked = {"data": data, "overrides": WINDOWS, "how": how}
+    wanted, text = both_forms(folder, Atlas, **asked)
+    found, _ = both_forms(folder, Atlas, stream=tmp_path / "kept", **asked)
+    close(found, wanted)
+    assert "predicts in" in text
+    monkeypatch.setattr(streamed_knockout, "free_memory", lambda: 0)
+    found, _ = both_forms(folder, Atlas, stream=tmp_path / "kept", **asked)
+    close(found, wanted)
+
+
+def test_an_intervention_is_that_of_the_whole_model(tmp_path, monkeypatch):
+    folder, data = folder_and_data("olmoe", tmp_path)
+    asked = {"data": data, "overrides": WINDOWS}
+    before = evaluation(folder, **asked)["loss"]
+    for how in ("prune", "mean"):
+        changed = [Intervention(layer=1, experts=(0, 3), action=Action(how=how))]
+        wanted = evaluation(folder, interventions=changed, **asked)
+        with monkeypatch.context() as patch:
+            patch.setattr(streaming, "free_memory", lambda: 300_000)
+            found = evaluation(folder, interventions=changed, **asked)
+        close(found["loss"], wanted["loss"])
+        assert abs(found["loss"] - before) > 1e-5
+
+
 def test_what_needs_the_whole_model_says_why(tmp_path, capfd, monkeypatch):
     folder, data = folder_and_data("olmoe", tmp_path)
     kept = tmp_path / "kept"
     for words, said in (
-        (["experts", "knockout"], "without an expert all blocks behind it run again"),
-        (["experts", "steer", "--steer", "layer=0,expert=1,strength=1"], "without an expert all"),
-        (["report", "--knockout"], "without an expert all blocks behind it run again"),
+        (
+            ["experts", "steer", "--steer", "layer=0,expert=1,strength=1"],
+            "is not allowed with --steer",
+        ),
+        (["evaluate", "--intervene", "layer=0,expert=1"], "with --intervene nothing is kept"),
         (["report", "--tokens", "0"], "--stream: is not allowed with --tokens 0"),
     ):
         at = 2 if words[0] == "experts" else 1
@@ -259,9 +317,9 @@ def test_what_needs_the_whole_model_says_why(tmp_path, capfd, monkeypatch):
         assert said in capfd.readouterr().err
     monkeypatch.setattr(streaming, "free_memory", lambda: 200_000)
     monkeypatch.setattr(psutil, "swap_memory", lambda: SimpleNamespace(free=100_000))
-    given = [folder, "--data", data, "--tokens", "64"]
-    assert command(["experts", "knockout", *map(str, given)]) == 2
-    said = "KB of weights in fp32, 200 KB of memory are free, and not block by block: without an"
+    given = [folder, tmp_path / "small", "--data", data, "--by", "reap", "--keep", "0.5"]
+    assert command(["experts", "prune", *map(str, given)]) == 2
+    said = "KB of weights in fp32, 200 KB of memory are free, and not block by block: experts are"
     assert said in capfd.readouterr().err
     assert command(["generate", str(folder), "--prompt", "def"]) == 2
     assert "and not block by block: each new token runs all blocks" in capfd.readouterr().err

@@ -18,6 +18,7 @@ from polyad.model.feedforward import (
     GatedActivation,
 )
 from polyad.model.settings import ModelSettings
+from polyad.parallel.families import Origin
 from polyad.parallel.fragments import persistent_buffers
 from polyad.parallel.tensor_folder import differing_shapes
 from polyad.parallel.weights import Weights
@@ -41,6 +42,10 @@ class Change(ABC):
         """An error about this option."""
         return ConfigError(f"{self.name}: {message}")
 
+    def origin(self, origin: Origin) -> Origin | None:
+        """What of another library's folder is written again with the other model; None: nothing."""
+        return None
+
     @abstractmethod
     def of(self, weights: Weights) -> "Changed":
         """The weights of the other model.
@@ -50,7 +55,7 @@ class Change(ABC):
         """
 
 
-class _Tree(Config):
+class Tree(Config):
     """The place of `model` in a configuration, for errors that name whole keys."""
 
     model: ModelSection
@@ -255,7 +260,7 @@ def with_feed_forward(
     """
     tree = model.model_dump(mode="json") | {section: keys}
     try:
-        return _Tree.model_validate({"model": tree}).model
+        return Tree.model_validate({"model": tree}).model
     except ValidationError as error:
         raise option.error(describe(error, RunConfig)) from None
 

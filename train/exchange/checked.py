@@ -87,9 +87,11 @@ class Checked:
 
     def origin(self) -> Origin | None:
         """What another library's folder, which they are from, has beside them; None: they are of no
-        such folder of a decoder, or their model was changed."""
-        kept = None if self.change is not None else origin_of(self._opened)
-        return None if kept is None else Origin.model_validate(kept)
+        such folder of a decoder, or their model became one of another kind."""
+        if (kept := origin_of(self._opened)) is None:
+            return None
+        origin = Origin.model_validate(kept)
+        return origin if self.change is None else self.change.origin(origin)
 
     def whole(self, name: str) -> torch.Tensor:
         """A whole weight."""

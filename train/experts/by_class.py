@@ -23,6 +23,7 @@ from polyad.train.experts.information import (
     Measured,
     Summed,
     information_bits,
+    intervals,
     measured,
     normalized_information,
     not_finite,
@@ -157,6 +158,32 @@ class LevelByClass:
         for lean in self.leaning(self.counts_SY.size):
             found.setdefault(lean.group, lean)
         return list(found.values())
+
+    def highest_lifts(self) -> tuple[list[int], list[list[float]]]:
+        """The class of which each expert gets most beside its share of all.
+
+        Returns:
+            The number of the class, and the lift with the ends of its interval: NaN of an expert
+            without a class of which `LEAST_EXPECTED` tokens are expected.
+        """
+        expected_SY = self.share_S[:, None] * self.counts_SY.sum(0)
+        lift_SY = np.where(
+            expected_SY >= LEAST_EXPECTED, self.counts_SY / np.maximum(expected_SY, 1e-30), -1.0
+        )
+        best_S = lift_SY.argmax(1)
+        experts = np.arange(len(best_S))
+        sums_G4S = np.stack(
+            [
+                self.counts_GSY[:, experts, best_S],
+                self.counts_GSY.sum(2),
+                self.counts_GSY.sum(1)[:, best_S],
+                np.repeat(self.counts_GSY.sum((1, 2))[:, None], len(best_S), 1),
+            ],
+            axis=1,
+        )
+        lift_3S = intervals(_lift, sums_G4S, self.samples)
+        lift_3S[:, lift_SY[experts, best_S] < 0] = np.nan
+        return best_S.tolist(), lift_3S.T.tolist()
 
     def to_json(self) -> dict[str, Any]:
         """JSON values."""
@@ -307,6 +334,14 @@ class ExpertsByClass(ExpertCounts):
         given_RS = given_NS.new_zeros(len(number_R), given_NS.shape[1])
         given_RS.index_add_(0, row_N, given_NS)
         self.count(name, given_RS, self._class_PA[:, number_R], number_R)
+
+
+def _lift(sums_4: Matrix) -> Matrix:
+    """The share of a class over that of all, from what an expert and all get of either."""
+    own, of_expert, of_class, whole = np.moveaxis(sums_4, -2, 0)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        lift: Matrix = (own / of_class) / (of_expert / whole)
+    return lift
 
 
 def _mean_bits(counts_PSY: Matrix) -> float:

@@ -9,6 +9,7 @@ import numpy as np
 
 from polyad.train.experts.by_class import FEW_CLASSES, LevelByClass
 from polyad.train.experts.information import Matrix
+from polyad.train.page.charts import Line
 from polyad.train.page.html import Figure
 from polyad.train.page.matrices import NARROW_COLUMNS, Cell, matrix_chart
 from polyad.train.page.template import number
@@ -51,8 +52,12 @@ def level_matrix(level: LevelByClass, heading: str = HEADING, *, by_expert: bool
     return Figure(
         heading=heading,
         body=matrix_chart(rows, columns, cells, title="Experts and classes"),
-        caption=f"A column adds up to 100%. Blue: more than the expert's share of all, orange: "
-        f"less; the full colour is {STRONGEST_LIFT:g} times as much, or as little.",
+        caption=f"A column adds up to 100%; the full colour is {STRONGEST_LIFT:g} times as much as "
+        f"the expert's share of all, or as little.",
+        legend=[
+            Line(label="more than its share of all", values=(), colour="var(--accent)"),
+            Line(label="less", values=(), colour="var(--second)"),
+        ],
         wide=len(level.groups) >= NARROW_COLUMNS,
     )
 

@@ -59,8 +59,9 @@ def expert_codes(num_experts: int, device: torch.device | str = "cpu") -> Tensor
 
 def encode(decision: Decision) -> Codes:
     """Encodes the experts of each token of a layer in a few numbers."""
-    entropies = [entropy(a_MN) for a_MN in map(_full, decision.levels)]
-    entropy_M = torch.stack(entropies).sum(0)
+    entropies = [entropy(p_MN) for p_MN in decision.probabilities()]
+    kept = torch.promote_types(decision.levels[0].dtype, torch.float32)
+    entropy_M = torch.stack(entropies).sum(0).to(kept)
     sizes = [a_MN.shape[-1] for a_MN in decision.levels]
     codes_S = expert_codes(sum(sizes), entropy_M.device)
     if decision.selected is not None:
@@ -72,10 +73,6 @@ def encode(decision: Decision) -> Codes:
         first_M = first_M * a_MN.shape[-1] + a_MN.argmax(-1)
         set_M = set_M + codes_N.where(a_MN > 0, 0).sum(-1)
     return Codes(first_M, set_M, entropy_M)
-
-
-def _full(a_MN: Tensor) -> Tensor:
-    return a_MN.to(torch.promote_types(a_MN.dtype, torch.float32))
 
 
 @dataclass(frozen=True, kw_only=True)

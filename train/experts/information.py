@@ -259,7 +259,8 @@ class LevelEntropy:
 class GateEntropies:
     """Adds up the probabilities of gates and their entropies.
 
-    Probabilities are the scores that top-K sees, or the coefficients of a muMoE.
+    Probabilities are the scores that top-K sees, divided by their sum, or the coefficients of a
+    muMoE.
 
     Args:
         layers: those that are looked at.
@@ -289,7 +290,7 @@ class GateEntropies:
             number_N: of each token that of its sample; -1: it does not count.
         """
         counted_N = number_N >= 0
-        levels = [p_NE[counted_N].double() for p_NE in decision.levels]
+        levels = [p_NE[counted_N] for p_NE in decision.probabilities()]
         bits = [entropy(p_NE).unsqueeze(-1) / math.log(2) for p_NE in levels]
         rows = torch.cat([*levels, *bits, torch.ones_like(bits[0])], dim=-1)
         sums = self._sums[name]

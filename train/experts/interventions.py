@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from polyad.model.mumoe.gating import Gate, GateOutput
 from polyad.model.smoe.layer import Router, SelectingMoE
 from polyad.model.smoe.selection import Selected
+from polyad.parallel.streamed import device_of
 from polyad.train.errors import ConfigError
 from polyad.train.experts.probing import RoutedLayer, routed_layers, uncompiled
 
@@ -412,7 +413,7 @@ def intervened(
             if action.how == "mean":
                 action = Action(how="mean", mean_SD=mean_of[layer.name])
             intervene = stack.enter_context(intervening(model, layer, action))
-            device = next(model.parameters()).device
+            device = device_of(model)
             chosen_1S = torch.zeros(1, layer.num_experts, dtype=torch.bool, device=device)
             chosen_1S[0, list(each.experts)] = True
             intervene(chosen_1S, None)

@@ -12,7 +12,8 @@ levels side by side, E sets of them that are left out, J ways to sort tokens.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 
 from polyad.model.output import entropy
 from polyad.model.smoe.layer import SelectingMoE
+from polyad.parallel.streamed import device_of
 from polyad.train.experts.class_changes import Change, ChangeSums, ClassChanges
 from polyad.train.experts.information import Matrix, Summed
 from polyad.train.experts.interventions import CONTRIBUTION, Action, intervening
@@ -34,6 +36,11 @@ FEWEST_TOKENS = 50
 """A class with less is not named as one that an expert is for."""
 
 
+def class_title(name: str) -> str:
+    """A class of tokens for people: that eighth 3 is of frequency does not go without saying."""
+    return f"{name} by frequency" if name.startswith("eighth") else name
+
+
 class Harmed(NamedTuple):
     """A class of tokens whose loss rises without an expert, beyond noise."""
 
@@ -45,8 +52,8 @@ class Harmed(NamedTuple):
 
     @property
     def title(self) -> str:
-        """The class for people: that eighth 3 is of frequency does not go without saying."""
-        return f"{self.name} by frequency" if self.name.startswith("eighth") else self.name
+        """The class for people."""
+        return class_title(self.name)
 
     def to_json(self) -> dict[str, Any]:
         """JSON values."""
@@ -243,7 +250,7 @@ class KnockOut:
     ) -> None:
         self._model, self.layer, self.sets = model, layer, sets
         self._windows, self._length, self._action = windows, length, action
-        device = next(model.parameters()).device
+        device = device_of(model)
         self._chosen_ES = torch.zeros(len(sets), layer.num_experts, dtype=torch.bool)
         for row, experts in enumerate(sets):
             self._chosen_ES[row, list(experts)] = True
@@ -271,28 +278,89 @@ class KnockOut:
             loss_BP: of the model as it is.
             decision: of the layer.
         """
-        self._sums.add_whole(label_JBP, passages.number_B, loss_BP)
-        size = len(x_BTD)
-        has_BTS = decision.coefficients().view(*x_BTD.shape[:2], -1) != 0
-        has_BTE = has_BTS.float() @ self._chosen_ES.T.float() > 0
+        self.add_whole(passages, label_JBP, loss_BP)
+        has_BTE = self.uses(decision, x_BTD.shape[0])
+        for row_R, window_R in self.pairs(has_BTE):
+            with self.without(row_R):
+                y_RTD = through(self._model, x_BTD[window_R], self.layer.block)
+            some = passages.rows(window_R)
+            changed_RP = losses(self._model, y_RTD, some)
+            self.add_changed(
+                row_R,
+                some,
+                label_JBP[:, window_R],
+                changed_RP.double() - loss_BP[window_R].double(),
+                has_BTE[window_R, :, row_R],
+            )
+
+    def uses(self, decision: Decision, windows: int) -> Tensor:
+        """Which tokens use an expert of each set [B, T, E].
+
+        Args:
+            decision: of the layer, for whole windows.
+            windows: how many, B.
+        """
+        a_MS = decision.coefficients()
+        has_BTS = a_MS.view(windows, -1, a_MS.shape[-1]) != 0
+        return has_BTS.float() @ self._chosen_ES.T.float() > 0
+
+    def pairs(self, has_BTE: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Pairs of a set and a window that are computed again, as many at a time as there are
+        windows.
+
+        Args:
+            has_BTE: what `uses` gave.
+
+        Yields:
+            The rows of sets [R], and the windows [R].
+        """
         has_EB = has_BTE.any(1).T
         if self._drops:  # a capacity counts whole batches: they stay as they were
             has_EB = has_EB.any(1, keepdim=True).expand_as(has_EB)
         row_N, window_N = has_EB.nonzero().unbind(-1)
         self._again += len(row_N)
+        size = len(has_BTE)
+        for first in range(0, len(row_N), size):
+            yield row_N[first : first + size], window_N[first : first + size]
+
+    @contextmanager
+    def without(self, row_R: Tensor) -> Iterator[None]:
+        """A context in which each window does without the experts of a set.
+
+        Args:
+            row_R: the sets.
+        """
         with intervening(self._model, self.layer, self._action) as intervene:
-            for first in range(0, len(row_N), size):
-                row_R, window_R = (each[first : first + size] for each in (row_N, window_N))
-                some = passages.rows(window_R)
-                intervene(self._chosen_ES[row_R], None)
-                y_RTD = through(self._model, x_BTD[window_R], self.layer.block)
-                change_RP = losses(self._model, y_RTD, some).double() - loss_BP[window_R].double()
-                own_RP = has_BTE[window_R, :, row_R].gather(1, some.places_BP)
-                self._sums.add(label_JBP[:, window_R], some.number_B, row_R, change_RP, own_RP)
-                own_RP = own_RP & (label_JBP[0, window_R] >= 0)
-                of_own_RP = change_RP.where(own_RP, 0.0)
-                numbers_R3 = torch.stack([own_RP.double(), of_own_RP, of_own_RP.square()], -1)
-                self._own_E3.index_add_(0, row_R, numbers_R3.sum(1))
+            intervene(self._chosen_ES[row_R], None)
+            yield
+
+    def add_whole(self, passages: Passages, label_JBP: Tensor, loss_BP: Tensor) -> None:
+        """Adds windows that the model reads as it is; see `add`."""
+        self._sums.add_whole(label_JBP, passages.number_B, loss_BP)
+
+    def add_changed(
+        self,
+        row_R: Tensor,
+        passages: Passages,
+        label_JRP: Tensor,
+        change_RP: Tensor,
+        own_RT: Tensor,
+    ) -> None:
+        """Adds windows that each did without a set.
+
+        Args:
+            row_R: the sets.
+            passages: the windows.
+            label_JRP: columns of classes.
+            change_RP: of the loss, in float64.
+            own_RT: which tokens use an expert of the set.
+        """
+        own_RP = own_RT.gather(1, passages.places_BP)
+        self._sums.add(label_JRP, passages.number_B, row_R, change_RP, own_RP)
+        own_RP = own_RP & (label_JRP[0] >= 0)
+        of_own_RP = change_RP.where(own_RP, 0.0)
+        numbers_R3 = torch.stack([own_RP.double(), of_own_RP, of_own_RP.square()], -1)
+        self._own_E3.index_add_(0, row_R, numbers_R3.sum(1))
 
     def result(self, summed: Summed = lambda counts: counts) -> LayerWithout:
         """What was found.

@@ -82,6 +82,21 @@ class RoutedLayer:
             level += 1
         return level, column
 
+    def anchor(self, expert: str) -> str:
+        """An expert in a link: b3e2, with levels b3l1e2; of the two layers of a Mixer's block
+        b3-token-e2, of a head head-e2.
+
+        Args:
+            expert: its name.
+        """
+        level, _, number = expert.rpartition(".")
+        if not self.in_block:
+            place = f"{self.name.replace('.', '-')}-"
+        else:
+            which = self.name.rsplit(".", 1)[-1].removesuffix("feed_forward").rstrip("_")
+            place = f"b{self.block}" + (f"-{which}-" if which else "")
+        return f"{place}{f'l{level}' if level else ''}e{number}"
+
 
 def routed_layers(model: nn.Module) -> list[RoutedLayer]:
     """The layers with experts, in the order of the model.
@@ -143,6 +158,15 @@ class Decision:
         """
         assert self.outputs is not None
         return self.outputs(level, expert, rows_M)
+
+    def probabilities(self) -> list[Tensor]:
+        """The levels with rows that sum to 1, in float64, [M, N].
+
+        Sigmoids do not, nor does what is left where an intervention took experts away: the score of
+        one that cannot be chosen is -inf.
+        """
+        levels = [scores_MN.double().clamp_min(0) for scores_MN in self.levels]
+        return [p_MN / p_MN.sum(-1, keepdim=True).clamp_min(1e-300) for p_MN in levels]
 
     def coefficients(self) -> Tensor:
         """How much of each expert every token gets, [M, S], in fp32.

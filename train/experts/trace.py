@@ -232,8 +232,8 @@ class Form:
         if "score" in self.extra:
             values["score"] = scores_MS.gather(1, expert_MK)
         if "entropy" in self.extra:
-            levels = torch.split(scores_MS, list(layer.levels), dim=-1)
-            # Scores by sigmoids do not sum to 1.
+            # Scores by sigmoids do not sum to 1, and those of pruned experts are -inf.
+            levels = torch.split(scores_MS.clamp_min(0), list(layer.levels), dim=-1)
             each = [entropy(p / p.sum(-1, keepdim=True).clamp_min(1e-30)) for p in levels]
             values["entropy"] = torch.stack(each, -1).gather(1, level_MK)
         if norm_NK is not None:

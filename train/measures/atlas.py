@@ -28,6 +28,7 @@ from polyad.train.measures.knockout import (
     KnockOuts,
     Options,
     chosen_experts,
+    labels_of,
     layer_rows,
 )
 from polyad.train.measures.measure import Examination, Result, Subject
@@ -231,7 +232,7 @@ class Atlas(Examination):
 
     name = "atlas"
     doing = "taking away experts"
-    needs_whole = KnockOuts.needs_whole
+    needs_whole = None
 
     @classmethod
     def checked(cls, opened: Evaluated, split: str, **options: Any) -> AtlasOptions:
@@ -264,7 +265,12 @@ class Atlas(Examination):
         moments = _moments(subject, world, summed)
         sets = [_sets(model, layer, moments[layer.name], asked) for layer in layers]
         actions = [Action(how=asked.how, mean_SD=moments[each.name].mean_SD) for each in layers]
-        measure = KnockOuts(subject, columns, actions=actions, sets=[each.all for each in sets])
+        measure = KnockOuts(
+            *(subject, columns),
+            actions=actions,
+            sets=[each.all for each in sets],
+            labels=labels_of(text, asked.labels),
+        )
         measure.read(world)
         found = measure.result(summed)
         return AtlasOfExperts(

@@ -6,12 +6,15 @@ when text is moved towards it, and what the model then predicts.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import fmean
 from typing import Any, Self
 
 from torch import nn
 
 from polyad.model.decoder import Decoder
+from polyad.parallel import comm
+from polyad.parallel.streamed import Streamed
 from polyad.train.errors import ConfigError
 from polyad.train.experts.information import Summed
 from polyad.train.experts.interventions import CONTRIBUTION, Action
@@ -25,7 +28,9 @@ from polyad.train.experts.probing import (
 )
 from polyad.train.experts.steering import SteeredReading, Steering, SteeringEffect, gate_column
 from polyad.train.experts.token_classes import ClassColumns
+from polyad.train.experts.token_labels import Labels, read_labels
 from polyad.train.measures.measure import Asked, Measure, Result, Subject, Tree
+from polyad.train.measures.streamed_knockout import StreamedKnockOut
 from polyad.train.reading import Evaluated, Reading
 from polyad.train.results import aligned
 from polyad.train.study.config import StudyConfig
@@ -178,6 +183,8 @@ class Options:
     experts: Sequence[str] = ()
     """That are left out in each of these; none: all, or with steerings and without layers those
     that are steered to."""
+    labels: Path | None = None
+    """A file of labels of tokens; see `read_labels`."""
     steerings: Sequence[Steering] = ()
     """Their effect, all at once, is measured on the same tokens."""
 
@@ -191,12 +198,13 @@ class KnockOuts(Measure):
         steerings: all at once; none: no effect of them is measured.
         actions: what is done to the experts of each layer; none: they are left out.
         sets: experts of each layer that it is done to together, beside those.
+        labels: further ways to sort tokens.
     """
 
     name = "knockout"
     title = "What experts are for"
     doing = "leaving out experts"
-    needs_whole = "without an expert all blocks behind it run again"
+    needs_whole = None
     told = "leave out experts"
 
     def __init__(
@@ -206,11 +214,12 @@ class KnockOuts(Measure):
         steerings: Sequence[Steering] = (),
         actions: Sequence[Action] = (),
         sets: Sequence[Sequence[Sequence[int]]] = (),
+        labels: Sequence[Labels] = (),
     ) -> None:
         super().__init__(subject)
         model, layers, text, _ = subject
         assert isinstance(text, TextSamples)
-        self._model, self._text, self._columns = model, text, ClassColumns(text)
+        self._model, self._text, self._columns = model, text, ClassColumns(text, labels)
 
         def taken(each: Sequence[Sequence[Sequence[int]]]) -> list[KnockOut]:
             return [
@@ -229,6 +238,10 @@ class KnockOuts(Measure):
         self._together = taken(sets) if sets else []
         self.blocks = [layer.block for layer in layers]
         self._steered: SteeredReading | None = None
+        if steerings and isinstance(model, Streamed):
+            raise ConfigError(
+                f"--steer {steerings[0]}: is not allowed block by block; more memory is needed"
+            )
         if steerings:
             assert isinstance(model, Decoder)
             self._steered = SteeredReading(model, steerings, text, self._columns)
@@ -247,7 +260,12 @@ class KnockOuts(Measure):
     def checked(cls, opened: Evaluated, split: str, **options: Any) -> Options:
         """What is left out, by the fields of `Options`."""
         super().checked(opened, split)
-        return Options(**options)
+        asked = Options(**options)
+        if asked.steerings and opened.stream is not None:
+            raise ConfigError(
+                f"--stream {opened.stream}: is not allowed with --steer, which reads a whole model"
+            )
+        return asked
 
     @classmethod
     def of(cls, opened: Evaluated, split: str, asked: Options, model: nn.Module) -> Self:
@@ -256,7 +274,20 @@ class KnockOuts(Measure):
         assert isinstance(opened.task, TextTask)
         text = TextSamples(opened.task, split, asked.tokens, hidden=True)
         subject = Subject(model, [layer for layer, _ in chosen], text, opened.batch_size)
-        return cls(subject, [columns for _, columns in chosen], asked.steerings)
+        labels = labels_of(text, asked.labels)
+        return cls(subject, [columns for _, columns in chosen], asked.steerings, labels=labels)
+
+    def read(self, world: comm.World | None = None) -> None:
+        """Reads the text; block by block where the model is larger than memory."""
+        model, layers, _, batch_size = self.subject
+        if not isinstance(model, Streamed):
+            super().read(world)
+            return
+        by_layer = [[each] for each in self._layers]
+        for takers, together in zip(by_layer, self._together, strict=False):
+            takers.append(together)
+        streamed = StreamedKnockOut(model, layers, by_layer, self._text, self._columns, batch_size)
+        streamed.read(self.told)
 
     def add(self, reading: Reading) -> None:
         """Adds a batch."""
@@ -322,6 +353,19 @@ class KnockOuts(Measure):
                     if focus[name] is not None:
                         found.setdefault(f"{name}_{by}", []).append(focus[name])
         return {name: fmean(values) for name, values in found.items()}
+
+
+def labels_of(text: TextSamples, path: Path | None) -> list[Labels]:
+    """The labels of a file for the tokens of a text.
+
+    Raises:
+        ConfigError: the file is wrong, or places in the text are not known.
+    """
+    if path is None:
+        return []
+    if text.predicts_both_ways:
+        raise ConfigError(f"--labels {path}: is not allowed with masked text")
+    return read_labels(path, text.stream)
 
 
 def chosen_experts(

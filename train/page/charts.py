@@ -177,6 +177,8 @@ class Line:
     """An interval around each value; none: there are none."""
     dots: Sequence[Dot] = ()
     is_dashed: bool = False
+    is_joined: bool = False
+    """Whether values are joined over gaps, without marks."""
 
 
 def line_chart(
@@ -268,7 +270,7 @@ def _curve(
     path, pen, dots = [], "M", [*line.dots]
     for place, value, is_shown in zip(xs, line.values, shown, strict=True):
         if value is None or not math.isfinite(value):
-            pen = pen if line.with_points else "M"
+            pen = pen if line.with_points or line.is_joined else "M"
             continue
         path.append(f"{pen}{x(place):g} {y(value):g}")
         pen = "L"

@@ -15,6 +15,7 @@ from polyad.train.experts.by_class import (
     LevelByClass,
 )
 from polyad.train.experts.class_matrix import level_matrix
+from polyad.train.page.charts import Line
 from polyad.train.page.html import Figure, Table
 from polyad.train.page.matrices import NARROW_COLUMNS, Cell, matrix_chart
 from polyad.train.page.template import number, render, visible
@@ -108,6 +109,10 @@ def _matrix(read: ClassPass, counts: Sequence[Sequence[int]]) -> Figure:
         body=matrix_chart(names, names, cells, title="Confusion matrix"),
         caption="A row is a true class, a column a predicted one; the colour is the share of the "
         "row.",
+        legend=[
+            Line(label="right", values=(), colour="var(--accent)"),
+            Line(label="wrong", values=(), colour="var(--second)"),
+        ],
         wide=len(names) > NARROW_COLUMNS,
     )
 

@@ -1,6 +1,6 @@
 """The content of a report, for both the page and `--json`."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,6 +9,7 @@ from polyad.train.experts.kept_activation import Kept
 from polyad.train.experts.probing import RoutedLayer
 from polyad.train.measures.measure import Result
 from polyad.train.measures.specialization import Specialization, Specialized
+from polyad.train.report.beside import OtherRun, Pair
 from polyad.train.report.classes import ClassPass
 from polyad.train.report.history import History, last
 from polyad.train.report.top_images import ImagePass
@@ -29,6 +30,8 @@ class HeldOut:
     read."""
     measures: Mapping[str, Result] = field(default_factory=dict)
     """What measures found in the same pass, by their names."""
+    pairs: Mapping[str, Sequence[Pair]] = field(default_factory=dict)
+    """Experts of a second run that are most like those of this one, by the layer's name."""
     kept: Mapping[str, Kept] = field(default_factory=dict)
     """What groups of units keep of the activation of all, by the layer's name."""
 
@@ -98,6 +101,8 @@ class Report:
     routed: list[RoutedLayer]
     """The layers with experts, in the order of the model; empty for a dense one."""
     read: HeldOut
+    other: OtherRun | None = None
+    """A second run beside this one."""
 
     def to_json(self) -> dict[str, Any]:
         """JSON values, without the curves: those are in metrics.jsonl."""
@@ -126,6 +131,7 @@ class Report:
                 if name.startswith("fluctuation/")
             },
             **self.read.to_json(),
+            "other": self.other,
         }
 
     @property

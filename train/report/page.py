@@ -1,9 +1,14 @@
-"""A report as one HTML page that needs nothing beside itself: no script, no font, no network.
+"""A report as one HTML page that needs nothing beside itself: no font, no network.
+
+Without scripts it is whole too; a short one within it sorts and searches the list of experts.
 
 The page is the template `report.html`; here are its facts, and the charts over all of training.
 """
 
+import base64
+import hashlib
 from collections.abc import Sequence
+from pathlib import Path
 
 from markupsafe import Markup
 
@@ -14,6 +19,7 @@ from polyad.train.page.charts import WIDE, Line, line_chart
 from polyad.train.page.html import Figure
 from polyad.train.page.matrices import heat_legend
 from polyad.train.page.template import number, page
+from polyad.train.report.beside import beside_figures
 from polyad.train.report.class_figures import (
     class_figures,
     class_note,
@@ -23,6 +29,7 @@ from polyad.train.report.class_figures import (
 from polyad.train.report.content import Report
 from polyad.train.report.history import Series
 from polyad.train.report.layers import Pictures, maximum_entropy, shown_layers
+from polyad.train.report.lines import MOST_WORDS, expert_lines
 from polyad.train.report.top_tokens import STRETCH
 
 MANY_LINES = 16
@@ -70,17 +77,27 @@ def render_report(report: Report) -> str:
         for name, result in report.read.measures.items()
         if (parts := [*result.section(titles)])
     ]
+    script = Path(__file__).with_name("report.js").read_text(encoding="utf-8")
+    lines = expert_lines(report)
+    in_order = [x.anchor(x.expert_name(n)) for x in report.routed for n in range(x.num_experts)]
     classes, images, by_class = report.read.classes, report.read.images, levels_by_class(report)
     return page(
         "train/report/report.html",
         report=report,
         facts=facts(report),
+        lines=lines,
+        most_words=MOST_WORDS,
+        places={anchor: place for place, anchor in enumerate(in_order)},
+        script=Markup(script),
+        script_digest=_digest(script),
         training=training_figures(report),
         class_note=classes and class_note(classes),
         classes=classes and class_figures(classes, images),
         by_class=by_class,
         summary_of_classes=classes and summary_of_classes(by_class, classes.unit),
         measured=measured,
+        beside=report.other
+        and beside_figures(report.run, report.history, report.routed, report.other),
         over_time=over_time_figures(report),
         without_legend=len(_recorded(report)) > MANY_LINES,
         layers=shown_layers(report),
@@ -89,6 +106,12 @@ def render_report(report: Report) -> str:
         stretch=STRETCH,
         most_classes=MOST_CLASSES,
     )
+
+
+def _digest(script: str) -> str:
+    """The only script that a page's policy lets run."""
+    digest = hashlib.sha256(script.encode()).digest()
+    return f"sha256-{base64.b64encode(digest).decode()}"
 
 
 def facts(report: Report) -> list[tuple[str, str, str]]:

@@ -12,16 +12,17 @@ from polyad.data.errors import DataError
 from polyad.data.text.manifest import SplitName
 from polyad.parallel import comm
 from polyad.parallel.streamed import Streamed, device_of
-from polyad.parallel.weights import Weights
+from polyad.parallel.weights import Weights, load_model
 from polyad.train.config.run import RunConfig, data_overrides, parse_config
 from polyad.train.console import Progress
 from polyad.train.errors import ConfigError
 from polyad.train.experts.kept_activation import kept_activation
-from polyad.train.experts.probing import RoutedLayer, columns_of
+from polyad.train.experts.probing import RoutedLayer, columns_of, routed_layers
 from polyad.train.measures.knockout import TOKENS, KnockOuts
 from polyad.train.measures.measure import Subject
 from polyad.train.measures.registry import MEASURES
 from polyad.train.reading import check_data_named, config_of, read
+from polyad.train.report.beside import UNITS, Alike, Pair
 from polyad.train.report.classes import Predictions
 from polyad.train.report.content import HeldOut
 from polyad.train.report.top_images import TopImages
@@ -56,6 +57,8 @@ class Asked:
     """About how many tokens, or images, are read; None: all."""
     knockout: bool
     """Whether the experts that are shown are also left out, of text."""
+    other: Weights | None = None
+    """Of a second run, whose experts are compared; None: there is none."""
     stream: Path | None = None
     """See `polyad.train.reading.open_evaluated`."""
 
@@ -73,9 +76,9 @@ def read_held_out(weights: Weights, what: str, asked: Asked) -> HeldOut:
     """
     config, task = _open(weights, asked, what)
     batch_size = config.evaluation.batch_size or config.train.micro_batch_size
-    needs_whole = KnockOuts.needs_whole if asked.knockout else None
+    needs_whole = None
     if any(each.kind == "emoe" for each in config.model.feed_forwards().values()):
-        needs_whole = needs_whole or "what its groups keep of activations is not kept"
+        needs_whole = "what its groups keep of activations is not kept"
     with opened_model(
         weights, comm.initialize(), "fp32", folder=asked.stream, needs_whole=needs_whole
     ) as model:
@@ -137,7 +140,41 @@ def _read(
     if asked.knockout and text is not None:
         text = _with_knockout(subject, task, text, asked)
     kept = {name: found for name, each in sums.items() if (found := each.result()) is not None}
-    return HeldOut(text=text, images=images, classes=classes, measures=results, kept=kept)
+    return HeldOut(
+        text=text,
+        images=images,
+        classes=classes,
+        measures=results,
+        pairs={} if asked.other is None else _paired(subject, task, asked, asked.other),
+        kept=kept,
+    )
+
+
+def _paired(
+    subject: Subject, task: Task[Any], asked: Asked, weights: Weights
+) -> dict[str, list[Pair]]:
+    """The experts of a second run that are most like those of this one."""
+    other = load_model(weights, device_of(subject.model))
+    known = {layer.name: layer for layer in routed_layers(other)}
+    layers = [
+        layer
+        for layer in asked.layers
+        if layer.name in known and len(layer.levels) == len(known[layer.name].levels)
+    ]
+    if not layers:
+        return {}
+    limit = None if asked.limit is None else min(asked.limit, UNITS)
+    samples = _samples(task, replace(asked, limit=limit))
+    alike = Alike(layers, samples, other, [known[layer.name] for layer in layers])
+    read(
+        subject.model,
+        layers,
+        samples,
+        [alike],
+        batch_size=subject.batch_size,
+        told="read with both",
+    )
+    return alike.result()
 
 
 def _samples(task: Task[Any], asked: Asked) -> Samples:

@@ -5,13 +5,14 @@ Shapes: B windows, T tokens of a window, V tokens of the vocabulary.
 """
 
 import unicodedata
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from polyad.data.errors import DataError
 from polyad.data.text.dataset import TokenStream
 from polyad.data.text.tokenizers.tokenizer import Tokenizer
 
@@ -19,6 +20,8 @@ BEFORE, AFTER = 24, 12
 """Tokens shown around a token."""
 _LONGEST_CHARACTER = 4
 """Bytes, each of which may be a token of its own in a byte-level vocabulary."""
+AT_ONCE = 1 << 22
+"""Tokens whose line ends are counted at a time."""
 _UNFINISHED = "\ufffd"
 _UNKNOWN = -1
 
@@ -136,6 +139,49 @@ def has_word(text: str) -> bool:
     categories = map(unicodedata.category, text)
     # L, M and N are letters, their marks and numbers; So are pictures, and U+FFFD for half of one.
     return any(category[0] in "LMN" or category == "So" for category in categories)
+
+
+def line_numbers(
+    places: Iterable[Place], stream: TokenStream, tokenizer: Tokenizer
+) -> dict[int, int]:
+    """The lines in which tokens stand: of each the line of its first character that is no white
+    space, if it has one.
+
+    Args:
+        places: of the tokens.
+        stream: the split.
+        tokenizer: of the ids.
+
+    Returns:
+        By position the line in the document, from 1; nothing where the tokens keep no line ends.
+    """
+    try:
+        if sum(_breaks(tokenizer, token) for token in tokenizer.encode("a\n\na\n")) != 3:
+            return {}
+    except DataError:  # a vocabulary of words without one for unknown words
+        return {}
+    breaks_V = np.full(tokenizer.vocab_size, _UNKNOWN, dtype=np.int64)
+    found: dict[int, int] = {}
+    document, line, at = -1, 1, 0
+    for place in sorted(set(places)):
+        if place.document != document:
+            document, line, at = place.document, 1, place.position - place.offset
+        for first in range(at, place.position, AT_ONCE):
+            tokens, counts = np.unique(
+                stream.read(first, min(place.position, first + AT_ONCE)), return_counts=True
+            )
+            for token in tokens[breaks_V[tokens] == _UNKNOWN].tolist():
+                breaks_V[token] = _breaks(tokenizer, token)
+            line += int(counts @ breaks_V[tokens])
+        at = place.position
+        text = tokenizer.text_within(int(stream.read(at, at + 1)[0]))
+        before = text[: len(text) - len(text.lstrip())] if text.strip() else ""
+        found[at] = line + before.count("\n")
+    return found
+
+
+def _breaks(tokenizer: Tokenizer, token: int) -> int:
+    return tokenizer.text_within(token).count("\n")
 
 
 class WordTokens:

@@ -15,7 +15,14 @@ from torch import Tensor, nn
 from polyad.parallel.streamed import Streamed
 from polyad.train.experts.probing import RoutedLayer
 from polyad.train.reading import Reading, read
-from polyad.train.report.snippets import Documents, Piece, Place, WordTokens, pieces
+from polyad.train.report.snippets import (
+    Documents,
+    Piece,
+    Place,
+    WordTokens,
+    line_numbers,
+    pieces,
+)
 from polyad.train.report.top_tokens import ShownExpert, TopTokens, shown_experts
 from polyad.train.tasks.samples import TextSamples
 
@@ -37,6 +44,10 @@ class Snippet(NamedTuple):
     top: Top
     place: Place
     pieces: list[Piece]
+    line: int | None = None
+    """Of its document, from 1; None where tokens keep no line ends."""
+    file: str | None = None
+    """What its document was prepared from; None where that is not known."""
 
     def shown(self) -> list[Piece]:
         """The pieces without white space at both ends, unless it is about that."""
@@ -50,6 +61,8 @@ class Snippet(NamedTuple):
             "document": self.place.document,
             "offset": self.place.offset,
             "position": self.place.position,
+            "line": self.line,
+            "file": self.file,
             "text": "".join(piece.text for piece in self.pieces),
             "token": "".join(piece.text for piece in self.pieces if piece.is_peak),
         }
@@ -119,6 +132,9 @@ class _Contexts:
                 window = (top.position + 1) // text.length
                 place = self._documents.place(top.position, *self._bounds(window))
                 self.windows.setdefault(window, []).append((name, column, rank, top, place))
+        places = [place for tokens in self.windows.values() for *_, place in tokens]
+        self._lines = line_numbers(places, text.stream, text.tokenizer)
+        self._files = text.files_of_documents({place.document for place in places})
 
     def _bounds(self, window: int) -> tuple[int, int]:
         """Positions of the first token of a window's input, and one past its last."""
@@ -147,7 +163,12 @@ class _Contexts:
                     tokenizer.decode,
                     tokenizer.end_of_text_id,
                 )
-                self._found.setdefault((name, column), {})[rank] = Snippet(top, place, shown)
+                line, file = (
+                    self._lines.get(place.position),
+                    self._files.get(place.document),
+                )
+                found = self._found.setdefault((name, column), {})
+                found[rank] = Snippet(top, place, shown, line, file)
 
     def of_expert(self, layer: str, column: int) -> list[Snippet]:
         """The contexts of an expert, the highest coefficient first."""

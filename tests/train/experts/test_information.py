@@ -11,6 +11,7 @@ from sklearn.metrics import mutual_info_score, normalized_mutual_info_score
 
 from polyad.model.smoe.selection import Selected
 from polyad.train.errors import ConfigError
+from polyad.train.experts.fluctuation import encode
 from polyad.train.experts.information import (
     GateEntropies,
     GroupedSums,
@@ -134,6 +135,18 @@ def test_probabilities_of_a_sparse_gate_are_all_of_its_scores():
     (found,) = gates.result()[layer.name]
     assert found.of_token.value == pytest.approx(1.5)
     assert found.of_usage.value == pytest.approx(entropy([0.375, 0.375, 0.25], base=2))
+
+
+def test_sigmoids_and_scores_of_pruned_experts_become_probabilities():
+    layer = RoutedLayer(name="blocks.0.feed_forward", levels=(3,))
+    gates = GateEntropies([layer], samples=2)
+    scores = [[0.8, 0.4, 0.4], [0.9, 0.9, -math.inf]]  # by sigmoid; the last expert was pruned
+    gates.add(layer.name, decided(scores), torch.tensor([0, 1]))
+    (found,) = gates.result()[layer.name]
+    assert found.of_token.value == pytest.approx((1.5 + 1.0) / 2)
+    assert found.of_usage.value == pytest.approx(entropy([0.5, 0.375, 0.125], base=2))
+    codes = encode(decided(scores))
+    assert codes.entropy_M.tolist() == pytest.approx([1.5 * math.log(2), math.log(2)])
 
 
 def test_probabilities_that_are_not_finite_are_one_line():

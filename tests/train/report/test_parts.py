@@ -8,13 +8,22 @@ import struct
 import pytest
 import torch
 
+from polyad.data.text.dataset import PreparedData
 from polyad.train.errors import ConfigError
 from polyad.train.experts.probing import RoutedLayer
+from polyad.train.report import snippets
 from polyad.train.report.history import read_history
 from polyad.train.report.layers import load_figures
-from polyad.train.report.snippets import Documents, WordTokens, has_word, pieces
+from polyad.train.report.snippets import (
+    Documents,
+    WordTokens,
+    has_word,
+    line_numbers,
+    pieces,
+)
 from polyad.train.report.top_text import Top, merged
 from polyad.train.report.top_tokens import STRETCH, TopTokens, choose_experts
+from tests.helpers.prepared import jsonl, silent
 
 LAYER = "routing/blocks.1.feed_forward"
 
@@ -250,6 +259,34 @@ def test_a_place_stays_in_its_document_and_window(prepared):
     assert (place.first, place.stop) == (first - 9, first)
     # A character that the window's edge cuts is read whole, but not beyond the document.
     assert (place.read_first, place.read_stop) == (first - 12, first)
+
+
+def test_lines_are_those_of_the_decoded_document(prepared, monkeypatch):
+    tokenizer, stream = prepared.tokenizer(), prepared.split("train")
+    documents = Documents(stream)
+    monkeypatch.setattr(snippets, "AT_ONCE", 50)
+    ends = [0, *stream.document_lengths.cumsum().tolist()]
+    positions = [p for first in ends[:3] for p in (first, first + 1, first + 170, first + 171)]
+    places = [documents.place(p, p - 5, p + 5) for p in positions]
+    found = line_numbers([*places, places[0]], stream, tokenizer)
+    assert sorted(found) == sorted(set(positions))
+    for place in places:
+        begin = place.position - place.offset
+        before = tokenizer.decode(stream.read(begin, place.position).tolist())
+        whole = tokenizer.decode(stream.read(begin, place.position + 1).tolist())
+        token = whole[len(before) :]
+        # The line of the first character that is no white space, if there is one.
+        upto = before + (token[: -len(token.lstrip())] if token.strip() else "")
+        assert found[place.position] == 1 + upto.count("\n")
+    assert max(found.values()) > 3
+
+
+def test_tokens_that_keep_no_line_ends_have_no_lines(tmp_path):
+    texts = [f"some words {number}" for number in range(60)]
+    silent(jsonl(tmp_path / "a.jsonl", texts), "words", tmp_path / "data")
+    data = PreparedData.open(tmp_path / "data")
+    place = Documents(data.split("train")).place(1, 0, 3)
+    assert line_numbers([place], data.split("train"), data.tokenizer()) == {}
 
 
 def test_thousands_of_experts_share_the_rows_of_a_heat_map(tmp_path):

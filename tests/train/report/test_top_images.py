@@ -186,3 +186,30 @@ def test_named_experts_and_no_images(trained, tmp_path):
     assert "picture n" not in (tmp_path / "page.html").read_text()
     with pytest.raises(ConfigError, match="--data names another folder"):
         report(trained, output=tmp_path / "page.html", data=str(tmp_path / "none"))
+
+
+def test_lines_of_images_say_which_class_an_expert_gets_most_of(trained, tmp_path):
+    result = report(trained, output=tmp_path / "page.html", top=2)
+    text = (tmp_path / "page.html").read_text()
+    lines = {line["anchor"]: line for line in result["experts"]}
+    found = result["classes"]["experts"]
+    names = dict(zip(result["classes"]["expert_classes"], range(100), strict=False))
+    seen = 0
+    for name, levels in found.items():
+        _, block, which = name.split(".")
+        which = which.removesuffix("feed_forward").rstrip("_")
+        place = f"b{block}-{which}-" if which else f"b{block}"
+        for expert, share, counts in zip(
+            levels[0]["experts"], levels[0]["share"], levels[0]["counts"], strict=True
+        ):
+            line = lines[f"{place}e{expert}"]
+            seen += 1
+            assert text.count(f'id="{line["anchor"]}"') == 1
+            assert line["share"] == share
+            assert line["change"] is None
+            if most := line["gets_most_of"]:
+                of_class = np.array(levels[0]["counts"])[:, names[most["class"]]].sum()
+                times = counts[names[most["class"]]] / of_class / share
+                assert most["times"]["value"] == pytest.approx(times)
+                assert f"Its share of <b>class {most['class']}</b> is {times:.2f} [" in text
+    assert seen == len(lines)

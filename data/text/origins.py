@@ -1,0 +1,82 @@
+"""The files that documents of a prepared folder came from, where these are still as they were.
+
+A prepared folder keeps no names of documents. Files whose names, sizes and times have the digest
+that it does keep give the same documents again, in the same order.
+"""
+
+from collections.abc import Collection
+
+from polyad.data.errors import DataError, user_path
+from polyad.data.prepared import SplitName
+from polyad.data.text.documents import PYTHON_STDLIB, FileSource, open_source
+from polyad.data.text.folders import PACKAGE
+from polyad.data.text.manifest import Manifest
+from polyad.data.text.readers import MODULE, TEXT
+from polyad.data.text.source import Skipped, Sources
+
+MOST_BYTES = 256 * 2**20
+"""Bytes of files that are read again, at most: seconds."""
+
+
+def files_of_documents(
+    manifest: Manifest, split: SplitName, documents: Collection[int]
+) -> dict[int, str]:
+    """Names the files of documents.
+
+    Args:
+        manifest: Of the prepared folder.
+        split: Of the documents.
+        documents: Their numbers in the split, from 0.
+
+    Returns:
+        By number the file, relative to the source, with `#N` behind it for document N of a file of
+        several. Nothing where files were changed or are gone, come from a hub, have more than
+        `MOST_BYTES`, or are so few that their text was split by position.
+    """
+    request = manifest.request
+    first: SplitName = split if split in request.listings else "train"
+    elsewhere = {"validation": request.validation_source, "test": request.test_source}
+    spec = elsewhere.get(first) or request.source
+    fractions: dict[SplitName, float] = {
+        "validation": request.validation_fraction,
+        "test": request.test_fraction,
+    }
+    if not documents or (first == "train" and manifest.split_by == "position"):
+        return {}
+    try:
+        if spec != PYTHON_STDLIB and not spec.startswith(PACKAGE) and not user_path(spec).exists():
+            return {}
+        source = open_source(
+            spec,
+            text_key=request.text_key,
+            documents=request.documents or "files",
+            file_format=request.file_format,
+        )
+        if not isinstance(source, FileSource) or source.total_bytes > MOST_BYTES:
+            return {}
+        if source.listing_digest() != request.listings[first]:
+            return {}
+        return _names(source, first, fractions, split, documents)
+    except (DataError, OSError):
+        return {}
+
+
+def _names(
+    source: FileSource,
+    first: SplitName,
+    fractions: dict[SplitName, float],
+    split: SplitName,
+    documents: Collection[int],
+) -> dict[int, str]:
+    whole = {f"{file.name}#0": file.name for file in source.files if file.format in (TEXT, MODULE)}
+    dealt = fractions if first == "train" else {}
+    found: dict[int, str] = {}
+    number, last = 0, max(documents)
+    for of, document in Sources({first: source}, dealt, "documents").assigned(Skipped()):
+        if of == split and document.is_last:
+            if number in documents:
+                found[number] = whole.get(document.name, document.name)
+            number += 1
+            if number > last:
+                break
+    return found

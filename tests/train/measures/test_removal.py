@@ -1,0 +1,169 @@
+"""`polyad experts prune`: the smaller model is that of an intervention, and transformers has it."""
+
+import json
+
+import pytest
+import torch
+
+from polyad.launch.cli import run as polyad
+from polyad.parallel.weights import load_model, open_weights
+from polyad.train.experts.interventions import Action, Intervention, intervened
+from polyad.train.experts.probing import routed_layers
+from polyad.train.measures.removal import Removal
+from tests.helpers.decoders import hub_folder, prepared_for
+from tests.helpers.runs import both_forms, newest
+
+FAMILIES = ["olmoe", "mixtral", "qwen3_moe", "qwen2_moe", "granitemoe", "deepseek_v2", "gpt_oss"]
+EVERYDAY = {"olmoe", "mixtral", "qwen3_moe"}
+
+
+def prune(path, output, **options):
+    return both_forms(path, Removal, output=output, **options)
+
+
+@torch.no_grad()
+def under_intervention(model, result, ids_BT):
+    """Logits of the first model where all experts but those that stay are pruned."""
+    asked = []
+    for layer in routed_layers(model):
+        kept = {expert for (expert,) in result["kept"][layer.name]}
+        gone = tuple(each for each in range(layer.num_experts) if each not in kept)
+        asked.append(Intervention(layer=layer.block, experts=gone, action=Action(how="prune")))
+    with intervened(model, asked):
+        return model(ids_BT).logits
+
+
+@pytest.mark.parametrize(
+    "case",
+    [case if case in EVERYDAY else pytest.param(case, marks=pytest.mark.slow) for case in FAMILIES],
+)
+def test_a_smaller_folder_is_read_by_transformers(case, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    hub_folder(tmp_path / "hub", case)
+    data = prepared_for(tmp_path / "hub", tmp_path)
+    # Groups that a router is limited to keep half of their two experts each.
+    result, text = prune(tmp_path / "hub", tmp_path / "small", by="reap", keep=0.5, data=str(data))
+    small = open_weights(tmp_path / "small")
+    experts = small.model_config().feed_forward.num_experts
+    assert result["experts_left"] == experts == round(result["experts"] / 2)
+    ids_BT = torch.randint(100, (2, 9), generator=torch.Generator().manual_seed(1))
+    ours = load_model(tmp_path / "small")
+    theirs, about = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "small", output_loading_info=True, attn_implementation="eager"
+    )
+    assert not any(about[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert (
+        type(theirs).__name__
+        == json.loads((tmp_path / "hub" / "config.json").read_text())["architectures"][0]
+    )
+    with torch.no_grad():
+        found = ours(ids_BT).logits
+        wanted = theirs.eval()(ids_BT).logits
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+    before = under_intervention(load_model(tmp_path / "hub"), result, ids_BT)
+    torch.testing.assert_close(found, before, rtol=1e-4, atol=1e-4)
+    assert f"{experts} of {result['experts']} in each of" in text
+    assert len(result["loss_random"]) == 3
+    assert all(loss > 0 for loss in (result["loss"], result["loss_smaller"]))
+
+
+def test_the_types_of_a_folder_stay(tmp_path):
+    """In bf16 as it came, with its other keys."""
+    from safetensors.torch import load_file
+
+    model = hub_folder(tmp_path / "hub", "olmoe")
+    model.to(torch.bfloat16).save_pretrained(tmp_path / "hub")
+    data = prepared_for(tmp_path / "hub", tmp_path)
+    prune(tmp_path / "hub", tmp_path / "small", by="frequency", keep=0.5, data=str(data))
+    tensors = load_file(tmp_path / "small" / "model.safetensors")
+    assert {each.dtype for each in tensors.values()} == {torch.bfloat16}
+    before, after = (
+        json.loads((tmp_path / name / "config.json").read_text()) for name in ("hub", "small")
+    )
+    assert after == before | {"num_experts": 4}
+
+
+@pytest.fixture(scope="module")
+def finished(workers, prepared_path, tmp_path_factory):
+    """A run of ours whose tokens are routed apart."""
+    from tests.helpers.runs import run, write_config
+
+    folder = tmp_path_factory.mktemp("removal")
+    experts = {
+        "kind": "smoe", "num_experts": 8, "expert_hidden_size": 16, "balancing_rate": 0.01,
+        "graph": "similarity", "score": "cosine",
+    }  # fmt: skip
+    changes = {"model__feed_forward": experts, "model__initializer_range": 0.3}
+    config = write_config(folder / "config.yaml", prepared_path, **changes)
+    workers(2).run(run, config)
+    return folder / "run"
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("by", ["frequency", pytest.param("atlas", marks=pytest.mark.slow)])
+def test_a_checkpoint_keeps_its_buffers_and_keys(by, finished, tmp_path):
+    result, _ = prune(finished, tmp_path / "small", by=by, keep=0.75, tokens=640)
+    whole, small = load_model(newest(finished)), load_model(tmp_path / "small")
+    ids_BT = torch.randint(100, (2, 16), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        found = small(ids_BT).logits
+    torch.testing.assert_close(found, under_intervention(whole, result, ids_BT))
+    for block, layer in enumerate(routed_layers(whole)):
+        kept = [expert for (expert,) in result["kept"][layer.name]]
+        assert len(kept) == 6
+        bias = whole.blocks[block].feed_forward.router.selection.balancing_bias
+        assert torch.equal(
+            small.blocks[block].feed_forward.router.selection.balancing_bias, bias[kept]
+        )
+    if by == "frequency":  # those that are used least are gone
+        assert result["loss_smaller"] != result["loss"]
+
+
+@pytest.mark.distributed
+def test_merged_experts_are_means_by_use(finished, tmp_path):
+    result, text = prune(
+        finished, tmp_path / "small", by="frequency", keep=0.5, tokens=640, merge=True
+    )
+    whole, small = load_model(newest(finished)), load_model(tmp_path / "small")
+    from polyad.train.reading import MomentsReader, open_evaluated, read
+    from polyad.train.tasks.samples import TextSamples
+
+    opened = open_evaluated(newest(finished), None, ())
+    layers = routed_layers(whole)
+    reader = MomentsReader(layers)
+    samples = TextSamples(opened.task, "train", 640, hidden=True)
+    read(whole, layers, samples, (reader,), batch_size=4)
+    moments = reader.moments.result()
+    assert any(len(group) > 1 for groups in result["kept"].values() for group in groups)
+    for block, layer in enumerate(layers):
+        groups = result["kept"][layer.name]
+        assert sorted(expert for group in groups for expert in group) == list(range(8))
+        used_S = moments[layer.name].used_S
+        for number, group in enumerate(groups):
+            share = used_S[group] / used_S[group].sum()
+            if not used_S[group].sum():
+                share = torch.full_like(share, 1 / len(group))
+            for name in ("experts.up", "experts.down", "output_bias"):
+                before = whole.get_submodule(layer.name).get_parameter(name)[group].double()
+                after = small.get_submodule(layer.name).get_parameter(name)[number]
+                expected = torch.tensordot(share, before, 1).float()
+                torch.testing.assert_close(after, expected, rtol=1e-5, atol=1e-6)
+        assert block < 2
+    assert "merged" in text
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--by", "reap", "--keep", "0.1"], "--keep: 0.1 leaves 1 of 8 experts; from"),
+        (["--by", "reap", "--keep", "1.0"], "--keep: 1 leaves 8 of 8 experts"),
+        (["--by", "size", "--keep", "0.5"], "--by"),
+        (["--by", "reap"], "--keep"),
+    ],
+)
+@pytest.mark.distributed
+def test_what_is_not_allowed_is_said(words, said, finished, tmp_path, capfd):
+    assert polyad(["experts", "prune", str(finished), str(tmp_path / "small"), *words]) == 2
+    assert said in capfd.readouterr().err
+    assert not (tmp_path / "small").exists()

@@ -1,0 +1,418 @@
+"""`polyad experts prune`: writes a model with fewer experts, and says what that cost.
+
+Which experts go is decided on text of the train split, or of other data (`--calibrate`), such as
+the examples of one domain; what it cost is measured on held-out text, beside random experts in the
+same number.
+
+Shapes: E experts of a layer, D width.
+"""
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from polyad.model.smoe.config import SparseMoEConfig
+from polyad.model.smoe.layer import SparseMoE
+from polyad.parallel import comm
+from polyad.parallel.checkpoint.reading import Checkpoint
+from polyad.parallel.families import FamilyWeights
+from polyad.parallel.plain_weights import PlainWeights
+from polyad.train.errors import ConfigError
+from polyad.train.exchange.convert import convert
+from polyad.train.exchange.pruning import Group, Groups, Pruning
+from polyad.train.exchange.writers import Format
+from polyad.train.experts.interventions import Action, Intervention, intervened
+from polyad.train.experts.moments import Moments
+from polyad.train.experts.probing import RoutedLayer, routed_layers
+from polyad.train.measures.knockout import KnockOuts
+from polyad.train.measures.measure import Examination, Result, Subject
+from polyad.train.reading import Evaluated, MomentsReader, Reading, open_evaluated, read
+from polyad.train.results import aligned
+from polyad.train.tasks.samples import TextSamples, losses
+from polyad.train.tasks.text import TextTask
+
+By = Literal["atlas", "reap", "mone", "frequency", "mean-norm", "random"]
+STATISTIC: dict[By, str] = {
+    "reap": "reap", "mone": "mone", "frequency": "frequency", "mean-norm": "mean_norm",
+}  # fmt: skip
+"""What each way to choose looks at; `atlas` is the change of the loss without each expert."""
+TOKENS = 65_536
+"""About how many tokens are read to choose, and to say what it cost."""
+RANDOM_CHOICES = 3
+"""Models with random experts that the cost stands beside."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RemovalOptions:
+    """What is written, and how its experts are chosen."""
+
+    output: Path
+    by: By
+    keep: float
+    merge: bool = False
+    calibrate: str | None = None
+    """Prepared data on whose train split experts are chosen; None: that of the model."""
+    tokens: int = TOKENS
+    seed: int = 0
+
+
+class Cost(NamedTuple):
+    """Mean losses over held-out text, in nats a token."""
+
+    whole: float
+    smaller: float
+    at_random: Sequence[float]
+    """Of the model without random experts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Removed(Result):
+    """A smaller model, and what it costs."""
+
+    by: By
+    merged: bool
+    calibrated_on: str
+    experts: int
+    kept: Mapping[str, Sequence[Sequence[int]]]
+    """By layer, the experts of the first model that each expert of the other is made of."""
+    tokens: int
+    cost: Cost
+    written: Mapping[str, Any]
+
+    def to_json(self) -> dict[str, Any]:
+        """What programs get."""
+        return {
+            "by": self.by,
+            "merged": self.merged,
+            "calibrated_on": self.calibrated_on,
+            "experts": self.experts,
+            "experts_left": len(next(iter(self.kept.values()))),
+            "kept": self.kept,
+            "tokens_scored": self.tokens,
+            "loss": self.cost.whole,
+            "loss_smaller": self.cost.smaller,
+            "loss_random": list(self.cost.at_random),
+            "written": dict(self.written),
+        }
+
+    def amount(self) -> str:
+        """How many tokens."""
+        return f": {self.tokens:,} tokens"
+
+    def facts(self) -> list[tuple[str, str]]:
+        """What was made."""
+        left = len(next(iter(self.kept.values())))
+        return [
+            ("written", f"{self.written['destination']} ({self.written['format']})"),
+            ("experts", f"{left} of {self.experts} in each of {len(self.kept)} layers"),
+            ("chosen by", f"{self.by}, on {self.calibrated_on}" + ", merged" * self.merged),
+            ("parameters", f"{self.written['parameters']:,}"),
+            *(("note", note) for note in self.written["notes"]),
+        ]
+
+    def rows(self) -> list[str]:
+        """What it costs."""
+        whole, smaller, at_random = self.cost
+        mean = sum(at_random) / len(at_random)
+        rows = [
+            ("", "loss", "change"),
+            ("all experts", f"{whole:.4f}", ""),
+            ("these", f"{smaller:.4f}", f"{smaller - whole:+.4f}"),
+            (
+                "random ones",
+                f"{mean:.4f}",
+                f"{mean - whole:+.4f} ({min(at_random) - whole:+.4f} to "
+                f"{max(at_random) - whole:+.4f}, {len(at_random)} choices, none merged)",
+            ),
+        ]
+        return ["", *aligned(rows, "<>")]
+
+
+class Removal(Examination):
+    """Chooses experts, writes the smaller model, and measures what it costs."""
+
+    name = "prune"
+    doing = "choosing experts"
+    needs_whole = "experts are left out of a whole model"
+
+    @classmethod
+    def checked(cls, opened: Evaluated, split: str, **options: Any) -> RemovalOptions:
+        """The fields of `RemovalOptions`."""
+        if not isinstance(opened.task, TextTask):
+            raise ConfigError(
+                f"experts prune: is not allowed with data.kind: {opened.config.data.kind}; text "
+                f"and masked_text have it"
+            )
+        asked = RemovalOptions(**options)
+        config = opened.weights.model_config()
+        sections = {
+            key: each
+            for key, each in config.feed_forwards().items()
+            if isinstance(each, SparseMoEConfig)
+        }
+        if not sections:
+            kinds = ", ".join(f"{k}.kind: {e.kind}" for k, e in config.feed_forwards().items())
+            raise ConfigError(
+                f"experts prune: {opened.weights.folder}: {kinds}: only sparse experts (smoe) can "
+                f"be left out"
+            )
+        for key, each in sections.items():
+            left = left_of(each, asked.keep)
+            if asked.merge and each.num_groups > 1:
+                raise ConfigError(
+                    f"--merge: is not allowed with {key}.num_groups: {each.num_groups}; experts of "
+                    f"different groups cannot become one"
+                )
+            if left >= each.num_experts or left < each.top_k:
+                raise ConfigError(
+                    f"--keep: {asked.keep:g} leaves {left} of {each.num_experts} experts; from "
+                    f"{key}.top_k: {each.top_k} to {each.num_experts - 1} are allowed"
+                )
+        return asked
+
+    @classmethod
+    def take(
+        cls,
+        opened: Evaluated,
+        split: str,
+        asked: RemovalOptions,
+        model: nn.Module,
+        world: comm.World,
+    ) -> Removed:
+        """Reads text to choose, writes, and reads other text with the models before and after."""
+        if world.size > 1:
+            raise ConfigError(f"experts prune: one process writes, and there are {world.size}")
+        layers = [
+            layer
+            for layer in routed_layers(model)
+            if isinstance(model.get_submodule(layer.name), SparseMoE)
+        ]
+        calibration = _calibration(opened, asked)
+        scores, moments = _scores(calibration, model, layers, asked, world)
+        choose = _merged if asked.merge else _highest
+        groups = {
+            layer.name: choose(
+                scores[layer.name], moments[layer.name], _config_of(model, layer), asked.keep
+            )
+            for layer in layers
+        }
+        text = f"--by {asked.by} --keep {asked.keep:g}" + " --merge" * asked.merge
+        form = format_of(opened)
+        written = convert(
+            opened.weights.folder, asked.output, form, Pruning(groups, text), opened.choice
+        )
+        samples = _text(opened, split, asked.tokens)
+        whole, tokens = mean_loss(model, samples, opened.batch_size, "held-out text")
+        at_random = []
+        for number in range(RANDOM_CHOICES):
+            chosen = random_groups(model, layers, asked.keep, seed=asked.seed + 1 + number)
+            with intervened(model, _without(layers, chosen)):
+                told = f"without random experts {number + 1}/{RANDOM_CHOICES}"
+                at_random.append(mean_loss(model, samples, opened.batch_size, told)[0])
+        smaller = _loss_of_written(opened, asked.output, split, asked.tokens)
+        return Removed(
+            by=asked.by,
+            merged=asked.merge,
+            calibrated_on=f"train of {calibration.task.name}",
+            experts=layers[0].num_experts,
+            kept={name: [group.experts for group in each] for name, each in groups.items()},
+            tokens=tokens,
+            cost=Cost(whole, smaller, at_random),
+            written=written,
+        )
+
+
+def format_of(opened: Evaluated) -> Format:
+    """The format of weights, which the smaller model gets too."""
+    if isinstance(opened.weights, FamilyWeights):
+        return "huggingface"
+    if isinstance(opened.weights, PlainWeights):
+        return "safetensors"
+    if isinstance(opened.weights, Checkpoint):
+        return "polyad"
+    raise ConfigError(
+        f"{opened.weights.folder}: holds adapters; `polyad convert --merge` makes them part of the "
+        f"weights first"
+    )
+
+
+def left_of(config: SparseMoEConfig, keep: float) -> int:
+    """How many experts are left, as many in each group that a router is limited to."""
+    return config.num_groups * round(keep * config.num_experts / config.num_groups)
+
+
+def _config_of(model: nn.Module, layer: RoutedLayer) -> SparseMoEConfig:
+    module = model.get_submodule(layer.name)
+    assert isinstance(module, SparseMoE)
+    return module.config
+
+
+def _calibration(opened: Evaluated, asked: RemovalOptions) -> Evaluated:
+    """The weights with the text that experts are chosen on."""
+    if asked.calibrate is None:
+        return opened
+    overrides = _as_in(opened)
+    return open_evaluated(opened.weights.folder, asked.calibrate, overrides, opened.choice)
+
+
+def _as_in(opened: Evaluated) -> tuple[str, ...]:
+    """Overrides with which other weights, or other data, are read in the same way."""
+    model: Any = opened.config.model
+    return (
+        f"train.precision={opened.config.train.precision}",
+        f"model.sequence_length={model.sequence_length}",
+        f"evaluation.batch_size={opened.batch_size}",
+    )
+
+
+def _text(opened: Evaluated, split: str, tokens: int) -> TextSamples:
+    assert isinstance(opened.task, TextTask)
+    return TextSamples(opened.task, split, tokens, hidden=True)
+
+
+def _scores(
+    calibration: Evaluated,
+    model: nn.Module,
+    layers: Sequence[RoutedLayer],
+    asked: RemovalOptions,
+    world: comm.World,
+) -> tuple[dict[str, Tensor], Mapping[str, Moments]]:
+    """What experts are chosen by, of each layer [E]: the higher stay; and moments of them."""
+    calibration.task.check_split("train")
+    text = _text(calibration, "train", asked.tokens)
+    subject = Subject(model, layers, text, calibration.batch_size)
+    reader = MomentsReader(layers)
+    read(
+        *(model, layers, subject.samples, (reader,)),
+        batch_size=subject.batch_size,
+        world=world,
+        told="read experts",
+    )
+    moments = reader.moments.result()
+    if asked.by == "atlas":
+        measure = KnockOuts(subject, [range(layer.num_experts) for layer in layers])
+        measure.read(world)
+        found = {
+            each.layer.name: torch.from_numpy(each.by_class["all"].change_3EC[0, :, 0])
+            for each in measure.result().layers
+        }
+    elif asked.by == "random":
+        chance = torch.Generator().manual_seed(asked.seed)
+        found = {each.name: torch.rand(each.num_experts, generator=chance) for each in layers}
+    else:
+        found = {name: each.statistics()[STATISTIC[asked.by]] for name, each in moments.items()}
+    return found, moments
+
+
+def _highest(
+    score_E: Tensor, moments: Moments, config: SparseMoEConfig, keep: float
+) -> list[Group]:
+    """The experts with the highest scores, as many of each group that a router is limited to."""
+    left, groups = left_of(config, keep) // config.num_groups, config.num_groups
+    kept_GE = score_E.view(groups, -1).argsort(dim=1, descending=True, stable=True)[:, :left]
+    first_G1 = torch.arange(groups).unsqueeze(1) * (config.num_experts // groups)
+    return [Group.alone(expert) for expert in sorted((kept_GE + first_G1).flatten().tolist())]
+
+
+def _merged(score_E: Tensor, moments: Moments, config: SparseMoEConfig, keep: float) -> list[Group]:
+    """Groups of experts with similar mean outputs, each with a share by its score.
+
+    Average linkage over the distances of mean outputs (Chen et al. 2024, HC-SMoE).
+    """
+    from scipy.cluster.hierarchy import fcluster, linkage
+
+    left = left_of(config, keep)
+    labels_E = fcluster(linkage(moments.mean_SD.numpy(), "average"), left, "maxclust")
+    groups = []
+    for label in dict.fromkeys(labels_E.tolist()):
+        experts = [expert for expert, each in enumerate(labels_E.tolist()) if each == label]
+        weights = score_E[experts].double().clamp_min(0)
+        total = float(weights.sum())
+        shares = (weights / total).tolist() if total > 0 else [1 / len(experts)] * len(experts)
+        groups.append(Group(experts, shares))
+    # Equal distances may leave fewer groups than were asked for: the largest are taken apart.
+    while len(groups) < left:
+        widest = max(groups, key=lambda group: len(group.experts))
+        groups.remove(widest)
+        rest = Group(
+            widest.experts[1:], [1 / (len(widest.experts) - 1)] * (len(widest.experts) - 1)
+        )
+        groups += [Group.alone(widest.experts[0]), rest]
+    return sorted(groups, key=lambda group: group.experts[0])
+
+
+def random_groups(
+    model: nn.Module, layers: Sequence[RoutedLayer], keep: float, *, seed: int
+) -> Groups:
+    """Random experts of each layer that stay, as many of each group that a router is limited to."""
+    found = {}
+    for layer in layers:
+        config, chance = _config_of(model, layer), random.Random(f"{layer.name} {seed}")
+        size, left = config.num_experts // config.num_groups, left_of(config, keep)
+        kept = [
+            number * size + expert
+            for number in range(config.num_groups)
+            for expert in chance.sample(range(size), left // config.num_groups)
+        ]
+        found[layer.name] = [Group.alone(expert) for expert in sorted(kept)]
+    return found
+
+
+def _without(layers: Sequence[RoutedLayer], groups: Groups) -> list[Intervention]:
+    """The interventions that leave out all other experts."""
+    found = []
+    for layer in layers:
+        kept = {expert for group in groups[layer.name] for expert in group.experts}
+        gone = tuple(each for each in range(layer.num_experts) if each not in kept)
+        found.append(Intervention(layer=layer.block, experts=gone, action=Action(how="prune")))
+    return found
+
+
+class _Losses:
+    """Adds up losses over a pass."""
+
+    blocks: Sequence[int] = ()
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self.total, self.tokens = 0.0, 0
+
+    def add(self, reading: Reading) -> None:
+        """Adds a batch."""
+        scored_BP = reading.batch.scored_BP
+        loss_BP = losses(self._model, reading.output, reading.batch).double()
+        self.total += float(loss_BP[scored_BP].sum())
+        self.tokens += int(scored_BP.sum())
+
+
+def mean_loss(
+    model: nn.Module, samples: TextSamples, batch_size: int, told: str
+) -> tuple[float, int]:
+    """The mean loss of predicted tokens, in nats, and how many there are.
+
+    Args:
+        model: in evaluation mode, whole on this process.
+        samples: that are read.
+        batch_size: windows in a forward pass.
+        told: what the console calls it.
+    """
+    taken = _Losses(model)
+    read(model, [], samples, [taken], batch_size=batch_size, told=told)
+    return taken.total / max(1, taken.tokens), taken.tokens
+
+
+def _loss_of_written(opened: Evaluated, folder: Path, split: str, tokens: int) -> float:
+    """The mean loss of the model that was written, read from its files."""
+    data: Any = opened.config.data
+    written = open_evaluated(folder, str(data.path), _as_in(opened))
+    with written.loaded("scoring what was written", split, needs_whole="it is scored") as (
+        model,
+        _,
+    ):
+        samples = _text(written, split, tokens)
+        return mean_loss(model, samples, opened.batch_size, "what was written")[0]

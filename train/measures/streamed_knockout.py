@@ -1,0 +1,194 @@
+"""Experts left out of a decoder that is larger than memory: block by block.
+
+The text goes through all blocks once, and what the blocks of interest got is kept. Then windows
+without an expert begin at its block and go on through those behind it, as many together as memory
+holds: each group of them reads those blocks once more.
+
+Shapes: B windows of a batch, R pairs of a window and a set of experts, T tokens of a window, D
+width, E sets.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from polyad.parallel.host_memory import free_memory
+from polyad.parallel.streamed import Streamed, parts_of
+from polyad.train.console import Progress
+from polyad.train.experts.knockout import KnockOut
+from polyad.train.experts.probing import RoutedLayer, deciding
+from polyad.train.experts.token_classes import ClassColumns
+from polyad.train.streaming import run_blocks
+from polyad.train.tasks.samples import Passages, TextSamples, losses
+
+SHARE = 0.25
+"""Of the free memory, for windows that lack an expert."""
+
+
+@dataclass
+class _Entered:
+    """What a block of interest got, of one batch, and which tokens use which sets of experts."""
+
+    x_BTD: Tensor
+    has_BTE: list[Tensor]
+    """Of each of the layer's `KnockOut`s."""
+
+
+@dataclass
+class _Lacking:
+    """Windows that lack experts, on their way through the blocks."""
+
+    taker: KnockOut
+    batch: int
+    row_R: Tensor
+    window_R: Tensor
+    own_RT: Tensor
+    x_RTD: Tensor
+
+
+class StreamedKnockOut:
+    """Leaves experts out of a model block by block.
+
+    Args:
+        model: of which nothing is in memory.
+        layers: with experts, of different blocks.
+        takers: of each of these layers those that add up what is found.
+        text: that is read.
+        columns: sort its tokens.
+        batch_size: windows in a forward pass.
+    """
+
+    def __init__(
+        self,
+        model: Streamed,
+        layers: Sequence[RoutedLayer],
+        takers: Sequence[Sequence[KnockOut]],
+        text: TextSamples,
+        columns: ClassColumns,
+        batch_size: int,
+    ) -> None:
+        self._model, self._columns = model, columns
+        self._takers = dict(zip((layer.block for layer in layers), takers, strict=True))
+        self._layers = {layer.block: layer for layer in layers}
+        read = text.batches(batch_size, 0, 1, torch.device("cpu"))
+        self._passages: list[Passages] = [batch for _, batch in read]
+        self._entered: dict[int, list[_Entered]] = {block: [] for block in self._layers}
+        self._loss_BP: list[Tensor] = []
+
+    @torch.inference_mode()
+    def read(self, told: str) -> None:
+        """Reads everything.
+
+        Args:
+            told: what the console calls it.
+        """
+        blocks = len(self._model.blocks)
+        self._read_whole(told, blocks)
+        groups = list(self._groups())
+        parts, done = sum(blocks - min(group) + 1 for group in groups), 0
+        progress = Progress(told, parts, "blocks")
+        for group in groups:
+            lacking: list[_Lacking] = []
+            for block in range(min(group), blocks):
+                with self._model.part(*parts_of(self._model)[1 + block]):
+                    for each in lacking:
+                        each.x_RTD = self._through(block, each.x_RTD)
+                    if block in group:
+                        lacking += self._begun(block)
+                done += 1
+                progress(done / parts)
+            with self._model.part(*parts_of(self._model)[-1]):
+                for each in lacking:
+                    self._add(each)
+            done += 1
+            progress(done / parts)
+
+    def _read_whole(self, told: str, blocks: int) -> None:
+        """Reads the text with the model as it is, and keeps what is needed of it."""
+        ids = [passages.ids_BT.int() for passages in self._passages]
+        report = Progress("read experts", blocks, "blocks")
+        with (
+            run_blocks(self._model, ids, blocks, told, watch=self._watch, report=report) as outputs,
+            self._model.part(*parts_of(self._model)[-1]),
+        ):
+            for passages, x_BTD in zip(self._passages, outputs, strict=True):
+                here = self._here(passages)
+                loss_BP = losses(self._model, x_BTD.to(self._model.device), here)
+                self._loss_BP.append(loss_BP.cpu())
+                for taker in (each for takers in self._takers.values() for each in takers):
+                    taker.add_whole(here, self._columns(here), loss_BP)
+
+    @contextmanager
+    def _watch(self, block: int) -> Iterator[Callable[[int], None]]:
+        """Keeps what a block gets, and which tokens use which experts."""
+        if block not in self._layers:
+            yield lambda number: None
+            return
+        layer, got = self._layers[block], list[Tensor]()
+        hook = self._model.blocks[block].register_forward_pre_hook(
+            lambda module, arguments: got.append(arguments[0])
+        )
+        try:
+            with deciding(self._model, [layer]) as decisions:
+
+                def keep(number: int) -> None:
+                    x_BTD = got.pop()
+                    has = [
+                        taker.uses(decisions[layer.name], len(x_BTD)).cpu()
+                        for taker in self._takers[block]
+                    ]
+                    self._entered[block].append(_Entered(x_BTD.cpu(), has))
+
+                yield keep
+        finally:
+            hook.remove()
+
+    def _groups(self) -> Iterator[list[int]]:
+        """Blocks whose windows are in memory together."""
+        room, group, taken = SHARE * free_memory(), list[int](), 0
+        for block in sorted(self._layers):
+            size = sum(
+                int(has_BTE.any(1).sum()) * each.x_BTD[0].nbytes
+                for each in self._entered[block]
+                for has_BTE in each.has_BTE
+            )
+            if group and taken + size > room:
+                yield group
+                group, taken = [], 0
+            group.append(block)
+            taken += size
+        if group:
+            yield group
+
+    def _begun(self, block: int) -> Iterator[_Lacking]:
+        """What the block gives of windows that lack experts of its layer."""
+        for number, entered in enumerate(self._entered[block]):
+            x_BTD = entered.x_BTD.to(self._model.device)
+            for taker, has in zip(self._takers[block], entered.has_BTE, strict=True):
+                has_BTE = has.to(self._model.device)
+                for row_R, window_R in taker.pairs(has_BTE):
+                    with taker.without(row_R):
+                        x_RTD = self._through(block, x_BTD[window_R])
+                    own_RT = has_BTE[window_R, :, row_R]
+                    yield _Lacking(taker, number, row_R, window_R, own_RT, x_RTD)
+
+    def _through(self, block: int, x_RTD: Tensor) -> Tensor:
+        x_RTD = x_RTD.to(self._model.device)
+        positions_T = torch.arange(x_RTD.shape[1], device=self._model.device)
+        x_RTD, _ = self._model.blocks[block](x_RTD, self._model.given(positions_T, x_RTD.dtype))
+        return x_RTD.cpu()
+
+    def _add(self, lacking: _Lacking) -> None:
+        some = self._here(self._passages[lacking.batch]).rows(lacking.window_R)
+        changed_RP = losses(self._model, lacking.x_RTD.to(self._model.device), some).double()
+        loss_RP = self._loss_BP[lacking.batch].to(changed_RP)[lacking.window_R]
+        lacking.taker.add_changed(
+            lacking.row_R, some, self._columns(some), changed_RP - loss_RP, lacking.own_RT
+        )
+
+    def _here(self, passages: Passages) -> Passages:
+        others = (each.to(self._model.device) for each in passages[1:])
+        return Passages(passages.number_B, *others)

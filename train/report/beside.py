@@ -1,0 +1,209 @@
+"""Two runs on one page: curves over one another, and experts that get the same tokens in pairs.
+
+Both models read the same held-out samples. Experts of a level are alike as far as their
+coefficients of the same tokens are correlated; the assignment with the largest sum pairs them.
+
+Shapes: N tokens, S and Z experts of a level of either run.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from markupsafe import Markup
+from scipy.optimize import linear_sum_assignment
+from torch import Tensor, nn
+
+from polyad.train.experts.information import Matrix
+from polyad.train.experts.probing import RoutedLayer, deciding
+from polyad.train.page.charts import WIDE, Line, line_chart
+from polyad.train.page.html import Figure, Table
+from polyad.train.page.template import SERIES
+from polyad.train.reading import Reading
+from polyad.train.report.history import History
+from polyad.train.tasks.samples import Samples
+
+UNITS = 65_536
+"""Tokens or images that both read, at most."""
+CURVES = (
+    ("loss", "Training loss"),
+    ("validation_loss", "Validation loss"),
+    ("routing/load_max", "Load of the busiest expert of all layers"),
+    ("routing/unused", "Share of unused experts, mean over layers"),
+    ("routing/entropy", "Entropy of routing, mean over layers"),
+)
+
+
+class Pair(NamedTuple):
+    """An expert, and the one of the other run that is most like it."""
+
+    expert: str
+    other: str
+    similarity: float
+    """The correlation of what both get of the same tokens."""
+    next_best: float | None
+    """The highest correlation with another expert of the other run; None where there is no other.
+    """
+
+
+@dataclass(frozen=True, kw_only=True)
+class OtherRun:
+    """What a page says of a second run."""
+
+    run: str
+    checkpoint_step: int
+    history: History
+    pairs: Mapping[str, Sequence[Pair]]
+    """By the layer's name; nothing where no layer was read with both."""
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON values, without the curves."""
+        return {
+            "run": self.run,
+            "checkpoint_step": self.checkpoint_step,
+            "step": self.history.last_record["step"],
+            "loss": self.history.final_loss,
+            "pairs": self.pairs,
+        }
+
+
+class Alike:
+    """Adds up how what the experts of two models get of the same tokens is correlated.
+
+    Args:
+        layers: of both models.
+        samples: that both read.
+        other: the model that does not read by itself.
+        others: its layers, in the same order.
+    """
+
+    blocks: Sequence[int] = ()
+
+    def __init__(
+        self,
+        layers: Sequence[RoutedLayer],
+        samples: Samples,
+        other: nn.Module,
+        others: Sequence[RoutedLayer],
+    ) -> None:
+        self._layers, self._samples = layers, samples
+        self._other, self._others = other, others
+        self._sums: dict[str, Tensor] = {}
+        """Products of all columns, of both models' experts and of ones, by layer."""
+
+    def add(self, reading: Reading) -> None:
+        """Adds a batch, which the other model reads too."""
+        with torch.inference_mode(), deciding(self._other, self._others) as decisions:
+            self._samples.forward(self._other, reading.batch, {})
+        for layer in self._layers:
+            own = reading.decisions[layer.name]
+            counted_N = reading.numbers_of(own) >= 0
+            both = (own.coefficients(), decisions[layer.name].coefficients())
+            self.count(layer.name, *(a_NS[counted_N] for a_NS in both))
+
+    def count(self, name: str, own_NS: Tensor, other_NZ: Tensor) -> None:
+        """Adds what the experts of a layer get of the same tokens."""
+        rows = torch.cat([own_NS, other_NZ, torch.ones_like(own_NS[:, :1])], 1).double()
+        self._sums[name] = self._sums.get(name, torch.zeros(())) + rows.T @ rows
+
+    def result(self) -> dict[str, list[Pair]]:
+        """The pairs of each layer."""
+        found = {}
+        for layer, other in zip(self._layers, self._others, strict=True):
+            alike_SZ = _correlations(self._sums[layer.name].cpu().numpy(), layer.num_experts)
+            found[layer.name] = pairs(layer, other, alike_SZ)
+        return found
+
+
+def _correlations(products: Matrix, experts: int) -> Matrix:
+    """The correlations of the first columns with the others; 0 of what never changes."""
+    tokens, sums = products[-1, -1], products[-1, :-1]
+    covariance = products[:-1, :-1] / tokens - np.outer(sums, sums) / tokens**2
+    deviation = np.sqrt(np.maximum(np.diagonal(covariance), 0))
+    scale = np.outer(deviation, deviation)
+    known = scale > 1e-12
+    correlation: Matrix = np.where(known, covariance / np.where(known, scale, 1), 0)
+    return correlation[:experts, experts:]
+
+
+def pairs(layer: RoutedLayer, other: RoutedLayer, alike_SZ: Matrix) -> list[Pair]:
+    """Pairs the experts of two layers so that the sum of similarities is largest, level by level.
+
+    Args:
+        layer: of one run.
+        other: of the other run, with as many levels.
+        alike_SZ: similarities, over all levels side by side.
+    """
+    found, first, first_of_other = [], 0, 0
+    for size, size_of_other in zip(layer.levels, other.levels, strict=True):
+        level = alike_SZ[first : first + size, first_of_other : first_of_other + size_of_other]
+        for row, column in zip(*linear_sum_assignment(level, maximize=True), strict=True):
+            others = np.delete(level[row], column)
+            found.append(
+                Pair(
+                    expert=layer.expert_name(first + int(row)),
+                    other=other.expert_name(first_of_other + int(column)),
+                    similarity=float(level[row, column]),
+                    next_best=float(others.max()) if others.size else None,
+                )
+            )
+        first, first_of_other = first + size, first_of_other + size_of_other
+    return found
+
+
+def beside_figures(
+    run: str, history: History, layers: Sequence[RoutedLayer], other: OtherRun
+) -> list[Figure]:
+    """Curves of both runs, and the pairs of experts.
+
+    Args:
+        run: the name of the first.
+        history: its own.
+        layers: its layers.
+        other: the second.
+    """
+    steps = sorted({*history.steps, *other.history.steps})
+    figures = []
+    for key, heading in CURVES:
+        lines = []
+        for name, each, colour in (
+            (run, history, SERIES[0]),
+            (other.run, other.history, SERIES[3]),
+        ):
+            known = dict(zip(each.steps, each.scalars.get(key, ()), strict=False))
+            values = [known.get(step) for step in steps]
+            if any(value is not None for value in values):
+                dots = key.startswith("validation")
+                lines.append(Line(label=name, values=values, colour=colour, is_joined=True,
+                                  with_points=dots))  # fmt: skip
+        if len(lines) > 1:
+            width = {"width": WIDE} if key == "loss" else {}
+            chart = line_chart(steps, lines, title=heading, **width)
+            figures.append(Figure(heading=heading, body=chart, legend=lines, wide=key == "loss"))
+    curves = len(figures)
+    rows = [
+        (
+            layer.title.capitalize(),
+            Markup('<a href="#{}">{}</a>').format(layer.anchor(pair.expert), pair.expert),
+            pair.other,
+            f"{pair.similarity:.3f}",
+            "–" if pair.next_best is None else f"{pair.next_best:.3f}",
+        )
+        for layer in layers
+        for pair in other.pairs.get(layer.name, ())
+    ]
+    if rows:
+        heads = ("layer", "expert here", "expert there", "similarity", "next best")
+        figures.append(
+            Figure(
+                heading="Experts that get the same tokens",
+                body=Table(heads=heads, rows=rows),
+                caption="Similarity: the correlation, over the same held-out tokens, of what both "
+                "experts get; 1 is the same routing, 0 none in common. Each expert is paired once, "
+                "so that the sum is largest. Next best: the highest with another expert there.",
+                wide=True,
+            )
+        )
+    return [*figures[curves:], *figures[:curves]]

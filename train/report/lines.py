@@ -1,0 +1,262 @@
+"""The first section of a page: one line an expert, each made of numbers that were measured.
+
+With a knock-out a line has the change of the loss on the class of tokens that loses most without
+the expert, and elsewhere; without one the class of which it gets more than its share. It names no
+class where none stands out beyond noise.
+
+Shapes: S experts of a level, Y classes, G groups of samples.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from statistics import NormalDist
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from polyad.train.experts.by_class import LevelByClass
+from polyad.train.experts.class_changes import Change
+from polyad.train.experts.knockout import ExpertWithout, Harmed, class_title
+from polyad.train.experts.probing import RoutedLayer
+from polyad.train.experts.token_classes import BINS, CHARACTERS
+from polyad.train.measures.specialization import Specialization
+from polyad.train.page.template import END, signs
+from polyad.train.report.content import HeldOut, Report
+from polyad.train.report.top_images import TopImage
+from polyad.train.report.top_text import Snippet
+from polyad.train.report.top_tokens import ShownExpert
+
+MOST_WORDS = 4
+"""Top tokens that a line names."""
+BLANK = "␣"
+"""What stands for a space where a token has nothing else."""
+
+
+class Most(NamedTuple):
+    """The class of which an expert gets most, beside its share of all."""
+
+    by: str
+    """The way to sort: characters, position or frequency of tokens, or class."""
+    name: str
+    times: Change
+    """Its share of the class over its share of all, with the interval."""
+
+    @property
+    def title(self) -> str:
+        """The class for people."""
+        named = {"position": f"positions {self.name}", "class": f"class {self.name}"}
+        return named.get(self.by, class_title(self.name))
+
+    @property
+    def shown(self) -> str:
+        """How many times, for people."""
+        return f"{self.times.value:.2f} [{self.times.low:.2f}, {self.times.high:.2f}]"
+
+
+class Harm(NamedTuple):
+    """What is lost without an expert where most is lost, and elsewhere."""
+
+    harmed: Harmed
+    elsewhere: float
+    """The mean change of the loss over all other tokens."""
+
+    @property
+    def title(self) -> str:
+        """The tokens for people."""
+        side, _, by = self.harmed.by.partition(" ")
+        if by == "frequency":
+            the = "" if self.harmed.title.endswith("by frequency") else "the "
+            return f"{side} tokens of {the}{self.harmed.title}"
+        return f"{side} {self.harmed.title}"
+
+
+class ExpertLine(NamedTuple):
+    """One expert in a line."""
+
+    layer: RoutedLayer
+    name: str
+    """Of the expert; see `RoutedLayer.expert_name`."""
+    share: float
+    """Its part of what the experts of its level get."""
+    most: Most | None
+    """None where no class stands out, or there are none."""
+    without: ExpertWithout | None
+    """None where it was not left out."""
+    harm: Harm | None
+    """None where it was not left out, or no class stands out."""
+    words: Sequence[str]
+    """Its top tokens, each once; of images the classes of the top ones."""
+    highest: float | None
+    """Its highest coefficient; None where its top tokens are not shown."""
+
+    @property
+    def anchor(self) -> str:
+        """What a link to it says."""
+        return self.layer.anchor(self.name)
+
+    @property
+    def title(self) -> str:
+        """The expert for people."""
+        return f"{self.layer.title}, expert {self.name}"
+
+    @property
+    def change(self) -> float | None:
+        """The change of the loss without it, over all tokens."""
+        return None if self.without is None else self.without.change.value
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON values."""
+        most = self.most and {
+            "by": self.most.by,
+            "class": self.most.name,
+            "times": self.most.times._asdict(),
+        }
+        return {
+            "anchor": self.anchor,
+            "layer": self.layer.name,
+            "expert": self.name,
+            "share": self.share,
+            "gets_most_of": most,
+            "change": self.without and self.without.change._asdict(),
+            "most_harmed": self.harm and self.harm.harmed,
+            "change_elsewhere": self.harm and self.harm.elsewhere,
+            "words": list(self.words),
+        }
+
+
+def expert_lines(report: Report) -> list[ExpertLine]:
+    """The lines of all experts that were read, those that matter most first.
+
+    Args:
+        report: what was read.
+
+    Returns:
+        By the change of the loss without the expert, either way, where some were left out; behind
+        those, and without a knock-out, by their share.
+    """
+    lines = [line for layer in report.routed for line in _of_layer(report.read, layer)]
+    return sorted(
+        lines, key=lambda line: (line.change is None, -abs(line.change or 0), -line.share)
+    )
+
+
+def _of_layer(read: HeldOut, layer: RoutedLayer) -> Iterator[ExpertLine]:
+    shown = {expert.name: expert for expert in _shown(read, layer)}
+    left_out = (read.text and read.text.left_out) or 0
+    levels: list[Mapping[str, LevelByClass]] = []
+    if Specialization.name in read.measures:
+        levels = [level.labels for level in read.division.layers.get(layer.name, ())]
+    if not all(levels) or not levels:  # rows without labels: what is known of those shown
+        sizes = dict(zip(_names(layer), np.repeat(layer.levels, layer.levels), strict=True))
+        for name, expert in shown.items():
+            yield _line(layer, name, expert.load / sizes[name], None, expert, left_out)
+        return
+    for labels in levels:
+        every = next(iter(labels.values()))
+        classes = sum(len(level.groups) for level in labels.values())
+        most = {by: _most(by, level, classes) for by, level in labels.items()}
+        for row, name in enumerate(every.experts):
+            found = [one for each in most.values() if (one := each[row]) is not None]
+            best = max(found, key=lambda one: one.times.value, default=None)
+            yield _line(layer, name, float(every.share_S[row]), best, shown.get(name), left_out)
+
+
+def _names(layer: RoutedLayer) -> list[str]:
+    return [layer.expert_name(column) for column in range(layer.num_experts)]
+
+
+def _shown(
+    read: HeldOut, layer: RoutedLayer
+) -> Sequence[ShownExpert[Snippet]] | Sequence[ShownExpert[TopImage]]:
+    """The experts whose top tokens, or images, are known."""
+    if read.text is not None:
+        return read.text.layers.get(layer.name, ())
+    return () if read.images is None else read.images.layers.get(layer.name, ())
+
+
+def _line(
+    layer: RoutedLayer,
+    name: str,
+    share: float,
+    most: Most | None,
+    expert: ShownExpert[Snippet] | ShownExpert[TopImage] | None,
+    left_out: int,
+) -> ExpertLine:
+    without = None if expert is None else expert.without
+    return ExpertLine(
+        layer=layer,
+        name=name,
+        share=share,
+        most=most,
+        without=without,
+        harm=without and most_harmed(without, left_out),
+        words=[] if expert is None else _words(expert.top),
+        highest=_coefficient(expert.top[0]) if expert is not None and expert.top else None,
+    )
+
+
+def is_beyond(change: Change, other: float, classes: int) -> bool:
+    """Whether the highest of several changes lies above a number beyond noise.
+
+    The interval of 95% is of one change; here it is wider, as of so many of which one in 40 in all
+    may lie above (Bonferroni), if errors are normal.
+
+    Args:
+        change: the highest.
+        other: the number.
+        classes: of how many changes it is the highest.
+    """
+    normal = NormalDist()
+    wider = normal.inv_cdf(1 - 0.025 / classes) / normal.inv_cdf(0.975)
+    return change.value - wider * (change.value - change.low) > other
+
+
+def most_harmed(without: ExpertWithout, tokens: int) -> Harm | None:
+    """The class of tokens that loses most without an expert, if it loses more than all others.
+
+    Args:
+        without: what is lost.
+        tokens: that were read, of all classes.
+
+    Returns:
+        The class with the largest change among those that lie above the change of all other
+        tokens; None where there is none.
+    """
+    classes = len(without.harmed) * (len(CHARACTERS) + BINS)
+    found = []
+    for harmed in (one for each in without.harmed.values() for one in each):
+        if (others := tokens - harmed.tokens) > 0:
+            of_others = tokens * without.change.value - harmed.tokens * harmed.change.value
+            found.append(Harm(harmed, of_others / others))
+    return max(
+        (x for x in found if is_beyond(x.harmed.change, max(0.0, x.elsewhere), classes)),
+        key=lambda one: one.harmed.change.value,
+        default=None,
+    )
+
+
+def _most(by: str, level: LevelByClass, classes: int) -> list[Most | None]:
+    """For each expert the class with the highest lift, where it lies above 1 beyond noise."""
+    found: list[Most | None] = []
+    for class_, times in zip(*level.highest_lifts(), strict=True):
+        change = Change(*times)
+        found.append(
+            Most(by, level.groups[class_], change) if is_beyond(change, 1.0, classes) else None
+        )
+    return found
+
+
+def _coefficient(top: Snippet | TopImage) -> float:
+    return top.top.coefficient if isinstance(top, Snippet) else top.coefficient
+
+
+def _words(tops: Sequence[Snippet] | Sequence[TopImage]) -> list[str]:
+    """What the top tokens or images of an expert are, each once, words before punctuation."""
+    said = [(isinstance(one, Snippet) and not one.top.among_words, _said(one)) for one in tops]
+    return list(dict.fromkeys(word for _, word in sorted(said, key=lambda one: one[0]) if word))
+
+
+def _said(top: Snippet | TopImage) -> str:
+    if isinstance(top, TopImage):
+        return top.label
+    text = "".join(piece.text for piece in top.pieces if piece.is_peak)
+    return signs(text.strip() or text.replace(" ", BLANK)).replace(f"{END}\n", END)
