@@ -25,6 +25,7 @@ COMMANDS: dict[str, Command] = {
         evaluate.robustness,
         evaluate.knockout,
         evaluate.atlas,
+        evaluate.audit,
         evaluate.prune,
         evaluate.specialize,
         evaluate.rewrite,

@@ -313,6 +313,46 @@ def atlas(
 
 
 @command(
+    "experts audit",
+    "polyad experts audit runs/quickstart/run",
+    "polyad experts audit runs/quickstart/run --positions 1000 --how route-around",
+)
+def audit(
+    path: CheckpointOrRun,
+    overrides: Overrides,
+    *,
+    how: Annotated[
+        Literal["contribution", "route-around"],
+        Argument(
+            "an expert's output is 0; the others take over its weight too; default contribution"
+        ),
+    ] = "contribution",
+    positions: Annotated[
+        int | None, Argument("tokens that are audited in each layer; default 200", "N", positive)
+    ] = None,
+    layers: Annotated[Sequence[str], numbers("blocks that are audited; default: all")] = ("all",),
+    tokens: Annotated[int | None, Argument(READ, "N", positive)] = None,
+    seed: Annotated[int, Argument("of random choices; default 0", "S", non_negative)] = 0,
+    held: Stored,
+) -> None:
+    """Tests whether a statistic tells which of a token's experts matter to it.
+
+    The loss of single tokens without the highest and without the lowest of their experts, by use,
+    norms, REAP, MoNE, the token's own weight, and chance.
+    """
+    asked: dict[str, Any] = {"how": how, "layers": layers, "seed": seed}
+    asked |= {} if tokens is None else {"tokens": tokens}
+    asked |= {} if positions is None else {"positions": positions}
+
+    def measure(checkpoint: Path) -> Found:
+        from polyad.train.measures.audit import Audited
+
+        return _examined(checkpoint, Audited, held, overrides, **asked)
+
+    _show("experts audit", path, held, {"overrides": overrides} | asked, measure)
+
+
+@command(
     "experts prune",
     "polyad experts prune runs/quickstart/run runs/smaller --by reap --keep 0.5",
     "polyad experts prune runs/quickstart/run runs/joined --by frequency --keep 0.5 --merge",
