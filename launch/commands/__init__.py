@@ -26,6 +26,7 @@ COMMANDS: dict[str, Command] = {
         evaluate.knockout,
         evaluate.atlas,
         evaluate.audit,
+        evaluate.probe,
         evaluate.prune,
         evaluate.specialize,
         evaluate.rewrite,

@@ -353,6 +353,58 @@ def audit(
 
 
 @command(
+    "experts probe",
+    "polyad experts probe runs/quickstart/run",
+    "polyad experts probe runs/quickstart/run --layers all --units 1,4,16 --candidates 16",
+)
+def probe(
+    path: CheckpointOrRun,
+    overrides: Overrides,
+    *,
+    layers: Annotated[
+        Sequence[str],
+        numbers(
+            "blocks that are probed, or all; default: the first, the middle and the last whose "
+            "feed-forward is dense or selects experts"
+        ),
+    ] = (),
+    units: Annotated[Sequence[str], numbers("how many hidden units a probe reads; default 1,8")] = (
+        "1",
+        "8",
+    ),
+    samples: Annotated[
+        int,
+        Argument(
+            "tokens of each probe, half of them of the class, a multiple of 8; default 400",
+            "N",
+            positive,
+        ),
+    ] = 400,
+    candidates: Annotated[
+        int, Argument("experts of each layer that are probed; default 8", "N", positive)
+    ] = 8,
+    tokens: Annotated[int | None, Argument(READ, "N", positive)] = None,
+    seed: Annotated[int, Argument("of random choices; default 0", "S", non_negative)] = 0,
+    held: Stored,
+) -> None:
+    """Tests which classes of tokens a few hidden units of an expert tell.
+
+    k-sparse probes, each on as many tokens, the best of as many experts of each layer, chosen on
+    other tokens than it is scored on, beside probes of shuffled labels.
+    """
+    asked: dict[str, Any] = {"layers": layers, "units": units, "samples": samples}
+    asked |= {"candidates": candidates, "seed": seed}
+    asked |= {} if tokens is None else {"tokens": tokens}
+
+    def measure(checkpoint: Path) -> Found:
+        from polyad.train.measures.ksparse import KSparse
+
+        return _examined(checkpoint, KSparse, held, overrides, **asked)
+
+    _show("experts probe", path, held, {"overrides": overrides} | asked, measure)
+
+
+@command(
     "experts prune",
     "polyad experts prune runs/quickstart/run runs/smaller --by reap --keep 0.5",
     "polyad experts prune runs/quickstart/run runs/joined --by frequency --keep 0.5 --merge",
