@@ -277,6 +277,7 @@ def knockout(
     "experts atlas",
     "polyad experts atlas runs/quickstart/run",
     "polyad experts atlas runs/quickstart/run --tokens 16384 --how route-around",
+    "polyad experts atlas runs/quickstart/run --unembed 10",
 )
 def atlas(
     path: CheckpointOrRun,
@@ -293,6 +294,10 @@ def atlas(
         Sequence[str], numbers("blocks whose experts are taken away; default: all")
     ] = ("all",),
     experts: Experts = (),
+    unembed: Annotated[
+        int | None,
+        Argument("tell the N tokens that each expert's mean output raises most", "N", positive),
+    ] = None,
     tokens: Annotated[int | None, Argument(READ, "N", positive)] = None,
     held: Stored,
 ) -> None:
@@ -302,6 +307,7 @@ def atlas(
     lost without a quarter and a half of a layer's experts, chosen by each of these or at random.
     """
     asked: dict[str, Any] = {"layers": layers, "experts": experts, "how": how}
+    asked |= {"unembed": unembed}
     asked |= {} if tokens is None else {"tokens": tokens}
 
     def measure(checkpoint: Path) -> Found:
