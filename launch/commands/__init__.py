@@ -31,6 +31,7 @@ COMMANDS: dict[str, Command] = {
         evaluate.specialize,
         evaluate.rewrite,
         evaluate.steer,
+        evaluate.contrast,
         evaluate.trace,
         evaluate.take,
         weights.generate,

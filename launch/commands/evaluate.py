@@ -506,6 +506,51 @@ def _knock_out(name: str, path: Path, held: Stored, asked: dict[str, Any]) -> No
 
 
 @command(
+    "experts contrast",
+    "polyad experts contrast runs/quickstart/run --data data/formal --with data/plain",
+    "polyad experts contrast runs/quickstart/run --with data/plain --force 5 --avoid 20",
+)
+def contrast(
+    path: CheckpointOrRun,
+    overrides: Overrides,
+    *,
+    other: Annotated[str, Argument("prepared data of the second text", "DIR", flag="--with")],
+    force: Annotated[
+        int,
+        Argument(
+            "how many experts are forced that the first text uses more; default 5",
+            "N",
+            non_negative,
+        ),
+    ] = 5,
+    avoid: Annotated[
+        int,
+        Argument(
+            "how many experts are avoided that the second text uses more; default 0",
+            "N",
+            non_negative,
+        ),
+    ] = 0,
+    tokens: Annotated[int | None, Argument(READ, "N", positive)] = None,
+    seed: Annotated[int, Argument("of random choices; default 0", "S", non_negative)] = 0,
+    held: Stored,
+) -> None:
+    """Shows which experts one text uses more than another, and what forcing them does.
+
+    The loss of both texts, beside that with random experts in the same number.
+    """
+    asked: dict[str, Any] = {"force": force, "avoid": avoid, "seed": seed}
+    asked |= {} if tokens is None else {"tokens": tokens}
+
+    def measure(checkpoint: Path) -> Found:
+        from polyad.train.measures.contrast import Contrasting
+
+        return _examined(checkpoint, Contrasting, held, overrides, other=other, **asked)
+
+    _show("experts contrast", path, held, {"overrides": overrides, "with": other} | asked, measure)
+
+
+@command(
     "experts trace",
     "polyad experts trace runs/quickstart/run --output runs/trace.parquet",
     "polyad experts trace runs/quickstart/run --output runs/trace.parquet --tokens 4096 "
