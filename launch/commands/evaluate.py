@@ -507,8 +507,9 @@ def _knock_out(name: str, path: Path, held: Stored, asked: dict[str, Any]) -> No
 
 @command(
     "experts contrast",
-    "polyad experts contrast runs/quickstart/run --data data/formal --with data/plain",
-    "polyad experts contrast runs/quickstart/run --with data/plain --force 5 --avoid 20",
+    "polyad prepare --source configs --format text --tokenizer runs/quickstart/data "
+    "--output runs/yaml",
+    "polyad experts contrast runs/quickstart/run --with runs/yaml --force 5 --avoid 2",
 )
 def contrast(
     path: CheckpointOrRun,

@@ -59,7 +59,8 @@ Intervene = Annotated[
     Argument(
         "change what experts do, at every token: contribution (output 0), route-around, swap (to=E "
         "in their place), mean, prune, scale or clamp (value=X, of their weight), force or avoid "
-        "(ranked first or last); may be given several times; experts of a hierarchy are counted over its levels",
+        "(ranked first or last); may be given several times; experts of a hierarchy are counted "
+        "over its levels",
         "layer=L,expert=E+F,how=HOW",
         repeated=True,
     ),
