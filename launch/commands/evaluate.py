@@ -507,8 +507,7 @@ def _knock_out(name: str, path: Path, held: Stored, asked: dict[str, Any]) -> No
 
 @command(
     "experts contrast",
-    "polyad prepare --source configs --format text --tokenizer runs/quickstart/data "
-    "--output runs/yaml",
+    "polyad prepare --source configs --format text --tokenizer runs/stdlib --output runs/yaml",
     "polyad experts contrast runs/quickstart/run --with runs/yaml --force 5 --avoid 2",
 )
 def contrast(
