@@ -288,6 +288,7 @@ def knockout(
     "experts atlas",
     "polyad experts atlas runs/quickstart/run",
     "polyad experts atlas runs/quickstart/run --tokens 16384 --how route-around",
+    "polyad experts atlas runs/quickstart/run --unembed 10",
 )
 def atlas(
     path: CheckpointOrRun,
@@ -304,6 +305,10 @@ def atlas(
         Sequence[str], numbers("blocks whose experts are taken away; default: all")
     ] = ("all",),
     experts: Experts = (),
+    unembed: Annotated[
+        int | None,
+        Argument("tell the N tokens that each expert's mean output raises most", "N", positive),
+    ] = None,
     tokens: Annotated[int | None, Argument(READ, "N", positive)] = None,
     labels: Labels = None,
     held: Stored,
@@ -313,7 +318,8 @@ def atlas(
     The change of the loss, for classes of tokens, beside use, norms, REAP and MoNE; and what is
     lost without a quarter and a half of a layer's experts, chosen by each of these or at random.
     """
-    asked: dict[str, Any] = {"layers": layers, "experts": experts, "how": how, "labels": labels}
+    asked: dict[str, Any] = {"layers": layers, "experts": experts, "how": how}
+    asked |= {"labels": labels, "unembed": unembed}
     asked |= {} if tokens is None else {"tokens": tokens}
 
     def measure(checkpoint: Path) -> Found:
@@ -322,6 +328,98 @@ def atlas(
         return _examined(checkpoint, Atlas, held, overrides, **asked)
 
     _show("experts atlas", path, held, {"overrides": overrides} | asked, measure)
+
+
+@command(
+    "experts audit",
+    "polyad experts audit runs/quickstart/run",
+    "polyad experts audit runs/quickstart/run --positions 1000 --how route-around",
+)
+def audit(
+    path: CheckpointOrRun,
+    overrides: Overrides,
+    *,
+    how: Annotated[
+        Literal["contribution", "route-around"],
+        Argument(
+            "an expert's output is 0; the others take over its weight too; default contribution"
+        ),
+    ] = "contribution",
+    positions: Annotated[
+        int | None, Argument("tokens that are audited in each layer; default 200", "N", positive)
+    ] = None,
+    layers: Annotated[Sequence[str], numbers("blocks that are audited; default: all")] = ("all",),
+    tokens: Annotated[int | None, Argument(READ, "N", positive)] = None,
+    seed: Annotated[int, Argument("of random choices; default 0", "S", non_negative)] = 0,
+    held: Stored,
+) -> None:
+    """Tests whether a statistic tells which of a token's experts matter to it.
+
+    The loss of single tokens without the highest and without the lowest of their experts, by use,
+    norms, REAP, MoNE, the token's own weight, and chance.
+    """
+    asked: dict[str, Any] = {"how": how, "layers": layers, "seed": seed}
+    asked |= {} if tokens is None else {"tokens": tokens}
+    asked |= {} if positions is None else {"positions": positions}
+
+    def measure(checkpoint: Path) -> Found:
+        from polyad.train.measures.audit import Audited
+
+        return _examined(checkpoint, Audited, held, overrides, **asked)
+
+    _show("experts audit", path, held, {"overrides": overrides} | asked, measure)
+
+
+@command(
+    "experts probe",
+    "polyad experts probe runs/quickstart/run",
+    "polyad experts probe runs/quickstart/run --layers all --units 1,4,16 --candidates 16",
+)
+def probe(
+    path: CheckpointOrRun,
+    overrides: Overrides,
+    *,
+    layers: Annotated[
+        Sequence[str],
+        numbers(
+            "blocks that are probed, or all; default: the first, the middle and the last whose "
+            "feed-forward is dense or selects experts"
+        ),
+    ] = (),
+    units: Annotated[Sequence[str], numbers("how many hidden units a probe reads; default 1,8")] = (
+        "1",
+        "8",
+    ),
+    samples: Annotated[
+        int,
+        Argument(
+            "tokens of each probe, half of them of the class, a multiple of 8; default 400",
+            "N",
+            positive,
+        ),
+    ] = 400,
+    candidates: Annotated[
+        int, Argument("experts of each layer that are probed; default 8", "N", positive)
+    ] = 8,
+    tokens: Annotated[int | None, Argument(READ, "N", positive)] = None,
+    seed: Annotated[int, Argument("of random choices; default 0", "S", non_negative)] = 0,
+    held: Stored,
+) -> None:
+    """Tests which classes of tokens a few hidden units of an expert tell.
+
+    k-sparse probes, each on as many tokens, the best of as many experts of each layer, chosen on
+    other tokens than it is scored on, beside probes of shuffled labels.
+    """
+    asked: dict[str, Any] = {"layers": layers, "units": units, "samples": samples}
+    asked |= {"candidates": candidates, "seed": seed}
+    asked |= {} if tokens is None else {"tokens": tokens}
+
+    def measure(checkpoint: Path) -> Found:
+        from polyad.train.measures.ksparse import KSparse
+
+        return _examined(checkpoint, KSparse, held, overrides, **asked)
+
+    _show("experts probe", path, held, {"overrides": overrides} | asked, measure)
 
 
 @command(
@@ -417,6 +515,51 @@ def _knock_out(name: str, path: Path, held: Stored, asked: dict[str, Any]) -> No
     if asked["tokens"] is not None:
         given["tokens"] = asked["tokens"]
     _show(name, path, held, asked, _measured("knockout", held, asked["overrides"], **given))
+
+
+@command(
+    "experts contrast",
+    "polyad prepare --source configs --format text --tokenizer runs/stdlib --output runs/yaml",
+    "polyad experts contrast runs/quickstart/run --with runs/yaml --force 5 --avoid 2",
+)
+def contrast(
+    path: CheckpointOrRun,
+    overrides: Overrides,
+    *,
+    other: Annotated[str, Argument("prepared data of the second text", "DIR", flag="--with")],
+    force: Annotated[
+        int,
+        Argument(
+            "how many experts are forced that the first text uses more; default 5",
+            "N",
+            non_negative,
+        ),
+    ] = 5,
+    avoid: Annotated[
+        int,
+        Argument(
+            "how many experts are avoided that the second text uses more; default 0",
+            "N",
+            non_negative,
+        ),
+    ] = 0,
+    tokens: Annotated[int | None, Argument(READ, "N", positive)] = None,
+    seed: Annotated[int, Argument("of random choices; default 0", "S", non_negative)] = 0,
+    held: Stored,
+) -> None:
+    """Shows which experts one text uses more than another, and what forcing them does.
+
+    The loss of both texts, beside that with random experts in the same number.
+    """
+    asked: dict[str, Any] = {"force": force, "avoid": avoid, "seed": seed}
+    asked |= {} if tokens is None else {"tokens": tokens}
+
+    def measure(checkpoint: Path) -> Found:
+        from polyad.train.measures.contrast import Contrasting
+
+        return _examined(checkpoint, Contrasting, held, overrides, other=other, **asked)
+
+    _show("experts contrast", path, held, {"overrides": overrides, "with": other} | asked, measure)
 
 
 @command(

@@ -58,8 +58,9 @@ Intervene = Annotated[
     Sequence[str],
     Argument(
         "change what experts do, at every token: contribution (output 0), route-around, swap (to=E "
-        "in their place), mean, prune, scale or clamp (value=X, of their weight); may be given "
-        "several times; experts of a hierarchy are counted over its levels",
+        "in their place), mean, prune, scale or clamp (value=X, of their weight), force or avoid "
+        "(ranked first or last); may be given several times; experts of a hierarchy are counted "
+        "over its levels",
         "layer=L,expert=E+F,how=HOW",
         repeated=True,
     ),

@@ -20,7 +20,7 @@ from polyad.model.feedforward import (
     clamped_swiglu,
 )
 from polyad.model.initialization import ZEROS, Initializer, normal
-from polyad.model.kernels.grouped import Gate, grouped, one_by_one
+from polyad.model.kernels.grouped import Gate, gelu_by_tanh, grouped, one_by_one
 from polyad.model.smoe.config import SelectingConfig, SparseMoEConfig
 
 
@@ -34,7 +34,7 @@ class ExpertWeights(NamedTuple):
     down: Tensor
     """[E, F, D]."""
     low_rank: tuple[Tensor, ...] = ()
-    """What experts with LoRA add to both layers; see `model/lora.py`."""
+    """What experts with LoRA add: A and B of up, of down, and of a gate; see `model/lora.py`."""
     gate: Tensor | None = None
     """[E, D, F]; None: the activation has no gate."""
     gate_bias: Tensor | None = None
@@ -137,6 +137,38 @@ class StackedExperts(nn.Module, ABC):
             self.activation,
             gate,
         )
+
+    @torch.no_grad()
+    def inner(self, rows_MD: Tensor, expert: int) -> Tensor:
+        """The inner units of one expert after its activation.
+
+        Args:
+            rows_MD: What it reads.
+            expert: Its number.
+
+        Returns:
+            [M, F], without gradient.
+        """
+        weights = self.split([1] * self.config.num_experts)[expert]
+        of_up, of_gate = weights.low_rank[:2], weights.low_rank[4:]
+        inner_MF = _first_layer(rows_MD, weights.up, weights.up_bias, of_up)
+        if weights.gate is None:
+            return (self.activation or gelu_by_tanh)(inner_MF)
+        assert self.combine is not None
+        gate_MF = _first_layer(rows_MD, weights.gate, weights.gate_bias, of_gate)
+        return self.combine(gate_MF, inner_MF)
+
+
+def _first_layer(
+    rows_MD: Tensor, weight_1DF: Tensor, bias_1F: Tensor | None, low_rank: tuple[Tensor, ...]
+) -> Tensor:
+    """A layer of one expert, and what LoRA adds to it."""
+    output_MF = rows_MD @ weight_1DF[0]
+    if bias_1F is not None:
+        output_MF = output_MF + bias_1F[0]
+    if low_rank:
+        output_MF = output_MF + rows_MD @ low_rank[0][0] @ low_rank[1][0]
+    return output_MF
 
 
 class Experts(StackedExperts):

@@ -276,7 +276,7 @@ def close(one, two):
 def test_the_atlas_is_that_of_the_whole_model(case, how, tmp_path, monkeypatch):
     """Also where windows without experts of one block alone are held at a time."""
     folder, data = folder_and_data(case, tmp_path)
-    asked = {"data": data, "overrides": WINDOWS, "how": how}
+    asked = {"data": data, "overrides": WINDOWS, "how": how, "unembed": 3}
     wanted, text = both_forms(folder, Atlas, **asked)
     found, _ = both_forms(folder, Atlas, stream=tmp_path / "kept", **asked)
     close(found, wanted)

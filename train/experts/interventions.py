@@ -7,6 +7,8 @@
     prune          they are not there: their rows of the router are deleted, and the next best enter
     scale          their weights are multiplied by a number
     clamp          their weights are a number, at tokens that use them
+    force          the router ranks them first (SteerMoE, 2509.09660)
+    avoid          the router ranks them last
 
 Hooks on the router and the dispatcher do it: in their context any measure can be taken of the
 changed model, and without it nothing is left of the change. Rows of a batch may each be changed in
@@ -32,9 +34,15 @@ from polyad.parallel.streamed import device_of
 from polyad.train.errors import ConfigError
 from polyad.train.experts.probing import RoutedLayer, routed_layers, uncompiled
 
-How = Literal["contribution", "route-around", "swap", "mean", "prune", "scale", "clamp"]
+How = Literal[
+    "contribution", "route-around", "swap", "mean", "prune", "scale", "clamp", "force", "avoid"
+]
 HOWS: tuple[How, ...] = get_args(How)
-NEEDS_SELECTION = frozenset({"mean", "prune"})
+RANKING = ("force", "avoid")
+"""What changes the order in which a router ranks experts."""
+MARGIN = 0.01
+"""By which they come before the first, or after the last, in logarithms of probabilities."""
+NEEDS_SELECTION = frozenset({"mean", "prune", *RANKING})
 """What only a layer knows that selects whole experts."""
 Intervene = Callable[[Tensor | None, Tensor | None], None]
 """Says which experts are changed in the next forward passes, bool [B, S] or [1, S] for every row,
@@ -52,6 +60,8 @@ class Action:
     """For `scale` the factor, for `clamp` the weight."""
     mean_SD: Tensor | None = None
     """For `mean`, the mean output of each expert."""
+    avoided: tuple[int, ...] = ()
+    """For `force`, experts that are ranked last where others are ranked first."""
 
 
 CONTRIBUTION = Action()
@@ -81,7 +91,10 @@ def intervening(
         if isinstance(part, Gate):
             handles.append(part.register_forward_hook(chosen.shares))
         elif isinstance(part, Router):
-            if action.how == "prune":
+            if action.how in RANKING:
+                _check_ranking(part, layer, action)
+                handles.append(part.score.register_forward_hook(chosen.moved))
+            elif action.how == "prune":
                 handles.append(part.score.register_forward_hook(chosen.logits))
                 handles.append(part.selection.register_forward_pre_hook(chosen.ranked))
             else:
@@ -153,6 +166,17 @@ class _Chosen:
             return None
         return output.masked_fill(self._of_tokens(len(output)), -math.inf)
 
+    def moved(self, module: nn.Module, arguments: Any, output: Tensor) -> Tensor | None:
+        """Ranks experts first or last."""
+        if self._chosen_BS is None:
+            return None
+        first_MS = self._of_tokens(len(output))
+        if self._action.how == "avoid":
+            return moved_logits(output, torch.zeros_like(first_MS), first_MS)
+        last_MS = torch.zeros_like(first_MS)
+        last_MS[:, list(self._action.avoided)] = True
+        return moved_logits(output, first_MS, last_MS & first_MS.any(-1, keepdim=True))
+
     def ranked(self, module: nn.Module, arguments: Any) -> Any:
         """Puts deleted experts behind all others, wherever scores are 0 or the lowest are taken."""
         if self._chosen_BS is None:
@@ -183,6 +207,28 @@ class _Chosen:
         return output._replace(coefficients=levels)
 
 
+def moved_logits(logits_MS: Tensor, first_MS: Tensor, last_MS: Tensor) -> Tensor:
+    """Logits in which some experts come first, and others last (2509.09660).
+
+    Args:
+        logits_MS: of a router whose scores are their softmax.
+        first_MS: which come first, all with one probability.
+        last_MS: which come last.
+    """
+    log_p_MS = logits_MS.log_softmax(-1)
+    high_M1, low_M1 = log_p_MS.amax(-1, keepdim=True), log_p_MS.amin(-1, keepdim=True)
+    moved_MS = torch.where(first_MS, high_M1 + MARGIN, log_p_MS)
+    return torch.where(last_MS, low_M1 - MARGIN, moved_MS)
+
+
+def _check_ranking(router: Router, layer: RoutedLayer, action: Action) -> None:
+    if router.by_sigmoid or getattr(router.selection, "lowest", False):
+        raise ConfigError(
+            f"how: {action.how} is not allowed: {layer.title} does not choose the highest of "
+            f"probabilities by softmax"
+        )
+
+
 def _swapped(ids_MK: Tensor, weights_MK: Tensor, hit_MK: Tensor, to: int) -> tuple[Tensor, Tensor]:
     """Puts an expert in the place of others; where a token uses it already, it gets their weights
     too, since no expert may stand twice in a row."""
@@ -200,7 +246,7 @@ def weighed(weights_MK: Tensor, hit_MK: Tensor, action: Action) -> Tensor:
     Args:
         weights_MK: of the experts of each token, or shares of all.
         hit_MK: which of them it happens to.
-        action: any but `swap` and `prune`.
+        action: any that leaves the router as it is, but `swap`.
     """
     if action.how == "clamp":
         assert action.value is not None
@@ -331,6 +377,7 @@ def check_interventions(model: nn.Module, interventions: Sequence[Intervention])
     """
     by_block = layers_by_block(model)
     pruned: dict[int, set[int]] = {}
+    ranked: dict[str, dict[int, set[int]]] = {how: {} for how in RANKING}
     for each in interventions:
         where = f"--intervene {each}"
         if each.layer not in by_block:
@@ -350,6 +397,9 @@ def check_interventions(model: nn.Module, interventions: Sequence[Intervention])
             _check_swap(layer, each)
         if each.action.how == "prune":
             pruned.setdefault(each.layer, set()).update(each.experts)
+        if each.action.how in RANKING:
+            ranked[each.action.how].setdefault(each.layer, set()).update(each.experts)
+    _check_ranked(model, by_block, ranked)
     for block, experts in pruned.items():
         layer = by_block[block]
         used, left = experts_of_a_token(model, layer), layer.num_experts - len(experts)
@@ -358,6 +408,50 @@ def check_interventions(model: nn.Module, interventions: Sequence[Intervention])
                 f"--intervene: {layer.title} would have {left} experts left, and a token uses "
                 f"{used}"
             )
+
+
+def _check_ranked(
+    model: nn.Module,
+    by_block: Mapping[int, RoutedLayer],
+    ranked: Mapping[str, Mapping[int, set[int]]],
+) -> None:
+    for block, experts in ranked["force"].items():
+        layer, both = by_block[block], experts & ranked["avoid"].get(block, set())
+        if both:
+            raise ConfigError(
+                f"--intervene: expert {min(both)} of {layer.title} cannot be forced and avoided"
+            )
+        if len(experts) > (used := experts_of_a_token(model, layer)):
+            raise ConfigError(
+                f"--intervene: {len(experts)} experts of {layer.title} are forced, and a token "
+                f"uses {used}"
+            )
+
+
+def paired(interventions: Sequence[Intervention]) -> list[Intervention]:
+    """The same, where all experts of a layer that are forced or avoided are moved at once.
+
+    What is first and last is said of the router's own order, which the first of two changes would
+    spoil for the second one.
+    """
+    found, done = [], set()
+    for each in interventions:
+        if each.action.how not in RANKING:
+            found.append(each)
+        elif each.layer not in done:
+            done.add(each.layer)
+            first, last = (
+                tuple(
+                    expert
+                    for one in interventions
+                    if one.layer == each.layer and one.action.how == how
+                    for expert in one.experts
+                )
+                for how in RANKING
+            )
+            action = Action(how="force", avoided=last) if first else Action(how="avoid")
+            found.append(Intervention(layer=each.layer, experts=first or last, action=action))
+    return found
 
 
 def _check_swap(layer: RoutedLayer, intervention: Intervention) -> None:
@@ -408,7 +502,7 @@ def intervened(
         )
     mean_of = means() if to_mean and means is not None else {}
     with ExitStack() as stack:
-        for each in interventions:
+        for each in paired(interventions):
             layer, action = by_block[each.layer], each.action
             if action.how == "mean":
                 action = Action(how="mean", mean_SD=mean_of[layer.name])

@@ -258,7 +258,7 @@ class KnockOut:
         self._sums = ChangeSums(len(sets), classes, windows, device)
         self._again = torch.zeros(1, dtype=torch.float64, device=device)
         self._own_E3 = torch.zeros(len(sets), 3, dtype=torch.float64, device=device)
-        self._drops = _may_drop(model)
+        self._drops = may_drop(model)
 
     @torch.inference_mode()
     def add(
@@ -383,7 +383,7 @@ class KnockOut:
         )
 
 
-def _may_drop(model: nn.Module) -> bool:
+def may_drop(model: nn.Module) -> bool:
     """Whether a capacity may drop tokens."""
     return any(
         part.config.capacity(training=False) is not None

@@ -10,19 +10,23 @@ Shapes: E experts of a layer.
 
 import random
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 from torch import nn
 
+from polyad.model.decoder import Decoder
 from polyad.parallel import comm
+from polyad.parallel.streamed import Streamed, parts_of
 from polyad.train.errors import ConfigError
 from polyad.train.experts.information import Summed
 from polyad.train.experts.interventions import Action, How, check_action, experts_of_a_token
 from polyad.train.experts.knockout import LayerWithout
 from polyad.train.experts.moments import STATISTICS, Moments
 from polyad.train.experts.probing import EVERY, RoutedLayer
+from polyad.train.experts.unembedding import Raised, raised_tokens
 from polyad.train.measures.knockout import (
     KnockedOut,
     KnockOuts,
@@ -73,6 +77,8 @@ class LayerAtlas:
     without: LayerWithout
     moments: Moments
     together: Sequence[Together]
+    unembedded: Sequence[Sequence[Raised]] | None = None
+    """Of the experts that were taken away, the tokens that each raises most; None: not asked."""
 
     def statistics(self) -> dict[str, list[float]]:
         """The statistics of the experts that were taken away."""
@@ -96,10 +102,12 @@ class LayerAtlas:
             name: {target: each and each._asdict() for target, each in both.items()}
             for name, both in self.correlations().items()
         }
+        unembedded = {} if self.unembedded is None else {"unembedded": self.unembedded}
         return self.without.to_json() | {
             "statistics": self.statistics(),
             "correlations": correlations,
             "together": self.together,
+            **unembedded,
         }
 
 
@@ -176,7 +184,26 @@ class AtlasOfExperts(Result):
         lines += ["", *self._correlation_rows()]
         if any(layer.together for layer in self.layers):
             lines += ["", *self._together_rows()]
-        return lines
+        return [*lines, *self._unembedded_rows()]
+
+    def _unembedded_rows(self) -> list[str]:
+        table: list[tuple[str, ...]] = []
+        for layer in self.layers:
+            if layer.unembedded is None:
+                continue
+            title, names = layer.without.layer.title, layer.without.experts()
+            for name, tokens in zip(names, layer.unembedded, strict=True):
+                said = "  ".join(f"{each.text!r} {each.effect:+.1f}" for each in tokens)
+                table.append((title, f"expert {name}", said or "no token uses it"))
+                title = ""
+        if not table:
+            return []
+        return [
+            "",
+            "tokens that each expert's mean output raises most, in standard deviations over the "
+            "vocabulary; what later blocks make of it is left out",
+            *aligned(table, "<><"),
+        ]
 
     def _correlation_rows(self) -> list[str]:
         table: list[tuple[str, ...]] = [("layer", *(name.replace("_", " ") for name in STATISTICS))]
@@ -225,6 +252,8 @@ class AtlasOptions(Options):
 
     layers: Sequence[str] = (EVERY,)
     how: How = "contribution"
+    unembed: int | None = None
+    """How many tokens are told that each expert raises."""
 
 
 class Atlas(Examination):
@@ -255,6 +284,11 @@ class Atlas(Examination):
         layers, columns = [layer for layer, _ in chosen], [each for _, each in chosen]
         for layer in layers:
             check_action(layer, Action(how=asked.how), f"--how {asked.how}")
+            if asked.unembed is not None and (layer.shares or not isinstance(model, Decoder)):
+                raise ConfigError(
+                    f"--unembed: {asked.unembed} is not allowed with {layer.title}: sparse experts "
+                    f"of a model that predicts the next token have it"
+                )
         assert isinstance(opened.task, TextTask)
         text = TextSamples(opened.task, split, asked.tokens, hidden=True)
         subject = Subject(model, layers, text, opened.batch_size)
@@ -273,6 +307,21 @@ class Atlas(Examination):
         )
         measure.read(world)
         found = measure.result(summed)
+
+        def raised(without: LayerWithout, of_layer: Moments) -> list[list[Raised]] | None:
+            if asked.unembed is None:
+                return None
+            assert isinstance(model, Decoder)
+            rows, tokenizer = [experts[0] for experts in without.sets], text.tokenizer
+            return raised_tokens(
+                *(model, of_layer.mean_SD[rows], asked.unembed),
+                lambda token: tokenizer.text_within(token) or tokenizer.decode([token]),
+            )
+
+        end = model.part(*parts_of(model)[-1]) if isinstance(model, Streamed) else nullcontext()
+        with end:
+            unembedded = [raised(each, moments[each.layer.name]) for each in found.layers]
+        of_layers = zip(found.layers, found.together, sets, unembedded, strict=True)
         return AtlasOfExperts(
             knocked=found,
             how=asked.how,
@@ -281,8 +330,9 @@ class Atlas(Examination):
                     without=without,
                     moments=moments[without.layer.name],
                     together=of_sets.together(lost),
+                    unembedded=tokens,
                 )
-                for without, lost, of_sets in zip(found.layers, found.together, sets, strict=True)
+                for without, lost, of_sets, tokens in of_layers
             ],
         )
 

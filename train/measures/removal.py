@@ -206,7 +206,7 @@ class Removal(Examination):
         written = convert(
             opened.weights.folder, asked.output, form, Pruning(groups, text), opened.choice
         )
-        samples = _text(opened, split, asked.tokens)
+        samples = text_of(opened, split, asked.tokens)
         whole, tokens = mean_loss(model, samples, opened.batch_size, "held-out text")
         at_random = []
         for number in range(RANDOM_CHOICES):
@@ -256,11 +256,11 @@ def _calibration(opened: Evaluated, asked: RemovalOptions) -> Evaluated:
     """The weights with the text that experts are chosen on."""
     if asked.calibrate is None:
         return opened
-    overrides = _as_in(opened)
+    overrides = as_in(opened)
     return open_evaluated(opened.weights.folder, asked.calibrate, overrides, opened.choice)
 
 
-def _as_in(opened: Evaluated) -> tuple[str, ...]:
+def as_in(opened: Evaluated) -> tuple[str, ...]:
     """Overrides with which other weights, or other data, are read in the same way."""
     model: Any = opened.config.model
     return (
@@ -270,7 +270,14 @@ def _as_in(opened: Evaluated) -> tuple[str, ...]:
     )
 
 
-def _text(opened: Evaluated, split: str, tokens: int) -> TextSamples:
+def text_of(opened: Evaluated, split: str, tokens: int) -> TextSamples:
+    """Text of a split, as it is scored.
+
+    Args:
+        opened: weights with text.
+        split: of it.
+        tokens: about how many are read.
+    """
     assert isinstance(opened.task, TextTask)
     return TextSamples(opened.task, split, tokens, hidden=True)
 
@@ -284,7 +291,7 @@ def _scores(
 ) -> tuple[dict[str, Tensor], Mapping[str, Moments]]:
     """What experts are chosen by, of each layer [E]: the higher stay; and moments of them."""
     calibration.task.check_split("train")
-    text = _text(calibration, "train", asked.tokens)
+    text = text_of(calibration, "train", asked.tokens)
     subject = Subject(model, layers, text, calibration.batch_size)
     reader = MomentsReader(layers)
     read(
@@ -409,10 +416,10 @@ def mean_loss(
 def _loss_of_written(opened: Evaluated, folder: Path, split: str, tokens: int) -> float:
     """The mean loss of the model that was written, read from its files."""
     data: Any = opened.config.data
-    written = open_evaluated(folder, str(data.path), _as_in(opened))
+    written = open_evaluated(folder, str(data.path), as_in(opened))
     with written.loaded("scoring what was written", split, needs_whole="it is scored") as (
         model,
         _,
     ):
-        samples = _text(written, split, tokens)
+        samples = text_of(written, split, tokens)
         return mean_loss(model, samples, opened.batch_size, "what was written")[0]

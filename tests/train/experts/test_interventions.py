@@ -250,7 +250,7 @@ def test_shares_of_a_level_by_hand(how):
     assert (expected != a_MN).any()
 
 
-@pytest.mark.parametrize("how", ["mean", "prune"])
+@pytest.mark.parametrize("how", ["mean", "prune", "force", "avoid"])
 def test_what_shares_cannot_is_refused(how):
     model = make_model(CP)
     asked = Intervention(layer=0, experts=(1,), action=Action(how=how))
@@ -290,6 +290,8 @@ def test_rows_and_places_are_changed_one_by_one(how):
             torch.testing.assert_close(everywhere[row : row + 1], alone)
         intervene(None, None)
         assert torch.equal(model(IDS_BT).logits, before)
+    if how == "force":  # which tokens use that did not
+        used_BT = torch.ones_like(used_BT)
     changed_BT = ((at_one - before).abs() > 1e-9).any(-1)
     assert not changed_BT[:, :7].any()
     assert changed_BT[:, 7].tolist() == used_BT[:, 7].tolist()
@@ -298,6 +300,39 @@ def test_rows_and_places_are_changed_one_by_one(how):
     assert changed_BT.tolist() == (used_BT.cumsum(1) > 0).tolist()  # from its first token on
     assert used_BT[:, 7].any()
     assert torch.equal(logits(model), before)  # nothing is left of it
+
+
+@pytest.mark.parametrize("order", [1, -1])
+@torch.no_grad()
+def test_experts_forced_and_avoided_by_hand(order):
+    """Of p = (.4, .3, .2, .1) the last is forced and the first avoided, by either order of words:
+    (.1 e^-.01, .3, .2, .4 e^.01) over their sum 1.0030."""
+    model = layer_of_constants([0.4, 0.3, 0.2, 0.1], [[1, 0], [10, 0], [0, 1], [0, 10]], 2)
+    layer, x_BTD = routed_layers(model)[0], torch.tensor([[[1.0, 0.0]]], dtype=torch.float64)
+    asked = [parse_intervention("layer=0,expert=3,how=force"),
+             parse_intervention("layer=0,expert=0,how=avoid")][::order]  # fmt: skip
+    with intervened(model, asked), deciding(model, [layer]) as decisions:
+        y_BTD, _ = model.blocks[0].feed_forward(x_BTD, x_BTD)
+    (p_1S,) = decisions[layer.name].levels
+    assert p_1S[0].tolist() == pytest.approx([0.0987, 0.2991, 0.1994, 0.4028], abs=5e-5)
+    assert y_BTD.flatten().tolist() == pytest.approx([10 * 0.42614, 10 * 0.57386], abs=1e-3)
+    with intervened(model, asked[:1] if order == -1 else asked[1:]):
+        y_BTD, _ = model.blocks[0].feed_forward(x_BTD, x_BTD)
+    assert y_BTD.flatten().tolist() == pytest.approx([6, 0.4])  # .3 and .2: the next two
+
+
+@pytest.mark.parametrize(
+    ("changes", "asked", "said"),
+    [
+        ({}, ["0+1+2,how=force"], "3 experts of block 0 are forced, and a token uses 2"),
+        ({}, ["1,how=force", "1+2,how=avoid"], "expert 1 of block 0 cannot be forced and avoided"),
+        ({"score_function": "sigmoid"}, ["1,how=avoid"], "does not choose the highest of prob"),
+    ],
+)
+def test_what_cannot_be_forced_is_refused(changes, asked, said):
+    interventions = [parse_intervention(f"layer=0,expert={each}") for each in asked]
+    with pytest.raises(ConfigError, match=said):
+        intervened(make_model(SPARSE | changes), interventions).__enter__()
 
 
 @torch.no_grad()

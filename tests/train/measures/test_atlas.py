@@ -1,5 +1,7 @@
 """`polyad experts atlas`: equal to models that are changed by hand, read window by window."""
 
+import copy
+
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -42,7 +44,7 @@ def finished(workers, prepared_path, tmp_path_factory):
 @pytest.fixture(scope="module")
 def found(workers, finished):
     """With one process and with two."""
-    options = {"tokens": TOKENS, "overrides": SMALL, "how": "route-around"}
+    options = {"tokens": TOKENS, "overrides": SMALL, "how": "route-around", "unembed": 4}
     return [workers(size).run(atlas, finished, **options)[0] for size in (1, 2)]
 
 
@@ -134,6 +136,36 @@ def test_sets_are_taken_away_together(found, by_hand):
                 assert change == pytest.approx(mean_loss(model, windows) - before, abs=1e-5)
 
 
+@torch.no_grad()
+def test_tokens_that_an_expert_raises_are_those_of_its_mean_output_alone(
+    found, by_hand, prepared_path
+):
+    """Logits of the final norm and the head, where nothing else is in the residual stream."""
+    model, layer, _, weight_ME, output_MED = by_hand
+    tokenizer = PreparedData.open(prepared_path).tokenizer()
+    ours = found[0][0]["layers"][LAYER]["unembedded"]
+    model = copy.deepcopy(model)
+    model.final_norm.bias.zero_()
+    for expert in range(layer.num_experts):
+        used_M = weight_ME[:, expert] != 0
+        if not used_M.any():
+            assert ours[expert] == []
+            continue
+        mean_D = output_MED[used_M, expert].mean(0).float()
+        logits_V = model.score(1e3 * mean_D.view(1, 1, -1)).flatten()
+        effect_V = (logits_V - logits_V.mean()) / logits_V.std()
+        best = effect_V.topk(4)
+        assert [each["token"] for each in ours[expert]] == best.indices.tolist()
+        assert [each["effect"] for each in ours[expert]] == pytest.approx(
+            best.values.tolist(), rel=1e-3
+        )
+        for each in ours[expert]:
+            assert each["text"] in (
+                tokenizer.text_within(each["token"]), tokenizer.decode([each["token"]])
+            )  # fmt: skip
+    assert "raises most, in standard deviations" in found[0][1]
+
+
 def test_two_processes_give_what_one_gives(found):
     one, two = (each[0] for each in found)
     assert one["loss"] == pytest.approx(two["loss"], abs=1e-6)
@@ -151,7 +183,8 @@ def test_people_are_told_whether_statistics_predict(found):
     assert "rank correlation of statistics with the change over all tokens" in text
     assert "predicts in" in text
     assert "without several experts at once" in text
-    assert max(map(len, text.splitlines())) < 200
+    raised = text.index("tokens that each expert's mean output raises")
+    assert max(map(len, text[:raised].splitlines())) < 200
 
 
 @pytest.mark.slow
@@ -213,6 +246,7 @@ def test_what_is_not_allowed_is_said(capfd, finished):
     for words, said in (
         (["--layers", "0"], "--layers: 0 is not allowed: blocks with experts are 1"),
         (["--how", "kill"], "--how"),
+        (["--unembed", "0"], "--unembed"),
     ):
         status = polyad(["experts", "atlas", str(finished), *words])
         assert status == 2

@@ -1,0 +1,273 @@
+"""`polyad experts contrast`: experts that one text uses more than another, and moved to them.
+
+Delta of an expert is the share of the tokens of the first text that use it, minus that of the
+second (SteerMoE, 2509.09660). Those of the largest Delta are forced, those of the smallest avoided,
+and the loss of both texts stands beside that with random experts in the same number.
+"""
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from polyad.parallel import comm
+from polyad.train.errors import ConfigError
+from polyad.train.experts.interventions import (
+    Action,
+    Intervention,
+    check_interventions,
+    experts_of_a_token,
+    intervened,
+)
+from polyad.train.experts.probing import RoutedLayer, routed_layers
+from polyad.train.measures.measure import Examination, Result
+from polyad.train.measures.removal import RANDOM_CHOICES, TOKENS, as_in, mean_loss, text_of
+from polyad.train.reading import Evaluated, Reading, open_evaluated, read
+from polyad.train.results import aligned
+from polyad.train.tasks.text import TextTask
+
+MOST_SHOWN = 10
+"""Experts, for people."""
+
+
+class Contrasted(NamedTuple):
+    """An expert of a layer."""
+
+    layer: int
+    expert: int
+    first: float
+    """The share of the tokens of the first text that use it."""
+    second: float
+
+    @property
+    def delta(self) -> float:
+        """The difference of the shares."""
+        return self.first - self.second
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON values."""
+        return self._asdict() | {"delta": self.delta}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contrast(Result):
+    """How two texts use experts, and their loss under forcing them."""
+
+    other: str
+    experts: Sequence[Contrasted]
+    """All, those of the largest difference first."""
+    forced: Sequence[Intervention]
+    losses: Mapping[str, tuple[float, float]]
+    """Of both texts, in nats a token: as they are, and with the experts moved."""
+    at_random: Sequence[tuple[float, float]]
+    tokens: tuple[int, int]
+
+    def to_json(self) -> dict[str, Any]:
+        """What programs get."""
+        return {
+            "other": self.other,
+            "tokens_scored": list(self.tokens),
+            "experts": self.experts,
+            "moved": self.forced,
+            "loss": self.losses,
+            "loss_random": self.at_random,
+        }
+
+    def amount(self) -> str:
+        """How many tokens."""
+        return f": {self.tokens[0]:,} tokens, beside {self.tokens[1]:,} of {self.other}"
+
+    def facts(self) -> list[tuple[str, str]]:
+        """What was moved."""
+        return [("moved", str(each)) for each in self.forced]
+
+    def rows(self) -> list[str]:
+        """The experts that differ most, and losses."""
+        table: list[tuple[str, ...]] = [("layer", "expert", "first", "second", "delta")]
+        for each in self.experts[:MOST_SHOWN]:
+            shares = (f"{100 * each.first:.1f}%", f"{100 * each.second:.1f}%")
+            table.append((f"{each.layer}", f"{each.expert}", *shares, f"{100 * each.delta:+.1f}%"))
+        (first, second), (first_moved, second_moved) = self.losses.values()
+        lines: list[tuple[str, ...]] = [
+            ("loss", "first", "change", "second", "change"),
+            ("as it is", f"{first:.4f}", "", f"{second:.4f}", ""),
+        ]
+        mean = [sum(each) / len(self.at_random) for each in zip(*self.at_random, strict=True)]
+        for name, (one, two) in (("moved", (first_moved, second_moved)), ("random ones", mean)):
+            changes = (f"{one - first:+.4f}", f"{two - second:+.4f}")
+            lines.append((name, f"{one:.4f}", changes[0], f"{two:.4f}", changes[1]))
+        return [
+            "",
+            "share of the tokens of the first and of the second text that use an expert",
+            *aligned(table, ">"),
+            "",
+            *aligned(lines),
+        ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ContrastOptions:
+    """What is contrasted, and moved."""
+
+    other: str
+    """Prepared data."""
+    force: int = 5
+    avoid: int = 0
+    tokens: int = TOKENS
+    seed: int = 0
+
+
+class Contrasting(Examination):
+    """Contrasts the use of experts in two texts."""
+
+    name = "experts contrast"
+    doing = "contrasting the use of experts"
+    needs_whole = "experts are forced in a whole model"
+
+    @classmethod
+    def checked(cls, opened: Evaluated, split: str, **options: Any) -> ContrastOptions:
+        """The fields of `ContrastOptions`."""
+        if not isinstance(opened.task, TextTask):
+            raise ConfigError(
+                f"{cls.name}: is not allowed with data.kind: {opened.config.data.kind}; text and "
+                f"masked_text have it"
+            )
+        return ContrastOptions(**options)
+
+    @classmethod
+    def take(
+        cls,
+        opened: Evaluated,
+        split: str,
+        asked: ContrastOptions,
+        model: nn.Module,
+        world: comm.World,
+    ) -> Contrast:
+        """Reads the train splits of both for the use of experts, and the split for losses."""
+        if world.size > 1:
+            raise ConfigError(f"{cls.name}: one process reads, and there are {world.size}")
+        layers = [each for each in routed_layers(model) if each.in_block and not each.shares]
+        if not layers:
+            raise ConfigError(f"{opened.weights.folder}: no layer selects experts")
+        both = (
+            opened,
+            open_evaluated(opened.weights.folder, asked.other, as_in(opened), opened.choice),
+        )
+        for each in both:
+            for needed in ("train", split):
+                each.task.check_split(needed)
+        shares = [_shares(model, layers, each, asked.tokens) for each in both]
+        experts = [
+            Contrasted(layer.block, expert, *(float(each[layer.name][expert]) for each in shares))
+            for layer in layers
+            for expert in range(layer.num_experts)
+        ]
+        experts.sort(key=lambda each: -abs(each.delta))
+        top_k = {layer.block: experts_of_a_token(model, layer) for layer in layers}
+        moved = chosen(experts, top_k, asked.force, asked.avoid)
+        check_interventions(model, moved)
+
+        def losses(told: str, interventions: Sequence[Intervention]) -> list[tuple[float, int]]:
+            with intervened(model, interventions):
+                samples = (text_of(each, split, asked.tokens) for each in both)
+                return [mean_loss(model, each, opened.batch_size, told) for each in samples]
+
+        (first, tokens), (second, others) = losses("as it is", [])
+        at_random = []
+        for number in range(RANDOM_CHOICES):
+            again = random_ones(experts, top_k, moved, f"{asked.seed} {number}")
+            told = f"random experts {number + 1}/{RANDOM_CHOICES}"
+            one, two = (loss for loss, _ in losses(told, again))
+            at_random.append((one, two))
+        one, two = (loss for loss, _ in losses("with experts moved", moved))
+        return Contrast(
+            other=both[1].task.name,
+            experts=experts,
+            forced=moved,
+            losses={"as_it_is": (first, second), "moved": (one, two)},
+            at_random=at_random,
+            tokens=(tokens, others),
+        )
+
+
+def chosen(
+    experts: Sequence[Contrasted], top_k: Mapping[int, int], force: int, avoid: int
+) -> list[Intervention]:
+    """The first experts whose difference is above 0, and the first whose difference is below.
+
+    Args:
+        experts: in order.
+        top_k: at most so many of each layer are forced.
+        force: how many of the first kind; fewer where there are fewer.
+        avoid: how many of the others.
+    """
+    picked: dict[str, dict[int, list[int]]] = {"force": {}, "avoid": {}}
+    left = {"force": force, "avoid": avoid}
+    for each in experts:
+        how = "force" if each.delta > 0 else "avoid"
+        of_layer = picked[how].setdefault(each.layer, [])
+        full = how == "force" and len(of_layer) >= top_k[each.layer]
+        if each.delta and left[how] and not full:
+            of_layer.append(each.expert)
+            left[how] -= 1
+    return [
+        Intervention(layer=layer, experts=tuple(sorted(some)), action=action)
+        for action in (Action(how="force"), Action(how="avoid"))
+        for layer, some in sorted(picked[action.how].items())
+        if some
+    ]
+
+
+def random_ones(
+    experts: Sequence[Contrasted],
+    top_k: Mapping[int, int],
+    moved: Sequence[Intervention],
+    seed: str,
+) -> list[Intervention]:
+    """Random experts, as many forced and avoided as in `moved`, and none of them both."""
+    some = list(experts)
+    random.Random(seed).shuffle(some)
+    up = [each._replace(first=1.0, second=0.0) for each in some]
+    forced = chosen(up, top_k, _count(moved, "force"), 0)
+    taken = {(each.layer, expert) for each in forced for expert in each.experts}
+    down = [
+        each._replace(first=0.0, second=1.0)
+        for each in some
+        if (each.layer, each.expert) not in taken
+    ]
+    return [*forced, *chosen(down, top_k, 0, _count(moved, "avoid"))]
+
+
+def _count(interventions: Sequence[Intervention], how: str) -> int:
+    return sum(len(each.experts) for each in interventions if each.action.how == how)
+
+
+class _Use:
+    """Counts the tokens that use each expert."""
+
+    blocks: Sequence[int] = ()
+
+    def __init__(self) -> None:
+        self.used: dict[str, Tensor] = {}
+        self.tokens: dict[str, int] = {}
+
+    def add(self, reading: Reading) -> None:
+        """Adds a batch."""
+        for name, decision in reading.decisions.items():
+            counts_M = reading.numbers_of(decision) >= 0
+            used_S = (decision.coefficients()[counts_M] != 0).sum(0).cpu()
+            self.used[name] = self.used.get(name, torch.zeros_like(used_S)) + used_S
+            self.tokens[name] = self.tokens.get(name, 0) + int(counts_M.sum())
+
+
+def _shares(
+    model: nn.Module, layers: Sequence[RoutedLayer], opened: Evaluated, tokens: int
+) -> dict[str, Tensor]:
+    """The share of the tokens of the train split that use each expert, by layer."""
+    use = _Use()
+    samples, told = text_of(opened, "train", tokens), f"experts of {opened.task.name}"
+    read(model, layers, samples, (use,), batch_size=opened.batch_size, told=told)
+    return {name: used_S.double() / use.tokens[name] for name, used_S in use.used.items()}
