@@ -19,7 +19,8 @@ from polyad.parallel.families import FamilyWeights
 from polyad.parallel.streamed import Streamed, parts_of
 from polyad.train import streaming
 from polyad.train.errors import ConfigError
-from polyad.train.experts.interventions import Action, Intervention
+from polyad.train.experts.actions import Action
+from polyad.train.experts.interventions import Intervention
 from polyad.train.measures import streamed_knockout
 from polyad.train.measures.atlas import Atlas
 from polyad.train.report.command import report

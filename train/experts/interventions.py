@@ -1,291 +1,32 @@
 """Interventions: what a model would do if some experts of a layer did something else.
 
-    contribution   their outputs are 0, and the others keep their weights
-    route-around   the same, and the others take over their weights: the sum stays
-    swap           another expert takes their place, with their weights
-    mean           their outputs are their mean output
-    prune          they are not there: their rows of the router are deleted, and the next best enter
-    scale          their weights are multiplied by a number
-    clamp          their weights are a number, at tokens that use them
-    force          the router ranks them first (SteerMoE, 2509.09660)
-    avoid          the router ranks them last
+They are written as a user asks for them, checked against a model, and act together at every token;
+what can be done to experts is in `actions.py`.
 
-Hooks on the router and the dispatcher do it: in their context any measure can be taken of the
-changed model, and without it nothing is left of the change. Rows of a batch may each be changed in
-another way, which a search over experts needs.
-
-Shapes: B rows of a forward pass, T tokens of a row, M tokens of all, S experts of a layer (of all
-levels side by side), K experts of a token, D width.
+Shapes: S experts of a layer, of all levels side by side, D width.
 """
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from polyad.model.mumoe.gating import Gate, GateOutput
-from polyad.model.smoe.layer import Router, SelectingMoE
-from polyad.model.smoe.selection import Selected
 from polyad.parallel.streamed import device_of
 from polyad.train.errors import ConfigError
-from polyad.train.experts.probing import RoutedLayer, routed_layers, uncompiled
-
-How = Literal[
-    "contribution", "route-around", "swap", "mean", "prune", "scale", "clamp", "force", "avoid"
-]
-HOWS: tuple[How, ...] = get_args(How)
-RANKING = ("force", "avoid")
-"""What changes the order in which a router ranks experts."""
-MARGIN = 0.01
-"""By which they come before the first, or after the last, in logarithms of probabilities."""
-NEEDS_SELECTION = frozenset({"mean", "prune", *RANKING})
-"""What only a layer knows that selects whole experts."""
-Intervene = Callable[[Tensor | None, Tensor | None], None]
-"""Says which experts are changed in the next forward passes, bool [B, S] or [1, S] for every row,
-and at which tokens, bool [B, T] or None for all; None in place of experts: none is."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Action:
-    """What is done to experts."""
-
-    how: How = "contribution"
-    to: int | None = None
-    """For `swap`, the expert that takes their place."""
-    value: float | None = None
-    """For `scale` the factor, for `clamp` the weight."""
-    mean_SD: Tensor | None = None
-    """For `mean`, the mean output of each expert."""
-    avoided: tuple[int, ...] = ()
-    """For `force`, experts that are ranked last where others are ranked first."""
-
-
-CONTRIBUTION = Action()
-
-
-@contextmanager
-def intervening(
-    model: nn.Module, layer: RoutedLayer, action: Action = CONTRIBUTION
-) -> Iterator[Intervene]:
-    """Gives a function that says whom the change happens to in the next forward passes.
-
-    Inside the context compiled blocks run uncompiled, since compiled code ignores later hooks.
-
-    Args:
-        model: in evaluation mode, whole on this process, without padding.
-        layer: of the model, in a block or its head.
-        action: that is done.
-
-    Raises:
-        ConfigError: the layer cannot be changed so.
-    """
-    check_action(layer, action, layer.name)
-    chosen = _Chosen(action)
-    parent = model.get_submodule(layer.name)
-    handles = []
-    for part in parent.children():
-        if isinstance(part, Gate):
-            handles.append(part.register_forward_hook(chosen.shares))
-        elif isinstance(part, Router):
-            if action.how in RANKING:
-                _check_ranking(part, layer, action)
-                handles.append(part.score.register_forward_hook(chosen.moved))
-            elif action.how == "prune":
-                handles.append(part.score.register_forward_hook(chosen.logits))
-                handles.append(part.selection.register_forward_pre_hook(chosen.ranked))
-            else:
-                handles.append(part.selection.register_forward_hook(chosen.selected))
-    if action.how == "mean":
-        assert isinstance(parent, SelectingMoE)
-        handles.append(parent.dispatcher.register_forward_hook(chosen.replaced))
-    try:
-        with uncompiled(model):
-            yield chosen.choose
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-class _Chosen:
-    """The experts that are changed, and hooks that change them."""
-
-    def __init__(self, action: Action) -> None:
-        self._action = action
-        self._chosen_BS: Tensor | None = None
-        self._at_BT: Tensor | None = None
-        self._lost_MS: Tensor | None = None
-
-    def choose(self, chosen_BS: Tensor | None, at_BT: Tensor | None = None) -> None:
-        """See `Intervene`."""
-        self._chosen_BS, self._at_BT = chosen_BS, at_BT
-
-    def _of_tokens(self, tokens: int) -> Tensor:
-        """Which experts are changed at each token [M, S]; the tokens of a row stand together."""
-        assert self._chosen_BS is not None
-        if self._at_BT is None and len(self._chosen_BS) == 1:
-            return self._chosen_BS.expand(tokens, -1)
-        if self._at_BT is None:
-            return self._chosen_BS.repeat_interleave(tokens // len(self._chosen_BS), 0)
-        chosen_BTS = self._chosen_BS.unsqueeze(1) & self._at_BT.unsqueeze(-1)
-        chosen_BTS = chosen_BTS.expand(tokens // self._at_BT.shape[1], -1, -1)
-        return chosen_BTS.flatten(0, 1)
-
-    def selected(self, module: nn.Module, arguments: Any, output: Selected) -> Selected | None:
-        """Changes the weights of selected experts, or which they are."""
-        if self._chosen_BS is None:
-            return None
-        weights_MK, ids_MK = output.weights_NK, output.expert_ids_NK
-        hit_MK = self._of_tokens(len(ids_MK)).gather(1, ids_MK)
-        if self._action.how == "swap":
-            assert self._action.to is not None
-            ids_MK, weights_MK = _swapped(ids_MK, weights_MK, hit_MK, self._action.to)
-            return Selected.of(weights_MK, ids_MK, len(output.counts_E), output.priority_N)
-        if self._action.how == "mean":
-            lost_MK = weights_MK * hit_MK
-            lost_MS = lost_MK.new_zeros(len(ids_MK), len(output.counts_E))
-            self._lost_MS = lost_MS.scatter_add(1, ids_MK, lost_MK)
-        return output._replace(weights_NK=weighed(weights_MK, hit_MK, self._action))
-
-    def replaced(self, module: nn.Module, arguments: Any, output: Any) -> Any:
-        """Adds mean outputs with the weights of those that they stand for."""
-        if self._chosen_BS is None:
-            return None
-        assert self._lost_MS is not None
-        assert self._action.mean_SD is not None
-        y_MD, plan = output
-        mean_SD = self._action.mean_SD.to(y_MD)
-        return y_MD + self._lost_MS.to(y_MD.dtype) @ mean_SD, plan
-
-    def logits(self, module: nn.Module, arguments: Any, output: Tensor) -> Tensor | None:
-        """Deletes rows of the router: no score is left for them, and graphs mix none."""
-        if self._chosen_BS is None:
-            return None
-        return output.masked_fill(self._of_tokens(len(output)), -math.inf)
-
-    def moved(self, module: nn.Module, arguments: Any, output: Tensor) -> Tensor | None:
-        """Ranks experts first or last."""
-        if self._chosen_BS is None:
-            return None
-        first_MS = self._of_tokens(len(output))
-        if self._action.how == "avoid":
-            return moved_logits(output, torch.zeros_like(first_MS), first_MS)
-        last_MS = torch.zeros_like(first_MS)
-        last_MS[:, list(self._action.avoided)] = True
-        return moved_logits(output, first_MS, last_MS & first_MS.any(-1, keepdim=True))
-
-    def ranked(self, module: nn.Module, arguments: Any) -> Any:
-        """Puts deleted experts behind all others, wherever scores are 0 or the lowest are taken."""
-        if self._chosen_BS is None:
-            return None
-        scores_ME, *others = arguments
-        chosen_ME = self._of_tokens(len(scores_ME))
-        last = math.inf if getattr(module, "lowest", False) else -math.inf
-        logits = [None if one is None else one.masked_fill(chosen_ME, last) for one in others]
-        return scores_ME.masked_fill(chosen_ME, -math.inf), *logits
-
-    def shares(self, module: nn.Module, arguments: Any, output: GateOutput) -> GateOutput | None:
-        """Changes coefficients, level by level."""
-        if self._chosen_BS is None:
-            return None
-        chosen_MS = self._of_tokens(len(output.coefficients[0]))
-        sizes, first, levels = [a_MN.shape[-1] for a_MN in output.coefficients], 0, []
-        hits = chosen_MS.split_with_sizes(sizes, dim=-1)
-        for a_MN, hit_MN in zip(output.coefficients, hits, strict=True):
-            to = (self._action.to or 0) - first
-            if self._action.how == "swap" and 0 <= to < a_MN.shape[-1]:
-                moved_M = (a_MN * hit_MN).sum(-1)
-                a_MN = a_MN.masked_fill(hit_MN, 0)
-                a_MN = a_MN.index_add(1, torch.tensor([to], device=a_MN.device), moved_M[:, None])
-            elif self._action.how != "swap":
-                a_MN = weighed(a_MN, hit_MN, self._action)
-            levels.append(a_MN)
-            first += a_MN.shape[-1]
-        return output._replace(coefficients=levels)
-
-
-def moved_logits(logits_MS: Tensor, first_MS: Tensor, last_MS: Tensor) -> Tensor:
-    """Logits in which some experts come first, and others last (2509.09660).
-
-    Args:
-        logits_MS: of a router whose scores are their softmax.
-        first_MS: which come first, all with one probability.
-        last_MS: which come last.
-    """
-    log_p_MS = logits_MS.log_softmax(-1)
-    high_M1, low_M1 = log_p_MS.amax(-1, keepdim=True), log_p_MS.amin(-1, keepdim=True)
-    moved_MS = torch.where(first_MS, high_M1 + MARGIN, log_p_MS)
-    return torch.where(last_MS, low_M1 - MARGIN, moved_MS)
-
-
-def _check_ranking(router: Router, layer: RoutedLayer, action: Action) -> None:
-    if router.by_sigmoid or getattr(router.selection, "lowest", False):
-        raise ConfigError(
-            f"how: {action.how} is not allowed: {layer.title} does not choose the highest of "
-            f"probabilities by softmax"
-        )
-
-
-def _swapped(ids_MK: Tensor, weights_MK: Tensor, hit_MK: Tensor, to: int) -> tuple[Tensor, Tensor]:
-    """Puts an expert in the place of others; where a token uses it already, it gets their weights
-    too, since no expert may stand twice in a row."""
-    there_MK = ids_MK == to
-    first_MK = hit_MK & (hit_MK.cumsum(1) == 1)
-    place_MK = torch.where(there_MK.any(1, keepdim=True), there_MK, first_MK)
-    moved_M1 = (weights_MK * hit_MK).sum(1, keepdim=True)
-    weights_MK = weights_MK.masked_fill(hit_MK, 0) + place_MK * moved_M1
-    return ids_MK.masked_fill(place_MK, to), weights_MK
-
-
-def weighed(weights_MK: Tensor, hit_MK: Tensor, action: Action) -> Tensor:
-    """Weights after a change that leaves experts where they are.
-
-    Args:
-        weights_MK: of the experts of each token, or shares of all.
-        hit_MK: which of them it happens to.
-        action: any that leaves the router as it is, but `swap`.
-    """
-    if action.how == "clamp":
-        assert action.value is not None
-        # A share of 0 is that of an expert without a part in the token.
-        return weights_MK.masked_fill(hit_MK & (weights_MK != 0), action.value)
-    if action.how == "scale":
-        assert action.value is not None
-        return torch.where(hit_MK, weights_MK * action.value, weights_MK)
-    left_MK = weights_MK.masked_fill(hit_MK, 0)
-    if action.how != "route-around":
-        return left_MK
-    before_M1, after_M1 = weights_MK.sum(-1, keepdim=True), left_MK.sum(-1, keepdim=True)
-    return left_MK * torch.where(after_M1 != 0, before_M1 / after_M1, 0)
-
-
-def check_action(layer: RoutedLayer, action: Action, place: str) -> None:
-    """Checks that a layer can be changed so.
-
-    Args:
-        layer: any.
-        action: that is done to its experts.
-        place: begins the error.
-
-    Raises:
-        ConfigError: it cannot.
-    """
-    if layer.shares and action.how in NEEDS_SELECTION:
-        rest = ", ".join(how for how in HOWS if how not in NEEDS_SELECTION)
-        raise ConfigError(
-            f"{place}: how: {action.how} is not allowed: {layer.title} gives every expert a share; "
-            f"allowed are {rest}"
-        )
-    if action.how == "swap" and not 0 <= (-1 if action.to is None else action.to) < (
-        layer.num_experts
-    ):
-        raise ConfigError(
-            f"{place}: to: {action.to} is not allowed: {layer.title} has experts 0 to "
-            f"{layer.num_experts - 1}"
-        )
+from polyad.train.experts.actions import (
+    CONTRIBUTION,
+    HOWS,
+    RANKING,
+    Action,
+    check_action,
+    experts_of_a_token,
+    intervening,
+)
+from polyad.train.experts.probing import RoutedLayer, routed_layers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -462,13 +203,6 @@ def _check_swap(layer: RoutedLayer, intervention: Intervention) -> None:
             f"--intervene {intervention}: to: {intervention.action.to} is not allowed: another "
             f"expert of the same level is needed"
         )
-
-
-def experts_of_a_token(model: nn.Module, layer: RoutedLayer) -> int:
-    """How many experts a token uses, K; of a layer that selects them."""
-    parent = model.get_submodule(layer.name)
-    assert isinstance(parent, SelectingMoE)
-    return parent.router.selection.top_k
 
 
 def layers_by_block(model: nn.Module) -> dict[int, RoutedLayer]:

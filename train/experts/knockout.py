@@ -1,6 +1,6 @@
 """The loss of text without an expert, one expert after the other, by class of token.
 
-Something happens to an expert at all tokens of a window (see `interventions.py`); unless another
+Something happens to an expert at all tokens of a window (see `actions.py`); unless another
 action is asked for, it is left out, and the others get what they got. What enters its block is the
 same, so a window is computed again from that block on, and only if the expert has a part in one of
 its tokens. The output of the block changes at those tokens alone; the blocks after it mix tokens,
@@ -23,9 +23,9 @@ from torch import Tensor, nn
 from polyad.model.output import entropy
 from polyad.model.smoe.layer import SelectingMoE
 from polyad.parallel.streamed import device_of
+from polyad.train.experts.actions import CONTRIBUTION, Action, intervening
 from polyad.train.experts.class_changes import Change, ChangeSums, ClassChanges
 from polyad.train.experts.information import Matrix, Summed
-from polyad.train.experts.interventions import CONTRIBUTION, Action, intervening
 from polyad.train.experts.leaving_out import from_one_class
 from polyad.train.experts.probing import Decision, RoutedLayer
 from polyad.train.tasks.samples import Passages, losses, through

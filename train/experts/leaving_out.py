@@ -25,8 +25,8 @@ from torch import Tensor, nn
 
 from polyad.model.smoe.layer import SelectingMoE
 from polyad.model.vision import classified
+from polyad.train.experts.actions import intervening
 from polyad.train.experts.information import Summed
-from polyad.train.experts.interventions import intervening
 from polyad.train.experts.probing import RoutedLayer, deciding
 
 

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from polyad.model.smoe.layer import SelectingMoE
+from polyad.train.experts.actions import CONTRIBUTION, Action, intervening
 from polyad.train.experts.information import Summed
-from polyad.train.experts.interventions import CONTRIBUTION, Action, intervening
 from polyad.train.experts.moments import Moments
 from polyad.train.experts.probing import Decision, RoutedLayer
 from polyad.train.tasks.samples import Passages, losses, through

@@ -26,7 +26,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from torch import Tensor, nn
 
 from polyad.train.errors import ConfigError, one_line
-from polyad.train.experts.interventions import HOWS, NEEDS_SELECTION, parse_intervention
+from polyad.train.experts.actions import HOWS, NEEDS_SELECTION
+from polyad.train.experts.interventions import parse_intervention
 from polyad.train.experts.probing import RoutedLayer, routed_layers
 from polyad.train.explore.cards import Cards
 from polyad.train.explore.view import TextView

@@ -21,8 +21,8 @@ from polyad.model.decoder import Decoder
 from polyad.parallel import comm
 from polyad.parallel.streamed import Streamed, parts_of
 from polyad.train.errors import ConfigError
+from polyad.train.experts.actions import Action, How, check_action, experts_of_a_token
 from polyad.train.experts.information import Summed
-from polyad.train.experts.interventions import Action, How, check_action, experts_of_a_token
 from polyad.train.experts.knockout import LayerWithout
 from polyad.train.experts.moments import STATISTICS, Moments
 from polyad.train.experts.probing import EVERY, RoutedLayer

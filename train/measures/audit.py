@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from polyad.model.decoder import Decoder
 from polyad.parallel import comm
 from polyad.train.errors import ConfigError
-from polyad.train.experts.interventions import Action, How, experts_of_a_token
+from polyad.train.experts.actions import Action, How, experts_of_a_token
 from polyad.train.experts.knockout import may_drop
 from polyad.train.experts.probing import EVERY, RoutedLayer, choose_layers, routed_layers
 from polyad.train.experts.ranked import (

@@ -15,13 +15,8 @@ from torch import Tensor, nn
 
 from polyad.parallel import comm
 from polyad.train.errors import ConfigError
-from polyad.train.experts.interventions import (
-    Action,
-    Intervention,
-    check_interventions,
-    experts_of_a_token,
-    intervened,
-)
+from polyad.train.experts.actions import Action, experts_of_a_token
+from polyad.train.experts.interventions import Intervention, check_interventions, intervened
 from polyad.train.experts.probing import RoutedLayer, routed_layers
 from polyad.train.measures.measure import Examination, Result
 from polyad.train.measures.removal import RANDOM_CHOICES, TOKENS, as_in, mean_loss, text_of

@@ -16,8 +16,8 @@ from polyad.model.decoder import Decoder
 from polyad.parallel import comm
 from polyad.parallel.streamed import Streamed
 from polyad.train.errors import ConfigError
+from polyad.train.experts.actions import CONTRIBUTION, Action
 from polyad.train.experts.information import Summed
-from polyad.train.experts.interventions import CONTRIBUTION, Action
 from polyad.train.experts.knockout import ExpertWithout, KnockOut, LayerWithout
 from polyad.train.experts.probing import (
     RoutedLayer,

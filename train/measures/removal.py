@@ -26,7 +26,8 @@ from polyad.train.errors import ConfigError
 from polyad.train.exchange.convert import convert
 from polyad.train.exchange.pruning import Group, Groups, Pruning
 from polyad.train.exchange.writers import Format
-from polyad.train.experts.interventions import Action, Intervention, intervened
+from polyad.train.experts.actions import Action
+from polyad.train.experts.interventions import Intervention, intervened
 from polyad.train.experts.moments import Moments
 from polyad.train.experts.probing import RoutedLayer, routed_layers
 from polyad.train.measures.knockout import KnockOuts

@@ -24,7 +24,7 @@ from polyad.model.output import ask_for_statistics
 from polyad.parallel.zero import DTYPES
 from polyad.train.config.adaptation import model_of
 from polyad.train.config.run import RunConfig, load_config
-from polyad.train.experts.interventions import intervening
+from polyad.train.experts.actions import intervening
 from polyad.train.experts.leaving_out import without_capacity
 from polyad.train.experts.probing import routed_layers
 from polyad.train.loop.losses import routing_loss

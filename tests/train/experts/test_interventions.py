@@ -8,15 +8,8 @@ import torch
 from polyad.model.build import build_model, materialize
 from polyad.model.gpt2 import GPT2Config
 from polyad.train.errors import ConfigError
-from polyad.train.experts.interventions import (
-    CONTRIBUTION,
-    HOWS,
-    Action,
-    Intervention,
-    intervened,
-    intervening,
-    parse_intervention,
-)
+from polyad.train.experts.actions import CONTRIBUTION, HOWS, Action, intervening
+from polyad.train.experts.interventions import Intervention, intervened, parse_intervention
 from polyad.train.experts.probing import deciding, routed_layers
 
 SPARSE = {"kind": "smoe", "num_experts": 6, "expert_hidden_size": 8, "top_k": 2}

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from polyad.model.build import build_model, materialize, read_model_config
-from polyad.train.experts.interventions import intervening
+from polyad.train.experts.actions import intervening
 from polyad.train.experts.leaving_out import (
     LeaveOneOut,
     polysemanticity,

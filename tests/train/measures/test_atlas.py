@@ -12,7 +12,8 @@ from scipy.stats import spearmanr
 from polyad.data.text.dataset import PreparedData
 from polyad.launch.cli import run as polyad
 from polyad.train.errors import ConfigError
-from polyad.train.experts.interventions import Action, Intervention, intervened, intervening
+from polyad.train.experts.actions import Action, intervening
+from polyad.train.experts.interventions import Intervention, intervened
 from polyad.train.experts.knockout import Paired
 from polyad.train.experts.moments import STATISTICS
 from polyad.train.experts.probing import deciding, routed_layers

@@ -7,7 +7,8 @@ import torch
 
 from polyad.launch.cli import run as polyad
 from polyad.parallel.weights import load_model, open_weights
-from polyad.train.experts.interventions import Action, Intervention, intervened
+from polyad.train.experts.actions import Action
+from polyad.train.experts.interventions import Intervention, intervened
 from polyad.train.experts.probing import routed_layers
 from polyad.train.measures.removal import Removal
 from tests.helpers.decoders import hub_folder, prepared_for
