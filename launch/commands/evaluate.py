@@ -543,6 +543,14 @@ def contrast(
             non_negative,
         ),
     ] = 0,
+    strength: Annotated[
+        float | None,
+        Argument(
+            "steer by the same experts' gate columns too, X times each, and beside it (see experts "
+            "steer)",
+            "X",
+        ),
+    ] = None,
     tokens: Annotated[int | None, Argument(READ, "N", positive)] = None,
     seed: Annotated[int, Argument("of random choices; default 0", "S", non_negative)] = 0,
     held: Stored,
@@ -551,7 +559,7 @@ def contrast(
 
     The loss of both texts, beside that with random experts in the same number.
     """
-    asked: dict[str, Any] = {"force": force, "avoid": avoid, "seed": seed}
+    asked: dict[str, Any] = {"force": force, "avoid": avoid, "strength": strength, "seed": seed}
     asked |= {} if tokens is None else {"tokens": tokens}
 
     def measure(checkpoint: Path) -> Found:

@@ -13,11 +13,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from polyad.model.decoder import DecoderSettings
 from polyad.parallel import comm
 from polyad.train.errors import ConfigError
 from polyad.train.experts.actions import Action, experts_of_a_token
 from polyad.train.experts.interventions import Intervention, check_interventions, intervened
 from polyad.train.experts.probing import RoutedLayer, routed_layers
+from polyad.train.experts.steering import Steering, steered
 from polyad.train.measures.measure import Examination, Result
 from polyad.train.measures.removal import RANDOM_CHOICES, TOKENS, as_in, mean_loss, text_of
 from polyad.train.reading import Evaluated, Reading, open_evaluated, read
@@ -56,7 +58,7 @@ class Contrast(Result):
     """All, those of the largest difference first."""
     forced: Sequence[Intervention]
     losses: Mapping[str, tuple[float, float]]
-    """Of both texts, in nats a token: as they are, and with the experts moved."""
+    """Of both texts, in nats a token: as they are, with the experts moved, and steered to them."""
     at_random: Sequence[tuple[float, float]]
     tokens: tuple[int, int]
 
@@ -85,13 +87,14 @@ class Contrast(Result):
         for each in self.experts[:MOST_SHOWN]:
             shares = (f"{100 * each.first:.1f}%", f"{100 * each.second:.1f}%")
             table.append((f"{each.layer}", f"{each.expert}", *shares, f"{100 * each.delta:+.1f}%"))
-        (first, second), (first_moved, second_moved) = self.losses.values()
+        first, second = self.losses["as_it_is"]
         lines: list[tuple[str, ...]] = [
             ("loss", "first", "change", "second", "change"),
             ("as it is", f"{first:.4f}", "", f"{second:.4f}", ""),
         ]
         mean = [sum(each) / len(self.at_random) for each in zip(*self.at_random, strict=True)]
-        for name, (one, two) in (("moved", (first_moved, second_moved)), ("random ones", mean)):
+        others = [(name, pair) for name, pair in self.losses.items() if name != "as_it_is"]
+        for name, (one, two) in (*others, ("random ones", mean)):
             changes = (f"{one - first:+.4f}", f"{two - second:+.4f}")
             lines.append((name, f"{one:.4f}", changes[0], f"{two:.4f}", changes[1]))
         return [
@@ -111,6 +114,8 @@ class ContrastOptions:
     """Prepared data."""
     force: int = 5
     avoid: int = 0
+    strength: float | None = None
+    """Of a steering by the same experts' gate columns, which is measured too; None: it is not."""
     tokens: int = TOKENS
     seed: int = 0
 
@@ -130,7 +135,10 @@ class Contrasting(Examination):
                 f"{cls.name}: is not allowed with data.kind: {opened.config.data.kind}; text and "
                 f"masked_text have it"
             )
-        return ContrastOptions(**options)
+        asked = ContrastOptions(**options)
+        if asked.strength is not None and not isinstance(opened.config.model, DecoderSettings):
+            raise ConfigError(f"--strength: {asked.strength:g}: only a GPT-2 or decoder is steered")
+        return asked
 
     @classmethod
     def take(
@@ -165,8 +173,12 @@ class Contrasting(Examination):
         moved = chosen(experts, top_k, asked.force, asked.avoid)
         check_interventions(model, moved)
 
-        def losses(told: str, interventions: Sequence[Intervention]) -> list[tuple[float, int]]:
-            with intervened(model, interventions):
+        def losses(
+            told: str,
+            interventions: Sequence[Intervention],
+            steerings: Sequence[Steering] = (),
+        ) -> list[tuple[float, int]]:
+            with intervened(model, interventions), steered(model, steerings):
                 samples = (text_of(each, split, asked.tokens) for each in both)
                 return [mean_loss(model, each, opened.batch_size, told) for each in samples]
 
@@ -177,12 +189,17 @@ class Contrasting(Examination):
             told = f"random experts {number + 1}/{RANDOM_CHOICES}"
             one, two = (loss for loss, _ in losses(told, again))
             at_random.append((one, two))
+        found = {"as_it_is": (first, second)}
         one, two = (loss for loss, _ in losses("with experts moved", moved))
+        found["moved"] = one, two
+        if asked.strength is not None:
+            one, two = (loss for loss, _ in losses("steered", [], _towards(moved, asked.strength)))
+            found["steered"] = one, two
         return Contrast(
             other=both[1].task.name,
             experts=experts,
             forced=moved,
-            losses={"as_it_is": (first, second), "moved": (one, two)},
+            losses=found,
             at_random=at_random,
             tokens=(tokens, others),
         )
@@ -213,6 +230,16 @@ def chosen(
         for action in (Action(how="force"), Action(how="avoid"))
         for layer, some in sorted(picked[action.how].items())
         if some
+    ]
+
+
+def _towards(moved: Sequence[Intervention], strength: float) -> list[Steering]:
+    """Steerings towards the experts that are forced, and away from those that are avoided."""
+    sign = {"force": 1.0, "avoid": -1.0}
+    return [
+        Steering(layer=each.layer, expert=expert, strength=sign[each.action.how] * strength)
+        for each in moved
+        for expert in each.experts
     ]
 
 

@@ -11,6 +11,7 @@ from polyad.launch.cli import run as polyad
 from polyad.parallel.weights import load_model
 from polyad.train.experts.interventions import intervened, parse_intervention
 from polyad.train.experts.probing import deciding, routed_layers
+from polyad.train.experts.steering import parse_steering, steered
 from polyad.train.measures.contrast import Contrasted, Contrasting, chosen, random_ones
 from tests.helpers.runs import both_forms, newest
 from tests.train.measures.test_knockout import losses_of
@@ -43,7 +44,7 @@ def windows_of(path, split):
 
 @torch.no_grad()
 def test_shares_and_losses_are_those_of_single_windows(workers, trained, prepared_path, others):
-    options = {"other": str(others), "force": 1, "avoid": 1, "tokens": 10**6}
+    options = {"other": str(others), "force": 1, "avoid": 1, "tokens": 10**6, "strength": 4.0}
     result, text = workers(1).run(both_forms, trained("smoe"), Contrasting, **options)[0]
     model = load_model(newest(trained("smoe")))
     (layer,) = routed_layers(model)
@@ -70,9 +71,14 @@ def test_shares_and_losses_are_those_of_single_windows(workers, trained, prepare
         {"layer": 1, "experts": [high], "how": "force"},
         {"layer": 1, "experts": [low], "how": "avoid"},
     ]
-    for name, words in (("as_it_is", []), ("moved", asked)):
+    towards = [f"layer=1,expert={high},strength=4", f"layer=1,expert={low},strength=-4"]
+    cases = (("as_it_is", [], []), ("moved", asked, []), ("steered", [], towards))
+    for name, words, steerings in cases:
         for column, path in enumerate((prepared_path, others)):
-            with intervened(model, [parse_intervention(each) for each in words]):
+            with (
+                intervened(model, [parse_intervention(each) for each in words]),
+                steered(model, [parse_steering(each) for each in steerings]),
+            ):
                 found = losses_of(model, windows_of(path, "validation"))
             mean = float(torch.cat([nats for nats, _ in found]).mean())
             assert result["loss"][name][column] == pytest.approx(mean, abs=1e-5)
