@@ -1,5 +1,7 @@
 """`polyad compare` and `--attack` on whole runs."""
 
+import importlib
+import importlib.util
 import json
 import math
 import shutil
@@ -159,6 +161,8 @@ def test_the_report_draws_what_the_loop_logged(runs, tmp_path):
 
 @pytest.mark.slow
 def test_the_command_writes_json_and_leaves_nothing(runs, capfd, tmp_path, monkeypatch):
+    if importlib.util.find_spec("wandb"):  # DeepSpeed imports it, and that makes folders
+        importlib.import_module("wandb")
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     first, second = (str(checkpoint(runs["smoe"], step)) for step in (6, 3))
     assert polyad(["compare", first, "--with", second, "--tokens", "64", "--json", "-"]) == 0
