@@ -1,12 +1,10 @@
-"""Commands that read a checkpoint over held-out data.
+"""Commands that score checkpoints on held-out data.
 
 Each runs in one process, or in each process that torchrun has started; rank 0 shows the result.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from polyad.launch.command import (
     Argument,
@@ -14,68 +12,26 @@ from polyad.launch.command import (
     Overrides,
     UsageError,
     command,
-    names,
     non_negative,
     positive,
     share,
+)
+from polyad.launch.commands.held_out import (
+    READ,
+    Found,
+    HeldOut,
+    Stored,
+    examined,
+    show_measured,
 )
 from polyad.launch.commands.options import (
     Base,
     Best,
     CheckpointOrRun,
     Data,
-    Intervene,
-    Split,
-    Stream,
     Weights,
-    numbers,
-    steering,
 )
-from polyad.launch.machine import is_main
-from polyad.launch.output import check_result_file, results
-
-if TYPE_CHECKING:
-    from polyad.train.measures.measure import Examination
-
-Found = tuple[object, str]
-"""A result, and the same for a person."""
-Measure = Callable[[Path], Found]
-"""What is measured of a checkpoint, by all processes."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class HeldOut:
-    """What is read, and where the result goes."""
-
-    data: Data = None
-    best: Best = False
-    split: Split = "validation"
-    json: Json = None
-
-    def keywords(self, overrides: Sequence[str]) -> dict[str, Any]:
-        """The arguments of what reads it."""
-        return {"data": self.data, "split": self.split, "overrides": tuple(overrides)}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Stored(HeldOut):
-    """The same, and which weights of the checkpoint are meant."""
-
-    weights: Weights = "trained"
-    base: Base = None
-    stream: Stream = None
-    intervene: Intervene = ()
-
-    def keywords(self, overrides: Sequence[str]) -> dict[str, Any]:
-        """The arguments of what reads it."""
-        from polyad.train.experts.interventions import parse_intervention
-
-        own = {"weights": self.weights, "base": self.base, "stream": self.stream}
-        interventions = [parse_intervention(text) for text in self.intervene]
-        return super().keywords(overrides) | own | {"interventions": interventions}
-
-
-READ = "about how many tokens or images are read, evenly; default 65536"
+from polyad.launch.output import check_result_file
 
 
 @command(
@@ -159,7 +115,7 @@ def evaluate(
 
     asked: dict[str, Any] = {"overrides": overrides, "attack": attack, "rate": rate, "seed": seed}
     asked |= {"leak": leak, "record_routing": record_routing, "replay_routing": replay_routing}
-    _show("evaluate", path, held, asked, measure)
+    show_measured("evaluate", path, held, asked, measure)
 
 
 @command(
@@ -191,10 +147,10 @@ def compare(
         read = {} if tokens is None else {"units": tokens}
         return read_newest(
             second,
-            lambda other: _examined(checkpoint, Comparison, held, overrides, other=other, **read),
+            lambda other: examined(checkpoint, Comparison, held, overrides, other=other, **read),
         )
 
-    _show("compare", path, held, asked, measure)
+    show_measured("compare", path, held, asked, measure)
 
 
 @command("robustness", "polyad robustness runs/quickstart/run --set v2 --images imagenetv2")
@@ -221,522 +177,7 @@ def robustness(
         from polyad.train.measures.robustness import Robustness
 
         options = {"set": kind, "folder": user_path(images)}
-        return _examined(checkpoint, Robustness, held, overrides, **options)
+        return examined(checkpoint, Robustness, held, overrides, **options)
 
     asked = {"overrides": overrides, "set": kind, "images": images}
-    _show("robustness", path, held, asked, measure)
-
-
-@command("experts specialize", "polyad experts specialize runs/quickstart/run")
-def specialize(
-    path: CheckpointOrRun,
-    overrides: Overrides,
-    held: Stored,
-) -> None:
-    """Shows how experts divide the work.
-
-    Entropies of the gates, and what experts tell about classes, of text about classes of tokens;
-    of images also for how many classes each expert matters, by leaving it out.
-    """
-    asked = {"overrides": overrides}
-    _show("experts specialize", path, held, asked, _measured("specialization", held, overrides))
-
-
-Layers = Annotated[
-    Sequence[str],
-    numbers(
-        "blocks whose experts are left out, or all; default: the first, the middle and the last "
-        "block that has experts"
-    ),
-]
-Experts = Annotated[
-    Sequence[str],
-    numbers("experts of each of these that are left out; with levels LEVEL.N; default: all"),
-]
-
-
-Labels = Annotated[
-    Path | None,
-    Argument(
-        "classes of your own: a .parquet or .csv with the columns document and offset, as experts "
-        "trace writes them, and others whose values sort the tokens",
-        "FILE",
-    ),
-]
-
-
-@command("experts knockout", "polyad experts knockout runs/quickstart/run --layers 0,3")
-def knockout(
-    path: CheckpointOrRun,
-    overrides: Overrides,
-    *,
-    layers: Layers = (),
-    experts: Experts = (),
-    tokens: Annotated[int | None, Argument(READ, "N", positive)] = None,
-    labels: Labels = None,
-    held: Stored,
-) -> None:
-    """Shows what each expert of a language model is for, by leaving it out.
-
-    The change of the loss without it, for classes of tokens by characters, position and frequency.
-    """
-    asked = {"overrides": overrides, "layers": layers, "experts": experts, "tokens": tokens}
-    _knock_out("experts knockout", path, held, asked | {"labels": labels})
-
-
-@command(
-    "experts atlas",
-    "polyad experts atlas runs/quickstart/run",
-    "polyad experts atlas runs/quickstart/run --tokens 16384 --how route-around",
-    "polyad experts atlas runs/quickstart/run --unembed 10",
-)
-def atlas(
-    path: CheckpointOrRun,
-    overrides: Overrides,
-    *,
-    how: Annotated[
-        Literal["contribution", "route-around", "mean", "prune"],
-        Argument(
-            "an expert's output is 0; the others take over its weight; its output is its mean; it "
-            "is not there and the next best enters; default contribution"
-        ),
-    ] = "contribution",
-    layers: Annotated[
-        Sequence[str], numbers("blocks whose experts are taken away; default: all")
-    ] = ("all",),
-    experts: Experts = (),
-    unembed: Annotated[
-        int | None,
-        Argument("tell the N tokens that each expert's mean output raises most", "N", positive),
-    ] = None,
-    tokens: Annotated[int | None, Argument(READ, "N", positive)] = None,
-    labels: Labels = None,
-    held: Stored,
-) -> None:
-    """Shows what every expert is for, by taking it away, and which statistics would have told.
-
-    The change of the loss, for classes of tokens, beside use, norms, REAP and MoNE; and what is
-    lost without a quarter and a half of a layer's experts, chosen by each of these or at random.
-    """
-    asked: dict[str, Any] = {"layers": layers, "experts": experts, "how": how}
-    asked |= {"labels": labels, "unembed": unembed}
-    asked |= {} if tokens is None else {"tokens": tokens}
-
-    def measure(checkpoint: Path) -> Found:
-        from polyad.train.measures.atlas import Atlas
-
-        return _examined(checkpoint, Atlas, held, overrides, **asked)
-
-    _show("experts atlas", path, held, {"overrides": overrides} | asked, measure)
-
-
-@command(
-    "experts audit",
-    "polyad experts audit runs/quickstart/run",
-    "polyad experts audit runs/quickstart/run --positions 1000 --how route-around",
-)
-def audit(
-    path: CheckpointOrRun,
-    overrides: Overrides,
-    *,
-    how: Annotated[
-        Literal["contribution", "route-around"],
-        Argument(
-            "an expert's output is 0; the others take over its weight too; default contribution"
-        ),
-    ] = "contribution",
-    positions: Annotated[
-        int | None, Argument("tokens that are audited in each layer; default 200", "N", positive)
-    ] = None,
-    layers: Annotated[Sequence[str], numbers("blocks that are audited; default: all")] = ("all",),
-    tokens: Annotated[int | None, Argument(READ, "N", positive)] = None,
-    seed: Annotated[int, Argument("of random choices; default 0", "S", non_negative)] = 0,
-    held: Stored,
-) -> None:
-    """Tests whether a statistic tells which of a token's experts matter to it.
-
-    The loss of single tokens without the highest and without the lowest of their experts, by use,
-    norms, REAP, MoNE, the token's own weight, and chance.
-    """
-    asked: dict[str, Any] = {"how": how, "layers": layers, "seed": seed}
-    asked |= {} if tokens is None else {"tokens": tokens}
-    asked |= {} if positions is None else {"positions": positions}
-
-    def measure(checkpoint: Path) -> Found:
-        from polyad.train.measures.audit import Audited
-
-        return _examined(checkpoint, Audited, held, overrides, **asked)
-
-    _show("experts audit", path, held, {"overrides": overrides} | asked, measure)
-
-
-@command(
-    "experts probe",
-    "polyad experts probe runs/quickstart/run",
-    "polyad experts probe runs/quickstart/run --layers all --units 1,4,16 --candidates 16",
-)
-def probe(
-    path: CheckpointOrRun,
-    overrides: Overrides,
-    *,
-    layers: Annotated[
-        Sequence[str],
-        numbers(
-            "blocks that are probed, or all; default: the first, the middle and the last whose "
-            "feed-forward is dense or selects experts"
-        ),
-    ] = (),
-    units: Annotated[Sequence[str], numbers("how many hidden units a probe reads; default 1,8")] = (
-        "1",
-        "8",
-    ),
-    samples: Annotated[
-        int,
-        Argument(
-            "tokens of each probe, half of them of the class, a multiple of 8; default 400",
-            "N",
-            positive,
-        ),
-    ] = 400,
-    candidates: Annotated[
-        int, Argument("experts of each layer that are probed; default 8", "N", positive)
-    ] = 8,
-    tokens: Annotated[int | None, Argument(READ, "N", positive)] = None,
-    seed: Annotated[int, Argument("of random choices; default 0", "S", non_negative)] = 0,
-    held: Stored,
-) -> None:
-    """Tests which classes of tokens a few hidden units of an expert tell.
-
-    k-sparse probes, each on as many tokens, the best of as many experts of each layer, chosen on
-    other tokens than it is scored on, beside probes of shuffled labels.
-    """
-    asked: dict[str, Any] = {"layers": layers, "units": units, "samples": samples}
-    asked |= {"candidates": candidates, "seed": seed}
-    asked |= {} if tokens is None else {"tokens": tokens}
-
-    def measure(checkpoint: Path) -> Found:
-        from polyad.train.measures.ksparse import KSparse
-
-        return _examined(checkpoint, KSparse, held, overrides, **asked)
-
-    _show("experts probe", path, held, {"overrides": overrides} | asked, measure)
-
-
-@command(
-    "experts prune",
-    "polyad experts prune runs/quickstart/run runs/smaller --by reap --keep 0.5",
-    "polyad experts prune runs/quickstart/run runs/joined --by frequency --keep 0.5 --merge",
-)
-def prune(
-    path: CheckpointOrRun,
-    output: Annotated[Path, Argument("the folder to make, in the same format", "OUTPUT")],
-    overrides: Overrides,
-    *,
-    by: Annotated[
-        Literal["atlas", "reap", "mone", "frequency", "mean-norm", "random"],
-        Argument(
-            "what decides which experts stay: the change of the loss without each (one pass for "
-            "each expert), a statistic of use and outputs, or chance"
-        ),
-    ],
-    keep: Annotated[
-        float, Argument("the share of the experts of every layer that stays, below 1", "S", share)
-    ],
-    merge: Annotated[
-        bool,
-        Argument(
-            "experts with similar mean outputs become one, with weights in proportion to what --by "
-            "says of each, in place of leaving experts out"
-        ),
-    ] = False,
-    calibrate: Annotated[
-        str | None,
-        Argument(
-            "prepared data on whose train split experts are chosen, such as examples of one "
-            "domain; default: that which the cost is measured on",
-            "DIR",
-        ),
-    ] = None,
-    tokens: Annotated[int | None, Argument(READ, "N", positive)] = None,
-    seed: Annotated[int, Argument("of random choices; default 0", "S", non_negative)] = 0,
-    held: Stored,
-) -> None:
-    """Writes a sparse mixture with fewer experts, and says what that cost.
-
-    Beside the loss on held-out text with all experts, and with random ones.
-    """
-    asked: dict[str, Any] = {"output": output, "by": by, "keep": keep, "merge": merge}
-    asked |= {"calibrate": calibrate, "seed": seed}
-    asked |= {} if tokens is None else {"tokens": tokens}
-
-    def measure(checkpoint: Path) -> Found:
-        from polyad.train.measures.removal import Removal
-
-        return _examined(checkpoint, Removal, held, overrides, **asked)
-
-    _show("experts prune", path, held, {"overrides": overrides} | asked, measure)
-
-
-@command(
-    "experts steer",
-    "polyad experts steer runs/quickstart/run --steer layer=3,expert=2,strength=8",
-)
-def steer(
-    path: CheckpointOrRun,
-    overrides: Overrides,
-    *,
-    steer: Annotated[
-        Sequence[str],
-        steering(
-            "X times the expert's gate column is added to what enters a block (level=N of a "
-            "hierarchy); may be given several times, all act at once; leaves out these experts "
-            "alone unless --layers or --experts names others"
-        ),
-    ],
-    layers: Layers = (),
-    experts: Experts = (),
-    tokens: Annotated[int | None, Argument(READ, "N", positive)] = None,
-    held: Stored,
-) -> None:
-    """Shows what a language model predicts when it is steered to experts.
-
-    The change of the loss, and of the predicted probability, for the classes of tokens of
-    `polyad experts knockout`, beside what leaving the experts out does.
-    """
-    asked = {"overrides": overrides, "layers": layers, "experts": experts, "tokens": tokens}
-    _knock_out("experts steer", path, held, asked | {"steer": steer})
-
-
-def _knock_out(name: str, path: Path, held: Stored, asked: dict[str, Any]) -> None:
-    from polyad.train.experts.steering import parse_steering
-
-    given = {name: asked.get(name) for name in ("layers", "experts", "labels")}
-    given["steerings"] = [parse_steering(text) for text in asked.get("steer", ())]
-    if asked["tokens"] is not None:
-        given["tokens"] = asked["tokens"]
-    _show(name, path, held, asked, _measured("knockout", held, asked["overrides"], **given))
-
-
-@command(
-    "experts contrast",
-    "polyad prepare --source configs --format text --tokenizer runs/stdlib --output runs/yaml",
-    "polyad experts contrast runs/quickstart/run --with runs/yaml --force 5 --avoid 2",
-)
-def contrast(
-    path: CheckpointOrRun,
-    overrides: Overrides,
-    *,
-    other: Annotated[str, Argument("prepared data of the second text", "DIR", flag="--with")],
-    force: Annotated[
-        int,
-        Argument(
-            "how many experts are forced that the first text uses more; default 5",
-            "N",
-            non_negative,
-        ),
-    ] = 5,
-    avoid: Annotated[
-        int,
-        Argument(
-            "how many experts are avoided that the second text uses more; default 0",
-            "N",
-            non_negative,
-        ),
-    ] = 0,
-    strength: Annotated[
-        float | None,
-        Argument(
-            "steer by the same experts' gate columns too, X times each, and beside it (see experts "
-            "steer)",
-            "X",
-        ),
-    ] = None,
-    tokens: Annotated[int | None, Argument(READ, "N", positive)] = None,
-    seed: Annotated[int, Argument("of random choices; default 0", "S", non_negative)] = 0,
-    held: Stored,
-) -> None:
-    """Shows which experts one text uses more than another, and what forcing them does.
-
-    The loss of both texts, beside that with random experts in the same number.
-    """
-    asked: dict[str, Any] = {"force": force, "avoid": avoid, "strength": strength, "seed": seed}
-    asked |= {} if tokens is None else {"tokens": tokens}
-
-    def measure(checkpoint: Path) -> Found:
-        from polyad.train.measures.contrast import Contrasting
-
-        return _examined(checkpoint, Contrasting, held, overrides, other=other, **asked)
-
-    _show("experts contrast", path, held, {"overrides": overrides, "with": other} | asked, measure)
-
-
-@command(
-    "experts trace",
-    "polyad experts trace runs/quickstart/run --output runs/trace.parquet",
-    "polyad experts trace runs/quickstart/run --output runs/trace.parquet --tokens 4096 "
-    "--layers 1 --with score,entropy,norm,loss",
-)
-def trace(
-    path: CheckpointOrRun,
-    overrides: Overrides,
-    *,
-    output: Annotated[
-        Path,
-        Argument(
-            "the file to make, which ends in .parquet, or a folder with one for each process",
-            "DIR_OR_FILE",
-        ),
-    ],
-    layers: Annotated[
-        Sequence[str], numbers("blocks whose experts are written; default: all layers with experts")
-    ] = (),
-    top: Annotated[
-        int | None,
-        Argument(
-            "of a muMoE or a mixture of networks, which give a token a share of every expert: how "
-            "many are written, of each level the highest; default 4",
-            "K",
-            positive,
-        ),
-    ] = None,
-    extra: Annotated[
-        Sequence[str],
-        Argument(
-            "more columns: score (what top-K sees), entropy (of a token's scores, in nats), norm "
-            "(of the expert's own output), loss (of the next token, in nats)",
-            "COLUMN,...",
-            names,
-            flag="--with",
-        ),
-    ] = (),
-    tokens: Annotated[int | None, Argument(READ, "N", positive)] = None,
-    held: Stored,
-) -> None:
-    """Writes the experts of every token to Parquet.
-
-    A row for each token, layer and chosen expert, with the expert's weight and the token's place in
-    the data; pandas, polars and duckdb read it.
-    """
-    options: dict[str, Any] = {"output": output, "layers": layers, "top": top, "extra": extra}
-    if tokens is not None:
-        options["tokens"] = tokens
-
-    def measure(checkpoint: Path) -> Found:
-        from polyad.train.measures.trace import Trace, TraceWithLoss
-
-        kind = TraceWithLoss if "loss" in extra else Trace
-        return _examined(checkpoint, kind, held, overrides, **options)
-
-    _show("experts trace", path, held, {"overrides": overrides, **options}, measure)
-
-
-@command("experts measure", "polyad experts measure runs/quickstart/run --name specialization")
-def take(
-    path: CheckpointOrRun,
-    overrides: Overrides,
-    *,
-    name: Annotated[
-        str, Argument("of the measure, which a plugin (POLYAD_PLUGINS) may have added", "NAME")
-    ],
-    held: Stored,
-) -> None:
-    """Takes a measure of experts over held-out data."""
-    from polyad.train.measures.registry import MEASURES
-
-    if name not in MEASURES:
-        raise UsageError(f"--name: {name!r} is not allowed; {', '.join(MEASURES)} are")
-    asked = {"overrides": overrides, "measure": name}
-    _show("experts measure", path, held, asked, _measured(name, held, overrides))
-
-
-def _measured(
-    name: str, held: Stored, overrides: Sequence[str], **options: Any
-) -> Callable[[Path], Found]:
-    """What takes a measure of the registry of a checkpoint."""
-
-    def take_it(checkpoint: Path) -> Found:
-        from polyad.train.measures.registry import MEASURES
-
-        return _examined(checkpoint, MEASURES[name], held, overrides, **options)
-
-    return take_it
-
-
-def _examined(
-    checkpoint: Path,
-    kind: "type[Examination]",
-    held: HeldOut,
-    overrides: Sequence[str],
-    **options: Any,
-) -> Found:
-    """What an examination finds out about a checkpoint."""
-    from polyad.train.measures.measure import examine
-
-    found = examine(checkpoint, kind, **options, **held.keywords(overrides))
-    return found, found.text()
-
-
-@command("experts rewrite", "polyad experts rewrite runs/quickstart/run --move class=1,of=Young:0")
-def rewrite(
-    path: CheckpointOrRun,
-    overrides: Overrides,
-    *,
-    move: Annotated[
-        str,
-        Argument(
-            "the class whose output is moved by the experts that training images of a "
-            "subpopulation use, as of=Young:0+Male:0; by: the number of experts, if it is missing",
-            "class=C,of=A+B,by=N",
-        ),
-    ],
-    held: Stored,
-) -> None:
-    """Moves a class's output by experts, in a model with a muMoE head.
-
-    Accuracy and fairness before and after.
-    """
-
-    def measure(checkpoint: Path) -> Found:
-        from polyad.train.measures.rewriting import Rewriting
-
-        return _examined(checkpoint, Rewriting, held, overrides, move=move)
-
-    _show("experts rewrite", path, held, {"overrides": overrides, "move": move}, measure)
-
-
-def _show(name: str, path: Path, held: HeldOut, asked: dict[str, Any], measure: Measure) -> None:
-    """Shows what is measured of a checkpoint.
-
-    Args:
-        name: of the command.
-        path: of a checkpoint or a run.
-        held: what is read.
-        asked: the command's other arguments; `other`, a path, becomes that which rank 0 has found.
-        measure: of the checkpoint's folder.
-    """
-    from polyad.launch.machine import end_with_launcher, prepare_environment
-
-    end_with_launcher()
-    prepare_environment()
-    from polyad.parallel import comm
-    from polyad.parallel.checkpoint.finding import (
-        best_checkpoint,
-        chosen_by_main,
-        newest_of,
-        read_newest,
-    )
-    from polyad.parallel.meeting import agree
-
-    choose = best_checkpoint if held.best else newest_of
-    with results(held.json) as show:
-        if comm.environment_world_size() > 1:
-            facts = {"name": name, "path": path} | vars(held) | asked
-            del facts["json"]
-            agree("the command", {f"the command's {key}": f"{facts[key]}" for key in facts})
-            path, choose = chosen_by_main("path", path, choose), newest_of
-            if "other" in asked:
-                asked["other"] = chosen_by_main("--with", asked["other"], newest_of)
-        result, table = read_newest(path, measure, choose)
-        if is_main():
-            show(result, table)
-        comm.shutdown()
+    show_measured("robustness", path, held, asked, measure)
