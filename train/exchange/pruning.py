@@ -33,7 +33,7 @@ class Group(NamedTuple):
 
     experts: Sequence[int]
     shares: Sequence[float]
-    """Of each in the mean; they sum to 1."""
+    """The share of each in the mean; they sum to 1."""
 
     @classmethod
     def alone(cls, expert: int) -> "Group":

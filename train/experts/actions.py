@@ -119,7 +119,7 @@ class _Chosen:
         self._lost_MS: Tensor | None = None
 
     def choose(self, chosen_BS: Tensor | None, at_BT: Tensor | None = None) -> None:
-        """See `Intervene`."""
+        """Sets which experts are changed, and where; see `Intervene`."""
         self._chosen_BS, self._at_BT = chosen_BS, at_BT
 
     def _of_tokens(self, tokens: int) -> Tensor:

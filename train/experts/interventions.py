@@ -85,28 +85,28 @@ def parse_intervention(text: str) -> Intervention:
             raise ConfigError(f"{where}: {key} {needed}")
     action = Action(
         how=how,
-        to=_whole(given["to"], where, "to") if "to" in given else None,
-        value=_finite(given["value"], where) if "value" in given else None,
+        to=whole(given["to"], where, "to") if "to" in given else None,
+        value=finite(given["value"], where, "value") if "value" in given else None,
     )
-    experts = tuple(_whole(each, where, "expert") for each in given["expert"].split("+"))
-    return Intervention(
-        layer=_whole(given["layer"], where, "layer"), experts=experts, action=action
-    )
+    experts = tuple(whole(each, where, "expert") for each in given["expert"].split("+"))
+    return Intervention(layer=whole(given["layer"], where, "layer"), experts=experts, action=action)
 
 
-def _whole(text: str, where: str, key: str) -> int:
+def whole(text: str, where: str, key: str) -> int:
+    """Reads a number of an option; an error begins with `where`."""
     if not (text.isascii() and text.isdecimal()):
         raise ConfigError(f"{where}: {key}: {text!r} is not a whole number of at least 0")
     return int(text)
 
 
-def _finite(text: str, where: str) -> float:
+def finite(text: str, where: str, key: str) -> float:
+    """Reads a number of an option; an error begins with `where`."""
     try:
         number = float(text)
     except ValueError:
         number = math.nan
     if not math.isfinite(number):
-        raise ConfigError(f"{where}: value: {text!r} is not a finite number")
+        raise ConfigError(f"{where}: {key}: {text!r} is not a finite number")
     return number
 
 

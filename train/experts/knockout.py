@@ -84,7 +84,7 @@ class Paired(NamedTuple):
 
     tokens: int
     mean: float
-    """Of the differences, in nats."""
+    """The mean difference, in nats."""
     d: float
     """The mean over the standard deviation (n - 1)."""
     t: float

@@ -21,7 +21,6 @@ Shapes: D width, N experts of a level, B windows, P predicted tokens, V vocabula
 ways to sort the next token, G groups of windows.
 """
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
@@ -43,6 +42,7 @@ from polyad.train.experts.class_changes import (
     mean_of,
 )
 from polyad.train.experts.information import GroupedSums, Matrix, Summed, intervals
+from polyad.train.experts.interventions import finite, whole
 from polyad.train.experts.token_classes import ClassColumns, classes_of_vocabulary, slices_of
 from polyad.train.tasks.samples import Passages, TextSamples, embedded, losses, through
 
@@ -84,7 +84,8 @@ def parse_steering(text: str) -> Steering:
             raise ConfigError(f"--steer {text}: unknown key {key!r}{near}; needed: {_FORM}")
         if key in values:
             raise ConfigError(f"--steer {text}: {key} stands twice")
-        values[key] = _strength(text, value) if key == "strength" else _number(text, key, value)
+        read = finite if key == "strength" else whole
+        values[key] = read(value, f"--steer {text}", key)
     if lacking := [key for key in ("layer", "expert", "strength") if key not in values]:
         raise ConfigError(f"--steer {text}: {lacking[0]} is missing; needed: {_FORM}")
     return Steering(**values)
@@ -225,22 +226,6 @@ def _adding(shift_D: Tensor) -> Callable[[nn.Module, tuple[Any, ...]], tuple[Any
 def _blocks(model: nn.Module) -> list[Block]:
     assert isinstance(model, Decoder)
     return [block for block in model.blocks if isinstance(block, Block)]
-
-
-def _number(text: str, key: str, value: str) -> int:
-    if not value.isdecimal():
-        raise ConfigError(f"--steer {text}: {key}: {value!r} is not a whole number of at least 0")
-    return int(value)
-
-
-def _strength(text: str, value: str) -> float:
-    try:
-        number = float(value)
-    except ValueError:
-        number = math.nan
-    if not math.isfinite(number):
-        raise ConfigError(f"--steer {text}: strength: {value!r} is not a finite number")
-    return number
 
 
 def _range(count: int) -> str:

@@ -28,6 +28,7 @@ from polyad.train.experts.moments import STATISTICS, Moments
 from polyad.train.experts.probing import EVERY, RoutedLayer
 from polyad.train.experts.unembedding import Raised, raised_tokens
 from polyad.train.measures.knockout import (
+    LEAD,
     KnockedOut,
     KnockOuts,
     Options,
@@ -172,13 +173,7 @@ class AtlasOfExperts(Result):
 
     def rows(self) -> list[str]:
         """The experts of each layer, whether statistics tell, and sets of experts."""
-        lines = [
-            "",
-            "change of the loss in nats a token without each expert, over all tokens and over "
-            "those that it has a part in,",
-            "and the classes of tokens that lose most, beyond noise; 95% intervals over windows, "
-            "* leaves 0 out",
-        ]
+        lines = [*LEAD]
         for layer in self.layers:
             lines += ["", *layer_rows(layer.without)]
         lines += ["", *self._correlation_rows()]

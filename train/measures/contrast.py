@@ -20,11 +20,10 @@ from polyad.train.experts.actions import Action, experts_of_a_token
 from polyad.train.experts.interventions import Intervention, check_interventions, intervened
 from polyad.train.experts.probing import RoutedLayer, routed_layers
 from polyad.train.experts.steering import Steering, steered
-from polyad.train.measures.measure import Examination, Result
+from polyad.train.measures.measure import Examination, Result, needs_one_process, needs_text
 from polyad.train.measures.removal import RANDOM_CHOICES, TOKENS, as_in, mean_loss, text_of
 from polyad.train.reading import Evaluated, Reading, open_evaluated, read
 from polyad.train.results import aligned
-from polyad.train.tasks.text import TextTask
 
 MOST_SHOWN = 10
 """Experts, for people."""
@@ -130,11 +129,7 @@ class Contrasting(Examination):
     @classmethod
     def checked(cls, opened: Evaluated, split: str, **options: Any) -> ContrastOptions:
         """The fields of `ContrastOptions`."""
-        if not isinstance(opened.task, TextTask):
-            raise ConfigError(
-                f"{cls.name}: is not allowed with data.kind: {opened.config.data.kind}; text and "
-                f"masked_text have it"
-            )
+        needs_text(cls.name, opened)
         asked = ContrastOptions(**options)
         if asked.strength is not None and not isinstance(opened.config.model, DecoderSettings):
             raise ConfigError(f"--strength: {asked.strength:g}: only a GPT-2 or decoder is steered")
@@ -150,8 +145,7 @@ class Contrasting(Examination):
         world: comm.World,
     ) -> Contrast:
         """Reads the train splits of both for the use of experts, and the split for losses."""
-        if world.size > 1:
-            raise ConfigError(f"{cls.name}: one process reads, and there are {world.size}")
+        needs_one_process(cls.name, world)
         layers = [each for each in routed_layers(model) if each.in_block and not each.shares]
         if not layers:
             raise ConfigError(f"{opened.weights.folder}: no layer selects experts")

@@ -48,6 +48,15 @@ NAMED = ("characters", "frequency")
 SIDES = ("read", "predicted")
 """Tokens by whose classes a study looks at harm: those that are read, where they are known."""
 
+LEAD = (
+    "",
+    "change of the loss in nats a token without each expert, over all tokens and over those that "
+    "it has a part in,",
+    "and the classes of tokens that lose most, beyond noise; 95% intervals over windows, * leaves "
+    "0 out",
+)
+"""What stands above tables of experts."""
+
 Row = tuple[str, ...]
 
 
@@ -95,13 +104,7 @@ class KnockedOut(Result):
 
     def rows(self) -> list[str]:
         """A table of each layer, and those of steering."""
-        lines = [
-            "",
-            "change of the loss in nats a token without each expert, over all tokens and over "
-            "those that it has a part in,",
-            "and the classes of tokens that lose most, beyond noise; 95% intervals over windows, "
-            "* leaves 0 out",
-        ]
+        lines = [*LEAD]
         for layer in self.layers:
             lines += ["", *layer_rows(layer)]
         if self.steering is not None:

@@ -33,7 +33,7 @@ from polyad.train.experts.ksparse import (
 )
 from polyad.train.experts.probing import EVERY, MOST_LAYERS, routed_layers
 from polyad.train.experts.token_classes import labellings
-from polyad.train.measures.measure import Examination, Result
+from polyad.train.measures.measure import Examination, Result, needs_one_process, needs_text
 from polyad.train.reading import Evaluated, read
 from polyad.train.results import aligned
 from polyad.train.tasks.samples import TextSamples
@@ -164,11 +164,7 @@ class KSparse(Examination):
     @classmethod
     def checked(cls, opened: Evaluated, split: str, **options: Any) -> KSparseOptions:
         """The fields of `KSparseOptions`."""
-        if not isinstance(opened.task, TextTask):
-            raise ConfigError(
-                f"{cls.name}: is not allowed with data.kind: {opened.config.data.kind}; text and "
-                f"masked_text have it"
-            )
+        needs_text(cls.name, opened)
         asked = KSparseOptions(**options)
         for each in asked.units:
             if not (each.isascii() and each.isdecimal() and int(each)):
@@ -187,8 +183,7 @@ class KSparse(Examination):
         world: comm.World,
     ) -> Probed:
         """Reads the text twice: for the experts of tokens, and for their hidden units."""
-        if world.size > 1:
-            raise ConfigError(f"{cls.name}: one process probes, and there are {world.size}")
+        needs_one_process(cls.name, world)
         ks = [int(each) for each in asked.units]
         places = _places(model, str(opened.weights.folder), asked.layers, max(ks))
         assert isinstance(opened.task, TextTask)

@@ -29,6 +29,7 @@ from polyad.train.reading import Evaluated, Reading, open_evaluated, read
 from polyad.train.results import aligned
 from polyad.train.study.config import StudyConfig
 from polyad.train.tasks.samples import Samples, samples_of
+from polyad.train.tasks.text import TextTask
 
 Tree = Mapping[str, Any]
 """A result as JSON values."""
@@ -254,6 +255,37 @@ class Measure(Examination):
             tree: what `kept` gave.
         """
         return {}
+
+
+def needs_text(name: str, opened: Evaluated) -> None:
+    """Refuses data that is neither text nor masked text.
+
+    Args:
+        name: of the command.
+        opened: weights and data.
+
+    Raises:
+        ConfigError: it is other data.
+    """
+    if not isinstance(opened.task, TextTask):
+        raise ConfigError(
+            f"{name}: is not allowed with data.kind: {opened.config.data.kind}; text and "
+            f"masked_text have it"
+        )
+
+
+def needs_one_process(name: str, world: comm.World) -> None:
+    """Refuses several processes.
+
+    Args:
+        name: of the command.
+        world: this process.
+
+    Raises:
+        ConfigError: there are several.
+    """
+    if world.size > 1:
+        raise ConfigError(f"{name}: one process does it, and there are {world.size}")
 
 
 @dataclass(frozen=True, kw_only=True)

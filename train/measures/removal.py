@@ -31,7 +31,13 @@ from polyad.train.experts.interventions import Intervention, intervened
 from polyad.train.experts.moments import Moments
 from polyad.train.experts.probing import RoutedLayer, routed_layers
 from polyad.train.measures.knockout import KnockOuts
-from polyad.train.measures.measure import Examination, Result, Subject
+from polyad.train.measures.measure import (
+    Examination,
+    Result,
+    Subject,
+    needs_one_process,
+    needs_text,
+)
 from polyad.train.reading import Evaluated, MomentsReader, Reading, open_evaluated, read
 from polyad.train.results import aligned
 from polyad.train.tasks.samples import TextSamples, losses
@@ -137,18 +143,14 @@ class Removed(Result):
 class Removal(Examination):
     """Chooses experts, writes the smaller model, and measures what it costs."""
 
-    name = "prune"
+    name = "experts prune"
     doing = "choosing experts"
     needs_whole = "experts are left out of a whole model"
 
     @classmethod
     def checked(cls, opened: Evaluated, split: str, **options: Any) -> RemovalOptions:
         """The fields of `RemovalOptions`."""
-        if not isinstance(opened.task, TextTask):
-            raise ConfigError(
-                f"experts prune: is not allowed with data.kind: {opened.config.data.kind}; text "
-                f"and masked_text have it"
-            )
+        needs_text(cls.name, opened)
         asked = RemovalOptions(**options)
         config = opened.weights.model_config()
         sections = {
@@ -186,8 +188,7 @@ class Removal(Examination):
         world: comm.World,
     ) -> Removed:
         """Reads text to choose, writes, and reads other text with the models before and after."""
-        if world.size > 1:
-            raise ConfigError(f"experts prune: one process writes, and there are {world.size}")
+        needs_one_process(cls.name, world)
         layers = [
             layer
             for layer in routed_layers(model)

@@ -213,7 +213,7 @@ def test_an_action_is_a_change_of_weights(kind, how):
 
 @pytest.mark.parametrize("how", ["contribution", "route-around", "swap", "scale", "clamp"])
 def test_shares_of_a_level_by_hand(how):
-    """Of a muMoE the coefficients themselves."""
+    """The coefficients of a muMoE themselves."""
     model = make_model(CP)
     layer, chosen_1S = one(model, 1)
     with torch.no_grad(), deciding(model, [layer]) as decisions:
@@ -298,7 +298,7 @@ def test_rows_and_places_are_changed_one_by_one(how):
 @pytest.mark.parametrize("order", [1, -1])
 @torch.no_grad()
 def test_experts_forced_and_avoided_by_hand(order):
-    """Of p = (.4, .3, .2, .1) the last is forced and the first avoided, by either order of words:
+    """The last of p = (.4, .3, .2, .1) is forced and the first avoided, by either order of words:
     (.1 e^-.01, .3, .2, .4 e^.01) over their sum 1.0030."""
     model = layer_of_constants([0.4, 0.3, 0.2, 0.1], [[1, 0], [10, 0], [0, 1], [0, 10]], 2)
     layer, x_BTD = routed_layers(model)[0], torch.tensor([[[1.0, 0.0]]], dtype=torch.float64)

@@ -87,7 +87,7 @@ def test_shares_and_losses_are_those_of_single_windows(workers, trained, prepare
 
 
 def test_no_layer_forces_more_experts_than_a_token_uses():
-    """Of layer 0 two, although three of its experts have the largest differences."""
+    """Two of layer 0, although three of its experts have the largest differences."""
     experts = [Contrasted(0, expert, 0.9 - expert / 10, 0.0) for expert in range(3)]
     experts += [Contrasted(1, 4, 0.2, 0.1), Contrasted(1, 5, 0.0, 0.1), Contrasted(1, 6, 0.0, 0.0)]
     moved = chosen(experts, {0: 2, 1: 2}, force=3, avoid=5)

@@ -59,7 +59,7 @@ def test_a_planted_unit_is_found():
 def test_noise_tells_a_class_where_the_best_is_chosen_on_what_it_is_scored_on(
     candidates, low, high
 ):
-    """Of 1,024 candidates at 100 tokens, of which 25 are scored: .815; near .5 otherwise."""
+    """The best of 1,024 candidates at 100 tokens, 25 of them scored: .815; near .5 otherwise."""
     chance = np.random.default_rng(0)
     with one_thread():
         probes = [probe(random_parts(chance, (50, 25, 25), 256), 1) for _ in range(candidates)]
@@ -110,7 +110,7 @@ def test_inner_units_times_the_second_layer_are_the_output(changes):
 
 
 def test_hidden_units_are_those_of_the_tokens(trained, prepared_path):
-    """Of block 0, which is dense, and of an expert of block 1, window by window."""
+    """Hidden units of block 0, which is dense, and of an expert of block 1, window by window."""
     path, names = trained("smoe"), ("blocks.0.feed_forward", "blocks.1.feed_forward")
     model, tokenizer, windows = token_by_token(path, prepared_path)
     opened = open_evaluated(newest(path), None, ())
