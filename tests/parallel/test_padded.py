@@ -102,6 +102,7 @@ SECTIONS = {
     "hidden means": SMOE | {"score": "attentive", "expert_keys": "hidden_means"},
     "emoe": {"kind": "emoe", "num_experts": 4, "top_k": 2, "hidden_size": 48},
     "mumoe": {"kind": "mumoe", "num_experts": [5], "rank": 8, "hidden_size": 24},
+    "mxd": {"kind": "mxd", "num_experts": [12], "top_k": 3, "hidden_size": 24},
 }
 # Processes, tensor-parallel ones, expert-parallel ones, ZeRO stage, samples of a micro-batch.
 LAYOUTS = [

@@ -41,6 +41,8 @@ OVER_TIME = (
      "Entropy of the mean {word} over its maximum; 0: all tokens go to one.", 0.0, 1.0),
     ("effective_experts", "Effective experts of a token",
      "Mean of exp(entropy): how many experts share a token.", None, None),
+    ("active", "Active experts of a token",
+     "Mean number of experts with a weight above 0.", 0.0, None),
     ("load_max", "Load of the busiest expert", "Times the mean load; 1 is even.", None, None),
     ("unused", "Share of unused experts",
      "Those with a load of exactly 0 in a whole step.", 0.0, None),
