@@ -124,6 +124,8 @@ def _shrink_model(model: dict[str, Any], cut: int) -> None:
         _shrink_decoder(model, cut, given)
     if model["kind"] in ("gpt2", "decoder", "bert"):
         model |= {"sequence_length": TOKENS, "vocab_size": VOCABULARY}
+        if model.get("end_of_text_id") is not None:
+            model["end_of_text_id"] = min(model["end_of_text_id"], VOCABULARY - 1)
         if (model.get("head") or {}).get("kind") == "classification":
             model["head"] |= {"num_classes": CLASSES, "dropout": 0.0}
     else:
@@ -194,6 +196,9 @@ def _shrink_experts(section: dict[str, Any], cut: int, fewest: int, layers: int)
             section["shared_hidden_size"] = inner
         if section["final_top_k"] is not None:
             section["final_top_k"] = min(section["final_top_k"], experts)
+        if section["pool"] != "none":  # of one size: every process would draw others
+            size = max(section["final_top_k"] or top, experts // 2)
+            section |= {"pool_least": size, "pool_most": size}
         if section["score_width"] is not None:
             section["score_width"] = HEAD_WIDTH
         if isinstance(section["placement"], list):  # a block with experts, after one without
