@@ -245,7 +245,7 @@ def _expert_rows(model: dict[str, Any], unit: str) -> list[tuple[str, str]]:
         graph += " over later tokens too, which leaks what is to be predicted"
     if experts["pool"]:
         name, least, most = experts["pool"]
-        graph += f", in training of pools of {least} to {most} by {name}"
+        graph += f"; in training of a pool of {least} to {most} by {name}"
     chosen = f"{experts['top_k']}"
     if experts["final_top_k"] is not None:
         chosen += f", in the end {experts['final_top_k']},"
