@@ -289,7 +289,8 @@ def prune(
 @command(
     "experts subset",
     "polyad experts subset runs/quickstart/run --keep 0.5,0.25",
-    "polyad experts subset runs/quickstart/run --data runs/yaml --keep 0.5 --examples 1024",
+    "polyad prepare --source configs --format text --tokenizer runs/stdlib --output runs/domain",
+    "polyad experts subset runs/quickstart/run --data runs/domain --keep 0.5 --examples 1024",
 )
 def subset(
     path: CheckpointOrRun,
