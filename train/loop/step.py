@@ -12,7 +12,13 @@ from polyad.model.output import RoutingStats, ask_for_statistics
 from polyad.parallel import comm
 from polyad.parallel.zero import Engine, StepResult
 from polyad.train.guard.spikes import LARGEST_WEIGHT, NO_LIMITS, Limits, StepOutcome
-from polyad.train.loop.losses import LossConfig, Reading, routing_loss, with_sample_similarity
+from polyad.train.loop.losses import (
+    LossConfig,
+    Reading,
+    routing_loss,
+    with_counts_of_all,
+    with_sample_similarity,
+)
 from polyad.train.loop.statistics import Exchanged, StepStatistics, update_routers
 from polyad.train.tasks.task import Batch, Predictor, real_tokens
 
@@ -86,6 +92,8 @@ def issue_step(
         loss = of_targets.mean()
         if pairs is not None:
             routing = with_sample_similarity(routing, read.inputs, pairs)
+        if losses.load_balance and losses.load_balance_counts == "all":
+            routing = with_counts_of_all(routing, comm.mean_over_ranks)
         statistics.add(loss, routing)
         auxiliary = routing_loss(routing, losses, mean_tokens)
         if auxiliary is not None:
