@@ -8,13 +8,16 @@ Shapes: B batch, T tokens in a sequence, D width, V vocabulary, K classes, L blo
 
 import math
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, ClassVar, NamedTuple, Self
 
 import torch
+from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from polyad.model.attention import KeyValueCache
 from polyad.model.block import Block, FeedForwardConfig, run_blocks
+from polyad.model.config import Config
 from polyad.model.feedforward import BlockInput
 from polyad.model.heads import (
     ClassificationHeadConfig,
@@ -27,7 +30,20 @@ from polyad.model.layers import Embedding
 from polyad.model.output import ModelOutput
 from polyad.model.padding import LastToken, RealTokens
 from polyad.model.rotary import Rotation
-from polyad.model.settings import TransformerSettings
+from polyad.model.settings import TransformerSettings, check_feed_forward
+from polyad.model.smoe.config import SelectingConfig
+
+REPLACED = "model.replaced.feed_forward"
+"""The key of the feed-forward of the blocks that have another one than the model."""
+
+
+class ReplacedConfig(Config):
+    """Blocks whose feed-forward is another one than the model's."""
+
+    blocks: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
+    """Their numbers, from 0."""
+    feed_forward: FeedForwardConfig
+    """What each of them has in place of `model.feed_forward`; experts are in all of them."""
 
 
 class Multipliers(NamedTuple):
@@ -54,6 +70,67 @@ class DecoderSettings(TransformerSettings, ABC):
         initializer_range: float
         tied_embeddings: bool
         head: ClassificationHeadConfig | None
+        replaced: ReplacedConfig | None
+
+    @model_validator(mode="after")
+    def _replacement_fits(self) -> Self:
+        if self.replaced is None:
+            return self
+        blocks, each = self.replaced.blocks, self.replaced.feed_forward
+        if len(set(blocks)) < len(blocks) or max(blocks) >= self.num_layers:
+            raise ValueError(
+                f"model.replaced.blocks: {blocks} is not allowed: each of the blocks 0 to "
+                f"{self.num_layers - 1} once at most"
+            )
+        if isinstance(each, SelectingConfig) and (
+            placement := getattr(each, each.placement_key)
+        ) not in (1, blocks):
+            raise ValueError(
+                f"{REPLACED}.{each.placement_key}: {placement} is not allowed: "
+                f"model.replaced.blocks says which blocks have experts; 1 is"
+            )
+        check_feed_forward(
+            REPLACED,
+            each,
+            width=self.hidden_size,
+            num_heads=self.num_heads,
+            layers=self.num_layers,
+            bias=self.has_bias(),
+            causal=self.causal,
+        )
+        return self
+
+    def feed_forwards(self) -> dict[str, FeedForwardConfig]:
+        """The feed-forward, and that of replaced blocks, filled in, by their keys."""
+        known = super().feed_forwards()
+        if self.replaced is not None:
+            each = self.replaced.feed_forward
+            known[REPLACED] = each.of_model(width=self.hidden_size, bias=self.has_bias())
+        return known
+
+    def with_feed_forwards(self, sections: Mapping[str, FeedForwardConfig]) -> Self:
+        """See `ModelSettings.with_feed_forwards`."""
+        others = {key: each for key, each in sections.items() if key != REPLACED}
+        config = super().with_feed_forwards(others)
+        if self.replaced is None or REPLACED not in sections:
+            return config
+        update = {"feed_forward": sections[REPLACED]}
+        return config.model_copy(update={"replaced": self.replaced.model_copy(update=update)})
+
+    def block_feed_forwards(self) -> list[FeedForwardConfig]:
+        """The feed-forward of each block."""
+        known = super().block_feed_forwards()
+        for block in self.replaced_blocks():
+            known[block] = self.feed_forwards()[REPLACED]
+        return known
+
+    def replaced_blocks(self) -> list[int]:
+        """The numbers of the blocks with another feed-forward, in order."""
+        return [] if self.replaced is None else sorted(self.replaced.blocks)
+
+    def original(self) -> Self:
+        """The model with its own feed-forward in every block."""
+        return self.model_copy(update={"replaced": None})
 
     @abstractmethod
     def build_block(self, feed_forward: FeedForwardConfig, number: int) -> Block:

@@ -126,10 +126,14 @@ def _check_text(config: RunConfig, task: LanguageModelling, weights: Weights) ->
             f"{key} has model.kind: {model.kind} and data.kind: {data}; a model that predicts the "
             f"next token is needed: {_kinds(config)}"
         )
-    feed_forward = model.known_feed_forward()
-    if isinstance(feed_forward, SparseMoEConfig) and not feed_forward.causal_graph:
+    leaking = [
+        section
+        for section, each in model.feed_forwards().items()
+        if isinstance(each, SparseMoEConfig) and not each.causal_graph
+    ]
+    if leaking:
         raise ConfigError(
-            f"{key} has model.feed_forward.causal_graph: false: what it says of the next token may "
+            f"{key} has {leaking[0]}.causal_graph: false: what it says of the next token may "
             f"depend on that token; true is needed"
         )
     task.check_weights(weights, "distill.teacher")

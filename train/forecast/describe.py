@@ -148,8 +148,9 @@ def _experts(config: RunConfig) -> dict[str, Any] | None:
     feed_forward = config.model.known_feed_forward()
     if not isinstance(feed_forward, SelectingConfig):
         return None
-    blocks = range(getattr(config.model, "num_layers", 0))  # a Mixer's sections go through all
-    routed = [block for block in blocks if feed_forward.routes(block)]
+    layers = range(getattr(config.model, "num_layers", 0))  # a Mixer's sections go through all
+    blocks = config.model.block_feed_forwards() or [feed_forward.of_block(n) for n in layers]
+    routed = [block for block, each in enumerate(blocks) if isinstance(each, SelectingConfig)]
     graph = feed_forward
     if isinstance(feed_forward, EmergentMoEConfig):
         graph = SparseMoEConfig()  # without one

@@ -55,6 +55,10 @@ def small_config(config: RunConfig, processes: int) -> RunConfig:
         if name in model:
             fewest = dims.expert_parallel_size * (2 if parallel["expert_overlap"] else 1)
             _shrink_experts(model[name], cut, fewest, model["num_layers"])
+    if replaced := model.get("replaced"):
+        replaced["blocks"] = [model["num_layers"] - 1]
+        fewest = dims.expert_parallel_size * (2 if parallel["expert_overlap"] else 1)
+        _shrink_experts(replaced["feed_forward"], cut, fewest, model["num_layers"])
     if (model.get("head") or {}).get("kind") == "mumoe":
         _shrink_factors(model["head"], cut)
     micro = min(train["micro_batch_size"], 2)

@@ -102,7 +102,7 @@ _counted: dict[tuple[str, int, int | None], int] = {}
 def _in_run(model: ModelSettings, *, at_end: bool) -> ModelSettings:
     """The model as a run begins or ends, with its graph of tokens on."""
     sparse = {
-        key.removeprefix("model."): each
+        key: each
         for key, each in model.feed_forwards().items()
         if isinstance(each, SparseMoEConfig)
     }
@@ -116,7 +116,7 @@ def _in_run(model: ModelSettings, *, at_end: bool) -> ModelSettings:
         )
         for key, each in sparse.items()
     }
-    return model.model_copy(update=changed)
+    return model.with_feed_forwards(changed)
 
 
 def random_batch(
