@@ -8,7 +8,7 @@ Shapes: B batch, T tokens in a sequence, D width, V vocabulary, K classes, L blo
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Annotated, ClassVar, NamedTuple, Self
 
 import torch
@@ -215,6 +215,10 @@ class Decoder(nn.Module):
         ValueError: The vocabulary size is None.
     """
 
+    taught: tuple[int, ...] = ()
+    """Blocks whose feed-forwards alone are trained, on what enters them: all else is in evaluation
+    mode, and no block runs after the last of them. Empty: the whole model is trained."""
+
     def __init__(self, config: DecoderSettings) -> None:
         super().__init__()
         self.config = config
@@ -242,6 +246,13 @@ class Decoder(nn.Module):
             )
         self.multipliers = config.multipliers()
         self._routes = any(each.kind != "dense" for each in feed_forwards)
+
+    def train(self, mode: bool = True) -> Self:
+        """Sets the mode of all parts, or of those that are `taught`."""
+        super().train(mode and not self.taught)
+        for block in self.taught:
+            self.blocks.get_submodule(f"{block}.feed_forward").train(mode)
+        return self
 
     def initializers(self) -> dict[str, Initializer]:
         """Says how each parameter outside the blocks starts; see `model/initialization.py`."""
@@ -285,7 +296,14 @@ class Decoder(nn.Module):
         positions_T = torch.arange(start, length, device=input_ids_BT.device)
         x_BTD = self.embed(input_ids_BT, positions_T)
         given = self.given(positions_T, x_BTD.dtype, mask_BT)
-        x_BTD, routing = run_blocks(self.blocks, x_BTD, self.config.recompute, given, cache)
+        blocks: Iterable[nn.Module] = self.blocks
+        last = self.taught[-1] if self.taught else -1
+        stops = self.taught and self.blocks.get_submodule(f"{last}.feed_forward").training
+        if stops:
+            blocks = list(self.blocks)[: last + 1]
+        x_BTD, routing = run_blocks(blocks, x_BTD, self.config.recompute, given, cache)
+        if stops:
+            return ModelOutput(x_BTD.new_zeros(()), routing)
         if self.last_token is not None:
             return ModelOutput(self.classify(x_BTD, mask_BT), routing)
         return ModelOutput(self.score(x_BTD, target_ids_BT), routing)

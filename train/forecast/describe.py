@@ -62,7 +62,8 @@ def describe_run(
         check_without_data(config)
     check_compiler(config)
     description = describe(config, dims, samples_per_epoch=epoch)
-    teacher = config.distill.teacher
+    # The shapes of feed-forwards that teach are known without it.
+    teacher = config.distill.teacher if config.distill.blocks is None else None
     if not with_data and teacher is not None and not Path(teacher).expanduser().exists():
         description["warnings"].append(
             f"distill.teacher: {teacher} is not here: the memory is without the teacher"

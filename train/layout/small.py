@@ -70,6 +70,7 @@ def small_config(config: RunConfig, processes: int) -> RunConfig:
         for key in ("targets", "trained"):  # a pattern may name a block that is not there
             lora[key] = [_BLOCK.sub("*", pattern) for pattern in lora[key]]
     tree["loss"]["load"] = 0.0  # of the router's noise
+    tree["distill"] = {}  # the layout of the model is tried, on the loss of random samples
     if norms_over_batch(config.model):
         # One process then has all samples at once, and these losses are of a micro-batch.
         tree["loss"] |= {"load_balance": 0.0, "importance": 0.0, "sample_similarity": None}
