@@ -441,6 +441,37 @@ def trace(
     show_measured("experts trace", path, held, {"overrides": overrides, **options}, measure)
 
 
+@command(
+    "experts splice",
+    "polyad experts splice runs/spliced",
+    "polyad experts splice runs/spliced --teacher runs/quickstart/run --tokens 16384",
+)
+def splice(
+    path: CheckpointOrRun,
+    overrides: Overrides,
+    *,
+    teacher: Annotated[
+        Path | None,
+        Argument(
+            "the original model: a run, checkpoint or folder of weights; default: distill.teacher "
+            "of the run, of the step that it began with",
+            "PATH",
+        ),
+    ] = None,
+    tokens: Annotated[int | None, Argument(READ, "N", positive)] = None,
+    held: Stored,
+) -> None:
+    """Measures how much of a language model is left with replaced feed-forwards (model.replaced).
+
+    The loss with the original feed-forwards, with none and with the replaced ones in each of these
+    blocks and in all together; how far outputs are from the original ones; how many experts are
+    active.
+    """
+    asked: dict[str, Any] = {"teacher": teacher, "tokens": tokens}
+    measure = measure_named("splice", held, overrides, **asked)
+    show_measured("experts splice", path, held, {"overrides": overrides} | asked, measure)
+
+
 @command("experts measure", "polyad experts measure runs/quickstart/run --name specialization")
 def take(
     path: CheckpointOrRun,

@@ -81,7 +81,7 @@ def in_the_teacher(run_folder, teacher, block):
 @everyday(("kind", "loss"), [("dense", "normalized"), ("smoe", "squared"), ("mumoe", "normalized")],
           keep=[("dense", "normalized")])  # fmt: skip
 def test_the_loss_of_a_run_is_that_by_hand(workers, tmp_path, prepared_path, teacher, kind, loss):
-    """Of two blocks, from the teacher's own activations: block 2 does not see what block 1 gives."""
+    """Of two blocks, from the true activations: block 2 does not see what block 1 gives."""
     config = student(tmp_path, prepared_path, teacher, kind, (2, 1), distill__blocks=loss)
     still = ("optimizer.learning_rate=1.0e-12", "train.steps=1")
     ((_, said),) = workers(1).run(run_and_listen, config, *still)

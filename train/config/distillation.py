@@ -60,7 +60,7 @@ def check_teacher(config: RunConfig, task: Task[Any]) -> TeacherAt | None:
             f"{key} is not allowed with data.kind: {config.data.kind}; images, sequences and text "
             f"are"
         )
-    weights = _open(Path(config.distill.teacher))
+    weights = open_teacher(Path(config.distill.teacher))
     if isinstance(task, LanguageModelling):
         _check_text(config, task, weights)
     elif not isinstance(weights, Checkpoint):
@@ -152,7 +152,7 @@ def _check_text(config: RunConfig, task: LanguageModelling, weights: Weights) ->
         )
     task.check_weights(weights, "distill.teacher")
     if config.distill.blocks is not None:
-        _check_original(key, weights, model, task.model)
+        check_original(key, weights, task.model)
         return
     _check_same(
         key,
@@ -162,10 +162,20 @@ def _check_text(config: RunConfig, task: LanguageModelling, weights: Weights) ->
     _check_length(key, model, task.model.sequence_length, "model.sequence_length")
 
 
-def _check_original(
-    key: str, weights: Weights, theirs: DecoderSettings, ours: DecoderSettings
-) -> None:
-    """Checks that a student is its teacher but for the replaced feed-forwards."""
+def check_original(key: str, weights: Weights, ours: DecoderSettings) -> None:
+    """Checks that a model is another one but for its replaced feed-forwards.
+
+    Args:
+        key: what errors call the other one.
+        weights: of that.
+        ours: the model with replaced blocks.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    theirs = weights.model_config()
+    if not isinstance(theirs, DecoderSettings):
+        raise ConfigError(f"{key} has model.kind: {theirs.kind}, not {ours.kind}")
     if theirs.replaced is not None:
         raise ConfigError(
             f"{key} has model.replaced: blocks {theirs.replaced_blocks()} have lost their own "
@@ -180,7 +190,7 @@ def _check_original(
     try:
         check_fits(weights, ours.original())
     except ValueError as error:
-        raise ConfigError(f"distill.teacher: {error}") from None
+        raise ConfigError(f"{key}: {error}") from None
     if isinstance(weights, FamilyWeights):  # it has compared all keys
         return
     its, own = (
@@ -251,7 +261,7 @@ def set_teacher(
     if teacher is None:
         return
     assert isinstance(task, Learner)
-    found = _loaded(_open(teacher.folder), config, engine.device)
+    found = _loaded(open_teacher(teacher.folder), config, engine.device)
     if isinstance(found, BlockTeacher):
         assert isinstance(task, LanguageModelling)
         found.teach(engine.module)
@@ -268,7 +278,7 @@ def teacher_model(config: RunConfig) -> ModelSettings | None:
     """
     if config.distill.teacher is None:
         return None
-    return _open(Path(config.distill.teacher)).model_config()
+    return open_teacher(Path(config.distill.teacher)).model_config()
 
 
 def teacher_here(config: RunConfig, device: torch.device) -> Teacher | BlockTeacher | None:
@@ -279,7 +289,7 @@ def teacher_here(config: RunConfig, device: torch.device) -> Teacher | BlockTeac
     """
     if config.distill.teacher is None:
         return None
-    return _loaded(_open(Path(config.distill.teacher)), config, device)
+    return _loaded(open_teacher(Path(config.distill.teacher)), config, device)
 
 
 def _loaded(weights: Weights, config: RunConfig, device: torch.device) -> Teacher | BlockTeacher:
@@ -311,8 +321,17 @@ def original_feed_forwards(
     return {block: layer for block, layer in found.items() if isinstance(layer, FeedForward)}
 
 
-def _open(path: Path) -> Weights:
+def open_teacher(path: Path, key: str = "distill.teacher") -> Weights:
+    """Opens a teacher's weights.
+
+    Args:
+        path: of a run, a checkpoint or a folder of weights.
+        key: what errors call it.
+
+    Raises:
+        ConfigError: there are none.
+    """
     try:
         return open_weights(path)
     except ValueError as error:
-        raise ConfigError(f"distill.teacher: {error}") from None
+        raise ConfigError(f"{key}: {error}") from None
