@@ -443,8 +443,10 @@ def trace(
 
 @command(
     "experts splice",
+    "polyad train configs/quickstart/gpt2.yaml data.path=runs/stdlib run.folder=runs/spliced "
+    "distill.teacher=runs/quickstart/dense distill.blocks=normalized "
+    "model.replaced='{blocks: [1], feed_forward: {kind: dense, hidden_size: 512}}'",
     "polyad experts splice runs/spliced",
-    "polyad experts splice runs/spliced --teacher runs/quickstart/run --tokens 16384",
 )
 def splice(
     path: CheckpointOrRun,

@@ -79,10 +79,12 @@ def blocks_note(config: RunConfig) -> str | None:
     if config.distill.blocks is None or not isinstance(config.model, DecoderSettings):
         return None
     blocks = config.model.replaced_blocks()
-    what = f"block {blocks[0]}" if len(blocks) == 1 else f"blocks {', '.join(map(str, blocks))}"
+    one = len(blocks) == 1
+    what = f"the feed-forward{'' if one else 's'} of block{'' if one else 's'} "
+    what += f"{', '.join(map(str, blocks))} learn{'s from that' if one else ' from those'} of "
     return (
-        f"the feed-forward of {what} learns from that of {config.distill.teacher}: the training "
-        f"loss is distill.blocks: {config.distill.blocks}, and validation is of the spliced model"
+        f"{what}{config.distill.teacher}: the training loss is distill.blocks: "
+        f"{config.distill.blocks}, and validation is of the spliced model"
     )
 
 

@@ -1,4 +1,4 @@
-"""`polyad experts splice`: the same feed-forwards in transformers' own models, copies, processes."""
+"""`polyad experts splice`: the same feed-forwards in models of transformers, copies, processes."""
 
 import pytest
 import torch
@@ -218,5 +218,5 @@ def test_without_a_teacher_the_original_is_named(workers, tmp_path, prepared_pat
     model |= {"num_layers": 2, "hidden_size": 32, "num_heads": 4, "sequence_length": 32}
     config = write_config(tmp_path / "config.yaml", prepared_path, model=model, train__steps=1)
     assert workers(1).run(run, config) == [1]
-    with pytest.raises(ConfigError, match="names no distill.teacher; --teacher says"):
+    with pytest.raises(ConfigError, match=r"names no distill\.teacher; --teacher says"):
         both_forms(tmp_path / "run", Splicing)
