@@ -280,9 +280,9 @@ class Splicing(Measure):
         active = [each["active"] for each in blocks if each["active"] is not None]
         found = {
             "recovered": tree["together"]["recovered"],
-            "nmse": sum(each["nmse"] for each in blocks) / len(blocks),
+            "splice_nmse": sum(each["nmse"] for each in blocks) / len(blocks),
         }
-        return found | ({"active": sum(active) / len(active)} if active else {})
+        return found | ({"splice_active": sum(active) / len(active)} if active else {})
 
 
 def open_original(given: Path | None, opened: Evaluated, model: DecoderSettings) -> Weights:
