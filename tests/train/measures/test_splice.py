@@ -237,7 +237,10 @@ def test_a_study_takes_it_of_dense_variants_and_of_those_alone_that_have_replace
     }  # fmt: skip
     (tmp_path / "study.yaml").write_text(yaml.safe_dump(study))
     (found,) = load_studies(tmp_path / "study.yaml").values()
-    taken = {run.variant.name: [each.name for each in measures_of(run)] for run in found.runs(found.variants)}
+    taken = {
+        run.variant.name: [each.name for each in measures_of(run)]
+        for run in found.runs(found.variants)
+    }
     assert taken == {"whole": [], "spliced": ["splice"]}
     tree = {"blocks": {"blocks.1.feed_forward": {"nmse": 0.25, "active": 3.0}},
             "together": {"recovered": 0.9}}  # fmt: skip
