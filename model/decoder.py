@@ -8,13 +8,16 @@ Shapes: B batch, T tokens in a sequence, D width, V vocabulary, K classes, L blo
 
 import math
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Annotated, ClassVar, NamedTuple, Self
 
 import torch
+from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from polyad.model.attention import KeyValueCache
 from polyad.model.block import Block, FeedForwardConfig, run_blocks
+from polyad.model.config import Config
 from polyad.model.documents import Documents
 from polyad.model.feedforward import BlockInput
 from polyad.model.heads import (
@@ -28,7 +31,20 @@ from polyad.model.layers import Embedding
 from polyad.model.output import ModelOutput
 from polyad.model.padding import LastToken, RealTokens
 from polyad.model.rotary import Rotation
-from polyad.model.settings import FEED_FORWARD, TransformerSettings
+from polyad.model.settings import FEED_FORWARD, TransformerSettings, check_feed_forward
+from polyad.model.smoe.config import SelectingConfig
+
+REPLACED = "model.replaced.feed_forward"
+"""The key of the feed-forward of the blocks that have another one than the model."""
+
+
+class ReplacedConfig(Config):
+    """Blocks whose feed-forward is another one than the model's."""
+
+    blocks: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
+    """Their numbers, from 0."""
+    feed_forward: FeedForwardConfig
+    """What each of them has in place of `model.feed_forward`; experts are in all of them."""
 
 
 class Multipliers(NamedTuple):
@@ -56,6 +72,67 @@ class DecoderSettings(TransformerSettings, ABC):
         tied_embeddings: bool
         end_of_text_id: int | None
         head: ClassificationHeadConfig | None
+        replaced: ReplacedConfig | None
+
+    @model_validator(mode="after")
+    def _replacement_fits(self) -> Self:
+        if self.replaced is None:
+            return self
+        blocks, each = self.replaced.blocks, self.replaced.feed_forward
+        if len(set(blocks)) < len(blocks) or max(blocks) >= self.num_layers:
+            raise ValueError(
+                f"model.replaced.blocks: {blocks} is not allowed: each of the blocks 0 to "
+                f"{self.num_layers - 1} once at most"
+            )
+        if isinstance(each, SelectingConfig) and (
+            placement := getattr(each, each.placement_key)
+        ) not in (1, blocks):
+            raise ValueError(
+                f"{REPLACED}.{each.placement_key}: {placement} is not allowed: "
+                f"model.replaced.blocks says which blocks have experts; 1 is"
+            )
+        check_feed_forward(
+            REPLACED,
+            each,
+            width=self.hidden_size,
+            num_heads=self.num_heads,
+            layers=self.num_layers,
+            bias=self.has_bias(),
+            causal=self.causal,
+        )
+        return self
+
+    def feed_forwards(self) -> dict[str, FeedForwardConfig]:
+        """The feed-forward, and that of replaced blocks, filled in, by their keys."""
+        known = super().feed_forwards()
+        if self.replaced is not None:
+            each = self.replaced.feed_forward
+            known[REPLACED] = each.of_model(width=self.hidden_size, bias=self.has_bias())
+        return known
+
+    def with_feed_forwards(self, sections: Mapping[str, FeedForwardConfig]) -> Self:
+        """See `ModelSettings.with_feed_forwards`."""
+        others = {key: each for key, each in sections.items() if key != REPLACED}
+        config = super().with_feed_forwards(others)
+        if self.replaced is None or REPLACED not in sections:
+            return config
+        update = {"feed_forward": sections[REPLACED]}
+        return config.model_copy(update={"replaced": self.replaced.model_copy(update=update)})
+
+    def block_feed_forwards(self) -> list[FeedForwardConfig]:
+        """The feed-forward of each block."""
+        known = super().block_feed_forwards()
+        for block in self.replaced_blocks():
+            known[block] = self.feed_forwards()[REPLACED]
+        return known
+
+    def replaced_blocks(self) -> list[int]:
+        """The numbers of the blocks with another feed-forward, in order."""
+        return [] if self.replaced is None else sorted(self.replaced.blocks)
+
+    def original(self) -> Self:
+        """The model with its own feed-forward in every block."""
+        return self.model_copy(update={"replaced": None})
 
     @abstractmethod
     def build_block(self, feed_forward: FeedForwardConfig, number: int) -> Block:
@@ -122,7 +199,8 @@ class DecoderSettings(TransformerSettings, ABC):
     def reads_documents(self) -> bool:
         """Whether training depends on where documents of a text begin and end. A sequence that is
         scored as a whole is one."""
-        return self.head is None and self.feed_forward.reads_documents()
+        known = self.feed_forwards().values()
+        return self.head is None and any(each.reads_documents() for each in known)
 
     def training_leak(self) -> str | None:
         """See `ModelSettings.training_leak`: pools of whole documents do."""
@@ -169,6 +247,10 @@ class Decoder(nn.Module):
         ValueError: The vocabulary size, or a token that its training needs, is None.
     """
 
+    taught: tuple[int, ...] = ()
+    """Blocks whose feed-forwards alone are trained, on what enters them: all else is in evaluation
+    mode, and no block runs after the last of them. Empty: the whole model is trained."""
+
     def __init__(self, config: DecoderSettings) -> None:
         super().__init__()
         self.config = config
@@ -197,6 +279,13 @@ class Decoder(nn.Module):
         self.multipliers = config.multipliers()
         self._routes = any(each.kind != "dense" for each in feed_forwards)
         self._end_of_text_id = config.known_end_of_text_id()
+
+    def train(self, mode: bool = True) -> Self:
+        """Sets the mode of all parts, or of those that are `taught`."""
+        super().train(mode and not self.taught)
+        for block in self.taught:
+            self.blocks.get_submodule(f"{block}.feed_forward").train(mode)
+        return self
 
     def initializers(self) -> dict[str, Initializer]:
         """Says how each parameter outside the blocks starts; see `model/initialization.py`."""
@@ -240,10 +329,15 @@ class Decoder(nn.Module):
         positions_T = torch.arange(start, length, device=input_ids_BT.device)
         x_BTD = self.embed(input_ids_BT, positions_T)
         given = self.given(positions_T, x_BTD.dtype, mask_BT)
-        if self._end_of_text_id is not None and self.training:
+        last = self.taught[-1] if self.taught else -1
+        stops = self.taught and self.blocks.get_submodule(f"{last}.feed_forward").training
+        if self._end_of_text_id is not None and (self.training or stops):
             documents = Documents.of(input_ids_BT, self._end_of_text_id)
             given = given._replace(documents=documents)
-        x_BTD, routing = run_blocks(self.blocks, x_BTD, self.config.recompute, given, cache)
+        blocks: Iterable[nn.Module] = list(self.blocks)[: last + 1] if stops else self.blocks
+        x_BTD, routing = run_blocks(blocks, x_BTD, self.config.recompute, given, cache)
+        if stops:
+            return ModelOutput(x_BTD.new_zeros(()), routing)
         if self.last_token is not None:
             return ModelOutput(self.classify(x_BTD, mask_BT), routing)
         return ModelOutput(self.score(x_BTD, target_ids_BT), routing)

@@ -9,7 +9,7 @@ from pydantic import Field, field_validator, model_validator
 from torch import Tensor, nn
 
 from polyad.model.block import Block, FeedForwardConfig, build_feedforward
-from polyad.model.decoder import DecoderSettings, Multipliers
+from polyad.model.decoder import DecoderSettings, Multipliers, ReplacedConfig
 from polyad.model.feedforward import (
     Activation,
     DenseFeedForwardConfig,
@@ -101,6 +101,9 @@ class DecoderConfig(DecoderSettings):
     """What logits are divided by (Granite)."""
     feed_forward: FeedForwardConfig = DenseFeedForwardConfig()
     """The feed-forward of every block; of a mixture some can be dense."""
+    replaced: ReplacedConfig | None = None
+    """Blocks with another feed-forward in place of this one, as `distill.blocks` trains it; null:
+    none."""
     head: ClassificationHeadConfig | None = None
     """What is scored of a whole sequence; null: the token after each is."""
 
@@ -149,20 +152,20 @@ class DecoderConfig(DecoderSettings):
 
     @model_validator(mode="after")
     def _graph_reads_plain_attention(self) -> Self:
-        each = self.feed_forward
-        if not isinstance(each, SparseMoEConfig) or each.graph != "attention":
-            return self
-        for key, unused in (
-            ("latent_attention", None),
-            ("attention_sinks", False),
-            ("sliding_window", None),
-            ("attention_scale", None),
-        ):
-            if getattr(self, key) != unused:
-                raise ValueError(
-                    f"model.feed_forward.graph: attention is not allowed with model.{key}: it "
-                    f"reads plain attention; none and similarity are"
-                )
+        for section, each in self.feed_forwards().items():
+            if not isinstance(each, SparseMoEConfig) or each.graph != "attention":
+                continue
+            for key, unused in (
+                ("latent_attention", None),
+                ("attention_sinks", False),
+                ("sliding_window", None),
+                ("attention_scale", None),
+            ):
+                if getattr(self, key) != unused:
+                    raise ValueError(
+                        f"{section}.graph: attention is not allowed with model.{key}: it reads "
+                        f"plain attention; none and similarity are"
+                    )
         return self
 
     def has_bias(self) -> bool:
@@ -171,24 +174,26 @@ class DecoderConfig(DecoderSettings):
 
     def filled(self) -> Self:
         """See `ModelSettings.filled`; heads and inner widths are numbers, too."""
-        known = super().filled()
+        known = {key: self._sized(each) for key, each in self.feed_forwards().items()}
         changes: dict[str, Any] = {}
         if self.latent_attention is None:
             changes["num_key_value_heads"] = self.known_key_value_heads()
             changes["head_size"] = self.known_head_size()
-        each = known.feed_forward
+        return self.with_feed_forwards(known).model_copy(update=changes)
+
+    def _sized(self, each: FeedForwardConfig) -> FeedForwardConfig:
+        """A feed-forward with its inner widths as numbers."""
         if isinstance(each, DenseFeedForwardConfig):
-            inner = each.inner_size(self.hidden_size)
-            changes["feed_forward"] = each.model_copy(update={"hidden_size": inner})
-        elif isinstance(each, SparseMoEConfig):
+            return each.model_copy(update={"hidden_size": each.inner_size(self.hidden_size)})
+        if isinstance(each, SparseMoEConfig):
             dense = each.dense().inner_size(self.hidden_size)
             is_mixed = any(not each.routes(block) for block in range(self.num_layers))
             sizes = {
                 "expert_hidden_size": each.inner_size(self.hidden_size),
                 "dense_hidden_size": dense if is_mixed else None,
             }
-            changes["feed_forward"] = each.model_copy(update=sizes)
-        return known.model_copy(update=changes)
+            return each.model_copy(update=sizes)
+        return each
 
     def heads_fit(self) -> bool:
         """Whether num_heads need not divide hidden_size."""

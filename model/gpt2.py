@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from polyad.model.block import Block, FeedForwardConfig, build_block
-from polyad.model.decoder import DecoderSettings
+from polyad.model.decoder import DecoderSettings, ReplacedConfig
 from polyad.model.feedforward import DenseFeedForwardConfig, FeedForwardContext
 from polyad.model.heads import ClassificationHeadConfig
 from polyad.model.layers import LayerNorm
@@ -48,6 +48,9 @@ class GPT2Config(DecoderSettings):
     """Whether the output head is the token embedding; false: a matrix of its own, as large."""
     feed_forward: FeedForwardConfig = DenseFeedForwardConfig()
     """The feed-forward of every block."""
+    replaced: ReplacedConfig | None = None
+    """Blocks with another feed-forward in place of this one, as `distill.blocks` trains it; None:
+    none."""
     head: ClassificationHeadConfig | None = None
     """What is scored of a whole sequence; None: the token after each is."""
 

@@ -97,6 +97,13 @@ class RoutingStats(NamedTuple):
     similarity_loss: Tensor | None = None
     """The loss of sample similarity, which the loop puts in the place of both, with its
     gradient."""
+    distill_loss: Tensor | None = None
+    """Of a feed-forward that learns from the one in whose place it is: its loss, with its gradient;
+    see `polyad.train.tasks.block_teacher`."""
+    distill_error: Tensor | None = None
+    """Mean over tokens of the squared norm of what its output and the original's differ by."""
+    distill_square: Tensor | None = None
+    """Mean over tokens of the squared norm of the original's output."""
     tokens: Tensor | None = None
     """How many tokens all this is of, without padding; None: as many in every micro-batch."""
 
@@ -116,7 +123,7 @@ class ModelOutput(NamedTuple):
 
     logits: Tensor
     """[B, T, V] in a language model; where it was given targets, their mean loss instead, or
-    without gradients the loss of each [B, T]."""
+    without gradients the loss of each [B, T]. A decoder that is `taught` gives 0 in training."""
     routing: tuple[RoutingStats, ...]
     """One entry per routed feed-forward, in the order of the blocks; empty in a dense model."""
 

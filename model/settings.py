@@ -1,6 +1,7 @@
 """The interface of the configurations of all models."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self, TypeAlias
 
 import torch
@@ -55,6 +56,16 @@ class ModelSettings(Config, ABC):
     def feed_forwards(self) -> dict[str, FeedForwardConfig]:
         """The feed-forwards of its blocks, filled in, by their keys."""
         return {}
+
+    def with_feed_forwards(self, sections: Mapping[str, FeedForwardConfig]) -> Self:
+        """The same model with other feed-forwards.
+
+        Args:
+            sections: By keys that `feed_forwards` has.
+        """
+        return self.model_copy(
+            update={key.removeprefix("model."): each for key, each in sections.items()}
+        )
 
     def known_feed_forward(self) -> FeedForwardConfig:
         """The feed-forward of its blocks, filled in; of several the first with experts; that of a
@@ -145,19 +156,23 @@ class TransformerSettings(ModelSettings, ABC):
 
     def block_feed_forwards(self) -> list[FeedForwardConfig]:
         """The feed-forward of each block: not every block need have the same."""
-        feed_forward = self.known_feed_forward()
+        feed_forward = self.feed_forwards()[FEED_FORWARD]
         return [feed_forward.of_block(block) for block in range(self.num_layers)]
 
     def filled(self) -> Self:
         """Completed with the rank that follows from the number of parameters."""
-        return self.model_copy(update={"feed_forward": self.known_feed_forward()})
+        return self.with_feed_forwards(self.feed_forwards())
 
     def cut_sizes(self) -> CutSizes:
         """Heads, width, and the sizes of the feed-forward."""
         return [
             {"model.num_heads": self.num_heads},
             {"model.hidden_size": self.hidden_size},
-            *cut_sizes_of(FEED_FORWARD, self.known_feed_forward(), self.hidden_size),
+            *(
+                size
+                for key, each in self.feed_forwards().items()
+                for size in cut_sizes_of(key, each, self.hidden_size)
+            ),
         ]
 
     def last_parameter(self) -> str:

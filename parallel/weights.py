@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from polyad.model.build import build_model, initial_value, place
+from polyad.model.decoder import DecoderSettings
 from polyad.model.decoder_config import DecoderConfig
 from polyad.model.settings import ModelSettings
 from polyad.parallel.adapted import AdaptedCheckpoint, base_of, lora_of
@@ -134,8 +135,8 @@ def check_fits(weights: Weights, config: ModelSettings, without: tuple[str, ...]
     Raises:
         ValueError: with an `exit_status` of 2: they are of another.
     """
-    if isinstance(weights, FamilyWeights):
-        weights.check_config(config)
+    if isinstance(weights, FamilyWeights):  # what it lacks of replaced blocks is in `without`
+        weights.check_config(config.original() if isinstance(config, DecoderSettings) else config)
     else:
         weights.check_model(build_model(config), without)
 

@@ -94,7 +94,7 @@ def _train(
     with memory.during("build", lambda: "building the engine"):
         engine = build_engine(plan, world)
         saver = saver_of(plan, engine)
-        set_teacher(plan.teacher, config, task, world.device)
+        set_teacher(plan.teacher, config, task, engine)
     restore_random_numbers(plan, state, plan.resume, world)
     startup.lap("engine")
     metrics = open_run_folder(plan, state, world, startup)

@@ -36,6 +36,7 @@ COMMANDS: dict[str, Command] = {
         experts.steer,
         experts.contrast,
         experts.trace,
+        experts.splice,
         experts.take,
         explore.explore,
         weights.generate,

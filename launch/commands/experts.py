@@ -495,6 +495,39 @@ def trace(
     show_measured("experts trace", path, held, {"overrides": overrides, **options}, measure)
 
 
+@command(
+    "experts splice",
+    "polyad train configs/quickstart/gpt2.yaml data.path=runs/stdlib run.folder=runs/spliced "
+    "distill.teacher=runs/quickstart/dense distill.blocks=normalized "
+    "model.replaced='{blocks: [1], feed_forward: {kind: dense, hidden_size: 512}}'",
+    "polyad experts splice runs/spliced",
+)
+def splice(
+    path: CheckpointOrRun,
+    overrides: Overrides,
+    *,
+    teacher: Annotated[
+        Path | None,
+        Argument(
+            "the original model: a run, checkpoint or folder of weights; default: distill.teacher "
+            "of the run, of the step that it began with",
+            "PATH",
+        ),
+    ] = None,
+    tokens: Annotated[int | None, Argument(READ, "N", positive)] = None,
+    held: Stored,
+) -> None:
+    """Measures how much of a language model is left with replaced feed-forwards (model.replaced).
+
+    The loss with the original feed-forwards, with none and with the replaced ones in each of these
+    blocks and in all together; how far outputs are from the original ones; how many experts are
+    active.
+    """
+    asked: dict[str, Any] = {"teacher": teacher, "tokens": tokens}
+    measure = measure_named("splice", held, overrides, **asked)
+    show_measured("experts splice", path, held, {"overrides": overrides} | asked, measure)
+
+
 @command("experts measure", "polyad experts measure runs/quickstart/run --name specialization")
 def take(
     path: CheckpointOrRun,

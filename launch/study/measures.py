@@ -149,7 +149,10 @@ def measures_of(run: Run) -> Iterator[Measure]:
                 options=("--leak", f"{leak.tokens}"),
                 settings=_settings(run, leak=[step, leak.tokens]),
             )
-    for name, kind in MEASURES.items() if run.variant.has_experts else ():
+    model, has_experts = run.variant.config.model, run.variant.has_experts
+    for name, kind in MEASURES.items():
+        if not kind.is_for(model, has_experts=has_experts):
+            continue
         if (asked := kind.of_study(config)) is not None:
             yield Measure(
                 run=run,

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from polyad.model.decoder_config import DecoderConfig
-from polyad.model.families.family import Family, Known, Rules
+from polyad.model.families.family import Family, Known, Rules, refuse_replaced
 from polyad.model.families.keys import (
     HuggingFaceError,
     Key,
@@ -758,6 +758,7 @@ def family_of(config: DecoderConfig) -> Family:
             f"model.head.kind: {config.head.kind!r}: only a language model is written in Hugging "
             f"Face's form; `--to safetensors` writes the weights under our names"
         )
+    refuse_replaced(config)
     wanted, nearest = comparable(config, is_written=True), list[str]()
     for family in DECODERS:
         try:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, TypeAlias
 from pydantic import ValidationError
 
 from polyad.model.build import build_model
+from polyad.model.decoder import DecoderSettings
 from polyad.model.families.keys import HuggingFaceError, Key, Tree, absent, nested
 from polyad.model.families.tensors import Piece, Rule, Shape
 from polyad.model.settings import ModelSettings
@@ -201,6 +202,7 @@ class Family:
         Raises:
             HuggingFaceError: They have no such model.
         """
+        refuse_replaced(config)
         self.check(config)
         assert self.write is not None
         assert config.left_to_data() is None
@@ -269,6 +271,20 @@ class Family:
 def _rule(rules: Rules, name: str) -> Rule | None:
     found = rules.get(name)
     return Rule((found,), of_module=True) if isinstance(found, str) else found
+
+
+def refuse_replaced(config: ModelSettings) -> None:
+    """Raises an error if some blocks have another feed-forward than the model.
+
+    Raises:
+        HuggingFaceError: They have.
+    """
+    if isinstance(config, DecoderSettings) and config.replaced is not None:
+        raise HuggingFaceError(
+            f"model.replaced: Hugging Face's transformers has no architecture whose blocks "
+            f"{config.replaced_blocks()} have another feed-forward; `--to safetensors` writes the "
+            f"weights under our names"
+        )
 
 
 def refuse_experts(config: ModelSettings, name: str) -> None:

@@ -303,8 +303,9 @@ class World:
         for source in [config.data.path, *(one.path for one in mixed)]:
             if source is not None and source not in BENCHMARKS:  # those are on the hub
                 self._read(source)
-        if config.checkpoint.init_from is not None:
-            self._read(str(config.checkpoint.init_from))
+        for source in (config.checkpoint.init_from, config.distill.teacher):
+            if source is not None:
+                self._read(str(source))
         if is_started:
             folder, last, every = config.run.folder, config.train.steps, config.checkpoint.every
             self._make(folder)

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from polyad.model.build import build_model
+from polyad.model.decoder import DecoderSettings
 from polyad.model.lora import adapters, add_lora, of_base
 from polyad.model.mxd.layer import SparseTable
 from polyad.model.settings import ModelSettings
@@ -39,8 +40,26 @@ def model_of(config: RunConfig) -> nn.Module:
     model = build_model(config.model)
     if config.adapt.lora is not None:
         add_lora(model, config.adapt.lora)
+    if config.distill.blocks is not None:
+        trained = replaced_names(config.model)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(name.startswith(trained))
     freeze(model, config.optimizer)
     return model
+
+
+def replaced_names(model: ModelSettings, there: ModelSettings | None = None) -> tuple[str, ...]:
+    """How the names of parameters begin that replaced feed-forwards have.
+
+    Args:
+        model: their model.
+        there: another one, whose replaced blocks do not count; None: all do.
+    """
+    ours, theirs = (
+        set(each.replaced_blocks()) if isinstance(each, DecoderSettings) else set[int]()
+        for each in (model, there)
+    )
+    return tuple(f"blocks.{block}.feed_forward." for block in sorted(ours - theirs))
 
 
 def unused_parameters(model: nn.Module) -> int:
@@ -62,21 +81,27 @@ def unused_parameters(model: nn.Module) -> int:
     return unused
 
 
-def begins_anew(task: Task[Any], weights: Weights, model: ModelSettings) -> tuple[str, ...]:
+def begins_anew(task: Task[Any], weights: Weights, config: RunConfig) -> tuple[str, ...]:
     """How the names begin of what starts from the seed, not from weights.
 
     Args:
         task: of the run.
         weights: that it starts from.
-        model: of the run.
+        config: of the run.
 
     Returns:
-        What the task says, the statistics of graphs of tokens that come with this run, and what
-        goes by the steps of this run.
+        What the task says, the feed-forwards of blocks that this run replaces, the statistics of
+        graphs of tokens that come with it, and what goes by its steps. With distill.blocks the
+        replaced feed-forwards alone.
     """
+    model = config.model
+    replaced = replaced_names(model, weights.model_config())
+    if config.distill.blocks is not None:
+        return replaced
     new, _ = graph_statistics(weights, model)
     begins = {name for name, _ in persistent_buffers(build_model(model)) if name.endswith(OF_STEPS)}
-    return (*task.begins_anew(weights), *sorted({*new, *begins}))
+    others = {name for name in {*new, *begins} if not name.startswith(replaced or ("/",))}
+    return (*task.begins_anew(weights), *replaced, *sorted(others))
 
 
 def graph_statistics(

@@ -4,6 +4,7 @@ import os
 import sys
 from pathlib import Path
 
+from polyad.model.decoder import DecoderSettings
 from polyad.parallel.checkpoint.reading import Checkpoint
 from polyad.parallel.weights import Weights
 from polyad.train.config.adaptation import begins_anew, counts, model_of
@@ -59,6 +60,8 @@ def say_first_line(plan: Plan, state: TrainState) -> None:
     count = counts(model_of(plan.config))
     if count.frozen and not nothing_is_left(plan, state):
         print(count.in_words(), file=sys.stderr, flush=True)
+    if (note := blocks_note(plan.config)) and not nothing_is_left(plan, state):
+        print(f"polyad: {note}", file=sys.stderr, flush=True)
     for note in (warm_up_note(plan.config), leak_note(plan.config)):
         if note:
             print(f"polyad: warning: {note}", file=sys.stderr, flush=True)
@@ -70,6 +73,20 @@ def say_first_line(plan: Plan, state: TrainState) -> None:
     of_node = os.environ.get("LOCAL_WORLD_SIZE", "")
     if of_node.isdecimal() and (crossing := plan.dims.crossing(int(of_node))):
         print(f"polyad: warning: {crossing}", file=sys.stderr, flush=True)
+
+
+def blocks_note(config: RunConfig) -> str | None:
+    """What the losses of a run with distill.blocks are; None: it is another run."""
+    if config.distill.blocks is None or not isinstance(config.model, DecoderSettings):
+        return None
+    blocks = config.model.replaced_blocks()
+    one = len(blocks) == 1
+    what = f"the feed-forward{'' if one else 's'} of block{'' if one else 's'} "
+    what += f"{', '.join(map(str, blocks))} learn{'s from that' if one else ' from those'} of "
+    return (
+        f"{what}{config.distill.teacher}: the training loss is distill.blocks: "
+        f"{config.distill.blocks}, and validation is of the spliced model"
+    )
 
 
 def _rate(plan: Plan, state: TrainState) -> str:
@@ -109,13 +126,13 @@ def _weights(plan: Plan) -> str:
     note = getattr(plan.init, "note", None)
     new = f"; {note}" if note else ""
     new += _pixels(plan, plan.init)
-    if anew := begins_anew(plan.task, plan.init, plan.config.model):
+    if anew := begins_anew(plan.task, plan.init, plan.config):
         more = f" and {len(anew) - 3} more" if len(anew) > 3 else ""
         new += f"; new from the seed: {', '.join(f'{prefix}*' for prefix in anew[:3])}{more}"
     if isinstance(plan.init, Checkpoint):
         step = plan.init.training_step
         return f", with the weights of step {step:,}, {plan.init.folder}{new}"
-    return f", with the weights of {plan.config.checkpoint.init_from}{new}"
+    return f", with the weights of {plan.init.folder}{new}"
 
 
 def _pixels(plan: Plan, weights: Weights) -> str:

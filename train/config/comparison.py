@@ -35,7 +35,7 @@ def factorized_experts(model: DecoderSettings) -> dict[str, Any] | None:
         JSON values; None where the experts are not factorized.
     """
     feed_forward = model.known_feed_forward()
-    if not isinstance(feed_forward, MuMoEConfig):
+    if not isinstance(feed_forward, MuMoEConfig) or model.replaced is not None:
         return None
     experts = math.prod(feed_forward.num_experts)
     inner = feed_forward.inner_size(model.hidden_size)

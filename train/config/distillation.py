@@ -1,25 +1,39 @@
-"""The teacher of a run: checked before anything is built, and loaded once in each process."""
+"""The teacher of a run: checked before anything is built, and loaded once in each process.
 
+One whose feed-forwards teach (`distill.blocks`) also gives the run all its other weights.
+"""
+
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from polyad.data.images.config import ImageDataConfig
+from polyad.model.build import build_model
 from polyad.model.decoder import DecoderSettings
+from polyad.model.feedforward import FeedForward
 from polyad.model.settings import ModelSettings
 from polyad.model.smoe.config import SparseMoEConfig
 from polyad.model.vision import ImageSettings
+from polyad.parallel.checkpoint.keeping import complete_checkpoints
 from polyad.parallel.checkpoint.reading import Checkpoint
-from polyad.parallel.weights import Weights, load_model, open_weights
+from polyad.parallel.families import FamilyWeights
+from polyad.parallel.weights import Weights, check_fits, fill, load_model, open_weights
+from polyad.parallel.zero import Engine, Precision
 from polyad.train.config.run import RunConfig, parse_config
+from polyad.train.config.text import flatten
 from polyad.train.errors import ConfigError
+from polyad.train.tasks.block_teacher import BlockTeacher
 from polyad.train.tasks.images import ImageClassification
 from polyad.train.tasks.language import LanguageModelling
 from polyad.train.tasks.losses import Learner, Teacher
 from polyad.train.tasks.sequences import SequenceTask
 from polyad.train.tasks.task import Task
 from polyad.train.tasks.vocabulary import class_names_of, differing
+
+TRAINING_ALONE = ("model.recompute", "model.compile", "model.dropout", "model.initializer_range")
+"""Keys of a model that do not change what it computes once it is trained."""
 
 
 class TeacherAt(NamedTuple):
@@ -46,7 +60,7 @@ def check_teacher(config: RunConfig, task: Task[Any]) -> TeacherAt | None:
             f"{key} is not allowed with data.kind: {config.data.kind}; images, sequences and text "
             f"are"
         )
-    weights = _open(Path(config.distill.teacher))
+    weights = open_teacher(Path(config.distill.teacher))
     if isinstance(task, LanguageModelling):
         _check_text(config, task, weights)
     elif not isinstance(weights, Checkpoint):
@@ -114,7 +128,7 @@ def _check_sequences(
 
 def _check_text(config: RunConfig, task: LanguageModelling, weights: Weights) -> None:
     key, model = f"distill.teacher: {config.distill.teacher}", weights.model_config()
-    if config.parallel.tensor_parallel_size > 1:
+    if config.distill.blocks is None and config.parallel.tensor_parallel_size > 1:
         raise ConfigError(
             f"{key} is not allowed with parallel.tensor_parallel_size: "
             f"{config.parallel.tensor_parallel_size}, which cuts the vocabulary that it teaches; 1 "
@@ -126,19 +140,68 @@ def _check_text(config: RunConfig, task: LanguageModelling, weights: Weights) ->
             f"{key} has model.kind: {model.kind} and data.kind: {data}; a model that predicts the "
             f"next token is needed: {_kinds(config)}"
         )
-    feed_forward = model.known_feed_forward()
-    if isinstance(feed_forward, SparseMoEConfig) and not feed_forward.causal_graph:
+    leaking = [
+        section
+        for section, each in model.feed_forwards().items()
+        if isinstance(each, SparseMoEConfig) and not each.causal_graph
+    ]
+    if leaking:
         raise ConfigError(
-            f"{key} has model.feed_forward.causal_graph: false: what it says of the next token may "
+            f"{key} has {leaking[0]}.causal_graph: false: what it says of the next token may "
             f"depend on that token; true is needed"
         )
     task.check_weights(weights, "distill.teacher")
+    if config.distill.blocks is not None:
+        check_original(key, weights, task.model)
+        return
     _check_same(
         key,
         "both score the same tokens",
         ("model.vocab_size", model.vocab_size, task.model.vocab_size),
     )
     _check_length(key, model, task.model.sequence_length, "model.sequence_length")
+
+
+def check_original(key: str, weights: Weights, ours: DecoderSettings) -> None:
+    """Checks that a model is another one but for its replaced feed-forwards.
+
+    Args:
+        key: what errors call the other one.
+        weights: of that.
+        ours: the model with replaced blocks.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    theirs = weights.model_config()
+    if not isinstance(theirs, DecoderSettings):
+        raise ConfigError(f"{key} has model.kind: {theirs.kind}, not {ours.kind}")
+    if theirs.replaced is not None:
+        raise ConfigError(
+            f"{key} has model.replaced: blocks {theirs.replaced_blocks()} have lost their own "
+            f"feed-forward; a model without it teaches distill.blocks"
+        )
+    of_replaced = [theirs.block_feed_forwards()[block] for block in ours.replaced_blocks()]
+    if any(getattr(each, "graph", "none") == "attention" for each in of_replaced):
+        raise ConfigError(
+            f"{key} has model.feed_forward.graph: attention, which reads more than enters the "
+            f"feed-forward; distill.blocks is not allowed with it"
+        )
+    try:
+        check_fits(weights, ours.original())
+    except ValueError as error:
+        raise ConfigError(f"{key}: {error}") from None
+    if isinstance(weights, FamilyWeights):  # it has compared all keys
+        return
+    its, own = (
+        flatten({"model": each.filled().model_dump(mode="json")})
+        for each in (theirs, ours.original())
+    )
+    _check_same(
+        key,
+        "distill.blocks changes its feed-forwards alone",
+        *((name, its.get(name), own[name]) for name in own if name not in TRAINING_ALONE),
+    )
 
 
 def _kinds(config: RunConfig) -> str:
@@ -162,8 +225,30 @@ def _check_length(key: str, model: ModelSettings, length: int, name: str) -> Non
         )
 
 
+def of_step(teacher: TeacherAt, step: int | None, key: str) -> TeacherAt:
+    """The checkpoint of a teacher that a run has its other weights from.
+
+    Args:
+        teacher: its newest one.
+        step: where it stood when the run began; None: the run is of no checkpoint yet.
+        key: what errors call it.
+
+    Raises:
+        ConfigError: it is there no longer.
+    """
+    if step in (None, teacher.step):
+        return teacher
+    for folder in complete_checkpoints(teacher.folder.parent):
+        if folder.name == f"step-{step:08d}":
+            return TeacherAt(folder, step or 0)
+    raise ConfigError(
+        f"{key} is at step {teacher.step:,}, and its checkpoint of step {step:,}, whose weights "
+        f"this run has, is there no longer; another run.folder begins anew"
+    )
+
+
 def set_teacher(
-    teacher: TeacherAt | None, config: RunConfig, task: Task[Any], device: torch.device
+    teacher: TeacherAt | None, config: RunConfig, task: Task[Any], engine: Engine
 ) -> None:
     """Loads the teacher, if there is one, and gives it to the task.
 
@@ -171,12 +256,18 @@ def set_teacher(
         teacher: the same on all processes; a run that still trains may have newer ones by now.
         config: of the run, checked.
         task: its task.
-        device: of the training.
+        engine: of the training.
     """
     if teacher is None:
         return
     assert isinstance(task, Learner)
-    task.teacher = _loaded(_open(teacher.folder), config, device)
+    found = _loaded(open_teacher(teacher.folder), config, engine.device)
+    if isinstance(found, BlockTeacher):
+        assert isinstance(task, LanguageModelling)
+        found.teach(engine.module)
+        task.block_teacher = found
+    else:
+        task.teacher = found
 
 
 def teacher_model(config: RunConfig) -> ModelSettings | None:
@@ -187,10 +278,10 @@ def teacher_model(config: RunConfig) -> ModelSettings | None:
     """
     if config.distill.teacher is None:
         return None
-    return _open(Path(config.distill.teacher)).model_config()
+    return open_teacher(Path(config.distill.teacher)).model_config()
 
 
-def teacher_here(config: RunConfig, device: torch.device) -> Teacher | None:
+def teacher_here(config: RunConfig, device: torch.device) -> Teacher | BlockTeacher | None:
     """The teacher, with its newest weights; None: there is none.
 
     Raises:
@@ -198,16 +289,49 @@ def teacher_here(config: RunConfig, device: torch.device) -> Teacher | None:
     """
     if config.distill.teacher is None:
         return None
-    return _loaded(_open(Path(config.distill.teacher)), config, device)
+    return _loaded(open_teacher(Path(config.distill.teacher)), config, device)
 
 
-def _loaded(weights: Weights, config: RunConfig, device: torch.device) -> Teacher:
+def _loaded(weights: Weights, config: RunConfig, device: torch.device) -> Teacher | BlockTeacher:
+    if config.distill.blocks is not None:
+        assert isinstance(config.model, DecoderSettings)
+        layers = original_feed_forwards(
+            weights, config.model.replaced_blocks(), device, config.train.precision
+        )
+        return BlockTeacher(layers, config.distill.blocks)
     model = load_model(weights, device, config.train.precision)
     return Teacher(model.requires_grad_(False), config.distill)
 
 
-def _open(path: Path) -> Weights:
+def original_feed_forwards(
+    weights: Weights, blocks: Sequence[int], device: torch.device, precision: Precision
+) -> dict[int, FeedForward]:
+    """The feed-forwards of some blocks, frozen and in evaluation mode; no others are read.
+
+    Args:
+        weights: of the whole model.
+        blocks: their numbers.
+        device: where they go.
+        precision: of their parameters.
+    """
+    model = build_model(weights.model_config()).eval().requires_grad_(False)
+    names = {block: f"blocks.{block}.feed_forward" for block in blocks}
+    fill(model, weights, device, precision, tuple(f"{name}." for name in names.values()))
+    found = {block: model.get_submodule(name) for block, name in names.items()}
+    return {block: layer for block, layer in found.items() if isinstance(layer, FeedForward)}
+
+
+def open_teacher(path: Path, key: str = "distill.teacher") -> Weights:
+    """Opens a teacher's weights.
+
+    Args:
+        path: of a run, a checkpoint or a folder of weights.
+        key: what errors call it.
+
+    Raises:
+        ConfigError: there are none.
+    """
     try:
         return open_weights(path)
     except ValueError as error:
-        raise ConfigError(f"distill.teacher: {error}") from None
+        raise ConfigError(f"{key}: {error}") from None

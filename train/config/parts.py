@@ -71,7 +71,7 @@ def batches_of(plan: Plan, world: comm.World, state: TrainState) -> Iterator[Any
 def build_engine(plan: Plan, world: comm.World) -> Engine:
     """The model in training over all processes, with the weights that the run starts from."""
     config = plan.config
-    anew = () if plan.init is None else begins_anew(plan.task, plan.init, config.model)
+    anew = () if plan.init is None else begins_anew(plan.task, plan.init, config)
     source = source_of(config, plan.resume, plan.init, anew)
     return engine_of(config, plan.dims, world, source, compiled=config.model.compile)
 

@@ -19,7 +19,7 @@ from polyad.parallel.dims import Dims
 from polyad.parallel.families import FamilyWeights
 from polyad.parallel.weights import Weights, check_fits, open_weights, origin_of
 from polyad.train.config.adaptation import begins_anew, graph_statistics, model_of
-from polyad.train.config.distillation import TeacherAt, check_teacher
+from polyad.train.config.distillation import TeacherAt, check_teacher, of_step
 from polyad.train.config.environment import check_compiler, check_same_checkpoint
 from polyad.train.config.rules import refuse_changes, validate
 from polyad.train.config.run import RunConfig, load_config, parse_config
@@ -176,8 +176,12 @@ def find_start(plan: Plan, patience: float = 0.0) -> Plan:
     init, base_digest = None, None
     if resume is not None:
         check_resume(config, resume)
-    if config.checkpoint.init_from is not None and (resume is None or config.adapt.lora):
-        init = _open_init(config, task)
+        if teacher is not None and config.distill.blocks is not None:
+            key = f"distill.teacher: {config.distill.teacher}"
+            teacher = of_step(teacher, resume.state.teacher_step, key)
+    start = start_of(config, teacher)
+    if start is not None and (resume is None or config.adapt.lora):
+        init = _open_init(config, task, start)
     if config.adapt.lora is not None:
         assert init is not None
         base_digest = digest_of(init, of_base(model))
@@ -221,18 +225,21 @@ def find_start_together(plan: Plan, world: comm.World) -> Plan:
     if failed is not None:
         raise failed[0](failed[1])
     resume, init = shared(found.resume), found.init
+    teacher = comm.from_main(found.teacher)
     # One with a base of its own is opened by each process.
     alone = isinstance(init, Checkpoint) and not isinstance(init, AdaptedCheckpoint)
     start = shared(init if alone and isinstance(init, Checkpoint) else None)
     if start is not None:
         init = start
     elif comm.from_main(init is not None) and not world.is_main:
-        init = _open_init(plan.config, plan.task)
+        place = start_of(plan.config, teacher)
+        assert place is not None
+        init = _open_init(plan.config, plan.task, place)
     base_digest = comm.from_main(found.base_digest)
-    teacher = comm.from_main(found.teacher)
     if comm.from_main(isinstance(init, Checkpoint)):
         place = comm.from_main(init.folder if isinstance(init, Checkpoint) else None)
-        check_same_checkpoint("checkpoint.init_from", place, world)
+        key = "checkpoint.init_from" if plan.config.distill.blocks is None else "distill.teacher"
+        check_same_checkpoint(key, place, world)
     if teacher is not None:
         check_same_checkpoint("distill.teacher", teacher.folder, world)
     return replace(plan, resume=resume, init=init, base_digest=base_digest, teacher=teacher)
@@ -279,12 +286,25 @@ def check_resume(config: RunConfig, checkpoint: Checkpoint) -> None:
     )
 
 
-def _open_init(config: RunConfig, task: Task[Any]) -> Weights:
+def start_of(config: RunConfig, teacher: TeacherAt | None) -> Path | None:
+    """The weights that a new run starts from; None: from the seed.
+
+    Args:
+        config: of the run.
+        teacher: its checkpoint, which the weights beside replaced feed-forwards are from.
+    """
+    if teacher is not None and config.distill.blocks is not None:
+        return teacher.folder
+    named = config.checkpoint.init_from
+    return None if named is None else Path(named)
+
+
+def _open_init(config: RunConfig, task: Task[Any], path: Path) -> Weights:
     """The weights that a new run starts from, checked to fit its model and data."""
-    weights = open_weights(Path(config.checkpoint.init_from or ""))
+    weights = open_weights(path)
     if isinstance(weights, FamilyWeights):
         weights.seed = config.seed
-    anew = begins_anew(task, weights, config.model)
+    anew = begins_anew(task, weights, config)
     check_fits(weights, config.model, (*anew, *graph_statistics(weights, config.model)[1]))
     lost = [
         name

@@ -1,5 +1,6 @@
 """Rules of a configuration that hold between its sections, or between a run and its next start."""
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from polyad.parallel.dims import Dims
 from polyad.train.config.run import RunConfig
 from polyad.train.config.text import below, flatten
 from polyad.train.errors import ConfigError, shown
+from polyad.train.tasks.losses import DistillConfig
 
 # Keys, or whole sections, that a run may change when it goes on. All others make it another run.
 MAY_CHANGE_ON_RESUME = (
@@ -67,6 +69,7 @@ def validate(config: RunConfig, world_size: int) -> Dims:
     check_one_expert(config)
     check_muon(config)
     check_sample_similarity(config)
+    check_blocks(config)
     if config.adapt.lora is not None and config.checkpoint.init_from is None:
         raise ConfigError(
             "adapt.lora: needs the weights that it is added to: checkpoint.init_from, a "
@@ -141,6 +144,40 @@ def check_cuda_graph(config: RunConfig, dims: Dims) -> None:
     for given, wanted in needs:
         if not given:
             raise ConfigError(f"train.cuda_graph: true needs {wanted}; or set it to false")
+
+
+def check_blocks(config: RunConfig) -> None:
+    """Checks that feed-forwards can learn from those in whose place they are.
+
+    Raises:
+        ConfigError: they cannot, or a key would have no effect.
+    """
+    distill, model = config.distill, config.model
+    if distill.blocks is None:
+        return
+    key = f"distill.blocks: {distill.blocks}"
+    if distill.teacher is None:
+        raise ConfigError(f"{key} needs distill.teacher, the model whose feed-forwards teach")
+    if config.data.kind != "text":
+        raise ConfigError(f"{key} is not allowed with data.kind: {config.data.kind}; text is")
+    if not isinstance(model, DecoderSettings) or model.replaced is None:
+        raise ConfigError(f"{key} needs model.replaced, the blocks whose feed-forwards learn")
+    unused = DistillConfig()
+    for name, value, allowed in (
+        ("distill.weight", distill.weight, unused.weight),
+        ("distill.temperature", distill.temperature, unused.temperature),
+        ("checkpoint.init_from", config.checkpoint.init_from, None),
+        ("adapt.lora", config.adapt.lora and "{...}", None),
+        ("model.recompute", model.recompute, "none"),
+        ("train.cuda_graph", config.train.cuda_graph, False),
+        ("parallel.sequence_parallel", config.parallel.sequence_parallel, False),
+    ):
+        if value != allowed:
+            said, instead = (json.dumps(each).strip('"') for each in (value, allowed))
+            raise ConfigError(
+                f"{name}: {said} is not allowed with {key}: all but the replaced feed-forwards is "
+                f"the teacher's, and frozen; {instead} is"
+            )
 
 
 def check_windows(config: RunConfig) -> None:

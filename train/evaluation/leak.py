@@ -106,13 +106,12 @@ def check_leaks(config: RunConfig, name: object) -> None:
     Raises:
         ConfigError: no graph of the model sees later tokens.
     """
-    feed_forward = config.model.known_feed_forward()
-    if not isinstance(feed_forward, SparseMoEConfig):
-        raise ConfigError(
-            f"--leak: {name} has model.feed_forward.kind: {feed_forward.kind}, and no graph of "
-            f"tokens; smoe has"
-        )
-    if feed_forward.causal_graph:
+    sections = config.model.feed_forwards()
+    sparse = [each for each in sections.values() if isinstance(each, SparseMoEConfig)]
+    if not sparse:
+        kinds = " and ".join(f"{key}.kind: {each.kind}" for key, each in sections.items())
+        raise ConfigError(f"--leak: {name} has {kinds}, and no graph of tokens; smoe has")
+    if all(each.causal_graph for each in sparse):
         raise ConfigError(
             f"--leak: {name} has model.feed_forward.causal_graph: true, so no token sees later "
             f"ones; a model trained with false does"

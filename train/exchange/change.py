@@ -11,6 +11,7 @@ from pydantic import ValidationError
 
 from polyad.model.build import ModelSizeError, build_model, initial_value
 from polyad.model.config import Config
+from polyad.model.decoder import DecoderSettings
 from polyad.model.feedforward import (
     Activation,
     DenseFeedForward,
@@ -209,6 +210,20 @@ class Changed(ABC):
     def notes(self) -> list[str]:
         """Whether it computes what the first model computed; asked for once all weights have been
         made."""
+
+
+def refuse_replaced(weights: Weights, change: Change) -> None:
+    """Refuses a model whose blocks have feed-forwards of several kinds by `model.replaced`.
+
+    Raises:
+        ConfigError: it is one.
+    """
+    config = weights.model_config()
+    if isinstance(config, DecoderSettings) and config.replaced is not None:
+        raise change.error(
+            f"{weights.folder}: is not allowed with model.replaced, which gives the blocks "
+            f"{config.replaced_blocks()} another feed-forward; null is"
+        )
 
 
 def dense_section(option: Option, model: ModelSettings, folder: Path) -> tuple[str, int]:

@@ -15,7 +15,7 @@ from polyad.parallel.peft import PeftWeights, is_peft_folder
 from polyad.parallel.plain_weights import is_plain_folder
 from polyad.parallel.weights import Choice, Weights, open_weights
 from polyad.train.errors import ConfigError
-from polyad.train.exchange.change import Change
+from polyad.train.exchange.change import Change, refuse_replaced
 from polyad.train.exchange.checked import Checked
 from polyad.train.exchange.experts import Merging, Upcycling, is_split
 from polyad.train.exchange.writers import FORMATS, WRITERS, Format, write_classes
@@ -94,6 +94,8 @@ def _convert(
     opened = open_weights(chosen, choice, base)
     if merge and change is None and is_split(opened.model_config()):
         change = Merging()
+    if change is not None:
+        refuse_replaced(opened, change)
     _check_adapters(source, opened, to, merge, is_split(opened.model_config()))
     weights = Checked(opened, change)
     if choice == "ema":

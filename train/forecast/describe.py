@@ -62,7 +62,8 @@ def describe_run(
         check_without_data(config)
     check_compiler(config)
     description = describe(config, dims, samples_per_epoch=epoch)
-    teacher = config.distill.teacher
+    # The shapes of feed-forwards that teach are known without it.
+    teacher = config.distill.teacher if config.distill.blocks is None else None
     if not with_data and teacher is not None and not Path(teacher).expanduser().exists():
         description["warnings"].append(
             f"distill.teacher: {teacher} is not here: the memory is without the teacher"
@@ -148,8 +149,9 @@ def _experts(config: RunConfig) -> dict[str, Any] | None:
     feed_forward = config.model.known_feed_forward()
     if not isinstance(feed_forward, SelectingConfig):
         return None
-    blocks = range(getattr(config.model, "num_layers", 0))  # a Mixer's sections go through all
-    routed = [block for block in blocks if feed_forward.routes(block)]
+    layers = range(getattr(config.model, "num_layers", 0))  # a Mixer's sections go through all
+    blocks = config.model.block_feed_forwards() or [feed_forward.of_block(n) for n in layers]
+    routed = [block for block, each in enumerate(blocks) if isinstance(each, SelectingConfig)]
     graph = feed_forward
     if isinstance(feed_forward, EmergentMoEConfig):
         graph = SparseMoEConfig()  # without one

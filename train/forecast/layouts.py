@@ -9,6 +9,7 @@ from dataclasses import replace
 from itertools import product
 from typing import Any, NamedTuple
 
+from polyad.model.decoder import DecoderSettings
 from polyad.model.decoder_config import DecoderConfig
 from polyad.model.smoe.config import SelectingConfig
 from polyad.parallel.dims import Dims
@@ -222,6 +223,8 @@ def _repeated(config: RunConfig, layers: int) -> tuple[int, int] | None:
     patterns = [group.match for group in config.optimizer.groups]
     patterns += [] if lora is None else [*lora.targets, *lora.trained]
     if any(re.search(r"[\d?\[]", pattern) for pattern in patterns):
+        return None
+    if isinstance(config.model, DecoderSettings) and config.model.replaced is not None:
         return None
     kinds = [
         (*(each.routes(block) for each in _selecting(config).values()), _slides(config, block))

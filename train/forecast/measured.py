@@ -37,6 +37,7 @@ from polyad.train.layout.trial import micro_batches
 from polyad.train.loop.device import Prefetch, allow_tf32, peak_memory_bytes
 from polyad.train.loop.metrics import peak_flops
 from polyad.train.loop.step import IssuedStep, issue_step
+from polyad.train.tasks.block_teacher import BlockTeacher
 from polyad.train.tasks.random_input import flops_of_unit, losses_for
 from polyad.train.tasks.registry import task_class
 
@@ -77,7 +78,10 @@ class RandomTraining:
         self.engine = engine_of(config, dims, world, start, compiled=compiled)
         if balanced:
             force_equal_loads(self.engine.module)
-        self._losses_of = losses_for(config.model, teacher_here(config, world.device))
+        teacher = teacher_here(config, world.device)
+        if isinstance(teacher, BlockTeacher):
+            teacher.teach(self.engine.module)
+        self._losses_of = losses_for(config.model, teacher)
         on_gpu = world.device.type == "cuda"
         self._batches = [
             type(batch)(*(part.pin_memory() for part in batch)) if on_gpu else batch
@@ -176,7 +180,9 @@ def time_steps(
     ).item()
     median = statistics.median(seconds)
     rate = config.train.global_batch_size * config.model.units_per_sample() / median
-    peak = peak_flops(config.log, config.train.precision, tf32=config.train.tf32)
+    peak = None
+    if config.distill.blocks is None:  # of whose steps FLOPs are not counted
+        peak = peak_flops(config.log, config.train.precision, tf32=config.train.tf32)
     flops = rate * flops_of_unit(config.model, config.data) if peak else 0.0
     return StepTimes(
         seconds=median,

@@ -8,6 +8,8 @@ import torch
 from torch import nn
 
 from polyad.model.build import build_model, initial_value, place
+from polyad.model.decoder import DecoderSettings
+from polyad.model.feedforward import FeedForward
 from polyad.model.kernels import switch
 from polyad.model.smoe.layer import SparseMoE
 from polyad.parallel.checkpoint.box import Box
@@ -24,6 +26,7 @@ from polyad.train.config.distillation import teacher_model
 from polyad.train.config.parts import engine_of
 from polyad.train.config.run import RunConfig
 from polyad.train.loop.step import issue_step
+from polyad.train.tasks.block_teacher import BlockTeacher
 from polyad.train.tasks.losses import Teacher
 from polyad.train.tasks.random_input import losses_for, random_batch
 
@@ -105,6 +108,8 @@ def footprint(
         phases.append(Phase(engine.module))
         _name_state(engine, memory, weightless)
         teacher = _teacher(config, memory)
+        if isinstance(teacher, BlockTeacher):
+            teacher.teach(engine.module)
         batch = random_batch(config.model, range(train.micro_batch_size), config.data)
         for tensor in batch:
             weightless.forget(tensor)
@@ -152,18 +157,33 @@ def _takes_more_later(model: nn.Module) -> bool:
     return any(config.final_top_k is not None or config.graph_from for config in sparse)
 
 
-def _teacher(config: RunConfig, memory: Memory) -> Teacher | None:
-    """The run's teacher, whole on each process, without its numbers."""
-    settings = teacher_model(config)
+def _teacher(config: RunConfig, memory: Memory) -> Teacher | BlockTeacher | None:
+    """The run's teacher, or those of its feed-forwards that teach, whole on each process, without
+    their numbers."""
+    loss = config.distill.blocks
+    if loss is None:
+        settings, names = teacher_model(config), {}
+    else:
+        assert isinstance(config.model, DecoderSettings)
+        blocks = config.model.replaced_blocks()
+        settings = config.model.original()
+        names = {block: f"blocks.{block}.feed_forward" for block in blocks}
     if settings is None:
         return None
-    model = build_model(settings).requires_grad_(False)
-    weights = ((name, torch.empty(each.shape)) for name, each in model.named_parameters())
+    begins = tuple(f"{name}." for name in names.values()) or ("",)
+    model = build_model(settings).requires_grad_(False).eval()
+    weights = [
+        (n, torch.empty(p.shape)) for n, p in model.named_parameters() if n.startswith(begins)
+    ]
     place(model, weights, "cpu", DTYPES[config.train.precision])
-    buffers = ((name, initial_value(model, name, 0)) for name, _ in model.named_buffers())
-    place(model, buffers, "cpu")
-    memory.name([*model.parameters(), *model.buffers()], "teacher")
-    return Teacher(model.eval(), config.distill)
+    buffers = [n for n, _ in model.named_buffers() if n.startswith(begins)]
+    place(model, ((name, initial_value(model, name, 0)) for name in buffers), "cpu")
+    parts = [model.get_submodule(name) for name in names.values()] or [model]
+    memory.name([t for part in parts for t in (*part.parameters(), *part.buffers())], "teacher")
+    if loss is None:
+        return Teacher(model, config.distill)
+    layers = {block: model.get_submodule(name) for block, name in names.items()}
+    return BlockTeacher({b: f for b, f in layers.items() if isinstance(f, FeedForward)}, loss)
 
 
 class _Parts:

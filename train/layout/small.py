@@ -55,6 +55,10 @@ def small_config(config: RunConfig, processes: int) -> RunConfig:
         if name in model:
             fewest = dims.expert_parallel_size * (2 if parallel["expert_overlap"] else 1)
             _shrink_experts(model[name], cut, fewest, model["num_layers"])
+    if replaced := model.get("replaced"):
+        replaced["blocks"] = [model["num_layers"] - 1]
+        fewest = dims.expert_parallel_size * (2 if parallel["expert_overlap"] else 1)
+        _shrink_experts(replaced["feed_forward"], cut, fewest, model["num_layers"])
     if (model.get("head") or {}).get("kind") == "mumoe":
         _shrink_factors(model["head"], cut)
     micro = min(train["micro_batch_size"], 2)
@@ -67,6 +71,7 @@ def small_config(config: RunConfig, processes: int) -> RunConfig:
             lora[key] = [_BLOCK.sub("*", pattern) for pattern in lora[key]]
     tree["loss"]["load"] = 0.0  # of the router's noise
     tree["loss"]["load_balance_counts"] = "process"  # one process never has others' micro-batches
+    tree["distill"] = {}  # the layout of the model is tried, on the loss of random samples
     if norms_over_batch(config.model):
         # One process then has all samples at once, and these losses are of a micro-batch.
         tree["loss"] |= {"load_balance": 0.0, "importance": 0.0, "sample_similarity": None}
@@ -183,6 +188,11 @@ def _shrink_experts(section: dict[str, Any], cut: int, fewest: int, layers: int)
     elif section["kind"] == "mumoe":
         section |= {"hidden_size": inner, "expert_dropout": 0.0}
         _shrink_factors(section, cut)
+    elif section["kind"] in ("mxd", "transcoder"):
+        levels = [4 * cut, *[4] * (len(section["num_experts"]) - 1)]
+        section |= {"num_experts": levels, "top_k": min(section["top_k"], 3)}
+        if section["kind"] == "mxd":
+            section["hidden_size"] = inner
     elif section["kind"] == "smoe":
         top, groups = min(section["top_k"], 4), min(section["num_groups"], 2)
         several = math.lcm(fewest, groups)

@@ -111,7 +111,9 @@ class TrainLoop:
         self._batches = self._ahead(micro_batches)
         self._world = world
         self._units_per_sample = task.model.units_per_sample()
-        self._peak = peak_flops(self.log, train.precision, tf32=train.tf32)
+        self._peak = None
+        if task.trains_whole_model:
+            self._peak = peak_flops(self.log, train.precision, tf32=train.tf32)
         self._flops_per_unit = (
             training_flops(task.model, *task.sequences_of_sample()) if self._peak else 0
         )

@@ -256,6 +256,11 @@ def drop_records_after(path: Path, step: int) -> None:
         )
 
 
+def in_digits(loss: float) -> str:
+    """A loss for people; those of distill.blocks may be small."""
+    return f"{loss:.4f}" if not 0 < loss < 0.01 else f"{loss:.2e}"
+
+
 def console_line(
     record: dict[str, Any],
     total: int,
@@ -268,9 +273,10 @@ def console_line(
     step, rate = record["step"], record[f"{unit.name}s_per_second"]
     width = len(str(total))
     of_one = f" ({rate / nodes:,.0f} a node)" if nodes > 1 else ""
+    leaks = " (sees later tokens)" if record.get("loss_leaks") else ""
     parts = [
         f"step {step:{width}}/{total} {bar(step / total)}",
-        f"loss {record['loss']:.4f}" + " (sees later tokens)" * record.get("loss_leaks", False),
+        f"loss {in_digits(record['loss'])}{leaks}",
         f"norm {record['grad_norm']:.2f}",
         f"lr {record['learning_rate']:.2e}",
         f"{rate:,.0f} {unit.short}/s{of_one}",

@@ -30,7 +30,10 @@ OF_MICRO_BATCHES = frozenset({"tokens", "similarity_loss", "sequence_loss"})
 """Fields of statistics that are not means over tokens."""
 LARGEST_OF_LAYERS = frozenset({"load_max", "rank_load_max"})
 """Measures of which all layers together have the largest; of others they have the mean."""
-NOT_RECORDED = frozenset({"tokens", "usage_E", "norm_mean_N", "norm_square_N", "expert_input_ED"})
+NOT_RECORDED = frozenset({
+    "tokens", "usage_E", "norm_mean_N", "norm_square_N", "expert_input_ED", "distill_error",
+    "distill_square",
+})  # fmt: skip
 """Fields of statistics that no record has."""
 MOST_LOADS = 4096
 """Experts of a layer up to which a record has the load of each: more would fill a disk."""
@@ -192,7 +195,7 @@ def routing_record(routing: Routing, ranks: int = 1) -> dict[str, Any]:
 
 
 def measures(stats: RoutingStats, ranks: int = 1) -> dict[str, float | int | list[float]]:
-    """One layer's statistics as numbers.
+    """One layer's statistics as numbers; of one expert there are no loads.
 
     A mean over tokens of numbers that are never negative is 0 only if all of them are, and sums of
     such numbers in floating point keep that: an expert counts as unused if no token of the step,
@@ -206,33 +209,37 @@ def measures(stats: RoutingStats, ranks: int = 1) -> dict[str, float | int | lis
         `load_max`: the load of the busiest expert over the mean load of its level; `unused`: the
         share of the experts that got nothing; `usage_entropy`: the entropy of the mean over tokens
         of the scores, in nats, of several levels the sum; `load`: the share of the assignments of
-        each expert, unless a layer has more than `MOST_LOADS`; `busiest` and `idlest` of sparse
-        experts: their numbers; `rank_load` over several processes: the share of the assignments
-        that each computes; `rank_load_max`: the largest over the mean; `attention_head`: the number
-        of the head that a graph is made of; the other fields of `RoutingStats` that the layer has,
-        by their names.
+        each expert, unless a layer has one or more than `MOST_LOADS`; `busiest` and `idlest` of
+        sparse experts: their numbers; `rank_load` over several processes: the share of the
+        assignments that each computes; `rank_load_max`: the largest over the mean; `nmse` of a
+        feed-forward that learns from another: the squared error over the square of what it learns;
+        `attention_head`: the number of the head that a graph is made of; the other fields of
+        `RoutingStats` that the layer has, by their names.
     """
     load_E = stats.load_E
     usage_E = load_E if stats.usage_E is None else stats.usage_E
     sizes = list(stats.levels or load_E.shape)
     levels = load_E.split_with_sizes(sizes)
-    values: dict[str, float | int | list[float]] = {
-        "load_max": max(map(_most, levels)),
-        "unused": (load_E == 0).float().mean().item(),
-    }
+    routes = len(load_E) > 1
+    values: dict[str, float | int | list[float]] = {}
+    if routes:
+        values["load_max"] = max(map(_most, levels))
+        values["unused"] = (load_E == 0).float().mean().item()
     if stats.entropy is not None:
         of_levels = usage_E.split_with_sizes(sizes)
         values["usage_entropy"] = math.fsum(entropy(p_N).item() for p_N in of_levels)
-    if not stats.levels:
+    if routes and not stats.levels:
         values |= {"busiest": _first_of_most(load_E), "idlest": _first_of_most(-load_E)}
-    if ranks > 1 and not stats.levels:  # a process has experts of consecutive numbers
+    if routes and ranks > 1 and not stats.levels:  # a process has experts of consecutive numbers
         load_R = load_E.view(ranks, -1).sum(1)
         values |= {"rank_load": _short(load_R.tolist()), "rank_load_max": _most(load_R)}
     for name, value in tensors_of(stats).items():
-        if name in NOT_RECORDED or value.numel() > MOST_LOADS:
+        if name in NOT_RECORDED or value.numel() > MOST_LOADS or (name == "load_E" and not routes):
             continue
         short = name.rpartition("_")[0] if name.endswith(("_E", "_A", "_S", "_L")) else name
         values[short] = value.item() if value.dim() == 0 else _short(value.tolist())
+    if stats.distill_error is not None and stats.distill_square is not None:
+        values["nmse"] = (stats.distill_error / stats.distill_square).item()
     if stats.attention_head is not None:  # the same in all micro-batches, but for rounding
         values["attention_head"] = round(stats.attention_head.item())
     return values
@@ -267,6 +274,8 @@ def console_summary(record: dict[str, Any]) -> list[str]:
             parts.append(f"ranks {record['routing/rank_load_max']:.2f}x")
         if record["routing/unused"]:
             parts.append(f"unused {100 * record['routing/unused']:.0f}%")
+    if "routing/nmse" in record:
+        parts.append(f"nmse {record['routing/nmse']:.4f}")
     if "routing/effective_experts" in record:
         parts.append(f"experts {record['routing/effective_experts']:.1f}")
     if "routing/active" in record:

@@ -17,6 +17,7 @@ from typing import Any, ClassVar, NamedTuple, Self
 from torch import nn
 
 from polyad.data.text.manifest import SplitName
+from polyad.model.settings import ModelSettings
 from polyad.parallel import comm
 from polyad.parallel.streamed import seconds_before
 from polyad.parallel.weights import Choice
@@ -230,6 +231,16 @@ class Measure(Examination):
     def in_report(cls, subject: Subject) -> "Measure | None":
         """The measure that a report takes in its pass over held-out data; None: none."""
         return cls(subject)
+
+    @classmethod
+    def is_for(cls, model: ModelSettings, *, has_experts: bool) -> bool:
+        """Whether a study takes it of a variant: by default of one with experts.
+
+        Args:
+            model: the variant's.
+            has_experts: whether any part of it is a mixture of experts.
+        """
+        return has_experts
 
     @classmethod
     def of_study(cls, config: StudyConfig) -> "Asked | None":

@@ -8,5 +8,8 @@ A plugin adds one with a line: `MEASURES[Mine.name] = Mine`. Then
 from polyad.train.measures.knockout import KnockOuts
 from polyad.train.measures.measure import Measure
 from polyad.train.measures.specialization import Specialization
+from polyad.train.measures.splice import Splicing
 
-MEASURES: dict[str, type[Measure]] = {each.name: each for each in (Specialization, KnockOuts)}
+MEASURES: dict[str, type[Measure]] = {
+    each.name: each for each in (Specialization, KnockOuts, Splicing)
+}

@@ -183,6 +183,7 @@ def read_report(
         )
         held_out = read_held_out(weights, what, asked_for)
     parameters = count_parameters(model)
+    task, taught = task_class(config.data.kind), config.distill.blocks
     return Report(
         run=run.resolve().name if run.name in ("", ".", "..") else str(run),
         kind=_in_words(config),
@@ -195,7 +196,8 @@ def read_report(
         total_steps=config.train.steps,
         most_validated=config.evaluation.max_windows,
         history=history,
-        task=task_class(config.data.kind),
+        task=task,
+        loss_unit=f"distill.blocks: {taught}" if taught else task.loss_unit,
         routed=routed,
         read=held_out,
         other=None if other is None or beside is None else _beside(other, beside, held_out),

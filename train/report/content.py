@@ -98,6 +98,8 @@ class Report:
     history: History
     task: type[Task[Any]]
     """What was learned."""
+    loss_unit: str
+    """The unit of the training loss; empty: it has none that says more."""
     routed: list[RoutedLayer]
     """The layers with experts, in the order of the model; empty for a dense one."""
     read: HeldOut

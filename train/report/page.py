@@ -121,7 +121,7 @@ def _digest(script: str) -> str:
 def facts(report: Report) -> list[tuple[str, str, str]]:
     """What the head of the page says: names, values, and what they are of."""
     history, task = report.history, report.task
-    unit, in_unit = task.unit.name, f"{task.loss_unit}, " if task.loss_unit else ""
+    unit, in_unit = task.unit.name, f"{report.loss_unit}, " if report.loss_unit else ""
     units, active = history.last_record.get(f"{unit}s"), report.active_parameters
     used = f"{active:,} active per {unit}"
     if active == report.parameters:
@@ -172,11 +172,15 @@ def training_figures(report: Report) -> list[Figure]:
     lines = []
     if "loss" in scalars:  # it is in none where no loss was finite
         lines.append(Line(label="training", values=scalars["loss"], colour="var(--accent)"))
+    validated = []
     if any(value is not None for value in scalars.get("validation_loss", [])):
-        lines.append(_marked("validation", scalars["validation_loss"], "var(--second)"))
+        validated = [_marked("validation", scalars["validation_loss"], "var(--second)")]
+    is_other = report.loss_unit != report.task.loss_unit  # than that of the training loss
+    if not is_other:
+        lines += validated
     each = "each step" if history.width == 1 else f"means of {history.width:,} steps"
-    note = f"{report.task.loss_unit}; {each}." if report.task.loss_unit else f"{each}."
-    note = note.capitalize()
+    note = f"{report.loss_unit}; {each}." if report.loss_unit else f"{each}."
+    note = note if is_other else note.capitalize()
     if history.last_record.get("loss_leaks"):
         note += (
             " In training experts depend on later tokens (model.feed_forward.pool: document), so "
@@ -188,6 +192,12 @@ def training_figures(report: Report) -> list[Figure]:
         note += f" {history.unreadable:,} unfinished lines of metrics.jsonl were left out."
     chart = line_chart(steps, lines, title="Loss over steps", width=WIDE)
     figures = [Figure(heading="Loss", body=chart, caption=note, legend=lines, wide=True)]
+    if is_other and validated:
+        chart = line_chart(steps, validated, title="Validation loss over steps")
+        unit = report.task.loss_unit
+        figures.append(
+            Figure(heading="Validation loss", body=chart, caption=f"{unit}.".capitalize())
+        )
     figures += _validation_scores(report)
     for name, heading in (("learning_rate", "Learning rate"), ("grad_norm", "Gradient norm")):
         if name in scalars:

@@ -157,7 +157,8 @@ class StudyConfig(Config):
     """How it is measured what the experts of finished runs are for; text and masked text alone.
     null: it is not."""
     measures: list[str] = Field(default_factory=list)
-    """Names of further measures of experts, which a plugin adds."""
+    """Names of further measures: `splice`, of replaced feed-forwards (`experts splice`), and those
+    that a plugin adds."""
     common: dict[str, Any] = Field(default_factory=dict)
     """Dotted keys that every run has other than the base."""
     tasks: dict[str, dict[str, Any]] = Field(default_factory=dict)

@@ -26,6 +26,7 @@ SET_BY_THE_STUDY = ("seed", "run", "data")
 """Sections that no variant may set: the seed, the folder and the data of a run. A task may set the
 data."""
 INIT_FROM: RunKey = "checkpoint.init_from"
+TEACHER: RunKey = "distill.teacher"
 SAME_IN_EVERY_VARIANT = (
     # Keys that decide the batches, or the scored tokens and their context.
     "train.steps", "train.global_batch_size", "model.sequence_length", "evaluation.stride",
@@ -179,11 +180,12 @@ def _variant(
         longest = str(run_folder(folder, "/".join(filter(None, name)), max(study.seeds)))
         values = [*overrides, *place_of(study, longest, _kind(base))]
         config = config_of(base, values, origin=study.base)
-        if config.checkpoint.init_from is None and (other := from_runs.get(INIT_FROM)):
-            # Adapters need weights; those of the run of each seed come when it is there.
-            config = config_of(
-                base, [*values, f"{INIT_FROM}={json.dumps(other)}"], origin=study.base
-            )
+        # Adapters need weights, and distill.blocks a teacher; those of each seed's run come later.
+        needed = {INIT_FROM: config.checkpoint.init_from is None}
+        needed |= {TEACHER: config.distill.blocks is not None and config.distill.teacher is None}
+        named = [f"{k}={json.dumps(run)}" for k, run in from_runs.items() if needed[k]]
+        if named:
+            config = config_of(base, [*values, *named], origin=study.base)
         validate(config, 1)
         check_compiler(config)
         config.model.filled()

@@ -66,8 +66,8 @@ class Variant:
     @property
     def leaks(self) -> bool:
         """Whether its tokens choose experts by later tokens."""
-        feed_forward = self.config.model.known_feed_forward()
-        return isinstance(feed_forward, SparseMoEConfig) and not feed_forward.causal_graph
+        sections = self.config.model.feed_forwards().values()
+        return any(isinstance(e, SparseMoEConfig) and not e.causal_graph for e in sections)
 
     @property
     def has_experts(self) -> bool:

@@ -21,6 +21,7 @@ from polyad.model.output import RoutingStats
 from polyad.parallel import comm
 from polyad.parallel.weights import Weights
 from polyad.train.errors import ConfigError
+from polyad.train.tasks.block_teacher import BlockTeacher
 from polyad.train.tasks.losses import Learner, Teacher
 from polyad.train.tasks.task import Predictor, Score, Scores, Sections, Share, Task
 from polyad.train.tasks.text import (
@@ -46,10 +47,12 @@ class TextBatch(NamedTuple):
 
 
 def text_losses(
-    model: Predictor, batch: TextBatch, teacher: Teacher | None = None
+    model: Predictor, batch: TextBatch, teacher: Teacher | BlockTeacher | None = None
 ) -> tuple[Tensor, tuple[RoutingStats, ...]]:
-    """The mean loss of the tokens, or with a teacher the loss of each token, in nats; and the
-    routing statistics of the layers."""
+    """The mean loss of the tokens, or with a teacher the loss of each token, in nats, or that of
+    its blocks; and the routing statistics of the layers."""
+    if isinstance(teacher, BlockTeacher):
+        return teacher.losses(model, batch.input_ids_BT)
     if teacher is None:
         loss, routing = model(batch.input_ids_BT, target_ids_BT=batch.target_ids_BT)
         return loss, routing
@@ -135,6 +138,8 @@ class LanguageModelling(Learner, TextTask[TextBatch]):
                 f"the next token is learned; null is"
             )
         self._attacked: dict[str, tuple[TokenStream, SplitInfo]] = {}
+        self.block_teacher: BlockTeacher | None = None
+        """What the feed-forwards of replaced blocks learn from, in place of the text."""
         about = data.tokenizer
         known = with_vocabulary(model, about.vocab_size, self.place)
         self.model = with_end_of_text(known, about.end_of_text_id, self.place)
@@ -150,8 +155,14 @@ class LanguageModelling(Learner, TextTask[TextBatch]):
         return self.samples.tokens
 
     def losses(self, model: Predictor, batch: TextBatch) -> tuple[Tensor, tuple[RoutingStats, ...]]:
-        """Negative log-likelihood of every token, in nats; with a teacher its share of each."""
-        return text_losses(model, batch, self.teacher)
+        """Negative log-likelihood of every token, in nats; with a teacher its share of each, or the
+        loss of its blocks."""
+        return text_losses(model, batch, self.block_teacher or self.teacher)
+
+    @property
+    def trains_whole_model(self) -> bool:
+        """See `Task.trains_whole_model`."""
+        return self.block_teacher is None
 
     def validate(
         self, model: Predictor, *, batch_size: int, world: comm.World, report: Share

@@ -13,7 +13,7 @@ the tokens of a vocabulary.
 """
 
 from collections.abc import Callable
-from typing import Annotated
+from typing import Annotated, Literal, TypeAlias
 
 import torch
 from pydantic import Field
@@ -40,6 +40,9 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     return flat.view_as(targets)
 
 
+BlockLoss: TypeAlias = Literal["normalized", "squared"]
+
+
 class DistillConfig(Config):
     """A trained model that a run learns from, beside its data."""
 
@@ -50,6 +53,12 @@ class DistillConfig(Config):
     """Share w of KL(teacher || student) in the loss; the task's own loss has the rest."""
     temperature: Annotated[float, Field(gt=0, le=1e6)] = 1.0
     """What the logits of both are divided by before the softmax."""
+    blocks: BlockLoss | None = None
+    """Of text: trains the feed-forwards of model.replaced alone, each on the inputs and outputs of
+    the teacher's in the same block; all other weights are the teacher's, and frozen. The loss:
+    `normalized`, the squared error of each token over the norm of the teacher's output, as MxD's,
+    or `squared`, its mean over tokens and units; of several blocks the sum. weight and temperature
+    do not apply. null: the teacher teaches the next token."""
 
 
 class Teacher:

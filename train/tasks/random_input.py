@@ -21,6 +21,7 @@ from polyad.model.smoe.config import SparseMoEConfig
 from polyad.model.vision import ImageSettings
 from polyad.parallel.plan.work import forward_flops
 from polyad.train.errors import ConfigError
+from polyad.train.tasks.block_teacher import BlockTeacher
 from polyad.train.tasks.language import TextBatch, text_losses
 from polyad.train.tasks.losses import Teacher, cross_entropy
 from polyad.train.tasks.masked_language import masked_losses
@@ -102,7 +103,7 @@ _counted: dict[tuple[str, int, int | None], int] = {}
 def _in_run(model: ModelSettings, *, at_end: bool) -> ModelSettings:
     """The model as a run begins or ends, with its graph of tokens on."""
     sparse = {
-        key.removeprefix("model."): each
+        key: each
         for key, each in model.feed_forwards().items()
         if isinstance(each, SparseMoEConfig)
     }
@@ -116,7 +117,7 @@ def _in_run(model: ModelSettings, *, at_end: bool) -> ModelSettings:
         )
         for key, each in sparse.items()
     }
-    return model.model_copy(update=changed)
+    return model.with_feed_forwards(changed)
 
 
 def random_batch(
@@ -195,7 +196,7 @@ def _sequence_sample(
     return ClassBatch(ids_T, torch.randint(head.num_classes or 1, (), generator=generator))
 
 
-def losses_for(model: ModelSettings, teacher: Teacher | None = None) -> Any:
+def losses_for(model: ModelSettings, teacher: Teacher | BlockTeacher | None = None) -> Any:
     """The loss on such a micro-batch, of tokens or of the class; see `Task.losses`.
 
     Args:
@@ -206,6 +207,7 @@ def losses_for(model: ModelSettings, teacher: Teacher | None = None) -> Any:
         return partial(text_losses, teacher=teacher)
     if isinstance(model, BertConfig) and model.head.kind == "language":
         return masked_losses
+    assert not isinstance(teacher, BlockTeacher)
     return partial(_class_losses, teacher)
 
 

@@ -366,6 +366,12 @@ class Task(ABC, Generic[Batch]):
             return "on the whole split"
         return f"on at most {most:,} {cls.sample}s of the split (evaluation.max_windows)"
 
+    @property
+    def trains_whole_model(self) -> bool:
+        """Whether a step is a forward and a backward pass of the whole model, by which FLOPs are
+        counted."""
+        return True
+
     def counted(self, samples: int) -> dict[str, int]:
         """How many units so many samples are, by their name."""
         return {f"{self.unit.name}s": samples * self.model.units_per_sample()}

@@ -130,5 +130,5 @@ def test_a_study_compares_its_numbers(even, tmp_path, monkeypatch):
     assert read_measures(sparse_run).experts == {"even": {"even_share": 0.5}}
     path.write_text(json.dumps(tree | changes | {"measures": ["odd"]}))
     _, sparse_run = load_study(path).runs({})
-    with pytest.raises(ConfigError, match="measures: 'odd' is not allowed: even are"):
+    with pytest.raises(ConfigError, match="measures: 'odd' is not allowed: splice, even are"):
         list(measures_of(sparse_run))

@@ -1,0 +1,92 @@
+"""`model.replaced`: blocks with another feed-forward than the model's own."""
+
+import pytest
+import torch
+from pydantic import ValidationError
+
+from polyad.model.block import FEED_FORWARDS
+from polyad.model.build import build_model, materialize, num_parameters
+from polyad.model.decoder_config import DecoderConfig
+from polyad.model.families.decoders import family_of
+from polyad.model.families.gpt2 import GPT2
+from polyad.model.families.keys import HuggingFaceError
+from polyad.model.gpt2 import GPT2Config
+from polyad.train.tasks.random_input import training_flops
+
+MODEL = {
+    "num_layers": 3, "hidden_size": 16, "num_heads": 2, "sequence_length": 12, "vocab_size": 50,
+}  # fmt: skip
+KINDS = {
+    "dense": {"kind": "dense", "hidden_size": 24},
+    "mumoe": {"kind": "mumoe", "num_experts": [4], "rank": 8},
+    "smoe": {"kind": "smoe", "num_experts": 4, "top_k": 2, "expert_hidden_size": 24},
+    "emoe": {"kind": "emoe", "num_experts": 4, "top_k": 2},
+}
+
+
+def replaced(kind, blocks=(1,), model=GPT2Config, **changes):
+    section = {"blocks": list(blocks), "feed_forward": KINDS[kind]}
+    return model.model_validate(MODEL | {"replaced": section} | changes).filled()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("model", [GPT2Config, DecoderConfig])
+def test_replaced_blocks_have_the_other_feed_forward_and_the_rest_their_own(kind, model):
+    config = replaced(kind, (0, 2), model)
+    built = build_model(config)
+    kinds = [type(block.feed_forward) for block in built.blocks]
+    other, own = FEED_FORWARDS[kind], FEED_FORWARDS["dense"]
+    assert kinds == [other, own, other]
+    plain = build_model(config.original())
+    difference = sum(
+        p.numel() for n in (0, 2) for p in built.blocks[n].feed_forward.parameters()
+    ) - sum(p.numel() for n in (0, 2) for p in plain.blocks[n].feed_forward.parameters())
+    assert num_parameters(config) - num_parameters(config.original()) == difference
+    assert model.model_validate(config.model_dump(mode="json")) == config
+    assert training_flops(config) > 0
+    materialize(built, 0)
+    names = [stats.name for stats in built.eval()(torch.arange(12)[None]).routing]
+    routed = [f"blocks.{block}.feed_forward" for block in (0, 2)]
+    assert names == ([] if kind == "dense" else routed)
+
+
+def test_a_dense_block_in_a_mixture_is_as_wide_as_it_says():
+    config = replaced("dense", (1,), DecoderConfig, feed_forward=KINDS["smoe"])
+    built = build_model(config)
+    assert [each.kind for each in config.block_feed_forwards()] == ["smoe", "dense", "smoe"]
+    assert built.blocks[1].feed_forward.up.out_features == 24
+    assert config.known_feed_forward().kind == "smoe"
+
+
+@pytest.mark.parametrize(
+    ("section", "said"),
+    [
+        ({"blocks": [3], "feed_forward": KINDS["dense"]}, r"blocks: \[3\] is not allowed"),
+        ({"blocks": [1, 1], "feed_forward": KINDS["dense"]}, "once at most"),
+        ({"blocks": [], "feed_forward": KINDS["dense"]}, "at least 1 item"),
+        (
+            {"blocks": [1], "feed_forward": KINDS["smoe"] | {"placement": 2}},
+            r"model\.replaced\.feed_forward\.placement: 2 is not allowed",
+        ),
+        (
+            {"blocks": [1], "feed_forward": KINDS["mumoe"] | {"gate_norm": "batch"}},
+            r"model\.replaced\.feed_forward\.gate_norm: batch is not allowed",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_its_key(section, said):
+    with pytest.raises(ValidationError, match=said):
+        GPT2Config.model_validate(MODEL | {"replaced": section})
+
+
+def test_other_libraries_have_no_such_model():
+    with pytest.raises(HuggingFaceError, match=r"model\.replaced: .*blocks \[1\]"):
+        GPT2.write_config(replaced("dense"), None)
+    with pytest.raises(HuggingFaceError, match=r"model\.replaced: .*blocks \[1\]"):
+        family_of(replaced("dense", model=DecoderConfig))
+
+
+def test_tensor_parallelism_cuts_both_feed_forwards():
+    keys = [key for choices in replaced("smoe").cut_sizes() for key in choices]
+    assert "model.feed_forward.hidden_size" in keys
+    assert "model.replaced.feed_forward.expert_hidden_size" in keys

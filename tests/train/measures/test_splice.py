@@ -1,0 +1,247 @@
+"""`polyad experts splice`: the same feed-forwards in models of transformers, copies, processes."""
+
+import pytest
+import torch
+import yaml
+from torch.nn.functional import cross_entropy
+
+from polyad.data.text.dataset import PreparedData
+from polyad.launch.cli import run as polyad
+from polyad.launch.study.measures import measures_of
+from polyad.parallel.families import FamilyWeights
+from polyad.parallel.weights import load_model
+from polyad.train.config.run import load_config
+from polyad.train.config.text import flatten
+from polyad.train.errors import ConfigError
+from polyad.train.measures.splice import Splicing
+from polyad.train.reading import open_evaluated
+from polyad.train.study.reading import load_studies
+from tests.helpers.decoders import hub_folder, prepared_for, tokens, write_tokenizer
+from tests.helpers.everyday import everyday
+from tests.helpers.huggingface import save_reference
+from tests.helpers.runs import both_forms, records, run, write_config
+
+pytestmark = pytest.mark.distributed
+
+DENSE = {"kind": "dense", "hidden_size": 24}
+SMOE = {"kind": "smoe", "num_experts": 4, "top_k": 2, "expert_hidden_size": 16}
+SHAPE = {"n_layer": 3, "n_embd": 32, "n_head": 4, "n_positions": 24, "vocab_size": 320}
+
+
+def distilled(tmp_path, data, model, teacher, feed_forward, blocks, **changes):
+    """A run whose blocks learn from a folder of weights."""
+    replaced = {"blocks": blocks, "feed_forward": feed_forward}
+    given = {"model": model | {"replaced": replaced}, "log__trackers": [], "train__steps": 12}
+    given |= {"distill__teacher": str(teacher), "distill__blocks": "normalized"}
+    given |= {"evaluation__every": 0, "checkpoint__every": 0}
+    return write_config(tmp_path / "config.yaml", data, **given | changes)
+
+
+@pytest.fixture(scope="module")
+def gpt2(workers, tmp_path_factory):
+    """A random GPT-2 of transformers, text in its tokens, and a run with two other blocks."""
+    root = tmp_path_factory.mktemp("gpt2")
+    theirs = save_reference(root / "hub", **SHAPE)
+    write_tokenizer(root / "hub")
+    data = prepared_for(root / "hub", root)
+    model = FamilyWeights(root / "hub").config.model_dump(mode="json")
+    config = distilled(root, data, model, root / "hub", SMOE, [0, 2])
+    assert workers(1).run(run, config) == [12]
+    return theirs, data, root
+
+
+def windows(data):
+    """Windows of 24 tokens over the validation split, and the token after each."""
+    opened = PreparedData.open(data)
+    stream, end = opened.split("validation"), opened.tokenizer().end_of_text_id
+    ids = torch.tensor([end, *stream.read(0, stream.num_tokens).tolist()])
+    return [(ids[at : at + 24], ids[at + 1 : at + 25]) for at in range(0, len(ids) - 1, 24)]
+
+
+@torch.inference_mode()
+def loss_of(theirs, data):
+    found = [
+        cross_entropy(theirs(read[None, : len(after)]).logits[0], after, reduction="none")
+        for read, after in windows(data)
+    ]
+    return torch.cat(found).double().mean().item()
+
+
+def in_place_of(layers, blocks, output):
+    """Hooks on feed-forwards of transformers; `output` makes of a block and its input [B, T, D]."""
+    return [
+        layers[block].mlp.register_forward_hook(
+            lambda _, given, found, block=block: (
+                (output(block, given[0]), *found[1:])
+                if isinstance(found, tuple)
+                else output(block, given[0])
+            )
+        )
+        for block in blocks
+    ]
+
+
+def test_losses_are_those_of_transformers_with_the_same_feed_forwards(workers, gpt2):
+    theirs, data, root = gpt2
+    result, text = workers(1).run(both_forms, root / "run", Splicing)[0]
+    ours = load_model(root / "run")
+
+    def spliced(block, x_BTD):
+        return ours.blocks[block].feed_forward(x_BTD, x_BTD)[0]
+
+    assert result["loss"] == pytest.approx(loss_of(theirs, data), rel=1e-5)
+    assert result["tokens"] == sum(len(after) for _, after in windows(data))
+    cases = {"blocks.0.feed_forward": [0], "blocks.2.feed_forward": [2], "together": [0, 2]}
+    for name, blocks in cases.items():
+        found = result["blocks"].get(name, result["together"])
+        for way, output in (("zeroed", lambda _, x: torch.zeros_like(x)), ("spliced", spliced)):
+            hooks = in_place_of(theirs.transformer.h, blocks, output)
+            assert found[way] == pytest.approx(loss_of(theirs, data), rel=1e-5), (name, way)
+            for hook in hooks:
+                hook.remove()
+        zeroed, kept = found["zeroed"], found["spliced"]
+        assert found["recovered"] == pytest.approx((zeroed - kept) / (zeroed - result["loss"]))
+        assert f"{found['spliced']:.4f}" in text
+    hooks = in_place_of(theirs.transformer.h, [0, 2], spliced)
+    with torch.inference_mode():
+        for read, after in windows(data)[:2]:
+            wanted, logits = (each(read[None, : len(after)]).logits for each in (theirs, ours))
+            torch.testing.assert_close(logits, wanted, rtol=1e-4, atol=1e-4)
+    for hook in hooks:
+        hook.remove()
+
+
+def test_errors_are_those_on_what_enters_the_original_blocks(workers, gpt2):
+    theirs, data, root = gpt2
+    result, _ = workers(1).run(both_forms, root / "run", Splicing)[0]
+    ours, sums = load_model(root / "run"), {block: [0.0, 0.0] for block in (0, 2)}
+
+    def keep(block):
+        def hook(_, given, y_BTD):
+            found = ours.blocks[block].feed_forward(given[0], given[0])[0]
+            sums[block][0] += (found - y_BTD).double().square().sum().item()
+            sums[block][1] += y_BTD.double().square().sum().item()
+
+        return theirs.transformer.h[block].mlp.register_forward_hook(hook)
+
+    hooks = [keep(block) for block in (0, 2)]
+    loss_of(theirs, data)
+    for hook in hooks:
+        hook.remove()
+    for block, (error, square) in sums.items():
+        nmse = result["blocks"][f"blocks.{block}.feed_forward"]["nmse"]
+        assert nmse == pytest.approx(error / square, rel=1e-4)
+        assert 0 < nmse < 1.5
+
+
+def test_two_processes_find_what_one_finds(workers, gpt2):
+    _, _, root = gpt2
+    options = {"overrides": ("evaluation.batch_size=3",), "tokens": 300}
+    one, two = (
+        workers(size).run(both_forms, root / "run", Splicing, **options)[0][0] for size in (1, 2)
+    )
+    for result in (one, two):
+        del result["seconds"], result["processes"]
+    found = [flatten(result) for result in (one, two)]
+    assert found[0].keys() == found[1].keys()
+    for key, value in found[0].items():
+        same = found[1][key] == value
+        assert same or found[1][key] == pytest.approx(value, rel=1e-6), key
+
+
+def test_the_command_shows_what_was_found_and_says_what_it_needs(gpt2, tmp_path, capfd):
+    _, data, root = gpt2
+    assert polyad(["experts", "splice", str(root / "run"), "--tokens", "100"]) == 0
+    shown = capfd.readouterr().out
+    assert "recovered" in shown
+    assert "together" in shown
+    words = ["experts", "splice", str(root / "hub"), "--data", str(data)]
+    assert polyad(words) == 2
+    assert "has no model.replaced" in capfd.readouterr().err
+    assert polyad(["experts", "splice", str(root / "run"), "--teacher", str(root / "run")]) == 2
+    assert "a model without it teaches" in capfd.readouterr().err
+    assert polyad(["convert", str(root / "run"), str(tmp_path / "x"), "--to", "huggingface"]) == 2
+    assert "model.replaced: Hugging Face" in capfd.readouterr().err
+
+
+@everyday("feed_forward", [DENSE, SMOE], keep=[DENSE])
+def test_a_block_of_an_opened_mixture_becomes_another(workers, tmp_path, feed_forward):
+    theirs = hub_folder(tmp_path / "hub", "olmoe")
+    data = prepared_for(tmp_path / "hub", tmp_path)
+    model = FamilyWeights(tmp_path / "hub").config.model_dump(mode="json") | {"sequence_length": 24}
+    config = distilled(tmp_path, data, model, tmp_path / "hub", feed_forward, [1], train__steps=30)
+    assert workers(1).run(run, config) == [30]
+    losses = [each["loss"] for each in records(tmp_path / "run")]
+    assert losses[-1] < 0.8 * losses[0]
+    ours = load_model(tmp_path / "run")
+    hooks = in_place_of(
+        theirs.model.layers, [1], lambda block, x: ours.blocks[block].feed_forward(x, x)[0]
+    )
+    ids = tokens(20)
+    with torch.inference_mode():
+        wanted = theirs(ids, use_cache=False).logits
+        torch.testing.assert_close(ours(ids).logits, wanted, rtol=1e-4, atol=1e-4)
+    for hook in hooks:
+        hook.remove()
+    result, _ = workers(1).run(both_forms, tmp_path / "run", Splicing)[0]
+    assert result["together"] == {
+        key: result["blocks"]["blocks.1.feed_forward"][key] for key in result["together"]
+    }
+
+
+def test_a_copy_of_the_original_recovers_everything(workers, tmp_path, prepared_path):
+    """A replaced dense block as wide as the teacher's, with its weights."""
+    config = write_config(tmp_path / "teacher.yaml", prepared_path, train__steps=2)
+    assert workers(1).run(run, config, f"run.folder={tmp_path / 'teacher'}") == [2]
+    model = load_config(config).model.model_dump(mode="json")
+    model = model | {"replaced": {"blocks": [1], "feed_forward": {"kind": "dense"}}}
+    copy = write_config(
+        tmp_path / "copy.yaml", prepared_path, model=model,
+        distill__teacher=str(tmp_path / "teacher"), distill__blocks="squared",
+        optimizer__kind="sgd", optimizer__learning_rate=1.0e-12, train__steps=1,
+        run__folder=str(tmp_path / "copy"),
+    )  # fmt: skip
+    assert workers(1).run(run, copy) == [1]
+    opened = open_evaluated(tmp_path / "copy", None, ())
+    spliced = load_model(opened.weights)
+    theirs = load_model(tmp_path / "teacher").get_submodule("blocks.1.feed_forward")
+    spliced.get_submodule("blocks.1.feed_forward").load_state_dict(theirs.state_dict())
+    asked = Splicing.checked(opened, "validation")
+    measure = Splicing.of(opened, "validation", asked, spliced)
+    measure.read()
+    found = measure.result()
+    assert found.together.spliced == found.loss
+    assert found.together.recovered == 1
+    assert found.blocks["blocks.1.feed_forward"].nmse == 0
+    assert found.together.zeroed != found.loss
+
+
+def test_without_a_teacher_the_original_is_named(workers, tmp_path, prepared_path):
+    model = {"replaced": {"blocks": [1], "feed_forward": SMOE}}
+    model |= {"num_layers": 2, "hidden_size": 32, "num_heads": 4, "sequence_length": 32}
+    config = write_config(tmp_path / "config.yaml", prepared_path, model=model, train__steps=1)
+    assert workers(1).run(run, config) == [1]
+    with pytest.raises(ConfigError, match=r"names no distill\.teacher; --teacher says"):
+        both_forms(tmp_path / "run", Splicing)
+
+
+def test_a_study_takes_it_of_dense_variants_and_of_those_alone_that_have_replaced_blocks(tmp_path):
+    """The teacher may be the run of another variant, of each seed its own."""
+    base = write_config(tmp_path / "base.yaml", tmp_path / "data")
+    replaced = {"blocks": [1], "feed_forward": DENSE}
+    variants = {"whole": {}, "spliced": {"model.replaced": replaced, "distill.blocks": "squared"}}
+    study = {
+        "base": str(base), "folder": str(tmp_path / "study"), "seeds": [1], "baseline": "whole",
+        "measures": ["splice"], "variants": variants,
+        "from_runs": {"spliced": {"distill.teacher": "whole"}},
+    }  # fmt: skip
+    (tmp_path / "study.yaml").write_text(yaml.safe_dump(study))
+    (found,) = load_studies(tmp_path / "study.yaml").values()
+    taken = {
+        run.variant.name: [each.name for each in measures_of(run)]
+        for run in found.runs(found.variants)
+    }
+    assert taken == {"whole": [], "spliced": ["splice"]}
+    tree = {"blocks": {"blocks.1.feed_forward": {"nmse": 0.25, "active": 3.0}},
+            "together": {"recovered": 0.9}}  # fmt: skip
+    assert Splicing.numbers(tree) == {"recovered": 0.9, "splice_nmse": 0.25, "splice_active": 3.0}

@@ -1,0 +1,314 @@
+"""`polyad experts splice`: how much of a language model is left with other feed-forwards in blocks.
+
+For the replaced blocks of `model.replaced`, each alone and all together, the cross-entropy
+
+    CE           of the original model, with its own feed-forwards
+    CE_zero      with the output of the blocks' feed-forwards set to 0
+    CE_splice    with the replaced feed-forwards
+    recovered    (CE_zero - CE_splice) / (CE_zero - CE): 1 loses nothing, 0 is as if there were none
+
+and of each block, from what enters it in the original model: nMSE, sum |ŷ - y|^2 / sum |y|^2, and
+L0, the mean number of experts with a weight above 0, of kinds that tell it.
+
+Source: MxD (Oldfield et al. 2025, "Towards interpretability without sacrifice: faithful dense layer
+decomposition with mixture of decoders").
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, Self, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from polyad.model.decoder import DecoderSettings
+from polyad.model.feedforward import FeedForward
+from polyad.model.settings import ModelSettings
+from polyad.parallel import comm
+from polyad.parallel.checkpoint.reading import Checkpoint
+from polyad.parallel.weights import Weights
+from polyad.train.config.distillation import (
+    TeacherAt,
+    check_original,
+    of_step,
+    open_teacher,
+    original_feed_forwards,
+)
+from polyad.train.errors import ConfigError
+from polyad.train.experts.information import Summed
+from polyad.train.measures.measure import Measure, Result, Subject, Tree, needs_text
+from polyad.train.reading import Evaluated, Reading
+from polyad.train.results import aligned
+from polyad.train.tasks.samples import TextSamples, losses, through
+
+TOKENS = 65_536
+Way: TypeAlias = Literal["original", "zeroed", "spliced"]
+WAYS: tuple[Way, ...] = ("zeroed", "spliced")
+"""What is put in the place of feed-forwards, beside their own."""
+
+
+@dataclass(frozen=True)
+class Spliced:
+    """The cross-entropies with other outputs of some blocks, in nats a token."""
+
+    zeroed: float
+    spliced: float
+    recovered: float
+
+    def row(self) -> tuple[str, ...]:
+        """Cells for people."""
+        return (f"{self.zeroed:.4f}", f"{self.spliced:.4f}", f"{self.recovered:.4f}")
+
+
+class OfBlock(NamedTuple):
+    """What is found of the feed-forward of one block."""
+
+    losses: Spliced
+    nmse: float
+    active: float | None
+    """L0; None: its kind does not tell it."""
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON values."""
+        return vars(self.losses) | {"nmse": self.nmse, "active": self.active}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Splices(Result):
+    """What is found of all replaced blocks."""
+
+    teacher: str
+    tokens: int
+    """That are predicted."""
+    loss: float
+    """Of the original model."""
+    blocks: Mapping[str, OfBlock]
+    together: Spliced
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON values."""
+        return vars(self) | {"together": vars(self.together)}
+
+    def amount(self) -> str:
+        """The number of tokens."""
+        return f": {self.tokens:,} tokens"
+
+    def facts(self) -> list[tuple[str, str]]:
+        """Where the original feed-forwards are from, and what they reach."""
+        return [("original", f"{self.teacher}, {self.loss:.4f} nats a token")]
+
+    def rows(self) -> list[str]:
+        """A row for each block, and one for all."""
+        table: list[tuple[str, ...]] = [("", "zeroed", "spliced", "recovered", "nMSE", "L0")]
+        for name, each in self.blocks.items():
+            active = "-" if each.active is None else f"{each.active:.2f}"
+            table.append((name, *each.losses.row(), f"{each.nmse:.4f}", active))
+        if len(self.blocks) > 1:
+            table.append(("together", *self.together.row(), "-", "-"))
+        return ["", *aligned(table)]
+
+
+class SpliceOptions(NamedTuple):
+    """What is compared with what, on how much."""
+
+    teacher: Weights
+    """The original model."""
+    tokens: int
+
+
+class Splicing(Measure):
+    """Reads text with the original, no and the replaced feed-forwards.
+
+    Args:
+        subject: the spliced model, and text.
+        originals: by the number of each replaced block, its own feed-forward.
+        teacher: where these are from, for the result.
+    """
+
+    name = "splice"
+    title = "Replaced feed-forwards"
+    doing = "splicing feed-forwards"
+    told = "splice feed-forwards"
+
+    def __init__(
+        self, subject: Subject, originals: Mapping[int, FeedForward], teacher: str
+    ) -> None:
+        super().__init__(subject)
+        self._originals, self._teacher = originals, teacher
+        self._ways: dict[int, Way] = dict.fromkeys(originals, "original")
+        self._counted_BT: Tensor | None = None
+        self.blocks = [min(originals)]
+        together: list[Sequence[int]] = [tuple(originals)] if len(originals) > 1 else []
+        self._sets = [*((block,) for block in originals), *together]
+        device = next(subject.model.parameters()).device
+
+        def zeros(*shape: int) -> Tensor:
+            return torch.zeros(*shape, dtype=torch.float64, device=device)
+
+        self._losses = zeros(1 + len(WAYS) * len(self._sets))
+        """Sums over tokens: of the original model, and of each set of blocks in each way."""
+        self._tokens = zeros(1)
+        self._errors: dict[int, Tensor] = {block: zeros(4) for block in originals}
+        """Of each block the sums of |ŷ - y|^2, of |y|^2, of active experts, and of the tokens that
+        these are of."""
+
+    @classmethod
+    def checked(cls, opened: Evaluated, split: str, **options: Any) -> SpliceOptions:
+        """`tokens` that are read, and the `teacher`; None: that of the run."""
+        needs_text(f"experts {cls.name}", opened)
+        model, weights = opened.weights.model_config(), opened.weights
+        if not isinstance(model, DecoderSettings) or model.replaced is None:
+            raise ConfigError(
+                f"experts {cls.name}: {weights.folder} has no model.replaced: all of its blocks "
+                f"have their own feed-forwards"
+            )
+        given: Path | None = options.get("teacher")
+        teacher = open_original(given, opened, model)
+        return SpliceOptions(teacher, options.get("tokens") or TOKENS)
+
+    @classmethod
+    def of(cls, opened: Evaluated, split: str, asked: SpliceOptions, model: nn.Module) -> Self:
+        """See `Measure.of`."""
+        config = opened.weights.model_config()
+        assert isinstance(config, DecoderSettings)
+        device = next(model.parameters()).device
+        precision = opened.config.train.precision
+        originals = original_feed_forwards(
+            asked.teacher, config.replaced_blocks(), device, precision
+        )
+        text = TextSamples(opened.text(f"experts {cls.name}"), split, asked.tokens)
+        subject = Subject(model, [], text, opened.batch_size)
+        return cls(subject, originals, str(asked.teacher.folder))
+
+    def read(self, world: comm.World | None = None) -> None:
+        """Reads the text, with the outputs of replaced blocks under its control."""
+        hooks = [
+            self.subject.model.get_submodule(f"blocks.{block}.feed_forward").register_forward_hook(
+                self._output_of(block)
+            )
+            for block in self._originals
+        ]
+        try:
+            super().read(world)
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _output_of(self, block: int) -> Callable[..., Any]:
+        """A hook that puts another output in the place of a feed-forward's."""
+
+        def output(_: nn.Module, given: tuple[Any, ...], found: tuple[Any, Any]) -> Any:
+            ours_BTD, stats = found
+            way = self._ways[block]
+            if way == "zeroed":
+                return torch.zeros_like(ours_BTD), None
+            theirs_BTD, _ = self._originals[block](*given)
+            if way == "original":
+                return theirs_BTD, None
+            if self._counted_BT is not None:
+                active = None if stats is None else stats.active
+                self._add_error(block, ours_BTD, theirs_BTD, active)
+            return ours_BTD, stats
+
+        return output
+
+    def _add_error(
+        self, block: int, ours_BTD: Tensor, theirs_BTD: Tensor, active: Tensor | None
+    ) -> None:
+        assert self._counted_BT is not None
+        ours_ND, theirs_ND = (each[self._counted_BT].double() for each in (ours_BTD, theirs_BTD))
+        sums = self._errors[block]
+        sums[0] += (ours_ND - theirs_ND).square().sum()
+        sums[1] += theirs_ND.square().sum()
+        if active is not None:  # a mean over all tokens of the batch
+            sums[2] += active.double() * self._counted_BT.numel()
+            sums[3] += self._counted_BT.numel()
+
+    def add(self, reading: Reading) -> None:
+        """Adds a batch, which is read again from the first replaced block for each way."""
+        passages, first = reading.batch, self.blocks[0]
+
+        def loss(blocks: Sequence[int], way: Way) -> Tensor:
+            changed = dict.fromkeys(blocks, way)
+            self._ways = {block: changed.get(block, "original") for block in self._originals}
+            alone = way == "spliced" and len(blocks) == 1
+            self._counted_BT = passages.scored_BP if alone else None
+            x_BTD = through(self.subject.model, reading.entering[first], first)
+            found_BT = losses(self.subject.model, x_BTD, passages)
+            return found_BT[passages.scored_BP].double().sum()
+
+        found = [loss((), "original")]
+        found += [loss(blocks, way) for blocks in self._sets for way in WAYS]
+        self._ways = dict.fromkeys(self._originals, "original")
+        self._losses += torch.stack(found)
+        self._tokens += passages.scored_BP.sum()
+
+    def result(self, summed: Summed = lambda values: values) -> Splices:
+        """What was found."""
+        (tokens,) = summed(self._tokens).tolist()
+        whole, *others = (summed(self._losses) / tokens).tolist()
+        pairs = list(zip(others[::2], others[1::2], strict=True))
+        found = [Spliced(z, s, (z - s) / (z - whole)) for z, s in pairs]
+        blocks = {}
+        for spliced, (block, errors) in zip(found, self._errors.items(), strict=False):
+            error, square, active, of_tokens = summed(errors).tolist()
+            blocks[f"blocks.{block}.feed_forward"] = OfBlock(
+                spliced, error / square, active / of_tokens if of_tokens else None
+            )
+        return Splices(
+            teacher=self._teacher,
+            tokens=int(tokens),
+            loss=whole,
+            blocks=blocks,
+            together=found[-1],
+        )
+
+    @classmethod
+    def in_report(cls, subject: Subject) -> None:
+        """A report has one model."""
+
+    @classmethod
+    def is_for(cls, model: ModelSettings, *, has_experts: bool) -> bool:
+        """Of a model with replaced blocks, also dense ones."""
+        return isinstance(model, DecoderSettings) and model.replaced is not None
+
+    @classmethod
+    def numbers(cls, tree: Tree) -> dict[str, float]:
+        """What is recovered with all blocks, and means over blocks of nMSE and L0."""
+        blocks = tree["blocks"].values()
+        active = [each["active"] for each in blocks if each["active"] is not None]
+        found = {
+            "recovered": tree["together"]["recovered"],
+            "splice_nmse": sum(each["nmse"] for each in blocks) / len(blocks),
+        }
+        return found | ({"splice_active": sum(active) / len(active)} if active else {})
+
+
+def open_original(given: Path | None, opened: Evaluated, model: DecoderSettings) -> Weights:
+    """The model whose blocks were replaced.
+
+    Args:
+        given: where it is; None: the teacher of the run, of the step that it began with.
+        opened: the spliced weights.
+        model: their configuration.
+
+    Raises:
+        ConfigError: it is not known, not there, or another model.
+    """
+    named, weights = opened.config.distill.teacher, opened.weights
+    if given is not None:
+        teacher = open_teacher(given, "--teacher")
+        key = f"--teacher: {given}"
+    elif named is None:
+        raise ConfigError(
+            f"experts splice: {weights.folder} names no distill.teacher; --teacher says where the "
+            f"original model is"
+        )
+    else:
+        key, teacher = f"distill.teacher: {named}", open_teacher(Path(named))
+        if isinstance(weights, Checkpoint) and isinstance(teacher, Checkpoint):
+            newest = TeacherAt(teacher.folder, teacher.training_step)
+            teacher = open_teacher(of_step(newest, weights.state.teacher_step, key).folder)
+    check_original(key, teacher, model)
+    return teacher
