@@ -75,7 +75,8 @@ class Variant:
         model = self.config.model
         parts = [*model.feed_forwards().values(), getattr(model, "head", None)]
         kinds = [model.kind, *(getattr(part, "kind", None) for part in parts)]
-        return any(kind in ("mumoe", "smoe", "emoe", "mixture") for kind in kinds)
+        experts = ("mumoe", "smoe", "emoe", "mxd", "transcoder", "mixture")
+        return any(kind in experts for kind in kinds)
 
     def defining_keys(self) -> dict[str, Any]:
         """The keys that its results depend on, with their values, as JSON has them."""
