@@ -107,7 +107,7 @@ class DispatchRegions(NamedTuple):
     unit_mean: Region = same
     """A mean over inner units."""
     units: Region = same
-    """Inner units, in the last dimension."""
+    """Inner units, in the last dimension, without gradient."""
 
 
 class Dispatcher(nn.Module):
@@ -164,16 +164,37 @@ class Dispatcher(nn.Module):
         """
         return selected.expert_ids_NK, selected.counts_E
 
-    def of_all_experts(self, means_eD: Tensor) -> Tensor:
-        """Means over inner units, of all experts.
+    # What processes know of one another's experts. Each computes numbers of the experts and inner
+    # units that it has, and reads those of all.
+
+    def own_experts(self, whole: Tensor) -> Tensor:
+        """Of numbers [E, ...] of all experts those of the experts that this process has.
 
         Args:
-            means_eD: Means of the experts and units that this process has, without gradient.
-
-        Returns:
-            [E, D].
+            whole: The numbers, the same on all processes that share experts.
         """
-        return self.regions.unit_mean(means_eD)
+        return whole
+
+    def all_experts(self, own: Tensor) -> Tensor:
+        """The numbers [E, ...] of all experts.
+
+        Processes that share experts have a loss each. The gradient of `own` is its sum over all of
+        them, as that of an expert's weights is, which gets the tokens of all.
+
+        Args:
+            own: The numbers of the experts that this process has.
+        """
+        return own
+
+    def unit_means(self, means: Tensor) -> Tensor:
+        """Means over inner units, [E, ...], of all experts and units, with a gradient.
+
+        Processes that share inner units have one loss: each gets its part of the gradient.
+
+        Args:
+            means: Means over the units that this process has, of the experts that it has.
+        """
+        return self.all_experts(self.regions.unit_mean(means))
 
     def hidden(self, rows_ED: Tensor, experts: Experts) -> Tensor:
         """The hidden layer of every expert for a row of its own; see `Experts.hidden`.
@@ -185,7 +206,8 @@ class Dispatcher(nn.Module):
         Returns:
             [E, F], of all experts and units, without gradient.
         """
-        return self.regions.units(experts.hidden(rows_ED))
+        own_eF = experts.hidden(self.own_experts(rows_ED))
+        return self.all_experts(self.regions.units(own_eF))
 
     def begin(self, plan: Plan) -> Any:
         """What can be done before there are rows; `compute` gets it.

@@ -84,7 +84,7 @@ class Router(StatisticsModule):
         Args:
             u_BTD: The input of the experts.
             given: What else there is, for the graph.
-            features: What the score reads of the experts; see `SelectingMoE.expert_features`.
+            features: What the score reads of the experts; see `Score.features`.
 
         Returns:
             Experts and weights of the N tokens that are real, and their statistics.
@@ -266,13 +266,9 @@ class SelectingMoE(FeedForward):
             y_BTD = y_BTD + shared_BTD
         return y_BTD, stats
 
-    @abstractmethod
     def expert_features(self) -> Tensor | None:
-        """What the score reads of the experts of all processes, without gradient.
-
-        Returns:
-            [E, ...]; None if it reads nothing of them.
-        """
+        """What the score reads of the experts of all processes; see `Score.features`."""
+        return self.router.score.features(self.experts, self.dispatcher)
 
     @abstractmethod
     def add_bias(self, y_ND: Tensor, selected: Selected) -> Tensor:
@@ -353,11 +349,6 @@ class SparseMoE(SelectingMoE):
             drawn = torch.empty_like(normalized_BTD).uniform_(1 - jitter, 1 + jitter)
             normalized_BTD = normalized_BTD * drawn
         return super().forward(normalized_BTD, residual_BTD, given)
-
-    def expert_features(self) -> Tensor | None:
-        """Hidden layers [E, F], where the score asks for them."""
-        mean_ED = self.router.score.mean_inputs()
-        return None if mean_ED is None else self.dispatcher.hidden(mean_ED, self.experts)
 
     def add_bias(self, y_ND: Tensor, selected: Selected) -> Tensor:
         """Adds the biases of a token's experts, by their weights."""

@@ -18,6 +18,8 @@ from polyad.model.feedforward import FeedForwardContext
 from polyad.model.initialization import ZEROS, Initializer, constant, normal, uniform
 from polyad.model.output import RoutingStats
 from polyad.model.smoe.config import SelectingConfig, SparseMoEConfig
+from polyad.model.smoe.dispatch import Dispatcher
+from polyad.model.smoe.experts import Experts, StackedExperts
 
 INITIAL_TEMPERATURE = 0.07
 """Initial temperature of the cosine score, as in X-MoE (Chi et al. 2022, section 3.2)."""
@@ -59,13 +61,25 @@ class Score(nn.Module, ABC):
         """
         return None
 
+    def features(self, experts: StackedExperts, dispatcher: Dispatcher) -> Tensor | None:
+        """What `forward` reads of the experts themselves; by default nothing.
+
+        Args:
+            experts: The experts, or those of them that this process has.
+            dispatcher: Gives what all processes compute of theirs.
+
+        Returns:
+            [E, ...], of the experts of all processes; None: nothing.
+        """
+        return None
+
     @abstractmethod
     def forward(self, u_ND: Tensor, features: Tensor | None = None) -> Tensor:
         """Scores the experts.
 
         Args:
             u_ND: Tokens.
-            features: What it reads of the experts themselves; see `SelectingMoE.expert_features`.
+            features: What `features` gave.
 
         Returns:
             Logits [N, E], fp32 at least; their softmax is r.
@@ -222,6 +236,14 @@ class AttentiveScore(Score):
     def mean_inputs(self) -> Tensor | None:
         """See `Score.mean_inputs`."""
         return self.mean_input if self.follows else None
+
+    def features(self, experts: StackedExperts, dispatcher: Dispatcher) -> Tensor | None:
+        """Hidden layers [E, F] at `mean_inputs`, if keys follow them; without gradient."""
+        mean_ED = self.mean_inputs()
+        if mean_ED is None:
+            return None
+        assert isinstance(experts, Experts)
+        return dispatcher.hidden(mean_ED, experts)
 
     def keys(self, hidden_EF: Tensor | None, dtype: torch.dtype) -> Tensor:
         """The keys over the root of their width, [E, S].
