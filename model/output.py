@@ -52,6 +52,9 @@ class RoutingStats(NamedTuple):
     for it."""
     dropped: Tensor | None = None
     """Share of the assignments that were dropped."""
+    expected_active: Tensor | None = None
+    """Sparsity score: the mean over tokens and their experts of the share of inner units that it
+    expects to be above 0; None of other scores."""
     effective_neighbours: Tensor | None = None
     """Mean of exp(entropy) of a token's weights in a graph; None without one, or while it is
     off."""

@@ -87,6 +87,14 @@ class StackedExperts(nn.Module, ABC):
     def stacked(self) -> ExpertWeights:
         """The weights of all experts."""
 
+    def first_layer(self) -> tuple[Tensor, Tensor | None]:
+        """Weights [E, D, F] and bias [E, F] of the layer whose output the activation is applied to:
+        of two layers the gate."""
+        weights = self.stacked()
+        if weights.gate is None:
+            return weights.up, weights.up_bias
+        return weights.gate, weights.gate_bias
+
     def split(self, sizes: list[int]) -> list[ExpertWeights]:
         """Cuts the experts into groups that can be run one after the other.
 

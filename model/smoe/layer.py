@@ -122,6 +122,7 @@ class Router(StatisticsModule):
             usage_E=None if usage_E is None else self.for_loss("usage_E", usage_E),
             entropy=entropy(shares_NE.detach()).mean() if self.measures else None,
             dropped=load_E.new_zeros(()) if self.measures else None,
+            expected_active=self._expected_active(logits_NE, selected) if self.measures else None,
             effective_neighbours=mixed.effective_neighbours,
             head_entropy_A=mixed.head_entropy_A,
             attention_head=mixed.attention_head,
@@ -134,6 +135,11 @@ class Router(StatisticsModule):
             if "sequence_loss" in self.learns_from:
                 stats = stats.but(sequence_loss=self._of_sequences(own_NE, u_BTD, real))
         return Routing(selected, self.with_samples(stats, [own_NE], u_BTD, real))
+
+    def _expected_active(self, logits_NE: Tensor, selected: Selected) -> Tensor | None:
+        """The mean share of active units that the score expects of the experts of a token."""
+        shares_NE = self.score.active_shares(logits_NE.detach())
+        return None if shares_NE is None else shares_NE.gather(1, selected.expert_ids_NK).mean()
 
     def _losses(
         self,
@@ -284,7 +290,11 @@ class SelectingMoE(FeedForward):
         """Parameters [E, ...] of which a token uses those of its experts alone."""
 
     def gate_columns(self) -> list[Tensor]:
-        """The columns of the score, [E, D]: there is one level of experts."""
+        """The columns of the score, [E, D]: there is one level of experts.
+
+        Raises:
+            NoColumnsError: The score has none.
+        """
         return [self.router.score.columns(self.expert_features())]
 
     def update(self, stats: RoutingStats, progress: float) -> None:
