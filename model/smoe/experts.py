@@ -68,6 +68,8 @@ class StackedExperts(nn.Module, ABC):
 
     inner_axes: ClassVar[dict[str, int]]
     """The axis of inner units of each parameter, by its name."""
+    num_units: int
+    """Inner units of one expert, on all processes together."""
 
     def __init__(
         self,
@@ -202,7 +204,7 @@ class Experts(StackedExperts):
             config, context, activation=config.activation, dropout=config.expert_dropout
         )
         experts, width = config.num_experts, context.hidden_size
-        inner = config.inner_size(width)
+        inner = self.num_units = config.inner_size(width)
         self.up = nn.Parameter(torch.empty(experts, width, inner))
         self.up_bias = nn.Parameter(torch.empty(experts, inner)) if context.bias else None
         self.down = nn.Parameter(torch.empty(experts, inner, width))

@@ -95,6 +95,10 @@ class Score(nn.Module, ABC):
             Logits [N, E], fp32 at least; their softmax is r.
         """
 
+    def rows(self) -> Tensor | None:
+        """The learned rows [E, D] that tokens are multiplied by; None: there are none."""
+        return None
+
     def active_shares(self, logits_NE: Tensor) -> Tensor | None:
         """The share of each expert's inner units that a score expects to be above 0, [N, E].
 
@@ -132,6 +136,10 @@ class LinearScore(Score):
     def columns(self, features: Tensor | None = None) -> Tensor:
         """The weight."""
         return self.weight
+
+    def rows(self) -> Tensor | None:
+        """See `Score.rows`: with an adapter those of both."""
+        return self.columns()
 
     def forward(self, u_ND: Tensor, features: Tensor | None = None) -> Tensor:
         """See `Score.forward`."""
@@ -362,7 +370,7 @@ class SparsityScore(Score):
     def _moments(self, features: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         assert features is not None
         width = features.shape[1] // 2
-        mean_ED, square_ED, bias_E1 = features.split([width, width, 1], 1)
+        mean_ED, square_ED, bias_E1 = torch.split(features, [width, width, 1], 1)
         return mean_ED, square_ED, bias_E1.squeeze(1)
 
 

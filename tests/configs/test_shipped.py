@@ -71,6 +71,7 @@ EXPECTED = {
     "gpt2/10b-mumoe-cp.yaml": (64, 50257, 9_880_178_176),
     "gpt2/10b-smoe-64.yaml": (64, 50257, 10_176_696_320),
     "gpt2/124m-emoe.yaml": (8, 50257, 124_337_664),  # the dense model's
+    "gpt2/124m-moex.yaml": (8, 50257, 520_699_392),
     "gpt2/124m-mumoe-cp.yaml": (8, 50257, 124_744_224),
     "gpt2/124m-mumoe-tr.yaml": (8, 50257, 125_113_824),
     "gpt2/124m-smoe-16.yaml": (8, 50257, 520_846_848),

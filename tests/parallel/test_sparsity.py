@@ -1,4 +1,4 @@
-"""The score of sparsity over processes: routing reads the weights of all experts and teaches them."""
+"""The score of sparsity over processes: routing reads all experts' weights, and teaches them."""
 
 import itertools
 

@@ -12,7 +12,13 @@ from polyad.model.output import RoutingStats, ask_for_statistics
 from polyad.parallel import comm
 from polyad.parallel.zero import Engine, StepResult
 from polyad.train.guard.spikes import LARGEST_WEIGHT, NO_LIMITS, Limits, StepOutcome
-from polyad.train.loop.losses import LossConfig, Reading, routing_loss, with_sample_similarity
+from polyad.train.loop.losses import (
+    LossConfig,
+    Reading,
+    routing_loss,
+    with_coupling,
+    with_sample_similarity,
+)
 from polyad.train.loop.statistics import Exchanged, StepStatistics, update_routers
 from polyad.train.tasks.task import Batch, Predictor, real_tokens
 
@@ -73,7 +79,11 @@ def issue_step(
     statistics, pairs = StepStatistics(engine.device), losses.sample_similarity
     asked = losses.asked()
     ask_for_statistics(
-        engine.module, losses=asked, samples=pairs is not None, record_is_due=record_is_due
+        engine.module,
+        losses=asked,
+        samples=pairs is not None,
+        record_is_due=record_is_due,
+        moves_rows=losses.erc_noise,
     )
     read = Reading(engine, getattr(engine.module, "as_read", None))
     mean_tokens = None
@@ -84,6 +94,7 @@ def issue_step(
             engine.step(learning_rate)  # DeepSpeed counts micro-batches; only the last call updates
         of_targets, routing = task_losses(engine if pairs is None else read, next(micro_batches))
         loss = of_targets.mean()
+        routing = with_coupling(routing, losses)
         if pairs is not None:
             routing = with_sample_similarity(routing, read.inputs, pairs)
         statistics.add(loss, routing)
