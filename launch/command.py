@@ -310,6 +310,11 @@ def share(text: str) -> float:
     return number
 
 
+def shares(text: str) -> list[float]:
+    """The type of several shares on the command line, between commas."""
+    return [share(word) for word in text.split(",")]
+
+
 def names(text: str) -> list[str]:
     """The type of a list on the command line: words between commas."""
     words = [word.strip() for word in text.split(",")]

@@ -31,6 +31,8 @@ from polyad.model.initialization import Initializer, norm_initializers
 from polyad.model.layers import DropPath, LayerNorm
 from polyad.model.mumoe.config import MuMoEConfig
 from polyad.model.mumoe.layer import MuMoE
+from polyad.model.mxd.config import MixtureOfDecodersConfig, TranscoderConfig
+from polyad.model.mxd.layer import MixtureOfDecoders, Transcoder
 from polyad.model.output import RoutingStats
 from polyad.model.smoe.config import SparseMoEConfig
 from polyad.model.smoe.layer import SparseMoE
@@ -44,7 +46,12 @@ def _default_kind(value: object) -> object:
 Recompute: TypeAlias = Literal["none", "block"]
 
 FeedForwardConfig: TypeAlias = Annotated[
-    DenseFeedForwardConfig | MuMoEConfig | SparseMoEConfig | EmergentMoEConfig,
+    DenseFeedForwardConfig
+    | MuMoEConfig
+    | SparseMoEConfig
+    | EmergentMoEConfig
+    | MixtureOfDecodersConfig
+    | TranscoderConfig,
     Field(discriminator="kind"),
     BeforeValidator(_default_kind),
 ]
@@ -55,6 +62,8 @@ FEED_FORWARDS: dict[str, Callable[[Any, FeedForwardContext], FeedForward]] = {
     "mumoe": MuMoE,
     "smoe": SparseMoE,
     "emoe": EmergentMoE,
+    "mxd": MixtureOfDecoders,
+    "transcoder": Transcoder,
 }
 
 

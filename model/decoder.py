@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from polyad.model.attention import KeyValueCache
 from polyad.model.block import Block, FeedForwardConfig, run_blocks
+from polyad.model.documents import Documents
 from polyad.model.feedforward import BlockInput
 from polyad.model.heads import (
     ClassificationHeadConfig,
@@ -27,7 +28,7 @@ from polyad.model.layers import Embedding
 from polyad.model.output import ModelOutput
 from polyad.model.padding import LastToken, RealTokens
 from polyad.model.rotary import Rotation
-from polyad.model.settings import TransformerSettings
+from polyad.model.settings import FEED_FORWARD, TransformerSettings
 
 
 class Multipliers(NamedTuple):
@@ -53,6 +54,7 @@ class DecoderSettings(TransformerSettings, ABC):
         dropout: float
         initializer_range: float
         tied_embeddings: bool
+        end_of_text_id: int | None
         head: ClassificationHeadConfig | None
 
     @abstractmethod
@@ -117,10 +119,39 @@ class DecoderSettings(TransformerSettings, ABC):
         """Tokens that are predicted in a sample; 1 where a whole sequence is scored."""
         return self.sequence_length if self.head is None else 1
 
+    def reads_documents(self) -> bool:
+        """Whether training depends on where documents of a text begin and end. A sequence that is
+        scored as a whole is one."""
+        return self.head is None and self.feed_forward.reads_documents()
+
+    def training_leak(self) -> str | None:
+        """See `ModelSettings.training_leak`: pools of whole documents do."""
+        each = self.feed_forward
+        leaks = self.head is None and each.kind == "smoe" and each.pool == "document"
+        return f"{FEED_FORWARD}.pool: document" if leaks else None
+
+    def known_end_of_text_id(self) -> int | None:
+        """The token that ends documents, which must have been filled in; None: none is read.
+
+        Raises:
+            ValueError: It is not known yet.
+        """
+        if not self.reads_documents():
+            return None
+        if self.end_of_text_id is None:
+            raise ValueError(
+                "model.end_of_text_id is not set: give a number, or take it from the data's "
+                "tokenizer; pools of experts are those of documents"
+            )
+        return self.end_of_text_id
+
     def left_to_data(self) -> str | None:
-        """The key of the vocabulary size, or of the number of classes, unless they are set."""
+        """The key of the vocabulary size, of the end of documents, or of the number of classes,
+        unless they are set."""
         if self.vocab_size is None:
             return "model.vocab_size"
+        if self.reads_documents() and self.end_of_text_id is None:
+            return "model.end_of_text_id"
         unknown = self.head is not None and self.head.num_classes is None
         return "model.head.num_classes" if unknown else None
 
@@ -135,7 +166,7 @@ class Decoder(nn.Module):
         config: Its configuration, with the vocabulary size filled in.
 
     Raises:
-        ValueError: The vocabulary size is None.
+        ValueError: The vocabulary size, or a token that its training needs, is None.
     """
 
     def __init__(self, config: DecoderSettings) -> None:
@@ -165,6 +196,7 @@ class Decoder(nn.Module):
             )
         self.multipliers = config.multipliers()
         self._routes = any(each.kind != "dense" for each in feed_forwards)
+        self._end_of_text_id = config.known_end_of_text_id()
 
     def initializers(self) -> dict[str, Initializer]:
         """Says how each parameter outside the blocks starts; see `model/initialization.py`."""
@@ -208,6 +240,9 @@ class Decoder(nn.Module):
         positions_T = torch.arange(start, length, device=input_ids_BT.device)
         x_BTD = self.embed(input_ids_BT, positions_T)
         given = self.given(positions_T, x_BTD.dtype, mask_BT)
+        if self._end_of_text_id is not None and self.training:
+            documents = Documents.of(input_ids_BT, self._end_of_text_id)
+            given = given._replace(documents=documents)
         x_BTD, routing = run_blocks(self.blocks, x_BTD, self.config.recompute, given, cache)
         if self.last_token is not None:
             return ModelOutput(self.classify(x_BTD, mask_BT), routing)

@@ -47,6 +47,9 @@ class DecoderConfig(DecoderSettings):
     """Longest input, in tokens."""
     vocab_size: Count | None = None
     """Number of tokens V that the model knows; null: that of the data's tokenizer."""
+    end_of_text_id: Annotated[int, Field(ge=0)] | None = None
+    """The token that ends each document, for feed-forwards whose training depends on documents
+    (model.feed_forward.pool); null: that of the data's tokenizer, where it is needed."""
     norm: NormName = "rms"
     """`rms`, RMSNorm, which has no bias; `rms_rounded_last`, that of gpt-oss, which rounds to bf16
     after its scale and not before; or `layer`, LayerNorm."""

@@ -17,6 +17,7 @@ from torch.nn.functional import gelu, silu
 
 from polyad.model.attention import AttentionTrace, BlockCache
 from polyad.model.config import Config
+from polyad.model.documents import Documents
 from polyad.model.initialization import Initializer, linear_initializers
 from polyad.model.output import RoutingStats
 from polyad.model.padding import RealTokens
@@ -68,6 +69,9 @@ class BlockInput(NamedTuple):
     The block fills it in."""
     rotation: Rotation | None = None
     """The rotation of the tokens' positions, for attention; None: positions are learned."""
+    documents: Documents | None = None
+    """The documents of a text, in training, where a feed-forward `reads_documents`; None: a
+    sequence is one, or nothing reads them."""
 
 
 NOTHING_ELSE = BlockInput()
@@ -169,6 +173,10 @@ class FeedForwardSettings(Config, ABC):
             SectionError: The section does not fit the model.
         """
         return self
+
+    def reads_documents(self) -> bool:
+        """Whether what it does in training depends on where documents begin and end."""
+        return False
 
     def of_block(self, block: int) -> "Self | DenseFeedForwardConfig":
         """The feed-forward of one block: by default the same in each.

@@ -33,6 +33,9 @@ class GPT2Config(DecoderSettings):
     """Longest input, in tokens: there are this many learned positions."""
     vocab_size: Count | None = None
     """Number of tokens V that the model knows; None: that of the data's tokenizer."""
+    end_of_text_id: Annotated[int, Field(ge=0)] | None = None
+    """The token that ends each document, for feed-forwards whose training depends on documents
+    (model.feed_forward.pool); null: that of the data's tokenizer, where it is needed."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Probability, of the embeddings, the attention weights and the output of every branch."""
     bias: bool = True

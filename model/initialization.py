@@ -133,6 +133,16 @@ def orthogonal(std: float, modes: int = 1) -> Initializer:
     return Initializer(fill)
 
 
+def unit_rows() -> Initializer:
+    """Rows of length 1, in the directions of uniform numbers between -1 and 1."""
+
+    def fill(value_NO: Tensor, generator: Generator) -> None:
+        value_NO.uniform_(-1, 1, generator=generator)
+        value_NO /= torch.linalg.vector_norm(value_NO, dim=1, keepdim=True)
+
+    return Initializer(fill)
+
+
 def constant(number: float) -> Initializer:
     """Every element the same number.
 

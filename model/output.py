@@ -27,7 +27,9 @@ class RoutingStats(NamedTuple):
     and the model fills it in: see `run_blocks`."""
     load_E: Tensor
     """Share of the assignments that each expert received; sums to 1. In a muMoE the mean over
-    tokens of each coefficient; every level sums to 1."""
+    tokens of each coefficient; every level sums to 1. In a transcoder or a mixture of decoders the
+    share of the top_k assignments per token, and it sums to the part of them whose weight is above
+    0."""
     entropy: Tensor | None = None
     """Mean over tokens of the entropy of the scores that experts are chosen by, in nats. In a
     muMoE that of the leaves' coefficients, products over levels, whose entropy is the levels' sum.
@@ -78,6 +80,9 @@ class RoutingStats(NamedTuple):
     `effective_neighbours`."""
     effective_experts: Tensor | None = None
     """muMoE: the mean over tokens of exp(entropy of its leaves' coefficients), 1 to all leaves."""
+    active: Tensor | None = None
+    """Transcoder and mixture of decoders: the mean over tokens of the number of experts whose
+    weight is above 0, 0 to top_k."""
     dominated: Tensor | None = None
     """muMoE: the share of the tokens that give one leaf a coefficient of at least 0.5."""
     dominant_E: Tensor | None = None

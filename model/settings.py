@@ -70,6 +70,11 @@ class ModelSettings(Config, ABC):
         """The key that the data has to fill in; None if there is none."""
         return None
 
+    def training_leak(self) -> str | None:
+        """What lets a prediction depend on what is to be predicted in training alone, as a key and
+        its value; None: nothing does."""
+        return None
+
     def in_words(self) -> str:
         """A short description for people."""
         return self.kind

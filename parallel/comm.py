@@ -375,6 +375,11 @@ def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
     return total
 
 
+def mean_over_ranks(values: torch.Tensor) -> torch.Tensor:
+    """The mean of a tensor over all processes, without gradient; any shape, the same on each."""
+    return sum_over_ranks(values.detach()) / size()
+
+
 def sum_over_samples(values: torch.Tensor, world: World) -> torch.Tensor:
     """The sum of a tensor over processes that see different samples.
 

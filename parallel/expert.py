@@ -57,6 +57,8 @@ def parallelize_experts(layer: SelectingMoE, world: comm.World, overlap: bool = 
         )
         experts.dropout = OwnDropout(experts.dropout.p, world)
         layer.router.selection.agreed = group.of_first
+        if layer.router.pool is not None:
+            layer.router.pool.agreed = group.of_first
         graph = layer.router.graph
         if isinstance(graph, AttentionGraph):
             layer.router.graph = TensorParallelAttentionGraph(graph, world)

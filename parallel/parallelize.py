@@ -17,6 +17,7 @@ from polyad.model.decoder import Decoder
 from polyad.model.lora import of_base
 from polyad.model.mumoe.gating import BatchNorm
 from polyad.model.mumoe.layer import MuMoE
+from polyad.model.mxd.layer import SparseTable
 from polyad.model.smoe.graph import AttentionGraph
 from polyad.model.smoe.layer import SelectingMoE
 from polyad.parallel import comm, expert
@@ -32,6 +33,7 @@ from polyad.parallel.regions import data_group
 from polyad.parallel.sequence import Tokens, cut_sequence, sum_gradients
 from polyad.parallel.shard import placement_of
 from polyad.parallel.source import Source
+from polyad.parallel.tables import parallelize_table
 from polyad.parallel.tensor import parallelize_tensors
 from polyad.parallel.vocabulary import pad_vocabulary, token_losses
 from polyad.parallel.zero import (
@@ -113,6 +115,8 @@ def parallelize(
         for module in model.modules():
             if isinstance(module, MuMoE):
                 parallelize_factors(module, world)
+            elif isinstance(module, SparseTable):
+                parallelize_table(module, world)
         mpu, cross_entropy = Mpu(), token_losses
     else:
         pad_vocabulary(model)

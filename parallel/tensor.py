@@ -17,6 +17,7 @@ from torch.nn.functional import linear
 from polyad.model.attention import Attention, SelfAttention
 from polyad.model.feedforward import DenseFeedForward
 from polyad.model.lora import AdapterRegions
+from polyad.model.mxd.layer import SparseTable
 from polyad.model.regions import Region
 from polyad.model.rotary_attention import GroupedAttention, LatentAttention, RotaryAttention
 from polyad.model.smoe.layer import SelectingMoE
@@ -41,8 +42,9 @@ def parallelize_tensors(model: nn.Module, world: comm.World, tokens: Tokens | No
     """
     cut_vocabulary(model, world, tokens)
     layers, whole = _Layers(world, tokens), _Layers(world, None)
-    # Shared experts get all tokens, as the mixture does that holds them.
+    # Shared experts, and what a table scales, get all tokens, as the layer does that holds them.
     shared = {id(each.shared) for each in model.modules() if isinstance(each, SelectingMoE)}
+    shared |= {id(each.dense) for each in model.modules() if isinstance(each, SparseTable)}
     with torch.device("meta"):
         for layer in list(model.modules()):
             if isinstance(layer, Attention):

@@ -30,6 +30,7 @@ COMMANDS: dict[str, Command] = {
         experts.audit,
         experts.probe,
         experts.prune,
+        experts.subset,
         experts.specialize,
         experts.rewrite,
         experts.steer,

@@ -16,6 +16,7 @@ from polyad.launch.command import (
     non_negative,
     positive,
     share,
+    shares,
 )
 from polyad.launch.commands.held_out import (
     READ,
@@ -240,10 +241,11 @@ def prune(
     overrides: Overrides,
     *,
     by: Annotated[
-        Literal["atlas", "reap", "mone", "frequency", "mean-norm", "random"],
+        Literal["atlas", "reap", "mone", "frequency", "probability", "mean-norm", "random"],
         Argument(
             "what decides which experts stay: the change of the loss without each (one pass for "
-            "each expert), a statistic of use and outputs, or chance"
+            "each expert), a statistic of use and outputs, the mean probability that the router "
+            "gives them, or chance"
         ),
     ],
     keep: Annotated[
@@ -282,6 +284,58 @@ def prune(
         return examined(checkpoint, Removal, held, overrides, **asked)
 
     show_measured("experts prune", path, held, {"overrides": overrides} | asked, measure)
+
+
+@command(
+    "experts subset",
+    "polyad experts subset runs/quickstart/run --keep 0.5,0.25",
+    "polyad prepare --source configs --format text --tokenizer runs/stdlib --output runs/domain",
+    "polyad experts subset runs/quickstart/run --data runs/domain --keep 0.5 --examples 1024",
+)
+def subset(
+    path: CheckpointOrRun,
+    overrides: Overrides,
+    *,
+    keep: Annotated[
+        Sequence[float],
+        Argument("shares of the experts of every layer that stay, each below 1", "S,...", shares),
+    ],
+    by: Annotated[
+        Literal["atlas", "reap", "mone", "frequency", "probability", "mean-norm", "random"],
+        Argument(
+            "what decides which experts stay, as in experts prune; default probability: the mean "
+            "over the examples' tokens of what the router gives each"
+        ),
+    ] = "probability",
+    calibrate: Annotated[
+        str | None,
+        Argument(
+            "prepared data on whose train split experts are chosen; default: that which is scored",
+            "DIR",
+        ),
+    ] = None,
+    examples: Annotated[
+        int | None,
+        Argument("about how many tokens are read to choose; default 4,096", "N", positive),
+    ] = None,
+    tokens: Annotated[int | None, Argument(READ, "N", positive)] = None,
+    seed: Annotated[int, Argument("of random choices; default 0", "S", non_negative)] = 0,
+    held: Stored,
+) -> None:
+    """Shows what is lost where only the experts stay that a domain's examples choose.
+
+    The loss on its held-out text (--data) at each share, beside the whole model and random experts.
+    """
+    asked: dict[str, Any] = {"keep": keep, "by": by, "calibrate": calibrate, "seed": seed}
+    asked |= {} if examples is None else {"examples": examples}
+    asked |= {} if tokens is None else {"tokens": tokens}
+
+    def measure(checkpoint: Path) -> Found:
+        from polyad.train.measures.subset import Subsetting
+
+        return examined(checkpoint, Subsetting, held, overrides, **asked)
+
+    show_measured("experts subset", path, held, {"overrides": overrides} | asked, measure)
 
 
 @command(

@@ -28,7 +28,7 @@ from polyad.train.results import json_value
 from polyad.train.study.config import StudyData
 from polyad.train.study.study import Run, Study, Variant, changed_key
 from polyad.train.tasks.registry import open_task
-from polyad.train.tasks.text import with_vocabulary
+from polyad.train.tasks.text import with_end_of_text, with_vocabulary
 
 RECORD, RESULTS, LOCK = "study.json", "results.json", ".lock"
 
@@ -296,22 +296,27 @@ def model_of(study: Study, variant: Variant) -> ModelSettings:
     model, data = variant.config.model, study.config.data
     if data is None or not isinstance(model, DecoderSettings | BertConfig):
         return open_task(variant.config.for_task()).model
-    size = _vocab_size(study)
+    size, end = _vocabulary(study)
     try:
-        return with_vocabulary(model, size, f"data.path: {data.path}")
+        known = with_vocabulary(model, size, f"data.path: {data.path}")
+        if isinstance(known, BertConfig):
+            return known
+        return with_end_of_text(known, end, f"data.path: {data.path}")
     except ValueError as error:
         raise ConfigError(f"{study.file}: variants.{variant.name}: {error}") from None
 
 
-def _vocab_size(study: Study) -> int:
+def _vocabulary(study: Study) -> tuple[int, int]:
+    """Tokens of the tokenizer, and which of them ends documents."""
     data = study.config.data
     assert data is not None
     try:
-        return PreparedData.open(Path(data.path)).manifest.tokenizer.vocab_size
+        tokenizer = PreparedData.open(Path(data.path)).manifest.tokenizer
+        return tokenizer.vocab_size, tokenizer.end_of_text_id
     except DataError as error:
         kind, _, size = (data.tokenizer or "").partition(":")
         if kind == "train" and size.isdecimal():
-            return int(size)
+            return int(size), 0  # the first that a tokenizer gets that is trained
         raise ConfigError(
             f"{study.file}: data.path: {error}; how large the vocabulary is, and so the model, is "
             f"known then"

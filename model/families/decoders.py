@@ -35,13 +35,15 @@ IGNORED_KEYS = frozenset({
     "use_cache",
 })  # fmt: skip
 """Keys that do not change what is computed, or that a family reads where they do."""
-FREE = frozenset({"head", "dropout", "recompute", "compile", "initializer_range"})
+FREE = frozenset({
+    "head", "dropout", "recompute", "compile", "initializer_range", "end_of_text_id",
+})  # fmt: skip
 """Keys of ours that may differ from a folder's."""
 FREE_OF_EXPERTS = frozenset({
     "graph", "similarity", "tau", "sigma", "attention_head", "head_mean", "lower_entropy_only",
     "causal_graph", "graph_from", "balancing_rate", "capacity_factor", "allow_leak",
     "evaluation_capacity_factor", "capacity_order", "expert_dropout", "router_noise", "experts",
-    "scale_residual_init", "input_jitter", "final_top_k",
+    "scale_residual_init", "input_jitter", "final_top_k", "pool", "pool_least", "pool_most",
 })  # fmt: skip
 """Keys of sparse experts that may differ: they change how tokens are routed, and no weight."""
 

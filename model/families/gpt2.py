@@ -13,7 +13,9 @@ from polyad.model.families.tensors import parameter, transposed
 from polyad.model.gpt2 import GPT2Config
 
 _HEAD = "lm_head.weight"
-_FREE = frozenset({"head", "dropout", "recompute", "compile", "initializer_range"})
+_FREE = frozenset({
+    "head", "dropout", "recompute", "compile", "initializer_range", "end_of_text_id",
+})  # fmt: skip
 
 
 def _free(config: GPT2Config) -> frozenset[str]:

@@ -18,6 +18,7 @@ Positive = Annotated[float, Field(ge=1e-6, le=1e6)]
 Probability = Annotated[float, Field(ge=0, lt=1)]
 ScoreName = Literal["linear", "cosine", "random", "attentive", "sparsity"]
 GraphName = Literal["none", "similarity", "attention"]
+PoolName = Literal["none", "document", "prefix"]
 LOWEST_ENTROPY: Literal["lowest_entropy"] = "lowest_entropy"
 Placement: TypeAlias = int | list[int]
 """Blocks that have experts: 1 all of them, n the last of every n, or a list of block numbers, from
@@ -278,6 +279,15 @@ class SparseMoEConfig(SelectingConfig):
     graph_from: Probability = 0.0
     """Share of `train.steps` before which the graph is off, and each token has its own scores; 0:
     it is on from the first step. A graph that is on stays on when train.steps grows."""
+    pool: PoolName = "none"
+    """Which experts a token can use in training: `none`, all; `document`, the d that have the
+    highest mean score over the token's document (EMO), with d drawn anew for each document and
+    layer; `prefix`, over the document's tokens up to this one. Of a text a document ends with
+    model.end_of_text_id; elsewhere a sample is one. In evaluation a token can use all experts."""
+    pool_least: Count | None = None
+    """Fewest experts d of a pool (EMO's code: 8 of 128); null: top_k, or final_top_k."""
+    pool_most: Count | None = None
+    """Most experts d of a pool, which leave none out where they are all; null: num_experts."""
     balancing_rate: Annotated[float, Field(ge=0, le=1e6)] = 0.0
     """How far the balancing bias of each expert moves in a step towards even load (loss-free
     balancing, Wang et al. 2024); 0 has no bias."""
@@ -321,8 +331,9 @@ class SparseMoEConfig(SelectingConfig):
     layer. A token's weights sum to 1 at most: K experts then start about K times smaller than a
     dense layer as wide as all of them."""
     allow_leak: bool = False
-    """Whether capacity_factor, or causal_graph: false, is allowed in a language model, although the
-    experts of a token then depend on later ones, with a capacity on what else is in the batch."""
+    """Whether capacity_factor, causal_graph: false, or pool: document, is allowed in a language
+    model, although the experts of a token then depend on later ones, with a capacity on what else
+    is in the batch, and with a pool in training alone, whose loss is then not one of prediction."""
     experts: Literal["grouped", "loop"] = "grouped"
     """How experts are computed: `grouped`, all in one matrix product on a GPU (not in float64 or
     with widths that are no multiple of 8) and into common buffers on a CPU; or `loop`, one after
@@ -372,7 +383,44 @@ class SparseMoEConfig(SelectingConfig):
                         f"@{name}: {shown} needs @graph: attention, which is {self.graph}"
                     )
         self.check_capacity()
+        self._check_pool()
         return self
+
+    def _check_pool(self) -> None:
+        """Checks the bounds of a pool, and that all who rank experts can be limited to it."""
+        if self.pool == "none":
+            for name in ("pool_least", "pool_most"):
+                if (value := getattr(self, name)) is not None:
+                    raise SectionError(f"@{name}: {value} needs @pool, which is none")
+            return
+        least, most = self.pool_bounds()
+        if least < self.known_final_top_k():
+            raise SectionError(
+                f"@pool_least: {least} is less than the {self.known_final_top_k()} experts that a "
+                f"token uses (@top_k, @final_top_k)"
+            )
+        if most > self.num_experts:
+            raise SectionError(f"@pool_most: {most} is more than @num_experts: {self.num_experts}")
+        if least > most:
+            raise SectionError(f"@pool_least: {least} is more than @pool_most: {most}")
+        for name, allowed, why in (
+            ("score_function", "softmax", "a mean is taken of probabilities"),
+            ("num_groups", 1, "the best groups may have fewer experts of a pool than a token uses"),
+            ("router_noise", 0.0, "the load that it makes likely would be that without a pool"),
+        ):
+            if (value := getattr(self, name)) != allowed:
+                raise SectionError(
+                    f"@pool: {self.pool} is not allowed with @{name}: {value}: {why}; {allowed} is"
+                )
+
+    def pool_bounds(self) -> tuple[int, int]:
+        """The fewest and the most experts of a pool."""
+        least = self.known_final_top_k() if self.pool_least is None else self.pool_least
+        return least, self.num_experts if self.pool_most is None else self.pool_most
+
+    def reads_documents(self) -> bool:
+        """See `FeedForwardSettings.reads_documents`: pools are those of documents."""
+        return self.pool != "none"
 
     def _check_groups(self) -> None:
         if self.num_experts % self.num_groups:
@@ -440,6 +488,17 @@ class SparseMoEConfig(SelectingConfig):
                 "@causal_graph: false lets tokens choose experts by those that they are to "
                 "predict and is not allowed in a language model: true does not, and "
                 "@allow_leak: true allows it"
+            )
+        if causal and self.pool == "document" and not self.allow_leak:
+            raise SectionError(
+                "@pool: document lets tokens choose experts in training by those that they are to "
+                "predict and is not allowed in a language model: prefix does not, and "
+                "@allow_leak: true allows it"
+            )
+        if not causal and self.pool == "prefix":
+            raise SectionError(
+                "@pool: prefix is not allowed in a model whose tokens see later ones; none and "
+                "document are"
             )
 
     @property

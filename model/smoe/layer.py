@@ -39,6 +39,7 @@ from polyad.model.smoe.losses import (
     sequence_balance_loss,
     variance_loss,
 )
+from polyad.model.smoe.pool import Pool, within
 from polyad.model.smoe.scores import SCORES, Score, expert_input, router_dtype
 from polyad.model.smoe.selection import Selected, Selection, TopK, spread
 
@@ -65,6 +66,7 @@ class Router(StatisticsModule):
         noise_std: Standard deviation of the noise on logits in training; 0 adds none.
         by_sigmoid: Whether scores are sigmoids of the logits; false: their softmax. Statistics and
             losses then see them divided by their sum.
+        pool: The experts that tokens can use in training; None: all.
     """
 
     def __init__(
@@ -75,9 +77,10 @@ class Router(StatisticsModule):
         noise_std: float = 0.0,
         *,
         by_sigmoid: bool = False,
+        pool: Pool | None = None,
     ) -> None:
         super().__init__()
-        self.score, self.graph, self.selection = score, graph, selection
+        self.score, self.graph, self.selection, self.pool = score, graph, selection, pool
         self.noise_std, self.by_sigmoid = noise_std, by_sigmoid
 
     def scored(self, logits_NE: Tensor) -> Tensor:
@@ -111,6 +114,10 @@ class Router(StatisticsModule):
         mixed_NE = scores_NE
         if mixed.scores_BTE is not scores_BTE:
             mixed_NE = pack(mixed.scores_BTE.flatten(0, 1), real)
+        if self.pool is not None and self.training:
+            pooled_BTE = unpack(mixed_NE, real).view_as(scores_BTE)
+            pool_NE = pack(self.pool(pooled_BTE, given.documents).flatten(0, 1), real)
+            mixed_NE = within(mixed_NE, pool_NE)
         is_own = mixed_NE is scores_NE and noisy_NE is logits_NE
         selected: Selected = self.selection(mixed_NE, noisy_NE)
         shares_NE = mixed_NE
@@ -219,6 +226,7 @@ def make_router(config: SparseMoEConfig, context: FeedForwardContext) -> Router:
         TopK(config),
         config.router_noise / config.num_experts,
         by_sigmoid=config.score_function == "sigmoid",
+        pool=None if config.pool == "none" else Pool(config),
     )
 
 

@@ -181,6 +181,8 @@ class TopK(Selection):
         ranked_NE = scores_NE
         if self.is_biased:
             ranked_NE = scores_NE + self.balancing_bias.to(scores_NE.dtype)
+            if self.config.pool != "none" and self.training:  # outside a pool scores are 0
+                ranked_NE = ranked_NE.masked_fill(scores_NE == 0, -torch.inf)
         if self.config.num_groups > 1:
             ranked_NE = self._within_groups(ranked_NE)
         best_NK = self.agreed(ranked_NE.topk(self.top_k, dim=-1).indices)

@@ -1,4 +1,4 @@
-"""One layer of experts beside a dense MLP and peers: `smoe.py`, `mumoe.py` and `emoe.py`."""
+"""One layer of experts beside a dense MLP and peers: `smoe.py`, `mumoe.py`, `emoe.py`, `mxd.py`."""
 
 from typing import Annotated, Any, Literal
 
@@ -7,12 +7,13 @@ from polyad.launch.output import results
 from tests.benchmarks.emoe import bench_emoe, emoe_table
 from tests.benchmarks.expert_parallel import bench_expert_parallel
 from tests.benchmarks.mumoe import bench_mumoe, mumoe_table
+from tests.benchmarks.mxd import bench_mxd, mxd_table
 from tests.benchmarks.script import Device, PrecisionOption, Repeats, Threads, benchmark, start
 from tests.benchmarks.smoe import bench_smoe, smoe_table
 
-Kind = Literal["smoe", "mumoe", "emoe"]
+Kind = Literal["smoe", "mumoe", "emoe", "mxd"]
 ONLY_OF: dict[str, tuple[Kind, ...]] = {
-    "top_k": ("smoe", "emoe"),
+    "top_k": ("smoe", "emoe", "mxd"),
     "load": ("smoe",),
     "expert_parallel": ("smoe",),
     "compile": ("mumoe",),
@@ -31,12 +32,13 @@ def layer(
     kind: Annotated[Kind, Argument("kind of layer; default smoe")] = "smoe",
     tokens: Annotated[
         int | None,
-        Argument("tokens of a forward pass; default 4096; mumoe and emoe 1024", "N", positive),
+        Argument("tokens of a forward pass; default 4096; others than smoe 1024", "N", positive),
     ] = None,
     experts: Annotated[
         list[int] | None,
         Argument(
-            "number of experts; default 16; emoe 64; mumoe takes several, default 64 256 2048",
+            "number of experts; default 16; emoe 64; mxd 21490; mumoe takes several, default 64 "
+            "256 2048",
             "E",
             positive,
             nargs="+",
@@ -44,17 +46,17 @@ def layer(
     ] = None,
     top_k: Annotated[
         int | None,
-        Argument("smoe and emoe: experts of a token; default 2; emoe 16", "K", positive),
+        Argument("experts of a token, but for mumoe; default 2; emoe 16, mxd 32", "K", positive),
     ] = None,
     width: Annotated[
         int | None,
-        Argument("width of a token; default 256; mumoe and emoe 768", "D", positive),
+        Argument("width of a token; default 256; others than smoe 768", "D", positive),
     ] = None,
     hidden: Annotated[
         int | None,
         Argument(
-            "inner width of one expert; default 1024; of mumoe's and emoe's experts together, and "
-            "of their dense MLP, 3072",
+            "inner width of one expert; default 1024; of mumoe's and emoe's experts together, of "
+            "mxd's dense part, and of their dense MLP, 3072",
             "F",
             positive,
         ),
@@ -104,6 +106,9 @@ def layer(
         if kind == "mumoe":
             result = bench_mumoe(**given, compiled=compile)
             show(result, mumoe_table(result))
+        elif kind == "mxd":
+            result = bench_mxd(**given)
+            show(result, mxd_table(result))
         elif kind == "emoe":
             result = bench_emoe(**given)
             show(result, emoe_table(result))

@@ -57,6 +57,12 @@ def mumoe_model(**feed_forward: Any) -> GPT2Config:
     return GPT2Config.model_validate(MODEL.model_dump() | {"feed_forward": section | feed_forward})
 
 
+def table_model(**feed_forward: Any) -> GPT2Config:
+    """The tiny model with mixtures of decoders in its blocks; keywords say more of them."""
+    section = {"kind": "mxd", "num_experts": [12], "top_k": 3}
+    return GPT2Config.model_validate(MODEL.model_dump() | {"feed_forward": section | feed_forward})
+
+
 @dataclass(frozen=True)
 class Case:
     """What is trained, and how."""

@@ -22,6 +22,7 @@ from polyad.launch.cli import run
 from polyad.launch.command import Command, Parser
 from polyad.launch.commands import COMMANDS
 from polyad.launch.quickstart import IMAGES_CONFIG, TEXT_CONFIG
+from polyad.model.decoder import DecoderSettings
 from polyad.train.config.run import load_config
 from polyad.train.study.config import StudyConfig
 
@@ -60,8 +61,12 @@ USED_UP = "stream"
 
 def from_data(path: Path, size: int) -> list[str]:
     """What the data would say in a configuration: its vocabulary or classes, or nothing."""
-    left = load_config(path).model.left_to_data()
-    return [f"{left}={size}"] if left else []
+    model = load_config(path).model
+    left = model.left_to_data()
+    words = [f"{left}={size}"] if left else []
+    if isinstance(model, DecoderSettings) and model.reads_documents():
+        words.append(f"model.end_of_text_id={size - 1}")
+    return words
 
 
 @dataclass(frozen=True)

@@ -118,6 +118,8 @@ SECTIONS = {
         "kind": "smoe", "num_experts": 4, "expert_hidden_size": 16, "capacity_factor": 0.5,
         "capacity_order": "priority",
     },
+    "mxd": {"kind": "mxd", "num_experts": [12], "top_k": 3},
+    "transcoder": {"kind": "transcoder", "num_experts": [3, 5], "top_k": 3},
     "emoe": {"kind": "emoe", "num_experts": 4, "top_k": 2},
     "emoe, linear": {"kind": "emoe", "num_experts": 4, "top_k": 2, "score": "linear"},
     "emoe, capacity": {

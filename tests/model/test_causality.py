@@ -10,6 +10,8 @@ from polyad.model.smoe.graph import GRAPHS, AttentionGraph, SimilarityGraph, hea
 from polyad.model.smoe.scores import SCORES
 from tests.helpers.routing import assert_causal, logits_and_experts, scatter
 
+END = 18
+"""Ends a document in the middle of both sequences of most tests."""
 SECTIONS = {
     "dense": {},
     "smoe": {
@@ -31,7 +33,7 @@ def gated_model(small_config, update=None, kind="smoe", **options):
     """
     feed_forward = {"kind": kind} | SECTIONS[kind]
     # Without biases, which make all tokens alike, block by block.
-    config = small_config(bias=False, feed_forward=feed_forward | options)
+    config = small_config(bias=False, feed_forward=feed_forward | options, end_of_text_id=END)
     routed = config.feed_forward.model_copy(update=update or {})
     model = build_model(config.model_copy(update={"feed_forward": routed}))
     materialize(model, seed=0, dtype=torch.float64)
@@ -69,6 +71,11 @@ OPTIONS = (
         "all experts, similarity": {"graph": "similarity", "top_k": 8},
         "growing k": {"score": "random", "top_k": 1, "final_top_k": 8},
         "every second block": {"graph": "similarity", "placement": 2},
+    }
+    | {
+        f"pools of the prefix, {graph}": {"pool": "prefix", "pool_most": 3, "graph": graph}
+        | ({"pool_least": 3} if graph == "none" else {"pool_least": 3, "balancing_rate": 0.1})
+        for graph in GRAPHS
     }
 )
 FACTORIZED = {
@@ -206,6 +213,42 @@ def test_the_gate_stops_a_graph_whose_mask_is_left_out(small_config, random_ids,
     # To allow a leak is not to have one.
     model = gated_model(small_config, allow_leak=True, **options)
     assert_causal_everywhere(model, random_ids(2, 16))
+
+
+def pooled(small_config, pool):
+    sizes = {"pool_least": 3, "pool_most": 3}
+    return gated_model(small_config, pool=pool, allow_leak=pool == "document", **sizes)
+
+
+def test_the_gate_stops_pools_of_whole_documents_in_training_alone(small_config, random_ids):
+    ids_BT = random_ids(2, 16)
+    model = pooled(small_config, "document")
+    assert model.training
+    with pytest.raises(AssertionError):
+        assert_causal(model, ids_BT, 7)
+    assert_causal(model.eval(), ids_BT, 7)
+    assert_causal(pooled(small_config, "prefix"), ids_BT, 7)
+
+
+@pytest.mark.parametrize(("pool", "leaks"), [("prefix", False), ("document", True)])
+def test_pools_of_drawn_sizes_see_no_later_token_unless_of_documents(small_config, pool, leaks):
+    # Sequences of equal length, and the same random numbers: the experts of the third document
+    # depend on its later tokens, those of the others on nothing that has changed.
+    model = gated_model(small_config, pool=pool, allow_leak=True)
+    ids_BT = torch.arange(32).view(2, 16) + 25
+    ids_BT[:, [3, 8, 14]] = END
+    changed_BT = ids_BT.clone()
+    changed_BT[:, 13] = 1
+
+    def experts(ids_BT):
+        torch.manual_seed(3)
+        return logits_and_experts(model, ids_BT)[1]
+
+    pairs = list(zip(experts(ids_BT), experts(changed_BT), strict=True))
+    for ours, theirs in pairs:
+        assert torch.equal(ours[:, :9], theirs[:, :9])
+    same = all(torch.equal(ours[:, 9:13], theirs[:, 9:13]) for ours, theirs in pairs)
+    assert same != leaks
 
 
 def test_the_gate_stops_a_norm_over_the_batch(small_config, random_ids):

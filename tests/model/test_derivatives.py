@@ -9,6 +9,8 @@ from tests.helpers.factorized import FACTORIZATIONS
 
 FEED_FORWARDS = {
     "dense": {"kind": "dense"},
+    "mxd": {"kind": "mxd", "num_experts": [12], "top_k": 3},
+    "transcoder": {"kind": "transcoder", "num_experts": [3, 5], "top_k": 3},
     "emoe": {"kind": "emoe", "num_experts": 4, "top_k": 2},
     **{
         f"smoe-{graph}": {"kind": "smoe", "num_experts": 4, "top_k": 2, "graph": graph}
@@ -19,7 +21,10 @@ FEED_FORWARDS = {
         for name in FACTORIZATIONS
     },
 }
-REFUSALS = "marked with @once_differentiable|no autograd formula was registered"
+REFUSALS = (
+    "marked with @once_differentiable|no autograd formula was registered|"
+    "derivative for aten::_embedding_bag_per_sample_weights_backward is not implemented"
+)
 NO_AUTOCAST = {"smoe-attention", *(name for name in FEED_FORWARDS if name.startswith("mumoe"))}
 
 

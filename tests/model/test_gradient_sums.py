@@ -21,6 +21,8 @@ FEED_FORWARDS = {
     },
     "smoe-loop": {"kind": "smoe", "num_experts": 4, "top_k": 2, "experts": "loop"},
     "smoe-grouped": {"kind": "smoe", "num_experts": 4, "top_k": 2},
+    "mxd": {"kind": "mxd", "num_experts": [12], "top_k": 3},
+    "transcoder": {"kind": "transcoder", "num_experts": [3, 5], "top_k": 3},
     "emoe": {"kind": "emoe", "num_experts": 4, "top_k": 2},
     "emoe-apart": {"kind": "emoe", "num_experts": 4, "top_k": 2, "experts": "grouped"},
     **{

@@ -16,6 +16,8 @@ FEED_FORWARDS = {
     "dense": {"kind": "dense"},
     "mumoe": {"kind": "mumoe", "num_experts": [5], "rank": 7, "hidden_size": 24},
     "two levels": {"kind": "mumoe", "num_experts": [3, 2], "rank": 4, "hidden_size": 24},
+    "mxd": {"kind": "mxd", "num_experts": [12], "top_k": 3},
+    "transcoder": {"kind": "transcoder", "num_experts": [3, 5], "top_k": 3},
     "smoe": SPARSE,
     "capacity": SPARSE | {"capacity_factor": 0.6, "capacity_order": "priority", "allow_leak": True},
     "similarity": SPARSE | {"graph": "similarity"},

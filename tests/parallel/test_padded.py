@@ -100,8 +100,18 @@ SECTIONS = {
     "similarity": SMOE | {"graph": "similarity", "score": "cosine", "tau": 0.5},
     "attention": SMOE | {"graph": "attention", "lower_entropy_only": True},
     "hidden means": SMOE | {"score": "attentive", "expert_keys": "hidden_means"},
+    "pools": SMOE | {"pool": "prefix", "pool_least": 3, "pool_most": 3},
+    "pools of whole samples": SMOE
+    | {
+        "pool": "document",
+        "pool_least": 3,
+        "pool_most": 3,
+        "allow_leak": True,
+        "graph": "similarity",
+    },
     "emoe": {"kind": "emoe", "num_experts": 4, "top_k": 2, "hidden_size": 48},
     "mumoe": {"kind": "mumoe", "num_experts": [5], "rank": 8, "hidden_size": 24},
+    "mxd": {"kind": "mxd", "num_experts": [12], "top_k": 3, "hidden_size": 24},
 }
 # Processes, tensor-parallel ones, expert-parallel ones, ZeRO stage, samples of a micro-batch.
 LAYOUTS = [
@@ -151,13 +161,18 @@ def whole(workers, tmp_path_factory):
 
 @everyday(
     ("kind", "section", "layout"),
-    itertools.product(["gpt2", "bert"], SECTIONS, LAYOUTS),
+    [
+        (kind, section, layout)
+        for kind, section, layout in itertools.product(["gpt2", "bert"], SECTIONS, LAYOUTS)
+        if (kind, section) != ("bert", "pools")  # a BERT has no prefix
+    ],
     keep=[
         ("gpt2", "smoe", (1, 1, 1, 0, 1)),
         ("bert", "similarity", (2, 1, 1, 2, 4)),
         ("gpt2", "attention", (2, 1, 1, 1, 1)),
         ("bert", "smoe", (4, 2, 2, 1, 2)),
         ("gpt2", "emoe", (1, 1, 1, 0, 2)),
+        ("bert", "pools of whole samples", (2, 1, 2, 0, 1)),
     ],
 )
 def test_any_micro_batches_give_one_gradient(workers, whole, tmp_path, kind, section, layout):
@@ -177,6 +192,26 @@ def test_any_micro_batches_give_one_gradient(workers, whole, tmp_path, kind, sec
         for key in record:
             if not key.endswith(("balance_loss", "importance_loss")):
                 assert record[key] == pytest.approx(theirs[key], rel=1e-4, abs=1e-6), key
+
+
+def test_counts_of_all_processes_weigh_these_by_their_tokens(workers, whole, tmp_path):
+    # 30 tokens on the first process and 23 on the other, against all of them on one.
+    case, _, _ = whole("bert", "pools of whole samples")
+    losses = LossConfig(load_balance=0.5)
+    one = case.but(losses=losses, save_to=str(tmp_path / "one"))
+    expected = workers(1).run(train_on_padded, one)[0]
+    counted = losses.model_copy(update={"load_balance_counts": "all"})
+    two = one.but(losses=counted, micro_batch=4, save_to=str(tmp_path / "two"))
+    result = workers(2).run(train_on_padded, two)[0]
+    assert_same_course(result, expected)
+    weights, ours = (tensors(tmp_path / name / "step-00000002") for name in ("one", "two"))
+    assert max(relative(ours[key].double(), weights[key].double()) for key in weights) < 1e-5
+    for record, theirs in zip(result["routing"], expected["routing"], strict=True):
+        for key in (key for key in record if key.endswith("balance_loss")):
+            assert record[key] == pytest.approx(theirs[key], rel=1e-5)
+    alone = workers(2).run(train_on_padded, two.but(losses=losses))[0]
+    with pytest.raises(AssertionError):
+        assert_same_course(alone, expected)
 
 
 def test_the_z_loss_of_a_step_is_the_mean_over_its_tokens(workers, whole):

@@ -19,6 +19,7 @@ from tests.helpers.training import (
     moe_model,
     mumoe_model,
     resave,
+    table_model,
     train,
 )
 
@@ -94,6 +95,7 @@ MODELS = {
     "cp": mumoe_model(rank=8),
     "ring": mumoe_model(factorization="tr", expert_rank=2, rank=4, num_experts=[6]),
     "residual gate": mumoe_model(rank=8, gate_input="residual"),
+    "table": table_model(),
     "sparse": moe_model(balancing_rate=0.01),
     "similarity": moe_model(graph="similarity"),
     "attention": moe_model(graph="attention"),

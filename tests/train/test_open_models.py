@@ -15,6 +15,7 @@ from polyad.model.build import read_model_config
 from polyad.model.families.keys import HuggingFaceError
 from polyad.model.families.registry import family_of_model
 from polyad.parallel.families import FamilyWeights
+from polyad.parallel.weights import load_model, open_weights
 from polyad.train.config.run import load_config
 from polyad.train.errors import ConfigError
 from polyad.train.evaluation.generate import Sampling, generate
@@ -199,6 +200,32 @@ def test_what_was_trained_as_another_model_is_not_written_as_its_family(workers,
     workers(1).run(run, write_config(config, data, **changes))
     with pytest.raises(HuggingFaceError, match=r"model\.feed_forward\.graph: 'none' in place of"):
         convert(tmp_path / "run", tmp_path / "back", to="huggingface")
+
+
+def test_pools_are_a_matter_of_training_alone(workers, tmp_path):
+    """Weights of another library are trained in pools, and written back as what they are."""
+    from transformers import AutoModelForCausalLM
+
+    folder = tmp_path / "hub"
+    hub_folder(folder, "olmoe")
+    data = prepared_for(folder, tmp_path)
+    model = FamilyWeights(folder).config.model_dump(mode="json")
+    model["feed_forward"] |= {"pool": "prefix", "pool_most": 4}
+    changes = {"model": model, "checkpoint__init_from": str(folder), "train__steps": 2}
+    workers(1).run(run, write_config(tmp_path / "config.yaml", data, **changes))
+    convert(tmp_path / "run", tmp_path / "back", to="huggingface")
+    ours = load_model(tmp_path / "run")
+    assert ours.config.end_of_text_id is not None
+    assert ours.config.feed_forward.pool == "prefix"
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "back", attn_implementation="eager")
+    ids_BT = torch.randint(100, (2, 9), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        torch.testing.assert_close(ours(ids_BT).logits, theirs.eval()(ids_BT).logits)
+    again = open_weights(tmp_path / "back").model_config()
+    assert again.feed_forward.pool == "none"
+    # Routing with and without pools can be compared: in evaluation both are without.
+    compared = ["compare", str(tmp_path / "run"), "--with", str(folder), "--data", str(data)]
+    assert command(compared) == 0
 
 
 def test_a_token_that_begins_documents_is_read_and_not_scored(tmp_path):

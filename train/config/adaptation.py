@@ -6,6 +6,7 @@ from torch import nn
 
 from polyad.model.build import build_model
 from polyad.model.lora import adapters, add_lora, of_base
+from polyad.model.mxd.layer import SparseTable
 from polyad.model.settings import ModelSettings
 from polyad.model.smoe.layer import SelectingMoE
 from polyad.parallel.checkpoint.reading import Checkpoint
@@ -44,7 +45,7 @@ def model_of(config: RunConfig) -> nn.Module:
 
 def unused_parameters(model: nn.Module) -> int:
     """Counts the parameters of the experts that one token does not use once a run is done, output
-    biases included."""
+    biases included; of a sparse gate's table the rows beyond top_k."""
     unused = 0
     for module in model.modules():
         if isinstance(module, SelectingMoE):
@@ -52,6 +53,12 @@ def unused_parameters(model: nn.Module) -> int:
             config = module.experts.config
             idle = config.num_experts - config.known_final_top_k()
             unused += of_all * idle // config.num_experts
+        elif isinstance(module, SparseTable):
+            unused += (
+                module.table.numel()
+                // len(module.table)
+                * (len(module.table) - module.config.top_k)
+            )
     return unused
 
 

@@ -59,8 +59,9 @@ def say_first_line(plan: Plan, state: TrainState) -> None:
     count = counts(model_of(plan.config))
     if count.frozen and not nothing_is_left(plan, state):
         print(count.in_words(), file=sys.stderr, flush=True)
-    if note := warm_up_note(plan.config):
-        print(f"polyad: warning: {note}", file=sys.stderr, flush=True)
+    for note in (warm_up_note(plan.config), leak_note(plan.config)):
+        if note:
+            print(f"polyad: warning: {note}", file=sys.stderr, flush=True)
     notes = list(plan.task.notes)
     if not plan.task.has_validation:
         notes.append(f"there is no validation split to score; {plan.task.to_validate}")
@@ -186,6 +187,16 @@ def warm_up_note(config: RunConfig) -> str | None:
         return None
     return (
         f"train.steps: {steps:,} ends the run in the warm-up of schedule.warmup_steps: {warmup:,}"
+    )
+
+
+def leak_note(config: RunConfig) -> str | None:
+    """What a training loss says less than it seems to, if it does."""
+    leak = config.model.training_leak()
+    return leak and (
+        f"{leak} lets experts depend on later tokens in training: its loss is that of no "
+        f"prediction, and is not to be compared; validation and evaluation, without pools, are "
+        f"honest"
     )
 
 

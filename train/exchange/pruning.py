@@ -124,7 +124,9 @@ def _smaller(config: ModelSettings, pruning: Pruning) -> ModelSettings:
             continue
         # Its default is half of the experts, and keys that are there stay as wide as they are.
         width = {"score_width": section.score_size()} if section.score != "linear" else {}
-        tree[key.removeprefix("model.")] |= {"num_experts": pruning.num_experts} | width
+        known = {"pool_least": section.pool_least, "pool_most": section.pool_most}
+        bounds = {name: min(d, pruning.num_experts) for name, d in known.items() if d is not None}
+        tree[key.removeprefix("model.")] |= {"num_experts": pruning.num_experts} | width | bounds
     try:
         return Tree.model_validate({"model": tree}).model
     except ValidationError as error:

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from polyad.model.mumoe.gating import Gate, GateOutput
+from polyad.model.mxd.gate import SparseGate
 from polyad.model.smoe.layer import Router, SelectingMoE
 from polyad.model.smoe.selection import Selected
 from polyad.train.errors import ConfigError
@@ -89,6 +90,8 @@ def intervening(
     for part in parent.children():
         if isinstance(part, Gate):
             handles.append(part.register_forward_hook(chosen.shares))
+        elif isinstance(part, SparseGate):
+            handles.append(part.register_forward_hook(chosen.selected))
         elif isinstance(part, Router):
             if action.how in RANKING:
                 _check_ranking(part, layer, action)

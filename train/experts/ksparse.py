@@ -19,7 +19,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
+from polyad.model.mxd.gate import SparseGate
+from polyad.model.mxd.layer import SparseTable
 from polyad.model.smoe.layer import SelectingMoE
+from polyad.model.smoe.selection import spread
 from polyad.train.experts.probing import uncompiled
 from polyad.train.experts.token_classes import Labelling
 from polyad.train.tasks.samples import TextSamples
@@ -251,11 +254,14 @@ class Hidden:
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """A context in which what experts read, and the units of dense layers, are seen."""
+        """A context in which what experts read, and the units of other layers, are seen."""
 
-        def keep(name: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
-            def hook(module: nn.Module, arguments: tuple[Tensor, ...]) -> None:
-                self._seen[name] = arguments[0].flatten(0, -2)
+        def keep(name: str) -> Callable[[nn.Module, tuple[Tensor, ...], Any], None]:
+            def hook(module: nn.Module, arguments: tuple[Tensor, ...], output: Any) -> None:
+                if isinstance(module, SparseGate):
+                    self._seen[name] = spread(output, module.num_experts)
+                else:
+                    self._seen[name] = arguments[0].flatten(0, -2)
 
             return hook
 
@@ -263,8 +269,9 @@ class Hidden:
             stack.enter_context(uncompiled(self._model))
             for name in {name for name, _ in self._tokens}:
                 module = self._model.get_submodule(name)
-                read_by = "dispatcher" if isinstance(module, SelectingMoE) else "down"
-                handle = module.get_submodule(read_by).register_forward_pre_hook(keep(name))
+                read_by = {SelectingMoE: "dispatcher", SparseTable: "gate"}
+                part = next((p for kind, p in read_by.items() if isinstance(module, kind)), "down")
+                handle = module.get_submodule(part).register_forward_hook(keep(name))
                 stack.callback(handle.remove)
             yield
 

@@ -23,8 +23,10 @@ from polyad.model.mixture import Mixture, MixtureGate, Shares
 from polyad.model.mumoe.gating import Gate
 from polyad.model.mumoe.head import MuMoEHead
 from polyad.model.mumoe.layer import MuMoE
+from polyad.model.mxd.gate import SparseGate
+from polyad.model.mxd.layer import SparseTable
 from polyad.model.smoe.layer import Router, SelectingMoE
-from polyad.model.smoe.selection import Selected
+from polyad.model.smoe.selection import Selected, spread
 from polyad.train.errors import ConfigError
 
 MOST_LAYERS = 3
@@ -44,7 +46,8 @@ class RoutedLayer:
     levels: tuple[int, ...]
     """Experts of each level; of sparse experts one level."""
     shares: bool = False
-    """Whether a token gets a share of every expert, as in a muMoE or a mixture of networks."""
+    """Whether a token gets a share of every expert, as in a muMoE, a mixture of networks or, with
+    shares of 0 for most, a mixture of decoders."""
 
     @property
     def block(self) -> int:
@@ -111,6 +114,9 @@ def routed_layers(model: nn.Module) -> list[RoutedLayer]:
                 if isinstance(part, Gate):
                     levels = tuple(part.norm.num_experts)
                     layers.append(RoutedLayer(name=name, levels=levels, shares=True))
+                elif isinstance(part, SparseGate):
+                    levels = (part.num_experts,)
+                    layers.append(RoutedLayer(name=name, levels=levels, shares=True))
                 elif isinstance(part, Router):
                     experts = part.selection.num_experts
                     layers.append(RoutedLayer(name=name, levels=(experts,)))
@@ -138,8 +144,8 @@ class Decision:
     """The decisions of one layer for the tokens of a forward pass."""
 
     levels: list[Tensor]
-    """[M, N] of each level: the coefficients of a muMoE, the shares of networks, or the scores that
-    top-K sees."""
+    """[M, N] of each level: the coefficients of a muMoE, the shares of networks, the weights of a
+    sparse gate, or the scores that top-K sees."""
     selected: Selected | None
     """The selected experts of a sparse mixture; None in others."""
     outputs: Outputs | None = None
@@ -194,7 +200,10 @@ def deciding(model: nn.Module, layers: Sequence[RoutedLayer]) -> Iterator[dict[s
 
     def hook(layer: RoutedLayer) -> Callable[[nn.Module, Any, Any], None]:
         def keep(module: nn.Module, arguments: Any, output: Any) -> None:
-            if isinstance(output, Selected):
+            if isinstance(module, SparseGate):
+                weights_MN = spread(output, module.num_experts)
+                seen[layer.name] = Decision(levels=[weights_MN], selected=None)
+            elif isinstance(output, Selected):
                 seen[layer.name] = Decision(levels=[arguments[0]], selected=output)
             elif isinstance(output, Shares):
                 seen[layer.name] = Decision(levels=[output.log_p_BM.exp()], selected=None)
@@ -213,7 +222,7 @@ def deciding(model: nn.Module, layers: Sequence[RoutedLayer]) -> Iterator[dict[s
         (part.selection if isinstance(part, Router) else part).register_forward_hook(hook(layer))
         for layer in layers
         for part in model.get_submodule(layer.name).children()
-        if isinstance(part, Gate | Router | MixtureGate)
+        if isinstance(part, Gate | SparseGate | Router | MixtureGate)
     ]
     handles += [
         watch_inputs(model.get_submodule(layer.name), keep_outputs(layer)) for layer in layers
@@ -326,6 +335,10 @@ def _parts(layer: nn.Module) -> tuple[nn.Module, Callable[[Any, int, int, Tensor
         return layer.up, lambda read, level, expert, rows_M: _multilinear(
             layer, *_with_one(read, level, expert, rows_M)
         )
+    if isinstance(layer, SparseTable):
+        return layer.gate, lambda read, level, expert, rows_M: _scaled(
+            layer, read[0][rows_M], expert
+        )
     if isinstance(layer, MuMoEHead):
         return layer.layer, lambda read, level, expert, rows_M: layer.layer.forward(
             *_with_one(read, level, expert, rows_M)
@@ -360,6 +373,15 @@ def _multilinear(layer: MuMoE, x_MD: Tensor, coefficients: list[Tensor]) -> Tens
     if layer.up_gate is not None:
         inner_MF = layer.combine(layer.up_gate.forward(x_MD, coefficients), inner_MF)
     return layer.down.forward(inner_MF, coefficients)
+
+
+def _scaled(layer: SparseTable, x_MD: Tensor, expert: int) -> Tensor:
+    """What one expert of weight 1 adds: its row, times what it scales, without the output bias."""
+    row_D = layer.row(expert).to(x_MD.dtype)
+    if layer.dense is None:
+        return row_D.expand(len(x_MD), -1)
+    y_1MD, _ = layer.dense.forward(x_MD.unsqueeze(0), x_MD.unsqueeze(0))
+    return row_D * y_1MD.squeeze(0)
 
 
 def _network(mixture: Mixture, images_MCHW: Tensor, expert: int) -> Tensor:

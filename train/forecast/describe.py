@@ -12,7 +12,7 @@ from polyad.model.smoe.config import SelectingConfig, SparseMoEConfig
 from polyad.parallel.dims import Dims
 from polyad.parallel.plan.devices import DEFAULT_DEVICE, DEVICES
 from polyad.train.config.adaptation import counts, model_of, unused_parameters
-from polyad.train.config.beginning import schedule_line, schedule_notes
+from polyad.train.config.beginning import leak_note, schedule_line, schedule_notes
 from polyad.train.config.comparison import comparison_rows, experts_compared
 from polyad.train.config.environment import check_compiler
 from polyad.train.config.plan import checkpoint_bytes, plan_run
@@ -133,7 +133,7 @@ def describe(
             "optimizer": config.optimizer.kind,
             "schedule": schedule_line(config),
         },
-        "warnings": schedule_notes(config),
+        "warnings": [*schedule_notes(config), *filter(None, [leak_note(config)])],
         "layout": degrees_of(config, dims),
         "checkpoint_bytes": checkpoint_bytes(config, model),
     }
@@ -166,6 +166,7 @@ def _experts(config: RunConfig) -> dict[str, Any] | None:
             if (value := getattr(graph, name)) != SparseMoEConfig.model_fields[name].default
         },
         "causal_graph": graph.causal_graph,
+        "pool": None if graph.pool == "none" else [graph.pool, *graph.pool_bounds()],
         "blocks": routed,
     }
 
@@ -242,6 +243,9 @@ def _expert_rows(model: dict[str, Any], unit: str) -> list[tuple[str, str]]:
         graph += f" ({', '.join(words)})"
     if not experts["causal_graph"]:
         graph += " over later tokens too, which leaks what is to be predicted"
+    if experts["pool"]:
+        name, least, most = experts["pool"]
+        graph += f"; in training of a pool of {least} to {most} by {name}"
     chosen = f"{experts['top_k']}"
     if experts["final_top_k"] is not None:
         chosen += f", in the end {experts['final_top_k']},"

@@ -66,6 +66,7 @@ def small_config(config: RunConfig, processes: int) -> RunConfig:
         for key in ("targets", "trained"):  # a pattern may name a block that is not there
             lora[key] = [_BLOCK.sub("*", pattern) for pattern in lora[key]]
     tree["loss"]["load"] = 0.0  # of the router's noise
+    tree["loss"]["load_balance_counts"] = "process"  # one process never has others' micro-batches
     if norms_over_batch(config.model):
         # One process then has all samples at once, and these losses are of a micro-batch.
         tree["loss"] |= {"load_balance": 0.0, "importance": 0.0, "sample_similarity": None}
@@ -124,6 +125,8 @@ def _shrink_model(model: dict[str, Any], cut: int) -> None:
         _shrink_decoder(model, cut, given)
     if model["kind"] in ("gpt2", "decoder", "bert"):
         model |= {"sequence_length": TOKENS, "vocab_size": VOCABULARY}
+        if "end_of_text_id" in model:
+            model["end_of_text_id"] = VOCABULARY - 1
         if (model.get("head") or {}).get("kind") == "classification":
             model["head"] |= {"num_classes": CLASSES, "dropout": 0.0}
     else:
@@ -194,6 +197,9 @@ def _shrink_experts(section: dict[str, Any], cut: int, fewest: int, layers: int)
             section["shared_hidden_size"] = inner
         if section["final_top_k"] is not None:
             section["final_top_k"] = min(section["final_top_k"], experts)
+        if section["pool"] != "none":  # of one size: every process would draw others
+            size = max(section["final_top_k"] or top, experts // 2)
+            section |= {"pool_least": size, "pool_most": size}
         if section["score_width"] is not None:
             section["score_width"] = HEAD_WIDTH
         if isinstance(section["placement"], list):  # a block with experts, after one without

@@ -212,6 +212,10 @@ class LossConfig(Config):
     """What f and P are means over: `layer`, the tokens of one layer, and the losses of all layers
     add up (Switch); `model`, those of all layers together, in one loss of the model, as
     transformers has it, whose `router_aux_loss_coef` times K is this coefficient."""
+    load_balance_counts: Literal["process", "all"] = "process"
+    """Whose tokens f counts: those of a micro-batch of this `process`, or of the micro-batches that
+    `all` processes compute at once, for which they exchange f of all layers (EMO: of one process
+    it fights against pools). P stays this process's: their mean is the loss over all."""
     sequence_balance: Annotated[float, Field(ge=0, le=1e6)] = 0.0
     """Coefficient of the balance loss within each sequence, 1 at even load (DeepSeek-V3: 0.0001); 0
     leaves it out."""
@@ -264,9 +268,10 @@ class LossConfig(Config):
 
     def asked(self) -> frozenset[str]:
         """Fields of `RoutingStats` that have to have a gradient."""
-        pooled = {"usage_E"} if self.load_balance and self.load_balance_over == "model" else set()
+        reads_usage = self.load_balance_over == "model" or self.load_balance_counts == "all"
+        usage = {"usage_E"} if self.load_balance and reads_usage else set()
         asked = {"coupling_EE" if name == "erc_loss" else name for name in self.coefficients()}
-        return frozenset(asked | pooled)
+        return frozenset(asked | usage)
 
 
 def with_coupling(
@@ -304,7 +309,7 @@ def routing_loss(
         A scalar; None where nothing is to be added.
     """
     terms = []
-    if "usage_E" in config.asked():
+    if config.load_balance and config.load_balance_over == "model":
         pooled = config.load_balance * _balance_of_model(routing)
         terms.append(_by_tokens(pooled, routing[0], mean_tokens))
     for stats in routing:
@@ -318,6 +323,40 @@ def routing_loss(
         if stats.similarity_loss is not None:  # of pairs of samples, with its coefficients
             terms.append(stats.similarity_loss)
     return torch.stack(terms).sum() if terms else None
+
+
+def with_counts_of_all(
+    routing: tuple[RoutingStats, ...], mean: Callable[[Tensor], Tensor]
+) -> tuple[RoutingStats, ...]:
+    """Puts the counts of all processes' micro-batches in the place of this one's.
+
+    Args:
+        routing: as the model returned it, `usage_E` with its gradient.
+        mean: of a tensor over all processes; those that share tokens have them all.
+
+    Returns:
+        Statistics whose `load_E` is f over all processes, and whose `balance_loss` follows from it
+        and from this process's P.
+    """
+    sparse = [stats for stats in routing if stats.usage_E is not None]
+    if not sparse:
+        return routing
+    # Where there is padding, processes with more tokens count for more.
+    tokens = [stats.load_E.new_ones(()) if stats.tokens is None else stats.tokens
+              for stats in sparse]  # fmt: skip
+    loads = [stats.load_E * n for stats, n in zip(sparse, tokens, strict=True)]
+    sizes = [len(load_E) for load_E in loads]
+    means = mean(torch.cat([*loads, torch.stack(tokens)]))
+    *loads, means_L = means.split_with_sizes([*sizes, len(sparse)])
+    of_all = iter([load_E / n for load_E, n in zip(loads, means_L, strict=True)])
+    found = []
+    for stats in routing:
+        if (usage_E := stats.usage_E) is not None:
+            stats = stats._replace(load_E=next(of_all))
+            if stats.balance_loss is not None:
+                stats = stats._replace(balance_loss=load_balance_loss(usage_E, stats.load_E))
+        found.append(stats)
+    return tuple(found)
 
 
 def _balance_of_model(routing: tuple[RoutingStats, ...]) -> Tensor:

@@ -270,7 +270,7 @@ def console_line(
     of_one = f" ({rate / nodes:,.0f} a node)" if nodes > 1 else ""
     parts = [
         f"step {step:{width}}/{total} {bar(step / total)}",
-        f"loss {record['loss']:.4f}",
+        f"loss {record['loss']:.4f}" + " (sees later tokens)" * record.get("loss_leaks", False),
         f"norm {record['grad_norm']:.2f}",
         f"lr {record['learning_rate']:.2e}",
         f"{rate:,.0f} {unit.short}/s{of_one}",

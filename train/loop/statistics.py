@@ -34,6 +34,8 @@ NOT_RECORDED = frozenset(
     {"tokens", "usage_E", "norm_mean_N", "norm_square_N", "expert_input_ED", "coupling_EE"}
 )
 """Fields of statistics that no record has."""
+MOST_LOADS = 4096
+"""Experts of a layer up to which a record has the load of each: more would fill a disk."""
 ROUNDING = 1e-5
 """A share of the mean load: loads that differ by less are equal."""
 
@@ -206,10 +208,11 @@ def measures(stats: RoutingStats, ranks: int = 1) -> dict[str, float | int | lis
         `load_max`: the load of the busiest expert over the mean load of its level; `unused`: the
         share of the experts that got nothing; `usage_entropy`: the entropy of the mean over tokens
         of the scores, in nats, of several levels the sum; `load`: the share of the assignments of
-        each expert; `busiest` and `idlest` of sparse experts: their numbers; `rank_load` over
-        several processes: the share of the assignments that each computes; `rank_load_max`: the
-        largest over the mean; `attention_head`: the number of the head that a graph is made of;
-        the other fields of `RoutingStats` that the layer has, by their names.
+        each expert, unless a layer has more than `MOST_LOADS`; `busiest` and `idlest` of sparse
+        experts: their numbers; `rank_load` over several processes: the share of the assignments
+        that each computes; `rank_load_max`: the largest over the mean; `attention_head`: the number
+        of the head that a graph is made of; the other fields of `RoutingStats` that the layer has,
+        by their names.
     """
     load_E = stats.load_E
     usage_E = load_E if stats.usage_E is None else stats.usage_E
@@ -228,7 +231,7 @@ def measures(stats: RoutingStats, ranks: int = 1) -> dict[str, float | int | lis
         load_R = load_E.view(ranks, -1).sum(1)
         values |= {"rank_load": _short(load_R.tolist()), "rank_load_max": _most(load_R)}
     for name, value in tensors_of(stats).items():
-        if name in NOT_RECORDED:
+        if name in NOT_RECORDED or value.numel() > MOST_LOADS:
             continue
         short = name.rpartition("_")[0] if name.endswith(("_E", "_A", "_S", "_L")) else name
         values[short] = value.item() if value.dim() == 0 else _short(value.tolist())
@@ -238,8 +241,9 @@ def measures(stats: RoutingStats, ranks: int = 1) -> dict[str, float | int | lis
 
 
 def _most(load_N: Tensor) -> float:
-    """The largest share over the mean."""
-    return load_N.max().item() * load_N.numel()
+    """The largest share over the mean; 0 if all are 0."""
+    total = load_N.sum().item()
+    return load_N.max().item() * load_N.numel() / total if total else 0.0
 
 
 def _first_of_most(load_E: Tensor) -> int:
@@ -267,6 +271,8 @@ def console_summary(record: dict[str, Any]) -> list[str]:
             parts.append(f"unused {100 * record['routing/unused']:.0f}%")
     if "routing/effective_experts" in record:
         parts.append(f"experts {record['routing/effective_experts']:.1f}")
+    if "routing/active" in record:
+        parts.append(f"active {record['routing/active']:.1f}")
     if record.get("routing/dominated"):
         parts.append(f"a>=.5 {100 * record['routing/dominated']:.0f}%")
     if record.get("routing/dropped"):

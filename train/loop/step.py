@@ -16,6 +16,7 @@ from polyad.train.loop.losses import (
     LossConfig,
     Reading,
     routing_loss,
+    with_counts_of_all,
     with_coupling,
     with_sample_similarity,
 )
@@ -97,6 +98,8 @@ def issue_step(
         routing = with_coupling(routing, losses)
         if pairs is not None:
             routing = with_sample_similarity(routing, read.inputs, pairs)
+        if losses.load_balance and losses.load_balance_counts == "all":
+            routing = with_counts_of_all(routing, comm.mean_over_ranks)
         statistics.add(loss, routing)
         auxiliary = routing_loss(routing, losses, mean_tokens)
         if auxiliary is not None:

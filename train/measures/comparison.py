@@ -28,7 +28,11 @@ from polyad.train.tasks.samples import probe_of
 
 PROBE_UNITS = 65_536
 """About how many tokens or images are compared, unless the user says it."""
-FREE_KEYS = ("compile", "recompute", "dropout", "initializer_range", "feed_forward.experts")
+FREE_KEYS = (
+    "compile", "recompute", "dropout", "initializer_range", "feed_forward.experts",
+    "feed_forward.pool", "feed_forward.pool_least", "feed_forward.pool_most",
+    "feed_forward.allow_leak", "end_of_text_id",
+)  # fmt: skip
 """Keys of a model that change nothing of what it computes in evaluation."""
 
 

@@ -16,6 +16,7 @@ import numpy as np
 from torch import nn
 
 from polyad.model.feedforward import DenseFeedForward
+from polyad.model.mxd.layer import SparseTable
 from polyad.model.smoe.layer import SelectingMoE
 from polyad.parallel import comm
 from polyad.train.console import Progress
@@ -228,12 +229,17 @@ def _places(
             there[block] = Place(name, module.config.num_experts, module.experts.stacked().up)
         elif isinstance(module, DenseFeedForward):
             there[block] = Place(name, 0, module.up.weight.T)
+        elif isinstance(module, SparseTable):  # its units are the weights of its experts
+            there[block] = Place(name, 0, module.table.T)
     if not there:
-        raise ConfigError(f"{place}: no block has a dense feed-forward, or selects experts")
+        raise ConfigError(
+            f"{place}: no block can be probed: dense feed-forwards, layers that select experts, "
+            f"transcoders and mixtures of decoders can"
+        )
     for block in () if list(blocks) == [EVERY] else blocks:
         if block not in there:
             raise ConfigError(
-                f"--layers: {block} is not allowed: blocks that are dense, or select experts, are "
+                f"--layers: {block} is not allowed: blocks that can be probed are "
                 f"{', '.join(there)}"
             )
     chosen = list(there) if list(blocks) == [EVERY] else list(blocks)

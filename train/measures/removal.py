@@ -43,11 +43,12 @@ from polyad.train.results import aligned
 from polyad.train.tasks.samples import TextSamples, losses
 from polyad.train.tasks.text import TextTask
 
-By = Literal["atlas", "reap", "mone", "frequency", "mean-norm", "random"]
+By = Literal["atlas", "reap", "mone", "frequency", "probability", "mean-norm", "random"]
 STATISTIC: dict[By, str] = {
     "reap": "reap", "mone": "mone", "frequency": "frequency", "mean-norm": "mean_norm",
 }  # fmt: skip
-"""What each way to choose looks at; `atlas` is the change of the loss without each expert."""
+"""What each way to choose looks at; `atlas` is the change of the loss without each expert, and
+`probability` the mean score of each over all tokens, whether they use it or not (EMO)."""
 TOKENS = 65_536
 """About how many tokens are read to choose, and to say what it cost."""
 RANDOM_CHOICES = 3
@@ -152,30 +153,13 @@ class Removal(Examination):
         """The fields of `RemovalOptions`."""
         needs_text(cls.name, opened)
         asked = RemovalOptions(**options)
-        config = opened.weights.model_config()
-        sections = {
-            key: each
-            for key, each in config.feed_forwards().items()
-            if isinstance(each, SparseMoEConfig)
-        }
-        if not sections:
-            kinds = ", ".join(f"{k}.kind: {e.kind}" for k, e in config.feed_forwards().items())
-            raise ConfigError(
-                f"experts prune: {opened.weights.folder}: {kinds}: only sparse experts (smoe) can "
-                f"be left out"
-            )
-        for key, each in sections.items():
-            left = left_of(each, asked.keep)
+        for key, each in sections_of(cls.name, opened).items():
             if asked.merge and each.num_groups > 1:
                 raise ConfigError(
                     f"--merge: is not allowed with {key}.num_groups: {each.num_groups}; experts of "
                     f"different groups cannot become one"
                 )
-            if left >= each.num_experts or left < each.top_k:
-                raise ConfigError(
-                    f"--keep: {asked.keep:g} leaves {left} of {each.num_experts} experts; from "
-                    f"{key}.top_k: {each.top_k} to {each.num_experts - 1} are allowed"
-                )
+            check_share(key, each, asked.keep)
         return asked
 
     @classmethod
@@ -189,17 +173,15 @@ class Removal(Examination):
     ) -> Removed:
         """Reads text to choose, writes, and reads other text with the models before and after."""
         needs_one_process(cls.name, world)
-        layers = [
-            layer
-            for layer in routed_layers(model)
-            if isinstance(model.get_submodule(layer.name), SparseMoE)
-        ]
-        calibration = _calibration(opened, asked)
-        scores, moments = _scores(calibration, model, layers, asked, world)
-        choose = _merged if asked.merge else _highest
+        layers = sparse_layers(model)
+        calibration = calibration_of(opened, asked.calibrate)
+        scores, moments = scored(
+            *(calibration, model, layers, world), by=asked.by, tokens=asked.tokens, seed=asked.seed
+        )
+        choose = _merged if asked.merge else highest
         groups = {
             layer.name: choose(
-                scores[layer.name], moments[layer.name], _config_of(model, layer), asked.keep
+                scores[layer.name], moments[layer.name], config_of(model, layer), asked.keep
             )
             for layer in layers
         }
@@ -213,7 +195,7 @@ class Removal(Examination):
         at_random = []
         for number in range(RANDOM_CHOICES):
             chosen = random_groups(model, layers, asked.keep, seed=asked.seed + 1 + number)
-            with intervened(model, _without(layers, chosen)):
+            with intervened(model, without(layers, chosen)):
                 told = f"without random experts {number + 1}/{RANDOM_CHOICES}"
                 at_random.append(mean_loss(model, samples, opened.batch_size, told)[0])
         smaller = _loss_of_written(opened, asked.output, split, asked.tokens)
@@ -243,23 +225,69 @@ def format_of(opened: Evaluated) -> Format:
     )
 
 
+def sections_of(name: str, opened: Evaluated) -> dict[str, SparseMoEConfig]:
+    """The sections of sparse experts, by their keys.
+
+    Args:
+        name: of the command.
+        opened: weights.
+
+    Raises:
+        ConfigError: the model has none.
+    """
+    given = opened.weights.model_config().feed_forwards()
+    sections = {key: each for key, each in given.items() if isinstance(each, SparseMoEConfig)}
+    if not sections:
+        kinds = ", ".join(f"{key}.kind: {each.kind}" for key, each in given.items())
+        raise ConfigError(
+            f"{name}: {opened.weights.folder}: {kinds}: only sparse experts (smoe) can be left out"
+        )
+    return sections
+
+
+def check_share(key: str, config: SparseMoEConfig, keep: float) -> None:
+    """Checks that a share of the experts leaves some out, and enough for a token.
+
+    Args:
+        key: of the section.
+        config: of the section.
+        keep: the share that stays.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    left = left_of(config, keep)
+    if left >= config.num_experts or left < config.top_k:
+        raise ConfigError(
+            f"--keep: {keep:g} leaves {left} of {config.num_experts} experts; from "
+            f"{key}.top_k: {config.top_k} to {config.num_experts - 1} are allowed"
+        )
+
+
+def sparse_layers(model: nn.Module) -> list[RoutedLayer]:
+    """The layers of sparse experts."""
+    layers = routed_layers(model)
+    return [each for each in layers if isinstance(model.get_submodule(each.name), SparseMoE)]
+
+
 def left_of(config: SparseMoEConfig, keep: float) -> int:
     """How many experts are left, as many in each group that a router is limited to."""
     return config.num_groups * round(keep * config.num_experts / config.num_groups)
 
 
-def _config_of(model: nn.Module, layer: RoutedLayer) -> SparseMoEConfig:
+def config_of(model: nn.Module, layer: RoutedLayer) -> SparseMoEConfig:
+    """The section of a layer of sparse experts."""
     module = model.get_submodule(layer.name)
     assert isinstance(module, SparseMoE)
     return module.config
 
 
-def _calibration(opened: Evaluated, asked: RemovalOptions) -> Evaluated:
-    """The weights with the text that experts are chosen on."""
-    if asked.calibrate is None:
+def calibration_of(opened: Evaluated, data: str | None) -> Evaluated:
+    """The weights with the text that experts are chosen on; None: that which they are opened
+    with."""
+    if data is None:
         return opened
-    overrides = as_in(opened)
-    return open_evaluated(opened.weights.folder, asked.calibrate, overrides, opened.choice)
+    return open_evaluated(opened.weights.folder, data, as_in(opened), opened.choice)
 
 
 def as_in(opened: Evaluated) -> tuple[str, ...]:
@@ -284,43 +312,73 @@ def text_of(opened: Evaluated, split: str, tokens: int) -> TextSamples:
     return TextSamples(opened.task, split, tokens, hidden=True)
 
 
-def _scores(
+class _Probabilities:
+    """Adds up the scores of experts, each token's divided by their sum."""
+
+    blocks: Sequence[int] = ()
+
+    def __init__(self, layers: Sequence[RoutedLayer]) -> None:
+        self.sums = {layer.name: torch.zeros(layer.num_experts).double() for layer in layers}
+
+    def add(self, reading: Reading) -> None:
+        """Adds a batch."""
+        for name, decision in reading.decisions.items():
+            [p_ME] = decision.probabilities()
+            counts_M = reading.numbers_of(decision) >= 0
+            self.sums[name] += p_ME[counts_M].sum(0).cpu()
+
+
+def scored(
     calibration: Evaluated,
     model: nn.Module,
     layers: Sequence[RoutedLayer],
-    asked: RemovalOptions,
     world: comm.World,
-) -> tuple[dict[str, Tensor], Mapping[str, Moments]]:
-    """What experts are chosen by, of each layer [E]: the higher stay; and moments of them."""
+    *,
+    by: By,
+    tokens: int,
+    seed: int,
+) -> tuple[Mapping[str, Tensor], Mapping[str, Moments]]:
+    """What experts are chosen by, of each layer [E]: the higher stay; and moments of them.
+
+    Args:
+        calibration: the weights with the text whose train split is read.
+        model: of the weights.
+        layers: of sparse experts.
+        world: this process, alone.
+        by: the way to choose.
+        tokens: about how many are read.
+        seed: of random choices.
+    """
     calibration.task.check_split("train")
-    text = text_of(calibration, "train", asked.tokens)
+    text = text_of(calibration, "train", tokens)
     subject = Subject(model, layers, text, calibration.batch_size)
-    reader = MomentsReader(layers)
+    reader, probabilities = MomentsReader(layers), _Probabilities(layers)
     read(
-        *(model, layers, subject.samples, (reader,)),
+        *(model, layers, subject.samples, (reader, probabilities)),
         batch_size=subject.batch_size,
         world=world,
         told="read experts",
     )
     moments = reader.moments.result()
-    if asked.by == "atlas":
+    found: Mapping[str, Tensor]
+    if by == "atlas":
         measure = KnockOuts(subject, [range(layer.num_experts) for layer in layers])
         measure.read(world)
         found = {
             each.layer.name: torch.from_numpy(each.by_class["all"].change_3EC[0, :, 0])
             for each in measure.result().layers
         }
-    elif asked.by == "random":
-        chance = torch.Generator().manual_seed(asked.seed)
+    elif by == "probability":
+        found = probabilities.sums
+    elif by == "random":
+        chance = torch.Generator().manual_seed(seed)
         found = {each.name: torch.rand(each.num_experts, generator=chance) for each in layers}
     else:
-        found = {name: each.statistics()[STATISTIC[asked.by]] for name, each in moments.items()}
+        found = {name: each.statistics()[STATISTIC[by]] for name, each in moments.items()}
     return found, moments
 
 
-def _highest(
-    score_E: Tensor, moments: Moments, config: SparseMoEConfig, keep: float
-) -> list[Group]:
+def highest(score_E: Tensor, moments: Moments, config: SparseMoEConfig, keep: float) -> list[Group]:
     """The experts with the highest scores, as many of each group that a router is limited to."""
     left, groups = left_of(config, keep) // config.num_groups, config.num_groups
     kept_GE = score_E.view(groups, -1).argsort(dim=1, descending=True, stable=True)[:, :left]
@@ -361,7 +419,7 @@ def random_groups(
     """Random experts of each layer that stay, as many of each group that a router is limited to."""
     found = {}
     for layer in layers:
-        config, chance = _config_of(model, layer), random.Random(f"{layer.name} {seed}")
+        config, chance = config_of(model, layer), random.Random(f"{layer.name} {seed}")
         size, left = config.num_experts // config.num_groups, left_of(config, keep)
         kept = [
             number * size + expert
@@ -372,7 +430,7 @@ def random_groups(
     return found
 
 
-def _without(layers: Sequence[RoutedLayer], groups: Groups) -> list[Intervention]:
+def without(layers: Sequence[RoutedLayer], groups: Groups) -> list[Intervention]:
     """The interventions that leave out all other experts."""
     found = []
     for layer in layers:

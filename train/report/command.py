@@ -13,6 +13,7 @@ from polyad.model.build import build_model, count_parameters
 from polyad.model.emoe.config import EmergentMoEConfig
 from polyad.model.mumoe.config import MuMoEConfig
 from polyad.model.mumoe.head import MuMoEHeadConfig
+from polyad.model.mxd.config import SparseTableConfig
 from polyad.model.smoe.config import SelectingConfig, SparseMoEConfig
 from polyad.model.vision import ImageModelSettings
 from polyad.parallel.checkpoint.finding import best_checkpoint, find_checkpoint, read_newest
@@ -339,6 +340,10 @@ def _in_words(config: RunConfig) -> str:
         )
     if isinstance(feed_forward, MuMoEConfig):
         return f"{words}; muMoE: {_factorized(feed_forward)}"
+    if isinstance(feed_forward, SparseTableConfig):
+        levels = " x ".join(f"{number:,}" for number in feed_forward.num_experts)
+        name = "mixture of decoders" if feed_forward.kind == "mxd" else "transcoder"
+        return f"{words}; {name}: {levels} experts, at most {feed_forward.top_k} active per token"
     return f"{words}; dense"
 
 

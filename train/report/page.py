@@ -34,6 +34,8 @@ from polyad.train.report.top_tokens import STRETCH
 
 MANY_LINES = 16
 """Lines up to which a chart of layers has a legend."""
+LEAKS = "; experts depend on later tokens"
+"""Beside a training loss that is not one of prediction."""
 OVER_TIME = (
     ("entropy", "Evenness of each token's mixture (1 = all experts alike)",
      "Entropy of the {word} over its maximum; 0: one expert has all of a token.", 0.0, 1.0),
@@ -41,6 +43,8 @@ OVER_TIME = (
      "Entropy of the mean {word} over its maximum; 0: all tokens go to one.", 0.0, 1.0),
     ("effective_experts", "Effective experts of a token",
      "Mean of exp(entropy): how many experts share a token.", None, None),
+    ("active", "Active experts of a token",
+     "Mean number of experts with a weight above 0.", 0.0, None),
     ("load_max", "Load of the busiest expert", "Times the mean load; 1 is even.", None, None),
     ("unused", "Share of unused experts",
      "Those with a load of exactly 0 in a whole step.", 0.0, None),
@@ -130,7 +134,11 @@ def facts(report: Report) -> list[tuple[str, str, str]]:
         ("Steps", f"{history.last_record['step']:,}", f"of {report.total_steps:,}"),
         (f"{unit.title()}s", f"{units:,}" if units else "unknown", "seen in training"),
         size,
-        ("Training loss", _or_none(history.final_loss), f"{in_unit}last 10 steps"),
+        (
+            "Training loss",
+            _or_none(history.final_loss),
+            f"{in_unit}last 10 steps{LEAKS * bool(history.last_record.get('loss_leaks'))}",
+        ),
         *((name, _or_none(value), small) for name, value, small in _validation(report)),
     ]
 
@@ -169,6 +177,11 @@ def training_figures(report: Report) -> list[Figure]:
     each = "each step" if history.width == 1 else f"means of {history.width:,} steps"
     note = f"{report.task.loss_unit}; {each}." if report.task.loss_unit else f"{each}."
     note = note.capitalize()
+    if history.last_record.get("loss_leaks"):
+        note += (
+            " In training experts depend on later tokens (model.feed_forward.pool: document), so "
+            "its loss is that of no prediction; in validation they do not."
+        )
     if skipped := history.last_record.get("skipped_steps"):
         note += f" {skipped:,} steps were skipped because something was not finite."
     if history.unreadable:

@@ -28,6 +28,7 @@ from polyad.train.tasks.text import (
     perplexities,
     perplexity,
     score_windows,
+    with_end_of_text,
     with_vocabulary,
 )
 
@@ -134,7 +135,9 @@ class LanguageModelling(Learner, TextTask[TextBatch]):
                 f"the next token is learned; null is"
             )
         self._attacked: dict[str, tuple[TokenStream, SplitInfo]] = {}
-        self.model = with_vocabulary(model, data.tokenizer.vocab_size, self.place)
+        about = data.tokenizer
+        known = with_vocabulary(model, about.vocab_size, self.place)
+        self.model = with_end_of_text(known, about.end_of_text_id, self.place)
 
     @functools.cached_property
     def samples(self) -> TextSamples:

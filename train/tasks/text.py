@@ -214,6 +214,27 @@ def with_vocabulary(model: TextModel, vocab_size: int, place: str) -> TextModel:
     return cast(TextModel, known)  # of the same class
 
 
+def with_end_of_text(model: DecoderSettings, end_of_text_id: int, place: str) -> DecoderSettings:
+    """Completes a model's configuration with the token that ends documents, if it reads them.
+
+    Args:
+        model: Its `end_of_text_id` may be None.
+        end_of_text_id: The tokenizer's.
+        place: Names the data in the error.
+
+    Raises:
+        ConfigError: The model has another one.
+    """
+    if not model.reads_documents():
+        return model
+    if model.end_of_text_id not in (None, end_of_text_id):
+        raise ConfigError(
+            f"model.end_of_text_id: {model.end_of_text_id} is not the token that ends documents "
+            f"in {place}, {end_of_text_id}; null takes that"
+        )
+    return model.model_copy(update={"end_of_text_id": end_of_text_id})
+
+
 class TokenScore(NamedTuple):
     """The summed negative log-likelihood of tokens, and their number."""
 

@@ -5,6 +5,7 @@ from functools import partial
 import pytest
 from pydantic import ValidationError
 
+from polyad.model.build import build_model
 from polyad.model.gpt2 import GPT2Config
 from polyad.model.smoe.config import SparseMoEConfig
 from polyad.train.config.rules import validate
@@ -71,6 +72,39 @@ parse = partial(section_of, "smoe")
         (["evaluation_capacity_factor=4"], "evaluation_capacity_factor: 4.0 needs model.feed_f"),
         (["router_noise=-1"], "router_noise: -1 is not allowed: input should be greater than or"),
         (["expert_dropout=1"], "expert_dropout: 1 is not allowed: input should be less than 1"),
+        (
+            ["pool=documents"],
+            "pool: 'documents' is not allowed: input should be 'none', 'document'",
+        ),
+        (["pool_least=4"], "pool_least: 4 needs model.feed_forward.pool, which is none"),
+        (["pool_most=4"], "pool_most: 4 needs model.feed_forward.pool, which is none"),
+        (["pool=prefix", "pool_least=1"], "pool_least: 1 is less than the 2 experts that a token"),
+        (
+            ["pool=prefix", "pool_least=3", "final_top_k=4"],
+            "pool_least: 3 is less than the 4 experts that a token uses",
+        ),
+        (["pool=prefix", "pool_most=17"], "pool_most: 17 is more than model.feed_forward.num_exp"),
+        (
+            ["pool=prefix", "pool_least=8", "pool_most=4"],
+            "pool_least: 8 is more than model.feed_forward.pool_most: 4",
+        ),
+        (
+            ["pool=prefix", "score_function=sigmoid"],
+            "pool: prefix is not allowed with model.feed_forward.score_function: sigmoid: a mean",
+        ),
+        (
+            ["pool=prefix", "num_groups=4"],
+            "pool: prefix is not allowed with model.feed_forward.num_groups: 4: the best groups",
+        ),
+        (
+            ["pool=prefix", "router_noise=1"],
+            "pool: prefix is not allowed with model.feed_forward.router_noise: 1.0: the load that",
+        ),
+        (
+            ["pool=document"],
+            "pool: document lets tokens choose experts in training by those that they are to "
+            "predict and is not allowed in a language model: prefix does not, and",
+        ),
         (["placement=0"], "placement: 0 is not allowed: 1 or more, or a list of block numbers"),
         (["placement=all"], "placement: 'all' is not allowed: 1 or more, or a list of block num"),
         (["placement=[1, -1]"], "placement: [1, -1] is not allowed: 1 or more, or a list of bl"),
@@ -118,6 +152,27 @@ def test_a_graph_without_a_mask_is_possible_if_the_leak_is_written_down():
     # A model that predicts no next token has no mask anyway.
     config = SparseMoEConfig(graph="similarity", causal_graph=False)
     config.check_model(num_layers=4, num_heads=4, causal=False)
+
+
+def test_a_pool_of_documents_is_possible_if_the_leak_is_written_down():
+    assert parse("pool=document", "allow_leak=true").model.feed_forward.pool_bounds() == (2, 16)
+    assert parse("pool=prefix", "pool_least=4").model.feed_forward.pool_bounds() == (4, 16)
+    # In other models nothing leaks, and there is no prefix.
+    SparseMoEConfig(pool="document").check_model(num_layers=4, num_heads=4, causal=False)
+    with pytest.raises(ValueError, match=r"pool: prefix is not allowed in a model whose tokens se"):
+        SparseMoEConfig(pool="prefix").check_model(num_layers=4, num_heads=4, causal=False)
+
+
+def test_a_model_with_pools_has_to_know_where_documents_end():
+    pooled = GPT2Config(vocab_size=100, feed_forward={"kind": "smoe", "pool": "prefix"})
+    assert pooled.left_to_data() == "model.end_of_text_id"
+    with pytest.raises(ValueError, match=r"^model\.end_of_text_id is not set: give a number, or"):
+        build_model(pooled)
+    assert pooled.model_copy(update={"end_of_text_id": 3}).left_to_data() is None
+    # A sequence that is scored as a whole is one document.
+    head = {"kind": "classification", "num_classes": 3}
+    fields = {"vocab_size": 100, "head": head, "feed_forward": {"kind": "smoe", "pool": "prefix"}}
+    assert GPT2Config.model_validate(fields).left_to_data() is None
 
 
 def test_the_attention_graph_needs_attention():

@@ -44,7 +44,7 @@ def test_small_models_are_small_and_of_the_same_kind(path: Path) -> None:
     assert count_parameters(build_model(config.model)) < 250_000
     ours, theirs = config.model.known_feed_forward(), given.model.known_feed_forward()
     assert ours.kind == theirs.kind
-    for name in ("graph", "score", "capacity_factor", "factorization", "gate", "gate_norm"):
+    for name in ("graph", "score", "pool", "capacity_factor", "factorization", "gate", "gate_norm"):
         assert getattr(ours, name, None) == getattr(theirs, name, None)
     of_blocks = [config.model.block_feed_forwards(), given.model.block_feed_forwards()]
     kinds = [{each.kind for each in blocks} for blocks in of_blocks]
@@ -53,6 +53,17 @@ def test_small_models_are_small_and_of_the_same_kind(path: Path) -> None:
     if isinstance(given.model, DecoderConfig):
         small_features, features = map(features_of, (config.model, given.model))
         assert small_features == features
+
+
+def test_pools_of_a_small_model_have_one_size() -> None:
+    # Each process would draw others, and with counts of all another loss than one process has.
+    given = ["model.vocab_size=50257", "model.end_of_text_id=50256"]
+    config = small(SPARSE.parent / "124m-emo.yaml", 8, *given)
+    section = config.model.known_feed_forward()
+    assert isinstance(section, SparseMoEConfig)
+    least, most = section.pool_bounds()
+    assert section.top_k <= least == most < section.num_experts
+    assert config.loss.load_balance_counts == "process"
 
 
 def features_of(model: DecoderConfig) -> dict[str, object]:

@@ -191,7 +191,7 @@ def test_what_cannot_be_probed_is_said(capfd, trained):
         ("smoe", ["--samples", "9"], "--samples: 9 is not a multiple of 8"),
         ("smoe", ["--units", "1,x"], "--units: 'x' is not a whole number of at least 1"),
         ("smoe", ["--units", "999"], "--units: 999 is more than the"),
-        ("cp", [], "no block has a dense feed-forward, or selects experts"),
+        ("cp", [], "no block can be probed"),
     ):
         assert polyad(["experts", "probe", str(trained(kind)), *words]) == 2
         assert said in capfd.readouterr().err

@@ -1,0 +1,145 @@
+"""The keys of a mixture of decoders and of a transcoder, and what follows from them."""
+
+import math
+from abc import ABC
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, field_validator, model_validator
+
+from polyad.model.config import SectionError
+from polyad.model.feedforward import (
+    GATED,
+    Activation,
+    DenseFeedForwardConfig,
+    FeedForwardSettings,
+    GatedActivation,
+)
+from polyad.model.mumoe.config import FactorizedExperts
+
+Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
+MATCH_DENSE: Literal["match-dense"] = "match-dense"
+
+
+class SparseTableConfig(FactorizedExperts, FeedForwardSettings, ABC):
+    """The keys that a mixture of decoders and a transcoder share."""
+
+    num_experts: tuple[int, ...] = (1024,)
+    """Experts N as a list: [1024], each with a score of its own; or product keys, [147, 147], where
+    an expert's score is the sum of one score of each level: 21,609 experts at the cost of 294."""
+    top_k: Count = 32
+    """Experts K that a token keeps: those of the highest scores, as far as these are above 0."""
+
+    @model_validator(mode="after")
+    def _agree(self) -> Self:
+        if self.top_k > self.table_rows:
+            raise SectionError(
+                f"@top_k: {self.top_k} is more than the {self.table_rows} experts of @num_experts: "
+                f"{list(self.num_experts)}"
+            )
+        return self
+
+    @property
+    def table_rows(self) -> int:
+        """N, over all levels."""
+        return math.prod(self.num_experts)
+
+    def gate_parameters(self, width: int) -> int:
+        """Counts the numbers of the gate and its bias, of the table, and of the output bias.
+
+        Args:
+            width: D.
+        """
+        return sum(self.num_experts) * (width + 1) + self.table_rows * width + width
+
+
+class TranscoderConfig(SparseTableConfig):
+    """A wide and sparse stand-in for a trained feed-forward, whose features can be read.
+
+    Source: Dunefsky et al. 2024, "Transcoders find interpretable LLM feature circuits", with the
+    K highest features in place of a penalty (Gao et al. 2024).
+    """
+
+    kind: Literal["transcoder"] = "transcoder"
+    """Which feed-forward this is. Its experts are features, each with one output vector."""
+
+    def inner_size(self, width: int) -> int:
+        """The features: what stands between its two layers."""
+        return self.table_rows
+
+    def cut_sizes(self, width: int) -> list[dict[str, int]]:
+        """See `FeedForwardSettings.cut_sizes`: the experts."""
+        return [{"num_experts": self.table_rows}]
+
+    def parameters(self, width: int) -> int:
+        """Counts the numbers of a block's feed-forward.
+
+        Args:
+            width: D.
+        """
+        return self.gate_parameters(width)
+
+
+class MixtureOfDecodersConfig(SparseTableConfig):
+    """A dense feed-forward whose output a few of very many experts scale, channel by channel.
+
+    Source: Oldfield et al. 2025, "Towards interpretability without sacrifice: faithful dense layer
+    decomposition with mixture of decoders".
+    """
+
+    kind: Literal["mxd"] = "mxd"
+    """Which feed-forward this is."""
+    hidden_size: Count | Literal["match-dense"] | None = None
+    """Inner width H of the dense part, in units; null: four times the model's width; `match-dense`:
+    the one whose block is nearest in parameters to a dense one of four times the width, gated if
+    this is."""
+    activation: Activation | GatedActivation = "gelu_tanh"
+    """The activation of the dense part: of the feed-forward that this stands for. `gelu_tanh`,
+    `gelu`, `quick_gelu`, or with a gate `swiglu`, `geglu`, `clamped_swiglu`."""
+
+    @field_validator("hidden_size", mode="before")
+    @classmethod
+    def _is_size(cls, value: object) -> object:
+        # Not by pydantic: its error on a union lists the complaints of every member.
+        if value not in (None, MATCH_DENSE) and (type(value) is not int or value < 1):
+            raise ValueError("1 or more, match-dense or null")
+        return value
+
+    def inner_size(self, width: int) -> int:
+        """The inner width H of the dense part, once it is a number."""
+        assert self.hidden_size != MATCH_DENSE, "of_model() fills it in"
+        return self._dense().inner_size(width)
+
+    def cut_sizes(self, width: int) -> list[dict[str, int]]:
+        """See `FeedForwardSettings.cut_sizes`: the experts, and the inner width."""
+        return [{"num_experts": self.table_rows}, {"hidden_size": self.inner_size(width)}]
+
+    def parameters(self, width: int, bias: bool) -> int:
+        """Counts the numbers of a block's feed-forward.
+
+        Args:
+            width: D.
+            bias: Whether the dense part's first layer has one.
+        """
+        dense = self._dense().parameters(width, bias, self.activation in GATED)
+        return self.gate_parameters(width) + dense - bias * width
+
+    def of_model(self, *, width: int, bias: bool) -> Self:
+        """See `FeedForwardSettings.of_model`: the width that matches a dense block as a number."""
+        if self.hidden_size != MATCH_DENSE:
+            return self
+        gated = self.activation in GATED
+        dense = DenseFeedForwardConfig().parameters(width, bias, gated)
+        smallest = self.model_copy(update={"hidden_size": 1}).parameters(width, bias)
+        if smallest > dense:
+            raise SectionError(
+                f"@hidden_size: match-dense is not allowed with @num_experts: "
+                f"{list(self.num_experts)}: with one inner unit the block has {smallest:,} "
+                f"parameters, the dense one {dense:,}; take fewer experts, or a number"
+            )
+        of_unit = (2 + gated) * width + bias * (1 + gated)
+        size = 1 + round((dense - smallest) / of_unit)
+        return self.model_copy(update={"hidden_size": size})
+
+    def _dense(self) -> DenseFeedForwardConfig:
+        assert self.hidden_size != MATCH_DENSE
+        return DenseFeedForwardConfig(hidden_size=self.hidden_size)

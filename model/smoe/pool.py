@@ -1,0 +1,96 @@
+"""Pools: in training, the experts that the tokens of one document may use (EMO).
+
+    D = the d experts with the highest mean p over the document     d ~ U{least, ..., most}
+    q = p on D, divided by its sum
+
+Top-K then sees q in place of p. d is drawn anew for each document and layer; D has no gradient, q
+has that of p. With `prefix` the mean is over the document's tokens up to and including this one, so
+that D depends on no later token. In evaluation there is no pool.
+
+Source: "EMO: Pretraining mixture of experts for emergent modularity" (2605.06663).
+
+Shapes: B batch, T tokens in a sequence, N tokens that are real, E experts, M most experts of a
+pool.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from polyad.model.documents import Documents
+from polyad.model.regions import Region, same
+from polyad.model.smoe.config import SparseMoEConfig
+
+LEAST_SCORE = 1e-20
+"""Lowest score of an expert in a pool before they are divided by their sum: softmax rounds lower
+ones to 0, and top-K would take experts from outside."""
+
+
+class Pool(nn.Module):
+    """The pools of one layer.
+
+    Args:
+        config: The layer's configuration, whose `pool` is not `none`.
+    """
+
+    def __init__(self, config: SparseMoEConfig) -> None:
+        super().__init__()
+        self.is_causal = config.pool == "prefix"
+        self.least, self.most = config.pool_bounds()
+        self.agreed: Region = same
+        """What the first of the processes that share tokens has; see `Selection.agreed`."""
+
+    @torch.no_grad()
+    def forward(self, scores_BTE: Tensor, documents: Documents | None = None) -> Tensor:
+        """Finds the experts that each token may use.
+
+        Args:
+            scores_BTE: p, each row summing to 1; 0 for padding.
+            documents: Of the sequences; None: each is one.
+
+        Returns:
+            [B, T, E], true for the d experts of the token's pool.
+        """
+        batch, length, _ = scores_BTE.shape
+        if documents is None:
+            documents = Documents.whole(batch, length, scores_BTE.device)
+        first_BT, last_BT = documents
+        if self.is_causal:
+            last_BT = torch.arange(length, device=first_BT.device).expand(batch, -1)
+        # Sums rank experts as means do. Each is the difference of two running sums, which in fp32
+        # would lose what a short document late in a long sequence adds.
+        sums_BTE = nn.functional.pad(scores_BTE.double().cumsum(1), (0, 0, 1, 0))
+        mean_BTE = _rows(sums_BTE, last_BT + 1) - _rows(sums_BTE, first_BT)
+        best_BTM = mean_BTE.topk(self.most, dim=-1).indices
+        kept_BTM = torch.arange(self.most, device=first_BT.device) < self._sizes(first_BT)
+        pool_BTE = torch.zeros_like(scores_BTE, dtype=torch.bool)
+        return self.agreed(pool_BTE.scatter(-1, best_BTM, kept_BTM.expand_as(best_BTM)))
+
+    def _sizes(self, first_BT: Tensor) -> Tensor:
+        """d of each token's document [B, T, 1]: the number drawn at its first token.
+
+        Of the default generator: every tensor-parallel process draws the same, and recomputation
+        draws it again.
+        """
+        if self.least == self.most:
+            return first_BT.new_full((1, 1, 1), self.most)
+        drawn_BT = torch.randint_like(first_BT, self.least, self.most + 1)
+        return drawn_BT.gather(1, first_BT).unsqueeze(-1)
+
+
+def _rows(x_BTE: Tensor, position_BT: Tensor) -> Tensor:
+    """The rows at some positions of each sequence."""
+    return x_BTE.gather(1, position_BT.unsqueeze(-1).expand(-1, -1, x_BTE.shape[-1]))
+
+
+def within(p_NE: Tensor, pool_NE: Tensor) -> Tensor:
+    """q: scores within pools, each row summing to 1.
+
+    Args:
+        p_NE: Scores of all experts.
+        pool_NE: True for the experts of a token's pool.
+
+    Returns:
+        [N, E], above 0 in the pool and 0 outside it.
+    """
+    kept_NE = torch.where(pool_NE, p_NE.clamp_min(LEAST_SCORE), 0)
+    return kept_NE / kept_NE.sum(-1, keepdim=True)

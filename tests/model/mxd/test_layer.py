@@ -1,0 +1,188 @@
+"""Mixtures of decoders and transcoders against materialized experts and against our CP."""
+
+import pytest
+import torch
+from pydantic import ValidationError
+from torch.nn.functional import gelu, normalize, silu
+
+from polyad.model.block import build_feedforward
+from polyad.model.build import build_model, initial_values, materialize
+from polyad.model.feedforward import FeedForwardContext
+from polyad.model.gpt2 import GPT2Config
+from polyad.model.mumoe.base import Sizes
+from polyad.model.mumoe.cp import CP
+from polyad.model.mxd.config import MixtureOfDecodersConfig, TranscoderConfig
+from polyad.model.smoe.selection import spread
+
+WIDTH = 8
+
+
+def context(bias=True):
+    return FeedForwardContext(
+        hidden_size=WIDTH, bias=bias, dropout=0.0, initializer_std=0.02, residual_std=0.01
+    )
+
+
+def layer_of(config, bias=True, *, moved=True):
+    with torch.device("meta"):
+        layer = build_feedforward(config, context(bias))
+    materialize(layer, seed=0)
+    layer = layer.double()
+    if moved:  # the last layer of the dense part starts at zero
+        with torch.no_grad():
+            for parameter in layer.parameters():
+                parameter.normal_(generator=torch.Generator().manual_seed(len(parameter)))
+    return layer
+
+
+def tokens(count=40):
+    generator = torch.Generator().manual_seed(3)
+    return torch.randn(2, count // 2, WIDTH, dtype=torch.float64, generator=generator)
+
+
+@pytest.mark.parametrize("levels", [[10], [2, 5]])
+@pytest.mark.parametrize("activation", ["gelu_tanh", "swiglu"])
+def test_an_mxd_is_a_mixture_of_whole_last_layers(levels, activation):
+    config = MixtureOfDecodersConfig(
+        num_experts=levels, top_k=3, hidden_size=12, activation=activation
+    )
+    layer, x_BTD = layer_of(config), tokens()
+    x_MD = x_BTD.flatten(0, 1)
+    a_MN = spread(layer.gate(x_MD), 10)
+    dense = layer.dense
+    if activation == "swiglu":
+        z_MH = silu(x_MD @ dense.gate.weight.T + dense.gate.bias) * (
+            x_MD @ dense.up.weight.T + dense.up.bias
+        )
+    else:
+        z_MH = gelu(x_MD @ dense.up.weight.T + dense.up.bias, approximate="tanh")
+    # W[n, h, o] = C[n, o] D[h, o]: expert n is D diag(c_n), of full rank.
+    c_NO, d_HO = normalize(layer.table, dim=1), dense.down.weight.T
+    w_NHO = c_NO.unsqueeze(1) * d_HO
+    assert torch.linalg.matrix_rank(w_NHO).tolist() == [WIDTH] * 10
+    y_MO = torch.einsum("mn,mh,nho->mo", a_MN, z_MH, w_NHO) + layer.output_bias
+    found_BTD, stats = layer(x_BTD, x_BTD)
+    torch.testing.assert_close(found_BTD.flatten(0, 1), y_MO)
+    assert stats.active.item() == pytest.approx((a_MN > 0).sum(1).double().mean().item())
+    torch.testing.assert_close(stats.load_E, (a_MN > 0).double().mean(0) / 3)
+
+
+def test_an_mxd_is_our_cp_with_an_identity_as_output_factor():
+    config = MixtureOfDecodersConfig(num_experts=[10], top_k=3, hidden_size=12)
+    layer, x_BTD = layer_of(config), tokens()
+    x_MD = x_BTD.flatten(0, 1)
+    factors = CP(
+        Sizes(num_experts=(10,), inputs=12, outputs=WIDTH, rank=WIDTH, expert_rank=1, bias=False),
+    ).double()
+    with torch.no_grad():
+        factors.expert_factor_0.copy_(normalize(layer.table, dim=1))
+        factors.input_factor.copy_(layer.dense.down.weight.T)
+        factors.output_factor.copy_(torch.eye(WIDTH))
+        z_MH = gelu(layer.dense.up(x_MD), approximate="tanh")
+        y_MO = factors(z_MH, [spread(layer.gate(x_MD), 10)]) + layer.output_bias
+        torch.testing.assert_close(layer(x_BTD, x_BTD)[0].flatten(0, 1), y_MO)
+
+
+def test_the_hand_computed_numbers():
+    # C = [[1, 2], [3, 0]], D = [[1, 1], [2, -1]], a = (1, .5), z = (1, 1): the sum of the rows is
+    # (2.5, 2), D^T z = (3, 0), and y = (7.5, 0). Rows are stored at any length: here a carries it.
+    table = torch.tensor([[1.0, 2.0], [3.0, 0.0]])
+    lengths = table.norm(dim=1)
+    a = torch.tensor([[1.0, 0.5]])
+    decoded = torch.tensor([[1.0, 1.0]]) @ torch.tensor([[1.0, 1.0], [2.0, -1.0]])
+    layer = build_feedforward(
+        TranscoderConfig(num_experts=[2], top_k=2),
+        FeedForwardContext(
+            hidden_size=2, bias=True, dropout=0.0, initializer_std=0.02, residual_std=0.01
+        ),
+    )
+    with torch.no_grad():
+        layer.table.copy_(7 * table)
+        layer.gate.weight.zero_()
+        layer.gate.bias.copy_((a * lengths).squeeze(0))
+        mixed = layer.mix(layer.gate(torch.zeros(1, 2)))
+        torch.testing.assert_close(mixed, torch.tensor([[2.5, 2.0]]))
+        torch.testing.assert_close(mixed * decoded, torch.tensor([[7.5, 0.0]]))
+
+
+@pytest.mark.parametrize("levels", [[10], [2, 5]])
+def test_a_transcoder_is_a_sum_of_rows(levels):
+    layer, x_BTD = layer_of(TranscoderConfig(num_experts=levels, top_k=3)), tokens()
+    x_MD = x_BTD.flatten(0, 1)
+    y_MO = spread(layer.gate(x_MD), 10) @ normalize(layer.table, dim=1) + layer.output_bias
+    torch.testing.assert_close(layer(x_BTD, x_BTD)[0].flatten(0, 1), y_MO)
+
+
+def test_at_the_start_the_last_layer_alone_and_the_bias_get_a_gradient():
+    config = MixtureOfDecodersConfig(num_experts=[10], top_k=3, hidden_size=12)
+    layer, x_BTD = layer_of(config, moved=False), tokens()
+    y_BTD, _ = layer(x_BTD, x_BTD)
+    assert torch.equal(y_BTD, torch.zeros_like(y_BTD))
+    (y_BTD - x_BTD).square().sum().backward()
+    moving = {name for name, p in layer.named_parameters() if p.grad.abs().max() > 0}
+    assert moving == {"dense.down.weight", "output_bias"}
+
+
+def test_rows_have_unit_length_whatever_their_stored_length():
+    layer, x_BTD = layer_of(TranscoderConfig(num_experts=[10], top_k=3)), tokens()
+    y_BTD, _ = layer(x_BTD, x_BTD)
+    y_BTD.square().sum().backward()
+    # The gradient of a row has no part along it: a step cannot change its length in first order.
+    along_N = (layer.table.grad * layer.table).sum(1)
+    torch.testing.assert_close(along_N, torch.zeros_like(along_N), atol=1e-10, rtol=0)
+    with torch.no_grad():
+        layer.table *= torch.arange(1, 11, dtype=torch.float64).unsqueeze(1)
+        torch.testing.assert_close(layer(x_BTD, x_BTD)[0], y_BTD)
+
+
+def test_the_table_starts_with_rows_of_unit_length_and_the_gate_as_torchs_linear_layers():
+    config = GPT2Config.model_validate(
+        {"num_layers": 1, "hidden_size": 16, "num_heads": 2, "sequence_length": 8,
+         "vocab_size": 11, "feed_forward": {"kind": "mxd", "num_experts": [40], "top_k": 2}}
+    )  # fmt: skip
+    values = dict(initial_values(build_model(config), seed=0))
+    prefix = "blocks.0.feed_forward."
+    torch.testing.assert_close(values[f"{prefix}table"].norm(dim=1), torch.ones(40))
+    for name in ("gate.weight", "gate.bias", "dense.up.weight"):
+        assert 0.2 < values[prefix + name].abs().max() <= 0.25, name  # 1 / sqrt(16)
+    assert not values[f"{prefix}dense.down.weight"].any()
+
+
+def test_parameters_are_those_of_the_paper():
+    # N = round(2 d^2 (m - 4) / (2 d + 1)) matches a transcoder of m d features: METHODS-2.
+    for width, experts in ((768, 21_490), (1024, 28_658), (2048, 57_330)):
+        assert round(2 * width**2 * 28 / (2 * width + 1)) == experts
+    assert MixtureOfDecodersConfig(num_experts=[21_490]).parameters(768, True) == 37_752_562
+    assert TranscoderConfig(num_experts=[24_576]).parameters(768) == 37_774_080
+    for config in (
+        MixtureOfDecodersConfig(num_experts=[3, 4], top_k=3),
+        MixtureOfDecodersConfig(num_experts=[9], top_k=3, hidden_size=5, activation="geglu"),
+    ):
+        for bias in (True, False):
+            layer = layer_of(config, bias)
+            counted = sum(p.numel() for p in layer.parameters())
+            assert config.parameters(WIDTH, bias) == counted
+
+
+@pytest.mark.parametrize(("activation", "dense"), [("gelu_tanh", 525_568), ("swiglu", 788_736)])
+def test_match_dense_has_as_many_parameters_as_the_dense_block(activation, dense):
+    config = MixtureOfDecodersConfig(
+        num_experts=[256], hidden_size="match-dense", activation=activation
+    )
+    filled = config.of_model(width=256, bias=True)
+    assert abs(filled.parameters(256, True) - dense) <= 400
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ({"num_experts": [8], "top_k": 9}, "top_k: 9 is more than the 8 experts"),
+        ({"num_experts": [4096], "hidden_size": "match-dense"}, "match-dense is not allowed"),
+        ({"num_experts": 8}, "a list of numbers"),
+        ({"hidden_size": "dense"}, "1 or more, match-dense or null"),
+    ],
+)
+def test_what_does_not_fit_is_refused(section, message):
+    model = {"num_layers": 1, "hidden_size": 16, "num_heads": 2, "vocab_size": 11}
+    with pytest.raises(ValidationError, match=message):
+        GPT2Config.model_validate(model | {"feed_forward": {"kind": "mxd", **section}})

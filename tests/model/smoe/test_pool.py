@@ -1,0 +1,254 @@
+"""Pools of experts by document: numbers worked out by hand, and a naive loop over documents."""
+
+import pytest
+import torch
+
+from polyad.model.build import build_model, materialize
+from polyad.model.documents import Documents
+from polyad.model.feedforward import BlockInput
+from polyad.model.output import ask_for_statistics
+from polyad.model.padding import RealTokens
+from polyad.model.smoe.layer import SparseMoE, make_router
+from polyad.model.smoe.pool import Pool, within
+from tests.helpers.routing import make, make_config, make_context
+
+P_TE = torch.tensor(
+    [[0.5, 0.3, 0.1, 0.1], [0.1, 0.3, 0.5, 0.1], [0.1, 0.5, 0.3, 0.1]], dtype=torch.float64
+)
+END = 7
+
+
+def pool_config(pool="document", **options):
+    return make_config(**{"num_experts": 4, "top_k": 2, "pool": pool} | options)
+
+
+def test_hand_worked_pools():
+    # Means (.233, .367, .3, .1): experts 1 and 2. Token 0: (0, .3, .1, 0) / .4.
+    pool_TE = Pool(pool_config(pool_most=2))(P_TE[None])[0]
+    assert pool_TE.tolist() == [[False, True, True, False]] * 3
+    expected = torch.tensor([0, 0.75, 0.25, 0], dtype=torch.float64)
+    torch.testing.assert_close(within(P_TE, pool_TE)[0], expected)
+    # From row 1 alone experts 0 and 1; rows 1 and 2: (.3, .3, .3, .1), a tie that goes to none of
+    # them for certain; all three as above.
+    prefix_TE = Pool(pool_config("prefix", pool_most=2))(P_TE[None])[0]
+    assert prefix_TE[0].tolist() == [True, True, False, False]
+    assert prefix_TE[2].tolist() == [False, True, True, False]
+    assert prefix_TE.sum(1).tolist() == [2, 2, 2]
+
+
+def test_documents_end_with_their_token():
+    ids_BT = torch.tensor([[1, END, 2, 3, END, 4], [END, END, 1, 2, 3, END]])
+    documents = Documents.of(ids_BT, END)
+    assert documents.first_BT.tolist() == [[0, 0, 2, 2, 2, 5], [0, 1, 2, 2, 2, 2]]
+    assert documents.last_BT.tolist() == [[1, 1, 4, 4, 4, 5], [0, 1, 5, 5, 5, 5]]
+    whole = Documents.whole(2, 3, torch.device("cpu"))
+    assert whole.first_BT.tolist() == [[0] * 3] * 2
+    assert whole.last_BT.tolist() == [[2] * 3] * 2
+
+
+def documents_of(ids_T):
+    """First and last position of each document, by looking at one token after the other."""
+    found, first = [], 0
+    for position, token in enumerate(ids_T):
+        if token == END or position == len(ids_T) - 1:
+            found.append((first, position))
+            first = position + 1
+    return found
+
+
+def naive_pools(p_BTE, ids_BT, d, causal):
+    """A loop over documents and tokens."""
+    pool_BTE = torch.zeros_like(p_BTE, dtype=torch.bool)
+    for p_TE, ids_T, pool_TE in zip(p_BTE, ids_BT.tolist(), pool_BTE, strict=True):
+        for first, last in documents_of(ids_T):
+            for t in range(first, last + 1):
+                read_TE = p_TE[first : (t if causal else last) + 1]
+                mean = (sum(read_TE) / len(read_TE)).tolist()
+                for expert in sorted(range(len(mean)), key=lambda e: -mean[e])[:d]:
+                    pool_TE[t, expert] = True
+    return pool_BTE
+
+
+@pytest.mark.parametrize("pool", ["document", "prefix"])
+@pytest.mark.parametrize("d", [2, 3, 6])
+def test_pools_are_those_of_a_naive_loop(pool, d):
+    generator = torch.Generator().manual_seed(d)
+    ids_BT = torch.randint(5, 10, (5, 23), generator=generator)
+    assert (ids_BT == END).sum() > 10
+    p_BTE = (3 * torch.randn(5, 23, 6, generator=generator)).softmax(-1)
+    config = make_config(pool=pool, pool_least=d, pool_most=d)
+    found = Pool(config)(p_BTE, Documents.of(ids_BT, END))
+    assert torch.equal(found, naive_pools(p_BTE, ids_BT, d, pool == "prefix"))
+
+
+def routed(pool, p_BTE, documents=None, mask_BT=None, **options):
+    """What a router gives in training whose score gives the logarithms of p, and these."""
+    config = make_config(num_experts=p_BTE.shape[-1], pool=pool, **options)
+    router = make_router(config, make_context())
+    for parameter in router.parameters():
+        parameter.data.zero_()
+    for name, buffer in router.named_buffers():
+        assert name.endswith("balancing_bias")
+        buffer.copy_(torch.tensor([5.0, 4.0, 3.0, 2.0, 1.0, 0.0]))
+    ask_for_statistics(router, losses=frozenset({"balance_loss", "usage_E"}), samples=False)
+    real = RealTokens.of(mask_BT)
+    rows = p_BTE.flatten(0, 1) if real is None else p_BTE.flatten(0, 1)[real.rows_N]
+    logits_NE = rows.log().requires_grad_()
+    router.score.forward = lambda u_ND, features=None: logits_NE
+    given = BlockInput(real=real, documents=documents)
+    return router(p_BTE.new_zeros(*p_BTE.shape[:2], 12), given), logits_NE
+
+
+@pytest.mark.parametrize("pool", ["document", "prefix"])
+@pytest.mark.parametrize("options", [{}, {"selection_bias": True}], ids=["plain", "bias"])
+@pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
+def test_a_router_selects_within_pools(pool, options, padded):
+    """Weights, balance loss and gradient by their definitions on q; also where a bias would have
+    chosen others, and next to padding."""
+    generator = torch.Generator().manual_seed(3)
+    d, batch, length = 3, 3, 14
+    ids_BT = torch.randint(5, 10, (batch, length), generator=generator)
+    p_BTE = (2 * torch.randn(batch, length, 6, generator=generator)).double().softmax(-1)
+    documents = mask_BT = None
+    if padded:  # a sample is one document
+        mask_BT = torch.arange(length) < torch.tensor([[14], [5], [9]])
+        ids_BT = torch.zeros(batch, length, dtype=torch.int64)
+        naive_BTE = torch.zeros_like(p_BTE, dtype=torch.bool)
+        for row, count in enumerate(mask_BT.sum(1).tolist()):
+            part = p_BTE[row : row + 1, :count], ids_BT[row : row + 1, :count]
+            naive_BTE[row, :count] = naive_pools(*part, d, pool == "prefix")[0]
+        pool_NE, p_NE = naive_BTE[mask_BT], p_BTE[mask_BT]
+    else:
+        documents = Documents.of(ids_BT, END)
+        pool_NE = naive_pools(p_BTE, ids_BT, d, pool == "prefix").flatten(0, 1)
+        p_NE = p_BTE.flatten(0, 1)
+    bounds = {"pool_least": d, "pool_most": d}
+    (selected, stats), logits_NE = routed(pool, p_BTE, documents, mask_BT, **bounds, **options)
+    free_NE = logits_NE.detach().clone().requires_grad_()
+    p_NE = free_NE.softmax(-1)
+    q_NE = p_NE * pool_NE / (p_NE * pool_NE).sum(-1, keepdim=True)
+    ranked_NE = q_NE.detach().clone()
+    if options:
+        ranked_NE += torch.tensor([5.0, 4.0, 3.0, 2.0, 1.0, 0.0])
+    best_NK = ranked_NE.masked_fill(~pool_NE, -1).topk(2).indices
+    assert torch.equal(selected.expert_ids_NK, best_NK)
+    weights_NK = q_NE.gather(1, best_NK)
+    weights_NK = weights_NK / weights_NK.sum(-1, keepdim=True)
+    torch.testing.assert_close(selected.weights_NK, weights_NK)
+    torch.testing.assert_close(stats.usage_E, q_NE.mean(0))
+    counts_E = torch.bincount(best_NK.flatten(), minlength=6) / best_NK.numel()
+    balance = 6 * (counts_E * q_NE.mean(0)).sum()
+    torch.testing.assert_close(stats.balance_loss, balance)
+    sample = torch.randn(weights_NK.shape, generator=generator).double()
+    (balance + (sample * weights_NK).sum()).backward()
+    (stats.balance_loss + (sample * selected.weights_NK).sum()).backward()
+    torch.testing.assert_close(logits_NE.grad, free_NE.grad)
+
+
+@pytest.mark.parametrize("pool", ["document", "prefix"])
+def test_a_token_whose_scores_in_the_pool_are_0_stays_within(pool):
+    # Expert 0 has all of the first token, experts 1 and 2 all of the others, in fp32 exactly.
+    logits_TE = torch.tensor([[200.0, 0, 0, 0]] + [[0, 200.0, 200.0, 0]] * 5)
+    p_TE = logits_TE.softmax(-1)
+    assert p_TE[0].tolist() == [1, 0, 0, 0]
+    pool_TE = Pool(pool_config("document", pool_most=2))(p_TE[None])[0]
+    q_TE = within(p_TE, pool_TE)
+    assert q_TE[0].tolist() == [0, 0.5, 0.5, 0]
+    assert q_TE.isfinite().all()
+    (selected, _), _ = routed(pool, p_TE[None].clamp_min(1e-38), None, pool_most=2)
+    if pool == "document":
+        assert sorted(selected.expert_ids_NK[0].tolist()) == [1, 2]
+    assert selected.weights_NK.isfinite().all()
+
+
+def test_evaluation_and_pools_of_all_experts_change_nothing():
+    u_BTD = torch.randn(2, 9, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    with_pool = make(SparseMoE, make_config(pool="document", pool_least=2, pool_most=2))
+    without = make(SparseMoE, make_config())
+    torch.manual_seed(0)
+    trained, _ = with_pool(u_BTD, u_BTD)
+    whole, _ = without(u_BTD, u_BTD)
+    assert (trained - whole).abs().max() > 0.01
+    evaluated, _ = with_pool.eval()(u_BTD, u_BTD)
+    assert torch.equal(evaluated, whole)
+    every = make(SparseMoE, make_config(pool="document", pool_least=6))
+    torch.testing.assert_close(every(u_BTD, u_BTD)[0], whole)
+
+
+@pytest.mark.parametrize("pool", ["document", "prefix"])
+def test_sizes_are_drawn_anew_for_each_document_and_layer(pool):
+    ids_BT = torch.arange(4000).remainder(10).view(4, 1000)
+    documents = Documents.of(ids_BT, END)
+    p_BTE = torch.rand(4, 1000, 6).softmax(-1)
+    module = Pool(make_config(pool=pool, pool_least=2, pool_most=5))
+    torch.manual_seed(4)
+    first, second = (module(p_BTE, documents).sum(-1) for _ in range(2))
+    assert not torch.equal(first, second)
+    torch.manual_seed(4)
+    assert torch.equal(module(p_BTE, documents).sum(-1), first)
+    for row_T, first_T in zip(first, documents.first_BT, strict=True):
+        for start in first_T.unique():
+            assert len(row_T[first_T == start].unique()) == 1
+    drawn = first.gather(1, documents.first_BT)[ids_BT == END]
+    counts = torch.bincount(drawn, minlength=7)
+    assert counts[[0, 1, 6]].sum() == 0
+    assert all(60 < each < 140 for each in counts[2:6])  # of 400; 4.6 standard deviations
+
+
+def small_model(small_config, **options):
+    section = {"kind": "smoe", "num_experts": 8, "expert_hidden_size": 16} | options
+    fields = {"feed_forward": section, "end_of_text_id": END, "initializer_range": 0.3}
+    names = ("recompute", "compile")
+    config = small_config(**fields | {n: section.pop(n) for n in names if n in section})
+    model = build_model(config)
+    materialize(model, seed=0)
+    return model
+
+
+def gradients(model, ids_BT, seed=5):
+    torch.manual_seed(seed)
+    output = model(ids_BT)
+    loss = output.logits.square().mean() + sum(stats.balance_loss for stats in output.routing)
+    loss.backward()
+    return loss, {name: p.grad for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("pool", ["document", "prefix"])
+def test_recomputation_draws_the_same_sizes(small_config, random_ids, pool):
+    ids_BT = random_ids(4, 16) % 10
+    options = {"pool": pool, "allow_leak": pool == "document"}
+    loss, expected = gradients(small_model(small_config, **options), ids_BT)
+    again, found = gradients(small_model(small_config, recompute="block", **options), ids_BT)
+    other, _ = gradients(small_model(small_config, **options), ids_BT, seed=6)
+    assert torch.equal(again, loss)
+    assert not torch.equal(other, loss)
+    for name, grad in found.items():
+        torch.testing.assert_close(grad, expected[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pool", ["document", "prefix"])
+def test_compiled_blocks_give_the_same(small_config, random_ids, pool):
+    ids_BT = random_ids(4, 16) % 10
+    options = {"pool": pool, "allow_leak": pool == "document", "pool_least": 3, "pool_most": 3}
+    loss, expected = gradients(small_model(small_config, **options), ids_BT)
+    again, found = gradients(small_model(small_config, compile=True, **options), ids_BT)
+    torch.testing.assert_close(again, loss)
+    for name, grad in found.items():
+        torch.testing.assert_close(grad, expected[name], rtol=1e-4, atol=1e-6)
+    # Sizes that are drawn, and drawn again, within compiled code.
+    options = {"pool": pool, "allow_leak": pool == "document", "compile": True}
+    loss, expected = gradients(small_model(small_config, **options), ids_BT)
+    model = small_model(small_config, recompute="block", **options)
+    again, found = gradients(model, ids_BT)
+    torch.testing.assert_close(again, loss)
+    for name, grad in found.items():
+        torch.testing.assert_close(grad, expected[name], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("pool", ["document", "prefix"])
+def test_bf16_stays_finite(small_config, random_ids, pool):
+    model = small_model(small_config, pool=pool, allow_leak=pool == "document").bfloat16()
+    loss, found = gradients(model, random_ids(4, 16) % 10)
+    assert loss.isfinite()
+    assert all(grad.isfinite().all() for grad in found.values())
