@@ -101,8 +101,8 @@ class BertConfig(TransformerSettings):
     """Added to the variance in every LayerNorm."""
     activation: Activation = "gelu"
     """The activation of dense feed-forwards and of the language head: `gelu`, exact; `gelu_tanh`,
-    its approximation; or `quick_gelu`, x sigmoid(1.702 x). Sparse experts have a key of their own
-    for it."""
+    its approximation; `quick_gelu`, x sigmoid(1.702 x); or `relu`. Sparse experts have a key of
+    their own for it."""
     initializer_range: Annotated[float, Field(gt=0, le=1e6)] = 0.02
     """Standard deviation of the initial weights."""
     feed_forward: FeedForwardConfig = DenseFeedForwardConfig()

@@ -82,7 +82,7 @@ class DecoderConfig(DecoderSettings):
     """Whether feed-forwards and routers have a bias."""
     activation: Activation | GatedActivation = "swiglu"
     """The activation of dense feed-forwards: with a gate `swiglu` or `geglu`; or `gelu`,
-    `gelu_tanh`, `quick_gelu` without one. Sparse experts have a key of their own for it."""
+    `gelu_tanh`, `quick_gelu`, `relu` without one. Sparse experts have a key of their own for it."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Probability, of the embeddings, the attention weights and the output of every branch."""
     initializer_range: Annotated[float, Field(gt=0, le=1e6)] = 0.02

@@ -23,8 +23,8 @@ from polyad.model.output import RoutingStats
 from polyad.model.padding import RealTokens
 from polyad.model.rotary import Rotation
 
-Activation: TypeAlias = Literal["gelu", "gelu_tanh", "quick_gelu"]
-"""GELU, exact or approximated by tanh, or x sigmoid(1.702 x)."""
+Activation: TypeAlias = Literal["gelu", "gelu_tanh", "quick_gelu", "relu"]
+"""GELU, exact or approximated by tanh, x sigmoid(1.702 x), or ReLU."""
 GatedActivation: TypeAlias = Literal["swiglu", "geglu", "clamped_swiglu"]
 """Activations of two layers, the gate and the other one; see `GATED`."""
 
@@ -242,6 +242,7 @@ ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
     "gelu": nn.GELU,
     "gelu_tanh": functools.partial(nn.GELU, approximate="tanh"),
     "quick_gelu": QuickGELU,
+    "relu": nn.ReLU,
 }
 
 

@@ -256,6 +256,12 @@ class LoRAExperts(Experts):
             for weights, some in zip(super().split(sizes), of_each, strict=True)
         ]
 
+    def first_layer(self) -> tuple[Tensor, Tensor | None]:
+        """See `StackedExperts.first_layer`: merged with what is added to it."""
+        weight_EDF, bias_EF = super().first_layer()
+        A_EDr, B_ErF = (self.gate_lora or self.up_lora).matrices()
+        return weight_EDF + A_EDr @ B_ErF, bias_EF
+
     @torch.no_grad()
     def hidden(self, rows_ED: Tensor) -> Tensor:
         """See `Experts.hidden`."""

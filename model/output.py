@@ -49,11 +49,27 @@ class RoutingStats(NamedTuple):
     load_loss: Tensor | None = None
     """Squared coefficient of variation of the load to be expected under the router's noise; None
     without noise."""
+    variance_loss: Tensor | None = None
+    """Minus the variance over tokens of each expert's weight after top-K, summed over experts."""
+    orthogonality_loss: Tensor | None = None
+    """Mean over tokens of the squared projections of their experts' outputs on one another; of 256
+    tokens if it is for a record alone. None with one expert a token, and where outputs are never
+    apart (emoe's `experts: masked`)."""
+    coupling_EE: Tensor | None = None
+    """The norm of what the first layer of expert j makes of the linear score's row of expert i, in
+    training: the loop makes `erc_loss` of it. With its gradient where that loss has a coefficient;
+    the rows are then moved at random. For a record alone None with more than 64 experts."""
+    erc_loss: Tensor | None = None
+    """The coupling of rows with other experts, which the loop puts in the place of
+    `coupling_EE`."""
     sequence_loss: Tensor | None = None
     """Mean over sequences of sum_e f_e P_e within each: 1 at even load; None unless training asks
     for it."""
     dropped: Tensor | None = None
     """Share of the assignments that were dropped."""
+    expected_active: Tensor | None = None
+    """Sparsity score: the mean over tokens and their experts of the share of inner units that it
+    expects to be above 0; None of other scores."""
     effective_neighbours: Tensor | None = None
     """Mean of exp(entropy) of a token's weights in a graph; None without one, or while it is
     off."""
@@ -128,9 +144,12 @@ class ModelOutput(NamedTuple):
     """One entry per routed feed-forward, in the order of the blocks; empty in a dense model."""
 
 
-AUXILIARY_LOSSES = frozenset({"balance_loss", "z_loss", "importance_loss", "load_loss"})
+AUXILIARY_LOSSES = frozenset(
+    {"balance_loss", "z_loss", "importance_loss", "load_loss", "variance_loss"}
+)
 """Losses of `RoutingStats` that every router computes in training: `loss.*` may add them. What else
-training can ask for is `usage_E` with a gradient, and `sequence_loss`."""
+training can ask for is `orthogonality_loss` and `coupling_EE`, which sparse layers compute,
+`usage_E` with a gradient, and `sequence_loss`."""
 
 
 class StatisticsModule(nn.Module):
@@ -142,6 +161,8 @@ class StatisticsModule(nn.Module):
     """Whether it returns numbers of single samples while it trains; see `ask_for_statistics`."""
     record_is_due: bool = True
     """Whether it computes, while it trains, what records alone need; see `ask_for_statistics`."""
+    moves_rows: bool = True
+    """Whether `coupling_EE`, where it is learned from, is of rows that are moved at random."""
 
     @property
     def measures(self) -> bool:
@@ -210,7 +231,12 @@ def mean_of_samples(x_NS: Tensor, u_BTD: Tensor, real: RealTokens | None) -> Ten
 
 
 def ask_for_statistics(
-    model: nn.Module, *, losses: frozenset[str], samples: bool, record_is_due: bool = True
+    model: nn.Module,
+    *,
+    losses: frozenset[str],
+    samples: bool,
+    record_is_due: bool = True,
+    moves_rows: bool = True,
 ) -> None:
     """Says which statistics training needs, to all layers that route.
 
@@ -220,10 +246,12 @@ def ask_for_statistics(
         samples: Whether numbers of single samples are returned.
         record_is_due: Whether the step's record has measures that nothing else needs. In a layer
             with a graph they are a third of what a GPU launches.
+        moves_rows: Whether `coupling_EE`, where it is learned from, is of rows that are moved.
     """
     for module in model.modules():
         if isinstance(module, StatisticsModule):
             module.gives_samples, module.record_is_due = samples, record_is_due
+            module.moves_rows = moves_rows
             if module.learns_from != losses:  # compiled programs are bound to the set itself
                 module.learns_from = losses
 

@@ -98,8 +98,8 @@ class ImageModelSettings(ImageSettings):
     layer_norm_epsilon: Annotated[float, Field(gt=0, le=1e6)] = 1e-6
     """Added to the variance in every LayerNorm."""
     activation: Activation = "gelu"
-    """The activation of dense feed-forwards: `gelu`, exact; `gelu_tanh`, its approximation; or
-    `quick_gelu`, x sigmoid(1.702 x). Sparse experts have a key of their own for it."""
+    """The activation of dense feed-forwards: `gelu`, exact; `gelu_tanh`, its approximation;
+    `quick_gelu`, x sigmoid(1.702 x); or `relu`. Sparse experts have a key of their own for it."""
     initializer_range: Annotated[float, Field(gt=0, le=1e6)] | None = None
     """Standard deviation of initial weights; null: Xavier's, sqrt(2 / (inputs + outputs))."""
     head: HeadConfig = LinearHeadConfig()

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from polyad.model.feedforward import NOTHING_ELSE, BlockInput
 from polyad.model.smoe.dispatch import Dispatcher, DispatchRegions, Plan
-from polyad.model.smoe.experts import Experts, StackedExperts
+from polyad.model.smoe.experts import StackedExperts
 from polyad.model.smoe.graph import AttentionGraph, Mixed, head_entropies
 from polyad.model.smoe.layer import SelectingMoE
 from polyad.model.smoe.selection import Selected
@@ -52,7 +52,7 @@ def parallelize_experts(layer: SelectingMoE, world: comm.World, overlap: bool = 
             tokens=copy,
             weights=copy,
             output=sum_parts,
-            unit_mean=group.mean,
+            unit_mean=group.mean_of_parts,
             units=lambda part_EF: group.all_parts(part_EF.T).T,
         )
         experts.dropout = OwnDropout(experts.dropout.p, world)
@@ -92,12 +92,11 @@ def _expert_parallel_dispatcher() -> type:
         def set_deepspeed_parallelism(self, use_data_before_expert_parallel_: bool = False) -> None:
             self._exchange.group = Group.of(expert_group(self._size))
 
-        def of_all_experts(self, means_eD: Tensor) -> Tensor:
-            return self._exchange.group.all_parts(super().of_all_experts(means_eD))
+        def own_experts(self, whole: Tensor) -> Tensor:
+            return whole.narrow(0, self._first_expert, self.num_local_experts)
 
-        def hidden(self, rows_ED: Tensor, experts: Experts) -> Tensor:
-            own_ED = rows_ED.narrow(0, self._first_expert, self.num_local_experts)
-            return self._exchange.group.all_parts(super().hidden(own_ED, experts))
+        def all_experts(self, own: Tensor) -> Tensor:
+            return self._exchange.group.gather(own, 0)
 
         def begin(self, plan: Plan) -> Counts:
             return self._exchange.begin(plan)

@@ -79,7 +79,13 @@ class Group(NamedTuple):
 
         The loss of all is the mean of theirs, so the gradient is the mean of the gradients, too.
         """
-        mean: Tensor = _Mean.apply(x, self)
+        mean: Tensor = _Mean.apply(x, self, True)
+        return mean
+
+    def mean_of_parts(self, x: Tensor) -> Tensor:
+        """The mean over processes that all have the same loss; backward each gets its part of a
+        gradient that is equal on all."""
+        mean: Tensor = _Mean.apply(x, self, False)
         return mean
 
     def exchange(self, rows_MD: Tensor, receive: list[int], send: list[int]) -> Tensor:
@@ -288,14 +294,16 @@ class _SummedGradient(torch.autograd.Function):
 
 class _Mean(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.group = group
+    def forward(ctx: Any, x: Tensor, group: Group, in_parts: bool) -> Tensor:
+        ctx.group, ctx.in_parts = group, in_parts
         return group.total(x) / group.size
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return ctx.group.total(gradient) / ctx.group.size, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        if ctx.in_parts:  # each has summands of it
+            gradient = ctx.group.total(gradient)
+        return gradient / ctx.group.size, None, None
 
 
 class _Exchange(torch.autograd.Function):

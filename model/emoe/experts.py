@@ -24,7 +24,7 @@ from polyad.model.feedforward import (
     GatedActivation,
 )
 from polyad.model.initialization import ZEROS, Initializer, normal
-from polyad.model.smoe.dispatch import Dispatcher, Plan, make_plan
+from polyad.model.smoe.dispatch import Apart, Dispatched, Dispatcher, make_plan
 from polyad.model.smoe.experts import ExpertWeights, StackedExperts
 from polyad.model.smoe.selection import Selected, spread
 
@@ -61,7 +61,7 @@ class UnitGroups(StackedExperts):
     def __init__(self, config: EmergentMoEConfig, context: FeedForwardContext) -> None:
         super().__init__(config, context, activation=context.activation)
         experts, width = config.num_experts, context.hidden_size
-        inner = config.group_size(width)
+        inner = self.num_units = config.group_size(width)
         self.keys = nn.Parameter(torch.empty(experts, inner, width))
         self.bias = nn.Parameter(torch.empty(experts, inner)) if context.bias else None
         self.values = nn.Parameter(torch.empty(experts, inner, width))
@@ -131,8 +131,11 @@ class MaskedDispatcher(Dispatcher):
         selected: Selected,
         experts: StackedExperts,
         capacity_factor: float | None = None,
-    ) -> tuple[Tensor, Plan | None]:
-        """See `Dispatcher.forward`; a plan there is only where a capacity may drop assignments."""
+        apart: Apart = "none",
+    ) -> Dispatched:
+        """See `Dispatcher.forward`; a plan there is only where a capacity may drop assignments, and
+        outputs of single experts there are none.
+        """
         assert isinstance(experts, UnitGroups)
         tokens_ND = self.regions.tokens(tokens_ND)
         selected = selected._replace(weights_NK=self.regions.weights(selected.weights_NK))
@@ -144,4 +147,4 @@ class MaskedDispatcher(Dispatcher):
             kept_NK = plan.kept_M()[plan.row_A].view_as(selected.weights_NK)
             selected = selected._replace(weights_NK=selected.weights_NK * kept_NK)
         weights_NE = spread(selected, experts.config.num_experts).to(tokens_ND.dtype)
-        return self.regions.output(experts.masked(tokens_ND, weights_NE)), plan
+        return Dispatched(self.regions.output(experts.masked(tokens_ND, weights_NE)), plan)

@@ -20,6 +20,7 @@ from polyad.model.emoe.experts import MaskedDispatcher, UnitGroups, activated
 from polyad.model.feedforward import GATED, FeedForwardContext
 from polyad.model.initialization import ZEROS, Initializer, normal
 from polyad.model.smoe.dispatch import Dispatcher
+from polyad.model.smoe.experts import StackedExperts
 from polyad.model.smoe.graph import NoGraph
 from polyad.model.smoe.layer import Router, SelectingMoE, shared_feed_forward
 from polyad.model.smoe.scores import CosineScore, LinearScore, Score, router_dtype
@@ -33,6 +34,12 @@ class AverageKeys(Score):
     it is stored. They get no gradient through it; the token does, where a loss of routing asks for
     it.
     """
+
+    def features(self, experts: StackedExperts, dispatcher: Dispatcher) -> Tensor:
+        """The mean key of each expert, without gradient."""
+        assert isinstance(experts, UnitGroups)
+        keys_EFD = experts.keys.detach()
+        return dispatcher.unit_means(keys_EFD.mean(1, dtype=router_dtype(keys_EFD.dtype)))
 
     def columns(self, features: Tensor | None = None) -> Tensor:
         """The mean keys themselves."""
@@ -136,14 +143,6 @@ class EmergentMoE(SelectingMoE):
     def initializers(self) -> dict[str, Initializer]:
         """Says how what is its own starts; its parts have initializers."""
         return {"output_bias": ZEROS, "unit": Initializer(_in_order)}
-
-    def expert_features(self) -> Tensor | None:
-        """The mean key of each expert, unless a score is learned."""
-        if not isinstance(self.router.score, AverageKeys):
-            return None
-        keys_EFD = self.experts.keys.detach()
-        means_ED = keys_EFD.mean(1, dtype=router_dtype(keys_EFD.dtype))
-        return self.dispatcher.of_all_experts(means_ED)
 
     def add_bias(self, y_ND: Tensor, selected: Selected) -> Tensor:
         """Adds the output bias, once for each token."""

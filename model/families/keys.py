@@ -12,7 +12,7 @@ Tree: TypeAlias = Mapping[str, Any]
 """The content of a config.json."""
 ACTIVATIONS = {
     "gelu": "gelu", "quick_gelu": "quick_gelu", "gelu_new": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu",
 }  # fmt: skip
 """Ours, by transformers' name; of two names the first is written."""
 

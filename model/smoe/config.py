@@ -16,7 +16,7 @@ from polyad.model.feedforward import (
 Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
 Positive = Annotated[float, Field(ge=1e-6, le=1e6)]
 Probability = Annotated[float, Field(ge=0, lt=1)]
-ScoreName = Literal["linear", "cosine", "random", "attentive"]
+ScoreName = Literal["linear", "cosine", "random", "attentive", "sparsity"]
 GraphName = Literal["none", "similarity", "attention"]
 PoolName = Literal["none", "document", "prefix"]
 LOWEST_ENTROPY: Literal["lowest_entropy"] = "lowest_entropy"
@@ -222,7 +222,8 @@ class SparseMoEConfig(SelectingConfig):
     score: ScoreName = "linear"
     """How a token scores the experts: `linear` softmax(W u + b); `cosine` in a narrow space, with a
     learned temperature (X-MoE); `random` linear and never trained (SMoE-dropout); `attentive` by
-    the token's query and a key of each expert, in a narrow space too."""
+    the token's query and a key of each expert, in a narrow space too; `sparsity` by how few of the
+    expert's inner units the token is expected to activate, without parameters (MoE-X)."""
     score_function: Literal["softmax", "sigmoid"] = "softmax"
     """What makes scores of logits: `softmax` over the experts, or `sigmoid` of each by itself
     (DeepSeek-V3)."""
@@ -305,9 +306,9 @@ class SparseMoEConfig(SelectingConfig):
     highest scores (V-MoE's batch priority routing)."""
     activation: Activation | GatedActivation = "gelu_tanh"
     """The activation of experts: `gelu_tanh`, GELU approximated by tanh; `gelu`, exact;
-    `quick_gelu`, x sigmoid(1.702 x); or with a gate, a second layer beside the first: `swiglu`
-    silu(gate) up, `geglu` gelu_tanh(gate) up, `clamped_swiglu` that of gpt-oss. Blocks that do not
-    route have the model's."""
+    `quick_gelu`, x sigmoid(1.702 x); `relu`; or with a gate, a second layer beside the first:
+    `swiglu` silu(gate) up, `geglu` gelu_tanh(gate) up, `clamped_swiglu` that of gpt-oss. Blocks
+    that do not route have the model's."""
     swiglu_alpha: Positive = 1.702
     """Of clamped_swiglu: steepness of the sigmoid."""
     swiglu_limit: Positive = 7.0

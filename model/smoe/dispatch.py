@@ -10,7 +10,7 @@ F inner width of an expert.
 """
 
 import math
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -94,6 +94,27 @@ def _by_priority(priority_N: Tensor, top_k: int) -> Tensor:
     return (token_N * top_k + choice_K1).reshape(-1)
 
 
+Apart: TypeAlias = Literal["none", "sample", "all"]
+"""Of which tokens the outputs of single experts are returned: of a few without gradient, or of
+all."""
+SAMPLED_TOKENS = 256
+"""Most tokens of a sample, at equal distances."""
+
+
+class Dispatched(NamedTuple):
+    """What comes back from the experts."""
+
+    y_ND: Tensor
+    """The weighted sum over the experts of each token."""
+    plan: Plan | None
+    """Where the assignments went; None where none had to go anywhere."""
+    outputs_NKD: Tensor | None = None
+    """The output of each expert of a token, before its bias and weight; 0 where it was dropped.
+    None: it was not asked for, or is never apart from the others'."""
+    sample_N: Tensor | None = None
+    """Which tokens these outputs are of; None: all."""
+
+
 class DispatchRegions(NamedTuple):
     """Where processes that each have some inner units of every expert exchange numbers.
 
@@ -107,7 +128,7 @@ class DispatchRegions(NamedTuple):
     unit_mean: Region = same
     """A mean over inner units."""
     units: Region = same
-    """Inner units, in the last dimension."""
+    """Inner units, in the last dimension, without gradient."""
 
 
 class Dispatcher(nn.Module):
@@ -121,7 +142,8 @@ class Dispatcher(nn.Module):
         selected: Selected,
         experts: StackedExperts,
         capacity_factor: float | None = None,
-    ) -> tuple[Tensor, Plan | None]:
+        apart: Apart = "none",
+    ) -> Dispatched:
         """Computes y_n = sum_k weight_nk expert_nk(token_n).
 
         Args:
@@ -129,9 +151,10 @@ class Dispatcher(nn.Module):
             selected: Which experts, and their weights.
             experts: The experts, or those of them that this process has.
             capacity_factor: See `make_plan`.
+            apart: Of which tokens the outputs of single experts are returned, too.
 
         Returns:
-            y [N, D], and where the assignments went; None where none had to go anywhere.
+            The sums, where the assignments went, and these outputs.
         """
         tokens_ND = self.regions.tokens(tokens_ND)
         weights_NK = self.regions.weights(selected.weights_NK)
@@ -150,7 +173,21 @@ class Dispatcher(nn.Module):
             rows_MD = dropout(rows_MD, experts.dropout.p, experts.training)
         weights_NK = weights_NK.to(rows_MD.dtype)
         y_ND = rows.combine(rows_MD, weights_NK, plan.assignment_M, plan.row_A)
-        return self.regions.output(y_ND), plan
+        y_ND = self.regions.output(y_ND)
+        if apart == "none":
+            return Dispatched(y_ND, plan)
+        sample_N, (tokens, top_k) = None, weights_NK.shape
+        if apart == "all":
+            outputs_MD = rows.permute(rows_MD, plan.row_A, plan.assignment_M)
+        else:
+            row_NK = plan.row_A.view(tokens, top_k)
+            if tokens > SAMPLED_TOKENS:
+                place_N = torch.arange(SAMPLED_TOKENS, device=row_NK.device)
+                sample_N = place_N * tokens // SAMPLED_TOKENS
+                row_NK = row_NK[sample_N]
+            outputs_MD = rows_MD.detach()[row_NK.reshape(-1)]
+        outputs_NKD = self.regions.output(outputs_MD).view(-1, top_k, rows_MD.shape[1])
+        return Dispatched(y_ND, plan, outputs_NKD, sample_N)
 
     def order(self, selected: Selected) -> tuple[Tensor, Tensor]:
         """Numbers of the experts by which rows are sorted; by default their own.
@@ -164,16 +201,55 @@ class Dispatcher(nn.Module):
         """
         return selected.expert_ids_NK, selected.counts_E
 
-    def of_all_experts(self, means_eD: Tensor) -> Tensor:
-        """Means over inner units, of all experts.
+    # What processes know of one another's experts. Each computes numbers of the experts and inner
+    # units that it has, and reads those of all.
+
+    def own_experts(self, whole: Tensor) -> Tensor:
+        """Of numbers [E, ...] of all experts those of the experts that this process has.
 
         Args:
-            means_eD: Means of the experts and units that this process has, without gradient.
+            whole: The numbers, the same on all processes that share experts.
+        """
+        return whole
+
+    def all_experts(self, own: Tensor) -> Tensor:
+        """The numbers [E, ...] of all experts.
+
+        Processes that share experts have a loss each. The gradient of `own` is its sum over all of
+        them, as that of an expert's weights is, which gets the tokens of all.
+
+        Args:
+            own: The numbers of the experts that this process has.
+        """
+        return own
+
+    def unit_means(self, means: Tensor) -> Tensor:
+        """Means over inner units, [E, ...], of all experts and units, with a gradient.
+
+        Processes that share inner units have one loss: each gets its part of the gradient.
+
+        Args:
+            means: Means over the units that this process has, of the experts that it has.
+        """
+        return self.all_experts(self.regions.unit_mean(means))
+
+    def norms(self, rows_RD: Tensor, experts: StackedExperts) -> Tensor:
+        """The norm of what the first layer of each expert, without its bias, makes of some rows.
+
+        Products are in the precision of the experts' weights, sums over units in the rows'.
+
+        Args:
+            rows_RD: The same on all processes that share inner units; others may have others.
+            experts: The experts, or those of them that this process has.
 
         Returns:
-            [E, D].
+            [R, E], with a gradient, in the precision of the rows.
         """
-        return self.regions.unit_mean(means_eD)
+        weight_eDF, _ = experts.first_layer()
+        hidden_eRF = self.regions.tokens(rows_RD).to(weight_eDF.dtype) @ weight_eDF
+        means_ER = self.unit_means(hidden_eRF.to(rows_RD.dtype).square().mean(2))
+        squares_RE = means_ER.T * experts.num_units
+        return squares_RE.clamp_min(torch.finfo(squares_RE.dtype).tiny).sqrt()
 
     def hidden(self, rows_ED: Tensor, experts: Experts) -> Tensor:
         """The hidden layer of every expert for a row of its own; see `Experts.hidden`.
@@ -185,7 +261,8 @@ class Dispatcher(nn.Module):
         Returns:
             [E, F], of all experts and units, without gradient.
         """
-        return self.regions.units(experts.hidden(rows_ED))
+        own_eF = experts.hidden(self.own_experts(rows_ED))
+        return self.all_experts(self.regions.units(own_eF))
 
     def begin(self, plan: Plan) -> Any:
         """What can be done before there are rows; `compute` gets it.

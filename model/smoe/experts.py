@@ -68,6 +68,8 @@ class StackedExperts(nn.Module, ABC):
 
     inner_axes: ClassVar[dict[str, int]]
     """The axis of inner units of each parameter, by its name."""
+    num_units: int
+    """Inner units of one expert, on all processes together."""
 
     def __init__(
         self,
@@ -86,6 +88,14 @@ class StackedExperts(nn.Module, ABC):
     @abstractmethod
     def stacked(self) -> ExpertWeights:
         """The weights of all experts."""
+
+    def first_layer(self) -> tuple[Tensor, Tensor | None]:
+        """Weights [E, D, F] and bias [E, F] of the layer whose output the activation is applied to:
+        of two layers the gate."""
+        weights = self.stacked()
+        if weights.gate is None:
+            return weights.up, weights.up_bias
+        return weights.gate, weights.gate_bias
 
     def split(self, sizes: list[int]) -> list[ExpertWeights]:
         """Cuts the experts into groups that can be run one after the other.
@@ -194,7 +204,7 @@ class Experts(StackedExperts):
             config, context, activation=config.activation, dropout=config.expert_dropout
         )
         experts, width = config.num_experts, context.hidden_size
-        inner = config.inner_size(width)
+        inner = self.num_units = config.inner_size(width)
         self.up = nn.Parameter(torch.empty(experts, width, inner))
         self.up_bias = nn.Parameter(torch.empty(experts, inner)) if context.bias else None
         self.down = nn.Parameter(torch.empty(experts, inner, width))

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import embedding
 
 from polyad.model.feedforward import (
     NOTHING_ELSE,
@@ -25,19 +26,26 @@ from polyad.model.initialization import ZEROS, Initializer, linear_initializers
 from polyad.model.output import RoutingStats, StatisticsModule, entropy, mean_of_samples
 from polyad.model.padding import RealTokens, counted, pack, unpack
 from polyad.model.smoe.config import SelectingConfig, SparseMoEConfig
-from polyad.model.smoe.dispatch import Dispatcher
+from polyad.model.smoe.dispatch import Apart, Dispatched, Dispatcher
 from polyad.model.smoe.experts import Experts, StackedExperts
 from polyad.model.smoe.graph import GRAPHS, Graph
 from polyad.model.smoe.losses import (
     importance_loss,
     load_balance_loss,
     load_loss,
+    moved_rows,
+    orthogonality_loss,
     router_z_loss,
     sequence_balance_loss,
+    variance_loss,
 )
 from polyad.model.smoe.pool import Pool, within
-from polyad.model.smoe.scores import SCORES, Score, expert_input
+from polyad.model.smoe.scores import SCORES, Score, expert_input, router_dtype
 from polyad.model.smoe.selection import Selected, Selection, TopK, spread
+
+MEASURED_ROWS = 64
+"""Most experts of a layer whose coupling is computed for a record alone: its products are those of
+the square of their number of tokens, in the first layer."""
 
 
 class Routing(NamedTuple):
@@ -87,7 +95,7 @@ class Router(StatisticsModule):
         Args:
             u_BTD: The input of the experts.
             given: What else there is, for the graph.
-            features: What the score reads of the experts; see `SelectingMoE.expert_features`.
+            features: What the score reads of the experts; see `Score.features`.
 
         Returns:
             Experts and weights of the N tokens that are real, and their statistics.
@@ -129,6 +137,7 @@ class Router(StatisticsModule):
             usage_E=None if usage_E is None else self.for_loss("usage_E", usage_E),
             entropy=entropy(shares_NE.detach()).mean() if self.measures else None,
             dropped=load_E.new_zeros(()) if self.measures else None,
+            expected_active=self._expected_active(logits_NE, selected) if self.measures else None,
             effective_neighbours=mixed.effective_neighbours,
             head_entropy_A=mixed.head_entropy_A,
             attention_head=mixed.attention_head,
@@ -137,10 +146,17 @@ class Router(StatisticsModule):
         )
         if self.training:
             own_E = usage_E if is_own else None
-            stats = stats.but(**self._losses(logits_NE, noisy_NE, own_NE, own_E, usage_E, load_E))
+            stats = stats.but(
+                **self._losses(logits_NE, noisy_NE, own_NE, own_E, usage_E, load_E, selected)
+            )
             if "sequence_loss" in self.learns_from:
                 stats = stats.but(sequence_loss=self._of_sequences(own_NE, u_BTD, real))
         return Routing(selected, self.with_samples(stats, [own_NE], u_BTD, real))
+
+    def _expected_active(self, logits_NE: Tensor, selected: Selected) -> Tensor | None:
+        """The mean share of active units that the score expects of the experts of a token."""
+        shares_NE = self.score.active_shares(logits_NE.detach())
+        return None if shares_NE is None else shares_NE.gather(1, selected.expert_ids_NK).mean()
 
     def _losses(
         self,
@@ -150,6 +166,7 @@ class Router(StatisticsModule):
         own_E: Tensor | None,
         usage_E: Tensor | None,
         load_E: Tensor,
+        selected: Selected,
     ) -> dict[str, Tensor]:
         """The auxiliary losses that are needed.
 
@@ -171,6 +188,9 @@ class Router(StatisticsModule):
                 self.noise_std,
                 self.selection.top_k,
             )
+        if self.needs("variance_loss"):
+            weights_NE = spread(selected, load_E.shape[0])
+            losses["variance_loss"] = variance_loss(self.for_loss("variance_loss", weights_NE))
         return losses
 
     def _of_sequences(self, own_NE: Tensor, u_BTD: Tensor, real: RealTokens | None) -> Tensor:
@@ -254,17 +274,22 @@ class SelectingMoE(FeedForward):
     ) -> tuple[Tensor, RoutingStats | None]:
         """Routes and computes the normalized input; see `FeedForward.forward`."""
         selected, stats = self.router(normalized_BTD, given, self.expert_features())
-        capacity_factor = self.config.capacity(self.training)
-        y_ND, plan = self.dispatcher(
-            pack(normalized_BTD.flatten(0, 1), given.real), selected, self.experts, capacity_factor
+        done: Dispatched = self.dispatcher(
+            pack(normalized_BTD.flatten(0, 1), given.real),
+            selected,
+            self.experts,
+            self.config.capacity(self.training),
+            self._apart(),
         )
-        weights_NK = selected.weights_NK
-        if plan is not None and plan.drops:
-            kept_A = plan.kept_M()[plan.row_A]
-            weights_NK = weights_NK * kept_A.view_as(weights_NK)
+        y_ND, kept_NK = done.y_ND, None
+        if (plan := done.plan) is not None and plan.drops:
+            kept_NK = plan.kept_M()[plan.row_A].view_as(selected.weights_NK)
             if self.router.measures:
-                stats = stats.but(dropped=1 - kept_A.to(stats.load_E.dtype).mean())
+                stats = stats.but(dropped=1 - kept_NK.to(stats.load_E.dtype).mean())
+        if self.training:
+            stats = stats.but(**self._losses(selected, done, kept_NK))
         if self.output_bias is not None:
+            weights_NK = selected.weights_NK if kept_NK is None else selected.weights_NK * kept_NK
             y_ND = self.add_bias(y_ND, selected._replace(weights_NK=weights_NK))
         y_BTD = self.dropout(unpack(y_ND, given.real).view_as(normalized_BTD))
         if self.shared is not None:
@@ -274,13 +299,46 @@ class SelectingMoE(FeedForward):
             y_BTD = y_BTD + shared_BTD
         return y_BTD, stats
 
-    @abstractmethod
     def expert_features(self) -> Tensor | None:
-        """What the score reads of the experts of all processes, without gradient.
+        """What the score reads of the experts of all processes; see `Score.features`."""
+        return self.router.score.features(self.experts, self.dispatcher)
 
-        Returns:
-            [E, ...]; None if it reads nothing of them.
-        """
+    def _apart(self) -> Apart:
+        """Of which tokens the outputs of single experts are needed."""
+        is_needed = self.training and self.router.needs("orthogonality_loss")
+        if not is_needed or self.router.selection.top_k == 1:
+            return "none"
+        return "all" if "orthogonality_loss" in self.router.learns_from else "sample"
+
+    def _losses(
+        self, selected: Selected, done: Dispatched, kept_NK: Tensor | None
+    ) -> dict[str, Tensor]:
+        """The auxiliary losses of experts that are needed."""
+        router, losses = self.router, {}
+        if (outputs_NKD := done.outputs_NKD) is not None:
+            outputs_NKD = outputs_NKD.to(router_dtype(outputs_NKD.dtype))
+            ids_NK = selected.expert_ids_NK
+            if done.sample_N is not None:
+                ids_NK = ids_NK[done.sample_N]
+                kept_NK = None if kept_NK is None else kept_NK[done.sample_N]
+            if (bias_NKD := self.bias_of(ids_NK)) is not None:
+                bias_NKD = router.for_loss("orthogonality_loss", bias_NKD)
+                kept_NK1 = 1 if kept_NK is None else kept_NK.unsqueeze(-1)
+                outputs_NKD = outputs_NKD + kept_NK1 * bias_NKD
+            losses["orthogonality_loss"] = orthogonality_loss(outputs_NKD)
+        if (rows_ED := router.score.rows()) is not None:
+            rows_ED = rows_ED.to(router_dtype(rows_ED.dtype))
+            if "coupling_EE" in router.learns_from:
+                rows_ED = moved_rows(rows_ED) if router.moves_rows else rows_ED
+                losses["coupling_EE"] = self.dispatcher.norms(rows_ED, self.experts)
+            elif router.measures and len(rows_ED) <= MEASURED_ROWS:
+                with torch.no_grad():
+                    losses["coupling_EE"] = self.dispatcher.norms(rows_ED, self.experts)
+        return losses
+
+    def bias_of(self, expert_ids_NK: Tensor) -> Tensor | None:
+        """What the output bias adds to each expert's output, [N, K, D]; by default nothing."""
+        return None
 
     @abstractmethod
     def add_bias(self, y_ND: Tensor, selected: Selected) -> Tensor:
@@ -296,7 +354,11 @@ class SelectingMoE(FeedForward):
         """Parameters [E, ...] of which a token uses those of its experts alone."""
 
     def gate_columns(self) -> list[Tensor]:
-        """The columns of the score, [E, D]: there is one level of experts."""
+        """The columns of the score, [E, D]: there is one level of experts.
+
+        Raises:
+            NoColumnsError: The score has none.
+        """
         return [self.router.score.columns(self.expert_features())]
 
     def update(self, stats: RoutingStats, progress: float) -> None:
@@ -362,17 +424,16 @@ class SparseMoE(SelectingMoE):
             normalized_BTD = normalized_BTD * drawn
         return super().forward(normalized_BTD, residual_BTD, given)
 
-    def expert_features(self) -> Tensor | None:
-        """Hidden layers [E, F], where the score asks for them."""
-        mean_ED = self.router.score.mean_inputs()
-        return None if mean_ED is None else self.dispatcher.hidden(mean_ED, self.experts)
-
     def add_bias(self, y_ND: Tensor, selected: Selected) -> Tensor:
         """Adds the biases of a token's experts, by their weights."""
         assert self.output_bias is not None
         # sum_k weight_nk bias_(e_nk), as one product with the weights of all experts.
         weights_NE = spread(selected, self.config.num_experts)
         return torch.addmm(y_ND, weights_NE.to(y_ND.dtype), self.output_bias)
+
+    def bias_of(self, expert_ids_NK: Tensor) -> Tensor | None:
+        """The experts' own biases."""
+        return None if self.output_bias is None else embedding(expert_ids_NK, self.output_bias)
 
     def parameters_by_expert(self) -> list[nn.Parameter]:
         """The experts' weights, and the output bias of each."""

@@ -12,15 +12,20 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
+from torch.linalg import vector_norm
 from torch.nn.functional import linear, normalize
 
 from polyad.model.feedforward import FeedForwardContext
 from polyad.model.initialization import ZEROS, Initializer, constant, normal, uniform
 from polyad.model.output import RoutingStats
 from polyad.model.smoe.config import SelectingConfig, SparseMoEConfig
+from polyad.model.smoe.dispatch import Dispatcher
+from polyad.model.smoe.experts import Experts, StackedExperts
 
 INITIAL_TEMPERATURE = 0.07
 """Initial temperature of the cosine score, as in X-MoE (Chi et al. 2022, section 3.2)."""
+LEAST_VARIANCE = 1e-12
+"""Below it the sparsity score takes inner units to be equal."""
 INPUT_MOMENTUM = 0.99
 """Share of itself that an expert's mean input keeps in a step with tokens of its own."""
 
@@ -28,6 +33,10 @@ INPUT_MOMENTUM = 0.99
 def router_dtype(dtype: torch.dtype) -> torch.dtype:
     """The precision that routing is computed in: fp32, or the model's if it is higher."""
     return torch.promote_types(dtype, torch.float32)
+
+
+class NoColumnsError(ValueError):
+    """A score has no directions that raise experts' logits."""
 
 
 class Score(nn.Module, ABC):
@@ -51,11 +60,26 @@ class Score(nn.Module, ABC):
 
         Args:
             features: As `forward` takes it.
+
+        Raises:
+            NoColumnsError: There are none.
         """
 
     def mean_inputs(self) -> Tensor | None:
         """The input [E, D] at which it wants to know each expert's hidden layer; None: it does
         not. The answer changes only in `update`.
+        """
+        return None
+
+    def features(self, experts: StackedExperts, dispatcher: Dispatcher) -> Tensor | None:
+        """What `forward` reads of the experts themselves; by default nothing.
+
+        Args:
+            experts: The experts, or those of them that this process has.
+            dispatcher: Gives what all processes compute of theirs.
+
+        Returns:
+            [E, ...], of the experts of all processes; None: nothing.
         """
         return None
 
@@ -65,11 +89,26 @@ class Score(nn.Module, ABC):
 
         Args:
             u_ND: Tokens.
-            features: What it reads of the experts themselves; see `SelectingMoE.expert_features`.
+            features: What `features` gave.
 
         Returns:
             Logits [N, E], fp32 at least; their softmax is r.
         """
+
+    def rows(self) -> Tensor | None:
+        """The learned rows [E, D] that tokens are multiplied by; None: there are none."""
+        return None
+
+    def active_shares(self, logits_NE: Tensor) -> Tensor | None:
+        """The share of each expert's inner units that a score expects to be above 0, [N, E].
+
+        Args:
+            logits_NE: Its own.
+
+        Returns:
+            None from a score that expects nothing.
+        """
+        return None
 
     def update(self, stats: RoutingStats) -> None:
         """Prepares the next optimizer step; called once after each.
@@ -97,6 +136,10 @@ class LinearScore(Score):
     def columns(self, features: Tensor | None = None) -> Tensor:
         """The weight."""
         return self.weight
+
+    def rows(self) -> Tensor | None:
+        """See `Score.rows`: with an adapter those of both."""
+        return self.columns()
 
     def forward(self, u_ND: Tensor, features: Tensor | None = None) -> Tensor:
         """See `Score.forward`."""
@@ -223,6 +266,14 @@ class AttentiveScore(Score):
         """See `Score.mean_inputs`."""
         return self.mean_input if self.follows else None
 
+    def features(self, experts: StackedExperts, dispatcher: Dispatcher) -> Tensor | None:
+        """Hidden layers [E, F] at `mean_inputs`, if keys follow them; without gradient."""
+        mean_ED = self.mean_inputs()
+        if mean_ED is None:
+            return None
+        assert isinstance(experts, Experts)
+        return dispatcher.hidden(mean_ED, experts)
+
     def keys(self, hidden_EF: Tensor | None, dtype: torch.dtype) -> Tensor:
         """The keys over the root of their width, [E, S].
 
@@ -260,6 +311,69 @@ class AttentiveScore(Score):
         self.mean_input.copy_(torch.where(load_E1 > 0, moved_ED, self.mean_input))
 
 
+class SparsityScore(Score):
+    """The experts of which a token is expected to activate the fewest inner units (MoE-X):
+
+        logits_e = -erf(mu_e / (sqrt(2) s_e))
+        mu_e = u . mean_h W_e[h] + mean_h b_e      s_e^2 = sum_i u_i^2 var_h W_e[h, i]
+
+    with W_e [F, D] the layer before the activation, the gate of two, and the population variance.
+    If h's weights are drawn independently, (1 - logits) / 2 is the share of units above 0. Logits
+    lie between -1 and 1. The sign is that of the paper's figure 1, by which the sparsest win.
+
+    It has no parameters. Unlike keys of the attentive score and mean keys of an emergent mixture
+    the moments keep their gradient, so what routing learns, from the outputs' weights and from
+    losses for balance, it learns in the experts' own weights. The variance is the mean square less
+    the squared mean, in fp32 at least: exact to some 1e-7 (1 + mean^2 / variance).
+
+    Source: Yang et al. 2025, "Mixture of experts made intrinsically interpretable", arXiv
+    2503.07639.
+    """
+
+    def __init__(self, config: SparseMoEConfig, context: FeedForwardContext) -> None:
+        super().__init__(context.initializer_std)
+
+    def features(self, experts: StackedExperts, dispatcher: Dispatcher) -> Tensor:
+        """Moments over inner units: of the weights the mean and the mean square, of the bias the
+        mean, [E, 2 D + 1], with a gradient.
+        """
+        weight_EDF, bias_EF = experts.first_layer()
+        dtype = router_dtype(weight_EDF.dtype)
+        mean_ED = weight_EDF.mean(2, dtype=dtype)
+        # A norm reads weights in bf16 and keeps no copy of them in fp32.
+        square_ED = vector_norm(weight_EDF, dim=2, dtype=dtype).square() / weight_EDF.shape[2]
+        if bias_EF is None:
+            bias_E1 = mean_ED.new_zeros(len(mean_ED), 1)
+        else:
+            bias_E1 = bias_EF.mean(1, keepdim=True, dtype=dtype)
+        return dispatcher.unit_means(torch.cat([mean_ED, square_ED, bias_E1], 1))
+
+    def columns(self, features: Tensor | None = None) -> Tensor:
+        """Raises an error: s_e grows with whatever is added to a token, so that no direction raises
+        the logit of one expert at all strengths."""
+        raise NoColumnsError("a score of sparsity has no direction that raises an expert's score")
+
+    def forward(self, u_ND: Tensor, features: Tensor | None = None) -> Tensor:
+        """See `Score.forward`."""
+        mean_ED, square_ED, bias_E = self._moments(features)
+        u_ND = u_ND.to(mean_ED.dtype)
+        mu_NE = linear(u_ND, mean_ED, bias_E)
+        variance_ED = (square_ED - mean_ED.square()).clamp_min(0)
+        # Where nothing varies every unit is above 0 or none is; the bound keeps gradients finite.
+        variance_NE = linear(u_ND.square(), variance_ED).clamp_min(LEAST_VARIANCE)
+        return -torch.erf(mu_NE / (2 * variance_NE).sqrt())
+
+    def active_shares(self, logits_NE: Tensor) -> Tensor:
+        """See `Score.active_shares`."""
+        return (1 - logits_NE) / 2
+
+    def _moments(self, features: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        assert features is not None
+        width = features.shape[1] // 2
+        mean_ED, square_ED, bias_E1 = torch.split(features, [width, width, 1], 1)
+        return mean_ED, square_ED, bias_E1.squeeze(1)
+
+
 def expert_input(u_ND: Tensor, expert_ids_NK: Tensor, num_experts: int) -> Tensor:
     """The mean over all N K assignments of the token, 0 for those to another expert.
 
@@ -284,4 +398,5 @@ SCORES: dict[str, Callable[[SparseMoEConfig, FeedForwardContext], Score]] = {
     "cosine": CosineScore,
     "random": RandomScore,
     "attentive": AttentiveScore,
+    "sparsity": SparsityScore,
 }

@@ -11,6 +11,7 @@ from torch.utils.flop_counter import flop_registry
 
 from polyad.model.build import initial_value, place
 from polyad.model.kernels import switch
+from polyad.model.output import ask_for_statistics
 from polyad.parallel.plan.weightless import (
     Operation,
     Weightless,
@@ -123,6 +124,8 @@ def forward_flops(
 ) -> int:
     """Counts the FLOPs of a forward pass in training mode, on shapes alone.
 
+    What records of routing alone need does not count, nor what its losses need.
+
     Causal attention counts in full, as model FLOPs do by convention (Chowdhery et al. 2022,
     appendix B).
 
@@ -151,6 +154,7 @@ def forward_flops(
         place(model, ((name, initial_value(model, name, 0)) for name, _ in model.named_buffers()))
         for tensor in (*model.parameters(), *inputs):
             weightless.forget(tensor)
+        ask_for_statistics(model, losses=frozenset(), samples=False, record_is_due=False)
         run(model.train(), inputs)
     return total
 

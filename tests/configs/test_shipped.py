@@ -73,6 +73,7 @@ EXPECTED = {
     "gpt2/124m-block-8.yaml": (1, 50257, 124_439_808),
     "gpt2/124m-emo.yaml": (8, 50257, 981_941_760),
     "gpt2/124m-emoe.yaml": (8, 50257, 124_337_664),  # the dense model's
+    "gpt2/124m-moex.yaml": (8, 50257, 520_699_392),
     "gpt2/124m-mumoe-cp.yaml": (8, 50257, 124_744_224),
     "gpt2/124m-mumoe-tr.yaml": (8, 50257, 125_113_824),
     "gpt2/124m-smoe-16.yaml": (8, 50257, 520_846_848),

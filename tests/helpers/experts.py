@@ -105,7 +105,7 @@ def exchange_of_one_layer(config: GPT2Config, expert_parallel_size: int, tokens:
     tokens_ND = torch.randn(tokens, config.hidden_size, requires_grad=True)
     with Exchanged(world.expert_parallel_rank) as forward:
         selected = Selected.of(weights_NK, ids_NK, experts)
-        y_ND, _ = layer.dispatcher(tokens_ND, selected, layer.experts)
+        y_ND, *_ = layer.dispatcher(tokens_ND, selected, layer.experts)
     gradient = torch.ones_like(y_ND)
     with Exchanged(world.expert_parallel_rank) as backward:
         y_ND.backward(gradient)
@@ -151,7 +151,7 @@ def dispatch_against_one_process(
     wanted_ND = torch.randn(count, width, generator=generator)
     selected = Selected.of(weights_NK, ids_NK, total)
     parameters = dict(layer.experts.named_parameters())
-    y_ND, _ = layer.dispatcher(tokens_ND, selected, layer.experts)
+    y_ND, *_ = layer.dispatcher(tokens_ND, selected, layer.experts)
     (y_ND * wanted_ND).sum().backward()
     ours = {"y": y_ND.detach(), "tokens": tokens_ND.grad, "weights": weights_NK.grad}
     ours |= {name: p.grad for name, p in parameters.items()}
@@ -159,7 +159,7 @@ def dispatch_against_one_process(
     tokens_ND.grad = weights_NK.grad = None
     whole, _ = expert_parallel_model(config, 1, torch.float32)
     reference = whole.blocks[0].feed_forward
-    y_ND, _ = Dispatcher()(tokens_ND, selected, reference.experts)
+    y_ND, *_ = Dispatcher()(tokens_ND, selected, reference.experts)
     (y_ND * wanted_ND).sum().backward()
     theirs = {"y": y_ND.detach(), "tokens": tokens_ND.grad, "weights": weights_NK.grad}
     size = total // expert_parallel_size
@@ -214,7 +214,7 @@ def overlapping_against_in_turn(
         selected = Selected.of(weights_NK, ids_NK, config.feed_forward.num_experts)
         forward, backward = Events(), Events()
         with forward:
-            y_ND, _ = layer.dispatcher(tokens_ND, selected, layer.experts, capacity_factor)
+            y_ND, *_ = layer.dispatcher(tokens_ND, selected, layer.experts, capacity_factor)
         with backward:
             (y_ND * wanted_ND).sum().backward()
         gradients = [p.grad for p in layer.experts.parameters()]

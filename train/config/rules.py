@@ -307,6 +307,13 @@ def check_fluctuation(config: RunConfig) -> None:
         )
 
 
+_OF_SPARSE = {
+    "erc": " with score: linear, which has a row for each expert",
+    "orthogonality": " with top_k of 2 or more",
+}
+"""What losses need of sparse experts beside the kind."""
+
+
 def check_losses(config: RunConfig) -> None:
     """Checks that the model has the routers that losses are of.
 
@@ -317,10 +324,25 @@ def check_losses(config: RunConfig) -> None:
     routers = [
         each for each in config.model.feed_forwards().values() if isinstance(each, SelectingConfig)
     ]
-    if loss.sequence_balance and not any(isinstance(each, SparseMoEConfig) for each in routers):
+    sparse = [each for each in routers if isinstance(each, SparseMoEConfig)]
+    for name, allowed in (
+        ("sequence_balance", sparse),
+        ("erc", [each for each in sparse if each.score == "linear"]),
+        ("orthogonality", [each for each in sparse if each.known_final_top_k() > 1]),
+        ("variance", sparse),
+    ):
+        value, detail = getattr(loss, name), _OF_SPARSE.get(name, "")
+        if value and not allowed:
+            raise ConfigError(
+                f"loss.{name}: {value:g} is not allowed with {_kinds(config)}: it needs a "
+                f"feed-forward of kind: smoe{detail}; without one 0 is allowed"
+            )
+    balance = loss.load_balance or loss.sequence_balance or loss.importance
+    if loss.variance and not balance and not any(each.balancing_rate for each in sparse):
         raise ConfigError(
-            f"loss.sequence_balance: {loss.sequence_balance:g} is not allowed with "
-            f"{_kinds(config)}: it needs a feed-forward of kind: smoe; without one 0 is allowed"
+            f"loss.variance: {loss.variance:g} rewards experts that all tokens run to: it needs "
+            f"loss.load_balance, sequence_balance or importance above 0, or the feed-forward's "
+            f"balancing_rate"
         )
     if loss.load_balance and loss.load_balance_over == "model" and len(routers) != 1:
         raise ConfigError(

@@ -80,7 +80,8 @@ class Upcycling(Option):
         transformers has such a model."""
         keys: dict[str, Any] = {"activation": activation_of(dense)}
         if isinstance(dense, DecoderConfig):
-            keys["router_dtype"] = "model"
+            if self.keys.get("score", "linear") in ("linear", "random"):
+                keys["router_dtype"] = "model"
             if self.keys.get("top_k") != 1:  # or its weight would be 1, and not learn
                 keys["combine"] = "normalized"
         return keys
@@ -125,9 +126,15 @@ class Upcycled(Changed):
         dense, experts = activation_of(self._config), feed_forward.activation
         if dense != experts:
             reasons.append(f"experts have the activation {experts}, and the dense layers {dense}")
+        notes = ["at first its logits are the dense model's, but for rounding"]
         if reasons:
-            return [f"at first its logits are not the dense model's: {'; '.join(reasons)}"]
-        return ["at first its logits are the dense model's, but for rounding"]
+            notes = [f"at first its logits are not the dense model's: {'; '.join(reasons)}"]
+        if feed_forward.score == "sparsity" and not self._start.noise:
+            notes.append(
+                "equal experts have equal scores of sparsity, among which rounding alone chooses; "
+                "noise=0.01 sets them apart"
+            )
+        return notes
 
 
 UNIT = "unit"

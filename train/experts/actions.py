@@ -158,9 +158,9 @@ class _Chosen:
             return None
         assert self._lost_MS is not None
         assert self._action.mean_SD is not None
-        y_MD, plan = output
+        y_MD = output.y_ND
         mean_SD = self._action.mean_SD.to(y_MD)
-        return y_MD + self._lost_MS.to(y_MD.dtype) @ mean_SD, plan
+        return output._replace(y_ND=y_MD + self._lost_MS.to(y_MD.dtype) @ mean_SD)
 
     def logits(self, module: nn.Module, arguments: Any, output: Tensor) -> Tensor | None:
         """Deletes rows of the router: no score is left for them, and graphs mix none."""

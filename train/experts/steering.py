@@ -8,7 +8,8 @@ strength * |g|^2 more score and every other expert strength * (its column . g) m
 scores are normalized, and whatever the block's attention makes of it. Negative strengths move away.
 
 With linear and random scores of a sparse mixture g is the row of the score's weight; a cosine score
-has none, and g is the expert's direction taken back through the projection.
+has none, and g is the expert's direction taken back through the projection. A score of sparsity has
+no such direction and is refused.
 
 Of text that is read there is the change of the loss by class of token, which says for which tokens
 a steered model is worse; and how much probability the classes of the next token get, which says
@@ -33,6 +34,7 @@ from torch.nn.functional import one_hot
 
 from polyad.model.block import Block
 from polyad.model.decoder import Decoder
+from polyad.model.smoe.scores import NoColumnsError
 from polyad.train.errors import ConfigError
 from polyad.train.experts.class_changes import (
     Change,
@@ -130,9 +132,15 @@ def gate_column(model: nn.Module, steering: Steering) -> Tensor:
         [D], fp32 at least.
 
     Raises:
-        ConfigError: a block, level or expert that the model does not have.
+        ConfigError: a block, level or expert that the model does not have, or a gate without
+            columns.
     """
-    gates = [block.feed_forward.gate_columns() for block in _blocks(model)]
+    try:
+        gates = [block.feed_forward.gate_columns() for block in _blocks(model)]
+    except NoColumnsError as error:
+        raise ConfigError(
+            f"--steer {steering}: {error}; linear, cosine, random and attentive scores have one"
+        ) from None
     gated = [layer for layer, levels in enumerate(gates) if levels]
     if not gated:
         raise ConfigError(f"--steer {steering}: the model is dense: no layer has experts")

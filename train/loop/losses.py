@@ -31,10 +31,12 @@ from torch import Tensor
 
 from polyad.model.config import Config
 from polyad.model.output import ModelOutput, RoutingStats
-from polyad.model.smoe.losses import load_balance_loss
+from polyad.model.smoe.losses import coupling_loss, load_balance_loss
 from polyad.parallel.zero import CrossEntropy
 from polyad.train.tasks.task import Predictor
 
+NOT_OF_TOKENS = frozenset({"sequence_loss", "erc_loss"})
+"""Losses of sequences, and of weights: padding gives no micro-batch of them more weight."""
 ROWS = 256
 """Rows of the matrix of distances that are held at a time."""
 
@@ -196,11 +198,11 @@ def _losses(
 class LossConfig(Config):
     """What is added to the mean loss of a task, for every layer that routes.
 
-    Each is a number of one micro-batch of one process. The z-loss is a mean over its tokens, and
-    the balance of sequences one over its sequences, so a step's is that of all, however they are
-    cut into micro-batches. Load balance, importance and load multiply or divide means over tokens,
-    and sample similarity compares pairs: those of a step are means over its micro-batches, and
-    change with `train.micro_batch_size`.
+    Each is a number of one micro-batch of one process. The z-loss and orthogonality are means over
+    its tokens, the balance of sequences one over its sequences, and erc is of weights, so a step's
+    is that of all, however they are cut into micro-batches. Load balance, importance, load and
+    variance multiply or divide means over tokens, and sample similarity compares pairs: those of a
+    step are means over its micro-batches, and change with `train.micro_batch_size`.
     """
 
     load_balance: Annotated[float, Field(ge=0, le=1e6)] = 0.0
@@ -229,6 +231,22 @@ class LossConfig(Config):
     load: Annotated[float, Field(ge=0, le=1e6)] = 0.0
     """Coefficient of the load loss, the same of the load to be expected under the router's noise,
     which it needs, in a micro-batch (V-MoE: 0.005); 0 leaves it out."""
+    erc: Annotated[float, Field(ge=0, le=1e6)] = 0.0
+    """Coefficient of the coupling of experts with other rows of a linear score than their own (ERC:
+    1), of weights alone; 0 leaves it out."""
+    erc_alpha: Annotated[float, Field(ge=0, le=1e6)] = 1.0
+    """How strong a coupling may be for nothing, as a share of that of an expert with its own row
+    (ERC: 1 with 64 experts, 0.5 with 256)."""
+    erc_noise: bool = True
+    """Whether for that loss each row is moved at random, less than half way to the nearest other
+    one, in each micro-batch anew; false: rows as they are, as in the records of a run that does not
+    learn from it."""
+    orthogonality: Annotated[float, Field(ge=0, le=1e6)] = 0.0
+    """Coefficient of the mean over tokens of the squared projections of their experts' outputs on
+    one another; 0 leaves it out."""
+    variance: Annotated[float, Field(ge=0, le=1e6)] = 0.0
+    """Coefficient of minus the variance over tokens of experts' weights, in a micro-batch. It
+    rewards imbalance, and needs something for balance beside it; 0 leaves it out."""
     sample_similarity: SampleSimilarityConfig | None = None
     """The loss that sends similar samples of a micro-batch to the same expert and different ones to
     others; null leaves it out."""
@@ -242,6 +260,9 @@ class LossConfig(Config):
             "z_loss": self.router_z,
             "importance_loss": self.importance,
             "load_loss": self.load,
+            "erc_loss": self.erc,
+            "orthogonality_loss": self.orthogonality,
+            "variance_loss": self.variance,
         }
         return {name: coefficient for name, coefficient in known.items() if coefficient}
 
@@ -249,7 +270,24 @@ class LossConfig(Config):
         """Fields of `RoutingStats` that have to have a gradient."""
         reads_usage = self.load_balance_over == "model" or self.load_balance_counts == "all"
         usage = {"usage_E"} if self.load_balance and reads_usage else set()
-        return frozenset(self.coefficients()) | usage
+        asked = {"coupling_EE" if name == "erc_loss" else name for name in self.coefficients()}
+        return frozenset(asked | usage)
+
+
+def with_coupling(
+    routing: tuple[RoutingStats, ...], config: LossConfig
+) -> tuple[RoutingStats, ...]:
+    """Puts the loss of coupling in the place of the norms that it follows from.
+
+    Returns:
+        Statistics with `erc_loss` of layers that have `coupling_EE`, and without that.
+    """
+    return tuple(
+        stats
+        if (norms_EE := stats.coupling_EE) is None
+        else stats._replace(erc_loss=coupling_loss(norms_EE, config.erc_alpha), coupling_EE=None)
+        for stats in routing
+    )
 
 
 def routing_loss(
@@ -280,7 +318,7 @@ def routing_loss(
             if (value := getattr(known, name)) is None:
                 continue
             term = coefficient * value
-            of_tokens = name != "sequence_loss"
+            of_tokens = name not in NOT_OF_TOKENS
             terms.append(_by_tokens(term, stats, mean_tokens) if of_tokens else term)
         if stats.similarity_loss is not None:  # of pairs of samples, with its coefficients
             terms.append(stats.similarity_loss)

@@ -26,13 +26,13 @@ Routing = tuple[RoutingStats, ...]
 PART = 20
 """Bits of a number's lower half: fp32 holds whole numbers up to 24 bits, and sums of them with
 zeros."""
-OF_MICRO_BATCHES = frozenset({"tokens", "similarity_loss", "sequence_loss"})
+OF_MICRO_BATCHES = frozenset({"tokens", "similarity_loss", "sequence_loss", "erc_loss"})
 """Fields of statistics that are not means over tokens."""
 LARGEST_OF_LAYERS = frozenset({"load_max", "rank_load_max"})
 """Measures of which all layers together have the largest; of others they have the mean."""
 NOT_RECORDED = frozenset({
-    "tokens", "usage_E", "norm_mean_N", "norm_square_N", "expert_input_ED", "distill_error",
-    "distill_square",
+    "tokens", "usage_E", "norm_mean_N", "norm_square_N", "expert_input_ED", "coupling_EE",
+    "distill_error", "distill_square",
 })  # fmt: skip
 """Fields of statistics that no record has."""
 MOST_LOADS = 4096

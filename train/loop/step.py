@@ -17,6 +17,7 @@ from polyad.train.loop.losses import (
     Reading,
     routing_loss,
     with_counts_of_all,
+    with_coupling,
     with_sample_similarity,
 )
 from polyad.train.loop.statistics import Exchanged, StepStatistics, update_routers
@@ -79,7 +80,11 @@ def issue_step(
     statistics, pairs = StepStatistics(engine.device), losses.sample_similarity
     asked = losses.asked()
     ask_for_statistics(
-        engine.module, losses=asked, samples=pairs is not None, record_is_due=record_is_due
+        engine.module,
+        losses=asked,
+        samples=pairs is not None,
+        record_is_due=record_is_due,
+        moves_rows=losses.erc_noise,
     )
     read = Reading(engine, getattr(engine.module, "as_read", None))
     mean_tokens = None
@@ -90,6 +95,7 @@ def issue_step(
             engine.step(learning_rate)  # DeepSpeed counts micro-batches; only the last call updates
         of_targets, routing = task_losses(engine if pairs is None else read, next(micro_batches))
         loss = of_targets.mean()
+        routing = with_coupling(routing, losses)
         if pairs is not None:
             routing = with_sample_similarity(routing, read.inputs, pairs)
         if losses.load_balance and losses.load_balance_counts == "all":

@@ -110,7 +110,8 @@ def test_a_block_is_the_papers_formula_with_whole_tensors(
     }
     others |= {"importance_loss", "load_loss", "sequence_loss", "score_mean_S", "score_square_S"}
     others |= {"sample_scores_BS", "sample_inputs_BD", "similarity_loss"}
-    others |= {"norm_mean_N", "norm_square_N", "usage_E", "expert_input_ED"}
+    others |= {"norm_mean_N", "norm_square_N", "usage_E", "expert_input_ED", "expected_active"}
+    others |= {"variance_loss", "orthogonality_loss", "coupling_EE", "erc_loss", "active"}
     if len(levels) == 1:
         others.add("level_entropy_L")
     else:

@@ -214,7 +214,7 @@ def test_dispatch_equals_a_loop_over_tokens_and_experts(ids, experts, factor):
     module = make(Experts, config, make_context(hidden_size=3))
     tokens_ND = torch.randn(len(ids), 3, dtype=torch.float64)
     weights_NK = torch.rand(ids.shape, dtype=torch.float64)
-    y_ND, plan = Dispatcher()(tokens_ND, Selected.of(weights_NK, ids, experts), module, factor)
+    y_ND, plan, *_ = Dispatcher()(tokens_ND, Selected.of(weights_NK, ids, experts), module, factor)
     expected_ND = torch.zeros_like(y_ND)
     room = [len(ids) * ids.shape[1]] * experts
     if factor is not None:

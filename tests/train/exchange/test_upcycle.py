@@ -117,6 +117,49 @@ def test_an_upcycled_decoder_is_a_mixture_of_transformers(tmp_path, dense, spars
         torch.testing.assert_close(model(ids).logits, dense(ids).logits, atol=2e-4, rtol=0)
 
 
+def test_experts_scored_by_their_weights_need_noise(sources, tmp_path):
+    keys = "num_experts=4,score=sparsity,combine=normalized"
+    equal = convert(sources / "plain", tmp_path / "equal", "polyad", Upcycling(keys))
+    assert equal["notes"][1:] == [
+        "at first its logits are the dense model's, but for rounding",
+        "equal experts have equal scores of sparsity, among which rounding alone chooses; "
+        "noise=0.01 sets them apart",
+    ]
+    dense = logits_of(load_model(sources / "plain"))
+    torch.testing.assert_close(logits_of(load_model(tmp_path / "equal")), dense, atol=1e-10, rtol=0)
+    text = f"{keys},noise=0.01,activation=relu"
+    apart = convert(sources / "plain", tmp_path / "apart", "polyad", Upcycling(text))
+    assert apart["notes"][1:] == [
+        "at first its logits are not the dense model's: noise is 0.01; experts have the activation "
+        "relu, and the dense layers gelu_tanh"
+    ]
+    layer = load_model(tmp_path / "apart").blocks[0].feed_forward
+    u_ND = torch.randn(50, 32)
+    logits_NE = layer.router.score(u_ND, layer.expert_features())
+    assert logits_NE.std(1).min() > 1e-5
+
+
+def test_a_dense_decoder_with_relu_becomes_experts_with_relu(tmp_path):
+    dense = {
+        "kind": "decoder", "num_layers": 2, "hidden_size": 32, "num_heads": 4,
+        "sequence_length": 32, "vocab_size": 400, "activation": "relu",
+        "feed_forward": {"kind": "dense", "hidden_size": 48},
+    }  # fmt: skip
+    write_weights(tmp_path / "dense", dense)
+    text = "num_experts=4,score=sparsity"
+    convert(tmp_path / "dense", tmp_path / "new", "polyad", Upcycling(text))
+    model = load_model(tmp_path / "new")
+    assert model.config.feed_forward.activation == "relu"
+    ids = torch.randint(0, 400, (2, 12), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        ours, dense = (
+            load_model(tmp_path / name).double().eval()(ids).logits for name in ("new", "dense")
+        )
+    torch.testing.assert_close(ours, dense, atol=1e-10, rtol=0)
+    with pytest.raises(ValueError, match="score"):
+        convert(tmp_path / "new", tmp_path / "out", "huggingface")
+
+
 def test_a_router_starts_as_in_a_new_run_of_the_seed(sources, tmp_path):
     text = "num_experts=4,score=random,graph=attention,final_top_k=3,seed=6"
     convert(sources / "plain", tmp_path / "new", "polyad", Upcycling(text))
