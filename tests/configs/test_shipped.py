@@ -70,7 +70,7 @@ EXPECTED = {
     "finetune/smoe-medium-sst2.yaml": (2, 2, 121_305_984),
     "gpt2/10b-mumoe-cp.yaml": (64, 50257, 9_880_178_176),
     "gpt2/10b-smoe-64.yaml": (64, 50257, 10_176_696_320),
-    "gpt2/124m-block-8.yaml": (1, 50257, 124_439_808),
+    "gpt2/124m-block-8.yaml": (1, 50257, 157_469_938),
     "gpt2/124m-emo.yaml": (8, 50257, 981_941_760),
     "gpt2/124m-emoe.yaml": (8, 50257, 124_337_664),  # the dense model's
     "gpt2/124m-moex.yaml": (8, 50257, 520_699_392),
