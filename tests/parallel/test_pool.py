@@ -83,9 +83,11 @@ COUNTED = {
 
 
 def of_balance(result):
-    """Records without the importance loss, which is each micro-batch's own."""
-    return [{k: v for k, v in record.items() if "importance" not in k}
-            for record in result["routing"]]  # fmt: skip
+    """Records without the losses that are each micro-batch's own."""
+    return [
+        {k: v for k, v in record.items() if not k.endswith(("importance_loss", "variance_loss"))}
+        for record in result["routing"]
+    ]
 
 
 @everyday("over", ["layer", "model"], keep=["layer"])

@@ -112,6 +112,7 @@ def test_a_block_is_the_papers_formula_with_whole_tensors(
     others |= {"sample_scores_BS", "sample_inputs_BD", "similarity_loss"}
     others |= {"norm_mean_N", "norm_square_N", "usage_E", "expert_input_ED", "expected_active"}
     others |= {"variance_loss", "orthogonality_loss", "coupling_EE", "erc_loss", "active"}
+    others |= {"distill_loss", "distill_error", "distill_square"}
     if len(levels) == 1:
         others.add("level_entropy_L")
     else:

@@ -112,7 +112,10 @@ parse = partial(section_of, "smoe")
         (["placement=[]"], "placement: [] is not allowed: the model has blocks 0 to 3, and at"),
         (["placement=[1, 4]"], "placement: [1, 4] is not allowed: the model has blocks 0 to 3"),
         (["placement=[1, 1]"], "placement: [1, 1] names a block twice"),
-        (["kind=dence"], "kind: 'dence' is not allowed: dense, mumoe, smoe or emoe"),
+        (
+            ["kind=dence"],
+            "kind: 'dence' is not allowed: dense, mumoe, smoe, emoe, mxd or transcoder",
+        ),
     ],
 )
 def test_a_bad_value_is_one_line_with_key_value_and_what_is_allowed(overrides, expected):

@@ -79,7 +79,7 @@ def test_a_resolved_config_reads_back_as_itself():
         ),
         (
             "model.feed_forward.kind=mlp",
-            "feed_forward.kind: 'mlp' is not allowed: dense, mumoe, smoe or emoe",
+            "feed_forward.kind: 'mlp' is not allowed: dense, mumoe, smoe, emoe, mxd or transcoder",
         ),
         (
             "foo=1",

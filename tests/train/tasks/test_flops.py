@@ -58,8 +58,8 @@ def test_flops_of_sparse_experts_equal_numbers_worked_out_by_hand():
     # all experts, which one product adds, 2 x 16 x 32 = 1,024; together 42,912, times 6 = 257,472.
     # Attention 4 x 12 x 32 x 16 = 24,576.
     # The graph, for each of 16 tokens: 2 x 8 + 1 features and 16 scores 33 x 16 = 528; the features
-    # of the token 32 x 8 + 8 x 8, and what all share, (1 + 8) x 32 x 8 / 16; statistics: entropies
-    # of 4 heads 4 x 8 x 16, and neighbours 17 x 16.
+    # of the token 32 x 8 + 8 x 8, and what all share, (1 + 8) x 32 x 8 / 16; entropies of 4 heads
+    # 4 x 8 x 16, which choose one. Neighbours are for records alone.
     options = {"kind": "smoe", "placement": 2, "graph": "attention", "expert_hidden_size": 24}
 
     def sparse(**more):
@@ -67,9 +67,9 @@ def test_flops_of_sparse_experts_equal_numbers_worked_out_by_hand():
 
     plain = 257_472 + 24_576
     features = 32 * 8 + 8 * 8 + (1 + 8) * 32 * 8 // 16
-    assert sparse() == plain + 2 * 6 * (528 + features + 4 * 8 * 16 + 17 * 16)
-    # Similarity: 32 features, once more for the neighbours.
-    assert sparse(graph="similarity") == plain + 2 * 6 * 16 * (48 + 32)
+    assert sparse() == plain + 2 * 6 * (528 + features + 4 * 8 * 16)
+    # Similarity: 32 features and 16 scores.
+    assert sparse(graph="similarity") == plain + 2 * 6 * 16 * 48
     # Cosine score: (32 + 16) x 8 in place of 512 weights.
     assert sparse(graph="none") == plain
     assert sparse(graph="none", score="cosine") == plain - 2 * 6 * (512 - 384)
