@@ -76,6 +76,7 @@ EXPECTED = {
     "gpt2/124m-moex.yaml": (8, 50257, 520_699_392),
     "gpt2/124m-mumoe-cp.yaml": (8, 50257, 124_744_224),
     "gpt2/124m-mumoe-tr.yaml": (8, 50257, 125_113_824),
+    "gpt2/124m-mxd.yaml": (8, 50257, 124_359_168),
     "gpt2/124m-smoe-16.yaml": (8, 50257, 520_846_848),
     "gpt2/124m-smoe-64.yaml": (8, 50257, 1_880_243_712),
     "gpt2/124m-wikitext103.yaml": (8, 50257, 124_337_664),
@@ -148,6 +149,17 @@ EXPECTED_TASKS = (
 )
 # Of a study: its runs, and the parameters of each variant.
 EXPECTED_STUDIES = {
+    "distilled-blocks.yaml": (
+        27,
+        {"teacher": 2_615_424, "cp": 3_208_556}
+        | dict.fromkeys(("mxd-4", "mxd-32"), 3_205_244)
+        | dict.fromkeys(("transcoder-4", "transcoder-32", "dense"), 3_206_784),
+    ),
+    "mxd.yaml": (
+        26,
+        {"dense-larger": 2_615_424, "cp-large": 2_612_688, "mxd": 2_615_424}
+        | {"mxd-64": 2_615_424, "mxd-all": 2_615_424, "mxd-keys": 2_616_036},
+    ),
     "attention.yaml": (
         24,
         dict.fromkeys(
