@@ -311,6 +311,11 @@ EXPECTED_STUDIES = {
             for rate in ("", "-1e-3", "-6e-3")
         },
     ),
+    "readable-experts.yaml": (
+        36,
+        {"dense": 2_615_424, "moe-x": 10_905_984}
+        | dict.fromkeys(("smoe", "relu", "emo-prefix", "emo-document"), 10_918_336),
+    ),
     "router-information.yaml": (
         21,
         {

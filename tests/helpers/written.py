@@ -98,6 +98,8 @@ def _reading_order(path: Path) -> tuple[int, int, str]:
     if str(place) == "README.md":
         return 0, 0, ""
     if place.parts[0] == "docs":
+        if path.parent.name == "findings":  # a page a question, after the manuals
+            return 1, len(PAGES), path.name
         return 1, PAGES.index(path.stem), ""
     return len(place.parts) + 1, path.name != "README.md", str(place)
 
