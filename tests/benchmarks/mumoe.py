@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from polyad.launch.output import align
 from polyad.model.feedforward import DenseFeedForward, DenseFeedForwardConfig
 from polyad.model.kernels.cpu.experts import has_bf16_products
 from polyad.model.mumoe.config import MuMoEConfig
@@ -31,11 +30,10 @@ from tests.benchmarks.mumoe_peers import (
     timed,
 )
 from tests.benchmarks.timed_layer import (
-    HEAD,
     TOLERANCES,
     TimedLayer,
-    cells,
     context_of,
+    costs,
     measure,
     multiply_adds,
     of_ours,
@@ -242,17 +240,8 @@ def mumoe_table(result: dict[str, Any]) -> str:
         f"{result['tokens']} tokens, {result['width']}-{result['hidden']}{compiled}; "
         f"{setting(result)}, entmax {result['entmax']}"
     ]
-    head = (*HEAD, "parameters M", "MFLOPs a token")
     for precision, compared in result["precisions"].items():
-        table = [
-            (
-                *cells(name, row),
-                f"{row['parameters'] / 1e6:.2f}",
-                f"{row['flops_per_token'] / 1e6:.1f}",
-            )
-            for name, row in compared["variants"].items()
-        ]
-        lines += ["", precision, align([head, *table])]
+        lines += ["", precision, costs(compared["variants"])]
         lines += [f"{name}: left out: {why}" for name, why in compared["left_out"].items()]
         lines += [_goal_line(goal) for goal in compared["goals"]]
     return "\n".join(lines)

@@ -12,16 +12,14 @@ from typing import Any
 
 import torch
 
-from polyad.launch.output import align
 from polyad.model.feedforward import DenseFeedForward, DenseFeedForwardConfig
 from polyad.model.mxd.config import MixtureOfDecodersConfig, TranscoderConfig
 from polyad.model.mxd.layer import MixtureOfDecoders, Transcoder
 from polyad.parallel.zero import DTYPES
 from polyad.train.errors import ConfigError
 from tests.benchmarks.timed_layer import (
-    HEAD,
-    cells,
     context_of,
+    costs,
     measure,
     multiply_adds,
     of_ours,
@@ -124,15 +122,6 @@ def mxd_table(result: dict[str, Any]) -> str:
         f"{result['tokens']} tokens, {result['width']}-{result['hidden']}, at most "
         f"{result['top_k']} active experts per token; {setting(result)}"
     ]
-    head = (*HEAD, "parameters M", "MFLOPs a token")
     for precision, compared in result["precisions"].items():
-        table = [
-            (
-                *cells(name, row),
-                f"{row['parameters'] / 1e6:.2f}",
-                f"{row['flops_per_token'] / 1e6:.1f}",
-            )
-            for name, row in compared["variants"].items()
-        ]
-        lines += ["", precision, align([head, *table])]
+        lines += ["", precision, costs(compared["variants"])]
     return "\n".join(lines)

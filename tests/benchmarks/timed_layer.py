@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from polyad.launch.machine import processor_name
+from polyad.launch.output import align
 from polyad.model.build import materialize
 from polyad.model.feedforward import FeedForward, FeedForwardContext
 from polyad.model.kernels.cpu.experts import has_bf16_products
@@ -251,6 +252,20 @@ def setting(result: dict[str, Any]) -> str:
     """The device and software of a result, for the first line of a table."""
     bf16 = "" if result["bf16_instructions"] else " without bf16 instructions"
     return f"{result['device']}{bf16}, {result['threads']} threads; torch {result['torch']}"
+
+
+def costs(variants: Mapping[str, dict[str, Any]]) -> str:
+    """The table of variants with their parameters and FLOPs.
+
+    Args:
+        variants: Rows of `measure`, with both.
+    """
+    head = (*HEAD, "parameters M", "MFLOPs a token")
+    table = [
+        (*cells(name, row), f"{row['parameters'] / 1e6:.2f}", f"{row['flops_per_token'] / 1e6:.1f}")
+        for name, row in variants.items()
+    ]
+    return align([head, *table])
 
 
 def cells(name: str, row: dict[str, Any]) -> tuple[str, ...]:
