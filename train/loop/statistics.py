@@ -236,6 +236,8 @@ def measures(stats: RoutingStats, ranks: int = 1) -> dict[str, float | int | lis
     for name, value in tensors_of(stats).items():
         if name in NOT_RECORDED or value.numel() > MOST_LOADS or (name == "load_E" and not routes):
             continue
+        if name == "load_E" and stats.active is not None:  # which sums to less than 1
+            value = value / value.sum().clamp_min(torch.finfo(value.dtype).tiny)
         short = name.rpartition("_")[0] if name.endswith(("_E", "_A", "_S", "_L")) else name
         values[short] = value.item() if value.dim() == 0 else _short(value.tolist())
     if stats.distill_error is not None and stats.distill_square is not None:

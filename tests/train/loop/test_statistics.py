@@ -114,3 +114,13 @@ def test_the_entropy_of_usage_is_that_of_the_mean_scores_and_not_of_the_load():
     even = statistics([[1.0, 0, 0, 0], [0, 1.0, 0, 0]])  # decided, and both are used
     assert measures(even)["usage_entropy"] == pytest.approx(math.log(2))
     assert measures(even)["entropy"] == pytest.approx(0, abs=1e-6)
+
+
+def test_the_load_of_a_sparse_gate_is_recorded_as_shares_of_what_is_in_use():
+    # Of 4 assignments a token 2 have a weight above 0: the load sums to 1/2.
+    stats = RoutingStats("", load_E=torch.tensor([0.3, 0.2, 0.0]), active=torch.tensor(2.0))
+    found = measures(stats)
+    assert found["load"] == pytest.approx([0.6, 0.4, 0])
+    assert found["load_max"] == pytest.approx(1.8)
+    assert found["unused"] == pytest.approx(1 / 3)
+    assert found["active"] == 2
