@@ -242,11 +242,16 @@ class Run:
     @property
     def checked_overrides(self) -> list[str]:
         """`own_overrides` that a run may be checked or tried with before its sources are there."""
-        named = self.variant.config.checkpoint.init_from
-        stand_in = "checkpoint.init_from" in self.variant.from_runs and named is not None
-        return self.own_overrides + (
-            [f"checkpoint.init_from={json.dumps(named)}"] if stand_in else []
-        )
+        config = self.variant.config
+        named: dict[str, str | None] = {
+            "checkpoint.init_from": config.checkpoint.init_from,
+            "distill.teacher": config.distill.teacher,
+        }
+        return self.own_overrides + [
+            f"{key}={json.dumps(run)}"
+            for key, run in named.items()
+            if key in self.variant.from_runs and run is not None
+        ]
 
     def _from_sources(self) -> Iterator[str]:
         """The checkpoints that the others are scored by."""

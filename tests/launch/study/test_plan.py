@@ -126,3 +126,24 @@ def test_adapters_of_another_variants_run_are_checked_before_that_is_there(
     words = next(run for run in study.runs(study.variants) if run.sources).checked_overrides
     plan = open_plan(Path(study.config.base), words, 1)
     assert plan.config.adapt.lora is not None
+
+
+def test_blocks_that_learn_from_another_variants_run_are_checked_before_that_is_there(
+    write_study: WriteStudy,
+) -> None:
+    replaced = {
+        "blocks": [0],
+        "feed_forward": {"kind": "transcoder", "num_experts": [8], "top_k": 2},
+    }
+    path = write_study(
+        variants={
+            "dense": None,
+            "learned": {"distill.blocks": "normalized", "model.replaced": replaced},
+        },
+        from_runs={"learned": {"distill.teacher": "dense"}},
+    )
+    study = load_study(path)
+    assert [run.variant for run in planned(study).runs] == ["dense", "learned"]
+    words = next(run for run in study.runs(study.variants) if run.sources).checked_overrides
+    plan = open_plan(Path(study.config.base), words, 1)
+    assert plan.config.distill.blocks == "normalized"
