@@ -111,7 +111,7 @@ class DecoderSettings(TransformerSettings, ABC):
         return known
 
     def with_feed_forwards(self, sections: Mapping[str, FeedForwardConfig]) -> Self:
-        """See `ModelSettings.with_feed_forwards`."""
+        """The same model with other feed-forwards, also of replaced blocks."""
         others = {key: each for key, each in sections.items() if key != REPLACED}
         config = super().with_feed_forwards(others)
         if self.replaced is None or REPLACED not in sections:
@@ -203,7 +203,7 @@ class DecoderSettings(TransformerSettings, ABC):
         return self.head is None and any(each.reads_documents() for each in known)
 
     def training_leak(self) -> str | None:
-        """See `ModelSettings.training_leak`: pools of whole documents do."""
+        """The key by which training sees later tokens: that of pools of whole documents."""
         each = self.feed_forward
         leaks = self.head is None and each.kind == "smoe" and each.pool == "document"
         return f"{FEED_FORWARD}.pool: document" if leaks else None

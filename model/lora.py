@@ -257,7 +257,7 @@ class LoRAExperts(Experts):
         ]
 
     def first_layer(self) -> tuple[Tensor, Tensor | None]:
-        """See `StackedExperts.first_layer`: merged with what is added to it."""
+        """The first layer of each expert, merged with what is added to it."""
         weight_EDF, bias_EF = super().first_layer()
         A_EDr, B_ErF = (self.gate_lora or self.up_lora).matrices()
         return weight_EDF + A_EDr @ B_ErF, bias_EF

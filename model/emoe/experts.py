@@ -133,8 +133,10 @@ class MaskedDispatcher(Dispatcher):
         capacity_factor: float | None = None,
         apart: Apart = "none",
     ) -> Dispatched:
-        """See `Dispatcher.forward`; a plan there is only where a capacity may drop assignments, and
-        outputs of single experts there are none.
+        """Sums of the chosen groups, as `Dispatcher.forward` has them of experts.
+
+        The result has a plan only where a capacity may drop assignments, and never the outputs of
+        single experts.
         """
         assert isinstance(experts, UnitGroups)
         tokens_ND = self.regions.tokens(tokens_ND)

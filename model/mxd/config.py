@@ -67,7 +67,7 @@ class TranscoderConfig(SparseTableConfig):
         return self.table_rows
 
     def cut_sizes(self, width: int) -> list[dict[str, int]]:
-        """See `FeedForwardSettings.cut_sizes`: the experts."""
+        """Experts, which tensor parallelism divides."""
         return [{"num_experts": self.table_rows}]
 
     def parameters(self, width: int) -> int:
@@ -110,7 +110,7 @@ class MixtureOfDecodersConfig(SparseTableConfig):
         return self._dense().inner_size(width)
 
     def cut_sizes(self, width: int) -> list[dict[str, int]]:
-        """See `FeedForwardSettings.cut_sizes`: the experts, and the inner width."""
+        """Experts and the inner width, which tensor parallelism divides."""
         return [{"num_experts": self.table_rows}, {"hidden_size": self.inner_size(width)}]
 
     def parameters(self, width: int, bias: bool) -> int:
@@ -124,7 +124,7 @@ class MixtureOfDecodersConfig(SparseTableConfig):
         return self.gate_parameters(width) + dense - bias * width
 
     def of_model(self, *, width: int, bias: bool) -> Self:
-        """See `FeedForwardSettings.of_model`: the width that matches a dense block as a number."""
+        """Fills in the inner width that matches a dense block."""
         if self.hidden_size != MATCH_DENSE:
             return self
         gated = self.activation in GATED

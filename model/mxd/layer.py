@@ -128,8 +128,7 @@ class Transcoder(SparseTable):
         context: Settings of the model.
     """
 
-    def __init__(self, config: TranscoderConfig, context: FeedForwardContext) -> None:
-        super().__init__(config, context)
+    config: TranscoderConfig
 
 
 class MixtureOfDecoders(SparseTable):
@@ -166,7 +165,7 @@ class Decoder(DenseFeedForward):
         self.down = nn.Linear(self.down.in_features, self.down.out_features, bias=False)
 
     def initializers(self) -> dict[str, Initializer]:
-        """See `DenseFeedForward.initializers`."""
+        """Starts the last layer at zero, and the others as PyTorch starts a linear layer."""
         first = uniform(self.context.hidden_size**-0.5)
         entries = dict.fromkeys(super().initializers(), first)
         return {name: each for name, each in entries.items() if "down" not in name} | {
