@@ -24,7 +24,7 @@ from polyad.model.feedforward import (
     GatedActivation,
 )
 from polyad.model.initialization import ZEROS, Initializer, normal
-from polyad.model.smoe.dispatch import Apart, Dispatched, Dispatcher, make_plan
+from polyad.model.smoe.dispatch import Apart, Dispatched, Dispatcher, make_plan, sampled
 from polyad.model.smoe.experts import ExpertWeights, StackedExperts
 from polyad.model.smoe.selection import Selected, spread
 
@@ -98,26 +98,26 @@ class UnitGroups(StackedExperts):
             tokens_ND: Tokens.
 
         Returns:
-            [N, U].
+            [N, E, F].
         """
         flat = (
             None if each is None else each.flatten(0, 1)
             for each in (self.keys, self.bias, self.linear, self.linear_bias)
         )
-        return activated(self.context.activation, tokens_ND, *flat)
+        inner_NU = activated(self.context.activation, tokens_ND, *flat)
+        return inner_NU.view(-1, *self.keys.shape[:2])
 
-    def masked(self, tokens_ND: Tensor, weights_NE: Tensor) -> Tensor:
+    def masked(self, inner_NEF: Tensor, weights_NE: Tensor) -> Tensor:
         """All units of all tokens in one product; what a token does not use is multiplied by 0.
 
         Args:
-            tokens_ND: Tokens.
+            inner_NEF: `units` of the tokens.
             weights_NE: The weights of every expert.
 
         Returns:
             [N, D].
         """
-        inner_NU = self.units(tokens_ND)
-        inner_NEF = inner_NU.view(-1, *self.keys.shape[:2]) * weights_NE.unsqueeze(-1)
+        inner_NEF = inner_NEF * weights_NE.unsqueeze(-1)
         output_ND: Tensor = inner_NEF.flatten(1) @ self.values.flatten(0, 1)
         return output_ND
 
@@ -135,13 +135,12 @@ class MaskedDispatcher(Dispatcher):
     ) -> Dispatched:
         """Sums of the chosen groups, as `Dispatcher.forward` has them of experts.
 
-        The result has a plan only where a capacity may drop assignments, and never the outputs of
-        single experts.
+        The result has a plan only where a capacity may drop assignments.
         """
         assert isinstance(experts, UnitGroups)
         tokens_ND = self.regions.tokens(tokens_ND)
         selected = selected._replace(weights_NK=self.regions.weights(selected.weights_NK))
-        plan = None
+        plan, kept_NK = None, None
         if capacity_factor is not None:
             plan = make_plan(
                 selected.expert_ids_NK, selected.counts_E, capacity_factor, selected.priority_N
@@ -149,4 +148,20 @@ class MaskedDispatcher(Dispatcher):
             kept_NK = plan.kept_M()[plan.row_A].view_as(selected.weights_NK)
             selected = selected._replace(weights_NK=selected.weights_NK * kept_NK)
         weights_NE = spread(selected, experts.config.num_experts).to(tokens_ND.dtype)
-        return Dispatched(self.regions.output(experts.masked(tokens_ND, weights_NE)), plan)
+        inner_NEF = experts.units(tokens_ND)
+        y_ND = self.regions.output(experts.masked(inner_NEF, weights_NE))
+        if apart == "none":
+            return Dispatched(y_ND, plan)
+        values_EFD: Tensor = experts.values
+        sample_N, ids_NK = None, selected.expert_ids_NK
+        if apart == "sample":
+            inner_NEF, values_EFD = inner_NEF.detach(), values_EFD.detach()
+            if (sample_N := sampled(tokens_ND)) is not None:
+                inner_NEF, ids_NK = inner_NEF[sample_N], ids_NK[sample_N]
+                kept_NK = None if kept_NK is None else kept_NK[sample_N]
+        outputs_NED = torch.einsum("nef,efd->ned", inner_NEF, values_EFD)
+        index_NKD = ids_NK.unsqueeze(-1).expand(-1, -1, outputs_NED.shape[-1])
+        outputs_NKD = outputs_NED.gather(1, index_NKD)
+        if kept_NK is not None:
+            outputs_NKD = outputs_NKD * kept_NK.unsqueeze(-1)
+        return Dispatched(y_ND, plan, self.regions.output(outputs_NKD), sample_N)

@@ -101,6 +101,14 @@ SAMPLED_TOKENS = 256
 """Most tokens of a sample, at equal distances."""
 
 
+def sampled(tokens_ND: Tensor) -> Tensor | None:
+    """Which tokens a sample has, at most `SAMPLED_TOKENS`; None: all of them."""
+    if len(tokens_ND) <= SAMPLED_TOKENS:
+        return None
+    place_N = torch.arange(SAMPLED_TOKENS, device=tokens_ND.device)
+    return place_N * len(tokens_ND) // SAMPLED_TOKENS
+
+
 class Dispatched(NamedTuple):
     """What comes back from the experts."""
 
@@ -110,7 +118,7 @@ class Dispatched(NamedTuple):
     """Where the assignments went; None where none had to go anywhere."""
     outputs_NKD: Tensor | None = None
     """The output of each expert of a token, before its bias and weight; 0 where it was dropped.
-    None: it was not asked for, or is never apart from the others'."""
+    None: it was not asked for."""
     sample_N: Tensor | None = None
     """Which tokens these outputs are of; None: all."""
 
@@ -180,11 +188,8 @@ class Dispatcher(nn.Module):
         if apart == "all":
             outputs_MD = rows.permute(rows_MD, plan.row_A, plan.assignment_M)
         else:
-            row_NK = plan.row_A.view(tokens, top_k)
-            if tokens > SAMPLED_TOKENS:
-                place_N = torch.arange(SAMPLED_TOKENS, device=row_NK.device)
-                sample_N = place_N * tokens // SAMPLED_TOKENS
-                row_NK = row_NK[sample_N]
+            row_NK, sample_N = plan.row_A.view(tokens, top_k), sampled(tokens_ND)
+            row_NK = row_NK if sample_N is None else row_NK[sample_N]
             outputs_MD = rows_MD.detach()[row_NK.reshape(-1)]
         outputs_NKD = self.regions.output(outputs_MD).view(-1, top_k, rows_MD.shape[1])
         return Dispatched(y_ND, plan, outputs_NKD, sample_N)

@@ -46,8 +46,8 @@ class KeptSums:
             expert_ids_NK: which of them each token uses.
         """
         groups = len(experts.keys)
-        inner_NU = experts.units(tokens_ND.to(experts.keys.dtype))
-        sums_NE = inner_NU.double().abs().view(len(tokens_ND), groups, -1).sum(-1)
+        inner_NEF = experts.units(tokens_ND.to(experts.keys.dtype))
+        sums_NE = inner_NEF.double().abs().sum(-1)
         top_k = expert_ids_NK.shape[1]
         self._all += float(sums_NE.sum())
         self._used += float(sums_NE.gather(1, expert_ids_NK).sum())

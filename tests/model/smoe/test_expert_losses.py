@@ -263,16 +263,6 @@ def test_only_a_linear_score_has_rows_and_one_expert_no_pairs(score):
     assert stats.orthogonality_loss is None
 
 
-@pytest.mark.parametrize(("experts", "apart"), [("masked", False), ("grouped", True)])
-def test_groups_of_units_are_apart_where_rows_travel(experts, apart):
-    config = EmergentMoEConfig(num_experts=4, top_k=2, score="linear", experts=experts)
-    layer, u_BTD = make(EmergentMoE, config), torch.randn(2, 5, 12, dtype=torch.float64)
-    stats = layer(u_BTD, u_BTD)[1]
-    assert (stats.orthogonality_loss is not None) == apart
-    norms = (layer.router.score.weight[0] @ layer.experts.keys[3].T).norm()
-    torch.testing.assert_close(stats.coupling_EE[0, 3], norms)
-
-
 def a_step(model, ids):
     """All losses with weights in one step: values and gradients."""
     ask_for_statistics(model, losses=EVERY, samples=False)
@@ -299,3 +289,10 @@ def test_bf16_is_finite_and_close_to_fp32(small_model, random_ids):
     for name, value in rough.items():
         assert value.isfinite().all(), name
     torch.testing.assert_close(rough["loss"].float(), exact["loss"], rtol=0.02, atol=0)
+
+
+def test_the_keys_of_a_group_are_what_its_row_couples_with():
+    config = EmergentMoEConfig(num_experts=4, top_k=2, score="linear")
+    layer, u_BTD = make(EmergentMoE, config), torch.randn(2, 5, 12, dtype=torch.float64)
+    norms = (layer.router.score.weight[0] @ layer.experts.keys[3].T).norm()
+    torch.testing.assert_close(layer(u_BTD, u_BTD)[1].coupling_EE[0, 3], norms)
