@@ -37,26 +37,28 @@ PROGRAMS = ("polyad", "torchrun", "python", "make", "tensorboard", "lm_eval")
 """First words that make a block of text one of commands. Every line of it is one then."""
 PATHS = frozenset({"DIR", "FILE", "FOLDER", "PATH", "RUN", "CHECKPOINT", "CHECKPOINT_OR_RUN"})
 """Metavars of arguments that are paths."""
-PAGES = (
-    *(
-        "prepare",
-        "train",
-        "many-hosts",
-        "scaling",
-        "troubles",
-        "evaluate",
-        "convert",
-        "open-models",
-        "lora",
-        "experts",
-    ),
-    *("images", "finetune", "studies", "findings"),
-)
-"""The pages of docs/ in the order of a reader: a page may use what one before it makes."""
+SITE = ROOT / "docs/mkdocs.yml"
 MAKES = frozenset({"output", "json", "figure", "page", "destination", "record_routing", "trace"})
 """Arguments that name what a command makes; it reads every other path."""
 USED_UP = "stream"
 """The argument that names what is there between two calls of a command alone."""
+
+
+def pages_of(nav: Any) -> Iterator[str]:
+    """The files of a part of the site's navigation, in order."""
+    if isinstance(nav, str):
+        yield nav
+    else:
+        for part in nav.values() if isinstance(nav, dict) else nav:
+            yield from pages_of(part)
+
+
+PAGES = tuple(
+    page
+    for page in pages_of(yaml.safe_load(SITE.read_text(encoding="utf-8"))["nav"])
+    if page.startswith("docs/") and not page.startswith("docs/reference/")
+)
+"""The pages of docs/ in the order of a reader: a page may use what one before it makes."""
 
 
 def from_data(path: Path, size: int) -> list[str]:
@@ -94,14 +96,13 @@ def markdown_files() -> list[Path]:
 
 
 def _reading_order(path: Path) -> tuple[int, int, str]:
-    place = path.relative_to(ROOT)
-    if str(place) == "README.md":
+    place = str(path.relative_to(ROOT))
+    if place == "README.md":
         return 0, 0, ""
-    if place.parts[0] == "docs":
-        if path.parent.name == "findings":  # a page a question, after the manuals
-            return 1, len(PAGES), path.name
-        return 1, PAGES.index(path.stem), ""
-    return len(place.parts) + 1, path.name != "README.md", str(place)
+    if place.startswith("docs/"):
+        assert place in PAGES, f"{place} is not in the navigation of {SITE}"
+        return 1, PAGES.index(place), ""
+    return place.count("/") + 2, path.name != "README.md", place
 
 
 def documents() -> list[Written]:
