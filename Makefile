@@ -27,10 +27,10 @@ setup-eval: setup  ## lm-eval too, and `lm_eval --model polyad`
 	@$(RUN) polyad.train.harness --register
 
 quickstart: setup  ## text to perplexity in two processes: minutes
-	@$(RUN) polyad.launch.quickstart
+	@$(RUN) polyad.launch quickstart
 
 quickstart-images: setup  ## images to accuracy in two processes: minutes; SOURCE=hub:uoft-cs/cifar10
-	@$(RUN) polyad.launch.quickstart --images $(SOURCE)
+	@$(RUN) polyad.launch quickstart --images $(SOURCE)
 
 test: setup  ## the everyday suite and one slice of the slow tests
 	@$(RUN) pytest -q --slice due $(IN_THREE) --durations=10

@@ -17,18 +17,18 @@ Processes that a command starts find the variable too.
 import importlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
 from polyad.launch.command import UsageError, nearest
-from polyad.launch.commands import COMMANDS
+from polyad.launch.commands import COMMANDS, GROUPS
 from polyad.launch.commands.old_flags import in_new_words
 from polyad.launch.ending import guard
 from polyad.launch.processes import stop_at_signals, unblock_signals
 from polyad.train.errors import ConfigError, one_line
 from polyad.train.results import aligned
 
-TRAINING = frozenset({"train", "launch", "study"})
+TRAINING = frozenset({"train", "launch", "study", "quickstart"})
 """Commands that a signal ends in order: what they have done is saved, and a line says so."""
 VARIABLE = "POLYAD_PLUGINS"
 """Names of modules, separated by commas."""
@@ -75,6 +75,8 @@ def run(argv: Sequence[str]) -> int:
 
 def _dispatch(argv: Sequence[str]) -> int:
     load_plugins()
+    if list(argv[:1]) == ["help"]:
+        argv = [*argv[1:], "--help"]
     words = 2 if " ".join(argv[:2]) in COMMANDS else 1  # two, as in `data verify`
     name = " ".join(argv[:words])
     if name in COMMANDS:
@@ -82,7 +84,7 @@ def _dispatch(argv: Sequence[str]) -> int:
         if name == "evaluate":
             name, rest = in_new_words(rest)
         return COMMANDS[name](rest)
-    if name in {"-h", "--help"}:
+    if name in {"", "-h", "--help"}:
         print(_overview())
         return 0
     if name == "--version":
@@ -96,8 +98,6 @@ def _dispatch(argv: Sequence[str]) -> int:
         wrong = f", not {argv[1]!r}" if argv[1:] else ""
         commands = ", ".join(each.removeprefix(f"{name} ") for each in group)
         raise UsageError(f"{name}: one of {commands} is needed{wrong}")
-    if not name:
-        raise UsageError(f"a command is needed: {', '.join(COMMANDS)} (see `polyad --help`)")
     raise UsageError(f"unknown command {name!r}{nearest(name, COMMANDS)}")
 
 
@@ -117,29 +117,34 @@ def load_plugins() -> None:
             ) from None
 
 
-def _listed(names: Sequence[str]) -> str:
-    lines = aligned([(name, COMMANDS[name].summary) for name in names], "<")
-    return "\n".join(f"  {line}" for line in lines)
+def _listed(groups: Mapping[str, Sequence[str]]) -> str:
+    """Names and summaries, aligned over all groups, each group below its title."""
+    names = [name for group in groups.values() for name in group]
+    lines = iter(aligned([(name, COMMANDS[name].summary) for name in names], "<"))
+    parts = [
+        "\n".join([f"{title}:", *(f"  {next(lines)}" for _ in group)])
+        for title, group in groups.items()
+    ]
+    return "\n\n".join(parts)
 
 
 def _group_overview(name: str, group: Sequence[str]) -> str:
     return f"""usage: polyad {name} COMMAND ...
 
-commands:
-{_listed(group)}
+{_listed({"commands": group})}
 
 `polyad {group[0]} --help` explains the first of them."""
 
 
 def _overview() -> str:
+    groups = {title: [each.name for each in group] for title, group in GROUPS.items()}
     return f"""usage: polyad COMMAND ...
 
-Trains mixture-of-experts transformers.
+Trains mixture-of-experts models, and shows what their experts do.
 
-commands:
-{_listed(list(COMMANDS))}
+{_listed(groups)}
 
-`polyad COMMAND --help` explains one of them; `polyad --version` prints the version.
+`polyad help COMMAND` explains a command; `polyad --version` prints the version.
 
 example:
   polyad prepare --source python-stdlib --tokenizer train:8192 --output runs/stdlib

@@ -77,7 +77,11 @@ ConfigOrFolder = Annotated[
 ]
 Overrides = Annotated[
     list[str],
-    Argument("a key of the file, for example train.steps=100", "key=value", nargs="*"),
+    Argument(
+        "a key of the file, for example train.steps=100; `polyad keys` explains all of them",
+        "key=value",
+        nargs="*",
+    ),
 ]
 
 

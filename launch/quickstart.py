@@ -1,4 +1,4 @@
-"""`make quickstart` and `make quickstart-images`: the whole way once, from data to a score.
+"""`polyad quickstart`: the whole way once, from data to a score.
 
 data -> two processes train half way, and end -> two new ones go on -> a score, and a table
 
@@ -11,18 +11,16 @@ import shutil
 import sys
 import time
 from abc import ABC, abstractmethod
-from argparse import ArgumentParser
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from polyad.launch.cli import run as run_command
-from polyad.launch.ending import guard
-from polyad.launch.processes import STOPPED, polyad, stop_at_signals
+from polyad.launch.processes import STOPPED, polyad
 from polyad.train.errors import stopped
 from polyad.train.records import last_loss, median_rate, peak_memory, read_records
 from polyad.train.results import aligned
 
-ROOT = Path(__file__).resolve().parent.parent
 TEXT_CONFIG = Path("configs/quickstart/gpt2-smoe.yaml")
 IMAGES_CONFIG = Path("configs/quickstart/vmoe.yaml")
 DIGITS = "digits"
@@ -53,8 +51,8 @@ class Quickstart(ABC):
     """A quickstart.
 
     Args:
-        config: of the run, relative to the clone.
-        folder: everything is written below it, relative to the clone.
+        config: of the run.
+        folder: everything is written below it.
         overrides: `key=value` for the configuration.
     """
 
@@ -84,20 +82,28 @@ class Quickstart(ABC):
         """
 
     def main(self) -> int:
-        """Runs the quickstart; all that it writes lies below its folder in the clone.
+        """Runs the quickstart.
 
         Returns:
             The exit status of the first step that failed, 0 if none did.
         """
-        os.chdir(ROOT)
         started = time.monotonic()
         try:
             rows = self._steps()
         except StepFailed as error:
             return error.status
         rows.append(("time", f"{time.monotonic() - started:.0f} s"))
-        print("\n".join(["", *aligned(rows, "<")]), flush=True)
+        print("\n".join(["", *aligned(rows, "<"), "", *self._next_steps()]), flush=True)
         return 0
+
+    def _next_steps(self) -> list[str]:
+        """Commands to go on with, and what each of them shows."""
+        commands = [(f"{_program('polyad')} {words}", what) for words, what in self.next_commands()]
+        return ["Next:", *(f"  {line}" for line in aligned(commands, "<"))]
+
+    @abstractmethod
+    def next_commands(self) -> Sequence[tuple[str, str]]:
+        """Three command lines without the program, with what each of them shows."""
 
     def _steps(self) -> Rows:
         from polyad.train.config.run import load_config
@@ -164,16 +170,21 @@ class Quickstart(ABC):
         records = read_records(self.run)
         rate = median_rate(records, unit)
         checkpoint = self.run / "checkpoints" / f"step-{half:08d}"
-        board = Path(sys.executable).parent / "tensorboard"
-        shown = os.path.relpath(board) if board.is_relative_to(Path.cwd()) else "tensorboard"
         return [
             *_routing_rows(records[-1]),
             ("speed", f"{rate:,.0f} {unit}s/s in training, {PROCESSES} processes"),
             ("peak memory", f"{peak_memory(records) / 2**30:.2f} GiB a process"),
             ("went on", f"at step {half:,} in new processes, from {checkpoint}"),
             ("run folder", f"{self.run}"),
-            ("curves", f"{shown} --logdir {self.run / 'tensorboard'}"),
+            ("curves", f"{_program('tensorboard')} --logdir {self.run / 'tensorboard'}"),
         ]
+
+
+def _program(name: str) -> str:
+    """How a program of this environment is typed from here."""
+    path = Path(sys.executable).parent / name
+    is_here = path.is_relative_to(Path.cwd()) and shutil.which(name) != str(path)
+    return os.path.relpath(path) if is_here else name
 
 
 def _routing_rows(record: dict[str, Any]) -> Rows:
@@ -222,13 +233,24 @@ class TextQuickstart(Quickstart):
             *self._run_rows(half, "token"),
         ]
 
+    def next_commands(self) -> Sequence[tuple[str, str]]:
+        """See `Quickstart.next_commands`."""
+        return [
+            (f"report {self.run}", "a page of what each expert is for, to open in a browser"),
+            (
+                f"experts trace {self.run} --output {self.run}/experts.parquet",
+                "the experts of every token",
+            ),
+            (f"generate {self.run} --prompt 'def '", "text of the model"),
+        ]
+
 
 class ImageQuickstart(Quickstart):
     """Images to a V-MoE, beside the nearest neighbour among the training images.
 
     Args:
-        config: of the run, relative to the clone.
-        folder: everything is written below it, relative to the clone.
+        config: of the run.
+        folder: everything is written below it.
         source: of the images, as `polyad prepare --images` takes it.
     """
 
@@ -268,6 +290,17 @@ class ImageQuickstart(Quickstart):
             ("held out", str(result["held_out"])),
             *self._run_rows(half, "image"),
             ("report", f"{self.run / 'report.html'}: images and patches of each expert"),
+        ]
+
+    def next_commands(self) -> Sequence[tuple[str, str]]:
+        """See `Quickstart.next_commands`."""
+        return [
+            (
+                f"report {self.run} --top 12",
+                "a page of the images and patches that each expert gets",
+            ),
+            (f"experts specialize {self.run}", "which classes each expert serves"),
+            (f"evaluate {self.run} --split train", "the accuracy on another split"),
         ]
 
 
@@ -319,16 +352,15 @@ def _say(line: str) -> None:
     print(f"\n== {line}", file=sys.stderr, flush=True)
 
 
-def main() -> int:
-    """Runs the quickstart of text, or with the images that the command line names."""
-    parser = ArgumentParser(prog="python -m polyad.launch.quickstart", description=__doc__)
-    parser.add_argument("--images", metavar="SOURCE", help="in place of text; digits, for example")
-    source = parser.parse_args().images
-    if source is None:
+def main(images: str | None = None) -> int:
+    """Runs the quickstart of text, or of images.
+
+    Args:
+        images: The source of images, as of `polyad prepare --images`; None: text.
+
+    Returns:
+        The exit status.
+    """
+    if images is None:
         return TextQuickstart(TEXT_CONFIG, Path("runs/quickstart")).main()
-    return ImageQuickstart(IMAGES_CONFIG, Path("runs/quickstart-images"), source).main()
-
-
-if __name__ == "__main__":
-    stop_at_signals()
-    sys.exit(guard(main))
+    return ImageQuickstart(IMAGES_CONFIG, Path("runs/quickstart-images"), images).main()

@@ -1,4 +1,4 @@
-"""The commands of `polyad`, in the order of its help: a function for each, whose parameters are the
+"""The commands of `polyad`: a function for each, whose parameters are the
 arguments; see `launch/command.py`. Nothing heavy is imported before one runs."""
 
 from polyad.launch.command import Command
@@ -12,47 +12,54 @@ from polyad.launch.commands import (
     plan,
     report,
     runs,
+    start,
     study,
     weights,
 )
 
-COMMANDS: dict[str, Command] = {
-    each.name: each
-    for each in (
-        data.prepare,
-        runs.train,
-        runs.launch,
+GROUPS: dict[str, tuple[Command, ...]] = {
+    "start": (start.quickstart, runs.doctor, start.completion),
+    "data": (data.prepare,),
+    "before a run": (
+        runs.keys,
+        runs.validate,
+        plan.plan,
+        bench.bench,
+        runs.verify_layout,
+        runs.schema,
+    ),
+    "training": (runs.launch, runs.train),
+    "a trained model": (
         evaluate.evaluate,
-        evaluate.compare,
+        weights.generate,
+        report.report,
         evaluate.robustness,
+        evaluate.compare,
+    ),
+    "its experts": (
+        explore.explore,
+        experts.specialize,
         experts.knockout,
         experts.atlas,
         experts.audit,
         experts.probe,
+        experts.contrast,
+        experts.steer,
+        experts.rewrite,
+        experts.trace,
         experts.prune,
         experts.subset,
-        experts.specialize,
-        experts.rewrite,
-        experts.steer,
-        experts.contrast,
-        experts.trace,
         experts.splice,
         experts.take,
-        explore.explore,
-        weights.generate,
-        weights.convert,
-        weights.inspect,
-        runs.validate,
-        runs.schema,
-        runs.doctor,
-        runs.verify_layout,
-        plan.plan,
-        bench.bench,
-        report.report,
-        study.study,
+    ),
+    "weights": (weights.convert, weights.inspect),
+    "comparisons": (study.study,),
+    "upkeep": (
         checkpoints.checkpoint_list,
         checkpoints.checkpoint_verify,
         checkpoints.checkpoint_delete,
         data.data_verify,
-    )
+    ),
 }
+"""The commands in the order in which a user needs them, by the titles of `polyad --help`."""
+COMMANDS: dict[str, Command] = {each.name: each for group in GROUPS.values() for each in group}

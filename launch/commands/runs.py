@@ -1,6 +1,7 @@
 """Commands about a run's configuration: training, and what is checked before it."""
 
 import dataclasses
+import difflib
 import os
 import sys
 from collections.abc import Sequence
@@ -113,6 +114,50 @@ def validate(
         number = processes or environment_world_size()
         description = describe_run(config, overrides, number, with_data=not without_data)
         show(description, description_table(description))
+
+
+@command(
+    "keys",
+    "polyad keys",
+    "polyad keys train",
+    "polyad keys model.feed_forward.top_k",
+)
+def keys(
+    key: Annotated[
+        str | None, Argument("a section or a key; default: all sections", "KEY", nargs="?")
+    ] = None,
+    *,
+    study: Annotated[bool, Argument("keys of a study's file, in place of a run's")] = False,
+    json: Json = None,
+) -> None:
+    """Explains configuration keys: type, default and meaning.
+
+    Any of a run's keys can be set in its YAML file, or on the command line as key=value.
+    """
+    from polyad.train.config.reference import as_text, find_keys, sections
+    from polyad.train.config.run import RunConfig
+    from polyad.train.errors import ConfigError
+    from polyad.train.results import aligned
+    from polyad.train.study.config import StudyConfig
+
+    with results(json) as show:
+        found = sections(StudyConfig if study else RunConfig)
+        if key is None:
+            rows = [(each.title, " ".join(each.about.split())) for each in found]
+            text = "\n".join([*aligned(rows, "<"), "", "`polyad keys SECTION` explains its keys."])
+        else:
+            typed = {
+                name for each in found for one in each.keys for name in one.dotted(each.places)
+            }
+            found = find_keys(found, key)
+            if not found:
+                close = difflib.get_close_matches(key, sorted(typed), n=3)
+                nearest = f"; the nearest: {', '.join(close)}" if close else ""
+                raise ConfigError(
+                    f"{key}: there is no such key{nearest} (`polyad keys` lists sections)"
+                )
+            text = "\n\n".join(map(as_text, found))
+        show([each.as_dict() for each in found], text)
 
 
 @command("schema", "polyad schema > polyad.schema.json", "polyad schema study > study.schema.json")

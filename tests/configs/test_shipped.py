@@ -155,6 +155,10 @@ EXPECTED_STUDIES = {
         | dict.fromkeys(("mxd-4", "mxd-32"), 3_205_244)
         | dict.fromkeys(("transcoder-4", "transcoder-32", "dense"), 3_206_784),
     ),
+    "mxd-long.yaml": (
+        12,
+        dict.fromkeys(("mxd", "mxd-all", "dense-larger"), 2_615_424) | {"cp-large": 2_612_688},
+    ),
     "mxd.yaml": (
         26,
         {"dense-larger": 2_615_424, "cp-large": 2_612_688, "mxd": 2_615_424}

@@ -159,10 +159,14 @@ def commands_of_config(path: Path) -> list[Written]:
 
 def by_hand(words: Sequence[str]) -> list[Written] | None:
     """What a quickstart does; None of another command."""
-    made = {"quickstart": TEXT_CONFIG, "quickstart-images": IMAGES_CONFIG}
-    if list(words[:1]) != ["make"] or len(words) != 2 or words[1] not in made:
-        return None
-    return commands_of_config(ROOT / made[words[1]])[1:]
+    made = {
+        "make quickstart": TEXT_CONFIG,
+        "make quickstart-images": IMAGES_CONFIG,
+        "polyad quickstart": TEXT_CONFIG,
+        "polyad quickstart --images digits": IMAGES_CONFIG,
+    }
+    config = made.get(" ".join(words))
+    return None if config is None else commands_of_config(ROOT / config)[1:]
 
 
 def help_commands() -> dict[str, list[Written]]:
@@ -263,7 +267,7 @@ class World:
             self._make(words[words.index(">") + 1])
             words = words[: words.index(">")]
         given = polyad_words(words)
-        if given is None:
+        if given is None or by_hand(words):
             self._other(words)
             return
         name, parser, options = parsed(given)

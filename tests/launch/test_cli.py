@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import pytest
 
 import polyad.train.pretrain
 from polyad.launch.cli import run
-from polyad.launch.commands import COMMANDS
+from polyad.launch.commands import COMMANDS, GROUPS
 from polyad.launch.ending import OTHERS_SPEAK_FIRST
 from polyad.train.errors import RunError, stopped
 from tests.helpers.everyday import everyday
@@ -63,6 +64,69 @@ def test_commands_of_two_words_are_listed_together(capfd: pytest.CaptureFixture[
     assert captured.err == ""
 
 
+@pytest.mark.parametrize(
+    ("arguments", "same"),
+    [
+        ([], ["--help"]),
+        (["help"], ["--help"]),
+        (["help", "train"], ["train", "--help"]),
+        (["help", "checkpoint"], ["checkpoint", "--help"]),
+        (["help", "checkpoint", "list"], ["checkpoint", "list", "--help"]),
+    ],
+)
+def test_help_is_a_command_too(
+    arguments: list[str], same: list[str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    printed = []
+    for words in (arguments, same):
+        assert run(words) == 0
+        printed.append(capfd.readouterr().out)
+    assert printed[0] == printed[1] != ""
+
+
+def test_all_commands_are_listed_under_titles(capfd: pytest.CaptureFixture[str]) -> None:
+    assert run([]) == 0
+    lines = capfd.readouterr().out.splitlines()
+    listed = [line.strip().split("  ")[0] for line in lines if re.match("  [a-z]", line)]
+    assert listed[: len(COMMANDS)] == list(COMMANDS)
+    assert [line[:-1] for line in lines if line.endswith(":")][: len(GROUPS)] == list(GROUPS)
+
+
+@pytest.mark.parametrize(
+    ("typed", "offered"),
+    [
+        (["exp"], {"explore", "experts"}),
+        (["experts", "at"], {"atlas"}),
+        (["launch", "--process"], {"--processes-per-node"}),
+        (["completion", "z"], {"zsh"}),
+    ],
+)
+def test_bash_completes_commands_and_options(
+    typed: list[str], offered: set[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["completion", "bash"]) == 0
+    script = tmp_path / "polyad.bash"
+    script.write_text(capfd.readouterr().out)
+    words = f"COMP_WORDS=(polyad {' '.join(typed)}); COMP_CWORD={len(typed)}"
+    lines = f"source {script}; {words}; _shtab_polyad; printf '%s\\n' \"${{COMPREPLY[@]}}\""
+    done = subprocess.run(["bash", "-c", lines], capture_output=True, text=True, check=True)
+    assert {word.strip() for word in done.stdout.split()} == offered
+
+
+def test_keys_are_explained(capfd: pytest.CaptureFixture[str]) -> None:
+    assert run(["keys", "train.steps"]) == 0
+    assert "steps: integer >= 1; required" in capfd.readouterr().out
+    assert run(["keys", "model.replaced.feed_forward.score", "--json", "-"]) == 0
+    found = json.loads(capfd.readouterr().out)
+    assert {section["kind"] for section in found} == {"smoe", "emoe"}
+    assert run(["keys"]) == 0
+    assert "data.mixture[]" in capfd.readouterr().out
+    assert run(["keys", "data.mixture"]) == 0
+    assert "weight: " in capfd.readouterr().out
+    assert run(["keys", "leak", "--study"]) == 0
+    assert "tokens: integer >= 1; default 2048" in capfd.readouterr().out
+
+
 def test_version_is_printed(capfd: pytest.CaptureFixture[str]) -> None:
     assert run(["--version"]) == 0
     assert capfd.readouterr().out.startswith("polyad ")
@@ -71,7 +135,9 @@ def test_version_is_printed(capfd: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ([], ["a command is needed", "prepare, train, launch, evaluate, compare"]),
+        (["help", "trian"], ["'trian'", "nearest is train"]),
+        (["keys", "train.step"], ["train.step: ", "the nearest: train.steps"]),
+        (["completion", "csh"], ["'csh'", "'bash', 'zsh', 'fish'"]),
         (["trian"], ["'trian'", "nearest is train"]),
         (["checkpoint"], ["checkpoint: one of list, verify, delete is needed"]),
         (["checkpoint", "lst"], ["one of list, verify, delete", "not 'lst'"]),
