@@ -15,7 +15,7 @@ RUN := $(BIN)/python -m
 # Three processes, which take a file each: on two cores, one of them waits for its own processes.
 IN_THREE := -n 3 --dist loadfile
 
-.PHONY: help setup setup-eval quickstart quickstart-images test test-slice test-all check gpu-check fake-gpu bad-half-hour configs clean
+.PHONY: help setup setup-eval quickstart quickstart-images test test-slice test-all check gpu-check fake-gpu bad-half-hour docs configs clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-18s %s\n", $$1, $$2}' Makefile
@@ -63,6 +63,9 @@ fake-gpu: setup  ## steps of every configuration on a GPU that is not there; ins
 
 bad-half-hour: setup  ## a run over four hosts of this machine, one fault after another; needs root: MINUTES=30 SEED=1
 	@$(RUN) tests.reliability.bad_half_hour --minutes $(or $(MINUTES),30) --seed $(or $(SEED),1)
+
+docs: setup  ## the documentation as a site in site/, to open site/index.html; a broken link fails
+	@$(RUN) docs.site site
 
 configs: setup  ## the files of runs in configs/, from tests/configs/deltas
 	@$(RUN) tests.configs.writing
