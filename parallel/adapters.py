@@ -2,7 +2,7 @@
 
 The cut one follows the weight that it stands beside. What is exchanged are the narrow numbers
 between the two, r for each token; where the layer's own sum joins the parts, nothing but the
-gradient of the whole matrix, of which each process then has a part. The README has the table.
+gradient of the whole matrix, of which each process then has a part. `LAYERS.md` has the table.
 """
 
 from torch import nn

@@ -4,7 +4,7 @@ A factorized layer is narrow in the middle: R numbers a token (a ring: four time
 its input factor and its output factor, against F inner units. So the inner units stay cut, as those
 of a dense MLP, and what is sent are the R numbers: gathered in the first layer, where every inner
 unit needs all of them, and summed into parts in the second, where every process has a share of
-each sum. The block's output is summed as a dense one's. The README says what that costs.
+each sum. The block's output is summed as a dense one's. `FACTORS.md` says what that costs.
 
 Shapes: M tokens, R rank.
 """
