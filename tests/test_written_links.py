@@ -110,14 +110,24 @@ def test_the_pages_of_docs_are_those_of_the_navigation() -> None:
     assert len(pages) == len(PAGES)
 
 
-def test_the_root_readme_is_short_and_its_figures_are_those_of_the_benchmarks() -> None:
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert len(text.splitlines()) <= 120
-    rows = text.partition("## Measured")[2].strip().splitlines()[-5:]
-    benchmarks = (ROOT / "BENCHMARKS.md").read_text(encoding="utf-8").splitlines()
-    for row in rows:
-        cells = [cell.strip() for cell in row.strip("| ").split("|")]
-        assert len(cells) == 4, row
-        assert any(
-            set(cells) <= {cell.strip() for cell in line.split("|")} for line in benchmarks
-        ), f"{row}: is no row of BENCHMARKS.md"
+def long_lines(text: str) -> list[int]:
+    """The numbers of lines of more than 120 characters."""
+    return [number for number, line in enumerate(text.splitlines(), 1) if len(line) > 120]
+
+
+@pytest.mark.parametrize("page", ["README.md", *PAGES])
+def test_a_page_is_short(page: str) -> None:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    assert len(text.split()) <= 1200
+    assert long_lines(text) == []
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_lines_are_short(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    wide = [number for number in long_lines(text) if text.splitlines()[number - 1][0] != "|"]
+    assert wide == []
+
+
+def test_the_root_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 150
