@@ -50,7 +50,7 @@ def main(output: Path) -> None:
         file.write_text(
             SETTINGS.format(root=ROOT, source=source, output=output.resolve()), encoding="utf-8"
         )
-        command = [sys.executable, "-m", "mkdocs", "build", "-q", "-f", str(file)]
+        command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-f", str(file)]
         environment = os.environ | {"NO_MKDOCS_2_WARNING": "1"}  # of an incompatible successor
         subprocess.run(command, env=environment, check=True)
 

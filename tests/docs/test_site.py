@@ -1,0 +1,58 @@
+"""The documentation site is built without a broken link, and its reference has all of the code."""
+
+import re
+from pathlib import Path
+from subprocess import CalledProcessError
+
+import pytest
+import yaml
+
+import docs.site
+from docs.site import REFERENCE, commands_page, keys_page, main
+from polyad.launch.commands import COMMANDS
+from polyad.train.config.run import RunConfig
+from polyad.train.study.config import StudyConfig
+from tests.helpers.written import SITE, pages_of
+
+NAVIGATION = list(pages_of(yaml.safe_load(SITE.read_text(encoding="utf-8"))["nav"]))
+
+
+@pytest.mark.slow
+def test_every_page_of_the_navigation_is_built_and_loads_nothing_from_elsewhere(tmp_path):
+    main(tmp_path / "site")
+    for page in NAVIGATION:
+        place = "index.html" if page == "README.md" else page.removesuffix(".md") + ".html"
+        text = (tmp_path / "site" / place).read_text(encoding="utf-8")
+        assert "<article" in text, page
+        loaded = re.findall(
+            r'<(?:script|img|link rel="stylesheet")[^>]*(?:src|href)="(http[^"]*)', text
+        )
+        assert loaded == [], page
+    assert "polyad.load" in (tmp_path / "site" / REFERENCE / "python.html").read_text()
+    assert (tmp_path / "site/model/smoe/index.html").exists()
+
+
+@pytest.mark.slow
+def test_a_broken_link_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reference = docs.site.reference()
+    reference[REFERENCE / "keys.md"] += "[none](none.md)"
+    monkeypatch.setattr(docs.site, "reference", lambda: reference)
+    with pytest.raises(CalledProcessError):
+        main(tmp_path / "site")
+
+
+@pytest.mark.parametrize(("kind", "key"), [(RunConfig, "top_k"), (StudyConfig, "baseline")])
+def test_the_reference_of_keys_has_every_key(kind, key):
+    text = keys_page("Keys", kind)
+    assert f"| `{key}` | " in text
+    for name in kind.model_fields:
+        assert f"| `{name}` | " in text or f"## {name}" in text, name
+    rows = [line for line in text.splitlines() if line.startswith("| `")]
+    assert all(len(re.split(r"(?<!\\)\|", row)) == 6 for row in rows)
+
+
+def test_the_reference_of_commands_has_every_command():
+    text = commands_page()
+    for name in COMMANDS:
+        assert f"### polyad {name}\n" in text
+        assert f"usage: polyad {name}" in text
