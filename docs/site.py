@@ -1,12 +1,13 @@
 """Builds the documentation site: `make docs`, or `python docs/site.py OUTPUT`.
 
 All Markdown files of the repository are pages, with the links between them as they stand; files
-that they link to are copied. The reference is made of the code: configuration keys, commands, the
-Python interface. Any broken link fails.
+that they link to are copied. Notebooks become pages too. The reference is made of the code:
+configuration keys, commands, the Python interface. Any broken link fails.
 """
 
 import contextlib
 import io
+import json
 import os
 import re
 import shutil
@@ -15,6 +16,7 @@ import sys
 from argparse import ArgumentParser
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import polyad
 from polyad.launch.cli import run
@@ -25,6 +27,7 @@ from polyad.train.study.config import StudyConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 REFERENCE = Path("docs/reference")
+NOTEBOOKS = Path("docs/notebooks")
 SETTINGS = """
 INHERIT: {root}/docs/mkdocs.yml
 docs_dir: {source}
@@ -35,6 +38,7 @@ markdown_extensions:
 """
 """Anchors are those of GitHub."""
 LINK = re.compile(r"\]\(([^)\s#]+)[^)]*\)")
+LINK_TO_NOTEBOOK = re.compile(r"(\]\([^)\s#]+)\.ipynb\b")
 
 
 def main(output: Path) -> None:
@@ -43,7 +47,7 @@ def main(output: Path) -> None:
         source = Path(folder) / "source"
         for path in pages():
             copy(path, source)
-        for name, text in reference().items():
+        for name, text in (notebooks() | reference()).items():
             (source / name).parent.mkdir(parents=True, exist_ok=True)
             (source / name).write_text(text, encoding="utf-8")
         file = Path(folder) / "mkdocs.yml"
@@ -68,14 +72,40 @@ def is_ours(path: Path) -> bool:
 
 def copy(page: Path, source: Path) -> None:
     """Copies a page, and the files that it links to."""
+    text = (ROOT / page).read_text(encoding="utf-8")
     (source / page).parent.mkdir(parents=True, exist_ok=True)
-    shutil.copy(ROOT / page, source / page)
-    for target in LINK.findall((ROOT / page).read_text(encoding="utf-8")):
+    (source / page).write_text(to_pages(text), encoding="utf-8")
+    for target in LINK.findall(text):
         path = (ROOT / page).parent / target
-        if not re.match("[a-z]+:", target) and path.is_file() and path.suffix != ".md":
+        is_page = path.suffix in (".md", ".ipynb")
+        if not re.match("[a-z]+:", target) and path.is_file() and not is_page:
             place = source / path.resolve().relative_to(ROOT)
             place.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(path, place)
+
+
+def to_pages(text: str) -> str:
+    """A text whose links to notebooks lead to their pages."""
+    return LINK_TO_NOTEBOOK.sub(r"\1.md", text)
+
+
+def notebooks() -> dict[Path, str]:
+    """The pages that are made of notebooks, by their places."""
+    paths = sorted((ROOT / NOTEBOOKS).glob("*.ipynb"))
+    return {NOTEBOOKS / f"{path.stem}.md": to_pages(notebook_page(path)) for path in paths}
+
+
+def notebook_page(path: Path) -> str:
+    """The text of a notebook, with its code in blocks; outputs are left out."""
+    first, *rest = json.loads(path.read_text(encoding="utf-8"))["cells"]
+    note = f"This page is the notebook `{NOTEBOOKS / path.name}`, without outputs."
+    return "\n\n".join([cell_page(first), note, *map(cell_page, rest)]) + "\n"
+
+
+def cell_page(cell: dict[str, Any]) -> str:
+    """A cell of a notebook as a part of a page."""
+    text = "".join(cell["source"])
+    return f"```python\n{text}\n```" if cell["cell_type"] == "code" else text
 
 
 def reference() -> dict[Path, str]:

@@ -38,6 +38,8 @@ PROGRAMS = ("polyad", "torchrun", "python", "make", "tensorboard", "lm_eval")
 PATHS = frozenset({"DIR", "FILE", "FOLDER", "PATH", "RUN", "CHECKPOINT", "CHECKPOINT_OR_RUN"})
 """Metavars of arguments that are paths."""
 SITE = ROOT / "docs/mkdocs.yml"
+MADE = ("docs/reference/", "docs/notebooks/")
+"""Folders of pages that docs/site.py makes: they are in the navigation alone."""
 MAKES = frozenset({"output", "json", "figure", "page", "destination", "record_routing", "trace"})
 """Arguments that name what a command makes; it reads every other path."""
 USED_UP = "stream"
@@ -56,7 +58,7 @@ def pages_of(nav: Any) -> Iterator[str]:
 PAGES = tuple(
     page
     for page in pages_of(yaml.safe_load(SITE.read_text(encoding="utf-8"))["nav"])
-    if page.startswith("docs/") and not page.startswith("docs/reference/")
+    if page.startswith("docs/") and not page.startswith(MADE)
 )
 """The pages of docs/ in the order of a reader: a page may use what one before it makes."""
 
