@@ -128,7 +128,7 @@ def _group_overview(name: str, group: Sequence[str]) -> str:
 commands:
 {_listed(group)}
 
-`polyad {group[0]} --help` explains the first of them."""
+Run `polyad {group[0]} --help` for details of the first, and the same for the others."""
 
 
 def _overview() -> str:
@@ -139,7 +139,7 @@ Trains mixture-of-experts transformers.
 commands:
 {_listed(list(COMMANDS))}
 
-`polyad COMMAND --help` explains one of them; `polyad --version` prints the version.
+Run `polyad COMMAND --help` for details of a command, `polyad --version` for the version.
 
 example:
   polyad prepare --source python-stdlib --tokenizer train:8192 --output runs/stdlib

@@ -23,26 +23,32 @@ def bench(
     overrides: Overrides,
     *,
     steps: Annotated[
-        int, Argument("timed steps, after 2 that are not; default 10", "N", positive)
+        int, Argument("number of timed steps, after 2 warm-up steps; default 10", "N", positive)
     ] = 10,
     compile: Annotated[
         bool,
-        Argument("time the step without torch.compile and with it; default: as model.compile says"),
+        Argument(
+            "time steps both with and without torch.compile; default: only as model.compile says"
+        ),
     ] = False,
     forced_balance: Annotated[
         bool,
         Argument(
-            "send tokens to experts in turn, whatever their scores: all experts have equal loads, "
-            "as where training has balanced them"
+            "assign tokens to experts in turn, whatever their scores, so that all experts have "
+            "equal load, as in a model whose training has balanced them"
         ),
     ] = False,
     processes: Annotated[
         int | None,
-        Argument("of this machine; default: those that torchrun has started, or 1", "P", positive),
+        Argument(
+            "number of processes on this machine; default: those that torchrun has started, or 1",
+            "P",
+            positive,
+        ),
     ] = None,
     json: Json = None,
 ) -> None:
-    """Times a training step of a configuration here: rate, memory, MFU. Needs no data."""
+    """Times training steps on this machine: throughput, memory, MFU. Needs no data."""
     from polyad.launch.commands.plan import configuration
     from polyad.launch.machine import bind_to_cores, end_with_launcher, prepare_environment
     from polyad.launch.via.agent import become_processes
