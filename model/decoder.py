@@ -39,12 +39,13 @@ REPLACED = "model.replaced.feed_forward"
 
 
 class ReplacedConfig(Config):
-    """Blocks whose feed-forward is another one than the model's."""
+    """Blocks whose feed-forward is replaced with another one."""
 
     blocks: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
-    """Their numbers, from 0."""
+    """Numbers of these blocks, from 0."""
     feed_forward: FeedForwardConfig
-    """What each of them has in place of `model.feed_forward`; experts are in all of them."""
+    """The feed-forward of each of these blocks, instead of `model.feed_forward`; if it has experts,
+    all of these blocks have them."""
 
 
 class Multipliers(NamedTuple):

@@ -94,10 +94,10 @@ else:
 
 
 class RunConfig(Config):
-    """Everything that defines a run."""
+    """The complete configuration of a run."""
 
     seed: Annotated[int, Field(ge=0)] = 1234
-    """The seed of initial weights, the order of the data, and dropout."""
+    """Random seed for the initial weights, the order of the data, and dropout."""
     run: RunFolderConfig
     model: ModelSection
     data: DataSection

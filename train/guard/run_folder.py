@@ -35,10 +35,11 @@ SEEN_WITHIN = 10.0
 
 
 class RunFolderConfig(Config):
-    """Where a run lives."""
+    """Where a run is written."""
 
     folder: Annotated[str, AfterValidator(check_path)]
-    """Holds config.yaml, metrics.jsonl, environment.json, tensorboard/ and checkpoints/."""
+    """Folder of the run, for config.yaml, metrics.jsonl, environment.json, tensorboard/ and
+    checkpoints/."""
 
 
 def gone(folder: Path) -> RunError:
