@@ -138,7 +138,11 @@ def table(result: dict[str, Any]) -> str:
         rows.append((kind, f"{about['compared']}", shown))
     lines = aligned(rows, "<><")
     most = max(each["largest_difference"] for each in result["differences"].values())
-    end = f"equal to {most:.0e}" if result["equal"] else f"{result['wrong_in_all']} numbers differ"
+    end = (
+        f"the layouts agree (largest difference {most:.0e})"
+        if result["equal"]
+        else f"{result['wrong_in_all']} numbers differ"
+    )
     return "\n".join([f"{result['processes']} processes: {shape}", *lines, end])
 
 

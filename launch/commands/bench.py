@@ -167,15 +167,17 @@ def _table(result: dict[str, Any]) -> str:
     processes = f"{result['processes']} process{'es' if result['processes'] > 1 else ''}"
     lines = [
         f"{result['config']}: {result['parameters']:,} parameters in {result['precision']}, "
-        f"{result['global_batch_size']} samples a step in micro-batches of "
+        f"{result['global_batch_size']} samples per step in micro-batches of "
         f"{result['micro_batch_size']}",
         f"{processes} (data parallel {result['data_parallel_size']}, tensor parallel "
         f"{result['tensor_parallel_size']}, expert parallel {result['expert_parallel_size']}, "
         f"ZeRO {result['zero_stage']}), {result['threads']} threads of {result['device']}",
     ]
     if result["forced_balance"]:
-        lines.append("experts are forced to equal loads: no figure of what a router does or learns")
-    columns = ("s a step", "90%", f"{result['unit']}s/s", "first steps", "peak memory", "MFU")
+        lines.append(
+            "expert loads are forced to be equal, so this does not measure the router's own balance"
+        )
+    columns = ("s per step", "90%", f"{result['unit']}s/s", "first steps", "peak memory", "MFU")
     rows: list[tuple[str, ...]] = [("", *columns)]
     for way, row in result["times"].items():
         between = row["seconds_interval"]
@@ -193,5 +195,7 @@ def _table(result: dict[str, Any]) -> str:
     lines.append(align(rows))
     if len(result["times"]) == 2:
         eager, compiled = (row["seconds"] for row in result["times"].values())
-        lines.append(f"compiled takes {compiled / eager:.2f} of the eager step")
+        lines.append(
+            f"the compiled step takes {compiled / eager:.2f} times as long as the eager one"
+        )
     return "\n".join(lines)

@@ -258,7 +258,7 @@ _SCRIPT = """\
 {directives}
 
 # Near the limit Slurm sends USR1 to this script alone, which hands it on: the processes save the
-# step that they are in and end, and the job goes back into the queue. The next start goes on from
+# step that they are in and end, and the job goes back into the queue. The next start continues from
 # there. TERM, of scancel and of a node that goes down, is handed on too, and waited for.
 woken=0
 asked=

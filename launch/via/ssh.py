@@ -128,7 +128,7 @@ def run_over_ssh(run: SshRun) -> int:
         _say(f"starts again from the newest checkpoint on {len(hosts)} hosts: {_listed(hosts)}")
     raise HostsLostError(
         f"{_listed(lost)} was lost after {run.restarts} starts again (--max-restarts); the same "
-        f"command goes on from the newest checkpoint"
+        f"command continues from the newest checkpoint"
     )
 
 

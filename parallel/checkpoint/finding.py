@@ -1,7 +1,7 @@
 """Which checkpoint is meant: by a path, and by a run that goes on.
 
 A path means the newest complete checkpoint of a run, read again if the run deletes it meanwhile. A
-run goes on from the newest one whose every byte is verified.
+run continues from the newest one whose every byte is verified.
 """
 
 import os
@@ -266,5 +266,5 @@ def _none_is_good(folder: Path, reasons: Sequence[str]) -> str:
 def _warn(reasons: Sequence[str], path: Path) -> None:
     if os.environ.get("RANK", "0") == "0":
         for reason in reasons:
-            line = f"polyad: warning: {reason}; the run goes on from {path.name}"
+            line = f"polyad: warning: {reason}; the run continues from {path.name}"
             print(line, file=sys.stderr, flush=True)

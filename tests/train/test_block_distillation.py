@@ -123,7 +123,7 @@ def test_only_the_replaced_feed_forward_is_trained_and_it_comes_near(
             assert torch.equal(weight, theirs[name]), name
     trained = sum(w.numel() for n, w in ours.items() if n.startswith("blocks.1.feed_forward."))
     assert f"trains {trained:,} parameters" in said
-    assert found[-1]["validation_loss"] > 1  # nats a token, of the spliced model
+    assert found[-1]["validation_loss"] > 1  # nats per token, of the spliced model
 
 
 def test_a_copy_has_nothing_to_learn():

@@ -50,7 +50,7 @@ def test_a_loss_that_leaks_says_so_and_evaluation_does_not_leak(finished, worker
     assert polyad(["validate", str(folder / "config.yaml"), "--without-data"]) == 0
     described = capfd.readouterr().out
     assert (LEAK.removeprefix("warning: ") in described) == leaks
-    assert f"in training of a pool of 2 to 8 by {pool}" in described
+    assert f"in training from a pool of 2 to 8 experts per {pool}" in described
     # The weights are those of a model without pools, and are scored as such.
     [result] = workers(1).run(evaluation, folder)
     model = load_model(newest(folder))
@@ -73,7 +73,7 @@ def test_the_report_says_so_too(finished, tmp_path):
     assert found.get("loss_leaks", False) == leaks
     text = (tmp_path / "report.html").read_text()
     assert ("last 10 steps; experts depend on later tokens" in text) == leaks
-    assert ("its loss is that of no prediction" in text) == leaks
+    assert ("the training loss is not a true prediction loss" in text) == leaks
 
 
 def test_a_run_goes_on_with_the_same_numbers(workers, prepared_path, tmp_path):

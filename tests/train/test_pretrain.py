@@ -178,7 +178,7 @@ def test_an_interrupted_run_says_where_it_goes_on(config, tmp_path):
     *_, last = run.communicate(timeout=60)[1].splitlines()
     assert run.returncode == 130
     (newest,) = complete_checkpoints(tmp_path / "run" / "checkpoints")
-    assert last == f"polyad: error: interrupted; the same command goes on from {newest}"
+    assert last == f"polyad: error: interrupted; the same command continues from {newest}"
 
 
 @everyday("workers_count", [0, 2], keep=[0])
@@ -368,7 +368,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(
     if damage == "without manifest":
         what = f"{path.parent}: is not a complete checkpoint: no manifest.json"
     assert warning.startswith(f"polyad: warning: {what}")
-    assert warning.endswith("; the run goes on from step-00000003")
+    assert warning.endswith("; the run continues from step-00000003")
     again = tensors(folder / "step-00000006")
     assert all(torch.equal(again[key], good[key]) for key in good)
 

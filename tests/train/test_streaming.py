@@ -281,7 +281,7 @@ def test_the_atlas_is_that_of_the_whole_model(case, how, tmp_path, monkeypatch):
     wanted, text = both_forms(folder, Atlas, **asked)
     found, _ = both_forms(folder, Atlas, stream=tmp_path / "kept", **asked)
     close(found, wanted)
-    assert "predicts in" in text
+    assert "predictive in" in text
     monkeypatch.setattr(streamed_knockout, "free_memory", lambda: 0)
     found, _ = both_forms(folder, Atlas, stream=tmp_path / "kept", **asked)
     close(found, wanted)

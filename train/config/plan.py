@@ -48,7 +48,7 @@ class Plan:
     kept: Kept
     """What a checkpoint stores for the task."""
     resume: Checkpoint | None = None
-    """The checkpoint that the run goes on from."""
+    """The checkpoint that the run continues from."""
     init: Weights | None = None
     """The weights that a new run starts from; with adapters also those that a run goes on with."""
     base_digest: str | None = None
@@ -75,11 +75,11 @@ class Plan:
     def what_is_kept(self) -> str:
         """Where the run goes on if it is interrupted, in words."""
         if found := complete_checkpoints(self.checkpoints):
-            return f"the same command goes on from {found[-1]}"
+            return f"the same command continues from {found[-1]}"
         return "no checkpoint was written yet; the same command begins at step 0"
 
     def start_state(self, checkpoint: Checkpoint | None) -> TrainState:
-        """The state of a run that goes on from a checkpoint, or begins.
+        """The state of a run that continues from a checkpoint, or begins.
 
         Args:
             checkpoint: None at the beginning.
@@ -246,7 +246,7 @@ def find_start_together(plan: Plan, world: comm.World) -> Plan:
 
 
 def verify_start(plan: Plan) -> Plan:
-    """Verifies every byte of the checkpoint that a run goes on from; all processes call it.
+    """Verifies every byte of the checkpoint that a run continues from; all processes call it.
 
     Returns:
         The plan with the newest checkpoint that is good.

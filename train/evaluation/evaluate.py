@@ -59,7 +59,7 @@ class Attacked:
         if self.words is None:
             noise = f"Gaussian noise of {self.rate:g} on pixels from 0 to 1"
             return f"{noise} (seed {self.seed})"
-        counts = f"{self.replaced:,} of {self.words:,} words are AAA"
+        counts = f"{self.replaced:,} of {self.words:,} words replaced with AAA"
         return f"{counts} (rate {self.rate:g}, seed {self.seed})"
 
 
@@ -195,7 +195,10 @@ class Evaluation:
     def _routing(self) -> Iterator[tuple[str, str]]:
         found = self.routing or {}
         if "replayed" in found:
-            yield "routing", f"not the model's own: that of {found['of']} ({found['replayed']})"
+            yield (
+                "routing",
+                f"replayed from {found['of']} ({found['replayed']}), not the model's own",
+            )
         if "recorded" in found:
             yield "routing recorded", found["recorded"]
 

@@ -85,12 +85,12 @@ class Leak(NamedTuple):
         return [
             (
                 "with the mask",
-                f"{masked:.4f} nats a token, {masked - loss:+.4f}: no token sees later ones",
+                f"{masked:.4f} nats per token, {masked - loss:+.4f}: no token sees later tokens",
             ),
             (
                 "from the prefix",
-                f"{loss + prefix.difference:.4f} nats a token, {prefix.difference:+.4f} ± "
-                f"{prefix.standard_error:.4f} (standard error): windows cut at "
+                f"{loss + prefix.difference:.4f} nats per token, {prefix.difference:+.4f} ± "
+                f"{prefix.standard_error:.4f} (standard error): text cut off before each of "
                 f"{prefix.tokens:,} tokens",
             ),
         ]

@@ -101,7 +101,7 @@ def check_room(
     Args:
         folder: the run's.
         checkpoint: how often one is written, and how many stay.
-        step: the step that the run goes on from.
+        step: the step that the run continues from.
         steps: of the whole run.
         size: of a checkpoint, in bytes.
         patience: seconds in which room may still be made.

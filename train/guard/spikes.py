@@ -179,7 +179,7 @@ class SpikeGuard:
             raise RunError(
                 f"step {state.step}: another loss or gradient far above the ones before, after "
                 f"{len(state.left_out)} returns to a checkpoint (monitor.max_rewinds: "
-                f"{self._config.max_rewinds}); the same command goes on from the last checkpoint"
+                f"{self._config.max_rewinds}); the same command continues from the last checkpoint"
             )
 
     def stayed(self, step: int, batch: int, limits: Limits, outcome: StepOutcome) -> dict[str, Any]:

@@ -106,7 +106,7 @@ class Metrics:
     Args:
         folder: the run's.
         config: what is reported.
-        done_steps: steps of the checkpoint that the run goes on from; later records are dropped.
+        done_steps: steps of the checkpoint that the run continues from; later records are dropped.
         total_steps: of the run.
         startup: times of the start, for the first record; None leaves them out.
         unit: what throughput counts.

@@ -59,7 +59,7 @@ def startup_line(record: dict[str, float]) -> str:
         if key != f"{PREFIX}seconds"
     ]
     total = record[f"{PREFIX}seconds"]
-    return f"first step done {total:.2f} s after the start of the process: {', '.join(parts)}"
+    return f"first step done {total:.2f} s after the process started: {', '.join(parts)}"
 
 
 def process_seconds() -> float:

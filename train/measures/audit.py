@@ -98,11 +98,16 @@ class Audit(Result):
 
     def facts(self) -> list[tuple[str, str]]:
         """What was done."""
-        return [("one expert", f"{self.how}, at the token; as coded: contribution, at every token")]
+        return [
+            (
+                "removal",
+                f'{self.how}, only at the audited token; "as coded": contribution, at every token',
+            )
+        ]
 
     def rows(self) -> list[str]:
         """A line for each layer and statistic."""
-        heads = ("layer", "ranked by", "without highest", "lowest", "d", "p", "Wilcoxon")
+        heads = ("layer", "ranked by", "without the highest", "lowest", "d", "p", "Wilcoxon")
         table: list[tuple[str, ...]] = [(*heads, "", "as coded: d", "p")]
         for layer, of_layer in self.tests().items():
             for name, ways in of_layer.items():
@@ -117,11 +122,11 @@ class Audit(Result):
                 layer = ""
         return [
             "",
-            "change of a token's loss in nats without the highest and the lowest of its experts; a "
-            "statistic predicts where",
-            f"the first is larger and p < {self.threshold(AUDITED[0]):.2g} "
+            "change in a token's loss, in nats, without its highest- or lowest-ranked expert; a "
+            "statistic is predictive if",
+            f"the first is larger with p < {self.threshold(AUDITED[0]):.2g} "
             f"({' and '.join(each.replace('_', ' ') for each in CONTROLS)}: "
-            f"{self.threshold(CONTROLS[0]):.2g}): 0.05 over the tests",
+            f"{self.threshold(CONTROLS[0]):.2g}), which is 0.05 corrected for the number of tests",
             *aligned(table, "<<>>>>><>"),
         ]
 
@@ -147,7 +152,7 @@ class Audited(Examination):
     """Takes away the highest and the lowest of a token's experts."""
 
     name = "experts audit"
-    doing = "taking away experts of single tokens"
+    doing = "removing experts of single tokens"
     needs_whole = "without an expert all blocks behind it run again"
 
     @classmethod

@@ -71,14 +71,14 @@ class Compared(Result):
         """The other checkpoint, and what both read."""
         windows = self.about.get("probe_windows")
         among = "" if windows is None else f", in {windows:,} windows"
-        read = f"{self.units:,} {self.unit} of {data}{among} evenly over it"
+        read = f"{self.units:,} {self.unit} of {data}{among}, spread evenly over it"
         other = f"{self.compared_with} (step {self.compared_step:,})"
         return [("compared with", other), ("probe set", read)]
 
     def rows(self) -> list[str]:
         """A table of the layers."""
         table: list[tuple[str, ...]] = [
-            ("", "other first expert", "other experts", "entropy ratio")
+            ("", "different first expert", "different experts", "entropy ratio")
         ]
         measured = {name: layer.to_json() for name, layer in self.layers.items()}
         for name, layer in (measured | {"mean": mean(self.layers)}).items():

@@ -132,7 +132,7 @@ class Removed(Result):
             ("all experts", f"{whole:.4f}", ""),
             ("these", f"{smaller:.4f}", f"{smaller - whole:+.4f}"),
             (
-                "random ones",
+                "random experts",
                 f"{mean:.4f}",
                 f"{mean - whole:+.4f} ({min(at_random) - whole:+.4f} to "
                 f"{max(at_random) - whole:+.4f}, {len(at_random)} choices, none merged)",

@@ -246,7 +246,7 @@ class Rewritten(Result):
         return [
             ("output", self.output),
             ("subpopulation", f"{self.of}, {self.members:,} training images"),
-            ("moved by", f"{self.by:g} times the likeness of the experts"),
+            ("moved by", f"{self.by:g} times the similarity of the expert coefficients"),
         ]
 
     def rows(self) -> list[str]:

@@ -88,7 +88,7 @@ class Robust(Result):
         known = (("top-1", scores.top1), ("mCE", scores.mce), ("AUPR", scores.aupr))
         rows = [(title, f"{score:.4f}") for title, score in known if score is not None]
         for name, each in (scores.corruptions or {}).items():
-            said = f"error {each.error:.4f}, over AlexNet's {each.ce:.4f}"
+            said = f"error {each.error:.4f}, relative to AlexNet {each.ce:.4f}"
             rows.append((name.replace("_", " "), said))
         if scores.images_scored is not None:
             classes = "" if scores.classes is None else f", {scores.classes} classes"

@@ -96,7 +96,7 @@ class Splices(Result):
 
     def facts(self) -> list[tuple[str, str]]:
         """Where the original feed-forwards are from, and what they reach."""
-        return [("original", f"{self.teacher}, {self.loss:.4f} nats a token")]
+        return [("original", f"{self.teacher}, {self.loss:.4f} nats per token")]
 
     def rows(self) -> list[str]:
         """A row for each block, and one for all."""

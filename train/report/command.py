@@ -332,13 +332,15 @@ def _in_words(config: RunConfig) -> str:
     model, feed_forward = config.model, config.model.known_feed_forward()
     words = model.in_words() + _head_in_words(config)
     if isinstance(feed_forward, SparseMoEConfig):
-        experts = f"sparse experts: {feed_forward.num_experts}, {feed_forward.top_k} a token"
+        experts = (
+            f"{feed_forward.num_experts} sparse experts, {feed_forward.top_k} active per token"
+        )
         graph = "no graph" if feed_forward.graph == "none" else f"{feed_forward.graph} graph"
         return f"{words}; {experts}, {feed_forward.score} score, {graph}"
     if isinstance(feed_forward, EmergentMoEConfig):
         return (
-            f"{words}; experts split from dense feed-forwards: {feed_forward.num_experts}, "
-            f"{feed_forward.used_experts()} a token, {feed_forward.score} score"
+            f"{words}; {feed_forward.num_experts} experts split from dense feed-forwards, "
+            f"{feed_forward.used_experts()} active per token, {feed_forward.score} score"
         )
     if isinstance(feed_forward, MuMoEConfig):
         return f"{words}; muMoE: {_factorized(feed_forward)}"

@@ -104,10 +104,10 @@ class ImageClassification(LabelledTask[ImageBatch]):
     scores: ClassVar[tuple[Score, ...]] = (
         Score("top1", "top-1", 4),
         Score("top5", "top-5", 4),
-        Score("loss", "loss", 4, "nats an image"),
+        Score("loss", "loss", 4, "nats per image"),
         Score("calibration_error", "calibration error", 4),
     )
-    loss_unit = "nats an image"
+    loss_unit = "nats per image"
     sample = "image"
     validation_score: ClassVar[str] = "validation_top1"
     model: ImageSettings

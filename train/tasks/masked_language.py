@@ -66,10 +66,10 @@ class MaskedLanguageModelling(TextTask[MaskedBatch]):
 
     data_settings = MaskedTextConfig
     scores = (
-        Score("loss", "loss", 4, "nats a hidden token"),
-        Score("accuracy", "accuracy", 4, "of hidden tokens"),
+        Score("loss", "loss", 4, "nats per masked token"),
+        Score("accuracy", "accuracy", 4, "of masked tokens"),
     )
-    loss_unit = "nats a hidden token"
+    loss_unit = "nats per masked token"
     model: BertConfig
 
     def __init__(self, data: TrainingData, sections: Sections) -> None:

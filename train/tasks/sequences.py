@@ -100,7 +100,7 @@ class SequenceScores(LabelledScores):
         rows = [(title, f"{self.numbers[name]:.4f}") for name, title in titles.items()]
         if len(rows) > 1:
             rows.append(("their mean", f"{self.numbers['score']:.4f}"))
-        unit = "squared error" if self.task == "regression" else "nats a sequence"
+        unit = "squared error" if self.task == "regression" else "nats per sequence"
         rows.append(("loss", f"{self.numbers['loss']:.4f} {unit}"))
         rows += self.domain_rows("sequences", titles | {"loss": "loss"})
         found = sorted(
@@ -113,7 +113,7 @@ class SequenceScores(LabelledScores):
         rows += [("worst classes", ", ".join(worst))] if worst else []
         rows.append(("scored", f"{self.sequences_scored:,} sequences"))
         if self.cut_off:
-            rows.append(("cut off", f"{self.cut_off:,}, to {self.max_length:,} tokens"))
+            rows.append(("truncated", f"{self.cut_off:,}, to {self.max_length:,} tokens"))
         return rows
 
 
@@ -211,8 +211,8 @@ class SequenceTask(LabelledTask[SequenceBatch]):
             if split in self.data.splits and (cut := self.data.encoded(split).pieces.cut):
                 count = len(self.data.encoded(split)) * self.data.choices
                 said.append(
-                    f"{split}: {cut:,} of {count:,} sequences were longer than "
-                    f"{self.data.max_length:,} tokens and are cut off"
+                    f"{split}: {cut:,} of {count:,} sequences are longer than "
+                    f"{self.data.max_length:,} tokens and are truncated"
                 )
         return said
 

@@ -355,7 +355,7 @@ class Task(ABC, Generic[Batch]):
             Titles, numbers, and what each is.
         """
         title = cls.validation_score.replace("_", " ").capitalize()
-        return [(title, value, f"newest, {cls.validated_part(most)}")]
+        return [(title, value, f"latest, {cls.validated_part(most)}")]
 
     @classmethod
     def validated_part(cls, most: int | None) -> str:

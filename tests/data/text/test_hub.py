@@ -43,7 +43,7 @@ def write_rows(folder, split, lines):
     rows = ["" if line == " \n" else line for line in lines]
     shards, size = FILES[split], -(-len(rows) // FILES[split])
     for number in range(shards):
-        # An article goes on from one file to the next.
+        # An article continues from one file to the next.
         table = pyarrow.table({"text": rows[number * size : (number + 1) * size]})
         name = f"{split}-{number:05}-of-{shards:05}.parquet"
         pyarrow.parquet.write_table(table, folder / name)

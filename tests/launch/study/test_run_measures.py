@@ -40,7 +40,7 @@ def test_measures_are_taken_of_finished_runs_and_then_kept(
     assert process.returncode == 0, err
     assert "== run" not in err
     assert "== measure 1 of 4: attack of plain, seed 1\n" in err
-    assert re.search(r"== measure 4 of 4: leak-4 of leaky, seed 1; [0-9:]+ left for all\n", err)
+    assert re.search(r"== measure 4 of 4: leak-4 of leaky, seed 1; [0-9:]+ left in total\n", err)
     assert {p: p.stat().st_mtime_ns for p in runs.rglob("*.safetensors")} == weights
     result = json.loads(out)
     leaky = result["variants"]["leaky"]

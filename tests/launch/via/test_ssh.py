@@ -224,7 +224,7 @@ def test_a_signal_saves_the_step_on_all_hosts(cluster: Cluster, data: Path, tmp_
     _, said = launcher.communicate(timeout=60)
     assert launcher.returncode == 143, said
     (last,) = [line for line in said.splitlines() if "stopped by SIGTERM" in line]
-    assert "rank 0: polyad: error: stopped by SIGTERM; the same command goes on from " in last
+    assert "rank 0: polyad: error: stopped by SIGTERM; the same command continues from " in last
     saved = complete_checkpoints(config.parent / "run" / "checkpoints")[-1]
     assert last.endswith(str(saved))
     assert int(saved.name.removeprefix("step-")) % 20  # the step it was in, not the last planned

@@ -133,7 +133,7 @@ def test_a_split_without_a_word_has_no_perplexity_a_word(
     assert result["word_perplexity"] is None
     assert result["bits_per_byte"] > 0
     rows = dict(line.split("  ", 1) for line in text.splitlines())
-    assert rows["word perplexity"] == "none: the split is white space alone, without a word"
+    assert rows["word perplexity"] == "none: the split has no words, only white space"
 
 
 @pytest.mark.parametrize(

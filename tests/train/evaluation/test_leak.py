@@ -144,7 +144,7 @@ def test_the_command_says_all_three(leaky, capfd):
     rows = dict(line.split("  ", 1) for line in capfd.readouterr().out.splitlines())
     assert rows["with the mask"].strip().startswith(f"{result['leak']['masked_loss']:.4f} nats")
     estimate = result["loss"] + result["leak"]["prefix_difference"]
-    assert rows["from the prefix"].strip().startswith(f"{estimate:.4f} nats a token, ")
+    assert rows["from the prefix"].strip().startswith(f"{estimate:.4f} nats per token, ")
 
 
 def line_of(capfd, *arguments):

@@ -29,7 +29,7 @@ def test_full_records_name_the_file_and_where_the_run_goes_on(workers, config, t
     ((end, said),) = workers(1).run(run_with_full_records, config, "train.steps=4")
     assert end == (
         f"RunError 1: {tmp_path}/run/metrics.jsonl: No space left on device; the same command "
-        f"goes on from {tmp_path}/run/checkpoints/step-00000002"
+        f"continues from {tmp_path}/run/checkpoints/step-00000002"
     )
     assert "Traceback" not in said
     assert workers(1).run(run, config, "train.steps=4") == [4]

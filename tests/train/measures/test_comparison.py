@@ -154,7 +154,7 @@ def test_the_report_draws_what_the_loop_logged(runs, tmp_path):
         page = (tmp_path / "page.html").read_text()
         assert f"<title>step 6: {said}</title>" in page
         assert heading in page
-        assert "Entropy of routing, over that of the checkpoint before" in page
+        assert "Routing entropy, relative to the previous checkpoint" in page
     report(runs["dense"], output=tmp_path / "page.html", tokens=0)
     assert heading not in (tmp_path / "page.html").read_text()
 
@@ -302,4 +302,4 @@ def test_an_attack_is_the_same_by_any_number_of_processes(workers, runs):
     assert one["attack"]["replaced"] / one["words"] == pytest.approx(0.3, abs=0.1)
     other = workers(1).run(evaluation, runs["dense"], attack=WordSwap(0.3, 2))[0]
     assert other["loss"] != one["loss"]
-    assert f"{one['attack']['replaced']:,} of {one['words']:,} words are AAA" in table
+    assert f"{one['attack']['replaced']:,} of {one['words']:,} words replaced with AAA" in table

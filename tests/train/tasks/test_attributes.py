@@ -234,4 +234,4 @@ def test_without_one_class_each_only_the_entropies_of_the_gate_are_known(workers
     assert "polysemanticity" not in found["layers"]["head"]
     assert level["labels"] == {}
     assert 0 <= level["entropy_bits"]["value"] <= level["usage_entropy_bits"]["value"] <= 2
-    assert "not known   polysemanticity, information, purity: they need one class each" in table
+    assert "polysemanticity, information, purity: they need exactly one class per image" in table
