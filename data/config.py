@@ -54,7 +54,7 @@ class MixtureSource(Config):
     @classmethod
     def _name_is_a_word(cls, name: str | None) -> str | None:
         if name is not None and not re.fullmatch(r"[\w.+-]+", name):
-            raise ValueError("letters, digits and any of _ . + - are")
+            raise ValueError("allowed: letters, digits and any of _ . + -")
         return name
 
     @property
@@ -100,13 +100,16 @@ class DataConfig(DataSettings):
         if self.mixture is None:
             return self
         if self.path is not None:
-            raise ValueError(f"data.mixture: stands beside data.path: {self.path}; one of the two")
+            raise ValueError(
+                f"data.mixture: is not allowed together with data.path: {self.path}; give one of "
+                "the two"
+            )
         labels = Counter(source.label for source in self.mixture)
         label, count = labels.most_common(1)[0]
         if count > 1:
             raise ValueError(
-                f"data.mixture: {count} folders are called {label}; give each a name of its own, "
-                "as in {path: ..., weight: 1, name: other}"
+                f"data.mixture: {count} folders have the name {label}; give each its own name, as "
+                "in {path: ..., weight: 1, name: other}"
             )
         return self
 

@@ -95,7 +95,7 @@ def _dispatch(argv: Sequence[str]) -> int:
     if group:
         wrong = f", not {argv[1]!r}" if argv[1:] else ""
         commands = ", ".join(each.removeprefix(f"{name} ") for each in group)
-        raise UsageError(f"{name}: one of {commands} is needed{wrong}")
+        raise UsageError(f"{name}: give one of the commands {commands}{wrong}")
     if not name:
         raise UsageError(f"a command is needed: {', '.join(COMMANDS)} (see `polyad --help`)")
     raise UsageError(f"unknown command {name!r}{nearest(name, COMMANDS)}")
@@ -113,7 +113,7 @@ def load_plugins() -> None:
         except Exception as error:  # importing a plugin may raise anything
             raise ConfigError(
                 f"{VARIABLE}: {name}: cannot be imported: {type(error).__name__}: "
-                f"{one_line(error)}; a module on the path of Python is needed (PYTHONPATH)"
+                f"{one_line(error)}; the module has to be on Python's path (PYTHONPATH)"
             ) from None
 
 

@@ -142,7 +142,7 @@ def check_parts(asked: PartsOptions) -> None:
             f"--{step or 'processes'}: is not allowed with --via slurm, whose jobs take each step"
         )
     if asked.via != "slurm" and asked.dry_run:
-        raise UsageError("--dry-run: is an option of --via slurm")
+        raise UsageError("--dry-run: is only for --via slurm")
     if step and asked.processes:
         raise UsageError(f"--processes: {asked.processes} is not allowed with --{step}")
     if asked.part is not None and asked.part >= asked.parts:

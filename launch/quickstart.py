@@ -282,7 +282,7 @@ def _run_polyad(*arguments: str) -> None:
     """
     status = polyad(*arguments)
     if status in STOPPED:
-        raise stopped(status - 128, "the same command goes on with this run")
+        raise stopped(status - 128, "run the same command again to continue this run")
     if status:
         raise StepFailed(status)
 
@@ -313,7 +313,7 @@ def remove_previous_run(folder: Path) -> None:
     others = sorted({entry.name for entry in folder.iterdir()} - {*FILES, *FOLDERS})
     if others or not (folder / "config.yaml").is_file():
         found = f"holds {others[0]}" if others else "has no config.yaml"
-        raise ConfigError(f"{folder}: {found}, so it is not a run; move it away")
+        raise ConfigError(f"{folder}: {found}, so it is not the folder of a run; move it away")
     shutil.rmtree(folder)
 
 

@@ -129,7 +129,9 @@ class DecoderConfig(DecoderSettings):
             )
         if self.rotary is not None and self._rotated_size() % 2:
             key = "head_size" if self.latent_attention is None else "latent_attention.rotated_size"
-            raise ValueError(f"model.{key}: {self._rotated_size()} is odd, and units turn in pairs")
+            raise ValueError(
+                f"model.{key}: {self._rotated_size()} is odd, but units are rotated in pairs"
+            )
         if self.latent_attention is not None:
             for key, unused in (
                 ("num_key_value_heads", None),
@@ -140,7 +142,7 @@ class DecoderConfig(DecoderSettings):
                 if (value := getattr(self, key)) != unused:
                     raise ValueError(
                         f"model.{key}: {value} is not allowed with model.latent_attention, which "
-                        f"has keys of its own; {'null' if unused is None else unused} is"
+                        f"has keys of its own; allowed: {('null' if unused is None else unused)}"
                     )
             if self.rotary is None:
                 raise ValueError("model.rotary: null is not allowed with model.latent_attention")
@@ -172,7 +174,7 @@ class DecoderConfig(DecoderSettings):
                 if getattr(self, key) != unused:
                     raise ValueError(
                         f"{section}.graph: attention is not allowed with model.{key}: it reads "
-                        f"plain attention; none and similarity are"
+                        "plain attention; allowed: none, similarity"
                     )
         return self
 

@@ -367,7 +367,7 @@ def add_lora(model: nn.Module, config: LoRAConfig) -> None:
     if config.experts and not experts:
         raise LoRAError(
             "adapt.lora.experts: true is not allowed with a model that has no sparse experts; "
-            "false is"
+            "allowed: false"
         )
     trained = set(matched("adapt.lora.trained", config.trained, own))
     if not chosen and not config.experts:
@@ -380,7 +380,7 @@ def add_lora(model: nn.Module, config: LoRAConfig) -> None:
         if config.rank >= place.smaller_side:
             raise LoRAError(
                 f"adapt.lora.rank: {config.rank} is not less than the smaller side of {name}, "
-                f"{place.smaller_side}: it would be no low rank there"
+                f"{place.smaller_side}, so it would not be a low rank"
             )
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in trained)

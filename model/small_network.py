@@ -66,9 +66,9 @@ class NetworkConfig(Config):
         for number, (convolved, pooled) in enumerate(self.sides(image_size)):
             if convolved < 1 or pooled < 1:
                 raise SectionError(
-                    f"@convolutions: nothing of {image_size} x {image_size} pixels is left after "
-                    f"convolution {number} and its pooling; fewer convolutions, a smaller "
-                    f"@kernel_size or more @padding are needed"
+                    f"@convolutions: of {image_size} x {image_size} pixels none are left after "
+                    f"convolution {number} and its pooling; use fewer convolutions, a smaller "
+                    "@kernel_size or more @padding"
                 )
 
     def sides(self, image_size: int) -> Iterator[tuple[int, int]]:

@@ -115,7 +115,7 @@ class ImageModelSettings(ImageSettings):
         if self.head_bias and self.head.kind != "linear":
             raise ValueError(
                 f"model.head_bias: {self.head_bias:g} is not allowed with model.head.kind: "
-                f"{self.head.kind}, which has no such bias; 0 is"
+                f"{self.head.kind}, which has no such bias; allowed: 0"
             )
         return self
 

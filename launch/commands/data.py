@@ -160,7 +160,9 @@ def _refuse_text(text: TextOptions, parts: PartsOptions) -> None:
             if field.name in ("accept", "output", "overwrite") or value == field.default:
                 continue
             name = "format" if field.name == "file_format" else field.name.replace("_", "-")
-            raise UsageError(f"--{name}: {value} is of text, and is not allowed with --images")
+            raise UsageError(
+                f"--{name}: {value} applies to text only, and is not allowed with --images"
+            )
 
 
 def _prepare_images(

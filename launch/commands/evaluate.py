@@ -101,7 +101,8 @@ def evaluate(
         check_result_file("--record-routing", record_routing, ".safetensors", dry_run=False)
     if replay_routing is not None and leak is not None:
         raise UsageError(
-            f"--leak: {leak} is not allowed with --replay-routing: shorter texts route"
+            f"--leak: {leak} is not allowed with --replay-routing, because --leak routes shorter "
+            "texts than those recorded"
         )
 
     def measure(checkpoint: Path) -> Found:

@@ -556,7 +556,7 @@ def take(
     from polyad.train.measures.registry import MEASURES
 
     if name not in MEASURES:
-        raise UsageError(f"--name: {name!r} is not allowed; {', '.join(MEASURES)} are")
+        raise UsageError(f"--name: {name!r} is not allowed; allowed: {', '.join(MEASURES)}")
     asked = {"overrides": overrides, "measure": name}
     show_measured("experts measure", path, held, asked, measure_named(name, held, overrides))
 

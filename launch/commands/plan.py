@@ -174,10 +174,12 @@ def _check(
     for name, value in assumed.items():
         _, least, most = RANGES[name]
         if not least <= value <= most:  # NaN is not, either
-            raise UsageError(f"--{name}: {value:g} is not allowed, {least:g} to {most:g} are")
+            raise UsageError(
+                f"--{name}: {value:g} is not allowed; it must be from {least:g} to {most:g}"
+            )
     if device != HERE:
         if steps:
-            raise UsageError(f"--check: is not allowed with --device {device}; {HERE} is")
+            raise UsageError(f"--check: is not allowed with --device {device}; allowed: {HERE}")
         return
     if nodes != 1:
         raise UsageError(f"--nodes: {nodes} is not allowed with --device {HERE}, this machine: 1")
@@ -271,7 +273,11 @@ def _check_memory(result: dict[str, Any]) -> None:
     memory, name = result["memory_bytes"], result["layout"]["device"]
     ways = [f"{each['change']} ({in_bytes(each['memory_bytes'])})" for each in result["would_fit"]]
     raise ConfigError(
-        f"memory: {in_bytes(memory['total'])} a process is not allowed with the "
+        f"memory: {in_bytes(memory['total'])} per process does not fit into the "
         f"{in_bytes(memory['device'])} of {name}; "
-        + (f"what would fit: {', '.join(ways)}" if ways else "no single change would fit: --search")
+        + (
+            f"what would fit: {', '.join(ways)}"
+            if ways
+            else "no single change makes it fit: use --search"
+        )
     )

@@ -78,7 +78,7 @@ def study(
         raise UsageError(f"--beside: {beside} is not allowed with {given[0]}")
     given += ["--beside"] if beside is not None else []
     if is_kept and given:
-        raise UsageError(f"{given[0]}: is not allowed with {study}, which is a result")
+        raise UsageError(f"{given[0]}: is not allowed with {study}, which is the result of a study")
     if figure is not None:
         figures.check_figure(figure, dry_run=dry_run)
     if page is not None:
@@ -96,7 +96,9 @@ def study(
             elif (known := runs.compare_finished(study, beside)) is not None:
                 result = known
             else:
-                raise ConfigError(f"{study}: no run is finished, so none is compared")
+                raise ConfigError(
+                    f"{study}: no run is finished yet, so there is nothing to compare"
+                )
         except (RunError, Stopped, KeyboardInterrupt):
             if page is not None and (found := runs.compare_finished(study)):
                 write_whole(page, pages.page(found))

@@ -312,4 +312,4 @@ def check(result: Found) -> None:
     if result.errors:
         others = len(result.errors) - 1
         more = f", and {others} more" if others else ""
-        raise RunError(f"a run would not go well here: {result.errors[0]}{more}")
+        raise RunError(f"a run would fail or be slow here: {result.errors[0]}{more}")

@@ -214,8 +214,8 @@ def check_ways(
         if values[name] is not None and via not in ways:
             shown = values[name] if isinstance(values[name], int) else repr(str(values[name]))
             raise LaunchError(
-                f"--{name.replace('_', '-')}: {shown} is not allowed with "
-                f"--via {via}; it is an option of --via {' and '.join(ways)}"
+                f"--{name.replace('_', '-')}: {shown} is not allowed with --via {via}; it is an "
+                f"option for --via {' and '.join(ways)}"
             )
 
 

@@ -89,7 +89,7 @@ class EmergentMoEConfig(SelectingConfig):
         if self.router_noise and self.select != "top_k":
             raise SectionError(
                 f"@router_noise: {self.router_noise:g} is not allowed with @select: {self.select}; "
-                f"0 is"
+                "allowed: 0"
             )
         self.check_number("top_k", self.used_experts())
         self.check_capacity()
@@ -117,14 +117,14 @@ class EmergentMoEConfig(SelectingConfig):
         inner = whole - shared
         if shared >= whole:
             raise SectionError(
-                f"@shared_hidden_size: {shared} leaves no unit of the inner width {whole} "
-                f"(@hidden_size) to be in groups"
+                f"@shared_hidden_size: {shared} leaves no units of the inner width {whole} "
+                "(@hidden_size) for experts"
             )
         if shared and inner % self.num_experts:
             raise SectionError(
                 f"@num_experts: {self.num_experts} does not divide the {inner} units that "
-                f"@shared_hidden_size: {shared} leaves of {whole} (@hidden_size); with "
-                f"{shared + inner % self.num_experts} shared ones it does"
+                f"@shared_hidden_size: {shared} leaves of {whole} (@hidden_size); "
+                f"{shared + inner % self.num_experts} shared units would fit"
             )
         if inner % self.num_experts:
             small = [n for n in range(1, math.isqrt(inner) + 1) if inner % n == 0]

@@ -140,8 +140,8 @@ class MuMoEConfig(FactorizedExperts, FeedForwardSettings):
         """See `FeedForwardSettings.check_model`: no norm shows a language model later tokens."""
         if causal and self.gate_norm == "batch":
             raise SectionError(
-                "@gate_norm: batch is not allowed in a language model: means over the batch tell a "
-                "token of the tokens it is to predict; layer is"
+                "@gate_norm: batch is not allowed in a language model, because means over the "
+                "batch leak the tokens to be predicted; allowed: layer"
             )
 
     def inner_size(self, width: int) -> int:
@@ -217,8 +217,8 @@ class MuMoEConfig(FactorizedExperts, FeedForwardSettings):
         if parameters(1) > dense:
             raise SectionError(
                 f"@rank: match-dense is not allowed with @num_experts: {list(self.num_experts)}: "
-                f"at rank 1 the experts and their gate have {parameters(1):,} parameters, the "
-                f"dense block {dense:,}; take fewer experts, or a number"
+                f"even at rank 1 the experts and their gate have {parameters(1):,} parameters, but "
+                f"the dense block only {dense:,}; use fewer experts, or give a number"
             )
         return nearest_rank(parameters, dense)
 

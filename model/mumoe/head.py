@@ -71,8 +71,8 @@ class MuMoEHeadConfig(FactorizedExperts):
         if parameters(1) > linear:
             raise SectionError(
                 f"@rank: match-dense is not allowed with @num_experts: {list(self.num_experts)}: "
-                f"at rank 1 the head has {parameters(1):,} parameters, a linear one {linear:,}; "
-                f"take fewer experts, or a number"
+                f"even at rank 1 the head has {parameters(1):,} parameters, but a linear one only "
+                f"{linear:,}; use fewer experts, or give a number"
             )
         return self.model_copy(update={"rank": nearest_rank(parameters, linear)})
 

@@ -136,9 +136,10 @@ class MixtureOfDecodersConfig(SparseTableConfig):
         smallest = self.model_copy(update={"hidden_size": 1}).parameters(width, bias)
         if smallest > dense:
             raise SectionError(
-                f"@hidden_size: match-dense is not allowed with @num_experts: "
-                f"{list(self.num_experts)}: with one inner unit the block has {smallest:,} "
-                f"parameters, the dense one {dense:,}; take fewer experts, or a number"
+                "@hidden_size: match-dense is not allowed with @num_experts: "
+                f"{list(self.num_experts)}: even with one inner unit the block has {smallest:,} "
+                f"parameters, but the dense one only {dense:,}; use fewer experts, or give a "
+                "number"
             )
         of_unit = (2 + gated) * width + bias * (1 + gated)
         size = 1 + round((dense - smallest) / of_unit)

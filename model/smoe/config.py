@@ -117,7 +117,7 @@ class SelectingConfig(FeedForwardSettings, ABC):
         if any(block >= num_layers for block in listed) or not routed:
             raise SectionError(
                 f"@{self.placement_key}: {placement} is not allowed: the model has blocks 0 to "
-                f"{num_layers - 1}, and at least one has to route"
+                f"{num_layers - 1}, and at least one needs experts"
             )
 
     def check_drops(self, causal: bool) -> None:
@@ -131,9 +131,9 @@ class SelectingConfig(FeedForwardSettings, ABC):
         """
         if causal and self.capacity_factor is not None and not self.allow_leak:
             raise SectionError(
-                f"@capacity_factor: {self.capacity_factor} drops tokens by what else is "
-                f"in the batch and is not allowed in a language model: null drops none, and "
-                f"@allow_leak: true allows it"
+                f"@capacity_factor: {self.capacity_factor} drops tokens depending on the rest of "
+                "the batch, which is not allowed in a language model; null drops none, and "
+                "@allow_leak: true allows it"
             )
 
     def check_model(self, *, num_layers: int, num_heads: int | None, causal: bool) -> None:
@@ -379,21 +379,23 @@ class SparseMoEConfig(SelectingConfig):
         self._check_options()
         if self.expert_keys != "learned" and self.score != "attentive":
             raise SectionError(
-                f"@expert_keys: {self.expert_keys} needs @score: attentive, which is {self.score}; "
-                f"learned is allowed with every score"
+                f"@expert_keys: {self.expert_keys} needs @score: attentive, not {self.score}; "
+                "learned is allowed with every score"
             )
         if self.lower_entropy_only and self.graph == "none":
-            raise SectionError("@lower_entropy_only: true needs a graph, there is none")
+            raise SectionError("@lower_entropy_only: true needs a graph, but @graph is none")
         if not self.causal_graph and self.graph == "none":
-            raise SectionError("@causal_graph: false needs a graph, there is none")
+            raise SectionError("@causal_graph: false needs a graph, but @graph is none")
         if self.graph_from and self.graph == "none":
-            raise SectionError(f"@graph_from: {self.graph_from:g} needs a graph, there is none")
+            raise SectionError(
+                f"@graph_from: {self.graph_from:g} needs a graph, but @graph is none"
+            )
         if self.graph != "attention":
             for name, default in (("attention_head", LOWEST_ENTROPY), ("head_mean", True)):
                 if (value := getattr(self, name)) != default:
                     shown = "false" if value is False else value
                     raise SectionError(
-                        f"@{name}: {shown} needs @graph: attention, which is {self.graph}"
+                        f"@{name}: {shown} needs @graph: attention, not {self.graph}"
                     )
         self.check_capacity()
         self._check_pool()
@@ -423,7 +425,8 @@ class SparseMoEConfig(SelectingConfig):
         ):
             if (value := getattr(self, name)) != allowed:
                 raise SectionError(
-                    f"@pool: {self.pool} is not allowed with @{name}: {value}: {why}; {allowed} is"
+                    f"@pool: {self.pool} is not allowed with @{name}: {value}: {why}; allowed: "
+                    f"{allowed}"
                 )
 
     def pool_bounds(self) -> tuple[int, int]:
@@ -453,28 +456,28 @@ class SparseMoEConfig(SelectingConfig):
             )
         if self.group_score == "best_two" and within < 2:
             raise SectionError(
-                f"@group_score: best_two needs groups of two experts at least; @num_groups: "
-                f"{self.num_groups} leaves {within}"
+                "@group_score: best_two needs groups of at least two experts, but @num_groups: "
+                f"{self.num_groups} gives groups of {within}"
             )
 
     def _check_options(self) -> None:
         """Checks that no option is said that another one leaves without effect."""
         if self.router_dtype != "fp32" and self.score not in ("linear", "random"):
             raise SectionError(
-                f"@router_dtype: {self.router_dtype} needs @score: linear, which is {self.score}"
+                f"@router_dtype: {self.router_dtype} needs @score: linear, not {self.score}"
             )
         if self.shared_gate and self.shared_hidden_size is None:
             raise SectionError("@shared_gate: true needs @shared_hidden_size, which is null")
         if self.score_function == "sigmoid" and self.lower_entropy_only:
             raise SectionError(
                 "@lower_entropy_only: true is not allowed with @score_function: sigmoid, whose "
-                "scores are no distribution; softmax is allowed"
+                "scores are not a distribution; allowed: softmax"
             )
         if self.activation != "clamped_swiglu":
             for name, default in (("swiglu_alpha", 1.702), ("swiglu_limit", 7.0)):
                 if (value := getattr(self, name)) != default:
                     raise SectionError(
-                        f"@{name}: {value:g} needs @activation: clamped_swiglu, which is "
+                        f"@{name}: {value:g} needs @activation: clamped_swiglu, not "
                         f"{self.activation}"
                     )
 
@@ -487,8 +490,8 @@ class SparseMoEConfig(SelectingConfig):
         self.check_blocks(num_layers)
         if self.graph == "attention" and num_heads is None:
             raise SectionError(
-                "@graph: attention is not allowed in a model without attention; none and "
-                "similarity are"
+                "@graph: attention is not allowed in a model without attention; allowed: none, "
+                "similarity"
             )
         if self.fixed_head is not None and num_heads is not None and self.fixed_head >= num_heads:
             raise SectionError(
@@ -498,20 +501,19 @@ class SparseMoEConfig(SelectingConfig):
         self.check_drops(causal)
         if causal and not self.causal_graph and not self.allow_leak:
             raise SectionError(
-                "@causal_graph: false lets tokens choose experts by those that they are to "
-                "predict and is not allowed in a language model: true does not, and "
-                "@allow_leak: true allows it"
+                "@causal_graph: false makes routing depend on the tokens to be predicted, which "
+                "is not allowed in a language model; use true, or allow it with @allow_leak: true"
             )
         if causal and self.pool == "document" and not self.allow_leak:
             raise SectionError(
-                "@pool: document lets tokens choose experts in training by those that they are to "
-                "predict and is not allowed in a language model: prefix does not, and "
-                "@allow_leak: true allows it"
+                "@pool: document makes routing in training depend on the tokens to be predicted, "
+                "which is not allowed in a language model; use prefix, or allow it with "
+                "@allow_leak: true"
             )
         if not causal and self.pool == "prefix":
             raise SectionError(
-                "@pool: prefix is not allowed in a model whose tokens see later ones; none and "
-                "document are"
+                "@pool: prefix is not allowed in a model whose tokens see later ones; allowed: "
+                "none, document"
             )
 
     @property

@@ -53,7 +53,9 @@ def best_checkpoint(path: Path) -> Path:
         )
     name = marked.read_text(errors="replace").strip()
     if not STEP_FOLDER.fullmatch(name) or not (marked.parent / name / MANIFEST_FILE).is_file():
-        raise CheckpointError(f"{marked}: names {name!r:.60}, which is no checkpoint beside it")
+        raise CheckpointError(
+            f"{marked}: names {name!r:.60}, but there is no such checkpoint in the same folder"
+        )
     return marked.parent / name
 
 
@@ -72,14 +74,14 @@ def find_checkpoint(path: Path) -> Path:
         raise CheckpointError(f"{path}: there is no such folder")
     if path.is_file():
         raise CheckpointError(
-            f"{path}: is a file; a checkpoint is a folder step-NNNNNNNN, a run has several. A "
-            f"pickle (.pt, .bin) is not read: it could run code"
+            f"{path}: is a file; a checkpoint is a folder step-NNNNNNNN, and a run has several. "
+            "Pickles (.pt, .bin) are not read, because they could run code"
         )
     if is_huggingface_folder(path) or is_plain_folder(path):
         kind = "a Hugging Face folder" if is_huggingface_folder(path) else "a folder of weights"
         raise CheckpointError(
-            f"{path}: is {kind}; `polyad convert {path} DESTINATION --to polyad` makes a "
-            f"checkpoint of it"
+            f"{path}: is {kind}; convert it to a checkpoint with `polyad convert {path} "
+            "DESTINATION --to polyad`"
         )
     raise CheckpointError(f"{path}: holds no complete checkpoint (a run folder or a step-* folder)")
 

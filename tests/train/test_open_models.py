@@ -151,7 +151,7 @@ def test_what_there_is_for_experts_trains_a_published_mixture(name, case, worker
     if name == "classes":
         data = sequences.folder_of(tmp_path / "rows")
     if case == "deepseek_v3" and name == "a graph of attention":
-        with pytest.raises(ConfigError, match="reads plain attention; none and similarity are"):
+        with pytest.raises(ConfigError, match="reads plain attention; allowed: none, similarity"):
             load_config(write_config(tmp_path / "config.yaml", data, **changes), ())
         return
     workers(1).run(run, write_config(tmp_path / "config.yaml", data, **changes))

@@ -94,6 +94,6 @@ def test_another_end_of_documents_is_refused(workers, prepared_path, tmp_path):
     end = PreparedData.open(prepared_path).manifest.tokenizer.end_of_text_id
     text = refusal(workers(2), config, f"model.end_of_text_id={end + 1}")
     assert text.startswith(f"model.end_of_text_id: {end + 1} is not the token that ends documents")
-    assert text.endswith(f", {end}; null takes that")
+    assert text.endswith(f", {end}; set it to null to use that one")
     text = refusal(workers(2), config, "model.feed_forward.pool=document")
-    assert "pool: document lets tokens choose experts in training by those that they are to" in text
+    assert "pool: document makes routing in training depend on the tokens to be" in text

@@ -201,7 +201,7 @@ def test_what_was_kept_of_another_reading_is_refused(tmp_path, monkeypatch):
     with pytest.raises(StreamError, match=r"after-1\.bin: is damaged or missing"):
         evaluation(folder, stream=kept, **asked)
     (kept / "reading-1" / "state.json").write_text("{")
-    with pytest.raises(StreamError, match=r"state\.json: is no JSON"):
+    with pytest.raises(StreamError, match=r"state\.json: is not JSON"):
         evaluation(folder, stream=kept, **asked)
 
 

@@ -182,7 +182,7 @@ def _tree(text: str, origin: str) -> dict[str, Any]:
         return {}
     if not isinstance(tree, dict):
         kind = "a list" if isinstance(tree, list) else "a value"
-        raise ConfigError(f"{origin}: holds {kind}, a mapping of keys is needed")
+        raise ConfigError(f"{origin}: holds {kind}, but a mapping of keys is needed")
     return tree
 
 

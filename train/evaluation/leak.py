@@ -110,11 +110,13 @@ def check_leaks(config: RunConfig, name: object) -> None:
     sparse = [each for each in sections.values() if isinstance(each, SparseMoEConfig)]
     if not sparse:
         kinds = " and ".join(f"{key}.kind: {each.kind}" for key, each in sections.items())
-        raise ConfigError(f"--leak: {name} has {kinds}, and no graph of tokens; smoe has")
+        raise ConfigError(
+            f"--leak: {name} has {kinds}, which has no token graph; only smoe has one"
+        )
     if all(each.causal_graph for each in sparse):
         raise ConfigError(
             f"--leak: {name} has model.feed_forward.causal_graph: true, so no token sees later "
-            f"ones; a model trained with false does"
+            "ones; only a model trained with false has a leak"
         )
 
 

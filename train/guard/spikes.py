@@ -73,7 +73,7 @@ class MonitorConfig(Config):
         if self.spike_warmup > self.spike_window:
             raise ValueError(
                 f"monitor.spike_warmup: {self.spike_warmup} is more than monitor.spike_window: "
-                f"{self.spike_window}, which would never hold so many"
+                f"{self.spike_window}, so spikes would never be detected"
             )
         return self
 
@@ -177,9 +177,10 @@ class SpikeGuard:
         """
         if len(state.left_out) >= self._config.max_rewinds:
             raise RunError(
-                f"step {state.step}: another loss or gradient far above the ones before, after "
-                f"{len(state.left_out)} returns to a checkpoint (monitor.max_rewinds: "
-                f"{self._config.max_rewinds}); the same command continues from the last checkpoint"
+                f"step {state.step}: another loss or gradient far above earlier ones, after "
+                f"{len(state.left_out)} rewinds to a checkpoint (monitor.max_rewinds: "
+                f"{self._config.max_rewinds}); run the same command again to continue from the "
+                "last checkpoint"
             )
 
     def stayed(self, step: int, batch: int, limits: Limits, outcome: StepOutcome) -> dict[str, Any]:

@@ -281,8 +281,8 @@ def check_groups(config: OptimizerConfig, experts: Mapping[str, int | None]) -> 
         mine = {name: left[name] & _named(group, experts[name], left[name]) for name in some}
         if not any(mine.values()):
             raise ConfigError(
-                f"{key}.match: {group.match!r} matches only parameters that a group before it has; "
-                f"the first group that matches counts, so put the narrower one first"
+                f"{key}.match: {group.match!r} matches only parameters of earlier groups; a "
+                "parameter belongs to the first group that matches, so put the narrower one first"
             )
         left |= {name: left[name] - taken for name, taken in mine.items()}
 
@@ -293,7 +293,7 @@ def _check_experts(key: str, group: GroupConfig, experts: Mapping[str, int | Non
     if not numbers:
         raise ConfigError(
             f"{key}: {list(group.experts or ())} is not allowed: {group.match!r} matches no "
-            f"stacked experts; null is"
+            "stacked experts; allowed: null"
         )
     for name, count in numbers.items():
         if (largest := max(group.experts or ())) >= count:
@@ -326,13 +326,13 @@ def freeze(model: nn.Module, config: OptimizerConfig) -> None:
     left = [name for name, p in named.items() if p.requires_grad]
     if not left:
         raise ConfigError(
-            "optimizer.groups: freeze: true of all of them leaves nothing to train; at least one "
-            "parameter is needed"
+            "optimizer.groups: with freeze: true, all parameters are frozen and nothing is left "
+            "to train"
         )
     if config.kind == "muon" and not matrices(named) & set(left):
         raise ConfigError(
-            "optimizer.kind: muon is not allowed where no matrix of a block is trained; adamw and "
-            "sgd are"
+            "optimizer.kind: muon is not allowed where no matrix of a block is trained; allowed: "
+            "adamw, sgd"
         )
 
 
@@ -350,13 +350,13 @@ def _check_alike(
     }
     if len(settings) > 1:
         raise ConfigError(
-            f"optimizer.groups: experts of {name} belong to groups of several settings; they may "
-            f"differ in freeze alone"
+            f"optimizer.groups: experts of {name} belong to groups with different settings; these "
+            "groups may differ only in freeze"
         )
     if decay := _decay(config, trained[0], name, dimensions):
         raise ConfigError(
-            f"optimizer.groups: a weight_decay of {decay} would move the frozen experts of {name}, "
-            f"too; the group of the others needs weight_decay: 0"
+            f"optimizer.groups: a weight_decay of {decay} would also change the frozen experts of "
+            f"{name}; the group of the trained ones needs weight_decay: 0"
         )
 
 

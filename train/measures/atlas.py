@@ -281,8 +281,8 @@ class Atlas(Examination):
             check_action(layer, Action(how=asked.how), f"--how {asked.how}")
             if asked.unembed is not None and (layer.shares or not isinstance(model, Decoder)):
                 raise ConfigError(
-                    f"--unembed: {asked.unembed} is not allowed with {layer.title}: sparse experts "
-                    f"of a model that predicts the next token have it"
+                    f"--unembed: {asked.unembed} is not allowed with {layer.title}; allowed with: "
+                    "sparse experts of a model that predicts the next token"
                 )
         assert isinstance(opened.task, TextTask)
         text = TextSamples(opened.task, split, asked.tokens, hidden=True)

@@ -245,17 +245,17 @@ def auditable(model: nn.Module, place: str, blocks: Sequence[str]) -> list[Route
     for layer in layers:
         if layer.shares:
             raise ConfigError(
-                f"experts audit: {layer.title} gives every expert a share; layers that select "
-                f"experts can be audited"
+                f"experts audit: in {layer.title} every token uses all experts; only layers that "
+                "select experts can be audited"
             )
         if experts_of_a_token(model, layer) < 2:
             raise ConfigError(
-                f"experts audit: {layer.title} gives a token one expert, so none is the highest; "
-                f"top_k of at least 2 is needed"
+                f"experts audit: {layer.title} gives each token only one expert, so there is "
+                "nothing to rank; a top_k of at least 2 is needed"
             )
     if may_drop(model):
         raise ConfigError(
-            "experts audit: a capacity drops tokens by what else is in the batch; "
+            "experts audit: with a capacity, dropped tokens depend on the rest of the batch; "
             "model.feed_forward.capacity_factor: null is needed"
         )
     return layers

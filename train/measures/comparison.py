@@ -184,7 +184,7 @@ def _check_pair(opened: Evaluated, own: Weights, other: Weights) -> None:
     if changed:
         more = f"; and {len(changed) - 2} more" if len(changed) > 2 else ""
         raise ConfigError(
-            f"compare: {other.folder}: is of another model: {'; '.join(changed[:2])}{more}"
+            f"compare: {other.folder}: is a different model: {'; '.join(changed[:2])}{more}"
         )
     if not opened.config.model.has_experts():
         raise ConfigError(
@@ -195,6 +195,6 @@ def _check_pair(opened: Evaluated, own: Weights, other: Weights) -> None:
     known = [c.state.data_fingerprint for c in (own, other) if isinstance(c, Checkpoint)]
     if len({*known}) > 1 and not opened.data_is_named:
         raise ConfigError(
-            f"compare: {other.folder}: was trained on other data than "
-            f"{own.folder}; --data names the text that both are to read"
+            f"compare: {other.folder}: was trained on other data than {own.folder}; use --data to "
+            "name the text that both are to read"
         )

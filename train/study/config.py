@@ -44,7 +44,7 @@ def points(grid: Mapping[str, Sequence[Any]]) -> list[Point]:
     ]
     names = [point.name for point in found]
     if twice := {name for name in names if names.count(name) > 1}:
-        raise ValueError(f"{min(twice)} is there twice")
+        raise ValueError(f"{min(twice)} is given twice")
     return found
 
 
@@ -116,7 +116,7 @@ class StudyLeak(Config):
     @classmethod
     def _steps_rise(cls, steps: list[int]) -> list[int]:
         if not steps or steps != sorted(set(steps)):
-            raise ValueError("at least one step is, each later than the one before")
+            raise ValueError("give at least one step, each later than the one before")
         return steps
 
 
@@ -192,7 +192,7 @@ class StudyConfig(Config):
     ) -> str | list[str] | None:
         texts = [] if text is None else [text] if isinstance(text, str) else text
         if text == [] or not all(each.strip() for each in texts):
-            raise ValueError(f"{info.field_name}: is empty; text is allowed, or null")
+            raise ValueError(f"{info.field_name}: is empty; give text, or null")
         return text
 
     @field_validator("variants", "tasks")
@@ -201,8 +201,9 @@ class StudyConfig(Config):
         for name in named:
             if not re.fullmatch(NAME, name) or len(name.encode()) > MAX_NAME_BYTES:
                 raise ValueError(
-                    f"{info.field_name}: {shown(name)} is not allowed: letters, digits and any of "
-                    f"_ . + - are, a letter or digit first, at most {MAX_NAME_BYTES} bytes"
+                    f"{info.field_name}: {shown(name)} is not allowed; a name has letters, digits "
+                    "and any of _ . + -, starts with a letter or digit, and has at most "
+                    f"{MAX_NAME_BYTES} bytes"
                 )
         return named
 
@@ -218,12 +219,14 @@ class StudyConfig(Config):
     def _grids_belong_to_variants(self) -> "StudyConfig":
         for name in self.grids:
             if name not in self.variants:
-                raise ValueError(f"grids: {shown(name)} is no variant: {', '.join(self.variants)}")
+                raise ValueError(
+                    f"grids: {shown(name)} is not a variant; variants: {', '.join(self.variants)}"
+                )
         grids = {"grid": self.grid} | {f"grids.{name}": each for name, each in self.grids.items()}
         for where, grid in grids.items():
             for key, values in grid.items():
                 if not values:
-                    raise ValueError(f"{where}.{key}: [] is not allowed: at least one value is")
+                    raise ValueError(f"{where}.{key}: [] is not allowed; give at least one value")
         if self.grid_seeds is not None and not 1 <= self.grid_seeds <= len(self.seeds):
             raise ValueError(
                 f"grid_seeds: {self.grid_seeds} is not allowed with {len(self.seeds)} seeds"
@@ -235,18 +238,21 @@ class StudyConfig(Config):
         known = ", ".join(self.variants)
         for name, keys in self.from_runs.items():
             if name not in self.variants:
-                raise ValueError(f"from_runs: {shown(name)} is no variant: {known}")
+                raise ValueError(f"from_runs: {shown(name)} is not a variant; variants: {known}")
             for key, other in keys.items():
                 if other not in self.variants:
                     raise ValueError(
-                        f"from_runs.{name}: {key}: {shown(other)} is no variant: {known}"
+                        f"from_runs.{name}: {key}: {shown(other)} is not a variant; variants: "
+                        f"{known}"
                     )
         try:
             self.training_order()
         except CycleError as error:
             # graphlib names each after what needs it.
             circle = " from ".join(reversed(error.args[1]))
-            raise ValueError(f"from_runs: {circle} is a circle, which has no beginning") from None
+            raise ValueError(
+                f"from_runs: {circle} is a cycle, so none of these runs can start"
+            ) from None
         return self
 
     def training_order(self) -> list[str]:
@@ -268,17 +274,18 @@ class StudyConfig(Config):
     @classmethod
     def _seeds_are_several_and_differ(cls, seeds: list[int]) -> list[int]:
         if not seeds:
-            raise ValueError("at least one seed is")
+            raise ValueError("give at least one seed")
         if len(set(seeds)) < len(seeds):
-            raise ValueError("a seed stands twice; different ones are")
+            raise ValueError("a seed appears twice; all seeds must be different")
         return seeds
 
     @model_validator(mode="after")
     def _baseline_is_a_variant(self) -> "StudyConfig":
         if self.baseline not in self.variants:
             raise ValueError(
-                f"baseline: {shown(self.baseline)} is not allowed: {', '.join(self.variants)}"
+                f"baseline: {shown(self.baseline)} is not a variant; variants: "
+                f"{', '.join(self.variants)}"
                 if self.variants
-                else "variants: {} is not allowed: at least one is"
+                else "variants: {} is not allowed; give at least one variant"
             )
         return self

@@ -130,12 +130,12 @@ class LanguageModelling(Learner, TextTask[TextBatch]):
         if not isinstance(model, DecoderSettings):
             raise ConfigError(
                 f"data.kind: text is not allowed with model.kind: {model.kind}, which does not "
-                f"predict the next token; {self.reads} does"
+                f"predict the next token; allowed with: {self.reads}"
             )
         if model.head is not None:
             raise ConfigError(
-                f"model.head.kind: {model.head.kind} is not allowed with data.kind: text, of which "
-                f"the next token is learned; null is"
+                f"model.head.kind: {model.head.kind} is not allowed with data.kind: text, where "
+                "the next token is predicted; allowed: null"
             )
         self._attacked: dict[str, tuple[TokenStream, SplitInfo]] = {}
         self.block_teacher: BlockTeacher | None = None
@@ -245,12 +245,12 @@ def language_model(weights: Weights) -> DecoderSettings:
     config = weights.model_config()
     if not isinstance(config, DecoderSettings):
         raise ConfigError(
-            f"{weights.folder}: model.kind: {config.kind} is not a language model; "
-            f"{LanguageModelling.reads} is"
+            f"{weights.folder}: model.kind: {config.kind} is not a language model; language models "
+            f"are {LanguageModelling.reads}"
         )
     if config.head is not None:
         raise ConfigError(
-            f"{weights.folder}: model.head.kind: {config.head.kind}: scores whole sequences, and "
-            f"does not predict text"
+            f"{weights.folder}: model.head.kind: {config.head.kind} scores whole sequences, and "
+            "does not predict text"
         )
     return config

@@ -225,8 +225,13 @@ def test_a_study_that_a_signal_stopped_goes_on_where_it_was(
     assert "Traceback" not in err
     name = "interrupted" if number == signal.SIGINT else f"stopped by {number.name}"
     *_, its, ours = err.splitlines()
-    assert its.startswith(f"polyad: error: {name}; the same command continues from {first}")
-    assert ours == f"polyad: error: {name}; dense, seed 1: the same command goes on with this run"
+    assert its.startswith(
+        f"polyad: error: {name}; run the same command again to continue from {first}"
+    )
+    assert (
+        ours
+        == f"polyad: error: {name}; dense, seed 1: run the same command again to continue this run"
+    )
     stopped = newest_step(first)
     assert steps(first)[-1] == stopped < 300  # the step that it was in
     process = start(path, "--json", "-")

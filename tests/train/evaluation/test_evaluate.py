@@ -139,7 +139,7 @@ def test_a_split_without_a_word_has_no_perplexity_a_word(
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
-        (("model.num_layers=1",), "model.num_layers: evaluation cannot change it"),
+        (("model.num_layers=1",), "model.num_layers: cannot be changed in evaluation"),
         (("evaluation.stride=33",), "stride 33"),
         (("data.path=nowhere",), "nowhere"),
         (("evaluation.strid=3",), "unknown key evaluation.strid"),

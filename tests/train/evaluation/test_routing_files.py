@@ -145,7 +145,7 @@ def test_a_file_is_replayed_on_its_own_data_alone(workers, trained, tmp_path):
     assert "is of split test, and validation is scored" in line
     other = {"overrides": ODD[1:], "split": "test"}
     line = workers(1).run(refusal, run_folder, routing=replay, **other)[0]
-    assert "sequences or images, and" in line
+    assert "sequences or images, but" in line
 
 
 @pytest.mark.slow

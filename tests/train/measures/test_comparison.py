@@ -230,7 +230,7 @@ def refused(*arguments, **options):
 
 def test_other_models_are_refused(runs):
     text = refused(runs["smoe"], runs["mumoe"])
-    assert f"compare: {checkpoint(runs['mumoe'], 6)}: is of another model: " in text
+    assert f"compare: {checkpoint(runs['mumoe'], 6)}: is a different model: " in text
     assert "model.feed_forward." in text
     assert "has no experts" not in text
     text = refused(runs["dense"], checkpoint(runs["dense"], 3))
@@ -248,7 +248,7 @@ def test_other_data_is_refused_unless_it_is_named(workers, runs, tmp_path, texts
     workers(1).run(run, config)
     text = refused(runs["smoe"], tmp_path / "run")
     assert "was trained on other data than" in text
-    assert "--data names the text that both are to read" in text
+    assert "use --data to name the text that both are to read" in text
     result = workers(1).run(
         compare, runs["smoe"], tmp_path / "run", data=str(prepared_path), units=64
     )[0]

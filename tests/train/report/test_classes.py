@@ -131,7 +131,9 @@ def test_one_layer_or_nothing_is_read_if_it_is_asked_for(runs, tmp_path):
     (dense,) = [report(runs("dense"), output=output)]
     assert dense["classes"]["experts"] == {}
     assert "Experts by class" not in output.read_text()
-    with pytest.raises(ConfigError, match=r"has no split 'test'.*--tokens 0 reads no sequences"):
+    with pytest.raises(
+        ConfigError, match=r"has no split 'test'.*use --tokens 0 to read no sequences"
+    ):
         report(runs("smoe"), output=output, split="test")
 
 

@@ -119,7 +119,7 @@ def test_layers_stand_in_the_order_of_the_model(tmp_path):
 
 @pytest.mark.parametrize("lines", [[], ["\n"], ['{"step": 1, "lo']])
 def test_a_file_without_a_record_is_one_line(tmp_path, lines):
-    with pytest.raises(ConfigError, match="holds no record of a step yet"):
+    with pytest.raises(ConfigError, match="contains no record of a step yet"):
         read_history(write(tmp_path, lines))
 
 

@@ -341,7 +341,7 @@ def test_bad_input_is_one_line(runs, prepared_path, tmp_path, capfd):
         assert "--output: /proc/report.html cannot be written" in line
     line = refused(mumoe, "--data", tmp_path / "gone")
     assert "no such folder of prepared data" in line
-    assert "--tokens 0 reads no text" in line
+    assert "use --tokens 0 to read no text" in line
 
     without = tmp_path / "run"
     shutil.copytree(mumoe, without)
