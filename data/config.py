@@ -31,16 +31,17 @@ class Config(BaseModel):
 
 
 class MixtureSource(Config):
-    """One of several prepared folders that are mixed."""
+    """One of the prepared folders of a data mixture."""
 
     path: str
-    """Folder made by `polyad prepare`."""
+    """Folder created by `polyad prepare`."""
 
     weight: float = Field(ge=1e-9, le=1e9, allow_inf_nan=False)
-    """Share of the training samples, in proportion to the weights of the others."""
+    """Relative weight: the fraction of the training samples is this weight divided by the sum of
+    all weights."""
 
     name: str | None = None
-    """What its validation loss is called by; null: the folder's own name."""
+    """Name under which its validation loss is reported; null: the name of the folder."""
 
     @field_validator("path")
     @classmethod
@@ -53,7 +54,7 @@ class MixtureSource(Config):
     @classmethod
     def _name_is_a_word(cls, name: str | None) -> str | None:
         if name is not None and not re.fullmatch(r"[\w.+-]+", name):
-            raise ValueError("letters, digits and any of _ . + - are")
+            raise ValueError("allowed: letters, digits and any of _ . + -")
         return name
 
     @property
@@ -69,24 +70,25 @@ class DataSettings(Config):
     """What the data is, and so what is learned from it."""
 
     num_workers: int = Field(default=0, ge=0, le=1024)
-    """Loader processes beside each training process; 0 reads in the training process itself."""
+    """Data loader processes per training process; 0 loads in the training process itself."""
 
 
 class DataConfig(DataSettings):
-    """Which prepared text a run reads, and how."""
+    """Prepared text, and how it is read."""
 
     kind: Literal["text"] = "text"
-    """Text, of which the next token is predicted."""
+    """Text for next-token prediction."""
 
     path: str | None = None
-    """Folder made by `polyad prepare`: tokens of train, validation and test, and the tokenizer."""
+    """Folder created by `polyad prepare`, with the tokens of the train, validation and test splits
+    and the tokenizer."""
 
     mixture: list[MixtureSource] | None = Field(default=None, min_length=1)
-    """Several such folders instead of one, made with the same tokenizer."""
+    """Several prepared folders instead of one `path`, all prepared with the same tokenizer."""
 
     verify: bool = True
-    """Whether training also reads all of the data in the background of its first minutes, once on
-    each node, and ends if a file is damaged."""
+    """Whether training also reads all of the data in the background during its first minutes, once
+    per node, and stops if a file is damaged."""
 
     @field_validator("path")
     @classmethod
@@ -98,19 +100,22 @@ class DataConfig(DataSettings):
         if self.mixture is None:
             return self
         if self.path is not None:
-            raise ValueError(f"data.mixture: stands beside data.path: {self.path}; one of the two")
+            raise ValueError(
+                f"data.mixture: is not allowed together with data.path: {self.path}; give one of "
+                "the two"
+            )
         labels = Counter(source.label for source in self.mixture)
         label, count = labels.most_common(1)[0]
         if count > 1:
             raise ValueError(
-                f"data.mixture: {count} folders are called {label}; give each a name of its own, "
-                "as in {path: ..., weight: 1, name: other}"
+                f"data.mixture: {count} folders have the name {label}; give each its own name, as "
+                "in {path: ..., weight: 1, name: other}"
             )
         return self
 
 
 class MaskedTextConfig(DataConfig):
-    """Which prepared text a run reads whose hidden tokens are predicted, and how."""
+    """Prepared text for masked language modelling, and how it is read."""
 
     kind: Literal["masked_text"] = "masked_text"  # type: ignore[assignment]
-    """Text, of which some tokens are hidden and predicted from those on both sides."""
+    """Text in which some tokens are masked, and predicted from the tokens on both sides."""

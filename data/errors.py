@@ -115,7 +115,7 @@ def user_path(text: str | Path) -> Path:
     try:
         return Path(text).expanduser()
     except RuntimeError:
-        raise DataError(f"{text}: there is no user of that name to have a home folder") from None
+        raise DataError(f"{text}: there is no user of that name") from None
 
 
 def check_at_least(least: int, **numbers: int) -> None:

@@ -233,6 +233,6 @@ def node_folder(name: str) -> Path:
     for folder in (root, root / name):
         folder.mkdir(exist_ok=True, mode=0o700)
         if folder.is_symlink() or folder.stat().st_uid != os.getuid():
-            raise PermissionError(f"{folder} is somebody else's")
+            raise PermissionError(f"{folder} belongs to another user")
         folder.chmod(0o700)
     return root / name

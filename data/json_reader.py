@@ -49,7 +49,7 @@ def read_bounded(
     except OSError as fault:
         raise error(f"{path}: cannot be read: {fault.strerror or fault}") from None
     if len(content) > most_bytes:
-        raise error(f"{path}: has more than {most_bytes:,} bytes, and is not read")
+        raise error(f"{path}: has more than {most_bytes:,} bytes, so it is not read")
     return content
 
 

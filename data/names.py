@@ -80,7 +80,7 @@ def _each_once(names: list[str] | None) -> list[str] | None:
         return None
     for number, name in enumerate(names):
         if name in names[:number]:
-            raise ValueError(f"{name!r} stands there twice; each domain once is")
+            raise ValueError(f"{name!r} is listed twice; list each domain once")
     return sorted(names)
 
 
@@ -106,19 +106,19 @@ def check_leave_out(
         return
     if not domains:
         raise DataError(
-            f"data.leave_out: {listed(leave_out)} is not allowed: {place} has no domains; null is, "
-            f"or {made_by}"
+            f"data.leave_out: {listed(leave_out)} is not allowed: {place} has no domains; set it "
+            f"to null, or use {made_by}"
         )
     for name in leave_out:
         if name not in domains:
             raise DataError(
-                f"data.leave_out: {name!r} is no domain of {place}{nearest(name, domains)}; "
+                f"data.leave_out: {name!r} is not a domain of {place}{nearest(name, domains)}; "
                 f"domains: {listed(domains)}"
             )
     if set(leave_out) == set(domains):
         raise DataError(
-            f"data.leave_out: all domains of {place} are left out ({listed(domains)}), which "
-            f"leaves none to train on"
+            f"data.leave_out: all domains of {place} are left out ({listed(domains)}), so there is "
+            "nothing to train on"
         )
 
 
@@ -136,6 +136,6 @@ def check_classes(domain: str, classes: Iterable[str], trained: Iterable[str]) -
     missing = sorted(set(classes) - set(trained))
     if missing:
         raise DataError(
-            f"data.leave_out: {domain!r} has {listed(missing, 3)}, of which the domains that are "
-            f"trained on have nothing: a class that is never seen cannot be learned"
+            f"data.leave_out: {domain!r} has the class {listed(missing, 3)}, which the other "
+            "domains do not have: a class that is never seen cannot be learned"
         )

@@ -64,7 +64,7 @@ class LeftOut:
         mistakes = [f"would leave out {', '.join(self.mistakes())}"] if self._mistakes else []
         mistakes += [*self.doubts, *more]
         if mistakes and not accept:
-            raise DataError(f"{place}: {'; '.join(mistakes)}; if that is meant, add --accept")
+            raise DataError(f"{place}: {'; '.join(mistakes)}; if that is intended, add --accept")
 
 
 def in_words(counts: Mapping[str, int]) -> str:

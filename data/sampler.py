@@ -213,7 +213,7 @@ def _check_sizes(global_batch: int, micro_batch: int, rank: int, ranks: int) -> 
         near = f"{below} or {below + unit}" if below else str(unit)
         raise DataError(
             f"global_batch_size {global_batch}: not a multiple of micro_batch_size {micro_batch} x "
-            f"data_parallel_size {ranks} = {unit}; {near} is"
+            f"data_parallel_size {ranks} = {unit}; {near} would fit"
         )
 
 

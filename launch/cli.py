@@ -97,7 +97,7 @@ def _dispatch(argv: Sequence[str]) -> int:
     if group:
         wrong = f", not {argv[1]!r}" if argv[1:] else ""
         commands = ", ".join(each.removeprefix(f"{name} ") for each in group)
-        raise UsageError(f"{name}: one of {commands} is needed{wrong}")
+        raise UsageError(f"{name}: give one of the commands {commands}{wrong}")
     raise UsageError(f"unknown command {name!r}{nearest(name, COMMANDS)}")
 
 
@@ -113,7 +113,7 @@ def load_plugins() -> None:
         except Exception as error:  # importing a plugin may raise anything
             raise ConfigError(
                 f"{VARIABLE}: {name}: cannot be imported: {type(error).__name__}: "
-                f"{one_line(error)}; a module on the path of Python is needed (PYTHONPATH)"
+                f"{one_line(error)}; the module has to be on Python's path (PYTHONPATH)"
             ) from None
 
 
@@ -133,7 +133,7 @@ def _group_overview(name: str, group: Sequence[str]) -> str:
 
 {_listed({"commands": group})}
 
-`polyad {group[0]} --help` explains the first of them."""
+Run `polyad {group[0]} --help` for details of the first, and the same for the others."""
 
 
 def _overview() -> str:
@@ -144,7 +144,7 @@ Trains mixture-of-experts models, and shows what their experts do.
 
 {_listed(groups)}
 
-`polyad help COMMAND` explains a command; `polyad --version` prints the version.
+Run `polyad help COMMAND` for details of a command, `polyad --version` for the version.
 
 example:
   polyad prepare --source python-stdlib --tokenizer train:8192 --output runs/stdlib

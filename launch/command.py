@@ -65,20 +65,21 @@ Json = Annotated[
 ]
 ConfigFile = Annotated[
     Path,
-    Argument("a YAML file, or the name of one that comes with Polyad: gpt2/124m", "CONFIG"),
+    Argument("a YAML file, or the name of one that ships with Polyad, such as gpt2/124m", "CONFIG"),
 ]
 ConfigOrFolder = Annotated[
     Path,
     Argument(
-        "a YAML file, the name of one that comes with Polyad, or a checkpoint, a run or a folder "
-        "of weights that a run would go on from",
+        "a YAML file, the name of one that ships with Polyad, or a checkpoint, a run or a folder "
+        "of weights that training would continue from",
         "CONFIG",
     ),
 ]
 Overrides = Annotated[
     list[str],
     Argument(
-        "a key of the file, for example train.steps=100; `polyad keys` explains all of them",
+        "overrides a key of the configuration, for example train.steps=100; `polyad keys` explains "
+        "all keys",
         "key=value",
         nargs="*",
     ),

@@ -83,7 +83,9 @@ def check_json_path(path: str | None) -> None:
         return
     target = Path(str(path))
     if target.is_dir():
-        raise UsageError(f"--json: {path} is a folder, a file is needed (or - for standard output)")
+        raise UsageError(
+            f"--json: {path} is a folder, but a file is needed (or - for standard output)"
+        )
     if not target.parent.is_dir():
         raise UsageError(f"--json: {path}: there is no folder {target.parent}")
     if not os.access(target if target.exists() else target.parent, os.W_OK):
@@ -103,7 +105,9 @@ def check_result_file(option: str, path: Path, suffix: str, *, dry_run: bool) ->
         UsageError: it cannot.
     """
     if dry_run:
-        raise UsageError(f"{option}: {path} is not allowed with --dry-run, which has no results")
+        raise UsageError(
+            f"{option}: {path} is not allowed with --dry-run, which produces no results"
+        )
     if path.suffix != suffix:
         raise UsageError(f"{option}: {path}: a file that ends in {suffix} is needed")
     if path.is_dir() or not path.parent.is_dir():

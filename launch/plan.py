@@ -12,15 +12,15 @@ from polyad.train.results import aligned
 EVERY = 1e-4
 """Collectives that send a smaller share of a step's largest one are one line together."""
 TITLES = {
-    "weak": "As much for each GPU (weak scaling)",
-    "strong": "The same global batch (strong scaling)",
+    "weak": "Weak scaling (same batch per GPU)",
+    "strong": "Strong scaling (same global batch)",
 }
 
 
 def table(result: dict[str, Any]) -> str:
     """Aligned lines: what a process holds, what a step takes, and what to save how often."""
     unit, layout = result["unit"], result["layout"]
-    of = "" if layout["device"] == "cpu-here" else "prediction, no run: "
+    of = "" if layout["device"] == "cpu-here" else "predicted, not measured: "
     lines = [
         f"{of}{result['parameters']:,} parameters on {layout['processes']} {layout['device']}: "
         f"data parallel {layout['data_parallel_size']}, "
@@ -53,20 +53,20 @@ def _micro_batches(layout: dict[str, Any]) -> str:
 
 
 def _memory(memory: dict[str, int], largest: dict[str, int]) -> list[str]:
-    rows = [("memory of a process", "at its peak", "largest")]
+    rows = [("memory per process", "at its peak", "largest")]
     for kind in {**largest, **memory}:
         if kind not in {"total", "device"}:
             most = in_bytes(largest[kind]) if kind in largest else ""
             rows.append((f"  {kind}", in_bytes(memory.get(kind, 0)), most))
     rows.append(("  total", in_bytes(memory["total"]), ""))
-    rows.append(("  there is", in_bytes(memory["device"]), ""))
+    rows.append(("  available", in_bytes(memory["device"]), ""))
     return aligned(rows)
 
 
 def _recompute(modes: dict[str, dict[str, Any]]) -> list[str]:
     if not modes:
         return []
-    rows = [("with model.recompute", "activations", "total", "a step")]
+    rows = [("with model.recompute", "activations", "total", "step")]
     rows += [
         (
             f"  {mode}",
@@ -81,8 +81,8 @@ def _recompute(modes: dict[str, dict[str, Any]]) -> list[str]:
 
 def _exchanges(exchanges: list[dict[str, Any]]) -> list[str]:
     if not any(each["processes"] > 1 for each in exchanges):
-        return ["no exchanges"]
-    rows = [("exchanges of a step", "among", "of", "over the", "calls", "sent by a process")]
+        return ["no communication"]
+    rows = [("communication per step", "among", "of", "over the", "calls", "sent per process")]
     most = max(each["sent_bytes"] for each in exchanges)
     small = [0, 0]
     for each in exchanges:
@@ -103,7 +103,7 @@ def _exchanges(exchanges: list[dict[str, Any]]) -> list[str]:
             )
         )
     if small[0]:
-        rows.append(("  small ones", "", "", "", f"{small[0]:,}", in_bytes(small[1])))
+        rows.append(("  small messages", "", "", "", f"{small[0]:,}", in_bytes(small[1])))
     return aligned(rows)
 
 
@@ -114,20 +114,20 @@ def _step(result: dict[str, Any], unit: str) -> list[str]:
     def part(name: str, seconds: float) -> tuple[str, str, str]:
         return f"  {name}", f"{seconds:.3g} s", f"{seconds / whole:.0%}"
 
-    rows = [("a step", f"{whole:.3g} s", "")]
+    rows = [("step", f"{whole:.3g} s", "")]
     rows += [
         part(name, step[key])
         for name, key in (
             ("products", "products"),
             ("attention", "attention"),
-            ("bound by memory", "memory"),
-            ("waiting for the host", "idle"),
+            ("memory-bound", "memory"),
+            ("waiting for host", "idle"),
         )
         if step[key]
     ]
-    rows += [part(f"exchanges, {axis}", s) for axis, s in step["exchanges"].items()]
+    rows += [part(f"communication, {axis}", s) for axis, s in step["exchanges"].items()]
     if step["hidden_exchanges"]:
-        rows.append(("  hidden exchanges", f"{step['hidden_exchanges']:.3g} s", "beside"))
+        rows.append(("  overlapped communication", f"{step['hidden_exchanges']:.3g} s", "beside"))
     rate = result[f"{unit}s_per_second"]
     mfu = "" if result["mfu"] is None else f"MFU {result['mfu']:.0%}"
     rows.append((f"{unit}s/s", f"{rate:,.0f}", mfu))
@@ -140,7 +140,7 @@ def _step(result: dict[str, Any], unit: str) -> list[str]:
     )
     if "measured" in result:
         found = result["measured"]
-        off = f"prediction {found['prediction_off_by']:+.0%}"
+        off = f"prediction off by {found['prediction_off_by']:+.0%}"
         rows.append(("measured", f"{found['step_seconds']:.3g} s", off))
     return aligned(rows)
 
@@ -148,21 +148,26 @@ def _step(result: dict[str, Any], unit: str) -> list[str]:
 def _saving(checkpoint: dict[str, Any], seconds: float) -> list[str]:
     rows = [
         ("checkpoint", in_bytes(checkpoint["bytes"]), f"stall {checkpoint['stall_seconds']:.3g} s"),
-        ("a failure every", f"{checkpoint['failure_every_seconds'] / 3600:,.0f} hours", ""),
+        (
+            "mean time between failures",
+            f"{checkpoint['failure_every_seconds'] / 3600:,.0f} hours",
+            "",
+        ),
         (
             "best checkpoint.every",
             f"{checkpoint['best_every_steps']:,}",
-            f"{duration(checkpoint['best_interval_seconds'])}; "
-            f"{checkpoint['lost_share']:.2%} of the time lost",
+            f"{duration(checkpoint['best_interval_seconds'])}; {checkpoint['lost_share']:.2%} of "
+            "the time is lost",
         ),
     ]
     if "every_steps" in checkpoint:
         every = checkpoint["every_steps"]
         rows.append(
             (
-                "checkpoint.every now",
+                "configured checkpoint.every",
                 f"{every:,}",
-                f"{duration(every * seconds)}; {checkpoint['lost_share_then']:.2%} lost",
+                f"{duration(every * seconds)}; {checkpoint['lost_share_then']:.2%} of the time is "
+                "lost",
             )
         )
     return aligned(rows)
@@ -170,26 +175,27 @@ def _saving(checkpoint: dict[str, Any], seconds: float) -> list[str]:
 
 def _reading(reading: dict[str, Any]) -> list[str]:
     """What one process takes that evaluates or measures, whole or block by block."""
-    fits = "" if reading["fits_whole"] else ", too much"
+    fits = "" if reading["fits_whole"] else ", does not fit"
     million = duration(reading["seconds_per_million_tokens"])
     between = in_bytes(reading["between_blocks_bytes_per_million_tokens"])
     rows = [
-        (f"reading in {reading['precision']} on one", "whole", "block by block (--stream)"),
+        (f"evaluation in {reading['precision']}, one process", "whole", "block by block "
+        "(--stream)"),
         ("  memory", in_bytes(reading["whole_bytes"]) + fits, in_bytes(reading["streamed_bytes"])),
-        ("  weights at a time", in_bytes(reading["weights_bytes"]),
+        ("  weights in memory", in_bytes(reading["weights_bytes"]),
          in_bytes(reading["largest_part_bytes"])),
-        ("  weights are read in", *[duration(reading["weights_seconds"])] * 2),
-        ("  a million tokens", million, f"{million}, {between} between blocks"),
+        ("  time to read the weights", *[duration(reading["weights_seconds"])] * 2),
+        ("  time per million tokens", million, f"{million}, storing {between} between blocks"),
     ]  # fmt: skip
     return aligned(rows)
 
 
 def _layouts(layouts: list[dict[str, Any]], unit: str) -> list[str]:
     if not layouts:
-        return ["no layout that was tried fits"]
+        return ["none of the layouts that were tried fits"]
     lines = ["fastest layouts"]
     for each in layouts:
-        change = " ".join(each["change"]) or "as it is"
+        change = " ".join(each["change"]) or "unchanged"
         lines.append(
             f"  {each['units_per_second']:>12,.0f} {unit}s/s  {in_bytes(each['memory_bytes']):>8}  "
             f"{each['why']}"
@@ -199,14 +205,19 @@ def _layouts(layouts: list[dict[str, Any]], unit: str) -> list[str]:
 
 
 def _scaling(kind: str, points: list[dict[str, Any]], unit: str) -> list[str]:
-    names = {"weak": "as much for each (weak scaling)", "strong": "the same batch (strong scaling)"}
-    rows = [(names[kind], f"{unit}s/s", "of one's", "memory", "largest cost beside products")]
+    names = {
+        "weak": "weak scaling (same batch per GPU)",
+        "strong": "strong scaling (same global batch)",
+    }
+    rows = [
+        (names[kind], f"{unit}s/s", "efficiency", "memory", "largest cost besides matrix products")
+    ]
     rows += [
         (
             f"  {point['processes']:,} processes",
             f"{point['units_per_second']:,.0f}",
             f"{point['efficiency']:.0%}",
-            in_bytes(point["memory_bytes"]) + ("" if point["fits"] else ", too much"),
+            in_bytes(point["memory_bytes"]) + ("" if point["fits"] else ", does not fit"),
             point["why"],
         )
         for point in points
@@ -225,9 +236,9 @@ def figure(result: dict[str, Any]) -> str:
     """
     layout, unit = result["layout"], result["unit"]
     about = (
-        f"Prediction, no run: {result['parameters'] / 1e6:,.0f}M parameters on {layout['device']}, "
-        f"tensor parallel {layout['tensor_parallel_size']}, "
-        f"expert parallel {layout['expert_parallel_size']}, ZeRO {layout['zero_stage']}"
+        f"Predicted, not measured: {result['parameters'] / 1000000.0:,.0f}M parameters on "
+        f"{layout['device']}, tensor parallel {layout['tensor_parallel_size']}, expert parallel "
+        f"{layout['expert_parallel_size']}, ZeRO {layout['zero_stage']}"
     )
     panels = [
         _panel(TITLES[kind], points, unit, colour)
@@ -251,14 +262,14 @@ def _panel(title: str, points: list[dict[str, Any]], unit: str, colour: str) -> 
             point["units_per_second"],
             "mean" if point["fits"] else "open",
             f"{point['processes']} GPUs: {point['units_per_second']:,.0f} {unit}s/s, "
-            f"{point['efficiency']:.0%} of the ideal, {in_bytes(point['memory_bytes'])} a process"
-            f"{'' if point['fits'] else ', which does not fit'}; {point['why']}",
+            f"{point['efficiency']:.0%} of the ideal, {in_bytes(point['memory_bytes'])} per "
+            f"process{('' if point['fits'] else ', which does not fit')}; {point['why']}",
         )
         for point in points
     ]
     return curve_panel(
         title,
-        f"{last['efficiency']:.0%} of {each:,.0f} {unit}s/s a GPU at {last['processes']}",
+        f"{last['efficiency']:.0%} of {each:,.0f} {unit}s/s per GPU at {last['processes']} GPUs",
         processes,
         [
             Line(label="", values=ideal, colour="var(--soft)", is_dashed=True),

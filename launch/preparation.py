@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from polyad.launch.command import Argument, Group, UsageError, non_negative, positive
 from polyad.launch.output import align, only_results_on_stdout
-from polyad.launch.via.options import LIMIT, MEMORY, OF_CLUSTER, asked_of, check_ways
+from polyad.launch.via.options import ACCOUNT, LIMIT, MEMORY, PARTITION, QOS, asked_of, check_ways
 
 if TYPE_CHECKING:
     from polyad.data.text.manifest import Manifest
@@ -22,9 +22,13 @@ SLURM = (
 _STEPS = ("part", "begin", "join")
 _OF_PARTS = (*_STEPS, "processes", "dry_run")
 IN_PARTS = Group(
-    "in parts", "For text that is more than one machine's work; the files are the same."
+    "preparation in parts",
+    "For text that one machine would take too long to tokenize. The resulting files are identical.",
 )
-BY_SLURM = Group("--via slurm", "Of each part's job. What is not given is the cluster's default.")
+BY_SLURM = Group(
+    "--via slurm",
+    "Options of each part's job. The cluster's defaults apply to whatever is not given.",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,8 +38,8 @@ class PartsOptions:
     parts: Annotated[
         int | None,
         Argument(
-            "encode N parts of the text independently, in .DIR.parts, and join them; the same "
-            "command goes on, and keeps what is finished",
+            "tokenize the text in N independent parts, in .DIR.parts, and join them; run the same "
+            "command again to continue after an interruption (finished parts are kept)",
             "N",
             positive,
             group=IN_PARTS,
@@ -44,7 +48,8 @@ class PartsOptions:
     processes: Annotated[
         int | None,
         Argument(
-            "parts that are encoded at one time on this machine; default 1, which uses all cores",
+            "number of parts to tokenize at a time on this machine; default 1, which uses all "
+            "cores",
             "P",
             positive,
             group=IN_PARTS,
@@ -53,7 +58,7 @@ class PartsOptions:
     begin: Annotated[
         bool,
         Argument(
-            "only train the tokenizer, before the parts; one that is given needs no such step",
+            "only train the tokenizer, before the parts; not needed with an existing tokenizer",
             group=IN_PARTS,
             one_of="step",
         ),
@@ -61,40 +66,54 @@ class PartsOptions:
     part: Annotated[
         int | None,
         Argument(
-            "only encode part K, from 0 to N - 1", "K", non_negative, group=IN_PARTS, one_of="step"
+            "only tokenize part K, from 0 to N - 1",
+            "K",
+            non_negative,
+            group=IN_PARTS,
+            one_of="step",
         ),
     ] = None
     join: Annotated[bool, Argument("only join the parts", group=IN_PARTS, one_of="step")] = False
     via: Annotated[
         Literal["local", "slurm"],
         Argument(
-            "local: on this machine; slurm: a job array, and a job that joins after it",
+            "local: on this machine; slurm: as a job array, followed by a job that joins the parts",
             group=IN_PARTS,
         ),
     ] = "local"
-    dry_run: Annotated[bool, Argument("slurm: only write the scripts", group=IN_PARTS)] = False
+    dry_run: Annotated[
+        bool,
+        Argument("with --via slurm: write the job scripts without submitting them", group=IN_PARTS),
+    ] = False
     time: Annotated[str | None, LIMIT.within(BY_SLURM)] = None
-    partition: Annotated[str | None, OF_CLUSTER.within(BY_SLURM)] = None
-    account: Annotated[str | None, OF_CLUSTER.within(BY_SLURM)] = None
-    qos: Annotated[str | None, OF_CLUSTER.within(BY_SLURM)] = None
+    partition: Annotated[str | None, PARTITION.within(BY_SLURM)] = None
+    account: Annotated[str | None, ACCOUNT.within(BY_SLURM)] = None
+    qos: Annotated[str | None, QOS.within(BY_SLURM)] = None
     memory_per_node: Annotated[str | None, MEMORY.within(BY_SLURM)] = None
     job_name: Annotated[
-        str | None, Argument("default: the name of DIR", "NAME", group=BY_SLURM)
+        str | None, Argument("name of the jobs; default: the name of DIR", "NAME", group=BY_SLURM)
     ] = None
     cpus_per_node: Annotated[
         int | None,
         Argument(
-            "cores for a part; default: whole nodes (--exclusive)", "C", positive, group=BY_SLURM
+            "CPU cores per part; default: whole nodes (--exclusive)", "C", positive, group=BY_SLURM
         ),
     ] = None
     image: Annotated[
         str | None,
-        Argument("a container: for pyxis, or a .sif of Apptainer", "IMAGE", group=BY_SLURM),
+        Argument(
+            "container image to run in: one for pyxis, or an Apptainer .sif file",
+            "IMAGE",
+            group=BY_SLURM,
+        ),
     ] = None
     mount: Annotated[
         str | None,
         Argument(
-            "the folder with text and DIR in it; default: this folder", "PATH", group=BY_SLURM
+            "folder to mount in the container, which contains the text and DIR; default: the "
+            "working folder",
+            "PATH",
+            group=BY_SLURM,
         ),
     ] = None
 
@@ -123,7 +142,7 @@ def check_parts(asked: PartsOptions) -> None:
             f"--{step or 'processes'}: is not allowed with --via slurm, whose jobs take each step"
         )
     if asked.via != "slurm" and asked.dry_run:
-        raise UsageError("--dry-run: is an option of --via slurm")
+        raise UsageError("--dry-run: is only for --via slurm")
     if step and asked.processes:
         raise UsageError(f"--processes: {asked.processes} is not allowed with --{step}")
     if asked.part is not None and asked.part >= asked.parts:

@@ -39,7 +39,7 @@ def stop_at_signals() -> None:
 
 
 def _stop(number: int, frame: FrameType | None) -> None:
-    raise stopped(number, "the same command goes on where it stood")
+    raise stopped(number, "run the same command again to continue")
 
 
 def ignore_further_signals() -> None:

@@ -121,8 +121,8 @@ class Quickstart(ABC):
             remove_previous_run(self.run)
             begun = 0
         _say(
-            f"2/5  train {self.trains} whose experts are spread over {PROCESSES} processes, "
-            f"ZeRO 1, to step {half}"
+            f"2/5  train {self.trains} with expert parallelism over {PROCESSES} processes and ZeRO "
+            f"1, to step {half}"
         )
         processes = ("--processes-per-node", str(PROCESSES))
         launch = ("launch", str(self.config), *processes, *self.overrides)
@@ -131,8 +131,10 @@ class Quickstart(ABC):
             decay = f"schedule.decay_steps={config.schedule.decay_steps or config.train.steps}"
             _run_polyad(*launch, f"train.steps={half}", decay)
         else:
-            print(f"nothing is left to do of that: {begun:,} steps are done", file=sys.stderr)
-        _say(f"3/5  go on in {PROCESSES} new processes from the sharded checkpoint of step {half}")
+            print(f"already done: the run is at step {begun:,}", file=sys.stderr)
+        _say(
+            f"3/5  continue in {PROCESSES} new processes from the sharded checkpoint of step {half}"
+        )
         _run_polyad(*launch)
         _say("4/5  evaluate on the validation split")
         _run_polyad("evaluate", str(self.run), "--json", str(self.result))
@@ -146,7 +148,7 @@ class Quickstart(ABC):
         try:
             plan_run(self.config, self.overrides, PROCESSES)
         except ValueError as error:
-            _say(f"the run that is there cannot go on, and is removed: {error}")
+            _say(f"the existing run cannot be continued and is removed: {error}")
             return False
         return True
 
@@ -162,7 +164,7 @@ class Quickstart(ABC):
         first, last = records[0]["loss"], last_loss(records)
         return [
             ("model", size_in_words(model["parameters"], model["active_parameters"], unit)),
-            ("training loss", f"{first:.3f} at first, {last:.3f} over the last 10 steps"),
+            ("training loss", f"{first:.3f} at the first step, {last:.3f} over the last 10 steps"),
         ]
 
     def _run_rows(self, half: int, unit: str) -> Rows:
@@ -172,9 +174,9 @@ class Quickstart(ABC):
         checkpoint = self.run / "checkpoints" / f"step-{half:08d}"
         return [
             *_routing_rows(records[-1]),
-            ("speed", f"{rate:,.0f} {unit}s/s in training, {PROCESSES} processes"),
-            ("peak memory", f"{peak_memory(records) / 2**30:.2f} GiB a process"),
-            ("went on", f"at step {half:,} in new processes, from {checkpoint}"),
+            ("speed", f"{rate:,.0f} {unit}s/s in training on {PROCESSES} processes"),
+            ("peak memory", f"{peak_memory(records) / 2**30:.2f} GiB per process"),
+            ("continued", f"at step {half:,} in new processes, from {checkpoint}"),
             ("run folder", f"{self.run}"),
             ("curves", f"{_program('tensorboard')} --logdir {self.run / 'tensorboard'}"),
         ]
@@ -192,7 +194,7 @@ def _routing_rows(record: dict[str, Any]) -> Rows:
     rows = []
     if "routing/load_max" in record:
         busiest, unused = record["routing/load_max"], 100 * record["routing/unused"]
-        load = f"busiest expert {busiest:.2f} times the mean, {unused:.0f}% unused"
+        load = f"busiest expert {busiest:.2f} times the mean, {unused:.0f}% of experts unused"
         rows.append(("expert load", load))
     if "routing/effective_neighbours" in record:
         similar = f"about {record['routing/effective_neighbours']:.0f} similar tokens"
@@ -228,7 +230,7 @@ class TextQuickstart(Quickstart):
         return [
             *self._model_rows("token"),
             ("perplexity", f"{result['perplexity']:.1f} on {tokens}"),
-            ("of a unigram model", f"{unigram:.1f} on the same tokens"),
+            ("unigram baseline", f"{unigram:.1f} on the same tokens"),
             ("bits per byte", f"{result['bits_per_byte']:.3f}"),
             *self._run_rows(half, "token"),
         ]
@@ -255,7 +257,7 @@ class ImageQuickstart(Quickstart):
     """
 
     trains = "a V-MoE"
-    compares = "compare with the nearest training image, and draw the report"
+    compares = "compare with a nearest-neighbour classifier, and write the report"
 
     def __init__(self, config: Path, folder: Path, source: str) -> None:
         super().__init__(config, folder, () if source == DIGITS else LARGER)
@@ -281,11 +283,11 @@ class ImageQuickstart(Quickstart):
         opened, pixels = ImageData.open(self.data), result["image_size"]
         splits = opened.split("train"), opened.split("validation")
         nearest = nearest_neighbour_accuracy(*splits, pixels)
-        of_nearest = f"the class of the nearest one of train, {pixels} x {pixels} pixels"
+        of_nearest = f"class of the nearest training image, {pixels} x {pixels} pixels"
         return [
             *self._model_rows("patch"),
             ("accuracy", f"{result['top1']:.4f} on {result['images_scored']:,} held-out images"),
-            ("of the nearest image", f"{nearest:.4f}: {of_nearest}"),
+            ("nearest neighbour", f"{nearest:.4f}: {of_nearest}"),
             ("calibration error", f"{result['calibration_error']:.4f}"),
             ("held out", str(result["held_out"])),
             *self._run_rows(half, "image"),
@@ -313,7 +315,7 @@ def _run_polyad(*arguments: str) -> None:
     """
     status = polyad(*arguments)
     if status in STOPPED:
-        raise stopped(status - 128, "the same command goes on with this run")
+        raise stopped(status - 128, "run the same command again to continue this run")
     if status:
         raise StepFailed(status)
 
@@ -344,7 +346,7 @@ def remove_previous_run(folder: Path) -> None:
     others = sorted({entry.name for entry in folder.iterdir()} - {*FILES, *FOLDERS})
     if others or not (folder / "config.yaml").is_file():
         found = f"holds {others[0]}" if others else "has no config.yaml"
-        raise ConfigError(f"{folder}: {found}, so it is not a run; move it away")
+        raise ConfigError(f"{folder}: {found}, so it is not the folder of a run; move it away")
     shutil.rmtree(folder)
 
 

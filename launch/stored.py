@@ -195,7 +195,7 @@ def delete_checkpoints(paths: Sequence[Path], *, even_the_last_good: bool) -> De
     paths = list(dict.fromkeys(path.absolute() for path in paths))
     for path in paths:
         if not STEP_FOLDER.fullmatch(path.name) or not path.is_dir():
-            raise UsageError(f"{path}: is no checkpoint; a folder step-NNNNNNNN is needed")
+            raise UsageError(f"{path}: is not a checkpoint; a folder step-NNNNNNNN is needed")
     if not even_the_last_good:
         for folder in {path.parent for path in paths}:
             _refuse_the_last_good(folder, [path for path in paths if path.parent == folder])
@@ -214,7 +214,8 @@ def _refuse_the_last_good(folder: Path, going: Sequence[Path]) -> None:
     for path in reversed(going):
         if _is_good(path):
             raise RefusedError(
-                f"{path}: is the last good checkpoint in {folder}; --even-the-last-good deletes it"
+                f"{path}: is the last good checkpoint in {folder}; add --even-the-last-good to "
+                "delete it"
             )
 
 

@@ -115,7 +115,7 @@ def _reference(small: "RunConfig", data_parallel_size: int, place: Path) -> "Ref
         check=False,
     )
     if done.returncode:
-        raise RunError("one process could not compute what the layout is compared with")
+        raise RunError("the reference run in one process failed")
     found = json.loads((folder / "trials.json").read_text())
     return Reference(*map(Trial.model_validate, found))
 
@@ -138,7 +138,11 @@ def table(result: dict[str, Any]) -> str:
         rows.append((kind, f"{about['compared']}", shown))
     lines = aligned(rows, "<><")
     most = max(each["largest_difference"] for each in result["differences"].values())
-    end = f"equal to {most:.0e}" if result["equal"] else f"{result['wrong_in_all']} numbers differ"
+    end = (
+        f"the layouts agree (largest difference {most:.0e})"
+        if result["equal"]
+        else f"{result['wrong_in_all']} numbers differ"
+    )
     return "\n".join([f"{result['processes']} processes: {shape}", *lines, end])
 
 
@@ -172,7 +176,7 @@ def check_processes(asked: int | None, found: int) -> int:
         raise ConfigError(f"--processes: {asked} is not allowed, {found} processes were started")
     processes = asked or found
     if processes < 2:
-        raise ConfigError(f"--processes: {processes} is not allowed, 2 and more are")
+        raise ConfigError(f"--processes: {processes} is not allowed; it must be at least 2")
     return processes
 
 

@@ -38,12 +38,12 @@ from polyad.model.settings import Count, TransformerSettings
 
 
 class MaskedLanguageHeadConfig(Config):
-    """Every token of the vocabulary for each position that is asked for."""
+    """A masked language model head: logits over the vocabulary for each masked position."""
 
     kind: Literal["language"] = "language"
-    """Which head this is."""
+    """The kind of head."""
     masked_share: Annotated[float, Field(gt=0, lt=1)] = 0.15
-    """Share of the positions of a sample that are predicted in training."""
+    """Fraction of the positions of a sample that are predicted in training."""
 
     def num_masked(self, length: int) -> int:
         """How many positions of a sample are predicted: at least one, and neither end.
@@ -55,12 +55,12 @@ class MaskedLanguageHeadConfig(Config):
 
 
 class NoHeadConfig(Config):
-    """The encoder alone: to read its output, not to train."""
+    """No head: the encoder alone, to read its output; cannot be trained."""
 
     kind: Literal["none"] = "none"
-    """Which head this is."""
+    """The kind of head."""
     pooler: bool = True
-    """Whether it has the layer with tanh for the first token."""
+    """Whether it has the pooler, a linear layer with tanh for the first token."""
 
 
 HeadConfig: TypeAlias = Annotated[
@@ -69,7 +69,7 @@ HeadConfig: TypeAlias = Annotated[
 
 
 class BertConfig(TransformerSettings):
-    """The defaults are BERT-base's, without dropout."""
+    """BERT; the defaults are those of BERT-base, without dropout."""
 
     embeddings: ClassVar[tuple[str, ...]] = (
         "token_embedding",
@@ -80,35 +80,36 @@ class BertConfig(TransformerSettings):
     )
 
     kind: Literal["bert"] = "bert"
-    """Which model this is."""
+    """The kind of model."""
     num_layers: Annotated[int, Field(ge=1, le=10_000)] = 12
-    """Number of blocks L."""
+    """Number of transformer blocks L."""
     hidden_size: Count = 768
     """Width D of the residual stream, in units; a multiple of num_heads."""
     num_heads: Count = 12
     """Number of attention heads."""
     sequence_length: Annotated[int, Field(ge=3, le=2**31 - 1)] = 512
-    """Longest input, in tokens: there are this many learned positions. The first and the last token
-    of a training sample mark its ends."""
+    """Maximum input length in tokens, which is also the number of learned positions. The first and
+    the last token of a training sample mark its ends."""
     vocab_size: Count | None = None
-    """Number of tokens V that the model knows; null: that of the data's tokenizer."""
+    """Vocabulary size V, in tokens; null: that of the data's tokenizer."""
     num_segments: Count = 2
-    """Kinds of tokens that have an embedding of their own, as the first and the second text of a
+    """Number of segment (token type) embeddings, for example for the first and the second text of a
     pair."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Probability, of the embeddings, the attention weights and the output of every branch."""
+    """Dropout probability for the embeddings, the attention weights and the output of every
+    residual branch."""
     layer_norm_epsilon: Annotated[float, Field(gt=0, le=1e6)] = 1e-12
-    """Added to the variance in every LayerNorm."""
+    """Epsilon that is added to the variance in every LayerNorm."""
     activation: Activation = "gelu"
-    """The activation of dense feed-forwards and of the language head: `gelu`, exact; `gelu_tanh`,
-    its approximation; `quick_gelu`, x sigmoid(1.702 x); or `relu`. Sparse experts have a key of
-    their own for it."""
+    """Activation of dense feed-forwards and of the language model head: `gelu` (exact), `gelu_tanh`
+    (its tanh approximation), `quick_gelu` (x sigmoid(1.702 x)) or `relu`. Sparse experts have their
+    own key, model.feed_forward.activation."""
     initializer_range: Annotated[float, Field(gt=0, le=1e6)] = 0.02
     """Standard deviation of the initial weights."""
     feed_forward: FeedForwardConfig = DenseFeedForwardConfig()
-    """The feed-forward of every block."""
+    """The feed-forward layer of every block."""
     head: HeadConfig = MaskedLanguageHeadConfig()
-    """What the output is read for."""
+    """The output head."""
 
     def has_bias(self) -> bool:
         """See `TransformerSettings.has_bias`."""

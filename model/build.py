@@ -88,7 +88,7 @@ def build_model(config: ModelSettings) -> nn.Module:
         TypeError,
     ) as error:  # torch's long message about shapes
         reason = " ".join(str(error).split())[:120]
-        raise ModelSizeError(f"model: its sizes are more than can be counted: {reason}") from None
+        raise ModelSizeError(f"model: its sizes are too large: {reason}") from None
 
 
 def count_parameters(model: nn.Module) -> int:

@@ -133,7 +133,7 @@ class _Reader(Reader, Scanner, Parser, Composer, BaseResolver):
             _check_key(event)
         if tag := getattr(event, "tag", None):
             tag = tag.replace("tag:yaml.org,2002:", "!!")
-            raise _refused(event, f"tags, as {tag!r}, are not allowed")
+            raise _refused(event, f"tags such as {tag!r} are not allowed")
         before, outer = self._nodes, self._deepest
         self._depth += 1
         self._deepest = self._depth
@@ -141,7 +141,7 @@ class _Reader(Reader, Scanner, Parser, Composer, BaseResolver):
         node: Node | None = super().compose_node(parent, index)
         if isinstance(event, AliasEvent):
             if node not in self._extent:
-                raise _refused(event, f"alias {event.anchor!r} stands within what it stands for")
+                raise _refused(event, f"alias {event.anchor!r} refers to itself")
             size, levels = self._extent[node]
             self._deepest += levels
             self._count(event, size - 1)
@@ -154,16 +154,16 @@ class _Reader(Reader, Scanner, Parser, Composer, BaseResolver):
     def _count(self, event: Event, nodes: int) -> None:
         self._nodes += nodes
         if self._nodes > MAX_NODES:
-            raise _refused(event, f"more than {MAX_NODES:,} values, those of aliases counted")
+            raise _refused(event, f"more than {MAX_NODES:,} values, including those of aliases")
         if self._deepest > MAX_DEPTH:
             raise _refused(event, f"is nested too deeply: more than {MAX_DEPTH} levels")
 
 
 def _check_key(event: Event) -> None:
     if not isinstance(event, ScalarEvent):
-        raise _refused(event, "a key is a string, and no list, mapping or alias")
+        raise _refused(event, "a key must be a string, not a list, mapping or alias")
     if event.anchor is not None:
-        raise _refused(event, f"an anchor on a key, as {event.anchor!r}, is not allowed")
+        raise _refused(event, f"an anchor on a key, such as {event.anchor!r}, is not allowed")
     if event.value == "<<":
         raise _refused(event, "merge keys (<<) are not allowed: write the keys out")
     if not event.value:
@@ -178,7 +178,7 @@ def _tree(node: Node) -> Any:
         for key_node, value_node in node.value:
             key = _text(key_node)
             if key in tree:
-                raise _refused(key_node, f"key {key!r} stands twice")
+                raise _refused(key_node, f"key {key!r} appears twice")
             tree[key] = _tree(value_node)
         return tree
     assert isinstance(node, ScalarNode)
@@ -198,7 +198,7 @@ def _text(node: ScalarNode) -> str:
         try:
             text = text.encode("utf-16", "surrogatepass").decode("utf-16")
         except UnicodeDecodeError:
-            raise _refused(node, "half of a surrogate pair is no character") from None
+            raise _refused(node, "half of a surrogate pair is not a character") from None
     if control := _CONTROL.search(text):
         raise _refused(node, f"control character {control[0]!r} in a string is not allowed")
     return text

@@ -39,12 +39,13 @@ REPLACED = "model.replaced.feed_forward"
 
 
 class ReplacedConfig(Config):
-    """Blocks whose feed-forward is another one than the model's."""
+    """Blocks whose feed-forward is replaced with another one."""
 
     blocks: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
-    """Their numbers, from 0."""
+    """Numbers of these blocks, from 0."""
     feed_forward: FeedForwardConfig
-    """What each of them has in place of `model.feed_forward`; experts are in all of them."""
+    """The feed-forward of each of these blocks, instead of `model.feed_forward`; if it has experts,
+    all of these blocks have them."""
 
 
 class Multipliers(NamedTuple):
@@ -81,15 +82,15 @@ class DecoderSettings(TransformerSettings, ABC):
         blocks, each = self.replaced.blocks, self.replaced.feed_forward
         if len(set(blocks)) < len(blocks) or max(blocks) >= self.num_layers:
             raise ValueError(
-                f"model.replaced.blocks: {blocks} is not allowed: each of the blocks 0 to "
-                f"{self.num_layers - 1} once at most"
+                f"model.replaced.blocks: {blocks} is not allowed: list blocks from 0 to "
+                f"{self.num_layers - 1}, each at most once"
             )
         if isinstance(each, SelectingConfig) and (
             placement := getattr(each, each.placement_key)
         ) not in (1, blocks):
             raise ValueError(
                 f"{REPLACED}.{each.placement_key}: {placement} is not allowed: "
-                f"model.replaced.blocks says which blocks have experts; 1 is"
+                "model.replaced.blocks says which blocks have experts; allowed: 1"
             )
         check_feed_forward(
             REPLACED,
@@ -219,7 +220,7 @@ class DecoderSettings(TransformerSettings, ABC):
         if self.end_of_text_id is None:
             raise ValueError(
                 "model.end_of_text_id is not set: give a number, or take it from the data's "
-                "tokenizer; pools of experts are those of documents"
+                "tokenizer; pools of experts need to know where documents end"
             )
         return self.end_of_text_id
 

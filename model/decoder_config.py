@@ -27,85 +27,93 @@ Multiplier = Annotated[float, Field(gt=0, le=1e6)]
 
 
 class DecoderConfig(DecoderSettings):
-    """A decoder with rotary positions and RMSNorm, as Llama, Qwen, Mixtral, OLMoE, Granite,
-    DeepSeek and gpt-oss; the defaults are a small Llama's."""
+    """A decoder with rotary positions and RMSNorm, like Llama, Qwen, Mixtral, OLMoE, Granite,
+    DeepSeek and gpt-oss; the defaults describe a small Llama."""
 
     kind: Literal["decoder"] = "decoder"
-    """Which model this is."""
+    """The kind of model."""
     num_layers: Annotated[int, Field(ge=1, le=10_000)] = 12
-    """Number of blocks L."""
+    """Number of transformer blocks L."""
     hidden_size: Count = 768
     """Width D of the residual stream, in units."""
     num_heads: Count = 12
-    """Number of attention heads of queries."""
+    """Number of query heads."""
     num_key_value_heads: Count | None = None
-    """Heads of keys and values, each of which several heads of queries read (grouped-query
-    attention); null: num_heads."""
+    """Number of key and value heads, each shared by several query heads (grouped-query attention);
+    null: num_heads."""
     head_size: Count | None = None
-    """Units of one head; null: hidden_size / num_heads."""
+    """Dimension of each head, in units; null: hidden_size / num_heads."""
     sequence_length: Count = 1024
-    """Longest input, in tokens."""
+    """Maximum input length, in tokens."""
     vocab_size: Count | None = None
-    """Number of tokens V that the model knows; null: that of the data's tokenizer."""
+    """Vocabulary size V, in tokens; null: that of the data's tokenizer."""
     end_of_text_id: Annotated[int, Field(ge=0)] | None = None
-    """The token that ends each document, for feed-forwards whose training depends on documents
-    (model.feed_forward.pool); null: that of the data's tokenizer, where it is needed."""
+    """ID of the token that ends each document, for feed-forwards whose training depends on document
+    boundaries (model.feed_forward.pool); null: that of the data's tokenizer, where it is needed."""
     norm: NormName = "rms"
-    """`rms`, RMSNorm, which has no bias; `rms_rounded_last`, that of gpt-oss, which rounds to bf16
-    after its scale and not before; or `layer`, LayerNorm."""
+    """Normalization layer: `rms`, RMSNorm without a bias; `rms_rounded_last`, as in gpt-oss, which
+    rounds to bf16 after applying the scale rather than before; or `layer`, LayerNorm."""
     norm_epsilon: Annotated[float, Field(gt=0, le=1e6)] = 1e-5
-    """Added to the mean square in every norm."""
+    """Epsilon that is added to the mean square in every norm."""
     rotary: RotaryConfig | None = RotaryConfig()
-    """Rotary positions; null: positions are learned, as many as sequence_length."""
+    """Rotary position embedding; null: sequence_length learned positions instead."""
     attention_bias: bool = False
-    """Whether queries, keys and values have a bias."""
+    """Whether the projections to queries, keys and values have a bias."""
     attention_output_bias: bool = False
-    """Whether attention's output projection has one."""
+    """Whether the output projection of attention has a bias."""
     query_key_norm: Literal["none", "head", "all"] = "none"
-    """RMSNorm of queries and keys before they are rotated: of each `head` by itself (Qwen3), or of
-    `all` heads together (OLMoE)."""
+    """RMSNorm of queries and keys before rotation: over each `head` separately (Qwen3), over `all`
+    heads together (OLMoE), or `none`."""
     query_key_value_clip: Multiplier | None = None
-    """Bound of the magnitude of queries, keys and values; null: none (OLMo's clip_qkv)."""
+    """Largest absolute value of queries, keys and values, which are clipped to it (OLMo's
+    clip_qkv); null: no clipping."""
     attention_scale: Multiplier | None = None
-    """What products of queries and keys are multiplied by; null: 1 / sqrt(head_size)."""
+    """Factor of the products of queries and keys; null: 1 / sqrt(head_size)."""
     sliding_window: Count | None = None
-    """Tokens that a token sees in the blocks of sliding_window_blocks, itself included; null: all
-    before it."""
+    """Number of tokens, including itself, that a token attends to in the blocks listed in
+    sliding_window_blocks; null: it attends to all earlier tokens."""
     sliding_window_blocks: Placement = 1
-    """Blocks with the window: 1 all of them, n the last of every n, or a list of block numbers,
-    from 0."""
+    """Blocks with the sliding window: 1 for all blocks, n for the last of every n blocks, or a list
+    of block numbers, from 0."""
     attention_sinks: bool = False
-    """Whether each head has a learned logit that takes weight from the tokens (gpt-oss)."""
+    """Whether each head has an attention sink, a learned logit that takes attention weight away
+    from the tokens (gpt-oss)."""
     latent_attention: LatentConfig | None = None
     """Multi-head latent attention (DeepSeek); null: grouped-query attention."""
     mlp_bias: bool = False
-    """Whether feed-forwards and routers have a bias."""
+    """Whether the linear layers of feed-forwards and routers have a bias."""
     activation: Activation | GatedActivation = "swiglu"
-    """The activation of dense feed-forwards: with a gate `swiglu` or `geglu`; or `gelu`,
-    `gelu_tanh`, `quick_gelu`, `relu` without one. Sparse experts have a key of their own for it."""
+    """Activation of dense feed-forwards: `swiglu` or `geglu` with a gate, or `gelu`, `gelu_tanh`,
+    `quick_gelu` or `relu` without one. Sparse experts have their own key,
+    model.feed_forward.activation."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Probability, of the embeddings, the attention weights and the output of every branch."""
+    """Dropout probability for the embeddings, the attention weights and the output of every
+    residual branch."""
     initializer_range: Annotated[float, Field(gt=0, le=1e6)] = 0.02
-    """Standard deviation of the initial weights; divided by sqrt(2 L) where a branch ends."""
+    """Standard deviation of the initial weights; divided by sqrt(2 L) for the last layer of each
+    residual branch, with L blocks."""
     tied_embeddings: bool = False
-    """Whether the output head is the token embedding; false: a matrix of its own, as large."""
+    """Whether the output head shares its matrix with the token embedding; false: it has a matrix of
+    its own, of the same size."""
     head_bias: bool = False
-    """Whether the output head has a bias (Phi-MoE); only with a matrix of its own."""
+    """Whether the output head has a bias (Phi-MoE); needs tied_embeddings: false."""
     pad_id: Annotated[int, Field(ge=0)] | None = None
-    """A token whose embedding gets no gradient and starts at zero (OLMoE: 1); null: none."""
+    """ID of the padding token, whose embedding starts at zero and gets no gradient (OLMoE: 1);
+    null: none."""
     embedding_multiplier: Multiplier = 1.0
-    """What the token embedding is multiplied by (Granite)."""
+    """Factor of the token embedding (Granite)."""
     residual_multiplier: Multiplier = 1.0
-    """What each branch is multiplied by before it is added (Granite)."""
+    """Factor of each residual branch before it is added to the residual stream (Granite)."""
     logits_divisor: Multiplier = 1.0
-    """What logits are divided by (Granite)."""
+    """Divisor of the output logits (Granite)."""
     feed_forward: FeedForwardConfig = DenseFeedForwardConfig()
-    """The feed-forward of every block; of a mixture some can be dense."""
+    """The feed-forward layer of every block; with a mixture of experts, some blocks can stay
+    dense."""
     replaced: ReplacedConfig | None = None
-    """Blocks with another feed-forward in place of this one, as `distill.blocks` trains it; null:
-    none."""
+    """Blocks that have another feed-forward instead of this one, as trained by `distill.blocks`;
+    null: none."""
     head: ClassificationHeadConfig | None = None
-    """What is scored of a whole sequence; null: the token after each is."""
+    """A classification head for whole sequences; null: the model predicts the next token."""
 
     @field_validator("sliding_window_blocks", mode="before")
     @classmethod
@@ -121,7 +129,9 @@ class DecoderConfig(DecoderSettings):
             )
         if self.rotary is not None and self._rotated_size() % 2:
             key = "head_size" if self.latent_attention is None else "latent_attention.rotated_size"
-            raise ValueError(f"model.{key}: {self._rotated_size()} is odd, and units turn in pairs")
+            raise ValueError(
+                f"model.{key}: {self._rotated_size()} is odd, but units are rotated in pairs"
+            )
         if self.latent_attention is not None:
             for key, unused in (
                 ("num_key_value_heads", None),
@@ -132,7 +142,7 @@ class DecoderConfig(DecoderSettings):
                 if (value := getattr(self, key)) != unused:
                     raise ValueError(
                         f"model.{key}: {value} is not allowed with model.latent_attention, which "
-                        f"has keys of its own; {'null' if unused is None else unused} is"
+                        f"has keys of its own; allowed: {('null' if unused is None else unused)}"
                     )
             if self.rotary is None:
                 raise ValueError("model.rotary: null is not allowed with model.latent_attention")
@@ -164,7 +174,7 @@ class DecoderConfig(DecoderSettings):
                 if getattr(self, key) != unused:
                     raise ValueError(
                         f"{section}.graph: attention is not allowed with model.{key}: it reads "
-                        f"plain attention; none and similarity are"
+                        "plain attention; allowed: none, similarity"
                     )
         return self
 

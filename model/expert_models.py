@@ -43,8 +43,8 @@ def completed(section: object, image_size: object, channels: object) -> object:
     for key, value in decided.items():
         if section.get(key, value) != value:
             raise ValueError(
-                f"model.expert.{key}: {section[key]} is not what the mixture gives its experts: "
-                f"{value}"
+                f"model.expert.{key}: {section[key]} differs from the value that the mixture gives "
+                f"its experts: {value}"
             )
     section = section | decided
     try:
@@ -76,22 +76,22 @@ def check_expert(config: ExpertConfig, image_size: int) -> None:
             name = key.removeprefix("model.")
             raise SectionError(
                 f"@{name}.kind: {feed_forward.kind} is not allowed in an expert of a mixture of "
-                f"networks; dense is"
+                "networks; allowed: dense"
             )
     if not isinstance(config.head, LinearHeadConfig):
         raise SectionError(
             f"@head.kind: {config.head.kind} is not allowed in an expert of a mixture of networks; "
-            f"linear is"
+            "allowed: linear"
         )
     if config.num_classes is not None:
         raise SectionError(
-            f"@num_classes: {config.num_classes} is not an expert's own: its output layer has the "
-            f"classes of the mixture, model.num_classes; null is allowed"
+            f"@num_classes: {config.num_classes} cannot be set for an expert: its output layer has "
+            "the classes of the mixture, model.num_classes; allowed: null"
         )
     for key, allowed in (("recompute", "none"), ("compile", False)):
         value = getattr(config, key)
         if value != allowed:
-            raise SectionError(f"@{key}: {value} is not an expert's own: set model.{key}")
+            raise SectionError(f"@{key}: {value} cannot be set for an expert: set model.{key}")
 
 
 def hidden_width(config: ExpertConfig) -> int:

@@ -200,15 +200,15 @@ class FeedForwardSettings(Config, ABC):
 
 
 class DenseFeedForwardConfig(FeedForwardSettings):
-    """GPT-2's own feed-forward: every token through the same two layers."""
+    """A dense feed-forward: every token passes through the same two layers (three with a gate)."""
 
     kind: Literal["dense"] = "dense"
-    """Which feed-forward this is."""
+    """The kind of feed-forward."""
 
     hidden_size: Annotated[int, Field(ge=1)] | None = None
-    """Inner width F, in units; None: four times the model's width."""
+    """Inner width F, in units; null: four times the model's width."""
     weight_scale: Annotated[float, Field(gt=0, le=1e6)] = 1.0
-    """What the initial weights of both layers are multiplied by; 1 is the model's own start."""
+    """Factor of the initial weights of both layers; 1 leaves them as the model initializes them."""
 
     def inner_size(self, width: int) -> int:
         """The inner width F in a model of the given width D."""

@@ -19,40 +19,43 @@ from polyad.model.settings import Count
 
 
 class GPT2Config(DecoderSettings):
-    """The defaults are the 124M model's."""
+    """GPT-2; the defaults are those of the 124M model."""
 
     kind: Literal["gpt2"] = "gpt2"
-    """Which model this is."""
+    """The kind of model."""
     num_layers: Annotated[int, Field(ge=1, le=10_000)] = 12
-    """Number of blocks L."""
+    """Number of transformer blocks L."""
     hidden_size: Count = 768
     """Width D of the residual stream, in units; a multiple of num_heads."""
     num_heads: Count = 12
     """Number of attention heads."""
     sequence_length: Count = 1024
-    """Longest input, in tokens: there are this many learned positions."""
+    """Maximum input length in tokens, which is also the number of learned positions."""
     vocab_size: Count | None = None
-    """Number of tokens V that the model knows; None: that of the data's tokenizer."""
+    """Vocabulary size V, in tokens; null: that of the data's tokenizer."""
     end_of_text_id: Annotated[int, Field(ge=0)] | None = None
-    """The token that ends each document, for feed-forwards whose training depends on documents
-    (model.feed_forward.pool); null: that of the data's tokenizer, where it is needed."""
+    """ID of the token that ends each document, for feed-forwards whose training depends on document
+    boundaries (model.feed_forward.pool); null: that of the data's tokenizer, where it is needed."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Probability, of the embeddings, the attention weights and the output of every branch."""
+    """Dropout probability for the embeddings, the attention weights and the output of every
+    residual branch."""
     bias: bool = True
     """Whether linear layers and LayerNorms have a bias."""
     layer_norm_epsilon: Annotated[float, Field(gt=0, le=1e6)] = 1e-5
-    """Added to the variance in every LayerNorm."""
+    """Epsilon that is added to the variance in every LayerNorm."""
     initializer_range: Annotated[float, Field(gt=0, le=1e6)] = 0.02
-    """Standard deviation of the initial weights; divided by sqrt(2 L) where a branch ends."""
+    """Standard deviation of the initial weights; divided by sqrt(2 L) for the last layer of each
+    residual branch, with L blocks."""
     tied_embeddings: bool = True
-    """Whether the output head is the token embedding; false: a matrix of its own, as large."""
+    """Whether the output head shares its matrix with the token embedding; false: it has a matrix of
+    its own, of the same size."""
     feed_forward: FeedForwardConfig = DenseFeedForwardConfig()
-    """The feed-forward of every block."""
+    """The feed-forward layer of every block."""
     replaced: ReplacedConfig | None = None
-    """Blocks with another feed-forward in place of this one, as `distill.blocks` trains it; None:
-    none."""
+    """Blocks that have another feed-forward instead of this one, as trained by `distill.blocks`;
+    null: none."""
     head: ClassificationHeadConfig | None = None
-    """What is scored of a whole sequence; None: the token after each is."""
+    """A classification head for whole sequences; null: the model predicts the next token."""
 
     def has_bias(self) -> bool:
         """See `TransformerSettings.has_bias`."""

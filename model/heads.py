@@ -121,14 +121,15 @@ class UntiedHead(VocabularyHead):
 
 
 class ClassificationHeadConfig(Config):
-    """Scores of a sequence: of each class, or one number."""
+    """A head for whole sequences: one logit per class, or a single number."""
 
     kind: Literal["classification"] = "classification"
-    """Which head this is."""
+    """The kind of head."""
     num_classes: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
-    """Classes K; 1 for regression and for the score of a choice; null: the data decides."""
+    """Number of classes K; 1 for regression and for scoring choices; null: derived from the
+    data."""
     dropout: Annotated[float, Field(ge=0, lt=1)] | None = None
-    """Probability, of what the last layer reads; null: that of the model."""
+    """Dropout probability for the input of the last layer; null: the model's dropout."""
 
     def known_dropout(self, of_model: float) -> float:
         """The dropout, which may be that of the model."""

@@ -37,32 +37,34 @@ Patterns = Annotated[tuple[str, ...], Field(strict=False)]
 
 
 class LoRAConfig(Config):
-    """Which layers get a low-rank matrix, and what else is trained; all other weights are frozen.
+    """LoRA: which layers get low-rank adapters and what else is trained; all other weights are
+    frozen.
 
-    A pattern is a name, or its end after a dot, with * for anything.
+    A pattern is a name, or the end of a name after a dot, with * for anything.
     """
 
     rank: Annotated[int, Field(ge=1, le=2**20)] = 8
-    """r; less than both sides of every matrix that it is added to."""
+    """Rank r of the adapters; must be smaller than both sides of every adapted matrix."""
     alpha: Annotated[float, Field(gt=0, le=1e6)] = 16.0
-    """What is added is multiplied by alpha / rank."""
+    """The output of an adapter is multiplied by alpha / rank."""
     targets: Patterns = ("attention.*",)
-    """Patterns of layers: the default is all of attention, whatever they are called; dense
-    feed-forwards feed_forward.up, down and gate, shared experts feed_forward.shared.*, linear
-    routers router.score; of a muMoE feed_forward.up.input_factor, its output_factor, and those of
-    up_gate and down."""
+    """Patterns of the layers that get adapters; the default is every linear layer of attention.
+    Others are, for example, feed_forward.up, down and gate of dense feed-forwards,
+    feed_forward.shared.* of shared experts, router.score of linear routers, and for a muMoE the
+    input_factor and output_factor of feed_forward.up, up_gate and down."""
     experts: bool = False
-    """Whether all layers of every sparse expert get one, each expert its own."""
+    """Whether all layers of every sparse expert get adapters too, separate ones for each expert."""
     trained: Patterns = ()
-    """Patterns of parameters that are trained whole beside them, as a new head: head.*"""
+    """Patterns of parameters that are fully trained in addition to the adapters, for example head.*
+    for a new head."""
 
 
 class AdaptConfig(Config):
-    """How a model is fitted to a task with few weights of its own."""
+    """Parameter-efficient fine-tuning."""
 
     lora: LoRAConfig | None = None
-    """Low-rank matrices beside frozen weights, those of checkpoint.init_from; null: all weights are
-    trained."""
+    """Low-rank adapters (LoRA) on top of the frozen weights of checkpoint.init_from; null: all
+    weights are trained."""
 
 
 class LoRAError(PatternError):
@@ -365,7 +367,7 @@ def add_lora(model: nn.Module, config: LoRAConfig) -> None:
     if config.experts and not experts:
         raise LoRAError(
             "adapt.lora.experts: true is not allowed with a model that has no sparse experts; "
-            "false is"
+            "allowed: false"
         )
     trained = set(matched("adapt.lora.trained", config.trained, own))
     if not chosen and not config.experts:
@@ -378,7 +380,7 @@ def add_lora(model: nn.Module, config: LoRAConfig) -> None:
         if config.rank >= place.smaller_side:
             raise LoRAError(
                 f"adapt.lora.rank: {config.rank} is not less than the smaller side of {name}, "
-                f"{place.smaller_side}: it would be no low rank there"
+                f"{place.smaller_side}, so it would not be a low rank"
             )
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in trained)

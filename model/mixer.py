@@ -23,18 +23,19 @@ TOKENS, CHANNELS = "model.token_feed_forward", "model.channel_feed_forward"
 
 
 class MixerConfig(ImageModelSettings):
-    """The defaults are S/16's."""
+    """MLP-Mixer; the defaults are those of S/16."""
 
     kind: Literal["mixer"] = "mixer"
-    """Which model this is."""
+    """The kind of model."""
     num_layers: Annotated[int, Field(ge=1, le=10_000)] = 8
-    """Number of blocks L."""
+    """Number of transformer blocks L."""
     hidden_size: Count = 512
     """Width D of the residual stream, in units."""
     token_feed_forward: FeedForwardConfig = DenseFeedForwardConfig(hidden_size=256)
-    """Mixes the patches of each channel: its width is the number of patches."""
+    """Feed-forward that mixes the patches of each channel; its input width is the number of
+    patches."""
     channel_feed_forward: FeedForwardConfig = DenseFeedForwardConfig()
-    """Mixes the channels of each patch."""
+    """Feed-forward that mixes the channels of each patch."""
 
     @model_validator(mode="after")
     def _feed_forwards_fit(self) -> Self:

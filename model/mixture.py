@@ -49,29 +49,31 @@ SCORES = "mixture.gate.scores."
 
 
 class MixtureConfig(ImageSettings):
-    """The defaults are the paper's model of MNIST with the plain gate."""
+    """A mixture of whole networks; the defaults are the paper's MNIST model with the plain gate."""
 
     kind: Literal["mixture"] = "mixture"
-    """Which model this is."""
+    """The kind of model."""
     image_size: Count = 28
-    """Side of the square input, in pixels."""
+    """Side of the square input image, in pixels."""
     grey: bool = False
-    """Whether the networks read one number a pixel, the mean of red, green and blue."""
+    """Whether images are converted to greyscale: one value per pixel, the mean of red, green and
+    blue."""
     num_experts: Annotated[int, Field(ge=2, le=10_000)] = 5
     """Number of experts M."""
     expert: ExpertConfig = NetworkConfig(convolutions=(1,), hidden_sizes=(5, 32))
-    """What each expert is: `network` with its sizes, or a `vit` or `mixer` with the keys that such
-    a model has. Its output layer has the classes."""
+    """The architecture of each expert: `network` with its sizes, or `vit` or `mixer` with the keys
+    of that model. Its output layer predicts the classes."""
     gate_network: NetworkConfig = NetworkConfig(convolutions=(1,), hidden_sizes=(128, 32))
-    """Sizes of the gate, without its last layer."""
+    """Sizes of the gate network, without its last layer."""
     gate: Literal["softmax", "attentive"] = "softmax"
-    """From the gate's last hidden layer to the experts' shares: `softmax`, a linear layer; or
-    `attentive`, attention to the experts' last hidden layers, for which every expert has to run."""
+    """How the last hidden layer of the gate network becomes the weights of the experts: `softmax`,
+    by a linear layer, or `attentive`, by attention to the experts' last hidden layers, for which
+    every expert has to run."""
     top_k: Annotated[int, Field(ge=1)] | None = None
-    """Experts of an image: those with the largest shares, which then sum to 1. With gate: softmax
-    the others do not run in evaluation. null: all."""
+    """Number of experts per image, those with the largest weights, which are renormalized to sum to
+    1. With `gate: softmax` the other experts are not run in evaluation. null: all experts."""
     output: Literal["probabilities", "logits"] = "probabilities"
-    """What is mixed: the probabilities that the experts give the classes, or their logits."""
+    """What is averaged over experts: their class probabilities or their logits."""
 
     @model_validator(mode="before")
     @classmethod

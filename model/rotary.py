@@ -21,51 +21,56 @@ Length = Annotated[int, Field(ge=1, le=2**31 - 1)]
 
 
 class LinearScaling(Config):
-    """All angles divided by a factor (position interpolation, Chen et al. 2023)."""
+    """Position interpolation: all angles are divided by a factor (Chen et al. 2023)."""
 
     kind: Literal["linear"] = "linear"
-    """Which scaling this is."""
+    """The kind of scaling."""
     factor: Positive
-    """How many times longer the context becomes."""
+    """Factor by which the context is extended."""
 
 
 class Llama3Scaling(Config):
-    """Llama 3.1's: slow rotations are divided by a factor, fast ones stay."""
+    """Scaling of Llama 3.1: slow rotations are divided by a factor, fast ones stay unchanged."""
 
     kind: Literal["llama3"] = "llama3"
-    """Which scaling this is."""
+    """The kind of scaling."""
     factor: Positive
-    """How many times longer the context becomes."""
+    """Factor by which the context is extended."""
     original_length: Length
-    """Tokens of the context before it was extended."""
+    """Context length before the extension, in tokens."""
     low_frequency_factor: Positive = 1.0
-    """Rotations that turn fewer times than this over the original context are divided whole."""
+    """Rotations with fewer turns than this over the original context are divided by the full
+    factor."""
     high_frequency_factor: Positive = 4.0
-    """Rotations that turn more times than this over the original context stay."""
+    """Rotations with more turns than this over the original context stay unchanged."""
 
 
 class YarnScaling(Config):
-    """YaRN: as llama3's, between two numbers of turns, and attention is scaled."""
+    """YaRN scaling: like llama3, it interpolates between two numbers of turns, and also scales
+    attention."""
 
     kind: Literal["yarn"] = "yarn"
-    """Which scaling this is."""
+    """The kind of scaling."""
     factor: Positive
-    """How many times longer the context becomes."""
+    """Factor by which the context is extended."""
     original_length: Length
-    """Tokens of the context before it was extended."""
+    """Context length before the extension, in tokens."""
     beta_fast: Positive = 32.0
-    """Rotations that turn more times than this over the original context stay."""
+    """Rotations with more turns than this over the original context stay unchanged."""
     beta_slow: Positive = 1.0
-    """Rotations that turn fewer times than this over the original context are divided whole."""
+    """Rotations with fewer turns than this over the original context are divided by the full
+    factor."""
     rounded: bool = True
-    """Whether the first and last rotation between are whole numbers; gpt-oss: false."""
+    """Whether the first and last pair of units whose rotation is interpolated are rounded to whole
+    numbers; gpt-oss: false."""
     attention_factor: Positive | None = None
-    """What cosines and sines are multiplied by; null: as mscale and mscale_all_dim say."""
+    """Factor of cosines and sines; null: computed from mscale and mscale_all_dim."""
     mscale: Positive | None = None
-    """Where both are set, cosines and sines are multiplied by m(mscale) / m(mscale_all_dim), with
-    m(a) = 0.1 a ln(factor) + 1; else by m(1)."""
+    """If both mscale and mscale_all_dim are set, cosines and sines are multiplied by m(mscale) /
+    m(mscale_all_dim), with m(a) = 0.1 a ln(factor) + 1; otherwise by m(1)."""
     mscale_all_dim: Positive | None = None
-    """See mscale."""
+    """Second argument of the formula of mscale, which also scales the logits if scaled_logits is
+    set."""
     scaled_logits: bool = False
     """Whether attention logits are multiplied by m(mscale_all_dim) squared, as in DeepSeek."""
 
@@ -94,17 +99,19 @@ Scaling: TypeAlias = Annotated[
 
 
 class RotaryConfig(Config):
-    """Rotary positions."""
+    """Rotary position embedding (RoPE)."""
 
     theta: Annotated[float, Field(gt=1, le=1e12)] = 10000.0
-    """Base of the angles: unit i of R turns by theta^(-i / R) a token."""
+    """Base of the angles: pair i of R is rotated by theta^(-i / R) per token."""
     scaling: Scaling | None = None
-    """How angles are changed for a context longer than the one that was trained on first."""
+    """How angles are scaled for a context longer than the original training context; null:
+    unscaled."""
     pairs: Literal["halves", "neighbours"] = "halves"
-    """Which units of a head turn together: i and i + R, or 2 i and 2 i + 1, as in DeepSeek."""
+    """Which two units of a head are rotated together: `halves`, units i and i + R, or `neighbours`,
+    units 2 i and 2 i + 1, as in DeepSeek."""
     dtype: Literal["model", "fp32"] = "model"
-    """The precision that queries and keys are turned in: the `model`'s, as most families do, or
-    `fp32`, as DeepSeek-V2 does. The angles are fp32 always."""
+    """Precision in which queries and keys are rotated: that of the `model`, as in most families, or
+    `fp32`, as in DeepSeek-V2. The angles are always fp32."""
 
 
 class Rotation(NamedTuple):

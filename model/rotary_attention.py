@@ -30,21 +30,23 @@ _LATENT_EPSILON = 1e-6
 
 
 class LatentConfig(Config):
-    """Multi-head latent attention: keys and values of all heads come from one narrow vector.
+    """Multi-head latent attention: keys and values of all heads are projected from one narrow
+    vector.
 
     Source: DeepSeek-AI 2024, "DeepSeek-V2", section 2.1.
     """
 
     key_value_rank: Count
-    """Width C of the latent vector."""
+    """Width C of the latent vector of keys and values, in units."""
     query_rank: Count | None = None
-    """Width of the latent vector of queries; null: queries have none."""
+    """Width of the latent vector of queries, in units; null: queries are projected directly."""
     plain_size: Count
-    """Units of a head's query and key that are not rotated."""
+    """Number of units per head of queries and keys that are not rotated."""
     rotated_size: Count
-    """Units of a head's query and key that are; all heads share those of the key."""
+    """Number of units per head of queries and keys that are rotated; all heads share the rotated
+    units of the key."""
     value_size: Count
-    """Units of a head's value."""
+    """Number of units per head of values."""
 
 
 class AttentionSettings(NamedTuple):

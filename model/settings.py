@@ -26,12 +26,12 @@ class ModelSettings(Config, ABC):
     """How the names of parameters begin that are embeddings or output heads."""
 
     kind: str
-    """Which model this is."""
+    """The kind of model."""
     recompute: Literal["none", "block"] = "none"
-    """block: keep a block's input alone and run it again for the backward pass. Less memory, about
-    a third more computation."""
+    """Activation recomputation; `block`: store only the input of each block and recompute the rest
+    in the backward pass, which saves memory and costs about a third more computation."""
     compile: bool = False
-    """Whether every block runs through torch.compile."""
+    """Whether blocks are compiled with torch.compile."""
 
     def filled(self) -> Self:
         """Completed with what its own sizes decide, as a rank that matches a number of weights."""

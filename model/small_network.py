@@ -30,21 +30,22 @@ POOL = 2
 
 
 class NetworkConfig(Config):
-    """The sizes of a small network."""
+    """A small network of convolutions and hidden layers."""
 
     kind: Literal["network"] = "network"
-    """Which network this is."""
+    """The kind of network."""
     convolutions: Annotated[tuple[Count, ...], Field(strict=False)] = ()
-    """Output channels of each convolution; empty: the hidden layers read the pixels."""
+    """Number of output channels of each convolution; []: no convolutions, the hidden layers read
+    the pixels."""
     kernel_size: Count = 3
-    """Side of the convolutions, in pixels."""
+    """Kernel size of the convolutions, in pixels."""
     padding: Annotated[int, Field(ge=0, le=10_000)] = 0
-    """Zeros around what a convolution reads, in pixels on each side."""
+    """Zero padding of each convolution's input, in pixels on each side."""
     batch_norm: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(strict=False)] = ()
-    """Numbers, from 0, of the convolutions with a BatchNorm."""
+    """Numbers, from 0, of the convolutions that are followed by a BatchNorm."""
     hidden_sizes: Annotated[tuple[Count, ...], Field(strict=False, min_length=1)] = (128, 32)
-    """Width of each hidden layer, in units. The last one is what an attentive gate reads, before
-    its ReLU."""
+    """Width of each hidden layer, in units. An attentive gate reads the last one before its
+    ReLU."""
 
     def check(self, image_size: int) -> None:
         """Checks that some pixels are left for the hidden layers.
@@ -65,9 +66,9 @@ class NetworkConfig(Config):
         for number, (convolved, pooled) in enumerate(self.sides(image_size)):
             if convolved < 1 or pooled < 1:
                 raise SectionError(
-                    f"@convolutions: nothing of {image_size} x {image_size} pixels is left after "
-                    f"convolution {number} and its pooling; fewer convolutions, a smaller "
-                    f"@kernel_size or more @padding are needed"
+                    f"@convolutions: of {image_size} x {image_size} pixels none are left after "
+                    f"convolution {number} and its pooling; use fewer convolutions, a smaller "
+                    "@kernel_size or more @padding"
                 )
 
     def sides(self, image_size: int) -> Iterator[tuple[int, int]]:

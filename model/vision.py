@@ -22,10 +22,10 @@ from polyad.model.settings import Count, ModelSettings
 
 
 class LinearHeadConfig(Config):
-    """One linear layer."""
+    """A single linear layer."""
 
     kind: Literal["linear"] = "linear"
-    """Which head this is."""
+    """The kind of head."""
 
     def of_model(self, width: int, classes: int) -> "LinearHeadConfig":
         """Completed with what the model decides: nothing in this kind."""
@@ -39,11 +39,11 @@ class ImageSettings(ModelSettings):
     """The keys of every model of images with classes."""
 
     image_size: Count = 224
-    """Side of the square input, in pixels; a multiple of patch_size where there is one."""
+    """Side of the square input image, in pixels; a multiple of patch_size."""
     channels: Count = 3
-    """Numbers of a pixel: red, green, blue."""
+    """Number of values per pixel: 3 for red, green and blue."""
     num_classes: Count | None = None
-    """Classes K of the output; null: those of the data."""
+    """Number of output classes K; null: derived from the data."""
 
     def known_num_classes(self) -> int:
         """The number of classes, which must have been filled in.
@@ -83,37 +83,39 @@ class ImageModelSettings(ImageSettings):
     )
 
     patch_size: Count = 16
-    """Side of a patch, in pixels: each becomes one token."""
+    """Side of a square patch, in pixels; each patch becomes one token."""
     num_layers: Annotated[int, Field(ge=1, le=10_000)] = 12
-    """Number of blocks L."""
+    """Number of transformer blocks L."""
     hidden_size: Count = 768
     """Width D of the residual stream, in units."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Probability, of the attention weights and of the output of every branch."""
+    """Dropout probability for the attention weights and the output of every residual branch."""
     drop_path: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Stochastic depth: the probability that an image does without a branch of the last block;
-    block i of L has i / (L - 1) of it."""
+    """Stochastic depth: the probability that a residual branch of the last block is skipped for an
+    image; in block i of L it is i / (L - 1) times this."""
     bias: bool = True
     """Whether linear layers and LayerNorms have a bias."""
     layer_norm_epsilon: Annotated[float, Field(gt=0, le=1e6)] = 1e-6
-    """Added to the variance in every LayerNorm."""
+    """Epsilon that is added to the variance in every LayerNorm."""
     activation: Activation = "gelu"
-    """The activation of dense feed-forwards: `gelu`, exact; `gelu_tanh`, its approximation;
-    `quick_gelu`, x sigmoid(1.702 x); or `relu`. Sparse experts have a key of their own for it."""
+    """Activation of dense feed-forwards: `gelu` (exact), `gelu_tanh` (its tanh approximation),
+    `quick_gelu` (x sigmoid(1.702 x)) or `relu`. Sparse experts have their own key,
+    model.feed_forward.activation."""
     initializer_range: Annotated[float, Field(gt=0, le=1e6)] | None = None
-    """Standard deviation of initial weights; null: Xavier's, sqrt(2 / (inputs + outputs))."""
+    """Standard deviation of the initial weights; null: Xavier initialization, sqrt(2 / (inputs +
+    outputs))."""
     head: HeadConfig = LinearHeadConfig()
-    """The last layer."""
+    """The output head."""
     head_bias: Annotated[float, Field(ge=-1e6, le=1e6)] = 0.0
-    """What the biases of a linear head start at; of another head 0. -ln(classes) suits the sigmoid
-    loss."""
+    """Initial value of the biases of a linear head, 0 for other heads; -ln(number of classes) suits
+    the sigmoid loss."""
 
     @model_validator(mode="after")
     def _bias_has_a_head(self) -> Self:
         if self.head_bias and self.head.kind != "linear":
             raise ValueError(
                 f"model.head_bias: {self.head_bias:g} is not allowed with model.head.kind: "
-                f"{self.head.kind}, which has no such bias; 0 is"
+                f"{self.head.kind}, which has no such bias; allowed: 0"
             )
         return self
 

@@ -32,20 +32,21 @@ POSITION_STD = 0.02
 
 
 class ViTConfig(TransformerSettings, ImageModelSettings):
-    """The defaults are B/16's."""
+    """Vision transformer; the defaults are those of ViT-B/16."""
 
     kind: Literal["vit"] = "vit"
-    """Which model this is."""
+    """The kind of model."""
     num_heads: Count = 12
     """Number of attention heads; divides hidden_size."""
     pool: Literal["class_token", "mean"] = "class_token"
-    """What the head reads: a token of its own that attends to the patches, or the patches' mean."""
+    """Input of the head: `class_token`, an additional token that attends to the patches, or `mean`,
+    the mean over the patches."""
     pre_norm: bool = False
-    """Whether a LayerNorm stands before the first block, as in CLIP."""
+    """Whether there is a LayerNorm before the first block, as in CLIP."""
     pre_logits: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
-    """Width of a layer with tanh before the head, in units; null: none."""
+    """Width, in units, of an additional layer with tanh before the head; null: no such layer."""
     feed_forward: FeedForwardConfig = DenseFeedForwardConfig()
-    """The feed-forward of every block."""
+    """The feed-forward layer of every block."""
 
     @property
     def num_tokens(self) -> int:

@@ -65,8 +65,9 @@ def check_base(origin: Path, trained_on: str | None, base: WholeWeights, found: 
     """
     if trained_on != found:
         raise CheckpointError(
-            f"{origin}: its adapters are of another base: digest {trained_on} there, {found} in "
-            f"{base.folder}; checkpoint.init_from has to name the weights that they were trained on"
+            f"{origin}: its adapters belong to a different base model: digest {trained_on} there, "
+            f"{found} in {base.folder}; checkpoint.init_from must name the weights that they were "
+            "trained on"
         )
 
 
@@ -100,7 +101,9 @@ class AdaptedCheckpoint(Checkpoint):
         """By the weight that each is beside: its own name, and the adapter."""
         ours = {n: tuple(p.shape) for n, p in model.named_parameters() if n not in self.frozen}
         if differing := differing_shapes(super().shapes(), ours):
-            raise CheckpointError(f"{folder}: holds other adapters than it says: {differing}")
+            raise CheckpointError(
+                f"{folder}: holds different adapters than its configuration says: {differing}"
+            )
         self.base_digest = digest_of(base, self.frozen)
         check_base(folder, self.state.base_digest, base, self.base_digest)
         self._last: tuple[str, torch.Tensor] | None = None
@@ -171,6 +174,6 @@ def base_of(checkpoint: Checkpoint) -> Path:
     if not isinstance(path, str):
         raise damaged(
             checkpoint.folder / "config.yaml",
-            "checkpoint.init_from: is missing, though adapters need their base",
+            "checkpoint.init_from: is missing, but adapters need their base model",
         )
     return Path(path)

@@ -9,57 +9,60 @@ from polyad.model.config import Config
 
 
 class ParallelConfig(Config):
-    """Degrees of parallelism. The data-parallel degree follows from the number of processes."""
+    """Degrees of parallelism. The data-parallel size follows from the number of processes."""
 
     tensor_parallel_size: int = Field(default=1, ge=1)
-    """Processes that share every layer: heads, inner units and vocabulary are cut. Keep it within a
-    host."""
+    """Number of processes over which every layer is sharded (attention heads, inner units and
+    vocabulary). Keep a tensor-parallel group within one host."""
 
     sequence_parallel: bool = False
-    """Whether a tensor-parallel process has some of the tokens between the cut layers, in place of
-    all: less memory, and as many bytes exchanged."""
+    """Whether the tokens are divided over the tensor-parallel processes between the sharded layers,
+    which saves memory and exchanges the same number of bytes."""
 
     expert_parallel_size: int = Field(default=1, ge=1)
-    """Data-parallel processes that the experts are spread over; it divides them, and the experts.
-    The more there are, the fewer experts each holds, and the more tokens travel."""
+    """Number of data-parallel processes over which the experts are distributed; must divide the
+    data-parallel size and the number of experts. With a larger size each process holds fewer
+    experts, and more tokens are exchanged."""
 
     expert_overlap: bool = False
-    """Whether half of the experts of a process compute while rows of the others travel, forward and
-    backward; the numbers stay the same."""
+    """Whether communication overlaps with computation: half of a process's experts compute while
+    the tokens of the other half are exchanged, forward and backward. Results are unchanged."""
 
     zero_stage: int = Field(default=1, ge=0, le=3)
-    """What ZeRO shards over data-parallel processes: 1 optimizer state, 2 gradients too, 3
-    parameters too. 0 shards nothing."""
+    """What ZeRO shards over data-parallel processes: 0 nothing, 1 the optimizer state, 2 also the
+    gradients, 3 also the parameters."""
 
     bucket_size: int = Field(default=50_000_000, ge=1, le=10**12)
-    """Gradient elements reduced in one call; one buffer of this size is held."""
+    """Number of gradient elements reduced in one call; one buffer of this size is allocated."""
 
     timeout_minutes: float = Field(default=30.0, ge=0.01, le=7 * 24 * 60)
-    """How long a collective waits for a process that does not come."""
+    """How long a collective waits for a missing process before it fails, in minutes."""
 
 
 class CheckpointConfig(Config):
-    """When a run is saved, and what it starts from."""
+    """When checkpoints are saved, which ones are kept, and what a run starts from."""
 
     every: int = Field(default=0, ge=0)
-    """Optimizer steps between checkpoints; 0 saves at the end of the run only."""
+    """Number of optimizer steps between checkpoints; 0: save only at the end of the run."""
 
     asynchronous: bool = False
-    """Whether training goes on while a thread copies a snapshot (the next optimizer step waits for
-    what is left of that) and writes it. It takes as much more memory on the host as this process's
-    part of a checkpoint. The end of a run waits for it."""
+    """Whether training continues while a background thread copies a snapshot and writes it. The
+    next optimizer step waits until the copy is complete, and the end of the run until it is
+    written. Needs additional host memory of the size of this process's part of a checkpoint."""
 
     keep_last: int | None = Field(default=None, ge=1)
-    """So many of the newest checkpoints stay, older ones are deleted; None keeps all. One whose
-    manifest or sizes are wrong does not count."""
+    """Number of newest checkpoints to keep; older ones are deleted. null: keep all. Checkpoints
+    whose manifest or file sizes are wrong do not count."""
 
     keep_every: int = Field(default=0, ge=0)
-    """Checkpoints whose step is a multiple stay for ever, whatever `keep_last` says; 0: none."""
+    """Checkpoints whose step is a multiple of this number are never deleted, whatever `keep_last`
+    says; 0: none."""
 
     keep_best: bool = False
-    """Whether a checkpoint is written after each validation that is better than all before, and the
-    best one stays whatever `keep_last` says; the file `best` beside it names it."""
+    """Whether to write a checkpoint after every validation that is better than all before it. The
+    best one is kept whatever `keep_last` says; the file `best` beside the checkpoints names it."""
 
     init_from: Annotated[str | None, AfterValidator(check_path)] = None
-    """A checkpoint, a run or a Hugging Face folder of GPT-2 whose weights start a new run: no
-    moments, no data position."""
+    """A checkpoint, a run or a folder of weights (such as a Hugging Face one) from which a new run
+    takes its initial weights, but no optimizer state and no position in the data; null: random
+    initial weights."""

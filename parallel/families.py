@@ -187,7 +187,7 @@ class FamilyWeights(FolderWeights):
         """
         if type(config) is not type(self.config):
             raise HuggingFaceError(
-                f"{self.folder}: is of another model: model.kind {self.config.kind!r} there, "
+                f"{self.folder}: is a different model: model.kind {self.config.kind!r} there, "
                 f"{config.kind!r} here"
             )
         free = self.family.free(config)
@@ -200,7 +200,7 @@ class FamilyWeights(FolderWeights):
         if differing:
             more = f"; and {len(differing) - 3} more" if len(differing) > 3 else ""
             raise HuggingFaceError(
-                f"{self.folder}: is of another model: {'; '.join(differing[:3])}{more}"
+                f"{self.folder}: is a different model: {'; '.join(differing[:3])}{more}"
             )
         self._head_may_be_new = True
         self._describe(config)
@@ -299,7 +299,7 @@ class FamilyWeights(FolderWeights):
             self._model = build_model(config)
         except ModelSizeError:
             raise HuggingFaceError(
-                f"{self.folder / CONFIG_FILE}: asks for more numbers than a tensor can have"
+                f"{self.folder / CONFIG_FILE}: asks for more elements than a tensor can have"
             ) from None
         named = self._model.named_parameters()
         self._shapes = {name: tuple(parameter.shape) for name, parameter in named}

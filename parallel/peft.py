@@ -100,7 +100,8 @@ class PeftWeights(FamilyWeights):
                 else f"--base: {folder}"
             )
             raise PeftError(
-                f"{said} is no Hugging Face folder; `--base FOLDER` names that of the base"
+                f"{said} is not a Hugging Face folder; use `--base FOLDER` to name that of the "
+                "base model"
             )
         super().__init__(folder)
         self.base, self.folder = folder, adapters
@@ -225,7 +226,7 @@ def _settings(tree: dict[str, Any], place: Path) -> _AdapterConfig:
         is_known = key in known or key in _HARMLESS
         if not is_known and value not in (None, False, [], {}):
             raise PeftError(
-                f"{place}: {key}: {value!r:.60} is not supported; it has to be null or false"
+                f"{place}: {key}: {value!r:.60} is not supported; it must be null or false"
             )
     try:
         found = _AdapterConfig.model_validate({k: v for k, v in tree.items() if k in known})
@@ -242,7 +243,7 @@ def _settings(tree: dict[str, Any], place: Path) -> _AdapterConfig:
     ):
         if (value := getattr(found, key)) not in allowed:
             raise PeftError(
-                f"{place}: {key}: {value!r:.60} is not supported; "
-                f"{', '.join(map(repr, allowed))} {'is' if len(allowed) == 1 else 'are'}"
+                f"{place}: {key}: {value!r:.60} is not supported; supported: "
+                f"{', '.join(map(repr, allowed))}"
             )
     return found

@@ -91,20 +91,20 @@ class PlainWeights(FolderWeights):
         """
         ours = {name: tuple(p.shape) for name, p in module.named_parameters()}
         if differing := differing_shapes(self._shapes, ours, without):
-            raise PlainWeightsError(f"{self.folder}: is of another model: {differing}")
+            raise PlainWeightsError(f"{self.folder}: is a different model: {differing}")
 
     def _built(self) -> nn.Module:
         """The model that config.yaml describes: sizes without bounds, so the files come first."""
         last = self._config.last_parameter()
         if last is not None and last not in self._tensors.names():
             raise PlainWeightsError(
-                f"{self.folder}: no tensor {last}, though {CONFIG_FILE} asks for it"
+                f"{self.folder}: no tensor {last}, although {CONFIG_FILE} asks for it"
             )
         try:
             return build_model(self._config)
         except ModelSizeError:
             raise PlainWeightsError(
-                f"{self.folder / CONFIG_FILE}: asks for more numbers than a tensor can have"
+                f"{self.folder / CONFIG_FILE}: asks for more elements than a tensor can have"
             ) from None
         except ValueError as error:
             raise PlainWeightsError(f"{self.folder / CONFIG_FILE}: {error}") from None
@@ -113,8 +113,8 @@ class PlainWeights(FolderWeights):
 def _read_config(path: Path) -> ModelSettings:
     if not path.is_symlink() and not path.exists():
         raise PlainWeightsError(
-            f"{path}: there is no such file; beside {WEIGHTS_FILE} it says in its section `model` "
-            f"which model the weights are of"
+            f"{path}: there is no such file; next to {WEIGHTS_FILE} it must describe the model of "
+            "the weights in its section `model`"
         )
     check_file(path, PlainWeightsError)
     try:

@@ -70,7 +70,7 @@ def fault_of(error: ValidationError) -> str:
     where = ".".join(_part(part) for part in first["loc"] if part != "[key]")
     message = _MESSAGES.get(first["type"])
     if first["type"] == "json_invalid":
-        return "is no JSON: " + first["msg"].removeprefix("Invalid JSON: ")
+        return "is not JSON: " + first["msg"].removeprefix("Invalid JSON: ")
     if message is None:
         text = first["msg"].removeprefix("Value error, ").replace("dictionary", "object")
         message = f"{quoted(first['input'])}: {text[:1].lower()}{text[1:]}"

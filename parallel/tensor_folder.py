@@ -126,8 +126,8 @@ class TensorFolder:
                 if short in self._stored:
                     before, other = self._stored[short]
                     raise error(
-                        f"{folder}: {short} is there twice: {other} in {before.name}, {name} "
-                        f"in {path.name}"
+                        f"{folder}: {short} appears twice: {other} in {before.name}, {name} in "
+                        f"{path.name}"
                     )
                 self._stored[short] = (path, name)
 
@@ -204,7 +204,9 @@ class TensorFolder:
             try:
                 self._open[path] = _map(path)
             except (SafetensorError, OSError, UnicodeError) as error:
-                raise self._error(f"{path}: is damaged or no safetensors: {error}") from None
+                raise self._error(
+                    f"{path}: is damaged or not a safetensors file: {error}"
+                ) from None
         return self._open[path]
 
 

@@ -52,8 +52,8 @@ def open_weights(path: Path, choice: Choice = "trained", base: Path | None = Non
 def _open(path: Path, choice: Choice, above: tuple[Path, ...], base: Path | None = None) -> Weights:
     if choice == "ema" and is_weights_folder(path):
         raise CheckpointError(
-            f"{path}: is a folder of weights, which has no moving average of them; a checkpoint of "
-            f"a run with train.ema has one"
+            f"{path}: is a folder of weights, which has no moving average; only checkpoints of "
+            "runs with train.ema have one"
         )
     if is_peft_folder(path):
         return PeftWeights(path, base)
@@ -72,7 +72,8 @@ def _open(path: Path, choice: Choice, above: tuple[Path, ...], base: Path | None
 
 def _without_adapters(path: Path, base: Path) -> CheckpointError:
     return CheckpointError(
-        f"--base: {base} is not allowed: {path} holds no adapters, which alone have a base"
+        f"--base: {base} is not allowed: {path} holds no adapters, and only adapters have a base "
+        "model"
     )
 
 
@@ -105,7 +106,7 @@ def _opened(path: Path, above: tuple[Path, ...], given: Path | None = None) -> C
         base = _open(place, "trained", (*above, folder.resolve()))
         last = config.last_parameter()  # checked before a wrong number of layers is built
         if last is not None and last not in base.shapes():
-            raise CheckpointError(f"{place}: is of another model: it has no {last}")
+            raise CheckpointError(f"{place}: is a different model: it has no {last}")
         ours = {name for name, _ in build_model(config).named_parameters()}
         unused = base.shapes().keys() - ours  # as the head of a model with another one
         check_fits(base, config, (*checkpoint.shapes(), *unused))  # it has the first itself

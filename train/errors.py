@@ -6,7 +6,7 @@
 75       a process of the run stalled, and the line names it with its host: the same command goes on
          from the last checkpoint, best without that host if it happens there again
 128 + n  stopped by signal n: 130 Ctrl-C (SIGINT), 138 SIGUSR1, 143 SIGTERM. A training run has
-         saved the step that it was in, if there was time, and the same command goes on from there
+         saved the step that it was in, if there was time, and the same command continues from there
 
 A scheduler starts a run again after 75, 138 and 143, and after 137 (a process was killed); 1 and 2
 need a person to look. Under `polyad launch` torchrun starts the processes again by itself, as often

@@ -71,7 +71,7 @@ def load(
     has_gpu = torch.cuda.is_available()
     place = torch.device(device or ("cuda" if has_gpu else "cpu"))
     if place.type == "cuda" and not has_gpu:
-        raise ConfigError(f"device: {device} is not allowed: no GPU is found; cpu is")
+        raise ConfigError(f"device: {device} is not allowed: no GPU is found; allowed: cpu")
 
     def read(chosen: Path) -> Run:
         opened = open_weights(chosen, weights, None if base is None else Path(base))
@@ -206,7 +206,7 @@ class Run:
         if not 0 < len(ids) <= config.sequence_length:
             raise ConfigError(
                 f"text: {len(ids):,} tokens are not allowed; the model reads 1 to "
-                f"{config.sequence_length:,} at once"
+                f"{config.sequence_length:,} tokens at a time"
             )
         return ids
 

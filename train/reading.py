@@ -152,7 +152,8 @@ class Evaluated(NamedTuple):
         """
         if not isinstance(self.task, LanguageModelling):
             raise ConfigError(
-                f"{option}: is not allowed with data.kind: {self.config.data.kind}; text has it"
+                f"{option}: is not allowed with data.kind: {self.config.data.kind}; allowed with: "
+                "text"
             )
         return self.task
 
@@ -228,7 +229,7 @@ def check_data_named(weights: Weights, config: RunConfig) -> None:
     """
     if not isinstance(weights, Checkpoint) and "path" in type(config.data).model_fields:
         raise ConfigError(
-            f"{weights.folder}: is a folder of weights, which names no data; --data DATA does"
+            f"{weights.folder}: is a folder of weights, which names no data; use --data to name it"
         )
 
 
@@ -280,10 +281,10 @@ def _refuse_other_keys(original: RunConfig, changed: RunConfig) -> None:
         if key == length and isinstance(changed.model, DecoderSettings):
             if after[key] <= before[key]:
                 continue
-            raise ConfigError(f"{key}: {after[key]} is more than the {before[key]} of the model")
+            raise ConfigError(f"{key}: {after[key]} is more than the model's {before[key]}")
         raise ConfigError(
-            f"{key}: evaluation cannot change it; it can change evaluation.*, data.path, "
-            f"train.precision and train.tf32, and reduce {length} of a decoder"
+            f"{key}: cannot be changed in evaluation, only evaluation.*, data.path, "
+            f"train.precision and train.tf32 can (and {length} of a decoder can be reduced)"
         )
 
 

@@ -72,7 +72,7 @@ def read_records(run: Path) -> list[dict[str, Any]]:
         raise ConfigError(f"{run}: has no {METRICS_FILE}, which `polyad train` writes")
     found = list(records_of(path))
     if not found:
-        raise ConfigError(f"{path}: holds no record of a step yet")
+        raise ConfigError(f"{path}: contains no record of a step yet")
     return found
 
 

@@ -20,30 +20,33 @@ NORMALIZATIONS: dict[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
 
 
 class RandAugmentConfig(Config):
-    """RandAugment (Cubuk et al. 2020), torchvision's; it needs the extra `images`."""
+    """RandAugment (Cubuk et al. 2020) as in torchvision; needs the extra `images` to be
+    installed."""
 
     operations: Annotated[int, Field(ge=1, le=14)] = 2
-    """How many of the 14 operations an image goes through."""
+    """Number of operations, out of 14, that are applied to an image."""
     magnitude: Annotated[int, Field(ge=0, le=30)] = 15
-    """How strong they are, of 30."""
+    """Strength of the operations, from 0 to 30."""
 
 
 class AugmentationConfig(Config):
-    """What happens to a training image; numbers are drawn from (seed, epoch, image)."""
+    """Augmentation of training images; its random numbers depend on (seed, epoch, image) alone."""
 
     crop_scale: tuple[float, float] | None = (0.05, 1.0)
-    """Share of the image that a random crop has, at least and at most, with sides of 3:4 to 4:3;
-    null: the central crop of evaluation."""
+    """Smallest and largest area of the random crop, as a fraction of the image, with an aspect
+    ratio from 3:4 to 4:3; null: the central crop that evaluation uses."""
     flip: bool = True
-    """Whether half of the images are mirrored."""
+    """Whether images are mirrored horizontally with probability 1/2."""
     randaugment: RandAugmentConfig | None = None
-    """Two keys, `operations` and `magnitude`; null: none."""
+    """RandAugment with the keys `operations` and `magnitude`; null: none."""
     erasing: Share = 0.0
-    """Probability that a box of the image becomes the mean colour (Zhong et al. 2020)."""
+    """Probability that a random box of the image is filled with the mean colour (random erasing,
+    Zhong et al. 2020)."""
     mixup: Annotated[float, Field(ge=0, le=100)] = 0.0
-    """Alpha of mixup's Beta(alpha, alpha); 0: none. With cutmix each has half of the pairs."""
+    """Alpha of the Beta(alpha, alpha) distribution of mixup; 0: no mixup. If cutmix is on too, each
+    gets half of the pairs."""
     cutmix: Annotated[float, Field(ge=0, le=100)] = 0.0
-    """Alpha of CutMix's Beta(alpha, alpha); 0: none."""
+    """Alpha of the Beta(alpha, alpha) distribution of CutMix; 0: no CutMix."""
 
     @field_validator("crop_scale", mode="before")
     @classmethod
@@ -58,42 +61,44 @@ class AugmentationConfig(Config):
 
 
 class ImageDataConfig(DataSettings):
-    """Which prepared images a run reads, and how."""
+    """Prepared images with classes, and how they are read."""
 
     kind: Literal["images"] = "images"
-    """Images with classes."""
+    """Images, each with one class."""
 
     path: str
-    """Folder made by `polyad prepare --images`: an index of the images, and their classes."""
+    """Folder created by `polyad prepare --images`, with an index of the images and their
+    classes."""
 
     leave_out: LeaveOut = None
-    """Domains that are not trained on: `test` is then all of their images, and train and validation
-    are those of the others; null: none."""
+    """Domains to hold out entirely: all of their images become the `test` split, and the other
+    domains provide train and validation; null: no domain is held out."""
 
     verify: bool = True
-    """Whether training also checks in the background that the index and the files that it was made
-    of are as they were."""
+    """Whether training also checks in the background that the index, and the files it was made
+    from, have not changed."""
 
     max_damaged: Annotated[int, Field(ge=0)] = 0
-    """Images that cannot be decoded and are replaced by the next one, in each loader process; one
-    more ends the run."""
+    """Maximum number of images per loader process that cannot be decoded, and are replaced by the
+    next one; one more ends the run."""
 
     normalization: Literal["imagenet", "half", "clip", "none"] = "imagenet"
-    """Mean and standard deviation that are taken out: ImageNet's; half: pixels from -1 to 1;
-    CLIP's; or none: from 0 to 1."""
+    """How pixel values are normalized: with the mean and standard deviation of `imagenet` or
+    `clip`; `half`: scaled to -1 to 1; `none`: left at 0 to 1."""
 
     evaluation_resize: Annotated[float, Field(ge=1, le=4)] = 256 / 224
-    """Shorter side of a held-out image before the central crop, as a multiple of the model's
-    image_size."""
+    """Length to which the shorter side of a held-out image is resized before the central crop, as a
+    multiple of the model's image_size."""
 
     augmentation: AugmentationConfig = AugmentationConfig()
-    """What happens to training images."""
+    """Augmentation of the training images."""
 
     loss: Literal["softmax", "sigmoid"] = "softmax"
-    """softmax: cross-entropy; sigmoid: the sum over classes of binary cross-entropies."""
+    """`softmax`: cross-entropy; `sigmoid`: binary cross-entropy, summed over the classes."""
 
     label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Share of every target that is spread evenly over all classes."""
+    """Fraction of every target that is spread evenly over all classes; 0 turns label smoothing
+    off."""
 
     @field_validator("path")
     @classmethod
@@ -118,13 +123,14 @@ class ImageDataConfig(DataSettings):
 
 
 class AttributeDataConfig(ImageDataConfig):
-    """Which prepared images with attributes a run reads, and how."""
+    """Prepared images with attributes, and how they are read."""
 
     kind: Literal["attributes"] = "attributes"  # type: ignore[assignment]
-    """Images with any number of named attributes."""
+    """Images, each with any number of named attributes (multi-label)."""
 
     loss: Literal["sigmoid"] = "sigmoid"
-    """The sum over attributes of binary cross-entropies."""
+    """Binary cross-entropy, summed over the attributes."""
 
     label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Share of every target that is spread evenly over yes and no."""
+    """Fraction of every target that is spread evenly over yes and no; 0 turns label smoothing
+    off."""

@@ -113,15 +113,15 @@ def _labelled(folder: Path, numbers: dict[str, int], allowed: str) -> list[Label
     classes = sorted(e for e in folder.iterdir() if e.is_dir() and not is_hidden(e.name))
     for entry in classes:
         if entry.name not in numbers:
-            raise DataError(f"{entry}: is not a folder of a class; {allowed} are")
+            raise DataError(f"{entry}: is not the folder of a class; allowed: {allowed}")
     found = []
     for entry in classes:
         for path in sorted(path for path in entry.iterdir() if not is_hidden(path.name)):
             if not is_image(path.name):
-                raise DataError(f"{path}: is no image, and stands where images do")
+                raise DataError(f"{path}: is not an image, but is in a folder of images")
             found.append(LabelledFile(path=path, label=numbers[entry.name]))
     if not found:
-        raise DataError(f"{folder}: has no image in folders of classes; {allowed} are")
+        raise DataError(f"{folder}: has no image in folders of classes; allowed: {allowed}")
     return found
 
 

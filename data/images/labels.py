@@ -65,8 +65,8 @@ def _training_names(
     if named and unnamed:
         first, other = (found.shards[shards[0]].path for shards in (unnamed, named))
         raise DataError(
-            f"--images: {source}: {first} has numbers of classes without names, {other} has names: "
-            f"which number is which class is not known; names in both are needed, or in neither"
+            f"--images: {source}: {first} has numbered classes without names, but {other} has "
+            "names, so it is unknown which number is which class; both need names, or neither"
         )
     names = [name for shard in used["train"] for name in names_of[shard] or ()]
     return list(dict.fromkeys(names)) if named else None
@@ -97,9 +97,9 @@ def _in_common(
         strange = np.flatnonzero(common[labels] < 0)
         if len(strange):
             raise DataError(
-                f"{place}: {images.names[inside[strange[0]]]} of {split} is of the class "
-                f"{theirs[labels[strange[0]]]!r}, which no file of training images names; they "
-                f"name {quoted(names, 5)}{_like_it(len(strange))}"
+                f"{place}: {images.names[inside[strange[0]]]} of {split} has the class "
+                f"{theirs[labels[strange[0]]]!r}, which no file of training images has; they have "
+                f"{quoted(names, 5)}{_like_it(len(strange))}"
             )
     return images._replace(rows=rows)
 

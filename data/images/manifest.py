@@ -102,16 +102,19 @@ class ImageManifest(Config):
         if not path.exists():
             raise DataError(
                 f"data.path: {folder}: is not a folder of prepared images: it has no "
-                f"{MANIFEST_FILE}; `polyad prepare --images SOURCE --output {folder}` makes one"
+                f"{MANIFEST_FILE}; create one with `polyad prepare --images SOURCE --output "
+                f"{folder}`"
             )
         tree = read_json(path)
         if not is_of_images(tree):
             raise DataError(
-                f"data.path: {folder}: holds prepared text, and data.kind: images needs a folder "
-                f"of `polyad prepare --images`"
+                f"data.path: {folder}: holds prepared text, but data.kind: images needs a folder "
+                "made by `polyad prepare --images`"
             )
         if isinstance(tree.get("version"), int) and tree["version"] > FORMAT_VERSION:
-            raise DataError(f"{path}: is of version {tree['version']}, newer than this program")
+            raise DataError(
+                f"{path}: has format version {tree['version']}, which is newer than this program"
+            )
         try:
             return cls.model_validate_json(json.dumps(tree))
         except ValidationError as error:

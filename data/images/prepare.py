@@ -123,8 +123,8 @@ def _alone(output: Path) -> Iterator[None]:
                 ours = taken.enter_context(alone(output))
         if not ours:
             raise DataError(
-                f"--output: {output}: another process prepares it; wait until that has ended, or "
-                f"name another folder"
+                f"--output: {output}: another process is preparing it; wait until it has finished, "
+                "or name another folder"
             )
         try:
             yield
@@ -204,11 +204,13 @@ def _listed(found: Found, progress: Progress) -> dict[str, Listed]:
 
 def _check_name(entry: Entry) -> None:
     if "\n" in entry.name:
-        raise DataError(f"{entry.name!r}: a name of an image holds no line feed")
+        raise DataError(f"{entry.name!r}: the name of an image must not contain a line feed")
     if entry.size > MOST_BYTES:
         raise DataError(f"{entry.name}: {too_large(entry.size)}")
     if not -1 <= entry.label < 2**31:
-        raise DataError(f"{entry.name}: has the label {entry.label}, which is no number of a class")
+        raise DataError(
+            f"{entry.name}: has the label {entry.label}, which is not the number of a class"
+        )
 
 
 def prepared_rows(

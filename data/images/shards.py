@@ -170,7 +170,7 @@ def png(pixels: npt.NDArray[np.uint8]) -> bytes:
 PACKED_FILE = re.compile(r"images(-[0-9a-f]{12})?\.bin")
 """Its name in a prepared folder, with the first digits of its SHA-256: a run that reads another one
 does not find it, and takes no wrong bytes."""
-WHAT_TO_DO = "make room there, and give the same command again"
+WHAT_TO_DO = "make room there, and run the same command again"
 """Advice where the disk is full."""
 
 

@@ -98,77 +98,82 @@ BENCHMARKS: dict[str, Schema] = {
 
 
 class ColumnNames(Config):
-    """What the columns of a table are called."""
+    """Names of the columns of a table."""
 
     text: str = "text"
-    """The text, or the first of two."""
+    """Column with the text, or with the first text of a pair."""
 
     pair: str | None = None
-    """The second text; null: there is none."""
+    """Column with the second text of a pair; null: there are no pairs."""
 
     label: str = "label"
-    """The class, the number, or the number of the right choice from 0."""
+    """Column with the label: a class, a number to predict, or the index of the right choice, from
+    0."""
 
     choices: list[str] | None = Field(default=None, min_length=1)
-    """A column for each of several choices, or one with lists of them; null: there are none."""
+    """One column per choice, or a single column that holds a list of choices; null: there are no
+    choices."""
 
     domain: str | None = None
-    """The name of the row's domain, as a category or a source; null: rows have no domains."""
+    """Column with the domain of a row, such as its category or source; null: rows have no
+    domains."""
 
 
 def _known(name: str | None) -> str | None:
     if name is not None and name not in BENCHMARKS:
-        raise ValueError(f"one of {', '.join(BENCHMARKS)} is")
+        raise ValueError(f"allowed: {', '.join(BENCHMARKS)}")
     return name
 
 
 class SequenceDataConfig(DataSettings):
-    """Which labelled sequences a run reads, and how."""
+    """Labelled text sequences, and how they are read."""
 
     kind: Literal["sequences"] = "sequences"
-    """Texts, or pairs of texts, of which each has a class, a number or a right choice."""
+    """Texts, or pairs of texts, each with a class, a number or a right choice."""
 
     path: Annotated[str, AfterValidator(check_path)]
-    """A .csv, .tsv, .jsonl or .parquet file, a folder with one for each split, a benchmark as
+    """A .csv, .tsv, .jsonl or .parquet file, a folder with one per split, a benchmark such as
     glue/sst2, or hub:OWNER/NAME[:CONFIG]."""
 
     benchmark: Annotated[str | None, AfterValidator(_known)] = None
-    """Whose columns, metrics and splits these are, as glue/sst2; null: what `path` names, or
-    none."""
+    """Benchmark that defines columns, metrics and splits, such as glue/sst2; null: the one named in
+    `path`, if any."""
 
     task: TaskKind | None = None
-    """What is learned: a class, a number or the right one of several choices; null: as the
-    benchmark says, else a class."""
+    """What is predicted: a class, a number, or the right one of several choices; null: as the
+    benchmark defines, otherwise a class."""
 
     columns: ColumnNames | None = None
-    """Names of the columns; null: the benchmark's, else text and label."""
+    """Names of the columns; null: as the benchmark defines, otherwise text and label."""
 
     metrics: list[Metric] | None = Field(default=None, min_length=1)
-    """The scores, whose mean is the validation score; null: the benchmark's, else accuracy, or
-    Pearson's and Spearman's correlation of numbers."""
+    """Metrics; their mean is the validation score. null: as the benchmark defines, otherwise
+    accuracy, or the Pearson and Spearman correlations if numbers are predicted."""
 
     leave_out: LeaveOut = None
-    """Domains that are not trained on: `test` is then all of their rows, and train and validation
-    are those of the others; null: none."""
+    """Domains to hold out entirely: all of their rows become the `test` split, and the other
+    domains provide train and validation; null: no domain is held out."""
 
     held_out: float = Field(default=0.0, ge=0, lt=1)
-    """Share of the training rows, or of those of each domain, that is held out where there is no
-    validation split."""
+    """Fraction of the training rows (of each domain, if there are domains) that is held out for
+    validation if there is no validation split."""
 
     tokenizer: Annotated[str | None, AfterValidator(check_path)] = None
-    """A tokenizer file, the folder of one, or its name on the hub; null: that of
-    checkpoint.init_from."""
+    """A tokenizer file, a folder with one, or a name on the Hugging Face hub; null: the tokenizer
+    of checkpoint.init_from."""
 
     max_length: int | None = Field(default=None, ge=1)
-    """Tokens after which a sequence is cut off; null: the model's longest."""
+    """Maximum number of tokens per sequence; the rest is cut off. null: the model's maximum input
+    length."""
 
     padding: Literal["longest", "max_length"] = "longest"
-    """To the longest sequence of a micro-batch, in steps of 8 tokens, or always to max_length. What
-    is learned is the same."""
+    """Length to which sequences are padded: `longest`, that of the longest sequence in the
+    micro-batch, rounded up to a multiple of 8 tokens, or always `max_length`. Results are the
+    same."""
 
     group_by_length: int = Field(default=32, ge=1)
-    """Sequences of similar length that follow each other in the order of an epoch, so that there is
-    little padding; 1: in any order."""
+    """Number of sequences of similar length that follow each other in the order of an epoch, to
+    reduce padding; 1: no grouping by length."""
 
     @property
     def schema_of(self) -> Schema:

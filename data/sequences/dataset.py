@@ -104,12 +104,12 @@ class SequenceData:
             if metric not in (allowed := ALLOWED_METRICS[schema.task]):
                 raise DataError(
                     f"data.metrics: {metric!r} is not allowed with data.task: {schema.task}; "
-                    f"{', '.join(allowed)} are"
+                    f"allowed: {', '.join(allowed)}"
                 )
         if bool(schema.choices) != (schema.task == "multiple_choice"):
             raise DataError(
                 f"data.columns.choices: {list(schema.choices) or 'null'} is not allowed with "
-                f"data.task: {schema.task}; multiple_choice has choices, and no other"
+                f"data.task: {schema.task}; choices belong to multiple_choice, and only to it"
             )
         tables = read_tables(settings.path, schema)
         for table in tables.values():
@@ -165,7 +165,7 @@ class SequenceData:
             raise DataError(f"{self.settings.path}: has no split {name!r}; there are {there}{way}")
         if name not in self._labels:
             raise DataError(
-                f"{self._tables[name].place}: its labels are hidden: nothing can be scored there"
+                f"{self._tables[name].place}: its labels are hidden, so nothing can be scored"
             )
 
     def size(self, name: str) -> int:

@@ -158,8 +158,8 @@ def _named(table: Table, value: Any, row: int) -> str:
     names = table.class_names
     if not isinstance(value, str | int | float) or value != value:
         raise DataError(
-            f"{table.place}, row {row + 1}: the label {value!r:.60} is no class: text or a number "
-            f"is needed"
+            f"{table.place}, row {row + 1}: the label {value!r:.60} is not a class: it must be "
+            "text or a number"
         )
     if names is None:
         whole = isinstance(value, float) and value.is_integer()
@@ -168,8 +168,8 @@ def _named(table: Table, value: Any, row: int) -> str:
         return value
     if not isinstance(value, int) or not 0 <= value < len(names):
         raise DataError(
-            f"{table.place}, row {row + 1}: the label {value!r:.60} is no number of the "
-            f"{len(names)} classes"
+            f"{table.place}, row {row + 1}: the label {value!r:.60} is not the number of one of "
+            f"the {len(names)} classes"
         )
     return names[value]
 
@@ -295,8 +295,6 @@ def _left_out(
             inside = [row for row, domain in enumerate(of_rows[split]) if domain in leave_out]
             parts.append(table.rows(inside))
     if not any(len(part) for part in parts):
-        raise DataError(
-            f"data.leave_out: {', '.join(leave_out)}: no row of it has a label that is known"
-        )
+        raise DataError(f"data.leave_out: {', '.join(leave_out)}: no row of it has a known label")
     place = " and ".join(part.place for part in parts if len(part))
     return replace(joined(parts, schema.label), place=f"{place} (domains left out)")

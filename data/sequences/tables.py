@@ -111,14 +111,14 @@ def _check_files(files: Sequence[Path]) -> None:
     for file in files:
         if not _is_table(file):
             raise DataError(
-                f"{file}: its name says that it is of a split, and it is no table of "
-                f"{', '.join(SUFFIXES)}; make it one, or move it elsewhere"
+                f"{file}: has the name of a split, but is not a table ({', '.join(SUFFIXES)}); "
+                "convert it, or move it elsewhere"
             )
         other = by_name.setdefault(file.stem, file)
         if other is not file:
             raise DataError(
-                f"{file}: is there beside {other.name}, and would be read as more rows of the same "
-                f"split; move one of them elsewhere"
+                f"{file}: exists besides {other.name}, so both would be read as one split; move "
+                "one of them elsewhere"
             )
 
 
@@ -167,9 +167,9 @@ def _in_words(table: Table, label: str) -> Table:
     values, names = table.columns.get(label, ()), table.class_names
     if names is None and not all(isinstance(value, str | None) for value in values):
         raise DataError(
-            f"{table.place}: its column {label!r} holds numbers without names, where other files "
-            f"name theirs: which number is which class is not known; names in all files are "
-            f"needed, or in none"
+            f"{table.place}: its column {label!r} holds numbers without names, but other files "
+            "name theirs, so it is unknown which number is which class; all files need names, or "
+            "none"
         )
     words = [names[v] if names and type(v) is int and 0 <= v < len(names) else v for v in values]
     return replace(table, columns={**table.columns, label: words})
@@ -185,7 +185,7 @@ def _class_names(file: Path, label: str) -> list[str] | None:
 def _suffix(file: Path) -> str:
     suffix = file.suffix.lower()
     if suffix not in _READERS:
-        raise DataError(f"{file}: is no table; files of {', '.join(SUFFIXES)} are read")
+        raise DataError(f"{file}: is not a table; supported: {', '.join(SUFFIXES)}")
     return suffix
 
 
@@ -217,8 +217,8 @@ def _read_rows(file: Path, wanted: Sequence[str], dialect: dict[str, Any]) -> Ta
                 line = reader.line_num
                 if None in row or None in row.values():
                     raise DataError(
-                        f"{file}, line {line}: has not as many values as the {len(present)} "
-                        f"columns of the first line"
+                        f"{file}, line {line}: does not have as many values as the {len(present)} "
+                        "columns of the first line"
                     )
                 if dialect["delimiter"] == "\t" and any("\t" in value for value in row.values()):
                     raise DataError(
@@ -252,7 +252,8 @@ def _check_once(place: str, present: Sequence[str], wanted: Sequence[str]) -> No
     twice = next((name for name in wanted if list(present).count(name) > 1), None)
     if twice is not None:
         raise DataError(
-            f"{place}: there are {present.count(twice)} columns {twice!r}; one is needed"
+            f"{place}: there are {present.count(twice)} columns named {twice!r}; only one is "
+            "allowed"
         )
 
 
@@ -323,8 +324,8 @@ def _read_dataset(path: str, schema: Schema, wanted: Sequence[str]) -> dict[str,
     if dataset is None:
         raise DataError(
             f"{path}: no such file or folder with tables of splits ({', '.join(SUFFIXES)}), and "
-            f"no benchmark{nearest(path, BENCHMARKS)}; benchmarks: {', '.join(BENCHMARKS)}; a data "
-            f"set of the hub is hub:OWNER/NAME[:CONFIG]"
+            f"not a benchmark{nearest(path, BENCHMARKS)}; benchmarks: {', '.join(BENCHMARKS)}; for "
+            "a data set on the Hugging Face hub write hub:OWNER/NAME[:CONFIG]"
         )
     splits = open_rows(dataset)
     if dataset.kind == "copy":

@@ -295,7 +295,7 @@ def _open_files(
         root = standard_library() if spec == PYTHON_STDLIB else _package(spec)
         files = module_files(root)
         if not files:
-            raise DataError(f"{spec}: this Python has no sources in {root}")
+            raise DataError(f"{spec}: this Python has no source files in {root}")
         found = tuple(_source_file(path, root, MODULE) for path in files)
         return FileSource(spec, found, text_key, skip_unreadable=True)
     path, left_out = user_path(spec), LeftOut()
@@ -314,7 +314,7 @@ def _open_files(
     found = tuple(_source_file(file, path, _format(file, documents, file_format)) for file in files)
     source = FileSource(spec, found, text_key, left_out=left_out)
     if source.total_bytes == 0:
-        raise DataError(f"{spec}: no text in it: 0 bytes; at least one document is needed")
+        raise DataError(f"{spec}: contains no text (0 bytes); at least one document is needed")
     return source
 
 
@@ -322,8 +322,8 @@ def _package(spec: str) -> Path:
     name = spec.removeprefix(PACKAGE)
     if (root := package(name)) is None:
         raise DataError(
-            f"{spec}: {name!r} is no package that this Python has; of one that is installed it is "
-            f"the name that is imported, as in {PACKAGE}torch"
+            f"{spec}: {name!r} is not a package that this Python has; use the name that is "
+            f"imported, as in {PACKAGE}torch"
         )
     return root
 
@@ -331,13 +331,14 @@ def _package(spec: str) -> Path:
 def _source_file(path: Path, root: Path, kind: Format | None) -> SourceFile:
     if kind is None and path.suffix.lower() in TABLES:
         raise DataError(
-            f"{path}: is a table, which is not prepared: a run of data.kind: sequences reads "
-            f"labelled rows where they are, by data.path; --format text reads any file as text"
+            f"{path}: is a table, which need not be prepared: a run with data.kind: sequences "
+            "reads labelled rows directly from data.path; use --format text to read any file as "
+            "text"
         )
     if kind is None:
         raise DataError(
-            f"{path}: the name of a text file ends in {_endings()}; --format text reads any file "
-            "as text"
+            f"{path}: the name of a text file has to end in {_endings()}; use --format text to "
+            "read any file as text"
         )
     status = path.stat()
     name = path.relative_to(root).as_posix()

@@ -51,7 +51,7 @@ def text_files(root: Path, is_read: Callable[[Path], bool], left_out: LeftOut) -
     for folder, subfolders, names in os.walk(root, followlinks=True, onerror=_raise):
         status = os.stat(folder)
         if (status.st_dev, status.st_ino) in seen:
-            raise DataError(f"{folder}: a link makes this folder part of {root} twice")
+            raise DataError(f"{folder}: a link makes {root} contain this folder twice")
         seen.add((status.st_dev, status.st_ino))
         for name in filter(is_hidden, [*subfolders, *names]):
             left_out.add("hidden files and folders", name, mistake=False)

@@ -238,19 +238,19 @@ class Asked:
                 given = by_split[name].spec
                 own = f"{given} has that split" if given == self.source else f"{given} is it"
                 raise DataError(
-                    f"--{name}-fraction: {share} of train is not held out, since {own}; leave the "
-                    "option out"
+                    f"--{name}-fraction: {share} is not held out, because {own}; remove the option"
                 )
         files = [text for text in by_split.values() if isinstance(text, FileSource)]
         if len(files) == len(by_split):
             if self.streaming:
                 raise DataError(
-                    f"--streaming: is of Hugging Face data sets, and {self.source} is none"
+                    f"--streaming: applies only to Hugging Face data sets, and {self.source} is "
+                    "not one"
                 )
             if self.text_key != TEXT_KEY and not any(each.has_keys for each in files):
                 raise DataError(
-                    f"--text-key: {self.text_key!r} is of .jsonl and .parquet files and data sets, "
-                    f"and {self.source} has none"
+                    f"--text-key: {self.text_key!r} applies only to .jsonl and .parquet files and "
+                    f"data sets, and {self.source} has none"
                 )
 
     def _kind_of_documents(
@@ -261,10 +261,13 @@ class Asked:
             return self.documents
         if self.documents != "files":
             raise DataError(
-                f"--documents: {self.documents} is of text files, and {self.source} has none"
+                f"--documents: {self.documents} applies only to text files, and {self.source} has "
+                "none"
             )
         if self.file_format is not None:
-            raise DataError(f"--format: {self.file_format} is of files, and {self.source} is none")
+            raise DataError(
+                f"--format: {self.file_format} applies only to files, and {self.source} is not one"
+            )
         return None
 
 
@@ -281,7 +284,7 @@ def _checked_fractions(fractions: dict[SplitName, float]) -> dict[SplitName, flo
     for name, fraction in fractions.items():
         if not 0 <= fraction < 1:
             raise DataError(
-                f"--{name}-fraction: {fraction} is not allowed; a share of at least 0 and below 1"
+                f"--{name}-fraction: {fraction} is not allowed; it must be at least 0 and below 1"
             )
     if sum(fractions.values()) >= 1:
         both = " + ".join(str(fraction) for fraction in fractions.values())

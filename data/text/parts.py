@@ -127,8 +127,8 @@ def read_part(work: Workplace, number: int) -> Finished | None:
     if (found.plan, found.part) != (work.plan.digest(), number):
         made = f"part {found.part} of plan {found.plan[:12]}"
         raise DataError(
-            f"{folder}: was made from other text, tokenizer or options: it is {made}, and this is "
-            f"part {number} of plan {work.plan.digest()[:12]}; delete it and give the same command "
+            f"{folder}: was made from other text, tokenizer or options: it is {made}, but this is "
+            f"part {number} of plan {work.plan.digest()[:12]}; delete it and run the same command "
             "again"
         )
     for name, size in expected_sizes(work, found).items():
@@ -163,7 +163,7 @@ def finished_parts(work: Workplace) -> list[Finished]:
         many = "parts" if len(missing) > 1 else "part"
         raise DataError(
             f"{work.folder}: {many} {ranges(missing)} of {work.plan.parts} (from 0) missing; "
-            f"encode each with --part, or all by the same command without --join"
+            "prepare each with --part, or all with the same command without --join"
         )
     return [part for part in found if part is not None]
 
@@ -319,7 +319,7 @@ class _CheckedFile:
                     raise self._damaged("is longer than it was")
                 self._thread.shutdown()
                 if self._digest.hexdigest() != self._sha256:
-                    raise self._damaged("has not the SHA-256 of what was written")
+                    raise self._damaged("does not have the SHA-256 of what was written")
         finally:
             self._thread.shutdown()
             self._file.close()

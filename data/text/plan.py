@@ -81,9 +81,9 @@ class Workplace:
             file: The file.
             how: What is wrong with it.
         """
-        what_to_do = "the same command begins from the start"
+        what_to_do = "run the same command again to start over"
         if self.asked:
-            what_to_do = f"delete {file.parent.name} there, and give the same command again"
+            what_to_do = f"delete {file.parent.name} there, and run the same command again"
         return DataError(f"{file}: damaged: it {how}; {what_to_do}")
 
 
@@ -179,13 +179,13 @@ class Cut:
                 return None
             raise DataError(
                 f"{folder}: holds parts of another request: {why}; delete this folder, or add "
-                "--overwrite where no part is being made"
+                "--overwrite if no part is being prepared"
             )
         tokenizer = load_tokenizer(folder / plan.tokenizer_file, plan.end_of_text)
         if tokenizer.fingerprint != plan.tokenizer_fingerprint:
             raise DataError(
-                f"{folder / plan.tokenizer_file}: not the tokenizer that the parts were begun "
-                f"with; delete {folder}"
+                f"{folder / plan.tokenizer_file}: not the tokenizer with which the parts were "
+                f"started; delete {folder}"
             )
         return Workplace(folder, plan, self.sources, tokenizer, self.asked)
 
@@ -210,15 +210,15 @@ class Cut:
         folder, request = self.folder, self.job.request
         if self.job.tokenizer is None and not train:
             raise DataError(
-                f"{folder}: the tokenizer {request.tokenizer} is not trained yet; give the same "
-                "command once with --begin in place of the step"
+                f"{folder}: the tokenizer {request.tokenizer} is not trained yet; run the same "
+                "command once with --begin instead of the step"
             )
         folder.mkdir(parents=True, exist_ok=True)
         for path in folder.iterdir():
             if path.name not in (LAUNCH_FOLDER, LOCK_FILE) and not _OURS.fullmatch(path.name):
                 raise DataError(
-                    f"{folder}: is where the parts are made, and holds {path.name!r}, which "
-                    "`polyad prepare` did not make; choose another --output"
+                    f"{folder}: is the folder for the parts, but contains {path.name!r}, which "
+                    "`polyad prepare` did not write; choose another --output"
                 )
         with all_cores():
             tokenizer = self.job.tokenizer or self.job.train(self.sources, progress)

@@ -134,7 +134,10 @@ def _listen(
 def _check_ended(number: int, status: int) -> None:
     if status:
         how = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
-        raise PartError(f"the process that encoded part {number} {how}; the same command goes on")
+        raise PartError(
+            f"the process that tokenized part {number} {how}; run the same command again to "
+            "continue"
+        )
 
 
 def main() -> int:

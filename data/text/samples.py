@@ -185,7 +185,9 @@ class TrainingData:
         """
         if config.mixture is None:
             if config.path is None:
-                raise DataError("data.path: is missing; `polyad prepare` makes such a folder")
+                raise DataError(
+                    "data.path: is missing; create a folder of prepared data with `polyad prepare`"
+                )
             data = _open(config.path, "data.path")
             return cls([Part(Path(config.path).name, 1.0, data)], "data.path")
         total = sum(source.weight for source in config.mixture)
@@ -195,8 +197,8 @@ class TrainingData:
             part = Part(source.label, source.weight / total, _open(source.path, f"{key}.path"))
             if part.share < 1 / BLOCK:
                 raise DataError(
-                    f"{key}.weight: {source.weight} is a share of {part.share:.1e}; one of at "
-                    f"least 1 / {BLOCK:,} is needed"
+                    f"{key}.weight: {source.weight} is a fraction of {part.share:.1e} of all "
+                    f"weights; at least 1 / {BLOCK:,} is needed"
                 )
             if parts:
                 _check_tokenizers(parts[0], part, f"{key}.path")

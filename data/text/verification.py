@@ -68,7 +68,7 @@ def check_replaceable(output: Path, *, overwrite: bool) -> None:
     if not output.exists():
         return
     if not output.is_dir():
-        raise DataError(f"{output}: is a file; the output is a folder")
+        raise DataError(f"{output}: is a file, but the output must be a folder")
     names = {entry.name for entry in output.iterdir()}
     if not names:
         return
@@ -245,7 +245,7 @@ def check_tokenizer(folder: Path, manifest: Manifest) -> Path:
         )
     if info.vocab_size > size:  # impossible, since each entry takes more than a byte
         raise DataError(
-            f"{path}: cannot have the tokenizer.vocab_size: {info.vocab_size} of {MANIFEST_FILE}"
+            f"{path}: does not match the tokenizer.vocab_size: {info.vocab_size} in {MANIFEST_FILE}"
         )
     return path
 
@@ -316,8 +316,8 @@ def _verify_split(
     agree, bad_tokens = _attempt(lambda: _verify_tokens(folder, name, manifest, ends_D, read))
     if bad_index is None and agree is False:
         bad_index = DataError(
-            f"{folder / name}.idx: damaged: documents end elsewhere in {name}.bin than it says; "
-            f"prepare the data again"
+            f"{folder / name}.idx: damaged: documents in {name}.bin end elsewhere than it says; "
+            "prepare the data again"
         )
     if bad_index is None and bad_tokens is None:  # the digest of their ends is of both files
         _, bad_tokens = _attempt(lambda: check_split(folder, name, manifest))

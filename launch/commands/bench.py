@@ -23,26 +23,32 @@ def bench(
     overrides: Overrides,
     *,
     steps: Annotated[
-        int, Argument("timed steps, after 2 that are not; default 10", "N", positive)
+        int, Argument("number of timed steps, after 2 warm-up steps; default 10", "N", positive)
     ] = 10,
     compile: Annotated[
         bool,
-        Argument("time the step without torch.compile and with it; default: as model.compile says"),
+        Argument(
+            "time steps both with and without torch.compile; default: only as model.compile says"
+        ),
     ] = False,
     forced_balance: Annotated[
         bool,
         Argument(
-            "send tokens to experts in turn, whatever their scores: all experts have equal loads, "
-            "as where training has balanced them"
+            "assign tokens to experts in turn, whatever their scores, so that all experts have "
+            "equal load, as in a model whose training has balanced them"
         ),
     ] = False,
     processes: Annotated[
         int | None,
-        Argument("of this machine; default: those that torchrun has started, or 1", "P", positive),
+        Argument(
+            "number of processes on this machine; default: those that torchrun has started, or 1",
+            "P",
+            positive,
+        ),
     ] = None,
     json: Json = None,
 ) -> None:
-    """Times a training step of a configuration here: rate, memory, MFU. Needs no data."""
+    """Times training steps on this machine: throughput, memory, MFU. Needs no data."""
     from polyad.launch.commands.plan import configuration
     from polyad.launch.machine import bind_to_cores, end_with_launcher, prepare_environment
     from polyad.launch.via.agent import become_processes
@@ -161,15 +167,17 @@ def _table(result: dict[str, Any]) -> str:
     processes = f"{result['processes']} process{'es' if result['processes'] > 1 else ''}"
     lines = [
         f"{result['config']}: {result['parameters']:,} parameters in {result['precision']}, "
-        f"{result['global_batch_size']} samples a step in micro-batches of "
+        f"{result['global_batch_size']} samples per step in micro-batches of "
         f"{result['micro_batch_size']}",
         f"{processes} (data parallel {result['data_parallel_size']}, tensor parallel "
         f"{result['tensor_parallel_size']}, expert parallel {result['expert_parallel_size']}, "
         f"ZeRO {result['zero_stage']}), {result['threads']} threads of {result['device']}",
     ]
     if result["forced_balance"]:
-        lines.append("experts are forced to equal loads: no figure of what a router does or learns")
-    columns = ("s a step", "90%", f"{result['unit']}s/s", "first steps", "peak memory", "MFU")
+        lines.append(
+            "expert loads are forced to be equal, so this does not measure the router's own balance"
+        )
+    columns = ("s per step", "90%", f"{result['unit']}s/s", "first steps", "peak memory", "MFU")
     rows: list[tuple[str, ...]] = [("", *columns)]
     for way, row in result["times"].items():
         between = row["seconds_interval"]
@@ -187,5 +195,7 @@ def _table(result: dict[str, Any]) -> str:
     lines.append(align(rows))
     if len(result["times"]) == 2:
         eager, compiled = (row["seconds"] for row in result["times"].values())
-        lines.append(f"compiled takes {compiled / eager:.2f} of the eager step")
+        lines.append(
+            f"the compiled step takes {compiled / eager:.2f} times as long as the eager one"
+        )
     return "\n".join(lines)

@@ -6,12 +6,12 @@ from typing import Annotated
 from polyad.launch.command import Argument, Json, command
 from polyad.launch.output import results
 
-Folder = Annotated[Path, Argument("a run, its checkpoints folder, or one of them", "FOLDER")]
+Folder = Annotated[Path, Argument("a run, its checkpoints folder, or one checkpoint", "FOLDER")]
 
 
 @command("checkpoint list", "polyad checkpoint list runs/quickstart/run")
 def checkpoint_list(folder: Folder, *, json: Json = None) -> None:
-    """Lists the checkpoints of a run: step, size, and whether one is damaged."""
+    """Lists the checkpoints of a run with step and size, and marks damaged ones."""
     from polyad.launch.stored import list_checkpoints
 
     with results(json) as show:
@@ -25,7 +25,7 @@ def checkpoint_list(folder: Folder, *, json: Json = None) -> None:
     "polyad checkpoint verify runs/quickstart/run/checkpoints/step-00000100",
 )
 def checkpoint_verify(folder: Folder, *, json: Json = None) -> int:
-    """Reads every byte of checkpoints; exit status 2 if one is damaged."""
+    """Verifies checkpoints by reading every byte; exit status 2 if one is damaged."""
     from polyad.launch.stored import verify_checkpoints
 
     with results(json) as show:
@@ -40,15 +40,15 @@ def checkpoint_verify(folder: Folder, *, json: Json = None) -> int:
 )
 def checkpoint_delete(
     folders: Annotated[
-        list[Path], Argument("one checkpoint: .../step-NNNNNNNN", "FOLDER", nargs="+")
+        list[Path], Argument("a checkpoint: .../step-NNNNNNNN", "FOLDER", nargs="+")
     ],
     *,
     even_the_last_good: Annotated[
-        bool, Argument("delete it although no good checkpoint of that run is left then")
+        bool, Argument("delete even if that leaves the run without a good checkpoint")
     ] = False,
     json: Json = None,
 ) -> None:
-    """Deletes checkpoints, but not the last good one of a run."""
+    """Deletes checkpoints, except the last good one of a run."""
     from polyad.launch.stored import delete_checkpoints
 
     with results(json) as show:

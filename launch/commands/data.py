@@ -18,66 +18,77 @@ class TextOptions:
     accept: Annotated[
         bool,
         Argument(
-            "prepare although something looks like a mistake, such as files that are left out, a "
-            "class without images or only one class; it is said all the same"
+            "continue despite what looks like a mistake, such as skipped files, a class without "
+            "images, or only one class; it is still reported"
         ),
     ] = False
     source: Annotated[
         str | None,
         Argument(
-            "python-stdlib, python:PACKAGE, openwebtext, wikitext-103, hub:OWNER/NAME[:CONFIG], "
-            "hub:FOLDER[:CONFIG] (a local copy), arrow:FOLDER (save_to_disk), or a .txt, .jsonl or "
-            ".parquet file or folder"
+            "text to prepare: python-stdlib, python:PACKAGE, openwebtext, wikitext-103, "
+            "hub:OWNER/NAME[:CONFIG], hub:FOLDER[:CONFIG] (a local copy), arrow:FOLDER (saved "
+            "with save_to_disk), or a .txt, .jsonl or .parquet file, or a folder of them"
         ),
     ] = None
     tokenizer: Annotated[
         str | None,
         Argument(
-            "train:VOCAB_SIZE, words, words:VOCAB_SIZE, characters or wordpiece:VOCAB_SIZE (of "
-            "the train split), a tokenizer.json, a SentencePiece .model, BERT's vocab.txt, a "
-            "folder of one or of GPT-2's files, or a name of the Hugging Face hub, such as gpt2"
+            "train:VOCAB_SIZE, words, words:VOCAB_SIZE, characters or wordpiece:VOCAB_SIZE (built "
+            "from the train split), a tokenizer.json, a SentencePiece .model, BERT's vocab.txt, a "
+            "folder with one of these or with GPT-2's files, or a name on the Hugging Face hub, "
+            "such as gpt2"
         ),
     ] = None
-    output: Annotated[str, Argument("the folder to make", "DIR")]
+    output: Annotated[str, Argument("folder to create", "DIR")]
     validation_fraction: Annotated[
         float | None,
         Argument(
-            "share of all documents; of few text files a part of the text; default 0.05 where "
-            "the source has no such split",
+            "fraction of the documents held out for validation (with only a few text files, a "
+            "fraction of the text); default 0.05 if the source has no validation split",
             "F",
         ),
     ] = None
     test_fraction: Annotated[
         float | None,
-        Argument("share for the test split, taken in the same way, with the same default", "F"),
+        Argument(
+            "fraction held out for the test split, in the same way and with the same default", "F"
+        ),
     ] = None
     validation_source: Annotated[
-        str | None, Argument("text that is the validation split, in place of a share", "SOURCE")
+        str | None,
+        Argument(
+            "separate text for the validation split, instead of a fraction of --source", "SOURCE"
+        ),
     ] = None
     test_source: Annotated[
-        str | None, Argument("text that is the test split, in place of a share", "SOURCE")
+        str | None,
+        Argument("separate text for the test split, instead of a fraction of --source", "SOURCE"),
     ] = None
     text_key: Annotated[
         str,
-        Argument("key or column of the text in .jsonl and .parquet; default text", "KEY"),
+        Argument(
+            "key or column that holds the text in .jsonl and .parquet files; default text", "KEY"
+        ),
     ] = "text"
     documents: Annotated[
         Literal["files", "lines"],
-        Argument("what one document of a text file is: the file, or a line of it; default files"),
+        Argument("whether a document is a whole text file or one line of it; default files"),
     ] = "files"
     file_format: Annotated[
         Literal["text"] | None,
-        Argument("read files as text, whatever their names end in", flag="--format"),
+        Argument("read files as text, whatever their extension", flag="--format"),
     ] = None
-    streaming: Annotated[bool, Argument("read a Hugging Face data set without a copy")] = False
+    streaming: Annotated[
+        bool, Argument("stream a Hugging Face data set instead of downloading it first")
+    ] = False
     end_of_text: Annotated[
         str | None,
         Argument(
-            "token that ends each document; default: the tokenizer's, such as <|endoftext|>",
+            "token appended to each document; default: the tokenizer's own, such as <|endoftext|>",
             "TOKEN",
         ),
     ] = None
-    overwrite: Annotated[bool, Argument("replace prepared data that is in DIR")] = False
+    overwrite: Annotated[bool, Argument("replace prepared data that is already in DIR")] = False
 
 
 @command(
@@ -93,31 +104,34 @@ def prepare(
     images: Annotated[
         str | None,
         Argument(
-            "images in place of text: digits, hub:OWNER/NAME, or a folder of classes, a .zip or "
-            ".tar of one, .tar files of WebDataset, .parquet files, a folder of `datasets`, or the "
-            "files of MNIST or CIFAR",
+            "prepare images instead of text; SOURCE is digits, hub:OWNER/NAME, a folder with one "
+            "subfolder per class (or a .zip or .tar of it), WebDataset .tar files, .parquet "
+            "files, a folder saved by Hugging Face datasets, or the original MNIST or CIFAR files",
             "SOURCE",
         ),
     ] = None,
     held_out: Annotated[
         float | None,
         Argument(
-            "for --images: share of the training images that become the validation split; "
-            "default: 0.01 where the data set has no validation split beside a test",
+            "with --images: fraction of the training images held out for validation; default 0.01 "
+            "if the data set has no validation split besides a test split",
             "F",
         ),
     ] = None,
     domains: Annotated[
         bool,
         Argument(
-            "for --images: SOURCE is a folder, or a .zip or .tar of one, with a folder for each "
-            "domain, and in these one for each class; the held-out share is taken from each domain"
+            "with --images: SOURCE is a folder (or a .zip or .tar of it) with one subfolder per "
+            "domain, each with one subfolder per class; images are held out from every domain"
         ),
     ] = False,
     text: TextOptions,
     parts: PartsOptions,
 ) -> None:
-    """Turns text into tokens: .bin and .idx files, a tokenizer and manifest.json."""
+    """Prepares data for training: tokenizes text, or indexes images.
+
+    Text becomes .bin and .idx files, a tokenizer and manifest.json; images get an index.
+    """
     from polyad.launch.machine import prepare_environment
 
     prepare_environment()
@@ -146,7 +160,9 @@ def _refuse_text(text: TextOptions, parts: PartsOptions) -> None:
             if field.name in ("accept", "output", "overwrite") or value == field.default:
                 continue
             name = "format" if field.name == "file_format" else field.name.replace("_", "-")
-            raise UsageError(f"--{name}: {value} is of text, and is not allowed with --images")
+            raise UsageError(
+                f"--{name}: {value} applies to text only, and is not allowed with --images"
+            )
 
 
 def _prepare_images(
@@ -176,12 +192,14 @@ def _prepare_images(
 def data_verify(
     folders: Annotated[
         list[str],
-        Argument("a folder that polyad prepare made; a mixture has several", "DIR", nargs="+"),
+        Argument(
+            "a folder created by polyad prepare; give several to check a mixture", "DIR", nargs="+"
+        ),
     ],
     *,
     json: Json = None,
 ) -> None:
-    """Reads every byte of prepared data; exit status 2 if a file is damaged."""
+    """Verifies prepared data by reading every byte; exit status 2 if a file is damaged."""
     from polyad.launch.stored import verify_data
 
     with results(json) as show:

@@ -47,13 +47,16 @@ def evaluate(
     *,
     attack: Annotated[
         Literal["word-swap", "gaussian-noise"] | None,
-        Argument("replace words of a text by AAA, or add noise to images, before they are read"),
+        Argument(
+            "perturb the input before scoring: replace words of text with AAA, or add Gaussian "
+            "noise to images"
+        ),
     ] = None,
     rate: Annotated[
         float | None,
         Argument(
-            "for --attack: share of the words, or standard deviation of the noise on pixels from "
-            "0 to 1; from 0 to 1",
+            "with --attack: fraction of the words, or standard deviation of the noise for pixel "
+            "values in 0 to 1; a number from 0 to 1",
             "R",
             share,
         ),
@@ -61,28 +64,34 @@ def evaluate(
     seed: Annotated[
         int | None,
         Argument(
-            "for --attack: which words are replaced, or which noise; default 0", "S", non_negative
+            "with --attack: random seed for the choice of words, or for the noise; default 0",
+            "S",
+            non_negative,
         ),
     ] = None,
     leak: Annotated[
         int | None,
         Argument(
-            "for a graph of tokens without a mask: score about N tokens again from only what "
-            "stands before each, and all tokens with the mask",
+            "for a token graph without a causal mask: also score about N tokens from only the "
+            "text before each of them, and all tokens with the mask applied",
             "N",
             positive,
         ),
     ] = None,
     record_routing: Annotated[
         Path | None,
-        Argument("write the experts that every token is sent to (.safetensors)", "FILE"),
+        Argument("write the experts of every token to FILE (.safetensors)", "FILE"),
     ] = None,
     replay_routing: Annotated[
         Path | None,
-        Argument("send every token to the experts of such a file, whichever the model has", "FILE"),
+        Argument(
+            "send every token to the experts recorded in FILE, instead of those that the router "
+            "would choose",
+            "FILE",
+        ),
     ] = None,
 ) -> None:
-    """Scores a checkpoint on held-out data."""
+    """Scores a checkpoint on held-out data: perplexity, accuracy or other metrics of its task."""
     for option, value in (("--rate", rate), ("--seed", seed)):
         if value is not None and attack is None:
             raise UsageError(f"{option}: {value} means nothing without --attack")
@@ -92,7 +101,8 @@ def evaluate(
         check_result_file("--record-routing", record_routing, ".safetensors", dry_run=False)
     if replay_routing is not None and leak is not None:
         raise UsageError(
-            f"--leak: {leak} is not allowed with --replay-routing: shorter texts route"
+            f"--leak: {leak} is not allowed with --replay-routing, because --leak routes shorter "
+            "texts than those recorded"
         )
 
     def measure(checkpoint: Path) -> Found:
@@ -127,14 +137,20 @@ def compare(
     overrides: Overrides,
     *,
     other: Annotated[
-        Path, Argument("the other one; a run: its newest", "CHECKPOINT_OR_RUN", flag="--with")
+        Path,
+        Argument(
+            "the checkpoint to compare with (for a run, its newest)",
+            "CHECKPOINT_OR_RUN",
+            flag="--with",
+        ),
     ],
     tokens: Annotated[int | None, Argument(READ, "N", positive)] = None,
     held: HeldOut,
 ) -> None:
     """Compares the routing of two checkpoints.
 
-    Of each layer the share of tokens that get other experts, and the entropy ratio.
+    For each layer: the fraction of tokens that are sent to different experts, and the ratio of the
+    routing entropies.
     """
     asked = {"overrides": overrides, "other": other, "tokens": tokens}
 
@@ -160,16 +176,18 @@ def robustness(
     *,
     kind: Annotated[
         Literal["c", "a", "r", "o", "v2", "sketch", "real"],
-        Argument("ImageNet-C, -A, -R, -O, -V2, -Sketch, or ReaL's labels", flag="--set"),
+        Argument("ImageNet-C, -A, -R, -O, -V2 or -Sketch, or the ReaL labels", flag="--set"),
     ],
-    images: Annotated[str, Argument("the set's folder; of real its file real.json", "IMAGES")],
+    images: Annotated[
+        str, Argument("the benchmark's folder; for real, its file real.json", "IMAGES")
+    ],
     data: Data = None,
     best: Best = False,
     json: Json = None,
     weights: Weights = "trained",
     base: Base = None,
 ) -> None:
-    """Scores a model of ImageNet on a published set of other images, in place of a split."""
+    """Scores an ImageNet model on a published robustness benchmark, such as ImageNet-C."""
     held = Stored(data=data, best=best, json=json, weights=weights, base=base)
 
     def measure(checkpoint: Path) -> Found:

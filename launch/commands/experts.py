@@ -41,8 +41,8 @@ def specialize(
 ) -> None:
     """Shows how experts divide the work.
 
-    Entropies of the gates, and what experts tell about classes, of text about classes of tokens;
-    of images also for how many classes each expert matters, by leaving it out.
+    Reports the entropies of the routing and how much an expert reveals about the class (for text,
+    the class of a token); for images also for how many classes each expert matters, by removing it.
     """
     asked = {"overrides": overrides}
     show_measured(
@@ -53,21 +53,23 @@ def specialize(
 Layers = Annotated[
     Sequence[str],
     numbers(
-        "blocks whose experts are left out, or all; default: the first, the middle and the last "
-        "block that has experts"
+        "blocks whose experts are removed, or all; default: the first, middle and last block with "
+        "experts"
     ),
 ]
 Experts = Annotated[
     Sequence[str],
-    numbers("experts of each of these that are left out; with levels LEVEL.N; default: all"),
+    numbers(
+        "experts to remove in each of these blocks, written LEVEL.N in a hierarchy; default: all"
+    ),
 ]
 
 
 Labels = Annotated[
     Path | None,
     Argument(
-        "classes of your own: a .parquet or .csv with the columns document and offset, as experts "
-        "trace writes them, and others whose values sort the tokens",
+        "token classes of your own: a .parquet or .csv file with the columns document and offset, "
+        "as written by experts trace, and further columns whose values are the classes",
         "FILE",
     ),
 ]
@@ -84,9 +86,10 @@ def knockout(
     labels: Labels = None,
     held: Stored,
 ) -> None:
-    """Shows what each expert of a language model is for, by leaving it out.
+    """Shows what each expert of a language model is for, by removing it.
 
-    The change of the loss without it, for classes of tokens by characters, position and frequency.
+    Reports the change in loss without the expert, for classes of tokens by characters, position and
+    frequency.
     """
     asked = {"overrides": overrides, "layers": layers, "experts": experts, "tokens": tokens}
     _knock_out("experts knockout", path, held, asked | {"labels": labels})
@@ -105,26 +108,28 @@ def atlas(
     how: Annotated[
         Literal["contribution", "route-around", "mean", "prune"],
         Argument(
-            "an expert's output is 0; the others take over its weight; its output is its mean; it "
-            "is not there and the next best enters; default contribution"
+            "how an expert is removed: contribution: its output becomes 0; route-around: as well, "
+            "and the others take over its weight; mean: its output becomes its mean; prune: the "
+            "router no longer has it, and the next best expert enters; default contribution"
         ),
     ] = "contribution",
-    layers: Annotated[
-        Sequence[str], numbers("blocks whose experts are taken away; default: all")
-    ] = ("all",),
+    layers: Annotated[Sequence[str], numbers("blocks whose experts are removed; default: all")] = (
+        "all",
+    ),
     experts: Experts = (),
     unembed: Annotated[
         int | None,
-        Argument("tell the N tokens that each expert's mean output raises most", "N", positive),
+        Argument("list the N tokens that each expert's mean output promotes most", "N", positive),
     ] = None,
     tokens: Annotated[int | None, Argument(READ, "N", positive)] = None,
     labels: Labels = None,
     held: Stored,
 ) -> None:
-    """Shows what every expert is for, by taking it away, and which statistics would have told.
+    """Measures how much each expert matters, and which cheap statistics predict it.
 
-    The change of the loss, for classes of tokens, beside use, norms, REAP and MoNE; and what is
-    lost without a quarter and a half of a layer's experts, chosen by each of these or at random.
+    Reports the change in loss without each expert, for classes of tokens, next to its frequency of
+    use, norms, REAP and MoNE; and what is lost when a quarter or half of a layer's experts are
+    removed, chosen by each of these or at random.
     """
     asked: dict[str, Any] = {"layers": layers, "experts": experts, "how": how}
     asked |= {"labels": labels, "unembed": unembed}
@@ -150,21 +155,23 @@ def audit(
     how: Annotated[
         Literal["contribution", "route-around"],
         Argument(
-            "an expert's output is 0; the others take over its weight too; default contribution"
+            "how an expert is removed: contribution: its output becomes 0; route-around: as well, "
+            "and the others take over its weight; default contribution"
         ),
     ] = "contribution",
     positions: Annotated[
-        int | None, Argument("tokens that are audited in each layer; default 200", "N", positive)
+        int | None, Argument("number of tokens to audit in each layer; default 200", "N", positive)
     ] = None,
-    layers: Annotated[Sequence[str], numbers("blocks that are audited; default: all")] = ("all",),
+    layers: Annotated[Sequence[str], numbers("blocks to audit; default: all")] = ("all",),
     tokens: Annotated[int | None, Argument(READ, "N", positive)] = None,
-    seed: Annotated[int, Argument("of random choices; default 0", "S", non_negative)] = 0,
+    seed: Annotated[int, Argument("random seed; default 0", "S", non_negative)] = 0,
     held: Stored,
 ) -> None:
-    """Tests whether a statistic tells which of a token's experts matter to it.
+    """Tests which statistics predict the experts that matter to a single token.
 
-    The loss of single tokens without the highest and without the lowest of their experts, by use,
-    norms, REAP, MoNE, the token's own weight, and chance.
+    Ranks each token's experts by use, norms, REAP, MoNE, the token's own routing weight, and at
+    random; compares the loss without the highest-ranked expert to the loss without the
+    lowest-ranked one.
     """
     asked: dict[str, Any] = {"how": how, "layers": layers, "seed": seed}
     asked |= {} if tokens is None else {"tokens": tokens}
@@ -190,33 +197,36 @@ def probe(
     layers: Annotated[
         Sequence[str],
         numbers(
-            "blocks that are probed, or all; default: the first, the middle and the last whose "
-            "feed-forward is dense or selects experts"
+            "blocks to probe, or all; default: the first, middle and last whose feed-forward is "
+            "dense or selects experts"
         ),
     ] = (),
-    units: Annotated[Sequence[str], numbers("how many hidden units a probe reads; default 1,8")] = (
+    units: Annotated[
+        Sequence[str], numbers("numbers of hidden units that a probe reads; default 1,8")
+    ] = (
         "1",
         "8",
     ),
     samples: Annotated[
         int,
         Argument(
-            "tokens of each probe, half of them of the class, a multiple of 8; default 400",
+            "tokens per probe, half of them in the class; a multiple of 8; default 400",
             "N",
             positive,
         ),
     ] = 400,
     candidates: Annotated[
-        int, Argument("experts of each layer that are probed; default 8", "N", positive)
+        int, Argument("number of experts to probe in each layer; default 8", "N", positive)
     ] = 8,
     tokens: Annotated[int | None, Argument(READ, "N", positive)] = None,
-    seed: Annotated[int, Argument("of random choices; default 0", "S", non_negative)] = 0,
+    seed: Annotated[int, Argument("random seed; default 0", "S", non_negative)] = 0,
     held: Stored,
 ) -> None:
-    """Tests which classes of tokens a few hidden units of an expert tell.
+    """Tests which token classes can be read from a few hidden units of an expert.
 
-    k-sparse probes, each on as many tokens, the best of as many experts of each layer, chosen on
-    other tokens than it is scored on, beside probes of shuffled labels.
+    Trains k-sparse probes, all on the same number of tokens, and reports the best of the probed
+    experts in each layer. The best is chosen on other tokens than those it is scored on; probes
+    with shuffled labels are the control.
     """
     asked: dict[str, Any] = {"layers": layers, "units": units, "samples": samples}
     asked |= {"candidates": candidates, "seed": seed}
@@ -237,42 +247,41 @@ def probe(
 )
 def prune(
     path: CheckpointOrRun,
-    output: Annotated[Path, Argument("the folder to make, in the same format", "OUTPUT")],
+    output: Annotated[Path, Argument("folder to create, in the same format", "OUTPUT")],
     overrides: Overrides,
     *,
     by: Annotated[
         Literal["atlas", "reap", "mone", "frequency", "probability", "mean-norm", "random"],
         Argument(
-            "what decides which experts stay: the change of the loss without each (one pass for "
-            "each expert), a statistic of use and outputs, the mean probability that the router "
-            "gives them, or chance"
+            "how to choose the experts that stay: by the change in loss without each (atlas; one "
+            "pass per expert), by a statistic of their use and outputs, by the mean probability "
+            "that the router gives them, or at random"
         ),
     ],
     keep: Annotated[
-        float, Argument("the share of the experts of every layer that stays, below 1", "S", share)
+        float, Argument("fraction of the experts of every layer to keep, below 1", "S", share)
     ],
     merge: Annotated[
         bool,
         Argument(
-            "experts with similar mean outputs become one, with weights in proportion to what --by "
-            "says of each, in place of leaving experts out"
+            "merge experts with similar mean outputs, weighted by --by, instead of removing experts"
         ),
     ] = False,
     calibrate: Annotated[
         str | None,
         Argument(
-            "prepared data on whose train split experts are chosen, such as examples of one "
-            "domain; default: that which the cost is measured on",
+            "prepared data whose train split is used to choose the experts, such as examples of "
+            "one domain; default: the data on which the cost is measured",
             "DIR",
         ),
     ] = None,
     tokens: Annotated[int | None, Argument(READ, "N", positive)] = None,
-    seed: Annotated[int, Argument("of random choices; default 0", "S", non_negative)] = 0,
+    seed: Annotated[int, Argument("random seed; default 0", "S", non_negative)] = 0,
     held: Stored,
 ) -> None:
-    """Writes a sparse mixture with fewer experts, and says what that cost.
+    """Writes a sparse mixture with fewer experts, and reports what that costs.
 
-    Beside the loss on held-out text with all experts, and with random ones.
+    Compares the loss on held-out text with that of all experts, and of randomly chosen ones.
     """
     asked: dict[str, Any] = {"output": output, "by": by, "keep": keep, "merge": merge}
     asked |= {"calibrate": calibrate, "seed": seed}
@@ -298,33 +307,37 @@ def subset(
     *,
     keep: Annotated[
         Sequence[float],
-        Argument("shares of the experts of every layer that stay, each below 1", "S,...", shares),
+        Argument("fractions of the experts of every layer to keep, each below 1", "S,...", shares),
     ],
     by: Annotated[
         Literal["atlas", "reap", "mone", "frequency", "probability", "mean-norm", "random"],
         Argument(
-            "what decides which experts stay, as in experts prune; default probability: the mean "
-            "over the examples' tokens of what the router gives each"
+            "how to choose the experts that stay, as in experts prune; default probability: the "
+            "mean routing probability over the tokens of the examples"
         ),
     ] = "probability",
     calibrate: Annotated[
         str | None,
         Argument(
-            "prepared data on whose train split experts are chosen; default: that which is scored",
+            "prepared data whose train split is used to choose the experts; default: the data "
+            "that is scored",
             "DIR",
         ),
     ] = None,
     examples: Annotated[
         int | None,
-        Argument("about how many tokens are read to choose; default 4,096", "N", positive),
+        Argument(
+            "approximate number of tokens to read for the choice; default 4,096", "N", positive
+        ),
     ] = None,
     tokens: Annotated[int | None, Argument(READ, "N", positive)] = None,
-    seed: Annotated[int, Argument("of random choices; default 0", "S", non_negative)] = 0,
+    seed: Annotated[int, Argument("random seed; default 0", "S", non_negative)] = 0,
     held: Stored,
 ) -> None:
-    """Shows what is lost where only the experts stay that a domain's examples choose.
+    """Measures what is lost when only the experts relevant to one domain are kept.
 
-    The loss on its held-out text (--data) at each share, beside the whole model and random experts.
+    Reports the loss on the domain's held-out text (--data) at each fraction, next to the whole
+    model and to random experts.
     """
     asked: dict[str, Any] = {"keep": keep, "by": by, "calibrate": calibrate, "seed": seed}
     asked |= {} if examples is None else {"examples": examples}
@@ -349,9 +362,9 @@ def steer(
     steer: Annotated[
         Sequence[str],
         steering(
-            "X times the expert's gate column is added to what enters a block (level=N of a "
-            "hierarchy); may be given several times, all act at once; leaves out these experts "
-            "alone unless --layers or --experts names others"
+            "add X times the expert's gate column to the input of a block (level=N of a "
+            "hierarchy); may be repeated, and all act at once; the experts that are removed for "
+            "comparison are these, unless --layers or --experts names others"
         ),
     ],
     layers: Layers = (),
@@ -359,10 +372,10 @@ def steer(
     tokens: Annotated[int | None, Argument(READ, "N", positive)] = None,
     held: Stored,
 ) -> None:
-    """Shows what a language model predicts when it is steered to experts.
+    """Shows what a language model predicts when it is steered towards experts.
 
-    The change of the loss, and of the predicted probability, for the classes of tokens of
-    `polyad experts knockout`, beside what leaving the experts out does.
+    Reports the change in loss and in predicted probability, for the token classes of `polyad
+    experts knockout`, next to the effect of removing the experts.
     """
     asked = {"overrides": overrides, "layers": layers, "experts": experts, "tokens": tokens}
     _knock_out("experts steer", path, held, asked | {"steer": steer})
@@ -389,11 +402,11 @@ def contrast(
     path: CheckpointOrRun,
     overrides: Overrides,
     *,
-    other: Annotated[str, Argument("prepared data of the second text", "DIR", flag="--with")],
+    other: Annotated[str, Argument("prepared data with the second text", "DIR", flag="--with")],
     force: Annotated[
         int,
         Argument(
-            "how many experts are forced that the first text uses more; default 5",
+            "how many of the experts that the first text uses more to force; default 5",
             "N",
             non_negative,
         ),
@@ -401,7 +414,7 @@ def contrast(
     avoid: Annotated[
         int,
         Argument(
-            "how many experts are avoided that the second text uses more; default 0",
+            "how many of the experts that the second text uses more to avoid; default 0",
             "N",
             non_negative,
         ),
@@ -409,18 +422,18 @@ def contrast(
     strength: Annotated[
         float | None,
         Argument(
-            "steer by the same experts' gate columns too, X times each, and beside it (see experts "
-            "steer)",
+            "also steer with X times the gate columns of the same experts, for comparison (see "
+            "experts steer)",
             "X",
         ),
     ] = None,
     tokens: Annotated[int | None, Argument(READ, "N", positive)] = None,
-    seed: Annotated[int, Argument("of random choices; default 0", "S", non_negative)] = 0,
+    seed: Annotated[int, Argument("random seed; default 0", "S", non_negative)] = 0,
     held: Stored,
 ) -> None:
     """Shows which experts one text uses more than another, and what forcing them does.
 
-    The loss of both texts, beside that with random experts in the same number.
+    Reports the loss on both texts, next to the loss with the same number of random experts.
     """
     asked: dict[str, Any] = {"force": force, "avoid": avoid, "strength": strength, "seed": seed}
     asked |= {} if tokens is None else {"tokens": tokens}
@@ -448,18 +461,18 @@ def trace(
     output: Annotated[
         Path,
         Argument(
-            "the file to make, which ends in .parquet, or a folder with one for each process",
+            "the .parquet file to write, or a folder that gets one file per process",
             "DIR_OR_FILE",
         ),
     ],
     layers: Annotated[
-        Sequence[str], numbers("blocks whose experts are written; default: all layers with experts")
+        Sequence[str], numbers("blocks whose experts are written; default: all blocks with experts")
     ] = (),
     top: Annotated[
         int | None,
         Argument(
-            "of a muMoE or a mixture of networks, which give a token a share of every expert: how "
-            "many are written, of each level the highest; default 4",
+            "for a muMoE or a mixture of networks, where every token uses all experts: how many "
+            "to write, the highest weights of each level; default 4",
             "K",
             positive,
         ),
@@ -467,8 +480,9 @@ def trace(
     extra: Annotated[
         Sequence[str],
         Argument(
-            "more columns: score (what top-K sees), entropy (of a token's scores, in nats), norm "
-            "(of the expert's own output), loss (of the next token, in nats)",
+            "additional columns: score (the value that top-K selection compares), entropy (of the "
+            "token's scores, in nats), norm (of the expert's own output), loss (of the next "
+            "token, in nats)",
             "COLUMN,...",
             names,
             flag="--with",
@@ -479,8 +493,8 @@ def trace(
 ) -> None:
     """Writes the experts of every token to Parquet.
 
-    A row for each token, layer and chosen expert, with the expert's weight and the token's place in
-    the data; pandas, polars and duckdb read it.
+    There is one row per token, layer and chosen expert, with the expert's weight and the token's
+    position in the data. pandas, polars and duckdb can read the file.
     """
     options: dict[str, Any] = {"output": output, "layers": layers, "top": top, "extra": extra}
     if tokens is not None:
@@ -509,19 +523,19 @@ def splice(
     teacher: Annotated[
         Path | None,
         Argument(
-            "the original model: a run, checkpoint or folder of weights; default: distill.teacher "
-            "of the run, of the step that it began with",
+            "the original model: a run, checkpoint or folder of weights; default: the run's "
+            "distill.teacher, at the step from which distillation started",
             "PATH",
         ),
     ] = None,
     tokens: Annotated[int | None, Argument(READ, "N", positive)] = None,
     held: Stored,
 ) -> None:
-    """Measures how much of a language model is left with replaced feed-forwards (model.replaced).
+    """Measures how well replaced feed-forwards (model.replaced) stand in for the original ones.
 
-    The loss with the original feed-forwards, with none and with the replaced ones in each of these
-    blocks and in all together; how far outputs are from the original ones; how many experts are
-    active.
+    Reports the loss with the original feed-forwards, without any and with the replaced ones, in
+    each of these blocks and in all together; how far their outputs are from the original ones; and
+    how many experts are active.
     """
     asked: dict[str, Any] = {"teacher": teacher, "tokens": tokens}
     measure = measure_named("splice", held, overrides, **asked)
@@ -534,15 +548,15 @@ def take(
     overrides: Overrides,
     *,
     name: Annotated[
-        str, Argument("of the measure, which a plugin (POLYAD_PLUGINS) may have added", "NAME")
+        str, Argument("name of the measure; plugins (POLYAD_PLUGINS) can add more", "NAME")
     ],
     held: Stored,
 ) -> None:
-    """Takes a measure of experts over held-out data."""
+    """Computes a named measure of experts on held-out data."""
     from polyad.train.measures.registry import MEASURES
 
     if name not in MEASURES:
-        raise UsageError(f"--name: {name!r} is not allowed; {', '.join(MEASURES)} are")
+        raise UsageError(f"--name: {name!r} is not allowed; allowed: {', '.join(MEASURES)}")
     asked = {"overrides": overrides, "measure": name}
     show_measured("experts measure", path, held, asked, measure_named(name, held, overrides))
 
@@ -555,16 +569,17 @@ def rewrite(
     move: Annotated[
         str,
         Argument(
-            "the class whose output is moved by the experts that training images of a "
-            "subpopulation use, as of=Young:0+Male:0; by: the number of experts, if it is missing",
+            "the class C whose output is moved, in proportion to an image's use of the experts "
+            "that training images of a subpopulation use (for example of=Young:0+Male:0); by: the "
+            "factor, default: the number of experts",
             "class=C,of=A+B,by=N",
         ),
     ],
     held: Stored,
 ) -> None:
-    """Moves a class's output by experts, in a model with a muMoE head.
+    """Edits the output for one class through its experts, in a model with a muMoE head.
 
-    Accuracy and fairness before and after.
+    Reports accuracy and fairness before and after.
     """
 
     def measure(checkpoint: Path) -> Found:

@@ -18,22 +18,30 @@ def explore(
     *,
     other: Annotated[
         Path | None,
-        Argument("another one, which reads the same text beside it", "CHECKPOINT", flag="--with"),
+        Argument(
+            "a second checkpoint, which reads the same text side by side",
+            "CHECKPOINT",
+            flag="--with",
+        ),
     ] = None,
-    port: Annotated[int, Argument("of 127.0.0.1; default: a free one", "N", non_negative)] = 0,
+    port: Annotated[int, Argument("port on 127.0.0.1; default: a free one", "N", non_negative)] = 0,
     data: Annotated[
         str | None,
-        Argument("prepared text, for the top contexts of experts and for how=mean", "DIR"),
+        Argument(
+            "prepared text, for each expert's top contexts and for interventions with how=mean",
+            "DIR",
+        ),
     ] = None,
     tokens: Annotated[
-        int, Argument("about how many of it are read; default 50000", "N", positive)
+        int,
+        Argument("approximate number of tokens to read from --data; default 50000", "N", positive),
     ] = 50_000,
     split: Split = "validation",
     top: Annotated[
         int,
         Argument(
-            "experts of a token that are shown of each level of a muMoE, which gives every expert "
-            "a share; default 4",
+            "for a muMoE, where every token uses all experts: how many to show per token and "
+            "level; default 4",
             "K",
             positive,
         ),
@@ -43,14 +51,18 @@ def explore(
     base: Base = None,
     tokenizer: Annotated[
         str | None,
-        Argument("a file or folder, as for polyad prepare; default: the checkpoint's", "PATH"),
+        Argument(
+            "tokenizer file or folder, as for polyad prepare; default: the checkpoint's own", "PATH"
+        ),
     ] = None,
-    precision: Annotated[Literal["fp32", "bf16"], Argument("default fp32")] = "fp32",
+    precision: Annotated[
+        Literal["fp32", "bf16"], Argument("precision of the computation; default fp32")
+    ] = "fp32",
 ) -> None:
-    """Serves a page on this machine where typed text is shown with its experts.
+    """Serves a local web page that shows the experts of every token of text that you type.
 
-    The page is for who has its address, which is printed once: it has a random token in it, and no
-    other machine is answered. Ctrl-C ends it.
+    The address, which is printed once, contains a random access token. Requests from other machines
+    are not answered. Press Ctrl-C to stop.
     """
     from polyad.launch.machine import prepare_environment
 

@@ -64,7 +64,7 @@ class Stored(HeldOut):
         return super().keywords(overrides) | own | {"interventions": interventions}
 
 
-READ = "about how many tokens or images are read, evenly; default 65536"
+READ = "approximate number of tokens or images to read, spread evenly over the split; default 65536"
 
 
 def measure_named(

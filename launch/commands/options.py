@@ -7,38 +7,44 @@ from typing import Annotated, Literal
 from polyad.launch.command import Argument, names
 
 CheckpointOrRun = Annotated[
-    Path, Argument("a run means its newest checkpoint", "CHECKPOINT_OR_RUN")
+    Path, Argument("a checkpoint, or a run (its newest checkpoint is used)", "CHECKPOINT_OR_RUN")
 ]
-Data = Annotated[str | None, Argument("prepared data; default: what the run was trained on", "DIR")]
+Data = Annotated[
+    str | None,
+    Argument("prepared data to read; default: the data that the run was trained on", "DIR"),
+]
 Best = Annotated[
     bool,
     Argument(
-        "of a run with checkpoint.keep_best: the checkpoint of its best validation in place "
-        "of the newest"
+        "for a run with checkpoint.keep_best: use the checkpoint with the best validation score "
+        "instead of the newest"
     ),
 ]
-Split = Annotated[Literal["validation", "test", "train"], Argument()]
+Split = Annotated[
+    Literal["validation", "test", "train"], Argument("split to read; default validation")
+]
 Weights = Annotated[
     Literal["trained", "ema"],
     Argument(
-        "of a checkpoint: those that were trained, or their moving average, which a run with "
-        "train.ema keeps; default trained"
+        "which weights of a checkpoint to use: the trained ones, or their moving average (kept by "
+        "runs with train.ema); default trained"
     ),
 ]
 Base = Annotated[
     Path | None,
     Argument(
-        "of a checkpoint of adapters, or a folder of peft's: where their base is; that of a "
-        "checkpoint has to have the same numbers; default: where their configuration says",
+        "base model of a checkpoint with adapters, or of a peft folder; for a checkpoint it must "
+        "hold exactly the weights that the adapters were trained on; default: the path in the "
+        "adapters' configuration",
         "PATH",
     ),
 ]
 Stream = Annotated[
     Path | None,
     Argument(
-        "read a decoder block by block, and keep in FOLDER how far that is, so that the same "
-        "command goes on after a stop; without it a decoder is read so if it does not fit into "
-        "memory, and nothing is kept",
+        "read a decoder block by block and save the progress in FOLDER, so that the same command "
+        "continues after an interruption; without this option a decoder that does not fit into "
+        "memory is read block by block too, but no progress is saved",
         "FOLDER",
     ),
 ]
@@ -57,10 +63,12 @@ def numbers(about: str) -> Argument:
 Intervene = Annotated[
     Sequence[str],
     Argument(
-        "change what experts do, at every token: contribution (output 0), route-around, swap (to=E "
-        "in their place), mean, prune, scale or clamp (value=X, of their weight), force or avoid "
-        "(ranked first or last); may be given several times; experts of a hierarchy are counted "
-        "over its levels",
+        "change what experts do at every token; HOW is contribution (their output becomes 0), "
+        "route-around (as well, and the other experts take over their weight), swap (expert to=E "
+        "takes their place), mean (their output becomes its mean), prune (removed from the "
+        "router, the next best enter), scale or clamp (multiply their routing weight by value=X, "
+        "or set it to X), or force or avoid (rank them first or last); may be repeated; experts "
+        "of a hierarchy are numbered across its levels",
         "layer=L,expert=E+F,how=HOW",
         repeated=True,
     ),

@@ -46,28 +46,30 @@ def plan(
     config: ConfigOrFolder,
     overrides: Overrides,
     *,
-    nodes: Annotated[int, Argument("hosts; default 1", "N", positive)] = 1,
+    nodes: Annotated[int, Argument("number of hosts; default 1", "N", positive)] = 1,
     processes_per_node: Annotated[
-        int, Argument("processes on each, one for a GPU; default 8", "P", positive)
+        int, Argument("processes per host, one for each GPU; default 8", "P", positive)
     ] = 8,
     device: Annotated[
         str,
         Argument(
-            "a100-80gb, h100, h200 or b200, in nodes as their maker sells them; cpu-here times "
-            "every operation on this machine; default a100-80gb",
+            "a100-80gb, h100, h200 or b200, in the vendor's standard nodes; or cpu-here, which "
+            "times every operation on this machine; default a100-80gb",
             "NAME",
         ),
     ] = "a100-80gb",
     imbalance: Annotated[
         float,
         Argument(
-            "rows of experts that the busiest process gets, over the mean of all; default 1", "X"
+            "expert load imbalance: rows on the busiest process, divided by the mean over "
+            "processes; default 1",
+            "X",
         ),
     ] = IMBALANCE,
     storage: Annotated[
         float,
         Argument(
-            "GB a second that a node writes to the folder of checkpoints, and reads weights; "
+            "storage bandwidth of a node in GB/s, for writing checkpoints and reading weights; "
             "default 2",
             "GB",
         ),
@@ -75,26 +77,30 @@ def plan(
     failures: Annotated[
         float,
         Argument(
-            "hours between two failures of one GPU with its share of a node; default 50,000",
+            "mean time between failures of one GPU, including its share of the node, in hours; "
+            "default 50,000",
             "HOURS",
         ),
     ] = FAILURES,
-    search: Annotated[bool, Argument("look for the fastest layouts of as many GPUs, too")] = False,
+    search: Annotated[
+        bool, Argument("also search for the fastest layouts on the same number of GPUs")
+    ] = False,
     figure: Annotated[
         Path | None,
-        Argument("predict up to 1,024 GPUs, too, and draw that into FILE, as .svg", "FILE"),
+        Argument("also predict the scaling up to 1,024 GPUs, and plot it in FILE (.svg)", "FILE"),
     ] = None,
     check: Annotated[
         int | None,
         Argument(
-            "with cpu-here: do so many steps as well, and say how far off the prediction is",
+            "with --device cpu-here: also run this many steps, and report the error of the "
+            "prediction",
             "STEPS",
             positive,
         ),
     ] = None,
     json: Json = None,
 ) -> None:
-    """Predicts memory, communication and time of a run on GPUs, and the best layout."""
+    """Predicts memory, communication and time of a run on GPUs; searches for fast layouts."""
     from polyad.launch.plan import figure as drawn
     from polyad.launch.plan import table
     from polyad.launch.study.figure import check_figure
@@ -168,10 +174,12 @@ def _check(
     for name, value in assumed.items():
         _, least, most = RANGES[name]
         if not least <= value <= most:  # NaN is not, either
-            raise UsageError(f"--{name}: {value:g} is not allowed, {least:g} to {most:g} are")
+            raise UsageError(
+                f"--{name}: {value:g} is not allowed; it must be from {least:g} to {most:g}"
+            )
     if device != HERE:
         if steps:
-            raise UsageError(f"--check: is not allowed with --device {device}; {HERE} is")
+            raise UsageError(f"--check: is not allowed with --device {device}; allowed: {HERE}")
         return
     if nodes != 1:
         raise UsageError(f"--nodes: {nodes} is not allowed with --device {HERE}, this machine: 1")
@@ -265,7 +273,11 @@ def _check_memory(result: dict[str, Any]) -> None:
     memory, name = result["memory_bytes"], result["layout"]["device"]
     ways = [f"{each['change']} ({in_bytes(each['memory_bytes'])})" for each in result["would_fit"]]
     raise ConfigError(
-        f"memory: {in_bytes(memory['total'])} a process is not allowed with the "
+        f"memory: {in_bytes(memory['total'])} per process does not fit into the "
         f"{in_bytes(memory['device'])} of {name}; "
-        + (f"what would fit: {', '.join(ways)}" if ways else "no single change would fit: --search")
+        + (
+            f"what would fit: {', '.join(ways)}"
+            if ways
+            else "no single change makes it fit: use --search"
+        )
     )

@@ -16,26 +16,27 @@ from polyad.launch.output import results
 )
 def report(
     run: Annotated[
-        Path, Argument("the folder of a run, finished or not, or a folder of weights", "RUN")
+        Path, Argument("folder of a run, finished or not, or a folder of weights", "RUN")
     ],
     other: Annotated[
         Path | None,
         Argument(
-            "a second run of the same data, drawn beside it: curves over one another, and experts "
-            "that get the same tokens side by side",
+            "a second run on the same data to compare with: its curves are overlaid, and experts "
+            "that get the same tokens are shown side by side",
             "RUN2",
             nargs="?",
         ),
     ] = None,
     *,
     output: Annotated[
-        Path | None, Argument("the page; default: report.html in that folder", "FILE")
+        Path | None,
+        Argument("the page to write; default: report.html in the folder of the run", "FILE"),
     ] = None,
     checkpoint: Annotated[
         int | None,
         Argument(
-            "weights to read the data with; default: the best of a run with "
-            "checkpoint.keep_best, else the newest",
+            "step of the checkpoint with which the data is read; default: the best one for a run "
+            "with checkpoint.keep_best, otherwise the newest",
             "STEP",
             non_negative,
         ),
@@ -43,7 +44,8 @@ def report(
     best: Annotated[
         bool,
         Argument(
-            "only the checkpoint of the best validation will do, of a run with checkpoint.keep_best"
+            "require the checkpoint with the best validation score, for a run with "
+            "checkpoint.keep_best"
         ),
     ] = False,
     data: Data = None,
@@ -51,21 +53,21 @@ def report(
     layers: Annotated[
         Sequence[str],
         numbers(
-            "blocks whose experts are shown, or all; default: the first, the middle and the last "
-            "block that has experts"
+            "blocks whose experts are shown, or all; default: the first, middle and last block "
+            "with experts"
         ),
     ] = (),
     experts: Annotated[
         Sequence[str],
         numbers(
-            "experts shown of each block; with levels LEVEL.N; default: six, by how often they "
-            "have a token and by load"
+            "experts to show in each block, written LEVEL.N in a hierarchy; default: six, chosen "
+            "by how often they are used and by load"
         ),
     ] = (),
     top: Annotated[
         int,
         Argument(
-            "tokens shown of each expert, and samples with the largest loss; default 8",
+            "number of tokens to show per expert, and of samples with the largest loss; default 8",
             "K",
             positive,
         ),
@@ -73,8 +75,8 @@ def report(
     tokens: Annotated[
         int | None,
         Argument(
-            "about how many tokens are read, evenly over the split; 0 reads none; default 250000, "
-            "of labelled sequences all",
+            "approximate number of tokens to read, spread evenly over the split; 0 reads none; "
+            "default 250000, or all for labelled sequences",
             "N",
             non_negative,
         ),
@@ -82,14 +84,14 @@ def report(
     knockout: Annotated[
         bool,
         Argument(
-            "of text: show of each expert also the change of the loss without it, of about 65536 "
-            "tokens; takes a few times as long as reading them once for each expert shown"
+            "for text: also show the change in loss without each expert, over about 65536 tokens; "
+            "takes a few times as long as reading these tokens once per expert shown"
         ),
     ] = False,
     stream: Stream = None,
     json: Json = None,
 ) -> None:
-    """Draws a run as a page: curves, expert load, the tokens each expert gets most of."""
+    """Writes an HTML page about a run: loss curves, expert load, top tokens of each expert."""
     from polyad.launch.machine import prepare_environment
 
     prepare_environment()

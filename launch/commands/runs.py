@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     "data.path=runs/stdlib",
 )
 def train(config: ConfigFile, overrides: Overrides) -> None:
-    """Trains in this process, or as a process of torchrun; run it again to continue."""
+    """Trains in this process, or as a worker of torchrun. Run it again to continue."""
     from polyad.launch.machine import bind_to_cores, end_with_launcher, prepare_environment
     from polyad.launch.torchrun import forget_stop
 
@@ -79,7 +79,7 @@ def last_loss(metrics: Path) -> str:
     "--gpus-per-node 4 --time 24:00:00 data.path=runs/stdlib --dry-run",
 )
 def launch(config: ConfigFile, overrides: Overrides, how: LaunchOptions) -> int:
-    """Checks a run, then trains it in P processes of this machine, or of N hosts."""
+    """Checks a run, then trains it in P processes on this machine or on each of N hosts."""
     from polyad.launch.machine import end_with_launcher
     from polyad.launch.via.command import Launch
 
@@ -96,17 +96,21 @@ def validate(
     overrides: Overrides,
     *,
     processes: Annotated[
-        int | None, Argument("how many will run it; default: WORLD_SIZE, or 1", "N", positive)
+        int | None,
+        Argument("number of processes that will train; default: WORLD_SIZE, or 1", "N", positive),
     ] = None,
     json: Annotated[
         str | None,
         Argument("write the description to FILE as JSON; - is standard output", "FILE"),
     ] = None,
     without_data: Annotated[
-        bool, Argument("for a machine without the data; set model.vocab_size")
+        bool,
+        Argument(
+            "do not open the data, for a machine without it; needs model.vocab_size to be set"
+        ),
     ] = False,
 ) -> None:
-    """Checks a run without starting it, and prints what it will do and cost."""
+    """Checks a configuration without training, and prints what the run will do and cost."""
     from polyad.parallel.comm import environment_world_size
     from polyad.train.forecast.describe import describe_run, description_table
 
@@ -164,10 +168,13 @@ def keys(
 def schema(
     kind: Annotated[
         Literal["run", "study"],
-        Argument("of a file for `polyad train`, or for `polyad study`", nargs="?"),
+        Argument(
+            "schema of a file for `polyad train` (run, the default) or for `polyad study`",
+            nargs="?",
+        ),
     ] = "run",
 ) -> None:
-    """Prints the JSON Schema of a configuration, for editors."""
+    """Prints the JSON Schema of configuration files, for editors."""
     sys.stdout.write(schema_text(kind))
 
 
@@ -193,14 +200,14 @@ def schema_text(kind: Literal["run", "study"]) -> str:
 )
 def doctor(
     config: Annotated[
-        Path | None, Argument("a run's file, to look at its data", "CONFIG", nargs="?")
+        Path | None, Argument("configuration of a run, to check its data too", "CONFIG", nargs="?")
     ],
     overrides: Overrides,
     how: LaunchOptions,
     *,
     json: Json = None,
 ) -> int | None:
-    """Checks these hosts for what would break a run or slow it down."""
+    """Checks hosts for problems that would break a run or slow it down."""
     from polyad.launch.doctor.findings import check, examine, table
     from polyad.launch.machine import end_with_launcher, prepare_environment
     from polyad.launch.via.command import Launch
@@ -232,11 +239,15 @@ def verify_layout(
     *,
     processes: Annotated[
         int | None,
-        Argument("of this machine; default: those that torchrun has started", "N", positive),
+        Argument(
+            "number of processes on this machine; default: those that torchrun has started",
+            "N",
+            positive,
+        ),
     ] = None,
     json: Json = None,
 ) -> None:
-    """Compares a layout with one process: losses, every gradient, and a checkpoint."""
+    """Checks that a parallel layout gives the losses, gradients and checkpoint of one process."""
     from polyad.launch.verify_layout import check, check_processes, table, verify_layout
     from polyad.launch.via.agent import become_processes
     from polyad.parallel.comm import environment_world_size

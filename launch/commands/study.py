@@ -18,19 +18,21 @@ def study(
     study: Annotated[
         Path,
         Argument(
-            "a YAML file; the same command again continues the study. Or a results.json that a "
-            "study wrote: it is shown again, without its runs",
+            "a YAML file (run the same command again to continue a study), or the results.json of "
+            "a study, which is shown again without needing its runs",
             "STUDY",
         ),
     ],
     *,
     dry_run: Annotated[
-        bool, Argument("print what it will train and what is finished; start nothing")
+        bool,
+        Argument("print what would be trained and what is finished, without starting anything"),
     ] = False,
     jobs: Annotated[
         int,
         Argument(
-            "train N runs at a time, each with its share of this machine's cores; default 1",
+            "number of runs to train at a time, each with its share of this machine's cores; "
+            "default 1",
             "N",
             positive,
         ),
@@ -38,27 +40,25 @@ def study(
     beside: Annotated[
         str | None,
         Argument(
-            "compare what is finished with this variant in place of the baseline; start nothing, "
-            "and leave the study as it is, also while it is going on",
+            "compare the finished runs with this variant instead of the baseline; starts nothing "
+            "and changes nothing, so it can be used while the study is running",
             "VARIANT",
         ),
     ] = None,
     markdown: Annotated[bool, Argument("print the tables as Markdown")] = False,
-    figure: Annotated[
-        Path | None, Argument("draw the comparison into FILE, as .svg", "FILE")
-    ] = None,
+    figure: Annotated[Path | None, Argument("plot the comparison in FILE (.svg)", "FILE")] = None,
     page: Annotated[
         Path | None,
         Argument(
-            "write all of the result into FILE as one .html page: what was asked, what the "
-            "intervals say, figure, tables, and how it was made; also where a run fails or is "
+            "write the whole result to FILE as one .html page: the question, what the intervals "
+            "show, figure, tables, and how it was made; also written when a run fails or is "
             "stopped",
             "FILE",
         ),
     ] = None,
     json: Json = None,
 ) -> None:
-    """Trains variants of a run over several seeds, and compares them in pairs."""
+    """Trains variants of a run with several seeds, and compares them seed by seed."""
     from polyad.launch.machine import prepare_environment
 
     prepare_environment()
@@ -78,7 +78,7 @@ def study(
         raise UsageError(f"--beside: {beside} is not allowed with {given[0]}")
     given += ["--beside"] if beside is not None else []
     if is_kept and given:
-        raise UsageError(f"{given[0]}: is not allowed with {study}, which is a result")
+        raise UsageError(f"{given[0]}: is not allowed with {study}, which is the result of a study")
     if figure is not None:
         figures.check_figure(figure, dry_run=dry_run)
     if page is not None:
@@ -96,7 +96,9 @@ def study(
             elif (known := runs.compare_finished(study, beside)) is not None:
                 result = known
             else:
-                raise ConfigError(f"{study}: no run is finished, so none is compared")
+                raise ConfigError(
+                    f"{study}: no run is finished yet, so there is nothing to compare"
+                )
         except (RunError, Stopped, KeyboardInterrupt):
             if page is not None and (found := runs.compare_finished(study)):
                 write_whole(page, pages.page(found))

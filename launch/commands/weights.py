@@ -21,51 +21,61 @@ from polyad.launch.output import check_json_path, only_results_on_stdout, result
 def generate(
     path: Annotated[Path, Argument("a checkpoint, a run, or a folder of weights", "CHECKPOINT")],
     *,
-    prompt: Annotated[str, Argument("the text that is continued", "TEXT")],
+    prompt: Annotated[str, Argument("text to continue", "TEXT")],
     best: Best = False,
     base: Base = None,
-    max_tokens: Annotated[int, Argument("the most new tokens; default 100", "N", positive)] = 100,
+    max_tokens: Annotated[
+        int, Argument("maximum number of new tokens; default 100", "N", positive)
+    ] = 100,
     temperature: Annotated[
-        float, Argument("divides the logits; 0: always the likeliest token; default 1", "T")
+        float,
+        Argument("sampling temperature; 0 always picks the most likely token; default 1", "T"),
     ] = 1.0,
     top_k: Annotated[
         int | None,
-        Argument("choose among the K likeliest tokens; default: all", "K", positive),
+        Argument("sample from the K most likely tokens; default: all", "K", positive),
     ] = None,
     top_p: Annotated[
         float,
         Argument(
-            "choose among the fewest tokens with this probability in all, of those that --top-k "
-            "leaves; default 1",
+            "nucleus sampling: sample from the smallest set of tokens with total probability P, "
+            "among those that --top-k leaves; default 1",
             "P",
         ),
     ] = 1.0,
-    seed: Annotated[int, Argument("of the random choice; default 0", "N")] = 0,
+    seed: Annotated[int, Argument("random seed; default 0", "N")] = 0,
     tokenizer: Annotated[
         str | None,
-        Argument("a file or folder, as for polyad prepare; default: the checkpoint's", "PATH"),
+        Argument(
+            "tokenizer file or folder, as for polyad prepare; default: the checkpoint's own", "PATH"
+        ),
     ] = None,
-    precision: Annotated[Literal["fp32", "bf16"], Argument("default fp32")] = "fp32",
-    no_cache: Annotated[bool, Argument("compute the whole window again for every token")] = False,
+    precision: Annotated[
+        Literal["fp32", "bf16"], Argument("precision of the computation; default fp32")
+    ] = "fp32",
+    no_cache: Annotated[
+        bool,
+        Argument("recompute the whole context for every token instead of caching keys and values"),
+    ] = False,
     steer: Annotated[
         Sequence[str],
         steering(
-            "add X times an expert's gate column to what enters a block, also level=N of a "
-            "hierarchy; may be given several times"
+            "add X times an expert's gate column to the input of a block (level=N in a "
+            "hierarchy); may be repeated"
         ),
     ] = (),
     intervene: Intervene = (),
     trace: Annotated[
         Path | None,
         Argument(
-            "write the experts of every token of the prompt and the text to a new file, with the "
-            "columns of polyad experts trace (.parquet)",
+            "write the experts of every token of the prompt and of the generated text to a new "
+            ".parquet file, with the columns of polyad experts trace",
             "FILE",
         ),
     ] = None,
     json: Json = None,
 ) -> None:
-    """Continues a text with a checkpoint."""
+    """Generates text with a checkpoint."""
     from polyad.launch.machine import prepare_environment
 
     prepare_environment()
@@ -113,10 +123,10 @@ def generate(
 def inspect(
     path: Annotated[Path, Argument("a checkpoint, a run, or a folder of weights", "FOLDER")],
     *,
-    tensors: Annotated[bool, Argument("a line for each tensor, too")] = False,
+    tensors: Annotated[bool, Argument("also print one line per tensor")] = False,
     json: Json = None,
 ) -> None:
-    """Says what a folder of weights holds, and whether all of it is understood."""
+    """Shows what a folder of weights contains, and whether Polyad understands all of it."""
     from polyad.launch.machine import prepare_environment
 
     prepare_environment()
@@ -140,29 +150,31 @@ def inspect(
 )
 def convert(
     source: Annotated[Path, Argument("a checkpoint, a run, or a folder of weights", "SOURCE")],
-    destination: Annotated[Path, Argument("the folder to make", "DESTINATION")],
+    destination: Annotated[Path, Argument("folder to create", "DESTINATION")],
     *,
     to: Annotated[
         Literal["huggingface", "polyad", "safetensors", "peft"],
         Argument(
-            "a Hugging Face folder (dense models, and experts such as open models have), a "
-            "checkpoint, any model's weights under Polyad's names, or the adapters of a run with "
-            "adapt.lora for the library peft (decoders, dense GPT-2 and BERT)"
+            "huggingface: a Hugging Face folder (dense models, and mixtures that an open model "
+            "family has); polyad: a checkpoint; safetensors: the weights of any model under "
+            "Polyad's names; peft: the adapters of a run with adapt.lora, for the peft library "
+            "(decoders, dense GPT-2 and BERT)"
         ),
     ],
     merge: Annotated[
         bool,
         Argument(
-            "make the adapters of a run with adapt.lora part of its weights, and feed-forwards "
-            "that were split dense again"
+            "merge the adapters of a run with adapt.lora into its weights, and turn feed-forwards "
+            "that were split into experts back into dense ones"
         ),
     ] = False,
     upcycle: Annotated[
         str | None,
         Argument(
-            "make a dense model a sparse mixture whose experts are copies of its feed-forwards; "
-            "takes keys of model.feed_forward, for example placement=[1,3], noise=X (the standard "
-            "deviation of what is added to each expert's weights, as a share of theirs) and seed=N",
+            "turn a dense model into a sparse mixture whose experts start as copies of its "
+            "feed-forwards; accepts keys of model.feed_forward, for example placement=[1,3], as "
+            "well as noise=X (standard deviation of noise added to each expert's weights, "
+            "relative to that of the weights) and seed=N",
             "num_experts=E,...",
             one_of="change",
         ),
@@ -170,9 +182,9 @@ def convert(
     split: Annotated[
         str | None,
         Argument(
-            "make the units of a dense model's feed-forwards experts, in groups of equal size; "
-            "takes keys of model.feed_forward of kind emoe, for example blocks=[8,10], "
-            "by=clustering or random, seed=N, and section= of a Mixer",
+            "split the units of a dense model's feed-forwards into experts of equal size; accepts "
+            "keys of model.feed_forward of kind emoe, for example blocks=[8,10], as well as "
+            "by=clustering or by=random, seed=N, and section= for a Mixer",
             "num_experts=E,top_k=K,...",
             one_of="change",
         ),
@@ -180,11 +192,11 @@ def convert(
     factorize: Annotated[
         str | None,
         Argument(
-            "make a dense model's feed-forwards the start of factorized experts, each with the "
-            "nearest matrix that the rank allows; takes keys of model.feed_forward of kind mumoe, "
-            "for example factorization=tr and rank=R (default: as many parameters as the dense "
-            "layers), noise=X (the standard deviation of what sets experts apart, default 0.1), "
-            "seed=N, and section= of a Mixer",
+            "turn a dense model's feed-forwards into factorized experts, each starting from the "
+            "best approximation that the rank allows; accepts keys of model.feed_forward of kind "
+            "mumoe, for example factorization=tr and rank=R (default: as many parameters as the "
+            "dense layers), as well as noise=X (standard deviation of the noise that makes "
+            "experts differ, default 0.1), seed=N, and section= for a Mixer",
             "num_experts=[N],...",
             one_of="change",
         ),
@@ -192,7 +204,7 @@ def convert(
     linear_score: Annotated[
         bool,
         Argument(
-            "make the attentive scores of sparse experts the linear scores that give the same "
+            "replace attentive scores of sparse experts with the linear scores that give the same "
             "logits",
             one_of="change",
         ),
@@ -201,7 +213,7 @@ def convert(
     base: Base = None,
     json: Json = None,
 ) -> None:
-    """Converts weights to a Hugging Face folder, plain safetensors, or a checkpoint."""
+    """Converts weights to Hugging Face, peft or plain safetensors format, or to a checkpoint."""
     from polyad.launch.machine import prepare_environment
 
     prepare_environment()

@@ -280,7 +280,7 @@ def table(result: Found) -> str:
     lines += [f"error: {text}" for text in result.errors]
     lines += [f"warning: {text}" for text in result.warnings]
     if not result.errors:
-        lines.append(f"nothing found that would break a run ({result.seconds:.0f} s)")
+        lines.append(f"no problems found ({result.seconds:.0f} s)")
     return "\n".join(lines)
 
 
@@ -312,4 +312,4 @@ def check(result: Found) -> None:
     if result.errors:
         others = len(result.errors) - 1
         more = f", and {others} more" if others else ""
-        raise RunError(f"a run would not go well here: {result.errors[0]}{more}")
+        raise RunError(f"a run would fail or be slow here: {result.errors[0]}{more}")

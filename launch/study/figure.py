@@ -59,7 +59,7 @@ def figure(result: Result, *, inline: bool = False) -> str:
         beside = {n: v for n, v in found.variants.items() if n != found.baseline}
         if curves := {name: each.curve for name, each in beside.items() if each.curve}:
             score = found.validation_score.replace("_", " ")
-            title = (f"{task}: " if task else "") + f"{score} less that of {found.baseline}"
+            title = (f"{task}: " if task else "") + f"{score} minus that of {found.baseline}"
             panels.append(_curves(found, curves, title[0].upper() + title[1:]))
     if leaks:
         panels.append(_leaks(leaks, _colours(result), 260))
@@ -77,17 +77,17 @@ def _panels(result: StudyResult) -> list[Chart]:
     beside, share = result.baseline, f"{100 * result.confidence:.0f}%"
     score = result.scores[0]
     unit = f", {score.unit}" if score.unit else ""
-    head = f"{score.title.capitalize()} less that of {beside}{unit}"
+    head = f"{score.title.capitalize()} minus that of {beside}{unit}"
     what = "text" if result.unit == "token" else "data"
-    attacked = f"On attacked {what}, less that of {beside}"
+    attacked = f"On perturbed {what}, minus that of {beside}"
     interval = f"dots: seeds; bar: {share} interval of the mean"
     plain = "dots: seeds; line: their mean"
     panels = [
         _differences(result, score.name, head, interval),
         _differences(result, f"attacked_{score.name}", attacked, interval),
-        _values(result, "changed_set", "Share of tokens that changed experts at the end", plain),
+        _values(result, "changed_set", "Share of tokens whose experts changed at the end", plain),
         _values(result, "effective_neighbours", "Effective neighbours in the graph", plain),
-        _values(result, "entropy", "Entropy of routing, nats", plain),
+        _values(result, "entropy", "Routing entropy, nats", plain),
         _values(result, "polysemanticity", "Polysemanticity of experts", plain),
     ]
     return [panel for panel in panels if panel is not None]
@@ -102,10 +102,10 @@ def _panels_of_tasks(result: TasksResult) -> list[Chart]:
         for name, colour in _colours(result).items()
         if (found := result.variants[name].difference) is not None
     ]
-    title = f"Mean {score.title} over tasks less that of {beside}"
+    title = f"Mean {score.title} over tasks minus that of {beside}"
     panels = [dot_panel(title, note, rows, from_zero=True) if rows else None]
     panels += [
-        _differences(found, score.name, f"{task}: {score.title} less that of {beside}", note)
+        _differences(found, score.name, f"{task}: {score.title} minus that of {beside}", note)
         for task, found in result.tasks.items()
     ]
     return [panel for panel in panels if panel is not None]
@@ -213,8 +213,8 @@ def _leaks(
         means = [one.mean if one else None for one in masked]
         lines.append(Line(label="", values=means, colour=colours[name], is_dashed=True))
     return curve_panel(
-        "What later tokens are worth, nats a token",
-        "full, dots seeds: text cut before each token; dashed: with the mask; by step",
+        "Effect of seeing later tokens, nats per token",
+        "solid (dots: seeds): text cut before each token; dashed: with the mask; by step",
         steps,
         lines,
         Axis(0, steps[-1]),

@@ -43,13 +43,15 @@ def check_folder(study: Study) -> None:
     check_place(folder, f"{study.file}: folder")
     if study.task_name and (folder.parent / RECORD).exists():
         raise ConfigError(
-            f"{study.file}: folder: {folder.parent} holds a study without tasks; take another"
+            f"{study.file}: folder: {folder.parent} holds a study without tasks; choose another "
+            "folder"
         )
     if not (folder / RECORD).exists():
         others = _others(folder, study.config.data) if folder.exists() else []
         if others:
             raise ConfigError(
-                f"{study.file}: folder: {folder} holds {others[0]}, and no study; take another"
+                f"{study.file}: folder: {folder} holds {others[0]}, but no study; choose another "
+                "folder"
             )
         return
     before = _record_of_runs(folder)
@@ -60,7 +62,7 @@ def check_folder(study: Study) -> None:
     if not shared:
         raise ConfigError(
             f"{study.file}: folder: {folder} holds another study, of "
-            f"{', '.join(before['variants'])}; take another folder"
+            f"{', '.join(before['variants'])}; choose another folder"
         )
     changes = [("", {"split": before["split"]}, {"split": now["split"]})]
     for name in shared:
@@ -69,8 +71,8 @@ def check_folder(study: Study) -> None:
     for where, old, new in changes:
         if changed := changed_key(old, new):
             raise ConfigError(
-                f"{study.file}: {where}{changed}: {folder} holds runs with the former; change the "
-                f"key back, or take another folder, or for a variant another name"
+                f"{study.file}: {where}{changed}: {folder} holds runs with the earlier value; "
+                "change the key back, choose another folder, or give the variant another name"
             )
 
 
@@ -105,7 +107,7 @@ def check_data(study: Study, fingerprint: str) -> None:
         if before["variants"] and before["data"] != fingerprint:
             raise ConfigError(
                 f"{study.file}: {_data_of(study)} than the runs in {study.folder} were trained on; "
-                f"take another folder"
+                "choose another folder"
             )
 
 
@@ -133,7 +135,8 @@ def read_record(folder: Path) -> dict[str, Any]:
     variants = found["variants"]
     if not isinstance(variants, dict) or not all(isinstance(v, dict) for v in variants.values()):
         raise ConfigError(
-            f"{folder / RECORD}: variants is no section of keys, so no study wrote it"
+            f"{folder / RECORD}: variants is not a section of keys, so this file was not written "
+            "by a study"
         )
     return found
 
@@ -185,7 +188,7 @@ def _read(path: Path, keys: tuple[str, ...]) -> dict[str, Any]:
     tree = read_json(path, error=ConfigError)
     missing = [key for key in keys if not isinstance(tree, dict) or key not in tree]
     if missing:
-        raise ConfigError(f"{path}: has no {missing[0]}, so no study wrote it")
+        raise ConfigError(f"{path}: has no {missing[0]}, so it was not written by a study")
     return dict(tree)
 
 
@@ -240,8 +243,8 @@ def prepared(study: Study) -> str:
         raise ConfigError(f"{study.file}: data.path: {error}") from None
     if not found.manifest.splits[split].tokens:
         raise ConfigError(
-            f"{study.file}: split: {split} has no text in {data.path}; take another, or prepare "
-            f"the text with some"
+            f"{study.file}: split: {split} has no text in {data.path}; choose another split, or "
+            "prepare the text with one"
         )
     if study.has_grid and not found.manifest.splits["validation"].tokens:
         raise ConfigError(
@@ -318,6 +321,6 @@ def _vocabulary(study: Study) -> tuple[int, int]:
         if kind == "train" and size.isdecimal():
             return int(size), 0  # the first that a tokenizer gets that is trained
         raise ConfigError(
-            f"{study.file}: data.path: {error}; how large the vocabulary is, and so the model, is "
-            f"known then"
+            f"{study.file}: data.path: {error}; the size of the vocabulary, and so of the model, "
+            "depends on it"
         ) from None

@@ -96,7 +96,7 @@ class Jobs(Generic[Item]):
     ) -> None:
         self._children.__exit__(kind, error, trace)
         if kind is None and self._children.signal:  # it came when no command ran
-            raise stopped(self._children.signal, "the same command goes on where it stood")
+            raise stopped(self._children.signal, "run the same command again to continue")
 
     @property
     def has_room(self) -> bool:
@@ -159,12 +159,12 @@ class Jobs(Generic[Item]):
         """Ends all, after one has ended that was not to, or a signal came."""
         self._children.end_all()
         several = len(self._going) > 1
-        kept = f"the same command goes on with {'these runs' if several else 'this run'}"
+        kept = f"run the same command again to continue {('these runs' if several else 'this run')}"
         names = "; ".join(each.name for each in self._going)
         number = self._children.signal or (status - 128 if status in STOPPED else 0)
         if number:
             raise stopped(number, f"{names}: {kept}")
         raise RunError(
-            f"{first.name}: `polyad {first.command}` ended with status {status}; the same command "
-            f"goes on with this run, and all that are finished are kept"
+            f"{first.name}: `polyad {first.command}` ended with status {status}; run the same "
+            "command again to continue with this run (finished ones are kept)"
         )

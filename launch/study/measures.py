@@ -221,5 +221,7 @@ def _read(path: Path, keys: Sequence[str]) -> dict[str, Any]:
     tree = read_json(path, error=ConfigError)
     missing = [key for key in keys if not isinstance(tree, dict) or key not in tree]
     if missing:
-        raise ConfigError(f"{path}: has no {missing[0]}, so no study wrote it; remove it")
+        raise ConfigError(
+            f"{path}: has no {missing[0]}, so it was not written by a study; remove it"
+        )
     return dict(tree)

@@ -88,18 +88,18 @@ def _made(result: Result, parts: Mapping[str, StudyResult]) -> list[tuple[str, s
         ("Seeds", ", ".join(f"{seed}" for seed in result.seeds)),
     ]
     facts += [(f"Task {task}" if task else "Data", _data(part)) for task, part in parts.items()]
-    return facts + ([("In every run", _keys(about.common))] if about.common else [])
+    return facts + ([("In all runs", _keys(about.common))] if about.common else [])
 
 
 def _variants(result: Result) -> Figure:
     """The keys of each variant."""
     about, rows = result.about, []
     for name, keys in about.variants.items():
-        said = _keys(keys) if keys else Markup("no key of its own")
+        said = _keys(keys) if keys else Markup("no keys of its own")
         for key, values in about.grids.get(name, {}).items():
             said += Markup("; {} tried").format(_keys({key: values}))
         rows.append((f"{name}, the baseline" if name == result.baseline else name, said))
-    heads = ("variant", "keys in which it differs")
+    heads = ("variant", "keys that differ")
     return Figure(heading="Variants", body=Table(heads=heads, rows=rows, names=2), wide=True)
 
 
@@ -120,7 +120,7 @@ def _environments(parts: Mapping[str, StudyResult]) -> list[str]:
             said = f"{commit}{changed}; {versions}; {each.platform}; {gpus}"
             counts[said] = counts.get(said, 0) + each.runs
     if not counts:
-        return ["unknown: no run's folder is there"]
+        return ["unknown: the run folders do not exist"]
     return [f"{said} ({runs:,} runs)" for said, runs in counts.items()]
 
 

@@ -83,9 +83,9 @@ def nothing_left(study: Study, finished: Collection[tuple[str, int]]) -> list[st
             if variant.config.evaluation.patience is not None:
                 done = "training has ended"
             lines.append(
-                f"{name}: nothing is left to do of seed{'s' * (len(seeds) > 1)} "
-                f"{', '.join(seeds)}: {done}, in "
-                f"{each if len(seeds) > 1 else each.with_name(f'seed-{seeds[0]}')}/checkpoints"
+                f"{name}: seed{'s' * (len(seeds) > 1)} {', '.join(seeds)} already finished: "
+                f"{done}, in "
+                f"{(each if len(seeds) > 1 else each.with_name(f'seed-{seeds[0]}'))}/checkpoints"
             )
     return lines
 
@@ -104,9 +104,9 @@ def estimate_line(estimates: Sequence[Estimate], jobs: int) -> str:
         return ""
     what, seconds = " and ".join(parts), sum(each.seconds for each in estimates)
     if not seconds:
-        return f"{what} to do; how long they take is known once one is finished"
-    without = f", without {', '.join(unknown)}: no time is known" if unknown else ""
-    took = f"about {spoken(seconds)} with {counted(jobs, 'job')}, as those that are finished took"
+        return f"{what} to do; the time is estimated once one of them is finished"
+    without = f", not counting {', '.join(unknown)}, whose time is unknown" if unknown else ""
+    took = f"about {spoken(seconds)} with {counted(jobs, 'job')}, estimated from the finished ones"
     return f"{what} to do, {took}{without}"
 
 
@@ -134,18 +134,18 @@ def trained_line(run: Run, step: int) -> str:
     done = f"all {step:,} steps are done"
     if step < run.variant.config.train.steps:
         done = f"training has ended early, after step {step:,}"
-    return f"nothing is left to train: {done}, see {place}"
+    return f"nothing left to train: {done}, see {place}"
 
 
 def progress_line(run: Run, number: int, count: int, seconds_left: float) -> str:
     """Which run begins, and when all are done."""
-    left = f"{duration(seconds_left)} left for all" if math.isfinite(seconds_left) else ""
+    left = f"{duration(seconds_left)} left in total" if math.isfinite(seconds_left) else ""
     return f"run {number} of {count}: {run}" + (f"; {left}" if left else "")
 
 
 def measure_line(measure: Measure, number: int, count: int, seconds_left: float) -> str:
     """Which measure of a finished run begins, and when all are done."""
-    left = f"; {duration(seconds_left)} left for all" if math.isfinite(seconds_left) else ""
+    left = f"; {duration(seconds_left)} left in total" if math.isfinite(seconds_left) else ""
     return f"measure {number} of {count}: {measure}{left}"
 
 
@@ -154,10 +154,10 @@ def finished_line(run: Run, result: RunResult, baseline: RunResult | None) -> st
     name, beside = run.study.config.baseline, ""
     first, *others = run.study.task.scores[:2]
     if (score := result.scores[first.name]) is None:
-        return f"{run}: diverged in step {result.step}: another point of the grid is better"
+        return f"{run}: diverged at step {result.step}; this point of the grid is discarded"
     theirs = None if baseline is None else baseline.scores[first.name]
     if theirs is not None and run.variant.group != name:
-        beside = f" ({score - theirs:+.{first.digits}f} beside {name})"
+        beside = f" ({score - theirs:+.{first.digits}f} compared with {name})"
     known = [(each, value) for each in others if (value := result.scores[each.name]) is not None]
     more = "".join(f", {each.title} {value:.2f}" for each, value in known)
     return (

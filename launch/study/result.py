@@ -539,7 +539,7 @@ def kept_result(path: Path) -> Result:
     keys = ("study", "baseline", "scores", "variants", "finished", "higher_is_better", "about")
     missing = [key for key in keys if not isinstance(tree, dict) or key not in tree]
     if missing:
-        raise ConfigError(f"{path}: has no {missing[0]}, so no study wrote it")
+        raise ConfigError(f"{path}: has no {missing[0]}, so it was not written by a study")
     with form_of(path):
         return TasksResult.from_json(tree) if "tasks" in tree else StudyResult.from_json(tree)
 
@@ -573,7 +573,7 @@ def form_of(path: Path) -> Iterator[None]:
     else:
         return
     raise ConfigError(
-        f"{path}: has another form than `polyad study` gives its results ({shortened(reason)})"
+        f"{path}: does not have the format of a result of `polyad study` ({shortened(reason)})"
     )
 
 

@@ -2,7 +2,7 @@
 its own.
 
 A run is `polyad train` and `polyad evaluate`. What is finished is skipped, what was interrupted
-goes on from its newest checkpoint: the same command again is all that is needed. When all are
+continues from its newest checkpoint: the same command again is all that is needed. When all are
 finished, what else the study wants to know is measured, from their checkpoints.
 """
 

@@ -17,19 +17,22 @@ from polyad.launch.study.result import (
 )
 
 UNCORRECTED = (
-    "Each interval stands by itself: nothing is corrected for their number, and of twenty "
-    "differences that are none, one would be called better or worse on average."
+    "The intervals are not corrected for multiple comparisons: out of twenty variants without a "
+    "true difference, one would be called better or worse on average."
 )
 
 MEASURES = {
-    "polysemanticity": "polysemanticity: 0 where each expert matters to one class alone, mean over "
-    "experts that matter to any; experts_that_matter: their share",
-    "effective_classes_characters": "experts_that_matter: share without which a class of tokens is "
-    "worse beyond noise; effective_classes of these: 1 where each is for one class, the number of "
-    "classes where it is for all alike, experts weighing as much as the harm they do",
-    "entropy_bits": "entropy_bits H_s, of a token's probabilities; usage_entropy_bits H_u, of "
-    "their mean; information_bits I(E; Y), of experts and classes, or classes of tokens; "
-    "experts_used: with 1% of all or more; expert_cosine, expert_cka: how alike outputs of two are",
+    "polysemanticity": "polysemanticity: 0 if each expert matters for only one class, averaged "
+    "over experts that matter for any; experts_that_matter: the share of experts that matter for "
+    "any class",
+    "effective_classes_characters": "experts_that_matter: share of experts without which the loss "
+    "on some token class rises beyond noise; effective_classes: for how many classes these experts "
+    "matter, from 1 (only one) to the number of classes (all equally), weighted by the rise in "
+    "loss without each",
+    "entropy_bits": "entropy_bits: H_s, entropy of a token's routing probabilities; "
+    "usage_entropy_bits: H_u, entropy of their mean; information_bits: I(E; Y), mutual information "
+    "of experts and classes (for text, token classes); experts_used: experts with at least 1% of "
+    "the tokens; expert_cosine, expert_cka: similarity of the outputs of two experts",
 }
 """What stands below tables that have a measure, by its name."""
 
@@ -79,18 +82,18 @@ def _answer(
     leaking, baseline = result.about.leaking, result.baseline
     named = name + (f" at {point}" if point else "")
     if leaks or name in leaking:
-        named += ", whose tokens see later ones,"
-    theirs = f"{baseline}, whose tokens see later ones" if baseline in leaking else baseline
+        named += ", in which tokens see later tokens,"
+    theirs = f"{baseline}, in which tokens see later tokens" if baseline in leaking else baseline
     if found is None:
-        return f"{named}: no pair with {baseline} is finished"
+        return f"{named}: not yet compared with {baseline}, no pair of runs is finished"
     return f"{_verdict(result, named, theirs, found)}: {_numbers(found, title, result.scores[0])}"
 
 
 def _verdict(result: Result, named: str, baseline: str, found: Difference) -> str:
     if found.pairs == 1:
-        return f"{named} beside {baseline}, one pair: no interval"
+        return f"{named} compared with {baseline}: one pair of runs, so there is no interval"
     if not found.excludes_zero:
-        return f"no difference between {named} and {baseline} is shown"
+        return f"no significant difference between {named} and {baseline}"
     better = (found.mean > 0) == result.higher_is_better
     return f"{named} is {'better' if better else 'worse'} than {baseline}"
 
@@ -126,7 +129,7 @@ def notes(result: StudyResult) -> str:
     """What the columns of tables are, of a study without tasks or of one task."""
     variants, name = result.variants.values(), result.baseline
     if not variants:
-        return "nothing is compared yet: no point of a grid is known to be the best one"
+        return "nothing is compared yet: the best point of the grid is not known"
     counts = {len(variant.seeds) for variant in variants}
     seeds = " to ".join(str(count) for count in sorted({min(counts), max(counts)}))
     score, units = result.scores[0], f"{result.unit}s"
@@ -134,14 +137,17 @@ def notes(result: StudyResult) -> str:
     found = []
     if result.grids:
         swept = ", ".join(str(seed) for seed in result.swept_seeds)
-        found.append(f"grid: chosen by the mean on the validation split, seeds {swept}")
+        found.append(
+            "grid: the best point, chosen by the mean score on the validation split over seeds "
+            f"{swept}"
+        )
     found += [
         f"mean ± standard deviation over {seeds} seeds; {score.title}{in_unit} on the "
         f"{result.scored:,} {units} of the {result.split} split",
-        f"difference: {score.title} less {name}'s of the same seed, which saw the same batches; "
-        f"interval: of its mean, by the t distribution over pairs; * leaves 0 out",
-        f"{units}/s: of the median step, and of what else the machine did; routing: over all "
-        f"layers and the last 10 steps",
+        f"difference: {score.title} minus that of {name} with the same seed, which saw the same "
+        "batches; interval: 95% interval of its mean over pairs (t distribution); * excludes 0",
+        f"{units}/s: of the median step, and affected by whatever else ran on the machine; "
+        "routing: over all layers and the last 10 steps",
     ]
     if any("changed_set" in variant.measures for variant in variants):
         apart = {
@@ -151,37 +157,37 @@ def notes(result: StudyResult) -> str:
         }
         steps = " or ".join(f"{step:g}" for step in sorted(apart))
         found.append(
-            f"changed: share of the probe set's tokens with another first expert, or other "
+            "changed: share of the probe tokens with a different first expert, or different "
             f"experts, than {steps} steps before the end"
         )
     attacked = any(f"attacked_{score.name}" in variant.measures for variant in variants)
     if attacked and result.attack is not None:
         rate, seed = result.attack.rate, result.attack.seed
-        how = "words of the text became AAA at a rate of"
+        how = "words were replaced with AAA at a rate of"
         if result.unit == "image":
-            how = "pixels from 0 to 1 had Gaussian noise of"
+            how = "Gaussian noise was added to pixels from 0 to 1, standard deviation"
         found.append(f"attacked: {how} {rate:g} (seed {seed})")
     known = {measure for variant in variants for measure in variant.measures}
     found += [note for measure, note in MEASURES.items() if measure in known]
     if any(variant.curve for variant in variants):
         found.append(
-            f"after {units}: {result.validation_score.replace('_', ' ')} in training, and its "
-            f"difference to {name}'s of the same seed at the same step"
+            f"after {units}: {result.validation_score.replace('_', ' ')} during training, and its "
+            f"difference from that of {name} with the same seed at the same step"
         )
     if result.relations:
         found.append(
-            "rank correlation: Spearman's over variants, within a seed; mean and interval over "
-            "seeds. Variants are no sample of anything, and one measure of many goes with the "
-            "score by chance"
+            "rank correlation: Spearman, over variants within a seed; mean and interval over "
+            "seeds. Variants are not a random sample, and among many measures one correlates with "
+            "the score by chance"
         )
     leaks = [leak for variant in variants for leak in variant.leak.values()]
     if leaks:
         tokens = sorted({leak.prefix_tokens for leak in leaks})
         error = max(leak.prefix_standard_error for leak in leaks)
         found.append(
-            f"leak: the same weights on the same tokens, where no token sees later ones: with the "
-            f"mask, the whole split; from the prefix, the text cut before each of a sample of "
-            f"{tokens[0]:,} tokens a run, whose own standard error is at most {error:.4f}"
+            "leak: the same weights on the same tokens, but no token sees later tokens. With the "
+            "mask: over the whole split; from the prefix: the text is cut off before each of a "
+            f"sample of {tokens[0]:,} tokens per run, with a standard error of at most {error:.4f}"
         )
     return "\n".join(found)
 
@@ -191,7 +197,7 @@ def tasks_note(result: TasksResult) -> str:
     tasks, baseline = result.tasks, result.baseline
     return (
         f"mean ± standard deviation over seeds, of the {result.scores[0].title} on the "
-        f"{next(iter(tasks.values())).split} split of each task\ndifference: the mean over "
-        f"tasks less {baseline}'s of the same seed; interval: of its mean, by the t distribution "
-        f"over pairs; * leaves 0 out"
+        f"{next(iter(tasks.values())).split} split of each task\ndifference: the mean over tasks "
+        f"minus that of {baseline} with the same seed; interval: 95% interval of its mean over "
+        "pairs (t distribution); * excludes 0"
     )

@@ -83,8 +83,8 @@ def choose(study: Study, results: Results) -> dict[str, Variant]:
             best = max(known) if study.task.higher_is_better else min(known)
             if math.isinf(best):
                 raise RunError(
-                    f"{study.file}: grid: no point of {group} has a finite validation: take other "
-                    f"values, or take {group} out"
+                    f"{study.file}: grid: no point of {group} has a finite validation score: "
+                    f"choose other values, or remove {group}"
                 )
             chosen[group] = variants[known.index(best)]
     return chosen

@@ -43,14 +43,14 @@ def tables_of(result: StudyResult) -> list[tuple[str, list[Row]]]:
     found = {
         "Scores": _score_rows(result),
         "Points of the grid": _grid_rows(result),
-        "On attacked data": _attacked_rows(variants, result.scores),
+        "On perturbed data": _attacked_rows(variants, result.scores),
         "Size and cost": _cost_rows(variants, result.unit),
         "Validation over training": _curve_rows(result),
         "Routing": _routing_rows(variants, score.name),
-        f"Routing, less that of {beside}": _routing_difference_rows(variants, score.name),
-        f"Measures and {score.title}": _relation_rows(result),
-        "What later tokens are worth": _leak_rows(variants),
-        "Differences without what leaks": _honest_rows(variants),
+        f"Routing, difference from {beside}": _routing_difference_rows(variants, score.name),
+        f"Correlation of measures with {score.title}": _relation_rows(result),
+        "Effect of seeing later tokens": _leak_rows(variants),
+        "Differences without the leak": _honest_rows(variants),
     }
     return [(heading, rows) for heading, rows in found.items() if len(rows) > 1]
 

@@ -98,20 +98,22 @@ class Launch:
         if how.nodes is not None and how.nodes < 1:
             raise LaunchError(f"--nodes: {how.nodes} is not allowed, at least 1")
         if how.processes_per_node is None and how.via != "ssh":
-            raise LaunchError("--processes-per-node: is missing; only a hostfile says it elsewhere")
+            raise LaunchError(
+                "--processes-per-node: is missing; only a hostfile can give it instead"
+            )
         if self.config is None and how.via not in ("local", "torchrun"):
             raise LaunchError(f"CONFIG: is missing; --via {how.via} needs the file of a run")
         if how.via == "torchrun":
             _check_least(how.min_nodes, nodes)
         if nodes > 1 and how.via == "local":
             raise LaunchError(
-                f"--nodes: {nodes} is not allowed with --via local, which starts processes of "
-                f"this machine alone: 1, or take --via torchrun, ssh, slurm or kubernetes"
+                f"--nodes: {nodes} is not allowed with --via local, which starts processes on this "
+                "machine only; use 1, or --via torchrun, ssh, slurm or kubernetes"
             )
         if nodes > 1 and how.via == "torchrun" and how.rdzv_endpoint is None:
             raise LaunchError(
-                f"--rdzv-endpoint: is missing; {nodes} nodes need the HOST:PORT of one of "
-                f"them to meet"
+                f"--rdzv-endpoint: is missing; {nodes} nodes need the HOST:PORT of one of them as "
+                "the rendezvous address"
             )
 
     @property

@@ -54,8 +54,8 @@ def host_name(text: str, option: str) -> str:
     elif len(text) <= 253 and all(_LABEL.fullmatch(label) for label in text.split(".")):
         return text
     raise LaunchError(
-        f"{option}: {text!r} is not a host; a name of letters, digits, dashes inside and dots, or "
-        f"an address is needed, as in node-1.cluster or 10.0.0.1"
+        f"{option}: {text!r} is not a host; give a name (letters, digits, dots, and dashes inside) "
+        "or an address, as in node-1.cluster or 10.0.0.1"
     )
 
 
@@ -162,10 +162,10 @@ def read_hostfile(path: Path) -> list[HostSlots]:
         where = f"--hostfile: {path}, line {number}"
         host = host_name(words[0], where)
         if host in found:
-            raise LaunchError(f"{where}: {host!r} stands there a second time; one line for a host")
+            raise LaunchError(f"{where}: {host!r} is listed twice; use one line per host")
         found[host] = HostSlots(host, _slots(words[1:], where))
     if not found:
-        raise LaunchError(f"--hostfile: {path} names no host; a line is `HOST slots=N`")
+        raise LaunchError(f"--hostfile: {path} names no host; lines have the form `HOST slots=N`")
     return list(found.values())
 
 
@@ -195,9 +195,7 @@ def chosen_hosts(
         LaunchError: there are fewer hosts, or slots, or slots differ and nobody says how many.
     """
     if nodes is not None and nodes > len(hosts):
-        raise LaunchError(
-            f"--nodes: {nodes} is not allowed; {path} names {len(hosts)} hosts; at most as many"
-        )
+        raise LaunchError(f"--nodes: {nodes} is not allowed; {path} names only {len(hosts)} hosts")
     taken = hosts[:nodes]
     if processes_per_node is None:
         first = taken[0]
@@ -209,14 +207,14 @@ def chosen_hosts(
             if each.slots != first.slots:
                 raise LaunchError(
                     f"--hostfile: {path}: {each.host} has {each.slots} slots and {first.host} "
-                    f"{first.slots}; all hosts of a run have as many: make them equal, or say "
-                    f"--processes-per-node"
+                    f"{first.slots}; all hosts of a run need the same number: make them equal, or "
+                    "give --processes-per-node"
                 )
         return [each.host for each in taken], first.slots or 1
     for each in taken:
         if each.slots is not None and each.slots < processes_per_node:
             raise LaunchError(
                 f"--processes-per-node: {processes_per_node} is not allowed; {path} gives "
-                f"{each.host} {each.slots} slots; at most as many"
+                f"{each.host} only {each.slots} slots"
             )
     return [each.host for each in taken], processes_per_node

@@ -2,7 +2,7 @@
 
 The manifest carries the configuration as a ConfigMap, so that an image with Polyad and a volume
 with data and runs are all that the cluster needs. Kubernetes replaces pods that die; the agents
-meet again, and the run goes on from its newest checkpoint.
+meet again, and the run continues from its newest checkpoint.
 """
 
 import re

@@ -23,14 +23,18 @@ ONLY_FOR: dict[str, tuple[str, ...]] = {
 }
 """Options, and the ways to launch that they are of."""
 
-LIMIT = Argument("for example 24:00:00, or 2-12 (days-hours)", "LIMIT")
-OF_CLUSTER = Argument("one of the cluster's", "NAME")
-MEMORY = Argument("for example 480G; 0 is all", "SIZE")
+LIMIT = Argument("time limit of a job, for example 24:00:00 or 2-12 (days-hours)", "LIMIT")
+PARTITION = Argument("Slurm partition", "NAME")
+ACCOUNT = Argument("Slurm account that is charged", "NAME")
+QOS = Argument("Slurm quality of service", "NAME")
+MEMORY = Argument("memory per node, for example 480G; 0 means all", "SIZE")
 
-TORCHRUN = Group("--via torchrun", "The same command on every host.")
-JOB = Group("--via slurm, --via kubernetes", "What is not given is the cluster's default.")
+TORCHRUN = Group("--via torchrun", "Run the same command on every host.")
+JOB = Group(
+    "--via slurm, --via kubernetes", "The cluster's defaults apply to whatever is not given."
+)
 CONTAINER = Group("--via slurm, --via kubernetes: a container with Polyad")
-SSH = Group("--via ssh", "From one machine, which stays with the run.")
+SSH = Group("--via ssh", "Start from one machine, which has to stay up for the whole run.")
 KUBERNETES = Group("--via kubernetes")
 
 
@@ -41,7 +45,8 @@ class LaunchOptions:
     processes_per_node: Annotated[
         int | None,
         Argument(
-            "processes on each host; with --via ssh by default the slots of the hostfile",
+            "processes per host, one for each GPU; default with --via ssh: the slots in the "
+            "hostfile",
             "P",
             positive,
         ),
@@ -53,7 +58,8 @@ class LaunchOptions:
     min_nodes: Annotated[
         int | None,
         Argument(
-            "torchrun, ssh: hosts that the run goes on with if others are lost; default: all",
+            "with --via torchrun or ssh: continue with as few as M hosts when others are lost; "
+            "default: all are needed",
             "M",
             positive,
         ),
@@ -61,8 +67,8 @@ class LaunchOptions:
     spare_nodes: Annotated[
         int | None,
         Argument(
-            "ssh: further hosts of the file, which take the place of those that are lost; default: "
-            "none",
+            "with --via ssh: number of additional hosts in the hostfile that replace lost ones; "
+            "default: none",
             "S",
             positive,
         ),
@@ -74,50 +80,61 @@ class LaunchOptions:
     max_restarts: Annotated[
         int | None,
         Argument(
-            "starts after a failure, from the newest checkpoint; default 0 local, else 3",
+            "how often to restart from the newest checkpoint after a failure; default 0 with "
+            "--via local, otherwise 3",
             "R",
             non_negative,
         ),
     ] = None
     interface: Annotated[
-        str | None, Argument("network interface of gloo and NCCL, for example eth0", "NAME")
+        str | None, Argument("network interface for gloo and NCCL, for example eth0", "NAME")
     ] = None
-    dry_run: Annotated[bool, Argument("only print the command or write the script")] = False
+    dry_run: Annotated[
+        bool, Argument("print the command or write the job script without starting anything")
+    ] = False
     rdzv_endpoint: Annotated[
         str | None,
-        Argument("where the hosts meet: one of them", "HOST[:PORT]", group=TORCHRUN),
+        Argument("rendezvous address: one of the hosts", "HOST[:PORT]", group=TORCHRUN),
     ] = None
     rdzv_id: Annotated[
         str | None,
         Argument(
-            "name of the run where hosts meet; default: made from run.folder", "ID", group=TORCHRUN
+            "identifier of the run at the rendezvous; default: derived from run.folder",
+            "ID",
+            group=TORCHRUN,
         ),
     ] = None
     rdzv_is_host: Annotated[
         Literal["true", "false"] | None,
         Argument(
-            "whether the endpoint is this host; default: found by name and address", group=TORCHRUN
+            "whether this host is the rendezvous endpoint; default: detected from its name and "
+            "addresses",
+            group=TORCHRUN,
         ),
     ] = None
     local_addr: Annotated[
         str | None,
-        Argument("how the others reach this host; default: its name", "HOST", group=TORCHRUN),
+        Argument(
+            "address at which the other hosts reach this one; default: its host name",
+            "HOST",
+            group=TORCHRUN,
+        ),
     ] = None
     time: Annotated[str | None, LIMIT.within(JOB)] = None
-    partition: Annotated[str | None, OF_CLUSTER.within(JOB)] = None
-    account: Annotated[str | None, OF_CLUSTER.within(JOB)] = None
-    qos: Annotated[str | None, OF_CLUSTER.within(JOB)] = None
+    partition: Annotated[str | None, PARTITION.within(JOB)] = None
+    account: Annotated[str | None, ACCOUNT.within(JOB)] = None
+    qos: Annotated[str | None, QOS.within(JOB)] = None
     memory_per_node: Annotated[str | None, MEMORY.within(JOB)] = None
     job_name: Annotated[
-        str | None, Argument("default: the name of run.folder", "NAME", group=JOB)
+        str | None, Argument("name of the job; default: the name of run.folder", "NAME", group=JOB)
     ] = None
     gpus_per_node: Annotated[
-        int | None, Argument("GPUs of each node; usually P", "G", positive, group=JOB)
+        int | None, Argument("GPUs to request per node, usually P", "G", positive, group=JOB)
     ] = None
     cpus_per_node: Annotated[
         int | None,
         Argument(
-            "cores of each node, for all P processes; default: whole nodes (--exclusive)",
+            "CPU cores per node, for all P processes together; default: whole nodes (--exclusive)",
             "C",
             positive,
             group=JOB,
@@ -126,7 +143,8 @@ class LaunchOptions:
     signal_seconds: Annotated[
         int | None,
         Argument(
-            "seconds before the limit at which the job saves and requeues itself; default 120",
+            "how long before the time limit the job saves a checkpoint and requeues itself, in "
+            "seconds; default 120",
             "S",
             positive,
             group=JOB,
@@ -134,36 +152,48 @@ class LaunchOptions:
     ] = None
     image: Annotated[
         str | None,
-        Argument("its image; Slurm: for pyxis, or a .sif of Apptainer", "IMAGE", group=CONTAINER),
+        Argument(
+            "container image; with Slurm one for pyxis, or an Apptainer .sif file",
+            "IMAGE",
+            group=CONTAINER,
+        ),
     ] = None
     mount: Annotated[
         str | None,
         Argument(
-            "the folder with data and runs in it; default: the working folder with Slurm, /polyad "
-            "with Kubernetes, where the claim stands",
+            "folder to mount, which contains data and runs; default: the working folder with "
+            "Slurm, /polyad (where the claim is mounted) with Kubernetes",
             "PATH",
             group=CONTAINER,
         ),
     ] = None
     hostfile: Annotated[
-        Path | None, Argument("a line for each host: HOST slots=P", "FILE", group=SSH)
+        Path | None, Argument("file with one line per host: HOST slots=P", "FILE", group=SSH)
     ] = None
     ssh_config: Annotated[
-        Path | None, Argument("of OpenSSH; default: the user's", "FILE", group=SSH)
+        Path | None,
+        Argument("OpenSSH configuration file; default: the user's own", "FILE", group=SSH),
     ] = None
     port: Annotated[
-        int | None, Argument("where agents meet; default 29400", "PORT", positive, group=SSH)
+        int | None, Argument("port of the rendezvous; default 29400", "PORT", positive, group=SSH)
     ] = None
     wait_minutes: Annotated[
         int | None,
-        Argument("how long lost hosts are waited for; default 30", "T", positive, group=SSH),
+        Argument("minutes to wait for lost hosts to return; default 30", "T", positive, group=SSH),
     ] = None
     claim: Annotated[
         str | None,
-        Argument("the PersistentVolumeClaim with data and run.folder", "NAME", group=KUBERNETES),
+        Argument(
+            "PersistentVolumeClaim that holds the data and run.folder", "NAME", group=KUBERNETES
+        ),
     ] = None
     namespace: Annotated[
-        str | None, Argument("default: that of kubectl's context", "NAME", group=KUBERNETES)
+        str | None,
+        Argument(
+            "Kubernetes namespace; default: that of kubectl's current context",
+            "NAME",
+            group=KUBERNETES,
+        ),
     ] = None
 
 
@@ -184,8 +214,8 @@ def check_ways(
         if values[name] is not None and via not in ways:
             shown = values[name] if isinstance(values[name], int) else repr(str(values[name]))
             raise LaunchError(
-                f"--{name.replace('_', '-')}: {shown} is not allowed with "
-                f"--via {via}; it is an option of --via {' and '.join(ways)}"
+                f"--{name.replace('_', '-')}: {shown} is not allowed with --via {via}; it is an "
+                f"option for --via {' and '.join(ways)}"
             )
 
 

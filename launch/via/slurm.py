@@ -98,7 +98,7 @@ class SlurmJob:
             return [], []
         mount = self.mount or mount_path(workplace)
         if not Path(workplace).is_relative_to(mount):
-            raise LaunchError(f"--mount: {mount} does not hold the working folder, {workplace}")
+            raise LaunchError(f"--mount: {mount} does not contain the working folder, {workplace}")
         if self.image.endswith(".sif"):
             place = ["--bind", mount, "--pwd", workplace]
             return [], ["apptainer", "exec", "--nv", *place, self.image]
@@ -128,7 +128,7 @@ class SlurmJob:
         if self.signal_seconds is not None and self.signal_seconds < grace_seconds:
             raise LaunchError(
                 f"--signal-seconds: {self.signal_seconds} is less than monitor.grace_seconds: "
-                f"{grace_seconds:g}, which the run may take to save; at least as many"
+                f"{grace_seconds:g}, the time that the run may take to save"
             )
 
     def directives(self, name: str, nodes: int, output: str, array: str | None = None) -> list[str]:
@@ -258,7 +258,7 @@ _SCRIPT = """\
 {directives}
 
 # Near the limit Slurm sends USR1 to this script alone, which hands it on: the processes save the
-# step that they are in and end, and the job goes back into the queue. The next start goes on from
+# step that they are in and end, and the job goes back into the queue. The next start continues from
 # there. TERM, of scancel and of a node that goes down, is handed on too, and waited for.
 woken=0
 asked=

@@ -75,7 +75,7 @@ class ArrayJobs:
             said = hand_in(words, "sbatch refused", lambda said: " ".join(said.split()))
             found = re.match(r"([0-9]+)(;|\s)", said)
             if found is None:
-                raise SubmissionError(f"sbatch gave no number of a job: {shown(said.strip())}")
+                raise SubmissionError(f"sbatch printed no job number: {shown(said.strip())}")
             before = found[1]
             lines.append(f"{step}: job {before}, {script}")
         return "\n".join(lines)

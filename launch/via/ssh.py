@@ -127,8 +127,8 @@ def run_over_ssh(run: SshRun) -> int:
         hosts = _enough_hosts(run)
         _say(f"starts again from the newest checkpoint on {len(hosts)} hosts: {_listed(hosts)}")
     raise HostsLostError(
-        f"{_listed(lost)} was lost after {run.restarts} starts again (--max-restarts); the same "
-        f"command goes on from the newest checkpoint"
+        f"{_listed(lost)} was lost after {run.restarts} restarts (--max-restarts); run the same "
+        "command again to continue from the newest checkpoint"
     )
 
 
@@ -167,8 +167,8 @@ def _enough_hosts(run: SshRun) -> list[str]:
         if time.monotonic() > until:
             raise HostsLostError(
                 f"{_listed(missing)} did not answer for {run.options.wait_minutes:g} min "
-                f"(--wait-minutes), and the run needs {run.sizes[-1]} hosts; the same command goes "
-                f"on from the newest checkpoint"
+                f"(--wait-minutes), and the run needs {run.sizes[-1]} hosts; run the same command "
+                "again to continue from the newest checkpoint"
             )
         if missing != said:
             _say(f"waits for {_listed(missing)}; {run.sizes[-1]} hosts are needed")

@@ -148,8 +148,8 @@ def check_hosts(run: SshRun, hosts: list[str]) -> None:
         other = machines.setdefault(look.machine, host)
         if other != host:
             raise LaunchError(
-                f"--hostfile: {other} and {host} are one machine, {look.name}; a machine stands "
-                f"there once, with all its slots"
+                f"--hostfile: {other} and {host} are the same machine, {look.name}; list each "
+                "machine once, with all its slots"
             )
         for file, digest in look.digests.items():
             if digest != here[file]:
@@ -167,18 +167,20 @@ def _check_addresses(run: SshRun, first: str, looks: Mapping[str, Look]) -> None
         if host != first and not _reachable(look.endpoint_addresses):
             resolved = ", ".join(look.endpoint_addresses) or "nothing"
             raise LaunchError(
-                f"--hostfile: {first}, where the agents meet, is {resolved} on {host}; every host "
-                f"has to know it by an address that the others reach"
+                f"--hostfile: {first}, the rendezvous host, resolves to {resolved} on {host}; on "
+                "every host it has to resolve to an address that the others can reach"
             )
         if run.needs_interface and not _reachable(look.own_addresses):
             resolved = ", ".join(look.own_addresses) or "unknown"
             raise LaunchError(
-                f"--interface: is missing; {host} calls itself {look.name}, which is {resolved} "
-                f"there, where no other host reaches it: name the network, as in --interface eth0"
+                f"--interface: is missing; {host} calls itself {look.name}, which resolves to "
+                f"{resolved} there, an address that no other host can reach: name the network "
+                "interface, as in --interface eth0"
             )
     if not looks[first].port_free:
         raise LaunchError(
-            f"--port: {run.options.port} is taken on {first}, where the agents meet; another one"
+            f"--port: {run.options.port} is in use on {first}, the rendezvous host; choose another "
+            "one"
         )
 
 

@@ -17,57 +17,61 @@ from polyad.model.smoe.config import (
 
 
 class EmergentMoEConfig(SelectingConfig):
-    """The inner units of a dense feed-forward in groups, of which each token uses some.
+    """A dense feed-forward whose inner units are divided into experts; each token uses some of
+    them.
 
-    `polyad convert --split` makes it from a trained dense model, and `--merge` makes that dense
-    again. Source: Qiu et al. 2023, "Emergent mixture-of-experts".
+    `polyad convert --split` makes it from a trained dense model, and `--merge` turns it back into a
+    dense one. Source: Qiu et al. 2023, "Emergent mixture-of-experts".
     """
 
     placement_key: ClassVar[str] = "blocks"
 
     kind: Literal["emoe"] = "emoe"
-    """Which feed-forward this is."""
+    """The kind of feed-forward."""
     num_experts: Annotated[int, Field(ge=2, le=2**31 - 1)] = 16
-    """Experts E of a block: groups of equal size of its inner units. Divides the inner width."""
+    """Number of experts E per block, which are groups of inner units of equal size; must divide the
+    inner width."""
     top_k: Count = 8
-    """Experts K that a token uses; all of them are the dense feed-forward."""
+    """Number of experts K that each token uses; with all of them it is the dense feed-forward."""
     hidden_size: Count | None = None
-    """Inner width F of all experts of a block together, and of the blocks that are dense, in units;
-    null: four times the model's width."""
+    """Inner width F of all experts of a block together, and of dense blocks, in units; null: four
+    times the model's width."""
     blocks: Placement = 1
-    """Blocks that are split: 1 all of them, n the last of every n, or a list of block numbers, from
-    0. The others are dense."""
+    """Blocks that are split into experts: 1 for all blocks, n for the last of every n blocks, or a
+    list of block numbers, from 0. The others are dense."""
     shared_hidden_size: Count | None = None
-    """Inner units, of the hidden_size, that every token uses (shared experts); the others are in
-    groups. null: there are none."""
+    """Number of inner units, out of hidden_size, that every token uses (shared experts); the others
+    are divided into experts. null: none are shared."""
     score: Literal["avg_k", "member", "linear", "cosine"] = "avg_k"
-    """How a token scores the experts: `avg_k` by the mean of their keys as they are, with nothing
-    to learn, or `member` by the magnitude of one unit of each (CMoE), and each expert it uses has
-    weight 1; or learned, as smoe's `linear` and `cosine`: the softmax over the experts it uses,
-    times as many, so that the weights are 1 on average. With a gate the keys are its rows."""
+    """How tokens score the experts. Without learned parameters, and with weight 1 for each selected
+    expert: `avg_k`, by the mean of the expert's keys (the rows of its first layer, or of its gate),
+    or `member`, by the magnitude of one unit of the expert (CMoE). Learned: `linear` or `cosine`,
+    as for smoe, with a softmax over the selected experts that is multiplied by their number, so
+    that weights are 1 on average."""
     score_width: Count | None = None
-    """Width of the cosine score's space, in units; null: half of num_experts, at least 8."""
+    """Width of the space in which the cosine score compares, in units; null: half of num_experts,
+    but at least 8."""
     select: Literal["top_k", "bottom_k", "not_top_k"] = "top_k"
-    """Which experts a token uses: the top_k with the highest scores, the top_k with the lowest, or
-    all but the top_k with the highest. The last two are for comparison."""
+    """Which experts a token uses: the `top_k` with the highest scores, as many with the lowest
+    (`bottom_k`), or all except the top_k highest (`not_top_k`). The last two are for comparison."""
     router_noise: Annotated[float, Field(ge=0, le=1e6)] = 0.0
-    """Standard deviation, times 1 / num_experts, of normal noise on the scores in training (the
-    authors' code: 1); 0 adds none."""
+    """Normal noise that is added to the scores in training, with a standard deviation of
+    router_noise / num_experts (the authors' code: 1); 0: no noise."""
     capacity_factor: Positive | None = None
-    """Most assignments of an expert in a micro-batch, as a multiple of its even share (the authors'
-    code: 1.5, in evaluation too); null: no token is ever dropped."""
+    """Maximum number of tokens per expert in a micro-batch, as a multiple of an even share (the
+    authors' code: 1.5, in evaluation too); null: no token is ever dropped."""
     evaluation_capacity_factor: Positive | None = None
-    """capacity_factor in evaluation; null: the same."""
+    """capacity_factor in evaluation; null: the same as in training."""
     capacity_order: Literal["arrival", "priority"] = "arrival"
-    """Which assignments a capacity keeps: those of the first tokens, or by `priority` those of the
-    tokens with the highest scores (the authors' code)."""
+    """Which tokens an expert keeps when its capacity is exceeded: the first ones (`arrival`), or
+    those with the highest scores (`priority`, as in the authors' code)."""
     allow_leak: bool = False
-    """Whether capacity_factor is allowed in a language model, although the experts of a token then
-    depend on what else is in the batch."""
+    """Whether to allow capacity_factor in a language model, although the experts of a token then
+    depend on other tokens in the batch."""
     experts: Literal["masked", "grouped", "loop"] = "masked"
-    """How experts are computed: `masked`, all of them in one product, and what a token does not use
-    is set to 0; `grouped` or `loop`, as smoe's, only what it uses. Over expert-parallel processes
-    `masked` is `grouped`."""
+    """How experts are computed: `masked` computes all of them in one matrix product and sets to 0
+    what a token does not use; `grouped` and `loop` (as for smoe) compute only what it uses. With
+    expert parallelism, `masked` means `grouped`."""
 
     @field_validator("blocks", mode="before")
     @classmethod
@@ -85,7 +89,7 @@ class EmergentMoEConfig(SelectingConfig):
         if self.router_noise and self.select != "top_k":
             raise SectionError(
                 f"@router_noise: {self.router_noise:g} is not allowed with @select: {self.select}; "
-                f"0 is"
+                "allowed: 0"
             )
         self.check_number("top_k", self.used_experts())
         self.check_capacity()
@@ -113,14 +117,14 @@ class EmergentMoEConfig(SelectingConfig):
         inner = whole - shared
         if shared >= whole:
             raise SectionError(
-                f"@shared_hidden_size: {shared} leaves no unit of the inner width {whole} "
-                f"(@hidden_size) to be in groups"
+                f"@shared_hidden_size: {shared} leaves no units of the inner width {whole} "
+                "(@hidden_size) for experts"
             )
         if shared and inner % self.num_experts:
             raise SectionError(
                 f"@num_experts: {self.num_experts} does not divide the {inner} units that "
-                f"@shared_hidden_size: {shared} leaves of {whole} (@hidden_size); with "
-                f"{shared + inner % self.num_experts} shared ones it does"
+                f"@shared_hidden_size: {shared} leaves of {whole} (@hidden_size); "
+                f"{shared + inner % self.num_experts} shared units would fit"
             )
         if inner % self.num_experts:
             small = [n for n in range(1, math.isqrt(inner) + 1) if inner % n == 0]

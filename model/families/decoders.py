@@ -195,9 +195,9 @@ def rope(
         found = _rope_parameters(tree, theta, unsaid)
         if (kind := found["rope_type"]) != "default" and kind not in _SCALINGS:
             known = ", ".join(("default", *_SCALINGS))
-            raise HuggingFaceError(f"rope_type: {kind!r:.60} is not supported; {known} are")
+            raise HuggingFaceError(f"rope_type: {kind!r:.60} is not supported; supported: {known}")
         if found.get("partial_rotary_factor", 1.0) != 1.0:
-            raise HuggingFaceError("partial_rotary_factor: is not supported; 1.0 is")
+            raise HuggingFaceError("partial_rotary_factor: is not supported; supported: 1.0")
 
     def read(tree: Tree) -> dict[str, Any]:
         found = _rope_parameters(tree, theta, unsaid)
@@ -669,7 +669,8 @@ def _known_method(tree: Tree) -> None:
     method = tree.get("topk_method", "greedy")
     if method not in ("greedy", "group_limited_greedy"):
         raise HuggingFaceError(
-            f"topk_method: {method!r:.60} is not supported; 'greedy' and 'group_limited_greedy' are"
+            f"topk_method: {method!r:.60} is not supported; supported: 'greedy', "
+            "'group_limited_greedy'"
         )
 
 
@@ -755,8 +756,9 @@ def family_of(config: DecoderConfig) -> Family:
     """
     if config.head is not None:
         raise HuggingFaceError(
-            f"model.head.kind: {config.head.kind!r}: only a language model is written in Hugging "
-            f"Face's form; `--to safetensors` writes the weights under our names"
+            f"model.head.kind: {config.head.kind!r}: only language models can be written in "
+            "Hugging Face's format; use `--to safetensors` to write the weights under Polyad's "
+            "names"
         )
     refuse_replaced(config)
     wanted, nearest = comparable(config, is_written=True), list[str]()
@@ -774,8 +776,8 @@ def family_of(config: DecoderConfig) -> Family:
             nearest = [f"{family.title} has {each}" for each in differing]
     said = "; ".join(nearest[:3]) if nearest else "no family has such blocks"
     raise HuggingFaceError(
-        f"model.kind: decoder: transformers has no such architecture: {said}; `--to safetensors` "
-        f"writes the weights under our names"
+        f"model.kind: decoder: transformers has no such architecture: {said}; use `--to "
+        "safetensors` to write the weights under Polyad's names"
     )
 
 

@@ -256,7 +256,8 @@ class Family:
         for name, value in section.items():
             if name not in known and value not in (None, False, [], {}):
                 raise HuggingFaceError(
-                    f"{name}: {value!r:.60} is not known here, and may change what is computed"
+                    f"{name}: {value!r:.60} is not supported, and might change what the model "
+                    "computes"
                 )
 
     def _in_their_names(self, error: ValidationError) -> str:
@@ -281,9 +282,9 @@ def refuse_replaced(config: ModelSettings) -> None:
     """
     if isinstance(config, DecoderSettings) and config.replaced is not None:
         raise HuggingFaceError(
-            f"model.replaced: Hugging Face's transformers has no architecture whose blocks "
-            f"{config.replaced_blocks()} have another feed-forward; `--to safetensors` writes the "
-            f"weights under our names"
+            "model.replaced: Hugging Face's transformers has no architecture whose blocks "
+            f"{config.replaced_blocks()} have another feed-forward; use `--to safetensors` to "
+            "write the weights under Polyad's names"
         )
 
 
@@ -301,8 +302,8 @@ def refuse_experts(config: ModelSettings, name: str) -> None:
     if kind != "dense":
         raise HuggingFaceError(
             f"model.feed_forward.kind: {kind!r}: Hugging Face's transformers has no such "
-            f"architecture, its {name} is 'dense' alone; `--to safetensors` writes the weights "
-            f"under our names"
+            f"architecture, its {name} is always 'dense'; use `--to safetensors` to write the "
+            "weights under Polyad's names"
         )
 
 

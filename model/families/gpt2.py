@@ -26,8 +26,9 @@ def _free(config: GPT2Config) -> frozenset[str]:
 def _check(config: GPT2Config) -> None:
     if config.head is not None:
         raise HuggingFaceError(
-            f"model.head.kind: {config.head.kind!r}: only a language model is written in Hugging "
-            f"Face's form; `--to safetensors` writes the weights under our names"
+            f"model.head.kind: {config.head.kind!r}: only language models can be written in "
+            "Hugging Face's format; use `--to safetensors` to write the weights under Polyad's "
+            "names"
         )
     refuse_experts(config, "GPT-2")
 

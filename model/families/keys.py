@@ -112,7 +112,9 @@ def only(theirs: str, value: Any) -> Key:
     def refuse(tree: Tree) -> None:
         found = tree.get(theirs, value)
         if found != value:
-            raise HuggingFaceError(f"{theirs}: {found!r:.60} is not supported; {value!r} is")
+            raise HuggingFaceError(
+                f"{theirs}: {found!r:.60} is not supported; supported: {value!r}"
+            )
 
     return Key({}, write=lambda config: {theirs: value}, refuse=refuse, reads=(theirs,))
 
@@ -122,7 +124,7 @@ def absent(theirs: str) -> Key:
 
     def refuse(tree: Tree) -> None:
         if tree.get(theirs):
-            raise HuggingFaceError(f"{theirs}: is not supported; it has to be absent")
+            raise HuggingFaceError(f"{theirs}: is not supported; it must be absent")
 
     return Key({}, refuse=refuse)
 

@@ -41,7 +41,7 @@ def family_of_files(tree: Mapping[str, Any], origin: str) -> Family:
     said = f"model_type: {kind!r}"
     if kind is None and "architecture" in tree:
         said = f"architecture: {tree['architecture']!r:.60}"
-    raise HuggingFaceError(f"{origin}: {said} is not supported; {SUPPORTED} are")
+    raise HuggingFaceError(f"{origin}: {said} is not supported; supported: {SUPPORTED}")
 
 
 def family_of_model(config: ModelSettings) -> Family:
@@ -58,7 +58,7 @@ def family_of_model(config: ModelSettings) -> Family:
     family = WRITTEN.get(config.kind)
     if family is None:
         raise HuggingFaceError(
-            f"model.kind: {config.kind!r}: other libraries have no such model; `--to safetensors` "
-            f"writes the weights under our names"
+            f"model.kind: {config.kind!r}: other libraries have no such model; use `--to "
+            "safetensors` to write the weights under Polyad's names"
         )
     return family

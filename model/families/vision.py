@@ -50,15 +50,15 @@ def check_image_model(config: ImageModelSettings) -> None:
     for key, each in config.feed_forwards().items():
         if each.kind != "dense":
             raise HuggingFaceError(
-                f"{key}.kind: {each.kind!r}: other libraries have no such architecture, but dense "
-                f"ones; `--to safetensors` writes the weights under our names"
+                f"{key}.kind: {each.kind!r}: other libraries have only dense architectures; use "
+                "`--to safetensors` to write the weights under Polyad's names"
             )
     if config.head.kind != "linear":
         raise HuggingFaceError(
-            f"model.head.kind: {config.head.kind!r}: other libraries have 'linear' heads alone"
+            f"model.head.kind: {config.head.kind!r}: other libraries have only 'linear' heads"
         )
     if not config.bias:
-        raise HuggingFaceError("model.bias: False: other libraries' models of images have biases")
+        raise HuggingFaceError("model.bias: False: image models in other libraries have biases")
 
 
 def _keys(patch_size: int, epsilon: float, usual: str) -> tuple[Key, ...]:
@@ -84,7 +84,7 @@ def _check(config: ViTConfig) -> None:
         if getattr(config, key) != value:
             raise HuggingFaceError(
                 f"model.{key}: {getattr(config, key)!r}: transformers' ViT has no such model; "
-                f"{value!r} is"
+                f"supported: {value!r}"
             )
 
 

@@ -28,8 +28,8 @@ class FactorizedExperts(Config):
     """What every layer of factorized experts says."""
 
     num_experts: tuple[int, ...] = (64,)
-    """Experts N, a list with one number for each level of a hierarchy: [256], or [128, 4]. With
-    several levels a leaf's coefficient is the product over levels."""
+    """Number of experts N, as a list with one number per level of a hierarchy: [256], or [128, 4].
+    With several levels, the coefficient of a leaf is the product over levels."""
 
     @field_validator("num_experts", mode="before")
     @classmethod
@@ -49,68 +49,77 @@ class FactorizedExperts(Config):
 
 
 class MuMoEConfig(FactorizedExperts, FeedForwardSettings):
-    """Two layers in which every expert takes part, weighted by one gate, in factorized form.
+    """A muMoE: two factorized layers in which every expert takes part, weighted by one gate.
 
     Source: Oldfield et al. 2024, "Multilinear mixture of experts: scalable expert specialization
     through factorization".
     """
 
     kind: Literal["mumoe"] = "mumoe"
-    """Which feed-forward this is."""
+    """The kind of feed-forward."""
     factorization: FactorizationName = "cp"
-    """How the tensor of all experts' weights is factorized: `cp`, `tr` (tensor ring), `tt` (tensor
+    """Factorization of the tensor of all experts' weights: `cp`, `tr` (tensor ring), `tt` (tensor
     train) or `tucker`."""
     rank: int | Literal["match-dense"] = "match-dense"
-    """R of the factors of input and output (R3 of a ring); `match-dense`: the one whose block is
-    nearest to the dense block of the same hidden_size, gated if this is, in parameters."""
+    """Rank R of the input and output factors (R3 of a tensor ring); `match-dense`: the rank at
+    which the block has the parameter count closest to a dense block of the same hidden_size (a
+    gated one if this one is gated)."""
     expert_rank: Count = 4
-    """R1 = R2 of a ring, R2 of a train, the rank of each expert mode of Tucker; CP has none."""
+    """Rank of the expert modes: R1 = R2 of a tensor ring, R2 of a tensor train, the rank of each
+    expert mode of Tucker; not used by CP."""
     hidden_size: Count | None = None
     """Inner width F, in units; null: four times the model's width."""
     activation: Literal["gelu", "swiglu", "geglu"] = "gelu"
-    """Between the layers: `gelu`, the paper's, exact; or with a third factorized layer, a gate
-    beside the first, `swiglu` or `geglu`."""
+    """Activation between the two layers: `gelu` (exact, as in the paper), or `swiglu` or `geglu`,
+    for which a third factorized layer beside the first computes the gate."""
     bias: bool = True
-    """Whether every expert of each layer has one: a row of the input factor, which is a matrix and
-    decays as one."""
+    """Whether the experts of each layer have a bias. It is a row of the input factor, so weight
+    decay applies to it."""
     gate: Literal["entmax15", "softmax"] = "entmax15"
-    """From normalized scores to coefficients: `entmax15` gives most experts exactly 0."""
+    """How normalized scores become coefficients of the experts: `entmax15`, which gives most
+    experts a coefficient of exactly 0, or `softmax`."""
     softmax_share: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Share of the run's steps, from the first, in which the gate is softmax and every expert gets
-    gradients; 0: never. For an entmax15 gate."""
+    """Fraction of the run's steps, from the beginning, in which an entmax15 gate uses softmax
+    instead, so that every expert gets gradients; 0: never."""
     gate_input: Literal["residual", "normalized"] = "residual"
-    """What the gate reads: the residual stream before the block's LayerNorm, or what the experts
-    get, after it."""
+    """Input of the gate: `residual`, the residual stream before the block's LayerNorm, or
+    `normalized`, the input of the experts, after it."""
     gate_norm: Literal["layer", "batch"] = "layer"
-    """How scores are normalized: over the experts of a token, or over the tokens of a batch
-    (vision models alone: it shows a token what comes after)."""
+    """How scores are normalized: `layer`, over the experts of a token, or `batch`, over the tokens
+    of a batch (only for vision models, because it leaks information about later tokens)."""
     gate_norm_epsilon: Annotated[float, Field(gt=0, le=1e6)] = 1.0e-5
-    """Added to the variance of the scores, by whose root they are divided. While scores are near
-    zero, as at the start, this root is what the gate's gradients are divided by."""
+    """Epsilon that is added to the variance of the scores before the square root by which they are
+    divided. While scores are near zero, as at the start, the gate's gradients are divided by the
+    square root of this number."""
     gate_std: Annotated[float, Field(ge=0, le=1e6)] = 0.0
-    """Standard deviation of the gate's initial weights. 0 is the paper's: every expert has the same
-    coefficient at first. The norm makes the least number here a decided gate."""
+    """Standard deviation of the gate's initial weights. With 0, as in the paper, all experts have
+    the same coefficient at first. Because scores are normalized, even the smallest value above 0
+    lets the gate distinguish experts from the start."""
     expert_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Probability with which a token does without an expert in training: its coefficient is 0 in
-    both layers, and the others are divided by 1 - expert_dropout. In each level of a hierarchy."""
+    """Probability that a token drops an expert in training: the expert's coefficient is set to 0 in
+    both layers, and the others are divided by 1 - expert_dropout. Applies to each level of a
+    hierarchy."""
     expert_std: Annotated[float, Field(ge=0, le=1e6)] = 1.0
-    """Standard deviation around one, or the identity, of the expert factors of the first level; 1
-    is the paper's. With less, experts begin more alike."""
+    """Standard deviation of the initial expert factors of the first level, around one or the
+    identity; the paper uses 1. Smaller values make experts more alike at the start."""
     factor_start: Literal["uniform", "orthogonal"] = "uniform"
-    """How input and output factors begin: with independent entries, as the paper's, or with
-    orthogonal rows or columns of the same size, so that no direction is weaker than another."""
+    """Initialization of the input and output factors: `uniform`, independent entries as in the
+    paper, or `orthogonal`, orthogonal rows or columns of equal norm, so that no direction is weaker
+    than another."""
     factor_scale: Annotated[float, Field(gt=0, le=1e6)] = 1.0
-    """What the initial input and output factors of both layers are multiplied by, whichever
-    factor_start they have. Of a layer with I inputs, the weights of all experts (CP, one level)
-    have the standard deviation factor_scale^2 sqrt((1 + expert_std^2) / I) / 3, whatever the rank:
-    GPT-2's 0.02 at 1.08 for I = 768 and at 1.53 for I = 3072."""
+    """Factor of the initial input and output factors of both layers, for any factor_start. With CP
+    and one level, the experts' weights in a layer with I inputs have the standard deviation
+    factor_scale^2 sqrt((1 + expert_std^2) / I) / 3, whatever the rank: GPT-2's 0.02 needs 1.08 for
+    I = 768 and 1.53 for I = 3072."""
     level_std: Annotated[float, Field(ge=0, le=1e6)] = 0.0
-    """Standard deviation around one, or the identity, of the expert factors of levels after the
-    first. 0 is the paper's: their experts begin alike, the gate begins at zero, so they get equal
-    gradients for ever and such a level learns nothing; 0.1 sets them apart."""
+    """Standard deviation of the initial expert factors of all levels after the first, around one or
+    the identity. With 0, as in the paper, the experts of these levels start equal and always get
+    equal gradients (the gate starts at zero), so that such a level learns nothing; 0.1 makes them
+    differ."""
     scale_residual_init: bool = False
-    """Whether in GPT-2 the second layer's output factor starts smaller by sqrt(2 L), L blocks, as
-    its projections onto the residual stream do. The paper's start does not, and trains better."""
+    """Whether the initial output factor of the second layer is divided by sqrt(2 L), with L blocks,
+    in GPT-2, like its other projections onto the residual stream. The paper does not do this, and
+    training works better without it."""
 
     @model_validator(mode="after")
     def _agree(self) -> Self:
@@ -131,8 +140,8 @@ class MuMoEConfig(FactorizedExperts, FeedForwardSettings):
         """See `FeedForwardSettings.check_model`: no norm shows a language model later tokens."""
         if causal and self.gate_norm == "batch":
             raise SectionError(
-                "@gate_norm: batch is not allowed in a language model: means over the batch tell a "
-                "token of the tokens it is to predict; layer is"
+                "@gate_norm: batch is not allowed in a language model, because means over the "
+                "batch leak the tokens to be predicted; allowed: layer"
             )
 
     def inner_size(self, width: int) -> int:
@@ -208,8 +217,8 @@ class MuMoEConfig(FactorizedExperts, FeedForwardSettings):
         if parameters(1) > dense:
             raise SectionError(
                 f"@rank: match-dense is not allowed with @num_experts: {list(self.num_experts)}: "
-                f"at rank 1 the experts and their gate have {parameters(1):,} parameters, the "
-                f"dense block {dense:,}; take fewer experts, or a number"
+                f"even at rank 1 the experts and their gate have {parameters(1):,} parameters, but "
+                f"the dense block only {dense:,}; use fewer experts, or give a number"
             )
         return nearest_rank(parameters, dense)
 

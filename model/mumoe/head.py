@@ -29,24 +29,27 @@ from polyad.model.output import RoutingStats, StatisticsModule
 
 
 class MuMoEHeadConfig(FactorizedExperts):
-    """A gate and one factorized layer."""
+    """A muMoE head: a gate and one factorized layer."""
 
     kind: Literal["mumoe"] = "mumoe"
-    """Which head this is."""
+    """The kind of head."""
     factorization: FactorizationName = "cp"
-    """How the tensor of all experts' weights is factorized: `cp`, `tr`, `tt` or `tucker`."""
+    """Factorization of the tensor of all experts' weights: `cp`, `tr` (tensor ring), `tt` (tensor
+    train) or `tucker`."""
     rank: int | Literal["match-dense"] = "match-dense"
-    """R of the factors of input and output; `match-dense`: the one whose head is nearest to a
-    linear one in parameters."""
+    """Rank R of the input and output factors; `match-dense`: the rank at which the head has the
+    parameter count closest to a linear one."""
     expert_rank: Count = 4
-    """R1 = R2 of a ring, R2 of a train, the rank of each expert mode of Tucker; CP has none."""
+    """Rank of the expert modes: R1 = R2 of a tensor ring, R2 of a tensor train, the rank of each
+    expert mode of Tucker; not used by CP."""
     gate: Literal["entmax15", "softmax"] = "entmax15"
-    """From normalized scores to coefficients."""
+    """How normalized scores become coefficients of the experts."""
     gate_norm: Literal["layer", "batch"] = "layer"
-    """How scores are normalized: over the experts of an image, or over the images of a batch."""
+    """How scores are normalized: `layer`, over the experts of an image, or `batch`, over the images
+    of a batch."""
     level_std: float = Field(default=0.0, ge=0, le=1e6)
-    """Standard deviation around one, or the identity, of the expert factors of levels after the
-    first."""
+    """Standard deviation of the initial expert factors of all levels after the first, around one or
+    the identity."""
 
     def of_model(self, width: int, classes: int) -> "MuMoEHeadConfig":
         """Completed: with the rank as a number.
@@ -68,8 +71,8 @@ class MuMoEHeadConfig(FactorizedExperts):
         if parameters(1) > linear:
             raise SectionError(
                 f"@rank: match-dense is not allowed with @num_experts: {list(self.num_experts)}: "
-                f"at rank 1 the head has {parameters(1):,} parameters, a linear one {linear:,}; "
-                f"take fewer experts, or a number"
+                f"even at rank 1 the head has {parameters(1):,} parameters, but a linear one only "
+                f"{linear:,}; use fewer experts, or give a number"
             )
         return self.model_copy(update={"rank": nearest_rank(parameters, linear)})
 

@@ -24,10 +24,12 @@ class SparseTableConfig(FactorizedExperts, FeedForwardSettings, ABC):
     """The keys that a mixture of decoders and a transcoder share."""
 
     num_experts: tuple[int, ...] = (1024,)
-    """Experts N as a list: [1024], each with a score of its own; or product keys, [147, 147], where
-    an expert's score is the sum of one score of each level: 21,609 experts at the cost of 294."""
+    """Number of experts N, as a list: [1024] gives each expert its own score; [147, 147] uses
+    product keys, where an expert's score is the sum of one score per level (21,609 experts at the
+    cost of 294)."""
     top_k: Count = 32
-    """Experts K that a token keeps: those of the highest scores, as far as these are above 0."""
+    """Number of experts K that each token keeps: those with the highest scores, and only scores
+    above 0."""
 
     @model_validator(mode="after")
     def _agree(self) -> Self:
@@ -53,14 +55,15 @@ class SparseTableConfig(FactorizedExperts, FeedForwardSettings, ABC):
 
 
 class TranscoderConfig(SparseTableConfig):
-    """A wide and sparse stand-in for a trained feed-forward, whose features can be read.
+    """A transcoder: a wide, sparse replacement for a trained feed-forward with interpretable
+    features.
 
-    Source: Dunefsky et al. 2024, "Transcoders find interpretable LLM feature circuits", with the
-    K highest features in place of a penalty (Gao et al. 2024).
+    Source: Dunefsky et al. 2024, "Transcoders find interpretable LLM feature circuits", with the K
+    highest features instead of a sparsity penalty (Gao et al. 2024).
     """
 
     kind: Literal["transcoder"] = "transcoder"
-    """Which feed-forward this is. Its experts are features, each with one output vector."""
+    """The kind of feed-forward. Its experts are features, each with one output vector."""
 
     def inner_size(self, width: int) -> int:
         """The features: what stands between its two layers."""
@@ -80,20 +83,21 @@ class TranscoderConfig(SparseTableConfig):
 
 
 class MixtureOfDecodersConfig(SparseTableConfig):
-    """A dense feed-forward whose output a few of very many experts scale, channel by channel.
+    """A dense feed-forward whose output is scaled, channel by channel, by a few of very many
+    experts.
 
     Source: Oldfield et al. 2025, "Towards interpretability without sacrifice: faithful dense layer
     decomposition with mixture of decoders".
     """
 
     kind: Literal["mxd"] = "mxd"
-    """Which feed-forward this is."""
+    """The kind of feed-forward."""
     hidden_size: Count | Literal["match-dense"] | None = None
     """Inner width H of the dense part, in units; null: four times the model's width; `match-dense`:
-    the one whose block is nearest in parameters to a dense one of four times the width, gated if
-    this is."""
+    the width at which the block has the parameter count closest to a dense block with four times
+    the model's width (a gated one if this one is gated)."""
     activation: Activation | GatedActivation = "gelu_tanh"
-    """The activation of the dense part: of the feed-forward that this stands for. `gelu_tanh`,
+    """Activation of the dense part, that of the feed-forward which it replaces: `gelu_tanh`,
     `gelu`, `quick_gelu`, or with a gate `swiglu`, `geglu`, `clamped_swiglu`."""
 
     @field_validator("hidden_size", mode="before")
@@ -132,9 +136,10 @@ class MixtureOfDecodersConfig(SparseTableConfig):
         smallest = self.model_copy(update={"hidden_size": 1}).parameters(width, bias)
         if smallest > dense:
             raise SectionError(
-                f"@hidden_size: match-dense is not allowed with @num_experts: "
-                f"{list(self.num_experts)}: with one inner unit the block has {smallest:,} "
-                f"parameters, the dense one {dense:,}; take fewer experts, or a number"
+                "@hidden_size: match-dense is not allowed with @num_experts: "
+                f"{list(self.num_experts)}: even with one inner unit the block has {smallest:,} "
+                f"parameters, but the dense one only {dense:,}; use fewer experts, or give a "
+                "number"
             )
         of_unit = (2 + gated) * width + bias * (1 + gated)
         size = 1 + round((dense - smallest) / of_unit)

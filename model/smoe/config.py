@@ -117,7 +117,7 @@ class SelectingConfig(FeedForwardSettings, ABC):
         if any(block >= num_layers for block in listed) or not routed:
             raise SectionError(
                 f"@{self.placement_key}: {placement} is not allowed: the model has blocks 0 to "
-                f"{num_layers - 1}, and at least one has to route"
+                f"{num_layers - 1}, and at least one needs experts"
             )
 
     def check_drops(self, causal: bool) -> None:
@@ -131,9 +131,9 @@ class SelectingConfig(FeedForwardSettings, ABC):
         """
         if causal and self.capacity_factor is not None and not self.allow_leak:
             raise SectionError(
-                f"@capacity_factor: {self.capacity_factor} drops tokens by what else is "
-                f"in the batch and is not allowed in a language model: null drops none, and "
-                f"@allow_leak: true allows it"
+                f"@capacity_factor: {self.capacity_factor} drops tokens depending on the rest of "
+                "the batch, which is not allowed in a language model; null drops none, and "
+                "@allow_leak: true allows it"
             )
 
     def check_model(self, *, num_layers: int, num_heads: int | None, causal: bool) -> None:
@@ -191,7 +191,8 @@ class SelectingConfig(FeedForwardSettings, ABC):
 
 
 class SparseMoEConfig(SelectingConfig):
-    """Experts of which each token uses a few: a score, a graph of tokens, top-K, experts.
+    """A sparse mixture of experts: a router score, an optional graph of tokens, and top-K
+    selection.
 
     Source of the graphs: Nguyen et al. 2025, "Improving routing in sparse mixture of experts with
     graph of tokens".
@@ -200,144 +201,156 @@ class SparseMoEConfig(SelectingConfig):
     placement_key: ClassVar[str] = "placement"
 
     kind: Literal["smoe"] = "smoe"
-    """Which feed-forward this is."""
+    """The kind of feed-forward."""
     num_experts: Annotated[int, Field(ge=2)] = 16
-    """Experts E in a block."""
+    """Number of experts E per block."""
     top_k: Count = 2
-    """Experts K that a token uses."""
+    """Number of experts K that each token uses."""
     combine: Literal["renormalized", "normalized", "softmax"] = "renormalized"
-    """Weights of the outputs of a token's experts: `renormalized`, the K highest scores divided by
-    their sum, or with K = 1 the score itself, as in Switch; `normalized`, divided by their sum for
-    any K, as in Mixtral (equal to a softmax over the K highest logits); `softmax`, the scores as
-    they are, as in V-MoE and OLMoE."""
+    """How the outputs of a token's K experts are weighted: `renormalized`, by their scores divided
+    by the sum of these, or with K = 1 by the score itself, as in Switch; `normalized`, by the
+    scores divided by their sum for any K, as in Mixtral (equal to a softmax over the K highest
+    logits); `softmax`, by the scores as they are, as in V-MoE and OLMoE."""
     routed_scaling_factor: Positive = 1.0
-    """What those weights are multiplied by (DeepSeek)."""
+    """Factor of the weights of the experts' outputs (DeepSeek)."""
     expert_hidden_size: Count | None = None
     """Inner width F of one expert, in units; null: four times the model's width."""
     placement: Placement = 1
-    """Blocks that route: 1 all of them, n the last of every n (2: every second, as in GLaM), or
-    a list of block numbers, from 0. The others are dense."""
+    """Blocks with experts: 1 for all blocks, n for the last of every n blocks (2: every second, as
+    in GLaM), or a list of block numbers, from 0. The others are dense."""
     dense_hidden_size: Count | None = None
-    """Inner width of the blocks that do not route, in units; null: four times the model's."""
+    """Inner width of the dense blocks, in units; null: four times the model's width."""
     score: ScoreName = "linear"
-    """How a token scores the experts: `linear` softmax(W u + b); `cosine` in a narrow space, with a
-    learned temperature (X-MoE); `random` linear and never trained (SMoE-dropout); `attentive` by
-    the token's query and a key of each expert, in a narrow space too; `sparsity` by how few of the
-    expert's inner units the token is expected to activate, without parameters (MoE-X)."""
+    """How tokens score the experts: `linear`, softmax(W u + b); `cosine`, by cosine similarity in a
+    low-dimensional space with a learned temperature (X-MoE); `random`, linear and never trained
+    (SMoE-dropout); `attentive`, by the token's query and a key per expert in a low-dimensional
+    space; `sparsity`, by how few of the expert's inner units the token is expected to activate,
+    without parameters (MoE-X)."""
     score_function: Literal["softmax", "sigmoid"] = "softmax"
-    """What makes scores of logits: `softmax` over the experts, or `sigmoid` of each by itself
+    """How router logits become scores: `softmax` over the experts, or `sigmoid` of each logit
     (DeepSeek-V3)."""
     router_dtype: Literal["fp32", "model"] = "fp32"
-    """The precision of the linear score's product: `fp32` at least, or the `model`'s, as OLMoE,
-    Mixtral, Qwen, Granite and gpt-oss were trained. Everything after it is fp32 at least."""
+    """Precision of the matrix product of the linear score: at least `fp32`, or that of the `model`,
+    as OLMoE, Mixtral, Qwen, Granite and gpt-oss were trained. Everything after it is at least
+    fp32."""
     num_groups: Count = 1
-    """Groups of neighbouring experts, of which a token uses top_groups (DeepSeek); 1: none."""
+    """Number of groups of neighbouring experts; a token uses experts of top_groups of them
+    (DeepSeek). 1: no groups."""
     top_groups: Count = 1
-    """Groups whose experts a token may use."""
+    """Number of groups whose experts a token may use."""
     group_score: Literal["best", "best_two"] = "best"
     """How groups are ranked: by the score of their `best` expert (DeepSeek-V2), or by the sum of
-    the `best_two`, with the balancing bias (DeepSeek-V3)."""
+    their `best_two` scores including the balancing bias (DeepSeek-V3)."""
     expert_keys: Literal["learned", "hidden_means"] = "learned"
-    """Where the attentive score's keys come from: `learned`, one vector for each expert; or
-    `hidden_means`, a learned projection of the expert's hidden layer, before its activation, at the
-    moving mean of the tokens that chose it."""
+    """Keys of the experts for the attentive score: `learned`, one vector per expert; or
+    `hidden_means`, a learned projection of the expert's hidden layer (before its activation),
+    evaluated at the moving average of the tokens that chose it."""
     router_bias: bool = True
-    """Whether the linear score has a bias where the model's layers have one; V-MoE's has none."""
+    """Whether the linear score has a bias if the model's layers have one; V-MoE has none."""
     router_noise: Annotated[float, Field(ge=0, le=1e6)] = 0.0
-    """Standard deviation, times 1 / num_experts, of normal noise that is added to the score's
-    logits in training, for each token and expert anew (V-MoE: 1); 0 adds none."""
+    """Normal noise that is added to the router logits in training, independently for each token and
+    expert, with a standard deviation of router_noise / num_experts (V-MoE: 1); 0: no noise."""
     score_width: Count | None = None
-    """Width of the cosine and attentive scores' space, in units; null: half of num_experts, at
-    least 8."""
+    """Width of the space in which the cosine and attentive scores compare, in units; null: half of
+    num_experts, but at least 8."""
     final_top_k: Count | None = None
-    """top_k grows linearly to this over `train.steps` (SMoE-dropout grows it to num_experts); null:
-    it stays."""
+    """Value to which top_k grows linearly over `train.steps` (num_experts in SMoE-dropout); null:
+    top_k stays constant."""
     graph: GraphName = "none"
-    """Over which tokens scores are mixed before top_k is taken: `none`, those with a `similarity`
-    to this one, or those that one head's `attention` went to. In a language model a token sees no
-    later one."""
+    """Over which tokens a token's scores are averaged before the top_k experts are selected:
+    `none`, no averaging; `similarity`, weighted by similarity to the token; `attention`, weighted
+    by the attention of one head. In a language model later tokens are left out (see
+    causal_graph)."""
     similarity: Literal["dot", "cosine"] = "dot"
-    """How the similarity graph compares tokens. With normalized tokens the graph of dot products is
-    nearly the identity."""
+    """How the similarity graph compares tokens. With normalized tokens, the graph of dot products
+    is nearly the identity."""
     tau: Positive = 1.0
-    """Temperature of the similarity graph: its exponent is similarity / tau."""
+    """Temperature of the similarity graph, which weights tokens by exp(similarity / tau)."""
     sigma: Positive = 1.0
-    """Standard deviation of a token's output around a head's, in the attention graph."""
+    """Standard deviation, in the attention graph, of a token's output around that of a head."""
     attention_head: Literal["lowest_entropy"] | Annotated[int, Field(ge=0)] = LOWEST_ENTROPY
-    """The head of the attention graph: the one whose attention has the `lowest_entropy`, by a
-    running mean, or always the one of a number, from 0."""
+    """Head of the attention graph: the one whose attention has the `lowest_entropy` (as a running
+    mean), or a fixed one, given by its number from 0."""
     head_mean: bool = True
-    """Whether in the attention graph a token's output is compared with the head's values times
-    num_heads, as the paper does, which writes attention as the mean over heads. false: with the
-    values alone, which are the head's own part of the sum over heads."""
+    """Whether the attention graph compares a token's output with the head's values multiplied by
+    num_heads, as in the paper, which writes attention as a mean over heads. false: it compares with
+    the values themselves, the head's part of the sum over heads."""
     lower_entropy_only: bool = False
-    """Whether a token takes part in another's mixture only if its own scores have no more entropy
-    (J_i of the paper's Proposition 1)."""
+    """Whether a token's scores are averaged only with those of tokens whose scores have no higher
+    entropy than its own (J_i of the paper's Proposition 1)."""
     causal_graph: bool = True
-    """Whether in a language model a token's mixture leaves out later tokens. false: as the paper
-    writes it, which sees what the model is to predict: to measure what that is worth."""
+    """Whether a language model's graph leaves out later tokens. false: it includes them, as the
+    paper writes it, so that routing sees the tokens to be predicted; use it only to measure the
+    size of that leak."""
     graph_from: Probability = 0.0
-    """Share of `train.steps` before which the graph is off, and each token has its own scores; 0:
-    it is on from the first step. A graph that is on stays on when train.steps grows."""
+    """Fraction of `train.steps` at which the graph is switched on; before, each token uses only its
+    own scores. 0: on from the first step. Once on, it stays on even if train.steps is raised
+    later."""
     pool: PoolName = "none"
-    """Which experts a token can use in training: `none`, all; `document`, the d that have the
-    highest mean score over the token's document (EMO), with d drawn anew for each document and
-    layer; `prefix`, over the document's tokens up to this one. Of a text a document ends with
-    model.end_of_text_id; elsewhere a sample is one. In evaluation a token can use all experts."""
+    """Which experts a token can use in training: `none`, all of them; `document`, the d experts
+    with the highest mean score over the token's document (EMO), with d drawn at random for each
+    document and layer; `prefix`, the same over the document's tokens up to this one. In text a
+    document ends with model.end_of_text_id; elsewhere each sample is a document. In evaluation a
+    token can use all experts."""
     pool_least: Count | None = None
-    """Fewest experts d of a pool (EMO's code: 8 of 128); null: top_k, or final_top_k."""
+    """Smallest number of experts d in a pool (EMO's code: 8 of 128); null: top_k, or final_top_k if
+    that is set."""
     pool_most: Count | None = None
-    """Most experts d of a pool, which leave none out where they are all; null: num_experts."""
+    """Largest number of experts d in a pool; null: num_experts, a pool that leaves no expert
+    out."""
     balancing_rate: Annotated[float, Field(ge=0, le=1e6)] = 0.0
-    """How far the balancing bias of each expert moves in a step towards even load (loss-free
-    balancing, Wang et al. 2024); 0 has no bias."""
+    """Amount by which the balancing bias of each expert changes per step, towards even load
+    (auxiliary-loss-free balancing, Wang et al. 2024); 0: no balancing bias."""
     selection_bias: bool = False
-    """Whether there is a balancing bias even where balancing_rate is 0, which leaves it as it is:
-    that of an opened DeepSeek-V3."""
+    """Whether there is a balancing bias even if balancing_rate is 0, which then stays fixed, as in
+    a DeepSeek-V3 checkpoint that is loaded."""
     capacity_factor: Positive | None = None
-    """Most assignments of an expert in a micro-batch, as a multiple of its even share; tokens that
-    come after do without it. null: no token is ever dropped."""
+    """Maximum number of assignments per expert in a micro-batch, as a multiple of an even share;
+    tokens beyond it are not processed by that expert. null: no token is ever dropped."""
     evaluation_capacity_factor: Positive | None = None
-    """capacity_factor in evaluation (V-MoE trains with 1.05 and evaluates with 4); null: the same.
-    num_experts / top_k and more drop nothing."""
+    """capacity_factor in evaluation (V-MoE trains with 1.05 and evaluates with 4); null: the same
+    as in training. With num_experts / top_k or more, nothing is dropped."""
     capacity_order: Literal["arrival", "priority"] = "arrival"
-    """Which assignments a capacity keeps: `arrival`, those of the first tokens of a micro-batch;
-    `priority`, first choices before second ones, and among them those of the tokens with the
-    highest scores (V-MoE's batch priority routing)."""
+    """Which assignments are kept when an expert's capacity is exceeded: `arrival`, those of the
+    first tokens in a micro-batch; `priority`, first choices before second choices, and among these
+    the tokens with the highest scores (V-MoE's batch prioritized routing)."""
     activation: Activation | GatedActivation = "gelu_tanh"
-    """The activation of experts: `gelu_tanh`, GELU approximated by tanh; `gelu`, exact;
-    `quick_gelu`, x sigmoid(1.702 x); `relu`; or with a gate, a second layer beside the first:
-    `swiglu` silu(gate) up, `geglu` gelu_tanh(gate) up, `clamped_swiglu` that of gpt-oss. Blocks
-    that do not route have the model's."""
+    """Activation of the experts: `gelu_tanh` (tanh approximation of GELU), `gelu` (exact),
+    `quick_gelu` (x sigmoid(1.702 x)) or `relu`; or with a gate, a second layer beside the first:
+    `swiglu` (silu(gate) * up), `geglu` (gelu_tanh(gate) * up) or `clamped_swiglu` (gpt-oss). Dense
+    blocks use the model's activation."""
     swiglu_alpha: Positive = 1.702
-    """Of clamped_swiglu: steepness of the sigmoid."""
+    """Steepness of the sigmoid in clamped_swiglu."""
     swiglu_limit: Positive = 7.0
-    """Of clamped_swiglu: bound of the gate and of the other layer."""
+    """Bound to which clamped_swiglu clips the gate and the other layer."""
     shared_hidden_size: Count | None = None
-    """Inner width, in units, of a feed-forward beside the experts that every token goes through
-    (shared experts); null: there is none."""
+    """Inner width, in units, of a feed-forward beside the experts that every token passes through
+    (shared experts); null: none."""
     shared_gate: bool = False
-    """Whether what it gives is multiplied by the sigmoid of a learned score of the token, as in
-    Qwen2-MoE."""
+    """Whether the output of the shared experts is multiplied by the sigmoid of a learned score of
+    the token, as in Qwen2-MoE."""
     input_jitter: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """In training each input of the layer is multiplied by a random number between 1 - input_jitter
-    and 1 + input_jitter (Mixtral's router_jitter_noise)."""
+    """Input noise: in training each input of the layer is multiplied by a random number between 1 -
+    input_jitter and 1 + input_jitter (Mixtral's router_jitter_noise); 0: no noise."""
     expert_dropout: Probability = 0.0
-    """Dropout probability inside experts, beside the model's own: of the inner units after the
-    activation, and of each expert's output, before its bias and the routing weight."""
+    """Dropout probability inside experts, in addition to the model's own dropout: for the inner
+    units after the activation, and for each expert's output before its bias and the routing
+    weight."""
     scale_residual_init: bool = True
-    """Whether in GPT-2 and other decoders the experts' second layer starts smaller by sqrt(2 L), L
-    blocks, as projections onto the residual stream do; false, and in other models: as their first
-    layer. A token's weights sum to 1 at most: K experts then start about K times smaller than a
-    dense layer as wide as all of them."""
+    """Whether in GPT-2 and other decoders the initial weights of the experts' second layer are
+    divided by sqrt(2 L), with L blocks, like other projections onto the residual stream; with
+    false, and in other models, they are initialized like those of the first layer. Because a
+    token's routing weights sum to at most 1, the output of K experts then starts about K times
+    smaller than that of a dense layer of their total width."""
     allow_leak: bool = False
-    """Whether capacity_factor, causal_graph: false, or pool: document, is allowed in a language
-    model, although the experts of a token then depend on later ones, with a capacity on what else
-    is in the batch, and with a pool in training alone, whose loss is then not one of prediction."""
+    """Whether to allow capacity_factor, `causal_graph: false` or `pool: document` in a language
+    model, although the experts of a token then depend on later tokens (with a capacity, also on the
+    rest of the batch). With a pool this holds in training only, so that the training loss is not a
+    true prediction loss."""
     experts: Literal["grouped", "loop"] = "grouped"
-    """How experts are computed: `grouped`, all in one matrix product on a GPU (not in float64 or
-    with widths that are no multiple of 8) and into common buffers on a CPU; or `loop`, one after
-    the other: the reference."""
+    """How experts are computed: `grouped`, all in one grouped matrix product on a GPU (not in
+    float64, nor with widths that are not multiples of 8) and into shared buffers on a CPU; or
+    `loop`, one after the other, which is the reference."""
 
     @field_validator("placement", mode="before")
     @classmethod
@@ -366,21 +379,23 @@ class SparseMoEConfig(SelectingConfig):
         self._check_options()
         if self.expert_keys != "learned" and self.score != "attentive":
             raise SectionError(
-                f"@expert_keys: {self.expert_keys} needs @score: attentive, which is {self.score}; "
-                f"learned is allowed with every score"
+                f"@expert_keys: {self.expert_keys} needs @score: attentive, not {self.score}; "
+                "learned is allowed with every score"
             )
         if self.lower_entropy_only and self.graph == "none":
-            raise SectionError("@lower_entropy_only: true needs a graph, there is none")
+            raise SectionError("@lower_entropy_only: true needs a graph, but @graph is none")
         if not self.causal_graph and self.graph == "none":
-            raise SectionError("@causal_graph: false needs a graph, there is none")
+            raise SectionError("@causal_graph: false needs a graph, but @graph is none")
         if self.graph_from and self.graph == "none":
-            raise SectionError(f"@graph_from: {self.graph_from:g} needs a graph, there is none")
+            raise SectionError(
+                f"@graph_from: {self.graph_from:g} needs a graph, but @graph is none"
+            )
         if self.graph != "attention":
             for name, default in (("attention_head", LOWEST_ENTROPY), ("head_mean", True)):
                 if (value := getattr(self, name)) != default:
                     shown = "false" if value is False else value
                     raise SectionError(
-                        f"@{name}: {shown} needs @graph: attention, which is {self.graph}"
+                        f"@{name}: {shown} needs @graph: attention, not {self.graph}"
                     )
         self.check_capacity()
         self._check_pool()
@@ -410,7 +425,8 @@ class SparseMoEConfig(SelectingConfig):
         ):
             if (value := getattr(self, name)) != allowed:
                 raise SectionError(
-                    f"@pool: {self.pool} is not allowed with @{name}: {value}: {why}; {allowed} is"
+                    f"@pool: {self.pool} is not allowed with @{name}: {value}: {why}; allowed: "
+                    f"{allowed}"
                 )
 
     def pool_bounds(self) -> tuple[int, int]:
@@ -440,28 +456,28 @@ class SparseMoEConfig(SelectingConfig):
             )
         if self.group_score == "best_two" and within < 2:
             raise SectionError(
-                f"@group_score: best_two needs groups of two experts at least; @num_groups: "
-                f"{self.num_groups} leaves {within}"
+                "@group_score: best_two needs groups of at least two experts, but @num_groups: "
+                f"{self.num_groups} gives groups of {within}"
             )
 
     def _check_options(self) -> None:
         """Checks that no option is said that another one leaves without effect."""
         if self.router_dtype != "fp32" and self.score not in ("linear", "random"):
             raise SectionError(
-                f"@router_dtype: {self.router_dtype} needs @score: linear, which is {self.score}"
+                f"@router_dtype: {self.router_dtype} needs @score: linear, not {self.score}"
             )
         if self.shared_gate and self.shared_hidden_size is None:
             raise SectionError("@shared_gate: true needs @shared_hidden_size, which is null")
         if self.score_function == "sigmoid" and self.lower_entropy_only:
             raise SectionError(
                 "@lower_entropy_only: true is not allowed with @score_function: sigmoid, whose "
-                "scores are no distribution; softmax is allowed"
+                "scores are not a distribution; allowed: softmax"
             )
         if self.activation != "clamped_swiglu":
             for name, default in (("swiglu_alpha", 1.702), ("swiglu_limit", 7.0)):
                 if (value := getattr(self, name)) != default:
                     raise SectionError(
-                        f"@{name}: {value:g} needs @activation: clamped_swiglu, which is "
+                        f"@{name}: {value:g} needs @activation: clamped_swiglu, not "
                         f"{self.activation}"
                     )
 
@@ -474,8 +490,8 @@ class SparseMoEConfig(SelectingConfig):
         self.check_blocks(num_layers)
         if self.graph == "attention" and num_heads is None:
             raise SectionError(
-                "@graph: attention is not allowed in a model without attention; none and "
-                "similarity are"
+                "@graph: attention is not allowed in a model without attention; allowed: none, "
+                "similarity"
             )
         if self.fixed_head is not None and num_heads is not None and self.fixed_head >= num_heads:
             raise SectionError(
@@ -485,20 +501,19 @@ class SparseMoEConfig(SelectingConfig):
         self.check_drops(causal)
         if causal and not self.causal_graph and not self.allow_leak:
             raise SectionError(
-                "@causal_graph: false lets tokens choose experts by those that they are to "
-                "predict and is not allowed in a language model: true does not, and "
-                "@allow_leak: true allows it"
+                "@causal_graph: false makes routing depend on the tokens to be predicted, which "
+                "is not allowed in a language model; use true, or allow it with @allow_leak: true"
             )
         if causal and self.pool == "document" and not self.allow_leak:
             raise SectionError(
-                "@pool: document lets tokens choose experts in training by those that they are to "
-                "predict and is not allowed in a language model: prefix does not, and "
-                "@allow_leak: true allows it"
+                "@pool: document makes routing in training depend on the tokens to be predicted, "
+                "which is not allowed in a language model; use prefix, or allow it with "
+                "@allow_leak: true"
             )
         if not causal and self.pool == "prefix":
             raise SectionError(
-                "@pool: prefix is not allowed in a model whose tokens see later ones; none and "
-                "document are"
+                "@pool: prefix is not allowed in a model whose tokens see later ones; allowed: "
+                "none, document"
             )
 
     @property

@@ -351,7 +351,7 @@ class SparsityScore(Score):
     def columns(self, features: Tensor | None = None) -> Tensor:
         """Raises an error: s_e grows with whatever is added to a token, so that no direction raises
         the logit of one expert at all strengths."""
-        raise NoColumnsError("a score of sparsity has no direction that raises an expert's score")
+        raise NoColumnsError("the sparsity score has no direction that raises an expert's score")
 
     def forward(self, u_ND: Tensor, features: Tensor | None = None) -> Tensor:
         """See `Score.forward`."""

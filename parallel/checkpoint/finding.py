@@ -1,7 +1,7 @@
 """Which checkpoint is meant: by a path, and by a run that goes on.
 
 A path means the newest complete checkpoint of a run, read again if the run deletes it meanwhile. A
-run goes on from the newest one whose every byte is verified.
+run continues from the newest one whose every byte is verified.
 """
 
 import os
@@ -53,7 +53,9 @@ def best_checkpoint(path: Path) -> Path:
         )
     name = marked.read_text(errors="replace").strip()
     if not STEP_FOLDER.fullmatch(name) or not (marked.parent / name / MANIFEST_FILE).is_file():
-        raise CheckpointError(f"{marked}: names {name!r:.60}, which is no checkpoint beside it")
+        raise CheckpointError(
+            f"{marked}: names {name!r:.60}, but there is no such checkpoint in the same folder"
+        )
     return marked.parent / name
 
 
@@ -72,14 +74,14 @@ def find_checkpoint(path: Path) -> Path:
         raise CheckpointError(f"{path}: there is no such folder")
     if path.is_file():
         raise CheckpointError(
-            f"{path}: is a file; a checkpoint is a folder step-NNNNNNNN, a run has several. A "
-            f"pickle (.pt, .bin) is not read: it could run code"
+            f"{path}: is a file; a checkpoint is a folder step-NNNNNNNN, and a run has several. "
+            "Pickles (.pt, .bin) are not read, because they could run code"
         )
     if is_huggingface_folder(path) or is_plain_folder(path):
         kind = "a Hugging Face folder" if is_huggingface_folder(path) else "a folder of weights"
         raise CheckpointError(
-            f"{path}: is {kind}; `polyad convert {path} DESTINATION --to polyad` makes a "
-            f"checkpoint of it"
+            f"{path}: is {kind}; convert it to a checkpoint with `polyad convert {path} "
+            "DESTINATION --to polyad`"
         )
     raise CheckpointError(f"{path}: holds no complete checkpoint (a run folder or a step-* folder)")
 
@@ -266,5 +268,5 @@ def _none_is_good(folder: Path, reasons: Sequence[str]) -> str:
 def _warn(reasons: Sequence[str], path: Path) -> None:
     if os.environ.get("RANK", "0") == "0":
         for reason in reasons:
-            line = f"polyad: warning: {reason}; the run goes on from {path.name}"
+            line = f"polyad: warning: {reason}; the run continues from {path.name}"
             print(line, file=sys.stderr, flush=True)

@@ -237,7 +237,7 @@ class Header:
             length = int.from_bytes(head[:8], "little")
             if len(head) < 9 or length > nbytes - 8 or head[8:] != b"{":
                 pickled = head.startswith((b"PK\x03\x04", b"\x80"))
-                what = "a pickle, which could run code" if pickled else "no safetensors file"
+                what = "a pickle, which could run code" if pickled else "not a safetensors file"
                 raise FormError(f"it is {what}")
             if length > _LARGEST_HEADER:
                 raise FormError(f"its header has {length:,} bytes")

@@ -178,8 +178,8 @@ class Checkpoint(Source):
         """
         if not self.has_average:
             raise CheckpointError(
-                f"{self.folder}: has no moving average of its weights, which a run with train.ema "
-                f"keeps; the trained weights are there"
+                f"{self.folder}: has no moving average of its weights, which only runs with "
+                "train.ema keep; use the trained weights"
             )
         self._chosen = EMA
 
@@ -199,7 +199,7 @@ class Checkpoint(Source):
         named = [(name, p) for name, p in module.named_parameters() if name not in base]
         ours = {name: tuple(p.shape) for name, p in named}
         if differing := differing_shapes(self.shapes(), ours, without):
-            raise CheckpointError(f"{self.folder}: is of another model: {differing}")
+            raise CheckpointError(f"{self.folder}: is a different model: {differing}")
         for name, buffer in persistent_buffers(module):
             if name.startswith(without):
                 continue
@@ -207,7 +207,7 @@ class Checkpoint(Source):
             if stored is None or stored.shape != tuple(buffer.shape):
                 there = "missing" if stored is None else list(stored.shape)
                 raise CheckpointError(
-                    f"{self.folder}: is of another model: buffer {name} {there} there, "
+                    f"{self.folder}: is a different model: buffer {name} {there} there, "
                     f"{list(buffer.shape)} here"
                 )
 
@@ -221,8 +221,8 @@ class Checkpoint(Source):
         last = config.last_parameter()  # checked before a wrong number of layers is built
         if last is not None and last not in self.shapes():
             raise CheckpointError(
-                f"{self.folder}: is of another model: {last} missing there, though config.yaml "
-                f"asks for it"
+                f"{self.folder}: is a different model: {last} missing there, although config.yaml "
+                "asks for it"
             )
         try:
             model = build_model(config)

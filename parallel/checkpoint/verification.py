@@ -89,7 +89,7 @@ class Manifest:
         ending = _SELF.search(content)
         if ending and digest(content[: ending.start()]) != ending[1].decode():
             raise damaged(path, "its digest of itself differs")
-        what = "it is no manifest of a Polyad checkpoint"
+        what = "it is not the manifest of a Polyad checkpoint"
         try:
             head: ManifestHead = parsed(ManifestHead, content)
             if head.format != FORMAT:
@@ -199,7 +199,7 @@ class Manifest:
         try:
             return self.content(name).decode()
         except UnicodeDecodeError:
-            raise damaged(self.folder / name, "it is no text") from None
+            raise damaged(self.folder / name, "it is not text") from None
 
     def parsed(self, name: str, kind: Any) -> Any:
         """The JSON of a small file, verified and checked.

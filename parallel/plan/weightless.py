@@ -300,7 +300,7 @@ def _reserved(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) ->
         pages = mmap.mmap(-1, elements * dtype.itemsize, flags=flags)
     except OSError as error:  # the addresses of a process end at 128 TB
         raise LayoutError(
-            f"the model: a tensor of a process is {list(size)}, {elements * dtype.itemsize:.2g} "
-            f"bytes, more than this machine has addresses for; a smaller one is allowed"
+            f"the model: a tensor of one process is {list(size)}, {elements * dtype.itemsize:.2g} "
+            "bytes, more than this machine can address; choose a smaller model"
         ) from error
     return torch.frombuffer(pages, dtype=dtype).as_strided(size, stride)

@@ -7,8 +7,8 @@ from polyad.train.console import in_bytes
 from tests.benchmarks.turns import span
 
 TITLES = {
-    "weak": "as much for each (weak scaling)",
-    "strong": "the same batch (strong scaling)",
+    "weak": "weak scaling (same batch per GPU)",
+    "strong": "strong scaling (same global batch)",
 }
 SMALL = 1e-4
 """Of the bytes: collectives that send less are one line together."""

@@ -120,7 +120,7 @@ def test_another_run_has_another_order(tmp_path):
     assert build.made() == [0, 0]
 
 
-@pytest.mark.parametrize("fault", ["a file", "somebody else's"])
+@pytest.mark.parametrize("fault", ["a file", "belongs to another user"])
 def test_without_such_a_folder_each_process_makes_its_own(tmp_path, place, fault, monkeypatch):
     if fault == "a file":
         place.parent.write_text("")

@@ -254,7 +254,7 @@ def train(case: Case, source: Source | None = None) -> dict[str, Any]:
 
     Args:
         case: The case.
-        source: What it starts from; None: initial weights, or what it goes on from.
+        source: What it starts from; None: initial weights, or what it continues from.
     """
     checkpoint = Checkpoint(Path(case.resume)) if case.resume else None
     if checkpoint is not None:

@@ -41,7 +41,7 @@ def test_a_step_is_timed_without_data(polyad: Polyad, tmp_path: Path) -> None:
     assert row["peak_memory_bytes"] > 1e8
     assert (result["unit"], result["steps"], result["processes"]) == ("token", 5, 1)
     lines = done.stdout.splitlines()
-    assert "8 samples a step in micro-batches of 2" in lines[0]
+    assert "8 samples per step in micro-batches of 2" in lines[0]
     assert "tokens/s" in lines[2]
     shown = ["eager", f"{row['seconds']:.4f}", f"{low:.4f}", "to", f"{high:.4f}"]
     assert lines[3].split()[:5] == shown
@@ -72,7 +72,7 @@ def test_forced_loads_are_said(polyad: Polyad, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     result = json.loads((tmp_path / "bench.json").read_text())
     assert (result["forced_balance"], result["processes"]) == (True, 2)
-    said = "experts are forced to equal loads: no figure of what a router does or learns"
+    said = "expert loads are forced to be equal, so this does not measure the router's own balance"
     assert done.stdout.splitlines()[2] == said
 
 
@@ -128,4 +128,4 @@ def test_two_processes_with_and_without_the_compiler(polyad: Polyad, tmp_path: P
     assert (result["processes"], result["data_parallel_size"]) == (2, 2)
     assert list(result["times"]) == ["eager", "compiled"]
     eager, compiled = (row["seconds"] for row in result["times"].values())
-    assert done.stdout.endswith(f"compiled takes {compiled / eager:.2f} of the eager step\n")
+    assert done.stdout.endswith(f"takes {compiled / eager:.2f} times as long as the eager one\n")

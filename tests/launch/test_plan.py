@@ -88,7 +88,7 @@ def test_a_table_says_that_it_is_a_prediction(capfd: pytest.CaptureFixture[str])
     expert = "parallel.expert_parallel_size=2"
     assert run(["plan", SMOE, "--processes-per-node", "2", *SMALL, expert, "--imbalance", "2"]) == 0
     out = capfd.readouterr().out
-    assert out.startswith("prediction, no run: ")
+    assert out.startswith("predicted, not measured: ")
     for words in ("all-to-all", "experts", "best checkpoint.every", "MFU", "device hours"):
         assert words in out
 
@@ -118,7 +118,7 @@ def test_what_does_not_fit_ends_with_status_2_and_says_what_would(
     line = error_line(printed.err)
     for words in ("memory: ", "of a100-80gb", "train.micro_batch_size=", "model.recompute=block"):
         assert words in line
-    assert "memory of a process" in printed.out
+    assert "memory per process" in printed.out
     # What would fit does.
     assert run(["plan", GPT2, "--processes-per-node", "1", *large, "model.recompute=block"]) == 0
 
@@ -159,7 +159,7 @@ def test_a_figure_shows_up_to_1024_gpus(tmp_path: Path, capfd: pytest.CaptureFix
     result = planned(GPT2, "--device", "h200", "--figure", str(path), *SMALL, capfd=capfd)
     text = path.read_text()
     assert ElementTree.fromstring(text).tag.endswith("svg")
-    assert "Prediction, no run" in text
+    assert "Predicted, not measured" in text
     weak, strong = result["scaling"]["weak"], result["scaling"]["strong"]
     assert [each["processes"] for each in weak] == [2**n for n in range(11)]
     assert strong[-1]["processes"] == 256  # samples of the batch

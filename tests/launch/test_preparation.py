@@ -95,7 +95,7 @@ def test_images_have_no_parts(
     assert run(["prepare", "--images", "digits", *output, *options]) == 2
     line = last_line(capfd)
     assert f"{options[0]}: " in line
-    assert "is of text, and is not allowed with --images" in line
+    assert "applies to text only, and is not allowed with --images" in line
 
 
 def test_files_that_are_called_as_our_packages_are_not_imported(text: Path, tmp_path: Path) -> None:
@@ -122,7 +122,7 @@ def test_steps_of_the_command_make_the_folder(
     whole = capfd.readouterr().out
     command = [*words(text, tmp_path / "out"), "--parts", "2"]
     assert run([*command, "--part", "1"]) == 2
-    assert "give the same command once with --begin" in last_line(capfd)
+    assert "run the same command once with --begin" in last_line(capfd)
     assert run([*command, "--begin"]) == 0
     assert "2 of 2 parts to encode" in capfd.readouterr().out
     assert run([*command, "--part", "1"]) == 0

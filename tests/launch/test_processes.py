@@ -48,5 +48,5 @@ def test_a_signal_is_handed_on_and_the_run_saved(config: Path, all_processes: bo
     (newest,) = complete_checkpoints(run / "checkpoints")
     assert newest.name == f"step-{steps(run)[-1]:08d}"
     assert err.splitlines()[-1].endswith(
-        f"stopped by SIGTERM; the same command goes on from {newest}"
+        f"stopped by SIGTERM; run the same command again to continue from {newest}"
     )

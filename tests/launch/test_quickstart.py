@@ -60,6 +60,6 @@ def test_the_table_names_what_was_reached(
     quickstart.run, quickstart.data = folder, data
     rows = dict(quickstart.finish(result, half=2))
     assert rows["perplexity"].startswith("12.2")
-    assert "step-00000002" in rows["went on"]
+    assert "step-00000002" in rows["continued"]
     assert "tensorboard" in rows["curves"]
-    assert float(rows["of a unigram model"].split()[0]) > 1
+    assert float(rows["unigram baseline"].split()[0]) > 1

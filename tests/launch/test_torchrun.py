@@ -209,7 +209,9 @@ def test_signals_again_and_again_do_not_end_workers_that_save(config: Path) -> N
     (newest,) = complete_checkpoints(run / "checkpoints")
     assert newest.name == f"step-{steps(run)[-1]:08d}"
     errors = [line for line in said.splitlines() if "error" in line]
-    assert errors == [f"polyad: error: interrupted; the same command goes on from {newest}"]
+    assert errors == [
+        f"polyad: error: interrupted; run the same command again to continue from {newest}"
+    ]
 
 
 @pytest.mark.slow

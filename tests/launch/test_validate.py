@@ -37,7 +37,7 @@ def test_without_data_the_vocabulary_has_to_be_given(
     assert run(arguments) == 2
     assert "model.vocab_size" in capfd.readouterr().err
     assert run([*arguments, "model.vocab_size=400"]) == 0
-    assert "not looked at" in capfd.readouterr().out
+    assert "not checked" in capfd.readouterr().out
 
 
 def test_without_data_a_teacher_need_not_be_there(

@@ -166,7 +166,7 @@ def test_options_without_effect_are_refused(section, said):
     ("section", "said"),
     [
         ({"num_key_value_heads": 3}, "num_heads: 4 is not a multiple of model.num_key_value_heads"),
-        ({"head_size": 7}, "head_size: 7 is odd, and units turn in pairs"),
+        ({"head_size": 7}, "head_size: 7 is odd, but units are rotated in pairs"),
         ({"latent_attention": LATENT}, "num_key_value_heads: 2 is not allowed with model.latent"),
         ({"head_bias": True, "tied_embeddings": True}, "head_bias: true needs model.tied"),
         ({"sliding_window": 3, "sliding_window_blocks": [2]}, "the model has blocks 0 to 1"),

@@ -339,7 +339,7 @@ def test_a_frozen_expert_does_without_dropout():
         ({"expert": {"batch_norm": [0]}}, "model.expert.batch_norm: there is no convolution 0"),
         (
             {"expert": {"convolutions": [4, 4, 4]}},
-            "model.expert.convolutions: nothing of 6 x 6 pixels is left after convolution 1",
+            "model.expert.convolutions: of 6 x 6 pixels none are left after convolution 1",
         ),
         (
             {"expert": VIT | {"patch_size": 4}},
@@ -347,9 +347,10 @@ def test_a_frozen_expert_does_without_dropout():
         ),
         (
             {"expert": VIT | {"image_size": 9}},
-            "model.expert.image_size: 9 is not what the mixture gives its experts: 6",
+            "model.expert.image_size: 9 differs from the value that the mixture gives its "
+            "experts: 6",
         ),
-        ({"expert": VIT | {"channels": 3}, "grey": True}, "model.expert.channels: 3 is not what"),
+        ({"expert": VIT | {"channels": 3}, "grey": True}, "model.expert.channels: 3 differs from"),
         (
             {"expert": VIT | {"feed_forward": {"kind": "smoe"}}},
             "model.expert.feed_forward.kind: smoe is not allowed in an expert",

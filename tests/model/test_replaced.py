@@ -62,7 +62,7 @@ def test_a_dense_block_in_a_mixture_is_as_wide_as_it_says():
     ("section", "said"),
     [
         ({"blocks": [3], "feed_forward": KINDS["dense"]}, r"blocks: \[3\] is not allowed"),
-        ({"blocks": [1, 1], "feed_forward": KINDS["dense"]}, "once at most"),
+        ({"blocks": [1, 1], "feed_forward": KINDS["dense"]}, "each at most once"),
         ({"blocks": [], "feed_forward": KINDS["dense"]}, "at least 1 item"),
         (
             {"blocks": [1], "feed_forward": KINDS["smoe"] | {"placement": 2}},

@@ -163,7 +163,7 @@ def test_an_average_begins_with_the_weights_of_a_checkpoint_without_one(workers,
         source = "master" if field == "ema" else field
         assert torch.equal(after[name, field], before[name, source])
     assert any(field == "ema" for _, field in after)
-    # A run without averages goes on from a checkpoint with them, and drops them.
+    # A run without averages continues from a checkpoint with them, and drops them.
     case = Case(resume=str(saved(0.7)), first_step=3, save_to=str(tmp_path / "without"))
     workers(1).run(resave, case)
     assert tensors(tmp_path / "without" / "step-00000003").keys() == before.keys()

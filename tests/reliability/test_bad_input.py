@@ -49,7 +49,7 @@ def error_of(capfd, *arguments):
 
 def test_a_missing_parameter_is_named(tmp_path):
     name = "blocks.1.feed_forward.down.weight"
-    with pytest.raises(CheckpointError, match=rf"of another model: {name} missing there, \[36"):
+    with pytest.raises(CheckpointError, match=rf"is a different model: {name} missing there, \[36"):
         load_model(write(tmp_path, without=[name]))
 
 
@@ -91,7 +91,7 @@ def test_a_shard_that_is_no_safetensors_is_refused_though_its_digest_is_right(tm
     files = {name: record_of((path / name).read_bytes()) for name in names}
     (path / "manifest.json").write_bytes(render(1, files))
     Manifest(path).verify()
-    what = "a pickle, which could run" if kind in ("pickle", "torch") else "no safetensors file"
+    what = "a pickle, which could run" if kind in ("pickle", "torch") else "not a safetensors file"
     with pytest.raises(CheckpointError, match=rf"rank-00000.safetensors: damaged: it is {what}"):
         load_model(path)
 

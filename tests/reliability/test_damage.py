@@ -142,7 +142,7 @@ def test_a_name_that_leads_out_of_the_folder_is_refused(copy):
 
     ending = f',\n "xxh3": "{xxhash.xxh3_64_hexdigest(body)}"\n}}\n'.encode()
     (copy / "manifest.json").write_bytes(body + ending)
-    assert "it is no manifest" in refused(copy, "manifest.json")
+    assert "it is not the manifest" in refused(copy, "manifest.json")
 
 
 def test_a_file_of_several_blocks_is_verified_block_by_block(tmp_path):

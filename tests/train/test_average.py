@@ -98,7 +98,7 @@ def test_an_older_run_begins_its_average_with_its_weights_and_says_so(
     ((done, said),) = workers(1).run(run_and_listen, config, "train.steps=7")
     assert done == 7
     first = said.splitlines()[0]
-    assert first.startswith("goes on from step 6 of 7 (1 left), from ")
+    assert first.startswith("continues from step 6 of 7 (1 left), from ")
     assert first.endswith("; the moving average of the weights (train.ema) begins there with the "
                           "weights")  # fmt: skip
     before = Checkpoint(newest(tmp_path / "run"))

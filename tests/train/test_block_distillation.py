@@ -123,7 +123,7 @@ def test_only_the_replaced_feed_forward_is_trained_and_it_comes_near(
             assert torch.equal(weight, theirs[name]), name
     trained = sum(w.numel() for n, w in ours.items() if n.startswith("blocks.1.feed_forward."))
     assert f"trains {trained:,} parameters" in said
-    assert found[-1]["validation_loss"] > 1  # nats a token, of the spliced model
+    assert found[-1]["validation_loss"] > 1  # nats per token, of the spliced model
 
 
 def test_a_copy_has_nothing_to_learn():
@@ -209,7 +209,7 @@ def test_a_resumed_run_is_an_uninterrupted_one_though_its_teacher_went_on(
     assert all(torch.equal(one[name], two[name]) for name in one)
     shutil.rmtree(tmp_path / "teacher" / "checkpoints" / "step-00000020")
     said = refusal(workers(1), config, "train.steps=5")
-    assert "is at step 21, and its checkpoint of step 20" in said
+    assert "is at step 21, but its checkpoint of step 20" in said
 
 
 def test_a_small_layout_of_it_can_be_tried(tmp_path, prepared_path, teacher):

@@ -249,7 +249,10 @@ def colours(tmp_path_factory):
         (("model.num_experts=1",), "model.num_experts: 1"),
         (("model.top_k=5",), "model.top_k: 5 is more than model.num_experts: 4"),
         (("distill.teacher={attentive}", "data.path={colours}"), "has 3 classes, the distill.teac"),
-        (("checkpoint.init_from={attentive}", ATTENTIVE, "data.path={colours}"), "another model"),
+        (
+            ("checkpoint.init_from={attentive}", ATTENTIVE, "data.path={colours}"),
+            "a different model",
+        ),
         (("distill.teacher={attentive}", "data.normalization=none"), "data.normalization: half"),
         (("distill.teacher={attentive}", "model.image_size=10"), "model.image_size: 8, not 10"),
         (("distill.teacher={colours}",), "distill.teacher: "),

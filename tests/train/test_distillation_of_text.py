@@ -179,7 +179,7 @@ def test_masked_language_models_neither_teach_nor_learn(workers, tmp_path, texts
     changes = {"model": BERT, "data__kind": "masked_text", "train__steps": 1}
     config = small_run(tmp_path, tmp_path / "data", **changes)
     text = refusal(workers(1), config, f"distill.teacher={teacher}")
-    assert "is not allowed with data.kind: masked_text; images, sequences and text are" in text
+    assert "is not allowed with data.kind: masked_text; allowed: images, sequences, text" in text
     workers(1).run(run, config)
     text = refusal(workers(1), student, f"distill.teacher={tmp_path / 'run'}")
     assert "has model.kind: bert and data.kind: masked_text; a model that predicts the nex" in text

@@ -121,7 +121,9 @@ def test_a_folder_of_weights_is_loaded_and_evaluated_with_data(
     workers, exported, finished, prepared_path
 ):
     run = polyad.load(str(exported))
-    with pytest.raises(ValueError, match=r"is a folder of weights, which names no data; --data"):
+    with pytest.raises(
+        ValueError, match=r"is a folder of weights, which names no data; use --data"
+    ):
         run.evaluate()
     (expected,) = workers(1).run(evaluation, finished)
     (command_says,) = workers(1).run(evaluation, exported, data=str(prepared_path))

@@ -180,15 +180,15 @@ def test_adapters_of_another_base_are_refused(
     shutil.copytree(folder, tmp_path / "run")
     changed = ("train.steps=8", f"checkpoint.init_from={other}")
     message = refusal(workers(1), config, *changed)
-    assert "its adapters are of another base: digest " in message
+    assert "its adapters belong to a different base model: digest " in message
     assert str(other) in message
     # And where the checkpoint is only read, its base has gone, or become another model's.
     moved = tmp_path / "run"
     path = newest(moved) / "config.yaml"
     for base, why in (
-        (other, "its adapters are of another base: digest"),
+        (other, "its adapters belong to a different base model: digest"),
         (tmp_path / "gone", "cannot be used"),
-        (trained("smoe"), "is of another model"),
+        (trained("smoe"), "is a different model"),
     ):
         path.write_text(
             (newest(folder) / "config.yaml").read_text().replace(str(finished), str(base))
@@ -229,12 +229,12 @@ def test_commands_are_told_where_a_base_has_moved(
     assert scored[0] == scored[1]
     written = ("generate", moved, "--prompt", "import ", "--max-tokens", "3", "--base", finished)
     assert said(0, *written).startswith("import ")
-    assert "of another base: digest" in said(2, "evaluate", moved, "--base", folder)
+    assert "a different base model: digest" in said(2, "evaluate", moved, "--base", folder)
     line = said(2, "evaluate", moved, "--base", trained("smoe"))
     assert "holds adapters, and their base (--base) cannot be used: " in line
     line = said(2, "evaluate", finished, "--base", exported)
     assert f"--base: {exported} is not allowed" in line
-    assert "holds no adapters, which alone have a base" in line
+    assert "holds no adapters, and only adapters have a base" in line
     assert "holds no adapters" in said(
         2, "convert", exported, tmp_path / "x", "--to", "polyad", "--base", finished
     )
@@ -245,9 +245,10 @@ def test_commands_are_told_where_a_base_has_moved(
     [
         (["adapt.lora.targets=[attn.c_attn]"], "adapt.lora.targets: 'attn.c_attn' matches nothing"),
         (["adapt.lora.experts=true"], "adapt.lora.experts: true is not allowed with a model that"),
-        (["checkpoint.init_from=null"], "adapt.lora: needs the weights that it is added to"),
+        (["checkpoint.init_from=null"], "adapt.lora: needs the weights to which adapters are "
+        "added"),
         (["optimizer.groups=[{match: blocks.9.*}]"], "groups.0.match: 'blocks.9.*' matches"),
-        (["optimizer.groups=[{match: '*', freeze: true}]"], "leaves nothing to train"),
+        (["optimizer.groups=[{match: '*', freeze: true}]"], "nothing is left to train"),
     ],
     ids=str,
 )  # fmt: skip
@@ -265,8 +266,12 @@ def test_what_matches_nothing_ends_a_start_with_one_line(
 def test_conversion_says_what_to_do_with_adapters(adapted, finished, tmp_path, capfd):
     folder, *_ = adapted
     for source, options, message in (
-        (folder, ["--to", "safetensors"], "--merge makes them part of the weights, --to peft"),
-        (finished, ["--to", "peft"], "holds no adapters; a run with adapt.lora does"),
+        (
+            folder,
+            ["--to", "safetensors"],
+            "add --merge to merge them into the weights, or use --to peft",
+        ),
+        (finished, ["--to", "peft"], "holds no adapters; only runs with adapt.lora do"),
         (finished, ["--to", "polyad", "--merge"], "--merge: "),
         (folder, ["--to", "peft", "--merge"], "is not allowed with --to peft"),
     ):

@@ -95,5 +95,5 @@ def test_bad_weights_and_both_keys_are_one_line_that_names_them(workers, config,
     text = refusal(workers(1), config, "data.mixture=[{path: a, weigth: 1}]")
     assert "unknown key data.mixture.0.weigth; the nearest is data.mixture.weight" in text
     text = refusal(workers(1), config, f"data.path={prepared_path}")
-    assert "data.mixture: stands beside data.path" in text
+    assert "data.mixture: is not allowed together with data.path" in text
     assert "data.path: is missing" in refusal(workers(1), config, "data.mixture=null")

@@ -100,7 +100,7 @@ def test_a_trained_model_goes_back_to_its_family(case, workers, tmp_path):
     model = FamilyWeights(folder).config.model_dump(mode="json") | {"sequence_length": 24}
     changes = {"model": model, "checkpoint__init_from": str(folder), "train__steps": 2}
     workers(1).run(run, write_config(config, data, **changes))
-    workers(1).run(run, config, "train.steps=3")  # goes on from its own checkpoint
+    workers(1).run(run, config, "train.steps=3")  # continues from its own checkpoint
     convert(tmp_path / "run", tmp_path / "back", to="huggingface")
     before, after = (load_file(each / "model.safetensors") for each in (folder, tmp_path / "back"))
     assert before.keys() == after.keys()
@@ -151,7 +151,7 @@ def test_what_there_is_for_experts_trains_a_published_mixture(name, case, worker
     if name == "classes":
         data = sequences.folder_of(tmp_path / "rows")
     if case == "deepseek_v3" and name == "a graph of attention":
-        with pytest.raises(ConfigError, match="reads plain attention; none and similarity are"):
+        with pytest.raises(ConfigError, match="reads plain attention; allowed: none, similarity"):
             load_config(write_config(tmp_path / "config.yaml", data, **changes), ())
         return
     workers(1).run(run, write_config(tmp_path / "config.yaml", data, **changes))

@@ -50,7 +50,7 @@ def test_a_loss_that_leaks_says_so_and_evaluation_does_not_leak(finished, worker
     assert polyad(["validate", str(folder / "config.yaml"), "--without-data"]) == 0
     described = capfd.readouterr().out
     assert (LEAK.removeprefix("warning: ") in described) == leaks
-    assert f"in training of a pool of 2 to 8 by {pool}" in described
+    assert f"in training from a pool of 2 to 8 experts per {pool}" in described
     # The weights are those of a model without pools, and are scored as such.
     [result] = workers(1).run(evaluation, folder)
     model = load_model(newest(folder))
@@ -73,7 +73,7 @@ def test_the_report_says_so_too(finished, tmp_path):
     assert found.get("loss_leaks", False) == leaks
     text = (tmp_path / "report.html").read_text()
     assert ("last 10 steps; experts depend on later tokens" in text) == leaks
-    assert ("its loss is that of no prediction" in text) == leaks
+    assert ("the training loss is not a true prediction loss" in text) == leaks
 
 
 def test_a_run_goes_on_with_the_same_numbers(workers, prepared_path, tmp_path):
@@ -94,6 +94,6 @@ def test_another_end_of_documents_is_refused(workers, prepared_path, tmp_path):
     end = PreparedData.open(prepared_path).manifest.tokenizer.end_of_text_id
     text = refusal(workers(2), config, f"model.end_of_text_id={end + 1}")
     assert text.startswith(f"model.end_of_text_id: {end + 1} is not the token that ends documents")
-    assert text.endswith(f", {end}; null takes that")
+    assert text.endswith(f", {end}; set it to null to use that one")
     text = refusal(workers(2), config, "model.feed_forward.pool=document")
-    assert "pool: document lets tokens choose experts in training by those that they are to" in text
+    assert "pool: document makes routing in training depend on the tokens to be" in text

@@ -178,7 +178,9 @@ def test_an_interrupted_run_says_where_it_goes_on(config, tmp_path):
     *_, last = run.communicate(timeout=60)[1].splitlines()
     assert run.returncode == 130
     (newest,) = complete_checkpoints(tmp_path / "run" / "checkpoints")
-    assert last == f"polyad: error: interrupted; the same command goes on from {newest}"
+    assert (
+        last == f"polyad: error: interrupted; run the same command again to continue from {newest}"
+    )
 
 
 @everyday("workers_count", [0, 2], keep=[0])
@@ -261,11 +263,11 @@ def test_weights_of_another_model_or_tokenizer_are_refused(
     from polyad.data.text.prepare import prepare
 
     init = f"checkpoint.init_from={finished / 'run'}"
-    assert "is of another model" in refusal(workers(2), config, init, "model.num_layers=1")
+    assert "is a different model" in refusal(workers(2), config, init, "model.num_layers=1")
     prepare(str(texts), "train:401", tmp_path / "other", report=print)
     other = f"data.path={tmp_path / 'other'}"
     text = refusal(workers(2), config, init, other, "model.vocab_size=401")
-    assert "another model" in text
+    assert "a different model" in text
     prepare(str(texts), "train:400", tmp_path / "third", validation_fraction=0.3, report=print)
     text = refusal(workers(2), config, init, f"data.path={tmp_path / 'third'}")
     assert "their token ids mean different things" in text
@@ -368,7 +370,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(
     if damage == "without manifest":
         what = f"{path.parent}: is not a complete checkpoint: no manifest.json"
     assert warning.startswith(f"polyad: warning: {what}")
-    assert warning.endswith("; the run goes on from step-00000003")
+    assert warning.endswith("; the run continues from step-00000003")
     again = tensors(folder / "step-00000006")
     assert all(torch.equal(again[key], good[key]) for key in good)
 

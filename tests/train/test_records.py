@@ -73,7 +73,7 @@ def test_records_that_are_not_there_are_one_line(tmp_path):
     with pytest.raises(ConfigError, match=r"has no metrics\.jsonl"):
         read_records(tmp_path)
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "lo')
-    with pytest.raises(ConfigError, match="holds no record of a step yet"):
+    with pytest.raises(ConfigError, match="contains no record of a step yet"):
         read_records(tmp_path)
 
 

@@ -111,6 +111,8 @@ def test_a_mark_that_leads_nowhere_is_one_line(tmp_path):
     for name in ("step-00000003", "../../elsewhere", "\udcff"):
         content = f"{name}\n".encode(errors="surrogateescape")
         (tmp_path / "checkpoints" / "best").write_bytes(content)
-        with pytest.raises(CheckpointError, match="which is no checkpoint beside it") as caught:
+        with pytest.raises(
+            CheckpointError, match="but there is no such checkpoint in the same folder"
+        ) as caught:
             best_checkpoint(tmp_path)
         assert "\n" not in str(caught.value)

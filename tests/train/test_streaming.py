@@ -201,7 +201,7 @@ def test_what_was_kept_of_another_reading_is_refused(tmp_path, monkeypatch):
     with pytest.raises(StreamError, match=r"after-1\.bin: is damaged or missing"):
         evaluation(folder, stream=kept, **asked)
     (kept / "reading-1" / "state.json").write_text("{")
-    with pytest.raises(StreamError, match=r"state\.json: is no JSON"):
+    with pytest.raises(StreamError, match=r"state\.json: is not JSON"):
         evaluation(folder, stream=kept, **asked)
 
 
@@ -281,7 +281,7 @@ def test_the_atlas_is_that_of_the_whole_model(case, how, tmp_path, monkeypatch):
     wanted, text = both_forms(folder, Atlas, **asked)
     found, _ = both_forms(folder, Atlas, stream=tmp_path / "kept", **asked)
     close(found, wanted)
-    assert "predicts in" in text
+    assert "predictive in" in text
     monkeypatch.setattr(streamed_knockout, "free_memory", lambda: 0)
     found, _ = both_forms(folder, Atlas, stream=tmp_path / "kept", **asked)
     close(found, wanted)

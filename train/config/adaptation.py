@@ -126,7 +126,7 @@ def source_of(
 
     Args:
         config: the run's.
-        resume: the checkpoint that it goes on from.
+        resume: the checkpoint that it continues from.
         init: the weights of checkpoint.init_from, of a new run or one with adapters.
         anew: how names begin that these lack, and that start from the seed.
     """

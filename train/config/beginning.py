@@ -37,15 +37,13 @@ def first_line(plan: Plan, state: TrainState) -> str:
     place, left = plan.resume.folder, steps - state.step
     if nothing_is_left(plan, state) and left:
         reason = state.why_it_is_over(plan.config.evaluation.patience)
-        line = f"nothing is left to do: {reason}; the last checkpoint is {place}"
+        line = f"nothing left to do: {reason}; the last checkpoint is {place}"
     elif nothing_is_left(plan, state):
-        line = (
-            f"nothing is left to do: all {steps:,} steps are done; the last checkpoint is {place}"
-        )
+        line = f"nothing left to do: all {steps:,} steps are done; the last checkpoint is {place}"
     elif left:
-        line = f"goes on from step {state.step:,} of {steps:,} ({left:,} left), from {place}"
+        line = f"continues from step {state.step:,} of {steps:,} ({left:,} left), from {place}"
     else:
-        line = f"goes on after step {state.step:,}, the last, with its validation, from {place}"
+        line = f"continues after step {state.step:,}, the last, with its validation, from {place}"
     start = plan.config.checkpoint.init_from
     unused = ""
     if start and plan.config.adapt.lora is None:

@@ -57,16 +57,16 @@ def check_teacher(config: RunConfig, task: Task[Any]) -> TeacherAt | None:
     key = f"distill.teacher: {config.distill.teacher}"
     if not isinstance(task, Learner):
         raise ConfigError(
-            f"{key} is not allowed with data.kind: {config.data.kind}; images, sequences and text "
-            f"are"
+            f"{key} is not allowed with data.kind: {config.data.kind}; allowed: images, sequences, "
+            "text"
         )
     weights = open_teacher(Path(config.distill.teacher))
     if isinstance(task, LanguageModelling):
         _check_text(config, task, weights)
     elif not isinstance(weights, Checkpoint):
         raise ConfigError(
-            f"{key} is a folder of weights, which does not say what it was trained on; `polyad "
-            f"convert {weights.folder} DESTINATION --to polyad` makes a checkpoint of it"
+            f"{key} is a folder of weights, which does not record what it was trained on; convert "
+            f"it to a checkpoint with `polyad convert {weights.folder} DESTINATION --to polyad`"
         )
     elif isinstance(task, ImageClassification):
         _check_images(config, task, weights, _config_of(weights))
@@ -87,7 +87,7 @@ def _check_images(
     if data.loss != "softmax":
         raise ConfigError(
             f"{key} is not allowed with data.loss: {data.loss} (data.kind: {data.kind}): it "
-            f"teaches probabilities that sum to 1; softmax is"
+            "teaches probabilities that sum to 1; allowed: softmax"
         )
     if not isinstance(theirs.model, ImageSettings) or not isinstance(theirs.data, ImageDataConfig):
         raise ConfigError(f"{key} has {_kinds(theirs)}; a model of images with classes is needed")
@@ -108,12 +108,12 @@ def _check_sequences(
     key, model = f"distill.teacher: {config.distill.teacher}", theirs.model
     if task.schema.task == "regression":
         raise ConfigError(
-            f"{key} is not allowed with {task.place}, whose labels are numbers: it teaches "
-            f"probabilities of classes or choices"
+            f"{key} is not allowed with {task.place}, whose labels are numbers: distillation needs "
+            "probabilities of classes or choices"
         )
     if theirs.data.kind != config.data.kind or not isinstance(model, type(task.model)):
         raise ConfigError(
-            f"{key} has {_kinds(theirs)}; {_kinds(config)} are needed, which read the same tokens"
+            f"{key} has {_kinds(theirs)}; it has to be {_kinds(config)}, to read the same tokens"
         )
     task.check_weights(checkpoint, "distill.teacher")
     theirs_named, ours_named = class_names_of(checkpoint.folder) or [], list(task.data.class_names)
@@ -131,8 +131,8 @@ def _check_text(config: RunConfig, task: LanguageModelling, weights: Weights) ->
     if config.distill.blocks is None and config.parallel.tensor_parallel_size > 1:
         raise ConfigError(
             f"{key} is not allowed with parallel.tensor_parallel_size: "
-            f"{config.parallel.tensor_parallel_size}, which cuts the vocabulary that it teaches; 1 "
-            f"is"
+            f"{config.parallel.tensor_parallel_size}, which cuts the vocabulary that it teaches; "
+            "allowed: 1"
         )
     data = _config_of(weights).data.kind if isinstance(weights, Checkpoint) else config.data.kind
     if not isinstance(model, DecoderSettings) or model.head or data != config.data.kind:
@@ -147,8 +147,8 @@ def _check_text(config: RunConfig, task: LanguageModelling, weights: Weights) ->
     ]
     if leaking:
         raise ConfigError(
-            f"{key} has {leaking[0]}.causal_graph: false: what it says of the next token may "
-            f"depend on that token; true is needed"
+            f"{key} has {leaking[0]}.causal_graph: false, so its prediction of the next token may "
+            "depend on that token; a teacher with true is needed"
         )
     task.check_weights(weights, "distill.teacher")
     if config.distill.blocks is not None:
@@ -178,14 +178,14 @@ def check_original(key: str, weights: Weights, ours: DecoderSettings) -> None:
         raise ConfigError(f"{key} has model.kind: {theirs.kind}, not {ours.kind}")
     if theirs.replaced is not None:
         raise ConfigError(
-            f"{key} has model.replaced: blocks {theirs.replaced_blocks()} have lost their own "
-            f"feed-forward; a model without it teaches distill.blocks"
+            f"{key} has model.replaced: blocks {theirs.replaced_blocks()} no longer have their own "
+            "feed-forward; distill.blocks needs a teacher without model.replaced"
         )
     of_replaced = [theirs.block_feed_forwards()[block] for block in ours.replaced_blocks()]
     if any(getattr(each, "graph", "none") == "attention" for each in of_replaced):
         raise ConfigError(
-            f"{key} has model.feed_forward.graph: attention, which reads more than enters the "
-            f"feed-forward; distill.blocks is not allowed with it"
+            f"{key} has model.feed_forward.graph: attention, which reads more than the input of "
+            "the feed-forward; distill.blocks is not allowed with it"
         )
     try:
         check_fits(weights, ours.original())
@@ -220,8 +220,8 @@ def _check_length(key: str, model: ModelSettings, length: int, name: str) -> Non
     its = getattr(model, "sequence_length", 0)
     if its < length:
         raise ConfigError(
-            f"{key} has model.sequence_length: {its}, less than {name}: {length}: it reads what "
-            f"the student reads"
+            f"{key} has model.sequence_length: {its}, less than {name}: {length}, but it has to "
+            "read the same text as the student"
         )
 
 
@@ -242,8 +242,8 @@ def of_step(teacher: TeacherAt, step: int | None, key: str) -> TeacherAt:
         if folder.name == f"step-{step:08d}":
             return TeacherAt(folder, step or 0)
     raise ConfigError(
-        f"{key} is at step {teacher.step:,}, and its checkpoint of step {step:,}, whose weights "
-        f"this run has, is there no longer; another run.folder begins anew"
+        f"{key} is at step {teacher.step:,}, but its checkpoint of step {step:,}, from which this "
+        "run started, no longer exists; choose another run.folder to start over"
     )
 
 

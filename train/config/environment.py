@@ -77,9 +77,9 @@ def check_compiler(config: RunConfig) -> None:
     wanted = [os.environ[key]] if os.environ.get(key) else usual
     if not any(shutil.which(compiler) for compiler in wanted):
         raise ConfigError(
-            f"model.compile: true needs a {language} compiler, and there is no "
-            f"{' and no '.join(wanted)}; install one (Debian: apt install {usual[0]}), name it in "
-            f"{key}, or set model.compile=false"
+            f"model.compile: true needs a {language} compiler, but no {' and no '.join(wanted)} "
+            f"was found; install one (Debian: apt install {usual[0]}), name it in {key}, or set "
+            "model.compile=false"
         )
 
 

@@ -48,7 +48,7 @@ class Plan:
     kept: Kept
     """What a checkpoint stores for the task."""
     resume: Checkpoint | None = None
-    """The checkpoint that the run goes on from."""
+    """The checkpoint that the run continues from."""
     init: Weights | None = None
     """The weights that a new run starts from; with adapters also those that a run goes on with."""
     base_digest: str | None = None
@@ -75,11 +75,11 @@ class Plan:
     def what_is_kept(self) -> str:
         """Where the run goes on if it is interrupted, in words."""
         if found := complete_checkpoints(self.checkpoints):
-            return f"the same command goes on from {found[-1]}"
-        return "no checkpoint was written yet; the same command begins at step 0"
+            return f"run the same command again to continue from {found[-1]}"
+        return "no checkpoint was written yet; run the same command again to start from step 0"
 
     def start_state(self, checkpoint: Checkpoint | None) -> TrainState:
-        """The state of a run that goes on from a checkpoint, or begins.
+        """The state of a run that continues from a checkpoint, or begins.
 
         Args:
             checkpoint: None at the beginning.
@@ -246,7 +246,7 @@ def find_start_together(plan: Plan, world: comm.World) -> Plan:
 
 
 def verify_start(plan: Plan) -> Plan:
-    """Verifies every byte of the checkpoint that a run goes on from; all processes call it.
+    """Verifies every byte of the checkpoint that a run continues from; all processes call it.
 
     Returns:
         The plan with the newest checkpoint that is good.
@@ -315,7 +315,8 @@ def _open_init(config: RunConfig, task: Task[Any], path: Path) -> Weights:
         begins = next((each for each in anew if lost[0].startswith(each)), "")
         section = begins or f"{lost[0].rpartition('.')[0]}."
         raise ConfigError(
-            f"adapt.lora.trained: {lost[0]} starts from the seed, and would stay so: add {section}*"
+            f"adapt.lora.trained: {lost[0]} starts from random values and would never be trained: "
+            f"add {section}*"
         )
     task.check_weights(weights, "checkpoint.init_from")
     return weights
@@ -349,6 +350,6 @@ def find_resume(config: RunConfig, task: Task[Any]) -> Checkpoint | None:
     if checkpoint.training_step > config.train.steps:
         raise ConfigError(
             f"train.steps: {config.train.steps} is less than the {checkpoint.training_step} steps "
-            f"that {folder} has done; at least as many are allowed"
+            f"that the run in {folder} has already done"
         )
     return checkpoint

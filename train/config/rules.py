@@ -54,13 +54,13 @@ def validate(config: RunConfig, world_size: int) -> Dims:
     if config.parallel.sequence_parallel:
         if dims.tensor_parallel_size == 1:
             raise ConfigError(
-                "parallel.sequence_parallel: true needs parallel.tensor_parallel_size of 2 or "
+                "parallel.sequence_parallel: true needs a parallel.tensor_parallel_size of 2 or "
                 "more, not 1"
             )
         if not isinstance(config.model, DecoderSettings):
             raise ConfigError(
-                f"parallel.sequence_parallel: true is not allowed with model.kind: "
-                f"{config.model.kind}; gpt2 and decoder are"
+                "parallel.sequence_parallel: true is not allowed with model.kind: "
+                f"{config.model.kind}; allowed: gpt2, decoder"
             )
     check_experts(config, dims.expert_parallel_size)
     check_fluctuation(config)
@@ -72,21 +72,21 @@ def validate(config: RunConfig, world_size: int) -> Dims:
     check_blocks(config)
     if config.adapt.lora is not None and config.checkpoint.init_from is None:
         raise ConfigError(
-            "adapt.lora: needs the weights that it is added to: checkpoint.init_from, a "
-            "checkpoint, a run or a folder of weights, not null"
+            "adapt.lora: needs the weights to which adapters are added: set checkpoint.init_from "
+            "to a checkpoint, a run or a folder of weights"
         )
     train, schedule = config.train, config.schedule
     dims.accumulation_steps(train.global_batch_size, train.micro_batch_size)
     if schedule.decay_steps is not None and schedule.warmup_steps > schedule.decay_steps:
         raise ConfigError(
             f"schedule.warmup_steps: {schedule.warmup_steps} is more than schedule.decay_steps: "
-            f"{schedule.decay_steps}; at most as many are allowed"
+            f"{schedule.decay_steps}"
         )
     check_windows(config)
     if config.evaluation.patience is not None and config.evaluation.every == 0:
         raise ConfigError(
             f"evaluation.patience: {config.evaluation.patience} is not allowed with "
-            f"evaluation.every: 0, which validates at the end only; take 1 or more"
+            "evaluation.every: 0, which validates only at the end; set it to 1 or more"
         )
     if config.model.compile and config.parallel.zero_stage == 3:
         raise ConfigError(
@@ -159,7 +159,7 @@ def check_blocks(config: RunConfig) -> None:
     if distill.teacher is None:
         raise ConfigError(f"{key} needs distill.teacher, the model whose feed-forwards teach")
     if config.data.kind != "text":
-        raise ConfigError(f"{key} is not allowed with data.kind: {config.data.kind}; text is")
+        raise ConfigError(f"{key} is not allowed with data.kind: {config.data.kind}; allowed: text")
     if not isinstance(model, DecoderSettings) or model.replaced is None:
         raise ConfigError(f"{key} needs model.replaced, the blocks whose feed-forwards learn")
     unused = DistillConfig()
@@ -175,8 +175,8 @@ def check_blocks(config: RunConfig) -> None:
         if value != allowed:
             said, instead = (json.dumps(each).strip('"') for each in (value, allowed))
             raise ConfigError(
-                f"{name}: {said} is not allowed with {key}: all but the replaced feed-forwards is "
-                f"the teacher's, and frozen; {instead} is"
+                f"{name}: {said} is not allowed with {key}: all weights except the replaced "
+                f"feed-forwards are the teacher's, and frozen; allowed: {instead}"
             )
 
 
@@ -189,13 +189,13 @@ def check_windows(config: RunConfig) -> None:
     stride, length = config.evaluation.stride, config.model.units_per_sample()
     if stride is not None and config.data.kind != "text":
         raise ConfigError(
-            f"evaluation.stride: {stride} is of text, and not allowed with data.kind: "
-            f"{config.data.kind}; null is"
+            f"evaluation.stride: {stride} applies only to text, and is not allowed with data.kind: "
+            f"{config.data.kind}; allowed: null"
         )
     if stride is not None and stride > length:
         raise ConfigError(
-            f"evaluation.stride: {stride} is more than model.sequence_length: {length}, so tokens "
-            f"would be left out"
+            f"evaluation.stride: {stride} is more than model.sequence_length: {length}, so some "
+            "tokens would not be scored"
         )
 
 
@@ -211,7 +211,7 @@ def check_tensor_parallel(model: ModelSettings, size: int) -> None:
         if size > 1:
             raise ConfigError(
                 f"parallel.tensor_parallel_size: {size} is not allowed with model.kind: "
-                f"{model.kind}, whose layers are not cut; 1 is"
+                f"{model.kind}, whose layers are not cut; allowed: 1"
             )
         return
     for choices in cuts:
@@ -240,14 +240,14 @@ def check_experts(config: RunConfig, size: int) -> None:
     if not sparse:
         if config.parallel.expert_overlap:
             raise ConfigError(
-                "parallel.expert_overlap: true is not allowed without sparse experts, which alone "
-                "are exchanged"
+                "parallel.expert_overlap: true is not allowed without sparse experts, because "
+                "only these exchange tokens"
             )
         if size > 1:
             kinds = _kinds(config) or "no feed-forward"
             raise ConfigError(
                 f"parallel.expert_parallel_size: {size} is not allowed with {kinds}, which has no "
-                f"whole experts to spread"
+                "separate experts to distribute"
             )
         return
     for key, feed_forward in sparse.items():
@@ -272,13 +272,13 @@ def check_overlap(config: RunConfig, size: int, experts: Sequence[int]) -> None:
         raise ConfigError(f"{key} needs parallel.expert_parallel_size of 2 or more, not 1")
     if min(experts) < 2 * size:
         raise ConfigError(
-            f"{key} needs 2 experts in each process, and {min(experts)} experts over "
-            f"parallel.expert_parallel_size: {size} are {min(experts) // size}"
+            f"{key} needs 2 experts per process, but {min(experts)} experts over "
+            f"parallel.expert_parallel_size: {size} give {min(experts) // size}"
         )
     if config.model.compile:
         raise ConfigError(
-            f"{key} is not allowed with model.compile: true: a compiler cannot follow what is on "
-            f"its way between operations; set one of them to false"
+            f"{key} is not allowed with model.compile: true, because a compiler cannot trace "
+            "asynchronous communication; set one of them to false"
         )
 
 
@@ -302,8 +302,8 @@ def check_fluctuation(config: RunConfig) -> None:
         )
     if config.checkpoint.every == 0:
         raise ConfigError(
-            "log.fluctuation: true is not allowed with checkpoint.every: 0: the one checkpoint at "
-            "the end has none before it to be compared with; take 1 or more"
+            "log.fluctuation: true is not allowed with checkpoint.every: 0: the only checkpoint, "
+            "at the end, has no earlier one to be compared with; set it to 1 or more"
         )
 
 
@@ -335,25 +335,25 @@ def check_losses(config: RunConfig) -> None:
         if value and not allowed:
             raise ConfigError(
                 f"loss.{name}: {value:g} is not allowed with {_kinds(config)}: it needs a "
-                f"feed-forward of kind: smoe{detail}; without one 0 is allowed"
+                f"feed-forward of kind: smoe{detail}; otherwise only 0 is allowed"
             )
     balance = loss.load_balance or loss.sequence_balance or loss.importance
     if loss.variance and not balance and not any(each.balancing_rate for each in sparse):
         raise ConfigError(
-            f"loss.variance: {loss.variance:g} rewards experts that all tokens run to: it needs "
-            f"loss.load_balance, sequence_balance or importance above 0, or the feed-forward's "
-            f"balancing_rate"
+            f"loss.variance: {loss.variance:g} rewards sending all tokens to the same experts: it "
+            "needs loss.load_balance, sequence_balance or importance above 0, or the "
+            "feed-forward's balancing_rate"
         )
     if loss.load_balance and loss.load_balance_over == "model" and len(routers) != 1:
         raise ConfigError(
             f"loss.load_balance_over: model is not allowed with {_kinds(config)}: it needs one "
-            f"feed-forward of kind: smoe or emoe, whose layers have the same experts; layer is"
+            "feed-forward of kind: smoe or emoe, whose layers have the same experts; allowed: "
+            "layer"
         )
     if loss.load and not any(router.router_noise for router in routers):
         raise ConfigError(
-            f"loss.load: {loss.load:g} is of the load under a router's noise: it needs a "
-            f"feed-forward of kind: smoe or emoe with router_noise above 0; without one 0 is "
-            f"allowed"
+            f"loss.load: {loss.load:g} depends on the router's noise: it needs a feed-forward of "
+            "kind: smoe or emoe with router_noise above 0; otherwise only 0 is allowed"
         )
 
 
@@ -367,9 +367,9 @@ def check_mixing(config: RunConfig) -> None:
     if isinstance(data, ImageDataConfig) and data.mixes and size % 2:
         key = "mixup" if data.augmentation.mixup else "cutmix"
         raise ConfigError(
-            f"train.micro_batch_size: {size} is odd, and images are mixed in pairs "
-            f"(data.augmentation.{key}: {getattr(data.augmentation, key):g}); an even number is "
-            f"allowed, or data.augmentation.{key}: 0"
+            f"train.micro_batch_size: {size} is odd, but images are mixed in pairs "
+            f"(data.augmentation.{key}: {getattr(data.augmentation, key):g}); use an even number, "
+            f"or set data.augmentation.{key}: 0"
         )
 
 
@@ -381,16 +381,17 @@ def check_one_expert(config: RunConfig) -> None:
     """
     if isinstance(config.model, MixtureConfig) and config.model.top_k == 1:
         raise ConfigError(
-            "model.top_k: 1 is not allowed: the share of one expert is always 1, so the gate would "
-            "learn nothing; 2 or more, or null, is"
+            "model.top_k: 1 is not allowed: the share of one expert is always 1, so the gate "
+            "would learn nothing; allowed: 2 or more, or null"
         )
     for key, each in config.model.feed_forwards().items():
         if not isinstance(each, EmergentMoEConfig) or each.score == "avg_k":
             continue
         if each.used_experts() == 1:
             raise ConfigError(
-                f"{key}.score: {each.score} is not allowed with one expert a token, whose weight "
-                f"is always 1, so the router would learn nothing; avg_k is, or more experts"
+                f"{key}.score: {each.score} is not allowed with one expert per token, whose weight "
+                "is always 1, so the router would learn nothing; use avg_k, or a top_k of 2 or "
+                "more"
             )
 
 
@@ -404,16 +405,15 @@ def check_muon(config: RunConfig) -> None:
         return
     for key, allowed in (("zero_stage", (0, 1, 2)), ("tensor_parallel_size", (1,))):
         if (value := getattr(config.parallel, key)) not in allowed:
-            *first, last = map(str, allowed)
-            said = f"{', '.join(first)} and {last} are" if first else f"{last} is"
+            said = f"allowed: {', '.join(map(str, allowed))}"
             raise ConfigError(
                 f"parallel.{key}: {value} is not allowed with optimizer.kind: muon, whose update "
-                f"takes whole matrices, and this cuts them; {said}"
+                f"needs whole matrices, which this would shard; {said}"
             )
     if config.adapt.lora is not None:
         raise ConfigError(
-            "adapt.lora: is not allowed with optimizer.kind: muon, which is for the matrices that "
-            "adapters freeze; null is, and so are optimizer.kind: adamw and sgd"
+            "adapt.lora: is not allowed with optimizer.kind: muon, which updates the matrices "
+            "that adapters freeze; set it to null, or use optimizer.kind: adamw or sgd"
         )
 
 
@@ -433,24 +433,25 @@ def check_sample_similarity(config: RunConfig) -> None:
     if not kinds & {"smoe", "emoe", "mumoe", "mixture"}:
         raise ConfigError(
             f"loss.sample_similarity: is not allowed with {_kinds(config)}, which has no experts "
-            f"that samples could share; null is"
+            "that samples could share; allowed: null"
         )
     if pairs.of == "input" and not isinstance(config.model, ImageSettings):
         raise ConfigError(
-            f"loss.sample_similarity.of: input is not allowed with model.kind: "
-            f"{config.model.kind}, whose inputs are token ids, which have no distance; layer_input "
-            f"is"
+            "loss.sample_similarity.of: input is not allowed with model.kind: "
+            f"{config.model.kind}, whose inputs are token ids, which have no distance; allowed: "
+            "layer_input"
         )
     if config.train.micro_batch_size < 2:
         raise ConfigError(
             f"train.micro_batch_size: {config.train.micro_batch_size} is not allowed with "
-            f"loss.sample_similarity, which compares the samples of a micro-batch; 2 or more is"
+            "loss.sample_similarity, which compares the samples of a micro-batch; allowed: 2 or "
+            "more"
         )
     size = config.parallel.tensor_parallel_size
     if size > 1 and "mumoe" in kinds:
         raise ConfigError(
             f"parallel.tensor_parallel_size: {size} is not allowed with loss.sample_similarity and "
-            f"a muMoE, whose gate would get its gradient {size} times; 1 is"
+            f"a muMoE, whose gate would get its gradient {size} times; allowed: 1"
         )
 
 
@@ -470,5 +471,5 @@ def refuse_changes(saved: RunConfig, now: RunConfig, origin: Path) -> None:
         raise ConfigError(
             f"{origin}: holds another run: {'; '.join(changed[:3])}"
             + (f"; and {len(changed) - 3} more" if len(changed) > 3 else "")
-            + ". Take another run.folder, or change the keys back"
+            + ". Choose another run.folder, or change the keys back"
         )

@@ -94,10 +94,10 @@ else:
 
 
 class RunConfig(Config):
-    """Everything that defines a run."""
+    """The complete configuration of a run."""
 
     seed: Annotated[int, Field(ge=0)] = 1234
-    """The seed of initial weights, the order of the data, and dropout."""
+    """Random seed for the initial weights, the order of the data, and dropout."""
     run: RunFolderConfig
     model: ModelSection
     data: DataSection
@@ -182,7 +182,7 @@ def _tree(text: str, origin: str) -> dict[str, Any]:
         return {}
     if not isinstance(tree, dict):
         kind = "a list" if isinstance(tree, list) else "a value"
-        raise ConfigError(f"{origin}: holds {kind}, a mapping of keys is needed")
+        raise ConfigError(f"{origin}: holds {kind}, but a mapping of keys is needed")
     return tree
 
 

@@ -35,7 +35,8 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
             inner = tree[section] = {}
         if not isinstance(inner, dict):
             raise ConfigError(
-                f"{shortened(key)}: {shortened(section)} is a value and has no keys below it"
+                f"{shortened(key)}: {shortened(section)} is a single value, and has no keys below "
+                "it"
             )
         tree = inner
     tree[last] = parse_yaml(value, shortened(override))

@@ -59,7 +59,7 @@ class Attacked:
         if self.words is None:
             noise = f"Gaussian noise of {self.rate:g} on pixels from 0 to 1"
             return f"{noise} (seed {self.seed})"
-        counts = f"{self.replaced:,} of {self.words:,} words are AAA"
+        counts = f"{self.replaced:,} of {self.words:,} words replaced with AAA"
         return f"{counts} (rate {self.rate:g}, seed {self.seed})"
 
 
@@ -96,7 +96,7 @@ class Routing:
         rows = task.rows_of(about["split"])
         if rows is None:
             option = "--replay-routing" if self.record is None else "--record-routing"
-            raise ConfigError(f"{option}: is not known of {task.place}")
+            raise ConfigError(f"{option}: is not possible with {task.place}")
         said: dict[str, str] = {}
         recorder = None
         with ExitStack() as stack:
@@ -126,14 +126,14 @@ def _check_data(
     for name in ("data", "split"):
         if about.get(name) != facts[name]:
             raise ConfigError(
-                f"--replay-routing: {path}: is of {name} {about.get(name)}, and {facts[name]} is "
-                f"scored"
+                f"--replay-routing: {path}: was recorded with {name} {about.get(name)}, but "
+                f"{facts[name]} is scored"
             )
     recorded = len(next(iter(choices.values())).tokens_R)
     if recorded != rows:
         raise ConfigError(
-            f"--replay-routing: {path}: has {recorded:,} sequences or images, and {rows:,} are "
-            f"scored"
+            f"--replay-routing: {path}: has {recorded:,} sequences or images, but {rows:,} are "
+            "scored"
         )
 
 
@@ -195,7 +195,10 @@ class Evaluation:
     def _routing(self) -> Iterator[tuple[str, str]]:
         found = self.routing or {}
         if "replayed" in found:
-            yield "routing", f"not the model's own: that of {found['of']} ({found['replayed']})"
+            yield (
+                "routing",
+                f"replayed from {found['of']} ({found['replayed']}), not the model's own",
+            )
         if "recorded" in found:
             yield "routing recorded", found["recorded"]
 
@@ -338,8 +341,8 @@ def _attacked(
             raise ConfigError(f"--attack: {error}") from None
         except OSError as error:
             raise RunError(
-                f"--attack: the attacked text cannot be written to {tempfile.gettempdir()}: "
-                f"{error.strerror}; TMPDIR names another place"
+                f"--attack: the perturbed text cannot be written to {tempfile.gettempdir()}: "
+                f"{error.strerror}; set TMPDIR to another folder"
             ) from None
         said = Attacked(
             kind="word-swap",

@@ -85,12 +85,12 @@ class Leak(NamedTuple):
         return [
             (
                 "with the mask",
-                f"{masked:.4f} nats a token, {masked - loss:+.4f}: no token sees later ones",
+                f"{masked:.4f} nats per token, {masked - loss:+.4f}: no token sees later tokens",
             ),
             (
                 "from the prefix",
-                f"{loss + prefix.difference:.4f} nats a token, {prefix.difference:+.4f} ± "
-                f"{prefix.standard_error:.4f} (standard error): windows cut at "
+                f"{loss + prefix.difference:.4f} nats per token, {prefix.difference:+.4f} ± "
+                f"{prefix.standard_error:.4f} (standard error): text cut off before each of "
                 f"{prefix.tokens:,} tokens",
             ),
         ]
@@ -110,11 +110,13 @@ def check_leaks(config: RunConfig, name: object) -> None:
     sparse = [each for each in sections.values() if isinstance(each, SparseMoEConfig)]
     if not sparse:
         kinds = " and ".join(f"{key}.kind: {each.kind}" for key, each in sections.items())
-        raise ConfigError(f"--leak: {name} has {kinds}, and no graph of tokens; smoe has")
+        raise ConfigError(
+            f"--leak: {name} has {kinds}, which has no token graph; only smoe has one"
+        )
     if all(each.causal_graph for each in sparse):
         raise ConfigError(
             f"--leak: {name} has model.feed_forward.causal_graph: true, so no token sees later "
-            f"ones; a model trained with false does"
+            "ones; only a model trained with false has a leak"
         )
 
 

@@ -230,8 +230,8 @@ def _generation_options(options: dict[str, Any]) -> tuple[list[str], int, Sampli
     if rest:
         key = min(rest)
         raise ConfigError(
-            f"{key}: {rest[key]!r}: generation knows until, do_sample, temperature, top_p and "
-            f"max_gen_toks"
+            f"{key}: {rest[key]!r} is not supported; generation supports until, do_sample, "
+            "temperature, top_p and max_gen_toks"
         )
     temperature = 1.0 if temperature is None else temperature
     sampling = Sampling(

@@ -61,8 +61,8 @@ def activity(weights: Weights, data: Path, tokens: int, key: str) -> dict[str, A
     length = min(length, tokens)
     if stream.num_tokens < tokens:
         raise ConfigError(
-            f"{key}: tokens: {tokens} is more than the {stream.num_tokens} of the training split "
-            f"of {data}"
+            f"{key}: tokens: {tokens} is more than the {stream.num_tokens} tokens of the training "
+            f"split of {data}"
         )
     samples = tokens // length
     told = Progress("calibrate", samples * length)

@@ -106,7 +106,7 @@ class Option(Change):
                 raise self.error(f"unknown key {key!r}; {end}")
             section = given if key in start.model_fields else self.keys
             if key in section:
-                raise self.error(f"{key} stands twice")
+                raise self.error(f"{key} is given twice")
             try:
                 apply_override(section, f"{key}={value}")
                 section[key] = settle(section[key], None)
@@ -165,14 +165,14 @@ class Changed(ABC):
         self._before = build_model(weights.model_config())
         expected = {name: tuple(p.shape) for name, p in self._before.named_parameters()}
         if differing := differing_shapes(weights.shapes(), expected):
-            raise ConfigError(f"{weights.folder}: is not of its configuration: {differing}")
+            raise ConfigError(f"{weights.folder}: does not match its configuration: {differing}")
         self.folder = weights.folder
         self._weights, self._config, self._seed = weights, config, seed
         self._own_buffers = frozenset(name for name, _ in persistent_buffers(self._before))
         try:
             self._model = build_model(config)
         except ModelSizeError:
-            raise change.error("asks for more numbers than a tensor can have") from None
+            raise change.error("asks for more elements than a tensor can have") from None
         self._shapes = {name: tuple(p.shape) for name, p in self._model.named_parameters()}
 
     def model_config(self) -> ModelSettings:
@@ -221,8 +221,8 @@ def refuse_replaced(weights: Weights, change: Change) -> None:
     config = weights.model_config()
     if isinstance(config, DecoderSettings) and config.replaced is not None:
         raise change.error(
-            f"{weights.folder}: is not allowed with model.replaced, which gives the blocks "
-            f"{config.replaced_blocks()} another feed-forward; null is"
+            f"{weights.folder}: has model.replaced, which gives the blocks "
+            f"{config.replaced_blocks()} another feed-forward; a model without it is needed"
         )
 
 
@@ -300,6 +300,6 @@ def with_inner_width(
         if (found := getattr(getattr(config, section), key)) != inner:
             raise option.error(
                 f"model.{section}.{key}: {found} does not fit: the dense weights of {folder} have "
-                f"{inner} inner units, and what is made of them has as many"
+                f"{inner} inner units, and the experts made from them need the same number"
             )
     return config

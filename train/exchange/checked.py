@@ -68,7 +68,7 @@ class Checked:
         classes = classes or getattr(getattr(config, "head", None), "num_classes", None)
         if names and classes and len(names) != classes:
             raise ConfigError(
-                f"{self.folder}: names {len(names)} classes, and its model has {classes}"
+                f"{self.folder}: names {len(names)} classes, but its model has {classes}"
             )
         return names
 
@@ -119,7 +119,7 @@ class Checked:
         model = build_model(self.config)
         ours = {name: tuple(p.shape) for name, p in model.named_parameters()}
         if differing := differing_shapes(self.shapes, ours):
-            raise ConfigError(f"{self.folder}: is not of its configuration: {differing}")
+            raise ConfigError(f"{self.folder}: does not match its configuration: {differing}")
         return ours
 
     def note_what_was_made(self) -> None:

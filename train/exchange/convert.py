@@ -85,12 +85,12 @@ def _convert(
         find_checkpoint(chosen)  # raises an error if there is none
     if isinstance(change, Upcycling) and to == "huggingface":
         raise change.error(
-            "--to huggingface is not allowed: Hugging Face's GPT-2 has no experts; --to polyad and "
-            "--to safetensors are"
+            "--to huggingface is not allowed: Hugging Face's GPT-2 has no experts; allowed: --to "
+            "polyad, --to safetensors"
         )
     if is_of == to and not change and choice == "trained" and not merge:
         others = " and ".join(f"--to {name}" for name in FORMATS if name not in (to, "peft"))
-        raise ConfigError(f"{source}: is {FORMATS[to]} already; {others} are the other ways")
+        raise ConfigError(f"{source}: is already {FORMATS[to]}; the other formats are {others}")
     opened = open_weights(chosen, choice, base)
     if merge and change is None and is_split(opened.model_config()):
         change = Merging()
@@ -133,19 +133,20 @@ def _check_adapters(source: Path, weights: Weights, to: Format, merge: bool, spl
         option = "--merge" if merge else "--to peft"
         others = " and no groups of units (model.feed_forward.kind: emoe)" if merge else ""
         raise ConfigError(
-            f"{option}: {source} holds no adapters{others}; a run with adapt.lora does"
+            f"{option}: {source} holds no adapters{others}; only runs with adapt.lora do"
             + (", and what --split makes" if merge else "")
         )
     if merge and to == "peft":
-        raise ConfigError("--merge: is not allowed with --to peft, which writes adapters alone")
+        raise ConfigError("--merge: is not allowed with --to peft, which writes only adapters")
     if isinstance(weights, AdaptedCheckpoint) and not merge and to != "peft":
         raise ConfigError(
-            f"{source}: holds adapters of {weights.base.folder}: --merge makes them part of the "
-            f"weights, --to peft writes them alone"
+            f"{source}: holds adapters of {weights.base.folder}: add --merge to merge them into "
+            "the weights, or use --to peft to write only the adapters"
         )
     if isinstance(weights, PeftWeights) and not merge:
         raise ConfigError(
-            f"{source}: holds adapters of {weights.base}: --merge makes them part of the weights"
+            f"{source}: holds adapters of {weights.base}: add --merge to merge them into the "
+            "weights"
         )
 
 

@@ -174,8 +174,8 @@ class Splitting(Option):
     def __init__(self, text: str) -> None:
         if re.search(r"\bby *= *copies\b", text):
             raise ConfigError(
-                f"--split {text}: by: copies is not allowed: clustering and random are; experts "
-                f"that are copies come of --upcycle num_experts=4,top_k=2,score=cosine"
+                f"--split {text}: by: copies is not allowed; allowed: clustering, random. To make "
+                "experts that are copies, use --upcycle num_experts=4,top_k=2,score=cosine"
             )
         example = "num_experts=64,top_k=16,blocks=[8,10]"
         super().__init__("--split", text, _Grouping, EmergentMoEConfig, example)
@@ -183,11 +183,13 @@ class Splitting(Option):
         if self.reads_text and data is None:
             raise self.error(f"by: {by} needs text that the model reads: data=FOLDER")
         if not self.reads_text and data is not None:
-            raise self.error(f"data: {data} is not read with by: {by}; cmoe and expert_weaver do")
+            raise self.error(
+                f"data: {data} is not used with by: {by}, only with cmoe and expert_weaver"
+            )
         if not self.reads_text and self.keys.get("shared_hidden_size") is not None:
             raise self.error(
                 f"shared_hidden_size: {self.keys['shared_hidden_size']} needs by=cmoe or "
-                f"by=expert_weaver, which say what units all tokens use"
+                "by=expert_weaver, which choose the units that all tokens use"
             )
 
     @property
@@ -290,7 +292,7 @@ class Split(Changed):
         else:
             raise self._splitting.error(
                 f"{self.folder}: NaN or infinity in {name}, whose rows cannot be clustered; "
-                f"by=random does not look at them"
+                "by=random does not need them"
             )
         return unit_order(torch.from_numpy(group_U))
 
@@ -343,7 +345,7 @@ class Merged(Changed):
                 f"{key}.kind: {each.kind}" for key, each in split_config.feed_forwards().items()
             )
             raise merging.error(
-                f"{weights.folder}: has {kinds or 'no feed-forward'}; emoe is merged"
+                f"{weights.folder}: has {kinds or 'no feed-forward'}; only emoe can be merged"
             )
         self._is_learned = any(each.score != "avg_k" for each in sections.values())
         self._names = dense_names(gated=activation_of(split_config) in GATED)

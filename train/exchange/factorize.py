@@ -56,8 +56,8 @@ class Factorizing(Option):
             self.keys["num_experts"] = [levels]
         if (kind := self.keys.get("factorization", "cp")) not in FITTED:
             raise self.error(
-                f"factorization: {kind!r} is not allowed: {' and '.join(FITTED)} can begin as a "
-                f"dense matrix"
+                f"factorization: {kind!r} is not allowed: only {' and '.join(FITTED)} can start "
+                "from a dense matrix"
             )
 
     def of(self, weights: Weights) -> "Factored":
@@ -146,7 +146,7 @@ class Factored(Changed):
             dense_CO = torch.cat([dense_CO, bias_O.unsqueeze(0)])
         if not dense_CO.isfinite().all():
             raise self._factorizing.error(
-                f"{self.folder}: NaN or infinity in {name} or its bias, which no factors are near"
+                f"{self.folder}: NaN or infinity in {name} or its bias, which cannot be factorized"
             )
         return dense_CO
 

@@ -135,8 +135,8 @@ def _theirs(weights: AdaptedCheckpoint) -> _Theirs:
         is_class = config.head.kind == "classification"
         return _Theirs(BERT, saved=saved if is_class else {}, task_type="SEQ_CLS")
     raise ConfigError(
-        f"--to peft: {weights.folder}: model.kind: {config.kind} is not allowed; decoder, gpt2 and "
-        f"bert are"
+        f"--to peft: {weights.folder}: model.kind: {config.kind} is not allowed; allowed: decoder, "
+        "gpt2, bert"
     )
 
 
@@ -149,9 +149,9 @@ def _refuse_moved_buffers(weights: AdaptedCheckpoint, family: Family) -> None:
     for name, _ in persistent_buffers(build_model(weights.model_config())):
         if family.find(name) and not torch.equal(weights.buffer(name), weights.base.buffer(name)):
             raise ConfigError(
-                f"--to peft: {weights.folder}: {name} was moved by training "
-                f"(feed_forward.balancing_rate), which is in no adapter; --merge writes whole "
-                f"weights"
+                f"--to peft: {weights.folder}: {name} was changed by training "
+                "(feed_forward.balancing_rate), which adapters cannot hold; use --merge to write "
+                "whole weights"
             )
 
 
@@ -165,8 +165,8 @@ def _saved_whole(weights: AdaptedCheckpoint, theirs: _Theirs) -> list[str]:
     if strange := [name for name in whole if not name.startswith(tuple(theirs.saved))]:
         allowed = f"; of this model {' and '.join(theirs.saved)} may be" if theirs.saved else ""
         raise ConfigError(
-            f"--to peft: {weights.folder}: {min(strange)} was trained whole (adapt.lora.trained), "
-            f"which is in no adapter{allowed}; --merge writes whole weights"
+            f"--to peft: {weights.folder}: {min(strange)} was fully trained (adapt.lora.trained), "
+            f"which adapters cannot hold{allowed}; use --merge to write whole weights"
         )
     return [prefix for prefix in theirs.saved if any(name.startswith(prefix) for name in whole)]
 

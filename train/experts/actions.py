@@ -226,8 +226,8 @@ def moved_logits(logits_MS: Tensor, first_MS: Tensor, last_MS: Tensor) -> Tensor
 def _check_ranking(router: Router, layer: RoutedLayer, action: Action) -> None:
     if router.by_sigmoid or getattr(router.selection, "lowest", False):
         raise ConfigError(
-            f"how: {action.how} is not allowed: {layer.title} does not choose the highest of "
-            f"probabilities by softmax"
+            f"how: {action.how} is not allowed: {layer.title} does not select the highest softmax "
+            "probabilities"
         )
 
 
@@ -278,8 +278,8 @@ def check_action(layer: RoutedLayer, action: Action, place: str) -> None:
     if layer.shares and action.how in NEEDS_SELECTION:
         rest = ", ".join(how for how in HOWS if how not in NEEDS_SELECTION)
         raise ConfigError(
-            f"{place}: how: {action.how} is not allowed: {layer.title} gives every expert a share; "
-            f"allowed are {rest}"
+            f"{place}: how: {action.how} is not allowed: in {layer.title} every token uses all "
+            f"experts; allowed: {rest}"
         )
     if action.how == "swap" and not 0 <= (-1 if action.to is None else action.to) < (
         layer.num_experts

@@ -52,10 +52,10 @@ def level_matrix(level: LevelByClass, heading: str = HEADING, *, by_expert: bool
     return Figure(
         heading=heading,
         body=matrix_chart(rows, columns, cells, title="Experts and classes"),
-        caption=f"A column adds up to 100%; the full colour is {STRONGEST_LIFT:g} times as much as "
-        f"the expert's share of all, or as little.",
+        caption=f"Each column adds up to 100%. Full colour: {STRONGEST_LIFT:g} times the expert's "
+        "share of all tokens or more, or the same factor less.",
         legend=[
-            Line(label="more than its share of all", values=(), colour="var(--accent)"),
+            Line(label="more than its share of all tokens", values=(), colour="var(--accent)"),
             Line(label="less", values=(), colour="var(--second)"),
         ],
         wide=len(level.groups) >= NARROW_COLUMNS,

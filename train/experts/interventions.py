@@ -78,7 +78,7 @@ def parse_intervention(text: str) -> Intervention:
             raise ConfigError(f"{where}: {key} is missing; the form is {FORM}")
     how = given.get("how", "contribution")
     if how not in HOWS:
-        raise ConfigError(f"{where}: how: {how!r} is not allowed; {', '.join(HOWS)} are")
+        raise ConfigError(f"{where}: how: {how!r} is not allowed; allowed: {', '.join(HOWS)}")
     for key, hows in (("to", {"swap"}), ("value", {"scale", "clamp"})):
         if (key in given) != (how in hows):
             needed = "is missing" if how in hows else f"means nothing with how={how}"
@@ -146,7 +146,7 @@ def check_interventions(model: nn.Module, interventions: Sequence[Intervention])
         used, left = experts_of_a_token(model, layer), layer.num_experts - len(experts)
         if left < used:
             raise ConfigError(
-                f"--intervene: {layer.title} would have {left} experts left, and a token uses "
+                f"--intervene: {layer.title} would have {left} experts left, but a token uses "
                 f"{used}"
             )
 
@@ -160,12 +160,13 @@ def _check_ranked(
         layer, both = by_block[block], experts & ranked["avoid"].get(block, set())
         if both:
             raise ConfigError(
-                f"--intervene: expert {min(both)} of {layer.title} cannot be forced and avoided"
+                f"--intervene: expert {min(both)} of {layer.title} cannot be both forced and "
+                "avoided"
             )
         if len(experts) > (used := experts_of_a_token(model, layer)):
             raise ConfigError(
-                f"--intervene: {len(experts)} experts of {layer.title} are forced, and a token "
-                f"uses {used}"
+                f"--intervene: {len(experts)} experts of {layer.title} are forced, but a token "
+                f"uses only {used}"
             )
 
 

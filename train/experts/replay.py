@@ -225,7 +225,7 @@ def check_choices(choices: Choices, origin: str) -> None:
         if twice_N.any():
             token = int(twice_N.nonzero()[0])
             named = ids_NK[token].tolist()
-            raise ConfigError(f"{place}: token {token} has an expert twice: {named}")
+            raise ConfigError(f"{place}: token {token} has the same expert twice: {named}")
 
 
 def write_choices(path: Path, choices: Choices, about: Mapping[str, str]) -> None:
@@ -269,14 +269,16 @@ def read_choices(path: Path) -> tuple[Choices, dict[str, str]]:
     except FileNotFoundError:
         raise ConfigError(f"{path}: there is no such file") from None
     except (OSError, SafetensorError) as error:
-        raise ConfigError(f"{path}: is damaged or no safetensors: {one_line(error)}") from None
+        raise ConfigError(
+            f"{path}: is damaged or not a safetensors file: {one_line(error)}"
+        ) from None
     if about.get("format") != FORMAT:
-        raise ConfigError(f"{path}: is no recording of routing: its metadata has no {FORMAT!r}")
+        raise ConfigError(f"{path}: is not a recording of routing: its metadata has no {FORMAT!r}")
     experts = parse_json(about.get("experts", ""), f"{path}: experts", error=ConfigError)
     if not isinstance(experts, dict) or not all(type(e) is int and e > 0 for e in experts.values()):
         raise ConfigError(f"{path}: experts: the number of experts of each layer is needed")
     if sorted(tensors) != sorted(name + end for name in experts for end in (_IDS, _TOKENS)):
-        raise ConfigError(f"{path}: has other tensors than {_IDS} and {_TOKENS} of its layers")
+        raise ConfigError(f"{path}: contains tensors other than {_IDS} and {_TOKENS} of its layers")
     choices = {
         name: LayerChoices(tensors[name + _IDS], tensors[name + _TOKENS], number)
         for name, number in experts.items()
@@ -382,8 +384,8 @@ class _Replay(_Forced):
             recorded = int(self._choices.tokens_R[row])
             if recorded != tokens:
                 raise ConfigError(
-                    f"{self.name}: row {row} has {tokens:,} tokens, and {recorded:,} in the "
-                    f"recording, which is of other data"
+                    f"{self.name}: row {row} has {tokens:,} tokens, but {recorded:,} in the "
+                    "recording, which was made with other data"
                 )
             end = self._ends[row]
             parts.append(self._choices.expert_ids_NK[end - recorded : end])
@@ -394,7 +396,7 @@ class _Replay(_Forced):
         used, recorded = best_NK.shape[1], self._now_NK.shape[1]
         if used != recorded:
             raise ConfigError(
-                f"{self.name}: a token uses {used} experts, and {recorded} in the recording"
+                f"{self.name}: a token uses {used} experts, but {recorded} in the recording"
             )
         return self._now_NK.to(best_NK)
 
@@ -457,12 +459,12 @@ def _check_model(choices: Choices, routers: Mapping[str, Router]) -> None:
         raise ConfigError(f"the recording has no layer {missing[0]}; it has {', '.join(choices)}")
     if other := [name for name in choices if name not in routers]:
         raise ConfigError(
-            f"the recording has a layer {other[0]}, and the model has {', '.join(routers)}"
+            f"the recording has a layer {other[0]}, but the model has {', '.join(routers)}"
         )
     for name, router in routers.items():
         here, recorded = router.selection.num_experts, choices[name].num_experts
         if here != recorded:
-            raise ConfigError(f"{name}: has {here} experts, and {recorded} in the recording")
+            raise ConfigError(f"{name}: has {here} experts, but {recorded} in the recording")
 
 
 def _tokens(u_BTD: Tensor, given: BlockInput) -> Tensor:

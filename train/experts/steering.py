@@ -85,7 +85,7 @@ def parse_steering(text: str) -> Steering:
             near = "".join(f"; the nearest is {name}" for name in get_close_matches(key, keys, 1))
             raise ConfigError(f"--steer {text}: unknown key {key!r}{near}; needed: {_FORM}")
         if key in values:
-            raise ConfigError(f"--steer {text}: {key} stands twice")
+            raise ConfigError(f"--steer {text}: {key} is given twice")
         read = finite if key == "strength" else whole
         values[key] = read(value, f"--steer {text}", key)
     if lacking := [key for key in ("layer", "expert", "strength") if key not in values]:

@@ -87,7 +87,7 @@ def _table(path: Path, where: str) -> Any:
     from pyarrow import csv, parquet
 
     if path.suffix not in (".parquet", ".csv"):
-        raise ConfigError(f"{where}: .parquet and .csv are allowed")
+        raise ConfigError(f"{where}: must be a .parquet or .csv file")
     try:
         return parquet.read_table(path) if path.suffix == ".parquet" else csv.read_csv(path)
     except (OSError, pa.ArrowException) as error:

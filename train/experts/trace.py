@@ -357,13 +357,13 @@ def check_output(option: str, path: Path, processes: int = 1) -> None:
         ConfigError: it cannot.
     """
     if path.exists() or path.is_symlink():
-        raise ConfigError(f"{option}: {path}: is there already; a new file or folder is needed")
+        raise ConfigError(f"{option}: {path}: already exists; name a new file or folder")
     if not path.parent.is_dir():
         raise ConfigError(f"{option}: {path}: there is no folder {path.parent}")
     if processes > 1 and path.suffix == SUFFIX:
         raise ConfigError(
-            f"{option}: {path}: {processes} processes write a part each: name a folder, which does "
-            f"not end in {SUFFIX}"
+            f"{option}: {path}: {processes} processes write one part each: name a folder (a name "
+            f"that does not end in {SUFFIX})"
         )
 
 

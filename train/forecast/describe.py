@@ -209,8 +209,8 @@ def description_table(description: dict[str, Any]) -> str:
 
 def _run_row(description: dict[str, Any]) -> str:
     step = description.get("goes_on_from_step")
-    state = {None: "data and folder not looked at", 0: "a new run"}.get(
-        step, f"goes on from step {step}"
+    state = {None: "data and run folder not checked", 0: "a new run"}.get(
+        step, f"continues from step {step}"
     )
     return f"{description['run']}  ({state})"
 
@@ -220,7 +220,7 @@ def _model_rows(model: dict[str, Any], unit: str) -> list[tuple[str, str]]:
     block = ""
     if blocks:
         low, high = min(blocks), max(blocks)
-        block = f", a block {low:,}" if low == high else f", a block {low:,} to {high:,}"
+        block = f", {low:,} per block" if low == high else f", {low:,} to {high:,} per block"
     factorized = model["factorized_experts"]
     return [
         ("model", model["kind"] + (f", {len(blocks)} blocks" if blocks else "")),
@@ -244,19 +244,19 @@ def _expert_rows(model: dict[str, Any], unit: str) -> list[tuple[str, str]]:
         words = (v if n == "similarity" else f"{n} {v}" for n, v in options.items())
         graph += f" ({', '.join(words)})"
     if not experts["causal_graph"]:
-        graph += " over later tokens too, which leaks what is to be predicted"
+        graph += " that includes later tokens, which leaks the tokens to be predicted"
     if experts["pool"]:
         name, least, most = experts["pool"]
-        graph += f"; in training of a pool of {least} to {most} by {name}"
+        graph += f"; in training from a pool of {least} to {most} experts per {name}"
     chosen = f"{experts['top_k']}"
     if experts["final_top_k"] is not None:
-        chosen += f", in the end {experts['final_top_k']},"
+        chosen += f", growing to {experts['final_top_k']},"
     return [
         ("active", f"{model['active_parameters']:,} per {unit}"),
         (
             "experts",
-            f"{experts['num_experts']} in each of {len(experts['blocks'])} blocks, "
-            f"{chosen} for each token; {experts['score']} score, {graph}",
+            f"{experts['num_experts']} in each of {len(experts['blocks'])} blocks, {chosen} active "
+            f"per token; {experts['score']} score, {graph}",
         ),
     ]
 
@@ -283,7 +283,7 @@ def _layout_row(layout: dict[str, Any]) -> str:
     return (
         f"{layout['processes']} processes: data parallel {layout['data_parallel_size']}, "
         f"{tensor}{expert}ZeRO {layout['zero_stage']}; {layout['accumulation_steps']} "
-        f"micro-batches of {layout['micro_batch_size']} a step in each"
+        f"micro-batches of {layout['micro_batch_size']} per step and process"
     )
 
 
@@ -293,9 +293,9 @@ def _memory_row(memory: dict[str, int]) -> str:
         for name, size in memory.items()
         if name not in {"total", "snapshot"}
     )
-    row = f"about {in_bytes(memory['total'])} a process on a GPU  ({parts})"
+    row = f"about {in_bytes(memory['total'])} per process on a GPU  ({parts})"
     if "snapshot" in memory:
-        row += f"; {in_bytes(memory['snapshot'])} of the host's for asynchronous checkpoints"
+        row += f"; {in_bytes(memory['snapshot'])} of host memory for asynchronous checkpoints"
     return row
 
 

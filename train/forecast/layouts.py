@@ -279,9 +279,9 @@ def _measured(
     parts: dict[str, float] = {
         "products": spent.products,
         "attention": spent.attention,
-        "operations that wait for memory": spent.memory,
-        "a GPU that waits for its host": spent.idle,
-        **{f"exchanges among {axis} processes": s for axis, s in spent.exposed.items()},
+        "memory-bound operations": spent.memory,
+        "waiting for the host": spent.idle,
+        **{f"communication among {axis} processes": s for axis, s in spent.exposed.items()},
     }
     memory = sum(with_libraries(found.memory, machines.device).values())
     return Layout(changes, config, dims, memory, parts)

@@ -173,7 +173,7 @@ def time_steps(
             raise
         raise RunError(
             f"out of memory; lower train.micro_batch_size (now {config.train.micro_batch_size}), "
-            f"or take model.recompute=block (now {getattr(config.model, 'recompute', 'none')})"
+            f"or set model.recompute=block (now {getattr(config.model, 'recompute', 'none')})"
         ) from None
     memory = comm.max_over_ranks(
         torch.tensor(peak_memory_bytes(world.device), device=world.device)

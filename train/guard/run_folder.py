@@ -35,10 +35,11 @@ SEEN_WITHIN = 10.0
 
 
 class RunFolderConfig(Config):
-    """Where a run lives."""
+    """Where a run is written."""
 
     folder: Annotated[str, AfterValidator(check_path)]
-    """Holds config.yaml, metrics.jsonl, environment.json, tensorboard/ and checkpoints/."""
+    """Folder of the run, for config.yaml, metrics.jsonl, environment.json, tensorboard/ and
+    checkpoints/."""
 
 
 def gone(folder: Path) -> RunError:
@@ -48,8 +49,8 @@ def gone(folder: Path) -> RunError:
         folder: the run's.
     """
     return RunError(
-        f"run.folder: {folder} was removed, moved or replaced while the run went on, which can "
-        f"write nothing more there"
+        f"run.folder: {folder} was removed, moved or replaced during the run, which can no longer "
+        "write to it"
     )
 
 
@@ -69,14 +70,14 @@ def check_place(folder: Path, key: str) -> set[str]:
     try:
         nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
         if not nearest.is_dir():
-            raise ConfigError(f"{key}: {folder}: {nearest} is a file, a folder is needed")
+            raise ConfigError(f"{key}: {folder}: {nearest} is a file, but a folder is needed")
         if not os.access(nearest, os.R_OK | os.W_OK | os.X_OK):
             raise ConfigError(f"{key}: {folder}: {nearest} cannot be written to")
         longest = os.pathconf(nearest, "PC_NAME_MAX")
         if any(len(os.fsencode(name)) > longest for name in folder.parts):
             raise ConfigError(
                 f"{key}: {folder}: a name is longer than the {longest} bytes that the file system "
-                f"of {nearest} takes"
+                f"of {nearest} allows"
             )
         return {path.name for path in folder.iterdir()} if folder.exists() else set()
     except OSError as error:  # no permission for a folder on the way, or a name that is too long
@@ -100,7 +101,7 @@ def check_room(
     Args:
         folder: the run's.
         checkpoint: how often one is written, and how many stay.
-        step: the step that the run goes on from.
+        step: the step that the run continues from.
         steps: of the whole run.
         size: of a checkpoint, in bytes.
         patience: seconds in which room may still be made.
@@ -284,4 +285,4 @@ def put_back_replaced(folder: Path, world: comm.World) -> None:
                 reason = reason_of(error)
         reason = comm.from_main(reason)
     if reason:
-        raise ConfigError(f"run.folder: {folder}: a checkpoint cannot be put back: {reason}")
+        raise ConfigError(f"run.folder: {folder}: a checkpoint cannot be restored: {reason}")

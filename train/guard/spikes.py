@@ -37,39 +37,43 @@ attention or a later norm may hide that from the loss."""
 
 
 class MonitorConfig(Config):
-    """What is watched while a run goes on, and what is done about it."""
+    """What is monitored during training, and how a run reacts to problems."""
 
     spike_action: Literal["none", "warn", "skip", "rewind"] = "warn"
-    """What a loss or gradient norm far above the recent ones leads to. warn: a line. skip: the step
-    changes nothing. rewind: back to the last checkpoint, and on without that batch."""
+    """Reaction to a spike, a loss or gradient norm far above recent ones: `warn` prints a line;
+    `skip` skips the update of that step; `rewind` goes back to the last checkpoint and continues
+    without that batch; `none` does nothing."""
     spike_threshold: Annotated[float, Field(gt=0)] = 10.0
-    """How far above the median is a spike, in standard deviations by the median distance."""
+    """How far above the median a value counts as a spike, in standard deviations (estimated from
+    the median absolute deviation)."""
     spike_window: Annotated[int, Field(ge=8, le=100_000)] = 128
-    """Steps that the median is over; a checkpoint keeps two numbers of each."""
+    """Number of recent steps over which the median is taken; checkpoints store two numbers for
+    each."""
     spike_warmup: Annotated[int, Field(ge=8)] = 64
-    """Steps in the window before anything is judged."""
+    """Number of steps that must be in the window before spikes are detected."""
     max_skips: Annotated[int, Field(ge=1)] = 10
-    """Spikes in a row that are skipped; one more ends the run."""
+    """Maximum number of spikes in a row that are skipped; one more ends the run."""
     max_rewinds: Annotated[int, Field(ge=1)] = 10
-    """How often a run goes back to a checkpoint in its whole life; once more ends it."""
+    """Maximum number of rewinds over the whole run, including restarts; one more ends the run."""
 
     stall_minutes: Annotated[float, Field(ge=0, le=7 * 24 * 60)] = 15.0
-    """Minutes without any progress after which a process is named as stalled, with its stack, and
-    the run ends. Longer than the longest time without a collective, as in compiling or in writing
-    a checkpoint, and shorter than `parallel.timeout_minutes`. 0 watches nothing."""
+    """Minutes without progress after which a process is reported as stalled, with its stack trace,
+    and the run ends. Choose it longer than any pause between collectives (compilation, writing a
+    checkpoint) and shorter than `parallel.timeout_minutes`. 0: off."""
     stragglers: Annotated[int, Field(ge=0)] = 100
-    """Steps between two looks for processes that all others wait for, which are named with their
-    host; 0: none. A look waits for the device once."""
+    """Number of steps between checks for stragglers, processes that all others wait for, which are
+    reported with their host; each check synchronizes with the device once. 0: no checks."""
     grace_seconds: Annotated[float, Field(gt=0, le=86_400)] = 25.0
-    """Seconds from a signal to the end of the process, saved or not: less than what the scheduler
-    allows before it kills it, and torchrun (30, unless `polyad launch` tells it more)."""
+    """Seconds from a termination signal to the exit of the process, whether or not a checkpoint
+    could be saved. Must be less than the time that the scheduler and torchrun (30 s, unless `polyad
+    launch` sets more) allow before they kill it."""
 
     @model_validator(mode="after")
     def _warmup_fits_the_window(self) -> "MonitorConfig":
         if self.spike_warmup > self.spike_window:
             raise ValueError(
                 f"monitor.spike_warmup: {self.spike_warmup} is more than monitor.spike_window: "
-                f"{self.spike_window}, which would never hold so many"
+                f"{self.spike_window}, so spikes would never be detected"
             )
         return self
 
@@ -173,9 +177,10 @@ class SpikeGuard:
         """
         if len(state.left_out) >= self._config.max_rewinds:
             raise RunError(
-                f"step {state.step}: another loss or gradient far above the ones before, after "
-                f"{len(state.left_out)} returns to a checkpoint (monitor.max_rewinds: "
-                f"{self._config.max_rewinds}); the same command goes on from the last checkpoint"
+                f"step {state.step}: another loss or gradient far above earlier ones, after "
+                f"{len(state.left_out)} rewinds to a checkpoint (monitor.max_rewinds: "
+                f"{self._config.max_rewinds}); run the same command again to continue from the "
+                "last checkpoint"
             )
 
     def stayed(self, step: int, batch: int, limits: Limits, outcome: StepOutcome) -> dict[str, Any]:

@@ -54,7 +54,7 @@ class StopSignals:
         self._signal = 0
         self._failure: str | None = None
         self._grace = 25.0
-        self.kept: Callable[[], str] = lambda: "the same command starts it again"
+        self.kept: Callable[[], str] = lambda: "run the same command to start it again"
         """Says where the run goes on."""
         self._before: dict[int, Any] = {}
         self._launcher = os.getppid()
@@ -165,7 +165,7 @@ class StopSignals:
         """
         if number == FAILED:
             reason = next(text for text in comm.from_all(self._failure) if text is not None)
-            raise ConfigError(f"{reason}; once that is mended, {self.kept()}")
+            raise ConfigError(f"{reason}; once that is fixed, {self.kept()}")
         raise stopped(number, self.kept())
 
     def _handle(self, number: int, frame: FrameType | None) -> None:

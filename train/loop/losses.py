@@ -42,19 +42,19 @@ ROWS = 256
 
 
 class SampleSimilarityConfig(Config):
-    """The loss over pairs of samples of each micro-batch."""
+    """A loss over the pairs of samples in each micro-batch."""
 
     same: Annotated[float, Field(gt=0, le=1e9)]
-    """beta_s: how much it costs that distant samples share an expert."""
+    """beta_s, the penalty when distant samples share an expert."""
     different: Annotated[float, Field(gt=0, le=1e9)]
-    """beta_d: how much it gains that distant samples have different experts."""
+    """beta_d, the reward when distant samples use different experts."""
     distance: Literal["squared", "batch_maximum"] = "squared"
-    """The distance of two samples: `squared`, the squared Euclidean one of the paper;
-    `batch_maximum`, the Euclidean one over the largest of the micro-batch, as the authors' code
-    has it."""
+    """Distance of two samples: `squared`, the squared Euclidean distance as in the paper;
+    `batch_maximum`, the Euclidean distance divided by the largest in the micro-batch, as in the
+    authors' code."""
     of: Literal["input", "layer_input"] = "input"
-    """What is distant: `input`, the pixels as the model reads them; `layer_input`, what the router
-    of each layer reads, as the mean over a sample's tokens."""
+    """What distances are measured between: `input`, the pixels as the model reads them;
+    `layer_input`, the input of each layer's router, averaged over a sample's tokens."""
 
 
 class Reading:
@@ -196,60 +196,64 @@ def _losses(
 
 
 class LossConfig(Config):
-    """What is added to the mean loss of a task, for every layer that routes.
+    """Auxiliary losses of every layer that routes, which are added to the task's mean loss.
 
-    Each is a number of one micro-batch of one process. The z-loss and orthogonality are means over
-    its tokens, the balance of sequences one over its sequences, and erc is of weights, so a step's
-    is that of all, however they are cut into micro-batches. Load balance, importance, load and
-    variance multiply or divide means over tokens, and sample similarity compares pairs: those of a
-    step are means over its micro-batches, and change with `train.micro_batch_size`.
+    Each loss is computed for one micro-batch of one process. The z-loss and the orthogonality loss
+    are means over tokens, the sequence balance is a mean over sequences, and erc depends on weights
+    alone, so these do not depend on how a batch is divided into micro-batches. Load balance,
+    importance, load and variance are nonlinear in means over tokens, and sample similarity compares
+    pairs: they are averaged over micro-batches, and change with `train.micro_batch_size`.
     """
 
     load_balance: Annotated[float, Field(ge=0, le=1e6)] = 0.0
-    """Coefficient of the load-balance loss E sum_e f_e P_e of a micro-batch (Switch: 0.01); 0
-    leaves it out."""
+    """Coefficient of the load-balancing loss E sum_e f_e P_e of a micro-batch (Switch: 0.01); 0
+    turns it off."""
     load_balance_over: Literal["layer", "model"] = "layer"
-    """What f and P are means over: `layer`, the tokens of one layer, and the losses of all layers
-    add up (Switch); `model`, those of all layers together, in one loss of the model, as
-    transformers has it, whose `router_aux_loss_coef` times K is this coefficient."""
+    """What f and P of the load-balancing loss are averaged over: `layer`, the tokens of each layer
+    separately, and the losses of all layers are summed (Switch); or `model`, the tokens of all
+    layers together, in one loss, as in Hugging Face transformers, where this coefficient is K times
+    `router_aux_loss_coef`."""
     load_balance_counts: Literal["process", "all"] = "process"
-    """Whose tokens f counts: those of a micro-batch of this `process`, or of the micro-batches that
-    `all` processes compute at once, for which they exchange f of all layers (EMO: of one process
-    it fights against pools). P stays this process's: their mean is the loss over all."""
+    """Which tokens f of the load-balancing loss counts: those in the micro-batch of this `process`,
+    or those in the simultaneous micro-batches of `all` processes, which then exchange f of all
+    layers (recommended by EMO, because balancing within one process works against its expert
+    pools). P remains that of each process; the mean over processes is the loss over all tokens."""
     sequence_balance: Annotated[float, Field(ge=0, le=1e6)] = 0.0
-    """Coefficient of the balance loss within each sequence, 1 at even load (DeepSeek-V3: 0.0001); 0
-    leaves it out."""
+    """Coefficient of the load-balancing loss within each sequence, which is 1 at even load
+    (DeepSeek-V3: 0.0001); 0 turns it off."""
     router_z: Annotated[float, Field(ge=0, le=1e6)] = 0.0
-    """Coefficient of the router z-loss, the mean squared logsumexp of its logits (ST-MoE: 0.001);
-    0 leaves it out."""
+    """Coefficient of the router z-loss, the mean squared logsumexp of the router logits (ST-MoE:
+    0.001); 0 turns it off."""
     importance: Annotated[float, Field(ge=0, le=1e6)] = 0.0
-    """Coefficient of the importance loss: how unevenly the scores of a micro-batch are spread over
-    experts (V-MoE: 0.005); 0 leaves it out."""
+    """Coefficient of the importance loss, which measures how unevenly the scores of a micro-batch
+    are distributed over experts (V-MoE: 0.005); 0 turns it off."""
     importance_form: Literal["squared", "plain"] = "squared"
-    """`squared`: the squared coefficient of variation of the scores' sums (V-MoE); `plain`: the
-    coefficient itself (Krishnamurthy et al. 2023)."""
+    """Form of the importance loss: `squared`, the squared coefficient of variation of the experts'
+    summed scores (V-MoE), or `plain`, the coefficient of variation itself (Krishnamurthy et al.
+    2023)."""
     load: Annotated[float, Field(ge=0, le=1e6)] = 0.0
-    """Coefficient of the load loss, the same of the load to be expected under the router's noise,
-    which it needs, in a micro-batch (V-MoE: 0.005); 0 leaves it out."""
+    """Coefficient of the load loss, the squared coefficient of variation of the expected load under
+    the router's noise (V-MoE: 0.005); needs router_noise. 0 turns it off."""
     erc: Annotated[float, Field(ge=0, le=1e6)] = 0.0
-    """Coefficient of the coupling of experts with other rows of a linear score than their own (ERC:
-    1), of weights alone; 0 leaves it out."""
+    """Coefficient of the expert-router coupling loss, which penalizes experts that respond to other
+    rows of a linear router than their own, and rows that activate other experts (ERC: 1); it
+    depends on weights alone. 0 turns it off."""
     erc_alpha: Annotated[float, Field(ge=0, le=1e6)] = 1.0
-    """How strong a coupling may be for nothing, as a share of that of an expert with its own row
-    (ERC: 1 with 64 experts, 0.5 with 256)."""
+    """How strong a coupling of `erc` may be before it is penalized, as a fraction of the coupling
+    of an expert with its own row (ERC: 1 with 64 experts, 0.5 with 256)."""
     erc_noise: bool = True
-    """Whether for that loss each row is moved at random, less than half way to the nearest other
-    one, in each micro-batch anew; false: rows as they are, as in the records of a run that does not
-    learn from it."""
+    """Whether the `erc` loss perturbs each row of the router at random in every micro-batch, by
+    less than half the distance to the nearest other row; false: rows are used unchanged, as in the
+    records of runs without this loss."""
     orthogonality: Annotated[float, Field(ge=0, le=1e6)] = 0.0
-    """Coefficient of the mean over tokens of the squared projections of their experts' outputs on
-    one another; 0 leaves it out."""
+    """Coefficient of the orthogonality loss: the squared projections of the outputs of a token's
+    experts onto one another, averaged over tokens; 0 turns it off."""
     variance: Annotated[float, Field(ge=0, le=1e6)] = 0.0
-    """Coefficient of minus the variance over tokens of experts' weights, in a micro-batch. It
-    rewards imbalance, and needs something for balance beside it; 0 leaves it out."""
+    """Coefficient of the variance loss: minus the variance of the experts' weights over the tokens
+    of a micro-batch. It rewards imbalance, so combine it with a balancing loss. 0 turns it off."""
     sample_similarity: SampleSimilarityConfig | None = None
-    """The loss that sends similar samples of a micro-batch to the same expert and different ones to
-    others; null leaves it out."""
+    """A loss that sends similar samples of a micro-batch to the same expert and dissimilar ones to
+    different experts; null: not used."""
 
     def coefficients(self) -> dict[str, float]:
         """The coefficients of losses of tokens, and not of whole samples, by their names in

@@ -29,22 +29,27 @@ NOTHING: Mapping[str, Any] = {}
 
 
 class LogConfig(Config):
-    """What a run reports."""
+    """Logging: what a run reports, how often and where."""
 
     every: Annotated[int, Field(ge=1)] = 1
-    """Steps between console lines, between points in TensorBoard, and between records of what
-    routers do, but for the largest loads; of all else metrics.jsonl gets every step."""
+    """Number of steps between lines on the console, points in TensorBoard and records of routing
+    statistics (except the largest loads). Everything else is written to metrics.jsonl at every
+    step."""
     trackers: tuple[TrackerName, ...] = ("tensorboard",)
-    """Where curves go beside metrics.jsonl: `tensorboard` (a folder in the run's), `wandb` and
-    `trackio`, which are packages of their own."""
+    """Where curves are sent in addition to metrics.jsonl: `tensorboard` (a folder inside the run
+    folder), `wandb` or `trackio` (packages to install separately)."""
     device: Literal["auto", "v100", "a100", "h100", "h200", "b200"] = "auto"
-    """Whose peak rate MFU refers to; auto: the GPU in use, and none on a CPU."""
+    """Device whose peak FLOP rate is used for the MFU; auto: the GPU in use, and no MFU on a
+    CPU."""
     peak_tflops: Annotated[float, Field(gt=0)] | None = None
-    """Peak rate of one device in TFLOP/s, instead of a named device's."""
+    """Peak rate of one device in TFLOP/s, which replaces that of `device`; null: that of
+    `device`."""
     fluctuation: bool = False
-    """Whether each checkpoint's record says which tokens changed experts since the one before."""
+    """Whether to record, at each checkpoint, the fraction of tokens whose experts changed since the
+    checkpoint before."""
     fluctuation_tokens: Annotated[int, Field(ge=1)] = 16_384
-    """Tokens of the validation split that are compared, in whole windows evenly over it."""
+    """Number of validation tokens that are compared for `fluctuation`, in whole windows spread
+    evenly over the split."""
     profile: ProfileConfig = ProfileConfig()
 
     def is_due(self, step: int, *, done: bool) -> bool:
@@ -101,7 +106,7 @@ class Metrics:
     Args:
         folder: the run's.
         config: what is reported.
-        done_steps: steps of the checkpoint that the run goes on from; later records are dropped.
+        done_steps: steps of the checkpoint that the run continues from; later records are dropped.
         total_steps: of the run.
         startup: times of the start, for the first record; None leaves them out.
         unit: what throughput counts.

@@ -25,45 +25,49 @@ Count = Annotated[int, Field(ge=1, le=2**63 - 1)]
 
 
 class TrainConfig(Config):
-    """How much is trained on, and in which pieces."""
+    """Training length, batch sizes and precision."""
 
     steps: Count
-    """Optimizer steps of the whole run."""
+    """Number of optimizer steps of the whole run."""
     global_batch_size: Count
-    """Samples in an optimizer step, over all processes."""
+    """Number of samples per optimizer step, over all processes."""
     micro_batch_size: Count
-    """Samples in one forward pass of one process; the rest is accumulated."""
+    """Number of samples per forward pass of one process; gradients are accumulated until the global
+    batch is complete."""
     precision: Precision = "fp32"
-    """Precision of weights and activations in both passes; master weights are always fp32."""
+    """Precision of weights and activations in the forward and backward pass; master weights are
+    always fp32."""
     tf32: bool = False
     """Whether a GPU may round the factors of fp32 matrix products to TF32 (10 bits of mantissa
-    instead of 23), which is several times as fast. No by default: fp32 is for comparing with other
-    layouts and machines, bf16 for speed. Nothing changes in bf16, or on a CPU."""
+    instead of 23), which is several times as fast. Off by default, because fp32 is meant for
+    comparisons between layouts and machines, and bf16 for speed. No effect with bf16 or on a
+    CPU."""
     cuda_graph: bool = False
-    """Whether a GPU replays the blocks' passes as CUDA graphs, whose kernels the host launches
-    together: for small models of few micro-batches a step, which wait for the host. Nothing changes
-    on a CPU. No GPU has run it yet."""
+    """Whether a GPU replays the passes through the blocks as CUDA graphs, which launch all kernels
+    together. Meant for small models with few micro-batches per step, which are limited by kernel
+    launches. No effect on a CPU. Not yet tested on a GPU."""
     ema: Annotated[float, Field(ge=0, lt=1)] | None = None
-    """Decay d of an exponential moving average of the weights, d average + (1 - d) weight after
-    every step that is applied, as 0.9999; in fp32, from the first weights on. It is kept in
-    checkpoints, for `polyad evaluate` and `convert`; training and its validation do not use it.
-    null: none is kept."""
+    """Decay d of an exponential moving average of the weights, for example 0.9999: after every
+    applied step the average becomes d average + (1 - d) weight, in fp32, starting from the initial
+    weights. It is stored in checkpoints for `polyad evaluate` and `convert`; training and its
+    validation do not use it. null: no average."""
     max_skipped_steps: Count = 10
-    """Steps in a row that may be skipped for a loss or gradient that is not finite."""
+    """Number of steps in a row, skipped because the loss or gradient is not finite, after which the
+    run ends."""
 
 
 class ScheduleConfig(Config):
-    """How the learning rate moves; its highest value is `optimizer.learning_rate`."""
+    """Learning rate schedule; its peak is `optimizer.learning_rate`."""
 
     kind: Literal["cosine", "linear", "constant"] = "cosine"
-    """After warm-up: down a half cosine, down a line, or on a level."""
+    """Decay after warm-up: a half cosine, linear, or constant."""
     warmup_steps: Annotated[int, Field(ge=0)] = 0
-    """Steps of linear rise from 0; the last of them reaches the highest value."""
+    """Number of steps of linear warm-up from 0; the last of them reaches the peak."""
     decay_steps: Annotated[int, Field(ge=1)] | None = None
-    """The step at which the cosine or the line ends; null: `train.steps`."""
+    """Step at which the decay ends; null: `train.steps`."""
     final_ratio: Annotated[float, Field(ge=0, le=1)] = 0.1
-    """Learning rate at the end of the cosine or the line and after it, as a share of the highest:
-    0 for none (MLP-Mixer), 0.0033333 for 3e-3 to 1e-5 (V-MoE)."""
+    """Learning rate at the end of the decay and after it, as a fraction of the peak: for example 0
+    (MLP-Mixer), or 0.0033333 to go from 3e-3 to 1e-5 (V-MoE)."""
 
 
 def learning_rate(config: ScheduleConfig, peak: float, step: int, total_steps: int) -> float:
@@ -101,52 +105,58 @@ WARMUP = "warmup"
 
 
 class GroupConfig(Config):
-    """Settings of some parameters; one that several groups match belongs to the first."""
+    """Optimizer settings for some parameters. A parameter belongs to the first group that matches
+    it."""
 
     match: str
-    """Their names, or ends of names, with * for anything, as `blocks.*.attention.*`."""
+    """Patterns for names of parameters, or for ends of names, with * for anything, for example
+    `blocks.*.attention.*`."""
     learning_rate: NonNegative = 1.0
-    """A factor of the learning rate."""
+    """Factor of the learning rate for these parameters."""
     warmup_steps: Annotated[int, Field(ge=0)] = 0
-    """Steps in which that factor rises from 0, on top of the schedule's own warm-up."""
+    """Number of steps over which that factor rises from 0, in addition to the schedule's own
+    warm-up."""
     weight_decay: NonNegative | None = None
-    """The weight decay of what decays of them, in place of optimizer.weight_decay; null: that."""
+    """Weight decay for those of these parameters that decay; null: optimizer.weight_decay."""
     freeze: bool = False
-    """Whether they stay as they are: no gradients, no moments."""
+    """Whether these parameters are frozen: they get no gradients and no optimizer state."""
     experts: Annotated[tuple[ExpertNumber, ...], Field(strict=False, min_length=1)] | None = None
-    """Of experts that match, those of these numbers, from 0, in each layer; the others belong to
-    the next group that matches. null: all. With it the groups of a layer differ in `freeze` alone,
-    and what is trained of it has a weight_decay of 0."""
+    """Restricts the group to the experts with these numbers, from 0, in each matching layer; other
+    experts belong to the next group that matches. null: all experts. Groups that share a layer in
+    this way may differ only in `freeze`, and its trained experts need a weight_decay of 0."""
 
 
 class OptimizerConfig(Config):
-    """How weights are updated."""
+    """The optimizer."""
 
     kind: Literal["adamw", "sgd", "muon"] = "adamw"
-    """`adamw` to train; `sgd` to compare layouts, since Adam hides a wrong gradient scale; `muon`:
-    orthogonalized updates of the blocks' matrices but routers and gates, with a momentum of 0.95,
-    and AdamW for the rest, both with one learning rate; ZeRO stages 0 to 2."""
+    """`adamw`, the usual choice; `sgd`, to compare layouts, because Adam hides a wrong gradient
+    scale; `muon`, orthogonalized updates with a momentum of 0.95 for the matrices of the blocks
+    (except routers and gates) and AdamW for the rest, with the same learning rate; needs ZeRO stage
+    0 to 2."""
     learning_rate: Annotated[float, Field(gt=0, le=1e6)] = 6e-4
-    """The highest, after warm-up."""
+    """Peak learning rate, reached after warm-up."""
     weight_decay: NonNegative = 0.1
-    """What a step takes off a weight: this, times the learning rate, times the weight (V-MoE's
-    "Adam" with decay is this AdamW, too). With sgd it is part of the gradient."""
+    """Weight decay: each step subtracts weight_decay x learning rate x weight from a weight
+    (decoupled, also what V-MoE's "Adam" with decay does). With sgd it is added to the gradient."""
     decay: Literal["matrices", "kernels", "all"] = "matrices"
-    """What decays: `matrices`, embeddings among them, not biases and LayerNorms; `kernels`, without
-    the embeddings of tokens and positions and the class token (V-MoE); `all` (MLP-Mixer)."""
+    """Which parameters decay: `matrices`, including embeddings but not biases and LayerNorms;
+    `kernels`, the same without token and position embeddings and the class token (V-MoE); or `all`
+    (MLP-Mixer)."""
     betas: Annotated[tuple[Momentum, Momentum], Field(strict=False)] = (0.9, 0.95)
-    """Decay of AdamW's two moments a step."""
+    """Decay rates of AdamW's two moment estimates, per step."""
     epsilon: Annotated[float, Field(gt=0, le=1e6)] = 1e-8
-    """Added to the root of AdamW's second moment."""
+    """Epsilon that is added to the square root of AdamW's second moment."""
     momentum: Momentum = 0.0
-    """The momentum of sgd."""
+    """Momentum of sgd."""
     clip_grad_norm: Annotated[float, Field(ge=0)] = 1.0
-    """Largest L2 norm of the whole gradient; 0 does not clip."""
+    """Maximum L2 norm of the whole gradient, which is scaled down to it; 0: no clipping."""
     groups: Annotated[tuple[GroupConfig, ...], Field(strict=False)] = ()
-    """Parameters with settings of their own."""
+    """Groups of parameters with their own settings."""
     layer_decay: Annotated[float, Field(gt=0, le=1)] | None = None
-    """Layer-wise decay d of the learning rate: of L blocks block i, from 0, has it times d^(L - i),
-    embeddings times d^(L + 1), and what is behind the blocks times 1 (as BEiT); null: none."""
+    """Layer-wise decay d of the learning rate, as in BEiT: with L blocks, it is multiplied by d^(L
+    - i) in block i (from 0), by d^(L + 1) in the embeddings and by 1 after the blocks; null: no
+    decay."""
 
 
 def build_optimizer(
@@ -271,8 +281,8 @@ def check_groups(config: OptimizerConfig, experts: Mapping[str, int | None]) -> 
         mine = {name: left[name] & _named(group, experts[name], left[name]) for name in some}
         if not any(mine.values()):
             raise ConfigError(
-                f"{key}.match: {group.match!r} matches only parameters that a group before it has; "
-                f"the first group that matches counts, so put the narrower one first"
+                f"{key}.match: {group.match!r} matches only parameters of earlier groups; a "
+                "parameter belongs to the first group that matches, so put the narrower one first"
             )
         left |= {name: left[name] - taken for name, taken in mine.items()}
 
@@ -283,7 +293,7 @@ def _check_experts(key: str, group: GroupConfig, experts: Mapping[str, int | Non
     if not numbers:
         raise ConfigError(
             f"{key}: {list(group.experts or ())} is not allowed: {group.match!r} matches no "
-            f"stacked experts; null is"
+            "stacked experts; allowed: null"
         )
     for name, count in numbers.items():
         if (largest := max(group.experts or ())) >= count:
@@ -316,13 +326,13 @@ def freeze(model: nn.Module, config: OptimizerConfig) -> None:
     left = [name for name, p in named.items() if p.requires_grad]
     if not left:
         raise ConfigError(
-            "optimizer.groups: freeze: true of all of them leaves nothing to train; at least one "
-            "parameter is needed"
+            "optimizer.groups: with freeze: true, all parameters are frozen and nothing is left "
+            "to train"
         )
     if config.kind == "muon" and not matrices(named) & set(left):
         raise ConfigError(
-            "optimizer.kind: muon is not allowed where no matrix of a block is trained; adamw and "
-            "sgd are"
+            "optimizer.kind: muon is not allowed where no matrix of a block is trained; allowed: "
+            "adamw, sgd"
         )
 
 
@@ -340,13 +350,13 @@ def _check_alike(
     }
     if len(settings) > 1:
         raise ConfigError(
-            f"optimizer.groups: experts of {name} belong to groups of several settings; they may "
-            f"differ in freeze alone"
+            f"optimizer.groups: experts of {name} belong to groups with different settings; these "
+            "groups may differ only in freeze"
         )
     if decay := _decay(config, trained[0], name, dimensions):
         raise ConfigError(
-            f"optimizer.groups: a weight_decay of {decay} would move the frozen experts of {name}, "
-            f"too; the group of the others needs weight_decay: 0"
+            f"optimizer.groups: a weight_decay of {decay} would also change the frozen experts of "
+            f"{name}; the group of the trained ones needs weight_decay: 0"
         )
 
 

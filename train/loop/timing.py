@@ -59,7 +59,7 @@ def startup_line(record: dict[str, float]) -> str:
         if key != f"{PREFIX}seconds"
     ]
     total = record[f"{PREFIX}seconds"]
-    return f"first step done {total:.2f} s after the start of the process: {', '.join(parts)}"
+    return f"first step done {total:.2f} s after the process started: {', '.join(parts)}"
 
 
 def process_seconds() -> float:
@@ -106,9 +106,9 @@ class ProfileConfig(Config):
     """A torch profiler trace of a few steps, written to `profile/` in the run folder."""
 
     first_step: Annotated[int, Field(ge=1)] = 3
-    """The first step of a start that is traced; earlier ones warm up."""
+    """First step to trace, counted from the start of the process; earlier steps are warm-up."""
     num_steps: Annotated[int, Field(ge=0)] = 0
-    """How many steps are traced; 0 traces none."""
+    """Number of steps to trace; 0: no trace."""
 
 
 def profiler(

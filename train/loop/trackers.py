@@ -34,7 +34,7 @@ class Tracker(ABC):
     Args:
         folder: the run's.
         about: its configuration, as JSON values.
-        done_steps: steps that it goes on from; what is there of later ones is void.
+        done_steps: steps that it continues from; what is there of later ones is void.
     """
 
     @abstractmethod

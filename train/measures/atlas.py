@@ -169,7 +169,7 @@ class AtlasOfExperts(Result):
 
     def facts(self) -> list[tuple[str, str]]:
         """The loss of the model as it is."""
-        return [*self.knocked.facts(), ("each expert", self.how)]
+        return [*self.knocked.facts(), ("removal", self.how)]
 
     def rows(self) -> list[str]:
         """The experts of each layer, whether statistics tell, and sets of experts."""
@@ -195,8 +195,8 @@ class AtlasOfExperts(Result):
             return []
         return [
             "",
-            "tokens that each expert's mean output raises most, in standard deviations over the "
-            "vocabulary; what later blocks make of it is left out",
+            "tokens that each expert's mean output promotes most, in standard deviations over the "
+            "vocabulary; the effect through later blocks is not included",
             *aligned(table, "<><"),
         ]
 
@@ -207,10 +207,10 @@ class AtlasOfExperts(Result):
             cells = (self._cell(found[name]["change"]) for name in STATISTICS)
             table.append((layer.without.layer.title, *cells))
         counts = (self.predicting(name, "change") for name in STATISTICS)
-        table.append(("predicts in", *(f"{layers} of {of}" for layers, of in counts)))
+        table.append(("predictive in", *(f"{layers} of {of}" for layers, of in counts)))
         return [
-            "rank correlation of statistics with the change over all tokens; * is beyond chance "
-            f"(p < {self.threshold:.2g}: 0.05 over all that stand here)",
+            "rank correlation of each statistic with the change in loss over all tokens; * "
+            f"significant at p < {self.threshold:.2g} (0.05 corrected for all tests shown)",
             *aligned(table, "<" + ">" * len(STATISTICS)),
         ]
 
@@ -235,8 +235,8 @@ class AtlasOfExperts(Result):
                     )
                 )
         return [
-            "change of the loss without several experts at once: those that a statistic ranks "
-            f"lowest, and {RANDOM_SETS} random sets (mean, lowest and highest)",
+            "change in loss without several experts at once: those that a statistic ranks lowest, "
+            f"and {RANDOM_SETS} random sets (mean, lowest to highest)",
             *aligned(table, "<<" + ">" * (len(STATISTICS) + 1)),
         ]
 
@@ -255,7 +255,7 @@ class Atlas(Examination):
     """Takes away every expert, one after the other, and sets of them."""
 
     name = "atlas"
-    doing = "taking away experts"
+    doing = "removing experts"
     needs_whole = None
 
     @classmethod
@@ -281,8 +281,8 @@ class Atlas(Examination):
             check_action(layer, Action(how=asked.how), f"--how {asked.how}")
             if asked.unembed is not None and (layer.shares or not isinstance(model, Decoder)):
                 raise ConfigError(
-                    f"--unembed: {asked.unembed} is not allowed with {layer.title}: sparse experts "
-                    f"of a model that predicts the next token have it"
+                    f"--unembed: {asked.unembed} is not allowed with {layer.title}; allowed with: "
+                    "sparse experts of a model that predicts the next token"
                 )
         assert isinstance(opened.task, TextTask)
         text = TextSamples(opened.task, split, asked.tokens, hidden=True)

@@ -98,11 +98,16 @@ class Audit(Result):
 
     def facts(self) -> list[tuple[str, str]]:
         """What was done."""
-        return [("one expert", f"{self.how}, at the token; as coded: contribution, at every token")]
+        return [
+            (
+                "removal",
+                f'{self.how}, only at the audited token; "as coded": contribution, at every token',
+            )
+        ]
 
     def rows(self) -> list[str]:
         """A line for each layer and statistic."""
-        heads = ("layer", "ranked by", "without highest", "lowest", "d", "p", "Wilcoxon")
+        heads = ("layer", "ranked by", "without the highest", "lowest", "d", "p", "Wilcoxon")
         table: list[tuple[str, ...]] = [(*heads, "", "as coded: d", "p")]
         for layer, of_layer in self.tests().items():
             for name, ways in of_layer.items():
@@ -117,11 +122,11 @@ class Audit(Result):
                 layer = ""
         return [
             "",
-            "change of a token's loss in nats without the highest and the lowest of its experts; a "
-            "statistic predicts where",
-            f"the first is larger and p < {self.threshold(AUDITED[0]):.2g} "
+            "change in a token's loss, in nats, without its highest- or lowest-ranked expert; a "
+            "statistic is predictive if",
+            f"the first is larger with p < {self.threshold(AUDITED[0]):.2g} "
             f"({' and '.join(each.replace('_', ' ') for each in CONTROLS)}: "
-            f"{self.threshold(CONTROLS[0]):.2g}): 0.05 over the tests",
+            f"{self.threshold(CONTROLS[0]):.2g}), which is 0.05 corrected for the number of tests",
             *aligned(table, "<<>>>>><>"),
         ]
 
@@ -147,7 +152,7 @@ class Audited(Examination):
     """Takes away the highest and the lowest of a token's experts."""
 
     name = "experts audit"
-    doing = "taking away experts of single tokens"
+    doing = "removing experts of single tokens"
     needs_whole = "without an expert all blocks behind it run again"
 
     @classmethod
@@ -240,17 +245,17 @@ def auditable(model: nn.Module, place: str, blocks: Sequence[str]) -> list[Route
     for layer in layers:
         if layer.shares:
             raise ConfigError(
-                f"experts audit: {layer.title} gives every expert a share; layers that select "
-                f"experts can be audited"
+                f"experts audit: in {layer.title} every token uses all experts; only layers that "
+                "select experts can be audited"
             )
         if experts_of_a_token(model, layer) < 2:
             raise ConfigError(
-                f"experts audit: {layer.title} gives a token one expert, so none is the highest; "
-                f"top_k of at least 2 is needed"
+                f"experts audit: {layer.title} gives each token only one expert, so there is "
+                "nothing to rank; a top_k of at least 2 is needed"
             )
     if may_drop(model):
         raise ConfigError(
-            "experts audit: a capacity drops tokens by what else is in the batch; "
+            "experts audit: with a capacity, dropped tokens depend on the rest of the batch; "
             "model.feed_forward.capacity_factor: null is needed"
         )
     return layers

@@ -71,14 +71,14 @@ class Compared(Result):
         """The other checkpoint, and what both read."""
         windows = self.about.get("probe_windows")
         among = "" if windows is None else f", in {windows:,} windows"
-        read = f"{self.units:,} {self.unit} of {data}{among} evenly over it"
+        read = f"{self.units:,} {self.unit} of {data}{among}, spread evenly over it"
         other = f"{self.compared_with} (step {self.compared_step:,})"
         return [("compared with", other), ("probe set", read)]
 
     def rows(self) -> list[str]:
         """A table of the layers."""
         table: list[tuple[str, ...]] = [
-            ("", "other first expert", "other experts", "entropy ratio")
+            ("", "different first expert", "different experts", "entropy ratio")
         ]
         measured = {name: layer.to_json() for name, layer in self.layers.items()}
         for name, layer in (measured | {"mean": mean(self.layers)}).items():
@@ -184,7 +184,7 @@ def _check_pair(opened: Evaluated, own: Weights, other: Weights) -> None:
     if changed:
         more = f"; and {len(changed) - 2} more" if len(changed) > 2 else ""
         raise ConfigError(
-            f"compare: {other.folder}: is of another model: {'; '.join(changed[:2])}{more}"
+            f"compare: {other.folder}: is a different model: {'; '.join(changed[:2])}{more}"
         )
     if not opened.config.model.has_experts():
         raise ConfigError(
@@ -195,6 +195,6 @@ def _check_pair(opened: Evaluated, own: Weights, other: Weights) -> None:
     known = [c.state.data_fingerprint for c in (own, other) if isinstance(c, Checkpoint)]
     if len({*known}) > 1 and not opened.data_is_named:
         raise ConfigError(
-            f"compare: {other.folder}: was trained on other data than "
-            f"{own.folder}; --data names the text that both are to read"
+            f"compare: {other.folder}: was trained on other data than {own.folder}; use --data to "
+            "name the text that both are to read"
         )

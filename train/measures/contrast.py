@@ -74,7 +74,7 @@ class Contrast(Result):
 
     def amount(self) -> str:
         """How many tokens."""
-        return f": {self.tokens[0]:,} tokens, beside {self.tokens[1]:,} of {self.other}"
+        return f": {self.tokens[0]:,} tokens, compared with {self.tokens[1]:,} of {self.other}"
 
     def facts(self) -> list[tuple[str, str]]:
         """What was moved."""
@@ -89,16 +89,16 @@ class Contrast(Result):
         first, second = self.losses["as_it_is"]
         lines: list[tuple[str, ...]] = [
             ("loss", "first", "change", "second", "change"),
-            ("as it is", f"{first:.4f}", "", f"{second:.4f}", ""),
+            ("unchanged", f"{first:.4f}", "", f"{second:.4f}", ""),
         ]
         mean = [sum(each) / len(self.at_random) for each in zip(*self.at_random, strict=True)]
         others = [(name, pair) for name, pair in self.losses.items() if name != "as_it_is"]
-        for name, (one, two) in (*others, ("random ones", mean)):
+        for name, (one, two) in (*others, ("random experts", mean)):
             changes = (f"{one - first:+.4f}", f"{two - second:+.4f}")
             lines.append((name, f"{one:.4f}", changes[0], f"{two:.4f}", changes[1]))
         return [
             "",
-            "share of the tokens of the first and of the second text that use an expert",
+            "share of the tokens that use each expert, in the first and in the second text",
             *aligned(table, ">"),
             "",
             *aligned(lines),
@@ -176,7 +176,7 @@ class Contrasting(Examination):
                 samples = (text_of(each, split, asked.tokens) for each in both)
                 return [mean_loss(model, each, opened.batch_size, told) for each in samples]
 
-        (first, tokens), (second, others) = losses("as it is", [])
+        (first, tokens), (second, others) = losses("unchanged", [])
         at_random = []
         for number in range(RANDOM_CHOICES):
             again = random_ones(experts, top_k, moved, f"{asked.seed} {number}")

@@ -50,10 +50,10 @@ SIDES = ("read", "predicted")
 
 LEAD = (
     "",
-    "change of the loss in nats a token without each expert, over all tokens and over those that "
-    "it has a part in,",
-    "and the classes of tokens that lose most, beyond noise; 95% intervals over windows, * leaves "
-    "0 out",
+    "change in loss without each expert, in nats per token, over all tokens and over the tokens "
+    "that use it,",
+    "and the token classes whose loss rises most, beyond noise; 95% intervals over windows, * "
+    "excludes 0",
 )
 """What stands above tables of experts."""
 
@@ -100,7 +100,7 @@ class KnockedOut(Result):
 
     def facts(self) -> list[tuple[str, str]]:
         """The loss of the model as it is."""
-        return [("loss", f"{self.loss:.4f} nats a token")]
+        return [("loss", f"{self.loss:.4f} nats per token")]
 
     def rows(self) -> list[str]:
         """A table of each layer, and those of steering."""
@@ -118,8 +118,8 @@ def layer_rows(layer: LayerWithout) -> list[str]:
     order = sorted(range(len(experts)), key=lambda row: -abs(experts[row][1].change.value))
     shown = sorted(order[:MOST_EXPERTS])
     title = (
-        f"{layer.layer.name}: {layer.windows_again * layer.length:,} tokens computed again, "
-        f"{100 * layer.share_of_pairs:.1f}% of all pairs of a token and an expert"
+        f"{layer.layer.name}: {layer.windows_again * layer.length:,} tokens recomputed, "
+        f"{100 * layer.share_of_pairs:.1f}% of all token-expert pairs"
     )
     if len(shown) < len(experts):
         title += f"; the {len(shown)} of {len(experts):,} experts that matter most"
@@ -205,8 +205,8 @@ class KnockOuts(Measure):
     """
 
     name = "knockout"
-    title = "What experts are for"
-    doing = "leaving out experts"
+    title = "What each expert is for"
+    doing = "removing experts"
     needs_whole = None
     told = "leave out experts"
 

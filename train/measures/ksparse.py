@@ -118,8 +118,11 @@ class Probed(Result):
     def facts(self) -> list[tuple[str, str]]:
         """The size of a probe."""
         return [
-            ("a probe", f"{self.samples} tokens, half of them of the class: half learned from"),
-            ("candidates", f"{self.candidates} experts of a layer; a dense layer is one"),
+            (
+                "per probe",
+                f"{self.samples} tokens, half of them in the class; half are used for training",
+            ),
+            ("candidates", f"{self.candidates} experts per layer; a dense layer counts as one"),
         ]
 
     def rows(self) -> list[str]:
@@ -138,10 +141,10 @@ class Probed(Result):
                 layer = ""
         lines = [
             "",
-            "F1 on test tokens of k hidden units: of the candidate that is best on validation "
-            "tokens, the mean of all,",
-            "and of the best with shuffled labels; a class is told where the first is far above "
-            "the last",
+            "F1 on test tokens with k hidden units: of the candidate that is best on validation "
+            "tokens, the mean of all candidates,",
+            "and of the best with shuffled labels; a class can be read off where the first is far "
+            "above the last",
             *aligned(table, "<<>"),
         ]
         missing = [

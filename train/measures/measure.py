@@ -280,8 +280,8 @@ def needs_text(name: str, opened: Evaluated) -> None:
     """
     if not isinstance(opened.task, TextTask):
         raise ConfigError(
-            f"{name}: is not allowed with data.kind: {opened.config.data.kind}; text and "
-            f"masked_text have it"
+            f"{name}: is not allowed with data.kind: {opened.config.data.kind}; allowed with: "
+            "text, masked_text"
         )
 
 

@@ -132,7 +132,7 @@ class Removed(Result):
             ("all experts", f"{whole:.4f}", ""),
             ("these", f"{smaller:.4f}", f"{smaller - whole:+.4f}"),
             (
-                "random ones",
+                "random experts",
                 f"{mean:.4f}",
                 f"{mean - whole:+.4f} ({min(at_random) - whole:+.4f} to "
                 f"{max(at_random) - whole:+.4f}, {len(at_random)} choices, none merged)",
@@ -157,7 +157,7 @@ class Removal(Examination):
             if asked.merge and each.num_groups > 1:
                 raise ConfigError(
                     f"--merge: is not allowed with {key}.num_groups: {each.num_groups}; experts of "
-                    f"different groups cannot become one"
+                    "different groups cannot be merged"
                 )
             check_share(key, each, asked.keep)
         return asked
@@ -220,8 +220,8 @@ def format_of(opened: Evaluated) -> Format:
     if isinstance(opened.weights, Checkpoint):
         return "polyad"
     raise ConfigError(
-        f"{opened.weights.folder}: holds adapters; `polyad convert --merge` makes them part of the "
-        f"weights first"
+        f"{opened.weights.folder}: holds adapters; first merge them into the weights with `polyad "
+        "convert --merge`"
     )
 
 

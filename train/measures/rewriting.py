@@ -84,7 +84,9 @@ def read_rewrite(text: str, task: ImageClassification) -> Rewrite:
     """
     parts: dict[str, str] = dict(PART.findall(text))
     if text != ",".join(f"{key}={value}" for key, value in parts.items()) or "class" not in parts:
-        raise ConfigError(f"--move: {text!r} is not allowed; {FORM} is, of and by may be missing")
+        raise ConfigError(
+            f"--move: {text!r} is not allowed; the form is {FORM}, where of and by may be missing"
+        )
     names = task.data.manifest.class_names
     output = _class_number(parts["class"], names)
     words = parts["of"] if "of" in parts else parts["class"]
@@ -107,7 +109,7 @@ def read_rewrite(text: str, task: ImageClassification) -> Rewrite:
     except ValueError:
         by = float("nan")
     if by is not None and not abs(by) < float("inf"):
-        raise ConfigError(f"--move: by={parts['by']} is not allowed: a number is")
+        raise ConfigError(f"--move: by={parts['by']} is not allowed; it must be a number")
     return Rewrite(output, of, by)
 
 
@@ -124,7 +126,7 @@ def _class_number(word: str, names: Sequence[str]) -> int:
     if word.isdecimal() and int(word) < len(names):
         return int(word)
     shown = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
-    raise ConfigError(f"--move: {word!r} is no class of the data; it has {shown}")
+    raise ConfigError(f"--move: {word!r} is not a class of the data, which has {shown}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -246,7 +248,7 @@ class Rewritten(Result):
         return [
             ("output", self.output),
             ("subpopulation", f"{self.of}, {self.members:,} training images"),
-            ("moved by", f"{self.by:g} times the likeness of the experts"),
+            ("moved by", f"{self.by:g} times the similarity of the expert coefficients"),
         ]
 
     def rows(self) -> list[str]:
@@ -278,7 +280,7 @@ class Rewriting(Examination):
         task.check_split(split)
         members = rewrite.members(task.data.split("train").labels).tolist()
         if not members:
-            raise ConfigError("--move: no training image is of the subpopulation")
+            raise ConfigError("--move: no training image belongs to the subpopulation")
         return rewrite, members
 
     @classmethod

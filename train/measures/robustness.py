@@ -88,7 +88,7 @@ class Robust(Result):
         known = (("top-1", scores.top1), ("mCE", scores.mce), ("AUPR", scores.aupr))
         rows = [(title, f"{score:.4f}") for title, score in known if score is not None]
         for name, each in (scores.corruptions or {}).items():
-            said = f"error {each.error:.4f}, over AlexNet's {each.ce:.4f}"
+            said = f"error {each.error:.4f}, relative to AlexNet {each.ce:.4f}"
             rows.append((name.replace("_", " "), said))
         if scores.images_scored is not None:
             classes = "" if scores.classes is None else f", {scores.classes} classes"
@@ -264,7 +264,7 @@ def _outliers(scorer: Scorer, folder: Path) -> Shifted:
     labels = torch.as_tensor(scorer.task.data.split(split).labels)
     numbers = torch.isin(labels, classes_S).nonzero().flatten().tolist()
     if not numbers:
-        raise ConfigError(f"{scorer.task.place}: its {split} split has none of the classes")
+        raise ConfigError(f"{scorer.task.place}: its {split} split has none of these classes")
     inside_NK, _ = scorer.logits(scorer.task.held_out(split).subset(numbers), split)
     confidences = [
         logits_NK[:, classes_S].softmax(-1).amax(-1) for logits_NK in (outside_NK, inside_NK)
@@ -292,8 +292,8 @@ def _real(scorer: Scorer, file: Path) -> Shifted:
         found = _NUMBER.search(split.name_of(number))
         if found is None or not 1 <= int(found[1]) <= len(labels):
             raise ConfigError(
-                f"{split.name_of(number)}: is no name of a validation image, as "
-                f"ILSVRC2012_val_00000001.JPEG, of which {file} has {len(labels):,}"
+                f"{split.name_of(number)}: is not the name of a validation image, such as "
+                f"ILSVRC2012_val_00000001.JPEG; {file} has {len(labels):,} of these"
             )
         allowed = labels[int(found[1]) - 1]
         if allowed:

@@ -44,12 +44,13 @@ from polyad.train.tasks.text import TextTask
 USED = 0.01
 """The least share of all that an expert in use has."""
 NOTE = (
-    "H_s: the mean entropy of a token's probabilities over experts, low where the gate is decided. "
-    "H_u: the entropy of their mean over all tokens, high where all experts are used. I(E; Y): "
-    "what the expert of a token tells about its label; normalized: over the mean entropy of "
-    "experts and labels; purity: the share of tokens with the most frequent label of their expert. "
-    "Cosine and CKA: how alike the outputs of two experts are on the same tokens, the mean over "
-    "pairs. In brackets: 95% intervals, by drawing samples anew 200 times."
+    "H_s: mean entropy of a token's routing probabilities, low if routing is confident. H_u: "
+    "entropy of the mean probabilities over all tokens, high if all experts are used. I(E; Y): "
+    "how much the expert reveals about a token's label (mutual information); normalized: divided "
+    "by the mean of the entropies of experts and labels; purity: share of tokens that have the "
+    "most frequent label of their expert. Cosine and CKA: similarity of the outputs of two "
+    "experts on the same tokens, averaged over pairs. In brackets: 95% intervals from 200 "
+    "bootstrap samples."
 )
 
 
@@ -110,12 +111,17 @@ class Specialized(Result):
         """What is missing of images with attributes."""
         if self.has_one_class:
             return []
-        return [("not known", "polysemanticity, information, purity: they need one class each")]
+        return [
+            (
+                "not measured",
+                "polysemanticity, information, purity: they need exactly one class per image",
+            )
+        ]
 
     def rows(self) -> list[str]:
         """Tables of polysemanticity, of entropies and information, and of similarity."""
-        heads = ("", "H_s", "H_u", "at most", "I(E; Y)", "by chance", "normalized", "purity",
-                 "of the highest share", "by chance")  # fmt: skip
+        heads = ("", "H_s", "H_u", "maximum", "I(E; Y)", "by chance", "normalized", "purity",
+                 "with the highest share", "by chance")  # fmt: skip
         told: list[tuple[str, ...]] = [heads]
         alike = [("", "experts", "tokens", "cosine", "CKA")]
         for title, level in self._titled():
@@ -131,14 +137,15 @@ class Specialized(Result):
         lines = ["", "entropies and information in bits, 95% intervals over samples"]
         lines += [*aligned(told), ""]
         lines.append(
-            "outputs of experts on the same tokens, means over pairs, 95% intervals over batches"
+            "similarity of experts' outputs on the same tokens, means over pairs, 95% intervals "
+            "over batches"
         )
         return [*self._left_out_rows(), *lines, *aligned(alike)]
 
     def _left_out_rows(self) -> list[str]:
         if len(self.left_out) < len(self.layers) or not self.layers:
             return []
-        rows = [("", "polysemanticity", "experts that matter", "computed again")]
+        rows = [("", "polysemanticity", "experts that matter", "recomputed")]
         rows += [(name, *each.cells()) for name, each in self.left_out.items()]
         return ["", *aligned(rows)]
 
@@ -165,15 +172,15 @@ class Specialized(Result):
                     heading = f"{title}: experts by {label}"
                     pictures.append(level_matrix(each, heading, by_expert=label == "characters"))
         yield NOTE
-        heads = ["layer", "H_s, bits", "H_u, bits", "at most", "cosine", "CKA"]
+        heads = ["layer", "H_s, bits", "H_u, bits", "maximum", "cosine", "CKA"]
         yield Figure(
-            heading="Entropies of gates, and how alike experts are",
+            heading="Routing entropies, and similarity of experts",
             body=Table(heads=heads, rows=entropies),
             wide=True,
         )
         if information:
             heads = ["layer", "label", "I(E; Y), bits", "by chance", "normalized", "purity",
-                     "of the highest share", "by chance"]  # fmt: skip
+                     "with the highest share", "by chance"]  # fmt: skip
             yield Figure(
                 heading="How much an expert reveals about the token",
                 body=Table(heads=heads, rows=information, names=2),

@@ -96,7 +96,7 @@ class Splices(Result):
 
     def facts(self) -> list[tuple[str, str]]:
         """Where the original feed-forwards are from, and what they reach."""
-        return [("original", f"{self.teacher}, {self.loss:.4f} nats a token")]
+        return [("original", f"{self.teacher}, {self.loss:.4f} nats per token")]
 
     def rows(self) -> list[str]:
         """A row for each block, and one for all."""
@@ -302,8 +302,8 @@ def open_original(given: Path | None, opened: Evaluated, model: DecoderSettings)
         key = f"--teacher: {given}"
     elif named is None:
         raise ConfigError(
-            f"experts splice: {weights.folder} names no distill.teacher; --teacher says where the "
-            f"original model is"
+            f"experts splice: {weights.folder} names no distill.teacher; use --teacher to name the "
+            "original model"
         )
     else:
         key, teacher = f"distill.teacher: {named}", open_teacher(Path(named))

@@ -113,7 +113,7 @@ class Subsets(Result):
     def rows(self) -> list[str]:
         """The loss at each share."""
         rows = [
-            ("experts", "loss", "change", "random ones", "change"),
+            ("experts", "loss", "change", "random experts", "change"),
             (f"{self.experts}", f"{self.whole:.4f}", "", "", ""),
         ]
         for each in self.subsets:

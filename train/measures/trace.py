@@ -141,7 +141,7 @@ class Trace(Examination):
         check_output("--output", asked.output, comm.environment_world_size())
         for name in asked.extra:
             if name not in EXTRA:
-                raise ConfigError(f"--with: {name} is not allowed: {', '.join(EXTRA)} are")
+                raise ConfigError(f"--with: {name} is not allowed; allowed: {', '.join(EXTRA)}")
         if "loss" in asked.extra:
             opened.text("--with loss")
         return asked
@@ -274,7 +274,7 @@ def _chosen(model: nn.Module, place: str, asked: Options) -> list[RoutedLayer]:
     if asked.top is not None and not any(layer.shares for layer in layers):
         raise ConfigError(
             f"--top: {asked.top} is not allowed: a router of {place} selects whole experts, and "
-            f"all of them are written; a muMoE and a mixture of networks have it"
+            "all of them are written; allowed with: a muMoE, a mixture of networks"
         )
     return layers
 

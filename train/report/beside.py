@@ -30,9 +30,9 @@ UNITS = 65_536
 CURVES = (
     ("loss", "Training loss"),
     ("validation_loss", "Validation loss"),
-    ("routing/load_max", "Load of the busiest expert of all layers"),
+    ("routing/load_max", "Load of the busiest expert over all layers"),
     ("routing/unused", "Share of unused experts, mean over layers"),
-    ("routing/entropy", "Entropy of routing, mean over layers"),
+    ("routing/entropy", "Routing entropy, mean over layers"),
 )
 
 
@@ -186,7 +186,11 @@ def beside_figures(
                 for name, each in ((run, history), (other.run, other.history))
                 if key == "loss" and each.last_record.get("loss_leaks")
             ]
-            caption = f"Of {' and '.join(leaks)}: experts depend on later tokens." if leaks else ""
+            caption = (
+                f"In {' and '.join(leaks)}, experts depend on later tokens in training."
+                if leaks
+                else ""
+            )
             figures.append(
                 Figure(
                     heading=heading, body=chart, caption=caption, legend=lines, wide=key == "loss"
@@ -205,14 +209,15 @@ def beside_figures(
         for pair in other.pairs.get(layer.name, ())
     ]
     if rows:
-        heads = ("layer", "expert here", "expert there", "similarity", "next best")
+        heads = ("layer", "expert", "expert of the second run", "similarity", "next best")
         figures.append(
             Figure(
                 heading="Experts that get the same tokens",
                 body=Table(heads=heads, rows=rows),
-                caption="Similarity: the correlation, over the same held-out tokens, of what both "
-                "experts get; 1 is the same routing, 0 none in common. Each expert is paired once, "
-                "so that the sum is largest. Next best: the highest with another expert there.",
+                caption="Similarity: correlation of the two experts' routing weights over the same "
+                "held-out tokens; 1 means identical routing, 0 unrelated. Each expert is in "
+                "one pair, chosen so that the total similarity is largest. Next best: the "
+                "highest similarity with any other expert of the second run.",
                 wide=True,
             )
         )

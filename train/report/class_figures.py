@@ -67,9 +67,9 @@ def _scores(read: ClassPass) -> Figure:
         counts = [f"{value:,}" for value in (read.held[name], score.predicted, score.right)]
         rows.append([name, *counts, *shares])
     heads = ("class", f"{read.unit}s", "predicted", "right", "precision", "recall", "F1")
-    caption = "In the order of the classes."
+    caption = "Sorted by class number."
     if many:
-        caption = "The lowest F1 first, of equal ones the class with most samples."
+        caption = "Sorted by F1, lowest first; for equal F1, the class with most samples first."
     return Figure(
         heading="Scores of each class",
         body=Table(heads=heads, rows=rows, by_class=True),
@@ -83,7 +83,7 @@ def _confusions(read: ClassPass) -> Figure:
     for each in read.confusions:
         share = f"{100 * each.samples / read.held[each.true]:.0f}%"
         rows.append((each.true, each.predicted, f"{each.samples:,}", share))
-    heads = ("true", "predicted", f"{read.unit}s", "of the true class")
+    heads = ("true", "predicted", f"{read.unit}s", "share of the true class")
     body = Table(heads=heads, rows=rows, names=2)
     return Figure(heading="Most frequent confusions", body=body, wide=True)
 
@@ -107,7 +107,8 @@ def _matrix(read: ClassPass, counts: Sequence[Sequence[int]]) -> Figure:
     return Figure(
         heading="Confusion",
         body=matrix_chart(names, names, cells, title="Confusion matrix"),
-        caption="A row is a true class, a column a predicted one; the colour is the share of the "
+        caption="Rows are true classes, columns predicted ones; the colour shows the share within "
+        "the "
         "row.",
         legend=[
             Line(label="right", values=(), colour="var(--accent)"),
@@ -131,9 +132,9 @@ def _examples(read: ClassPass, images: ImagePass | None) -> Figure:
     heads = (read.unit, "true", "predicted", "squared error" if numbers else "loss")
     caption = "Without augmentation."
     if images is None:
-        caption = "Texts as the model reads them, cut off where they are long."
+        caption = "Texts as the model reads them; long ones are cut off here."
     if not numbers:
-        caption += " In brackets the probability that the model gives."
+        caption += " In brackets: the probability according to the model."
     return Figure(
         heading=f"The {read.unit}s with the largest loss",
         body=Table(heads=heads, rows=rows, names=3),
@@ -186,7 +187,7 @@ def summary_of_classes(levels: Sequence[ShownLevel], unit: str) -> Figure:
             said, lift = f"expert {most.expert} to {most.group}", f"{most.lift:.2f}"
         bits = (f"{each.level.information:.4f}", f"{each.level.by_chance:.4f}")
         rows.append((each.title, *bits, said, lift))
-    heads = ("layer", "I(E; Y), bits", "by chance", "leans most", "lift")
+    heads = ("layer", "I(E; Y), bits", "by chance", "most specialized", "lift")
     return Figure(
         heading="How much an expert reveals about the class",
         body=Table(heads=heads, rows=rows),
@@ -202,16 +203,17 @@ def _leaning(level: LevelByClass) -> Figure | None:
     leaning = level.of_each_group() if many else level.leaning(MOST_LEANING)
     if not leaning:
         return None
-    heading = "Experts that lean most to a class"
+    heading = "Experts most specialized in a class"
     if many:
-        heading = "The expert that leans most to each class"
+        heading = "The expert most specialized in each class"
     heads = ("expert", "class", "tokens", "share of the class", "share of all", "lift")
     rows = [_lean_row(each) for each in leaning]
     return Figure(
         heading=heading,
         body=Table(heads=heads, rows=rows, names=2, by_class=True),
-        caption=f"The highest lift first, where at least {LEAST_EXPECTED:g} tokens are to be "
-        f"expected.",
+        caption=f"Sorted by lift, highest first, where at least {LEAST_EXPECTED:g} tokens are "
+        "expected "
+        "by chance.",
         wide=True,
     )
 

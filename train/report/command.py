@@ -210,7 +210,7 @@ def _opened_beside(run: Path, own: Weights, other: Path, stream: Path | None) ->
         raise ConfigError("--stream: is not allowed with two runs: both models read each batch")
     there, known = _run_config(other), config_of(own)
     if not isinstance(own, Checkpoint):
-        raise ConfigError(f"{other}: is not allowed beside {run}, a folder of weights")
+        raise ConfigError(f"{other}: is not allowed together with {run}, a folder of weights")
     weights = open_checkpoint(_checkpoint(other, None, best=False))
     for what, theirs, ours in (
         ("data.kind", there.data.kind, known.data.kind),
@@ -223,7 +223,7 @@ def _opened_beside(run: Path, own: Weights, other: Path, stream: Path | None) ->
     ):
         if theirs != ours:
             raise ConfigError(
-                f"{other}: has another {what} than {run}: {theirs or 'none'!s:.12}, not "
+                f"{other}: has a different {what} than {run}: {theirs or 'none'!s:.12}, not "
                 f"{ours or 'none'!s:.12}; two runs on one page need the same"
             )
     return weights
@@ -262,7 +262,7 @@ def _check_unread(run: Path, config: RunConfig, asked: Mapping[str, object]) -> 
 
 def _run_config(run: Path) -> RunConfig:
     if not run.exists():
-        raise ConfigError(f"{run}: there is no such folder; a run's is needed")
+        raise ConfigError(f"{run}: there is no such folder; give the folder of a run")
     if STEP_FOLDER.fullmatch(run.name) and (run / "index.json").exists():
         step = int(run.name.removeprefix("step-"))
         raise ConfigError(
@@ -308,7 +308,7 @@ def _history(run: Path) -> History:
 
 def _check_output(target: Path) -> None:
     if target.is_dir():
-        raise ConfigError(f"--output: {target} is a folder, a file is needed")
+        raise ConfigError(f"--output: {target} is a folder, but a file is needed")
     if not target.parent.is_dir():
         raise ConfigError(f"--output: {target}: there is no folder {target.parent}")
     with _writing(
@@ -324,7 +324,8 @@ def _writing(target: Path, kind: type[Exception]) -> Iterator[None]:
         yield
     except OSError as error:
         raise kind(
-            f"--output: {target} cannot be written: {error.strerror}; --output names another place"
+            f"--output: {target} cannot be written: {error.strerror}; choose another place with "
+            "--output"
         ) from None
 
 
@@ -332,13 +333,15 @@ def _in_words(config: RunConfig) -> str:
     model, feed_forward = config.model, config.model.known_feed_forward()
     words = model.in_words() + _head_in_words(config)
     if isinstance(feed_forward, SparseMoEConfig):
-        experts = f"sparse experts: {feed_forward.num_experts}, {feed_forward.top_k} a token"
+        experts = (
+            f"{feed_forward.num_experts} sparse experts, {feed_forward.top_k} active per token"
+        )
         graph = "no graph" if feed_forward.graph == "none" else f"{feed_forward.graph} graph"
         return f"{words}; {experts}, {feed_forward.score} score, {graph}"
     if isinstance(feed_forward, EmergentMoEConfig):
         return (
-            f"{words}; experts split from dense feed-forwards: {feed_forward.num_experts}, "
-            f"{feed_forward.used_experts()} a token, {feed_forward.score} score"
+            f"{words}; {feed_forward.num_experts} experts split from dense feed-forwards, "
+            f"{feed_forward.used_experts()} active per token, {feed_forward.score} score"
         )
     if isinstance(feed_forward, MuMoEConfig):
         return f"{words}; muMoE: {_factorized(feed_forward)}"

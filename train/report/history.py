@@ -114,11 +114,11 @@ def read_history(
     path = folder / METRICS_FILE
     if not path.is_file():
         raise ConfigError(
-            f"{folder}: has no {METRICS_FILE}: a report is of a run that `polyad train` has begun"
+            f"{folder}: has no {METRICS_FILE}: a report needs a run that `polyad train` has started"
         )
     keep, first, newest, unreadable = _standing(path)
     if not keep or newest < first:
-        raise ConfigError(f"{path}: holds no record of a step yet")
+        raise ConfigError(f"{path}: contains no record of a step yet")
     width = math.ceil((newest - first + 1) / max_points)
     spans, columns = _Spans(first, width), _Columns(max_columns)
     losses: list[float] = []
@@ -137,7 +137,7 @@ def read_history(
             losses = [*losses[-9:], record["loss"]]
     progress(1.0)
     if not record:
-        raise ConfigError(f"{path}: holds no record of a step yet")
+        raise ConfigError(f"{path}: contains no record of a step yet")
     scalars, layers = spans.means()
     for name, rows in columns.means().items():
         layers.setdefault(name, LayerHistory()).load = rows

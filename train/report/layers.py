@@ -76,8 +76,8 @@ def _facts(layer: RoutedLayer, history: LayerHistory) -> list[str]:
     for measure, factor, form in (
         ("entropy", 100 / maximum_entropy(layer), "entropy {:.0f}% of its maximum"),
         ("effective_experts", 1, "{:.1f} effective experts"),
-        ("load_max", 1, "busiest {:.2f} times the mean"),
-        ("unused", 100, "{:.0f}% unused"),
+        ("load_max", 1, "busiest expert {:.2f} times the mean load"),
+        ("unused", 100, "{:.0f}% of the experts unused"),
     ):
         value = history.last(measure)
         if value is not None:
@@ -105,7 +105,7 @@ def _entropy_figure(
     return Figure(
         heading="Entropy over time",
         body=line_chart(steps, lines, title="Entropy over time", low=0.0, high=1.0, width=WIDE),
-        caption="Over its maximum, ln of the experts.",
+        caption="Divided by its maximum, the logarithm of the number of experts.",
         legend=lines if len(lines) > 1 else (),
     )
 
@@ -147,20 +147,21 @@ def _load_figure(times: History, relative_RC: npt.NDArray[np.float64], heading: 
     groups = np.array_split(order, min(size, MAX_ROWS))
     names = [_row_name([int(e) for e in group], relative_RC[group, -1].mean()) for group in groups]
     shown_RC = np.stack([relative_RC[group].mean(0) for group in groups])
-    sorted_by = "by number" if size <= IN_ORDER else "by their newest load, the busiest on top"
-    shared = f"; {math.ceil(size / MAX_ROWS)} experts share a row" if size > MAX_ROWS else ""
+    sorted_by = "by number" if size <= IN_ORDER else "by latest load, busiest first"
+    shared = f" ({math.ceil(size / MAX_ROWS)} experts share a row)" if size > MAX_ROWS else ""
     column = "step" if times.load_width == 1 else f"{times.load_width:,} steps"
     return Figure(
         heading=heading,
         body=heat_map(times.load_steps, shown_RC, names, title=heading),
-        caption=f"A row an expert{shared}, sorted {sorted_by}; a column each {column} whose record "
-        f"has the load of single experts (log.every).",
+        caption=f"One row per expert{shared}, sorted {sorted_by}; one column per {column} whose "
+        "record "
+        "has the load of single experts (log.every).",
     )
 
 
 def _row_name(experts: Sequence[int], load: float) -> str:
     which = f"expert {experts[0]}" if len(experts) == 1 else f"experts {experts[0]}, ..."
-    return f"{which}: newest load {number(float(load), 3)} times the mean"
+    return f"{which}: latest load {number(float(load), 3)} times the mean"
 
 
 class Run(NamedTuple):

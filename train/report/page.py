@@ -38,29 +38,33 @@ LEAKS = "; experts depend on later tokens"
 """Beside a training loss that is not one of prediction."""
 OVER_TIME = (
     ("entropy", "Evenness of each token's mixture (1 = all experts alike)",
-     "Entropy of the {word} over its maximum; 0: one expert has all of a token.", 0.0, 1.0),
+     "Entropy of the {word} of a token, divided by its maximum; 0: a single expert gets the whole "
+     "token.", 0.0, 1.0),
     ("usage_entropy", "Evenness of expert use (1 = all equal)",
-     "Entropy of the mean {word} over its maximum; 0: all tokens go to one.", 0.0, 1.0),
-    ("effective_experts", "Effective experts of a token",
-     "Mean of exp(entropy): how many experts share a token.", None, None),
-    ("active", "Active experts of a token",
+     "Entropy of the mean {word}, divided by its maximum; 0: all tokens go to one expert.",
+     0.0, 1.0),
+    ("effective_experts", "Effective experts per token",
+     "Mean of exp(entropy), the effective number of experts that share a token.", None, None),
+    ("active", "Active experts per token",
      "Mean number of experts with a weight above 0.", 0.0, None),
-    ("load_max", "Load of the busiest expert", "Times the mean load; 1 is even.", None, None),
+    ("load_max", "Load of the busiest expert",
+     "As a multiple of the mean load; 1 means even load.", None, None),
     ("unused", "Share of unused experts",
-     "Those with a load of exactly 0 in a whole step.", 0.0, None),
+     "Share of experts that get no token in a whole step.", 0.0, None),
     ("dominated", "Tokens with a dominant expert (load at a ≥ 0.5)",
-     "Share of the tokens of which one expert has at least half.", 0.0, None),
-    ("dropped", "Assignments dropped", "Share of those above the capacity.", 0.0, None),
+     "Share of the tokens for which one expert has at least half of the weight.", 0.0, None),
+    ("dropped", "Dropped assignments",
+     "Share of the assignments that exceed the experts' capacity.", 0.0, None),
 )  # fmt: skip
 """Routing statistics of a step, with headings, captions, and the ends of the axis."""
 FLUCTUATION = (
     ("top1", "Tokens whose first expert changed",
-     "Share of the probe set, since the checkpoint before.", 0.0),
+     "Share of the probe tokens, since the previous checkpoint.", 0.0),
     ("set", "Tokens whose experts changed",
-     "Share of the probe set that uses other experts, in whatever order, than at the checkpoint "
-     "before.", 0.0),
-    ("entropy_ratio", "Entropy of routing, over that of the checkpoint before",
-     "Below 1: routers have become more decided.", None),
+     "Share of the probe tokens that use a different set of experts than at the previous "
+     "checkpoint.", 0.0),
+    ("entropy_ratio", "Routing entropy, relative to the previous checkpoint",
+     "Below 1: routing has become more confident.", None),
 )  # fmt: skip
 """Measures of `polyad.train.experts.fluctuation`, with headings, captions, and the lower end of the
 axis."""
@@ -125,7 +129,7 @@ def facts(report: Report) -> list[tuple[str, str, str]]:
     units, active = history.last_record.get(f"{unit}s"), report.active_parameters
     used = f"{active:,} active per {unit}"
     if active == report.parameters:
-        used = f"all used by each {unit}"
+        used = f"all active for every {unit}"
     size = ("Parameters", f"{report.parameters:,}", used)
     if not history.steps:  # weights without a run
         known = [each for each in _validation(report) if each[1] is not None]
@@ -155,12 +159,12 @@ def _validation(report: Report) -> list[tuple[str, float | None, str]]:
     if report.validation is None or report.most_validated is None:
         return found
     *others, (name, value, small) = found
-    more = Markup("{}; <code>polyad evaluate</code> reads all of it").format(small)
+    more = Markup("{}; <code>polyad evaluate</code> scores the whole split").format(small)
     return [*others, (name, value, more)]
 
 
 def _or_none(value: float | None) -> str:
-    return "none yet" if value is None else number(value, 5)
+    return "not yet" if value is None else number(value, 5)
 
 
 def training_figures(report: Report) -> list[Figure]:
@@ -178,18 +182,18 @@ def training_figures(report: Report) -> list[Figure]:
     is_other = report.loss_unit != report.task.loss_unit  # than that of the training loss
     if not is_other:
         lines += validated
-    each = "each step" if history.width == 1 else f"means of {history.width:,} steps"
+    each = "each step" if history.width == 1 else f"averaged over {history.width:,} steps"
     note = f"{report.loss_unit}; {each}." if report.loss_unit else f"{each}."
     note = note if is_other else note.capitalize()
     if history.last_record.get("loss_leaks"):
         note += (
-            " In training experts depend on later tokens (model.feed_forward.pool: document), so "
-            "its loss is that of no prediction; in validation they do not."
+            " In training, experts depend on later tokens (model.feed_forward.pool: document), so "
+            "the training loss is not a true prediction loss; in validation they do not."
         )
     if skipped := history.last_record.get("skipped_steps"):
-        note += f" {skipped:,} steps were skipped because something was not finite."
+        note += f" {skipped:,} steps were skipped because a loss or gradient was not finite."
     if history.unreadable:
-        note += f" {history.unreadable:,} unfinished lines of metrics.jsonl were left out."
+        note += f" {history.unreadable:,} incomplete lines of metrics.jsonl were ignored."
     chart = line_chart(steps, lines, title="Loss over steps", width=WIDE)
     figures = [Figure(heading="Loss", body=chart, caption=note, legend=lines, wide=True)]
     if is_other and validated:

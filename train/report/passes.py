@@ -197,13 +197,13 @@ def _open(weights: Weights, asked: Asked, what: str) -> tuple[RunConfig, Task[An
         check_data_named(weights, config)
     if isinstance(config.data, DataConfig) and config.data.mixture is not None:
         folders = ", ".join(source.path for source in config.data.mixture)
-        raise ConfigError(f"data.mixture: read one folder, with --data, of {folders}")
+        raise ConfigError(f"data.mixture: choose one folder to read with --data, out of {folders}")
     try:
         task = task_class(config.data.kind).open_held_out(config.for_task(), weights)
         task.check_split(asked.split)
     except (ConfigError, DataError) as error:
         raise ConfigError(
-            f"{error}; --data names another folder, --tokens 0 reads no {what}"
+            f"{error}; name another folder with --data, or use --tokens 0 to read no {what}"
         ) from None
     return config, task
 

@@ -44,7 +44,7 @@ def points(grid: Mapping[str, Sequence[Any]]) -> list[Point]:
     ]
     names = [point.name for point in found]
     if twice := {name for name in names if names.count(name) > 1}:
-        raise ValueError(f"{min(twice)} is there twice")
+        raise ValueError(f"{min(twice)} is given twice")
     return found
 
 
@@ -76,107 +76,114 @@ RunKey = Literal["checkpoint.init_from", "distill.teacher"]
 
 
 class StudyData(Config):
-    """The text or the images of all runs."""
+    """The data of all runs."""
 
     path: PathText
-    """Folder of prepared data; it is prepared from `source` if it is not there."""
+    """Folder of prepared data, which is prepared from `source` if it does not exist."""
     source: str | None = None
-    """As `--source` of `polyad prepare`, or `--images`; null: the folder has to be there."""
+    """What `polyad prepare` takes as `--source`, or as `--images`; null: the folder must already
+    exist."""
     tokenizer: str | None = None
-    """As `--tokenizer` of `polyad prepare`; needed with a source of text."""
+    """What `polyad prepare` takes as `--tokenizer`; needed if `source` is text."""
     validation_fraction: float = 0.05
-    """Share of the documents, or of the training images, held out for validation."""
+    """Fraction of the documents, or of the training images, held out for validation."""
     test_fraction: float = 0.05
-    """Share of the documents held out for the test; images have one or none."""
+    """Fraction of the documents held out for the test split; not for images, which come with a test
+    split or have none."""
 
 
 class StudyAttack(Config):
-    """An attack on what every run is scored on once more, as that of `evaluate`."""
+    """A perturbation under which every run is scored once more, as with `polyad evaluate
+    --attack`."""
 
     rate: Annotated[float, Field(ge=0, le=1)]
-    """Share of the words that become AAA; of images the standard deviation of Gaussian noise on
-    pixels from 0 to 1."""
+    """Fraction of the words that are replaced with AAA; for images, the standard deviation of
+    Gaussian noise for pixel values in 0 to 1."""
     seed: Annotated[int, Field(ge=0)] = 0
-    """Which words, or which noise; the same for all runs."""
+    """Random seed for the choice of words or the noise, the same for all runs."""
 
 
 class StudyLeak(Config):
-    """What runs with `causal_graph: false` are scored on once more, as `evaluate --leak` does."""
+    """How runs with `causal_graph: false` are scored once more without the leak, as with `polyad
+    evaluate --leak`."""
 
     steps: list[Annotated[int, Field(ge=1)]]
-    """Checkpoints that are scored: steps of training."""
+    """Training steps whose checkpoints are scored."""
     tokens: Annotated[int, Field(ge=1)] = 2048
-    """About how many tokens are scored from their prefix."""
+    """Approximate number of tokens that are scored from their prefix alone."""
 
     @field_validator("steps")
     @classmethod
     def _steps_rise(cls, steps: list[int]) -> list[int]:
         if not steps or steps != sorted(set(steps)):
-            raise ValueError("at least one step is, each later than the one before")
+            raise ValueError("give at least one step, each later than the one before")
         return steps
 
 
 class StudyKnockout(Config):
-    """What is lost without each expert of a language model, as `evaluate --knockout` says."""
+    """The loss without each expert of a language model, as in `polyad experts knockout`."""
 
     tokens: Annotated[int, Field(ge=1)] = 16_384
-    """About how many tokens are read."""
+    """Approximate number of tokens to read."""
     layers: list[Annotated[int, Field(ge=0)]] = Field(default_factory=list)
-    """Blocks whose experts are left out; []: the first, the middle and the last that routes."""
+    """Blocks whose experts are removed; []: the first, middle and last block with experts."""
 
 
 class StudyConfig(Config):
-    """What is compared, on what, how often."""
+    """A study: which variants are compared, on which data, with which seeds."""
 
     question: str | None = None
-    """What the study asks, in one sentence, as the page of its result shows it; null: nothing."""
+    """The question of the study in one sentence, shown on the page of its result; null: not
+    shown."""
     not_shown: str | list[str] | None = None
-    """What its result does not show, in plain text, or in several that are a paragraph each; null:
-    nothing is said."""
+    """Limitations, what the result does not show: plain text, or a list of paragraphs; null: not
+    shown."""
     base: PathText
-    """A run's configuration file, relative to where the command is started."""
+    """Configuration file of a run, relative to the working directory."""
     folder: PathText
-    """Holds a run folder for each variant and seed, study.json and results.json."""
+    """Folder of the study, for one run folder per variant and seed, study.json and results.json."""
     data: StudyData | None = None
-    """The data of all runs, prepared if need be; null: what the base file names."""
+    """The data of all runs, prepared if necessary; null: the data that the base file names."""
     split: Literal["validation", "test"] = "validation"
-    """Whose tokens every run is scored on."""
+    """Split on which every run is scored."""
     seeds: list[Annotated[int, Field(ge=0, le=2**63 - 1)]]
-    """One run of each variant for each: initial weights and order of the data."""
+    """Random seeds (for initial weights and the order of the data); each variant is trained once
+    with each seed."""
     baseline: str
-    """The variant that the others are compared with."""
+    """Name of the variant with which the others are compared."""
     attack: StudyAttack | None = None
-    """What finished runs are scored on beside the split itself; null: nothing."""
+    """A perturbation under which finished runs are scored too; null: none."""
     leak: StudyLeak | None = None
-    """How runs whose tokens see later ones are scored without that; null: they are not."""
+    """How runs in which tokens see later tokens are scored again without that; null: they are
+    not."""
     specialization: bool = False
-    """Whether it is measured how the experts of finished runs divide the work, as `evaluate
-    --specialization` does: entropies, information on classes, how alike experts are, and of images
-    what is lost without each."""
+    """Whether to measure how the experts of finished runs divide the work, as in `polyad experts
+    specialize`: entropies, information about classes, similarity of experts, and for images what is
+    lost without each expert."""
     knockout: StudyKnockout | None = None
-    """How it is measured what the experts of finished runs are for; text and masked text alone.
-    null: it is not."""
+    """How to measure what the experts of finished runs are for, by removing them; only for text and
+    masked text. null: not measured."""
     measures: list[str] = Field(default_factory=list)
-    """Names of further measures: `splice`, of replaced feed-forwards (`experts splice`), and those
-    that a plugin adds."""
+    """Names of further measures: `splice` for replaced feed-forwards (see `polyad experts splice`),
+    and measures added by plugins."""
     common: dict[str, Any] = Field(default_factory=dict)
-    """Dotted keys that every run has other than the base."""
+    """Dotted keys that are set in every run, different from the base."""
     tasks: dict[str, dict[str, Any]] = Field(default_factory=dict)
-    """By name, the dotted keys that make the task, `data.path` and the like: every variant is
-    trained on each, and compared on each and on their mean. Without any there is one."""
+    """Maps names of tasks to the dotted keys that define them, such as `data.path`. Every variant
+    is trained on each task, and compared on each and on their mean. Empty: a single task."""
     grid: dict[str, list[Any]] = Field(default_factory=dict)
-    """Dotted keys with the values that are tried: every variant is trained with each combination,
-    and is compared with the one that is best on the validation split."""
+    """Grid search: maps dotted keys to lists of values. Every variant is trained with each
+    combination, and compared with the combination that is best on the validation split."""
     grids: dict[str, dict[str, list[Any]]] = Field(default_factory=dict)
-    """By the name of a variant, more such keys that it alone has."""
+    """Maps names of variants to additional grid keys for that variant alone."""
     grid_seeds: Annotated[int, Field(ge=1)] | None = None
-    """The first seeds, with which all combinations are trained; the others train the best one
-    alone. null: all seeds."""
+    """Number of seeds, from the first, with which all combinations are trained; with the other
+    seeds only the best one is trained. null: all seeds."""
     from_runs: dict[str, dict[RunKey, str]] = Field(default_factory=dict)
-    """By the name of a variant, the dotted keys whose value is the run of another variant with the
-    same seed, as {distilled: {checkpoint.init_from: attentive}}."""
+    """Maps names of variants to dotted keys whose value is the run of another variant with the same
+    seed, for example {distilled: {checkpoint.init_from: attentive}}."""
     variants: dict[str, dict[str, Any]]
-    """By name, the dotted keys that make the variant; in the order of the tables."""
+    """Maps names of variants, in the order of the tables, to the dotted keys that define them."""
 
     @field_validator("question", "not_shown")
     @classmethod
@@ -185,7 +192,7 @@ class StudyConfig(Config):
     ) -> str | list[str] | None:
         texts = [] if text is None else [text] if isinstance(text, str) else text
         if text == [] or not all(each.strip() for each in texts):
-            raise ValueError(f"{info.field_name}: is empty; text is allowed, or null")
+            raise ValueError(f"{info.field_name}: is empty; give text, or null")
         return text
 
     @field_validator("variants", "tasks")
@@ -194,8 +201,9 @@ class StudyConfig(Config):
         for name in named:
             if not re.fullmatch(NAME, name) or len(name.encode()) > MAX_NAME_BYTES:
                 raise ValueError(
-                    f"{info.field_name}: {shown(name)} is not allowed: letters, digits and any of "
-                    f"_ . + - are, a letter or digit first, at most {MAX_NAME_BYTES} bytes"
+                    f"{info.field_name}: {shown(name)} is not allowed; a name has letters, digits "
+                    "and any of _ . + -, starts with a letter or digit, and has at most "
+                    f"{MAX_NAME_BYTES} bytes"
                 )
         return named
 
@@ -211,12 +219,14 @@ class StudyConfig(Config):
     def _grids_belong_to_variants(self) -> "StudyConfig":
         for name in self.grids:
             if name not in self.variants:
-                raise ValueError(f"grids: {shown(name)} is no variant: {', '.join(self.variants)}")
+                raise ValueError(
+                    f"grids: {shown(name)} is not a variant; variants: {', '.join(self.variants)}"
+                )
         grids = {"grid": self.grid} | {f"grids.{name}": each for name, each in self.grids.items()}
         for where, grid in grids.items():
             for key, values in grid.items():
                 if not values:
-                    raise ValueError(f"{where}.{key}: [] is not allowed: at least one value is")
+                    raise ValueError(f"{where}.{key}: [] is not allowed; give at least one value")
         if self.grid_seeds is not None and not 1 <= self.grid_seeds <= len(self.seeds):
             raise ValueError(
                 f"grid_seeds: {self.grid_seeds} is not allowed with {len(self.seeds)} seeds"
@@ -228,18 +238,21 @@ class StudyConfig(Config):
         known = ", ".join(self.variants)
         for name, keys in self.from_runs.items():
             if name not in self.variants:
-                raise ValueError(f"from_runs: {shown(name)} is no variant: {known}")
+                raise ValueError(f"from_runs: {shown(name)} is not a variant; variants: {known}")
             for key, other in keys.items():
                 if other not in self.variants:
                     raise ValueError(
-                        f"from_runs.{name}: {key}: {shown(other)} is no variant: {known}"
+                        f"from_runs.{name}: {key}: {shown(other)} is not a variant; variants: "
+                        f"{known}"
                     )
         try:
             self.training_order()
         except CycleError as error:
             # graphlib names each after what needs it.
             circle = " from ".join(reversed(error.args[1]))
-            raise ValueError(f"from_runs: {circle} is a circle, which has no beginning") from None
+            raise ValueError(
+                f"from_runs: {circle} is a cycle, so none of these runs can start"
+            ) from None
         return self
 
     def training_order(self) -> list[str]:
@@ -261,17 +274,18 @@ class StudyConfig(Config):
     @classmethod
     def _seeds_are_several_and_differ(cls, seeds: list[int]) -> list[int]:
         if not seeds:
-            raise ValueError("at least one seed is")
+            raise ValueError("give at least one seed")
         if len(set(seeds)) < len(seeds):
-            raise ValueError("a seed stands twice; different ones are")
+            raise ValueError("a seed appears twice; all seeds must be different")
         return seeds
 
     @model_validator(mode="after")
     def _baseline_is_a_variant(self) -> "StudyConfig":
         if self.baseline not in self.variants:
             raise ValueError(
-                f"baseline: {shown(self.baseline)} is not allowed: {', '.join(self.variants)}"
+                f"baseline: {shown(self.baseline)} is not a variant; variants: "
+                f"{', '.join(self.variants)}"
                 if self.variants
-                else "variants: {} is not allowed: at least one is"
+                else "variants: {} is not allowed; give at least one variant"
             )
         return self

@@ -54,14 +54,16 @@ def load_studies(file: Path, baseline: str | None = None) -> dict[str, Study]:
     if baseline is not None:
         if baseline not in config.variants:
             known = ", ".join(config.variants)
-            raise ConfigError(f"--beside: {shown(baseline)} is no variant of {file}: {known}")
+            raise ConfigError(
+                f"--beside: {shown(baseline)} is not a variant of {file}; variants: {known}"
+            )
         config = config.model_copy(update={"baseline": baseline})
     with _named(f"{file}: base"):
         base_tree = read_tree(Path(config.base))
     if not config.tasks:
         return {"": _load(file, config, base_tree, "", ())}
     if config.data is not None:
-        raise ConfigError(f"{file}: data: is not allowed beside tasks, which name the data")
+        raise ConfigError(f"{file}: data: is not allowed together with tasks, which name the data")
     studies = {}
     for name, keys in config.tasks.items():
         where = f"{file}: tasks.{name}"
@@ -72,8 +74,8 @@ def load_studies(file: Path, baseline: str | None = None) -> dict[str, Study]:
     for name in others:
         if kinds[name] != kinds[first]:
             raise ConfigError(
-                f"{file}: tasks.{name}: data.kind: {kinds[name]} is not {first}'s {kinds[first]}: "
-                f"their scores have no mean"
+                f"{file}: tasks.{name}: data.kind: {kinds[name]} differs from {first}'s "
+                f"{kinds[first]}, so their scores cannot be averaged"
             )
     return studies
 
@@ -105,9 +107,9 @@ def _load(
             _check_from_runs(config, name, own.keys() | point.keys.keys(), file)
             for key in own.keys() & point.keys.keys():
                 raise ConfigError(
-                    f"{where}: {key}: is not allowed, a grid sets it, and "
-                    f"{as_written(own[key])} would not be "
-                    f"trained; grids.{name}: {{{key}: [{as_written(own[key])}]}} does that"
+                    f"{where}: {key}: is not allowed, because a grid sets it and "
+                    f"{as_written(own[key])} would not be trained; use grids.{name}: {{{key}: "
+                    f"[{as_written(own[key])}]}} instead"
                 )
             values = tuple(f"{key}={as_written(value)}" for key, value in point.keys.items())
             variant = _variant(
@@ -121,8 +123,8 @@ def _load(
         raise ConfigError(f"{file}: attack: is not allowed with data.kind: {kind}")
     if config.specialization and kind not in MEASURED_KINDS:
         raise ConfigError(
-            f"{file}: specialization: true is not allowed with data.kind: {kind}; "
-            f"{', '.join(MEASURED_KINDS)} have it"
+            f"{file}: specialization: true is not allowed with data.kind: {kind}; allowed with: "
+            f"{', '.join(MEASURED_KINDS)}"
         )
     _check_knockout(study, file)
     return study
@@ -162,7 +164,7 @@ def _check_source(data: StudyData | None, kind: str, file: Path) -> None:
         return
     if (data.source is None) != (data.tokenizer is None):
         there, missing = ("source", "tokenizer") if data.source else ("tokenizer", "source")
-        raise ConfigError(f"{file}: data.{missing}: is missing beside data.{there}")
+        raise ConfigError(f"{file}: data.{missing}: is missing, but needed with data.{there}")
 
 
 def _variant(
@@ -207,7 +209,7 @@ def _overrides(tree: Mapping[str, Any], where: str, allowed: Sequence[str] = ())
     """Dotted keys as `key=value`; JSON is YAML."""
     for key in tree:
         if not DOTTED_KEY.fullmatch(key):
-            raise ConfigError(f"{where}: {shown(key)} is not a key, as train.steps is one")
+            raise ConfigError(f"{where}: {shown(key)} is not a dotted key such as train.steps")
         section = key.partition(".")[0]
         if section in SET_BY_THE_STUDY and section not in allowed:
             raise ConfigError(
@@ -225,9 +227,9 @@ def _check_pairs(variants: Mapping[str, Variant], baseline: str, file: Path) -> 
         for key in SAME_IN_EVERY_VARIANT:
             if found.get(key) != wanted.get(key):
                 raise ConfigError(
-                    f"{file}: variants.{name}: {key}: {found.get(key)} is not {baseline}'s "
-                    f"{wanted.get(key)}: runs of one seed would not see the same batches; set it "
-                    f"under common"
+                    f"{file}: variants.{name}: {key}: {found.get(key)} differs from {baseline}'s "
+                    f"{wanted.get(key)}: runs with the same seed would not see the same batches; "
+                    "set it under common"
                 )
 
 
@@ -287,6 +289,6 @@ def _check_leak(study: StudyConfig, variants: Mapping[str, Variant], file: Path)
                 newer = end  # each better validation writes one, too
             if last is not None and newer >= last and not (always and step % always == 0):
                 raise ConfigError(
-                    f"{file}: leak.steps: {step}: {name} keeps that checkpoint only until "
-                    f"{last} newer are there: checkpoint.keep_last"
+                    f"{file}: leak.steps: {step}: {name} keeps that checkpoint only until there "
+                    f"are {last} newer ones: checkpoint.keep_last"
                 )

@@ -23,8 +23,8 @@ class AttributeClassification(ImageClassification):
     data_settings = AttributeDataConfig
     scores = (
         Score("accuracy", "accuracy", 4, "of attributes"),
-        Score("all_right", "all right", 4, "of images"),
-        Score("loss", "loss", 4, "nats an image"),
+        Score("all_right", "all correct", 4, "of images"),
+        Score("loss", "loss", 4, "nats per image"),
     )
     validation_score: ClassVar[str] = "validation_accuracy"
     validated = ("accuracy", "all_right", "loss")

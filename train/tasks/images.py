@@ -104,10 +104,10 @@ class ImageClassification(LabelledTask[ImageBatch]):
     scores: ClassVar[tuple[Score, ...]] = (
         Score("top1", "top-1", 4),
         Score("top5", "top-5", 4),
-        Score("loss", "loss", 4, "nats an image"),
+        Score("loss", "loss", 4, "nats per image"),
         Score("calibration_error", "calibration error", 4),
     )
-    loss_unit = "nats an image"
+    loss_unit = "nats per image"
     sample = "image"
     validation_score: ClassVar[str] = "validation_top1"
     model: ImageSettings
@@ -125,12 +125,13 @@ class ImageClassification(LabelledTask[ImageBatch]):
         if not isinstance(model, ImageSettings):
             raise ConfigError(
                 f"data.kind: images is not allowed with model.kind: {model.kind}, which does not "
-                f"read images; mixer, vit and mixture do"
+                "read images; allowed with: mixer, vit, mixture"
             )
         if settings.loss == "sigmoid" and model.gives_log_probabilities():
             raise ConfigError(
                 f"data.loss: sigmoid is not allowed with model.kind: {model.kind} and "
-                f"model.output: probabilities, whose classes sum to 1; model.output: logits is"
+                "model.output: probabilities, whose classes sum to 1; allowed: model.output: "
+                "logits"
             )
         self.data, self.settings = data, settings
         self._noise: GaussianNoise | None = None
@@ -140,7 +141,7 @@ class ImageClassification(LabelledTask[ImageBatch]):
             holds, allowed = ("one class", "images") if self.has_attributes else ("attributes",) * 2
             raise ConfigError(
                 f"data.kind: {settings.kind} is not allowed with {self.place}, whose images have "
-                f"{holds}; {allowed} is"
+                f"{holds}; allowed: {allowed}"
             )
 
     @classmethod
@@ -406,7 +407,8 @@ def with_classes(model: ImageSettings, data: ImageData, place: str) -> ImageSett
         )
     if model.channels != 3:
         raise ConfigError(
-            f"model.channels: {model.channels} is not 3, red, green and blue of {place}"
+            f"model.channels: {model.channels} is not allowed with {place}, whose images have 3 "
+            "channels: red, green and blue"
         )
     try:
         return model.model_copy(update={"num_classes": classes}).filled()

@@ -55,7 +55,7 @@ class LabelledScores(Scores):
             names = ["by domain", *(f"  {name}" for name in self.per_domain)]
             rows = list(zip(names, aligned(table, ">"), strict=True))
         if self.left_out:
-            rows.append(("left out", f"{', '.join(self.left_out)}: the test split"))
+            rows.append(("left out", f"{', '.join(self.left_out)} (the test split)"))
         return rows
 
 

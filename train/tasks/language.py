@@ -92,15 +92,15 @@ class TextScores(Scores):
 
     def rows(self, task: type[Task[Any]]) -> list[tuple[str, str]]:
         """Loss, perplexities, and how the text was read."""
-        words = f"{self.word_perplexity:,.3f} (words by white space)"
+        words = f"{self.word_perplexity:,.3f} (words separated by white space)"
         if self.words == 0:
-            words = "none: the split is white space alone, without a word"
+            words = "none: the split has no words, only white space"
         return [
-            ("loss", f"{self.loss:.4f} nats a token"),
+            ("loss", f"{self.loss:.4f} nats per token"),
             ("perplexity", f"{self.perplexity:.3f} a token"),
             ("word perplexity", words),
             ("bits per byte", f"{self.bits_per_byte:.4f}"),
-            ("scored", f"{self.tokens_scored:,} tokens, end-of-text included"),
+            ("scored", f"{self.tokens_scored:,} tokens, including end-of-text"),
             ("window", f"{self.sequence_length} tokens, stride {self.stride}"),
         ]
 
@@ -116,11 +116,11 @@ class LanguageModelling(Learner, TextTask[TextBatch]):
     data_settings = DataConfig
     attack = "word-swap"
     scores = (
-        Score("loss", "loss", 4, "nats a token"),
+        Score("loss", "loss", 4, "nats per token"),
         Score("perplexity", "perplexity", 3, "a token"),
         Score("bits_per_byte", "bits per byte", 4),
     )
-    loss_unit = "nats a token"
+    loss_unit = "nats per token"
     model: DecoderSettings
     reads: ClassVar[str] = "model.kind: gpt2 or decoder"
 
@@ -130,12 +130,12 @@ class LanguageModelling(Learner, TextTask[TextBatch]):
         if not isinstance(model, DecoderSettings):
             raise ConfigError(
                 f"data.kind: text is not allowed with model.kind: {model.kind}, which does not "
-                f"predict the next token; {self.reads} does"
+                f"predict the next token; allowed with: {self.reads}"
             )
         if model.head is not None:
             raise ConfigError(
-                f"model.head.kind: {model.head.kind} is not allowed with data.kind: text, of which "
-                f"the next token is learned; null is"
+                f"model.head.kind: {model.head.kind} is not allowed with data.kind: text, where "
+                "the next token is predicted; allowed: null"
             )
         self._attacked: dict[str, tuple[TokenStream, SplitInfo]] = {}
         self.block_teacher: BlockTeacher | None = None
@@ -231,8 +231,8 @@ class LanguageModelling(Learner, TextTask[TextBatch]):
         """The loss, and its perplexity."""
         power = None if value is None else perplexity(value)
         return [
-            ("Validation loss", value, f"{cls.loss_unit}, newest, {cls.validated_part(most)}"),
-            ("Perplexity", power, "of that validation"),
+            ("Validation loss", value, f"{cls.loss_unit}, latest, {cls.validated_part(most)}"),
+            ("Perplexity", power, "of the same validation"),
         ]
 
 
@@ -245,12 +245,12 @@ def language_model(weights: Weights) -> DecoderSettings:
     config = weights.model_config()
     if not isinstance(config, DecoderSettings):
         raise ConfigError(
-            f"{weights.folder}: model.kind: {config.kind} is not a language model; "
-            f"{LanguageModelling.reads} is"
+            f"{weights.folder}: model.kind: {config.kind} is not a language model; language models "
+            f"are {LanguageModelling.reads}"
         )
     if config.head is not None:
         raise ConfigError(
-            f"{weights.folder}: model.head.kind: {config.head.kind}: scores whole sequences, and "
-            f"does not predict text"
+            f"{weights.folder}: model.head.kind: {config.head.kind} scores whole sequences, and "
+            "does not predict text"
         )
     return config

@@ -44,21 +44,23 @@ BlockLoss: TypeAlias = Literal["normalized", "squared"]
 
 
 class DistillConfig(Config):
-    """A trained model that a run learns from, beside its data."""
+    """Distillation: a trained model that a run learns from, in addition to its data."""
 
     teacher: str | None = None
-    """A run or checkpoint of a model that says the same of the same samples: of images or sequences
-    with the same classes, or a language model with the same tokenizer; null: none."""
+    """A run or checkpoint of the teacher, which must have the same outputs as the student: the same
+    classes of images or sequences, or the same tokenizer for language models; null: no
+    distillation."""
     weight: Annotated[float, Field(ge=0, le=1)] = 0.5
-    """Share w of KL(teacher || student) in the loss; the task's own loss has the rest."""
+    """Weight w of KL(teacher || student) in the loss; the task's own loss has weight 1 - w."""
     temperature: Annotated[float, Field(gt=0, le=1e6)] = 1.0
-    """What the logits of both are divided by before the softmax."""
+    """Temperature by which the logits of teacher and student are divided before the softmax."""
     blocks: BlockLoss | None = None
-    """Of text: trains the feed-forwards of model.replaced alone, each on the inputs and outputs of
-    the teacher's in the same block; all other weights are the teacher's, and frozen. The loss:
-    `normalized`, the squared error of each token over the norm of the teacher's output, as MxD's,
-    or `squared`, its mean over tokens and units; of several blocks the sum. weight and temperature
-    do not apply. null: the teacher teaches the next token."""
+    """Block-wise distillation of a language model: only the feed-forwards of model.replaced are
+    trained, each on the inputs and outputs of the teacher's feed-forward in the same block; all
+    other weights are copied from the teacher and frozen. The loss is `normalized`, each token's
+    squared error divided by the norm of the teacher's output (as in MxD), or `squared`, the mean
+    over tokens and units; it is summed over blocks. weight and temperature do not apply. null: the
+    student learns from the teacher's output logits."""
 
 
 class Teacher:

@@ -66,10 +66,10 @@ class MaskedLanguageModelling(TextTask[MaskedBatch]):
 
     data_settings = MaskedTextConfig
     scores = (
-        Score("loss", "loss", 4, "nats a hidden token"),
-        Score("accuracy", "accuracy", 4, "of hidden tokens"),
+        Score("loss", "loss", 4, "nats per masked token"),
+        Score("accuracy", "accuracy", 4, "of masked tokens"),
     )
-    loss_unit = "nats a hidden token"
+    loss_unit = "nats per masked token"
     model: BertConfig
 
     def __init__(self, data: TrainingData, sections: Sections) -> None:
@@ -78,12 +78,12 @@ class MaskedLanguageModelling(TextTask[MaskedBatch]):
         if not isinstance(model, BertConfig):
             raise ConfigError(
                 f"data.kind: masked_text is not allowed with model.kind: {model.kind}, which does "
-                f"not see both sides of a hidden token; bert does"
+                "not see both sides of a masked token; allowed with: bert"
             )
         if not isinstance(model.head, MaskedLanguageHeadConfig):
             raise ConfigError(
                 f"data.kind: masked_text is not allowed with model.head.kind: {model.head.kind}, "
-                f"which does not predict tokens; language does"
+                "which does not predict tokens; allowed with: language"
             )
         self.model = with_vocabulary(model, data.tokenizer.vocab_size, self.place)
         self.special = SpecialTokens.of(data.parts[0].data.tokenizer(), self.place)
@@ -169,5 +169,5 @@ class MaskedLanguageModelling(TextTask[MaskedBatch]):
             total_3 += torch.stack([losses_N.sum(), right_N.sum(), counted_BP.sum().double()])
         loss, right, tokens = comm.sum_over_samples(total_3, world).tolist()
         if not tokens:
-            raise DataError(f"{self.place}: the split has no text, special tokens alone")
+            raise DataError(f"{self.place}: the split has no text, only special tokens")
         return HiddenScore(loss / tokens, right / tokens, int(tokens))

@@ -181,8 +181,8 @@ def _bert_sample(
         positions_P = torch.randperm(length, generator=generator)[:hidden].sort().values
         return MaskedBatch(ids_T, positions_P, ids_T[positions_P].roll(1))
     raise ConfigError(
-        f"model.head.kind: {model.head.kind} has no loss to train by; language and classification "
-        f"have one"
+        f"model.head.kind: {model.head.kind} has no loss, so it cannot be trained; language and "
+        "classification can"
     )
 
 

@@ -128,7 +128,7 @@ def samples_of(task: Task[Any], split: str, most: int | None = None) -> Samples:
         return SequenceSamples(task, split, most)
     if isinstance(task, TextTask):
         return TextSamples(task, split, most)
-    raise ConfigError(f"{task.place}: no measure of experts is known of such data")
+    raise ConfigError(f"{task.place}: there are no measures of experts for this kind of data")
 
 
 def probe_of(task: Task[Any], units: int, split: str | None = None) -> "TextSamples | ImageSamples":
@@ -147,7 +147,7 @@ def probe_of(task: Task[Any], units: int, split: str | None = None) -> "TextSamp
         return ImageSamples(task, split or "validation", units, num_workers=workers)
     if isinstance(task, TextTask):
         return TextSamples(task, split, units)
-    raise ConfigError(f"{task.place}: no set of inputs is known to compare routing on")
+    raise ConfigError(f"{task.place}: routing cannot be compared on this kind of data")
 
 
 def _numbered(

@@ -100,7 +100,7 @@ class SequenceScores(LabelledScores):
         rows = [(title, f"{self.numbers[name]:.4f}") for name, title in titles.items()]
         if len(rows) > 1:
             rows.append(("their mean", f"{self.numbers['score']:.4f}"))
-        unit = "squared error" if self.task == "regression" else "nats a sequence"
+        unit = "squared error" if self.task == "regression" else "nats per sequence"
         rows.append(("loss", f"{self.numbers['loss']:.4f} {unit}"))
         rows += self.domain_rows("sequences", titles | {"loss": "loss"})
         found = sorted(
@@ -113,7 +113,7 @@ class SequenceScores(LabelledScores):
         rows += [("worst classes", ", ".join(worst))] if worst else []
         rows.append(("scored", f"{self.sequences_scored:,} sequences"))
         if self.cut_off:
-            rows.append(("cut off", f"{self.cut_off:,}, to {self.max_length:,} tokens"))
+            rows.append(("truncated", f"{self.cut_off:,}, to {self.max_length:,} tokens"))
         return rows
 
 
@@ -147,7 +147,7 @@ class SequenceTask(LabelledTask[SequenceBatch]):
         if two_texts and isinstance(model, BertConfig) and model.num_segments < 2:
             raise ConfigError(
                 f"model.num_segments: {model.num_segments} is not allowed with two texts in a "
-                f"sequence of {self.place}; 2 is"
+                f"sequence of {self.place}; allowed: 2"
             )
 
     @classmethod
@@ -162,12 +162,12 @@ class SequenceTask(LabelledTask[SequenceBatch]):
             tokenizer = tokenizer_of(open_weights(Path(sections.init_from)))
         else:
             raise ConfigError(
-                "data.tokenizer: is missing; without checkpoint.init_from, whose tokenizer it "
-                "would be, a file, a folder or a name of the hub is needed"
+                "data.tokenizer: is missing; without checkpoint.init_from, whose tokenizer would "
+                "be used, give a file, a folder or a name on the Hugging Face hub"
             )
         if tokenizer is None:
             raise ConfigError(
-                f"data.tokenizer: is missing, and {sections.init_from} has none beside it"
+                f"data.tokenizer: is missing, and {sections.init_from} has no tokenizer either"
             )
         task = cls(_open(sections, tokenizer), sections)
         for split in ("train", "validation"):
@@ -180,7 +180,7 @@ class SequenceTask(LabelledTask[SequenceBatch]):
         """Opens rows to score weights with: by their own tokenizer and classes."""
         tokenizer = tokenizer_of(weights)
         if tokenizer is None:
-            raise ConfigError(f"{weights.folder}: has no tokenizer beside it")
+            raise ConfigError(f"{weights.folder}: contains no tokenizer")
         return cls(_open(sections, tokenizer, names_of(weights)), sections)
 
     def contents(self, split: str) -> str:
@@ -211,8 +211,8 @@ class SequenceTask(LabelledTask[SequenceBatch]):
             if split in self.data.splits and (cut := self.data.encoded(split).pieces.cut):
                 count = len(self.data.encoded(split)) * self.data.choices
                 said.append(
-                    f"{split}: {cut:,} of {count:,} sequences were longer than "
-                    f"{self.data.max_length:,} tokens and are cut off"
+                    f"{split}: {cut:,} of {count:,} sequences are longer than "
+                    f"{self.data.max_length:,} tokens and are truncated"
                 )
         return said
 
@@ -442,7 +442,7 @@ def _scoring(model: ModelSettings) -> ScoringConfig:
     if not isinstance(model, ScoringConfig):
         raise ConfigError(
             f"data.kind: sequences is not allowed with model.kind: {model.kind}, which does not "
-            f"read tokens; gpt2 and bert do"
+            "read tokens; allowed with: gpt2, bert"
         )
     if model.head is None:
         raise ConfigError(

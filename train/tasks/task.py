@@ -32,19 +32,21 @@ Share = Callable[[float], None]
 
 
 class EvaluationConfig(Config):
-    """Validation while training, and `polyad evaluate`."""
+    """Validation during training, and `polyad evaluate`."""
 
     every: Annotated[int, Field(ge=0)] = 0
-    """Steps between validations; 0 validates at the end of the run only."""
+    """Number of steps between validations; 0: validate only at the end of the run."""
     patience: Annotated[int, Field(ge=1)] | None = None
-    """Validations in a row without a better score after which the run ends; null: it goes on."""
+    """Early stopping: the run ends after this many validations in a row without a better score;
+    null: no early stopping."""
     max_windows: Annotated[int, Field(ge=1)] | None = None
-    """Windows of text, or images, of the split that are scored in training; null: all of them."""
+    """Maximum number of text windows, or images, scored in each validation during training; null:
+    the whole split."""
     stride: Annotated[int, Field(ge=1)] | None = None
-    """Tokens that a window of text moves on; null: its whole length. Less gives more context, and
-    costs more."""
+    """Number of tokens by which the window moves over the text; null: its whole length. Smaller
+    strides give every token more context, and take longer."""
     batch_size: Annotated[int, Field(ge=1)] | None = None
-    """Windows or images in a forward pass; null: `train.micro_batch_size`."""
+    """Number of windows or images per forward pass; null: `train.micro_batch_size`."""
 
 
 class Unit(NamedTuple):
@@ -353,7 +355,7 @@ class Task(ABC, Generic[Batch]):
             Titles, numbers, and what each is.
         """
         title = cls.validation_score.replace("_", " ").capitalize()
-        return [(title, value, f"newest, {cls.validated_part(most)}")]
+        return [(title, value, f"latest, {cls.validated_part(most)}")]
 
     @classmethod
     def validated_part(cls, most: int | None) -> str:

@@ -69,7 +69,7 @@ class TextTask(Task[Batch]):
         if settings.mixture is not None:
             folders = ", ".join(source.path for source in settings.mixture)
             raise ConfigError(
-                f"data.mixture: evaluate one folder at a time, with --data, of {folders}"
+                f"data.mixture: choose one folder to evaluate with --data, out of {folders}"
             )
         known = fingerprint_of(weights)
         prepared = open_data(settings.path, known, "checkpoint", lambda: tokenizer_of(weights))
@@ -229,8 +229,8 @@ def with_end_of_text(model: DecoderSettings, end_of_text_id: int, place: str) ->
         return model
     if model.end_of_text_id not in (None, end_of_text_id):
         raise ConfigError(
-            f"model.end_of_text_id: {model.end_of_text_id} is not the token that ends documents "
-            f"in {place}, {end_of_text_id}; null takes that"
+            f"model.end_of_text_id: {model.end_of_text_id} is not the token that ends documents in "
+            f"{place}, {end_of_text_id}; set it to null to use that one"
         )
     return model.model_copy(update={"end_of_text_id": end_of_text_id})
 

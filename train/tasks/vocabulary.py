@@ -40,7 +40,9 @@ def open_data(
         DataError: it is missing, damaged, or made with another tokenizer.
     """
     if path is None:
-        raise ConfigError("data.path: is missing; `polyad prepare` makes such a folder")
+        raise ConfigError(
+            "data.path: is missing; create a folder of prepared data with `polyad prepare`"
+        )
     try:
         prepared = PreparedData.open(Path(path))
     except DataError as error:
@@ -154,9 +156,7 @@ def need_tokenizer(weights: Weights, given: str | None) -> Tokenizer:
                 f"their token ids mean different things"
             )
     if tokenizer is None:
-        raise ConfigError(
-            f"{weights.folder}: has no tokenizer beside it; name one with --tokenizer"
-        )
+        raise ConfigError(f"{weights.folder}: contains no tokenizer; name one with --tokenizer")
     model_size = weights.shapes()["token_embedding.weight"][0]
     if tokenizer.vocab_size > model_size:
         raise ConfigError(

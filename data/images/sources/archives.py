@@ -157,7 +157,7 @@ def tar_members(path: Path) -> Iterator[tarfile.TarInfo]:
             if isinstance(error, DataError):
                 raise
             if end == 0:
-                raise DataError(f"{path}: is empty, and no tar") from None
+                raise DataError(f"{path}: is empty, so it is not a tar") from None
             raise DataError(
                 f"{path}: the header at byte {at:,} is damaged, or one behind it: "
                 f"{one_line(error, 80)}"
@@ -174,8 +174,8 @@ def _check_end(path: Path, at: int) -> None:
         while block := file.read(1 << 20):
             if block.count(0) != len(block):
                 raise DataError(
-                    f"{path}: goes on behind its end at byte {at:,}: were tars joined? Unpack it, "
-                    f"and name the folder, or name a folder of the single tars"
+                    f"{path}: continues after its end at byte {at:,}: were several tars joined? "
+                    "Unpack it and name the folder, or name a folder with the single tars"
                 )
 
 
@@ -279,7 +279,7 @@ def _class_names(tar: Path, root: Path) -> list[str] | None:
         raise DataError(f"{file}: is not UTF-8: {error.reason} at byte {error.start}") from None
     if "" in map(str.strip, names):
         line = [name.strip() for name in names].index("") + 1
-        raise DataError(f"{file}: line {line} is empty, and no name of a class")
+        raise DataError(f"{file}: line {line} is empty; it must be the name of a class")
     return names
 
 
@@ -325,8 +325,8 @@ def _add(
     if is_image(file.name):
         if sample.image is not None:
             raise DataError(
-                f"{place}: is a second image of its sample, beside {sample.image.name}; one is "
-                f"allowed"
+                f"{place}: is a second image of its sample, besides {sample.image.name}; only one "
+                "is allowed"
             )
         sample.image = file
     elif ending in CLASS_KEYS:
@@ -346,15 +346,15 @@ def _add(
 def _give(sample: _Sample, label: int, place: str) -> None:
     """Gives a sample its class, which several members may hold."""
     if sample.label not in (None, label):
-        raise DataError(f"{place}: holds the class {label}, and another member {sample.label}")
+        raise DataError(
+            f"{place}: has the class {label}, but another member of the sample has {sample.label}"
+        )
     sample.label = label
 
 
 def _content(opened: BinaryIO, file: File, most: int, place: str) -> bytes:
     if file.size > most:
-        raise DataError(
-            f"{place}: has {file.size:,} bytes, and {most:,} are allowed where a class stands"
-        )
+        raise DataError(f"{place}: has {file.size:,} bytes, but a class may have at most {most:,}")
     opened.seek(file.offset)
     return opened.read(file.size)
 
@@ -368,4 +368,4 @@ def _number(label: object, names: Sequence[str] | None, place: str) -> int:
     if isinstance(label, str) and names is not None and label in names:
         return names.index(label)
     known = f"; {CLASSES_FILE} does not have it" if names else f", nor is there a {CLASSES_FILE}"
-    raise DataError(f"{place}: holds no number of a class: {str(label)[:40]!r}{known}")
+    raise DataError(f"{place}: does not hold the number of a class: {str(label)[:40]!r}{known}")

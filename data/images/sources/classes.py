@@ -102,7 +102,7 @@ def by_domain(tree: Tree, left_out: LeftOut) -> Found:
         if not is_image(file.parts[-1]):
             _leave_out(file, left_out, in_class=len(parts) > 2)
         elif len(parts) == 2:
-            raise _no_domains(tree, f"{parts[0]} holds images, and no folders of classes")
+            raise _no_domains(tree, f"{parts[0]} holds images, but no folders of classes")
         elif len(parts) < 2:
             left_out.add("images in no folder of a domain", "/".join(file.parts))
         else:
@@ -112,7 +112,7 @@ def by_domain(tree: Tree, left_out: LeftOut) -> Found:
         raise _no_domains(tree, "it has no images in such folders")
     splits = _named_splits(domains)
     if splits:
-        raise _no_domains(tree, f"{listed(splits.values())} are splits, and no domains")
+        raise _no_domains(tree, f"{listed(splits.values())} are splits, not domains")
     for domain in sorted(domains - {image.domain for image in images}):
         raise _no_domains(tree, f"{domain} holds no folder with images")
     if len(domains) == 1:
@@ -132,7 +132,9 @@ def _found(
     """Images of each split, in the order of their domains, classes and paths."""
     for name in (*names, *domains):
         if "\n" in name or name.encode("utf-8", "replace").decode() != name:
-            raise DataError(f"{tree.root}: {name!r}: the name of a class is UTF-8, of one line")
+            raise DataError(
+                f"{tree.root}: {name!r}: the name of a class must be UTF-8 without line breaks"
+            )
     label = {name: number for number, name in enumerate(names)}
     splits: dict[str, Callable[[], Iterator[Entry]]] = {}
     for shard, (split, found) in enumerate(images.items()):
@@ -197,12 +199,12 @@ def _split_folders(tree: Tree, around: Parts) -> dict[str, str]:
         same = sorted(each for each in below if SPLIT_NAMES.get(each.lower()) == split)
         if len(same) > 1:
             raise DataError(
-                f"{tree.root}: {listed(same)} are both the {split} split; one is allowed"
+                f"{tree.root}: {listed(same)} are both the {split} split; only one is allowed"
             )
     if splits and not _below(tree, (*around, splits["train"])):
         if not below - set(splits.values()):
             raise DataError(
-                f"{tree.root}: {splits['train']} holds images, and no folders of classes"
+                f"{tree.root}: {splits['train']} holds images, but no folders of classes"
             )
         return {}  # beside others a folder that holds no folders is a class, as of vehicles
     return splits
@@ -224,11 +226,10 @@ def _same_classes(tree: Tree, classes: Mapping[str, list[str]]) -> list[str]:
         if more or missing:
             which = f"has {listed(more, 3)} more" if more else f"lacks {listed(missing, 3)}"
             raise DataError(
-                f"{tree.root}: its {split} split {which}: the classes of all splits have to be the "
-                f"same"
+                f"{tree.root}: its {split} split {which}: all splits must have the same classes"
             )
     return names
 
 
 def _no_domains(tree: Tree, reason: str) -> DataError:
-    return DataError(f"--domains: {tree.root}: is no tree of DOMAIN/CLASS/image: {reason}")
+    return DataError(f"--domains: {tree.root}: is not a tree of DOMAIN/CLASS/image: {reason}")

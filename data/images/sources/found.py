@@ -267,7 +267,10 @@ class ArchiveTree:
                 self._left_out.add("links to what is not in the archive", "/".join(link))
                 continue
             if len(self._files) + len(inside[target]) > most:
-                raise DataError(f"{self._root}: {'/'.join(link)}: its links multiply its files")
+                raise DataError(
+                    f"{self._root}: {'/'.join(link)}: symbolic links make the same files appear "
+                    "many times"
+                )
             self.add_folder(link)
             for file in inside[target]:
                 parts = (*link, *file.parts[len(target) :])

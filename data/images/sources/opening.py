@@ -43,11 +43,11 @@ def open_images(source: str, output: Path, *, domains: bool = False) -> Found:
     if source.startswith(HUB) and not path.is_dir():
         path = _downloaded(source.removeprefix(HUB))
     if not path.exists():
-        raise DataError(f"--images: {source}: there is no such file or folder; {KNOWN} are allowed")
+        raise DataError(f"--images: {source}: there is no such file or folder; allowed: {KNOWN}")
     if path.is_dir():
         return _open_folder(path, output, left_out)
     if not path.is_file():  # a pipe never ends
-        raise DataError(f"--images: {source}: is no file and no folder; {KNOWN} are allowed")
+        raise DataError(f"--images: {source}: is neither a file nor a folder; allowed: {KNOWN}")
     return _open_file(path, output, left_out)
 
 
@@ -59,8 +59,8 @@ def _open_domains(source: str, output: Path, left_out: LeftOut) -> Found:
     if path.is_file() and path.suffix.lower() in readers:
         return by_domain(readers[path.suffix.lower()](path, left_out), left_out)
     raise DataError(
-        f"--domains: {source}: is no tree of DOMAIN/CLASS/image: a folder of that form, or a .zip "
-        f"or .tar of one, is allowed"
+        f"--domains: {source}: is not a tree of DOMAIN/CLASS/image: a folder of that form, or a "
+        ".zip or .tar of one, is needed"
     )
 
 
@@ -68,8 +68,8 @@ def _open_file(path: Path, output: Path, left_out: LeftOut) -> Found:
     name = path.name.lower()
     if name.endswith(COMPRESSED_TARS):
         raise DataError(
-            f"--images: {path}: is a compressed tar, of which no image can be read alone; unpack "
-            f"it to a .tar"
+            f"--images: {path}: is a compressed tar, from which single images cannot be read; "
+            "decompress it to a .tar"
         )
     if name.endswith(".tar"):
         return open_tars([path], path, left_out)
@@ -77,7 +77,7 @@ def _open_file(path: Path, output: Path, left_out: LeftOut) -> Found:
         return by_class(read_zip(path, left_out), left_out)
     if name.endswith(".parquet"):
         return open_parquet([path], path, output, left_out)
-    raise DataError(f"--images: {path}: is of no known kind; {KNOWN} are allowed")
+    raise DataError(f"--images: {path}: is of an unknown kind; allowed: {KNOWN}")
 
 
 def _open_folder(path: Path, output: Path, left_out: LeftOut) -> Found:

@@ -89,7 +89,7 @@ def _open_mnist(root: Path, output: Path, left_out: LeftOut) -> Found:
         if not there:
             continue
         if len(there) == 1:
-            raise DataError(f"{there[0]}: stands alone: {' and '.join(names)} are needed")
+            raise DataError(f"{there[0]}: is incomplete: {' and '.join(names)} are all needed")
         used += there
         images, labels = (_unpacked(file, output) for file in there)
         count, height, width = _header(images, 3)
@@ -162,7 +162,7 @@ def _open_cifar(root: Path, names: dict[str, list[str]], labels: int, left_out: 
                 continue
             size = file.stat().st_size
             if size % length:
-                raise DataError(f"{file}: has {size:,} bytes, no multiple of {length}")
+                raise DataError(f"{file}: has {size:,} bytes, which is not a multiple of {length}")
             numbers.setdefault(split, []).append(len(shards))
             path = str(file.resolve())
             shards.append(Shard(path=path, kind="raw", size=size, shape=(3, 32, 32)))
@@ -219,10 +219,10 @@ def open_attributes(root: Path, attributes: Path, left_out: LeftOut) -> Found:
                 size = (folder / file).stat().st_size
             except OSError:
                 raise DataError(
-                    f"{folder / file}: is named in {attributes}, and is not there"
+                    f"{folder / file}: is named in {attributes}, but does not exist"
                 ) from None
             if split_of and file not in split_of:
-                raise DataError(f"{root}: {PARTITION} has no line of {file}")
+                raise DataError(f"{root}: {PARTITION} has no line for {file}")
             yield Entry(0, 0, size, 0, file, of_file)
 
     here = {split_of.get(file, "train") for file in values}
@@ -250,7 +250,7 @@ def _attributes(path: Path) -> tuple[list[str], dict[str, npt.NDArray[np.uint8]]
                 f"{path}: line {number}: a file and {len(names)} numbers, each 1 or -1, are needed"
             )
         if file in values:
-            raise DataError(f"{path}: line {number}: {file} stands in an earlier line, too")
+            raise DataError(f"{path}: line {number}: {file} also appears in an earlier line")
         values[file] = np.array([word == "1" for word in words], dtype=np.uint8)
     if not values:
         raise DataError(f"{path}: names no images")

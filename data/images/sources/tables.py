@@ -71,18 +71,18 @@ def columns_of(schema: Any, file: Path) -> Columns:
     used = [image, *([label] if label else attributes)]
     twice = next((name for name in used if names.count(name) > 1), None)
     if twice is not None:
-        raise DataError(f"{file}: has two columns that are called {twice}")
+        raise DataError(f"{file}: has two columns named {twice}")
     kind = schema.field(image).type
     inside = {kind.field(n).name: kind.field(n).type for n in range(kind.num_fields)}
     is_struct = kinds.is_struct(kind) and "bytes" in inside
     if not _is_bytes(inside["bytes"] if is_struct else kind):
         raise DataError(
-            f"{file}: the column {image} holds {kind}, and no images: bytes, or structs of bytes "
-            f"and path, are allowed; of paths alone, name the folder of the files"
+            f"{file}: the column {image} holds {kind}, not images: it must hold bytes, or structs "
+            "of bytes and path; if it holds only paths, name the folder of the files instead"
         )
     of_labels = schema.field(label).type if label else None
     if label and not (kinds.is_integer(of_labels) or kinds.is_boolean(of_labels)):
-        raise DataError(f"{file}: the column {label} holds {of_labels}, and no numbers of classes")
+        raise DataError(f"{file}: the column {label} holds {of_labels}, not numbers of classes")
     has_path = is_struct and "path" in inside and _is_text(inside["path"])
     return Columns(image, has_path, is_struct, label, () if label else attributes)
 

@@ -192,9 +192,9 @@ def fetch_tokenizer(name: str) -> Path:
     except Exception as error:  # of any network library that the hub's client uses
         reason = one_line(error, 200)
     raise DataError(
-        f"{name}: no such tokenizer here or in the Hugging Face cache, and the hub does not give "
-        f"it: {reason}; where there is a network run `hf download {name} --include '*token*' "
-        "--local-dir DIR`, copy DIR here, and name DIR as the tokenizer"
+        f"{name}: no such tokenizer here or in the Hugging Face cache, and it cannot be downloaded "
+        f"from the hub: {reason}; on a machine with network access run `hf download {name} "
+        "--include '*token*' --local-dir DIR`, copy DIR here, and give DIR as the tokenizer"
     )
 
 
@@ -243,7 +243,7 @@ def read_about(folder: Path) -> dict[str, Any]:
         return {}
     tree = read_json(file)
     if not isinstance(tree, dict):
-        raise DataError(f"{file}: is no JSON object")
+        raise DataError(f"{file}: is not a JSON object")
     return tree
 
 
@@ -252,7 +252,7 @@ def _token(about: dict[str, Any], key: str) -> str | None:
     token = about.get(key)
     content = token.get("content") if isinstance(token, dict) else token
     if content is not None and not isinstance(content, str):
-        raise DataError(f"{key}: {token!r:.60} is not allowed; a token is, or null")
+        raise DataError(f"{key}: {token!r:.60} is not allowed; it must be a token, or null")
     return content
 
 
@@ -310,10 +310,9 @@ def _load_file(path: Path, end_of_text: str | None) -> Tokenizer:
     if not path.exists():
         siblings = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
         raise DataError(
-            f"{path}: no such tokenizer; it is {', '.join(TRAINED)}, a tokenizer.json file, a "
-            f"SentencePiece .model, BERT's vocab.txt, the folder of one, or a name of the Hugging "
-            f"Face hub"
-            f"{nearest(path.name, siblings)}"
+            f"{path}: no such tokenizer; give {', '.join(TRAINED)}, a tokenizer.json file, a "
+            "SentencePiece .model, BERT's vocab.txt, a folder with one, or a name on the Hugging "
+            f"Face hub{nearest(path.name, siblings)}"
         )
     try:
         return _from_file(path, end_of_text)

@@ -124,7 +124,9 @@ def train_words(texts: Iterator[str], vocab_size: int | None, end_of_text: str) 
     for token in special:
         counts.pop(token, None)
     if not counts:
-        raise DataError("words: the text of the train split has no word to make a vocabulary of")
+        raise DataError(
+            "words: the text of the train split has no words to build a vocabulary from"
+        )
     words = sorted(counts, key=lambda word: (-counts[word], word))
     entries = [*special, *words][:vocab_size]
     vocabulary = {word: number for number, word in enumerate(entries)}
@@ -153,7 +155,7 @@ def train_characters(texts: Iterator[str], end_of_text: str) -> Tokenizer:
     for text in texts:
         characters.update(text)
     if not characters:
-        raise DataError("characters: the text of the train split has none")
+        raise DataError("characters: the text of the train split has no characters")
     special = (UNKNOWN, end_of_text)
     vocabulary = {token: number for number, token in enumerate([*special, *sorted(characters)])}
     # BPE without merges takes a text apart into its characters, and leaves white space as it is.
@@ -227,7 +229,7 @@ def read_vocabulary(file: Path, end_of_text: str | None = None) -> Tokenizer:
         raise DataError(f"not the vocab.txt of a BERT: it has no token {UNKNOWN_PIECE}")
     if len(vocabulary) < len(tokens):
         twice, _ = Counter(tokens).most_common(1)[0]
-        raise DataError(f"not the vocab.txt of a BERT: {twice!r} is there twice")
+        raise DataError(f"not the vocab.txt of a BERT: {twice!r} appears twice")
     about = _about(file.parent / ABOUT_FILE)
     lowercase = about.get("do_lower_case")
     if lowercase is None:
@@ -249,7 +251,7 @@ def _about(file: Path) -> dict[str, bool]:
     try:
         tree = dict(read_json(file))
     except TypeError:
-        raise DataError(f"{file}: is no JSON object") from None
+        raise DataError(f"{file}: is not a JSON object") from None
     return {key: value for key, value in tree.items() if isinstance(value, bool)}
 
 
@@ -275,7 +277,7 @@ def train_wordpiece(
         counts.update(empty.normalizer.normalize_str(text))
     letters = [letter for letter in counts if not letter.isspace()]
     if not letters:
-        raise DataError("wordpiece: the text of the train split has no word")
+        raise DataError("wordpiece: the text of the train split has no words")
     most = max(1, min(LARGEST_ALPHABET, (vocab_size - len(SPECIAL)) // 2))
     alphabet = sorted(sorted(letters, key=lambda c: (-counts[c], c))[:most])
     # The library numbers pieces by the order of a hash table, which differs from run to run, unless

@@ -113,7 +113,7 @@ def test_the_fingerprint_knows_what_is_left_out(tree, tmp_path):
 @pytest.mark.parametrize(
     ("leave_out", "said"),
     [
-        (["gray"], r"data\.leave_out: 'gray' is no domain of .* \(did you mean 'grey'\?\); dom"),
+        (["gray"], r"data\.leave_out: 'gray' is not a domain of .* \(did you mean 'grey'\?\); dom"),
         (["plain", "grey", "inverted"], r"data\.leave_out: all domains of .* are left out"),
     ],
 )
@@ -129,7 +129,9 @@ def test_a_class_of_a_left_out_domain_alone_is_one_line(tmp_path):
         tmp_path / "all", {"grey": {"ant": 5, "bee": 5}, "plain": {"ant": 5, "cat": 5}}
     )
     prepared(root, tmp_path / "out")
-    with pytest.raises(DataError, match=r"data\.leave_out: 'plain' has 'cat', of which the domai"):
+    with pytest.raises(
+        DataError, match=r"data\.leave_out: 'plain' has the class 'cat', which the other domai"
+    ):
         ImageData.open(tmp_path / "out", ["plain"])
 
 
@@ -143,7 +145,7 @@ def test_data_without_domains_leaves_none_out(tmp_path):
 def no_tree(kind, root):
     """A source that is no DOMAIN/CLASS/image, and what is said of it."""
     if kind == "classes":
-        return made.class_folders(root / "all"), "ant holds images, and no folders of classes"
+        return made.class_folders(root / "all"), "ant holds images, but no folders of classes"
     if kind == "splits":
         made.class_folders(root / "all" / "train", 2)
         return made.class_folders(root / "all" / "val", 2).parent, "'train', 'val' are splits"
@@ -158,7 +160,7 @@ def no_tree(kind, root):
         with zipfile.ZipFile(path, "w") as archive:
             for name, _, content in made.listed(2):
                 archive.writestr(name, content)
-        return path, "ant holds images, and no folders of classes"
+        return path, "ant holds images, but no folders of classes"
     if kind == "tar":
         return made.webdataset(root / "all.tar"), "it has no images in such folders"
     return root / "nothing", "a folder of that form, or a .zip or .tar of one"
@@ -170,7 +172,7 @@ def no_tree(kind, root):
 def test_what_is_no_tree_of_domains_is_one_line(tmp_path, kind):
     source, said = no_tree(kind, tmp_path)
     with pytest.raises(
-        DataError, match=f"--domains: .* is no tree of DOMAIN/CLASS/image: .*{said}"
+        DataError, match=f"--domains: .* is not a tree of DOMAIN/CLASS/image: .*{said}"
     ):
         prepared(source, tmp_path / "out")
     assert not (tmp_path / "out").exists()

@@ -55,16 +55,16 @@ TARS = {
     "long keys": (header("x", 1 << 30, b"x") + IMAGE + END, "1,073,741,824 bytes of names"),
     "long name": (header("x", 1 << 30, b"L") + IMAGE + END, "1,073,741,824 bytes of names"),
     "a large label": (IMAGE + header("0.cls", 4000) + padded(b"0" * 4000) + END,
-                      "0.cls: has 4,000 bytes, and 1,024 are allowed where a class stands"),
+                      "0.cls: has 4,000 bytes, but a class may have at most 1,024"),
     "digits in a label": (IMAGE + header("0.cls", 1000) + padded(b"7" * 1000) + END,
-                          "holds no number of a class"),
+                          "does not hold the number of a class"),
     "nested": (IMAGE + header("0.json", 200_000) + padded(b"[" * 200_000) + END,
                "0.json: is not read: its JSON is nested too deeply"),
     "many keys": (pax(b"30 path=" + b"a" * 21 + b"\n") * 3000 + IMAGE + END, "damaged|no class"),
     "damaged later": (IMAGE + LABEL + b"x" + header("1.jpg", 5)[1:] + END,
                       "the header at byte [0-9,]+ is damaged"),
-    "joined": (IMAGE + LABEL + END + IMAGE + END, "goes on behind its end at byte"),
-    "empty": (b"", "is empty, and no tar"),
+    "joined": (IMAGE + LABEL + END + IMAGE + END, "continues after its end at byte"),
+    "empty": (b"", "is empty, so it is not a tar"),
     "id": (IMAGE + header("0.cls", 10) + padded(b"2000000000") + END,
            "0.jpg of train has the label 2,000,000,000, and without names 1,000,000 classes"),
 }  # fmt: skip
@@ -173,11 +173,11 @@ def test_labels_of_a_json_may_be_text(tmp_path):
     assert sum(sum(each.per_class[1:]) for each in named.manifest.splits.values()) == 2
     for labels, names in ((["ant", "bee"], None), (["ant", "cow"], ["ant", "bee"])):
         with pytest.raises(
-            DataError, match=r"holds no number of a class: '\w+'[;,] .*classes\.txt"
+            DataError, match=r"does not hold the number of a class: '\w+'[;,] .*classes\.txt"
         ):
             prepared(tar(labels, names), tmp_path / "c")
     for label in (None, True, 1.5, [1], {"a": 1}):
-        with pytest.raises(DataError, match="holds no number of a class"):
+        with pytest.raises(DataError, match="does not hold the number of a class"):
             prepared(tar([label]), tmp_path / "c")
 
 
@@ -193,7 +193,9 @@ def test_members_of_a_sample_agree_on_its_class(tmp_path):
 
     for other in (("0.json", b'{"label": 1}'), ("0.label", b"1")):
         for labels in ((("0.cls", b"0"), other), (other, ("0.cls", b"0"))):
-            with pytest.raises(DataError, match=r"holds the class [01], and another member [01]"):
+            with pytest.raises(
+                DataError, match=r"has the class [01], but another member of the sample has [01]"
+            ):
                 prepared(tar(*labels), tmp_path / "out")
     same = tar(("0.cls", b"0"), ("0.json", b'{"label": 0, "class": "of another list"}'))
     assert prepared(same, tmp_path / "out").manifest.class_names == ["0", "1"]
@@ -279,7 +281,7 @@ def test_a_pipe_and_a_folder_are_no_json(tmp_path):
         (b"9" * 5000, "is not read: its JSON has a number of too many digits"),
         (b"\xff", "is not UTF-8: invalid start byte at byte 0"),
         (b"{", "is not JSON: .* at character 2"),
-        (b" " * 101, "has more than 100 bytes, and is not read"),
+        (b" " * 101, "has more than 100 bytes, so it is not read"),
     ):
         (tmp_path / "a.json").write_bytes(content)
         with pytest.raises(DataError, match=said) as caught:

@@ -250,7 +250,7 @@ def spoil_tar_header(path):
     [
         (lambda p: p / "nothing", "there is no such file or folder"),
         (lambda p: made.webdataset(p / "a.tar").rename(p / "a.tar.gz"), "is a compressed tar"),
-        (lambda p: (p / "a.rar").touch() or p / "a.rar", "is of no known kind"),
+        (lambda p: (p / "a.rar").touch() or p / "a.rar", "is of an unknown kind"),
         (lambda p: (p / "a.zip").touch() or p / "a.zip", "cannot be read as a zip"),
         (lambda p: (p / "a.parquet").touch() or p / "a.parquet", "cannot be read as parquet"),
         (lambda p: (p / "empty").mkdir() or p / "empty", "has no folders of classes"),
@@ -295,10 +295,10 @@ def test_arrow_files_of_other_columns_are_one_line(tmp_path):
     features = {"image": datasets.Image(), "label": datasets.Value("string")}
     saved = datasets.Dataset.from_dict(words, features=datasets.Features(features))
     saved.save_to_disk(str(tmp_path / "words"))
-    with pytest.raises(DataError, match="the column label holds string, and no numbers of"):
+    with pytest.raises(DataError, match="the column label holds string, not numbers of"):
         prepared(tmp_path / "words", tmp_path / "out")
     datasets.Dataset.from_dict({"image": ["a"], "label": [1]}).save_to_disk(str(tmp_path / "paths"))
-    with pytest.raises(DataError, match="the column image holds string, and no images"):
+    with pytest.raises(DataError, match="the column image holds string, not images"):
         prepared(tmp_path / "paths", tmp_path / "out")
     about = next((tmp_path / "paths").rglob("dataset_info.json"))
     about.write_text("{")
@@ -409,7 +409,7 @@ def test_tars_have_the_names_beside_them(tmp_path):
         (folder / "classes.txt").write_text("\n".join(names))
     assert_named_right(prepared(tmp_path / "tars", tmp_path / "out", held_out=0.25), 8)
     (tmp_path / "tars/test/classes.txt").unlink()
-    with pytest.raises(DataError, match=r"test/0\.tar has numbers of classes without names, .*"):
+    with pytest.raises(DataError, match=r"test/0\.tar has numbered classes without names, .*"):
         prepared(tmp_path / "tars", tmp_path / "other", held_out=0.25)
 
 

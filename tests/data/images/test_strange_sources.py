@@ -33,7 +33,7 @@ def test_a_second_image_of_a_sample_is_refused(tmp_path):
             about = tarfile.TarInfo(name)
             about.size = len(content)
             tar.addfile(about, io.BytesIO(content))
-    with pytest.raises(DataError, match=r"seg.png: is a second image of its sample, beside 0.jpg"):
+    with pytest.raises(DataError, match=r"seg.png: is a second image of its sample, besides 0.jpg"):
         prepared(tmp_path / "a.tar", tmp_path / "out")
 
 
@@ -91,7 +91,7 @@ def test_images_below_a_class_folder_are_read_from_files_as_from_a_zip(tmp_path)
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (b"cat\n\ndog\n", "line 2 is empty, and no name of a class"),
+        (b"cat\n\ndog\n", "line 2 is empty; it must be the name of a class"),
         ("caf\u00e9\ndog\n".encode("latin-1"), "is not UTF-8"),
     ],
 )
@@ -136,7 +136,7 @@ def test_images_without_classes_and_links_to_nothing_are_refused(tmp_path):
     with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive:
         for name in ("train/0.jpg", "train/1.jpg", "val/2.jpg"):
             archive.writestr(name, content)
-    with pytest.raises(DataError, match=r"a\.zip: train holds images, and no folders of classes"):
+    with pytest.raises(DataError, match=r"a\.zip: train holds images, but no folders of classes"):
         prepared(tmp_path / "a.zip", tmp_path / "out")
     root = made.class_folders(tmp_path / "all")
     (root / "ant" / "gone.jpg").symlink_to(tmp_path / "nothing")

@@ -127,13 +127,15 @@ def mistaken(root, kind):
     write(root, *(f"{label}/{n}.png" for label in ("ant", "bee") for n in range(3)))
     if kind == "ending":
         write(root, "ant/3.heic", "bee/4.HEIC")
-        return r"would leave out files that end in \.heic: 2 \(as ant/3\.heic\); if that is meant,"
+        return (
+            r"would leave out files that end in \.heic: 2 \(as ant/3\.heic\); if that is intended,"
+        )
     if kind == "no ending":
         write(root, "ant/3")
         return r"would leave out files without an ending: 1 \(as ant/3\)"
     if kind == "empty class":
         (root / "cat").mkdir()
-        return "one class has no training image: 'cat'; if that is meant, add --accept"
+        return "one class has no training image: 'cat'; if that is intended, add --accept"
     if kind == "one class":
         shutil.rmtree(root / "bee")
         return "there is only one class, 'ant'"
@@ -162,7 +164,7 @@ def mistaken(root, kind):
     if kind == "no labels":
         (root / "ant").rename(root / "train")
         (root / "bee").rename(root / "val")
-        return "train holds images, and no folders of classes"
+        return "train holds images, but no folders of classes"
     if kind == "empty file":
         (root / "ant" / "3.png").touch()
         return r"images of 0 bytes: 1 \(as .*ant/3\.png\)"
@@ -281,7 +283,7 @@ def test_two_that_prepare_one_folder_do_not_damage_it(tmp_path):
     ended = [(run.communicate()[0], run.returncode) for run in runs]
     assert sorted(status for _, status in ended) == [0, 2, 2]
     for said, status in ended:
-        assert status == 0 or "another process prepares it" in said or "holds other" in said
+        assert status == 0 or "another process is preparing it" in said or "holds other" in said
     share = (0.1, 0.3, 0.5)[[status for _, status in ended].index(0)]
     data = prepared(tmp_path / "all", tmp_path / "out", held_out=share)
     assert data.manifest.splits["validation"].images == round(120 * share)
@@ -312,7 +314,7 @@ def test_a_full_disk_names_the_file_and_what_to_do(tmp_path, kind):
     )
     assert done.returncode == 2, done.stderr
     assert done.stdout == (
-        f"{tmp_path}/out/{name}: cannot be written: File too large; make room there, and give the "
+        f"{tmp_path}/out/{name}: cannot be written: File too large; make room there, and run the "
         f"same command again\n"
     )
     assert not (tmp_path / "out").exists()

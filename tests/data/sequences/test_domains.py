@@ -120,7 +120,8 @@ def test_the_fingerprint_knows_what_is_left_out(folder, tmp_path):
     [
         (
             {"leave_out": ["film"]},
-            r"data\.leave_out: 'film' is no domain of .*\(did you mean 'films'\?\); domains: 'boo",
+            r"data\.leave_out: 'film' is not a domain of .*\(did you mean 'films'\?\); domains: "
+            "'boo",
         ),
         ({"leave_out": list(DOMAINS)}, r"data\.leave_out: all domains of .* are left out"),
         (
@@ -142,7 +143,7 @@ def test_rows_that_will_not_do_are_one_line(folder, tmp_path):
     only = [row | {"source": "films"} for row in table]
     for name, train, held, said in (
         ("empty", [*table, table[0] | {"source": " "}], table, r"row 13: has no domain: 'source'"),
-        ("class", table, strange, r"data\.leave_out: 'films' has 'new', of which the domains"),
+        ("class", table, strange, r"data\.leave_out: 'films' has the class 'new', which the other"),
         ("held", table, only, r"data\.leave_out: films are all the domains of .*dev\.csv, which"),
     ):
         write(tmp_path / name / "train.csv", train)

@@ -103,7 +103,7 @@ def test_quotation_marks_of_tabs_are_values_where_they_do_not_fit(tmp_path):
     assert table.note is None
     path.write_text('text\tlabel\n"a\t1\nb\tc\t0\n')
     with pytest.raises(
-        DataError, match=r"rows\.tsv, line 3: has not as many values as the 2 columns"
+        DataError, match=r"rows\.tsv, line 3: does not have as many values as the 2 columns"
     ):
         read_tables(str(path), Schema())
 
@@ -128,7 +128,7 @@ def test_where_a_table_is_damaged_is_said(tmp_path, name, content, said):
 def test_a_column_that_stands_twice_in_parquet_is_refused(tmp_path):
     twice = pa.Table.from_arrays([pa.array(["a"]), pa.array(["b"])], names=["text", "text"])
     pyarrow.parquet.write_table(twice, tmp_path / "rows.parquet")
-    with pytest.raises(DataError, match="there are 2 columns 'text'; one is needed"):
+    with pytest.raises(DataError, match="there are 2 columns named 'text'; only one is"):
         read_tables(str(tmp_path / "rows.parquet"), Schema())
 
 
@@ -152,11 +152,11 @@ def test_files_of_a_split_are_all_read_or_refused_and_others_named(tmp_path):
     assert tables["train"].note.endswith("as their names say no split: 'train_more.csv'")
     for name in ("test.csv.gz", "test.json", "train-1.xlsx"):
         (tmp_path / name).write_bytes(b"x")
-        with pytest.raises(DataError, match=rf"{name}: its name says that it is of a split, and"):
+        with pytest.raises(DataError, match=rf"{name}: has the name of a split, but"):
             read_tables(str(tmp_path), Schema())
         (tmp_path / name).unlink()
     (tmp_path / "train.jsonl").write_text('{"text": "a", "label": "b"}\n')
-    with pytest.raises(DataError, match=r"train.jsonl: is there beside train.csv, and would be"):
+    with pytest.raises(DataError, match=r"train.jsonl: exists besides train.csv, so both would be"):
         read_tables(str(tmp_path), Schema())
 
 
@@ -169,8 +169,8 @@ def test_a_fault_in_json_lines_is_in_its_line(tmp_path):
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        ("text,label\na,b,c\n", "line 2: has not as many values as the 2 columns"),
-        ("text,label\na\n", "line 2: has not as many values"),
+        ("text,label\na,b,c\n", "line 2: does not have as many values as the 2 columns"),
+        ("text,label\na\n", "line 2: does not have as many values"),
         ('text,label\n"a,b\n', "cannot be read"),
         (b"text,label\n\xff\xfe,b\n", "line 2: is not UTF-8"),
     ],
@@ -190,7 +190,7 @@ def test_a_damaged_table_is_one_line(tmp_path, content, said):
         ("rows.jsonl", '{"text": "a"}\n[1]\n', "line 2: is not a JSON object"),
         ("rows.jsonl", "{\n", "line 1: is not JSON"),
         ("rows.parquet", "no parquet", "cannot be read as Parquet"),
-        ("rows.txt", "text", "is no table; files of .csv, .tsv, .jsonl, .parquet are read"),
+        ("rows.txt", "text", "is not a table; supported: .csv, .tsv, .jsonl, .parquet"),
     ],
 )
 def test_what_is_no_table_is_one_line(tmp_path, name, content, said):
@@ -348,7 +348,9 @@ def test_a_key_that_stands_twice_in_json_is_refused(tmp_path):
 @pytest.mark.parametrize("label", [[0, 1], {"a": 1}, float("nan")])
 def test_labels_that_are_no_class_are_one_line(label):
     table = Table("rows", {"label": ["a", label]}, ["label"])
-    with pytest.raises(DataError, match=r"rows, row 2: the label .* is no class: text or a number"):
+    with pytest.raises(
+        DataError, match=r"rows, row 2: the label .* is not a class: it must be text or a number"
+    ):
         class_names(table, "label")
 
 

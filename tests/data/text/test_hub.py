@@ -43,7 +43,7 @@ def write_rows(folder, split, lines):
     rows = ["" if line == " \n" else line for line in lines]
     shards, size = FILES[split], -(-len(rows) // FILES[split])
     for number in range(shards):
-        # An article goes on from one file to the next.
+        # An article continues from one file to the next.
         table = pyarrow.table({"text": rows[number * size : (number + 1) * size]})
         name = f"{split}-{number:05}-of-{shards:05}.parquet"
         pyarrow.parquet.write_table(table, folder / name)
@@ -174,7 +174,7 @@ def test_real_splits_are_prepared_as_splits(wikitext, tmp_path):
     assert decoded == "".join(ARTICLES["validation"][0] + [" \n"]) + "<|endoftext|>"
     assert prepare(spec, "train:300", tmp_path / "a", report=lines.append) == manifest
     assert "already prepared" in lines[-1]
-    words = f"--test-fraction: 0.1 of train is not held out, since {spec} has that split"
+    words = f"--test-fraction: 0.1 is not held out, because {spec} has that split"
     assert words in error_of(prepare, spec, "train:300", tmp_path / "c", test_fraction=0.1)
     # A split that is given goes before the data set's own, and takes that split of a data set.
     other = prepare(

@@ -44,7 +44,7 @@ def test_files_that_hold_text_and_are_not_read_are_refused_or_accepted(tmp_path,
         prepare(str(folder), "characters", tmp_path / "out", report=lambda line: None)
     said = str(caught.value)
     assert f"would leave out {ending} files: 1 (as {name.rpartition('/')[2]})" in said
-    assert said.endswith("if that is meant, add --accept")
+    assert said.endswith("if that is intended, add --accept")
     assert not (tmp_path / "out").exists()
     manifest, lines = prepared_anyway(folder, tmp_path)
     assert manifest.files == {".txt": 40}
@@ -135,7 +135,7 @@ def test_files_that_are_called_as_splits_are_joined_only_if_that_is_meant(tmp_pa
         (folder / name).write_text(f"A text of {name}.\n")
     with pytest.raises(DataError, match=r"are called as splits.*--test-source") as caught:
         prepare(str(folder), "characters", tmp_path / "out", report=lambda line: None)
-    assert str(caught.value).endswith("if that is meant, add --accept")
+    assert str(caught.value).endswith("if that is intended, add --accept")
     manifest, _ = prepared_anyway(folder, tmp_path)
     assert manifest.files == {".txt": len(names)}
     one = folder / names[0]

@@ -103,7 +103,7 @@ def test_every_key_with_every_wrong_value_is_refused(copy, old):
         ("tokenizer.end_of_text_id", 10**9, "end_of_text_id: 1000000000 is not below vocab_size"),
         ("tokenizer.end_of_text_id", 7, "end_of_text_id: 7 of manifest.json"),
         ("tokenizer.vocab_size", 10**9, "dtype: uint16 has no room for tokenizer.vocab_size"),
-        ("tokenizer.vocab_size", 60_000, "cannot have the tokenizer.vocab_size: 60000"),
+        ("tokenizer.vocab_size", 60_000, "does not match the tokenizer.vocab_size: 60000"),
         ("tokenizer.file", "../tokenizer.json", "not '../tokenizer.json'"),
         ("fingerprint", "0" * 64, "fingerprint: 000000000000... is not that of the digests"),
         ("splits.test.sha256", "0" * 64, "is not that of the digests"),

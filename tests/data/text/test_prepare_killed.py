@@ -148,7 +148,9 @@ def test_damaged_files_are_not_gone_on_from(tmp_path, texts, prepared_path, name
     if missing:
         path.unlink()
     if not name.startswith(".."):
-        with pytest.raises(DataError, match=r"damaged: .*; the same command begins from the start"):
+        with pytest.raises(
+            DataError, match=r"damaged: .*; run the same command again to start over"
+        ):
             prepare(*arguments, report=lambda line: None)
         assert os.listdir(tmp_path) == []
     prepare(*arguments, report=lambda line: None)

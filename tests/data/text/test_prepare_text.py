@@ -98,8 +98,11 @@ def test_other_sources_are_split_and_named_as_before(tmp_path, prepared_path):
     assert [manifest.splits[name].documents for name in SPLITS] == [1, 0, 0]
     assert (manifest.split_by, manifest.request.documents) == ("documents", None)
     for given, named in (
-        ({"documents": "lines"}, "--documents: lines is of text files"),
-        ({"file_format": "text"}, "--format: text is of files, and python-stdlib is none"),
+        ({"documents": "lines"}, "--documents: lines applies only to text files"),
+        (
+            {"file_format": "text"},
+            "--format: text applies only to files, and python-stdlib is not one",
+        ),
     ):
         source = str(path) if "documents" in given else "python-stdlib"
         with pytest.raises(DataError, match=named):

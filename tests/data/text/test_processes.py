@@ -164,7 +164,7 @@ def test_a_killed_process_ends_the_command_which_goes_on(tmp_path, much_text, pr
     error = process.communicate(timeout=60)[1]
     assert process.returncode == 1
     assert PartError.__name__ in error
-    assert "was killed by signal 9; the same command goes on" in error
+    assert "was killed by signal 9; run the same command again" in error
     arguments = (str(much_text), str(prepared_path))
     prepare(*arguments, tmp_path / "whole", report=lambda line: None)
     request = Asked(source=arguments[0], tokenizer=arguments[1])

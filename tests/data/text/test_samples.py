@@ -176,7 +176,9 @@ def test_tokenizers_have_to_agree(folders, tmp_path):
 
 
 def test_too_small_a_weight_is_refused(folders):
-    with pytest.raises(DataError, match=r"^data\.mixture\.1\.weight: 1e-06 is a share of 1\.0e-06"):
+    with pytest.raises(
+        DataError, match=r"^data\.mixture\.1\.weight: 1e-06 is a fraction of 1\.0e-06"
+    ):
         mixture(folders, a=1, b=1e-6)
 
 
@@ -192,13 +194,16 @@ def test_nothing_to_train_on_is_refused(folders):
 @pytest.mark.parametrize(
     ("value", "expected"),
     [
-        ({"path": "x", "mixture": [{"path": "a", "weight": 1}]}, "stands beside data.path: x"),
+        (
+            {"path": "x", "mixture": [{"path": "a", "weight": 1}]},
+            "is not allowed together with data.path: x",
+        ),
         ({"mixture": []}, "at least 1"),
         ({"mixture": [{"path": "a", "weight": 0}]}, "greater than or equal to 0.000000001"),
         ({"mixture": [{"path": "a", "weight": float("inf")}]}, "finite"),
         (
             {"mixture": [{"path": "x/a", "weight": 1}, {"path": "y/a", "weight": 1}]},
-            "2 folders are called a",
+            "2 folders have the name a",
         ),
         ({"mixture": [{"path": "a", "weight": 1, "name": "a/b"}]}, "letters"),
     ],

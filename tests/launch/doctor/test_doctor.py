@@ -45,7 +45,7 @@ def test_data_that_is_not_there_ends_it_with_status_1(config: Path, polyad: Poly
     done = polyad("doctor", config, *TWO, "data.path=nowhere")
     assert done.returncode == 1, done.stderr
     last = done.stderr.strip().splitlines()[-1]
-    assert last.startswith("polyad: error: a run would not go well here: ")
+    assert last.startswith("polyad: error: a run would fail or be slow here: ")
     assert "nowhere" in last
     assert "Traceback" not in done.stderr
     assert any(line.startswith("error: ") for line in done.stdout.splitlines())

@@ -55,9 +55,9 @@ def test_differences_are_those_to_the_variant_that_is_named(
     assert differences["cp"] is None
     assert differences["dense"]["mean"] == pytest.approx(0.3)
     assert differences["tr"]["mean"] == pytest.approx(0.2)
-    assert "dense beside cp, one pair" in capfd.readouterr().out
+    assert "dense compared with cp: one pair" in capfd.readouterr().out
     html = (tmp_path / "p.html").read_text(encoding="utf-8")
-    assert "dense beside cp, one pair" in html
+    assert "dense compared with cp: one pair" in html
     assert f"polyad study {path} --beside cp<" in html
     assert stored(tmp_path / "study") == before
 
@@ -87,7 +87,7 @@ def test_a_variant_that_is_none_is_one_line(
 ) -> None:
     path = half_finished(write_study)
     line = refused(path, capfd, "--beside", "ring")
-    assert f"--beside: 'ring' is no variant of {path}: dense, cp, tr" in line
+    assert f"--beside: 'ring' is not a variant of {path}: dense, cp, tr" in line
 
 
 def test_nothing_finished_is_one_line(
@@ -129,8 +129,16 @@ def test_a_study_without_its_measures_is_not_finished(
 @pytest.mark.parametrize(
     ("file", "damaged", "said"),
     [
-        ("runs/cp/seed-1.json", {"routing": ...}, "has no routing, so no study wrote it"),
-        ("study.json", {"variants": [1]}, "variants is no section of keys, so no study wrote it"),
+        (
+            "runs/cp/seed-1.json",
+            {"routing": ...},
+            "has no routing, so it was not written by a study",
+        ),
+        (
+            "study.json",
+            {"variants": [1]},
+            "variants is not a section of keys, so this file was not written by a study",
+        ),
     ],
 )
 def test_a_file_that_no_study_wrote_is_one_line(

@@ -39,10 +39,10 @@ def variants(**own: Any) -> dict[str, Any]:
     [
         ({"seeds": None}, ["seeds: is missing"]),
         ({"seeds": []}, ["seeds: [] is not allowed", "at least one"]),
-        ({"seeds": [1, 2, 1]}, ["seeds: [1, 2, 1]", "stands twice"]),
+        ({"seeds": [1, 2, 1]}, ["seeds: [1, 2, 1]", "appears twice"]),
         ({"seeds": [-1]}, ["seeds.0: -1", "greater than or equal to 0"]),
         ({"seeds": ["one"]}, ["seeds.0: 'one'", "integer"]),
-        ({"question": " "}, ["question: is empty", "text is allowed"]),
+        ({"question": " "}, ["question: is empty", "give text, or null"]),
         ({"question": ["Is it?"]}, ["question: ['Is it?']", "string"]),
         ({"not_shown": []}, ["not_shown: is empty"]),
         ({"not_shown": ["a", ""]}, ["not_shown: is empty"]),
@@ -62,7 +62,7 @@ def variants(**own: Any) -> dict[str, Any]:
         ({"folder": "ab/" * 1275}, ["variants.dense: ", "run.folder: 'ab/", "too long"]),
         ({"folder": "/dev/null/study"}, ["folder: /dev/null/study: /dev/null is a file"]),
         ({"data": {"path": "x" * 256}}, ["data.path: 'xxx", "a name of 256 bytes is too long"]),
-        ({"common": {"seed=3 #": 1}}, ["common: 'seed=3 #' is not a key"]),
+        ({"common": {"seed=3 #": 1}}, ["common: 'seed=3 #' is not a dotted key"]),
         ({"common": {"optimizer.learning_rate": 1e308}}, ["learning_rate: 1e+308"]),
         ({"common": {"train.lr": 1e-3}}, ["the nearest is optimizer.learning_rate"]),
         ({"seeds": [10**30]}, ["seeds.0: 1000", "equal to 9223372036854775807"]),
@@ -95,7 +95,7 @@ def variants(**own: Any) -> dict[str, Any]:
         ({"attack": {"rate": 1.5}}, ["attack.rate: 1.5", "less than or equal to 1"]),
         ({"attack": {"seed": 0}}, ["attack.rate: is missing"]),
         ({"attack": {"rate": 0.1, "seed": -1}}, ["attack.seed: -1", "equal to 0"]),
-        ({"leak": {"steps": []}}, ["leak.steps: [] is not allowed", "at least one step is"]),
+        ({"leak": {"steps": []}}, ["leak.steps: [] is not allowed", "give at least one step"]),
         ({"leak": {"steps": [4, 2]}}, ["leak.steps: [4, 2]", "each later than the one before"]),
         ({"leak": {"steps": [4], "tokens": 0}}, ["leak.tokens: 0", "equal to 1"]),
         ({"leak": {"steps": [4]}}, ["leak: no variant has model.feed_forward.causal_graph: false"]),
@@ -109,7 +109,7 @@ def variants(**own: Any) -> dict[str, Any]:
                 "common": {"checkpoint.keep_last": 1},
                 "variants": variants(model__feed_forward=LEAKY),
             },
-            ["leak.steps: 2: b keeps that checkpoint only until 1 newer are there"],
+            ["leak.steps: 2: b keeps that checkpoint only until there are 1 newer ones"],
         ),
         (
             {
@@ -117,7 +117,7 @@ def variants(**own: Any) -> dict[str, Any]:
                 "common": {"checkpoint.keep_last": 2, "checkpoint.keep_best": True},
                 "variants": variants(model__feed_forward=LEAKY),
             },
-            ["leak.steps: 2: b keeps that checkpoint only until 2 newer are there"],
+            ["leak.steps: 2: b keeps that checkpoint only until there are 2 newer ones"],
         ),
         (
             {
@@ -129,7 +129,10 @@ def variants(**own: Any) -> dict[str, Any]:
         ),
         (
             {"grid": RATES, "variants": variants(optimizer__learning_rate=0.5)},
-            ["variants.b: optimizer.learning_rate: is not allowed, a grid sets it, and 0.5 would"],
+            [
+                "variants.b: optimizer.learning_rate: is not allowed, because a grid sets it and "
+                "0.5 would"
+            ],
         ),
         (
             {"grids": {"cp": {"optimizer.learning_rate": None}}},
@@ -159,13 +162,16 @@ def variants(**own: Any) -> dict[str, Any]:
         ),
         (
             {"grid": {"optimizer.learning_rate": [0.01, 0.01]}},
-            ["grid: learning_rate=0.01 is there twice"],
+            ["grid: learning_rate=0.01 is given twice"],
         ),
-        ({"grids": {"c": {"train.tf32": [True]}}}, ["grids: 'c' is no variant: dense, cp"]),
+        (
+            {"grids": {"c": {"train.tf32": [True]}}},
+            ["grids: 'c' is not a variant; variants: dense, cp"],
+        ),
         ({"grid": {"train.steps": [4, 5]}}, ["variants.dense/steps=5: train.steps: 5 is not"]),
         ({"grid_seeds": 2}, ["grid_seeds: 2 is not allowed with 1 seeds"]),
         ({"tasks": {"a/b": {}}, "data": None}, ["tasks: 'a/b' is not allowed: letters"]),
-        ({"tasks": {"a": {"data.path": "x"}}}, ["data: is not allowed beside tasks"]),
+        ({"tasks": {"a": {"data.path": "x"}}}, ["data: is not allowed together with tasks"]),
         ({"tasks": {"a": {"seed": 1}}, "data": None}, ["tasks.a: seed: is not allowed"]),
         (
             {"tasks": {"a": {"data.pth": "x"}}, "data": None},
@@ -180,18 +186,24 @@ def variants(**own: Any) -> dict[str, Any]:
                 "data": None,
                 "variants": {"dense": {"model.head": {"kind": "classification"}}},
             },
-            ["tasks.b: data.kind: sequences is not a's text: their scores have no mean"],
+            [
+                "tasks.b: data.kind: sequences differs from a's text, so their scores cannot be "
+                "averaged"
+            ],
         ),
         # Runs that begin with those of other variants.
-        ({"from_runs": {"c": {INIT: "dense"}}}, ["from_runs: 'c' is no variant: dense, cp"]),
+        (
+            {"from_runs": {"c": {INIT: "dense"}}},
+            ["from_runs: 'c' is not a variant; variants: dense, cp"],
+        ),
         (
             {"from_runs": {"cp": {INIT: "dens"}}},
-            [f"from_runs.cp: {INIT}: 'dens' is no variant: dense, cp"],
+            [f"from_runs.cp: {INIT}: 'dens' is not a variant; variants: dense, cp"],
         ),
-        ({"from_runs": {"cp": {INIT: "cp"}}}, ["from_runs: cp from cp is a circle"]),
+        ({"from_runs": {"cp": {INIT: "cp"}}}, ["from_runs: cp from cp is a cycle"]),
         (
             {"from_runs": {"cp": {INIT: "dense"}, "dense": {"distill.teacher": "cp"}}},
-            ["from_runs: ", " from cp", " is a circle, which has no beginning"],
+            ["from_runs: ", " from cp", " is a cycle, so none of these runs can start"],
         ),
         (
             {"from_runs": {"cp": {"train.steps": "dense"}}},
@@ -253,7 +265,7 @@ def test_a_name_that_stands_twice_is_refused(
 ) -> None:
     path = write_study()
     path.write_text(path.read_text().replace("  dense: null\n", "  dense: null\n  dense: {}\n"))
-    assert "key 'dense' stands twice" in refused(path, capfd)
+    assert "key 'dense' appears twice" in refused(path, capfd)
 
 
 @pytest.mark.parametrize("text", ["", "- a list\n", "seeds: [1\n"])
@@ -290,7 +302,7 @@ def test_a_folder_of_something_else_is_refused_and_left(
     folder = path.parent / "study"
     folder.mkdir()
     (folder / "thesis.txt").write_text("precious")
-    assert "holds thesis.txt, and no study" in refused(path, capfd)
+    assert "holds thesis.txt, but no study" in refused(path, capfd)
     assert [entry.name for entry in folder.iterdir()] == ["thesis.txt"]
 
 
@@ -355,7 +367,7 @@ def test_a_dry_run_before_the_text_is_prepared_takes_the_wanted_vocabulary(
     dense = 500 * 32 + 32 * 32 + 64 + 2 * (12 * 32**2 + 13 * 32)
     assert plan["variants"]["dense"]["parameters"] == dense
     path = write_study(data=wanted | {"tokenizer": "words"})
-    assert "how large the vocabulary is" in refused(path, capfd, "--dry-run")
+    assert "the size of the vocabulary" in refused(path, capfd, "--dry-run")
     assert not (tmp_path / "none").exists()
 
 

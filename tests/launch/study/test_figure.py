@@ -37,12 +37,12 @@ def test_it_has_a_panel_for_each_measure_and_a_dot_for_each_seed() -> None:
     root = read(figure(SUMMARY))
     titles = [e.text for e in root.iter(f"{SVG}text") if e.get("class") == "title"]
     assert titles == [
-        "Loss less that of plain, nats a token",
-        "On attacked text, less that of plain",
-        "Share of tokens that changed experts at the end",
+        "Loss minus that of plain, nats per token",
+        "On perturbed text, minus that of plain",
+        "Share of tokens whose experts changed at the end",
         "Effective neighbours in the graph",
-        "Entropy of routing, nats",
-        "What later tokens are worth, nats a token",
+        "Routing entropy, nats",
+        "Effect of seeing later tokens, nats per token",
     ]
     dots = [e for e in root.iter(f"{SVG}circle") if e.get("class") == "seed"]
     # Two differences of leaky, neighbours of leaky, two measures of both; two steps of the leak.
@@ -87,7 +87,7 @@ def test_differences_over_training_are_where_their_numbers_say() -> None:
     # 0.02 at the end and 0.01 less for each e-fold, evenly over eight steps.
     root = read(figure(fitted([0.01, 0.02, 0.03], [-0.01] * 3)))
     titles = [e.text for e in root.iter(f"{SVG}text") if e.get("class") == "title"]
-    assert titles[-1] == "Validation loss less that of dense"
+    assert titles[-1] == "Validation loss minus that of dense"
     assert not [text for text in texts(root) if "logarithmic" in text]  # of 8 times the first
     [line] = (e for e in root.iter(f"{SVG}path") if e.get("class") == "curve")
     places = points(line)

@@ -118,7 +118,9 @@ def test_a_work_that_fails_ends_the_others_and_says_so(capfd: pytest.CaptureFixt
         works.begin(1, "a", works_of(("--version",), ("--help",)))
         assert works.wait() == (1, {"done": 2})
         works.begin(2, "b", works_of(("train", "/no/such.yaml"), ("--version",)))
-        with pytest.raises(RunError, match=r"^b: `polyad train` ended with status 2; the same "):
+        with pytest.raises(
+            RunError, match=r"^b: `polyad train` ended with status 2; run the same "
+        ):
             works.wait()
     lines = capfd.readouterr().err.splitlines()
     assert lines == ["b: polyad: error: /no/such.yaml: there is no such file"]
@@ -196,7 +198,7 @@ def test_a_signal_ends_all_runs_that_go_on_and_they_are_saved(
     assert all(state(each) == "Z" for each in both)
     name = "interrupted" if number == signal.SIGINT else f"stopped by {number.name}"
     runs = "dense, seed 1; cp, seed 1"
-    ours = f"polyad: error: {name}; {runs}: the same command goes on with these runs"
+    ours = f"polyad: error: {name}; {runs}: run the same command again to continue these runs"
     assert err.splitlines()[-1] == ours
     for folder in folders:
         assert 0 < newest_step(folder) == steps(folder)[-1] < 300
@@ -218,7 +220,7 @@ def test_a_run_that_fails_stops_the_other_which_is_saved(tmp_path: Path, data: P
     process = start(path, "--jobs", "2")
     out, err = process.communicate(timeout=1200)
     assert (process.returncode, out) == (1, ""), err
-    line = "polyad: error: wild, seed 1: `polyad train` ended with status 1; the same command goes "
+    line = "polyad: error: wild, seed 1: `polyad train` ended with status 1; run the same command "
     assert err.splitlines()[-1].startswith(line)
     assert "Traceback" not in err
     dense = tmp_path / "study" / "runs" / "dense" / "seed-1"

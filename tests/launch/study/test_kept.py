@@ -77,7 +77,9 @@ def test_what_is_no_result_is_one_line(tmp_path: Path, capfd: pytest.CaptureFixt
     for text in ("{", "[]", '{"study": "a.yaml"}'):
         (tmp_path / "other.json").write_text(text)
         assert "other.json: " in refused(tmp_path / "other.json", capfd)
-    assert "has no baseline, so no study wrote it" in refused(tmp_path / "other.json", capfd)
+    assert "has no baseline, so it was not written by a study" in refused(
+        tmp_path / "other.json", capfd
+    )
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)

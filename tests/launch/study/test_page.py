@@ -100,19 +100,19 @@ def test_a_page_has_the_question_the_answer_and_how_it_was_found() -> None:
         assert f"{sentence}." in said
     assert UNCORRECTED in said
     assert "lower is better" in said
-    assert "Validation loss less that of dense" in read.text("Figure")
+    assert "Validation loss minus that of dense" in read.text("Figure")
     assert ["variant", "loss", "perplexity", "difference", "95% interval", "pairs"] in read.rows
     assert any(row[0] == "cp - dense" for row in read.rows)
     made = read.text("How it was made")
     for words in (
         *("polyad study s.yaml", "2026-11-01 to 2026-11-03", "b.yaml", "1, 2, 3", "log.every: 5"),
         "d; 400 steps of 1,024 tokens; scored on the 50 tokens of the test split",
-        "unknown: no run's folder is there",
+        "unknown: the run folders do not exist",
     ):
         assert words in made, words
     keys = 'model.feed_forward: {"kind": "mumoe"}; optimizer.learning_rate: [0.1, 0.2] tried'
     assert ["cp", keys] in read.rows
-    assert ["dense, the baseline", "no key of its own"] in read.rows
+    assert ["dense, the baseline", "no keys of its own"] in read.rows
     assert read.text("What it does not show") == "Nothing of size. Nothing of speed."
 
 
@@ -148,7 +148,7 @@ def test_a_page_says_of_what_it_is_made() -> None:
     made = read.text("How it was made")
     assert "abc123; torch 2.0; Linux; no GPU (4 runs)" in made
     assert "abc123 with uncommitted changes; torch 2.0; Linux; no GPU (2 runs)" in made
-    assert "The study's file does not say" in read.text("What it does not show")
+    assert "The study's file does not state" in read.text("What it does not show")
 
 
 def test_an_unfinished_study_says_so_at_the_top() -> None:
@@ -163,7 +163,7 @@ def test_tasks_are_each_a_part_of_the_page() -> None:
     read = Reader(page(found))
     assert "This study is not finished : 12 of its runs are" in read.text("")
     # Means over tasks are of what all tasks have, and there is none of the third.
-    assert "Nothing is compared yet." in read.text("What the intervals say")
+    assert "No comparison is possible yet." in read.text("What the intervals say")
     for task, part in (("one", one), ("other", other)):
         assert f"{answers(part)[0]}." in read.text(f"Task {task}")
     made = read.text("How it was made")
@@ -177,7 +177,7 @@ def test_every_measure_of_a_study_is_on_its_page() -> None:
     about = {"variants": {"plain": {}, "leaky": {}}, "grids": {"plain": {}, "leaky": {}}}
     read = Reader(page(of(SUMMARY, **about)))
     tables = read.text("Tables")
-    for heading in ("Scores", "On attacked data", "Routing", "What later tokens are worth"):
+    for heading in ("Scores", "On perturbed data", "Routing", "Effect of seeing later tokens"):
         assert heading in read.sections["Tables"], heading
     assert "at a rate of 0.1 (seed 0)" in tables
 
@@ -212,7 +212,7 @@ def test_a_finished_study_gives_its_page_without_training(
     assert time.monotonic() - started < 20
     out = capfd.readouterr().out
     sentence = (
-        "cp is better than dense: loss -0.1000 nats a token, 95% interval -0.1000 to -0.1000, "
+        "cp is better than dense: loss -0.1000 nats per token, 95% interval -0.1000 to -0.1000, "
         "2 pairs"
     )
     assert sentence in out.splitlines()
@@ -264,7 +264,9 @@ def test_what_is_finished_of_tasks_is_compared_without_the_others(
     assert [*found.tasks] == ["other"]
     read = Reader(page(found))
     assert "This study is not finished : 2 of its runs are" in read.text("")
-    assert "one pair: no interval: loss -0.5000 nats a token" in read.text("Task other")
+    assert "one pair of runs, so there is no interval: loss -0.5000 nats per token" in read.text(
+        "Task other"
+    )
     assert not (study.folder / "results.json").exists()
 
 

@@ -70,19 +70,19 @@ def test_only_what_is_left_is_counted(write_study: WriteStudy) -> None:
     times = Times(study, 1)
     results = {("dense", 1): took(20)}
     assert estimate_line([estimate(study, {}, times)], 1) == (
-        "6 runs to do; how long they take is known once one is finished"
+        "6 runs to do; the time is estimated once one of them is finished"
     )
     found = estimate(study, results, times)
     assert (found.runs, found.seconds, found.unknown) == (5, 40.0, ("cp",))
     assert estimate_line([found], 1) == (
-        "5 runs to do, about 40 s with 1 job, as those that are finished took, without cp: no time "
-        "is known"
+        "5 runs to do, about 40 s with 1 job, estimated from the finished ones, not counting cp, "
+        "whose time is unknown"
     )
     known = results | {("cp", 1): took(60)}
     found = estimate(study, known, times)
     assert (found.runs, found.seconds, found.unknown) == (4, 2 * 20 + 2 * 60, ())
     assert estimate_line([found, found], 1) == (
-        "8 runs to do, about 5 min 20 s with 1 job, as those that are finished took"
+        "8 runs to do, about 5 min 20 s with 1 job, estimated from the finished ones"
     )
     # Of a run that goes on what it has taken is over.
     assert time_left(study, known, times, {("cp", 2): 8.0}) == found.seconds - 8
@@ -106,7 +106,7 @@ def test_a_dry_run_says_what_is_known_and_starts_nothing(
 ) -> None:
     path = write_study(common=STEPS)
     assert run(["study", str(path), "--dry-run"]) == 0
-    end = "2 runs to do; how long they take is known once one is finished\n"
+    end = "2 runs to do; the time is estimated once one of them is finished\n"
     assert capfd.readouterr().out.endswith(end)
     assert not load_study(path).folder.exists()
     assert run(["study", str(path), "--dry-run", "--jobs", "2", "--json", "-"]) == 0

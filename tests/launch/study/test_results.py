@@ -123,7 +123,7 @@ def test_the_table_is_aligned_and_marks_what_leaves_zero_out() -> None:
     assert "-0.2000 ± 0.0100" in cp
     assert "-0.2248 to -0.1752 *" in cp
     assert cp.endswith("    3")
-    assert "over 3 seeds; loss in nats a token on the 50 tokens of the test split" in table
+    assert "over 3 seeds; loss in nats per token on the 50 tokens of the test split" in table
     assert "cp       0.600 ± 0.100" in rest
 
 
@@ -225,7 +225,7 @@ def test_tables_have_what_was_measured() -> None:
     notes = parts["mean"]
     assert "at a rate of 0.1 (seed 0)" in notes
     assert "than 4 steps before the end" in notes
-    assert "a sample of 100 tokens a run, whose own standard error is at most 0.0030" in notes
+    assert "a sample of 100 tokens per run, with a standard error of at most 0.0030" in notes
     markdown = result_table(SUMMARY, markdown=True)
     for part in markdown.split("\n\n")[:-2]:
         assert len({line.count("|") for line in part.splitlines()}) == 1

@@ -98,7 +98,7 @@ def test_a_study_says_what_it_does_and_prints_tables_alone(finished: Path) -> No
     assert head.split()[:3] == ["variant", "loss", "perplexity"]
     assert dense.startswith("dense ")
     assert cp.endswith("none of one pair      1")
-    assert "2 runs to do; how long they take is known once one is finished\n" in err
+    assert "2 runs to do; the time is estimated once one of them is finished\n" in err
     assert "\n== run 1 of 2: dense, seed 1\n" in err
     assert "\n== run 2 of 2: cp, seed 1\n" in err  # nothing is known of how long that takes
     assert re.search(r"\ndense, seed 1: loss \d\.\d{4}, perplexity [\d.]+ on [\d,]+ tokens\n", err)
@@ -115,7 +115,7 @@ def test_a_finished_study_starts_nothing_and_says_the_same(finished: Path, capfd
     assert "== run" not in captured.err
     for name in ("dense", "cp"):
         place = finished.parent / "study" / "runs" / name / "seed-1" / "checkpoints"
-        line = f"{name}: nothing is left to do of seed 1: all 4 steps are done, in {place}"
+        line = f"{name}: seed 1 already finished: all 4 steps are done, in {place}"
         assert line in captured.err.splitlines()
     assert {path: path.stat().st_mtime_ns for path in files} == before
     assert run(["study", str(finished), "--markdown"]) == 0
@@ -225,20 +225,25 @@ def test_a_study_that_a_signal_stopped_goes_on_where_it_was(
     assert "Traceback" not in err
     name = "interrupted" if number == signal.SIGINT else f"stopped by {number.name}"
     *_, its, ours = err.splitlines()
-    assert its.startswith(f"polyad: error: {name}; the same command goes on from {first}")
-    assert ours == f"polyad: error: {name}; dense, seed 1: the same command goes on with this run"
+    assert its.startswith(
+        f"polyad: error: {name}; run the same command again to continue from {first}"
+    )
+    assert (
+        ours
+        == f"polyad: error: {name}; dense, seed 1: run the same command again to continue this run"
+    )
     stopped = newest_step(first)
     assert steps(first)[-1] == stopped < 300  # the step that it was in
     process = start(path, "--json", "-")
     if whom != "study":  # one of them to its end is enough
         wait_for(lambda: steps(first)[-1] > stopped, process)
         os.killpg(process.pid, signal.SIGKILL)
-        assert f"\ngoes on from step {stopped} of 300 " in process.communicate()[1]
+        assert f"\ncontinues from step {stopped} of 300 " in process.communicate()[1]
         return
     out, err = process.communicate(timeout=1200)
     assert process.returncode == 0, err
     assert "0 finished, 1 to go on, 0 to begin" in err
-    assert f"\ngoes on from step {stopped} of 300 ({300 - stopped} left), from {first}" in err
+    assert f"\ncontinues from step {stopped} of 300 ({300 - stopped} left), from {first}" in err
     assert steps(first) == list(range(1, 301))
     starts = json.loads((first / "environment.json").read_text())["earlier"]
     assert len(starts) == 1
@@ -271,7 +276,7 @@ def test_a_signal_while_a_study_starts_or_scores_ends_it_in_one_line(
     out, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
     place = tmp_path / "study" / "runs" / "dense" / "seed-1" / "checkpoints" / "step-00000004"
-    assert f"\nnothing is left to train: all 4 steps are done, see {place}\n" in err
+    assert f"\nnothing left to train: all 4 steps are done, see {place}\n" in err
     assert json.loads(out)["finished"]
 
 

@@ -26,7 +26,7 @@ def test_a_point_of_a_grid_that_diverges_is_worse_than_others_and_the_study_goes
     process = start(path, "--json", str(tmp_path / "r.json"), "--page", str(page))
     out, err = process.communicate(timeout=1200)
     assert process.returncode == 0, err
-    assert "dense at learning_rate=1000000.0, seed 1: diverged in step" in err
+    assert "dense at learning_rate=1000000.0, seed 1: diverged at step" in err
     assert "not finite" in out
     kept = start(tmp_path / "r.json").communicate(timeout=1200)[0]
     assert "not finite" in kept

@@ -40,7 +40,7 @@ def test_measures_are_taken_of_finished_runs_and_then_kept(
     assert process.returncode == 0, err
     assert "== run" not in err
     assert "== measure 1 of 4: attack of plain, seed 1\n" in err
-    assert re.search(r"== measure 4 of 4: leak-4 of leaky, seed 1; [0-9:]+ left for all\n", err)
+    assert re.search(r"== measure 4 of 4: leak-4 of leaky, seed 1; [0-9:]+ left in total\n", err)
     assert {p: p.stat().st_mtime_ns for p in runs.rglob("*.safetensors")} == weights
     result = json.loads(out)
     leaky = result["variants"]["leaky"]
@@ -68,7 +68,9 @@ def test_measures_are_taken_of_finished_runs_and_then_kept(
     assert run(["study", str(path), "--dry-run"]) == 0
     assert "4 measures of them: 2 taken, 2 to take" in capfd.readouterr().out
     (runs / "plain" / "seed-1.attack.json").write_text("{}")
-    assert "seed-1.attack.json: has no loss, so no study wrote it" in refused(path, capfd)
+    assert "seed-1.attack.json: has no loss, so it was not written by a study" in refused(
+        path, capfd
+    )
 
 
 def test_a_study_of_images_prepares_them_and_measures_noise_and_experts_left_out(tmp_path: Path):

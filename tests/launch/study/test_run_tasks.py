@@ -81,4 +81,4 @@ def test_tasks_and_a_grid_are_trained_and_the_best_point_is_compared(
     read = Reader((tmp_path / "page.html").read_text(encoding="utf-8"))
     said = answers(TasksResult.from_json(result))[0]
     assert f"{said}." in read.text("What the intervals say")
-    assert "Four: validation loss less that of dense" in read.text("Figure")
+    assert "Four: validation loss minus that of dense" in read.text("Figure")

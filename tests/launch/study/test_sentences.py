@@ -45,7 +45,9 @@ def compared(differences: Sequence[float], **more: Any) -> StudyResult:
     return summarized(plan("dense", "cp").model_copy(update=more), runs).model_copy(update=TEST)
 
 
-WORSE = "cp is worse than dense: loss {}0.2000 nats a token, 95% interval {}0.{} to {}0.{}, 3 pairs"
+WORSE = (
+    "cp is worse than dense: loss {}0.2000 nats per token, 95% interval {}0.{} to {}0.{}, 3 pairs"
+)
 
 
 def test_a_difference_whose_interval_leaves_zero_out_is_better_or_worse() -> None:
@@ -64,38 +66,43 @@ def test_an_interval_with_zero_inside_shows_no_difference() -> None:
     [said] = answers(compared([0.3, -0.1, 0.1]))
     # 0.1 +- 4.303 x 0.2 / sqrt 3
     assert said == (
-        "no difference between cp and dense is shown: loss +0.1000 nats a token, 95% interval "
+        "no significant difference between cp and dense: loss +0.1000 nats per token, 95% interval "
         "-0.3968 to +0.5968, 3 pairs"
     )
     [said] = answers(compared([0.0, 0.0]))
-    assert said.startswith("no difference between cp and dense is shown")
+    assert said.startswith("no significant difference between cp and dense")
 
 
 def test_one_pair_and_none_have_no_interval_and_no_claim() -> None:
     [said] = answers(compared([0.2]))
-    assert said == "cp beside dense, one pair: no interval: loss +0.2000 nats a token"
+    assert said == (
+        "cp compared with dense: one pair of runs, so there is no interval: loss +0.2000 nats per "
+        "token"
+    )
     alone = summarized(plan("dense", "cp"), [RUNS[0], RUNS[3]])
-    assert answers(alone) == ["cp: no pair with dense is finished"]
+    assert answers(alone) == ["cp: not yet compared with dense, no pair of runs is finished"]
     assert answers(summarized(plan("dense"), RUNS[:1])) == []
 
 
 def test_a_variant_whose_tokens_see_later_ones_is_not_judged_by_that_alone() -> None:
     reported, masked, prefix = answers(SUMMARY)
-    assert reported.startswith("leaky, whose tokens see later ones, is better than plain: ")
+    assert reported.startswith("leaky, in which tokens see later tokens, is better than plain: ")
     # 0.02 +- 4.303 x 0.01 / sqrt 3, and 0.1 without spread.
-    assert masked.startswith("no difference between leaky with the mask and plain is shown: ")
+    assert masked.startswith("no significant difference between leaky with the mask and plain: ")
     assert "-0.0048 to +0.0448" in masked
     assert prefix.startswith("leaky from the prefix is worse than plain: ")
     about = {"about": About(leaking=["cp"])}
     known = compared([-0.21, -0.19, -0.20]).model_copy(update=about)
-    assert answers(known)[0].startswith("cp, whose tokens see later ones, is better than dense")
+    assert answers(known)[0].startswith(
+        "cp, in which tokens see later tokens, is better than dense"
+    )
 
 
 def test_tasks_are_answered_by_their_mean() -> None:
     one, other = compared([0.1, 0.2, 0.3]), compared([0.3, 0.2, 0.1])
     found = over_tasks({"one": one, "other": other}, ["one", "other"])
     assert answers(found)[0].startswith(
-        "cp is worse than dense: mean loss over tasks +0.2000 nats a token, 95% interval +0.2000"
+        "cp is worse than dense: mean loss over tasks +0.2000 nats per token, 95% interval +0.2000"
     )
     table = result_table(found)
     assert answers(found)[0] in table.splitlines()

@@ -158,7 +158,10 @@ def test_points_that_were_not_chosen_are_left_out_of_the_comparison() -> None:
     assert "| grid, validation | k=2 | k=1 |" in table
     assert "| dense |  |  |" in table
     assert "| cp | 2.5000 | 2.0000 best |" in table
-    assert "grid: chosen by the mean on the validation split, seeds 1, 2" in table
+    assert (
+        "grid: the best point, chosen by the mean score on the validation split over seeds 1, 2"
+        in table
+    )
     # Of a point that diverged a kept result has null, as of one that is not finished.
     swept = [found.swept[0].model_copy(update={"validation": None})]
     grid = {"cp": {"k=1": 2.0, "k=2": math.inf}}

@@ -176,7 +176,7 @@ def test_lines_are_hosts_slots_and_comments(tmp_path: Path) -> None:
         ("a 8\n", ["line 1", "'8'"]),
         ("a slots=2 port=22\n", ["'slots=2 port=22'"]),
         ("a:8\n", ["line 1", "'a:8' is not a host"]),
-        ("a slots=2\na slots=2\n", ["line 2", "'a'", "second time"]),
+        ("a slots=2\na slots=2\n", ["line 2", "'a'", "listed twice"]),
     ],
 )
 def test_a_bad_line_is_named(tmp_path: Path, text: str, words: list[str]) -> None:

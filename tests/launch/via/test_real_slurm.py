@@ -84,7 +84,9 @@ def test_a_job_goes_back_into_the_queue_before_its_limit_and_continues(
         time.sleep(0.5)
     said = output(config, job)
     assert f"stopping, then requeueing job {job}" in said
-    (saved,) = re.findall(r"stopped by SIGUSR1; the same command goes on from (\S+)", said)
+    (saved,) = re.findall(
+        r"stopped by SIGUSR1; run the same command again to continue from (\S+)", said
+    )
     step = int(Path(saved).name.removeprefix("step-"))
     assert complete_checkpoints(config.parent / "run" / "checkpoints")[-1].name == Path(saved).name
     assert max(losses(config.parent / "run")) == step

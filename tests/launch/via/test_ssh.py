@@ -115,7 +115,7 @@ def test_a_run_over_two_hosts_is_that_of_one_machine(
     ("lines", "more", "expected"),
     [
         ("host-1 slots=1\n{0}9\n", ONE, ("{0}9 cannot be used",)),
-        ("host-1 slots=1\n{0} slots=1\n", NET, ("host-1 and {0} are one machine",)),
+        ("host-1 slots=1\n{0} slots=1\n", NET, ("host-1 and {0} are the same machine",)),
         ("loopback\nhost-2\n", (*ONE, *NET), ("loopback, where", "127.0.0.1 on host-2")),
         ("host-1\nhost-2\n", ONE, ("--interface: is missing", "127.0.1.1 there", "eth0")),
         ("host-1\nhost-2\n", (*ONE, *NET, "--port", "22"), ("--port: 22", "1024 to 65535")),
@@ -159,7 +159,7 @@ def test_a_taken_port_is_refused(
     finally:
         holder.kill()
         holder.wait()
-    assert f"--port: 29555 is taken on {cluster[0][0].alias}" in capfd.readouterr().err
+    assert f"--port: 29555 is in use on {cluster[0][0].alias}" in capfd.readouterr().err
 
 
 @pytest.mark.slow
@@ -224,7 +224,10 @@ def test_a_signal_saves_the_step_on_all_hosts(cluster: Cluster, data: Path, tmp_
     _, said = launcher.communicate(timeout=60)
     assert launcher.returncode == 143, said
     (last,) = [line for line in said.splitlines() if "stopped by SIGTERM" in line]
-    assert "rank 0: polyad: error: stopped by SIGTERM; the same command goes on from " in last
+    assert (
+        "rank 0: polyad: error: stopped by SIGTERM; run the same command again to continue from "
+        in last
+    )
     saved = complete_checkpoints(config.parent / "run" / "checkpoints")[-1]
     assert last.endswith(str(saved))
     assert int(saved.name.removeprefix("step-")) % 20  # the step it was in, not the last planned

@@ -36,7 +36,10 @@ LEVELS = "is not allowed: a list of numbers from 1, one for each level, as in [2
         ("gate=sparsemax", "gate: 'sparsemax' is not allowed: input should be 'entmax15' or"),
         ("gate_input=input", "gate_input: 'input' is not allowed: input should be 'residual' or"),
         ("gate_norm=group", "gate_norm: 'group' is not allowed: input should be 'layer' or"),
-        ("gate_norm=batch", "gate_norm: batch is not allowed in a language model: means over the"),
+        (
+            "gate_norm=batch",
+            "gate_norm: batch is not allowed in a language model, because means over the",
+        ),
         ("expert_dropout=1", "expert_dropout: 1 is not allowed: input should be less than 1"),
         ("expert_dropout=-0.1", "expert_dropout: -0.1 is not allowed: input should be greater"),
         ("softmax_share=1.1", "softmax_share: 1.1 is not allowed: input should be less than or"),
@@ -44,9 +47,9 @@ LEVELS = "is not allowed: a list of numbers from 1, one for each level, as in [2
         ("hidden_size=0", "hidden_size: 0 is not allowed: input should be greater than or equal"),
         (
             "num_experts=[300]",  # gate 32 x 300 = 9,600, rank 1: 2 x 300 + 322 = 922
-            "rank: match-dense is not allowed with model.feed_forward.num_experts: [300]: at rank "
-            "1 the experts and their gate have 10,522 parameters, the dense block 8,352; take "
-            "fewer experts, or a number",
+            "rank: match-dense is not allowed with model.feed_forward.num_experts: [300]: even at "
+            "rank 1 the experts and their gate have 10,522 parameters, but the dense block only "
+            "8,352; use fewer experts, or give a number",
         ),
     ],
 )
@@ -73,9 +76,9 @@ def test_batch_norm_is_possible_where_nothing_is_predicted():
 def test_a_section_names_its_own_keys_and_its_reader_puts_the_path_before_them():
     with pytest.raises(SectionError) as caught:
         MuMoEConfig(num_experts=(300,)).of_model(width=8, bias=True)
-    line = "rank: match-dense is not allowed with num_experts: [300]: at rank 1 "
+    line = "rank: match-dense is not allowed with num_experts: [300]: even at rank 1 "
     assert str(caught.value).startswith(line)
-    line = "a.b.rank: match-dense is not allowed with a.b.num_experts: [300]: at rank 1 "
+    line = "a.b.rank: match-dense is not allowed with a.b.num_experts: [300]: even at rank 1 "
     assert caught.value.within("a.b").startswith(line)
 
 
@@ -84,7 +87,7 @@ def test_there_are_no_whole_experts_to_spread():
     with pytest.raises(ConfigError) as caught:
         validate(config, 2)
     line = "parallel.expert_parallel_size: 2 is not allowed with model.feed_forward.kind: mumoe, "
-    assert str(caught.value) == line + "which has no whole experts to spread"
+    assert str(caught.value) == line + "which has no separate experts to distribute"
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ parse = partial(section_of, "smoe")
         (["score=liner"], "score: 'liner' is not allowed: input should be 'linear', 'cosine', 'r"),
         (
             ["expert_keys=hidden_means"],
-            "expert_keys: hidden_means needs model.feed_forward.score: attentive, which is linear; "
+            "expert_keys: hidden_means needs model.feed_forward.score: attentive, not linear; "
             "learned is allowed with every score",
         ),
         (["score=attentive", "expert_keys=all"], "expert_keys: 'all' is not allowed: input should"),
@@ -39,11 +39,17 @@ parse = partial(section_of, "smoe")
             "sigma: -1 is not allowed: input should be greater than or equal to 0.000001",
         ),
         (["balancing_rate=-1"], "balancing_rate: -1 is not allowed: input should be greater than"),
-        (["lower_entropy_only=true"], "lower_entropy_only: true needs a graph, there is none"),
-        (["causal_graph=false"], "causal_graph: false needs a graph, there is none"),
-        (["graph_from=0.5"], "graph_from: 0.5 needs a graph, there is none"),
+        (
+            ["lower_entropy_only=true"],
+            "lower_entropy_only: true needs a graph, but model.feed_forward.graph is none",
+        ),
+        (
+            ["causal_graph=false"],
+            "causal_graph: false needs a graph, but model.feed_forward.graph is none",
+        ),
+        (["graph_from=0.5"], "graph_from: 0.5 needs a graph, but model.feed_forward.graph is none"),
         (["graph_from=1", "graph=similarity"], "graph_from: 1 is not allowed: input should be les"),
-        (["attention_head=0"], "attention_head: 0 needs model.feed_forward.graph: attention, whi"),
+        (["attention_head=0"], "attention_head: 0 needs model.feed_forward.graph: attention, not"),
         (
             ["attention_head=4", "graph=attention"],
             "attention_head: 4 is not allowed: the model has heads 0 to 3",
@@ -58,14 +64,17 @@ parse = partial(section_of, "smoe")
         ),
         (
             ["head_mean=false", "graph=similarity"],
-            "head_mean: false needs model.feed_forward.graph: attention, which is similarity",
+            "head_mean: false needs model.feed_forward.graph: attention, not similarity",
         ),
         (
             ["causal_graph=false", "graph=attention"],
-            "causal_graph: false lets tokens choose experts by those that they are to predict",
+            "causal_graph: false makes routing depend on the tokens to be predicted",
         ),
         (["experts=fast"], "experts: 'fast' is not allowed: input should be 'grouped' or 'loop'"),
-        (["capacity_factor=1.25"], "capacity_factor: 1.25 drops tokens by what else is in the"),
+        (
+            ["capacity_factor=1.25"],
+            "capacity_factor: 1.25 drops tokens depending on the rest of the",
+        ),
         (["capacity_factor=0", "allow_leak=true"], "capacity_factor: 0 is not allowed: input"),
         (["capacity_factor=1.05", "capacity_order=priority"], "capacity_factor: 1.05 drops tokens"),
         (["capacity_order=priority"], "capacity_order: priority needs model.feed_forward.capacity"),
@@ -102,8 +111,8 @@ parse = partial(section_of, "smoe")
         ),
         (
             ["pool=document"],
-            "pool: document lets tokens choose experts in training by those that they are to "
-            "predict and is not allowed in a language model: prefix does not, and",
+            "pool: document makes routing in training depend on the tokens to be predicted, "
+            "which is not allowed in a language model; use prefix, or",
         ),
         (["placement=0"], "placement: 0 is not allowed: 1 or more, or a list of block numbers"),
         (["placement=all"], "placement: 'all' is not allowed: 1 or more, or a list of block num"),

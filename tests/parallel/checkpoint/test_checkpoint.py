@@ -273,7 +273,7 @@ def test_a_changed_small_file_of_the_same_size_is_refused(saved, tmp_path, name)
 def test_a_manifest_that_is_none_is_refused(saved, tmp_path, content):
     path = copy(saved(TWO), tmp_path / "step-00000003")
     (path / "manifest.json").write_bytes(content)
-    with pytest.raises(CheckpointError, match=r"manifest\.json: damaged: it is no manifest"):
+    with pytest.raises(CheckpointError, match=r"manifest\.json: damaged: it is not the manifest"):
         Checkpoint(path)
 
 
@@ -301,7 +301,7 @@ def test_another_model_is_refused_with_the_differing_names(saved):
     from polyad.model.build import build_model
 
     other = build_model(DENSE.model_copy(update={"num_layers": 3}))
-    with pytest.raises(CheckpointError, match=r"another model: blocks\.2.* missing there"):
+    with pytest.raises(CheckpointError, match=r"a different model: blocks\.2.* missing there"):
         Checkpoint(saved((2, 1, 1))).check_model(other)
 
 

@@ -149,7 +149,7 @@ def drop(name):
         (lambda t: t | {"transformer.h.2.ln_1.bias": torch.ones(32)}, ["unknown tensor h.2.ln_1"]),
         (lambda t: t | {"lm_head.weight": torch.ones(400, 32)}, ["lm_head.weight", "tied"]),
         (lambda t: t | {"lm_head.weight": torch.ones(4, 32)}, ["lm_head.weight", "tied"]),
-        (lambda t: t | {"wte.weight": torch.ones(400, 32)}, ["wte.weight is there twice"]),
+        (lambda t: t | {"wte.weight": torch.ones(400, 32)}, ["wte.weight appears twice"]),
         (
             lambda t: t | {"transformer.h.0.mlp.c_fc.weight": torch.ones(128, 32)},
             ["h.0.mlp.c_fc.weight is [128, 32]", "[32, 128]"],
@@ -195,11 +195,11 @@ def test_files_that_cannot_be_read_are_refused_by_name(folder, tmp_path):
     for name in ("", "..", "/etc/passwd", "a\0b", "\ud800"):
         index["weight_map"]["transformer.wte.weight"] = name
         (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-        refused(tmp_path, "is no JSON" if name == "\ud800" else "the plain name of a file in")
+        refused(tmp_path, "is not JSON" if name == "\ud800" else "the plain name of a file in")
     (tmp_path / "config.json").write_text("[" * 100_000)
-    refused(tmp_path, "config.json: is no JSON")
+    refused(tmp_path, "config.json: is not JSON")
     (tmp_path / "config.json").write_text("{")
-    refused(tmp_path, "config.json: is no JSON")
+    refused(tmp_path, "config.json: is not JSON")
     (tmp_path / "config.json").write_text("[]")
     refused(tmp_path, "config.json: []: input should be an object")
 

@@ -357,7 +357,7 @@ def test_options_of_timm_that_are_not_built_here_are_one_line(tmp_path):
     folder = timm_mixer(tmp_path / "timm")
     for said, expected in (
         ({"model_args": {"act_layer": "relu"}}, "model_args.act_layer: is not supported"),
-        ({"global_pool": "max"}, "global_pool: 'max' is not supported; 'avg' is"),
+        ({"global_pool": "max"}, "global_pool: 'max' is not supported; supported: 'avg'"),
         ({"model_args": 3}, "model_args: 3 is not an object of keys"),
     ):
         about = {"architecture": "mixer_small"} | said

@@ -49,17 +49,17 @@ def times_of(folder: Path) -> dict[Path, int]:
 def test_a_start_says_first_where_the_run_stands(workers, config, tmp_path):
     def lines(*overrides):
         (_, main), (_, other) = workers(2).run(run_and_listen, config, *overrides)
-        assert not any(word in other for word in ("anew", "goes on", "nothing is left"))
+        assert not any(word in other for word in ("anew", "continues", "nothing left"))
         return main.splitlines()
 
     folder = tmp_path / "run"
     second = folder / "checkpoints" / "step-00000002"
     assert lines()[0] == f"begins anew: 2 steps to do, in {folder}"
     written = times_of(folder)
-    finished = f"nothing is left to do: all 2 steps are done; the last checkpoint is {second}"
+    finished = f"nothing left to do: all 2 steps are done; the last checkpoint is {second}"
     assert lines() == [finished]
     assert times_of(folder) == written
-    assert lines("train.steps=5")[0] == f"goes on from step 2 of 5 (3 left), from {second}"
+    assert lines("train.steps=5")[0] == f"continues from step 2 of 5 (3 left), from {second}"
 
 
 def test_a_start_says_first_how_the_learning_rate_jumps(workers, config, tmp_path):
@@ -71,7 +71,7 @@ def test_a_start_says_first_how_the_learning_rate_jumps(workers, config, tmp_pat
     # After 4 of 8 steps a line from 0.01 to 0 is at half; it was at its end.
     place = tmp_path / "run" / "checkpoints" / "step-00000004"
     assert lines("train.steps=8", "schedule.final_ratio=0")[0] == (
-        f"goes on from step 4 of 8 (4 left), from {place}; the learning rate of step 5 is 0.005, "
+        f"continues from step 4 of 8 (4 left), from {place}; the learning rate of step 5 is 0.005, "
         f"and was to be 0 (train.steps: 4 there, 8 here, with schedule.decay_steps: null)"
     )
     rates = [line["learning_rate"] for line in records(tmp_path / "run")]
@@ -95,7 +95,7 @@ def test_a_start_says_whose_weights_it_takes(workers, finished, exported, config
     assert first(exported, "b") == f"{new}/b, with the weights of {exported}"
     place = tmp_path / "a" / "checkpoints" / "step-00000002"
     assert first(finished, "a", "train.steps=3") == (
-        f"goes on from step 2 of 3 (1 left), from {place}; "
+        f"continues from step 2 of 3 (1 left), from {place}; "
         f"checkpoint.init_from: {finished} is for a new run, and not used"
     )
 

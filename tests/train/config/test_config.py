@@ -90,7 +90,7 @@ def test_a_resolved_config_reads_back_as_itself():
         ("parallel.zero_stage=true", "parallel.zero_stage: True is not allowed"),
         ("log.device=h300", "log.device: 'h300' is not allowed: input should be 'auto'"),
         ("model=7", "model: 7 is not allowed: a section of keys is needed"),
-        ("model.num_layers.x=1", "num_layers is a value and has no keys below it"),
+        ("model.num_layers.x=1", "num_layers is a single value, and has no keys below it"),
         ("train.steps", "overrides are written key=value"),
         ("train.steps=[1", "is not YAML"),
         ("run.folder=", "run.folder: None is not allowed"),
@@ -106,7 +106,7 @@ def test_missing_keys_are_named():
 
 
 def test_a_key_that_stands_twice_is_refused():
-    assert "line 6: key 'seed' stands twice" in error(text="seed: 1" + SMALLEST + "seed: 2\n")
+    assert "line 6: key 'seed' appears twice" in error(text="seed: 1" + SMALLEST + "seed: 2\n")
 
 
 def test_anchors_work_and_merge_keys_are_refused():
@@ -284,7 +284,7 @@ def test_sections_that_contradict_each_other_are_refused(override, expected):
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
-        (["loss.load=0.1"], "loss.load: 0.1 is of the load under a router's noise"),
+        (["loss.load=0.1"], "loss.load: 0.1 depends on the router's noise"),
         (["loss.sequence_balance=0.1"], "loss.sequence_balance: 0.1 is not allowed with "),
         (
             ["loss.load_balance=0.1", "loss.load_balance_over=model"],
@@ -312,7 +312,11 @@ def test_losses_of_routers_that_are_not_there_are_refused(overrides, expected):
             "loss.orthogonality: 1 is not allowed",
         ),
         ("kind: dense", "variance=1", "loss.variance: 1 is not allowed"),
-        ("kind: smoe", "variance=1", "loss.variance: 1 rewards experts that all tokens run to"),
+        (
+            "kind: smoe",
+            "variance=1",
+            "loss.variance: 1 rewards sending all tokens to the same experts",
+        ),
         ("kind: smoe", "erc_alpha=-1", "loss.erc_alpha"),
         (
             "kind: smoe, score: sparsity, router_dtype: model",
@@ -389,7 +393,7 @@ def test_fluctuation_of_a_model_without_experts_is_refused():
         (
             (EXPERTS, "parallel.expert_overlap=true", "parallel.expert_parallel_size=4"),
             4,
-            "parallel.expert_overlap: true needs 2 experts in each process, and 4 experts over",
+            "parallel.expert_overlap: true needs 2 experts per process, but 4 experts over",
         ),
         (
             (EXPERTS, "parallel.expert_overlap=true", "parallel.expert_parallel_size=2",
@@ -467,7 +471,7 @@ def test_tokens_are_cut_between_cut_layers_alone():
     validate(parse(key, "parallel.tensor_parallel_size=2"), 2)
     both, size = (key, "parallel.tensor_parallel_size=2"), "hidden_size: 32, num_heads: 4"
     validate(parse(*both, f"model={{kind: decoder, {size}}}"), 2)
-    with pytest.raises(ConfigError, match=r"model\.kind: vit; gpt2 and decoder are"):
+    with pytest.raises(ConfigError, match=r"model\.kind: vit; allowed: gpt2, decoder"):
         validate(parse(*both, f"model={{kind: vit, {size}}}", "data.kind=images"), 2)
 
 

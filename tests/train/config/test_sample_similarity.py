@@ -53,7 +53,11 @@ def test_what_fits_is_allowed(text, overrides):
         (IMAGES, [f"{KEY}.different=-0.5"], f"{KEY}.different: -0.5 is not allowed"),
         (IMAGES, [f"{KEY}={{same: 1}}"], f"{KEY}.different"),
         (IMAGES, [f"{KEY}.distance=cosine"], f"{KEY}.distance: 'cosine' is not allowed"),
-        (TEXT, [f"{KEY}.of=input"], "whose inputs are token ids, which have no distance; layer_in"),
+        (
+            TEXT,
+            [f"{KEY}.of=input"],
+            "whose inputs are token ids, which have no distance; allowed: layer_in",
+        ),
         (TEXT, ["train.micro_batch_size=1"], "train.micro_batch_size: 1 is not allowed with loss"),
         (TEXT, ["model.feed_forward={kind: dense}"], "which has no experts that samples could sh"),
         (IMAGES, ["model.feed_forward={kind: dense}"], "which has no experts that samples could"),

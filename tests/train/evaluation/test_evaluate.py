@@ -133,13 +133,13 @@ def test_a_split_without_a_word_has_no_perplexity_a_word(
     assert result["word_perplexity"] is None
     assert result["bits_per_byte"] > 0
     rows = dict(line.split("  ", 1) for line in text.splitlines())
-    assert rows["word perplexity"] == "none: the split is white space alone, without a word"
+    assert rows["word perplexity"] == "none: the split has no words, only white space"
 
 
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
-        (("model.num_layers=1",), "model.num_layers: evaluation cannot change it"),
+        (("model.num_layers=1",), "model.num_layers: cannot be changed in evaluation"),
         (("evaluation.stride=33",), "stride 33"),
         (("data.path=nowhere",), "nowhere"),
         (("evaluation.strid=3",), "unknown key evaluation.strid"),

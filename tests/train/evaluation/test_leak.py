@@ -144,7 +144,7 @@ def test_the_command_says_all_three(leaky, capfd):
     rows = dict(line.split("  ", 1) for line in capfd.readouterr().out.splitlines())
     assert rows["with the mask"].strip().startswith(f"{result['leak']['masked_loss']:.4f} nats")
     estimate = result["loss"] + result["leak"]["prefix_difference"]
-    assert rows["from the prefix"].strip().startswith(f"{estimate:.4f} nats a token, ")
+    assert rows["from the prefix"].strip().startswith(f"{estimate:.4f} nats per token, ")
 
 
 def line_of(capfd, *arguments):
@@ -159,7 +159,7 @@ def test_what_cannot_be_measured_is_one_line(leaky, trained, capfd):
     line = line_of(capfd, trained("smoe"), "--leak", "64")
     assert "--leak: " in line
     assert "has model.feed_forward.causal_graph: true, so no token sees later ones" in line
-    assert "has model.feed_forward.kind: mumoe, and no graph" in line_of(
+    assert "has model.feed_forward.kind: mumoe, which has no token graph" in line_of(
         capfd, trained("cp"), "--leak", "64"
     )
     assert "--leak: '0' is not a whole number" in line_of(capfd, leaky, "--leak", "0")

@@ -45,7 +45,7 @@ def test_processes_and_batches_do_not_change_what_is_replayed(workers, trained, 
         assert torch.equal(tokens_R, choices[layer].tokens_R)
         assert experts == choices[layer].num_experts
     rows = dict(line.split("  ", 1) for line in text.splitlines())
-    assert rows["routing"].strip().startswith("not the model's own: that of ")
+    assert rows["routing"].strip().startswith("replayed from ")
     assert rows["routing"].endswith(f"step-00000006 ({first})")
     assert rows["routing recorded"].strip() == str(second)
     alone = workers(1).run(evaluation, earlier, routing=Routing(replay=first), **asked)[0]
@@ -145,7 +145,7 @@ def test_a_file_is_replayed_on_its_own_data_alone(workers, trained, tmp_path):
     assert "is of split test, and validation is scored" in line
     other = {"overrides": ODD[1:], "split": "test"}
     line = workers(1).run(refusal, run_folder, routing=replay, **other)[0]
-    assert "sequences or images, and" in line
+    assert "sequences or images, but" in line
 
 
 @pytest.mark.slow

@@ -234,8 +234,8 @@ def test_a_base_of_ours_may_have_another_head_and_what_peft_has_no_place_for_is_
     capfd.readouterr()
     assert polyad(["convert", str(folder), str(tmp_path / "new"), "--to", "peft"]) == 2
     (line,) = capfd.readouterr().err.splitlines()
-    assert "embedding_norm.bias was trained whole (adapt.lora.trained)" in line
-    assert "of this model head.classifier. and head.pooler. may be; --merge writes" in line
+    assert "embedding_norm.bias was fully trained (adapt.lora.trained)" in line
+    assert "of this model head.classifier. and head.pooler. may be; use --merge to write" in line
     assert not (tmp_path / "new").exists()
 
 

@@ -23,8 +23,8 @@ UPCYCLE = [
     ("num_experts=8,kind=smoe", ["unknown key 'kind'"]),
     ("num_experts=8,top_k", ["'top_k' is not key=value, as in num_experts=8,top_k=2"]),
     ("", ["'' is not key=value"]),
-    ("num_experts=8,num_experts=9", ["num_experts stands twice"]),
-    ("num_experts=8,noise=1,noise=1", ["noise stands twice"]),
+    ("num_experts=8,num_experts=9", ["num_experts is given twice"]),
+    ("num_experts=8,noise=1,noise=1", ["noise is given twice"]),
     ("num_experts=8,placement=[1", ["placement=[1: is not YAML"]),
     (
         "num_experts=8,top_k=9",
@@ -36,7 +36,7 @@ UPCYCLE = [
     ("num_experts=8,top_k=1.5", ["model.feed_forward.top_k: 1.5 is not allowed"]),
     ("num_experts=8,score=dot", ["model.feed_forward.score: 'dot'", "'linear'"]),
     ("num_experts=8,placement=[1,4]", ["placement: [1, 4] is not allowed", "blocks 0 to 3"]),
-    ("num_experts=8,placement=5", ["placement: 5 is not allowed", "at least one has to route"]),
+    ("num_experts=8,placement=5", ["placement: 5 is not allowed", "at least one needs experts"]),
     (
         "num_experts=8,expert_hidden_size=64",
         ["model.feed_forward.expert_hidden_size: 64 does not fit", "plain have 128 inner units"],
@@ -56,7 +56,7 @@ UPCYCLE = [
     ("num_experts=8,noise=", ["noise: None is not allowed"]),
     ("num_experts=8,seed=-1", ["seed: -1 is not allowed"]),
     ("num_experts=8,seed=1.5", ["seed: 1.5 is not allowed"]),
-    ("num_experts=9000000000000000000", ["asks for more numbers than a tensor can have"]),
+    ("num_experts=9000000000000000000", ["asks for more elements than a tensor can have"]),
     (
         "num_experts=100000000000",
         ["makes a model of 13,416,000,000,125,184", " bytes; ", "has room for"],
@@ -85,7 +85,8 @@ SPLIT = [
 FACTORIZE = [
     ("rank=3", ["num_experts is missing, as in factorization=cp,num_experts=[64]"]),
     ("num_experts=8,rnk=2", ["unknown key 'rnk'; the nearest is rank"]),
-    ("num_experts=8,factorization=tt", ["factorization: 'tt' is not allowed: cp and tr can begin"]),
+    ("num_experts=8,factorization=tt", ["factorization: 'tt' is not allowed: only cp and tr can "
+    "start"]),
     ("num_experts=8,factorization=cpp", ["factorization: 'cpp' is not allowed: cp and tr"]),
     ("num_experts=8,hidden_size=64", ["model.feed_forward.hidden_size: 64", "128 inner units"]),
     ("num_experts=8,bias=false", ["bias: false does not fit", "have biases"]),
@@ -94,7 +95,7 @@ FACTORIZE = [
     ("num_experts=0", ["model.feed_forward.num_experts: [0] is not allowed"]),
     ("num_experts=900", ["model.feed_forward.rank: match-dense is not allowed"]),
     ("num_experts=8,rank=0", ["model.feed_forward.rank: 0 is not allowed"]),
-    ("num_experts=8,rank=90000000000000000", ["more numbers than a tensor can have"]),
+    ("num_experts=8,rank=90000000000000000", ["more elements than a tensor can have"]),
 ]  # fmt: skip
 
 

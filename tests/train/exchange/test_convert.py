@@ -166,7 +166,7 @@ def test_what_transformers_does_not_have_is_refused_with_the_way_that_is_left(
     (line,) = capfd.readouterr().err.splitlines()
     assert f"model.feed_forward.kind: {FEED_FORWARDS[kind]['kind']!r}: " in line
     assert "transformers has no such architecture" in line
-    assert "`--to safetensors` writes the weights under our names" in line
+    assert "use `--to safetensors` to write the weights under Polyad's names" in line
     assert list(tmp_path.iterdir()) == []
 
 
@@ -287,9 +287,9 @@ def test_bad_conversions_are_one_line_and_leave_nothing(finished, exported, tmp_
     line = refused(finished, tmp_path / "full", "--to", "huggingface")
     assert f"{tmp_path / 'full'}: exists and is not an empty folder" in line
     line = refused(exported, tmp_path / "new", "--to", "huggingface")
-    assert "--to polyad and --to safetensors are the other ways" in line
+    assert "the other formats are --to polyad and --to safetensors" in line
     line = refused(finished, tmp_path / "new", "--to", "polyad")
-    assert "--to huggingface and --to safetensors are the other ways" in line
+    assert "the other formats are --to huggingface and --to safetensors" in line
     assert "no such folder" in refused(tmp_path / "none", tmp_path / "new", "--to", "polyad")
     assert "'huggingface', 'polyad'" in refused(exported, tmp_path / "new", "--to", "onnx")
     assert "--to" in refused(exported, tmp_path / "new")

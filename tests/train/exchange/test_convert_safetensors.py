@@ -111,7 +111,7 @@ GATE = "blocks.1.feed_forward.gate.weight"
         (rewritten("num_layers: 2", "num_layers: 9000"), ["no tensor blocks.8999."]),
         (
             rewritten("hidden_size: 32\n  num_heads", f"hidden_size: {2**31 - 4}\n  num_heads"),
-            ["asks for more numbers"],
+            ["asks for more elements"],
         ),
         (retensored(lambda t: {n: v for n, v in t.items() if n != GATE}), [f"no tensor {GATE}"]),
         (retensored(lambda t: t | {"new": torch.ones(1)}), ["unknown tensor new"]),
@@ -142,12 +142,14 @@ def test_a_start_from_safetensors_of_another_model_is_refused(
 ):
     init = {"checkpoint__init_from": str(plain("cp")), "model__feed_forward": FEED_FORWARDS["tr"]}
     config = write_config(tmp_path / "config.yaml", prepared_path, **init)
-    expected = f"{plain('cp')}: is of another model: blocks.0.feed_forward."
+    expected = f"{plain('cp')}: is a different model: blocks.0.feed_forward."
     assert expected in refusal(workers(1), config)
 
 
 def test_a_folder_of_safetensors_is_evaluated_as_its_run(workers, trained, plain, prepared_path):
-    with pytest.raises(ValueError, match=r"is a folder of weights, which names no data; --data"):
+    with pytest.raises(
+        ValueError, match=r"is a folder of weights, which names no data; use --data"
+    ):
         evaluation(plain("cp"))
     (ours,) = workers(1).run(evaluation, trained("cp"))
     (theirs,) = workers(1).run(evaluation, plain("cp"), data=str(prepared_path))

@@ -133,7 +133,8 @@ def test_a_new_head_below_adapters_has_to_be_trained(workers, finished, folders,
     convert(finished, tmp_path / "theirs", "huggingface")
     config, words = finished.parent / "config.yaml", (f"data.path={folders['four']}",)
     words += (f"checkpoint.init_from={tmp_path / 'theirs'}", f"run.folder={tmp_path / 'run'}")
-    expected = "adapt.lora.trained: head.bias starts from the seed, and would stay so: add head.*"
+    expected = "adapt.lora.trained: head.bias starts from random values and would never be "
+    "trained: add head.*"
     assert expected in refusal(workers(1), config, *words, "adapt.lora={rank: 2}")
     trained = "adapt.lora={rank: 2, trained: [head.*]}"
     assert workers(1).run(run, config, *words, trained) == [2]
@@ -179,7 +180,7 @@ def test_a_head_of_another_library_is_taken_by_the_names_of_its_classes(
     [
         ("[" * 100_000, "its JSON is nested too deeply"),
         ('{"0": "ant"}', "is not a list of the names of classes"),
-        ('["ant", "bee"]', "names 2 classes, and its model has 3"),
+        ('["ant", "bee"]', "names 2 classes, but its model has 3"),
     ],
 )
 def test_damaged_names_of_classes_are_one_line(finished, tmp_path, content, said):

@@ -172,10 +172,12 @@ FAULTS = {
     "use_dora: True is not supported": {"use_dora": True},
     "modules_to_save: ['lm_head'] is not supported": {"modules_to_save": ["lm_head"]},
     "init_lora_weights: 'pissa' is not supported": {"init_lora_weights": "pissa"},
-    "peft_type: 'IA3' is not supported; 'LORA' is": {"peft_type": "IA3"},
+    "peft_type: 'IA3' is not supported; supported: 'LORA'": {"peft_type": "IA3"},
     "r: is missing": {"r": None},
     "rank 4 beside model.layers.0.self_attn.q_proj.weight": {"r": 4},
-    "base_model_name_or_path: gone is no Hugging Face folder": {"base_model_name_or_path": "gone"},
+    "base_model_name_or_path: gone is not a Hugging Face folder": {
+        "base_model_name_or_path": "gone"
+    },
     "rank_pattern or alpha_pattern: missing ), unterminated": {"rank_pattern": {"(": 3}},
 }
 
@@ -207,9 +209,9 @@ def test_what_is_no_adapter_of_the_base_is_refused_in_one_line(made, tmp_path, c
     save_file(stored, path)
     capfd.readouterr()
     for words, message in (
-        (["--to", "huggingface"], "--merge makes them part of the weights"),
-        (["--to", "peft"], "is a folder of adapters of the library peft already"),
-        (["--to", "huggingface", "--merge", "--base", str(place)], "is no Hugging Face folder"),
+        (["--to", "huggingface"], "add --merge to merge them into the weights"),
+        (["--to", "peft"], "is already a folder of adapters of the library peft"),
+        (["--to", "huggingface", "--merge", "--base", str(place)], "is not a Hugging Face folder"),
     ):
         assert polyad(["convert", str(place), str(tmp_path / "new"), *words]) == 2
         (line,) = capfd.readouterr().err.splitlines()
@@ -222,11 +224,11 @@ def test_what_is_no_adapter_of_the_base_is_refused_in_one_line(made, tmp_path, c
     [
         (
             ALL.model_copy(update={"trained": ("final_norm.*",)}), {},
-            "final_norm.weight was trained whole (adapt.lora.trained), which is in no adapter",
+            "final_norm.weight was fully trained (adapt.lora.trained), which adapters cannot hold",
         ),
         (
             ALL, {"balancing_bias": 0.1},
-            "blocks.1.feed_forward.router.selection.balancing_bias was moved by training",
+            "blocks.1.feed_forward.router.selection.balancing_bias was changed by training",
         ),
     ],
 )  # fmt: skip

@@ -341,7 +341,7 @@ def test_what_is_shared_are_the_units_that_text_activates_most(tmp_path):
     ("text", "said"),
     [
         ("num_experts=4,by=cmoe", "by: cmoe needs text that the model reads: data=FOLDER"),
-        ("num_experts=4,data=x", "data: x is not read with by: clustering"),
+        ("num_experts=4,data=x", "data: x is not used with by: clustering"),
         ("num_experts=4,shared_hidden_size=8", "shared_hidden_size: 8 needs by=cmoe or"),
     ],
 )

@@ -247,7 +247,7 @@ def test_shares_of_a_level_by_hand(how):
 def test_what_shares_cannot_is_refused(how):
     model = make_model(CP)
     asked = Intervention(layer=0, experts=(1,), action=Action(how=how))
-    with pytest.raises(ConfigError, match=f"how: {how} is not allowed: block 0 gives every"):
+    with pytest.raises(ConfigError, match=f"how: {how} is not allowed: in block 0 every token"):
         intervened(model, [asked]).__enter__()
 
 
@@ -317,9 +317,17 @@ def test_experts_forced_and_avoided_by_hand(order):
 @pytest.mark.parametrize(
     ("changes", "asked", "said"),
     [
-        ({}, ["0+1+2,how=force"], "3 experts of block 0 are forced, and a token uses 2"),
-        ({}, ["1,how=force", "1+2,how=avoid"], "expert 1 of block 0 cannot be forced and avoided"),
-        ({"score_function": "sigmoid"}, ["1,how=avoid"], "does not choose the highest of prob"),
+        ({}, ["0+1+2,how=force"], "3 experts of block 0 are forced, but a token uses only 2"),
+        (
+            {},
+            ["1,how=force", "1+2,how=avoid"],
+            "expert 1 of block 0 cannot be both forced and avoided",
+        ),
+        (
+            {"score_function": "sigmoid"},
+            ["1,how=avoid"],
+            "does not select the highest softmax prob",
+        ),
     ],
 )
 def test_what_cannot_be_forced_is_refused(changes, asked, said):
@@ -361,7 +369,7 @@ def test_several_act_at_once_and_measures_see_it():
         ("layer=1,expert=6", "expert: 6 is not allowed: block 1 has experts 0 to 5"),
         ("layer=1,expert=0,how=swap,to=6", "to: 6 is not allowed: block 1 has experts 0 to 5"),
         ("layer=1,expert=0,how=swap,to=0", "another expert of the same level is needed"),
-        ("layer=1,expert=0+1+2+3+4,how=prune", "block 1 would have 1 experts left, and a token"),
+        ("layer=1,expert=0+1+2+3+4,how=prune", "block 1 would have 1 experts left, but a token"),
         ("layer=1,expert=0,how=mean", "mean outputs are not known without held-out data"),
     ],
 )

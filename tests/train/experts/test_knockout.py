@@ -201,7 +201,8 @@ def test_only_windows_with_a_token_of_the_expert_are_run_from_its_block_on():
 
 
 def test_with_a_capacity_a_batch_stays_whole():
-    """An expert that drops tokens by what else is in the batch: the same batch drops the same."""
+    """An expert that drops tokens depending on the rest of the batch: the same batch drops the "
+    "same."""
     model = make_model("top-1", capacity_factor=1.0, allow_leak=True)
     layer = routed_layers(model)[1]
     result = knocked_out(model, layer, [0, 3])

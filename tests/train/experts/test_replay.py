@@ -239,7 +239,7 @@ def test_what_selects_nothing_is_refused_by_name():
     [
         ({"num_experts": 5}, "blocks.0.feed_forward: has 5 experts, and 6 in the recording"),
         ({"top_k": 3}, "blocks.0.feed_forward: a token uses 3 experts, and 2 in the recording"),
-        ({"placement": 2}, "a layer blocks.0.feed_forward, and the model has blocks.1.feed_fo"),
+        ({"placement": 2}, "a layer blocks.0.feed_forward, but the model has blocks.1.feed_fo"),
     ],
 )
 def test_recordings_of_other_models_are_refused(feed_forward, line):
@@ -281,7 +281,7 @@ def test_other_rows_are_refused():
     [
         ([[0, 6]], [1], "x: layer: expert 6 is not one of 0 to 5"),
         ([[-1, 2]], [1], "x: layer: expert -1 is not one of 0 to 5"),
-        ([[0, 1], [2, 2]], [2], "x: layer: token 1 has an expert twice: [2, 2]"),
+        ([[0, 1], [2, 2]], [2], "x: layer: token 1 has the same expert twice: [2, 2]"),
         ([[0, 1], [2, 3]], [1], "x: layer: its rows have 1 tokens, and experts are named of 2"),
         ([0, 1], [2], "x: layer: whole numbers [tokens, experts] and [rows] are needed"),
         ([[0.0, 1.0]], [1], "x: layer: whole numbers [tokens, experts] and [rows] are needed"),
@@ -324,15 +324,15 @@ def test_files_that_are_none_are_refused_in_one_line(tmp_path):
 
     assert "there is no such file" in refusal()
     path.write_bytes(b"nothing of it")
-    assert "is damaged or no safetensors" in refusal()
+    assert "is damaged or not a safetensors file" in refusal()
     tensors = {"layer.expert_ids": torch.tensor([[0, 1]]), "layer.tokens": torch.tensor([1])}
     save_file(tensors, path)
-    assert "is no recording of routing" in refusal()
+    assert "is not a recording of routing" in refusal()
     for experts in ("no JSON", "[4]", json.dumps({"layer": 0})):
         save_file(tensors, path, {"format": "polyad routing 1", "experts": experts})
         assert "experts" in refusal()
     save_file(tensors, path, {"format": "polyad routing 1", "experts": json.dumps({"other": 4})})
-    assert "has other tensors" in refusal()
+    assert "contains tensors other than" in refusal()
     save_file(tensors, path, {"format": "polyad routing 1", "experts": json.dumps({"layer": 1})})
     assert "layer: expert 1 is not one of 0 to 0" in refusal()
 

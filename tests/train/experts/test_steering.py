@@ -163,7 +163,7 @@ def test_a_score_without_columns_is_refused_in_one_line():
     with pytest.raises(ConfigError) as caught:
         gate_column(model, Steering(layer=1, expert=2, strength=1.0))
     assert str(caught.value) == (
-        "--steer layer=1,expert=2,strength=1: a score of sparsity has no direction that raises an "
+        "--steer layer=1,expert=2,strength=1: the sparsity score has no direction that raises an "
         "expert's score; linear, cosine, random and attentive scores have one"
     )
 
@@ -225,7 +225,7 @@ def test_a_command_line_is_read():
         ("layer=1,strength=1", ["expert is missing"]),
         ("layr=1,expert=2,strength=1", ["unknown key 'layr'", "nearest is layer"]),
         ("layer=1,expert=2,strength=1,x=3", ["unknown key 'x'"]),
-        ("layer=1,layer=1,expert=2,strength=1", ["layer stands twice"]),
+        ("layer=1,layer=1,expert=2,strength=1", ["layer is given twice"]),
         ("layer=-1,expert=2,strength=1", ["layer: '-1'", "whole number"]),
         ("layer=1,expert=2.5,strength=1", ["expert: '2.5'", "whole number"]),
         ("layer=1,expert=2,strength=much", ["strength: 'much'", "finite number"]),

@@ -84,8 +84,8 @@ def test_weights_that_are_not_finite_are_found_without_a_validation(
     )  # fmt: skip
     assert all(end.startswith("RunError 1: step 4 could not be saved: rank ") for end, _ in ends)
     assert ends[0][0].endswith(
-        f"final_norm.bias (master) has numbers that are not finite; the same command goes on from "
-        f"{tmp_path}/run/checkpoints/step-00000002"
+        f"final_norm.bias (master) has numbers that are not finite; run the same command again "
+        f"to continue from {tmp_path}/run/checkpoints/step-00000002"
     )
     assert steps_kept(tmp_path / "run") == [2]
     state = json.loads((tmp_path / "run/checkpoints/step-00000002/state.json").read_text())

@@ -127,11 +127,15 @@ def test_a_run_on_damaged_data_saves_its_step_and_ends_with_a_line(
     assert run.wait(60) == [2, 2]
     # Found before the first step is done, or after a few: whoever is quicker.
     kept = complete_checkpoints(tmp_path / "run" / "checkpoints")
-    there = f"the same command goes on from {kept[0]}" if kept else "no checkpoint was written yet"
+    there = (
+        f"run the same command again to continue from {kept[0]}"
+        if kept
+        else "no checkpoint was written yet"
+    )
     said = [line for line in run.text().splitlines() if line.startswith("polyad: error: data")]
     assert len(said) == 1
     assert said[0].startswith(f"polyad: error: data.verify: {copy / 'train.bin'}: damaged: ")
-    assert f"; once that is mended, {there}" in said[0]
+    assert f"; once that is fixed, {there}" in said[0]
     done = len(records(tmp_path / "run"))
     flip_in_the_middle(copy)  # mended
     words = ["train", str(config), f"train.steps={done + 2}", "checkpoint.every=0"]

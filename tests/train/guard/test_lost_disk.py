@@ -28,8 +28,8 @@ def test_full_records_name_the_file_and_where_the_run_goes_on(workers, config, t
     assert workers(1).run(run, config, "train.steps=2") == [2]
     ((end, said),) = workers(1).run(run_with_full_records, config, "train.steps=4")
     assert end == (
-        f"RunError 1: {tmp_path}/run/metrics.jsonl: No space left on device; the same command "
-        f"goes on from {tmp_path}/run/checkpoints/step-00000002"
+        f"RunError 1: {tmp_path}/run/metrics.jsonl: No space left on device; run the same "
+        f"command again to continue from {tmp_path}/run/checkpoints/step-00000002"
     )
     assert "Traceback" not in said
     assert workers(1).run(run, config, "train.steps=4") == [4]
@@ -43,8 +43,8 @@ def test_a_full_tensorboard_is_named_without_a_traceback(workers, tmp_path):
 
 
 GONE = (
-    "run.folder: {}/run was removed, moved or replaced while the run went on, which can write "
-    "nothing more there"
+    "run.folder: {}/run was removed, moved or replaced during the run, which can no longer "
+    "write to it"
 )
 
 
@@ -82,5 +82,5 @@ def test_a_page_that_does_not_fit_says_so(finished, monkeypatch, capfd):
     (line,) = capfd.readouterr().err.splitlines()
     assert line == (
         f"polyad: error: --output: {finished}/report.html cannot be written: No space left on "
-        f"device; --output names another place"
+        f"device; choose another place with --output"
     )

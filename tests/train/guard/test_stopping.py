@@ -61,7 +61,7 @@ def test_in_a_step_all_ranks_save_the_same_one(forks, config, tmp_path, number, 
     assert newest.name == f"step-{done:08d}"  # the step that it was in, and nothing after it
     said = [line for line in run.text().splitlines() if line.startswith("polyad: error: ")]
     name = "interrupted" if number == signal.SIGINT else f"stopped by {number.name}"
-    assert said == [f"polyad: error: {name}; the same command goes on from {newest}"]
+    assert said == [f"polyad: error: {name}; run the same command again to continue from {newest}"]
     names = {path.name for path in (tmp_path / "run").iterdir()}
     assert names == {".lock", "checkpoints", "config.yaml", "environment.json", "metrics.jsonl"}
     again = forks.start(tmp_path, ["train", str(config), *LONG[1:], f"train.steps={done + 2}"])
@@ -162,7 +162,7 @@ def test_a_second_signal_in_a_save_does_not_disturb_it(forks, config, tmp_path, 
     assert run.wait(GRACE) == [128 + number] * processes
     (newest,) = complete_checkpoints(tmp_path / "run" / "checkpoints")
     assert newest.name == f"step-{lines(tmp_path):08d}"
-    assert f"; the same command goes on from {newest}" in run.text()
+    assert f"; run the same command again to continue from {newest}" in run.text()
 
 
 @everyday("launched", [True, False], keep=[False])
@@ -198,4 +198,6 @@ def test_a_run_whose_shell_has_ended_is_saved_too(forks, config, tmp_path):
         time.sleep(0.01)
     assert not os.path.exists(f"/proc/{process}")
     (newest,) = complete_checkpoints(tmp_path / "run" / "checkpoints")
-    assert f"stopped by SIGTERM; the same command goes on from {newest}" in shell.text()
+    assert (
+        f"stopped by SIGTERM; run the same command again to continue from {newest}" in shell.text()
+    )

@@ -282,7 +282,7 @@ def test_the_command_takes_a_folder(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("more", "words"),
     [
-        (["--processes", "1"], ["--processes: 1", "2 and more"]),
+        (["--processes", "1"], ["--processes: 1", "it must be at least 2"]),
         ([], ["--processes: 1"]),
         (["--processes", "3", "parallel.expert_parallel_size=2"], ["does not divide the 3"]),
         (["--processes", "2", "parallel.tensor_parallel_size=5"], ["5 does not divide"]),

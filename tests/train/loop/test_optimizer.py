@@ -263,7 +263,8 @@ def experts_of(*numbers, match="experts.*", **settings):
         ),
         (
             [experts_of(1, 2, freeze=True)],
-            "a weight_decay of 0.1 would move the frozen experts of blocks.0.feed_forward.experts",
+            "a weight_decay of 0.1 would also change the frozen experts of "
+            "blocks.0.feed_forward.experts",
         ),
         (
             [experts_of(1, learning_rate=0.5)],
@@ -271,7 +272,7 @@ def experts_of(*numbers, match="experts.*", **settings):
         ),
         (
             [experts_of(0, 1, 2, 3, weight_decay=0.0), GroupConfig(match="experts.*")],
-            "optimizer.groups.1.match: 'experts.*' matches only parameters that a group before",
+            "optimizer.groups.1.match: 'experts.*' matches only parameters of earlier groups",
         ),
         ([experts_of(0, 1, 2, 3, freeze=True), GroupConfig(match="*", freeze=True)], "nothing to"),
     ],

@@ -72,8 +72,7 @@ def test_parts_add_up_and_a_part_that_comes_again_goes_on(monkeypatch):
         "startup_first_step_seconds": 0.25,
     }
     assert startup_line(record) == (
-        "first step done 8.75 s after the start of the process: "
-        "imports 7.50, data 1.00, first step 0.25"
+        "first step done 8.75 s after the process started: imports 7.50, data 1.00, first step 0.25"
     )
 
 

@@ -164,7 +164,7 @@ def test_tokens_that_an_expert_raises_are_those_of_its_mean_output_alone(
             assert each["text"] in (
                 tokenizer.text_within(each["token"]), tokenizer.decode([each["token"]])
             )  # fmt: skip
-    assert "raises most, in standard deviations" in found[0][1]
+    assert "promotes most, in standard deviations" in found[0][1]
 
 
 def test_two_processes_give_what_one_gives(found):
@@ -181,10 +181,10 @@ def test_two_processes_give_what_one_gives(found):
 
 def test_people_are_told_whether_statistics_predict(found):
     text = found[0][1]
-    assert "rank correlation of statistics with the change over all tokens" in text
-    assert "predicts in" in text
+    assert "rank correlation of each statistic with the change in loss over all tokens" in text
+    assert "predictive in" in text
     assert "without several experts at once" in text
-    raised = text.index("tokens that each expert's mean output raises")
+    raised = text.index("tokens that each expert's mean output promotes")
     assert max(map(len, text[:raised].splitlines())) < 200
 
 

@@ -187,7 +187,10 @@ def test_people_and_programs_are_told_the_same(found, workers, finished):
 
 @pytest.mark.parametrize(
     ("changed", "said"),
-    [({"top_k": 1}, "gives a token one expert"), ({"capacity_factor": 1.0}, "a capacity drops")],
+    [
+        ({"top_k": 1}, "gives each token only one expert"),
+        ({"capacity_factor": 1.0}, "with a capacity, dropped tokens"),
+    ],
 )
 def test_layers_that_cannot_be_audited_are_refused(changed, said):
     model = make_model(SPARSE | {"allow_leak": "capacity_factor" in changed} | changed)
@@ -199,7 +202,7 @@ def test_what_cannot_be_audited_is_said(capfd, finished, trained):
     for path, words, said in (
         (finished, ["--layers", "0"], "--layers: 0 is not allowed: blocks with experts are 1"),
         (finished, ["--how", "prune"], "--how"),
-        (trained("cp"), [], "gives every expert a share"),
+        (trained("cp"), [], "every token uses all experts"),
         (trained("dense"), [], "its model has no experts"),
     ):
         assert polyad(["experts", "audit", str(path), *words]) == 2

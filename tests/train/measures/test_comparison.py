@@ -154,7 +154,7 @@ def test_the_report_draws_what_the_loop_logged(runs, tmp_path):
         page = (tmp_path / "page.html").read_text()
         assert f"<title>step 6: {said}</title>" in page
         assert heading in page
-        assert "Entropy of routing, over that of the checkpoint before" in page
+        assert "Routing entropy, relative to the previous checkpoint" in page
     report(runs["dense"], output=tmp_path / "page.html", tokens=0)
     assert heading not in (tmp_path / "page.html").read_text()
 
@@ -230,7 +230,7 @@ def refused(*arguments, **options):
 
 def test_other_models_are_refused(runs):
     text = refused(runs["smoe"], runs["mumoe"])
-    assert f"compare: {checkpoint(runs['mumoe'], 6)}: is of another model: " in text
+    assert f"compare: {checkpoint(runs['mumoe'], 6)}: is a different model: " in text
     assert "model.feed_forward." in text
     assert "has no experts" not in text
     text = refused(runs["dense"], checkpoint(runs["dense"], 3))
@@ -248,7 +248,7 @@ def test_other_data_is_refused_unless_it_is_named(workers, runs, tmp_path, texts
     workers(1).run(run, config)
     text = refused(runs["smoe"], tmp_path / "run")
     assert "was trained on other data than" in text
-    assert "--data names the text that both are to read" in text
+    assert "use --data to name the text that both are to read" in text
     result = workers(1).run(
         compare, runs["smoe"], tmp_path / "run", data=str(prepared_path), units=64
     )[0]
@@ -302,4 +302,4 @@ def test_an_attack_is_the_same_by_any_number_of_processes(workers, runs):
     assert one["attack"]["replaced"] / one["words"] == pytest.approx(0.3, abs=0.1)
     other = workers(1).run(evaluation, runs["dense"], attack=WordSwap(0.3, 2))[0]
     assert other["loss"] != one["loss"]
-    assert f"{one['attack']['replaced']:,} of {one['words']:,} words are AAA" in table
+    assert f"{one['attack']['replaced']:,} of {one['words']:,} words replaced with AAA" in table

@@ -83,7 +83,7 @@ def test_shares_and_losses_are_those_of_single_windows(workers, trained, prepare
             mean = float(torch.cat([nats for nats, _ in found]).mean())
             assert result["loss"][name][column] == pytest.approx(mean, abs=1e-5)
     assert len(result["loss_random"]) == 3
-    assert "share of the tokens of the first and of the second text" in text
+    assert "share of the tokens that use each expert, in the first and in the second text" in text
 
 
 def test_no_layer_forces_more_experts_than_a_token_uses():

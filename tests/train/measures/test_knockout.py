@@ -192,7 +192,7 @@ def test_the_command_says_it_for_people(trained, tmp_path, capfd):
     (title,) = (line for line in lines if line.startswith(LAYER))
     layer = result["layers"][LAYER]
     assert layer["experts"] == ["1", "2"]
-    assert f"{layer['tokens_computed_again']:,} tokens computed again" in title
+    assert f"{layer['tokens_computed_again']:,} tokens recomputed" in title
     row = lines[lines.index(title) + 2].split()
     share = layer["by"]["all"]["own_tokens"][0][0] / result["tokens_scored"]
     assert row[:2] == ["1", f"{100 * share:.1f}%"]

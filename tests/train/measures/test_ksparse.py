@@ -182,7 +182,7 @@ def test_programs_and_people_are_told_the_best_and_chance(workers, trained):
     every = [found for classes in result["layers"].values() for found in classes.values()]
     assert np.mean([each["16"]["f1_shuffled"] for each in every]) == pytest.approx(0.5, abs=0.1)
     assert "characters: letters" in text
-    assert "F1 on test tokens of k hidden units" in text
+    assert "F1 on test tokens with k hidden units" in text
 
 
 def test_what_cannot_be_probed_is_said(capfd, trained):

@@ -164,8 +164,16 @@ def test_classes_in_another_order_are_refused():
     ("name", "make", "message"),
     [
         ("c", lambda p: p, "gaussian_noise/1: there is no such folder; ImageNet-C has 15"),
-        ("a", lambda p: (p / "dog").mkdir() or p, "dog: is not a folder of a class; WordNet ids"),
-        ("v2", lambda p: (p / "1000").mkdir() or p, "1000: is not a folder of a class; numbers"),
+        (
+            "a",
+            lambda p: (p / "dog").mkdir() or p,
+            "dog: is not the folder of a class; allowed: WordNet ids",
+        ),
+        (
+            "v2",
+            lambda p: (p / "1000").mkdir() or p,
+            "1000: is not the folder of a class; allowed: numbers",
+        ),
         ("r", lambda p: p, "has no image in folders of classes"),
         ("sketch", lambda p: p / "nothing", "nothing: there is no such folder"),
         ("real", lambda p: (p / "real.json").write_text("{") and p / "real.json", "is not JSON"),

@@ -172,7 +172,7 @@ def test_sequences_are_by_class(workers, tmp_path_factory, capfd):
     capfd.readouterr()
     assert polyad(["experts", "specialize", str(folder), "--split", "test"]) == 2
     (line,) = capfd.readouterr().err.splitlines()
-    assert line.endswith("test.jsonl: its labels are hidden: nothing can be scored there")
+    assert line.endswith("test.jsonl: its labels are hidden, so nothing can be scored")
 
 
 @pytest.mark.slow
@@ -200,8 +200,8 @@ def test_the_command_says_it_for_people(runs, capfd, tmp_path):
     assert polyad(["experts", "specialize", str(runs["smoe"])]) == 0
     lines = capfd.readouterr().out.splitlines()
     (heads,) = (line for line in lines if "H_s" in line)
-    of_shares = "H_s H_u at most I(E; Y) by chance normalized purity"
-    assert " ".join(heads.split()) == f"{of_shares} of the highest share by chance"
+    of_shares = "H_s H_u maximum I(E; Y) by chance normalized purity"
+    assert " ".join(heads.split()) == f"{of_shares} with the highest share by chance"
     assert sum(line.startswith("  by ") for line in lines) == 2 * 3
     assert polyad(["experts", "specialize", str(runs["dense"])]) == 2
     error = capfd.readouterr().err.splitlines()[-1]

@@ -159,7 +159,7 @@ def test_the_command_shows_what_was_found_and_says_what_it_needs(gpt2, tmp_path,
     assert polyad(words) == 2
     assert "has no model.replaced" in capfd.readouterr().err
     assert polyad(["experts", "splice", str(root / "run"), "--teacher", str(root / "run")]) == 2
-    assert "a model without it teaches" in capfd.readouterr().err
+    assert "distill.blocks needs a teacher without model.replaced" in capfd.readouterr().err
     assert polyad(["convert", str(root / "run"), str(tmp_path / "x"), "--to", "huggingface"]) == 2
     assert "model.replaced: Hugging Face" in capfd.readouterr().err
 
@@ -221,7 +221,7 @@ def test_without_a_teacher_the_original_is_named(workers, tmp_path, prepared_pat
     model |= {"num_layers": 2, "hidden_size": 32, "num_heads": 4, "sequence_length": 32}
     config = write_config(tmp_path / "config.yaml", prepared_path, model=model, train__steps=1)
     assert workers(1).run(run, config) == [1]
-    with pytest.raises(ConfigError, match=r"names no distill\.teacher; --teacher says"):
+    with pytest.raises(ConfigError, match=r"names no distill\.teacher; use --teacher"):
         both_forms(tmp_path / "run", Splicing)
 
 

@@ -245,7 +245,7 @@ def test_what_is_not_allowed_is_one_line(hub, tmp_path, capfd):
     new = ["--output", tmp_path / "t.parquet"]
     for words, said in (
         ([], "the following arguments are required: --output"),
-        (["--output", tmp_path / "there"], "--output: .*there: is there already"),
+        (["--output", tmp_path / "there"], "--output: .*there: already exists"),
         (["--output", tmp_path / "no" / "t"], "--output: .*: there is no folder .*no"),
         ([*new, "--with", "norm,size"], "--with: size is not allowed: score, entropy, norm, loss"),
         ([*new, "--layers", "7"], "--layers: 7 is not allowed: blocks with experts are 0, 1, 2"),
@@ -262,7 +262,7 @@ def test_what_is_not_allowed_is_one_line(hub, tmp_path, capfd):
 
 
 def test_several_processes_need_a_folder(tmp_path):
-    with pytest.raises(ConfigError, match="2 processes write a part each: name a folder"):
+    with pytest.raises(ConfigError, match="2 processes write one part each: name a folder"):
         written.check_output("--output", tmp_path / "t.parquet", 2)
 
 
@@ -357,7 +357,7 @@ def test_shares_of_levels_and_masked_text(kind, workers, trained, tmp_path, text
         words = ["experts", "trace", folder, "--output", tmp_path / "x", "--with", "loss"]
         assert command([*map(str, words)]) == 2
         line = error_line(capfd.readouterr().err.splitlines()[-1])
-        assert "--with loss: is not allowed with data.kind: masked_text; text has it" in line
+        assert "--with loss: is not allowed with data.kind: masked_text; allowed with: text" in line
 
 
 def model_data(folder):

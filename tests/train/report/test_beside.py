@@ -123,9 +123,9 @@ def test_runs_that_do_not_go_together_are_refused_in_one_line(runs, tmp_path, ca
         (line,) = capfd.readouterr().err.splitlines()
         return line
 
-    assert f"{runs['data']}: has another data than" in refused(runs["one"], runs["data"])
+    assert f"{runs['data']}: has a different data than" in refused(runs["one"], runs["data"])
     line = refused(runs["one"], runs["length"])
-    assert "another model.sequence_length" in line
+    assert "a different model.sequence_length" in line
     assert ": 16, not 32" in line
     assert "there is no such folder" in refused(runs["one"], tmp_path / "none")
     line = refused(runs["one"], runs["two"], "--stream", tmp_path / "stream")

@@ -131,7 +131,9 @@ def test_one_layer_or_nothing_is_read_if_it_is_asked_for(runs, tmp_path):
     (dense,) = [report(runs("dense"), output=output)]
     assert dense["classes"]["experts"] == {}
     assert "Experts by class" not in output.read_text()
-    with pytest.raises(ConfigError, match=r"has no split 'test'.*--tokens 0 reads no sequences"):
+    with pytest.raises(
+        ConfigError, match=r"has no split 'test'.*use --tokens 0 to read no sequences"
+    ):
         report(runs("smoe"), output=output, split="test")
 
 
@@ -146,10 +148,10 @@ def test_the_best_checkpoint_is_read_and_named(train, tmp_path, capfd):
     output = tmp_path / "page.html"
     found = report(folder, output=output)
     assert (found["checkpoint_step"], found["checkpoint_is_best"]) == (2, True)
-    assert "step 2 (the best validation of the run)" in output.read_text()
+    assert "step 2 (the best by validation score)" in output.read_text()
     found = report(folder, output=output, checkpoint=4)
     assert (found["checkpoint_step"], found["checkpoint_is_best"]) == (4, False)
-    assert "the best validation" not in output.read_text()
+    assert "the best by validation" not in output.read_text()
     command = ["report", str(folder), "--output", str(output)]
     assert polyad([*command, "--best", "--json", "-"]) == 0
     assert json.loads(capfd.readouterr().out)["checkpoint_step"] == 2
@@ -178,7 +180,7 @@ def test_many_classes_stand_with_the_worst_first(train, tmp_path):
     Page(text)
     assert "the other 5 classes" in text
     assert "Most frequent confusions" in text
-    assert "The expert that leans most to each class" in text
+    assert "The expert most specialized in each class" in text
     for level in (levels[0] for levels in found["experts"].values()):
         counts = np.array(level["counts"])
         expected = counts.sum(1, keepdims=True) * counts.sum(0) / counts.sum()

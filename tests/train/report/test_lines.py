@@ -129,7 +129,7 @@ def test_without_a_knock_out_lines_claim_no_purpose_and_the_largest_share_comes_
                 class_ = named.removeprefix("positions ").removesuffix(" by frequency")
                 assert times == pytest.approx(by_class[class_], abs=0.0051)
             else:
-                assert ("No class stands out" if share else "None of the tokens") in said
+                assert ("No class stands out" if share else "Not used by any") in said
     order = [float(each["data-share"]) for each in lines.data.values()]
     assert order == sorted(order, reverse=True)
     places = {anchor: int(each["data-place"]) for anchor, each in lines.data.items()}

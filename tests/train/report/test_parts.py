@@ -65,7 +65,7 @@ def test_a_heat_map_has_a_column_for_each_record_with_loads(tmp_path):
     html = figure.__html__()
     image = base64.b64decode(re.search(r"base64,([^\"]+)", html)[1])
     assert struct.unpack(">II", image[16:24]) == (601, 2)
-    assert "a column each step whose record" in html
+    assert "one column per step whose record" in html
 
 
 @pytest.mark.parametrize(
@@ -119,7 +119,7 @@ def test_layers_stand_in_the_order_of_the_model(tmp_path):
 
 @pytest.mark.parametrize("lines", [[], ["\n"], ['{"step": 1, "lo']])
 def test_a_file_without_a_record_is_one_line(tmp_path, lines):
-    with pytest.raises(ConfigError, match="holds no record of a step yet"):
+    with pytest.raises(ConfigError, match="contains no record of a step yet"):
         read_history(write(tmp_path, lines))
 
 
@@ -300,4 +300,4 @@ def test_thousands_of_experts_share_the_rows_of_a_heat_map(tmp_path):
     assert struct.unpack(">II", image[16:24]) == (2, 256)
     assert "4 experts share a row" in html
     # Busiest first: 999, 998, 997 and 996 of 500, of 1000 experts.
-    assert "experts 999, ...: newest load 1,995 times the mean" in html
+    assert "experts 999, ...: latest load 1,995 times the mean" in html

@@ -65,7 +65,7 @@ def test_the_page_needs_nothing_beside_itself_and_is_always_the_same(runs, tmp_p
     assert re.findall(r"https?://", text) == []
     assert ("This model has no experts" in text) == (kind == "dense")
     assert (page.peaks > 0) == (kind != "dense")
-    assert ("Effective experts of a token" in text) == (kind == "mumoe")
+    assert ("Effective experts per token" in text) == (kind == "mumoe")
     for heading in ("Load over time", "Entropy over time"):
         assert (heading in text) == (kind != "dense")
     assert ("level 1" in text) == (kind == "mumoe")
@@ -263,7 +263,7 @@ def test_a_run_in_progress_and_one_that_went_on_are_drawn(runs, tmp_path):
     assert (result["step"], result["total_steps"], result["checkpoint_step"]) == (5, 60, 3)
     losses = [json.loads(line)["loss"] for line in lines[:3]]
     assert result["loss"] == pytest.approx((sum(losses) + 5.0) / 5)
-    assert "1 unfinished lines" in (folder / "report.html").read_text()
+    assert "1 incomplete lines" in (folder / "report.html").read_text()
 
 
 def test_a_run_of_which_no_loss_was_finite_is_drawn(runs, tmp_path):
@@ -341,7 +341,7 @@ def test_bad_input_is_one_line(runs, prepared_path, tmp_path, capfd):
         assert "--output: /proc/report.html cannot be written" in line
     line = refused(mumoe, "--data", tmp_path / "gone")
     assert "no such folder of prepared data" in line
-    assert "--tokens 0 reads no text" in line
+    assert "use --tokens 0 to read no text" in line
 
     without = tmp_path / "run"
     shutil.copytree(mumoe, without)

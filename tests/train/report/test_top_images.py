@@ -184,7 +184,7 @@ def test_named_experts_and_no_images(trained, tmp_path):
     result = report(trained, output=tmp_path / "page.html", tokens=0)
     assert result["images"] is None
     assert "picture n" not in (tmp_path / "page.html").read_text()
-    with pytest.raises(ConfigError, match="--data names another folder"):
+    with pytest.raises(ConfigError, match="name another folder with --data"):
         report(trained, output=tmp_path / "page.html", data=str(tmp_path / "none"))
 
 

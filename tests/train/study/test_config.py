@@ -32,5 +32,5 @@ def test_a_name_can_be_a_folder_and_tells_keys_apart() -> None:
 
 
 def test_two_points_of_one_name_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"rate=0\.1 is there twice"):
+    with pytest.raises(ValueError, match=r"rate=0\.1 is given twice"):
         points({"a.rate": [0.1, 0.1]})

@@ -199,11 +199,14 @@ def test_a_model_with_one_class_an_image_is_rewritten_too(workers, tmp_path):
     ("option", "message"),
     [
         ("Bright", "is not allowed; class=NAME,of="),
-        ("class=Bright,to=3", "'Bright,to=3' is no class"),
-        ("class=Blue,of=Red+Blue", "'Blue' is no class of the data; it has Red, Bright, Wide"),
+        ("class=Bright,to=3", "'Bright,to=3' is not a class"),
+        (
+            "class=Blue,of=Red+Blue",
+            "'Blue' is not a class of the data, which has Red, Bright, Wide",
+        ),
         ("class=Red,of=Red", "a subpopulation has a value of Red and of another attribute"),
         ("class=Red,of=Bright+Wide", "a subpopulation has a value of Red and of another"),
-        ("class=Red,of=Red+Bright,by=much", "by=much is not allowed: a number is"),
+        ("class=Red,of=Red+Bright,by=much", "by=much is not allowed; it must be a number"),
     ],
 )
 def test_a_rewrite_that_cannot_be_is_one_line(workers, config, option, message):
@@ -234,4 +237,4 @@ def test_without_one_class_each_only_the_entropies_of_the_gate_are_known(workers
     assert "polysemanticity" not in found["layers"]["head"]
     assert level["labels"] == {}
     assert 0 <= level["entropy_bits"]["value"] <= level["usage_entropy_bits"]["value"] <= 2
-    assert "not known   polysemanticity, information, purity: they need one class each" in table
+    assert "polysemanticity, information, purity: they need exactly one class per image" in table

@@ -142,7 +142,7 @@ def test_images_are_scored_by_domain_and_two_processes_are_one(workers, config, 
     names = [line.split()[0] for line in lines[start + 1 : start + 4]]
     assert names == ["blurred", "inverted", "plain"]
     assert len({len(line) for line in lines[start : start + 4]}) == 1
-    assert "grey: the test split" in lines[start + 4]
+    assert "grey (the test split)" in lines[start + 4]
 
 
 def test_some_images_of_validation_are_scored_by_domain(workers, config, tmp_path):
@@ -164,9 +164,9 @@ def test_a_run_goes_on_with_the_same_domains_left_out(workers, config, data, tmp
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ('data.leave_out=["gray"]', "'gray' is no domain of data.path"),
+        ('data.leave_out=["gray"]', "'gray' is not a domain of data.path"),
         ("data.leave_out=[]", "data.leave_out: "),
-        ('data.leave_out=["grey", "grey"]', "'grey' stands there twice"),
+        ('data.leave_out=["grey", "grey"]', "'grey' is listed twice"),
         ("data.leave_out=grey", "data.leave_out: "),
     ],
 )

@@ -157,8 +157,11 @@ def test_a_mixer_with_two_kinds_of_experts_logs_both(workers, config, tmp_path):
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("train.micro_batch_size=1", "train.micro_batch_size: 1 is odd, and images are mixed in"),
-        ("evaluation.stride=1", "evaluation.stride: 1 is of text, and not allowed with data.kind"),
+        ("train.micro_batch_size=1", "train.micro_batch_size: 1 is odd, but images are mixed in"),
+        (
+            "evaluation.stride=1",
+            "evaluation.stride: 1 applies only to text, and is not allowed with data.kind",
+        ),
         ("model.num_classes=7", "model.num_classes: 7 is not the number of classes of data.path"),
         ("model.channels=1", "model.channels: 1 is not 3"),
         (
@@ -175,7 +178,7 @@ def test_a_mixer_with_two_kinds_of_experts_logs_both(workers, config, tmp_path):
         ),
         (
             "model.feed_forward={kind: emoe, num_experts: 4, top_k: 1, score: linear}",
-            "model.feed_forward.score: linear is not allowed with one expert a token",
+            "model.feed_forward.score: linear is not allowed with one expert per token",
         ),
         ("model.patch_size=3", "model.patch_size: 3 does not divide model.image_size: 8"),
         ("data.augmentation.crop_scale=[0.5]", "data.augmentation.crop_scale: [0.5] is not allow"),

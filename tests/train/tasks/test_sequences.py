@@ -209,7 +209,7 @@ def test_a_run_ends_early_and_its_best_checkpoint_stays(workers, config, tmp_pat
     # The same command finds nothing to do; with more patience the run goes on.
     steps, said = listened(workers, config, *keys)
     assert steps == 4
-    assert "nothing is left to do: the run ends early after step 4" in said
+    assert "nothing left to do: the run ends early after step 4" in said
     more = [key.replace("patience=3", "patience=4") for key in keys]
     assert workers(1).run(run, config, *more) == [5]
     assert sorted(p.name for p in folder.glob("step-*")) == ["step-00000001", "step-00000005"]
@@ -339,7 +339,7 @@ def test_sequences_that_are_too_long_are_cut_off_counted_and_said(workers, confi
     _, said = listened(workers, config, *keys)
     longer = sum(len(row["text"].encode()) > 24 for row in made.rows(60, 0))
     assert longer > 5
-    assert f"train: {longer} of 60 sequences were longer than 24 tokens and are cut off" in said
+    assert f"train: {longer} of 60 sequences are longer than 24 tokens and are truncated" in said
     result = workers(1).run(evaluation, tmp_path / "run", split="test")[0]
     assert result["cut_off"] == sum(len(row["text"].encode()) > 24 for row in made.rows(17, 2))
 

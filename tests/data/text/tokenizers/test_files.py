@@ -153,7 +153,7 @@ def test_a_misspelled_path_is_no_name_of_the_hub(tmp_path, monkeypatch):
         assert not is_hub_name(spec), spec
     for spec in ("gpt2", "openai-community/gpt2", "deepseek-ai/DeepSeek-V2.5"):
         assert is_hub_name(spec), spec
-    with pytest.raises(DataError, match=r"runs/stdlb: no such tokenizer; it is train:VOCAB_SIZE"):
+    with pytest.raises(DataError, match=r"runs/stdlb: no such tokenizer; give train:VOCAB_SIZE"):
         load_tokenizer("runs/stdlb")
 
 

@@ -253,7 +253,7 @@ def test_accents_and_chinese_are_read_as_the_folder_says(tmp_path):
 
 @pytest.mark.parametrize(
     ("tokens", "message"),
-    [(["the", "a"], r"no token \[UNK\]"), ([*SPECIAL, "a", "b", "a"], "'a' is there twice")],
+    [(["the", "a"], r"no token \[UNK\]"), ([*SPECIAL, "a", "b", "a"], "'a' appears twice")],
 )
 def test_another_file_is_refused(tmp_path, tokens, message):
     with pytest.raises(DataError, match=message) as raised:
