@@ -417,7 +417,7 @@ def test_a_class_that_no_training_file_names_is_refused(tmp_path):
     source = tmp_path / "parquet"
     named_images(source / "train.parquet", RED_BLUE, ["red", "blue"])
     named_images(source / "test.parquet", ["red", "green", "blue"], ["red", "green", "blue"])
-    with pytest.raises(DataError, match=r"row 1 of test is of the class 'green', which no file of"):
+    with pytest.raises(DataError, match=r"row 1 of test has the class 'green', which no file of"):
         prepared(source, tmp_path / "out")
     named_images(source / "test.parquet", ["green", *BLUE_RED], ["red", "blue"])
     assert prepared(source, tmp_path / "out").manifest.class_names == RED_BLUE

@@ -111,8 +111,12 @@ def test_quotation_marks_of_tabs_are_values_where_they_do_not_fit(tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [
-        ("rows.csv", b"text,text,label\na,b,c\n", "line 1: there are 2 columns 'text'; one is"),
-        ("rows.tsv", b"label\ttext\tlabel\na\tb\tc\n", "line 1: there are 2 columns 'label'"),
+        (
+            "rows.csv",
+            b"text,text,label\na,b,c\n",
+            "line 1: there are 2 columns named 'text'; only one is",
+        ),
+        ("rows.tsv", b"label\ttext\tlabel\na\tb\tc\n", "line 1: there are 2 columns named 'label'"),
         ("rows.csv", b"text;label\na;b\n", "line 1: 'text;label' is one column: values are"),
         ("rows.csv", b'text,label\na,b\nc,"d" e\n', "after line 2: cannot be read: ',' expected"),
         ("rows.csv", b"text,label\na,b\nc,\xff\n", "rows.csv, line 3: is not UTF-8"),

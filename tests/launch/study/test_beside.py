@@ -87,7 +87,7 @@ def test_a_variant_that_is_none_is_one_line(
 ) -> None:
     path = half_finished(write_study)
     line = refused(path, capfd, "--beside", "ring")
-    assert f"--beside: 'ring' is not a variant of {path}: dense, cp, tr" in line
+    assert f"--beside: 'ring' is not a variant of {path}; variants: dense, cp, tr" in line
 
 
 def test_nothing_finished_is_one_line(

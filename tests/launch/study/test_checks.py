@@ -46,7 +46,7 @@ def variants(**own: Any) -> dict[str, Any]:
         ({"question": ["Is it?"]}, ["question: ['Is it?']", "string"]),
         ({"not_shown": []}, ["not_shown: is empty"]),
         ({"not_shown": ["a", ""]}, ["not_shown: is empty"]),
-        ({"baseline": "dens"}, ["baseline: 'dens' is not allowed: dense, cp"]),
+        ({"baseline": "dens"}, ["baseline: 'dens' is not a variant; variants: dense, cp"]),
         ({"variants": {}}, ["variants: {} is not allowed"]),
         (
             {"variants": {"../dense": {}}, "baseline": "../dense"},
@@ -144,7 +144,7 @@ def variants(**own: Any) -> dict[str, Any]:
         ),
         (
             {"variants": variants(model__feed_forward=LEAKY | {"allow_leak": False})},
-            ["variants.b: ", "causal_graph: false", "allow_leak: true allows it"],
+            ["variants.b: ", "causal_graph: false", "allow_leak: true"],
         ),
         # A grid, and tasks.
         (
@@ -168,9 +168,12 @@ def variants(**own: Any) -> dict[str, Any]:
             {"grids": {"c": {"train.tf32": [True]}}},
             ["grids: 'c' is not a variant; variants: dense, cp"],
         ),
-        ({"grid": {"train.steps": [4, 5]}}, ["variants.dense/steps=5: train.steps: 5 is not"]),
+        (
+            {"grid": {"train.steps": [4, 5]}},
+            ["variants.dense/steps=5: train.steps: 5 differs from"],
+        ),
         ({"grid_seeds": 2}, ["grid_seeds: 2 is not allowed with 1 seeds"]),
-        ({"tasks": {"a/b": {}}, "data": None}, ["tasks: 'a/b' is not allowed: letters"]),
+        ({"tasks": {"a/b": {}}, "data": None}, ["tasks: 'a/b' is not allowed; a name has letters"]),
         ({"tasks": {"a": {"data.path": "x"}}}, ["data: is not allowed together with tasks"]),
         ({"tasks": {"a": {"seed": 1}}, "data": None}, ["tasks.a: seed: is not allowed"]),
         (
@@ -232,18 +235,21 @@ def variants(**own: Any) -> dict[str, Any]:
             ["knockout: no variant has experts"],
         ),
         # These would be runs, but not pairs of runs.
-        ({"variants": variants(train__steps=5)}, ["variants.b: train.steps: 5 is not dense's 4"]),
+        (
+            {"variants": variants(train__steps=5)},
+            ["variants.b: train.steps: 5 differs from dense's 4"],
+        ),
         (
             {"variants": variants(train__global_batch_size=8)},
-            ["variants.b: train.global_batch_size: 8 is not dense's 4", "under common"],
+            ["variants.b: train.global_batch_size: 8 differs from dense's 4", "under common"],
         ),
         (
             {"variants": variants(model__sequence_length=16)},
-            ["variants.b: model.sequence_length: 16 is not dense's 32", "same batches"],
+            ["variants.b: model.sequence_length: 16 differs from dense's 32", "same batches"],
         ),
         (
             {"variants": variants(evaluation__stride=8)},
-            ["variants.b: evaluation.stride: 8 is not dense's None"],
+            ["variants.b: evaluation.stride: 8 differs from dense's None"],
         ),
     ],
 )
