@@ -114,7 +114,7 @@ class RoutingStats(NamedTuple):
     """The loss of sample similarity, which the loop puts in the place of both, with its
     gradient."""
     distill_loss: Tensor | None = None
-    """Of a feed-forward that learns from the one in whose place it is: its loss, with its gradient;
+    """The loss of a feed-forward that learns from the one that it replaces, with its gradient;
     see `polyad.train.tasks.block_teacher`."""
     distill_error: Tensor | None = None
     """Mean over tokens of the squared norm of what its output and the original's differ by."""

@@ -233,7 +233,7 @@ class GroupedAttention(RotaryAttention):
             )
         self.projection = nn.Linear(of_queries, width, bias=settings.output_bias)
         self.own_heads: Region = same
-        """Of keys and values of all heads, [B, G, T, H], those that the queries here read: where
+        """Selects the keys and values, [B, G, T, H], that the queries here read: where
         processes share the queries of a head, each has all keys."""
 
     def heads(self, x_BTD: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:

@@ -23,7 +23,7 @@ class Edge(NamedTuple):
     here: slice
     """Its numbers in this part."""
     there: slice
-    """Those in the matrix."""
+    """The elements within the matrix."""
 
 
 class FlatPart(NamedTuple):

@@ -1,7 +1,7 @@
 """Crops, flips, boxes and noise of one image, from a generator of its own.
 
 Only RandAugment uses torchvision, and it does so here alone. torchvision's wheel is built for CUDA,
-and cannot be imported beside a CPU build of torch, for want of the libraries of its compiled
+and cannot be imported beside a CPU build of torch, because it lacks the libraries of its compiled
 operators. Transforms need none of them: their names are declared here, and the import is tried
 again. Without that, `transformers` could not be imported either where torchvision is installed.
 

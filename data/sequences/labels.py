@@ -113,7 +113,7 @@ def right_choices(table: Table, column: str, choices: int) -> Labels:
     """The number of each row's right choice.
 
     Raises:
-        DataError: One is no number of a choice.
+        DataError: A label is not the number of a choice.
     """
 
     def as_choice(value: Any) -> int | None:

@@ -59,7 +59,7 @@ class SshRun:
     """A run over hosts, as `launch` checked it."""
 
     hosts: Sequence[str]
-    """Those that it begins on, and after them its spare ones."""
+    """The hosts that it starts on, then its spare hosts."""
     processes_per_node: int
     workplace: str
     """The folder, on every host, that paths of the configuration are relative to."""
@@ -196,7 +196,7 @@ def look_at(run: SshRun, hosts: Sequence[str]) -> dict[str, Look | str]:
         hosts: the agents meet on the first.
 
     Returns:
-        For each what it says of itself (`polyad.launch.via.remote.look`), or why it says nothing.
+        What each host reports (`polyad.launch.via.remote.look`), or why it reports nothing.
     """
     look = {"endpoint": hosts[0], "port": run.options.port, "files": [run.file]}
     question = json.dumps({"do": "look", "look": look}) + "\n"

@@ -132,7 +132,7 @@ def number(theirs: str, ours: str, default: Any, *, unused: Any = None) -> Key:
     Args:
         theirs: The key there.
         ours: The key here.
-        default: What the library takes where the file says nothing.
+        default: What the library takes where the file does not say.
         unused: What the library writes for none.
     """
 
@@ -154,7 +154,7 @@ def heads(groups: int | None, *, sized: bool = True, size: int | None = None) ->
     """Heads of keys and values, and the size of heads.
 
     Args:
-        groups: What the library takes where the file says nothing; None: as many as of queries.
+        groups: What the library takes where the file does not say; None: as many as of queries.
         sized: Whether the file may say a size.
         size: The library's default; None: width / heads.
     """
@@ -187,7 +187,7 @@ def rope(
         pairs: Which units turn together.
         dtype: The precision that they turn in.
         is_latent: Whether YaRN scales logits, and the file says which units turn together.
-        scaling: What the library takes where the file says nothing of a scaling.
+        scaling: What the library takes where the file names no scaling.
     """
     unsaid = scaling or {}
 
@@ -287,7 +287,7 @@ def window(
 
     Args:
         slides: Whether a block has it where the file has no `layer_types`.
-        default: The window where the file says nothing.
+        default: The window where the file does not say.
         is_optional: Whether the file says `use_sliding_window`, which is false by default.
     """
 
@@ -352,7 +352,7 @@ def shared_experts(default: int) -> Key:
     """DeepSeek's shared experts: several of the width of an expert are one, several times wider.
 
     Args:
-        default: How many the library takes where the file says nothing.
+        default: How many the library takes where the file does not say.
     """
 
     def read(tree: Tree) -> dict[str, Any]:
@@ -477,7 +477,7 @@ QWEN_BLOCKS = placement(
 
 
 def _dense_blocks(size: int) -> Key:
-    """The width of dense blocks, and what the library takes where the file says nothing."""
+    """The width of dense blocks, and what the library takes where the file does not say."""
     return Key(
         {"feed_forward.dense_hidden_size": "intermediate_size"},
         lambda tree: {"feed_forward.dense_hidden_size": tree.get("intermediate_size", size)},

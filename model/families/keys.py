@@ -1,6 +1,6 @@
 """The keys of another library's config.json, each with ours: one table reads and writes them.
 
-A key reads what the file says, or the library's default where it says nothing, and writes every
+A key reads what the file says, or the library's default where it does not say, and writes every
 value out.
 """
 
@@ -74,7 +74,7 @@ def field(
     Args:
         theirs: The key there, which is written.
         ours: The key here, dotted where it is in a section of the model's.
-        default: What the library takes where the file says nothing.
+        default: What the library takes where the file does not say.
         alias: Another key there, as older or newer files have it.
         is_needed: Whether null is refused: here it leaves a size to the data, which weights do not
             have.

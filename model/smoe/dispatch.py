@@ -210,7 +210,7 @@ class Dispatcher(nn.Module):
     # units that it has, and reads those of all.
 
     def own_experts(self, whole: Tensor) -> Tensor:
-        """Of numbers [E, ...] of all experts those of the experts that this process has.
+        """Selects this process's experts from a tensor [E, ...] over all experts.
 
         Args:
             whole: The numbers, the same on all processes that share experts.

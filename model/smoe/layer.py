@@ -304,7 +304,7 @@ class SelectingMoE(FeedForward):
         return self.router.score.features(self.experts, self.dispatcher)
 
     def _apart(self) -> Apart:
-        """Of which tokens the outputs of single experts are needed."""
+        """Says for which tokens the outputs of single experts are needed."""
         is_needed = self.training and self.router.needs("orthogonality_loss")
         if not is_needed or self.router.selection.top_k == 1:
             return "none"

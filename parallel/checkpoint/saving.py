@@ -285,7 +285,7 @@ class Task:
             with self._stream:
                 for place, values in self._copies:
                     copy_tensor(place, values)
-        except Exception as error:  # the processes tell each other of it
+        except Exception as error:  # raised later, where ranks exchange errors
             self.error = _in_one_line(error)
             return
         finally:

@@ -46,7 +46,7 @@ class Attacked:
     rate: float
     seed: int
     words: int | None = None
-    """Of the text; images have none."""
+    """How many words the text has; None for images."""
     replaced: int | None = None
     """Words that were replaced."""
 

@@ -27,7 +27,7 @@ from polyad.train.tasks.vocabulary import need_tokenizer
 Scored = tuple[list[int], int]
 """Token ids, and how many of the last ones are scored."""
 MAX_GENERATED = 256
-"""Tokens that `generate_until` stops at where a task says nothing: lm-eval's default."""
+"""Tokens that `generate_until` stops at where a task gives none: lm-eval's default."""
 _LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 _AUTOMATIC_BATCH = 8
 
@@ -61,7 +61,7 @@ class PolyadLM(TemplateLM):
         if precision not in DTYPES:
             allowed = ", ".join(DTYPES)
             raise ConfigError(f"precision: {precision!r} is not allowed: {allowed}")
-        # lm-eval asks for "cuda:0" where the user says nothing.
+        # lm-eval asks for "cuda:0" where the user gives no device.
         self._device = torch.device((device or "cuda") if torch.cuda.is_available() else "cpu")
 
         def read(chosen: Path) -> tuple[Path, Tokenizer, torch.nn.Module]:
@@ -241,7 +241,7 @@ def _generation_options(options: dict[str, Any]) -> tuple[list[str], int, Sampli
 
 
 def _number(options: dict[str, Any], key: str, kind: type[int] | type[float]) -> float | None:
-    """Takes a number out of a task's options; None where the task says nothing."""
+    """Takes a number out of a task's options; None where the task gives none."""
     value = options.pop(key, None)
     try:
         return None if value is None else kind(value)

@@ -35,7 +35,7 @@ class Inspected:
     """The section `model` of a configuration."""
     parameters: int
     active_parameters: int
-    """Those that a token uses."""
+    """Parameters active per token."""
     routed_blocks: tuple[int, ...]
     """Numbers of the blocks that select experts."""
     num_experts: int

@@ -219,7 +219,7 @@ class ExpertCounts:
     ) -> None:
         self._layers, self._groups, self._samples = layers, list(groups), samples
         self._counts: dict[str, GroupedSums] = {}
-        """Of each layer what its experts get of each class [G, Y, S], or 2 S, as `given`."""
+        """What each layer's experts get of each class [G, Y, S], or 2 S, as `given`."""
         self._shuffled: dict[str, Tensor] = {}
         """The same by shuffled labels [SHUFFLES, Y, S], over all samples."""
         for layer in layers:

@@ -65,7 +65,7 @@ class Focus(NamedTuple):
     """For how few classes of tokens the experts of a layer are."""
 
     experts_that_matter: int
-    """Those without which the loss of a class rises beyond noise."""
+    """The experts without which the loss of a class rises beyond noise."""
     effective_classes: float | None
     """exp(entropy) of how an expert's harm is spread over classes, the mean over experts that
     matter, each weighing as much as the harm that it does; 1: each is for one class; the number of

@@ -212,7 +212,7 @@ class Choice:
             for expert, tokens in each:
                 wanted.setdefault((name, expert), []).extend(token_N for token_N, _ in tokens)
         self.tokens = {key: np.unique(np.concatenate(each)) for key, each in wanted.items()}
-        """Those whose hidden units are needed, by layer and expert."""
+        """The tokens whose hidden units are needed, by layer and expert."""
 
 
 def _balanced(

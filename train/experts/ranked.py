@@ -46,7 +46,7 @@ class PairedTest(NamedTuple):
     p: float | None
     """Two-sided, of Student's t with n - 1 degrees of freedom."""
     p_wilcoxon: float | None
-    """Of Wilcoxon's signed ranks."""
+    """The p-value of Wilcoxon's signed-rank test."""
 
     @classmethod
     def of(cls, change_N2: Tensor, ddof: int = 1) -> "PairedTest":

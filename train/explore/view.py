@@ -59,7 +59,7 @@ class TextView:
     """A text as a model reads it."""
 
     name: str
-    """Of the model."""
+    """The model's name."""
     tokens: list[str]
     """The text of each token."""
     token_ids: list[int]

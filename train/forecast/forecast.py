@@ -28,7 +28,7 @@ class Saving(NamedTuple):
     interval: float
     """Seconds between checkpoints."""
     stall: float
-    """Seconds that training stands still for one."""
+    """Seconds that training pauses for a checkpoint."""
     failure_every: float
     """Seconds between failures of some process."""
     lost_share: float
@@ -46,7 +46,7 @@ def best_saving(stall: float, processes: int, hours_of_one: float = HOURS_OF_ONE
     Source: Young 1974 without the second term; Daly 2006, equation 11.
 
     Args:
-        stall: Seconds that training stands still for a checkpoint.
+        stall: Seconds that training pauses for a checkpoint.
         processes: Of the run; one failure ends all.
         hours_of_one: Between two failures of one of them.
     """

@@ -43,7 +43,7 @@ class ReadOnce:
     computed: int
     """Bytes of the latter at most, in any part."""
     tokens: int
-    """Of the batch."""
+    """Tokens in the batch."""
     stream: int
     """Bytes between two blocks."""
     work: list[tuple[Work, int]]

@@ -192,5 +192,5 @@ def exchange_seconds(exchange: Exchange, amount: Amount, device: Device, place: 
 
 
 def seconds_by_axis(found: Mapping[str, float]) -> dict[str, float]:
-    """Those that are not zero, the longest first."""
+    """The times above zero, the longest first."""
     return dict(sorted(((k, s) for k, s in found.items() if s), key=lambda each: -each[1]))

@@ -1,6 +1,6 @@
 """The statistics of a step: exchanged, recorded, and used to update the routers.
 
-The processes tell each other one vector, by one all-reduce, of which the host has one copy:
+Ranks exchange one vector in one all-reduce, which is copied to the host once:
 
     loss, routing statistics            means over the micro-batches of the step and all processes
     numbers of process 0, 1, ...        what each alone knows: its memory, a signal it got

@@ -79,7 +79,7 @@ class LayerAtlas:
     moments: Moments
     together: Sequence[Together]
     unembedded: Sequence[Sequence[Raised]] | None = None
-    """Of the experts that were taken away, the tokens that each raises most; None: not asked."""
+    """The tokens whose loss each removed expert raises most; None: not asked for."""
 
     def statistics(self) -> dict[str, list[float]]:
         """The statistics of the experts that were taken away."""
@@ -87,7 +87,7 @@ class LayerAtlas:
         return {name: each_S[rows].tolist() for name, each_S in self.moments.statistics().items()}
 
     def correlations(self) -> dict[str, dict[str, Correlation | None]]:
-        """How each statistic ranks experts beside each change; None where that says nothing."""
+        """How each statistic ranks experts beside each change; None where it is undefined."""
         changes = {
             "change": self.without.by_class["all"].change_3EC[0, :, 0],
             "own_change": self.without.by_class["all"].own_change_3EC[0, :, 0],

@@ -145,7 +145,7 @@ class AuditOptions:
     tokens: int = TOKENS
     """About how many the statistics are over."""
     seed: int = 0
-    """Of the positions and the random experts."""
+    """Seeds the choice of positions and of random experts."""
 
 
 class Audited(Examination):

@@ -57,7 +57,7 @@ class Contrast(Result):
     """All, those of the largest difference first."""
     forced: Sequence[Intervention]
     losses: Mapping[str, tuple[float, float]]
-    """Of both texts, in nats a token: as they are, with the experts moved, and steered to them."""
+    """The losses of both texts, in nats per token: unchanged, with moved experts, and steered."""
     at_random: Sequence[tuple[float, float]]
     tokens: tuple[int, int]
 
@@ -114,7 +114,7 @@ class ContrastOptions:
     force: int = 5
     avoid: int = 0
     strength: float | None = None
-    """Of a steering by the same experts' gate columns, which is measured too; None: it is not."""
+    """The strength of steering by the same experts' gate columns; None: it is not measured."""
     tokens: int = TOKENS
     seed: int = 0
 

@@ -57,7 +57,7 @@ class KSparseOptions:
     tokens: int = 65_536
     """About how many are read."""
     seed: int = 0
-    """Of the choice of experts and tokens."""
+    """Seeds the choice of experts and tokens."""
 
 
 class Found(NamedTuple):

@@ -75,7 +75,7 @@ class Cost(NamedTuple):
     whole: float
     smaller: float
     at_random: Sequence[float]
-    """Of the model without random experts."""
+    """Losses without random experts, a draw each."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -206,7 +206,7 @@ class Rewritten(Result):
     first: ClassVar[tuple[str, ...]] = ("checkpoint", "step", "data", "split")
 
     images: int
-    """Those that were scored."""
+    """How many images were scored."""
     output: str
     """The class whose output is moved."""
     of: str

@@ -67,7 +67,7 @@ class Robust(Result):
     first: ClassVar[tuple[str, ...]] = ("checkpoint", "step")
 
     name: str
-    """Of the set."""
+    """The name of the image set."""
     place: str
     """Its folder, or file."""
     scores: Shifted

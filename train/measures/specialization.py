@@ -190,7 +190,7 @@ class Specialized(Result):
 
 
 def _told(level: LevelByClass, unknown: str, missing: str) -> list[str]:
-    """What an expert tells about a label, in the order of the tables."""
+    """How much an expert reveals about a label, in the order of the tables."""
     information, *ratios = (each.shown(unknown) for each in level.measures.values())
     said = [information, f"{level.by_chance:.4f}", *ratios]
     if level.of_highest is None:

@@ -80,9 +80,9 @@ class Splices(Result):
 
     teacher: str
     tokens: int
-    """That are predicted."""
+    """How many tokens are predicted."""
     loss: float
-    """Of the original model."""
+    """The loss of the original model."""
     blocks: Mapping[str, OfBlock]
     together: Spliced
 
@@ -150,7 +150,7 @@ class Splicing(Measure):
         """Sums over tokens: of the original model, and of each set of blocks in each way."""
         self._tokens = zeros(1)
         self._errors: dict[int, Tensor] = {block: zeros(4) for block in originals}
-        """Of each block the sums of |ŷ - y|^2, of |y|^2, of active experts, and of the tokens that
+        """Sums for each block: |ŷ - y|^2, |y|^2, active experts, and the tokens that
         these are of."""
 
     @classmethod
@@ -270,7 +270,7 @@ class Splicing(Measure):
 
     @classmethod
     def is_for(cls, model: ModelSettings, *, has_experts: bool) -> bool:
-        """Of a model with replaced blocks, also dense ones."""
+        """Applies to models with replaced blocks, dense replacements included."""
         return isinstance(model, DecoderSettings) and model.replaced is not None
 
     @classmethod

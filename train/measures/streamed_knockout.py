@@ -34,7 +34,7 @@ class _Entered:
 
     x_BTD: Tensor
     has_BTE: list[Tensor]
-    """Of each of the layer's `KnockOut`s."""
+    """Which tokens use the experts of each of the layer's `KnockOut`s."""
 
 
 @dataclass

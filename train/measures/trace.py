@@ -101,7 +101,7 @@ class Options:
     output: Path
     """A file that ends in .parquet, or a folder for a part of each process."""
     extra: Sequence[str] = ()
-    """Of `EXTRA`."""
+    """Further columns, from `EXTRA`."""
     layers: Sequence[str] = ()
     """Numbers of blocks; none: all layers with experts."""
     top: int | None = None

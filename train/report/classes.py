@@ -85,7 +85,7 @@ class ClassPass:
     confusions: list[Confusion]
     """The most frequent ones."""
     examples: list[Example]
-    """Those with the largest loss, the largest first."""
+    """The samples with the largest loss, the largest first."""
     groups: list[str]
     """What experts are counted by: the classes, or what stands for them."""
 

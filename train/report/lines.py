@@ -74,7 +74,7 @@ class ExpertLine(NamedTuple):
 
     layer: RoutedLayer
     name: str
-    """Of the expert; see `RoutedLayer.expert_name`."""
+    """The expert's name; see `RoutedLayer.expert_name`."""
     share: float
     """Its part of what the experts of its level get."""
     most: Most | None

@@ -43,9 +43,9 @@ class Asked:
     """What a user asks to see."""
 
     layers: Sequence[RoutedLayer]
-    """Those whose experts are shown."""
+    """The layers whose experts are shown."""
     every_layer: Sequence[RoutedLayer]
-    """Those whose experts are counted by class."""
+    """The layers whose experts are counted by class."""
     experts: Sequence[str]
     """By name, in every layer; none: some are picked."""
     top: int
@@ -58,7 +58,7 @@ class Asked:
     knockout: bool
     """Whether the experts that are shown are also left out, of text."""
     other: Weights | None = None
-    """Of a second run, whose experts are compared; None: there is none."""
+    """The second run, whose experts are compared; None: there is none."""
     stream: Path | None = None
     """See `polyad.train.reading.open_evaluated`."""
 

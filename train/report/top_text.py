@@ -45,7 +45,7 @@ class Snippet(NamedTuple):
     place: Place
     pieces: list[Piece]
     line: int | None = None
-    """Of its document, from 1; None where tokens keep no line ends."""
+    """The line in its document, from 1; None where tokens keep no line ends."""
     file: str | None = None
     """What its document was prepared from; None where that is not known."""
 

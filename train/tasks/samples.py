@@ -170,7 +170,7 @@ class Passages(NamedTuple):
     places_BP: Tensor
     """Where tokens are predicted."""
     target_BP: Tensor
-    """Those tokens."""
+    """The predicted tokens."""
     scored_BP: Tensor
     """Which of them count."""
 
@@ -367,7 +367,7 @@ class _WholeWindows(Dataset[Any]):
         count = min(len(whole), max(1, -(-tokens // (length - 2))))  # but for two marks
         self._chosen = [whole[number * len(whole) // count] for number in range(count)]
         self.numbers = [number for _, number in self._chosen]
-        """Of each window that in its split."""
+        """The number of each window in its split."""
         self._hidden = hidden
 
     def __len__(self) -> int:
