@@ -54,7 +54,7 @@ class MixtureSource(Config):
     @classmethod
     def _name_is_a_word(cls, name: str | None) -> str | None:
         if name is not None and not re.fullmatch(r"[\w.+-]+", name):
-            raise ValueError("allowed: letters, digits and any of _ . + -")
+            raise ValueError("only letters, digits and any of _ . + - are possible")
         return name
 
     @property

@@ -121,7 +121,7 @@ class ColumnNames(Config):
 
 def _known(name: str | None) -> str | None:
     if name is not None and name not in BENCHMARKS:
-        raise ValueError(f"allowed: {', '.join(BENCHMARKS)}")
+        raise ValueError(f"it must be one of {', '.join(BENCHMARKS)}")
     return name
 
 

@@ -77,7 +77,7 @@ REFUSED = {
     "!!timestamp x": "tags such as '!!timestamp' are not allowed",
     "!!python/object/apply:os.system [true]": "tags",
     "a: ! x": "line 1: tags",
-    "a: 1\nb: !x 1": "line 2: tags, as '!x'",
+    "a: 1\nb: !x 1": "line 2: tags such as '!x'",
     "a: 1\n---\nb: 2": "another document",
     "a: 1\na: 2": "line 2: key 'a' appears twice",
     "a: 1\n'a': 2": "line 2: key 'a' appears twice",

@@ -220,8 +220,8 @@ def test_bad_fraction_is_refused(tmp_path, texts, fraction):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"validation_fraction": 0.1}, r"--validation-fraction: 0\.1 .* {other} is it; leave"),
-        ({"streaming": True}, r"--streaming: .*, and {texts} is none"),
+        ({"validation_fraction": 0.1}, r"--validation-fraction: 0\.1 .* {other} is it; remove"),
+        ({"streaming": True}, r"--streaming: .*, and {texts} is not one"),
         ({"text_key": "content"}, r"--text-key: 'content' .*, and {texts} has none"),
     ],
 )

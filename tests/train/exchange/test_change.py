@@ -87,7 +87,7 @@ FACTORIZE = [
     ("num_experts=8,rnk=2", ["unknown key 'rnk'; the nearest is rank"]),
     ("num_experts=8,factorization=tt", ["factorization: 'tt' is not allowed: only cp and tr can "
     "start"]),
-    ("num_experts=8,factorization=cpp", ["factorization: 'cpp' is not allowed: cp and tr"]),
+    ("num_experts=8,factorization=cpp", ["factorization: 'cpp' is not allowed: only cp and"]),
     ("num_experts=8,hidden_size=64", ["model.feed_forward.hidden_size: 64", "128 inner units"]),
     ("num_experts=8,bias=false", ["bias: false does not fit", "have biases"]),
     ("num_experts=8,gate_norm=batch", ["gate_norm: batch is not allowed in a language model"]),

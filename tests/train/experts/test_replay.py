@@ -328,7 +328,7 @@ def test_files_that_are_none_are_refused_in_one_line(tmp_path):
     tensors = {"layer.expert_ids": torch.tensor([[0, 1]]), "layer.tokens": torch.tensor([1])}
     save_file(tensors, path)
     assert "is not a recording of routing" in refusal()
-    for experts in ("no JSON", "[4]", json.dumps({"layer": 0})):
+    for experts in ("not JSON", "[4]", json.dumps({"layer": 0})):
         save_file(tensors, path, {"format": "polyad routing 1", "experts": experts})
         assert "experts" in refusal()
     save_file(tensors, path, {"format": "polyad routing 1", "experts": json.dumps({"other": 4})})
