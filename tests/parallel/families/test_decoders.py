@@ -188,7 +188,7 @@ def test_a_key_that_is_not_known_refuses_the_folder(tmp_path):
     config = json.loads((tmp_path / "config.json").read_text())
     config["depth_gate"] = 0.5
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(HuggingFaceError, match=r"config\.json: depth_gate: 0\.5 is not known here"):
+    with pytest.raises(HuggingFaceError, match=r"config\.json: depth_gate: 0\.5 is not supported"):
         FamilyWeights(tmp_path)
 
 

@@ -46,7 +46,7 @@ def test_processes_and_batches_do_not_change_what_is_replayed(workers, trained, 
         assert experts == choices[layer].num_experts
     rows = dict(line.split("  ", 1) for line in text.splitlines())
     assert rows["routing"].strip().startswith("replayed from ")
-    assert rows["routing"].endswith(f"step-00000006 ({first})")
+    assert rows["routing"].endswith(f"step-00000006 ({first}), not the model's own")
     assert rows["routing recorded"].strip() == str(second)
     alone = workers(1).run(evaluation, earlier, routing=Routing(replay=first), **asked)[0]
     assert result["loss"] == pytest.approx(alone["loss"], rel=1e-6)
@@ -142,7 +142,7 @@ def test_a_file_is_replayed_on_its_own_data_alone(workers, trained, tmp_path):
     again = workers(2).run(evaluation, run_folder, routing=replay, **asked)[0]
     assert again["loss"] == pytest.approx(own["loss"], rel=1e-6)
     line = workers(1).run(refusal, run_folder, routing=replay)[0]
-    assert "is of split test, and validation is scored" in line
+    assert "was recorded with split test, but validation is scored" in line
     other = {"overrides": ODD[1:], "split": "test"}
     line = workers(1).run(refusal, run_folder, routing=replay, **other)[0]
     assert "sequences or images, but" in line

@@ -356,7 +356,10 @@ def test_several_act_at_once_and_measures_see_it():
     [
         ("layer=0", "expert is missing"),
         ("expert=1", "layer is missing"),
-        ("layer=0,expert=1,how=kill", "how: 'kill' is not allowed; contribution, route-around"),
+        (
+            "layer=0,expert=1,how=kill",
+            "how: 'kill' is not allowed; allowed: contribution, route-around",
+        ),
         ("layer=0,expert=1,colour=red", "'colour=red' is not allowed; the form is layer=L"),
         ("layer=0,layer=1,expert=1", "'layer=1' is not allowed"),
         ("layer=-1,expert=1", "layer: '-1' is not a whole number"),

@@ -237,8 +237,8 @@ def test_what_selects_nothing_is_refused_by_name():
 @pytest.mark.parametrize(
     ("feed_forward", "line"),
     [
-        ({"num_experts": 5}, "blocks.0.feed_forward: has 5 experts, and 6 in the recording"),
-        ({"top_k": 3}, "blocks.0.feed_forward: a token uses 3 experts, and 2 in the recording"),
+        ({"num_experts": 5}, "blocks.0.feed_forward: has 5 experts, but 6 in the recording"),
+        ({"top_k": 3}, "blocks.0.feed_forward: a token uses 3 experts, but 2 in the recording"),
         ({"placement": 2}, "a layer blocks.0.feed_forward, but the model has blocks.1.feed_fo"),
     ],
 )
@@ -264,7 +264,7 @@ def test_other_rows_are_refused():
     ):
         model(tokens(rows=5))
     with (
-        pytest.raises(ConfigError, match="row 0 has 9 tokens, and 16 in the recording"),
+        pytest.raises(ConfigError, match="row 0 has 9 tokens, but 16 in the recording"),
         replaying(model, choices),
     ):
         model(tokens()[:, :9])

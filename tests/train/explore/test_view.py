@@ -170,7 +170,7 @@ def test_a_notebook_gets_a_table_in_which_text_is_text(smoe):
 @pytest.mark.parametrize(
     ("text", "intervention", "error"),
     [
-        ("", None, r"text: 0 tokens are not allowed; the model reads 1 to 32 at once"),
+        ("", None, r"text: 0 tokens are not allowed; the model reads 1 to 32 tokens at a time"),
         ("x " * 300, None, r"text: \d+ tokens are not allowed"),
         ("x", "layer=0,expert=1", r"layer: 0 is not allowed: blocks with experts are 1"),
         ("x", "layer=1,expert=9", r"expert: 9 is not allowed: block 1 has experts 0 to 3"),

@@ -268,13 +268,16 @@ def experts_of(*numbers, match="experts.*", **settings):
         ),
         (
             [experts_of(1, learning_rate=0.5)],
-            "optimizer.groups: experts of blocks.0.feed_forward.experts.up belong to groups of",
+            "optimizer.groups: experts of blocks.0.feed_forward.experts.up belong to groups with",
         ),
         (
             [experts_of(0, 1, 2, 3, weight_decay=0.0), GroupConfig(match="experts.*")],
             "optimizer.groups.1.match: 'experts.*' matches only parameters of earlier groups",
         ),
-        ([experts_of(0, 1, 2, 3, freeze=True), GroupConfig(match="*", freeze=True)], "nothing to"),
+        (
+            [experts_of(0, 1, 2, 3, freeze=True), GroupConfig(match="*", freeze=True)],
+            "nothing is left to train",
+        ),
     ],
 )
 def test_experts_that_cannot_be_frozen_alone_are_an_error(groups, message):
