@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from polyad.launch.cli import run as run_command
 from polyad.launch.processes import STOPPED, polyad
 from polyad.train.errors import stopped
 from polyad.train.records import last_loss, median_rate, peak_memory, read_records
@@ -115,8 +114,7 @@ class Quickstart(ABC):
             remove_previous_run(self.run)
             self.result.unlink(missing_ok=True)
         _say(f"1/5  prepare: {self.prepares}")
-        if status := run_command(["prepare", *self.prepare_arguments()]):
-            raise StepFailed(status)
+        _run_polyad("prepare", *self.prepare_arguments())
         if begun and not self._goes_on():
             remove_previous_run(self.run)
             begun = 0

@@ -30,7 +30,7 @@ from tests.helpers.written import (
 )
 
 SEQUENCES = {"documents": documents(), **help_commands()}
-NO_COMMANDS = ("COMMAND", "--help", "--version", "cp", "tr")
+NO_COMMANDS = ("COMMAND", "help", "--help", "--version", "cp", "tr")
 """What stands behind `polyad` in a text and is no command: the last two are rows of a table."""
 GROUPS = {name.rpartition(" ")[0] for name in COMMANDS if " " in name}
 CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))

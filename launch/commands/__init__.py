@@ -18,7 +18,7 @@ from polyad.launch.commands import (
 )
 
 GROUPS: dict[str, tuple[Command, ...]] = {
-    "start": (start.quickstart, runs.doctor, start.completion),
+    "start": (start.quickstart, runs.doctor, start.completion_of(lambda: COMMANDS)),
     "data": (data.prepare,),
     "before a run": (
         runs.keys,

@@ -2,9 +2,10 @@
 
 import argparse
 import sys
+from collections.abc import Callable, Mapping
 from typing import Annotated, Literal
 
-from polyad.launch.command import Argument, command
+from polyad.launch.command import Argument, Command, command
 
 
 @command("quickstart", "polyad quickstart", "polyad quickstart --images digits")
@@ -25,27 +26,34 @@ def quickstart(
     return main(images)
 
 
-@command("completion", "polyad completion bash > polyad.bash")
-def completion(
-    shell: Annotated[Literal["bash", "zsh", "fish", "tcsh"], Argument("the shell")],
-) -> None:
-    """Prints a script with which a shell completes commands, options and files.
+def completion_of(commands: Callable[[], Mapping[str, Command]]) -> Command:
+    """The command that prints what a shell completes.
 
-    bash: `source polyad.bash` in ~/.bashrc. zsh: a file `_polyad` in a folder of $fpath. fish: a
-    file `polyad.fish` in ~/.config/fish/completions.
+    Args:
+        commands: All commands by name, this one among them.
     """
-    import shtab
 
-    sys.stdout.write(shtab.complete(_parser(), shell) + "\n")
+    @command("completion", "polyad completion bash > polyad.bash")
+    def completion(
+        shell: Annotated[Literal["bash", "zsh", "fish", "tcsh"], Argument("the shell")],
+    ) -> None:
+        """Prints a script with which a shell completes commands, options and files.
+
+        bash: `source polyad.bash` in ~/.bashrc. zsh: a file `_polyad` in a folder of $fpath. fish:
+        a file `polyad.fish` in ~/.config/fish/completions.
+        """
+        import shtab
+
+        sys.stdout.write(shtab.complete(_parser(commands()), shell) + "\n")
+
+    return completion
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(commands: Mapping[str, Command]) -> argparse.ArgumentParser:
     """One parser of all commands; a group's commands are below its first word."""
-    from polyad.launch.commands import COMMANDS
-
     parser = argparse.ArgumentParser("polyad")
     groups = {"": parser.add_subparsers()}
-    for name, each in COMMANDS.items():
+    for name, each in commands.items():
         group, _, last = name.rpartition(" ")
         if group not in groups:
             groups[group] = groups[""].add_parser(group, help=f"{group} ...").add_subparsers()

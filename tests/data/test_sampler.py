@@ -154,8 +154,8 @@ def test_more_documents_than_an_order_has_room_for_are_refused(tmp_path):
 @pytest.mark.parametrize(
     ("sizes", "expected"),
     [
-        ((12, 4, 0, 2), "global_batch_size 12: not a multiple .* = 8; 8 or 16 is"),
-        ((3, 4, 0, 1), "= 4; 4 is"),
+        ((12, 4, 0, 2), "global_batch_size 12: not a multiple .* = 8; 8 or 16 would fit"),
+        ((3, 4, 0, 1), "= 4; 4 would fit"),
         ((8, 0, 0, 1), "micro_batch_size 0"),
         ((8, 4, 2, 2), "data_parallel_rank 2"),
         ((8, 4, 0, 0), "data_parallel_size 0"),

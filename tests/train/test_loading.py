@@ -138,7 +138,9 @@ def test_arguments_that_do_not_fit_are_one_line(trained, tmp_path):
     run = polyad.load(trained("smoe"))
     with pytest.raises(ValueError, match=r"text: 0 tokens are not allowed; the model reads 1 to"):
         run.experts("")
-    with pytest.raises(ValueError, match=r"tokens are not allowed; the model reads 1 to 32 at"):
+    with pytest.raises(
+        ValueError, match=r"tokens are not allowed; the model reads 1 to 32 tokens at"
+    ):
         run.experts(TEXT * 9)
     with pytest.raises(ValueError, match=r"top: 0 is not allowed: 1 or more"):
         run.experts("x", top=0)

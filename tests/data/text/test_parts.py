@@ -320,7 +320,7 @@ def test_a_folder_that_is_not_ours_is_left_alone(tmp_path, documents, prepared_p
     parts = Preparation(asked(source, prepared_path), tmp_path / "out", 2, report=silent)
     parts.folder.mkdir()
     (parts.folder / "thesis.tex").write_text("mine")
-    with pytest.raises(DataError, match=r"holds 'thesis\.tex', which `polyad prepare` did not"):
+    with pytest.raises(DataError, match=r"contains 'thesis\.tex', which `polyad prepare` did not"):
         parts.all()
     assert files(parts.folder) == {"thesis.tex": b"mine"}
 

@@ -221,7 +221,7 @@ def test_a_run_gets_the_first_hosts(
     ("hosts", "nodes", "processes", "words"),
     [
         (THREE, 4, None, ["--nodes: 4", "3 hosts"]),
-        (THREE, None, 3, ["--processes-per-node: 3", "a 2 slots"]),
+        (THREE, None, 3, ["--processes-per-node: 3", "a only 2 slots"]),
         ([*THREE, HostSlots("d", 4)], None, None, ["d has 4 slots and a 2", "equal"]),
         ([*THREE, HostSlots("d", None)], None, None, ["--processes-per-node: is missing", "d"]),
     ],

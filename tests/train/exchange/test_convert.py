@@ -256,7 +256,7 @@ def test_a_start_from_another_model_or_tokenizer_is_refused(
     t5.mkdir()
     (t5 / "config.json").write_text('{"model_type": "t5"}')
     text = refused(config, f"checkpoint.init_from={t5}")
-    assert "model_type: 't5' is not supported; gpt2, bert, vit, clip, clip_vision" in text
+    assert "model_type: 't5' is not supported; supported: gpt2, bert, vit, clip, clip" in text
 
 
 def test_a_tokenizer_with_the_same_ids_in_another_file_is_accepted(
