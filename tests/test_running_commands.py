@@ -119,7 +119,7 @@ def clone(tmp_path: Path) -> Path:
 def cheaper(command: Written) -> list[str]:
     """The words of a command with what makes it cheap behind them."""
     words = command.words
-    given = polyad_words(words)
+    given = polyad_words(words[: words.index(">")] if ">" in words else words)
     if given is None:  # python -m timeit
         return [word.replace("2**29", "2**16") for word in words]
     name, _, options = parsed(given)
