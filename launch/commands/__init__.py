@@ -18,13 +18,14 @@ from polyad.launch.commands import (
 )
 
 GROUPS: dict[str, tuple[Command, ...]] = {
-    "start": (start.quickstart, runs.doctor, start.completion_of(lambda: COMMANDS)),
+    "start": (start.quickstart, start.completion_of(lambda: COMMANDS)),
     "data": (data.prepare,),
     "before a run": (
         runs.keys,
         runs.validate,
         plan.plan,
         bench.bench,
+        runs.doctor,
         runs.verify_layout,
         runs.schema,
     ),

@@ -277,6 +277,8 @@ class World:
             self._read(path)
         if name in ("train", "launch"):
             self._train(options.config, options.overrides, self._is_started(name, options))
+        if name == "doctor" and options.config is not None:
+            self._train(options.config, options.overrides, is_started=False)
         if name == "validate" and not options.without_data:
             self._train(options.config, options.overrides, is_started=False)
         if name == "study" and options.study.suffix != ".json":
