@@ -74,7 +74,7 @@ def test_version_is_printed(capfd: pytest.CaptureFixture[str]) -> None:
         ([], ["a command is needed", "prepare, train, launch, evaluate, compare"]),
         (["trian"], ["'trian'", "nearest is train"]),
         (["checkpoint"], ["checkpoint: give one of the commands list, verify, delete"]),
-        (["checkpoint", "lst"], ["one of list, verify, delete", "not 'lst'"]),
+        (["checkpoint", "lst"], ["one of the commands list, verify, delete", "not 'lst'"]),
         (["train"], ["train: ", "CONFIG"]),
         (["evaluate"], ["CHECKPOINT_OR_RUN"]),
         (["prepare", "--source", "x"], ["--output"]),

@@ -175,7 +175,8 @@ def test_a_view_is_what_python_shows(server, run):
         (b"[" * 100_000, 'a JSON object {"text": TEXT, "interventions": [...]} is needed'),
         ({"text": 3, "interventions": []}, "a JSON object"),
         ({"text": "x", "interventions": [["layer=1"]]}, "a JSON object"),
-        ({"text": "x " * 99, "interventions": []}, "not allowed; the model reads 1 to 32 tokens at a time"),
+        ({"text": "x " * 99, "interventions": []}, "not allowed; the model reads 1 to 32 tokens "
+        "at a time"),
         ({"text": "x", "interventions": ["layer=0,expert=1"]}, "blocks with experts are 1"),
         ({"text": "x", "interventions": ["layer=1,expert=7"]}, "block 1 has experts 0 to 3"),
         ({"text": "x", "interventions": ["layer=1,expert=1,how=no"]}, "how: 'no' is not allowed"),

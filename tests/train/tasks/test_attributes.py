@@ -198,7 +198,7 @@ def test_a_model_with_one_class_an_image_is_rewritten_too(workers, tmp_path):
 @pytest.mark.parametrize(
     ("option", "message"),
     [
-        ("Bright", "is not allowed; class=NAME,of="),
+        ("Bright", "is not allowed; the form is class=NAME,of="),
         ("class=Bright,to=3", "'Bright,to=3' is not a class"),
         (
             "class=Blue,of=Red+Blue",
