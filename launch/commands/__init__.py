@@ -1,11 +1,12 @@
-"""The commands of `polyad`: a function for each, whose parameters are the
-arguments; see `launch/command.py`. Nothing heavy is imported before one runs."""
+"""The commands of `polyad`: a function for each, whose parameters are the arguments; see
+`launch/command.py`. Nothing heavy is imported before one runs."""
 
 from polyad.launch.command import Command
 from polyad.launch.commands import (
     bench,
     checkpoints,
     data,
+    edits,
     evaluate,
     experts,
     explore,
@@ -46,11 +47,11 @@ GROUPS: dict[str, tuple[Command, ...]] = {
         experts.probe,
         experts.contrast,
         experts.steer,
-        experts.rewrite,
+        edits.rewrite,
         experts.trace,
-        experts.prune,
-        experts.subset,
-        experts.splice,
+        edits.prune,
+        edits.subset,
+        edits.splice,
         experts.take,
     ),
     "weights": (weights.convert, weights.inspect),
