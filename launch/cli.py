@@ -84,7 +84,7 @@ def _dispatch(argv: Sequence[str]) -> int:
         if name == "evaluate":
             name, rest = in_new_words(rest)
         return COMMANDS[name](rest)
-    if name in {"", "-h", "--help"}:
+    if name in {"", "help", "-h", "--help"}:
         print(_overview())
         return 0
     if name == "--version":

@@ -234,7 +234,7 @@ class TextQuickstart(Quickstart):
         ]
 
     def next_commands(self) -> Sequence[tuple[str, str]]:
-        """See `Quickstart.next_commands`."""
+        """The page of experts, the experts of every token, and text."""
         return [
             (f"report {self.run}", "a page of what each expert is for, to open in a browser"),
             (
@@ -293,7 +293,7 @@ class ImageQuickstart(Quickstart):
         ]
 
     def next_commands(self) -> Sequence[tuple[str, str]]:
-        """See `Quickstart.next_commands`."""
+        """The page of experts, the classes they serve, and another score."""
         return [
             (
                 f"report {self.run} --top 12",

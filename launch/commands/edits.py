@@ -11,20 +11,23 @@ from polyad.launch.command import (
     Argument,
     Overrides,
     command,
-    non_negative,
     positive,
     share,
     shares,
 )
 from polyad.launch.commands.held_out import (
-    READ,
     Found,
+    Seed,
     Stored,
+    Tokens,
     examined,
     measure_named,
     show_measured,
 )
 from polyad.launch.commands.options import CheckpointOrRun
+
+Ranking = Literal["atlas", "reap", "mone", "frequency", "probability", "mean-norm", "random"]
+"""What decides which experts stay."""
 
 
 @command(
@@ -38,7 +41,7 @@ def prune(
     overrides: Overrides,
     *,
     by: Annotated[
-        Literal["atlas", "reap", "mone", "frequency", "probability", "mean-norm", "random"],
+        Ranking,
         Argument(
             "how to choose the experts that stay: by the change in loss without each (atlas; one "
             "pass per expert), by a statistic of their use and outputs, by the mean probability "
@@ -62,8 +65,8 @@ def prune(
             "DIR",
         ),
     ] = None,
-    tokens: Annotated[int | None, Argument(READ, "N", positive)] = None,
-    seed: Annotated[int, Argument("random seed; default 0", "S", non_negative)] = 0,
+    tokens: Tokens = None,
+    seed: Seed = 0,
     held: Stored,
 ) -> None:
     """Writes a sparse mixture with fewer experts, and reports what that costs.
@@ -97,7 +100,7 @@ def subset(
         Argument("fractions of the experts of every layer to keep, each below 1", "S,...", shares),
     ],
     by: Annotated[
-        Literal["atlas", "reap", "mone", "frequency", "probability", "mean-norm", "random"],
+        Ranking,
         Argument(
             "how to choose the experts that stay, as in experts prune; default probability: the "
             "mean routing probability over the tokens of the examples"
@@ -117,8 +120,8 @@ def subset(
             "approximate number of tokens to read for the choice; default 4,096", "N", positive
         ),
     ] = None,
-    tokens: Annotated[int | None, Argument(READ, "N", positive)] = None,
-    seed: Annotated[int, Argument("random seed; default 0", "S", non_negative)] = 0,
+    tokens: Tokens = None,
+    seed: Seed = 0,
     held: Stored,
 ) -> None:
     """Measures what is lost when only the experts relevant to one domain are kept.
@@ -157,7 +160,7 @@ def splice(
             "PATH",
         ),
     ] = None,
-    tokens: Annotated[int | None, Argument(READ, "N", positive)] = None,
+    tokens: Tokens = None,
     held: Stored,
 ) -> None:
     """Measures how well replaced feed-forwards (model.replaced) stand in for the original ones.

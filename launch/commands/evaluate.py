@@ -17,10 +17,10 @@ from polyad.launch.command import (
     share,
 )
 from polyad.launch.commands.held_out import (
-    READ,
     Found,
     HeldOut,
     Stored,
+    Tokens,
     examined,
     show_measured,
 )
@@ -144,7 +144,7 @@ def compare(
             flag="--with",
         ),
     ],
-    tokens: Annotated[int | None, Argument(READ, "N", positive)] = None,
+    tokens: Tokens = None,
     held: HeldOut,
 ) -> None:
     """Compares the routing of two checkpoints.

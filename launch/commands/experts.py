@@ -17,9 +17,10 @@ from polyad.launch.command import (
     positive,
 )
 from polyad.launch.commands.held_out import (
-    READ,
     Found,
+    Seed,
     Stored,
+    Tokens,
     examined,
     measure_named,
     show_measured,
@@ -80,7 +81,7 @@ def knockout(
     *,
     layers: Layers = (),
     experts: Experts = (),
-    tokens: Annotated[int | None, Argument(READ, "N", positive)] = None,
+    tokens: Tokens = None,
     labels: Labels = None,
     held: Stored,
 ) -> None:
@@ -119,7 +120,7 @@ def atlas(
         int | None,
         Argument("list the N tokens that each expert's mean output promotes most", "N", positive),
     ] = None,
-    tokens: Annotated[int | None, Argument(READ, "N", positive)] = None,
+    tokens: Tokens = None,
     labels: Labels = None,
     held: Stored,
 ) -> None:
@@ -161,8 +162,8 @@ def audit(
         int | None, Argument("number of tokens to audit in each layer; default 200", "N", positive)
     ] = None,
     layers: Annotated[Sequence[str], numbers("blocks to audit; default: all")] = ("all",),
-    tokens: Annotated[int | None, Argument(READ, "N", positive)] = None,
-    seed: Annotated[int, Argument("random seed; default 0", "S", non_negative)] = 0,
+    tokens: Tokens = None,
+    seed: Seed = 0,
     held: Stored,
 ) -> None:
     """Tests which statistics predict the experts that matter to a single token.
@@ -216,8 +217,8 @@ def probe(
     candidates: Annotated[
         int, Argument("number of experts to probe in each layer; default 8", "N", positive)
     ] = 8,
-    tokens: Annotated[int | None, Argument(READ, "N", positive)] = None,
-    seed: Annotated[int, Argument("random seed; default 0", "S", non_negative)] = 0,
+    tokens: Tokens = None,
+    seed: Seed = 0,
     held: Stored,
 ) -> None:
     """Tests which token classes can be read from a few hidden units of an expert.
@@ -256,7 +257,7 @@ def steer(
     ],
     layers: Layers = (),
     experts: Experts = (),
-    tokens: Annotated[int | None, Argument(READ, "N", positive)] = None,
+    tokens: Tokens = None,
     held: Stored,
 ) -> None:
     """Shows what a language model predicts when it is steered towards experts.
@@ -314,8 +315,8 @@ def contrast(
             "X",
         ),
     ] = None,
-    tokens: Annotated[int | None, Argument(READ, "N", positive)] = None,
-    seed: Annotated[int, Argument("random seed; default 0", "S", non_negative)] = 0,
+    tokens: Tokens = None,
+    seed: Seed = 0,
     held: Stored,
 ) -> None:
     """Shows which experts one text uses more than another, and what forcing them does.
@@ -375,7 +376,7 @@ def trace(
             flag="--with",
         ),
     ] = (),
-    tokens: Annotated[int | None, Argument(READ, "N", positive)] = None,
+    tokens: Tokens = None,
     held: Stored,
 ) -> None:
     """Writes the experts of every token to Parquet.

@@ -6,11 +6,9 @@ Each runs in one process, or in each process that torchrun has started; rank 0 s
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from polyad.launch.command import (
-    Json,
-)
+from polyad.launch.command import Argument, Json, non_negative, positive
 from polyad.launch.commands.options import (
     Base,
     Best,
@@ -64,7 +62,16 @@ class Stored(HeldOut):
         return super().keywords(overrides) | own | {"interventions": interventions}
 
 
-READ = "approximate number of tokens or images to read, spread evenly over the split; default 65536"
+Tokens = Annotated[
+    int | None,
+    Argument(
+        "approximate number of tokens or images to read, spread evenly over the split; default "
+        "65536",
+        "N",
+        positive,
+    ),
+]
+Seed = Annotated[int, Argument("random seed; default 0", "S", non_negative)]
 
 
 def measure_named(

@@ -121,6 +121,20 @@ class UnitGroups(StackedExperts):
         output_ND: Tensor = inner_NEF.flatten(1) @ self.values.flatten(0, 1)
         return output_ND
 
+    def chosen(self, inner_NEF: Tensor, expert_ids_NK: Tensor) -> Tensor:
+        """The output of each group that a token uses.
+
+        Args:
+            inner_NEF: `units` of the tokens.
+            expert_ids_NK: The groups of each token.
+
+        Returns:
+            [N, K, D].
+        """
+        outputs_NED = torch.einsum("nef,efd->ned", inner_NEF, self.values)
+        index_NKD = expert_ids_NK.unsqueeze(-1).expand(-1, -1, outputs_NED.shape[-1])
+        return outputs_NED.gather(1, index_NKD)
+
 
 class MaskedDispatcher(Dispatcher):
     """No token goes anywhere: every expert sees all of them."""
@@ -152,16 +166,13 @@ class MaskedDispatcher(Dispatcher):
         y_ND = self.regions.output(experts.masked(inner_NEF, weights_NE))
         if apart == "none":
             return Dispatched(y_ND, plan)
-        values_EFD: Tensor = experts.values
         sample_N, ids_NK = None, selected.expert_ids_NK
-        if apart == "sample":
-            inner_NEF, values_EFD = inner_NEF.detach(), values_EFD.detach()
-            if (sample_N := sampled(tokens_ND)) is not None:
-                inner_NEF, ids_NK = inner_NEF[sample_N], ids_NK[sample_N]
-                kept_NK = None if kept_NK is None else kept_NK[sample_N]
-        outputs_NED = torch.einsum("nef,efd->ned", inner_NEF, values_EFD)
-        index_NKD = ids_NK.unsqueeze(-1).expand(-1, -1, outputs_NED.shape[-1])
-        outputs_NKD = outputs_NED.gather(1, index_NKD)
+        if apart == "sample" and (sample_N := sampled(tokens_ND)) is not None:
+            inner_NEF, ids_NK = inner_NEF[sample_N], ids_NK[sample_N]
+            kept_NK = None if kept_NK is None else kept_NK[sample_N]
+        outputs_NKD = experts.chosen(inner_NEF, ids_NK)
         if kept_NK is not None:
             outputs_NKD = outputs_NKD * kept_NK.unsqueeze(-1)
+        if apart == "sample":
+            outputs_NKD = outputs_NKD.detach()
         return Dispatched(y_ND, plan, self.regions.output(outputs_NKD), sample_N)

@@ -69,6 +69,7 @@ def test_commands_of_two_words_are_listed_together(capfd: pytest.CaptureFixture[
     [
         ([], ["--help"]),
         (["help"], ["--help"]),
+        (["help", "help"], ["--help"]),
         (["help", "train"], ["train", "--help"]),
         (["help", "checkpoint"], ["checkpoint", "--help"]),
         (["help", "checkpoint", "list"], ["checkpoint", "list", "--help"]),
@@ -121,6 +122,8 @@ def test_keys_are_explained(capfd: pytest.CaptureFixture[str]) -> None:
     assert {section["kind"] for section in found} == {"smoe", "emoe"}
     assert run(["keys"]) == 0
     assert "data.mixture[]" in capfd.readouterr().out
+    assert run(["keys", "data.mixture[].weight"]) == 0
+    assert "weight: " in capfd.readouterr().out
     assert run(["keys", "data.mixture"]) == 0
     assert "weight: " in capfd.readouterr().out
     assert run(["keys", "leak", "--study"]) == 0

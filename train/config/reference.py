@@ -79,9 +79,9 @@ def find_keys(found: Sequence[Section], wanted: str) -> list[Section]:
     Returns:
         The sections, each with the keys that are meant; empty where there is no such key.
     """
-    result = []
+    result, wanted = [], wanted.replace("[]", "")
     for section in found:
-        dotted = [place.removesuffix("[]") for place in section.places]
+        dotted = [place.replace("[]", "") for place in section.places]
         if any(below(place, [wanted]) for place in dotted):
             result.append(section)
             continue
