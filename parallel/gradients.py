@@ -49,7 +49,8 @@ class Fp32Gradients:
     def _add(self, parameter: torch.Tensor) -> None:
         """Called by autograd when a parameter's gradient of a micro-batch is complete."""
         gradient, parameter.grad = parameter.grad, None
-        assert gradient is not None
+        if gradient is None:  # a compiled block calls hooks of weights that it gives none, too
+            return
         if parameter in self._sums:
             self._sums[parameter] += gradient
         else:
@@ -124,7 +125,12 @@ class InOneOrder:
         self._next = 0
 
     def arrive(self, parameter: nn.Parameter, *group: int) -> None:
-        """A gradient is there; stages 1 and 2 say the number of the parameter's group, too."""
+        """A gradient is there; stages 1 and 2 say the number of the parameter's group, too.
+
+        Compiled blocks call this of weights that they give no gradient, too: those are left out.
+        """
+        if parameter.grad is None and getattr(parameter, "grad_accum", None) is None:
+            return
         self._arrived[self._place[id(parameter)]] = (parameter, *group)
         while self._next in self._arrived:
             self._reduce(*self._arrived.pop(self._next))
