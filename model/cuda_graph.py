@@ -11,7 +11,8 @@ Evaluation, steps that measure what records alone need, and other shapes run as 
 Shapes: B batch, T tokens in a sequence, D width.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -46,6 +47,10 @@ class _Tensors(nn.Module):
         self.others = {name: value for name, value in found.items() if name not in tensors}
         return (y_BTD, *tensors.values())
 
+    def with_weights(self, x_BTD: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+        """As `forward`, with the weights that it reads as inputs, so that a graph knows of them."""
+        return self(x_BTD)  # type: ignore[no-any-return]
+
     def named(self, tensors: tuple[Tensor, ...]) -> RoutingStats | None:
         """The statistics in what `forward` gave."""
         if not self.fields:
@@ -54,13 +59,34 @@ class _Tensors(nn.Module):
         return RoutingStats(**(self.others | named))
 
 
+@contextmanager
+def _stand_ins(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Puts others in the same memory in place of the parameters of modules, for a while.
+
+    Optimizers that hook into a parameter keep the node by which autograd hands over its gradient,
+    and with it the stream of that time. A backward pass has that stream wait for its own, which a
+    stream that is being recorded does not allow.
+    """
+    places = [module._parameters for module in modules]
+    before = [dict(place) for place in places]
+    given = dict.fromkeys(p for place in before for p in place.values() if p is not None)
+    others = {p: nn.Parameter(p.detach(), requires_grad=p.requires_grad) for p in given}
+    try:
+        for place in places:
+            place.update({name: others[p] for name, p in place.items() if p is not None})
+        yield
+    finally:
+        for place, own in zip(places, before, strict=True):
+            place.update(own)
+
+
 class GraphedBlocks:
     """The blocks of a model in training, as graphs.
 
     Args:
         blocks: In their order, on a GPU.
-        record: Records them for inputs like those given: `torch.cuda.make_graphed_callables`, or
-            another with its arguments.
+        record: Records functions of tensors for inputs like those given:
+            `torch.cuda.make_graphed_callables`, or another with its arguments.
     """
 
     def __init__(
@@ -70,7 +96,7 @@ class GraphedBlocks:
     ) -> None:
         self._blocks = [_Tensors(block) for block in blocks]
         self._record = record
-        self._graphs: tuple[nn.Module, ...] = ()
+        self._graphs: tuple[Callable[..., tuple[Tensor, ...]], ...] = ()
         self._shape: torch.Size | None = None
         self._measuring = [
             module
@@ -91,18 +117,25 @@ class GraphedBlocks:
             self._shape, self._graphs = x_BTD.shape, self._recorded(x_BTD)
         statistics = []
         for block, graph in zip(self._blocks, self._graphs, strict=True):
-            tensors = graph(x_BTD)
+            tensors = graph(x_BTD, *block.parameters())
             x_BTD = tensors[0]
             statistics.append(block.named(tensors))
         return x_BTD, statistics
 
-    def _recorded(self, x_BTD: Tensor) -> tuple[nn.Module, ...]:
-        """Records all blocks. Passes that come before it draw random numbers, which are drawn again
-        afterwards: a run that goes on records in the middle."""
-        inputs = [(x_BTD.detach().clone().requires_grad_(),) for _ in self._blocks]
+    def _recorded(self, x_BTD: Tensor) -> tuple[Callable[..., tuple[Tensor, ...]], ...]:
+        """Records all blocks, as functions of the residual stream and their weights. Passes that
+        come before it draw random numbers, which are drawn again afterwards: a run that goes on
+        records in the middle."""
         devices = [x_BTD.device] if x_BTD.is_cuda else []
-        with torch.random.fork_rng(devices=devices):
-            blocks: tuple[nn.Module, ...] = self._record(
-                tuple(self._blocks), tuple(inputs), allow_unused_input=True
+        modules = [module for block in self._blocks for module in block.modules()]
+        with _stand_ins(modules), torch.random.fork_rng(devices=devices):
+            inputs = tuple(
+                (x_BTD.detach().clone().requires_grad_(), *block.parameters())
+                for block in self._blocks
             )
-        return blocks
+            graphs: tuple[Callable[..., tuple[Tensor, ...]], ...] = self._record(
+                tuple(block.with_weights for block in self._blocks),
+                inputs,
+                allow_unused_input=True,
+            )
+        return graphs

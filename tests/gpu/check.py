@@ -240,6 +240,8 @@ def run_of(folder: Path) -> dict[str, Any]:
     """What a training run took: medians of its steps, and its traced step."""
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     rows = [row for row in map(json.loads, lines) if "step_seconds" in row]
+    if not rows:
+        raise ValueError("no step was taken")
     late = [row for row in rows if 4 <= row["step"] < max(5, rows[-1]["step"] - 1)] or rows
     keys = ("step_seconds", "tokens_per_second", "mfu", "memory_bytes", "memory_reserved_bytes")
     found: dict[str, Any] = {"steps": [row["step"] for row in (rows[0], rows[-1])]}

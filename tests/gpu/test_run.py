@@ -22,7 +22,16 @@ from tests.helpers.gpu import (
 from tests.helpers.runs import records, run, write_config
 from tests.helpers.small_decoders import small_decoder
 from tests.helpers.snapshots import save_both_ways
-from tests.helpers.training import MODEL, Case, moe_model, mumoe_model, resave, tensors, train
+from tests.helpers.training import (
+    MODEL,
+    Case,
+    moe_model,
+    mumoe_model,
+    resave,
+    table_model,
+    tensors,
+    train,
+)
 
 pytestmark = [*NEEDS_CUDA, pytest.mark.distributed]
 
@@ -61,6 +70,10 @@ MODELS = {
     "attention": moe_model(graph="attention"),
     "cp": mumoe_model(),
     "ring": mumoe_model(factorization="tr", expert_rank=2),
+    "by sparsity": moe_model(score="sparsity", activation="relu"),
+    "decoders": table_model(),
+    "product keys": table_model(num_experts=[4, 3]),
+    "transcoder": table_model(kind="transcoder", num_experts=[48], top_k=5),
     "gated": small_decoder("norm over heads"),
     "latent": small_decoder("latent"),
     "sinks": small_decoder("sinks"),
@@ -110,7 +123,7 @@ def test_no_forward_or_backward_pass_waits_for_the_gpu(on_gpu, name, compiled) -
     # Rows of whole 16 bytes: others go through one expert after the other, for which it waits.
     section = MODELS[name].model_dump() | {"hidden_size": 32, "compile": compiled}
     if section["feed_forward"]["kind"] == "emoe":
-        section["feed_forward"]["hidden_size"] = 32
+        section["feed_forward"]["hidden_size"] = 40  # 8 in each of 4 groups, and 8 that are shared
     model = read_model_config(section)
     case = Case(stage=1, precision="bf16", model=model, losses=LOSSES)
     assert on_gpu(wait_nowhere, case) == [True] * 3

@@ -78,7 +78,7 @@ def spoiling(config: Path, what: str, bad: tuple[int, ...]) -> Callable[..., tor
         bias: None = None,
     ) -> torch.Tensor:
         targets = flat.view(-1, rows.shape[1])
-        hit = (targets[:, None] == rows[None]).all(-1).any(-1)[:, None]
+        hit = (targets[:, None] == rows[None].to(targets.device)).all(-1).any(-1)[:, None]
         if not hit.any():
             return usual(x, weight, flat, part, bias)  # type: ignore[arg-type]
         plain = cross_entropy(x @ weight.t(), flat).view_as(targets)

@@ -12,15 +12,21 @@ from tests.helpers.training import MODEL, mumoe_model
 MODELS = {"dense": MODEL, "cp": mumoe_model(), "ring": mumoe_model(factorization="tr")}
 
 
-def keep(recorded):
-    """Has blocks run as they are, once more before: a recording draws random numbers, too."""
+def keep(recorded, model):
+    """Has blocks of a model run as they are, once more before: a recording draws random numbers,
+    too."""
+    own = {id(parameter) for parameter in model.parameters()}
 
-    def record(blocks, inputs, allow_unused_input):
+    def record(functions, inputs, allow_unused_input):
         assert allow_unused_input
-        for block, (x_BTD,) in zip(blocks, inputs, strict=True):
-            block(x_BTD)
+        for function, given in zip(functions, inputs, strict=True):
+            outputs = function(*given)
+            # Of the weights given, and none of the model's, which may have hooks.
+            assert not {id(each) for each in given} & own
+            gradients = torch.autograd.grad(outputs[0].square().sum(), given)
+            assert all(gradient.any() for gradient in gradients)
         recorded.append(inputs[0][0].shape)
-        return blocks
+        return functions
 
     return record
 
@@ -30,7 +36,7 @@ def made(name, recorded=None):
     materialize(model, seed=0)
     ask_for_statistics(model, losses=AUXILIARY_LOSSES, samples=False, record_is_due=False)
     if recorded is not None:
-        model.blocks.graphs = GraphedBlocks(model.blocks.children(), keep(recorded))
+        model.blocks.graphs = GraphedBlocks(model.blocks.children(), keep(recorded, model))
     return model
 
 

@@ -45,7 +45,7 @@ class TrainConfig(Config):
     cuda_graph: bool = False
     """Whether a GPU replays the passes through the blocks as CUDA graphs, which launch all kernels
     together. Meant for small models with few micro-batches per step, which are limited by kernel
-    launches. No effect on a CPU. Not yet tested on a GPU."""
+    launches. No effect on a CPU."""
     ema: Annotated[float, Field(ge=0, lt=1)] | None = None
     """Decay d of an exponential moving average of the weights, for example 0.9999: after every
     applied step the average becomes d average + (1 - d) weight, in fp32, starting from the initial
