@@ -40,6 +40,28 @@ from polyad.model.padding import RealTokens, counted, pack, unpack
 from polyad.model.regions import Region, same
 from polyad.model.smoe.selection import Selected
 
+MULTIPLIED_WHOLE = 1024
+"""Rows of a table up to which a GPU multiplies it whole."""
+
+
+def sum_of_rows(rows_ND: Tensor, ids_MK: Tensor, weights_MK: Tensor, *, whole: bool) -> Tensor:
+    """Computes weighted sums of a few rows of a table.
+
+    Args:
+        rows_ND: The table.
+        ids_MK: Which rows.
+        weights_MK: Their weights.
+        whole: Whether a small table is multiplied whole, by weights that are mostly 0: the faster
+            way on a GPU (BENCHMARKS.md, "GPUs").
+
+    Returns:
+        [M, D].
+    """
+    if whole and len(rows_ND) <= MULTIPLIED_WHOLE:
+        weights_MN = weights_MK.new_zeros(len(weights_MK), len(rows_ND))
+        return weights_MN.scatter_add(1, ids_MK, weights_MK) @ rows_ND
+    return embedding_bag(ids_MK, rows_ND, per_sample_weights=weights_MK, mode="sum")
+
 
 class SparseTable(FeedForward, StatisticsModule):
     """A sparse gate over the rows of a table: the base of both kinds.
@@ -96,7 +118,7 @@ class SparseTable(FeedForward, StatisticsModule):
         """
         weights_MK, ids_MK = self.own(selected)
         rows_ND = normalize(self.table.to(weights_MK.dtype), dim=1)
-        return self.mixed(embedding_bag(ids_MK, rows_ND, per_sample_weights=weights_MK, mode="sum"))
+        return self.mixed(sum_of_rows(rows_ND, ids_MK, weights_MK, whole=self.table.is_cuda))
 
     def row(self, expert: int) -> Tensor:
         """The row of one expert, of unit length [D].

@@ -12,6 +12,7 @@ from polyad.model.gpt2 import GPT2Config
 from polyad.model.mumoe.base import Sizes
 from polyad.model.mumoe.cp import CP
 from polyad.model.mxd.config import MixtureOfDecodersConfig, TranscoderConfig
+from polyad.model.mxd.layer import MULTIPLIED_WHOLE, sum_of_rows
 from polyad.model.smoe.selection import spread
 
 WIDTH = 8
@@ -111,6 +112,23 @@ def test_a_transcoder_is_a_sum_of_rows(levels):
     x_MD = x_BTD.flatten(0, 1)
     y_MO = spread(layer.gate(x_MD), 10) @ normalize(layer.table, dim=1) + layer.output_bias
     torch.testing.assert_close(layer(x_BTD, x_BTD)[0].flatten(0, 1), y_MO)
+
+
+@pytest.mark.parametrize("experts", [12, MULTIPLIED_WHOLE + 1])
+def test_a_table_multiplied_whole_gives_the_same_sums_and_gradients(experts):
+    generator = torch.Generator().manual_seed(5)
+    rows_ND = torch.randn(experts, WIDTH, generator=generator, dtype=torch.float64)
+    ids_MK = torch.randint(experts, (30, 4), generator=generator)  # some of them twice
+    weights_MK = torch.rand(30, 4, generator=generator, dtype=torch.float64)
+    given = rows_ND.requires_grad_(), weights_MK.requires_grad_()
+    found = []
+    for whole in (True, False):
+        sums_MD = sum_of_rows(rows_ND, ids_MK, weights_MK, whole=whole)
+        found.append((sums_MD, *torch.autograd.grad(sums_MD.square().sum(), given)))
+    expected_MD = (weights_MK[..., None] * rows_ND[ids_MK]).sum(1)
+    torch.testing.assert_close(found[0][0], expected_MD)
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs)
 
 
 def test_at_the_start_the_last_layer_alone_and_the_bias_get_a_gradient():
