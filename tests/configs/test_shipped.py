@@ -155,6 +155,7 @@ EXPECTED_STUDIES = {
         | dict.fromkeys(("mxd-4", "mxd-32"), 3_205_244)
         | dict.fromkeys(("transcoder-4", "transcoder-32", "dense"), 3_206_784),
     ),
+    "mxd-gpu.yaml": (26, {"dense": 17_504_640, "mxd": 17_505_664, "cp-large": 17_506_224}),
     "mxd-long.yaml": (
         12,
         dict.fromkeys(("mxd", "mxd-all", "dense-larger"), 2_615_424) | {"cp-large": 2_612_688},
