@@ -39,6 +39,7 @@ NOT_RUN = {
     "tensorboard ": "serves until it is stopped; what it would show is read instead",
     "polyad explore ": "serves until it is stopped; tests/train/explore asks it",
     "python -m tests.benchmarks.step --device cuda": "needs a GPU",
+    "polyad predict runs/quickstart-images/run": "needs a photo",
     "polyad robustness ": "needs ImageNet, and a model of it",
     "polyad experts rewrite ": "needs a model with factorized experts in its head",
     "polyad train configs/finetune/gpt2-small-sst2.yaml": "needs SST-2, from the network",

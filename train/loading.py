@@ -24,6 +24,7 @@ from polyad.parallel.zero import DTYPES, Precision
 from polyad.train.errors import ConfigError
 from polyad.train.evaluation.evaluate import evaluate_opened
 from polyad.train.evaluation.generate import Sampling, continue_text
+from polyad.train.evaluation.predict import Prediction, Predictor
 from polyad.train.experts.interventions import Intervention, parse_intervention
 from polyad.train.experts.probing import deciding, routed_layers
 from polyad.train.experts.trace import TEXT_EXTRA, TOP, Form, text_columns
@@ -246,6 +247,31 @@ class Run:
             sampling=sampling,
             name=str(self.path),
         ).text
+
+    def predict(self, inputs: Sequence[str | Path | tuple[str, str]]) -> Sequence[Prediction]:
+        """Labels inputs; needs a classifier, or a model that was trained on numbers.
+
+        Args:
+            inputs: texts, or pairs of texts for a model that was trained on pairs; of a model of
+                images files or folders.
+
+        Returns:
+            Of each input, in their order, its `label` and the `probabilities` of all classes, or
+            its `value`.
+
+        Raises:
+            ValueError: one line says what does not fit the model.
+        """
+        predictor = self.predictor()
+        if predictor.reads_images:
+            return predictor.images([str(each) for each in inputs]).predictions
+        pairs = [(each, None) if isinstance(each, str | Path) else each for each in inputs]
+        seconds = [second for _, second in pairs if second is not None]
+        return predictor.texts([str(first) for first, _ in pairs], seconds).predictions
+
+    def predictor(self) -> Predictor:
+        """Gives what `polyad predict` labels texts and images with."""
+        return Predictor(self._weights, self.model, lambda: self.tokenizer)
 
     def evaluate(
         self,

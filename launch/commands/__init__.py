@@ -11,6 +11,7 @@ from polyad.launch.commands import (
     experts,
     explore,
     plan,
+    predict,
     report,
     runs,
     start,
@@ -34,6 +35,7 @@ GROUPS: dict[str, tuple[Command, ...]] = {
     "a trained model": (
         evaluate.evaluate,
         weights.generate,
+        predict.predict,
         report.report,
         evaluate.robustness,
         evaluate.compare,

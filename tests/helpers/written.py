@@ -303,6 +303,8 @@ class World:
         self.reads, self.writes = reads, writes
         for path in re.findall(r"(?:--logdir |checkpoint=)([^\s,]+)", " ".join(words)):
             self._read(path)
+        for path in re.findall(r'Path\("([^"]+)', " ".join(words)):  # a line of Python
+            self._make(path)
 
     @staticmethod
     def _is_started(name: str, options: Namespace) -> bool:

@@ -97,7 +97,7 @@ class TextScores(Scores):
             words = "none: the split has no words, only white space"
         return [
             ("loss", f"{self.loss:.4f} nats per token"),
-            ("perplexity", f"{self.perplexity:.3f} a token"),
+            ("perplexity", f"{self.perplexity:.3f} per token"),
             ("word perplexity", words),
             ("bits per byte", f"{self.bits_per_byte:.4f}"),
             ("scored", f"{self.tokens_scored:,} tokens, including end-of-text"),
@@ -117,7 +117,7 @@ class LanguageModelling(Learner, TextTask[TextBatch]):
     attack = "word-swap"
     scores = (
         Score("loss", "loss", 4, "nats per token"),
-        Score("perplexity", "perplexity", 3, "a token"),
+        Score("perplexity", "perplexity", 3, "per token"),
         Score("bits_per_byte", "bits per byte", 4),
     )
     loss_unit = "nats per token"

@@ -56,6 +56,25 @@ CLASSIFIER, POOLER = "head.classifier.", "head.pooler."
 begin so."""
 
 
+def model_inputs(
+    batch: SequenceBatch, segments: bool, device: torch.device | None = None
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """What a model reads: token ids of each sequence, and by name what belongs to them.
+
+    Args:
+        batch: Sequences.
+        segments: Whether the model is told which of two texts a token is of.
+        device: Where it all goes; None: it stays.
+    """
+    named = {"mask_BT": batch.mask_BCT.flatten(0, 1)}
+    if segments:
+        named["segments_BT"] = batch.second_BCT.flatten(0, 1).long()
+    ids_RT = batch.ids_BCT.flatten(0, 1)
+    if device is not None:
+        ids_RT, named = ids_RT.to(device), {name: x.to(device) for name, x in named.items()}
+    return ids_RT, named
+
+
 @dataclass(frozen=True, kw_only=True)
 class SequenceScores(LabelledScores):
     """How well a model does on labelled sequences, by the metrics of their benchmark."""
@@ -257,11 +276,7 @@ class SequenceTask(LabelledTask[SequenceBatch]):
         return logits_RK.float().view(len(batch.labels_B), -1), routing
 
     def _inputs(self, batch: SequenceBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        """What a model reads: token ids of each sequence, and by name what belongs to them."""
-        named = {"mask_BT": batch.mask_BCT.flatten(0, 1)}
-        if self.data.has_segments:
-            named["segments_BT"] = batch.second_BCT.flatten(0, 1).long()
-        return batch.ids_BCT.flatten(0, 1), named
+        return model_inputs(batch, self.data.has_segments)
 
     def _losses(self, outputs_BK: Tensor, labels_B: Tensor) -> Tensor:
         if self.schema.task == "regression":

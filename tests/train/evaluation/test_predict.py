@@ -1,0 +1,196 @@
+"""`polyad predict`, against models that read one input at a time and against `polyad evaluate`."""
+
+import csv
+import json
+
+import pytest
+import torch
+
+import polyad
+from polyad.data.images.prepare import prepare_images
+from polyad.launch.cli import run as command
+from tests.helpers.fine_tuned import EVIL, NAMES, SETTINGS, one_by_one, others, table, trainer
+from tests.helpers.images import CLASSES, class_folders
+from tests.helpers.runs import evaluation, run, write_config
+from tests.launch.test_cli import error_line
+
+pytestmark = pytest.mark.distributed
+CLASS_NAMES = sorted(NAMES.values())
+
+
+@pytest.fixture(scope="module")
+def train(workers, tmp_path_factory):
+    return trainer(workers, tmp_path_factory)
+
+
+@pytest.fixture(scope="module")
+def classifier(train):
+    return train("smoe", table(60, 0), table(20, 1))
+
+
+@pytest.fixture(scope="module")
+def images(workers, tmp_path_factory):
+    root = tmp_path_factory.mktemp("images")
+    prepare_images(
+        str(class_folders(root / "all", 20)), root / "prepared", held_out=0.3, report=lambda _: None
+    )
+    mixer = {"kind": "mixer", "image_size": 8, "patch_size": 2, "num_layers": 1, "hidden_size": 16}
+    config = write_config(
+        root / "config.yaml", root / "prepared", data__kind="images", model=mixer,
+        optimizer__learning_rate=0.01,
+    )  # fmt: skip
+    workers(1).run(run, config)
+    return root
+
+
+def found_by(capfd, *words):
+    """The JSON that the command writes."""
+    assert command(["predict", *map(str, words), "--json", "-"]) == 0
+    return json.loads(capfd.readouterr().out)
+
+
+def refused(capfd, *words):
+    """The one line with which the command refuses."""
+    assert command(["predict", *map(str, words)]) == 2
+    return error_line(capfd.readouterr().err)
+
+
+def assert_classes(predictions, texts, probabilities_NK):
+    assert [each["input"] for each in predictions] == texts
+    for each, p_K in zip(predictions, probabilities_NK, strict=True):
+        best = p_K.argsort(descending=True).tolist()
+        assert list(each["probabilities"]) == [CLASS_NAMES[k] for k in best]
+        assert each["label"] == CLASS_NAMES[best[0]]
+        assert list(each["probabilities"].values()) == pytest.approx(p_K[best].tolist(), abs=1e-5)
+
+
+def test_labels_are_those_of_one_text_at_a_time(classifier, tmp_path, capfd):
+    texts = [row["text"] for row in table(40, 7)]  # more than a batch, of any length
+    logits_NK, _ = one_by_one(classifier, texts)
+    with (tmp_path / "new.csv").open("w", newline="") as file:
+        csv.writer(file).writerows([["text"], *([text] for text in texts)])
+    found = found_by(capfd, classifier, "--file", tmp_path / "new.csv")
+    assert found["truncated"] == 0
+    assert_classes(found["predictions"], texts, logits_NK.softmax(-1))
+    (tmp_path / "new.txt").write_text("\n".join([*texts[:5], "", texts[5]]))
+    lines = found_by(capfd, classifier, "--file", tmp_path / "new.txt")
+    assert_classes(lines["predictions"], texts[:6], logits_NK[:6].softmax(-1))
+    few = found_by(capfd, classifier, "--text", texts[0], "--text", texts[1])
+    assert_classes(few["predictions"], texts[:2], logits_NK[:2].softmax(-1))
+    ours = polyad.load(classifier).predict(texts[:2])
+    assert [each.label for each in ours] == [each["label"] for each in few["predictions"]]
+
+
+def test_a_person_reads_the_best_classes_and_the_text(classifier, capfd):
+    long = "a very long film " * 20
+    assert command(["predict", str(classifier), "--text", EVIL, "--text", long]) == 0
+    first, second, note = capfd.readouterr().out.splitlines()
+    assert first.endswith(EVIL)
+    assert second.endswith(f"{long[:60]}...".replace("  ", " "))
+    assert first.split()[0] in {name.split()[0] for name in CLASS_NAMES}
+    assert note == "1 texts are longer than the model reads: truncated"
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_pairs_numbers_and_choices(train, capfd, name):
+    rows = others()[name]
+    folder = train(name, rows[:16], rows[16:27], data=SETTINGS[name])
+    file = folder.parent / "table" / "dev.csv"
+    predictions = found_by(capfd, folder, "--file", file)["predictions"]
+    assert [each["input"] for each in predictions] == [row["s1"] for row in rows[16:27]]
+    columns = ["c0", "c1"] if name == "choices" else ["s2"]
+    outputs = [
+        one_by_one(folder, [row["s1"] for row in rows[16:27]], second=[r[c] for r in rows[16:27]])
+        for c in columns
+    ]
+    output_NK = torch.cat([logits for logits, _ in outputs], dim=-1)
+    for each, output_K in zip(predictions, output_NK, strict=True):
+        if name == "numbers":
+            assert each["value"] == pytest.approx(output_K.item(), abs=1e-5)
+            assert each["label"] is None
+        else:
+            labels = ["0", "1"] if name == "choices" else ["a", "b"]
+            assert each["label"] == labels[int(output_K.argmax())]
+            expected = dict(zip(labels, output_K.softmax(-1).tolist(), strict=True))
+            assert each["probabilities"] == pytest.approx(expected, abs=1e-5)
+    if name != "choices":
+        words = [word for row in rows[16:18] for word in ("--text", row["s1"], "--pair", row["s2"])]
+        typed = found_by(capfd, folder, *words)["predictions"]
+        in_python = polyad.load(folder).predict([(row["s1"], row["s2"]) for row in rows[16:18]])
+        for one, other, third in zip(typed, in_python, predictions[:2], strict=True):
+            assert one["label"] == other.label == third["label"]
+            assert one["value"] == pytest.approx(third["value"])
+            assert other.value == pytest.approx(third["value"])
+    else:
+        line = refused(capfd, folder, "--text", "one")
+        assert "chooses among c0, c1: give a file with these columns" in line
+
+
+def test_labels_of_image_files_are_those_that_evaluate_counts(images, workers, capfd):
+    folder = images / "run"
+    found = found_by(capfd, folder, "--image", images / "all")["predictions"]
+    right = sum(each["input"].split("/")[-2] == each["label"] for each in found)
+    counted = 0
+    for split in ("train", "validation"):
+        (scores,) = workers(1).run(evaluation, folder, split=split)
+        counted += scores["top1"] * scores["images_scored"]
+    assert len(found) == 60
+    assert right == pytest.approx(counted)
+    assert all(sum(each["probabilities"].values()) == pytest.approx(1) for each in found)
+    one = images / "all" / "bee" / "003.jpg"
+    (single,) = polyad.load(folder).predict([one])
+    assert single.input == str(one)
+    assert single.label in CLASSES
+    same = next(each for each in found if each["input"] == str(one))
+    assert single.probabilities == pytest.approx(same["probabilities"], abs=1e-5)
+
+
+def test_a_folder_of_transformers_bert_gives_its_probabilities(tmp_path, capfd):
+    transformers = pytest.importorskip("transformers")
+    letters = "abcdefghijklmnopqrstuvwxyz"
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *letters, *(f"##{c}" for c in letters)]
+    (tmp_path / "vocab.txt").write_text("\n".join(words))
+    tokenizer = transformers.BertTokenizerFast(str(tmp_path / "vocab.txt"))
+    tokenizer.save_pretrained(tmp_path)
+    torch.manual_seed(0)
+    config = transformers.BertConfig(
+        vocab_size=len(words), hidden_size=32, num_hidden_layers=2, num_attention_heads=2,
+        intermediate_size=64, max_position_embeddings=64, initializer_range=0.5,
+        id2label=dict(enumerate(CLASS_NAMES)),
+    )  # fmt: skip
+    theirs = transformers.BertForSequenceClassification(config).eval()
+    theirs.save_pretrained(tmp_path)
+    texts = ["hello there", "bad"]
+    with torch.no_grad():
+        logits_NK = theirs(**tokenizer(texts, padding=True, return_tensors="pt")).logits
+    capfd.readouterr()  # what transformers says of its files
+    found = found_by(capfd, tmp_path, "--text", texts[0], "--text", texts[1])
+    assert_classes(found["predictions"], texts, logits_NK.softmax(-1))
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "needs an input: --text, --file or --image"),
+        (["--text", "a", "--pair", "b", "--pair", "c"], "--pair: given 2 times, --text 1 times"),
+        (["--text", "a", "--pair", "b"], "was trained on single texts: 1 texts and 1 second"),
+        (["--image", "x.jpg"], "the model reads text, not images"),
+        (["--file", "no.csv"], "no.csv: no such file"),
+        (["--file", "{folder}/config.yaml"], "is not a table; allowed: .txt, .csv"),
+        (["--file", "{other}"], "no column 'text'; columns present: 'review'"),
+    ],
+)
+def test_what_does_not_fit_is_said_in_one_line(classifier, tmp_path, capfd, words, said):
+    (tmp_path / "other.csv").write_text("review\nfine\n")
+    places = {"folder": classifier, "other": tmp_path / "other.csv"}
+    line = refused(capfd, classifier, *(word.format(**places) for word in words))
+    assert said in line
+
+
+def test_a_language_model_and_one_of_images_say_what_they_read(trained, images, capfd):
+    line = refused(capfd, trained("smoe"), "--text", "a")
+    assert line.endswith("predicts tokens, not labels; `polyad generate` continues a text")
+    line = refused(capfd, images / "run", "--text", "a")
+    assert line.endswith("the model reads images, not text")
+    line = refused(capfd, images / "run", "--image", "nowhere")
+    assert line.endswith("nowhere: no such file or folder")

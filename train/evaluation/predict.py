@@ -1,0 +1,276 @@
+"""`polyad predict`: what a trained model says of inputs that are in no data set.
+
+Shapes: N inputs, B of a batch, C choices of an input (1 without choices), K classes.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import default_collate
+
+from polyad.data.errors import DataError, user_path
+from polyad.data.images.augmentation import evaluation_image
+from polyad.data.images.config import AttributeDataConfig, ImageDataConfig
+from polyad.data.images.decoding import decode
+from polyad.data.images.sources.found import is_image
+from polyad.data.sequences.config import Schema, SequenceDataConfig
+from polyad.data.sequences.samples import Encoded, PaddedRows, encode_rows, form_of
+from polyad.data.sequences.tables import SUFFIXES, Table, read_tables
+from polyad.data.text.tokenizers.tokenizer import Tokenizer
+from polyad.model.heads import ClassificationHeadConfig
+from polyad.model.vision import ImageSettings
+from polyad.parallel.weights import Weights
+from polyad.train.console import Progress
+from polyad.train.errors import ConfigError
+from polyad.train.reading import config_of
+from polyad.train.results import aligned
+from polyad.train.tasks.pixels import normalize
+from polyad.train.tasks.sequences import ScoringConfig, model_inputs
+from polyad.train.tasks.vocabulary import names_of
+
+BATCH = 32
+"""Inputs in a forward pass."""
+SHOWN = 3
+"""Classes that a person is shown of an input."""
+WIDTH = 60
+"""Characters of an input that a person is shown."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """What a model says of one input."""
+
+    input: str
+    """The text, or the file of the image."""
+    label: str | None = None
+    """The most probable class or choice; None of a number, or where several may be right."""
+    value: float | None = None
+    """The predicted number, of a model that was trained on numbers."""
+    probabilities: Mapping[str, float]
+    """By class, or by choice, the most probable first; of attributes each by itself."""
+
+    @property
+    def said(self) -> list[str]:
+        """The number, or the most probable classes."""
+        if self.value is not None:
+            return [f"{self.value:.4f}"]
+        best = list(self.probabilities.items())[:SHOWN]
+        return [f"{name} {probability:.4f}" for name, probability in best]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Predictions:
+    """Predictions in the order of the inputs."""
+
+    checkpoint: str
+    predictions: Sequence[Prediction]
+    truncated: int
+    """Texts that are longer than the model reads."""
+
+    def text(self) -> str:
+        """A line for each input."""
+        rows = [
+            [*each.said, each.input if len(each.input) <= WIDTH else f"{each.input[:WIDTH]}..."]
+            for each in self.predictions
+        ]
+        lines = aligned([[" ".join(cell.split()) for cell in row] for row in rows], "<")
+        if self.truncated:
+            lines.append(f"{self.truncated:,} texts are longer than the model reads: truncated")
+        return "\n".join(line.rstrip() for line in lines)
+
+
+class Predictor:
+    """Predicts with a classifier, or with what was trained on numbers or choices.
+
+    Args:
+        weights: of the model.
+        model: in evaluation mode.
+        tokenizer: gives the tokenizer of a model that reads text.
+
+    Raises:
+        ConfigError: the model scores neither whole texts nor images.
+    """
+
+    def __init__(
+        self, weights: Weights, model: nn.Module, tokenizer: Callable[[], Tokenizer]
+    ) -> None:
+        self._weights, self._model, self._tokenizer = weights, model, tokenizer
+        self._settings = weights.model_config()
+        head = getattr(self._settings, "head", None)
+        if not self.reads_images and not isinstance(head, ClassificationHeadConfig):
+            raise ConfigError(
+                f"{weights.folder}: the model predicts tokens, not labels; `polyad generate` "
+                "continues a text"
+            )
+        self._device = next(model.parameters()).device
+
+    @property
+    def reads_images(self) -> bool:
+        """Whether inputs are files of images, and not texts."""
+        return isinstance(self._settings, ImageSettings)
+
+    def texts(self, inputs: Sequence[str], seconds: Sequence[str] = ()) -> Predictions:
+        """Predicts texts, or pairs of texts.
+
+        Args:
+            inputs: the texts, or the first of each pair.
+            seconds: the second of each pair, if the model was trained on pairs.
+
+        Raises:
+            ValueError: one line says what does not fit the model.
+        """
+        self._check_texts()
+        schema = self._schema
+        if schema.choices:
+            raise ConfigError(
+                f"{self._weights.folder}: chooses among {', '.join(schema.choices)}: give a "
+                "file with these columns"
+            )
+        wanted = "pairs of texts" if schema.pair else "single texts"
+        if len(seconds) != (len(inputs) if schema.pair else 0):
+            raise ConfigError(
+                f"{self._weights.folder}: was trained on {wanted}: {len(inputs)} texts and "
+                f"{len(seconds)} second texts are not allowed"
+            )
+        columns = {schema.text: inputs} | ({schema.pair: seconds} if schema.pair else {})
+        return self._table(Table("the given texts", columns, list(columns)))
+
+    def file(self, path: str) -> Predictions:
+        """Predicts the rows of a table, or the lines of a .txt file; labels in it are not read.
+
+        Args:
+            path: of the file; its columns are called as those of the training data.
+
+        Raises:
+            ValueError: one line says what is wrong with it.
+        """
+        self._check_texts()
+        file = user_path(path)
+        if not file.is_file():
+            raise DataError(f"{path}: no such file")
+        if file.suffix.lower() == ".txt":
+            lines = [line for line in file.read_text("utf-8").splitlines() if line.strip()]
+            if not lines:
+                raise DataError(f"{path}: has no text")
+            return self.texts(lines)
+        if file.suffix.lower() not in SUFFIXES:
+            allowed = ", ".join((".txt", *SUFFIXES))
+            raise DataError(f"{path}: is not a table; allowed: {allowed}")
+        (table,) = read_tables(str(file), self._schema).values()
+        table.column(self._schema.text)  # or it would seem to have no rows
+        if not len(table):
+            raise DataError(f"{path}: has no rows")
+        return self._table(table)
+
+    @torch.inference_mode()
+    def images(self, paths: Sequence[str]) -> Predictions:
+        """Predicts images.
+
+        Args:
+            paths: files, or folders whose images are taken in the order of their names.
+
+        Raises:
+            ValueError: a file is no image, or the model reads text.
+        """
+        if not isinstance(self._settings, ImageSettings):
+            raise ConfigError(f"{self._weights.folder}: the model reads text, not images")
+        data = config_of(self._weights).data
+        assert isinstance(data, ImageDataConfig)
+        size, files = self._settings.image_size, [f for p in paths for f in _images_of(p)]
+        each = isinstance(data, AttributeDataConfig)
+        apart, found = each or data.loss == "sigmoid", []
+        report = Progress("predict", len(files), "img") if len(files) > BATCH else None
+        for begin in range(0, len(files), BATCH):
+            pixels_BCHW = torch.stack(
+                [
+                    evaluation_image(
+                        decode(file.read_bytes(), str(file)), size, data.evaluation_resize
+                    )
+                    for file in files[begin : begin + BATCH]
+                ]
+            ).to(self._device)
+            inputs_BCHW = normalize(pixels_BCHW, data.mean, data.std)
+            logits_BK = self._model(inputs_BCHW).logits.float()
+            found.append((logits_BK.sigmoid() if apart else logits_BK.softmax(-1)).cpu())
+            if report is not None:
+                report(min(1.0, (begin + BATCH) / len(files)))
+        named = zip(map(str, files), torch.cat(found), strict=True)
+        return self._result([self._of_classes(name, p_K, one=not each) for name, p_K in named])
+
+    @cached_property
+    def _schema(self) -> Schema:
+        data = config_of(self._weights).data
+        return data.schema_of if isinstance(data, SequenceDataConfig) else Schema()
+
+    @cached_property
+    def _classes(self) -> list[str] | None:
+        return names_of(self._weights)
+
+    def _check_texts(self) -> None:
+        if self.reads_images:
+            raise ConfigError(f"{self._weights.folder}: the model reads images, not text")
+
+    @torch.inference_mode()
+    def _table(self, table: Table) -> Predictions:
+        schema, settings, tokenizer = self._schema, self._settings, self._tokenizer()
+        assert isinstance(settings, ScoringConfig)
+        data = config_of(self._weights).data
+        length = getattr(data, "max_length", None) or settings.sequence_length
+        form = form_of(settings.kind, tokenizer)
+        pieces = encode_rows(table, schema, tokenizer, form, length)
+        texts = list(table.column(schema.text))
+        rows = Encoded(pieces, None, (len(pieces.starts_R1) - 1) // len(texts))
+        order_N = rows.lengths_N.argsort(kind="stable")
+        padded = PaddedRows(rows, order_N, padding=form.padding, length=length, to_longest=True)
+        outputs: dict[int, Tensor] = {}
+        report = Progress("predict", len(rows), "seq") if len(rows) > BATCH else None
+        for begin in range(0, len(rows), BATCH):
+            numbers = range(begin, min(begin + BATCH, len(rows)))
+            batch = default_collate(padded.__getitems__(numbers))
+            ids_RT, named = model_inputs(batch, form.segments, self._device)
+            outputs_BK = self._model(ids_RT, **named).logits.float().view(len(numbers), -1).cpu()
+            outputs |= zip((padded.row_of(n) for n in numbers), outputs_BK, strict=True)
+            if report is not None:
+                report((begin + len(numbers)) / len(rows))
+        found = [self._of_row(text, outputs[row], rows.choices) for row, text in enumerate(texts)]
+        return self._result(found, pieces.cut)
+
+    def _of_row(self, text: str, output_K: Tensor, choices: int) -> Prediction:
+        """A prediction from the scores of the classes or choices, or from the number."""
+        if choices > 1:
+            return self._of_classes(text, output_K.softmax(-1), names=[*map(str, range(choices))])
+        if len(output_K) == 1:
+            return Prediction(input=text, value=output_K.item(), probabilities={})
+        return self._of_classes(text, output_K.softmax(-1))
+
+    def _of_classes(
+        self, name: str, p_K: Tensor, *, names: Sequence[str] | None = None, one: bool = True
+    ) -> Prediction:
+        known = names or self._classes or [str(k) for k in range(len(p_K))]
+        best = p_K.argsort(descending=True).tolist()
+        probabilities = {known[k]: p_K[k].item() for k in best}
+        label = known[best[0]] if one else None
+        return Prediction(input=name, label=label, probabilities=probabilities)
+
+    def _result(self, found: Sequence[Prediction], truncated: int = 0) -> Predictions:
+        return Predictions(
+            checkpoint=str(self._weights.folder), predictions=found, truncated=truncated
+        )
+
+
+def _images_of(path: str) -> Iterator[Path]:
+    """The images of a folder, or the file itself."""
+    place = user_path(path)
+    if place.is_file():
+        yield place
+        return
+    if not place.is_dir():
+        raise DataError(f"{path}: no such file or folder")
+    files = sorted(file for file in place.rglob("*") if file.is_file() and is_image(file.name))
+    if not files:
+        raise DataError(f"{path}: has no images")
+    yield from files
