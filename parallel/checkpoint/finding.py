@@ -7,7 +7,7 @@ run continues from the newest one whose every byte is verified.
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeAlias, TypeVar
 
@@ -103,6 +103,8 @@ def read_newest(path: Path, read: Callable[[Path], T], choose: Choose = newest_o
     Raises:
         Exception: whatever `read` raises of a folder that is still there.
     """
+    if choose is newest_of:
+        _say_if_another_is_best(path)
     while True:
         chosen = choose(path)
         before = _identity(chosen)
@@ -114,6 +116,20 @@ def read_newest(path: Path, read: Callable[[Path], T], choose: Choose = newest_o
             print(
                 f"polyad: {chosen} was deleted while it was read, by its run or by hand; what "
                 f"{path} has now is read",
+                file=sys.stderr,
+                flush=True,
+            )
+
+
+def _say_if_another_is_best(run: Path) -> None:
+    if not (run / "checkpoints" / BEST_FILE).is_file():
+        return
+    with suppress(CheckpointError):
+        best, newest = best_checkpoint(run), newest_of(run)
+        if best != newest:
+            print(
+                f"polyad: reading the newest checkpoint of {run}, {newest.name}; its best "
+                f"validation was that of {best}, which --best, or this path, reads",
                 file=sys.stderr,
                 flush=True,
             )

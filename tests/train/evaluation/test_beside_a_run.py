@@ -91,3 +91,20 @@ def test_an_error_of_a_checkpoint_that_is_there_is_not_tried_again(run):
     with pytest.raises(ValueError, match="of another kind"):
         read_newest(run, read)
     assert seen == [run / "checkpoints" / "step-00000006"]
+
+
+def test_it_is_said_that_another_checkpoint_than_the_newest_is_the_best(run, capfd):
+    (run / "checkpoints" / "best").write_text("step-00000003")
+    best = run / "checkpoints" / "step-00000003"
+    words = ["generate", str(run), "--prompt", "def", "--max-tokens", "2"]
+    for more, is_said in ([], True), (["--best"], False):
+        assert polyad([*words, *more]) == 0
+        said = capfd.readouterr().err
+        line = (
+            f"polyad: reading the newest checkpoint of {run}, step-00000006; its best validation "
+            f"was that of {best}, which --best, or this path, reads"
+        )
+        assert (line in said.splitlines()) is is_said
+    (run / "checkpoints" / "best").write_text("step-00000006")
+    assert polyad(words) == 0
+    assert "best validation" not in capfd.readouterr().err
