@@ -24,6 +24,7 @@ GROUPS: dict[str, tuple[Command, ...]] = {
     "data": (data.prepare,),
     "before a run": (
         runs.keys,
+        runs.configs,
         runs.validate,
         plan.plan,
         bench.bench,

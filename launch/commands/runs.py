@@ -228,6 +228,46 @@ def doctor(
     return None
 
 
+@command("configs", "polyad configs", "polyad configs configs/gpt2/124m-smoe-16.yaml > my-run.yaml")
+def configs(
+    name: Annotated[
+        Path | None, Argument("the one to print; default: a list of all", "NAME", nargs="?")
+    ] = None,
+) -> None:
+    """Lists the configurations that come with Polyad, or prints one to begin your own from."""
+    import shutil
+    import textwrap
+
+    from polyad.train.config.run import SHIPPED, find_config, near_config
+    from polyad.train.errors import ConfigError
+    from polyad.train.results import aligned
+
+    with only_results_on_stdout() as stdout:
+        if name is not None:
+            file = find_config(name)
+            if not file.is_file():
+                raise ConfigError(f"{name}: no such configuration{near_config(name)}")
+            stdout.write(file.read_text(encoding="utf-8"))
+            return
+        rows = sorted(
+            (file.relative_to(SHIPPED).with_suffix("").as_posix(), _purpose(file))
+            for file in SHIPPED.rglob("*.yaml")
+        )
+        width = shutil.get_terminal_size().columns - max(len(name) for name, _ in rows) - 3
+        short = [
+            [name, textwrap.shorten(about, max(width, 72), placeholder="...")]
+            for name, about in rows
+        ]
+        stdout.write("\n".join(aligned(short, "<")) + "\n")
+
+
+def _purpose(config: Path) -> str:
+    """The comment with which a configuration begins, up to its first empty line."""
+    lines = config.read_text(encoding="utf-8").splitlines()
+    comment = [line.removeprefix("#").strip() for line in lines if line.startswith("#")][1:]
+    return " ".join(comment[: comment.index("")] if "" in comment else comment)
+
+
 @command(
     "verify-layout",
     "polyad verify-layout configs/gpt2/124m-smoe-16.yaml --processes 2 "
