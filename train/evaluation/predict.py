@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 
+from polyad.data.config import DataSettings
 from polyad.data.errors import DataError, user_path
 from polyad.data.images.augmentation import evaluation_image
 from polyad.data.images.config import AttributeDataConfig, ImageDataConfig
@@ -21,8 +22,10 @@ from polyad.data.sequences.config import Schema, SequenceDataConfig
 from polyad.data.sequences.samples import Encoded, PaddedRows, encode_rows, form_of
 from polyad.data.sequences.tables import SUFFIXES, Table, read_tables
 from polyad.data.text.tokenizers.tokenizer import Tokenizer
-from polyad.model.heads import ClassificationHeadConfig
+from polyad.model.decoder import DecoderSettings
+from polyad.model.heads import HEAD, ClassificationHeadConfig
 from polyad.model.vision import ImageSettings
+from polyad.parallel.families import FamilyWeights
 from polyad.parallel.weights import Weights
 from polyad.train.console import Progress
 from polyad.train.errors import ConfigError
@@ -102,10 +105,13 @@ class Predictor:
         self._settings = weights.model_config()
         head = getattr(self._settings, "head", None)
         if not self.reads_images and not isinstance(head, ClassificationHeadConfig):
+            continues = "; `polyad generate` continues a text"
             raise ConfigError(
-                f"{weights.folder}: the model predicts tokens, not labels; `polyad generate` "
-                "continues a text"
+                f"{weights.folder}: the model predicts tokens, not labels"
+                f"{continues if isinstance(self._settings, DecoderSettings) else ''}"
             )
+        if isinstance(weights, FamilyWeights) and weights.is_new(f"{HEAD}weight"):
+            raise ConfigError(f"{weights.folder}: has no head that predicts classes")
         self._device = next(model.parameters()).device
 
     @property
@@ -153,7 +159,10 @@ class Predictor:
         if not file.is_file():
             raise DataError(f"{path}: no such file")
         if file.suffix.lower() == ".txt":
-            lines = [line for line in file.read_text("utf-8").splitlines() if line.strip()]
+            try:
+                lines = [line for line in file.read_text("utf-8").splitlines() if line.strip()]
+            except UnicodeDecodeError:
+                raise DataError(f"{path}: is not a text in UTF-8") from None
             if not lines:
                 raise DataError(f"{path}: has no text")
             return self.texts(lines)
@@ -178,7 +187,7 @@ class Predictor:
         """
         if not isinstance(self._settings, ImageSettings):
             raise ConfigError(f"{self._weights.folder}: the model reads text, not images")
-        data = config_of(self._weights).data
+        data = self._data
         assert isinstance(data, ImageDataConfig)
         size, files = self._settings.image_size, [f for p in paths for f in _images_of(p)]
         each = isinstance(data, AttributeDataConfig)
@@ -202,8 +211,13 @@ class Predictor:
         return self._result([self._of_classes(name, p_K, one=not each) for name, p_K in named])
 
     @cached_property
+    def _data(self) -> DataSettings:
+        """The data that the model was trained on, or what a folder of weights says of pixels."""
+        return config_of(self._weights).data
+
+    @property
     def _schema(self) -> Schema:
-        data = config_of(self._weights).data
+        data = self._data
         return data.schema_of if isinstance(data, SequenceDataConfig) else Schema()
 
     @cached_property
@@ -218,8 +232,7 @@ class Predictor:
     def _table(self, table: Table) -> Predictions:
         schema, settings, tokenizer = self._schema, self._settings, self._tokenizer()
         assert isinstance(settings, ScoringConfig)
-        data = config_of(self._weights).data
-        length = getattr(data, "max_length", None) or settings.sequence_length
+        length = getattr(self._data, "max_length", None) or settings.sequence_length
         form = form_of(settings.kind, tokenizer)
         pieces = encode_rows(table, schema, tokenizer, form, length)
         texts = list(table.column(schema.text))

@@ -177,19 +177,34 @@ def test_a_folder_of_transformers_bert_gives_its_probabilities(tmp_path, capfd):
         (["--image", "x.jpg"], "the model reads text, not images"),
         (["--file", "no.csv"], "no.csv: no such file"),
         (["--file", "{folder}/config.yaml"], "is not a table; allowed: .txt, .csv"),
+        (["--file", "{bytes}"], "bytes.txt: is not a text in UTF-8"),
         (["--file", "{other}"], "no column 'text'; columns present: 'review'"),
     ],
 )
 def test_what_does_not_fit_is_said_in_one_line(classifier, tmp_path, capfd, words, said):
     (tmp_path / "other.csv").write_text("review\nfine\n")
-    places = {"folder": classifier, "other": tmp_path / "other.csv"}
+    (tmp_path / "bytes.txt").write_bytes(b"caf\xe9")
+    places = {
+        "folder": classifier,
+        "other": tmp_path / "other.csv",
+        "bytes": tmp_path / "bytes.txt",
+    }
     line = refused(capfd, classifier, *(word.format(**places) for word in words))
     assert said in line
 
 
-def test_a_language_model_and_one_of_images_say_what_they_read(trained, images, capfd):
+def test_a_language_model_and_one_of_images_say_what_they_read(trained, images, tmp_path, capfd):
     line = refused(capfd, trained("smoe"), "--text", "a")
     assert line.endswith("predicts tokens, not labels; `polyad generate` continues a text")
+    transformers = pytest.importorskip("transformers")
+    vit = transformers.ViTConfig(
+        hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32,
+        image_size=16, patch_size=8,
+    )  # fmt: skip
+    transformers.ViTModel(vit).save_pretrained(tmp_path)
+    capfd.readouterr()
+    line = refused(capfd, tmp_path, "--image", images / "all" / "bee" / "003.jpg")
+    assert line.endswith(": has no head that predicts classes")
     line = refused(capfd, images / "run", "--text", "a")
     assert line.endswith("the model reads images, not text")
     line = refused(capfd, images / "run", "--image", "nowhere")
