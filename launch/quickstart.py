@@ -161,7 +161,7 @@ class Quickstart(ABC):
         model = describe(config, validate(config, PROCESSES))["model"]
         first, last = records[0]["loss"], last_loss(records)
         return [
-            ("model", size_in_words(model["parameters"], model["active_parameters"], unit)),
+            ("model", size_in_words(model["parameters"], model["active_parameters"])),
             ("training loss", f"{first:.3f} at the first step, {last:.3f} over the last 10 steps"),
         ]
 

@@ -162,9 +162,9 @@ def _measured(
 
 def _table(result: dict[str, Any]) -> str:
     """The result for a person."""
-    from polyad.train.console import in_bytes
+    from polyad.train.console import counted, in_bytes
 
-    processes = f"{result['processes']} process{'es' if result['processes'] > 1 else ''}"
+    processes = counted(result["processes"], "process")
     lines = [
         f"{result['config']}: {result['parameters']:,} parameters in {result['precision']}, "
         f"{result['global_batch_size']} samples per step in micro-batches of "

@@ -28,7 +28,7 @@ def plan_table(plan: StudyPlan) -> str:
     variants = {name: plan.variants[points[0]] for name, points in plan.groups.items()}
     base = variants[plan.baseline]
     has_grid = any(len(points) > 1 for points in plan.groups.values())
-    head = ("parameters", f"active per {unit}", "beside", f"FLOPs/{unit}", "beside")
+    head = ("parameters", "active per token", "beside", f"FLOPs/{unit}", "beside")
     rows: list[Row] = [("variant", *(("points",) if has_grid else ()), *head)]
     for name, variant in variants.items():
         rows.append(

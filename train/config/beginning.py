@@ -16,6 +16,11 @@ from polyad.train.state import TrainState
 from polyad.train.tasks.images import ImageClassification
 from polyad.train.tasks.pixels import normalization_of
 
+MANY_EPOCHS = 100
+"""More are worth a warning: overfitting is likely, or the data is not the intended one."""
+PADDED_ROWS = 1024
+"""Rows of an embedding beyond the tokenizer's that round its size up for a GPU, at most."""
+
 
 def nothing_is_left(plan: Plan, state: TrainState) -> bool:
     """Whether the run is finished: all steps done, or it ended early, and the last validation.
@@ -213,6 +218,24 @@ def leak_note(config: RunConfig) -> str | None:
         f"prediction, and is not to be compared; validation and evaluation, without pools, are "
         f"honest"
     )
+
+
+def data_notes(plan: Plan) -> list[str]:
+    """What is odd about a run beside its data: very many epochs, or a far larger vocabulary."""
+    train, notes = plan.config.train, []
+    epochs = train.steps * train.global_batch_size / plan.task.samples_per_epoch
+    if epochs > MANY_EPOCHS:
+        notes.append(
+            f"train.steps: {train.steps:,} reads the training data {epochs:,.0f} times (epochs): "
+            f"lower train.steps, or prepare more data"
+        )
+    ours, theirs = getattr(plan.config.model, "vocab_size", None), plan.kept.state.get("vocab_size")
+    if ours and theirs and ours > theirs + PADDED_ROWS:
+        notes.append(
+            f"model.vocab_size: {ours:,} is more than the {theirs:,} tokens of the tokenizer: the "
+            f"other {ours - theirs:,} are never used; null takes the size from the data"
+        )
+    return notes
 
 
 def schedule_notes(config: RunConfig) -> list[str]:

@@ -127,9 +127,9 @@ def facts(report: Report) -> list[tuple[str, str, str]]:
     history, task = report.history, report.task
     unit, in_unit = task.unit.name, f"{report.loss_unit}, " if report.loss_unit else ""
     units, active = history.last_record.get(f"{unit}s"), report.active_parameters
-    used = f"{active:,} active per {unit}"
+    used = f"{active:,} active per token"
     if active == report.parameters:
-        used = f"all active for every {unit}"
+        used = "all active for every token"
     size = ("Parameters", f"{report.parameters:,}", used)
     if not history.steps:  # weights without a run
         known = [each for each in _validation(report) if each[1] is not None]
