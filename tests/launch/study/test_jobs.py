@@ -198,7 +198,7 @@ def test_a_signal_ends_all_runs_that_go_on_and_they_are_saved(
     assert all(state(each) == "Z" for each in both)
     name = "interrupted" if number == signal.SIGINT else f"stopped by {number.name}"
     runs = "dense, seed 1; cp, seed 1"
-    ours = f"polyad: error: {name}; {runs}: run the same command again to continue these runs"
+    ours = f"polyad: {name}; {runs}: run the same command again to continue these runs"
     assert err.splitlines()[-1] == ours
     for folder in folders:
         assert 0 < newest_step(folder) == steps(folder)[-1] < 300

@@ -225,13 +225,9 @@ def test_a_study_that_a_signal_stopped_goes_on_where_it_was(
     assert "Traceback" not in err
     name = "interrupted" if number == signal.SIGINT else f"stopped by {number.name}"
     *_, its, ours = err.splitlines()
-    assert its.startswith(
-        f"polyad: error: {name}; run the same command again to continue from {first}"
-    )
-    assert (
-        ours
-        == f"polyad: error: {name}; dense, seed 1: run the same command again to continue this run"
-    )
+    assert its.startswith(f"polyad: {name}; run the same command again to continue from {first}")
+    end = f"{name}; dense, seed 1: run the same command again to continue this run"
+    assert ours == f"polyad: {end}"
     stopped = newest_step(first)
     assert steps(first)[-1] == stopped < 300  # the step that it was in
     process = start(path, "--json", "-")
@@ -260,7 +256,7 @@ def test_a_signal_while_a_study_starts_or_scores_ends_it_in_one_line(
     process.send_signal(signal.SIGUSR1)
     _, err = process.communicate(timeout=60)
     assert (process.returncode, len(err.splitlines())) == (138, 1), err
-    assert err.startswith("polyad: error: stopped by SIGUSR1; ")
+    assert err.startswith("polyad: stopped by SIGUSR1; ")
     process = start(path)
     # Training is done, scoring has begun; at once, and for the run's process too early to answer.
     wait_for(lambda: any(command(each)[3:4] == ["evaluate"] for each in children(process.pid)),

@@ -225,8 +225,7 @@ def test_a_signal_saves_the_step_on_all_hosts(cluster: Cluster, data: Path, tmp_
     assert launcher.returncode == 143, said
     (last,) = [line for line in said.splitlines() if "stopped by SIGTERM" in line]
     assert (
-        "rank 0: polyad: error: stopped by SIGTERM; run the same command again to continue from "
-        in last
+        "rank 0: polyad: stopped by SIGTERM; run the same command again to continue from " in last
     )
     saved = complete_checkpoints(config.parent / "run" / "checkpoints")[-1]
     assert last.endswith(str(saved))
