@@ -48,7 +48,10 @@ def bench(
     ] = None,
     json: Json = None,
 ) -> None:
-    """Times training steps on this machine: throughput, memory, MFU. Needs no data."""
+    """Times training steps on this machine: throughput, memory, MFU. Needs no data.
+
+    MFU (model FLOPs utilization) is the share of the GPU's peak FLOP rate that the model uses.
+    """
     from polyad.launch.commands.plan import configuration
     from polyad.launch.machine import bind_to_cores, end_with_launcher, prepare_environment
     from polyad.launch.via.agent import become_processes

@@ -39,8 +39,8 @@ class LogConfig(Config):
     """Where curves are sent in addition to metrics.jsonl: `tensorboard` (a folder inside the run
     folder), `wandb` or `trackio` (packages to install separately)."""
     device: Literal["auto", "v100", "a100", "h100", "h200", "b200"] = "auto"
-    """Device whose peak FLOP rate is used for the MFU; auto: the GPU in use, and no MFU on a
-    CPU."""
+    """Device whose peak FLOP rate is used for the MFU (model FLOPs utilization: the share of the
+    peak rate that the model uses); auto: the GPU in use, and no MFU on a CPU."""
     peak_tflops: Annotated[float, Field(gt=0)] | None = None
     """Peak rate of one device in TFLOP/s, which replaces that of `device`; null: that of
     `device`."""
