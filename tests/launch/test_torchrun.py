@@ -140,7 +140,7 @@ def test_a_loader_process_that_is_killed_is_one_line(config: Path) -> None:
     killed.kill()
     _, said = agent.communicate(timeout=60)
     assert agent.returncode == 1
-    ours = ("begins anew: ", "first step ", "step ")
+    ours = ("new run: ", "first step ", "step ")
     lines = [line for line in said.splitlines() if not line.startswith(ours)]
     assert len(lines) == 1, lines
     (line,) = lines

@@ -70,7 +70,7 @@ def test_without_data_a_teacher_need_not_be_there(
     arguments = ["validate", str(config), "--without-data", "model.vocab_size=400"]
     assert run([*arguments, "distill.teacher=/no/such/run", "--json", "-"]) == 0
     description = json.loads(capfd.readouterr().out)
-    said = "distill.teacher: /no/such/run is not here: the memory is without the teacher"
+    said = "distill.teacher: /no/such/run does not exist here: the memory does not include it"
     assert said in description["warnings"]
     assert "teacher" not in description["memory_bytes_per_process"]
 

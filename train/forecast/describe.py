@@ -68,7 +68,7 @@ def describe_run(
     teacher = config.distill.teacher if config.distill.blocks is None else None
     if not with_data and teacher is not None and not Path(teacher).expanduser().exists():
         description["warnings"].append(
-            f"distill.teacher: {teacher} is not here: the memory is without the teacher"
+            f"distill.teacher: {teacher} does not exist here: the memory does not include it"
         )
         distill = config.distill.model_copy(update={"teacher": None})
         config = config.model_copy(update={"distill": distill})

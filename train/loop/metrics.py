@@ -16,7 +16,7 @@ from pydantic import Field, field_validator, model_validator
 from polyad.data.files import named, write_whole
 from polyad.model.config import Config
 from polyad.parallel.plan.devices import PEAKS
-from polyad.train.console import Clock, Console, bar, duration
+from polyad.train.console import Clock, Console, bar, counted, duration
 from polyad.train.guard.run_folder import gone
 from polyad.train.loop.statistics import console_summary
 from polyad.train.loop.timing import PREFIX, ProfileConfig, Startup, startup_line
@@ -254,8 +254,7 @@ def drop_records_after(path: Path, step: int) -> None:
     write_whole(path, "".join(kept))
     if damaged := sum(record is None for record in records[:-1]):
         print(
-            f"polyad: warning: {path}: {damaged:,} lines before the last held no record of a step, "
-            f"and were removed",
+            f"polyad: warning: {path}: removed {counted(damaged, 'unreadable line')}",
             file=sys.stderr,
             flush=True,
         )

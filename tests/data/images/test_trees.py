@@ -221,7 +221,8 @@ def test_what_was_left_out_is_said_by_reason_and_number(tmp_path):
         "hidden files and folders: 5; files that end in .md: 1; files that end in .txt: 1"
     )
     assert rows["note"] == (
-        "validation has 1 image: each is 100% of a score; --held-out 0.2 would take 1 of the 6"
+        "validation has 1 image: each counts for 100% of a score; --held-out 0.2 would hold out 1 "
+        "of the 6"
     )
 
 

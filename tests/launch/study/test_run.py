@@ -153,7 +153,7 @@ def test_a_study_that_is_another_one_by_now_is_refused(
         yaml.safe_dump(study | {"common": harmless, "variants": more, "seeds": [1, 2]})
     )
     assert run(["study", str(other), "--dry-run"]) == 0
-    assert "2 finished, 0 to go on, 4 to begin" in capfd.readouterr().out
+    assert "2 finished, 0 to continue, 4 to start" in capfd.readouterr().out
     # So may what was recorded of a variant that nothing was trained of.
     folder = finished.parent / "study"
     write_record(load_study(other), read_record(folder)["data"])
@@ -238,7 +238,7 @@ def test_a_study_that_a_signal_stopped_goes_on_where_it_was(
         return
     out, err = process.communicate(timeout=1200)
     assert process.returncode == 0, err
-    assert "0 finished, 1 to go on, 0 to begin" in err
+    assert "0 finished, 1 to continue, 0 to start" in err
     assert f"\ncontinues from step {stopped} of 300 ({300 - stopped} left), from {first}" in err
     assert steps(first) == list(range(1, 301))
     starts = json.loads((first / "environment.json").read_text())["earlier"]

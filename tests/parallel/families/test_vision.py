@@ -127,7 +127,7 @@ def test_pixels_are_normalized_as_the_folder_says(transformers, tmp_path, file, 
             1.0,
             ["images are squeezed to a square, here", "resample: 2, here 3, bicubic"],
         ),
-        ({"size": {"shortest_edge": 32}}, 1.0, ["images of 32 pixels a side, the model reads 16"]),
+        ({"size": {"shortest_edge": 32}}, 1.0, ["image size 32, but the model reads 16"]),
         ({"do_resize": False}, None, ["do_resize: false, here images are resized"]),
         ({"size": "x", "image_mean": [None], "image_std": 3}, None, []),
     ],
@@ -210,7 +210,7 @@ def test_a_backbone_gets_a_new_head(transformers, tmp_path, pooler):
     )
     weights = open_weights(saved(theirs, tmp_path / "dino"))
     assert isinstance(weights, FamilyWeights)
-    assert "the head is new" in weights.note
+    assert "it starts from random values" in weights.note
     wanted = weights.config.model_copy(update={"num_classes": 7, "head_bias": -2.0})
     weights.check_config(wanted)
     assert torch.equal(weights.whole("head.bias"), torch.full((7,), -2.0))
