@@ -65,7 +65,7 @@ class Factorizing(Option):
         return Factored(weights, self)
 
     def model_config(self, dense: ModelSettings, folder: Path) -> tuple[str, ModelSettings]:
-        """As `Option.model_config`, with the rank filled in."""
+        """Completes `Option.model_config` with the rank."""
         section, config = super().model_config(dense, folder)
         found, activation = getattr(config, section).activation, activation_of(dense)
         if (found in GATED) != (activation in GATED):

@@ -90,7 +90,7 @@ def test_nothing_is_wrong_with_hosts_that_are_alike() -> None:
             True,
             ["run.folder: d: cannot be written to"],
         ),
-        (change("folder", {"seen": False}, 2, 3), True, ["run.folder: node-2 do not see"]),
+        (change("folder", {"seen": False}, 2, 3), True, ["run.folder: node-2 cannot see"]),
         (change("folder.renamed", False, 2), True, ["renamed file is not visible on node-2"]),
         (change("folder.lock", "taken", 2), False, ["lock of node-1 has no effect on node-2"]),
     ],
