@@ -225,14 +225,14 @@ class _Transformers:
         """What it does otherwise."""
         tree, found = self._tree, []
         if tree.get("do_resize", True) is False:
-            found.append("do_resize: false, here images are resized")
+            found.append("do_resize: false, but Polyad resizes images")
         size = tree.get("size")
         if (isinstance(size, dict) and "height" in size) or (
             isinstance(size, int) and self._kind.startswith("vit")
         ):
-            found.append("images are squeezed to a square, here the middle is cropped to one")
+            found.append("images are squeezed to a square, but Polyad crops the middle")
         if tree.get("resample", BICUBIC) != BICUBIC:
-            found.append(f"resample: {tree['resample']!r:.20}, here {BICUBIC}, bicubic")
+            found.append(f"resample: {tree['resample']!r:.20}, but Polyad uses {BICUBIC}, bicubic")
         return found
 
 

@@ -112,7 +112,7 @@ def test_pixels_are_normalized_as_the_folder_says(transformers, tmp_path, file, 
     result = convert(folder, tmp_path / "ours", "polyad")
     written = load_config(tmp_path / "ours" / "config.yaml").data.normalization
     assert written == (expected or "imagenet")
-    guessed = any("data.normalization: imagenet is written" in note for note in result["notes"])
+    guessed = any("assuming data.normalization: imagenet" in note for note in result["notes"])
     assert guessed == (expected is None)
 
 
@@ -125,10 +125,13 @@ def test_pixels_are_normalized_as_the_folder_says(transformers, tmp_path, file, 
         (
             {"size": {"height": 16, "width": 16}, "resample": 2},
             1.0,
-            ["images are squeezed to a square, here", "resample: 2, here 3, bicubic"],
+            [
+                "images are squeezed to a square, but Polyad",
+                "resample: 2, but Polyad uses 3, bicubic",
+            ],
         ),
         ({"size": {"shortest_edge": 32}}, 1.0, ["image size 32, but the model reads 16"]),
-        ({"do_resize": False}, None, ["do_resize: false, here images are resized"]),
+        ({"do_resize": False}, None, ["do_resize: false, but Polyad resizes images"]),
         ({"size": "x", "image_mean": [None], "image_std": 3}, None, []),
     ],
 )
