@@ -224,7 +224,7 @@ def test_copied_images_are_kept_and_replaced_with_their_index(tmp_path):
     before = first.stat().st_mtime_ns
     said = []
     prepare_images(str(path), output, report=said.append)
-    assert "it is kept" in said[-1]
+    assert "kept as it is" in said[-1]
     assert first.stat().st_mtime_ns == before
     assert not list(data.faults(lambda count: None))
     split = data.split("train")
