@@ -95,13 +95,15 @@ def _peer_ended(error: BaseException | None) -> str | None:
 
 
 def _say(message: str, status: int) -> None:
-    """One line on standard error, from rank 0; from another one only if rank 0 has none.
+    """Prints one line on standard error, from rank 0; from another one only if rank 0 has none.
+
+    A stop that a signal asked for, as Ctrl-C does, is not called an error.
 
     Before the first step, where each process hears why another ends, one on each host says it:
     rank 0, unless it was slow and another one no longer waited for it.
 
     Args:
-        message: the error.
+        message: what ended the command.
         status: that this process will end with.
     """
     rank = rank_of_process()
@@ -111,7 +113,8 @@ def _say(message: str, status: int) -> None:
             return
     name = f"rank {rank}: " if rank else ""
     if rank or not _is_said():
-        print(f"polyad: error: {name}{one_line(message)}", file=sys.stderr, flush=True)
+        kind = "" if status - 128 in STOP_SIGNALS else "error: "
+        print(f"polyad: {kind}{name}{one_line(message)}", file=sys.stderr, flush=True)
     if not rank:
         _tell_others(message, status, said=True)
 

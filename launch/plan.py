@@ -129,7 +129,7 @@ def _step(result: dict[str, Any], unit: str) -> list[str]:
     if step["hidden_exchanges"]:
         rows.append(("  overlapped communication", f"{step['hidden_exchanges']:.3g} s", "beside"))
     rate = result[f"{unit}s_per_second"]
-    mfu = "" if result["mfu"] is None else f"MFU {result['mfu']:.0%}"
+    mfu = "" if result["mfu"] is None else f"MFU {result['mfu']:.0%} of the peak FLOP rate"
     rows.append((f"{unit}s/s", f"{rate:,.0f}", mfu))
     rows.append(
         (

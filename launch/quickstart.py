@@ -150,8 +150,8 @@ class Quickstart(ABC):
             return False
         return True
 
-    def _model_rows(self, unit: str) -> Rows:
-        """The size of the model, and how its loss fell; `unit` is what throughput counts."""
+    def _model_rows(self) -> Rows:
+        """The size of the model, and how its loss fell."""
         from polyad.train.config.rules import validate
         from polyad.train.config.run import load_config
         from polyad.train.forecast.describe import describe, size_in_words
@@ -161,7 +161,7 @@ class Quickstart(ABC):
         model = describe(config, validate(config, PROCESSES))["model"]
         first, last = records[0]["loss"], last_loss(records)
         return [
-            ("model", size_in_words(model["parameters"], model["active_parameters"], unit)),
+            ("model", size_in_words(model["parameters"], model["active_parameters"])),
             ("training loss", f"{first:.3f} at the first step, {last:.3f} over the last 10 steps"),
         ]
 
@@ -226,7 +226,7 @@ class TextQuickstart(Quickstart):
         unigram = unigram_perplexity(*splits, prepared.manifest.tokenizer.vocab_size)
         tokens = f"{result['tokens_scored']:,} held-out tokens"
         return [
-            *self._model_rows("token"),
+            *self._model_rows(),
             ("perplexity", f"{result['perplexity']:.1f} on {tokens}"),
             ("unigram baseline", f"{unigram:.1f} on the same tokens"),
             ("bits per byte", f"{result['bits_per_byte']:.3f}"),
@@ -283,7 +283,7 @@ class ImageQuickstart(Quickstart):
         nearest = nearest_neighbour_accuracy(*splits, pixels)
         of_nearest = f"class of the nearest training image, {pixels} x {pixels} pixels"
         return [
-            *self._model_rows("patch"),
+            *self._model_rows(),
             ("accuracy", f"{result['top1']:.4f} on {result['images_scored']:,} held-out images"),
             ("nearest neighbour", f"{nearest:.4f}: {of_nearest}"),
             ("calibration error", f"{result['calibration_error']:.4f}"),

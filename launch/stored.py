@@ -31,9 +31,7 @@ from polyad.parallel.checkpoint.verification import is_good, read_contents, veri
 Row = tuple[str, ...]
 Status = Literal["complete", "verified", "damaged", "unfinished"]
 """complete: manifest and sizes are right; verified: every byte is; unfinished: never committed."""
-IMAGES_NOTE = (
-    "images are read when they are trained on; here the files that hold them are looked at"
-)
+IMAGES_NOTE = "only the index was read in full; of the image files the sizes were checked"
 
 
 class RefusedError(ValueError):

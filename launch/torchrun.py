@@ -122,7 +122,7 @@ def _run(workers: "Workers") -> int:
         runpy.run_module("torch.distributed.run", run_name="__main__", alter_sys=True)
     except (KeyboardInterrupt, Stopped) as stop:  # before it had handlers: nothing was started
         name = "interrupted; " if isinstance(stop, KeyboardInterrupt) else ""
-        print(f"polyad: error: {name}{stop}", file=sys.stderr, flush=True)
+        print(f"polyad: {name}{stop}", file=sys.stderr, flush=True)
         return getattr(stop, "exit_status", 128 + signal.SIGINT)
     except Exception as error:
         if hasattr(error, "get_first_failure"):  # ChildFailedError

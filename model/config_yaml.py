@@ -74,7 +74,7 @@ def load(text: str) -> Any:
 
 
 def load_written(text: str) -> Any:
-    """As `load`, with a `Written` in the place of each number and boolean."""
+    """Loads like `load`, but with a `Written` in place of each number and boolean."""
     if len(text) > MAX_CHARACTERS:
         raise ConfigYamlError(f"has {len(text):,} characters; at most {MAX_CHARACTERS:,} are read")
     try:

@@ -48,7 +48,7 @@ class _Tensors(nn.Module):
         return (y_BTD, *tensors.values())
 
     def with_weights(self, x_BTD: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
-        """As `forward`, with the weights that it reads as inputs, so that a graph knows of them."""
+        """Runs `forward` with its weights as inputs, so that a graph knows of them."""
         return self(x_BTD)  # type: ignore[no-any-return]
 
     def named(self, tensors: tuple[Tensor, ...]) -> RoutingStats | None:

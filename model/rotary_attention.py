@@ -26,7 +26,7 @@ from polyad.model.rotary import RotaryConfig, Rotation, logit_scale
 
 Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
 _LATENT_EPSILON = 1e-6
-"""Of the norms inside latent attention, whatever the model's is."""
+"""Epsilon of the norms inside latent attention, independent of the model's own."""
 
 
 class LatentConfig(Config):

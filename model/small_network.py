@@ -183,7 +183,7 @@ class Convolution(nn.Module):
             self.shift = nn.Parameter(torch.empty(made))
 
     def initializers(self) -> dict[str, Initializer]:
-        """As PyTorch's layers: uniform, within one over the root of the inputs."""
+        """Initializers of PyTorch's own layers: uniform, within one over the root of the inputs."""
         bound = self.weight[0].numel() ** -0.5
         own = {"weight": uniform(bound), "bias": uniform(bound)}
         return own if self.norm is None else own | {"scale": ONES, "shift": ZEROS}

@@ -113,7 +113,7 @@ class AdaptedCheckpoint(Checkpoint):
         return self._shapes
 
     def read(self, box: Box) -> torch.Tensor:
-        """As `Checkpoint.read`; of a weight, with its adapter merged into it."""
+        """Reads like `Checkpoint.read`; weights have their adapters merged into them."""
         if box.field not in OF_WEIGHTS or box.name not in self._shapes:
             return super().read(box)
         if self._shapes[box.name] != tuple(box.shape):
@@ -124,7 +124,7 @@ class AdaptedCheckpoint(Checkpoint):
         return self.whole(box.name)[box.slices].clone()
 
     def whole(self, name: str, field: str | None = None) -> torch.Tensor:
-        """As `Checkpoint.whole`; of a weight, with its adapter merged into it."""
+        """Reads like `Checkpoint.whole`; weights have their adapters merged into them."""
         if name not in self._shapes or not (field is None or field in OF_WEIGHTS):
             return self.own(name, field)
         if self._last is None or self._last[0] != name:

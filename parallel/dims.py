@@ -78,8 +78,8 @@ class Dims:
         return (
             f"parallel.tensor_parallel_size: {self.tensor_parallel_size} x "
             f"parallel.expert_parallel_size: {self.expert_parallel_size} = {together} processes do "
-            f"not stay within nodes of {processes_of_node}: what they exchange in every layer "
-            f"crosses the network"
+            f"not fit into nodes of {processes_of_node}: what they exchange in every layer crosses "
+            f"the network"
         )
 
     def accumulation_steps(self, global_batch_size: int, micro_batch_size: int) -> int:

@@ -117,20 +117,20 @@ class FamilyWeights(FolderWeights):
         """A line for people: what is new, and what of the folder is not used; None for nothing."""
         new = [name for name in self._shapes if self.is_new(name)]
         if new and self.family.may_lack_head:
-            return f"the head is new: {self.folder} has none for these classes"
+            return f"{self.folder} has no head for these classes: it starts from random values"
         if new:
-            return f"{', '.join(new)}: new, {self.folder} has none of these shapes"
+            return f"{', '.join(new)}: random, as {self.folder} has none of these shapes"
         used = {piece.name for name in self._shapes for piece in self._pieces(name)}
         left = sorted(
             name
             for name in set(self._tensors.names()) - used
             if name.startswith(self.family.mentioned)
         )
-        said = [f"not brought over: {', '.join(left)}"] if left else []
+        said = [f"not loaded: {', '.join(left)}"] if left else []
         if self._num_classes > 1 and self.class_names is None:
             said.append(
                 f"{self.folder / CONFIG_FILE} does not name all {self._num_classes} classes of its "
-                f"head: that they are those of the data, in this order, is not checked"
+                f"head: check that they are the data's classes, in the same order"
             )
         return "; ".join(said) or None
 

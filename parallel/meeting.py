@@ -237,7 +237,7 @@ class _Meeting:
             self._store.set(came, self._host)
 
     def meet(self, facts: Mapping[str, str]) -> Store:
-        """See the function."""
+        """See the function `meet`."""
         self.agree("facts", facts)
         with self._rank_zero_is_there():
             self._store.add("met", 1)
@@ -247,7 +247,7 @@ class _Meeting:
         return PrefixStore("group", self._store)
 
     def agree(self, name: str, facts: Mapping[str, str]) -> None:
-        """See the function."""
+        """See the function `agree`."""
         mine: dict[str, Any] = {"host": self._name(), "facts": dict(facts)}
         first = json.loads(self.told_by_first(name, json.dumps(mine)))
         differences = comparison([(each["host"], each["facts"]) for each in (first, mine)])
@@ -259,7 +259,7 @@ class _Meeting:
             raise DisagreementError(line)
 
     def told_by_first(self, name: str, value: str | None) -> str:
-        """See the function."""
+        """See the function `told_by_first`."""
         with self._rank_zero_is_there():
             if self._rank == 0:
                 self._store.set(f"told/{name}", value or "")
@@ -269,7 +269,7 @@ class _Meeting:
     def leave_word(
         self, line: str, status: int, *, said: bool = False, agreement: bool = False
     ) -> None:
-        """See the function; the first word is the one that is heard."""
+        """See the function `leave_word`; only the first word is heard."""
         if not self.is_over:
             self.is_over = True
             if self._store.add("words", 1) == 1:
@@ -294,7 +294,7 @@ class _Meeting:
         return is_first
 
     def is_said(self) -> bool:
-        """See the function."""
+        """See the function `is_said`."""
         return self._store.check([f"said/{self._node}"])
 
     def _name(self) -> str:

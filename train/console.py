@@ -107,6 +107,12 @@ def in_bytes(size: float) -> str:
     return f"{size:,.0f} EB"
 
 
+def counted(number: int, noun: str) -> str:
+    """A number with its noun, as in `1 process` and `2 processes`."""
+    ending = "es" if noun.endswith(("s", "ch", "x")) else "s"
+    return f"{number:,} {noun}{'' if number == 1 else ending}"
+
+
 def duration(seconds: float) -> str:
     """Seconds as h:mm:ss or m:ss."""
     if not math.isfinite(seconds):

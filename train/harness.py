@@ -74,7 +74,7 @@ def main(arguments: Sequence[str]) -> None:
     folder = Path(sysconfig.get_path("purelib"))
     if list(arguments) == ["--register"]:
         make_known()
-        print(f"`lm_eval --model polyad` works from now on ({register(folder)})")
+        print(f"`lm_eval --model polyad` now works; wrote {register(folder)}")
         return
     if list(arguments) == ["--unregister"]:
         (folder / PTH_FILE).unlink(missing_ok=True)

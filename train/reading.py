@@ -423,7 +423,7 @@ def _read_streamed(
     told: str,
     report: Progress | None,
 ) -> None:
-    """As `read`, up to the last block with one of the layers."""
+    """Reads like `read`, up to the last block with one of the layers."""
     assert isinstance(samples, TextSamples)
     assert not any(measure.blocks for measure in measures)
     batches = list(samples.batches(batch_size, 0, 1, torch.device("cpu")))

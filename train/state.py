@@ -104,9 +104,8 @@ class TrainState:
         best = "none" if self.best_score is None else f"{self.best_score:.4f}, at step "
         best += "" if self.best_score is None else f"{self.best_step:,}"
         return (
-            f"the run ends early after step {self.step:,}: {self.validations_since_best} "
-            f"validations in a row were no better (evaluation.patience: {patience}); the best: "
-            f"{best}"
+            f"early stopping after step {self.step:,}: {self.validations_since_best} validations "
+            f"in a row were not better (evaluation.patience: {patience}); best score: {best}"
         )
 
 

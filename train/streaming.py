@@ -94,7 +94,7 @@ def opened_model(
             largest part does not.
     """
     size, free = bytes_of_weights(weights, precision), _free(world.device)
-    reason = f"{in_bytes(size)} of weights in {precision}, {in_bytes(free)} of memory are free"
+    reason = f"{in_bytes(size)} of weights in {precision}, {in_bytes(free)} of free memory"
     refusal = needs_whole or _refusal(weights, world)
     if folder is not None:
         reason = f"--stream {folder}"
@@ -117,7 +117,7 @@ def opened_model(
                 f"and {in_bytes(free)} of memory are free"
             )
         if world.is_main:
-            told = f"reads {weights.folder} block by block: {reason}"
+            told = f"reading {weights.folder} block by block: {reason}"
             print(f"polyad: {told}", file=sys.stderr, flush=True)
         yield model
 

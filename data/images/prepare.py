@@ -87,7 +87,7 @@ def prepare_images(
         accept = accept or _was_accepted(output, request)
         kept = _kept(output, request, found)
         if kept is not None:
-            progress.say(f"{output}: was prepared from the same images; it is kept")
+            progress.say(f"{output}: already prepared from the same images; kept as it is")
             return kept
         try:
             listed = _listed(found, progress)
@@ -250,9 +250,10 @@ def prepared_rows(
 def _few(manifest: ImageManifest, images: int) -> str:
     """Says of a small validation split what it can tell, and how to get a larger one."""
     said = (
-        f"validation has {images:,} image{'s' * (images > 1)}: each is {1 / images:.0%} of a score"
+        f"validation has {images:,} image{'s' * (images > 1)}: each counts for "
+        f"{1 / images:.0%} of a score"
     )
     if not manifest.held_out:
         return said
     both = images + manifest.splits["train"].images
-    return f"{said}; --held-out 0.2 would take {round(0.2 * both):,} of the {both:,}"
+    return f"{said}; --held-out 0.2 would hold out {round(0.2 * both):,} of the {both:,}"

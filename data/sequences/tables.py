@@ -100,7 +100,7 @@ def _read_folder(folder: Path, schema: Schema, wanted: Sequence[str]) -> dict[st
     others = [file.name for file in shown if _is_table(file) and not _split_of(file, schema)]
     if others:
         first = next(iter(tables))
-        left = f"{folder}: left out, as their names say no split: {listed(others, 3)}"
+        left = f"{folder}: not read, as their names contain no split: {listed(others, 3)}"
         tables[first] = replace(tables[first], note=_joined_notes([left, tables[first].note]))
     return tables
 
@@ -200,7 +200,7 @@ def _read_tsv(file: Path, wanted: Sequence[str]) -> Table:
     except DataError as quoted:
         table = _read_rows(file, wanted, {"delimiter": "\t", "quoting": csv.QUOTE_NONE})
         said = str(quoted).removeprefix(f"{file}")
-        note = f"{file}: quotation marks are read as part of its values, as they do not fit{said}"
+        note = f"{file}: quotation marks are read as part of the values, as they do not match{said}"
         return replace(table, note=note)
 
 

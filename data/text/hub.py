@@ -276,7 +276,7 @@ def open_dataset(
     left_out = LeftOut()
     for name in splits:
         if name not in SPLITS:
-            left_out.add(f"splits that are none of {', '.join(SPLITS)}", name, mistake=False)
+            left_out.add(f"splits other than {', '.join(SPLITS)}", name, mistake=False)
     for name in SPLITS:
         if name not in splits:
             continue

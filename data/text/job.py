@@ -68,8 +68,8 @@ class Job(NamedTuple):
         if not (isinstance(train, FileSource) and train.is_text_of_fewer_documents(needed)):
             return Sources(self.by_split, self.fractions, "documents")
         progress.say(
-            f"{self.request.source}: too few documents to deal out; split by position: the last "
-            "parts are held out"
+            f"{self.request.source}: too few documents to divide among splits, so the text is "
+            "split by position: its last parts are held out"
         )
         # Where in all the text a line ends is known to who has read the lines before it.
         cut = not train.can_be_cut_in_files
@@ -177,7 +177,7 @@ class Asked:
         notes: tuple[str, ...] = ()
         if loaded is not None and (chance := loaded.chance()) is not None:
             loaded = loaded.without_chance()
-            note = f"{chance} is switched off: it would encode the same text differently"
+            note = f"{chance} is turned off: it would encode the same text differently each time"
             notes = (f"{self.tokenizer}: {note}",)
         request = Request(
             source=self.source,

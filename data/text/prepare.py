@@ -200,7 +200,9 @@ class Preparation:
         """Within the block no other process joins the same parts; waits for one that does."""
         with writing(self.output), contextlib.ExitStack() as stack:
             if not stack.enter_context(alone(self.folder)):
-                self._progress.say(f"{self.output}: waits for another process that prepares it")
+                self._progress.say(
+                    f"{self.output}: waiting for another process that is preparing it"
+                )
                 stack.enter_context(alone(self.folder, wait=True))
                 self.existing = self._found_or_replaceable()
             yield
@@ -211,7 +213,7 @@ class Preparation:
             left, parts = missing_parts(work), work.plan.parts
             if len(left) < parts:
                 there = parts - len(left)
-                self._progress.say(f"{self.folder}: {there} of {parts} parts are there")
+                self._progress.say(f"{self.folder}: {there} of {parts} parts already exist")
             self._encode(work, left, processes)
             return self._join(work)
         except BaseException as error:
@@ -316,16 +318,16 @@ class Preparation:
     def _tell(self, parts: Sequence[Finished], manifest: Manifest) -> None:
         """Says what the folder holds, what was left out, and where text was cut."""
         counted = {
-            "documents go on in another one: 2,147,483,647 tokens is the most": sum(
+            "documents were split, as one holds at most 2,147,483,647 tokens": sum(
                 part.cut_documents for part in parts
             ),
-            "cuts of long documents at line ends: tokens beside them may differ": sum(
+            "cuts inside long documents, at line ends: tokens next to a cut may differ": sum(
                 part.forced_cuts for part in parts
             ),
         }
         if self._cut.asked:
             what = (
-                f"of {len(parts):,} parts had no text: no document is cut, and no compressed file"
+                f"of {len(parts):,} parts are empty: documents and compressed files are not divided"
             )
             counted[what] = sum(not part.documents for part in parts)
         for what, count in counted.items():

@@ -278,10 +278,9 @@ def unsealed(manifest: Manifest) -> str | None:
     if manifest.format_version > UNSEALED_VERSION:
         return None
     return (
-        f"prepared before {MANIFEST_FILE} and the .idx files had digests: of {MANIFEST_FILE} only "
-        f"form, ranges and fingerprint were checked, so not the counts of words and bytes nor what "
-        f"was asked for; each .idx was compared with where documents end in its .bin; the rest has "
-        f"digests"
+        f"prepared by an earlier version, without digests of {MANIFEST_FILE} and the .idx files: "
+        f"in {MANIFEST_FILE} only form, ranges and fingerprint were checked, not the counts of "
+        f"words and bytes or the options; each .idx was compared with its .bin"
     )
 
 

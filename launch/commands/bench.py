@@ -48,7 +48,10 @@ def bench(
     ] = None,
     json: Json = None,
 ) -> None:
-    """Times training steps on this machine: throughput, memory, MFU. Needs no data."""
+    """Times training steps on this machine: throughput, memory, MFU. Needs no data.
+
+    MFU (model FLOPs utilization) is the share of the GPU's peak FLOP rate that the model uses.
+    """
     from polyad.launch.commands.plan import configuration
     from polyad.launch.machine import bind_to_cores, end_with_launcher, prepare_environment
     from polyad.launch.via.agent import become_processes
@@ -162,9 +165,9 @@ def _measured(
 
 def _table(result: dict[str, Any]) -> str:
     """The result for a person."""
-    from polyad.train.console import in_bytes
+    from polyad.train.console import counted, in_bytes
 
-    processes = f"{result['processes']} process{'es' if result['processes'] > 1 else ''}"
+    processes = counted(result["processes"], "process")
     lines = [
         f"{result['config']}: {result['parameters']:,} parameters in {result['precision']}, "
         f"{result['global_batch_size']} samples per step in micro-batches of "

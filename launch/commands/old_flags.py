@@ -65,7 +65,7 @@ def in_new_words(words: Sequence[str]) -> tuple[str, list[str]]:
     name = "experts steer" if "--steer" in given else MODES[mode]
     new = [*rest, *_renamed(mode, given)]
     if is_main():
-        line = f"polyad: evaluate {mode} is a command of its own, and goes with the next release"
+        line = f"polyad: `evaluate {mode}` is deprecated and will go with the next release; use"
         print(f"{line}: polyad {name} {shlex.join(new)}", file=sys.stderr, flush=True)
     return name, new
 

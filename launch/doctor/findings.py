@@ -9,7 +9,7 @@ from typing import NamedTuple
 from polyad.launch.doctor.facts import Facts, SharedFolder, facts_of, named_apart, room_for
 from polyad.parallel.meeting import comparison
 from polyad.parallel.probe import Link, Measured
-from polyad.train.console import in_bytes
+from polyad.train.console import counted, in_bytes
 from polyad.train.errors import RunError
 from polyad.train.results import aligned
 
@@ -131,8 +131,8 @@ def _devices(facts: Sequence[Facts]) -> list[Finding]:
             found.append(
                 Finding(
                     True,
-                    f"{each['host']} has {device['gpus']} GPUs for {each['local_processes']} "
-                    f"processes",
+                    f"{each['host']} has {counted(device['gpus'], 'GPU')} for "
+                    f"{each['local_processes']} processes",
                 )
             )
         if first and not device["gpus"] and device["load"] > BUSY * device["cores"]:
@@ -143,9 +143,9 @@ def _devices(facts: Sequence[Facts]) -> list[Finding]:
         total, free = device["gpu_memory_bytes"], device["gpu_memory_free_bytes"]
         if free < FREE_MEMORY * total:
             text = f"{place}: {free / 2**30:.1f} of {total / 2**30:.1f} GiB are free"
-            found.append(Finding(False, f"{text}; somebody else is on it"))
+            found.append(Finding(False, f"{text}; another program uses it"))
         if device.get("throttled"):
-            text = f"{place}: clocks are lowered (reasons {device['throttled']:#x})"
+            text = f"{place}: clocks are throttled (reasons {device['throttled']:#x})"
             found.append(Finding(False, text))
         if device.get("ecc_errors"):
             text = f"{place}: {device['ecc_errors']} uncorrected memory errors"
@@ -174,17 +174,17 @@ def _folder(facts: Sequence[Facts]) -> list[Finding]:
         found.append(
             Finding(
                 True,
-                f"run.folder: {_hosts(blind, facts)} do not see what {facts[0]['host']} writes "
-                f"beside it: all hosts need one file system",
+                f"run.folder: {_hosts(blind, facts)} cannot see what {facts[0]['host']} writes "
+                f"next to it: all hosts need a shared file system",
             )
         )
     if late := ranks(lambda seen: seen["seen"] and not seen["renamed"]):
-        text = f"run.folder: a file that was renamed is not seen on {_hosts(late, facts)}"
+        text = f"run.folder: a renamed file is not visible on {_hosts(late, facts)}"
         found.append(Finding(True, text))
     if unlocked := ranks(lambda seen: seen.get("lock") == "taken")[1:]:
         text = (
-            f"run.folder: a lock of {facts[0]['host']} does not hold on {_hosts(unlocked, facts)}: "
-            f"two starts of a run at once are not noticed (Lustre: mount it with flock)"
+            f"run.folder: a lock of {facts[0]['host']} has no effect on {_hosts(unlocked, facts)}: "
+            f"two starts of a run at the same time go unnoticed (Lustre: mount it with flock)"
         )
         found.append(Finding(False, text))
     return found
@@ -205,8 +205,8 @@ def _slow(facts: Sequence[Facts], measured: Measured) -> list[Finding]:
     for rank, flops in enumerate(measured.flops):
         if flops < SLOW_DEVICE * usual:
             text = (
-                f"{facts[rank]['host']}, process {facts[rank]['local_rank']} computes with "
-                f"{flops / 1e12:.3g} TFLOP/s, others with {usual / 1e12:.3g}"
+                f"{facts[rank]['host']}, process {facts[rank]['local_rank']} computes at "
+                f"{flops / 1e12:.3g} TFLOP/s, others at {usual / 1e12:.3g}"
             )
             found.append(Finding(False, text))
     for links, between in ((measured.within, False), (measured.between, True)):
@@ -226,7 +226,7 @@ def _slow_links(facts: Sequence[Facts], links: Sequence[Link], between: bool) ->
     for link in slow:
         if not set(link[:2]) & set(culprits):
             ends = " and ".join(_place(facts, rank, between) for rank in link[:2])
-            found.append(f"the link of {ends} is slow: {_rate(link.bytes_per_second)}")
+            found.append(f"the link between {ends} is slow: {_rate(link.bytes_per_second)}")
     return [Finding(False, f"{text}, others {_rate(usual)}") for text in found]
 
 

@@ -285,7 +285,7 @@ def _alone(path: Path) -> Iterator[None]:
         with suppress(OSError):  # preparing says what is wrong with the place, if anything is
             path.parent.mkdir(parents=True, exist_ok=True)
             if not held.enter_context(locked(lock, wait=False)):
-                say(f"{path}: another study prepares it; this one waits for that")
+                say(f"{path}: waiting for another study that is preparing it")
                 held.enter_context(locked(lock, wait=True))
         yield
 

@@ -7,7 +7,7 @@ from polyad.launch.output import align
 from polyad.launch.study.measures import Measure
 from polyad.launch.study.plan import Estimate
 from polyad.launch.study.result import RunResult, StudyPlan, StudyPlans
-from polyad.train.console import duration
+from polyad.train.console import counted, duration
 from polyad.train.study.study import Run, Study
 
 Row = tuple[str, ...]
@@ -28,7 +28,7 @@ def plan_table(plan: StudyPlan) -> str:
     variants = {name: plan.variants[points[0]] for name, points in plan.groups.items()}
     base = variants[plan.baseline]
     has_grid = any(len(points) > 1 for points in plan.groups.values())
-    head = ("parameters", f"active per {unit}", "beside", f"FLOPs/{unit}", "beside")
+    head = ("parameters", "active per token", "beside", f"FLOPs/{unit}", "beside")
     rows: list[Row] = [("variant", *(("points",) if has_grid else ()), *head)]
     for name, variant in variants.items():
         rows.append(
@@ -53,8 +53,8 @@ def plan_table(plan: StudyPlan) -> str:
         f"{align(rows)}\n{_from_runs(plan)}"
         f"{count} runs ({len(variants)} variants, seeds "
         f"{', '.join(str(seed) for seed in plan.seeds)}{swept}) of {training['steps']:,} steps "
-        f"of {training[f'{unit}s_per_step']:,} {unit}s: {finished} finished, {begun} to go on, "
-        f"{count - finished - begun} to begin\n{also}"
+        f"of {training[f'{unit}s_per_step']:,} {unit}s: {finished} finished, {begun} to continue, "
+        f"{count - finished - begun} to start\n{also}"
         f"beside: {plan.baseline}; in {plan.folder}"
     )
 
@@ -108,11 +108,6 @@ def estimate_line(estimates: Sequence[Estimate], jobs: int) -> str:
     without = f", not counting {', '.join(unknown)}, whose time is unknown" if unknown else ""
     took = f"about {spoken(seconds)} with {counted(jobs, 'job')}, estimated from the finished ones"
     return f"{what} to do, {took}{without}"
-
-
-def counted(number: int, what: str) -> str:
-    """So many of something, as 1 run or 2 runs."""
-    return f"{number} {what}{'s' * (number != 1)}"
 
 
 def spoken(seconds: float) -> str:

@@ -140,9 +140,7 @@ def _attacked_rows(variants: Variants, scores: Sequence[Score]) -> list[Row]:
 
 
 def _cost_rows(variants: Variants, unit: str) -> list[Row]:
-    rows: list[Row] = [
-        ("variant", "parameters", f"active per {unit}", f"FLOPs/{unit}", f"{unit}s/s")
-    ]
+    rows: list[Row] = [("variant", "parameters", "active per token", f"FLOPs/{unit}", f"{unit}s/s")]
     rows += [
         (
             name,

@@ -120,12 +120,12 @@ def run_over_ssh(run: SshRun) -> int:
         lost = _lost_hosts(run, hosts, ended) if status in (1, LOST, AGENT_KILLED) else []
         if not lost:
             return status
-        _say(f"{_listed(lost)} is lost; the others were ended")
+        _say(f"lost {_listed(lost)}; the other hosts were stopped")
         if start == run.restarts:
             break
         _wait_for_end(run, lost)
         hosts = _enough_hosts(run)
-        _say(f"starts again from the newest checkpoint on {len(hosts)} hosts: {_listed(hosts)}")
+        _say(f"restarting from the newest checkpoint on {len(hosts)} hosts: {_listed(hosts)}")
     raise HostsLostError(
         f"{_listed(lost)} was lost after {run.restarts} restarts (--max-restarts); run the same "
         "command again to continue from the newest checkpoint"
@@ -171,7 +171,7 @@ def _enough_hosts(run: SshRun) -> list[str]:
                 "again to continue from the newest checkpoint"
             )
         if missing != said:
-            _say(f"waits for {_listed(missing)}; {run.sizes[-1]} hosts are needed")
+            _say(f"waiting for {_listed(missing)}; {run.sizes[-1]} hosts are needed")
             said = missing
         time.sleep(LOOK_AGAIN)
 

@@ -71,7 +71,7 @@ class MemberScore(Score):
             self.linear_bias = nn.Parameter(torch.empty(shape[0])) if context.bias else None
 
     def initializers(self) -> dict[str, Initializer]:
-        """As the units of a feed-forward."""
+        """Initializers of a feed-forward's units."""
         weight = normal(self.std)
         entries = {"key": weight, "bias": ZEROS, "linear": weight, "linear_bias": ZEROS}
         return {name: each for name, each in entries.items() if getattr(self, name) is not None}

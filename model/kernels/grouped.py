@@ -50,7 +50,7 @@ def one_by_one(
     activation: Drop | None = None,
     gate: Gate | None = None,
 ) -> Tensor:
-    """As `grouped`, by definition; reads the counts from the device."""
+    """Computes `grouped` by its definition; reads the counts from the device."""
     if not switch.can_read():
         return by_grouped_products(
             rows_MD, up_EDF, bias_EF, down_EFD, counts_E, drop, activation, gate

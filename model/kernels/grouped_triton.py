@@ -24,7 +24,7 @@ TERMS = {torch.float32: 32, torch.bfloat16: 64, torch.float16: 64}
 
 
 def grouped_mm(a: Tensor, b: Tensor, offsets_E: Tensor) -> Tensor:
-    """As torch's.
+    """Computes what torch's `grouped_mm` does.
 
     Args:
         a: [M, D] with [E, D, F], or [D, M] with [M, F]; of a dtype in `TERMS`.

@@ -64,7 +64,7 @@ class TokenScores(NamedTuple):
 def by_definition(
     x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, bias_V: Tensor | None = None
 ) -> Tensor:
-    """As `linear_cross_entropy`, of the whole vocabulary, in plain PyTorch."""
+    """Computes `linear_cross_entropy` over the whole vocabulary in plain PyTorch."""
     return cross_entropy(linear(x_ND, weight_VD, bias_V).float(), targets_N)
 
 
@@ -122,7 +122,7 @@ def token_losses(
     part: VocabularyPart | None = None,
     bias_V: Tensor | None = None,
 ) -> Tensor:
-    """As `linear_cross_entropy`, of each token and without gradients: [N] in fp32."""
+    """Returns `linear_cross_entropy` of each token, [N] in fp32, without gradients."""
     return token_scores(x_ND, weight_VD, targets_N, part, bias_V).losses_N
 
 
@@ -148,7 +148,7 @@ def scores(
     part: VocabularyPart | None = None,
     bias_V: Tensor | None = None,
 ) -> Tensor:
-    """As `losses`; without gradients, of each target also 1 where it is the best, [B, T, 2]."""
+    """Returns `losses`; without gradients [B, T, 2], with a 1 where the target scores best."""
     arguments = x_BTD.flatten(0, 1), weight_VD, targets_BT.flatten(), part, bias_V
     if torch.is_grad_enabled():
         return linear_cross_entropy(*arguments)

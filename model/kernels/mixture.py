@@ -125,7 +125,7 @@ def mixture(
 def mixture_by_attention(
     query_BTF: Tensor, key_BTF: Tensor, value_BTE: Tensor, *, scale: float, causal: bool
 ) -> Tensor:
-    """As `mixture` of all tokens, by one call of fused attention."""
+    """Computes `mixture` of all tokens by one call of fused attention."""
     experts = value_BTE.shape[-1]
     # One width for keys and values, and a multiple of 8: what fused kernels take.
     width = -(-max(query_BTF.shape[-1], experts) // 8) * 8

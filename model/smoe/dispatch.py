@@ -95,7 +95,7 @@ def _by_priority(priority_N: Tensor, top_k: int) -> Tensor:
 
 
 Apart: TypeAlias = Literal["none", "sample", "all"]
-"""Of which tokens the outputs of single experts are returned: of a few without gradient, or of
+"""Tokens for which the outputs of single experts are returned: none, a few without gradient, or
 all."""
 SAMPLED_TOKENS = 256
 """Most tokens of a sample, at equal distances."""

@@ -114,8 +114,8 @@ def read_newest(path: Path, read: Callable[[Path], T], choose: Choose = newest_o
             if before is None or _identity(chosen) == before or choose(path) == path:
                 raise
             print(
-                f"polyad: {chosen} was deleted while it was read, by its run or by hand; what "
-                f"{path} has now is read",
+                f"polyad: {chosen} was deleted while it was being read; reading what {path} "
+                f"has now",
                 file=sys.stderr,
                 flush=True,
             )

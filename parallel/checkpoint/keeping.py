@@ -123,8 +123,8 @@ def remove_or_warn(path: Path, way: Callable[[Path], None]) -> None:
         way(path)
     except OSError as error:
         print(
-            f"polyad: warning: {path}: cannot be removed now: {reason_of(error)}; the next start "
-            f"of the run tries again",
+            f"polyad: warning: {path}: could not be removed: {reason_of(error)}; the next start "
+            f"of the run will try again",
             file=sys.stderr,
         )
 

@@ -387,7 +387,9 @@ def _pin(memory: torch.Tensor) -> bool:
     if not int(register(memory.data_ptr(), memory.numel(), 0)):
         return True
     line = f"{memory.numel() / 1e9:.1f} GB for snapshots cannot be page-locked"
-    print(f"polyad: warning: {line}; they take longer", file=sys.stderr, flush=True)
+    print(
+        f"polyad: warning: {line}, so they pause training for longer", file=sys.stderr, flush=True
+    )
     with contextlib.suppress(RuntimeError):  # CUDA keeps the error, and the next kernel has it
         torch.zeros(1, device="cuda")
     return False

@@ -380,7 +380,7 @@ def _bytes(path: Path, begin: int, size: int) -> memoryview:
 
 
 def verify_contents(folder: Path, report: Callable[[int], None] = lambda done: None) -> Contents:
-    """As `read_contents`, and reads every byte once: digests of files and those of the index.
+    """Returns `read_contents`, after every byte was compared with the digests of files and index.
 
     Args:
         folder: the checkpoint's.

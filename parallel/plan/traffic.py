@@ -40,11 +40,11 @@ class Exchange(NamedTuple):
     """A kind of collective, among some processes."""
 
     kind: str
-    """As in `KINDS`."""
+    """One of `KINDS`."""
     axis: str
-    """Among which: `data`, `tensor`, `expert`, `expert data` (with the same experts), `world`."""
+    """The group: `data`, `tensor`, `expert`, `expert data` (with the same experts) or `world`."""
     precision: str
-    """As `bfloat16`."""
+    """The dtype, for example `bfloat16`."""
 
 
 class Amount(NamedTuple):

@@ -47,7 +47,7 @@ class Operation:
 
     @property
     def name(self) -> str:
-        """As `aten::addmm`."""
+        """The name of the operation, for example `aten::addmm`."""
         return name_of(self.function)
 
     @cached_property

@@ -49,7 +49,7 @@ class Work(NamedTuple):
 
     @property
     def name(self) -> str:
-        """As `aten::addmm`."""
+        """The name of the operation, for example `aten::addmm`."""
         return name_of(self.function)
 
 

@@ -88,7 +88,7 @@ class AssumedExchange(RowExchange):
 
 
 def _shares(total: int, lots: int, parts: int) -> list[list[int]]:
-    """As even as whole numbers are."""
+    """Splits a total into parts that differ by at most 1."""
     whole, places = divmod(total, lots * parts)
     shares = [whole + (place < places) for place in range(lots * parts)]
     return [shares[lot * parts : (lot + 1) * parts] for lot in range(lots)]

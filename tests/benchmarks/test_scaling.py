@@ -237,7 +237,7 @@ def test_no_process_is_left_when_one_is_killed_or_the_bench_interrupted(
     if whom == "the bench":
         assert bench.returncode == 130
         assert "Traceback" not in errors
-        assert last == "polyad: error: interrupted"
+        assert last == "polyad: interrupted"
     else:
         assert bench.returncode == 1
         assert last.startswith("polyad: error: scaling: ")

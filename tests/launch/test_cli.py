@@ -321,13 +321,17 @@ def test_evaluate_without_a_checkpoint_is_one_line(
 @pytest.mark.parametrize(
     ("error", "status", "words"),
     [
-        (RunError("step 3: too many\nsteps"), 1, "step 3: too many steps"),
-        (OSError(28, "No space left on device", "run/x"), 1, "run/x: No space left on device"),
+        (RunError("step 3: too many\nsteps"), 1, "error: step 3: too many steps"),
+        (
+            OSError(28, "No space left on device", "run/x"),
+            1,
+            "error: run/x: No space left on device",
+        ),
         (KeyboardInterrupt(), 130, "interrupted"),
         (stopped(signal.SIGUSR1, "kept"), 138, "stopped by SIGUSR1; kept"),
     ],
 )
-def test_a_failed_run_has_one_line_and_its_status(
+def test_a_run_that_fails_or_is_stopped_has_one_line_and_its_status(
     error: BaseException,
     status: int,
     words: str,
@@ -343,7 +347,7 @@ def test_a_failed_run_has_one_line_and_its_status(
     assert run(["train", str(config)]) == status
     captured = capfd.readouterr()
     assert captured.out == ""
-    assert captured.err.splitlines()[-1] == f"polyad: error: {words}"
+    assert captured.err.splitlines()[-1] == f"polyad: {words}"
 
 
 def test_a_fault_of_the_program_keeps_its_traceback(

@@ -22,7 +22,7 @@ def test_launch_trains_in_processes_and_says_little(finished_run: Finished) -> N
     assert str(folder) in done.stdout
     # Nothing but our own lines: no warning, no banner of a library.
     first, start, *steps = done.stderr.splitlines()
-    assert first == f"begins anew: 4 steps to do, in {folder}"
+    assert first == f"new run: 4 steps, in {folder}"
     assert start.startswith("first step done "), done.stderr
     assert len(steps) == 4, done.stderr
     assert all(line.startswith("step ") for line in steps)
@@ -77,7 +77,7 @@ def test_a_run_that_fails_is_one_line_without_torchruns_report(
     assert done.stdout == ""
     lines = done.stderr.splitlines()
     assert lines[-1].startswith("polyad: error: step ")
-    known = ("begins anew: ", "first step ", "step ")
+    known = ("new run: ", "first step ", "step ")
     assert all(line.startswith(known) for line in lines[:-1]), done.stderr
 
 

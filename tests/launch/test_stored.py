@@ -186,8 +186,12 @@ def test_a_damaged_file_is_named_and_the_status_is_2(copy, prepared_path, capfd)
 def test_an_old_folder_says_what_could_be_checked(copy, capfd):
     age(copy)
     assert polyad(["data", "verify", str(copy)]) == 0
-    (note,) = [row for row in capfd.readouterr().out.splitlines() if "prepared before" in row]
-    assert note.startswith(f"{copy}: prepared before manifest.json and the .idx files had digests")
+    (note,) = [
+        row for row in capfd.readouterr().out.splitlines() if "prepared by an earlier" in row
+    ]
+    assert note.startswith(
+        f"{copy}: prepared by an earlier version, without digests of manifest.json"
+    )
 
 
 def test_what_is_not_prepared_data_is_refused_before_anything_is_read(copy, tmp_path, capfd):

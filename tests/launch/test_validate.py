@@ -17,7 +17,7 @@ def test_validate_describes_the_run_to_a_person_and_writes_json(
     assert captured.err == ""
     assert "(a new run)" in captured.out
     assert f"{description['model']['parameters']:,}" in captured.out
-    assert "2 processes: data parallel 2, ZeRO 1; 1 micro-batches of 2" in captured.out
+    assert "2 processes: data parallel 2, ZeRO 1; 1 micro-batch of 2" in captured.out
     assert description["training"]["epochs"] > 0
     assert not (tmp_path / "run").exists()
 
@@ -40,13 +40,37 @@ def test_without_data_the_vocabulary_has_to_be_given(
     assert "not checked" in capfd.readouterr().out
 
 
+def test_very_many_epochs_and_an_oversized_vocabulary_are_warned_of(
+    config: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["validate", str(config), "train.steps=100000", "--json", "-"]) == 0
+    description = json.loads(capfd.readouterr().out)
+    epochs = description["training"]["epochs"]
+    assert epochs > 100
+    said = f"train.steps: 100,000 reads the training data {epochs:,.0f} times (epochs): "
+    assert [line for line in description["warnings"] if line.startswith(said)]
+    assert run(["validate", str(config), "model.vocab_size=9000"]) == 0
+    assert "warning        model.vocab_size: 9,000 is more than the " in capfd.readouterr().out
+    assert run(["validate", str(config)]) == 0
+    assert "warning" not in capfd.readouterr().out
+
+
+@pytest.mark.parametrize("command", ["validate", "train"])
+def test_a_vocabulary_smaller_than_the_tokenizers_is_refused(
+    command: str, config: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert run([command, str(config), "model.vocab_size=10"]) == 2
+    line = capfd.readouterr().err
+    assert line.startswith("polyad: error: model.vocab_size: 10 is less than the ")
+
+
 def test_without_data_a_teacher_need_not_be_there(
     config: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     arguments = ["validate", str(config), "--without-data", "model.vocab_size=400"]
     assert run([*arguments, "distill.teacher=/no/such/run", "--json", "-"]) == 0
     description = json.loads(capfd.readouterr().out)
-    said = "distill.teacher: /no/such/run is not here: the memory is without the teacher"
+    said = "distill.teacher: /no/such/run does not exist here: the memory does not include it"
     assert said in description["warnings"]
     assert "teacher" not in description["memory_bytes_per_process"]
 

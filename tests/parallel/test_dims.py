@@ -37,7 +37,7 @@ def test_a_layout_that_leaves_a_node_says_so(world, tensor, expert, of_node, cro
     line = dims.crossing(of_node)
     assert (line is not None) == crosses
     if line:
-        assert f"= {tensor * expert} processes do not stay within nodes of {of_node}" in line
+        assert f"= {tensor * expert} processes do not fit into nodes of {of_node}" in line
 
 
 @pytest.mark.parametrize(

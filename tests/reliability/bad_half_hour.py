@@ -53,7 +53,7 @@ MOST_BY_HAND = 5
 """Starts by hand, after which nothing more is tried."""
 LOOK_AGAIN = 0.05
 
-_START = re.compile(r"continues (?:from|after) step ([\d,]+)|begins anew: ")
+_START = re.compile(r"continues (?:from|after) step ([\d,]+)|new run: ")
 
 
 class Launched:

@@ -99,8 +99,7 @@ def test_an_older_run_begins_its_average_with_its_weights_and_says_so(
     assert done == 7
     first = said.splitlines()[0]
     assert first.startswith("continues from step 6 of 7 (1 left), from ")
-    assert first.endswith("; the moving average of the weights (train.ema) begins there with the "
-                          "weights")  # fmt: skip
+    assert first.endswith("; the moving average (train.ema) starts from the weights of that step")
     before = Checkpoint(newest(tmp_path / "run"))
     after = Checkpoint(tmp_path / "run" / "checkpoints" / "step-00000007")
     for name in before.shapes():

@@ -8,7 +8,7 @@ import termios
 
 import pytest
 
-from polyad.train.console import Console, Progress, in_bytes
+from polyad.train.console import Console, Progress, counted, in_bytes
 
 
 @pytest.mark.parametrize(
@@ -22,6 +22,17 @@ from polyad.train.console import Console, Progress, in_bytes
 )  # fmt: skip
 def test_sizes_have_three_digits_and_no_exponent(size, text):
     assert in_bytes(size) == text
+
+
+@pytest.mark.parametrize(
+    ("number", "noun", "text"),
+    [
+        (1, "process", "1 process"), (2000, "process", "2,000 processes"), (1, "block", "1 block"),
+        (0, "block", "0 blocks"), (2, "micro-batch", "2 micro-batches"),
+    ],
+)  # fmt: skip
+def test_a_number_and_its_noun_agree(number, noun, text):
+    assert counted(number, noun) == text
 
 
 @pytest.mark.parametrize(

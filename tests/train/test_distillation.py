@@ -158,7 +158,7 @@ def test_a_distilled_mixture_has_the_experts_and_learns_a_plain_gate(workers, co
     words = (f"run.folder={folder}", f"checkpoint.init_from={attentive}", FREEZE)
     ((steps, said),) = workers(1).run(run_and_listen, config, *words)
     assert steps == 80
-    assert "; new from the seed: mixture.gate.scores.*" in said
+    assert "; initialized from the seed: mixture.gate.scores.*" in said
     theirs, ours = load_model(attentive).state_dict(), load_model(folder).state_dict()
     experts = [name for name in theirs if name.startswith("mixture.experts.")]
     assert any("running_mean" in name for name in experts)

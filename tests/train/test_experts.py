@@ -133,7 +133,7 @@ def test_validate_says_what_experts_cost(tmp_path, prepared_path, capfd):
     assert polyad(["validate", str(config), "--processes", "2"]) == 0
     rows = dict(line.split(maxsplit=1) for line in capfd.readouterr().out.splitlines())
     counts, how = rows["experts"].split("; ")
-    assert counts == "4 in each of 1 blocks, 2 active per token"
+    assert counts == "4 in each of 1 block, 2 active per token"
     assert how == "linear score, similarity graph (cosine)"
     total, active = (int(rows[key].split()[0].replace(",", "")) for key in ("parameters", "active"))
     # Two of four experts: each 2 x 32 x 32 weights and 2 x 32 biases.

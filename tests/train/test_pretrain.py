@@ -178,9 +178,7 @@ def test_an_interrupted_run_says_where_it_goes_on(config, tmp_path):
     *_, last = run.communicate(timeout=60)[1].splitlines()
     assert run.returncode == 130
     (newest,) = complete_checkpoints(tmp_path / "run" / "checkpoints")
-    assert (
-        last == f"polyad: error: interrupted; run the same command again to continue from {newest}"
-    )
+    assert last == f"polyad: interrupted; run the same command again to continue from {newest}"
 
 
 @everyday("workers_count", [0, 2], keep=[0])

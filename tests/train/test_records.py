@@ -65,7 +65,7 @@ def test_a_line_that_is_no_record_is_left_out_by_every_reader(tmp_path, capfd, o
     assert runs.last_loss(path) == "last loss 0.3333; "
     drop_records_after(path, 2)
     assert [json.loads(line) for line in path.read_text().splitlines()] == GOOD[:2]
-    warned = "1 lines before the last held no record of a step" in capfd.readouterr().err
+    warned = "removed 1 unreadable line" in capfd.readouterr().err
     assert warned == (not last)
 
 

@@ -240,8 +240,8 @@ def test_a_model_without_room_is_streamed_by_itself(tmp_path, monkeypatch, capfd
             patch.setattr(streaming, "_OnDisk", lambda *a, m=made: m.append(a) or on_disk(*a))
             assert lasting(evaluation(folder, **asked)) == lasting(wanted)
         error = capfd.readouterr().err
-        assert f"polyad: reads {folder} block by block: " in error
-        assert f" KB of weights in fp32, {free // 1000} KB of memory are free" in error
+        assert f"polyad: reading {folder} block by block: " in error
+        assert f" KB of weights in fp32, {free // 1000} KB of free memory" in error
         assert len(made) == files
     monkeypatch.setattr(streaming, "free_memory", lambda: 50_000)
     with pytest.raises(ConfigError, match=r"its largest part has \d+ KB in fp32, and 50 KB of mem"):

@@ -16,6 +16,11 @@ from polyad.train.state import TrainState
 from polyad.train.tasks.images import ImageClassification
 from polyad.train.tasks.pixels import normalization_of
 
+MANY_EPOCHS = 100
+"""More are worth a warning: overfitting is likely, or the data is not the intended one."""
+PADDED_ROWS = 1024
+"""Rows of an embedding beyond the tokenizer's that round its size up for a GPU, at most."""
+
 
 def nothing_is_left(plan: Plan, state: TrainState) -> bool:
     """Whether the run is finished: all steps done, or it ended early, and the last validation.
@@ -33,7 +38,7 @@ def first_line(plan: Plan, state: TrainState) -> str:
     """The line that a start prints before it builds anything."""
     steps, folder = plan.config.train.steps, Path(plan.config.run.folder)
     if plan.resume is None:
-        return f"begins anew: {steps:,} steps to do, in {folder}{_weights(plan)}"
+        return f"new run: {steps:,} steps, in {folder}{_weights(plan)}"
     place, left = plan.resume.folder, steps - state.step
     if nothing_is_left(plan, state) and left:
         reason = state.why_it_is_over(plan.config.evaluation.patience)
@@ -43,11 +48,11 @@ def first_line(plan: Plan, state: TrainState) -> str:
     elif left:
         line = f"continues from step {state.step:,} of {steps:,} ({left:,} left), from {place}"
     else:
-        line = f"continues after step {state.step:,}, the last, with its validation, from {place}"
+        line = f"continues after step {state.step:,}, the last, with the validation, from {place}"
     start = plan.config.checkpoint.init_from
     unused = ""
     if start and plan.config.adapt.lora is None:
-        unused = f"; checkpoint.init_from: {start} is for a new run, and not used"
+        unused = f"; checkpoint.init_from: {start} is ignored, as it is for new runs only"
     rate = "" if nothing_is_left(plan, state) else _rate(plan, state)
     return line + rate + _average(plan) + _best(plan, state) + _teacher(plan) + unused
 
@@ -65,7 +70,7 @@ def say_first_line(plan: Plan, state: TrainState) -> None:
             print(f"polyad: warning: {note}", file=sys.stderr, flush=True)
     notes = list(plan.task.notes)
     if not plan.task.has_validation:
-        notes.append(f"there is no validation split to score; {plan.task.to_validate}")
+        notes.append(f"the data has no validation split to score; {plan.task.to_validate}")
     for note in notes:
         print(f"polyad: {note}", file=sys.stderr, flush=True)
     of_node = os.environ.get("LOCAL_WORLD_SIZE", "")
@@ -83,7 +88,7 @@ def blocks_note(config: RunConfig) -> str | None:
     what += f"{', '.join(map(str, blocks))} learn{'s from that' if one else ' from those'} of "
     return (
         f"{what}{config.distill.teacher}: the training loss is distill.blocks: "
-        f"{config.distill.blocks}, and validation is of the spliced model"
+        f"{config.distill.blocks}; validation scores the spliced model"
     )
 
 
@@ -98,7 +103,7 @@ def _best(plan: Plan, state: TrainState) -> str:
     assert plan.resume is not None
     if plan.resume.state.best_score is None or state.best_score is not None:
         return ""
-    return "; the best validation is looked for from there on"
+    return "; earlier validation scores no longer count as the best"
 
 
 def _teacher(plan: Plan) -> str:
@@ -107,15 +112,15 @@ def _teacher(plan: Plan) -> str:
     if plan.teacher is None or before is None or plan.teacher.step == before:
         return ""
     return (
-        f"; the teacher is another one than before: step {plan.teacher.step:,}, not {before:,}, of "
-        f"{plan.config.distill.teacher}"
+        f"; the teacher has changed: step {plan.teacher.step:,} of {plan.config.distill.teacher}, "
+        f"before it was step {before:,}"
     )
 
 
 def _average(plan: Plan) -> str:
     if plan.config.train.ema is None or plan.resume is None or plan.resume.has_average:
         return ""
-    return "; the moving average of the weights (train.ema) begins there with the weights"
+    return "; the moving average (train.ema) starts from the weights of that step"
 
 
 def _weights(plan: Plan) -> str:
@@ -126,11 +131,13 @@ def _weights(plan: Plan) -> str:
     new += _pixels(plan, plan.init)
     if anew := begins_anew(plan.task, plan.init, plan.config):
         more = f" and {len(anew) - 3} more" if len(anew) > 3 else ""
-        new += f"; new from the seed: {', '.join(f'{prefix}*' for prefix in anew[:3])}{more}"
+        new += (
+            f"; initialized from the seed: {', '.join(f'{prefix}*' for prefix in anew[:3])}{more}"
+        )
     if isinstance(plan.init, Checkpoint):
         step = plan.init.training_step
-        return f", with the weights of step {step:,}, {plan.init.folder}{new}"
-    return f", with the weights of {plan.init.folder}{new}"
+        return f", from the weights of step {step:,}, {plan.init.folder}{new}"
+    return f", from the weights of {plan.init.folder}{new}"
 
 
 def _pixels(plan: Plan, weights: Weights) -> str:
@@ -141,7 +148,7 @@ def _pixels(plan: Plan, weights: Weights) -> str:
     theirs, ours = normalization_of(weights, task.model.image_size), task.settings.normalization
     if theirs in (None, ours):
         return ""
-    return f"; data.normalization: {ours} here, {theirs} where the weights were trained"
+    return f"; data.normalization: {ours}, but the weights were trained with {theirs}"
 
 
 def schedule_line(config: RunConfig) -> str:
@@ -164,9 +171,9 @@ def change_of_rate(before: RunConfig, now: RunConfig, step: int) -> str | None:
         learning_rate(each.schedule, each.optimizer.learning_rate, step, each.train.steps)
         for each in (now, before)
     )
-    changes = "is as before, and changes later on"
+    changes = "is unchanged, but later ones differ"
     if f"{here:.3g}" != f"{there:.3g}":
-        changes = f"is {here:.3g}, and was to be {there:.3g}"
+        changes = f"is {here:.3g} instead of {there:.3g}"
     return f"the learning rate of step {step + 1:,} {changes} ({', '.join(changed)})"
 
 
@@ -182,7 +189,7 @@ def _changes(before: RunConfig, now: RunConfig) -> list[str]:
             keys[-1] = "train.steps"
     there, here = (flatten(each.model_dump(mode="json")) for each in (before, now))
     changed = [
-        f"{key}: {_word(there[key])} there, {_word(here[key])} here"
+        f"{key}: {_word(there[key])} before, {_word(here[key])} now"
         for key in keys
         if there[key] != here[key]
     ]
@@ -200,19 +207,35 @@ def warm_up_note(config: RunConfig) -> str | None:
     steps, warmup = config.train.steps, config.schedule.warmup_steps
     if steps >= warmup:
         return None
-    return (
-        f"train.steps: {steps:,} ends the run in the warm-up of schedule.warmup_steps: {warmup:,}"
-    )
+    key = f"schedule.warmup_steps: {warmup:,}"
+    return f"train.steps: {steps:,} ends the run before its warm-up ({key})"
 
 
 def leak_note(config: RunConfig) -> str | None:
     """What a training loss says less than it seems to, if it does."""
     leak = config.model.training_leak()
     return leak and (
-        f"{leak} lets experts depend on later tokens in training: its loss is that of no "
-        f"prediction, and is not to be compared; validation and evaluation, without pools, are "
-        f"honest"
+        f"{leak} lets experts depend on later tokens in training, so the training loss is too low "
+        f"to be compared with others; validation and evaluation use no pools and are not affected"
     )
+
+
+def data_notes(plan: Plan) -> list[str]:
+    """What is odd about a run beside its data: very many epochs, or a far larger vocabulary."""
+    train, notes = plan.config.train, []
+    epochs = train.steps * train.global_batch_size / plan.task.samples_per_epoch
+    if epochs > MANY_EPOCHS:
+        notes.append(
+            f"train.steps: {train.steps:,} reads the training data {epochs:,.0f} times (epochs): "
+            f"lower train.steps, or prepare more data"
+        )
+    ours, theirs = getattr(plan.config.model, "vocab_size", None), plan.kept.state.get("vocab_size")
+    if ours and theirs and ours > theirs + PADDED_ROWS:
+        notes.append(
+            f"model.vocab_size: {ours:,} is more than the {theirs:,} tokens of the tokenizer: the "
+            f"other {ours - theirs:,} are never used; null takes the size from the data"
+        )
+    return notes
 
 
 def schedule_notes(config: RunConfig) -> list[str]:
@@ -225,8 +248,9 @@ def schedule_notes(config: RunConfig) -> list[str]:
     last = learning_rate(schedule, config.optimizer.learning_rate, steps - 1, steps)
     key = f"schedule.decay_steps: {end:,}"
     if end < steps:
-        left = f"the rate stays at {last:.3g} for the last {steps - end:,} steps"
-        what = f"{key} is long before train.steps: {steps:,}: {left}"
+        left = f"the learning rate stays at {last:.3g} for the last {steps - end:,} steps"
+        what = f"{key} is much less than train.steps: {steps:,}: {left}"
     else:
-        what = f"{key} is long after train.steps: {steps:,}: the run ends at a rate of {last:.3g}"
-    return [*notes, f"{what}; null ends both together"]
+        left = f"the run ends at a learning rate of {last:.3g}"
+        what = f"{key} is much more than train.steps: {steps:,}: {left}"
+    return [*notes, f"{what}; null makes the decay end with the run"]

@@ -139,5 +139,5 @@ def comparison_rows(experts: dict[str, Any]) -> list[tuple[str, str]]:
 def _levels_that_stay_alike(experts: dict[str, Any]) -> list[tuple[str, str]]:
     if len(experts["num_experts"]) == 1 or experts["level_std"]:
         return []
-    text = "level_std is 0: experts of a level after the first begin alike and can only stay so"
+    text = "level_std is 0: experts of all levels but the first start equal and stay equal"
     return [("  note", f"model.feed_forward.{text}")]

@@ -17,7 +17,7 @@ class Key(NamedTuple):
     type: str
     """In words: `integer >= 1, or null`."""
     default: str
-    """As YAML, or `required`."""
+    """The default in YAML, or `required`."""
     meaning: str
     """Plain text; empty where the section below explains it."""
 

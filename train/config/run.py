@@ -155,7 +155,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def parse_config(text: str, overrides: Sequence[str] = (), *, origin: str) -> RunConfig:
-    """As `load_config`, from the text of a file called `origin`."""
+    """Loads a configuration like `load_config`, from the text of a file called `origin`."""
     return config_of(_tree(text, origin), overrides, origin=origin)
 
 
@@ -187,7 +187,7 @@ def _tree(text: str, origin: str) -> dict[str, Any]:
 
 
 def config_of(tree: dict[str, Any], overrides: Sequence[str] = (), *, origin: str) -> RunConfig:
-    """As `load_config`, from the keys of a file called `origin`, which stay as they are."""
+    """Loads a configuration like `load_config`, from keys, which stay unchanged."""
     tree = copy.deepcopy(tree)
     for override in overrides:
         apply_override(tree, override)

@@ -128,6 +128,4 @@ class Checked:
             self.notes += self._weights.notes()
         if names := self._not_finite:
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-            self.notes.append(
-                f"NaN or infinity in {names[0]}{more}: written as they are, of no use to anyone"
-            )
+            self.notes.append(f"NaN or infinity in {names[0]}{more}: the written model is unusable")

@@ -99,7 +99,7 @@ def _convert(
     _check_adapters(source, opened, to, merge, is_split(opened.model_config()))
     weights = Checked(opened, change)
     if choice == "ema":
-        weights.notes.append("the weights are the moving average of the trained ones (train.ema)")
+        weights.notes.append("the weights are the moving average that train.ema keeps")
     if change:
         _refuse_more_than_fits(weights.bytes, destination, change)
     with named(destination), closing(weights.progress), _staging(destination) as staging:

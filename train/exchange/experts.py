@@ -116,23 +116,23 @@ class Upcycled(Changed):
         assert isinstance(feed_forward, SparseMoEConfig)
         reasons = []
         if feed_forward.top_k == 1:
-            reasons.append("with top_k 1 an expert's output is multiplied by its score")
+            reasons.append("with top_k: 1 an expert's output is multiplied by its score")
         elif feed_forward.combine == "softmax":
-            reasons.append("with combine softmax a token's weights sum to less than 1")
+            reasons.append("with combine: softmax the weights of a token sum to less than 1")
         if feed_forward.capacity_factor is not None:
             reasons.append("capacity_factor drops tokens")
         if self._start.noise:
             reasons.append(f"noise is {self._start.noise:g}")
         dense, experts = activation_of(self._config), feed_forward.activation
         if dense != experts:
-            reasons.append(f"experts have the activation {experts}, and the dense layers {dense}")
-        notes = ["at first its logits are the dense model's, but for rounding"]
+            reasons.append(f"experts use the activation {experts}, the dense layers {dense}")
+        notes = ["its initial logits equal the dense model's, up to rounding"]
         if reasons:
-            notes = [f"at first its logits are not the dense model's: {'; '.join(reasons)}"]
+            notes = [f"its initial logits differ from the dense model's: {'; '.join(reasons)}"]
         if feed_forward.score == "sparsity" and not self._start.noise:
             notes.append(
-                "equal experts have equal scores of sparsity, among which rounding alone chooses; "
-                "noise=0.01 sets them apart"
+                "all experts start equal, so only rounding decides between their sparsity scores; "
+                "noise=0.01 makes them differ"
             )
         return notes
 
@@ -303,12 +303,12 @@ class Split(Changed):
         if used < feed_forward.num_experts:
             reasons.append(f"a token uses {used} of {feed_forward.num_experts} experts")
         if feed_forward.weighs_experts():
-            reasons.append("experts have the weights of a learned score")
+            reasons.append("experts are weighted by a learned score")
         if feed_forward.capacity_factor is not None:
             reasons.append("capacity_factor drops tokens")
         if reasons:
-            return [f"its outputs are not the dense model's: {'; '.join(reasons)}"]
-        return ["its outputs are the dense model's, but for rounding"]
+            return [f"its outputs differ from the dense model's: {'; '.join(reasons)}"]
+        return ["its outputs equal the dense model's, up to rounding"]
 
 
 def is_split(model: ModelSettings) -> bool:
@@ -364,5 +364,5 @@ class Merged(Changed):
 
     def notes(self) -> list[str]:
         """Says what is left out."""
-        left = " without its learned scores" if self._is_learned else ""
+        left = "; the learned scores are dropped" if self._is_learned else ""
         return [f"every token uses all units again, as in the dense model{left}"]

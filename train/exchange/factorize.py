@@ -65,7 +65,7 @@ class Factorizing(Option):
         return Factored(weights, self)
 
     def model_config(self, dense: ModelSettings, folder: Path) -> tuple[str, ModelSettings]:
-        """As `Option.model_config`, with the rank filled in."""
+        """Completes `Option.model_config` with the rank."""
         section, config = super().model_config(dense, folder)
         found, activation = getattr(config, section).activation, activation_of(dense)
         if (found in GATED) != (activation in GATED):
@@ -161,14 +161,14 @@ class Factored(Changed):
         found, dense = self._feed_forward.activation, activation_of(self._config)
         if found != dense:
             named = "exact GELU" if found == "gelu" else found
-            reasons.append(f"experts have {named}, and the dense layers {dense}")
+            reasons.append(f"experts use {named}, the dense layers {dense}")
         if self._feed_forward.gate_std and self._factorizing.start.noise:
             reasons.append(f"the gate starts uneven (gate_std {self._feed_forward.gate_std:g})")
-        said = ["at first its outputs are the dense model's, but for rounding"]
+        said = ["its initial outputs equal the dense model's, up to rounding"]
         if reasons:
-            said = [f"at first its outputs are not the dense model's: {'; '.join(reasons)}"]
+            said = [f"its initial outputs differ from the dense model's: {'; '.join(reasons)}"]
         for layer, error in self._errors.items():
-            said.append(f"{layer}: {error:.2%} of the matrix is left out (Frobenius norm)")
+            said.append(f"{layer}: the factors lose {error:.2%} of the matrix (Frobenius norm)")
         if self._factorizing.start.noise == 0:
-            said.append("noise is 0: all experts are equal, and training leaves them so")
+            said.append("noise is 0: all experts start equal and stay equal in training")
         return said

@@ -87,6 +87,6 @@ class Linearized(Changed):
     def notes(self) -> list[str]:
         """Says what it computes."""
         return [
-            "its outputs are those of the attentive model, but for rounding; from here on no key "
-            "follows what an expert computes"
+            "its outputs equal the attentive model's, up to rounding; in further training the keys "
+            "no longer follow what the experts compute"
         ]

@@ -62,7 +62,7 @@ class _Target(NamedTuple):
     """A tensor there that has matrices beside it."""
 
     name: str
-    """As a file has it."""
+    """Its name in a file."""
     plain: str
     parts: list[tuple[str, Piece]]
     """Our weights that it is made of, with the share of each."""

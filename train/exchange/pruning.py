@@ -112,8 +112,8 @@ class Pruned(Changed):
     def notes(self) -> list[str]:
         """Says what it computes."""
         if any(len(group.experts) > 1 for groups in self._groups.values() for group in groups):
-            return ["merged experts are means of weights: none computes what one did before"]
-        return ["tokens of removed experts go to the next best ones; the others are as they were"]
+            return ["merged experts are averages of weights and compute something new"]
+        return ["tokens of removed experts go to their next best; the other experts are unchanged"]
 
 
 def _smaller(config: ModelSettings, pruning: Pruning) -> ModelSettings:

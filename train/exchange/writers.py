@@ -86,7 +86,7 @@ def _to_huggingface(weights: Checked, staging: Path, destination: Path) -> None:
     for name, text in (origin.files if origin else {}).items():
         (staging / name).write_text(text, encoding="utf-8")
     if origin and origin.dtype != "F32" and weights.is_trained:
-        weights.notes.append(f"weights are rounded to {origin.dtype}, as they were before training")
+        weights.notes.append(f"weights are rounded to {origin.dtype}, as in the original model")
     if isinstance(config, GPT2Config):
         _note_what_transformers_lacks(weights, config)
 
@@ -102,7 +102,7 @@ def _write_pixels(
         return {}
     if (call := timm_call(config)) is not None:
         weights.notes.append(
-            f"timm has no Mixer of these sizes by name: build {call} and load {WEIGHTS_FILE}"
+            f"timm has no named Mixer of this size: build it with {call} and load {WEIGHTS_FILE}"
         )
     keys = timm_keys(settings, config.image_size) if settings else {}
     return {"pretrained_cfg": tree["pretrained_cfg"] | keys}
@@ -111,13 +111,13 @@ def _write_pixels(
 def _note_what_transformers_lacks(weights: Checked, config: GPT2Config) -> None:
     if not config.bias:
         weights.notes.append(
-            "model.bias is false and Hugging Face's GPT-2 always has biases: zeros were written"
+            "model.bias: false, but Hugging Face's GPT-2 always has biases: zeros were written"
         )
     tokenizer = weights.tokenizer
     if tokenizer is not None and tokenizer.file_name == SENTENCEPIECE_FILE:
         weights.notes.append(
-            f"the tokenizer is a SentencePiece model, {SENTENCEPIECE_FILE}: transformers does not "
-            "find a class for it by itself, and one that it is given may encode otherwise"
+            f"the tokenizer is a SentencePiece model ({SENTENCEPIECE_FILE}), which transformers "
+            "cannot load by itself; a tokenizer class that you choose may encode text differently"
         )
 
 
@@ -142,7 +142,9 @@ def _write_tokenizer(weights: Checked, staging: Path) -> None:
     if isinstance(weights.config, ImageSettings):
         return
     if tokenizer is None:
-        weights.notes.append("no tokenizer was found beside the weights or data: none was written")
+        weights.notes.append(
+            "no tokenizer was found with the weights or the data, so none was written"
+        )
         return
     assert isinstance(weights.config, DecoderSettings | BertConfig)
     tokenizer.save(staging / tokenizer.file_name)
@@ -195,10 +197,10 @@ def _data_of(model: ModelSettings, folder: Path) -> tuple[DataSettings, list[str
     if "normalization" not in keys:
         notes = [
             *notes,
-            f"{folder} does not say how pixels are normalized: data.normalization: "
-            f"{settings.normalization} is written; also {', '.join(NORMALIZATIONS)}"
+            f"{folder} does not say how pixels are normalized: assuming data.normalization: "
+            f"{settings.normalization} (allowed: {', '.join(NORMALIZATIONS)})"
             if not notes
-            else f"data.normalization: {settings.normalization} is written: check it",
+            else f"assuming data.normalization: {settings.normalization}: check it",
         ]
     return settings, notes
 
@@ -214,7 +216,7 @@ def _pixels_of(weights: Checked) -> ImageDataConfig | None:
     if "normalization" in keys:
         return ImageDataConfig.model_validate({"path": "runs/images"} | keys)
     weights.notes.append(
-        f"{weights.folder} does not say how pixels are normalized, and nothing is written of it"
+        f"{weights.folder} does not say how pixels are normalized, so the result does not either"
     )
     return None
 
@@ -238,7 +240,7 @@ def _to_polyad(weights: Checked, staging: Path, destination: Path) -> None:
     tokenizer, config = weights.tokenizer, weights.config
     is_of_images = isinstance(config, ImageSettings)
     if tokenizer is None and not is_of_images:
-        weights.notes.append(f"{weights.folder} has no tokenizer: name one where text is needed")
+        weights.notes.append(f"{weights.folder} has no tokenizer: name one where text is read")
     run, notes = config_of_weights(config, weights.folder, destination.name, weights.data)
     weights.notes += notes
     state = TrainState(
@@ -275,7 +277,7 @@ def _to_peft(weights: Checked, staging: Path, destination: Path) -> None:
     ]
     if not isinstance(weights.adapted.base, FamilyWeights):
         weights.notes.append(
-            f"peft wants the base in transformers' form: `polyad convert "
+            f"peft needs the base model in Hugging Face format: `polyad convert "
             f"{weights.adapted.base.folder} DESTINATION --to huggingface`"
         )
     _write_json(staging / ADAPTER_CONFIG_FILE, tree)

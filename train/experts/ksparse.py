@@ -32,7 +32,7 @@ Numbers = npt.NDArray[np.int64]
 TokensOfParts = list[tuple[Numbers, npt.NDArray[np.bool_]]]
 """Tokens of each part, and whether they are of the class."""
 SHARES = (2, 1, 1)
-"""Of four windows: learned from, chosen by, scored on."""
+"""Windows out of four that are for learning, for choosing and for scoring."""
 OF_A_CLASS = 2 * sum(SHARES)
 """A probe's tokens are as many times this: of both kinds, in each part."""
 

@@ -48,7 +48,7 @@ class Column(NamedTuple):
     """A column of a trace."""
 
     type: str
-    """As Arrow calls it; `names`: a string of few different ones."""
+    """Arrow's name of the type; `names`: strings, of which there are few different ones."""
     about: str
 
 

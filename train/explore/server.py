@@ -35,7 +35,7 @@ from polyad.train.page.template import page
 
 HOST = "127.0.0.1"
 MOST_BYTES = 1 << 20
-"""Of a request."""
+"""Maximum size of a request."""
 MOST_INTERVENTIONS = 64
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
@@ -46,7 +46,7 @@ HEADERS = {
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cache-Control": "no-store",
 }
-"""Of every response."""
+"""Headers of every response."""
 
 
 class Shows(Protocol):

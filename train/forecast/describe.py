@@ -12,13 +12,13 @@ from polyad.model.smoe.config import SelectingConfig, SparseMoEConfig
 from polyad.parallel.dims import Dims
 from polyad.parallel.plan.devices import DEFAULT_DEVICE, DEVICES
 from polyad.train.config.adaptation import counts, model_of, unused_parameters
-from polyad.train.config.beginning import leak_note, schedule_line, schedule_notes
+from polyad.train.config.beginning import data_notes, leak_note, schedule_line, schedule_notes
 from polyad.train.config.comparison import comparison_rows, experts_compared
 from polyad.train.config.environment import check_compiler
 from polyad.train.config.plan import checkpoint_bytes, plan_run
 from polyad.train.config.rules import validate
 from polyad.train.config.run import RunConfig, load_config
-from polyad.train.console import in_bytes
+from polyad.train.console import counted, in_bytes
 from polyad.train.errors import ConfigError
 from polyad.train.forecast.forecast import degrees_of, memory_by_kind
 from polyad.train.forecast.step import footprint
@@ -56,17 +56,19 @@ def describe_run(
         config, dims = plan.config, plan.dims
         epoch = plan.task.samples_per_epoch
         step = plan.resume.training_step if plan.resume else 0
+        notes = data_notes(plan)
     else:
-        config, epoch, step = load_config(path, overrides), None, None
+        config, epoch, step, notes = load_config(path, overrides), None, None, []
         dims = validate(config, world_size)
         check_without_data(config)
     check_compiler(config)
     description = describe(config, dims, samples_per_epoch=epoch)
+    description["warnings"] += notes
     # The shapes of feed-forwards that teach are known without it.
     teacher = config.distill.teacher if config.distill.blocks is None else None
     if not with_data and teacher is not None and not Path(teacher).expanduser().exists():
         description["warnings"].append(
-            f"distill.teacher: {teacher} is not here: the memory is without the teacher"
+            f"distill.teacher: {teacher} does not exist here: the memory does not include it"
         )
         distill = config.distill.model_copy(update={"teacher": None})
         config = config.model_copy(update={"distill": distill})
@@ -140,9 +142,9 @@ def describe(
     }
 
 
-def size_in_words(parameters: int, active: int, unit: str) -> str:
+def size_in_words(parameters: int, active: int) -> str:
     """The size of a model, for people."""
-    return f"{parameters:,} parameters, {active:,} active per {unit}"
+    return f"{parameters:,} parameters, {active:,} active per token"
 
 
 def _experts(config: RunConfig) -> dict[str, Any] | None:
@@ -223,19 +225,19 @@ def _model_rows(model: dict[str, Any], unit: str) -> list[tuple[str, str]]:
         block = f", {low:,} per block" if low == high else f", {low:,} to {high:,} per block"
     factorized = model["factorized_experts"]
     return [
-        ("model", model["kind"] + (f", {len(blocks)} blocks" if blocks else "")),
+        ("model", model["kind"] + (f", {counted(len(blocks), 'block')}" if blocks else "")),
         (
             "parameters",
             f"{model['parameters']:,}  (embeddings {model['embedding_parameters']:,}{block})",
         ),
         *([("adapted", model["adapted"].in_words())] if model["adapted"] else []),
-        *_expert_rows(model, unit),
+        *_expert_rows(model),
         *(comparison_rows(factorized) if factorized else []),
         (f"FLOPs/{unit}", f"{model[f'flops_per_{unit}']:.3g}  (forward and backward)"),
     ]
 
 
-def _expert_rows(model: dict[str, Any], unit: str) -> list[tuple[str, str]]:
+def _expert_rows(model: dict[str, Any]) -> list[tuple[str, str]]:
     experts = model["experts"]
     if experts is None:
         return []
@@ -252,18 +254,18 @@ def _expert_rows(model: dict[str, Any], unit: str) -> list[tuple[str, str]]:
     if experts["final_top_k"] is not None:
         chosen += f", growing to {experts['final_top_k']},"
     return [
-        ("active", f"{model['active_parameters']:,} per {unit}"),
+        ("active", f"{model['active_parameters']:,} parameters per token"),
         (
             "experts",
-            f"{experts['num_experts']} in each of {len(experts['blocks'])} blocks, {chosen} active "
-            f"per token; {experts['score']} score, {graph}",
+            f"{experts['num_experts']} in each of {counted(len(experts['blocks']), 'block')}, "
+            f"{chosen} active per token; {experts['score']} score, {graph}",
         ),
     ]
 
 
 def _training_rows(training: dict[str, Any], unit: str) -> list[tuple[str, str]]:
     epochs = training["epochs"]
-    seen = f", {epochs:.2f} epochs of the data" if epochs is not None else ""
+    seen = f", {epochs:,.2f} epochs of the data" if epochs is not None else ""
     return [
         ("steps", f"{training['steps']:,} of {training[f'{unit}s_per_step']:,} {unit}s"),
         (f"{unit}s", f"{training[f'{unit}s']:,}{seen}"),
@@ -281,9 +283,10 @@ def _layout_row(layout: dict[str, Any]) -> str:
         for kind in ("tensor", "expert")
     )
     return (
-        f"{layout['processes']} processes: data parallel {layout['data_parallel_size']}, "
-        f"{tensor}{expert}ZeRO {layout['zero_stage']}; {layout['accumulation_steps']} "
-        f"micro-batches of {layout['micro_batch_size']} per step and process"
+        f"{counted(layout['processes'], 'process')}: data parallel "
+        f"{layout['data_parallel_size']}, {tensor}{expert}ZeRO {layout['zero_stage']}; "
+        f"{counted(layout['accumulation_steps'], 'micro-batch')} of {layout['micro_batch_size']} "
+        "per step and process"
     )
 
 
@@ -293,7 +296,7 @@ def _memory_row(memory: dict[str, int]) -> str:
         for name, size in memory.items()
         if name not in {"total", "snapshot"}
     )
-    row = f"about {in_bytes(memory['total'])} per process on a GPU  ({parts})"
+    row = f"about {in_bytes(memory['total'])} per process when run on GPUs  ({parts})"
     if "snapshot" in memory:
         row += f"; {in_bytes(memory['snapshot'])} of host memory for asynchronous checkpoints"
     return row

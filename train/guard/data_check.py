@@ -73,8 +73,8 @@ class DataCheck:
         if self._thread.is_alive() and self._main:
             total = sum(folder.bytes_to_verify() for folder in self._folders)
             self._say(
-                f"data.verify: the run ended when {self._read / 1e6:,.0f} of {total / 1e6:,.0f} MB "
-                f"of its data were verified; `polyad data verify` reads all of it"
+                f"data.verify: the run ended with {self._read / 1e6:,.0f} of {total / 1e6:,.0f} MB "
+                f"of its data verified; `polyad data verify` checks all of it"
             )
 
     def _run(self) -> None:

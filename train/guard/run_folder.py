@@ -22,7 +22,7 @@ from polyad.parallel import comm
 from polyad.parallel.checkpoint.keeping import complete_checkpoints, put_back, replaced_checkpoints
 from polyad.parallel.checkpoint.storage import reason_of
 from polyad.parallel.config import CheckpointConfig
-from polyad.train.console import in_bytes
+from polyad.train.console import counted, in_bytes
 from polyad.train.errors import ConfigError, RunError
 from polyad.train.guard.lease import Lease, LeaseTaken
 
@@ -130,7 +130,7 @@ def check_room(
         if time.monotonic() >= until:
             raise ConfigError(line)
         if not waits:
-            print(f"polyad: waits up to {patience:g} s: {line}", file=sys.stderr, flush=True)
+            print(f"polyad: waiting up to {patience:g} s: {line}", file=sys.stderr, flush=True)
         waits = True
         time.sleep(LOOKS_FOR_ROOM)
         free = shutil.disk_usage(place).free
@@ -143,8 +143,8 @@ def check_room(
         advice = "checkpoint.keep_last deletes old ones"
     if staying * size > free and os.environ.get("RANK", "0") == "0":
         print(
-            f"polyad: warning: {staying} checkpoints of {in_bytes(size)} are to come and "
-            f"{in_bytes(free)} are free; {advice}",
+            f"polyad: warning: {counted(staying, 'checkpoint')} of {in_bytes(size)} will be kept, "
+            f"but only {in_bytes(free)} are free; {advice}",
             file=sys.stderr,
             flush=True,
         )

@@ -239,12 +239,12 @@ def spike_line(event: dict[str, Any]) -> str:
     done = {
         "warn": "the step was applied",
         "skip": "the step was skipped",
-        "rewind": f"the run goes back to step {event.get('rewound_to')}, on without this batch",
+        "rewind": f"the run returns to step {event.get('rewound_to')} and leaves this batch out",
     }[event["action"]]
     if event.get("no_checkpoint"):
-        done += ": there is no checkpoint to go back to"
+        done += ": there is no checkpoint to return to"
     if event.get("damaged_weights"):
-        done += "; a weight is absurdly large: the memory of some process is not to be trusted"
+        done += "; a weight is implausibly large: the memory of a process may be corrupted"
     return (
         f"step {event['step']}: spike: loss {event['loss']:.4f} (limit {event['loss_limit']:.4f}), "
         f"norm {event['grad_norm']:.2f} (limit {event['grad_norm_limit']:.2f}); {done}; "

@@ -78,9 +78,9 @@ class Stragglers:
             place = f"process {rank} on {self._hosts[rank]}"
             late = (wait - usual_wait) / 1e9
             if product > SLOW * usual:
-                named[place] = f"{place} computes {product / usual:.1f} times as long as others"
+                named[place] = f"{place} takes {product / usual:.1f} times as long as others"
             elif late > LATE * step_seconds:
-                named[place] = f"{place} waits {late:.2f} s longer for data in a step than others"
+                named[place] = f"{place} waits {late:.2f} s longer for data per step than others"
         new = [line for name, line in named.items() if name not in self._named]
         self._named = set(named)
         return record, [f"{line}, which wait for it" for line in new]

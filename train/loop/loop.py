@@ -361,7 +361,7 @@ class TrainLoop:
             elif self._bad and self.metrics is not None:
                 self.metrics.say(
                     f"polyad: warning: step {state.step}: {self._bad}; no checkpoint is written "
-                    f"until a validation is finite, and the ones before stay"
+                    f"until a validation is finite; earlier ones are kept"
                 )
         saves = saves and reason is None and self._saves_now(record["skipped"], done)
         if reason is None and ((better and self.checkpoint.keep_best) or self._is_over()):

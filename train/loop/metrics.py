@@ -16,7 +16,7 @@ from pydantic import Field, field_validator, model_validator
 from polyad.data.files import named, write_whole
 from polyad.model.config import Config
 from polyad.parallel.plan.devices import PEAKS
-from polyad.train.console import Clock, Console, bar, duration
+from polyad.train.console import Clock, Console, bar, counted, duration
 from polyad.train.guard.run_folder import gone
 from polyad.train.loop.statistics import console_summary
 from polyad.train.loop.timing import PREFIX, ProfileConfig, Startup, startup_line
@@ -39,8 +39,8 @@ class LogConfig(Config):
     """Where curves are sent in addition to metrics.jsonl: `tensorboard` (a folder inside the run
     folder), `wandb` or `trackio` (packages to install separately)."""
     device: Literal["auto", "v100", "a100", "h100", "h200", "b200"] = "auto"
-    """Device whose peak FLOP rate is used for the MFU; auto: the GPU in use, and no MFU on a
-    CPU."""
+    """Device whose peak FLOP rate is used for the MFU (model FLOPs utilization: the share of the
+    peak rate that the model uses); auto: the GPU in use, and no MFU on a CPU."""
     peak_tflops: Annotated[float, Field(gt=0)] | None = None
     """Peak rate of one device in TFLOP/s, which replaces that of `device`; null: that of
     `device`."""
@@ -254,8 +254,7 @@ def drop_records_after(path: Path, step: int) -> None:
     write_whole(path, "".join(kept))
     if damaged := sum(record is None for record in records[:-1]):
         print(
-            f"polyad: warning: {path}: {damaged:,} lines before the last held no record of a step, "
-            f"and were removed",
+            f"polyad: warning: {path}: removed {counted(damaged, 'unreadable line')}",
             file=sys.stderr,
             flush=True,
         )

@@ -25,7 +25,7 @@ from polyad.train.tasks.task import Batch, Predictor, real_tokens
 
 NO_OTHER_LOSS = LossConfig()
 REFUSE = -1.0
-"""As the largest gradient norm allowed, refuses every step: a norm is never negative."""
+"""A limit of the gradient norm that refuses every step, because a norm is never negative."""
 
 
 TaskLosses: TypeAlias = Callable[[Predictor, Batch], tuple[Tensor, tuple[RoutingStats, ...]]]

@@ -220,7 +220,9 @@ class Trackers:
 
     def _leave_out(self, name: str, error: object) -> None:
         self._open.pop(name, None)
-        line = f"polyad: warning: log.trackers: {name} failed and is left out: {one_line(error)}"
+        line = (
+            f"polyad: warning: log.trackers: {name} failed and is no longer used: {one_line(error)}"
+        )
         print(line, file=sys.stderr, flush=True)
 
     def log(self, record: Mapping[str, Any], *, without: str) -> None:

@@ -45,7 +45,7 @@ from polyad.train.tasks.text import TextTask
 SHARES = (4, 2)
 """A quarter and a half of a layer's experts are taken away together."""
 RANDOM_SETS = 5
-"""Of each size."""
+"""Random sets of each size."""
 SIGNIFICANCE = 0.05
 """Divided by the number of correlations that are looked at."""
 FEWEST_EXPERTS = 4

@@ -25,7 +25,7 @@ from polyad.train.streaming import run_blocks
 from polyad.train.tasks.samples import Passages, TextSamples, losses
 
 SHARE = 0.25
-"""Of the free memory, for windows that lack an expert."""
+"""Share of the free memory for windows that lack an expert."""
 
 
 @dataclass

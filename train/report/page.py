@@ -51,8 +51,8 @@ OVER_TIME = (
      "As a multiple of the mean load; 1 means even load.", None, None),
     ("unused", "Share of unused experts",
      "Share of experts that get no token in a whole step.", 0.0, None),
-    ("dominated", "Tokens with a dominant expert (load at a ≥ 0.5)",
-     "Share of the tokens for which one expert has at least half of the weight.", 0.0, None),
+    ("dominated", "Tokens with a dominant expert",
+     "Share of the tokens for which one expert has a coefficient of at least 0.5.", 0.0, None),
     ("dropped", "Dropped assignments",
      "Share of the assignments that exceed the experts' capacity.", 0.0, None),
 )  # fmt: skip
@@ -111,6 +111,13 @@ def render_report(report: Report) -> str:
         layers=shown_layers(report),
         heat_legend=heat_legend(),
         pictures=images and Pictures(images),
+        has_dominant=any(
+            expert.dominant > 0
+            for read in (report.read.text, images)
+            if read is not None
+            for experts in read.layers.values()
+            for expert in experts
+        ),
         stretch=STRETCH,
         most_classes=MOST_CLASSES,
     )
@@ -127,9 +134,9 @@ def facts(report: Report) -> list[tuple[str, str, str]]:
     history, task = report.history, report.task
     unit, in_unit = task.unit.name, f"{report.loss_unit}, " if report.loss_unit else ""
     units, active = history.last_record.get(f"{unit}s"), report.active_parameters
-    used = f"{active:,} active per {unit}"
+    used = f"{active:,} active per token"
     if active == report.parameters:
-        used = f"all active for every {unit}"
+        used = "all active for every token"
     size = ("Parameters", f"{report.parameters:,}", used)
     if not history.steps:  # weights without a run
         known = [each for each in _validation(report) if each[1] is not None]

@@ -51,7 +51,7 @@ class Asked:
     top: int
     """Tokens or images of an expert, and samples with the largest loss."""
     data: str | None
-    """As `data.path`; None: the run's."""
+    """A value for `data.path`; None: the run's."""
     split: SplitName
     limit: int | None
     """About how many tokens, or images, are read; None: all."""
@@ -209,7 +209,7 @@ def _open(weights: Weights, asked: Asked, what: str) -> tuple[RunConfig, Task[An
 
 
 def _perplexity(subject: Subject, task: Task[Any], asked: Asked) -> float | None:
-    """As `polyad evaluate` gives it; None where not the whole split is read."""
+    """The perplexity of `polyad evaluate`; None unless the whole split is read."""
     total = task.units_of(asked.split)
     if asked.limit is None or total > asked.limit:
         return None

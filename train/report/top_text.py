@@ -79,7 +79,7 @@ class TextPass:
     of_tokens: int
     """Tokens of the whole split."""
     perplexity: float | None
-    """As `polyad evaluate` gives it; None where the report does not read the whole split."""
+    """The perplexity of `polyad evaluate`; None unless the report reads the whole split."""
     layers: Mapping[str, list[ShownExpert[Snippet]]]
     """By the layer's name."""
     left_out: int | None = None

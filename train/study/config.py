@@ -23,7 +23,7 @@ class Point(NamedTuple):
     """One combination."""
 
     name: str
-    """As `learning_rate=2.0e-5,top_k=16`, which is a folder's name too; empty without a grid."""
+    """Keys and values, `learning_rate=2.0e-5,top_k=16`; a folder's name too; empty: no grid."""
     keys: Mapping[str, Any]
     """Its value of each dotted key."""
 

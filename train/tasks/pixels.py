@@ -225,14 +225,14 @@ class _Transformers:
         """What it does otherwise."""
         tree, found = self._tree, []
         if tree.get("do_resize", True) is False:
-            found.append("do_resize: false, here images are resized")
+            found.append("do_resize: false, but Polyad resizes images")
         size = tree.get("size")
         if (isinstance(size, dict) and "height" in size) or (
             isinstance(size, int) and self._kind.startswith("vit")
         ):
-            found.append("images are squeezed to a square, here the middle is cropped to one")
+            found.append("images are squeezed to a square, but Polyad crops the middle")
         if tree.get("resample", BICUBIC) != BICUBIC:
-            found.append(f"resample: {tree['resample']!r:.20}, here {BICUBIC}, bicubic")
+            found.append(f"resample: {tree['resample']!r:.20}, but Polyad uses {BICUBIC}, bicubic")
         return found
 
 
@@ -257,7 +257,7 @@ class _Timm:
         """What it does otherwise."""
         usual = {"interpolation": "bicubic", "crop_mode": "center"}
         return [
-            f"{key}: {self._tree[key]!r:.20}, here {only}"
+            f"{key}: {self._tree[key]!r:.20}, but Polyad uses {only}"
             for key, only in usual.items()
             if self._tree.get(key, only) != only
         ]
@@ -276,17 +276,17 @@ def _read(said: _Transformers | _Timm, file: str, image_size: int) -> Pixels:
         else:
             mean, std = ([round(each, 4) for each in numbers] for numbers in statistics)
             notes.append(
-                f"mean {mean} and std {std} of pixels from 0 to 1, which are none of "
+                f"mean {mean} and std {std} (of pixels from 0 to 1) match no data.normalization: "
                 f"{', '.join(NORMALIZATIONS)}"
             )
     shorter, side = said.sides()
     if side is not None and side != image_size:
-        notes.append(f"images of {side:g} pixels a side, the model reads {image_size}")
+        notes.append(f"image size {side:g}, but the model reads {image_size}")
     if shorter is not None and side:
         resize = min(MOST_RESIZE, max(1.0, shorter / side))
         keys["evaluation_resize"] = resize
         if resize != shorter / side:
-            notes.append(f"images are resized to {shorter:g} pixels for {side:g}")
+            notes.append(f"resizes to {shorter:g} before cropping {side:g}, more than Polyad can")
     return Pixels(keys, [f"{file}: {note}" for note in notes])
 
 

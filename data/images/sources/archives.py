@@ -123,7 +123,7 @@ def read_tar(path: Path, left_out: LeftOut) -> Tree:
         elif member.islnk() or member.issym():
             tree.add_link(parts, member.linkname, hard=member.islnk())
         elif member.issparse():
-            left_out.add("members with holes", member.name)
+            left_out.add("members stored as sparse files", member.name)
         elif member.isfile():
             tree.add_file(File(parts, member.size, 0, member.offset_data, member.name))
         else:

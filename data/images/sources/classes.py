@@ -68,9 +68,9 @@ def by_class(tree: Tree, left_out: LeftOut) -> Found:
         if not is_image(file.parts[-1]):
             _leave_out(file, left_out, in_class=in_class)
         elif split is None:
-            left_out.add("images in no folder of a split", "/".join(file.parts))
+            left_out.add("images outside a split folder", "/".join(file.parts))
         elif not in_class:
-            left_out.add("images in no folder of a class", "/".join(file.parts))
+            left_out.add("images outside a class folder", "/".join(file.parts))
         else:
             images[split].append(_Image(file, file.parts[depth], file.parts[depth + 1 :]))
     classes = {
@@ -104,7 +104,7 @@ def by_domain(tree: Tree, left_out: LeftOut) -> Found:
         elif len(parts) == 2:
             raise _no_domains(tree, f"{parts[0]} holds images, but no folders of classes")
         elif len(parts) < 2:
-            left_out.add("images in no folder of a domain", "/".join(file.parts))
+            left_out.add("images outside a domain folder", "/".join(file.parts))
         else:
             images.append(_Image(file, parts[1], parts[2:], parts[0]))
     domains = _below(tree, around)

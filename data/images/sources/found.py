@@ -96,7 +96,7 @@ def is_image(name: str) -> bool:
 Parts = tuple[str, ...]
 """The names of a path."""
 HIDDEN_FILES = "hidden files and folders"
-CIRCLES = "links to a folder that they are in"
+CIRCLES = "links to a folder that contains them"
 MOST_LINKS = 40
 """Links that lead from one to the next, at most."""
 MOST_LINKED = 1_000_000
@@ -172,7 +172,7 @@ def _add_file(tree: Tree, entry: "os.DirEntry[str]", parts: Parts, left_out: Lef
     except FileNotFoundError:
         if is_image(entry.name):
             raise
-        left_out.add("links to nothing", "/".join(parts))
+        left_out.add("broken links", "/".join(parts))
         return
     if stat.S_ISREG(about.st_mode):
         tree.files.append(File(parts, about.st_size))
@@ -199,7 +199,7 @@ class ArchiveTree:
         """The path of a member; None: it is hidden, or leads out of the archive."""
         parts = tuple(part for part in name.split("/") if part not in ("", "."))
         if ".." in parts:
-            self._left_out.add("members that lead out of the archive", name)
+            self._left_out.add("members with a path outside the archive", name)
         elif any(map(is_hidden, parts)):
             self._left_out.add(HIDDEN_FILES, name, mistake=False)
         else:
@@ -213,7 +213,7 @@ class ArchiveTree:
     def add_file(self, file: File) -> None:
         """Adds a file; of several with one name the last is it, as when they are unpacked."""
         if self._files.pop(file.parts, None) or self._links.pop(file.parts, None):
-            again = "members with the name of a later one"
+            again = "members replaced by a later one of the same name"
             self._left_out.add(again, file.name, mistake=False)
         self._files[file.parts] = file
         self.add_folder(file.parts[:-1])
@@ -264,7 +264,7 @@ class ArchiveTree:
                 self._left_out.add(CIRCLES, "/".join(link))
                 continue
             if target not in inside and target not in self._folders:
-                self._left_out.add("links to what is not in the archive", "/".join(link))
+                self._left_out.add("links that point outside the archive", "/".join(link))
                 continue
             if len(self._files) + len(inside[target]) > most:
                 raise DataError(

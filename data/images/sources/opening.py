@@ -114,7 +114,11 @@ def _note_others(tree: Tree, ending: str, left_out: LeftOut) -> None:
             left_out.add("files of the cache of `datasets`", name, mistake=False)
         elif suffix != ending and file.parts[-1] not in READ_BESIDE:
             data = is_image(name) or name.lower().endswith((*DATA, *COMPRESSED_TARS))
-            left_out.add(f"files that end in {suffix or 'nothing'}", name, mistake=data)
+            left_out.add(
+                f"files that end in {suffix}" if suffix else "files without an ending",
+                name,
+                mistake=data,
+            )
 
 
 def _downloaded(name: str) -> Path:

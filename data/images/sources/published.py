@@ -69,7 +69,7 @@ def _note_others(root: Path, used: Iterable[Path], left_out: LeftOut) -> None:
     for file in sorted(root.iterdir()):
         if _plain(file.name) not in known and not is_hidden(file.name) and file.is_file():
             mistake = is_image(file.name) or file.suffix in (".bin", ".gz") or "ubyte" in file.name
-            why = f"files that end in {file.suffix or 'nothing'}"
+            why = f"files that end in {file.suffix}" if file.suffix else "files without an ending"
             left_out.add(why, file.name, mistake=mistake)
 
 

@@ -199,7 +199,7 @@ def entries_of(
     for row, (content, path) in enumerate(zip(contents, paths, strict=True)):
         name = os.fsdecode(path or b"") or f"row {first + row}"
         if content is None:
-            why = "with the path of an image, and without its bytes" if path else "without an image"
+            why = "with the path of an image but without its bytes" if path else "without an image"
             left_out.add(f"rows {why}", f"{file.name}: row {first + row}")
             continue
         bits = None if attributes is None else attributes[row]

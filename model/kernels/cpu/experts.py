@@ -273,7 +273,7 @@ def _most_rows(spans: list[_Span]) -> int:
 
 
 def _multiply_rows(a: Tensor, b: Tensor, out: Tensor, buffer: Tensor) -> None:
-    """As `_multiply`, for the first rows of a. Another thread may write the rows after them."""
+    """Runs `_multiply` on the first rows of `a`; another thread may write the rows after them."""
     if len(a) == len(out):
         _multiply(a, b, out)
     else:

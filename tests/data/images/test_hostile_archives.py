@@ -214,7 +214,9 @@ def test_sparse_members_are_told_wherever_they_stand(tmp_path):
         path = tmp_path / f"{form}.tar"
         command = ["tar", "-Sc", f"--format={form}", "--sort=name", "-f", path, "-C", root, "."]
         subprocess.run(command, check=True)
-        with pytest.raises(DataError, match=r"would leave out members with holes: 1 \(as .*9\.jpg"):
+        with pytest.raises(
+            DataError, match=r"would leave out members stored as sparse files: 1 \(as .*9\.jpg"
+        ):
             prepared(path, tmp_path / "out")
 
 

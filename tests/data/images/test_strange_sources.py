@@ -43,7 +43,7 @@ def test_an_image_outside_of_classes_in_a_zip_is_refused(tmp_path):
         archive.writestr("data/logo.jpg", content)
         for place in ("train/cat", "train/dog", "test/cat", "test/dog"):
             archive.writestr(f"data/{place}/0.jpg", content)
-    with pytest.raises(DataError, match=r"images in no folder of a split: 1 \(as data/logo.jpg\)"):
+    with pytest.raises(DataError, match=r"images outside a split folder: 1 \(as data/logo.jpg\)"):
         prepared(tmp_path / "a.zip", tmp_path / "out")
 
 

@@ -141,7 +141,7 @@ def mistaken(root, kind):
         return "there is only one class, 'ant'"
     if kind == "beside":
         write(root, "logo.png")
-        return r"images in no folder of a class: 1 \(as logo\.png\)"
+        return r"images outside a class folder: 1 \(as logo\.png\)"
     if kind == "labels":
         for name, other in (("ant", "images"), ("bee", "labels")):
             (root / name).rename(root / other)
@@ -170,7 +170,7 @@ def mistaken(root, kind):
         return r"images of 0 bytes: 1 \(as .*ant/3\.png\)"
     if kind == "circle":
         (root / "ant" / "again").symlink_to("..")
-        return r"links to a folder that they are in: 1 \(as ant/again\)"
+        return r"links to a folder that contains them: 1 \(as ant/again\)"
     if kind == "pipe":
         os.mkfifo(root / "ant" / "3.png")
         return r"pipes, sockets and devices: 1 \(as ant/3\.png\)"
@@ -182,8 +182,8 @@ def mistaken(root, kind):
         shutil.rmtree(root / "extra")
         shutil.rmtree(root / "test")
         write(root, "test/0.png", "test/1.png")
-        return r"images in no folder of a class: 2 \(as test/0\.png\)"
-    return r"images in no folder of a split: 6 \(as extra/ant/0\.png\)"
+        return r"images outside a class folder: 2 \(as test/0\.png\)"
+    return r"images outside a split folder: 6 \(as extra/ant/0\.png\)"
 
 
 @pytest.mark.parametrize(
@@ -221,7 +221,8 @@ def test_what_was_left_out_is_said_by_reason_and_number(tmp_path):
         "hidden files and folders: 5; files that end in .md: 1; files that end in .txt: 1"
     )
     assert rows["note"] == (
-        "validation has 1 image: each is 100% of a score; --held-out 0.2 would take 1 of the 6"
+        "validation has 1 image: each counts for 100% of a score; --held-out 0.2 would hold out 1 "
+        "of the 6"
     )
 
 
@@ -260,7 +261,7 @@ def test_the_last_of_members_with_one_name_is_taken(tmp_path):
         data = prepared(tmp_path / f"a.{kind}", tmp_path / kind)
         pixels = sorted(pixels for each in index_of(data)[2].values() for *_, pixels in each)
         assert pixels == sorted(np.asarray(made.picture(2, n)).tobytes() for n in (1, 2, 3))
-        assert data.manifest.left_out == {"members with the name of a later one": 1}
+        assert data.manifest.left_out == {"members replaced by a later one of the same name": 1}
 
 
 def test_two_that_prepare_one_folder_do_not_damage_it(tmp_path):

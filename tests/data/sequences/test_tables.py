@@ -96,7 +96,7 @@ def test_quotation_marks_of_tabs_are_values_where_they_do_not_fit(tmp_path):
         table = read_tables(str(path), Schema())["train"]
         assert table.column("text") == texts
         assert len(table.column("label")) == len(texts)
-    assert "rows.tsv: quotation marks are read as part of its values" in table.note
+    assert "rows.tsv: quotation marks are read as part of the values" in table.note
     path.write_text('text\tlabel\n"he said ""bye"""\t1\nplain "x"\t0\n"two\nlines"\t1\n')
     table = read_tables(str(path), Schema())["train"]
     assert table.column("text") == ['he said "bye"', 'plain "x"', "two\nlines"]
@@ -153,7 +153,7 @@ def test_files_of_a_split_are_all_read_or_refused_and_others_named(tmp_path):
     write(tmp_path / "train_more.csv", TABLE)
     tables = read_tables(str(tmp_path), Schema())
     assert {name: len(table) for name, table in tables.items()} == {"train": 3, "validation": 1}
-    assert tables["train"].note.endswith("as their names say no split: 'train_more.csv'")
+    assert tables["train"].note.endswith("as their names contain no split: 'train_more.csv'")
     for name in ("test.csv.gz", "test.json", "train-1.xlsx"):
         (tmp_path / name).write_bytes(b"x")
         with pytest.raises(DataError, match=rf"{name}: has the name of a split, but"):

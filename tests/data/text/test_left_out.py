@@ -94,7 +94,7 @@ def test_other_splits_of_a_data_set_are_told(tmp_path):
     manifest = prepare(
         str(tmp_path / "saved"), "characters", tmp_path / "out", report=lambda line: None
     )
-    assert manifest.left_out == {"splits that are none of train, validation, test": 1}
+    assert manifest.left_out == {"splits other than train, validation, test": 1}
 
 
 def test_a_manifest_of_an_older_version_has_neither_and_opens(tmp_path):

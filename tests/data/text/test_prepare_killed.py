@@ -101,7 +101,7 @@ def test_killed_twice_it_ends_with_the_same_files(
     before, lines = list(encoded), []
     encoded.clear()
     manifest = prepare(*arguments, out, report=lines.append)
-    assert lines[0] == f"{place}: {len(done)} of {PARTS} parts are there"
+    assert lines[0] == f"{place}: {len(done)} of {PARTS} parts already exist"
     assert encoded == before[sum(done) :]
     assert not any("training" in line for line in lines)
     assert manifest == whole
@@ -193,7 +193,7 @@ def test_a_process_that_prepares_the_same_is_waited_for(tmp_path, texts, prepare
 
     def heard(line):
         said.append(line)
-        if "waits for another process" in line:
+        if "waiting for another process" in line:
             waits.set()
 
     second = threading.Thread(target=lambda: found.append(prepare(*arguments, report=heard)))

@@ -70,8 +70,12 @@ def test_nothing_is_wrong_with_hosts_that_are_alike() -> None:
         (change("agreed.Polyad's code", "bb", 3), True, ["Polyad's code: aa on ", "bb on node-2"]),
         (change("agreed.train_steps", "9", 1), True, ["train_steps: 6 on ", "9 on node-1"]),
         (change("device.gpu", "NVIDIA V100", 2, 3), False, ["kind of GPU", "V100 on node-2"]),
-        (change("device.gpus", 1, 2, 3), True, ["node-2 has 1 GPUs for 2 processes"]),
-        (change("device.gpu_memory_free_bytes", 40, 3), False, ["node-2, GPU 1", "somebody else"]),
+        (change("device.gpus", 1, 2, 3), True, ["node-2 has 1 GPU for 2 processes"]),
+        (
+            change("device.gpu_memory_free_bytes", 40, 3),
+            False,
+            ["node-2, GPU 1", "another program"],
+        ),
         (change("device.throttled", 0x40, 1), False, ["node-1, GPU 1", "0x40"]),
         (change("device.ecc_errors", 3, 0), True, ["node-1, GPU 0: 3 uncorrected"]),
         (change("device.xid", ["NVRM: Xid (1): 79"], 0), False, ["node-1: NVRM: Xid"]),
@@ -86,9 +90,9 @@ def test_nothing_is_wrong_with_hosts_that_are_alike() -> None:
             True,
             ["run.folder: d: cannot be written to"],
         ),
-        (change("folder", {"seen": False}, 2, 3), True, ["run.folder: node-2 do not see"]),
-        (change("folder.renamed", False, 2), True, ["renamed is not seen on node-2"]),
-        (change("folder.lock", "taken", 2), False, ["lock of node-1 does not hold on node-2"]),
+        (change("folder", {"seen": False}, 2, 3), True, ["run.folder: node-2 cannot see"]),
+        (change("folder.renamed", False, 2), True, ["renamed file is not visible on node-2"]),
+        (change("folder.lock", "taken", 2), False, ["lock of node-1 has no effect on node-2"]),
     ],
 )
 def test_a_fault_is_named_with_its_host(
@@ -122,9 +126,10 @@ def test_slow_links_devices_and_clocks_are_named() -> None:
     texts = [each.text for each in findings(found, about)]
     assert texts == [
         "clocks differ: node-2 is 7.5 s ahead of node-1",
-        "node-2, process 1 computes with 0.5 TFLOP/s, others with 1",
-        "the link of process 0 of node-1 and process 1 of node-1 is slow: 20 GB/s, others 200 GB/s",
-        "the link of node-2 and node-3 is slow: 2 GB/s, others 20 GB/s",
+        "node-2, process 1 computes at 0.5 TFLOP/s, others at 1",
+        "the link between process 0 of node-1 and process 1 of node-1 is slow: 20 GB/s, others "
+        "200 GB/s",
+        "the link between node-2 and node-3 is slow: 2 GB/s, others 20 GB/s",
     ]
     about.between[0] = Link(0, 2, 3e9)
     assert [each.text for each in findings(found, about)][-1] == (

@@ -349,7 +349,7 @@ def test_a_dry_run_says_what_would_be_trained_and_writes_nothing(
     captured = capfd.readouterr()
     assert captured.err == ""
     assert "4 runs (2 variants, seeds 1, 2) of 4 steps of 128 tokens" in captured.out
-    assert "0 finished, 0 to go on, 4 to begin" in captured.out
+    assert "0 finished, 0 to continue, 4 to start" in captured.out
     assert run(["study", str(path), "--dry-run", "--json", "-"]) == 0
     plan = json.loads(capfd.readouterr().out)
     order = [(run["seed"], run["variant"]) for run in plan["runs"]]

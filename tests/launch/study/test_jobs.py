@@ -198,14 +198,14 @@ def test_a_signal_ends_all_runs_that_go_on_and_they_are_saved(
     assert all(state(each) == "Z" for each in both)
     name = "interrupted" if number == signal.SIGINT else f"stopped by {number.name}"
     runs = "dense, seed 1; cp, seed 1"
-    ours = f"polyad: error: {name}; {runs}: run the same command again to continue these runs"
+    ours = f"polyad: {name}; {runs}: run the same command again to continue these runs"
     assert err.splitlines()[-1] == ours
     for folder in folders:
         assert 0 < newest_step(folder) == steps(folder)[-1] < 300
     if whom == "all":
         result, err = finish(path, "--jobs", "2")
         assert result["finished"]
-        assert "0 finished, 2 to go on, 0 to begin" in err
+        assert "0 finished, 2 to continue, 0 to start" in err
         assert all(steps(folder) == list(range(1, 301)) for folder in folders)
 
 
@@ -269,4 +269,4 @@ def test_two_studies_that_need_the_same_data_at_once_wait_for_each_other(
     assert first == second
     if kind == "text":
         assert sum("already prepared" in err for _, err in said) == 1
-    assert sum("another study prepares it; this one waits" in err for _, err in said) <= 1
+    assert sum("waiting for another study that is preparing it" in err for _, err in said) <= 1

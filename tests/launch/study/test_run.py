@@ -153,7 +153,7 @@ def test_a_study_that_is_another_one_by_now_is_refused(
         yaml.safe_dump(study | {"common": harmless, "variants": more, "seeds": [1, 2]})
     )
     assert run(["study", str(other), "--dry-run"]) == 0
-    assert "2 finished, 0 to go on, 4 to begin" in capfd.readouterr().out
+    assert "2 finished, 0 to continue, 4 to start" in capfd.readouterr().out
     # So may what was recorded of a variant that nothing was trained of.
     folder = finished.parent / "study"
     write_record(load_study(other), read_record(folder)["data"])
@@ -225,13 +225,9 @@ def test_a_study_that_a_signal_stopped_goes_on_where_it_was(
     assert "Traceback" not in err
     name = "interrupted" if number == signal.SIGINT else f"stopped by {number.name}"
     *_, its, ours = err.splitlines()
-    assert its.startswith(
-        f"polyad: error: {name}; run the same command again to continue from {first}"
-    )
-    assert (
-        ours
-        == f"polyad: error: {name}; dense, seed 1: run the same command again to continue this run"
-    )
+    assert its.startswith(f"polyad: {name}; run the same command again to continue from {first}")
+    end = f"{name}; dense, seed 1: run the same command again to continue this run"
+    assert ours == f"polyad: {end}"
     stopped = newest_step(first)
     assert steps(first)[-1] == stopped < 300  # the step that it was in
     process = start(path, "--json", "-")
@@ -242,7 +238,7 @@ def test_a_study_that_a_signal_stopped_goes_on_where_it_was(
         return
     out, err = process.communicate(timeout=1200)
     assert process.returncode == 0, err
-    assert "0 finished, 1 to go on, 0 to begin" in err
+    assert "0 finished, 1 to continue, 0 to start" in err
     assert f"\ncontinues from step {stopped} of 300 ({300 - stopped} left), from {first}" in err
     assert steps(first) == list(range(1, 301))
     starts = json.loads((first / "environment.json").read_text())["earlier"]
@@ -260,7 +256,7 @@ def test_a_signal_while_a_study_starts_or_scores_ends_it_in_one_line(
     process.send_signal(signal.SIGUSR1)
     _, err = process.communicate(timeout=60)
     assert (process.returncode, len(err.splitlines())) == (138, 1), err
-    assert err.startswith("polyad: error: stopped by SIGUSR1; ")
+    assert err.startswith("polyad: stopped by SIGUSR1; ")
     process = start(path)
     # Training is done, scoring has begun; at once, and for the run's process too early to answer.
     wait_for(lambda: any(command(each)[3:4] == ["evaluate"] for each in children(process.pid)),

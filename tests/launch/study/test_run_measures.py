@@ -111,7 +111,7 @@ def test_a_study_of_images_prepares_them_and_measures_noise_and_experts_left_out
     out, err = process.communicate(timeout=1200)
     assert process.returncode == 0, err
     assert "== measure 3 of 7: specialization of head, seed 1" in err
-    assert "with the weights of" in err
+    assert "from the weights of" in err
     variants = json.loads(out)["variants"]
     assert list(variants) == ["dense", "head", "distilled", "attentive"]
     mixtures = [variants[name]["measures"] for name in ("distilled", "attentive")]

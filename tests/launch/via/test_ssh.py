@@ -104,7 +104,7 @@ def test_a_run_over_two_hosts_is_that_of_one_machine(
     first = cluster[0][0].alias
     lines = said.splitlines()
     assert all(line.startswith(f"{first} rank 0: ") for line in lines), said
-    assert any("begins anew: 6 steps to do" in line for line in lines)
+    assert any("new run: 6 steps" in line for line in lines)
     done = polyad("launch", whole, "--processes-per-node", 2)
     assert done.returncode == 0, done.stderr
     assert losses(config.parent / "run") == losses(whole.parent / "run")
@@ -225,8 +225,7 @@ def test_a_signal_saves_the_step_on_all_hosts(cluster: Cluster, data: Path, tmp_
     assert launcher.returncode == 143, said
     (last,) = [line for line in said.splitlines() if "stopped by SIGTERM" in line]
     assert (
-        "rank 0: polyad: error: stopped by SIGTERM; run the same command again to continue from "
-        in last
+        "rank 0: polyad: stopped by SIGTERM; run the same command again to continue from " in last
     )
     saved = complete_checkpoints(config.parent / "run" / "checkpoints")[-1]
     assert last.endswith(str(saved))
@@ -295,7 +294,7 @@ def test_a_spare_host_takes_the_place_of_one_that_is_lost(
             launcher.kill()
         assert launcher.returncode == 0, said
         again = f"on 2 hosts: {hosts[1].alias}, {hosts[2].alias}"
-        assert f"starts again from the newest checkpoint {again}" in said
+        assert f"restarting from the newest checkpoint {again}" in said
         assert left_over(hosts) == []
     done = polyad("launch", whole, "--processes-per-node", 2)
     assert done.returncode == 0, done.stderr

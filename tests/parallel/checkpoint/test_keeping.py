@@ -106,9 +106,9 @@ def test_what_cannot_be_removed_is_a_warning(tmp_path, monkeypatch, capfd):
     prune(tmp_path, 6, Retention(1))
     assert [path.name for path in complete_checkpoints(tmp_path)] == ["step-00000006"]
     (line,) = capfd.readouterr().err.splitlines()
-    assert line.startswith(f"polyad: warning: {tmp_path / 'step-00000003'}: cannot be removed now")
+    assert line.startswith(f"polyad: warning: {tmp_path / 'step-00000003'}: could not be removed")
     remove_leftovers(tmp_path)
-    assert "the next start of the run tries again" in capfd.readouterr().err
+    assert "the next start of the run will try again" in capfd.readouterr().err
     monkeypatch.undo()
     remove_leftovers(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000006"]

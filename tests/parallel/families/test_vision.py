@@ -112,7 +112,7 @@ def test_pixels_are_normalized_as_the_folder_says(transformers, tmp_path, file, 
     result = convert(folder, tmp_path / "ours", "polyad")
     written = load_config(tmp_path / "ours" / "config.yaml").data.normalization
     assert written == (expected or "imagenet")
-    guessed = any("data.normalization: imagenet is written" in note for note in result["notes"])
+    guessed = any("assuming data.normalization: imagenet" in note for note in result["notes"])
     assert guessed == (expected is None)
 
 
@@ -125,10 +125,13 @@ def test_pixels_are_normalized_as_the_folder_says(transformers, tmp_path, file, 
         (
             {"size": {"height": 16, "width": 16}, "resample": 2},
             1.0,
-            ["images are squeezed to a square, here", "resample: 2, here 3, bicubic"],
+            [
+                "images are squeezed to a square, but Polyad",
+                "resample: 2, but Polyad uses 3, bicubic",
+            ],
         ),
-        ({"size": {"shortest_edge": 32}}, 1.0, ["images of 32 pixels a side, the model reads 16"]),
-        ({"do_resize": False}, None, ["do_resize: false, here images are resized"]),
+        ({"size": {"shortest_edge": 32}}, 1.0, ["image size 32, but the model reads 16"]),
+        ({"do_resize": False}, None, ["do_resize: false, but Polyad resizes images"]),
         ({"size": "x", "image_mean": [None], "image_std": 3}, None, []),
     ],
 )
@@ -210,7 +213,7 @@ def test_a_backbone_gets_a_new_head(transformers, tmp_path, pooler):
     )
     weights = open_weights(saved(theirs, tmp_path / "dino"))
     assert isinstance(weights, FamilyWeights)
-    assert "the head is new" in weights.note
+    assert "it starts from random values" in weights.note
     wanted = weights.config.model_copy(update={"num_classes": 7, "head_bias": -2.0})
     weights.check_config(wanted)
     assert torch.equal(weights.whole("head.bias"), torch.full((7,), -2.0))

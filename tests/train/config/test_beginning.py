@@ -54,7 +54,7 @@ def test_a_start_says_first_where_the_run_stands(workers, config, tmp_path):
 
     folder = tmp_path / "run"
     second = folder / "checkpoints" / "step-00000002"
-    assert lines()[0] == f"begins anew: 2 steps to do, in {folder}"
+    assert lines()[0] == f"new run: 2 steps, in {folder}"
     written = times_of(folder)
     finished = f"nothing left to do: all 2 steps are done; the last checkpoint is {second}"
     assert lines() == [finished]
@@ -71,15 +71,15 @@ def test_a_start_says_first_how_the_learning_rate_jumps(workers, config, tmp_pat
     # After 4 of 8 steps a line from 0.01 to 0 is at half; it was at its end.
     place = tmp_path / "run" / "checkpoints" / "step-00000004"
     assert lines("train.steps=8", "schedule.final_ratio=0")[0] == (
-        f"continues from step 4 of 8 (4 left), from {place}; the learning rate of step 5 is 0.005, "
-        f"and was to be 0 (train.steps: 4 there, 8 here, with schedule.decay_steps: null)"
+        f"continues from step 4 of 8 (4 left), from {place}; the learning rate of step 5 is 0.005 "
+        f"instead of 0 (train.steps: 4 before, 8 now, with schedule.decay_steps: null)"
     )
     rates = [line["learning_rate"] for line in records(tmp_path / "run")]
     assert rates == pytest.approx([0.01, 0.0075, 0.005, 0.0025, 0.005, 0.00375, 0.0025, 0.00125])
     assert "the learning rate" not in lines("train.steps=8", "schedule.final_ratio=0")[0]
     warned = lines("train.steps=9", "schedule={kind: constant, warmup_steps: 30}")
-    assert "(schedule.kind: linear there, constant here, schedule.warmup_steps: 0" in warned[0]
-    assert "polyad: warning: train.steps: 9 ends the run in the warm-up" in warned[1]
+    assert "(schedule.kind: linear before, constant now, schedule.warmup_steps: 0" in warned[0]
+    assert "polyad: warning: train.steps: 9 ends the run before its warm-up" in warned[1]
 
 
 @pytest.mark.slow
@@ -90,13 +90,13 @@ def test_a_start_says_whose_weights_it_takes(workers, finished, exported, config
         return said.splitlines()[0]
 
     source = finished / "checkpoints" / "step-00000006"
-    new = f"begins anew: 2 steps to do, in {tmp_path}"
-    assert first(finished, "a") == f"{new}/a, with the weights of step 6, {source}"
-    assert first(exported, "b") == f"{new}/b, with the weights of {exported}"
+    new = f"new run: 2 steps, in {tmp_path}"
+    assert first(finished, "a") == f"{new}/a, from the weights of step 6, {source}"
+    assert first(exported, "b") == f"{new}/b, from the weights of {exported}"
     place = tmp_path / "a" / "checkpoints" / "step-00000002"
     assert first(finished, "a", "train.steps=3") == (
         f"continues from step 2 of 3 (1 left), from {place}; "
-        f"checkpoint.init_from: {finished} is for a new run, and not used"
+        f"checkpoint.init_from: {finished} is ignored, as it is for new runs only"
     )
 
 
@@ -111,7 +111,7 @@ def test_a_graph_of_tokens_may_come_or_go_with_the_weights_of_another_run(
     section = "{{kind: smoe, num_experts: 4, expert_hidden_size: 16, graph: {}}}"
     said = with_weights_of_another(section.format(before), section.format(after))
     new = [f"blocks.{block}.feed_forward.router.graph.head_entropy*" for block in range(2)]
-    expected = f"; new from the seed: {', '.join(new)}" if after == "attention" else ""
+    expected = f"; initialized from the seed: {', '.join(new)}" if after == "attention" else ""
     assert said.partition("step-00000002")[2] == expected
 
 
@@ -145,7 +145,7 @@ def test_a_gate_that_begins_with_softmax_does_so_whatever_run_the_weights_are_of
     section = "{{kind: mumoe, num_experts: [4], softmax_share: {}}}"
     said = with_weights_of_another(section.format(before), section.format(after))
     new = [f"blocks.{block}.feed_forward.gate.activation.is_softmax*" for block in range(2)]
-    expected = f"; new from the seed: {', '.join(new)}" if after else ""
+    expected = f"; initialized from the seed: {', '.join(new)}" if after else ""
     assert said.partition("step-00000002")[2] == expected
 
 
@@ -177,22 +177,22 @@ def test_the_schedule_is_a_line(schedule: dict[str, Any], line: str) -> None:
         (
             {"decay_steps": 2},
             [
-                "schedule.decay_steps: 2 is long before train.steps: 10: the rate stays at 6e-05 "
-                "for the last 8 steps; null ends both together"
+                "schedule.decay_steps: 2 is much less than train.steps: 10: the learning rate "
+                "stays at 6e-05 for the last 8 steps; null makes the decay end with the run"
             ],
         ),
         (
             # A line from 6e-4 to 6e-5 over 100 steps has come 9 of them down.
             {"kind": "linear", "decay_steps": 100},
             [
-                "schedule.decay_steps: 100 is long after train.steps: 10: the run ends at a rate "
-                "of 0.000551; null ends both together"
+                "schedule.decay_steps: 100 is much more than train.steps: 10: the run ends at a "
+                "learning rate of 0.000551; null makes the decay end with the run"
             ],
         ),
         ({"kind": "constant", "decay_steps": 2}, []),
         (
             {"warmup_steps": 30},
-            ["train.steps: 10 ends the run in the warm-up of schedule.warmup_steps: 30"],
+            ["train.steps: 10 ends the run before its warm-up (schedule.warmup_steps: 30)"],
         ),
         ({"warmup_steps": 10}, []),
     ],
@@ -205,7 +205,7 @@ def test_a_schedule_of_another_length_than_the_run_is_named(
 
 LINE = {"kind": "linear", "final_ratio": 0.0}
 # Of a line from 6e-4 to 0 the step after 5 has half the way behind it at 10 steps, a quarter at 20.
-TO_20 = "the learning rate of step 6 is 0.00045, and was to be 0.0003 ({})"
+TO_20 = "the learning rate of step 6 is 0.00045 instead of 0.0003 ({})"
 
 
 @pytest.mark.parametrize(
@@ -217,24 +217,24 @@ TO_20 = "the learning rate of step 6 is 0.00045, and was to be 0.0003 ({})"
         ({"kind": "constant"}, 20, {"kind": "constant", "final_ratio": 0.5}, None),
         (
             LINE, 20, LINE,
-            TO_20.format("train.steps: 10 there, 20 here, with schedule.decay_steps: null"),
+            TO_20.format("train.steps: 10 before, 20 now, with schedule.decay_steps: null"),
         ),
         (LINE, 10, LINE | {"decay_steps": 20}, TO_20.format(
-            "schedule.decay_steps: null there, 20 here")),
+            "schedule.decay_steps: null before, 20 now")),
         (
             LINE, 10, LINE | {"kind": "constant"},
-            "the learning rate of step 6 is 0.0006, and was to be 0.0003 "
-            "(schedule.kind: linear there, constant here)",
+            "the learning rate of step 6 is 0.0006 instead of 0.0003 "
+            "(schedule.kind: linear before, constant now)",
         ),
         (
             LINE, 10, LINE | {"warmup_steps": 6},
-            "the learning rate of step 6 is 0.0006, and was to be 0.0003 "
-            "(schedule.warmup_steps: 0 there, 6 here)",
+            "the learning rate of step 6 is 0.0006 instead of 0.0003 "
+            "(schedule.warmup_steps: 0 before, 6 now)",
         ),
         (
             LINE | {"warmup_steps": 6}, 10, LINE | {"warmup_steps": 6, "final_ratio": 0.5},
-            "the learning rate of step 6 is as before, and changes later on "
-            "(schedule.final_ratio: 0.0 there, 0.5 here)",
+            "the learning rate of step 6 is unchanged, but later ones differ "
+            "(schedule.final_ratio: 0.0 before, 0.5 now)",
         ),
     ],
 )  # fmt: skip

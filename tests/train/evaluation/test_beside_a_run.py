@@ -62,7 +62,9 @@ def test_the_newest_is_read_again(trained, run, capfd, monkeypatch, command, whi
     said = capfd.readouterr()
     assert "step-00000003" in (run.parent / "result.json").read_text()
     # What vanished before it was opened is known to nobody.
-    told = f"polyad: {run}/checkpoints/step-00000006 was deleted while it was read" in said.err
+    told = (
+        f"polyad: {run}/checkpoints/step-00000006 was deleted while it was being read" in said.err
+    )
     assert told or while_it_opens
     assert not list(run.parent.glob("*.partial"))
 

@@ -82,7 +82,7 @@ def test_split_and_copied_experts_give_the_dense_output_and_merged_ones_its_weig
     }
     for each, change in changes.items():
         notes = convert(dense, tmp_path / each, "polyad", change)["notes"]
-        assert any(note.endswith("the dense model's, but for rounding") for note in notes)
+        assert any(note.endswith("the dense model's, up to rounding") for note in notes)
         for dtype, close in ((torch.float64, 1e-11), (torch.float32, 1e-5)):
             found, expected = output_of(tmp_path / each, dtype), output_of(dense, dtype)
             torch.testing.assert_close(found, expected, rtol=close, atol=close)
@@ -117,7 +117,7 @@ def test_a_run_with_a_new_head_begins_from_them_where_it_begins_from_the_dense_o
     of_dense, _ = begun(workers, config, dense, tmp_path / "dense-run")
     for name in ("split", "copies"):
         losses, said = begun(workers, config, tmp_path / name, tmp_path / f"{name}-run")
-        assert "; new from the seed: head.classifier.*" in said
+        assert "; initialized from the seed: head.classifier.*" in said
         assert losses[0] == pytest.approx(of_dense[0], rel=1e-6)
         # With all units the gradients are the dense model's; each copy has a part of the tokens.
         assert (losses[1] == pytest.approx(of_dense[1], rel=1e-6)) == (name == "split")
@@ -125,7 +125,7 @@ def test_a_run_with_a_new_head_begins_from_them_where_it_begins_from_the_dense_o
     masked = tmp_path / "masked"
     convert(theirs / "BertForMaskedLM", masked, "polyad", Splitting("num_experts=8,top_k=4"))
     _, said = begun(workers, config, masked, tmp_path / "masked-run")
-    assert "; new from the seed: head.*" in said
+    assert "; initialized from the seed: head.*" in said
     result = workers(1).run(evaluation, tmp_path / "masked-run")[0]
     assert result["sequences_scored"] == 21
 
@@ -226,7 +226,7 @@ def test_a_base_of_ours_may_have_another_head_and_what_peft_has_no_place_for_is_
 ):
     convert(theirs / "BertForMaskedLM", tmp_path / "masked", "polyad")
     folder, said = adapted(tmp_path / "masked", 4, trained=["head.*", "embedding_norm.*"])
-    assert "; new from the seed: head.*" in said
+    assert "; initialized from the seed: head.*" in said
     unmerged_logits = unmerged(
         folder, tmp_path / "masked", LORA | {"trained": ["head.*", "embedding_norm.*"]}
     )(*padded_input()).logits

@@ -169,7 +169,7 @@ def test_weights_that_are_not_finite_are_converted_with_a_note(plain, tmp_path):
     folder = spoiled(plain, tmp_path, retensored(spoil))
     result = convert(folder, tmp_path / "new", "polyad")
     assert result["notes"] == [
-        f"NaN or infinity in {GATE} and 1 more: written as they are, of no use to anyone"
+        f"NaN or infinity in {GATE} and 1 more: the written model is unusable"
     ]
     assert "note         NaN or infinity in blocks.1." in conversion_table(result)
     assert Checkpoint(tmp_path / "new").whole(GATE)[3, 4].isnan()

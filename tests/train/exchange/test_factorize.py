@@ -61,15 +61,15 @@ CASES = [
 @pytest.mark.parametrize(("source", "text"), CASES)
 def test_with_enough_rank_it_computes_what_the_dense_model_does(sources, tmp_path, source, text):
     notes = convert(sources / source, tmp_path / "new", "polyad", Factorizing(text))["notes"]
-    (note,) = (note for note in notes if "at first" in note)
-    exact = "at first its outputs are the dense model's, but for rounding"
+    (note,) = (note for note in notes if "its initial outputs" in note)
+    exact = "its initial outputs equal the dense model's, up to rounding"
     of_gpt2 = (
-        "at first its outputs are not the dense model's: experts have exact GELU, and the dense "
+        "its initial outputs differ from the dense model's: experts use exact GELU, the dense "
         "layers gelu_tanh"
     )
     assert note == (of_gpt2 if source in ("gpt2", "no-bias") else exact)
-    assert sum("0.00% of the matrix is left out" in note for note in notes) == 4
-    still = "noise is 0: all experts are equal, and training leaves them so"
+    assert sum("the factors lose 0.00% of the matrix" in note for note in notes) == 4
+    still = "noise is 0: all experts start equal and stay equal in training"
     assert (still in notes) == ("noise=0" in text)
     dense = logits_of(load_model(sources / source))
     model = load_model(tmp_path / "new")
@@ -90,7 +90,7 @@ def test_with_less_rank_it_computes_what_numpy_leaves_of_the_matrices(sources, t
     notes = convert(sources / "vit", tmp_path / "new", "polyad", Factorizing(text))["notes"]
     rank = 13 if "rank=13" in text else 4 * 3
     said = (
-        "at first its outputs are not the dense model's: the matrices of up have rank "
+        "its initial outputs differ from the dense model's: the matrices of up have rank "
         f"{rank} of 33; the matrices of down have rank {rank} of 32"
     )
     assert said in notes
@@ -105,7 +105,9 @@ def test_with_less_rank_it_computes_what_numpy_leaves_of_the_matrices(sources, t
                 layer.weight.copy_(near[:-1].T)
                 layer.bias.copy_(near[-1])
             share = np.sqrt((values[rank:] ** 2).sum() / (values**2).sum())
-            line = f"blocks.{block}.feed_forward.{which}: {share:.2%} of the matrix is left out"
+            line = (
+                f"blocks.{block}.feed_forward.{which}: the factors lose {share:.2%} of the matrix"
+            )
             assert share > 0.3
             assert f"{line} (Frobenius norm)" in notes
     ours = logits_of(load_model(tmp_path / "new"))
@@ -119,8 +121,8 @@ def test_with_less_rank_it_computes_what_numpy_leaves_of_the_matrices(sources, t
 def test_feed_forwards_with_a_gate_become_three_factorized_layers(tmp_path, family, text):
     theirs(family).save_pretrained(tmp_path / "dense")
     notes = convert(tmp_path / "dense", tmp_path / "new", "polyad", Factorizing(text))["notes"]
-    assert "at first its outputs are the dense model's, but for rounding" in notes
-    left_out = [note for note in notes if "0.00% of the matrix is left out" in note]
+    assert "its initial outputs equal the dense model's, up to rounding" in notes
+    left_out = [note for note in notes if "the factors lose 0.00% of the matrix" in note]
     assert {note.partition(":")[0].rpartition(".")[2] for note in left_out} == {
         "up_gate", "up", "down",
     }  # fmt: skip
@@ -152,7 +154,7 @@ def test_an_activation_without_a_gate_does_not_fit_one_with(sources, tmp_path, c
         )
     other = Factorizing("num_experts=4,activation=geglu,rank=64")
     notes = convert(tmp_path / "llama", tmp_path / "new", "polyad", other)["notes"]
-    assert any(note.endswith("experts have geglu, and the dense layers swiglu") for note in notes)
+    assert any(note.endswith("experts use geglu, the dense layers swiglu") for note in notes)
 
 
 def test_a_mixer_may_be_factorized_twice_and_the_gates_start_anew(sources, tmp_path):

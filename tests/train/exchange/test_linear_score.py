@@ -35,7 +35,7 @@ def test_a_linear_score_gives_the_logits_of_the_attentive_one(tmp_path, name):
     source = write_weights(tmp_path / "source", MODELS[name], spread=0.2)
     result = convert(source, tmp_path / "linear", "polyad", LinearScores())
     (note,) = (note for note in result["notes"] if "attentive" in note)
-    assert note.startswith("its outputs are those of the attentive model, but for rounding")
+    assert note.startswith("its outputs equal the attentive model's, up to rounding")
     attentive, linear = load_model(source), load_model(tmp_path / "linear")
     assert result["parameters"] == sum(p.numel() for p in linear.parameters())
     sections = linear.config.feed_forwards()

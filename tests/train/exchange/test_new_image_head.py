@@ -96,7 +96,7 @@ def test_the_head_starts_from_the_seed_and_all_else_from_the_weights(
     config = finished.parent / "config.yaml"
     ((steps, said),) = workers(1).run(run_and_listen, config, *words, "train.steps=1")
     assert steps == 1
-    assert "; new from the seed: head.*" in said
+    assert "; initialized from the seed: head.*" in said
     ours = load_model(tmp_path / "run").state_dict()
     assert ours["head.weight"].shape == (4, 16)
     for each, value in theirs.named_parameters():
@@ -119,7 +119,7 @@ def test_a_head_of_another_kind_is_new_and_other_names_of_as_many_classes_are_re
     ((_, said),) = workers(1).run(
         run_and_listen, config, *words, f"data.path={folders['three']}", head
     )
-    assert "; new from the seed: head.*" in said
+    assert "; initialized from the seed: head.*" in said
     assert "head.gate.weight" in Checkpoint(tmp_path / "run/checkpoints/step-00000001").shapes()
     root = made.class_folders(tmp_path / "all", 8)
     (root / "cat").rename(root / "cow")
@@ -172,7 +172,7 @@ def test_a_head_of_another_library_is_taken_by_the_names_of_its_classes(
     words = (*words, f"run.folder={tmp_path / 'c'}", "data.normalization=imagenet")
     ((_, said),) = workers(1).run(run_and_listen, config, *words)
     assert "config.json does not name all 3 classes of its head" in said
-    assert "; data.normalization: imagenet here, half where the weights were trained" in said
+    assert "; data.normalization: imagenet, but the weights were trained with half" in said
 
 
 @pytest.mark.parametrize(

@@ -69,7 +69,7 @@ def test_all_experts_give_the_dense_logits_and_merged_weights_are_bitwise_the_de
     sources, tmp_path, source, text
 ):
     result = convert(sources / source, tmp_path / "split", "polyad", Splitting(text))
-    assert "its outputs are the dense model's, but for rounding" in result["notes"]
+    assert "its outputs equal the dense model's, up to rounding" in result["notes"]
     dense, model = load_model(sources / source), load_model(tmp_path / "split")
     assert result["parameters"] == sum(p.numel() for p in dense.parameters())
     torch.testing.assert_close(logits_of(model), logits_of(dense), atol=1e-10, rtol=0)
@@ -134,11 +134,11 @@ def test_notes_say_what_makes_outputs_others(sources, tmp_path):
     text = "num_experts=8,top_k=3,select=not_top_k,score=linear,capacity_factor=2.0,allow_leak=true"
     notes = convert(sources / "gpt2", tmp_path / "new", "polyad", Splitting(text))["notes"]
     assert (
-        "its outputs are not the dense model's: a token uses 5 of 8 experts; experts have the "
-        "weights of a learned score; capacity_factor drops tokens" in notes
+        "its outputs differ from the dense model's: a token uses 5 of 8 experts; experts are "
+        "weighted by a learned score; capacity_factor drops tokens" in notes
     )
     merged = convert(tmp_path / "new", tmp_path / "merged", "polyad", Merging())
-    note = "every token uses all units again, as in the dense model without its learned scores"
+    note = "every token uses all units again, as in the dense model; the learned scores are dropped"
     assert note in merged["notes"]
 
 
@@ -169,7 +169,7 @@ def test_copied_experts_of_a_vit_are_the_dense_ones_with_their_activation(source
     # GMoE: copies with a cosine score. In fp32 the experts are grouped products, in fp64 a loop.
     text = "num_experts=4,top_k=2,score=cosine,placement=[1,3]"
     notes = convert(sources / "vit", tmp_path / "copies", "polyad", Upcycling(text))["notes"]
-    assert "at first its logits are the dense model's, but for rounding" in notes
+    assert "its initial logits equal the dense model's, up to rounding" in notes
     for dtype, close in ((torch.float64, 1e-12), (torch.float32, 1e-5)):
         ours, theirs = (
             logits_of(load_model(path), dtype) for path in (tmp_path / "copies", sources / "vit")
@@ -177,8 +177,8 @@ def test_copied_experts_of_a_vit_are_the_dense_ones_with_their_activation(source
         torch.testing.assert_close(ours, theirs, rtol=close, atol=close)
     text += ",activation=gelu_tanh"
     notes = convert(sources / "vit", tmp_path / "others", "polyad", Upcycling(text))["notes"]
-    (note,) = (note for note in notes if "at first" in note)
-    assert note.endswith("experts have the activation gelu_tanh, and the dense layers gelu")
+    (note,) = (note for note in notes if "its initial logits" in note)
+    assert note.endswith("experts use the activation gelu_tanh, the dense layers gelu")
     ours, theirs = (
         logits_of(load_model(tmp_path / "others")),
         logits_of(load_model(sources / "vit")),
@@ -288,7 +288,7 @@ def test_a_llama_in_groups_is_the_dense_model_and_back_bitwise(tmp_path, by):
     if "tokens" in text:
         text += f",data={prepared_for(folder, tmp_path)}"
     result = convert(folder, tmp_path / "split", "polyad", Splitting(text))
-    assert "its outputs are the dense model's, but for rounding" in result["notes"]
+    assert "its outputs equal the dense model's, up to rounding" in result["notes"]
     ids = torch.randint(0, 50, (2, 12), generator=torch.Generator().manual_seed(0))
     dense, split = (load_model(tmp_path / name).double() for name in ("hub", "split"))
     with torch.no_grad():

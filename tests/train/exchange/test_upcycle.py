@@ -60,7 +60,7 @@ CASES = [
 @everyday(("source", "text"), CASES, keep=CASES[1:4])
 def test_copied_experts_give_the_dense_logits(sources, tmp_path, source, text):
     result = convert(sources / source, tmp_path / "new", "polyad", Upcycling(text))
-    assert "at first its logits are the dense model's, but for rounding" in result["notes"]
+    assert "its initial logits equal the dense model's, up to rounding" in result["notes"]
     model = load_model(tmp_path / "new")
     assert result["parameters"] == sum(p.numel() for p in model.parameters())
     routing = [block.feed_forward for block in model.blocks if block.feed_forward.gate_columns()]
@@ -90,7 +90,7 @@ def test_feed_forwards_with_a_gate_are_copied_whole(tmp_path, family):
     for number, text in enumerate(("num_experts=4", "num_experts=3,top_k=3,placement=[1]")):
         new = tmp_path / f"new{number}"
         result = convert(tmp_path / "dense", new, "polyad", Upcycling(text))
-        assert "at first its logits are the dense model's, but for rounding" in result["notes"]
+        assert "its initial logits equal the dense model's, up to rounding" in result["notes"]
         torch.testing.assert_close(logits(new), logits(tmp_path / "plain"), atol=1e-12, rtol=0)
     experts = load_model(tmp_path / "new0").blocks[0].feed_forward.experts
     dense = load_model(tmp_path / "plain").blocks[0].feed_forward
@@ -121,17 +121,17 @@ def test_experts_scored_by_their_weights_need_noise(sources, tmp_path):
     keys = "num_experts=4,score=sparsity,combine=normalized"
     equal = convert(sources / "plain", tmp_path / "equal", "polyad", Upcycling(keys))
     assert equal["notes"][1:] == [
-        "at first its logits are the dense model's, but for rounding",
-        "equal experts have equal scores of sparsity, among which rounding alone chooses; "
-        "noise=0.01 sets them apart",
+        "its initial logits equal the dense model's, up to rounding",
+        "all experts start equal, so only rounding decides between their sparsity scores; "
+        "noise=0.01 makes them differ",
     ]
     dense = logits_of(load_model(sources / "plain"))
     torch.testing.assert_close(logits_of(load_model(tmp_path / "equal")), dense, atol=1e-10, rtol=0)
     text = f"{keys},noise=0.01,activation=relu"
     apart = convert(sources / "plain", tmp_path / "apart", "polyad", Upcycling(text))
     assert apart["notes"][1:] == [
-        "at first its logits are not the dense model's: noise is 0.01; experts have the activation "
-        "relu, and the dense layers gelu_tanh"
+        "its initial logits differ from the dense model's: noise is 0.01; experts use the "
+        "activation relu, the dense layers gelu_tanh"
     ]
     layer = load_model(tmp_path / "apart").blocks[0].feed_forward
     u_ND = torch.randn(50, 32)
@@ -207,10 +207,10 @@ def test_noise_is_added_to_the_experts_weights_and_is_seeded(sources, tmp_path):
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ("num_experts=4,top_k=1", "with top_k 1 an expert's output is multiplied by its score"),
+        ("num_experts=4,top_k=1", "with top_k: 1 an expert's output is multiplied by its score"),
         (
             "num_experts=4,combine=softmax",
-            "with combine softmax a token's weights sum to less than 1",
+            "with combine: softmax the weights of a token sum to less than 1",
         ),
         ("num_experts=4,noise=0.5", "noise is 0.5"),
         (
@@ -221,7 +221,7 @@ def test_noise_is_added_to_the_experts_weights_and_is_seeded(sources, tmp_path):
 )
 def test_a_note_says_where_logits_differ_and_they_do(sources, tmp_path, text, why):
     result = convert(sources / "plain", tmp_path / "new", "polyad", Upcycling(text))
-    note = f"at first its logits are not the dense model's: {why}"
+    note = f"its initial logits differ from the dense model's: {why}"
     assert note in result["notes"]
     assert f"note         {note}" in conversion_table(result)
     difference = logits_of(load_model(tmp_path / "new")) - logits_of(load_model(sources / "plain"))

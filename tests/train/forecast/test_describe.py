@@ -134,6 +134,23 @@ def test_factorized_experts_stand_beside_what_others_cost(
     assert "  note" not in dict(comparison_rows(found))
 
 
+def test_active_parameters_are_per_token_in_every_task() -> None:
+    experts = {"kind": "smoe", "num_experts": 4, "top_k": 1, "expert_hidden_size": 8}
+    config = small(
+        data={"kind": "sequences", "path": "rows.csv"},
+        model={"feed_forward": experts, "num_layers": 1},
+    )
+    description = describe(config, Dims(world_size=1))
+    memory = {"memory_bytes_per_process": {"weights": 1000, "total": 1000}}
+    table = description_table(description | memory)
+    assert description["unit"] == "sequence"
+    active = description["model"]["active_parameters"]
+    assert f"{active:,} parameters per token" in table
+    assert "4 in each of 1 block, 1 active per token" in table
+    assert "1 process: data parallel 1" in table
+    assert "about 1 KB per process when run on GPUs" in table
+
+
 def test_one_expert_is_compared_with_the_dense_model_alone() -> None:
     feed_forward = {"kind": "mumoe", "num_experts": [1], "rank": 3}
     model = describe(small(model={"feed_forward": feed_forward}), Dims(world_size=1))["model"]

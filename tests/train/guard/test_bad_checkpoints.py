@@ -28,7 +28,7 @@ def test_no_checkpoint_is_due_until_a_validation_is_finite(workers, config, tmp_
     said = ends[0][1]
     assert (
         "polyad: warning: step 4: validation_loss is nan; no checkpoint is written until a "
-        "validation is finite, and the ones before stay" in said
+        "validation is finite; earlier ones are kept" in said
     )
     assert "warning: step 8" not in said
     # A step that was not saved is not the last one of its run: the records are all there.

@@ -102,7 +102,7 @@ SIZE = 1_000
     [
         # 10 are to come, and all stay.
         ({}, 10, None),
-        ({}, 9, "10 checkpoints of 1 KB are to come and 9 KB are free"),
+        ({}, 9, "10 checkpoints of 1 KB will be kept, but only 9 KB are free"),
         ({"keep_last": 1}, 2, None),
         # Of steps 100, 200, ..., 1,000 those of 200, 400, ... stay for ever.
         ({"keep_last": 1, "keep_every": 200}, 5, None),
@@ -146,7 +146,7 @@ def test_room_that_is_made_in_time_is_enough(tmp_path, monkeypatch, capsys):
     asked = functools.partial(check_room, tmp_path / "run", wanted, step=0, steps=1000, size=SIZE)
     asked(patience=60)
     said = capsys.readouterr().err.splitlines()
-    assert [line.startswith("polyad: waits up to 60 s: run.folder: ") for line in said] == [True]
+    assert [line.startswith("polyad: waiting up to 60 s: run.folder: ") for line in said] == [True]
     filler.touch()
     with pytest.raises(ConfigError, match="2 more checkpoints of 1 KB must fit, "):
         asked(patience=0.05)

@@ -101,8 +101,9 @@ def test_a_line_names_the_first_documents_of_each_part():
         "documents": {"a": [1, 2, 3, 4, 5, 6], "b": [9]},
     }  # fmt: skip
     assert spike_line(event) == (
-        "step 7: spike: loss 9.5000 (limit 3.2500), norm 1.00 (limit inf); the run goes back to "
-        "step 4, on without this batch; documents of a 1, 2, 3, 4 and 2 more; of b 9 (spikes.jsonl)"
+        "step 7: spike: loss 9.5000 (limit 3.2500), norm 1.00 (limit inf); the run returns to "
+        "step 4 and leaves this batch out; documents of a 1, 2, 3, 4 and 2 more; of b 9 "
+        "(spikes.jsonl)"
     )
 
 

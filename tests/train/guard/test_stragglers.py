@@ -20,7 +20,7 @@ def test_the_slow_one_is_named_with_its_host_once():
     look = guard()
     record, lines = look.judge([10 * MS, 10 * MS, 11 * MS, 20 * MS], [0] * 4, 1.0)
     assert record == {"slowest_rank": 3, "slowdown": 2.0, "waiting_share": 0.5}
-    assert lines == ["process 3 on node-2 computes 2.0 times as long as others, which wait for it"]
+    assert lines == ["process 3 on node-2 takes 2.0 times as long as others, which wait for it"]
     assert look.judge([10 * MS] * 3 + [20 * MS], [0] * 4, 1.0)[1] == []  # it is known
     assert look.judge([10 * MS] * 4, [0] * 4, 1.0)[1] == []
     assert len(look.judge([10 * MS] * 3 + [20 * MS], [0] * 4, 1.0)[1]) == 1  # again
@@ -28,7 +28,7 @@ def test_the_slow_one_is_named_with_its_host_once():
 
 def test_two_slow_ones_of_four_are_both_named():
     _, lines = guard().judge([10 * MS, 16 * MS, 10 * MS, 14 * MS], [0] * 4, 1.0)
-    assert [line.split(" computes")[0] for line in lines] == [
+    assert [line.split(" takes")[0] for line in lines] == [
         "process 1 on node-1",
         "process 3 on node-2",
     ]
@@ -38,7 +38,7 @@ def test_one_that_waits_for_data_is_named():
     waits = [20 * MS, 0, 0, 350 * MS]
     _, lines = guard().judge([10 * MS] * 4, waits, 1.0)
     assert lines == [
-        "process 3 on node-2 waits 0.35 s longer for data in a step than others, which wait for it"
+        "process 3 on node-2 waits 0.35 s longer for data per step than others, which wait for it"
     ]
     assert guard().judge([10 * MS] * 4, waits, 10.0)[1] == []  # little, of a long step
 
@@ -72,7 +72,7 @@ def test_a_run_names_the_process_that_is_slow(forks, tmp_path, prepared_path):
     assert process.wait(120) == [0, 0], process.text()
     lines = [line for line in process.text().splitlines() if "which wait for it" in line]
     (line,) = [each for each in lines if "process 1" in each]
-    assert f"polyad: warning: step 2: process 1 on {socket.gethostname()} computes" in line
+    assert f"polyad: warning: step 2: process 1 on {socket.gethostname()} takes" in line
     found = {line["step"]: line for line in records(tmp_path / "run")}
     assert [step for step, line in found.items() if "slowdown" in line] == [2, 4]
     assert found[2]["slowest_rank"] == 1

@@ -163,7 +163,7 @@ def test_a_tracker_that_fails_is_left_out_and_the_others_go_on(tmp_path, monkeyp
     assert in_tensorboard(tmp_path)["loss"] == {1: 2.5, 2: 2.0}
     (line,) = capsys.readouterr().err.splitlines()
     assert line == (
-        "polyad: warning: log.trackers: wandb failed and is left out: no route to the server"
+        "polyad: warning: log.trackers: wandb failed and is no longer used: no route to the server"
     )
 
 

@@ -52,7 +52,7 @@ def runs(workers, tmp_path_factory, prepared_path):
 @everyday("kind", ["mumoe", "smoe", "dense"], keep=["smoe"])
 def test_the_page_needs_nothing_beside_itself_and_is_always_the_same(runs, tmp_path, kind):
     for name in ("one", "two"):
-        report(runs[kind], output=tmp_path / name, tokens=4000)
+        result = report(runs[kind], output=tmp_path / name, tokens=4000)
     text = (tmp_path / "one").read_text()
     assert text == (tmp_path / "two").read_text()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["one", "two"]
@@ -69,6 +69,22 @@ def test_the_page_needs_nothing_beside_itself_and_is_always_the_same(runs, tmp_p
     for heading in ("Load over time", "Entropy over time"):
         assert (heading in text) == (kind != "dense")
     assert ("level 1" in text) == (kind == "mumoe")
+    # 0.5 is named where an expert of the page has such a weight, and nowhere else.
+    layers = result["text"]["layers"] if result["text"] else {}
+    shown = [expert for layer in layers.values() for expert in layer]
+    assert ("of at least 0.5" in text) == any(expert["dominant"] > 0 for expert in shown)
+    assert ("An assignment is one token given to one expert" in text) == (kind == "smoe")
+    assert ("so these percentages may add up to more than 100%" in text) == (kind != "dense")
+
+
+def test_a_weight_of_one_half_is_named_only_where_an_expert_shown_has_one(runs, tmp_path):
+    result = report(runs["smoe"], output=tmp_path / "all", tokens=4000)
+    (layer,) = result["text"]["layers"].values()
+    rest = [expert["expert"] for expert in layer if not expert["dominant"]]
+    assert rest
+    report(runs["smoe"], output=tmp_path / "rest", tokens=4000, experts=rest)
+    said = ["of at least 0.5" in (tmp_path / name).read_text() for name in ("all", "rest")]
+    assert said == [True, False]
 
 
 @pytest.mark.slow

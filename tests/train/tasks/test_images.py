@@ -259,7 +259,7 @@ def test_a_vit_of_transformers_is_tuned_with_a_factorized_head(workers, config, 
     words = (model, "log.fluctuation=false", f"checkpoint.init_from={tmp_path / 'vit'}")
     ((steps, said),) = workers(1).run(run_and_listen, config, *words)
     assert steps == 12
-    assert "the head is new" in said
+    assert "it starts from random values" in said
     log = records(tmp_path / "run")
     assert "routing/head/entropy" in log[-1]
     weights = weights_of(tmp_path / "run" / "checkpoints" / "step-00000012")

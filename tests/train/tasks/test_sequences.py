@@ -200,7 +200,7 @@ def test_a_run_ends_early_and_its_best_checkpoint_stays(workers, config, tmp_pat
     _, said = listened(workers, config, *keys)
     log = records(tmp_path / "run")
     assert [each["step"] for each in log] == [1, 2, 3, 4]
-    assert "the run ends early after step 4: 3 validations in a row were no better" in said
+    assert "early stopping after step 4: 3 validations in a row were not better" in said
     folder = tmp_path / "run" / "checkpoints"
     assert best_checkpoint(tmp_path / "run").name == "step-00000001"
     assert sorted(p.name for p in folder.glob("step-*")) == ["step-00000001", "step-00000004"]
@@ -209,13 +209,16 @@ def test_a_run_ends_early_and_its_best_checkpoint_stays(workers, config, tmp_pat
     # The same command finds nothing to do; with more patience the run goes on.
     steps, said = listened(workers, config, *keys)
     assert steps == 4
-    assert "nothing left to do: the run ends early after step 4" in said
+    assert "nothing left to do: early stopping after step 4" in said
     more = [key.replace("patience=3", "patience=4") for key in keys]
     assert workers(1).run(run, config, *more) == [5]
     assert sorted(p.name for p in folder.glob("step-*")) == ["step-00000001", "step-00000005"]
     # Scores of other samples are not compared with those before, and patience begins anew.
     steps, said = listened(workers, config, *more, "evaluation.max_windows=1")
-    assert (steps, "; the best validation is looked for from there on" in said) == (9 + 1, True)
+    assert (steps, "; earlier validation scores no longer count as the best" in said) == (
+        9 + 1,
+        True,
+    )
     assert best_checkpoint(tmp_path / "run").name == "step-00000006"
 
 
@@ -244,7 +247,7 @@ def test_it_begins_from_a_language_model_with_a_new_head(workers, config, tmp_pa
         "optimizer={kind: sgd, learning_rate: 0.0001}", "checkpoint.every=0",
     )  # fmt: skip
     _, said = listened(workers, config, *keys)
-    assert "; new from the seed: head.*" in said
+    assert "; initialized from the seed: head.*" in said
     ours = weights_of(tmp_path / "run" / "checkpoints" / "step-00000001")
     start = weights_of(dense / "checkpoints" / "step-00000006")
     assert ours.keys() - start.keys() == {"head.weight"}
@@ -259,10 +262,10 @@ def test_it_begins_from_a_language_model_with_a_new_head(workers, config, tmp_pa
     )
     # A second run with the same classes begins with the head as well, another one does not.
     again = (*keys, f"run.folder={tmp_path / 'again'}", f"checkpoint.init_from={tmp_path / 'run'}")
-    assert "new from the seed" not in listened(workers, config, *again)[1]
+    assert "initialized from the seed" not in listened(workers, config, *again)[1]
     more = made.write(tmp_path / "two.csv", made.rows(8, 0, ("good", "bad")))
     other = (*again, f"data.path={more}", f"run.folder={tmp_path / 'other'}")
-    assert "; new from the seed: head.*" in listened(workers, config, *other)[1]
+    assert "; initialized from the seed: head.*" in listened(workers, config, *other)[1]
 
 
 @pytest.fixture(scope="module")
@@ -328,9 +331,9 @@ def test_a_head_of_numbers_is_not_taken_for_one_of_choices(workers, config, tmp_
     start = (*still, f"checkpoint.init_from={tmp_path / 'run'}")
     choices = (*OTHERS["choices"], f"data.path={other_tables / 'choices'}", *start)
     _, said = listened(workers, config, *choices, f"run.folder={tmp_path / 'choices'}")
-    assert "; new from the seed: head.*" in said
+    assert "; initialized from the seed: head.*" in said
     again = (*numbers, *start, f"run.folder={tmp_path / 'again'}")
-    assert "new from the seed" not in listened(workers, config, *again)[1]
+    assert "initialized from the seed" not in listened(workers, config, *again)[1]
 
 
 @pytest.mark.parametrize("limit", ["data.max_length=24", "model.sequence_length=24"])

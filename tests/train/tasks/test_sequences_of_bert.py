@@ -183,6 +183,6 @@ def test_numbers_begin_with_the_encoder_of_a_classifier_whose_classes_have_no_na
         f"data.path={tmp_path / 'numbers'}", "data.task=regression",
         "model.feed_forward={kind: dense, hidden_size: 96}", "model.vocab_size=61",
     )  # fmt: skip
-    assert "; new from the seed: head.classifier.*" in said
+    assert "; initialized from the seed: head.classifier.*" in said
     begun = weights_of(tmp_path / "run" / "checkpoints" / "step-00000001")
     assert begun["head.classifier.weight"].shape == (1, 32)

@@ -162,7 +162,7 @@ def test_chance_in_a_tokenizer_is_switched_off_and_said(tmp_path):
     ]
     assert manifests[0].fingerprint == manifests[1].fingerprint
     assert manifests[0].tokenizer.fingerprint == plain.fingerprint
-    assert sum("model.dropout: 0.5 is switched off" in line for line in lines) == 2
+    assert sum("model.dropout: 0.5 is turned off" in line for line in lines) == 2
     data = PreparedData.open(tmp_path / "x")
     assert data.split("train").read_document(0).tolist()[:-1] == plain.encode(words)
     # What was prepared before with such a file still opens, and encodes the same each time.
