@@ -155,7 +155,7 @@ def start(words: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
     }
     environment = {
         **{key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")},
-        "PYTHONPATH": str(ROOT),
+        "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}",  # this checkout, whichever is installed
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
     }
     target = None
