@@ -281,6 +281,8 @@ class World:
             self._train(options.config, options.overrides, is_started=False)
         if name == "validate" and not options.without_data:
             self._train(options.config, options.overrides, is_started=False)
+        if name == "bench" and self._is_left_to_data(options):
+            self._train(options.config, options.overrides, is_started=False)
         if name == "study" and options.study.suffix != ".json":
             self._study(options.study, is_started=not options.dry_run)
         if name == "prepare" and (options.dry_run or options.begin or options.part is not None):
@@ -303,6 +305,10 @@ class World:
         self.reads, self.writes = reads, writes
         for path in re.findall(r"(?:--logdir |checkpoint=)([^\s,]+)", " ".join(words)):
             self._read(path)
+
+    def _is_left_to_data(self, options: Namespace) -> bool:
+        config = load_config(self._root / options.config, options.overrides)
+        return config.model.left_to_data() is not None
 
     @staticmethod
     def _is_started(name: str, options: Namespace) -> bool:
