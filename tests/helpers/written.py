@@ -325,6 +325,9 @@ class World:
                 self._read(str(source))
         if is_started:
             folder, last, every = config.run.folder, config.train.steps, config.checkpoint.every
+            if folder not in self._steps:  # `polyad train` refuses a folder of something else
+                inside = [path for path in self._made if path.startswith(f"{_normal(folder)}/")]
+                assert not inside, f"run.folder: {folder} holds {inside[0]}, which is not its own"
             self._make(folder)
             saved = {last, *(range(every, last, every) if every else ())}
             self._steps.setdefault(folder, set()).update(saved)
