@@ -208,7 +208,9 @@ def prepared_table(manifest: "Manifest", folder: str, seconds: float) -> str:
     if manifest.split_by == "position":
         facts.append("split by position: the last parts of the text are held out")
     if manifest.files:
-        files = (f"{count:,} {ending}" for ending, count in manifest.files.items())
+        files = (
+            f"{count:,} {ending or 'without an ending'}" for ending, count in manifest.files.items()
+        )
         facts.append(f"files read: {', '.join(files)}")
     if left := left_out_of(manifest):
         facts.append(f"left out: {left}")

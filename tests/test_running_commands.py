@@ -69,6 +69,8 @@ TINY_STUDY = {
     "model.hidden_size": 32, "model.num_heads": 2, "model.sequence_length": 64, "train.steps": 12,
     "checkpoint.every": 4, "schedule.warmup_steps": 2,
 }  # fmt: skip
+WIDER = {"mxd": 96, "mxd-long": 96}
+"""Widths of studies that have no room in a block of 32 for the decoders of 256 experts."""
 SMALL_TEXT = "python:pydantic"
 """In place of the whole standard library."""
 FEW_TOKENS = ("--tokens", "8192")
@@ -111,6 +113,8 @@ def clone(tmp_path: Path) -> Path:
             if tree["data"]["source"] == "python-stdlib":
                 tree["data"]["source"] = SMALL_TEXT
         tree["common"] |= {"train.steps": 12} if of_images else TINY_STUDY
+        if path.stem in WIDER:
+            tree["common"]["model.hidden_size"] = WIDER[path.stem]
         if tree["leak"] is not None:
             tree["leak"] = {"steps": [12], "tokens": 64}
         path.write_text(yaml.safe_dump(tree, sort_keys=False))
@@ -156,7 +160,7 @@ def start(words: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
     }
     environment = {
         **{key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")},
-        "PYTHONPATH": str(ROOT),
+        "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}",  # this checkout, whichever is installed
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
     }
     target = None

@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 @command(
     "bench",
     "polyad bench configs/quickstart/gpt2.yaml model.vocab_size=8192",
-    "polyad bench configs/quickstart/gpt2-smoe.yaml --forced-balance model.vocab_size=8192",
+    "polyad bench configs/quickstart/gpt2-smoe.yaml --processes 2 --forced-balance "
+    "model.vocab_size=8192",
     "polyad bench configs/gpt2/124m-smoe-16.yaml --processes 2 --json bench.json "
     "parallel.expert_parallel_size=2 model.vocab_size=50257",
 )

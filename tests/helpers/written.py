@@ -281,6 +281,8 @@ class World:
             self._train(options.config, options.overrides, is_started=False)
         if name == "validate" and not options.without_data:
             self._train(options.config, options.overrides, is_started=False)
+        if name == "bench" and self._is_left_to_data(options):
+            self._train(options.config, options.overrides, is_started=False)
         if name == "study" and options.study.suffix != ".json":
             self._study(options.study, is_started=not options.dry_run)
         if name == "prepare" and (options.dry_run or options.begin or options.part is not None):
@@ -306,6 +308,10 @@ class World:
         for path in re.findall(r'Path\("([^"]+)', " ".join(words)):  # a line of Python
             self._make(path)
 
+    def _is_left_to_data(self, options: Namespace) -> bool:
+        config = load_config(self._root / options.config, options.overrides)
+        return config.model.left_to_data() is not None
+
     @staticmethod
     def _is_started(name: str, options: Namespace) -> bool:
         return name == "train" or (not options.dry_run and options.via == "local")
@@ -321,6 +327,9 @@ class World:
                 self._read(str(source))
         if is_started:
             folder, last, every = config.run.folder, config.train.steps, config.checkpoint.every
+            if folder not in self._steps:  # `polyad train` refuses a folder of something else
+                inside = [path for path in self._made if path.startswith(f"{_normal(folder)}/")]
+                assert not inside, f"run.folder: {folder} holds {inside[0]}, which is not its own"
             self._make(folder)
             saved = {last, *(range(every, last, every) if every else ())}
             self._steps.setdefault(folder, set()).update(saved)

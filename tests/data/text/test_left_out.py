@@ -70,6 +70,13 @@ def test_what_stands_beside_texts_is_told_and_not_refused(tmp_path):
         prepare(str(folder), "characters", tmp_path / "other", report=lambda line: None)
 
 
+def test_files_read_that_have_no_ending_are_told_in_words(tmp_path):
+    folder = folder_with(tmp_path, ["LICENSE"])
+    manifest, _ = prepared_anyway(folder, tmp_path, file_format="text")
+    assert manifest.files == {".txt": 40, "": 1}
+    assert "files read: 40 .txt, 1 without an ending\n" in prepared_table(manifest, "out", 1.0)
+
+
 def test_links_are_followed_once_and_a_second_name_of_a_file_is_doubted(tmp_path):
     folder, other = folder_with(tmp_path, []), tmp_path / "elsewhere"
     other.mkdir()

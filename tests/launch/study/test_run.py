@@ -102,7 +102,7 @@ def test_a_study_says_what_it_does_and_prints_tables_alone(finished: Path) -> No
     assert "\n== run 1 of 2: dense, seed 1\n" in err
     assert "\n== run 2 of 2: cp, seed 1\n" in err  # nothing is known of how long that takes
     assert re.search(r"\ndense, seed 1: loss \d\.\d{4}, perplexity [\d.]+ on [\d,]+ tokens\n", err)
-    assert re.search(r"\ncp, seed 1: loss \d\.\d{4} \([+-]0\.\d{4} beside dense\), ", err)
+    assert re.search(r"\ncp, seed 1: loss \d\.\d{4} \([+-]0\.\d{4} compared with dense\), ", err)
     assert err.index("parameters") < err.index("== run 1")
 
 
