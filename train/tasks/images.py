@@ -84,7 +84,8 @@ class ImageScores(LabelledScores):
         known = self.totals.accuracies.items()
         worst = sorted((accuracy, name) for name, accuracy in known if accuracy is not None)
         named = ", ".join(f"{name} {accuracy:.3f}" for accuracy, name in worst[:3])
-        rows.append((f"worst {task.classes_are}", named))
+        which = "worst " if len(worst) > 3 else ""
+        rows.append((f"{which}{task.classes_are}", named))
         if self.held_out:
             rows.append(("held out", self.held_out))
         return rows

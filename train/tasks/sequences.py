@@ -129,7 +129,8 @@ class SequenceScores(LabelledScores):
             f"{name} {self.per_class[name].right} of {self.per_class[name].held}"
             for _, name in found[:3]
         ]
-        rows += [("worst classes", ", ".join(worst))] if worst else []
+        title = "worst classes" if len(found) > len(worst) else "classes"
+        rows += [(title, ", ".join(worst))] if worst else []
         rows.append(("scored", f"{self.sequences_scored:,} sequences"))
         if self.cut_off:
             rows.append(("truncated", f"{self.cut_off:,}, to {self.max_length:,} tokens"))
