@@ -4,10 +4,7 @@ import gc
 import json
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
-from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -111,25 +108,6 @@ def test_a_check_box_without_a_script_shows_tokens_that_are_no_words(runs, tmp_p
         len(b - a) for a, b in zip(every, words, strict=True)
     )
     assert 'class="all-only"' in section
-
-
-@pytest.mark.slow
-def test_a_picture_of_a_page_has_its_curves_and_its_tokens(runs, tmp_path):
-    """`docs/picture.py`, which draws the README's picture, follows the page."""
-    asked = {"layers": ["1"], "experts": ["3"], "top": 4}
-    report(runs["smoe"], output=tmp_path / "page.html", **asked)
-    root = Path(__file__).parents[3]
-    command = [sys.executable, root / "docs" / "picture.py", runs["smoe"], tmp_path / "page.svg"]
-    subprocess.run([*command, "--block", "1", "--experts", "3"], cwd=root, check=True)
-    page, picture = ((tmp_path / f"page.{kind}").read_text() for kind in ("html", "svg"))
-    drawn = ElementTree.fromstring(picture)
-    curves = [one.get("d") for one in drawn.iter(f"{SVG}path") if one.get("class") == "curve"]
-    assert len(curves) >= 3
-    assert all(f'd="{curve}"' in page for curve in curves)
-    said = ["".join(one.itertext()) for one in drawn.iter(f"{SVG}text")]
-    assert "Expert 3" in said
-    assert "Expert 0" not in said
-    assert "var(" not in picture
 
 
 def test_the_page_tells_the_runs_numbers(runs, tmp_path):
