@@ -1,10 +1,18 @@
 """`polyad explore`: a text and its experts, on a page of this machine."""
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 from polyad.launch.command import Argument, command, non_negative, positive
-from polyad.launch.commands.options import Base, Best, Split, Weights
+from polyad.launch.commands.options import (
+    AnyWeights,
+    Base,
+    Best,
+    Precision,
+    Split,
+    TokenizerFile,
+    Weights,
+)
 
 
 @command(
@@ -14,7 +22,7 @@ from polyad.launch.commands.options import Base, Best, Split, Weights
     "polyad explore runs/quickstart/run --with runs/quickstart/run/checkpoints/step-00000100",
 )
 def explore(
-    path: Annotated[Path, Argument("a checkpoint, a run, or a folder of weights", "CHECKPOINT")],
+    path: AnyWeights,
     *,
     other: Annotated[
         Path | None,
@@ -49,15 +57,8 @@ def explore(
     best: Best = False,
     weights: Weights = "trained",
     base: Base = None,
-    tokenizer: Annotated[
-        str | None,
-        Argument(
-            "tokenizer file or folder, as for polyad prepare; default: the checkpoint's own", "PATH"
-        ),
-    ] = None,
-    precision: Annotated[
-        Literal["fp32", "bf16"], Argument("precision of the computation; default fp32")
-    ] = "fp32",
+    tokenizer: TokenizerFile = None,
+    precision: Precision = "fp32",
 ) -> None:
     """Serves a local web page that shows the experts of every token of text that you type.
 

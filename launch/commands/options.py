@@ -9,6 +9,16 @@ from polyad.launch.command import Argument, names
 CheckpointOrRun = Annotated[
     Path, Argument("a checkpoint, or a run (its newest checkpoint is used)", "CHECKPOINT_OR_RUN")
 ]
+AnyWeights = Annotated[Path, Argument("a checkpoint, a run, or a folder of weights", "CHECKPOINT")]
+TokenizerFile = Annotated[
+    str | None,
+    Argument(
+        "tokenizer file or folder, as for polyad prepare; default: the checkpoint's own", "PATH"
+    ),
+]
+Precision = Annotated[
+    Literal["fp32", "bf16"], Argument("precision of the computation; default fp32")
+]
 Data = Annotated[
     str | None,
     Argument("prepared data to read; default: the data that the run was trained on", "DIR"),

@@ -1,11 +1,10 @@
 """`polyad predict`: the labels of texts and images that are in no data set."""
 
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 from polyad.launch.command import Argument, Json, UsageError, command
-from polyad.launch.commands.options import Base, Best, Weights
+from polyad.launch.commands.options import AnyWeights, Base, Best, Precision, TokenizerFile, Weights
 from polyad.launch.output import results
 
 
@@ -14,7 +13,7 @@ from polyad.launch.output import results
     "polyad predict runs/quickstart-images/run --image photo.jpg --json -",
 )
 def predict(
-    path: Annotated[Path, Argument("a checkpoint, a run, or a folder of weights", "CHECKPOINT")],
+    path: AnyWeights,
     *,
     text: Annotated[
         Sequence[str],
@@ -49,15 +48,8 @@ def predict(
     best: Best = False,
     weights: Weights = "trained",
     base: Base = None,
-    tokenizer: Annotated[
-        str | None,
-        Argument(
-            "tokenizer file or folder, as for polyad prepare; default: the checkpoint's own", "PATH"
-        ),
-    ] = None,
-    precision: Annotated[
-        Literal["fp32", "bf16"], Argument("precision of the computation; default fp32")
-    ] = "fp32",
+    tokenizer: TokenizerFile = None,
+    precision: Precision = "fp32",
     json: Json = None,
 ) -> None:
     """Labels new texts or images with a classifier, and says how probable each class is.

@@ -6,7 +6,16 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from polyad.launch.command import Argument, Json, command, positive
-from polyad.launch.commands.options import Base, Best, Intervene, Weights, steering
+from polyad.launch.commands.options import (
+    AnyWeights,
+    Base,
+    Best,
+    Intervene,
+    Precision,
+    TokenizerFile,
+    Weights,
+    steering,
+)
 from polyad.launch.output import check_json_path, only_results_on_stdout, results, show
 
 
@@ -19,7 +28,7 @@ from polyad.launch.output import check_json_path, only_results_on_stdout, result
     "polyad generate runs/quickstart/run --prompt 'def ' --trace runs/written.parquet",
 )
 def generate(
-    path: Annotated[Path, Argument("a checkpoint, a run, or a folder of weights", "CHECKPOINT")],
+    path: AnyWeights,
     *,
     prompt: Annotated[str, Argument("text to continue", "TEXT")],
     best: Best = False,
@@ -44,15 +53,8 @@ def generate(
         ),
     ] = 1.0,
     seed: Annotated[int, Argument("random seed; default 0", "N")] = 0,
-    tokenizer: Annotated[
-        str | None,
-        Argument(
-            "tokenizer file or folder, as for polyad prepare; default: the checkpoint's own", "PATH"
-        ),
-    ] = None,
-    precision: Annotated[
-        Literal["fp32", "bf16"], Argument("precision of the computation; default fp32")
-    ] = "fp32",
+    tokenizer: TokenizerFile = None,
+    precision: Precision = "fp32",
     no_cache: Annotated[
         bool,
         Argument("recompute the whole context for every token instead of caching keys and values"),
