@@ -24,6 +24,8 @@ from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, NoReturn, Union, get_args, get_origin
 
+from polyad.train.errors import Stopped
+
 Function = Callable[..., int | None]
 
 
@@ -152,7 +154,7 @@ class Command:
         Raises:
             UsageError: the words are not its arguments.
         """
-        found = vars(self.parser().parse_intermixed_args(words))
+        found = self._parsed(words)
         given = {}
         for name, parameter in inspect.signature(self.function).parameters.items():
             kind = parameter.annotation
@@ -162,6 +164,15 @@ class Command:
             else:
                 given[name] = found[name]
         return self.function(**given) or 0
+
+    def _parsed(self, words: Sequence[str]) -> dict[str, Any]:
+        try:
+            return vars(self.parser().parse_intermixed_args(words))
+        except AttributeError as error:
+            # argparse restores what it may not have set yet, if a signal ends it there.
+            if isinstance(error.__context__, (KeyboardInterrupt, Stopped)):
+                raise error.__context__ from None
+            raise
 
 
 def command(name: str, *examples: str, program: str = "polyad ") -> Callable[[Function], Command]:

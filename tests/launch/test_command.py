@@ -1,6 +1,7 @@
 """A command is a function: its annotations are the arguments, and old flags name new commands."""
 
 import shlex
+import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,8 +9,19 @@ from typing import Annotated, Any, Literal
 
 import pytest
 
-from polyad.launch.command import Argument, Command, Group, Json, UsageError, command, positive
+from polyad.launch.command import (
+    Argument,
+    Command,
+    Group,
+    Json,
+    Parser,
+    UsageError,
+    command,
+    positive,
+)
 from polyad.launch.commands.old_flags import in_new_words
+from polyad.launch.processes import stop_at_signals
+from polyad.train.errors import STOP_SIGNALS, Stopped
 
 SPEED = Group("how fast", "Of legs.")
 
@@ -46,6 +58,29 @@ def going() -> tuple[Command, list[dict[str, Any]]]:
         return times
 
     return go, calls
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM, signal.SIGINT])
+def test_a_signal_while_words_are_parsed_stops_as_at_any_other_time(
+    number: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go, calls = going()
+    usage = Parser.format_usage
+
+    def interrupted(parser: Parser) -> str:
+        signal.raise_signal(number)  # the first thing that argparse does before what it restores
+        return usage(parser)
+
+    monkeypatch.setattr(Parser, "format_usage", interrupted)
+    handlers = {each: signal.getsignal(each) for each in STOP_SIGNALS}
+    stop_at_signals()
+    try:
+        with pytest.raises((KeyboardInterrupt, Stopped), match="run the same command again"):
+            go(["--with", "her", "2", "a"])
+    finally:
+        for each, handler in handlers.items():
+            signal.signal(each, handler)
+    assert not calls
 
 
 def test_words_and_options_are_those_of_the_signature() -> None:

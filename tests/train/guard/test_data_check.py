@@ -100,7 +100,7 @@ def test_it_reads_no_faster_than_it_may_and_ends_at_once(copy, capfd, monkeypatc
     )  # at full speed it takes long as well
     with check_of(copy, print, bytes_per_second=8192) as check:
         check.finish()
-    assert "MB of its data were verified; `polyad data verify`" in capfd.readouterr().err
+    assert "MB of its data verified; `polyad data verify`" in capfd.readouterr().err
 
 
 def test_data_that_is_gone_meanwhile_is_no_damage(copy, capfd):
