@@ -134,7 +134,7 @@ def test_a_class_is_learned_from_a_folder_without_one(saved):
     fresh = weights.whole("head.classifier.weight")
     assert fresh.shape == (9, 32)
     assert 0.01 < fresh.std() < 0.03
-    assert "head.classifier.weight, head.classifier.bias: new" in weights.note
+    assert "head.classifier.weight, head.classifier.bias: random, as" in weights.note
     with pytest.raises(HuggingFaceError, match=r"model\.num_layers 2 there, 3 here"):
         weights.check_config(weights.config.model_copy(update={"num_layers": 3}))
 
