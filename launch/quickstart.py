@@ -97,7 +97,7 @@ class Quickstart(ABC):
 
     def _next_steps(self) -> list[str]:
         """Commands to go on with, and what each of them shows."""
-        commands = [(f"{_program('polyad')} {words}", what) for words, what in self.next_commands()]
+        commands = [(what, f"{_program('polyad')} {words}") for words, what in self.next_commands()]
         return ["Next:", *(f"  {line}" for line in aligned(commands, "<"))]
 
     @abstractmethod
