@@ -116,7 +116,11 @@ def test_a_run_over_two_hosts_is_that_of_one_machine(
     [
         ("host-1 slots=1\n{0}9\n", ONE, ("{0}9 cannot be used",)),
         ("host-1 slots=1\n{0} slots=1\n", NET, ("host-1 and {0} are the same machine",)),
-        ("loopback\nhost-2\n", (*ONE, *NET), ("loopback, where", "127.0.0.1 on host-2")),
+        (
+            "loopback\nhost-2\n",
+            (*ONE, *NET),
+            ("loopback, the rendezvous host", "127.0.0.1 on host-2"),
+        ),
         ("host-1\nhost-2\n", ONE, ("--interface: is missing", "127.0.1.1 there", "eth0")),
         ("host-1\nhost-2\n", (*ONE, *NET, "--port", "22"), ("--port: 22", "1024 to 65535")),
     ],
