@@ -165,6 +165,8 @@ def loaded(path: Path) -> RunConfig:
         given = ["model.num_classes=1000"]
     elif model.get("vocab_size") is None:
         given = ["model.vocab_size=5000"]
+    if (model.get("feed_forward") or {}).get("pool", "none") != "none":
+        given.append("model.end_of_text_id=0")
     if head == "classification":
         given.append("model.head.num_classes=3")
     return load_config(path, given)
