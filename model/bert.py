@@ -193,7 +193,7 @@ class Bert(nn.Module):
             input_ids_BT: Token ids, T at most `sequence_length`.
             mask_BT: True for tokens, False for padding, which is excluded from attention, experts
                 and routing statistics; None if there is no padding. No row may be all padding.
-                segments_BT: Segment of each token, below `num_segments`; None: all in the first.
+            segments_BT: Segment of each token, below `num_segments`; None: all in the first.
             positions_BP: The positions that the language head scores; None for all.
             target_ids_BP: The targets at these positions, for the loss of the language head.
 

@@ -128,8 +128,8 @@ def with_begin_of_text(content: str, token: str | None, number: int | None) -> s
     """Changes what the file puts before a text, and nothing else.
 
     Args:
+        content: The text of a `tokenizer.json`.
         token: The token; None for none.
-        token: The token; None: nothing.
         number: Its id.
 
     Returns:

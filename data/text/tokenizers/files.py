@@ -232,8 +232,8 @@ def snapshot_of(folder: Path) -> Path:
 def read_about(folder: Path) -> dict[str, Any]:
     """Reads `tokenizer_config.json`.
 
-    Its keys; empty if there is no such file.
-        Its keys; none where there is no such file.
+    Returns:
+        Its keys; empty if there is no such file.
 
     Raises:
         DataError: The file cannot be read.
