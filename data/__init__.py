@@ -1,1 +1,1 @@
-"""Text to tokens to batches, in an order that depends on the seed and the step alone."""
+"""Text to tokens to batches, in an order that depends only on the seed and the step."""

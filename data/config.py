@@ -1,4 +1,4 @@
-"""The base of every configuration model in this room, and the keys under `data:`."""
+"""The base class of every configuration model in this package, and the keys under `data:`."""
 
 import re
 from collections import Counter
@@ -10,7 +10,7 @@ from polyad.data.errors import check_path, user_path
 
 LARGEST_WHOLE_NUMBER = 2**63 - 1
 LARGEST, SMALLEST = 1e30, 1e-30
-"""Other numbers, in size: products of a few of them are still numbers in fp32."""
+"""Bounds on the magnitude of other numbers: products of a few of them stay finite in fp32."""
 
 
 class Config(BaseModel):
@@ -59,7 +59,7 @@ class MixtureSource(Config):
 
     @property
     def label(self) -> str:
-        """The name, given or the folder's."""
+        """Returns the given name, or the folder's."""
         return self.name or user_path(self.path).resolve().name
 
 

@@ -12,8 +12,8 @@ class DataError(ValueError):
     """Bad input to `data`: one line that names the file or key, the value and what is allowed.
 
     Args:
-        message: The line. Torch makes an error of a loader process anew with its whole traceback,
-            of which the line is the end.
+        message: The line. Torch re-raises an error of a loader process with its whole traceback in
+            front, so that the line comes last.
     """
 
     exit_status = 2
@@ -32,16 +32,16 @@ _LOADER_ENDED = re.compile(
 
 
 def loader_ended(error: BaseException | None) -> str | None:
-    """Describes the end of a loader process, if an error comes of one.
+    """Describes how a loader process ended, if that is what caused an error.
 
-    Torch raises it in the process that reads, wherever that is at the moment, and again when the
-    next batch is due; only the first error knows the signal.
+    Torch raises the error wherever the reading process is at that moment, and again when the next
+    batch is due; only the first error knows the signal.
 
     Args:
-        error: What ended a command.
+        error: The error that ended a command.
 
     Returns:
-        One line: which process, why, and what to try; None: the error comes of something else.
+        One line: which process, why, and what to try; None if the error has another cause.
     """
     line = None
     while error is not None:
@@ -67,13 +67,13 @@ def _line_of(process: str, description: str | None) -> str:
 
 
 MAX_NAME_BYTES = 255
-"""Bytes of one name in a path: the limit of nearly every file system."""
+"""Maximum length of one name in a path, in bytes: the limit of nearly every file system."""
 MAX_PATH_BYTES = 3840
-"""Bytes of a folder's path: Linux allows 4,096, with room for the names of files in it."""
+"""Maximum length of a folder's path, in bytes: Linux allows 4,096; the rest is for file names."""
 
 
 def path_fault(text: str) -> str | None:
-    """The reason why no file or folder can have this path on any file system; None if it can."""
+    """Returns why no file or folder can have this path on any file system; None if one can."""
     if not text:  # for example an unset shell variable
         return "the path is empty"
     if "\0" in text:
@@ -99,16 +99,16 @@ def check_path(text: str | None) -> str | None:
 
 
 def user_path(text: str | Path) -> Path:
-    """Reads a path as a shell would.
+    """Expands a path as a shell would.
 
     Args:
-        text: What the user wrote; `~` is the home folder.
+        text: The path as the user wrote it; `~` is the home folder.
 
     Returns:
         The path.
 
     Raises:
-        DataError: No file can be called so, or it names a user that is not there.
+        DataError: No file can have this path, or it names a user that does not exist.
     """
     if fault := path_fault(str(text)):
         raise DataError(f"{str(text)!r}: {fault}")
@@ -119,7 +119,7 @@ def user_path(text: str | Path) -> Path:
 
 
 def check_at_least(least: int, **numbers: int) -> None:
-    """Checks numbers by their names.
+    """Checks that numbers, given by name, are at least `least`.
 
     Raises:
         DataError: One is below `least`.
@@ -130,7 +130,7 @@ def check_at_least(least: int, **numbers: int) -> None:
 
 
 def check_attack(rate: float, seed: int) -> None:
-    """Checks how strong an attack on held-out samples is, and its seed.
+    """Checks the strength and the seed of an attack on held-out samples.
 
     Raises:
         DataError: A number is out of its range.
@@ -142,7 +142,7 @@ def check_attack(rate: float, seed: int) -> None:
 
 
 def one_line(error: BaseException, most: int | None = None) -> str:
-    """What an error of a library says, as one line of at most so many characters."""
+    """Returns the message of a library's error as one line, of at most `most` characters."""
     return " ".join(str(error).split())[:most] or type(error).__name__
 
 
@@ -150,7 +150,7 @@ def listed(names: Iterable[str], most: int = 20) -> str:
     """Lists names for an error message.
 
     Args:
-        names: What there is.
+        names: The names.
         most: How many are written out.
 
     Returns:
@@ -162,14 +162,14 @@ def listed(names: Iterable[str], most: int = 20) -> str:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """The end of an error message that suggests the nearest known name.
+    """Returns the end of an error message that suggests the nearest known name.
 
     Args:
         name: What the user wrote.
-        known: What would have been right.
+        known: The allowed names.
 
     Returns:
-        ` (did you mean 'x'?)`, or nothing where no known name is near.
+        ` (did you mean 'x'?)`, or an empty string if no known name is close.
     """
     matches = difflib.get_close_matches(name, sorted(set(known)), n=1)
     return f" (did you mean {matches[0]!r}?)" if matches else ""

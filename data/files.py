@@ -1,5 +1,5 @@
-"""Files and folders that are there whole or not at all, whatever moment a process is killed at;
-locks; and temporary folders of one process, and of one user on a node."""
+"""Files and folders that appear complete or not at all, even if the process is killed; locks;
+and temporary folders of one process, or of one user on a node."""
 
 import contextlib
 import errno
@@ -19,17 +19,17 @@ from typing import IO
 from polyad.data.errors import DataError
 
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL)
-"""Errors of a file system that has no locks."""
+"""Errors of file systems without locks."""
 
 
 @contextlib.contextmanager
 def named(path: Path) -> Iterator[None]:
-    """Gives errors of the disk in the block the name of a file, where they have none.
+    """Adds a file name to disk errors raised in the block that have none.
 
-    The kernel knows it when a file is opened, but not when it is written and the disk is full.
+    The kernel reports the name if a file cannot be opened, but not if the disk is full on a write.
 
     Args:
-        path: what is written.
+        path: The file that is written.
     """
     try:
         yield
@@ -39,11 +39,11 @@ def named(path: Path) -> Iterator[None]:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Writes a file beside its place, and moves it there; one that was there stays until then.
+    """Writes a file under a temporary name beside `path`, then renames it to replace the old one.
 
     Args:
-        path: the file.
-        text: all that it holds.
+        path: The file.
+        text: Its whole content.
     """
     partial = partial_of(path)
     try:
@@ -56,20 +56,21 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def partial_of(path: Path) -> Path:
-    """Where `write_whole` writes; what a killed process leaves there may be overwritten."""
+    """Returns where `write_whole` writes; a file left there by a killed process may be
+    overwritten."""
     return path.with_name(f".{path.name}.partial")
 
 
 @contextlib.contextmanager
 def writing(path: Path, what_to_do: str = "") -> Iterator[None]:
-    """Makes one line of what a disk refuses while a file or folder is written.
+    """Turns disk errors while a file or folder is written into a one-line `DataError`.
 
     Args:
-        path: the file or folder.
-        what_to_do: how to go on when there is room, if that is not plain.
+        path: The file or folder.
+        what_to_do: How to continue once there is room, if that is not obvious.
 
     Raises:
-        DataError: it cannot be written.
+        DataError: The disk refuses the write.
     """
     try:
         yield
@@ -79,7 +80,7 @@ def writing(path: Path, what_to_do: str = "") -> Iterator[None]:
 
 
 def flush_to_disk(path: Path) -> None:
-    """Waits until a file, or the names in a folder, are on the disk.
+    """Waits until a file, or the entries of a folder, are on the disk.
 
     Args:
         path: The file or folder.
@@ -92,19 +93,19 @@ def flush_to_disk(path: Path) -> None:
 
 
 def digest_of(path: Path) -> str:
-    """The SHA-256 of a file, hexadecimal."""
+    """Returns the SHA-256 of a file, hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 class DigestedFile:
-    """A file that is written from its beginning, and the digest of what it holds.
+    """A file that is written from the start, and the digest of its content.
 
     Args:
-        path: The file; what is there is replaced.
+        path: The file; existing content is replaced.
 
     Attributes:
-        size: Bytes so far.
+        size: Bytes written so far.
     """
 
     def __init__(self, path: Path) -> None:
@@ -113,13 +114,13 @@ class DigestedFile:
         self.size = 0
 
     def write(self, content: bytes | memoryview) -> None:
-        """Appends bytes, of a buffer of any type."""
+        """Appends the bytes of a buffer of any type."""
         self._file.write(content)
         self._digest.update(content)
         self.size += memoryview(content).nbytes
 
     def finish(self) -> str:
-        """Ends the file, which need not be on the disk yet; returns its SHA-256, hexadecimal."""
+        """Closes the file and returns its SHA-256, hexadecimal; it need not be on the disk yet."""
         self._file.close()
         return self._digest.hexdigest()
 
@@ -136,15 +137,15 @@ def locked(
     wait: bool,
     without_locks: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext,
 ) -> Iterator[bool]:
-    """Within the block no other process has the lock; False: another one has it, without `wait`.
+    """Holds a lock within the block; yields False if another process holds it and `wait` is off.
 
-    A file system without locks gives it to all that enter what `without_locks` gives.
+    On a file system without locks, every process enters the context that `without_locks` returns.
 
     Args:
-        path: The file that is locked; it is made, with its folder, and may be removed by who has
-            the lock.
-        wait: Whether to wait for a process that has it.
-        without_locks: What is entered in its place where there are no locks.
+        path: The lock file; it is created, with its folder, and may be removed by the process that
+            holds the lock.
+        wait: Whether to wait for the process that holds it.
+        without_locks: Returns the context to enter where there are no locks.
     """
     while True:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -163,7 +164,7 @@ def locked(
             if _is_at(file, path):
                 yield True
                 return
-        # Whoever had it removed the file while this process waited: it is the lock of nobody.
+        # The previous holder removed the file while this process waited: the lock protects nothing.
 
 
 def _is_at(file: IO[str], path: Path) -> bool:
@@ -175,18 +176,19 @@ def _is_at(file: IO[str], path: Path) -> bool:
 
 @contextlib.contextmanager
 def temporary_folder(name: str, parent: Path | None = None, ending: str = "") -> Iterator[Path]:
-    """Makes a folder that is gone, or has another name, when the block ends.
+    """Creates a folder that is removed when the block ends, unless it was renamed by then.
 
-    What processes of this host that were killed left of such folders is removed first. A living one
-    holds a lock on its folder, which the kernel releases when it ends.
+    Folders left by killed processes of this host are removed first. A living process holds a lock
+    on its folder, which the kernel releases when the process ends.
 
     Args:
-        name: what its name begins with.
-        parent: the folder to make it in, which is made too; None: that for temporary files.
-        ending: of its name.
+        name: Prefix of the folder's name.
+        parent: The folder to create it in, itself created if needed; None for the system's
+            temporary folder.
+        ending: Suffix of the folder's name.
 
     Raises:
-        OSError: it cannot be made.
+        OSError: The folder cannot be created.
     """
     parent = parent or Path(tempfile.gettempdir())
     parent.mkdir(parents=True, exist_ok=True)
@@ -198,7 +200,7 @@ def temporary_folder(name: str, parent: Path | None = None, ending: str = "") ->
     folder.mkdir()
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        with contextlib.suppress(OSError):  # a file system without locks: nobody removes it then
+        with contextlib.suppress(OSError):  # without locks, no process will remove it
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield folder
     finally:
@@ -208,7 +210,7 @@ def temporary_folder(name: str, parent: Path | None = None, ending: str = "") ->
 
 def _remove_what_is_left(parent: Path, pattern: re.Pattern[str]) -> None:
     for path in [path for path in parent.iterdir() if pattern.fullmatch(path.name)]:
-        with contextlib.suppress(OSError):  # in use, of another user, or gone by now
+        with contextlib.suppress(OSError):  # in use, owned by another user, or already gone
             descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -218,7 +220,7 @@ def _remove_what_is_left(parent: Path, pattern: re.Pattern[str]) -> None:
 
 
 def node_folder(name: str) -> Path:
-    """Makes a folder in the node's temporary one, `TMPDIR` or `/tmp`, for this user alone.
+    """Creates a folder for this user alone in the node's temporary folder, `TMPDIR` or `/tmp`.
 
     Args:
         name: Its name.
@@ -227,7 +229,7 @@ def node_folder(name: str) -> Path:
         The folder.
 
     Raises:
-        OSError: It cannot be made, or is somebody else's.
+        OSError: It cannot be created, or belongs to another user.
     """
     root = Path(tempfile.gettempdir()) / f"polyad-{os.getuid()}"
     for folder in (root, root / name):

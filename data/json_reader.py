@@ -1,4 +1,4 @@
-"""The one reader of JSON that others have written: bounded, and each fault is one line."""
+"""The only reader of JSON from untrusted files: size-limited, with one-line errors."""
 
 import json
 import os
@@ -8,7 +8,7 @@ from typing import Any
 from polyad.data.errors import DataError
 
 MOST_BYTES = 1 << 28
-"""Bytes of a JSON file at most: a tokenizer of 256,000 words has 33 million."""
+"""Maximum size of a JSON file, in bytes: a tokenizer of 256,000 words has 33 million."""
 
 
 def read_json(
@@ -18,8 +18,8 @@ def read_json(
 
     Args:
         path: The file.
-        most_bytes: A larger file is refused, and not read.
-        error: Is raised.
+        most_bytes: A larger file is refused without being read.
+        error: The exception type to raise.
 
     Raises:
         ValueError: As `error`: the file cannot be read, is too large, or is not JSON.
@@ -34,17 +34,17 @@ def read_bounded(
 
     Args:
         path: The file.
-        most_bytes: A larger file is refused, and not read.
-        error: Is raised.
+        most_bytes: A larger file is refused without being read.
+        error: The exception type to raise.
 
     Raises:
-        ValueError: As `error`: it cannot be read, is too large, or is no plain file.
+        ValueError: As `error`: it cannot be read, is too large, or is not a regular file.
     """
     try:
-        if path.exists() and not path.is_file():  # a pipe never ends
+        if path.exists() and not path.is_file():  # reading a pipe would never end
             raise error(f"{path}: is not a file")
         with path.open("rb") as file:
-            # Not all that is allowed: Python takes memory for as much as is asked for.
+            # Not the whole limit: Python allocates as much memory as is requested.
             content = file.read(min(os.fstat(file.fileno()).st_size, most_bytes) + 1)
     except OSError as fault:
         raise error(f"{path}: cannot be read: {fault.strerror or fault}") from None
@@ -59,13 +59,13 @@ def parse_json(
     """Parses JSON, with or without a byte order mark.
 
     Args:
-        content: All of it.
-        place: File, and line or member if there is one: how the error begins; empty: as it is.
-        error: Is raised.
-        once: Whether a key that stands twice in an object is an error, and not the last of both.
+        content: The JSON document.
+        place: File, and line or member if any: the prefix of the error; empty for no prefix.
+        error: The exception type to raise.
+        once: Whether a repeated key in an object is an error; otherwise the last one counts.
 
     Raises:
-        ValueError: As `error`: it is not JSON, or cannot be held.
+        ValueError: As `error`: it is not JSON, or cannot be represented.
     """
     before = f"{place}: " if place else ""
     try:
@@ -84,7 +84,7 @@ def parse_json(
         raise error(f"{before}is not JSON: {fault.msg} at {where}") from None
     except RecursionError:
         raise error(f"{before}is not read: its JSON is nested too deeply") from None
-    except ValueError:  # Python reads no number of more than 4,300 digits
+    except ValueError:  # Python parses no number of more than 4,300 digits
         raise error(f"{before}is not read: its JSON has a number of too many digits") from None
 
 

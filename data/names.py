@@ -1,8 +1,8 @@
-"""Names of splits, classes and domains, as files and users give them.
+"""Names of splits, classes and domains, as files and users write them.
 
-A domain has samples of one kind, as the sketches among pictures, and can be left out of training:
-with `data.leave_out` a run trains on and validates with the other domains, and its test split is
-all that there is of those left out (Gulrajani & Lopez-Paz 2021, "In search of lost domain
+A domain has samples of one kind, such as the sketches among pictures, and can be left out of
+training: with `data.leave_out` a run trains and validates on the other domains, and its test split
+is all of the data of those left out (Gulrajani & Lopez-Paz 2021, "In search of lost domain
 generalization").
 """
 
@@ -21,18 +21,18 @@ SPLIT_NAMES = {
     **dict.fromkeys(("val", "valid", "validation", "dev"), "validation"),
     "test": "test",
 }
-"""What folders and files of splits are called, and the split that is meant."""
+"""Names of folders and files that hold a split, and the split that they mean."""
 
 
 def named_classes(metadata: Mapping[bytes, bytes] | None, column: str) -> list[str] | None:
-    """The names of the numbers in a column, which `datasets` writes beside a schema.
+    """Returns the class names of a label column, which `datasets` stores in the schema's metadata.
 
     Args:
         metadata: The metadata of the schema of a Parquet or Arrow file.
         column: The column of the labels.
 
     Returns:
-        A name for each number from 0; None: the file names none.
+        A name for each number from 0; None if the file has none.
     """
     try:
         about = parse_json((metadata or {}).get(b"huggingface", b"{}"), "huggingface")
@@ -42,13 +42,13 @@ def named_classes(metadata: Mapping[bytes, bytes] | None, column: str) -> list[s
 
 
 def names_of_feature(feature: Any) -> list[str] | None:
-    """The names in the description of a column, as `dataset_info.json` has it."""
+    """Returns the class names in the description of a column in `dataset_info.json`."""
     names = feature.get("names") if isinstance(feature, dict) else None
     return each_once(list(map(str, names))) if isinstance(names, list) and names else None
 
 
 def schema_of(file: Path) -> Any:
-    """The schema of a Parquet or Arrow file.
+    """Reads the schema of a Parquet or Arrow file.
 
     Raises:
         DataError: It cannot be read.
@@ -70,7 +70,7 @@ def schema_of(file: Path) -> Any:
 
 
 def each_once(names: Sequence[str]) -> list[str]:
-    """Names of which none stands twice: of ImageNet's two cranes the number tells them apart."""
+    """Makes names unique by adding numbers: ImageNet has two classes named crane."""
     count = Counter(names)
     return [f"{name} ({number})" if count[name] > 1 else name for number, name in enumerate(names)]
 
@@ -85,22 +85,22 @@ def _each_once(names: list[str] | None) -> list[str] | None:
 
 
 LeaveOut = Annotated[list[str] | None, Field(min_length=1), AfterValidator(_each_once)]
-"""Names of domains, sorted, as their order means nothing; or None."""
+"""Names of domains, sorted because their order has no meaning; or None."""
 
 
 def check_leave_out(
     leave_out: Sequence[str] | None, domains: Sequence[str], place: str, made_by: str
 ) -> None:
-    """Checks that the domains to leave out are there, and not all that there are.
+    """Checks that the domains to leave out exist, and are not all of the domains.
 
     Args:
         leave_out: As `data.leave_out`.
-        domains: The domains of the data; empty: it has none.
-        place: The data, for errors.
-        made_by: What gives data of this kind domains, for errors.
+        domains: The domains of the data; empty if it has none.
+        place: Name of the data, for errors.
+        made_by: What gives this kind of data its domains, for errors.
 
     Raises:
-        DataError: They are not.
+        DataError: One does not exist, or none would be left.
     """
     if leave_out is None:
         return
@@ -123,15 +123,15 @@ def check_leave_out(
 
 
 def check_classes(domain: str, classes: Iterable[str], trained: Iterable[str]) -> None:
-    """Checks that what is left out can be learned from the rest.
+    """Checks that the classes of a domain left out also occur in the training data.
 
     Args:
-        domain: One that is left out.
-        classes: Names of those that it has.
-        trained: Names of those that are trained on.
+        domain: The domain that is left out.
+        classes: Names of its classes.
+        trained: Names of the classes that are trained on.
 
     Raises:
-        DataError: It has more.
+        DataError: It has a class that is not trained on.
     """
     missing = sorted(set(classes) - set(trained))
     if missing:

@@ -1,7 +1,7 @@
-"""The order of an epoch, made once on each node, in files that its processes map.
+"""The order of an epoch, computed once per node and stored in files that its processes map.
 
-An epoch of millions of samples takes seconds and hundreds of megabytes to make. Every rank and
-every loader worker of a node needs it, and all of them the same.
+The order of an epoch of millions of samples takes seconds and hundreds of megabytes. Every rank
+and every loader worker of a node needs the same one.
 """
 
 import contextlib
@@ -24,21 +24,21 @@ from polyad.data.files import locked, node_folder
 Arrays: TypeAlias = dict[str, npt.NDArray[np.integer]]
 
 SMALL = 2**18
-"""Samples of an epoch up to which each process makes its own: sooner done than a file is opened."""
+"""Samples per epoch up to which each process computes its own order: faster than opening a file."""
 UNUSED_DAYS = 7
-"""After which an order of any run is deleted."""
+"""Days without use after which an order is deleted, whichever run made it."""
 WHOLE = "arrays.txt"
-"""Lists the files of an order."""
+"""A file that lists the files of an order."""
 _EPOCHS_KEPT = 2  # a batch, and what workers fetch ahead, may straddle the end of an epoch
 
 
 class EpochOrders:
-    """The arrays of each epoch, by name.
+    """Named arrays for each epoch.
 
     Args:
-        build: Makes those of an epoch.
-        samples_per_epoch: Samples of each.
-        identity: All that the arrays depend on, beside the epoch.
+        build: Computes the arrays of an epoch.
+        samples_per_epoch: Number of samples in each epoch.
+        identity: Everything that the arrays depend on, except the epoch.
     """
 
     def __init__(
@@ -54,10 +54,10 @@ class EpochOrders:
         self._ahead: threading.Thread | None = None
 
     def __call__(self, sample: int) -> tuple[Arrays, int]:
-        """Finds a sample.
+        """Locates a sample.
 
         Returns:
-            The arrays of its epoch, and its place in the epoch.
+            The arrays of its epoch, and its position in the epoch.
         """
         epoch, place = divmod(sample, self._samples)
         if epoch not in self._epochs:
@@ -71,12 +71,12 @@ class EpochOrders:
 
     def _open(self, epoch: int) -> Arrays:
         if self._samples > SMALL:
-            with contextlib.suppress(OSError):  # no room, no right, no locks: as without files
+            with contextlib.suppress(OSError):  # no room, permission or locks: build in memory
                 return _mapped(self._made(epoch, wait=True))
         return self._build(epoch)
 
     def _prepare(self, epoch: int) -> None:
-        """Has a thread make the next epoch's files, unless another process does."""
+        """Starts a thread that makes the next epoch's files, unless another process does."""
         if self._samples <= SMALL or self._ahead is not None or epoch in self._epochs:
             return
 
@@ -88,7 +88,8 @@ class EpochOrders:
         self._ahead.start()
 
     def _made(self, epoch: int, *, wait: bool) -> Path:
-        """The folder of an epoch, made if it is not there; without `wait` perhaps by another."""
+        """Returns the folder of an epoch, making it if needed, unless another does and `wait` is
+        off."""
         root = node_folder("orders")
         folder = root / f"{self._key}-{epoch}"
         if not _is_whole(folder):
@@ -104,7 +105,7 @@ class EpochOrders:
         return folder
 
     def _forget(self, root: Path, epoch: int) -> None:
-        """Deletes epochs that are over, and what nobody has used for long; what is mapped stays."""
+        """Deletes past epochs, and files unused for long; mapped arrays stay valid."""
         old = time.time() - UNUSED_DAYS * 24 * 3600
         for path in root.iterdir():
             key, _, number = path.name.partition("-")
@@ -114,12 +115,12 @@ class EpochOrders:
                     _delete(path)
 
     def __getstate__(self) -> dict[str, object]:
-        # A worker maps, or makes, its own: sending them would take longer.
+        # A worker maps or computes its own arrays: sending them would take longer.
         return {**self.__dict__, "_epochs": {}, "_ahead": None}
 
 
 def _write(folder: Path, arrays: Arrays) -> None:
-    """Writes all or nothing."""
+    """Writes all files or none."""
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".new-") as new:
         there = Path(new) / "order"
         there.mkdir()
@@ -130,7 +131,7 @@ def _write(folder: Path, arrays: Arrays) -> None:
 
 
 def _is_whole(folder: Path) -> bool:
-    """Whether all files are there: what cleans temporary folders up may take some of them."""
+    """Returns whether all files exist: a cleaner of temporary folders may have deleted some."""
     try:
         names = (folder / WHOLE).read_text().splitlines()
     except OSError:
@@ -139,7 +140,7 @@ def _is_whole(folder: Path) -> bool:
 
 
 def _delete(path: Path) -> None:
-    """Deletes a folder, first its name, or a file; nothing if it is not there."""
+    """Deletes a file, or a folder after renaming it; does nothing if it does not exist."""
     if path.is_dir():
         old = path.with_name(f".old-{secrets.token_hex(4)}")
         path.rename(old)

@@ -1,8 +1,8 @@
-"""What preparations of text and of images share.
+"""What the preparations of text and of images share.
 
-Their folders are complete or not at all, and made by one process at a time; they are described by a
-manifest; verification gives a report for each of their files; and what of a source is left out is
-counted by reason, told, or refused.
+Prepared folders are complete or absent, made by one process at a time, and described by a
+manifest. Verification reports on each of their files. Anything of a source that is left out is
+counted by reason, and reported or refused.
 """
 
 import contextlib
@@ -21,45 +21,46 @@ from polyad.data.errors import DataError
 from polyad.data.files import flush_to_disk, locked, temporary_folder
 
 SYSTEM_FILES = frozenset({"__MACOSX", "Thumbs.db", "desktop.ini"})
-"""What systems put beside files, with all names that begin with a point."""
+"""Files that operating systems add, besides all names that begin with a dot."""
 
 
 class LeftOut:
-    """What a source has and the prepared folder has not, by reason."""
+    """Counts, by reason, what a source contains and the prepared folder does not."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
         self.doubts: list[str] = []
-        """What is taken, and probably not meant so."""
+        """What is taken, although probably not intended."""
         self._mistakes: dict[str, str] = {}
 
     def add(self, reason: str, name: str, *, mistake: bool = True) -> None:
         """Counts something that is left out.
 
         Args:
-            reason: What it is, in the plural.
+            reason: The kind of thing, in the plural.
             name: The name of this one.
-            mistake: Whether leaving it out is probably not what is wanted.
+            mistake: Whether leaving it out is probably unintended.
         """
-        reason = reason.encode("utf-8", "backslashreplace").decode()  # as it is written down
+        reason = reason.encode("utf-8", "backslashreplace").decode()  # as it is stored
         self.counts[reason] += 1
         if mistake:
             self._mistakes.setdefault(reason, name)
 
     def mistakes(self) -> list[str]:
-        """What is probably not wanted, each with its number and the first one's name."""
+        """Lists what was probably left out unintentionally: the number, and the first one's
+        name."""
         return [f"{why}: {self.counts[why]:,} (as {name})" for why, name in self._mistakes.items()]
 
     def check(self, place: str, more: Sequence[str] = (), *, accept: bool) -> None:
-        """Refuses what is probably a mistake.
+        """Refuses likely mistakes.
 
         Args:
             place: The option and its value.
-            more: What else is one.
-            accept: Whether all of it is meant.
+            more: Further mistakes.
+            accept: Whether the user accepts all of them.
 
         Raises:
-            DataError: There is such a thing, and it is not accepted.
+            DataError: There is one, and it is not accepted.
         """
         mistakes = [f"would leave out {', '.join(self.mistakes())}"] if self._mistakes else []
         mistakes += [*self.doubts, *more]
@@ -68,36 +69,36 @@ class LeftOut:
 
 
 def in_words(counts: Mapping[str, int]) -> str:
-    """What was left out, for a person."""
+    """Describes what was left out, for the user."""
     return "; ".join(f"{reason}: {count:,}" for reason, count in counts.items())
 
 
 def is_hidden(name: str) -> bool:
-    """Whether one part of a path is a system's own, and no data."""
+    """Returns whether a component of a path belongs to the operating system and holds no data."""
     return name.startswith(".") or name in SYSTEM_FILES
 
 
 LOCK_FILE = ".lock"
-"""Is locked while a folder is prepared, and gone afterwards unless a process was killed."""
+"""Locked while a folder is prepared, and then removed, unless the process was killed."""
 PARTIAL_FOLDER = ".partial"
-"""Holds files of a folder that are not whole yet, where the folder is not made as one."""
+"""Holds unfinished files where the folder is not created in one step."""
 
 
 @contextlib.contextmanager
 def alone(folder: Path, *, wait: bool = False) -> Iterator[bool]:
-    """Within the block no other process has the lock of a folder, which is made if need be.
+    """Holds the lock of a folder within the block; the folder is created if needed.
 
     If nothing else is in the folder when the block ends, it is removed.
 
     Args:
         folder: The folder.
-        wait: Whether to wait for a process that has the lock.
+        wait: Whether to wait for the process that holds the lock.
 
     Yields:
-        Whether this one has it; False: another one has, without `wait`.
+        Whether this process has the lock; False if another process does and `wait` is off.
 
     Raises:
-        OSError: The folder or the lock cannot be made.
+        OSError: The folder or the lock cannot be created.
     """
     with locked(folder / LOCK_FILE, wait=wait) as ours:
         try:
@@ -110,14 +111,14 @@ def alone(folder: Path, *, wait: bool = False) -> Iterator[bool]:
 
 
 def partial_file(path: Path) -> Path:
-    """Where a file of a prepared folder is written, before it is moved to its place in one step.
+    """Returns where a file of a prepared folder is written before it is renamed to `path`.
 
     Args:
-        path: Its place.
+        path: Its final path.
 
     Returns:
-        A path in a hidden folder inside the prepared one, which is made if need be, and is for
-        whoever prepares it to remove.
+        A path in a hidden folder inside the prepared one. That folder is created if needed, and
+        removed by the process that prepares the data.
     """
     folder = path.parent / PARTIAL_FOLDER
     folder.mkdir(parents=True, exist_ok=True)
@@ -126,16 +127,16 @@ def partial_file(path: Path) -> Path:
 
 @contextlib.contextmanager
 def staged_folder(output: Path, *, flush: bool = True) -> Iterator[Path]:
-    """Gives a folder to write into, and puts it in place of `output` when the block ends well.
+    """Yields a folder to write into, and moves it to `output` when the block ends without error.
 
-    It lies beside `output` under a hidden name and is gone after an error. What a killed process of
-    this host left of one is removed by the next call: nothing that looks complete is half written.
+    The folder is beside `output` under a hidden name and is deleted after an error. Folders left by
+    a killed process of this host are deleted by the next call, so `output` is never incomplete.
 
     Yields:
         An empty folder on the same file system.
 
     Raises:
-        OSError: The folder cannot be written or put in place.
+        OSError: The folder cannot be written or moved.
     """
     with temporary_folder(f".{output.name}.partial-", output.parent) as staging:
         yield staging
@@ -145,8 +146,8 @@ def staged_folder(output: Path, *, flush: bool = True) -> Iterator[Path]:
 
 
 def _put_in_place(staging: Path, output: Path, *, flush: bool) -> None:
-    # A rename replaces an empty folder but no other, so the old data steps aside first; between
-    # the two renames there is no data, at no time is there a mixture.
+    # A rename replaces an empty folder but no other, so the old data is renamed first: between the
+    # two renames there is no data, but never a mixture.
     retired = staging.with_name(staging.name.replace(".partial-", ".old-"))
     if output.exists() and any(output.iterdir()):
         output.rename(retired)
@@ -162,7 +163,7 @@ def _put_in_place(staging: Path, output: Path, *, flush: bool) -> None:
 
 
 MANIFEST_FILE = "manifest.json"
-"""The description of a prepared folder; it is written last."""
+"""The description of a prepared folder, written last."""
 SplitName = Literal["train", "validation", "test"]
 SPLITS: tuple[SplitName, ...] = ("train", "validation", "test")
 Count = Annotated[int, Field(ge=0, lt=2**63)]
@@ -171,7 +172,7 @@ Sealed = TypeVar("Sealed", bound=BaseModel)
 
 
 def seal(tree: dict[str, Any]) -> str:
-    """Digests all keys of a description but the digest itself, in canonical form."""
+    """Digests all keys of a description except the digest itself, in canonical form."""
     others = {key: value for key, value in tree.items() if key != "sha256"}
     return hashlib.sha256(
         json.dumps(others, sort_keys=True, separators=(",", ":")).encode()
@@ -190,20 +191,20 @@ def write_sealed(content: Sealed, path: Path) -> Sealed:
 
 
 PIECE_BYTES = 2**20
-"""Bytes that are read and checked together: a piece stays in a core's cache."""
+"""Bytes that are read and checked at a time: such a piece fits into a core's cache."""
 
 Read = Callable[[int], None]
-"""Called with the number of bytes, whenever some were read. What it raises ends the reading."""
+"""Called with the number of bytes after each read. An exception that it raises ends the reading."""
 
 
 class FileReport(NamedTuple):
     """The result of reading a file of a prepared folder.
 
     Attributes:
-        name: The file's.
-        bytes: Its size; 0 where it is missing.
+        name: The name of the file.
+        bytes: Its size; 0 if it is missing.
         checked: What it was compared with, in a few words.
-        reason: One line on why it is damaged; None where it is whole.
+        reason: One line on why it is damaged; None if it is intact.
     """
 
     name: str
@@ -223,17 +224,17 @@ class PreparedFolder(ABC):
 
     @abstractmethod
     def bytes_to_verify(self) -> int:
-        """Counts what `reports` reads of the files that grow with the data."""
+        """Returns the bytes that `reports` reads, counting only files that grow with the data."""
 
     @abstractmethod
     def reports(self, read: Read) -> Iterator[FileReport]:
-        """Reads every file, whatever is wrong with those before it.
+        """Reads every file, even after a damaged one.
 
         Args:
             read: Called as the files are read.
 
         Yields:
-            What each file showed.
+            The result for each file.
         """
 
     def faults(self, read: Read) -> Iterator[tuple[str, str]]:
@@ -248,7 +249,7 @@ def read_pieces(path: Path, read: Read) -> Iterator[bytes]:
 
     Args:
         path: The file.
-        read: Is told of each.
+        read: Called with the size of each piece.
     """
     with path.open("rb") as file:
         while piece := file.read(PIECE_BYTES):

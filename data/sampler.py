@@ -1,9 +1,9 @@
-"""Which samples a process trains on, and which it evaluates on.
+"""Selects the samples that a process trains on, and those that it evaluates on.
 
-Training is a function of the step alone: it does not depend on the number of processes, of steps,
-or of loader workers. Samples of all epochs are numbered consecutively without end. Global batch b
-is samples b * B to (b + 1) * B - 1; step s takes the s-th of those that are not left out, which is
-batch s itself as long as none is.
+Training depends only on the step, not on the number of processes, the total number of steps, or
+the number of loader workers. Samples of all epochs are numbered consecutively without end. Global
+batch b is samples b * B to (b + 1) * B - 1; step s takes the s-th batch that is not left out,
+which is batch s itself if none is.
 """
 
 import atexit
@@ -29,11 +29,11 @@ from polyad.data.errors import DataError, check_at_least
 
 
 def batch_of_step(step: int, left_out: Collection[int] = ()) -> int:
-    """The number of the global batch that a step takes.
+    """Returns the number of the global batch of a step.
 
     Args:
-        step: Its number, from 0.
-        left_out: Global batches that no step takes.
+        step: The step, from 0.
+        left_out: Global batches that are skipped.
 
     Returns:
         The number of the batch, from 0.
@@ -47,10 +47,10 @@ def batch_of_step(step: int, left_out: Collection[int] = ()) -> int:
 
 
 def batches_from(step: int, left_out: Collection[int] = ()) -> Iterator[int]:
-    """Lists global batches in the order of steps, without end.
+    """Lists the global batches in the order of steps, without end.
 
     Returns:
-        Their numbers.
+        Their numbers, from 0.
     """
     absent = frozenset(left_out)
     return (b for b in itertools.count(batch_of_step(step, absent)) if b not in absent)
@@ -111,22 +111,22 @@ def micro_batches(
 
     Args:
         samples: The samples.
-        start_step: First step, from 0: a resumed run begins where it was.
+        start_step: First step, from 0; a resumed run passes the step where it stopped.
         num_steps: Steps to read.
         global_batch_size: B, samples of a step over all ranks.
         micro_batch_size: m, samples of one forward pass of one rank.
         data_parallel_rank: This rank, from 0.
-        data_parallel_size: D, number of such ranks.
+        data_parallel_size: D, the number of data-parallel ranks.
         num_workers: Loader processes; 0 reads in this one.
-        pin_memory: Whether to put batches into page-locked memory, for a GPU.
-        left_out: Global batches that no step takes.
+        pin_memory: Whether to copy batches to page-locked memory, for a GPU.
+        left_out: Global batches that are skipped.
 
     Returns:
-        Iterator over num_steps * B / (m * D) micro-batches: what `samples` gives, m of them
-        stacked, as token ids of shape (m, T + 1) from a tensor of (T + 1,).
+        Iterator over num_steps * B / (m * D) micro-batches: m samples stacked, for example token
+        ids of shape (m, T + 1) from samples of shape (T + 1,).
 
     Raises:
-        DataError: The sizes do not divide, or a number is out of its range.
+        DataError: The sizes do not divide, or a number is out of range.
     """
     _check_sizes(global_batch_size, micro_batch_size, data_parallel_rank, data_parallel_size)
     check_at_least(0, start_step=start_step, num_steps=num_steps, num_workers=num_workers)
@@ -154,13 +154,13 @@ def loader_of(
     *,
     pin_memory: bool = False,
 ) -> Iterable[Any]:
-    """A loader that leaves signals and random numbers of this process alone.
+    """Makes a data loader that leaves this process's signals and random state unchanged.
 
     Args:
         samples: The samples.
         batches: The numbers of the samples of each batch.
         num_workers: Loader processes, which start with the first batch; 0 reads in this one.
-        pin_memory: Whether to put batches into page-locked memory, for a GPU.
+        pin_memory: Whether to copy batches to page-locked memory, for a GPU.
     """
     return _Loader(
         samples,
@@ -168,10 +168,11 @@ def loader_of(
         num_workers=num_workers,
         pin_memory=pin_memory,
         worker_init_fn=functools.partial(_begin, os.getpid()) if num_workers else None,
-        # A forked worker would hold this process's sockets to its peers open, so that they could
-        # not see it die; a spawned one starts clean.
+        # A forked worker would inherit this process's sockets and keep them open, so that peers
+        # could not detect this process's death; a spawned one inherits none.
         multiprocessing_context="spawn" if num_workers else None,
-        # Without a generator of its own the loader draws from, and so disturbs, torch's global one.
+        # Without its own generator the loader would draw from torch's global one and change its
+        # state.
         generator=torch.Generator().manual_seed(0),
     )
 
@@ -183,15 +184,15 @@ class _Loader(DataLoader[Any]):
         with _signals_blocked():
             batches: Any = super().__iter__()
         for worker in batches._workers:
-            # Torch's last means for one that does not hear that it is done, which happens where the
-            # iterator and its queues are collected as garbage together; SIGTERM is ignored there.
+            # Torch's last resort for a worker that does not notice shutdown, which happens if the
+            # iterator and its queues are garbage-collected together; workers ignore SIGTERM.
             worker._popen.terminate = worker._popen.kill
         _WITH_WORKERS.add(batches)
         return batches
 
 
 _WITH_WORKERS: "weakref.WeakSet[Any]" = weakref.WeakSet()
-"""Iterators that nothing has ended yet."""
+"""Iterators that have not been shut down yet."""
 
 
 @atexit.register
@@ -218,23 +219,23 @@ def _check_sizes(global_batch: int, micro_batch: int, rank: int, ranks: int) -> 
 
 
 def _begin(parent: int, worker: int) -> None:
-    # Torch looks whether the parent has changed since here: one that ended before would not be
-    # missed, and this process would stay for good.
+    # Torch checks whether the parent has changed since this point: a parent that died earlier would
+    # go unnoticed, and this process would never exit.
     if os.getppid() != parent:
         os._exit(1)
-    # A launcher signals every process of the job. The training process then saves a checkpoint
-    # and needs its workers for that long; they end when it does.
+    # A launcher signals every process of the job. The training process then saves a checkpoint and
+    # still needs its workers; they exit when it does.
     for number in _STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     sys.excepthook = _report
-    # After what waits until all batches are sent, which has a higher priority.
+    # Runs after the finalizers that wait for all batches to be sent, which have higher priority.
     multiprocessing.util.Finalize(None, _exit_unless_failing, exitpriority=-100)
 
 
 def _exit_unless_failing() -> None:
-    """Ends a loader process that has nothing left to do, unless it fails.
+    """Exits a loader process at once when it has nothing left to do, unless it failed.
 
-    Python would stop the threads that send batches wherever they are; in C++ code of torch that
+    Python would stop the threads that send batches at any point; inside torch's C++ code that
     aborts the process, which its parent takes for a failure.
     """
     if sys.exc_info()[0] is None:
@@ -244,10 +245,10 @@ def _exit_unless_failing() -> None:
 
 
 def _report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Reports what fails in a loader process outside of reading, unless training only ended.
+    """Reports an error in a loader process outside of reading, unless training has merely ended.
 
-    Batches are fetched over a socket, served by a thread that reports here. A training process may
-    end, and say why, in the middle of a fetch.
+    Batches are fetched over a socket by a thread that reports its errors here. The training process
+    may exit in the middle of a fetch, and reports the reason itself.
     """
     if not isinstance(error, ConnectionError | EOFError):
         sys.__excepthook__(kind, error, trace)
@@ -255,10 +256,10 @@ def _report(kind: type[BaseException], error: BaseException, trace: TracebackTyp
 
 @contextlib.contextmanager
 def _signals_blocked() -> Iterator[None]:
-    """Blocks signals while workers start: they inherit this, and take seconds to ignore signals."""
+    """Blocks signals while workers start: workers inherit the mask, and take seconds to start."""
     blocked = set(_STOP_SIGNALS)
-    # multiprocessing's tracker starts with the first worker, and then unblocks two signals. Of a
-    # process that was killed it cleans up, and warns that it has to: that is no news.
+    # multiprocessing's resource tracker starts with the first worker and then unblocks two signals.
+    # It warns when it cleans up after a killed process; that warning is not useful here.
     sys.warnoptions.append(_TRACKER_WARNS)
     multiprocessing.resource_tracker.ensure_running()
     sys.warnoptions.remove(_TRACKER_WARNS)
@@ -270,7 +271,7 @@ def _signals_blocked() -> Iterator[None]:
 
 
 class Numbered(Dataset[tuple[Any, int]]):
-    """Samples, each with the number that it was asked for by.
+    """Samples, each with the number under which it was requested.
 
     Args:
         samples: The samples.
@@ -293,19 +294,19 @@ def evaluation_batches(
     ranks: int = 1,
     num_workers: int = 0,
 ) -> Iterator[tuple[Any, Tensor]]:
-    """Reads each sample once, in order over all ranks.
+    """Reads each sample once, distributed over all ranks in order.
 
     Args:
         samples: The samples, which the loader stacks.
-        total: How many there are.
+        total: Number of samples.
         batch_size: B, samples of a batch.
         rank: This rank, from 0.
         ranks: The number of ranks that share the evaluation.
         num_workers: Loader processes; 0 reads in this one.
 
     Returns:
-        Iterator over ceil(total / (B * ranks)) batches of one size on every rank, each with which
-        of its samples count [B]: the last ones are filled up with the last sample.
+        Iterator over ceil(total / (B * ranks)) batches, equal in size on all ranks, each with a
+        mask of the samples that count [B]: the last batches are padded with the last sample.
 
     Raises:
         DataError: There is no sample, or a number is out of its range.
@@ -313,7 +314,7 @@ def evaluation_batches(
     if total < 1:
         raise DataError("no samples to evaluate on")
     check_at_least(1, batch_size=batch_size)
-    size = min(batch_size, math.ceil(total / ranks))  # no more than one batch takes
+    size = min(batch_size, math.ceil(total / ranks))  # not larger than one batch needs
     rounds = math.ceil(total / (size * ranks))
     firsts = [size * (ranks * number + rank) for number in range(rounds)]
     numbers = [list(range(first, first + size)) for first in firsts]

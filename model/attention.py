@@ -1,7 +1,7 @@
-"""Self-attention over PyTorch's fused kernel, and the keys and values that generation keeps.
+"""Self-attention with PyTorch's fused kernel, and the key-value cache for generation.
 
-Shapes: B batch, T tokens in a sequence (that are new, in generation), S tokens seen in all, D
-width, A heads, H width of one head, M = A H: D, or a part of it under tensor parallelism.
+Shapes: B batch, T tokens in a sequence (new ones, in generation), S tokens seen in all, D width, A
+heads, H width of one head, M = A H: D, or a part of it under tensor parallelism.
 """
 
 from collections.abc import Callable
@@ -18,10 +18,10 @@ from polyad.model.rotary import Rotation
 
 
 class LayerCache:
-    """Keys and values of one attention.
+    """Cached keys and values of one attention layer.
 
     Args:
-        capacity: Tokens that there is room for.
+        capacity: Maximum number of tokens.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -30,15 +30,15 @@ class LayerCache:
         self._k_BATH = self._v_BATH = torch.empty(0)
 
     def append(self, k_BATH: Tensor, v_BATH: Tensor) -> tuple[Tensor, Tensor]:
-        """Adds keys and values of new tokens.
+        """Appends keys and values of new tokens.
 
         Args:
-            k_BATH: Their keys.
-            v_BATH: Their values, of any width.
+            k_BATH: Keys of the new tokens.
+            v_BATH: Values of the new tokens, of any width.
 
         Returns:
-            Keys and values of all tokens so far, [B, A, S, H] each: views that the next call
-            leaves as they are.
+            Keys and values of all tokens so far, [B, A, S, H] each: views, which the next call does
+            not change.
         """
         batch, heads, new, width = k_BATH.shape
         if self.length == 0:
@@ -55,23 +55,23 @@ class BlockCache:
     """The cache of one block.
 
     Args:
-        capacity: Tokens that there is room for.
+        capacity: Maximum number of tokens.
     """
 
     def __init__(self, capacity: int) -> None:
         self.attention = LayerCache(capacity)
         self.feed_forward = LayerCache(capacity)
-        """The cache of a router that mixes scores over tokens; others leave it empty."""
+        """The cache of a router that mixes scores over tokens; empty for other routers."""
 
 
 class KeyValueCache:
-    """Keys and values of a whole model, for one batch of equally long sequences.
+    """Cached keys and values of a whole model, for one batch of equally long sequences.
 
-    For generation alone: no gradient flows to tokens in it, and dropout has to be off.
+    Only for generation: no gradient flows to cached tokens, and dropout must be off.
 
     Args:
-        num_layers: Blocks of the model.
-        capacity: Tokens that there is room for, at most the model's `sequence_length`.
+        num_layers: Number of blocks of the model.
+        capacity: Maximum number of tokens, at most the model's `sequence_length`.
     """
 
     def __init__(self, num_layers: int, capacity: int) -> None:
@@ -79,7 +79,7 @@ class KeyValueCache:
 
     @property
     def length(self) -> int:
-        """Tokens that every block has seen."""
+        """Number of tokens that every block has seen."""
         return self.blocks[-1].attention.length
 
 
@@ -90,14 +90,14 @@ def attend_cached(
     cache: LayerCache,
     scale: float | None = None,
 ) -> Tensor:
-    """Causal attention of new tokens to those before them and to themselves.
+    """Computes causal attention of new tokens to earlier ones and themselves.
 
     Args:
         q_BATH: The new tokens' queries.
         k_BATH: Their keys.
         v_BATH: Their values.
-        cache: Keys and values of the tokens before them, to which theirs are added.
-        scale: What inner products are multiplied by; None: 1 / sqrt(H).
+        cache: Keys and values of the earlier tokens, to which the new ones are added.
+        scale: Factor of the inner products; None for 1 / sqrt(H).
 
     Returns:
         [B, A, T, H].
@@ -106,8 +106,8 @@ def attend_cached(
     k_BASH, v_BASH = cache.append(k_BATH, v_BATH)
     if before == 0:
         return scaled_dot_product_attention(q_BATH, k_BASH, v_BASH, is_causal=True, scale=scale)
-    seen_TS = None  # a single new token sees all tokens
-    if new > 1:  # new token i sees the cached tokens and new tokens 0 to i
+    seen_TS = None  # a single new token attends to all tokens
+    if new > 1:  # new token i attends to the cached tokens and new tokens 0 to i
         seen_TS = q_BATH.new_ones(new, before + new, dtype=torch.bool).tril(before)
     return scaled_dot_product_attention(q_BATH, k_BASH, v_BASH, attn_mask=seen_TS, scale=scale)
 
@@ -115,8 +115,8 @@ def attend_cached(
 class AttentionTrace(NamedTuple):
     """Intermediate values of attention, for a router that reads them.
 
-    Under tensor parallelism q, k, v and the weight are those of this process's heads; the output is
-    whole.
+    Under tensor parallelism q, k, v and the weight are those of this rank's heads; the output is
+    complete.
     """
 
     qkv_BT3AH: Tensor
@@ -124,7 +124,7 @@ class AttentionTrace(NamedTuple):
     of_head_BT3H: Tensor
     """q, k and v of the head `traced_head`, with gradients."""
     output_BTD: Tensor
-    """What attention adds to the residual stream, before dropout."""
+    """The output of attention, before dropout and the residual."""
     output_weight_DM: Tensor
     """The output projection; its M = A H columns are ordered by head."""
     output_bias_D: Tensor | None = None
@@ -147,16 +147,16 @@ class AttentionTrace(NamedTuple):
 
 
 class Attention(nn.Module):
-    """The base of attention: the end of the branch, and what processes change in it.
+    """The base class of attention: its output projection, and hooks for parallel execution.
 
     Args:
-        dropout: Probability, of the attention weights and of the output.
-        initializer_std: Standard deviation of the initial weights before the heads.
+        dropout: Dropout probability of the attention weights and of the output.
+        initializer_std: Standard deviation of the initial weights of queries, keys and values.
         residual_std: Standard deviation of the output projection's initial weight.
     """
 
     projection: nn.Linear
-    """From all heads to the residual stream; the last layer that a subclass makes."""
+    """Projects all heads to the residual stream; the last layer that a subclass creates."""
 
     def __init__(self, dropout: float, initializer_std: float, residual_std: float) -> None:
         super().__init__()
@@ -164,10 +164,11 @@ class Attention(nn.Module):
         self.initializer_std, self.residual_std = initializer_std, residual_std
         self.residual_dropout = nn.Dropout(dropout)
         self.random_numbers: Callable[[], AbstractContextManager[None]] = nullcontext
-        """Around dropout of attention weights: processes that have other heads drop others."""
+        """Context around dropout of attention weights: ranks with other heads need other random
+        numbers."""
 
     def initializers(self) -> dict[str, Initializer]:
-        """Says how each parameter starts; see `model/initialization.py`."""
+        """Returns the initializer of each parameter; see `model/initialization.py`."""
         return linear_initializers("projection", self.projection, self.residual_std)
 
     def finish(
@@ -177,8 +178,8 @@ class Attention(nn.Module):
 
         Args:
             heads_BATH: The output of every head.
-            qkv_BT3AH: What the trace keeps of all heads; read with a traced head alone.
-            of_head_BT3H: That of the traced head; None: there is none.
+            qkv_BT3AH: q, k and v of all heads, for the trace; only read if a head is traced.
+            of_head_BT3H: q, k and v of the traced head; None if no head is traced.
 
         Returns:
             The output [B, T, D] and the trace.
@@ -194,20 +195,20 @@ class Attention(nn.Module):
 
 
 class SelfAttention(Attention):
-    """Multi-head attention: a token sees itself and those before it, or in a vision model all.
+    """Multi-head attention, causal or, in an encoder or vision model, bidirectional.
 
     The fused weight is stored as [3, A, H, D] flattened to [3D, D]: all queries, all keys, all
     values, each ordered by head (GPT-2's order; transformers' `c_attn.weight` is its transpose).
-    Splitting it over processes therefore splits the A dimension and not the rows.
+    To split it over ranks, split the A dimension, not the rows.
 
     Args:
         hidden_size: D, a multiple of num_heads.
         num_heads: A.
-        bias: Whether both projections have one.
-        dropout: Probability, of the attention weights and of the output.
+        bias: Whether both projections have a bias.
+        dropout: Dropout probability of the attention weights and of the output.
         initializer_std: Standard deviation of the initial fused weight.
         residual_std: Standard deviation of the output projection's initial weight.
-        causal: Whether a token sees no later ones.
+        causal: Whether tokens do not attend to later tokens.
     """
 
     def __init__(
@@ -247,23 +248,24 @@ class SelfAttention(Attention):
 
         Args:
             x_BTD: Normalized input.
-            traced_head: [1], the index of a head of this process whose q, k and v are returned;
-                None returns nothing, so that all can be freed.
-            cache: Keys and values of earlier tokens, to which those of these are added; None: there
-                are no earlier tokens.
-            mask_BT: True for tokens, False for padding, which no token sees; None: there is none.
-                A causal attention does without: padding comes last.
-            rotation: None; positions are learned.
+            traced_head: [1], the index of a head of this rank whose q, k and v are returned; None
+                returns none, so that all can be freed.
+            cache: Keys and values of earlier tokens, to which those of these are added; None if
+                there are no earlier tokens.
+            mask_BT: True for tokens, False for padding, to which no token attends; None if there is
+                no padding. Causal attention ignores it, since padding comes last.
+            rotation: Always None; positions are learned.
 
         Returns:
-            The output [B, T, D], before the residual, and the trace if a head is traced.
+            The output [B, T, D], before the residual, and the trace if there is a traced head.
         """
         qkv_BTM = self.qkv(x_BTD)
-        # Not of x and not A: a parallel process may have some of the tokens there, and some heads.
+        # Not the shapes of x or A: a rank may have only some of the tokens there, and some of the
+        # heads.
         batch, length, _ = qkv_BTM.shape
-        heads = qkv_BTM.shape[-1] // (3 * self.head_size)  # -1 is not known without images
+        heads = qkv_BTM.shape[-1] // (3 * self.head_size)  # -1 fails without images
         qkv_BT3AH = qkv_BTM.view(batch, length, 3, heads, self.head_size)
-        # Cut where they are stored, the kernel's three gradients become that of qkv in one pass.
+        # Split as stored, so that the kernel's three gradients become that of qkv in one pass.
         of_head_BT3H = None
         if traced_head is None:
             q_BTAH, k_BTAH, v_BTAH = qkv_BT3AH.unbind(2)
@@ -285,7 +287,7 @@ class SelfAttention(Attention):
         drop: float,
         mask_BT: Tensor | None = None,
     ) -> Tensor:
-        """Computes the attention of each token to those that it sees.
+        """Computes the attention of each token to the tokens that it may see.
 
         Args:
             q_BATH: Queries.
@@ -305,7 +307,7 @@ class SelfAttention(Attention):
 
 
 def _matrix_of(layer: nn.Linear) -> Tensor:
-    """The matrix of a layer, with what LoRA adds to it; see `model/lora.py`."""
+    """Returns the matrix of a layer, including LoRA's update; see `model/lora.py`."""
     merged = getattr(layer, "merged_weight", None)
     matrix: Tensor = layer.weight if merged is None else merged()
     return matrix

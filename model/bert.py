@@ -1,13 +1,13 @@
 """BERT, with a feed-forward of any kind in its blocks.
 
-A bidirectional encoder: every token sees all others, but no padding. What is made of its output is
-the head's: the tokens that were hidden, a class, or nothing.
+A bidirectional encoder: every token attends to all tokens except padding. The head uses its output
+to predict masked tokens or a class, or there is no head.
 
 Source: Devlin et al. 2019, "BERT: pre-training of deep bidirectional transformers for language
 understanding", and the released code.
 
-Shapes: B batch, T tokens in a sequence, P positions that are scored, D width, V vocabulary, K
-classes, L blocks.
+Shapes: B batch, T tokens in a sequence, P scored positions, D width, V vocabulary, K classes, L
+blocks.
 """
 
 from typing import Annotated, ClassVar, Literal, TypeAlias
@@ -46,7 +46,7 @@ class MaskedLanguageHeadConfig(Config):
     """Fraction of the positions of a sample that are predicted in training."""
 
     def num_masked(self, length: int) -> int:
-        """How many positions of a sample are predicted: at least one, and neither end.
+        """Returns the number of predicted positions per sample: at least one, excluding both ends.
 
         Args:
             length: T.
@@ -116,7 +116,7 @@ class BertConfig(TransformerSettings):
         return True
 
     def known_vocab_size(self) -> int:
-        """The vocabulary size, which must have been filled in.
+        """Returns the vocabulary size, which must have been filled in.
 
         Raises:
             ValueError: It is not known yet.
@@ -128,18 +128,18 @@ class BertConfig(TransformerSettings):
         return self.vocab_size
 
     def units_per_sample(self) -> int:
-        """Tokens that are read in a sample; 1 where a whole sequence is scored."""
+        """Number of tokens read per sample; 1 if a whole sequence is scored."""
         return 1 if self.head.kind == "classification" else self.sequence_length
 
     def left_to_data(self) -> str | None:
-        """The key of the vocabulary size or of the number of classes, unless they are set."""
+        """The key of the vocabulary size or of the number of classes, if it is unset."""
         if self.vocab_size is None:
             return "model.vocab_size"
         open_classes = self.head.kind == "classification" and self.head.num_classes is None
         return "model.head.num_classes" if open_classes else None
 
     def in_words(self) -> str:
-        """The depth and width, for people."""
+        """Describes depth and width for the user."""
         return f"BERT, {self.num_layers} blocks, width {self.hidden_size}"
 
 
@@ -147,7 +147,7 @@ class Bert(nn.Module):
     """A BERT; see `Decoder` for how a model is built and filled.
 
     Args:
-        config: Its configuration, with what the data decides filled in.
+        config: Its configuration, with all values from the data filled in.
 
     Raises:
         ValueError: The vocabulary size, or the number of classes, is None.
@@ -169,7 +169,8 @@ class Bert(nn.Module):
         self._routes = any(each.kind != "dense" for each in config.block_feed_forwards())
 
     def initializers(self) -> dict[str, Initializer]:
-        """Says how each parameter outside the blocks starts; see `model/initialization.py`."""
+        """Returns the initializers of parameters outside the blocks; see
+        `model/initialization.py`."""
         start = normal(self.config.initializer_range)
         return {
             "token_embedding.weight": start,
@@ -186,21 +187,21 @@ class Bert(nn.Module):
         positions_BP: Tensor | None = None,
         target_ids_BP: Tensor | None = None,
     ) -> ModelOutput:
-        """Reads sequences, and says what its head is for.
+        """Encodes sequences and applies the head.
 
         Args:
             input_ids_BT: Token ids, T at most `sequence_length`.
-            mask_BT: True for tokens, False for padding, which reaches no attention, no expert and
-                no statistic of routing; None: there is no padding. No row is all padding.
-            segments_BT: Which of `num_segments` each token is of; None: all are of the first.
-            positions_BP: The positions that the language head scores; None: all.
-            target_ids_BP: The right tokens there, for the loss of the language head alone.
+            mask_BT: True for tokens, False for padding, which is excluded from attention, experts
+                and routing statistics; None if there is no padding. No row may be all padding.
+            segments_BT: Segment of each token, below `num_segments`; None: all in the first.
+            positions_BP: The positions that the language head scores; None for all.
+            target_ids_BP: The targets at these positions, for the loss of the language head.
 
         Returns:
-            In place of logits what the head gives: of the language head logits [B, P, V], or with
-            targets the mean loss, and without gradients of each target the loss, and 1 where no
-            token has a higher logit [B, P, 2]; of a classification head logits [B, K]; without a
-            head the last block's output [B, T, D]. And one `RoutingStats` per block that routes.
+            As logits the output of the head: for the language head logits [B, P, V], or with
+            targets the mean loss, or without gradients [B, P, 2] with the loss of each target and 1
+            where no token has a higher logit; for a classification head logits [B, K]; without a
+            head the last block's output [B, T, D]. Also one `RoutingStats` per block that routes.
 
         Raises:
             ValueError: The input is longer than `sequence_length`.
@@ -217,7 +218,7 @@ class Bert(nn.Module):
         return ModelOutput(self.score(x_BTD, positions_BP, target_ids_BP), routing)
 
     def embed(self, input_ids_BT: Tensor, segments_BT: Tensor | None = None) -> Tensor:
-        """What the first block gets [B, T, D]."""
+        """Returns the input of the first block [B, T, D]."""
         positions_T = torch.arange(input_ids_BT.shape[1], device=input_ids_BT.device)
         if segments_BT is None:
             segments_BT = torch.zeros_like(input_ids_BT)
@@ -232,7 +233,7 @@ class Bert(nn.Module):
         positions_BP: Tensor | None = None,
         target_ids_BP: Tensor | None = None,
     ) -> Tensor:
-        """What the head gives, from what the last block gives; see `forward`."""
+        """Applies the head to the last block's output; see `forward`."""
         if isinstance(self.head, MaskedLanguageHead):
             if positions_BP is not None:
                 index_BPD = positions_BP.unsqueeze(-1).expand(-1, -1, x_BTD.shape[-1])
@@ -245,7 +246,7 @@ class Bert(nn.Module):
         return x_BTD
 
     def pooled(self, x_BTD: Tensor) -> Tensor:
-        """What stands for a whole sequence [B, D], from what the last block gives."""
+        """Returns the representation of a whole sequence [B, D] from the last block's output."""
         pooler = self.head.pooler
         assert isinstance(pooler, Pooler), "neither a class nor the encoder's pooler is asked for"
         pooled_BD: Tensor = pooler(x_BTD)

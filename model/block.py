@@ -1,8 +1,8 @@
-"""One transformer block: normalize before each branch and add after it, or the other way round; and
-its feed-forward of any kind, chosen by `kind`.
+"""One transformer block, with pre- or post-normalization and a feed-forward of any kind, chosen by
+`kind`.
 
-A new kind of feed-forward is a config class and a module, one member of the `FeedForwardConfig`
-union and one line of `FEED_FORWARDS`; the tests run over that registry.
+To add a kind of feed-forward, write a config class and a module, and add one member to the
+`FeedForwardConfig` union and one line to `FEED_FORWARDS`; the tests run over that registry.
 
 Shapes: B batch, T tokens in a sequence, D width.
 """
@@ -39,7 +39,7 @@ from polyad.model.smoe.layer import SparseMoE
 
 
 def _default_kind(value: object) -> object:
-    """A section without a kind is dense."""
+    """Makes a section without a kind dense."""
     return {"kind": "dense"} | value if isinstance(value, dict) else value
 
 
@@ -56,7 +56,7 @@ FeedForwardConfig: TypeAlias = Annotated[
     BeforeValidator(_default_kind),
 ]
 
-# A builder takes the config class of its kind; a single type cannot say that, hence Any.
+# A builder takes the config class of its kind; no single type expresses that, hence Any.
 FEED_FORWARDS: dict[str, Callable[[Any, FeedForwardContext], FeedForward]] = {
     "dense": DenseFeedForward,
     "mumoe": MuMoE,
@@ -71,7 +71,7 @@ def build_feedforward(config: FeedForwardConfig, context: FeedForwardContext) ->
     """Builds the feed-forward of one block, on the current default device.
 
     Args:
-        config: Which kind, and its settings.
+        config: The kind and its settings.
         context: Settings of the model.
 
     Returns:
@@ -89,10 +89,10 @@ class Block(nn.Module):
     Args:
         attention: The first branch.
         feed_forward: The second branch.
-        build_norm: Makes the norm of a branch.
-        drop_path: Probability that a sample does without a branch (stochastic depth); None: no
-            block of the model has any.
-        residual_multiplier: What each branch is multiplied by before it is added.
+        build_norm: Builds the norm of a branch.
+        drop_path: Probability that a sample skips a branch (stochastic depth); None if no block of
+            the model has stochastic depth.
+        residual_multiplier: Factor of each branch before it is added.
     """
 
     def __init__(
@@ -113,14 +113,14 @@ class Block(nn.Module):
         self.residual_multiplier = residual_multiplier
 
     def initializers(self) -> dict[str, Initializer]:
-        """Says how each LayerNorm starts; the branches have initializers of their own."""
+        """Returns the initializers of the LayerNorms; the branches have their own."""
         return {
             **norm_initializers("attention_norm", self.attention_norm),
             **norm_initializers("feed_forward_norm", self.feed_forward_norm),
         }
 
     def added(self, y_BTD: Tensor) -> Tensor:
-        """What of a branch is added to the residual stream."""
+        """Returns the part of a branch's output that is added to the residual stream."""
         y_BTD = self.drop_path(y_BTD)
         return y_BTD if self.residual_multiplier == 1 else y_BTD * self.residual_multiplier
 
@@ -131,7 +131,7 @@ class Block(nn.Module):
 
         Args:
             x_BTD: The residual stream.
-            given: What else there is.
+            given: Further inputs.
 
         Returns:
             The residual stream [B, T, D] after the block, and the routing statistics.
@@ -151,7 +151,7 @@ class Block(nn.Module):
 
 
 class PostNormBlock(Block):
-    """A block that normalizes the sum of each branch and its input, as BERT's do."""
+    """A block that normalizes the sum of each branch and its input, as in BERT."""
 
     def forward(
         self, x_BTD: Tensor, given: BlockInput = NOTHING_ELSE
@@ -167,19 +167,19 @@ class PostNormBlock(Block):
 
 
 def run_block(block: nn.Module, x_BTD: Tensor, recompute: Recompute, *others: Any) -> Any:
-    """Runs a block, and keeps its input alone if the rest is computed again.
+    """Runs a block, storing only its input if the rest is recomputed.
 
     Args:
         block: The block.
         x_BTD: The residual stream.
-        recompute: The model's key.
-        others: What else the block takes.
+        recompute: The model's `recompute` setting.
+        others: Further arguments of the block.
 
     Returns:
-        What the block does.
+        The output of the block.
     """
     if recompute == "block" and torch.is_grad_enabled():
-        # The state of the random generators is kept, so the second pass drops the same units.
+        # The state of the random generators is restored, so the second pass drops the same units.
         return checkpoint(block, x_BTD, *others, use_reentrant=False, preserve_rng_state=True)
     return block(x_BTD, *others)
 
@@ -191,17 +191,17 @@ def run_blocks(
     given: BlockInput = NOTHING_ELSE,
     cache: KeyValueCache | None = None,
 ) -> tuple[Tensor, tuple[RoutingStats, ...]]:
-    """Runs the blocks of a model, one after the other.
+    """Runs the blocks of a model in order.
 
     Args:
         blocks: The model's `blocks`.
         x_BTD: The residual stream.
-        recompute: The model's key; with a cache nothing is computed again.
-        given: What else there is.
-        cache: In generation: keys and values of earlier tokens.
+        recompute: The model's `recompute` setting; ignored with a cache.
+        given: Further inputs.
+        cache: In generation, keys and values of earlier tokens.
 
     Returns:
-        The residual stream after the last one, and the statistics of those that route.
+        The residual stream after the last block, and the statistics of the blocks that route.
     """
     graphs: GraphedBlocks | None = getattr(blocks, "graphs", None)
     if graphs is not None and cache is None and given == NOTHING_ELSE and graphs.take(x_BTD):
@@ -214,7 +214,7 @@ def run_blocks(
             else:
                 x_BTD, stats = block(x_BTD, given._replace(cache=cache.blocks[index]))
             statistics.append(stats)
-    # Named here: a block that knew its name could not share compiled code with the others.
+    # Named here: blocks that knew their names could not share compiled code.
     routing = [
         stats._replace(name=f"blocks.{index}.feed_forward")
         for index, stats in enumerate(statistics)
@@ -232,16 +232,16 @@ def build_block(
     drop_path: float | None = None,
     kind: type[Block] = Block,
 ) -> Block:
-    """Builds a block with LayerNorms and attention of as many heads of keys as of queries.
+    """Builds a block with LayerNorms and attention with as many key heads as query heads.
 
     Args:
         feed_forward: The configuration of this block's feed-forward.
         context: Settings of the model, for both branches.
-        layer_norm_epsilon: Added to the variance.
-        attention_std: Standard deviation of the initial weights of attention; None: as those of the
+        layer_norm_epsilon: Epsilon added to the variance.
+        attention_std: Standard deviation of the initial weights of attention; None: as in the
             feed-forward.
         drop_path: See `Block`.
-        kind: Which order of branches and LayerNorms.
+        kind: The block class, which sets the order of branches and LayerNorms.
     """
     assert context.num_heads is not None
     attention = SelfAttention(

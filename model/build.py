@@ -1,11 +1,11 @@
-"""Builds a model from a configuration: first without memory, then filled tensor by tensor.
+"""Builds a model from a configuration: first on the meta device, then filled tensor by tensor.
 
     model = build_model(config)          # on the meta device: shapes, no memory
     materialize(model, seed=0)           # in one process
-    initial_values(model, seed=0)        # or: slice each value for this process and let it go
+    initial_values(model, seed=0)        # or: one value at a time, to be sliced for this process
 
-The value of a parameter depends on the seed and on its name, and on nothing else: not on the other
-parameters, the order, the number of processes or the state of the global random generators.
+The value of a parameter depends only on the seed and on its name, not on other parameters, their
+order, the number of processes or the state of the global random generators.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -30,7 +30,7 @@ class ModelKind(NamedTuple):
 
     config: type[ModelSettings]
     build: Callable[[Any], nn.Module]
-    """Takes the config class of the same kind; a single type cannot say that, hence Any."""
+    """Takes the config class of this kind; no single type expresses that, hence Any."""
 
 
 MODELS: dict[str, ModelKind] = {
@@ -47,10 +47,10 @@ def read_model_config(section: object) -> ModelSettings:
     """Reads the section `model` of a configuration.
 
     Args:
-        section: As YAML has it; without a `kind` it is a GPT-2's.
+        section: The parsed YAML; without a `kind` it is GPT-2's.
 
     Raises:
-        ValueError: A key or value is wrong; pydantic's error, which names the key.
+        ValueError: A key or value is invalid; pydantic's error, which names the key.
     """
     kind = section.get("kind", "gpt2") if isinstance(section, dict) else "gpt2"
     if not isinstance(kind, str) or kind not in MODELS:
@@ -59,7 +59,7 @@ def read_model_config(section: object) -> ModelSettings:
 
 
 class ModelSizeError(ValueError):
-    """A model that is too large for any machine: one line that says so."""
+    """A model that is too large for any machine, as a one-line message."""
 
     exit_status = 2
 
@@ -68,14 +68,14 @@ def build_model(config: ModelSettings) -> nn.Module:
     """Builds a model on the meta device.
 
     Args:
-        config: The model's configuration, with everything filled in that comes from the data.
+        config: The model's configuration, with all values from the data filled in.
 
     Returns:
-        A model with parameters that have shapes and names, and no memory.
+        A model whose parameters have shapes and names, but no memory.
 
     Raises:
-        ValueError: The kind is unknown, or the model refuses its configuration.
-        ModelSizeError: A tensor would have more elements than a number of 64 bits can count.
+        ValueError: The kind is unknown, or the configuration is invalid.
+        ModelSizeError: The number of elements of a tensor exceeds 64 bits.
     """
     if config.kind not in MODELS:
         raise ValueError(f"model.kind: {config.kind!r} is unknown; known: {', '.join(MODELS)}")
@@ -92,7 +92,7 @@ def build_model(config: ModelSettings) -> nn.Module:
 
 
 def count_parameters(model: nn.Module) -> int:
-    """Counts the parameters of a model; one that is used twice counts once.
+    """Counts the parameters of a model; shared ones count once.
 
     Args:
         model: A model, on any device.
@@ -104,7 +104,7 @@ def count_parameters(model: nn.Module) -> int:
 
 
 def num_parameters(config: ModelSettings) -> int:
-    """Counts the parameters that a configuration stands for, without memory for them.
+    """Counts the parameters of a configuration without allocating them.
 
     Args:
         config: The model's configuration, as for `build_model`.
@@ -121,15 +121,15 @@ def initial_value(
     """Draws the initial value of one parameter or buffer.
 
     Args:
-        model: The whole model, on any device; it is not changed. Not one whose layers have been
-            sliced for a process: shapes and initializers come from here.
+        model: The whole model, on any device, unchanged. Its layers must not have been sliced for a
+            process: shapes and initializers are taken from it.
         name: The name, as in `named_parameters` or `named_buffers`.
         seed: The run's seed.
-        experts: For a parameter with one slice per expert: which to draw, by their index in the
-            whole model; None for all.
+        experts: For a parameter with one slice per expert: which experts to draw, by their index
+            in the whole model; None for all.
 
     Returns:
-        An fp32 CPU tensor, of the parameter's shape unless `experts` says less.
+        An fp32 CPU tensor with the parameter's shape, or fewer experts with `experts`.
 
     Raises:
         ValueError: There is no parameter or buffer of that name, or `experts` does not apply.
@@ -148,17 +148,17 @@ def initial_values(model: nn.Module, seed: int) -> Iterator[tuple[str, Tensor]]:
         seed: The run's seed.
 
     Yields:
-        Name and fp32 CPU tensor. Nothing is kept: one value exists at a time if the caller lets it
-        go.
+        Name and fp32 CPU tensor. No reference is kept, so only one value exists at a time if the
+        caller drops it.
     """
-    # Listed first: `materialize` replaces tensors between two values, and a shared one that it has
-    # replaced would come again under its second name.
+    # Listed first: `materialize` replaces tensors between two values, and a shared tensor that has
+    # been replaced would appear again under its second name.
     for name, shape in [(name, tensor.shape) for name, tensor in _named_tensors(model)]:
         yield name, _find_initializer(model, name).draw(shape, seed, name)
 
 
 def has_experts(model: nn.Module, name: str) -> bool:
-    """Whether the first dimension of a parameter counts experts.
+    """Returns whether the first dimension of a parameter counts experts.
 
     Args:
         model: The whole model, as for `initial_value`.
@@ -168,7 +168,7 @@ def has_experts(model: nn.Module, name: str) -> bool:
 
 
 def matrix_dimensions(model: nn.Module) -> dict[str, int]:
-    """The number of dimensions of each parameter, without the one that counts experts.
+    """Returns the number of dimensions of each parameter, without the one that counts experts.
 
     Weights have two or more; biases and scales, of a layer or of each expert, have fewer.
 
@@ -176,7 +176,7 @@ def matrix_dimensions(model: nn.Module) -> dict[str, int]:
         model: The whole model, as for `initial_value`.
 
     Returns:
-        By parameter name.
+        Numbers of dimensions by parameter name.
     """
     return {
         name: parameter.dim() - has_experts(model, name)
@@ -190,13 +190,13 @@ def materialize(
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
 ) -> None:
-    """Gives every parameter and buffer of a model memory and its initial value, in place.
+    """Allocates all parameters and buffers of a model and sets their initial values, in place.
 
     Args:
         model: A model from `build_model`.
         seed: The run's seed.
-        device: Where it goes.
-        dtype: The parameters' precision; buffers keep their own.
+        device: The target device.
+        dtype: Precision of the parameters; buffers keep theirs.
     """
     place(model, initial_values(model, seed), device, dtype)
 
@@ -208,18 +208,18 @@ def place(
     dtype: torch.dtype = torch.float32,
     placed: Callable[[nn.Parameter], None] | None = None,
 ) -> None:
-    """Gives parameters and buffers of a model memory and values, in place and one at a time.
+    """Allocates parameters and buffers of a model and sets their values, in place, one at a time.
 
-    Beside the model itself, one value is the most that is held. A parameter that two modules
-    share stays shared; `requires_grad` and attributes of parameters stay.
+    At most one value exists besides the model itself. A parameter shared by two modules stays
+    shared; `requires_grad` and attributes of parameters are kept.
 
     Args:
         model: The model.
-        values: Names, as in `named_parameters` or `named_buffers`, and values; each is let go
-            before the next is asked for.
-        device: Where they go.
-        dtype: The parameters' precision; buffers keep their own.
-        placed: Is handed each parameter once it is in the model, before the next one is made.
+        values: Names, as in `named_parameters` or `named_buffers`, and values; each value is
+            released before the next is requested.
+        device: The target device.
+        dtype: Precision of the parameters; buffers keep theirs.
+        placed: Called with each parameter once it is in the model, before the next is made.
     """
     owners = _owners(model)
     tensors = dict(_named_tensors(model))
@@ -235,12 +235,12 @@ def place(
         else:
             for module, attribute in owners[id(old)]:
                 module._buffers[attribute] = value.to(device, old.dtype)
-        del value  # or it would stay in memory beside the next one
+        del value  # else it would stay in memory together with the next one
     buffers_changed(model)
 
 
 def buffers_changed(model: nn.Module) -> None:
-    """Tells every module that keeps a copy of a buffer, as a plain number, that it was set.
+    """Notifies every module that caches a buffer as a plain number that the buffer was set.
 
     Args:
         model: The model.
@@ -252,13 +252,13 @@ def buffers_changed(model: nn.Module) -> None:
 
 
 def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters, then buffers; a shared one once, under its first name."""
+    """Lists parameters, then buffers; a shared one once, under its first name."""
     yield from model.named_parameters()
     yield from model.named_buffers()
 
 
 def _owners(model: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
-    """All modules and attributes that refer to a tensor: {id(tensor): [(module, attribute)]}."""
+    """Maps each tensor to what refers to it: {id(tensor): [(module, attribute)]}."""
     owners: dict[int, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
         for attribute, tensor in (*module._parameters.items(), *module._buffers.items()):
@@ -268,7 +268,7 @@ def _owners(model: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
 
 
 def _find_initializer(model: nn.Module, name: str) -> Initializer:
-    """Asks the modules around a parameter, the nearest first, how it starts."""
+    """Finds a parameter's initializer in the modules around it, the nearest first."""
     path = name.split(".")
     for depth in reversed(range(len(path))):
         module = model.get_submodule(".".join(path[:depth]))
@@ -282,29 +282,30 @@ def _find_initializer(model: nn.Module, name: str) -> Initializer:
 
 
 PLACED_ANYWHERE = {"triton.divisible_by_16": False}
-"""Options of a compiler whose kernels read tensors that begin at no whole 16 bytes."""
+"""Compiler options for kernels whose tensors may not be aligned to 16 bytes."""
 
 
 def compile_model(
     model: nn.Module, backend: str = "inductor", *, placed_anywhere: bool = False
 ) -> None:
-    """Compiles a model with torch.compile, in place: each block, and what is before and after them.
+    """Compiles a model with torch.compile, in place: each block, and the code around the blocks.
 
-    Call it after the weights exist and after parallel layers have taken their places. Names of
-    modules and parameters do not change. Equal blocks share one compiled program: that of a whole
-    model would hold each block again. A model without `blocks` is compiled whole.
+    Call it after the weights exist and parallel layers are in place. Names of modules and
+    parameters do not change. Identical blocks share one compiled program, whereas a program for the
+    whole model would repeat each block. A model without `blocks` is compiled whole.
 
     Args:
-        model: Any.
-        backend: What turns a graph into a program.
-        placed_anywhere: Whether weights may begin at no whole 16 bytes of memory. A program takes
-            for granted that those of all blocks begin as those of the first one do, and a GPU
-            refuses to read them otherwise (PyTorch 2.13, pytorch/pytorch#193054); it is then told
-            to take nothing for granted, which costs some speed.
+        model: Any model.
+        backend: The compiler backend.
+        placed_anywhere: Whether weights may be unaligned to 16 bytes. The compiler assumes that the
+            weights of all blocks are aligned like those of the first, and a GPU faults otherwise
+            (PyTorch 2.13, pytorch/pytorch#193054); with this option it assumes nothing, which costs
+            some speed.
     """
-    # The host learns there how many rows each process sends; without this the program ends there.
+    # Without this, the graph breaks where the CPU learns how many rows each process sends.
     torch._dynamo.config.capture_scalar_outputs = True
-    # A K that grows over a run: a second program takes any K, in place of one for each.
+    # For a K that changes during a run: a second program handles any K, instead of one program per
+    # K.
     torch._dynamo.config.allow_unspec_int_on_nn_module = True
     how: dict[str, Any] = {"backend": backend}
     if placed_anywhere and backend == "inductor":
@@ -313,8 +314,8 @@ def compile_model(
     if blocks is None:
         model.compile(**how)
         return
-    # A kind of block has up to five programs: in training with a record and without one, in
-    # evaluation, with batches of other sizes. After a limit, 8, blocks would run uncompiled.
+    # A kind of block has up to five programs: training with and without a record, evaluation, and
+    # other batch sizes. Beyond a limit, by default 8, blocks would run uncompiled.
     limit = 8 * min(len(blocks), 8)
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, limit)
     for block in blocks.children():

@@ -1,4 +1,4 @@
-"""The base of every configuration model in this room."""
+"""The base class of every configuration model in this package."""
 
 from typing import Any
 
@@ -10,12 +10,12 @@ LARGEST, SMALLEST = 1e30, 1e-30
 
 
 class SectionError(ValueError):
-    """Values of a section that contradict one another, or the model.
+    """Values of a section that contradict one another or the model.
 
-    A section does not know its key in the configuration: `within` adds it.
+    A section does not know its own key in the configuration; `within` adds it.
 
     Args:
-        message: What is wrong, with an @ before each key of the section.
+        message: The error, with an @ before each key of the section.
     """
 
     def __init__(self, message: str) -> None:
@@ -23,7 +23,7 @@ class SectionError(ValueError):
         self._message = message
 
     def within(self, section: str) -> str:
-        """The message with whole keys.
+        """Returns the message with full keys.
 
         Args:
             section: The dotted key of the section.

@@ -1,13 +1,13 @@
-"""The YAML of configurations: the core schema of YAML 1.2, read strictly and within bounds.
+"""The YAML of configurations: the core schema of YAML 1.2, parsed strictly and with size limits.
 
     null      ~  null, or nothing
     boolean   true  false
     number    7  -3  0x1F  0o17  .5  6e-4  1.0e-3  .inf  .nan
-    string    all else, as 12e4b9  2001-01-01  12:30  yes  1_000, and whatever is quoted
+    string    anything else, such as 12e4b9  2001-01-01  12:30  yes  1_000, and quoted text
 
-Keys are strings as they are written. There are no tags (`!!int`), no merge keys (`<<`), one
-document a file, and no characters that control a terminal or end a path. Anchors and aliases are
-read, as long as what they stand for is small.
+Keys are strings, exactly as written. Not allowed are tags (`!!int`), merge keys (`<<`), several
+documents per file, and characters that control a terminal or end a path. Anchors and aliases are
+allowed as long as their expansion is small.
 """
 
 import re
@@ -25,10 +25,10 @@ from yaml.scanner import Scanner
 
 MAX_CHARACTERS = 200_000
 MAX_NODES = 5_000
-"""Nodes of a document at most, with aliases expanded."""
+"""Maximum number of nodes of a document, with aliases expanded."""
 MAX_DEPTH = 50
 MAX_DIGITS = 100
-"""Characters of a number; longer ones are strings, which no key for numbers takes."""
+"""Maximum length of a number; longer ones are strings, which no numeric key accepts."""
 
 NUMBER = re.compile(
     r"[-+]?(\d+(\.\d*)?|\.\d+)([eE][-+]?\d+)?|0o[0-7]+|0x[\da-fA-F]+"
@@ -45,14 +45,14 @@ _SURROGATE = re.compile(r"[\ud800-\udfff]")
 
 
 class ConfigYamlError(ValueError):
-    """Text that is not YAML, or not such as is read here: one line that says where and why."""
+    """Text that is not valid YAML or not allowed here: a one-line error with its position."""
 
     exit_status = 2
 
 
 @dataclass(frozen=True)
 class Written:
-    """A number or boolean, and its text: a key that takes text, as a folder's name, uses that."""
+    """A number or boolean with its text, which is used by keys that expect text, such as a path."""
 
     text: str
     value: int | float | bool
@@ -62,19 +62,19 @@ def load(text: str) -> Any:
     """Reads one document.
 
     Args:
-        text: of a file, or of one value.
+        text: The text of a file, or of one value.
 
     Returns:
         Dictionaries with strings as keys, lists, strings, numbers, booleans and None.
 
     Raises:
-        ConfigYamlError: it is not YAML, or not such as is read here.
+        ConfigYamlError: The text is not valid YAML, or not allowed here.
     """
     return _values(load_written(text))
 
 
 def load_written(text: str) -> Any:
-    """Loads like `load`, but with a `Written` in place of each number and boolean."""
+    """Loads like `load`, but wraps each number and boolean in `Written`."""
     if len(text) > MAX_CHARACTERS:
         raise ConfigYamlError(f"has {len(text):,} characters; at most {MAX_CHARACTERS:,} are read")
     try:
@@ -89,7 +89,7 @@ def load_written(text: str) -> Any:
         raise ConfigYamlError(
             f"line {line}: is not YAML: character {chr(error.character)!r} is not allowed"
         ) from None
-    except (ValueError, OverflowError) as error:  # an escape or a directive out of range
+    except (ValueError, OverflowError) as error:  # an escape or directive out of range
         if isinstance(error, ConfigYamlError):
             raise
         raise ConfigYamlError(f"is not YAML: {error}") from None
@@ -97,24 +97,24 @@ def load_written(text: str) -> Any:
 
 
 def dump(tree: Any) -> str:
-    """Writes values so that `load`, and readers of YAML 1.1, read the same ones.
+    """Writes values so that `load`, and readers of YAML 1.1, read back the same values.
 
     Args:
-        tree: as `load` gives it.
+        tree: A value as returned by `load`.
     """
     text: str = yaml.dump(tree, Dumper=_Dumper, sort_keys=False)
     return text
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes a string that YAML 1.1 takes for a string and 1.2 for a number, as 1e5."""
+    """Quotes strings that are strings in YAML 1.1 but numbers in 1.2, such as 1e5."""
 
 
 _Dumper.add_implicit_resolver("tag:yaml.org,2002:float", NUMBER, list("-+.0123456789"))
 
 
 class _Reader(Reader, Scanner, Parser, Composer, BaseResolver):
-    """Composes nodes and refuses, as soon as it is met, what is not read here."""
+    """Composes nodes, and rejects anything that is not allowed as soon as it occurs."""
 
     def __init__(self, text: str) -> None:
         Reader.__init__(self, text)
@@ -124,7 +124,7 @@ class _Reader(Reader, Scanner, Parser, Composer, BaseResolver):
         BaseResolver.__init__(self)
         self._depth = self._nodes = 0
         self._extent: dict[Node, tuple[int, int]] = {}
-        """Nodes in and below one that is whole, and levels below it."""
+        """For each completed node, the number of nodes in it and its depth."""
         self._deepest = 0
 
     def compose_node(self, parent: Node | None, index: Any) -> Node | None:
@@ -194,7 +194,7 @@ def _tree(node: Node) -> Any:
 
 def _text(node: ScalarNode) -> str:
     text: str = node.value
-    if _SURROGATE.search(text):  # as JSON escapes what is beyond 16 bits
+    if _SURROGATE.search(text):  # JSON writes characters beyond 16 bits as surrogates
         try:
             text = text.encode("utf-16", "surrogatepass").decode("utf-16")
         except UnicodeDecodeError:

@@ -1,12 +1,12 @@
-"""Blocks as CUDA graphs: the host launches all kernels of a block's pass together.
+"""Blocks as CUDA graphs: the CPU launches all kernels of a block's pass at once.
 
-A small model computes faster than the host launches its kernels one by one. The first time that
-blocks train, `torch.cuda.make_graphed_callables` records all of them, and from then on replays what
-it recorded. Its rules decide what can be: a block takes one tensor, always of one shape, nothing in
-it waits for the host or for another process, and weights stay where they are. What a pass gives is
-overwritten by the next one, gradients of weights too: they are to be used before it.
+A small model computes faster than the CPU can launch its kernels one by one. In the first training
+pass, `torch.cuda.make_graphed_callables` records all blocks, and later passes replay the graphs.
+Graphs impose conditions: a block takes one tensor of fixed shape, nothing in it waits for the CPU
+or another process, and weights stay at their addresses. The outputs of a pass, including gradients
+of weights, are overwritten by the next pass and must be used before it.
 
-Evaluation, steps that measure what records alone need, and other shapes run as without graphs.
+Evaluation, steps that compute values needed only by records, and other shapes run without graphs.
 
 Shapes: B batch, T tokens in a sequence, D width.
 """
@@ -22,22 +22,22 @@ from polyad.model.output import RoutingStats, StatisticsModule
 
 
 class _Tensors(nn.Module):
-    """A block that gives tensors alone, as a graph does.
+    """A block whose outputs are tensors only, as a graph requires.
 
     Args:
-        block: Gives the residual stream, and statistics or None.
+        block: The block, which returns the residual stream, and statistics or None.
     """
 
     def __init__(self, block: nn.Module) -> None:
         super().__init__()
         self.block = block
         self.fields: tuple[str, ...] = ()
-        """Which statistics the tensors after the first one are."""
+        """The fields of the statistics that the tensors after the first one hold."""
         self.others: dict[str, Any] = {}
-        """Fields of the statistics that are no tensors."""
+        """Fields of the statistics that are not tensors."""
 
     def forward(self, x_BTD: Tensor) -> tuple[Tensor, ...]:
-        """The residual stream, and the statistics that the block computes."""
+        """Returns the residual stream, and the statistics that the block computes."""
         y_BTD, stats = self.block(x_BTD)
         if stats is None:
             return (y_BTD,)
@@ -48,11 +48,11 @@ class _Tensors(nn.Module):
         return (y_BTD, *tensors.values())
 
     def with_weights(self, x_BTD: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
-        """Runs `forward` with its weights as inputs, so that a graph knows of them."""
+        """Runs `forward` with the weights as inputs, so that they are inputs of the graph."""
         return self(x_BTD)  # type: ignore[no-any-return]
 
     def named(self, tensors: tuple[Tensor, ...]) -> RoutingStats | None:
-        """The statistics in what `forward` gave."""
+        """Rebuilds the statistics from the output of `forward`."""
         if not self.fields:
             return None
         named = dict(zip(self.fields, tensors[1:], strict=True))
@@ -61,11 +61,11 @@ class _Tensors(nn.Module):
 
 @contextmanager
 def _stand_ins(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Puts others in the same memory in place of the parameters of modules, for a while.
+    """Temporarily replaces the parameters of modules by others that share their memory.
 
-    Optimizers that hook into a parameter keep the node by which autograd hands over its gradient,
-    and with it the stream of that time. A backward pass has that stream wait for its own, which a
-    stream that is being recorded does not allow.
+    Optimizers that hook into a parameter keep alive the autograd node that accumulates its
+    gradient, and with it the CUDA stream on which it was made. A backward pass makes that stream
+    wait for its own stream, which is not allowed for a stream that is being captured.
     """
     places = [module._parameters for module in modules]
     before = [dict(place) for place in places]
@@ -84,9 +84,9 @@ class GraphedBlocks:
     """The blocks of a model in training, as graphs.
 
     Args:
-        blocks: In their order, on a GPU.
-        record: Records functions of tensors for inputs like those given:
-            `torch.cuda.make_graphed_callables`, or another with its arguments.
+        blocks: The blocks in order, on a GPU.
+        record: Captures functions of tensors for sample inputs:
+            `torch.cuda.make_graphed_callables`, or another function with the same arguments.
     """
 
     def __init__(
@@ -106,13 +106,13 @@ class GraphedBlocks:
         ]
 
     def take(self, x_BTD: Tensor) -> bool:
-        """Whether this forward pass is one that is replayed, or the first of those."""
+        """Returns whether this forward pass is replayed, or is the first one and gets captured."""
         trains = x_BTD.requires_grad and torch.is_grad_enabled() and self._blocks[0].block.training
         measures = any(module.record_is_due for module in self._measuring)
         return trains and not measures and self._shape in (None, x_BTD.shape)
 
     def __call__(self, x_BTD: Tensor) -> tuple[Tensor, list[RoutingStats | None]]:
-        """The residual stream after the last block, and the statistics of each."""
+        """Returns the residual stream after the last block, and the statistics of each block."""
         if not self._graphs:
             self._shape, self._graphs = x_BTD.shape, self._recorded(x_BTD)
         statistics = []
@@ -123,9 +123,9 @@ class GraphedBlocks:
         return x_BTD, statistics
 
     def _recorded(self, x_BTD: Tensor) -> tuple[Callable[..., tuple[Tensor, ...]], ...]:
-        """Records all blocks, as functions of the residual stream and their weights. Passes that
-        come before it draw random numbers, which are drawn again afterwards: a run that goes on
-        records in the middle."""
+        """Captures all blocks, as functions of the residual stream and their weights. The warm-up
+        passes draw random numbers, so the state of the generators is restored afterwards: a resumed
+        run captures in the middle."""
         devices = [x_BTD.device] if x_BTD.is_cuda else []
         modules = [module for block in self._blocks for module in block.modules()]
         with _stand_ins(modules), torch.random.fork_rng(devices=devices):

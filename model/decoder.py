@@ -1,7 +1,6 @@
-"""The decoder: a causal language model of blocks, as GPT-2, Llama and their mixtures are.
+"""The decoder: a causal language model such as GPT-2, Llama and their mixtures of experts.
 
-`GPT2Config` (`model/gpt2.py`) and `DecoderConfig` (`model/decoder_config.py`) say what its blocks
-are.
+`GPT2Config` (`model/gpt2.py`) and `DecoderConfig` (`model/decoder_config.py`) define its blocks.
 
 Shapes: B batch, T tokens in a sequence, D width, V vocabulary, K classes, L blocks.
 """
@@ -35,7 +34,7 @@ from polyad.model.settings import FEED_FORWARD, TransformerSettings, check_feed_
 from polyad.model.smoe.config import SelectingConfig
 
 REPLACED = "model.replaced.feed_forward"
-"""The key of the feed-forward of the blocks that have another one than the model."""
+"""The key of the feed-forward in the replaced blocks."""
 
 
 class ReplacedConfig(Config):
@@ -49,23 +48,23 @@ class ReplacedConfig(Config):
 
 
 class Multipliers(NamedTuple):
-    """Constants of Granite's models; others have 1."""
+    """Constants of Granite's models; 1 in other models."""
 
     embedding: float = 1.0
-    """What the token embedding is multiplied by."""
+    """Factor of the token embedding."""
     residual: float = 1.0
-    """What each branch is multiplied by before it is added."""
+    """Factor of each branch before it is added."""
     logits: float = 1.0
-    """What logits are multiplied by."""
+    """Factor of the logits."""
 
 
 class DecoderSettings(TransformerSettings, ABC):
-    """The base of the configurations of decoders."""
+    """The base class of decoder configurations."""
 
     embeddings: ClassVar[tuple[str, ...]] = ("token_embedding", "position_embedding", "head")
     causal: ClassVar[bool] = True
 
-    if TYPE_CHECKING:  # each model declares these keys: their order and their words are its own
+    if TYPE_CHECKING:  # each model declares these keys, in its own order and words
         sequence_length: int
         vocab_size: int | None
         dropout: float
@@ -104,7 +103,7 @@ class DecoderSettings(TransformerSettings, ABC):
         return self
 
     def feed_forwards(self) -> dict[str, FeedForwardConfig]:
-        """The feed-forward, and that of replaced blocks, filled in, by their keys."""
+        """The feed-forward, and that of replaced blocks, with all defaults filled in, by key."""
         known = super().feed_forwards()
         if self.replaced is not None:
             each = self.replaced.feed_forward
@@ -112,7 +111,7 @@ class DecoderSettings(TransformerSettings, ABC):
         return known
 
     def with_feed_forwards(self, sections: Mapping[str, FeedForwardConfig]) -> Self:
-        """The same model with other feed-forwards, also of replaced blocks."""
+        """Returns the same model with other feed-forwards, including those of replaced blocks."""
         others = {key: each for key, each in sections.items() if key != REPLACED}
         config = super().with_feed_forwards(others)
         if self.replaced is None or REPLACED not in sections:
@@ -132,7 +131,7 @@ class DecoderSettings(TransformerSettings, ABC):
         return [] if self.replaced is None else sorted(self.replaced.blocks)
 
     def original(self) -> Self:
-        """The model with its own feed-forward in every block."""
+        """Returns the model with its own feed-forward in every block."""
         return self.model_copy(update={"replaced": None})
 
     @abstractmethod
@@ -140,8 +139,8 @@ class DecoderSettings(TransformerSettings, ABC):
         """Builds a block, on the current default device.
 
         Args:
-            feed_forward: Its feed-forward.
-            number: The block's, from 0.
+            feed_forward: The feed-forward of the block.
+            number: Number of the block, from 0.
         """
 
     @abstractmethod
@@ -149,24 +148,24 @@ class DecoderSettings(TransformerSettings, ABC):
         """Builds the norm before the head, on the current default device."""
 
     def rotation(self, positions_T: Tensor, dtype: torch.dtype) -> Rotation | None:
-        """The rotation of positions; None: positions are learned, which is the default.
+        """Computes the rotation of positions; None if positions are learned, which is the default.
 
         Args:
             positions_T: Positions of tokens.
-            dtype: The model's.
+            dtype: The model's precision.
         """
         return None
 
     def learns_positions(self) -> bool:
-        """Whether there is an embedding of positions."""
+        """Whether the model has an embedding of positions."""
         return True
 
     def multipliers(self) -> Multipliers:
-        """Constants that parts are multiplied by."""
+        """Constants by which parts are multiplied."""
         return Multipliers()
 
     def padding(self) -> int | None:
-        """The token whose embedding starts at zero and gets no gradient; None: there is none."""
+        """The token whose embedding starts at zero and gets no gradient; None if there is none."""
         return None
 
     def has_head_bias(self) -> bool:
@@ -182,7 +181,7 @@ class DecoderSettings(TransformerSettings, ABC):
         return self.initializer_range / math.sqrt(2 * self.num_layers)
 
     def known_vocab_size(self) -> int:
-        """The vocabulary size, which must have been filled in.
+        """Returns the vocabulary size, which must have been filled in.
 
         Raises:
             ValueError: It is not known yet.
@@ -194,23 +193,23 @@ class DecoderSettings(TransformerSettings, ABC):
         return self.vocab_size
 
     def units_per_sample(self) -> int:
-        """Tokens that are predicted in a sample; 1 where a whole sequence is scored."""
+        """Number of predicted tokens per sample; 1 if a whole sequence is scored."""
         return self.sequence_length if self.head is None else 1
 
     def reads_documents(self) -> bool:
-        """Whether training depends on where documents of a text begin and end. A sequence that is
-        scored as a whole is one."""
+        """Whether training depends on document boundaries in a text. A sequence that is scored as a
+        whole is one document."""
         known = self.feed_forwards().values()
         return self.head is None and any(each.reads_documents() for each in known)
 
     def training_leak(self) -> str | None:
-        """The key by which training sees later tokens: that of pools of whole documents."""
+        """The key that makes training see later tokens: that of pools over whole documents."""
         each = self.feed_forward
         leaks = self.head is None and each.kind == "smoe" and each.pool == "document"
         return f"{FEED_FORWARD}.pool: document" if leaks else None
 
     def known_end_of_text_id(self) -> int | None:
-        """The token that ends documents, which must have been filled in; None: none is read.
+        """Returns the token that ends documents, which must have been filled in; None if unused.
 
         Raises:
             ValueError: It is not known yet.
@@ -225,8 +224,8 @@ class DecoderSettings(TransformerSettings, ABC):
         return self.end_of_text_id
 
     def left_to_data(self) -> str | None:
-        """The key of the vocabulary size, of the end of documents, or of the number of classes,
-        unless they are set."""
+        """The first unset key among those filled in from the data: the vocabulary size, the end of
+        documents, or the number of classes."""
         if self.vocab_size is None:
             return "model.vocab_size"
         if self.reads_documents() and self.end_of_text_id is None:
@@ -238,19 +237,20 @@ class DecoderSettings(TransformerSettings, ABC):
 class Decoder(nn.Module):
     """A decoder-only transformer.
 
-    Construct it with `build_model` and fill it with `materialize`: both in `model/build.py`. On its
-    own the constructor leaves PyTorch's default initial values, which are not the model's.
+    Construct it with `build_model` and fill it with `materialize`, both in `model/build.py`. The
+    constructor alone leaves PyTorch's default initial values, which are not the model's.
 
     Args:
         config: Its configuration, with the vocabulary size filled in.
 
     Raises:
-        ValueError: The vocabulary size, or a token that its training needs, is None.
+        ValueError: The vocabulary size, or a token that training needs, is None.
     """
 
     taught: tuple[int, ...] = ()
-    """Blocks whose feed-forwards alone are trained, on what enters them: all else is in evaluation
-    mode, and no block runs after the last of them. Empty: the whole model is trained."""
+    """Numbers of the blocks whose feed-forwards alone are trained, each on its own input: the rest
+    is in evaluation mode, and blocks after the last of them do not run. Empty: everything is
+    trained."""
 
     def __init__(self, config: DecoderSettings) -> None:
         super().__init__()
@@ -282,14 +282,15 @@ class Decoder(nn.Module):
         self._end_of_text_id = config.known_end_of_text_id()
 
     def train(self, mode: bool = True) -> Self:
-        """Sets the mode of all parts, or of those that are `taught`."""
+        """Sets the mode of all modules, or only of those in `taught`."""
         super().train(mode and not self.taught)
         for block in self.taught:
             self.blocks.get_submodule(f"{block}.feed_forward").train(mode)
         return self
 
     def initializers(self) -> dict[str, Initializer]:
-        """Says how each parameter outside the blocks starts; see `model/initialization.py`."""
+        """Returns the initializers of parameters outside the blocks; see
+        `model/initialization.py`."""
         start = normal(self.config.initializer_range)
         entries = {"token_embedding.weight": start.without_row(self.config.padding())}
         if self.position_embedding is not None:
@@ -303,22 +304,23 @@ class Decoder(nn.Module):
         target_ids_BT: Tensor | None = None,
         mask_BT: Tensor | None = None,
     ) -> ModelOutput:
-        """Predicts, at every position, the token after it; or scores sequences as wholes.
+        """Predicts the next token at every position, or scores whole sequences.
 
         Args:
             input_ids_BT: Token ids, T at most `sequence_length`.
-            cache: In generation: keys and values of earlier tokens; those of these are added.
-            target_ids_BT: The token after each position, for the loss alone.
-            mask_BT: True for real tokens, which stand before the padding of their sequence; None:
-                all are.
+            cache: In generation, keys and values of earlier tokens, to which those of these are
+                added.
+            target_ids_BT: The next token at each position; only used to return the loss.
+            mask_BT: True for real tokens, which precede the padding of their sequence; None if
+                there is no padding.
 
         Returns:
-            Logits [B, T, V], or in their place, with targets, the mean loss, and without gradients
-            the loss of each target [B, T]; of a head that scores sequences [B, K]. And one
-            `RoutingStats` per block whose feed-forward routes.
+            Logits [B, T, V]. With targets instead the mean loss, or without gradients the loss of
+            each target [B, T]; a head that scores sequences returns [B, K]. Also one `RoutingStats`
+            per block whose feed-forward routes.
 
         Raises:
-            ValueError: The input, with what is in the cache, is longer than `sequence_length`.
+            ValueError: The input, including the cached tokens, is longer than `sequence_length`.
         """
         start = 0 if cache is None else cache.length
         length = start + input_ids_BT.shape[1]
@@ -346,18 +348,18 @@ class Decoder(nn.Module):
     def given(
         self, positions_T: Tensor, dtype: torch.dtype, mask_BT: Tensor | None = None
     ) -> BlockInput:
-        """What blocks read beside the residual stream.
+        """Returns what blocks read besides the residual stream.
 
         Args:
             positions_T: Positions of the tokens.
-            dtype: The residual stream's.
+            dtype: Precision of the residual stream.
             mask_BT: See `forward`.
         """
         real = RealTokens.of(mask_BT) if self._routes else None
         return BlockInput(real=real, rotation=self.config.rotation(positions_T, dtype))
 
     def embed(self, input_ids_BT: Tensor, positions_T: Tensor) -> Tensor:
-        """What the first block gets [B, T, D]."""
+        """Returns the input of the first block [B, T, D]."""
         x_BTD = self.token_embedding(input_ids_BT)
         if self.position_embedding is not None:
             x_BTD = x_BTD + self.position_embedding(positions_T)
@@ -367,8 +369,8 @@ class Decoder(nn.Module):
         return embedded_BTD
 
     def score(self, x_BTD: Tensor, target_ids_BT: Tensor | None = None) -> Tensor:
-        """Logits [B, T, V] from what the last block gives; with targets see `forward`."""
-        # Read only if it is needed: ZeRO 3 would gather it.
+        """Computes logits [B, T, V] from the last block's output; with targets see `forward`."""
+        # Accessed only if needed: ZeRO 3 would gather it.
         embedding_VD = self.token_embedding.weight if self.config.tied_embeddings else None
         normalized_BTD = self.final_norm(x_BTD)
         if self.multipliers.logits != 1:
@@ -377,7 +379,7 @@ class Decoder(nn.Module):
         return scored
 
     def classify(self, x_BTD: Tensor, mask_BT: Tensor | None) -> Tensor:
-        """Scores of sequences [B, K] from what the last block gives at their last real tokens."""
+        """Scores sequences [B, K] from the last block's output at their last real tokens."""
         assert self.last_token is not None
         scored: Tensor = self.head(self.final_norm(self.last_token(x_BTD, mask_BT)))
         return scored

@@ -183,7 +183,7 @@ class DecoderConfig(DecoderSettings):
         return self.mlp_bias
 
     def filled(self) -> Self:
-        """See `ModelSettings.filled`; heads and inner widths are numbers, too."""
+        """See `ModelSettings.filled`; heads and inner widths become numbers, too."""
         known = {key: self._sized(each) for key, each in self.feed_forwards().items()}
         changes: dict[str, Any] = {}
         if self.latent_attention is None:
@@ -192,7 +192,7 @@ class DecoderConfig(DecoderSettings):
         return self.with_feed_forwards(known).model_copy(update=changes)
 
     def _sized(self, each: FeedForwardConfig) -> FeedForwardConfig:
-        """A feed-forward with its inner widths as numbers."""
+        """Returns a feed-forward with its inner widths as numbers."""
         if isinstance(each, DenseFeedForwardConfig):
             return each.model_copy(update={"hidden_size": each.inner_size(self.hidden_size)})
         if isinstance(each, SparseMoEConfig):
@@ -206,24 +206,24 @@ class DecoderConfig(DecoderSettings):
         return each
 
     def heads_fit(self) -> bool:
-        """Whether num_heads need not divide hidden_size."""
+        """Returns True: num_heads need not divide hidden_size."""
         return self.head_size is not None or self.latent_attention is not None
 
     def known_key_value_heads(self) -> int:
-        """The heads of keys and values."""
+        """Number of key and value heads."""
         return self.num_key_value_heads or self.num_heads
 
     def known_head_size(self) -> int:
-        """Units of the query and the key of one head."""
+        """Number of units of the query and key of one head."""
         if self.latent_attention is not None:
             return self.latent_attention.plain_size + self.latent_attention.rotated_size
         return self.head_size or self.hidden_size // self.num_heads
 
     def slides(self, block: int) -> bool:
-        """Whether a block has the window.
+        """Returns whether a block has the sliding window.
 
         Args:
-            block: Its number, from 0.
+            block: Number of the block, from 0.
         """
         placement = self.sliding_window_blocks
         if isinstance(placement, list):
@@ -299,11 +299,11 @@ class DecoderConfig(DecoderSettings):
         )
 
     def cut_sizes(self) -> list[dict[str, int]]:
-        """Heads, and the sizes of the feed-forward; the width is not cut."""
+        """Heads, and the sizes of the feed-forward; the width is not split."""
         return [each for each in super().cut_sizes() if "model.hidden_size" not in each]
 
     def in_words(self) -> str:
-        """The depth and width, for people."""
+        """Describes depth and width for the user."""
         return f"decoder, {self.num_layers} blocks, width {self.hidden_size}"
 
     def _rotated_size(self) -> int:

@@ -1,7 +1,7 @@
-"""Documents in sequences of tokens: where the one that a token belongs to begins and ends.
+"""Document boundaries in sequences of tokens.
 
-Prepared text is cut into sequences wherever that falls, so a sequence may hold several documents
-and parts of two more. What is in another sequence is no part of a document here.
+Prepared text is cut into sequences at arbitrary places, so a sequence may hold several documents
+and parts of two more. Parts of a document in other sequences do not count here.
 
 Shapes: B batch, T tokens in a sequence.
 """
@@ -18,15 +18,15 @@ class Documents(NamedTuple):
     first_BT: Tensor
     """Position in the sequence of the first token of each token's document."""
     last_BT: Tensor
-    """Position of its last token."""
+    """Position in the sequence of the last token of each token's document."""
 
     @classmethod
     def of(cls, ids_BT: Tensor, end_id: int) -> "Documents":
-        """Finds the documents of a text.
+        """Finds the documents in a batch of sequences.
 
         Args:
             ids_BT: Token ids.
-            end_id: The token that ends each document, its last one.
+            end_id: The token that ends each document and belongs to it.
         """
         length = ids_BT.shape[1]
         position_T = torch.arange(length, device=ids_BT.device)
@@ -38,12 +38,12 @@ class Documents(NamedTuple):
 
     @classmethod
     def whole(cls, batch: int, length: int, device: torch.device) -> "Documents":
-        """Sequences that are one document each.
+        """Treats each sequence as one document.
 
         Args:
             batch: B.
             length: T.
-            device: Where the tensors are.
+            device: Device of the tensors.
         """
         first_BT = torch.zeros(batch, length, dtype=torch.int64, device=device)
         return cls(first_BT, torch.full_like(first_BT, length - 1))

@@ -1,4 +1,4 @@
-"""Models of images as experts of a mixture: ViT and MLP-Mixer beside the small networks.
+"""Image models as experts of a mixture: ViT and MLP-Mixer besides the small networks.
 
 Shapes: B images, C channels, H x W pixels, D width of what the head reads, K classes.
 """
@@ -19,20 +19,20 @@ from polyad.model.vit import ViT, ViTConfig
 ExpertConfig: TypeAlias = Annotated[
     NetworkConfig | ViTConfig | MixerConfig, Field(discriminator="kind")
 ]
-"""What every expert is."""
+"""The architecture of an expert, the same for all experts of a mixture."""
 MODELS: dict[str, type[ViTConfig | MixerConfig]] = {"vit": ViTConfig, "mixer": MixerConfig}
 
 
 def completed(section: object, image_size: object, channels: object) -> object:
-    """The section of an expert with what the mixture decides.
+    """Fills in the keys of an expert's section that the mixture decides.
 
     Args:
-        section: As YAML has it.
-        image_size: The mixture's, in pixels.
-        channels: Numbers of a pixel as the networks read it.
+        section: The parsed YAML.
+        image_size: The mixture's image size, in pixels.
+        channels: Number of values per pixel that the networks read.
 
     Raises:
-        ValueError: A model does not fit together, or is of other images; the key is named.
+        ValueError: The section is invalid, or contradicts the mixture; the message names the key.
     """
     if not isinstance(section, Mapping):
         return section
@@ -51,7 +51,7 @@ def completed(section: object, image_size: object, channels: object) -> object:
         MODELS[section["kind"]].model_validate(section)
     except ValidationError as error:
         first = error.errors()[0]
-        if first["type"] == "value_error":  # it names its keys from the top
+        if first["type"] == "value_error":  # its message has full keys
             raise ValueError(
                 str(first["ctx"]["error"]).replace("model.", "model.expert.")
             ) from None
@@ -66,7 +66,7 @@ def check_expert(config: ExpertConfig, image_size: int) -> None:
         image_size: Side of the image, in pixels.
 
     Raises:
-        SectionError: It cannot be an expert.
+        SectionError: It is not a valid expert.
     """
     if isinstance(config, NetworkConfig):
         config.check(image_size)
@@ -95,14 +95,14 @@ def check_expert(config: ExpertConfig, image_size: int) -> None:
 
 
 def hidden_width(config: ExpertConfig) -> int:
-    """Width D of the last hidden layer."""
+    """Returns the width D of the last hidden layer."""
     if isinstance(config, NetworkConfig):
         return config.hidden_sizes[-1]
     return config.head_width()
 
 
 def last_parameter(config: ExpertConfig) -> str:
-    """The name of a late parameter of an expert."""
+    """Returns the name of a parameter near the end of an expert."""
     if isinstance(config, NetworkConfig):
         return "output.weight"
     return f"model.{config.last_parameter()}"
@@ -111,12 +111,12 @@ def last_parameter(config: ExpertConfig) -> str:
 def build_expert(
     config: ExpertConfig, image_size: int, channels: int, classes: int
 ) -> "SmallNetwork | ExpertModel":
-    """An expert that has no values yet.
+    """Builds an expert whose parameters have no values yet.
 
     Args:
-        config: What it is.
+        config: The configuration of the expert.
         image_size: Side of the images, in pixels.
-        channels: Numbers of a pixel.
+        channels: Number of values per pixel.
         classes: K.
     """
     if isinstance(config, NetworkConfig):
@@ -129,7 +129,7 @@ def _with_classes(config: ViTConfig | MixerConfig, classes: int) -> ViTConfig | 
 
 
 class ExpertModel(nn.Module):
-    """A ViT or a Mixer as an expert. One that is frozen whole stays in evaluation mode.
+    """A ViT or a Mixer as an expert. If all of it is frozen, it stays in evaluation mode.
 
     Args:
         config: Its configuration, with the number of classes.
@@ -140,11 +140,11 @@ class ExpertModel(nn.Module):
         self.model = ViT(config) if isinstance(config, ViTConfig) else Mixer(config)
 
     def initializers(self) -> dict[str, Initializer]:
-        """None: the model says how it starts."""
+        """Empty: the model has its own initializers."""
         return {}
 
     def forward(self, x_BCHW: Tensor) -> NetworkOutput:
-        """Runs the model; its last hidden layer is what its head reads.
+        """Runs the model; its last hidden layer is the input of its head.
 
         Args:
             x_BCHW: Images.
@@ -158,5 +158,5 @@ class ExpertModel(nn.Module):
         return NetworkOutput(hidden_BD, logits_BK, none, none)
 
     def train(self, mode: bool = True) -> "ExpertModel":
-        """Training mode, unless everything is frozen."""
+        """Sets training mode, unless everything is frozen."""
         return super().train(mode and any(p.requires_grad for p in self.parameters()))

@@ -1,4 +1,4 @@
-"""A feed-forward: what a block gives it and asks of it, its configuration, and the dense kind.
+"""The interface of feed-forwards to their block, their configuration, and the dense kind.
 
 Shapes: B batch, T tokens in a sequence, D width, F inner width, A heads, H width of one head, N
 experts.
@@ -24,54 +24,54 @@ from polyad.model.padding import RealTokens
 from polyad.model.rotary import Rotation
 
 Activation: TypeAlias = Literal["gelu", "gelu_tanh", "quick_gelu", "relu"]
-"""GELU, exact or approximated by tanh, x sigmoid(1.702 x), or ReLU."""
+"""GELU, exact or approximated by tanh; x sigmoid(1.702 x); or ReLU."""
 GatedActivation: TypeAlias = Literal["swiglu", "geglu", "clamped_swiglu"]
-"""Activations of two layers, the gate and the other one; see `GATED`."""
+"""Activations of two layers, the gate and the up projection; see `GATED`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FeedForwardContext:
-    """Settings of the model that every kind of feed-forward gets."""
+    """Settings of the model that every kind of feed-forward receives."""
 
     hidden_size: int
     """Width D of the input and the output."""
     bias: bool
-    """Whether linear layers have one."""
+    """Whether linear layers have a bias."""
     dropout: float
     """Dropout probability of the output."""
     initializer_std: float
-    """Standard deviation of initial weights, but for those before the residual stream."""
+    """Standard deviation of initial weights, except those before the residual stream."""
     residual_std: float
     """Standard deviation of initial weights whose output is added to the residual stream."""
     num_heads: int | None = None
-    """Heads of the attention in the same block; None in a model without attention."""
+    """Number of attention heads in the same block; None in a model without attention."""
     activation: Activation | GatedActivation = "gelu_tanh"
     """The activation of the dense feed-forward."""
     causal: bool = True
-    """Whether a token must not depend on later ones, as in a language model."""
+    """Whether a token must not depend on later tokens, as in a causal language model."""
 
 
 class BlockInput(NamedTuple):
-    """What a block, its feed-forward and their router may read beside the residual stream.
+    """What a block, its feed-forward and their router may read besides the residual stream.
 
-    A NamedTuple, because DeepSpeed's hooks look for tensors in tuples alone.
+    A NamedTuple, because DeepSpeed's hooks only look for tensors in tuples.
     """
 
     mask_BT: Tensor | None = None
-    """True for tokens, False for padding, for an attention that sees later tokens; None: there is
-    no padding, or attention is causal and padding comes last."""
+    """True for tokens, False for padding, for bidirectional attention; None if there is no padding,
+    or if attention is causal and padding comes last."""
     real: RealTokens | None = None
-    """The tokens that are not padding, for routing; None: all, or no block routes."""
+    """The tokens that are not padding, for routing; None for all, or if no block routes."""
     cache: BlockCache | None = None
-    """In generation: what this block stores of earlier tokens, to which these are added."""
+    """In generation, this block's cache of earlier tokens, to which these are added."""
     attention: AttentionTrace | None = None
-    """The trace of the block's attention, for a feed-forward whose `attention_head` asks for it.
-    The block fills it in."""
+    """The trace of the block's attention, for a feed-forward whose `attention_head` is not None;
+    set by the block."""
     rotation: Rotation | None = None
-    """The rotation of the tokens' positions, for attention; None: positions are learned."""
+    """The rotation of the tokens' positions, for attention; None if positions are learned."""
     documents: Documents | None = None
-    """The documents of a text, in training, where a feed-forward `reads_documents`; None: a
-    sequence is one, or nothing reads them."""
+    """Document boundaries, in training, if a feed-forward `reads_documents`; None if each sequence
+    is one document, or if they are not needed."""
 
 
 NOTHING_ELSE = BlockInput()
@@ -79,17 +79,17 @@ NOTHING_ELSE = BlockInput()
 
 
 def refuse_autocast(x: Tensor, what: str) -> None:
-    """Raises an error where `torch.autocast` would change the precision of some products only.
+    """Raises an error if `torch.autocast` would change the precision of only some products.
 
     Args:
-        x: What is computed with.
-        what: What the error calls the layer.
+        x: The input of the computation.
+        what: Name of the layer in the error message.
 
     Raises:
-        RuntimeError: Autocast is on, on the tensor's device.
+        RuntimeError: Autocast is on for the tensor's device.
     """
     kind = x.device.type
-    # Not `torch.amp.is_autocast_available`, where older compilers end their graph.
+    # Not `torch.amp.is_autocast_available`, which breaks the graph in older compilers.
     if kind in ("cpu", "cuda") and torch.is_autocast_enabled(kind):
         raise RuntimeError(
             f"{what} does not work under torch.autocast, which would mix precisions within its "
@@ -98,15 +98,15 @@ def refuse_autocast(x: Tensor, what: str) -> None:
 
 
 class FeedForward(nn.Module, ABC):
-    """The base of all feed-forwards."""
+    """The base class of all feed-forwards."""
 
     def attention_head(self) -> Tensor | None:
-        """The head of the block's attention that `forward` needs the trace of.
+        """Returns the head of the block's attention whose trace `forward` needs.
 
-        The block asks before attention runs. The answer changes only in `update`.
+        The block calls it before attention runs. The result changes only in `update`.
 
         Returns:
-            [1], its index among those of this process; None: `forward` needs no trace.
+            [1], its index among the heads of this rank; None if `forward` needs no trace.
         """
         return None
 
@@ -120,54 +120,54 @@ class FeedForward(nn.Module, ABC):
         """Computes the block's second branch.
 
         Args:
-            normalized_BTD: The residual stream after the block's LayerNorm.
+            normalized_BTD: The residual stream after the block's norm.
             residual_BTD: The residual stream before it, which the gate of a muMoE reads.
-            given: What else there is. Padding takes no part in routing, and its output has no
-                meaning.
+            given: Further inputs. Padding is not routed, and its output is undefined.
 
         Returns:
-            The output [B, T, D], before it is added to the residual stream, and the routing
-            statistics with an empty name, or None from a feed-forward that does not route.
+            The output [B, T, D], before the residual addition, and the routing statistics with an
+            empty name, or None from a feed-forward that does not route.
         """
 
     def gate_columns(self) -> list[Tensor]:
-        """The directions of the gate's input that raise each expert's score.
+        """Returns the directions of the gate's input that raise each expert's score.
 
         Returns:
-            For each level of experts [N, D], N experts; empty if it does not route.
+            For each level of experts [N, D], N experts; empty if the layer does not route.
         """
         return []
 
     def update(self, stats: RoutingStats, progress: float) -> None:
-        """Prepares the next optimizer step; called once after each, if it routes.
+        """Prepares the next optimizer step; called once after each step, if the layer routes.
 
         Args:
             stats: This layer's statistics, averaged over the step.
-            progress: Share of the run's steps that are done.
+            progress: Fraction of the run's steps that are done.
         """
 
 
 class FeedForwardSettings(Config, ABC):
-    """The base of the configurations of feed-forwards, each of which says only what differs."""
+    """The base class of feed-forward configurations, each of which defines only what differs."""
 
     @abstractmethod
     def inner_size(self, width: int) -> int:
-        """The inner width F in a model of the given width D."""
+        """Returns the inner width F in a model of width D."""
 
     @abstractmethod
     def cut_sizes(self, width: int) -> list[dict[str, int]]:
-        """What tensor parallelism divides: one of the sizes of each entry, by key.
+        """Returns the sizes that tensor parallelism splits, by key: one of each entry must be
+        divisible.
 
         Args:
             width: D.
         """
 
     def of_model(self, *, width: int, bias: bool) -> Self:
-        """Completed with what the model decides: by default nothing.
+        """Returns a copy with derived values from the model filled in; by default unchanged.
 
         Args:
             width: D.
-            bias: Whether linear layers have one.
+            bias: Whether linear layers have a bias.
 
         Raises:
             SectionError: The section does not fit the model.
@@ -175,27 +175,27 @@ class FeedForwardSettings(Config, ABC):
         return self
 
     def reads_documents(self) -> bool:
-        """Whether what it does in training depends on where documents begin and end."""
+        """Returns whether training depends on where documents begin and end."""
         return False
 
     def of_block(self, block: int) -> "Self | DenseFeedForwardConfig":
-        """The feed-forward of one block: by default the same in each.
+        """Returns the feed-forward of one block; by default the same in each.
 
         Args:
-            block: Its number, from 0.
+            block: Number of the block, from 0.
         """
         return self
 
     def check_model(self, *, num_layers: int, num_heads: int | None, causal: bool) -> None:
-        """Checks this section against the rest of the model; by default it fits every one.
+        """Checks this section against the rest of the model; by default always valid.
 
         Args:
-            num_layers: Blocks of the model.
-            num_heads: Heads of its attention; None without attention.
-            causal: Whether it is a language model.
+            num_layers: Number of blocks of the model.
+            num_heads: Number of attention heads; None without attention.
+            causal: Whether it is a causal language model.
 
         Raises:
-            SectionError: They do not fit.
+            SectionError: The section does not fit the model.
         """
 
 
@@ -211,7 +211,7 @@ class DenseFeedForwardConfig(FeedForwardSettings):
     """Factor of the initial weights of both layers; 1 leaves them as the model initializes them."""
 
     def inner_size(self, width: int) -> int:
-        """The inner width F in a model of the given width D."""
+        """Returns the inner width F in a model of width D."""
         return 4 * width if self.hidden_size is None else self.hidden_size
 
     def cut_sizes(self, width: int) -> list[dict[str, int]]:
@@ -219,12 +219,12 @@ class DenseFeedForwardConfig(FeedForwardSettings):
         return [{"hidden_size": self.inner_size(width)}]
 
     def parameters(self, width: int, bias: bool, gated: bool = False) -> int:
-        """Counts the numbers of its layers.
+        """Counts the parameters of its layers.
 
         Args:
             width: D.
-            bias: Whether they have one.
-            gated: Whether there is a gate beside the first.
+            bias: Whether they have a bias.
+            gated: Whether there is a gate.
         """
         inner = self.inner_size(width)
         return (2 + gated) * width * inner + bias * ((1 + gated) * inner + width)
@@ -234,7 +234,7 @@ class QuickGELU(nn.Module):
     """x sigmoid(1.702 x), as in CLIP."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Applies it to each number."""
+        """Applies the function elementwise."""
         return x * torch.sigmoid(1.702 * x)
 
 
@@ -257,11 +257,11 @@ def geglu(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def clamped_swiglu(gate: Tensor, up: Tensor, alpha: float = 1.702, limit: float = 7.0) -> Tensor:
-    """(up + 1) gate sigmoid(alpha gate), of numbers that are bounded, as in gpt-oss.
+    """(up + 1) gate sigmoid(alpha gate) with clamped inputs, as in gpt-oss.
 
     Args:
-        gate: Bounded from above alone.
-        up: Bounded on both sides.
+        gate: Clamped from above only.
+        up: Clamped on both sides.
         alpha: Steepness of the sigmoid.
         limit: The bound.
     """
@@ -274,11 +274,12 @@ GATED: dict[str, Callable[..., Tensor]] = {
     "geglu": geglu,
     "clamped_swiglu": clamped_swiglu,
 }
-"""Activations of two layers, the gate and the other one."""
+"""Activations of two layers, the gate and the up projection."""
 
 
 class DenseFeedForward(FeedForward):
-    """Up, an activation (GELU approximated by tanh in GPT-2), down; perhaps with a gate.
+    """Up projection, activation (tanh-approximated GELU in GPT-2), down projection; optionally
+    gated.
 
     Args:
         config: Its own configuration.
@@ -301,7 +302,7 @@ class DenseFeedForward(FeedForward):
         self.dropout = nn.Dropout(context.dropout)
 
     def initializers(self) -> dict[str, Initializer]:
-        """Says how each parameter starts; see `model/initialization.py`."""
+        """Returns the initializer of each parameter; see `model/initialization.py`."""
         scale, context = self.weight_scale, self.context
         first = scale * context.initializer_std
         return {
@@ -316,7 +317,7 @@ class DenseFeedForward(FeedForward):
         residual_BTD: Tensor,
         given: BlockInput = NOTHING_ELSE,
     ) -> tuple[Tensor, RoutingStats | None]:
-        """Applies both layers to the normalized input; see `FeedForward.forward`."""
+        """Applies the layers to the normalized input; see `FeedForward.forward`."""
         inner_BTF = self.up(normalized_BTD)
         if self.gate is None:
             inner_BTF = self.activation(inner_BTF)

@@ -62,7 +62,7 @@ class GPT2Config(DecoderSettings):
         return self.bias
 
     def in_words(self) -> str:
-        """The depth and width, for people."""
+        """Describes depth and width for the user."""
         return f"GPT-2, {self.num_layers} blocks, width {self.hidden_size}"
 
     def build_norm(self) -> LayerNorm:

@@ -1,5 +1,5 @@
-"""Heads: a vocabulary, of which processes may share the rows; the class of a sequence, of a decoder
-and of BERT; and the tokens that were hidden.
+"""Output heads: for a vocabulary, whose rows may be split over ranks; for classes of sequences, in
+decoders and BERT; and for masked tokens.
 
 Shapes: B sequences, T tokens in one, P positions that are scored, D width, V vocabulary, K classes.
 """
@@ -25,26 +25,26 @@ from polyad.model.layers import LayerNorm
 from polyad.model.regions import Region, same
 
 HEAD = "head."
-"""How the names of a head's parameters begin."""
+"""Name prefix of a head's parameters."""
 
 
 class VocabularyHead(nn.Module):
-    """The base of heads that score a vocabulary, of which processes may share the rows."""
+    """The base class of heads that score a vocabulary, whose rows may be split over ranks."""
 
     def __init__(self) -> None:
         super().__init__()
         self.input: Region = same
-        """What the product with the vocabulary reads."""
+        """Applied to the input of the product with the vocabulary."""
         self.part: VocabularyPart | None = None
-        """The rows that there are; None: the whole vocabulary, without padding."""
+        """The rows on this rank; None for the whole vocabulary, without padding."""
 
     def logits(self, x: Tensor, weight_VD: Tensor, bias_V: Tensor | None = None) -> Tensor:
-        """Multiplies by the vocabulary.
+        """Multiplies by the vocabulary matrix.
 
         Args:
-            x: What the product reads, [..., D].
-            weight_VD: The rows.
-            bias_V: Added to the logits.
+            x: The input, [..., D].
+            weight_VD: The vocabulary matrix.
+            bias_V: Bias added to the logits.
 
         Returns:
             [..., V].
@@ -54,7 +54,7 @@ class VocabularyHead(nn.Module):
 
 
 class TiedHead(VocabularyHead):
-    """The output head; it has no parameters and borrows the token embedding's."""
+    """The output head without parameters of its own: it uses the token embedding."""
 
     def forward(
         self, x_BTD: Tensor, weight_VD: Tensor, target_ids_BT: Tensor | None = None
@@ -62,12 +62,12 @@ class TiedHead(VocabularyHead):
         """Scores every token of the vocabulary.
 
         Args:
-            x_BTD: The residual stream after the last LayerNorm.
+            x_BTD: The residual stream after the last norm.
             weight_VD: The token embedding.
-            target_ids_BT: The right tokens, for a loss.
+            target_ids_BT: The targets, to compute a loss.
 
         Returns:
-            Logits [B, T, V]; with targets what `losses` says, and no logits are kept.
+            Logits [B, T, V]; with targets the result of `losses`, without storing logits.
         """
         if target_ids_BT is not None:
             return losses(self.input(x_BTD), weight_VD, target_ids_BT, self.part)
@@ -75,13 +75,13 @@ class TiedHead(VocabularyHead):
 
 
 class UntiedHead(VocabularyHead):
-    """The output head with a matrix of its own.
+    """The output head with its own matrix.
 
     Args:
         vocab_size: V.
         width: D.
         initializer_std: Standard deviation of the initial weights.
-        bias: Whether there is one.
+        bias: Whether it has a bias.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class UntiedHead(VocabularyHead):
         self._initializer_std = initializer_std
 
     def initializers(self) -> dict[str, Initializer]:
-        """Starts as the token embedding does; see `model/initialization.py`."""
+        """Initializes it like the token embedding; see `model/initialization.py`."""
         entries = {"weight": normal(self._initializer_std)}
         return entries if self.bias is None else entries | {"bias": ZEROS}
 
@@ -106,12 +106,12 @@ class UntiedHead(VocabularyHead):
         """Scores every token of the vocabulary.
 
         Args:
-            x_BTD: The residual stream after the last LayerNorm.
-            embedding_VD: None; the tied head takes it.
-            target_ids_BT: The right tokens, for a loss.
+            x_BTD: The residual stream after the last norm.
+            embedding_VD: Unused; the tied head takes it.
+            target_ids_BT: The targets, to compute a loss.
 
         Returns:
-            Logits [B, T, V]; with targets what `losses` says, and no logits are kept.
+            Logits [B, T, V]; with targets the result of `losses`, without storing logits.
         """
         if target_ids_BT is not None:
             return losses(
@@ -132,11 +132,11 @@ class ClassificationHeadConfig(Config):
     """Dropout probability for the input of the last layer; null: the model's dropout."""
 
     def known_dropout(self, of_model: float) -> float:
-        """The dropout, which may be that of the model."""
+        """Returns the dropout, by default the model's."""
         return of_model if self.dropout is None else self.dropout
 
     def known_num_classes(self) -> int:
-        """The number of classes, which must have been filled in.
+        """Returns the number of classes, which must have been filled in.
 
         Raises:
             ValueError: It is not known yet.
@@ -149,12 +149,12 @@ class ClassificationHeadConfig(Config):
 
 
 class SequenceHead(nn.Module):
-    """A linear layer without a bias, as that of transformers' `GPT2ForSequenceClassification`.
+    """A linear layer without a bias, like that of transformers' `GPT2ForSequenceClassification`.
 
     Args:
-        config: With the number of classes.
+        config: The head's configuration, with the number of classes.
         width: D.
-        dropout: Probability, of what the head reads.
+        dropout: Dropout probability of the head's input.
         initializer_std: Standard deviation of the initial weights.
     """
 
@@ -171,20 +171,20 @@ class SequenceHead(nn.Module):
         self._initializer_std = initializer_std
 
     def initializers(self) -> dict[str, Initializer]:
-        """Starts as the token embedding does; see `model/initialization.py`."""
+        """Initializes it like the token embedding; see `model/initialization.py`."""
         return {"weight": normal(self._initializer_std)}
 
     def forward(self, z_BD: Tensor) -> Tensor:
         """Scores each class, [B, K].
 
         Args:
-            z_BD: What stands for each sequence.
+            z_BD: The representation of each sequence.
         """
         return linear(self.dropout(z_BD), self.weight)
 
 
 class MaskedTokenDecoder(VocabularyHead):
-    """Scores the vocabulary by the token embedding, and a bias of its own.
+    """Scores the vocabulary with the token embedding and its own bias.
 
     Args:
         vocab_size: V.
@@ -195,7 +195,7 @@ class MaskedTokenDecoder(VocabularyHead):
         self.bias = nn.Parameter(torch.empty(vocab_size))
 
     def initializers(self) -> dict[str, Initializer]:
-        """Zero."""
+        """Returns the initializer of the bias: zeros."""
         return {"bias": ZEROS}
 
     def forward(
@@ -204,12 +204,12 @@ class MaskedTokenDecoder(VocabularyHead):
         """Scores every token of the vocabulary.
 
         Args:
-            x_BPD: What the head made of the positions.
+            x_BPD: The head's hidden vectors at the positions.
             embedding_VD: The token embedding.
-            target_ids_BP: The right tokens, for a loss.
+            target_ids_BP: The targets, to compute a loss.
 
         Returns:
-            Logits [B, P, V]; with targets what `scores` says, and no logits are kept.
+            Logits [B, P, V]; with targets the result of `scores`, without storing logits.
         """
         if target_ids_BP is not None:
             return scores(
@@ -224,8 +224,8 @@ class MaskedLanguageHead(nn.Module):
     Args:
         vocab_size: V.
         width: D.
-        activation: After the layer.
-        epsilon: Added to the variance in the LayerNorm.
+        activation: Activation after the layer.
+        epsilon: Epsilon added to the variance in the LayerNorm.
         initializer_std: Standard deviation of the initial weights.
     """
 
@@ -245,7 +245,7 @@ class MaskedLanguageHead(nn.Module):
         self._std = initializer_std
 
     def initializers(self) -> dict[str, Initializer]:
-        """Says how each parameter starts; see `model/initialization.py`."""
+        """Returns the initializer of each parameter; see `model/initialization.py`."""
         return {
             **linear_initializers("transform", self.transform, self._std),
             **norm_initializers("norm", self.norm),
@@ -257,9 +257,9 @@ class MaskedLanguageHead(nn.Module):
         """Scores every token of the vocabulary; see `MaskedTokenDecoder.forward`.
 
         Args:
-            x_BPD: The last block's output at the positions to be scored.
+            x_BPD: The last block's output at the positions to score.
             embedding_VD: The token embedding.
-            target_ids_BP: The right tokens, for a loss.
+            target_ids_BP: The targets, to compute a loss.
         """
         x_BPD = self.norm(self.activation(self.transform(x_BPD)))
         scored: Tensor = self.decoder(x_BPD, embedding_VD, target_ids_BP)
@@ -267,7 +267,7 @@ class MaskedLanguageHead(nn.Module):
 
 
 class Pooler(nn.Module):
-    """A layer with tanh for the first token, which stands for the sequence.
+    """A tanh layer on the first token, whose output represents the sequence.
 
     Args:
         width: D.
@@ -280,11 +280,11 @@ class Pooler(nn.Module):
         self._std = initializer_std
 
     def initializers(self) -> dict[str, Initializer]:
-        """Says how each parameter starts; see `model/initialization.py`."""
+        """Returns the initializer of each parameter; see `model/initialization.py`."""
         return linear_initializers("dense", self.dense, self._std)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        """What stands for each sequence, [B, D]."""
+        """Returns the representation of each sequence, [B, D]."""
         return torch.tanh(self.dense(x_BTD[:, 0]))
 
 
@@ -294,7 +294,7 @@ class ClassificationHead(nn.Module):
     Args:
         width: D.
         classes: K.
-        dropout: Probability, of what the last layer reads.
+        dropout: Dropout probability of the last layer's input.
         initializer_std: Standard deviation of the initial weights.
     """
 
@@ -306,10 +306,10 @@ class ClassificationHead(nn.Module):
         self._std = initializer_std
 
     def initializers(self) -> dict[str, Initializer]:
-        """Says how each parameter starts; see `model/initialization.py`."""
+        """Returns the initializer of each parameter; see `model/initialization.py`."""
         return linear_initializers("classifier", self.classifier, self._std)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        """Logits of each sequence [B, K], from the last block's output."""
+        """Computes logits of each sequence [B, K] from the last block's output."""
         logits_BK: Tensor = self.classifier(self.dropout(self.pooler(x_BTD)))
         return logits_BK

@@ -1,9 +1,9 @@
-"""Initial values of parameters: each is drawn from a generator of its own.
+"""Initial values of parameters: each parameter is drawn from its own random generator.
 
-A module that makes parameters says how each one starts in a method `initializers()`: a dict from
-the parameter's name, relative to that module and dotted when a child holds it, to an `Initializer`.
-The method describes and draws nothing, so it works on the meta device; `model/build.py` finds the
-entry of a parameter in the module tree and draws.
+A module with parameters describes their initial values in a method `initializers()`: a dict from
+the parameter's name, relative to that module and dotted if a child holds it, to an `Initializer`.
+The method draws nothing, so it works on the meta device; `model/build.py` finds the entry of a
+parameter in the module tree and draws.
 
 Shapes: E experts.
 """
@@ -17,25 +17,25 @@ import torch
 from torch import Generator, Tensor, nn
 
 Fill = Callable[[Tensor, Generator], object]
-"""Fills a tensor in place, drawing from the generator and from nothing else."""
+"""Fills a tensor in place, drawing only from the generator."""
 
 
 @dataclass(frozen=True)
 class Initializer:
-    """How one parameter starts."""
+    """The initial distribution of one parameter."""
 
     fill: Fill
     """Fills the parameter, or one expert's slice of it, in place."""
     per_expert: bool = False
-    """Whether the first dimension counts experts, each of which draws from a generator of its own:
-    a process that holds some of the experts then draws those and no others."""
+    """Whether the first dimension counts experts, each of which has its own generator: a process
+    that holds some of the experts then draws only those."""
 
     def each_expert(self) -> "Initializer":
-        """This initializer for a parameter whose first dimension counts experts."""
+        """Returns this initializer for a parameter whose first dimension counts experts."""
         return Initializer(self.fill, per_expert=True)
 
     def without_row(self, row: int | None) -> "Initializer":
-        """This initializer with one row of zeros; None: as it is."""
+        """Returns this initializer with one row of zeros; unchanged if `row` is None."""
         if row is None:
             return self
 
@@ -54,14 +54,13 @@ class Initializer:
             shape: The shape of the whole parameter.
             seed: The run's seed.
             name: The parameter's name in the model.
-            experts: Which experts to draw, of a parameter with one slice per expert; None for all.
+            experts: The experts to draw, for a parameter with one slice per expert; None for all.
 
         Returns:
-            An fp32 CPU tensor of the shape; with `experts`, the first dimension is as long as they
-            are.
+            An fp32 CPU tensor of the shape; with `experts`, the first dimension has their number.
 
         Raises:
-            ValueError: `experts` is given for a parameter that has no experts.
+            ValueError: `experts` is given for a parameter without experts.
         """
         if not self.per_expert:
             if experts is not None:
@@ -77,15 +76,15 @@ class Initializer:
 
 
 def seeded_generator(seed: int, name: str, expert: int | None = None) -> Generator:
-    """Makes the CPU generator that belongs to one parameter, or to one expert's slice of it.
+    """Makes the CPU generator of one parameter, or of one expert's slice of it.
 
     Args:
         seed: The run's seed.
         name: The parameter's name in the model.
-        expert: The expert's index in the whole model, not in one process.
+        expert: The expert's index in the whole model.
 
     Returns:
-        A generator that depends on the arguments alone, in every process and Python version.
+        A generator that depends only on the arguments, in every process and Python version.
     """
     key = f"{seed}/{name}" if expert is None else f"{seed}/{name}/{expert}"
     digest = hashlib.sha256(key.encode()).digest()
@@ -94,7 +93,7 @@ def seeded_generator(seed: int, name: str, expert: int | None = None) -> Generat
 
 
 def normal(std: float) -> Initializer:
-    """Normal with mean zero.
+    """Normal distribution with mean zero.
 
     Args:
         std: Standard deviation.
@@ -103,7 +102,7 @@ def normal(std: float) -> Initializer:
 
 
 def uniform(bound: float) -> Initializer:
-    """Uniform between -bound and bound.
+    """Uniform distribution between -bound and bound.
 
     Args:
         bound: The largest absolute value.
@@ -112,14 +111,14 @@ def uniform(bound: float) -> Initializer:
 
 
 def orthogonal(std: float, modes: int = 1) -> Initializer:
-    """Orthogonal rows, or columns if they are fewer, all of one length.
+    """Orthogonal rows, or columns if there are fewer, all of the same norm.
 
     Source: Saxe et al. 2013, "Exact solutions to the nonlinear dynamics of learning in deep linear
-    neural networks"; drawn as Mezzadri 2006 says.
+    neural networks"; drawn as in Mezzadri 2006.
 
     Args:
         std: Root mean square of the entries.
-        modes: How many of the first dimensions are the rows of the matrix; the others are columns.
+        modes: Number of leading dimensions that form the rows of the matrix; the rest are columns.
     """
 
     def fill(value: Tensor, generator: Generator) -> None:
@@ -134,7 +133,7 @@ def orthogonal(std: float, modes: int = 1) -> Initializer:
 
 
 def unit_rows() -> Initializer:
-    """Rows of length 1, in the directions of uniform numbers between -1 and 1."""
+    """Rows of norm 1, in the direction of a vector of uniform numbers between -1 and 1."""
 
     def fill(value_NO: Tensor, generator: Generator) -> None:
         value_NO.uniform_(-1, 1, generator=generator)
@@ -144,7 +143,7 @@ def unit_rows() -> Initializer:
 
 
 def constant(number: float) -> Initializer:
-    """Every element the same number.
+    """All elements equal.
 
     Args:
         number: The value.
@@ -157,11 +156,11 @@ ONES = Initializer(lambda value, generator: value.fill_(1.0))
 
 
 def linear_initializers(name: str, layer: nn.Linear, std: float) -> dict[str, Initializer]:
-    """Normal weight and zero bias, for a linear layer that a module holds.
+    """Normal weight and zero bias of a linear layer.
 
     Args:
-        name: What the module calls the layer.
-        layer: The layer; only asked whether it has a bias.
+        name: The attribute name of the layer in its module.
+        layer: The layer; only checked for a bias.
         std: Standard deviation of the weight.
 
     Returns:
@@ -174,11 +173,11 @@ def linear_initializers(name: str, layer: nn.Linear, std: float) -> dict[str, In
 
 
 def norm_initializers(name: str, norm: nn.Module) -> dict[str, Initializer]:
-    """Unit scale and zero shift, for a norm that a module holds.
+    """Unit scale and zero shift of a norm.
 
     Args:
-        name: What the module calls the norm.
-        norm: A LayerNorm, or one without a bias; only asked whether it has one.
+        name: The attribute name of the norm in its module.
+        norm: A LayerNorm, possibly without a bias; only checked for one.
 
     Returns:
         Entries for the module's `initializers()`.
@@ -190,11 +189,11 @@ def norm_initializers(name: str, norm: nn.Module) -> dict[str, Initializer]:
 
 
 def around_one(std: float = 1.0, scale: float = 1.0) -> Initializer:
-    """Every entry N(1, std^2), times a scale: factors of experts.
+    """Entries from N(1, std^2), times a scale; for factors of experts.
 
     Args:
         std: Standard deviation, before scaling.
-        scale: What mean and standard deviation are multiplied by.
+        scale: Factor of the mean and the standard deviation.
     """
     return Initializer(
         lambda value, generator: value.normal_(scale, scale * std, generator=generator)
@@ -202,7 +201,7 @@ def around_one(std: float = 1.0, scale: float = 1.0) -> Initializer:
 
 
 def diagonal_around_one(std: float = 1.0) -> Initializer:
-    """Each expert's slice [P, Q] is diagonal, with independent N(1, std^2) entries; N experts.
+    """Diagonal slices [P, Q] per expert, with independent N(1, std^2) entries; N experts.
 
     Args:
         std: Standard deviation; 0 gives the identity.

@@ -1,9 +1,9 @@
-"""Layers of blocks: stochastic depth, and Embedding and LayerNorm whose gradients are sums over
+"""Layers of blocks: stochastic depth, and Embedding and LayerNorm whose gradients are summed over
 tokens in fp32, also in bf16.
 
-PyTorch sums the gradients of an embedding's rows in the weights' precision (on a GPU too, for
-3,072 tokens and fewer), and on a CPU those of a LayerNorm's scale and shift. In bf16 a sum of equal
-numbers stops growing at 256 times one of them.
+PyTorch sums the gradients of embedding rows in the weights' precision (on a GPU too, for up to
+3,072 tokens), and on a CPU those of LayerNorm's scale and shift. In bf16 a sum of equal numbers
+stops growing at 256 times one of them.
 
 Shapes: B samples, T tokens of a sample, V rows of an embedding, D width.
 """
@@ -20,13 +20,13 @@ from polyad.model.kernels.switch import on_cpu
 
 
 class Embedding(nn.Embedding):
-    """PyTorch's Embedding, with gradients summed in fp32; it starts with zeros.
+    """PyTorch's Embedding, with gradients summed in fp32; initialized to zeros.
 
     Args:
         rows: V.
         width: D.
-        dtype: The dtype of the weights; None: torch's default.
-        pad_id: A row that gets no gradient; None: all do.
+        dtype: The dtype of the weights; None for torch's default.
+        pad_id: A row that gets no gradient; None if there is none.
     """
 
     def __init__(
@@ -36,25 +36,26 @@ class Embedding(nn.Embedding):
         dtype: torch.dtype | None = None,
         pad_id: int | None = None,
     ) -> None:
-        # Random numbers would only be drawn over, and on the meta device they import a compiler.
+        # Random values would be overwritten, and on the meta device drawing them imports a
+        # compiler.
         super().__init__(rows, width, _weight=torch.zeros(rows, width, dtype=dtype))
         self.pad_id = pad_id
         self.lookup: Callable[[Tensor, Tensor, int | None], Tensor] = embed
-        """From the numbers of rows, the matrix and `pad_id` to rows; processes share one or the
-        other."""
+        """Maps row numbers, the matrix and `pad_id` to rows; replaced if ranks share the rows or
+        the tokens."""
 
     def forward(self, ids: Tensor) -> Tensor:
-        """The rows of these numbers, [..., D]."""
+        """Returns the rows with these numbers, [..., D]."""
         return self.lookup(ids, self.weight, self.pad_id)
 
 
 def embed(ids: Tensor, weight_VD: Tensor, pad_id: int | None = None) -> Tensor:
-    """Rows of a matrix; the gradient of each is summed in fp32 at least, and rounded once.
+    """Looks up rows of a matrix; the gradient of each is summed in fp32 at least, and rounded once.
 
     Args:
-        ids: Numbers of rows, [...].
-        weight_VD: The rows.
-        pad_id: A row that gets no gradient; None: all do.
+        ids: Row numbers, [...].
+        weight_VD: The matrix.
+        pad_id: A row that gets no gradient; None if there is none.
 
     Returns:
         [..., D].
@@ -81,7 +82,7 @@ class _Embed(torch.autograd.Function):
 
 
 class LayerNorm(nn.LayerNorm):
-    """PyTorch's LayerNorm, with gradients summed in fp32 on a CPU, too."""
+    """PyTorch's LayerNorm, with gradients summed in fp32 on a CPU as well."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalizes the last dimension."""
@@ -92,14 +93,14 @@ class LayerNorm(nn.LayerNorm):
 
 
 class DropPath(nn.Module):
-    """Stochastic depth: an image does without a branch (Huang et al. 2016).
+    """Stochastic depth: a branch is skipped for some images (Huang et al. 2016).
 
-    The rate is in a buffer, which no checkpoint has: of a number a compiler would make a program
-    for each block, since each has another one.
+    The rate is in a non-persistent buffer: for a plain number, which differs in each block, a
+    compiler would make one program per block.
 
     Args:
-        rate: The probability; what stays is divided by what it leaves. None: of no block of the
-            model, and nothing is drawn.
+        rate: The probability of skipping; remaining outputs are divided by 1 - rate. None if no
+            block of the model has stochastic depth; then nothing is drawn.
     """
 
     keep: Tensor | None
@@ -111,13 +112,13 @@ class DropPath(nn.Module):
         self._initial = constant(1.0 if rate is None else 1 - rate)
 
     def initializers(self) -> dict[str, Initializer]:
-        """The share of the images that stay."""
+        """Returns the initializer of the fraction of images that keep the branch."""
         return {"keep": self._initial}
 
     def forward(self, y_BTD: Tensor) -> Tensor:
-        """The branch of each image, or zeros."""
+        """Returns the branch's output for each image, or zeros."""
         if self.keep is None or not self.training:
             return y_BTD
-        drawn_B11 = torch.rand(len(y_BTD), 1, 1, device=y_BTD.device)  # less than 1, always
+        drawn_B11 = torch.rand(len(y_BTD), 1, 1, device=y_BTD.device)  # always less than 1
         kept_B11 = (drawn_B11 < self.keep) / self.keep
         return y_BTD * kept_B11.to(y_BTD.dtype)

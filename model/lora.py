@@ -1,12 +1,14 @@
-"""LoRA: beside a frozen matrix a product of two narrow ones, which alone are trained.
+"""LoRA: adds a trainable product of two low-rank matrices to a frozen matrix.
 
     y = W x + (alpha / r) B (A x)
 
-B begins as zeros, so that the model computes at first what it did without. Names of the model's own
-parameters stay; those of `blocks.0.attention.qkv` are `...qkv.lora.A` and `...qkv.lora.B`.
+B starts at zero, so that the model initially computes the same as without it. The names of the
+model's own parameters do not change; the adapter of `blocks.0.attention.qkv` is `...qkv.lora.A` and
+`...qkv.lora.B`.
 
-Source: Hu et al. 2022, "LoRA: Low-rank adaptation of large language models", section 4.1. A starts
-as in the library peft: Kaiming uniform with a = sqrt(5), which is uniform(-1, 1) / sqrt(inputs).
+Source: Hu et al. 2022, "LoRA: Low-rank adaptation of large language models", section 4.1. A is
+initialized as in the library peft: Kaiming uniform with a = sqrt(5), which is uniform(-1, 1) /
+sqrt(inputs).
 
 Shapes: M rows, r rank, E experts, I input width, O output width, D model width, F inner width.
 """
@@ -68,25 +70,25 @@ class AdaptConfig(Config):
 
 
 class LoRAError(PatternError):
-    """Adapters that would do nothing, or do not fit: one line that says so."""
+    """Adapters without effect, or that do not fit: a one-line error."""
 
 
 class AdapterRegions(NamedTuple):
-    """Where the processes that share an adapter exchange numbers; see `model/regions.py`."""
+    """Where ranks that share an adapter exchange tensors; see `model/regions.py`."""
 
     A: Region = same
     B: Region = same
     narrow: Region = same
-    """The r numbers of a token between the two, beside a linear layer."""
+    """Applied to the r-dimensional vectors between the two matrices of a linear layer."""
     merged_B: Region = same
-    """B where both are merged into the weight."""
+    """Applied to B where the product is merged into the weight."""
 
 
 class Adapter(nn.Module, ABC):
-    """The two narrow matrices beside one parameter of the module that holds it.
+    """The two low-rank matrices added to one parameter of the module that holds it.
 
     Args:
-        adapts: The name of that parameter.
+        adapts: The name of the adapted parameter.
         scale: alpha / r.
     """
 
@@ -100,7 +102,7 @@ class Adapter(nn.Module, ABC):
 
     @abstractmethod
     def delta(self, A: Tensor, B: Tensor) -> Tensor:
-        """What is added to the parameter, in its shape.
+        """Returns the update of the parameter, in its shape.
 
         Args:
             A: A value of the first matrix.
@@ -109,7 +111,7 @@ class Adapter(nn.Module, ABC):
 
 
 class LowRank(Adapter):
-    """Beside a linear layer: A [r, I] and B [O, r].
+    """The adapter of a linear layer: A [r, I] and B [O, r].
 
     Args:
         weight_OI: Its weight.
@@ -123,7 +125,7 @@ class LowRank(Adapter):
         self.B = nn.Parameter(torch.empty(outputs, config.rank))
 
     def initializers(self) -> dict[str, Initializer]:
-        """Says how both start; see `model/initialization.py`."""
+        """Returns the initializers of both matrices; see `model/initialization.py`."""
         return {"A": uniform(1 / math.sqrt(self.A.shape[1])), "B": ZEROS}
 
     def delta(self, A: Tensor, B: Tensor) -> Tensor:
@@ -131,7 +133,7 @@ class LowRank(Adapter):
         return self.scale * (B @ A)
 
     def forward(self, x: Tensor) -> Tensor:
-        """What is added to the layer's output, [..., O], in the precision of the input.
+        """Computes the update of the layer's output, [..., O], in the precision of the input.
 
         Args:
             x: The layer's input, [..., I].
@@ -141,15 +143,15 @@ class LowRank(Adapter):
         return self.scale * linear(narrow, regions.B(self.B).to(x.dtype))
 
     def merged(self) -> Tensor:
-        """What is added to the weight, or to this process's columns of it."""
+        """Returns the update of the weight, or of this rank's columns of it."""
         return self.delta(self.A, self.regions.merged_B(self.B))
 
 
 class LoRALinear(nn.Linear):
-    """A linear layer and what is added to it.
+    """A linear layer with an adapter.
 
     Args:
-        layer: The layer, whose parameters these become.
+        layer: The layer, whose parameters are taken over.
         config: Rank and alpha.
     """
 
@@ -159,21 +161,21 @@ class LoRALinear(nn.Linear):
         self.lora = LowRank(layer.weight, config)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Applies both."""
+        """Applies the layer and its adapter."""
         added: Tensor = self.lora(x)
         return super().forward(x) + added
 
     def merged_weight(self) -> Tensor:
-        """The matrix that does both, [O, I]."""
+        """Returns the weight plus its update, [O, I]."""
         added: Tensor = self.lora.merged()
         return self.weight + added
 
 
 class LoRAScore(LinearScore):
-    """A linear score of a router, and what is added to its logits.
+    """A linear score of a router with an adapter of its logits.
 
     Args:
-        score: The score, whose parameters these become.
+        score: The score, whose parameters are taken over.
         config: Rank and alpha.
     """
 
@@ -184,7 +186,7 @@ class LoRAScore(LinearScore):
         self.lora = LowRank(score.weight, config)
 
     def columns(self, features: Tensor | None = None) -> Tensor:
-        """The matrix that gives both, [E, D]."""
+        """Returns the weight plus its update, [E, D]."""
         added: Tensor = self.lora.merged()
         return self.weight + added
 
@@ -196,11 +198,11 @@ class LoRAScore(LinearScore):
 
 
 class ExpertsLowRank(Adapter):
-    """Beside a layer of stacked experts: A [E, I, r] and B [E, r, O], each expert its own.
+    """The adapter of a layer of stacked experts: A [E, I, r] and B [E, r, O], one per expert.
 
     Args:
-        adapts: The name of that layer's weights.
-        weight_EIO: They.
+        adapts: The name of the layer's weights.
+        weight_EIO: The weights.
         config: Rank and alpha.
     """
 
@@ -211,7 +213,7 @@ class ExpertsLowRank(Adapter):
         self.B = nn.Parameter(torch.empty(experts, config.rank, outputs))
 
     def initializers(self) -> dict[str, Initializer]:
-        """Says how both start, expert by expert; see `model/initialization.py`."""
+        """Returns the initializers of both matrices, per expert; see `model/initialization.py`."""
         bound = 1 / math.sqrt(self.A.shape[1])
         return {"A": uniform(bound).each_expert(), "B": ZEROS.each_expert()}
 
@@ -220,21 +222,21 @@ class ExpertsLowRank(Adapter):
         return self.scale * (A @ B)
 
     def matrices(self) -> tuple[Tensor, Tensor]:
-        """A and scale B, as rows are multiplied by them."""
+        """Returns A and scale B, the factors by which rows are multiplied."""
         return self.regions.A(self.A), self.scale * self.regions.B(self.B)
 
 
 def _aligned(A_EIr: Tensor, B_ErO: Tensor) -> tuple[Tensor, Tensor]:
-    """Both with a rank of whole 16 bytes, which grouped products take: zeros for the rest."""
+    """Pads the rank of both with zeros to a multiple of 16 bytes, as grouped products require."""
     rest = -A_EIr.shape[2] % (16 // A_EIr.element_size())
     return (pad(A_EIr, (0, rest)), pad(B_ErO, (0, 0, 0, rest))) if rest else (A_EIr, B_ErO)
 
 
 class LoRAExperts(Experts):
-    """Experts, and what is added to all layers of each.
+    """Experts with an adapter for every layer of each.
 
     Args:
-        experts: The experts, whose parameters these become.
+        experts: The experts, whose parameters are taken over.
         config: Rank and alpha.
     """
 
@@ -259,7 +261,7 @@ class LoRAExperts(Experts):
         ]
 
     def first_layer(self) -> tuple[Tensor, Tensor | None]:
-        """The first layer of each expert, merged with what is added to it."""
+        """Returns the first layer of each expert, merged with its update."""
         weight_EDF, bias_EF = super().first_layer()
         A_EDr, B_ErF = (self.gate_lora or self.up_lora).matrices()
         return weight_EDF + A_EDr @ B_ErF, bias_EF
@@ -274,7 +276,7 @@ class LoRAExperts(Experts):
     def forward(
         self, rows_MD: Tensor, counts_E: Tensor, weights: ExpertWeights | None = None
     ) -> Tensor:
-        """See `Experts.forward`: what is added to the first layers comes before the activation."""
+        """See `Experts.forward`: updates of the first layers are added before the activation."""
         weights = weights or self.split([len(self.up)])[0]
         up_A, up_B, down_A, down_B, *of_gate = weights.low_rank
         loop = self.config.experts == "loop"
@@ -298,11 +300,11 @@ class LoRAExperts(Experts):
 
 
 class FactorLowRank(Adapter):
-    """Beside a factor of a factorized layer, as the matrix that tokens are multiplied by.
+    """The adapter of a factor of a factorized layer, seen as a matrix applied to tokens.
 
     Args:
         layer: The layer.
-        adapts: Which factor.
+        adapts: The name of the factor.
         config: Rank and alpha.
     """
 
@@ -310,12 +312,12 @@ class FactorLowRank(Adapter):
         super().__init__(adapts, config.alpha / config.rank)
         shape = layer.get_parameter(adapts).shape
         self.modes = _modes(layer, adapts)
-        """How many of the factor's modes, from the first on, tokens are contracted with."""
+        """Number of the factor's leading modes that are contracted with tokens."""
         self.A = nn.Parameter(torch.empty(*shape[: self.modes], config.rank))
         self.B = nn.Parameter(torch.empty(config.rank, *shape[self.modes :]))
 
     def initializers(self) -> dict[str, Initializer]:
-        """Says how both start; see `model/initialization.py`."""
+        """Returns the initializers of both matrices; see `model/initialization.py`."""
         return {"A": uniform(1 / math.sqrt(math.prod(self.A.shape[:-1]))), "B": ZEROS}
 
     def delta(self, A: Tensor, B: Tensor) -> Tensor:
@@ -324,15 +326,15 @@ class FactorLowRank(Adapter):
         return self.scale * matrix.view(*A.shape[:-1], *B.shape[1:])
 
     def matrices(self) -> tuple[Tensor, Tensor]:
-        """A and B."""
+        """Returns A and B."""
         return self.regions.A(self.A), self.regions.B(self.B)
 
     def forward(self, x_MC: Tensor, bias: bool, activated: bool) -> Tensor:
-        """What is added to the product of tokens with the factor.
+        """Computes the update of the product of tokens with the factor.
 
         Args:
             x_MC: Tokens.
-            bias: Whether the last row of A is added, as that of the factor is.
+            bias: Whether the last row of A is added, like that of the factor.
             activated: Whether GELU is applied to the tokens first.
 
         Returns:
@@ -344,10 +346,10 @@ class FactorLowRank(Adapter):
 
 
 class _Place(NamedTuple):
-    """Where an adapter can be put."""
+    """A place where an adapter can be added."""
 
     smaller_side: int
-    """The smaller side of the matrix; a rank has to be less."""
+    """The smaller side of the matrix; the rank must be less."""
     put: Callable[[LoRAConfig], None]
 
 
@@ -355,8 +357,8 @@ def add_lora(model: nn.Module, config: LoRAConfig) -> None:
     """Adds adapters to a model and freezes all other weights, in place.
 
     Args:
-        model: A whole one, on the meta device.
-        config: Where they go, and what else is trained.
+        model: The whole model, on the meta device.
+        config: The targets, and what else is trained.
 
     Raises:
         PatternError: A pattern matches nothing, or a rank is not less than a side of a matrix.
@@ -390,7 +392,7 @@ def add_lora(model: nn.Module, config: LoRAConfig) -> None:
 
 
 def _places(model: nn.Module) -> Iterator[tuple[str, _Place]]:
-    """Layers and factors that targets can name."""
+    """Lists the layers and factors that targets can name."""
     for path, module in model.named_modules():
         before = f"{path}." if path else ""
         if isinstance(module, Attention | DenseFeedForward):
@@ -405,10 +407,10 @@ def _places(model: nn.Module) -> Iterator[tuple[str, _Place]]:
 
 
 def _expert_places(model: nn.Module) -> Iterator[tuple[str, _Place]]:
-    """Layers of sparse experts."""
+    """Lists the layers of sparse experts."""
     for parent_path, parent in model.named_modules():
         for name, module in parent.named_children():
-            if type(module) is Experts:  # not units of a dense feed-forward in groups
+            if type(module) is Experts:  # not groups of units of a dense feed-forward
                 path = f"{parent_path}.{name}" if parent_path else name
                 yield path, _beside_experts(parent, name, module)
 
@@ -446,15 +448,15 @@ def _beside_factor(layer: Factorized, name: str) -> _Place:
 
 
 def _modes(layer: Factorized, factor: str) -> int:
-    """How many modes of a factor are contracted with tokens."""
+    """Returns how many modes of a factor are contracted with tokens."""
     return 1 if factor == "input_factor" else layer.get_parameter(factor).dim() - 1
 
 
 def adapters(model: nn.Module) -> Iterator[tuple[str, str, Adapter]]:
-    """The adapters of a model.
+    """Lists the adapters of a model.
 
     Yields:
-        The name of the parameter that one is beside, the adapter's own, and the adapter.
+        The name of the adapted parameter, the name of the adapter, and the adapter.
     """
     for path, module in model.named_modules():
         if isinstance(module, Adapter):
@@ -463,7 +465,7 @@ def adapters(model: nn.Module) -> Iterator[tuple[str, str, Adapter]]:
 
 
 def of_base(model: nn.Module) -> frozenset[str]:
-    """Names of the frozen weights that adapters are beside; empty in a model without adapters."""
+    """Returns the names of adapted frozen weights; empty in a model without adapters."""
     own = {f"{path}.{name}" for _, path, _ in adapters(model) for name in ("A", "B")}
     if not own:
         return frozenset()

@@ -63,7 +63,7 @@ class MixerConfig(ImageModelSettings):
         }
 
     def filled(self) -> Self:
-        """Completed with the ranks that follow from the number of parameters."""
+        """Returns a copy with the ranks that follow from the number of parameters."""
         known = self.feed_forwards()
         return self.model_copy(
             update={key.removeprefix("model."): each for key, each in known.items()}
@@ -71,7 +71,7 @@ class MixerConfig(ImageModelSettings):
         )
 
     def in_words(self) -> str:
-        """The depth, width and patches, for people."""
+        """Describes depth, width and patches for the user."""
         return (
             f"MLP-Mixer, {self.num_layers} blocks, width {self.hidden_size}, "
             f"{self.num_patches} patches"
@@ -81,7 +81,7 @@ class MixerConfig(ImageModelSettings):
         """Sizes of both feed-forwards."""
         known = self.feed_forwards()
         widths: CutSizes = []
-        if known[TOKENS].kind == "mumoe":  # its gate is cut by what it reads
+        if known[TOKENS].kind == "mumoe":  # its gate is split along its input
             widths.append({"(model.image_size / model.patch_size)^2": self.num_patches})
         if known[CHANNELS].kind == "mumoe":
             widths.append({"model.hidden_size": self.hidden_size})
@@ -92,7 +92,7 @@ class MixerConfig(ImageModelSettings):
         ]
 
     def last_parameter(self) -> str:
-        """A parameter of the last block."""
+        """The name of a parameter of the last block."""
         return f"blocks.{self.num_layers - 1}.token_norm.weight"
 
 
@@ -101,7 +101,7 @@ class MixerBlock(nn.Module):
 
     Args:
         config: The model's configuration.
-        block: Its number, from 0.
+        block: Number of the block, from 0.
     """
 
     def __init__(self, config: MixerConfig, block: int) -> None:
@@ -115,7 +115,7 @@ class MixerBlock(nn.Module):
         self.drop_path = DropPath(config.drop_path_of(block))
 
     def initializers(self) -> dict[str, Initializer]:
-        """Says how each LayerNorm starts; the feed-forwards have initializers of their own."""
+        """Returns the initializers of the LayerNorms; the feed-forwards have their own."""
         return {
             **norm_initializers("token_norm", self.token_norm),
             **norm_initializers("channel_norm", self.channel_norm),
@@ -159,14 +159,14 @@ class Mixer(nn.Module):
         self.head = build_head(config)
 
     def initializers(self) -> dict[str, Initializer]:
-        """Says how the last LayerNorm starts; see `model/initialization.py`."""
+        """Returns the initializer of the last LayerNorm; see `model/initialization.py`."""
         return norm_initializers("final_norm", self.final_norm)
 
     def forward(self, images_BCHW: Tensor) -> ModelOutput:
         """Classifies images.
 
         Args:
-            images_BCHW: Normalized.
+            images_BCHW: Normalized images.
 
         Returns:
             Logits [B, K] and the routing statistics of each feed-forward that routes.
@@ -181,22 +181,23 @@ class Mixer(nn.Module):
         return ModelOutput(logits_BK, (*routing, *of_head))
 
     def embed(self, images_BCHW: Tensor) -> Tensor:
-        """What the first block gets [B, T, D]."""
+        """Returns the input of the first block [B, T, D]."""
         patches_BTD: Tensor = self.patch_embedding(images_BCHW)
         return patches_BTD
 
     def tail(self, x_BTD: Tensor, first_block: int) -> Tensor:
-        """Logits [B, K] from what a block gets."""
+        """Computes logits [B, K] from the input of a block."""
         for block in self.blocks[first_block:]:
             x_BTD, *_ = block(x_BTD)
         return self.score(x_BTD)[0]
 
     def score(self, x_BTD: Tensor) -> tuple[Tensor, tuple[RoutingStats, ...]]:
-        """Logits [B, K] from what the last block gives; statistics of a head that routes."""
+        """Computes logits [B, K] from the last block's output, and statistics of a head that
+        routes."""
         return classified(self.head, self.pool(x_BTD))
 
     def pool(self, x_BTD: Tensor) -> Tensor:
-        """What the head reads [B, D], from what the last block gives."""
+        """Computes the input of the head [B, D] from the last block's output."""
         pooled_BD: Tensor = self.final_norm(x_BTD).mean(1)
         return pooled_BD
 

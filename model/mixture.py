@@ -1,8 +1,8 @@
-"""A mixture of whole networks: small experts, and a gate that weighs what they say of an image.
+"""A mixture of whole networks: small experts, and a gate that weights their class predictions.
 
     p = gate(x)        y = sum_e p_e softmax(o_e(x))
 
-The model returns log y, by logsumexp: its softmax is y, and its cross-entropy the negative
+The model returns log y, by logsumexp: its softmax is y, and its cross-entropy is the negative
 log-likelihood of the mixture. The gate is a network too; with G and E_e the last hidden layers of
 the gate and of the experts, before their ReLUs,
 
@@ -13,7 +13,7 @@ Source: Krishnamurthy et al. 2023, "Improving expert specialization in mixture o
 1 and 5; the mixture itself: Jacobs et al. 1991, "Adaptive mixtures of local experts".
 
 Shapes: B images, C channels, H x W pixels, M experts, D width of an expert's last hidden layer, G
-that of the gate's, K classes.
+width of the gate's, K classes.
 """
 
 from collections.abc import Mapping
@@ -45,7 +45,7 @@ from polyad.model.smoe.selection import count
 from polyad.model.vision import ImageSettings
 
 SCORES = "mixture.gate.scores."
-"""How the names of those parameters begin that another kind of gate does not have."""
+"""Name prefix of the parameters that depend on the kind of gate."""
 
 
 class MixtureConfig(ImageSettings):
@@ -101,28 +101,28 @@ class MixtureConfig(ImageSettings):
 
     @property
     def read_channels(self) -> int:
-        """Numbers of a pixel as the networks read it."""
+        """Number of values per pixel that the networks read."""
         return 1 if self.grey else self.channels
 
     def has_experts(self) -> bool:
-        """Whether it chooses among experts before its head."""
+        """Returns True: it chooses among experts before its head."""
         return True
 
     def gives_log_probabilities(self) -> bool:
-        """Whether probabilities are mixed."""
+        """Returns whether probabilities, rather than logits, are mixed."""
         return self.output == "probabilities"
 
     def begins_anew_from(self, theirs: ModelSettings) -> tuple[str, ...]:
-        """The last layer of the gate, where the other model has another kind of gate."""
+        """The last layer of the gate, if the other model has another kind of gate."""
         other = isinstance(theirs, MixtureConfig) and theirs.gate != self.gate
         return (SCORES,) if other else ()
 
     def in_words(self) -> str:
-        """The experts and the gate, for people."""
+        """Describes the experts and the gate for the user."""
         return f"mixture of {self.num_experts} networks, {self.gate} gate"
 
     def last_parameter(self) -> str:
-        """A parameter of the last expert."""
+        """The name of a parameter of the last expert."""
         return f"mixture.experts.{self.num_experts - 1}.{last_parameter(self.expert)}"
 
 
@@ -142,16 +142,16 @@ class LinearScores(Linear):
 
         Args:
             gate_BG: The gate's last hidden layer, before its ReLU.
-            experts_BMD: Not read.
+            experts_BMD: Unused.
         """
         return super().forward(relu(gate_BG))
 
 
 class AttentiveScores(nn.Module):
-    """The attentive gate: from queries of the gate and keys of the experts, without biases.
+    """The attentive gate: queries from the gate and keys from the experts, without biases.
 
     Args:
-        width: G, in the paper as large as D.
+        width: G, in the paper equal to D.
         expert_width: D, the paper's h.
     """
 
@@ -161,7 +161,7 @@ class AttentiveScores(nn.Module):
         self.key = Linear(expert_width, expert_width, bias=False)
 
     def initializers(self) -> dict[str, Initializer]:
-        """None: its layers say how they start."""
+        """Empty: the layers have their own initializers."""
         return {}
 
     def forward(self, gate_BG: Tensor, experts_BMD: Tensor) -> Tensor:
@@ -169,7 +169,7 @@ class AttentiveScores(nn.Module):
 
         Args:
             gate_BG: The gate's last hidden layer, before its ReLU.
-            experts_BMD: Each expert's.
+            experts_BMD: Each expert's last hidden layer, before its ReLU.
         """
         query_BD, key_BMD = self.query(gate_BG), self.key(experts_BMD)
         scores_BM = torch.einsum("BD,BMD->BM", query_BD, key_BMD)
@@ -177,16 +177,16 @@ class AttentiveScores(nn.Module):
 
 
 class Shares(NamedTuple):
-    """What the gate decides."""
+    """The output of the gate."""
 
     scores_BM: Tensor
-    """The scores of every expert, fp32 at least, before top-K."""
+    """The scores of all experts, at least fp32, before top-K."""
     log_p_BM: Tensor
-    """The logarithm of each expert's share; minus infinity where it has none."""
+    """Logarithm of each expert's weight; minus infinity for weight 0."""
 
 
 class MixtureGate(nn.Module):
-    """A network, and what makes the experts' shares of its last hidden layer.
+    """A network, and a last layer that turns its last hidden layer into the experts' weights.
 
     Args:
         config: The model's configuration.
@@ -206,11 +206,11 @@ class MixtureGate(nn.Module):
         self.top_k = config.top_k
 
     def forward(self, gate_BG: Tensor, experts_BMD: Tensor | None = None) -> Shares:
-        """Weighs the experts.
+        """Computes the weights of the experts.
 
         Args:
             gate_BG: The last hidden layer of `network`, before its ReLU.
-            experts_BMD: Each expert's, which an attentive gate needs.
+            experts_BMD: Each expert's last hidden layer, which an attentive gate needs.
         """
         scores_BM: Tensor = self.scores(gate_BG, experts_BMD)
         scores_BM = scores_BM.to(torch.promote_types(scores_BM.dtype, torch.float32))
@@ -239,7 +239,7 @@ class Mixture(StatisticsModule):
         """Classifies images.
 
         Args:
-            x_BCHW: As the networks read them.
+            x_BCHW: Images, preprocessed for the networks.
 
         Returns:
             Log-probabilities, or logits, of the classes [B, K], and the statistics of the gate.
@@ -257,12 +257,12 @@ class Mixture(StatisticsModule):
         return self._mixed(shares.log_p_BM, o_BMK), self._statistics(shares, gate, [*ran, gate])
 
     def _of_chosen(self, x_BCHW: Tensor, log_p_BM: Tensor) -> Tensor:
-        """What each expert says of the images that chose it [B, M, K]; 0 of the others."""
+        """Returns each expert's output for the images routed to it [B, M, K]; 0 for the others."""
         classes = self.config.known_num_classes()
         o_BMK = x_BCHW.new_zeros(*log_p_BM.shape, classes)
         for number, expert in enumerate(self.experts):
             rows = log_p_BM[:, number].isfinite().nonzero().squeeze(-1)
-            # Also without an image: at ZeRO stage 3 all processes gather the weights together.
+            # Also without an image: in ZeRO stage 3 all ranks gather the weights together.
             o_BMK[rows, number] = expert(x_BCHW[rows]).output_BO
         return o_BMK
 
@@ -294,11 +294,11 @@ class Mixture(StatisticsModule):
         return self.with_samples(stats, [before_BM], gate.hidden_BD.unsqueeze(1))
 
     def update(self, stats: RoutingStats, progress: float) -> None:
-        """Moves the running statistics of the BatchNorms; called once after each optimizer step.
+        """Updates the running statistics of the BatchNorms; called once after each optimizer step.
 
         Args:
             stats: The mixture's statistics, averaged over the step.
-            progress: Share of the run's steps that are done.
+            progress: Fraction of the run's steps that are done.
         """
         if stats.norm_mean_N is None or stats.norm_square_N is None:
             return
@@ -309,19 +309,19 @@ class Mixture(StatisticsModule):
             each_N.split_with_sizes(sizes) for each_N in (stats.norm_mean_N, stats.norm_square_N)
         )
         for norm, mean_C, square_C in zip(norms, means, squares, strict=True):
-            if norm.training:  # that of a frozen network is not
+            if norm.training:  # a frozen network is not in training mode
                 norm.update(mean_C, square_C)
 
 
 def log_shares(scores_BM: Tensor, top_k: int | None) -> Tensor:
-    """The logarithm of each expert's share.
+    """Computes the logarithm of each expert's weight.
 
     Args:
-        scores_BM: The gate's scores, fp32 at least.
-        top_k: How many experts have one; None: all.
+        scores_BM: The gate's scores, at least fp32.
+        top_k: Number of experts with a weight above 0; None for all.
 
     Returns:
-        [B, M]; minus infinity where an expert has none.
+        [B, M]; minus infinity for experts that are not chosen.
     """
     if top_k is not None:
         best_BK = scores_BM.topk(top_k, dim=-1).indices
@@ -349,7 +349,7 @@ class MixtureModel(nn.Module):
         """Classifies images.
 
         Args:
-            images_BCHW: Normalized.
+            images_BCHW: Normalized images.
 
         Returns:
             Log-probabilities, or logits, of the classes [B, K], and the statistics of the gate.
@@ -359,9 +359,9 @@ class MixtureModel(nn.Module):
         return ModelOutput(logits_BK, (stats,))
 
     def as_read(self, images_BCHW: Tensor) -> Tensor:
-        """The images as the networks read them: one number a pixel, if they are grey.
+        """Preprocesses images for the networks: to greyscale if the model is grey.
 
         Args:
-            images_BCHW: Normalized.
+            images_BCHW: Normalized images.
         """
         return images_BCHW.mean(1, keepdim=True) if self.config.grey else images_BCHW

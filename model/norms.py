@@ -1,4 +1,4 @@
-"""RMSNorm, as decoders since Llama have it in place of LayerNorm.
+"""RMSNorm, used instead of LayerNorm by decoders since Llama.
 
 Source: Zhang & Sennrich 2019, "Root mean square layer normalization".
 """
@@ -16,13 +16,13 @@ NormName: TypeAlias = Literal["rms", "rms_rounded_last", "layer"]
 
 
 class RMSNorm(nn.Module):
-    """x / sqrt(mean(x^2) + epsilon), times a learned scale; computed in fp32 at least.
+    """x / sqrt(mean(x^2) + epsilon) times a learned scale; computed in fp32 at least.
 
     Args:
-        size: Of the last dimension.
-        epsilon: Added to the mean square.
-        rounded_last: Whether bf16 rounds after the scale, as in gpt-oss; false: before it, as in
-            Llama. The difference is below one unit in the last place.
+        size: Size of the last dimension.
+        epsilon: Epsilon added to the mean square.
+        rounded_last: Whether to round to bf16 after applying the scale, as in gpt-oss, rather than
+            before, as in Llama. The difference is below one unit in the last place.
     """
 
     def __init__(self, size: int, epsilon: float, *, rounded_last: bool = False) -> None:
@@ -30,12 +30,12 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(size))
         self.epsilon, self.rounded_last = epsilon, rounded_last
         self.mean: Region = same
-        """The mean over processes that each have a part of the last dimension."""
+        """The mean over ranks that each have a part of the last dimension."""
         self.shared: Region = same
-        """The scale, of which each process has the gradient of its own heads."""
+        """Applied to the scale, for which each rank has the gradient of its own heads."""
 
     def initializers(self) -> dict[str, Initializer]:
-        """A scale of one."""
+        """Returns the initializer of the scale: ones."""
         return {"weight": ONES}
 
     def forward(self, x: Tensor) -> Tensor:
@@ -50,13 +50,13 @@ class RMSNorm(nn.Module):
 
 
 def build_norm(name: NormName, size: int, epsilon: float, bias: bool = True) -> nn.Module:
-    """A norm of the last dimension, on the current default device.
+    """Builds a norm of the last dimension, on the current default device.
 
     Args:
-        name: Which.
-        size: Of the last dimension.
-        epsilon: Added to the variance or the mean square.
-        bias: Whether a LayerNorm has one.
+        name: The kind of norm.
+        size: Size of the last dimension.
+        epsilon: Epsilon added to the variance or the mean square.
+        bias: Whether a LayerNorm has a bias.
     """
     if name == "layer":
         return LayerNorm(size, eps=epsilon, bias=bias)

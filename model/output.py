@@ -1,13 +1,13 @@
 """The output of a model: logits, and the routing statistics of every routed feed-forward.
 
-Both types are NamedTuples, because those pass through the DeepSpeed engine, activation
-recomputation and `torch.compile` unchanged. Statistics are returned and never stored on a module: a
-stored one counts twice when a block is recomputed. Training says to the modules that return them
-which losses get a gradient, and whether single samples are of interest.
+Both types are NamedTuples, because those pass unchanged through the DeepSpeed engine, activation
+recomputation and `torch.compile`. Statistics are returned, never stored on a module: a stored one
+would count twice when a block is recomputed. Training tells the modules which losses need a
+gradient and whether per-sample statistics are needed.
 
-Shapes: B batch or samples, T tokens in a sequence or a sample, V vocabulary, E experts (of a muMoE:
-of all levels, side by side), A heads, S experts of all levels, L levels, D width, N channels of all
-BatchNorms of a mixture, or tokens that are real (B T without padding).
+Shapes: B batch or samples, T tokens in a sequence or a sample, V vocabulary, E experts (in a muMoE
+those of all levels, side by side), A heads, S experts of all levels, L levels, D width, N channels
+of all BatchNorms of a mixture, or real tokens (B T without padding).
 """
 
 from collections.abc import Sequence
@@ -23,60 +23,60 @@ class RoutingStats(NamedTuple):
     """The statistics of one routed feed-forward over one forward pass."""
 
     name: str
-    """The name of the module in the model, as in parameter names. A feed-forward leaves it empty,
-    and the model fills it in: see `run_blocks`."""
+    """The name of the module in the model, as in parameter names. A feed-forward leaves it empty;
+    the model fills it in, see `run_blocks`."""
     load_E: Tensor
     """Share of the assignments that each expert received; sums to 1. In a muMoE the mean over
     tokens of each coefficient; every level sums to 1. In a transcoder or a mixture of decoders the
-    share of the top_k assignments per token, and it sums to the part of them whose weight is above
+    share of the top_k assignments per token; it sums to the fraction of these with a weight above
     0."""
     entropy: Tensor | None = None
-    """Mean over tokens of the entropy of the scores that experts are chosen by, in nats. In a
-    muMoE that of the leaves' coefficients, products over levels, whose entropy is the levels' sum.
-    No dimensions, as all that follow unless a suffix says them. None in training where no record
-    is due, as all that records alone have."""
+    """Mean over tokens of the entropy of the routing scores, in nats. In a muMoE the entropy of the
+    leaves' coefficients, which are products over levels, so that it is the sum of the levels'
+    entropies. A scalar, like all fields below without a suffix. None in training unless a record is
+    due, like all fields that only records need."""
     usage_E: Tensor | None = None
-    """Mean over tokens of the scores that experts are chosen by; None: `load_E`. With a gradient
-    where a loss over all layers asks for it."""
+    """Mean over tokens of the routing scores; None: equal to `load_E`. With a gradient if a loss
+    over all layers needs it."""
     balance_loss: Tensor | None = None
-    """E sum_e f_e P_e: 1 at even load. Losses have a gradient where training asks for it, and those
+    """E sum_e f_e P_e: 1 at even load. Losses have a gradient only if training requests it; those
     of sparse routing are None in evaluation."""
     z_loss: Tensor | None = None
     """Mean of the squared logsumexp of the router's logits."""
     importance_loss: Tensor | None = None
-    """Squared coefficient of variation of the scores' sum over tokens, of each token's own scores
-    without noise and before a graph: 0 if it is even."""
+    """Squared coefficient of variation of the experts' summed scores over tokens, computed from
+    each token's own scores without noise and before a graph: 0 if even."""
     load_loss: Tensor | None = None
-    """Squared coefficient of variation of the load to be expected under the router's noise; None
-    without noise."""
+    """Squared coefficient of variation of the expected load under the router's noise; None without
+    noise."""
     variance_loss: Tensor | None = None
     """Minus the variance over tokens of each expert's weight after top-K, summed over experts."""
     orthogonality_loss: Tensor | None = None
-    """Mean over tokens of the squared projections of their experts' outputs on one another; of 256
-    tokens if it is for a record alone. None with one expert a token, and where outputs are never
-    apart (emoe's `experts: masked`)."""
+    """Mean over tokens of the squared projections of their experts' outputs on one another; over
+    256 tokens if only a record needs it. None with one expert per token, and if outputs are never
+    separate (emoe's `experts: masked`)."""
     coupling_EE: Tensor | None = None
-    """The norm of what the first layer of expert j makes of the linear score's row of expert i, in
-    training: the loop makes `erc_loss` of it. With its gradient where that loss has a coefficient;
-    the rows are then moved at random. For a record alone None with more than 64 experts."""
+    """Norm of the output of expert j's first layer for row i of the linear score, in training;
+    `erc_loss` is computed from it. If that loss has a coefficient, it has a gradient and the rows
+    are perturbed randomly. If only a record needs it, None with more than 64 experts."""
     erc_loss: Tensor | None = None
-    """The coupling of rows with other experts, which the loop puts in the place of
-    `coupling_EE`."""
+    """The coupling of rows with other experts; the training loop computes it and replaces
+    `coupling_EE` with it."""
     sequence_loss: Tensor | None = None
-    """Mean over sequences of sum_e f_e P_e within each: 1 at even load; None unless training asks
-    for it."""
+    """Mean over sequences of sum_e f_e P_e within each: 1 at even load; None unless training
+    requests it."""
     dropped: Tensor | None = None
     """Share of the assignments that were dropped."""
     expected_active: Tensor | None = None
-    """Sparsity score: the mean over tokens and their experts of the share of inner units that it
-    expects to be above 0; None of other scores."""
+    """Sparsity score: the mean, over tokens and their experts, of the expected share of inner units
+    above 0; None for other scores."""
     effective_neighbours: Tensor | None = None
     """Mean of exp(entropy) of a token's weights in a graph; None without one, or while it is
     off."""
     head_entropy_A: Tensor | None = None
-    """Mean entropy of each head's attention, in nats; None unless a graph asks for it."""
+    """Mean entropy of each head's attention, in nats; None unless a graph needs it."""
     attention_head: Tensor | None = None
-    """The number of the head that a graph of attention is made of; None as
+    """The head whose attention forms the graph; None in the same cases as
     `effective_neighbours`."""
     effective_experts: Tensor | None = None
     """muMoE: the mean over tokens of exp(entropy of its leaves' coefficients), 1 to all leaves."""
@@ -88,58 +88,60 @@ class RoutingStats(NamedTuple):
     dominant_E: Tensor | None = None
     """muMoE: load at a >= 0.5, the share of the tokens that give this expert at least 0.5."""
     level_entropy_L: Tensor | None = None
-    """muMoE with several levels: the part of each in `entropy`."""
+    """muMoE with several levels: the contribution of each to `entropy`."""
     levels: tuple[int, ...] = ()
-    """muMoE: how many experts of each level stand side by side; empty for other kinds."""
+    """muMoE: number of experts of each level, which are side by side; empty for other kinds."""
     score_mean_S: Tensor | None = None
-    """Mean over tokens of each expert's score, all levels of a muMoE side by side; None unless its
+    """Mean over tokens of each expert's score, all levels of a muMoE side by side; None unless the
     gate has a BatchNorm."""
     score_square_S: Tensor | None = None
-    """Mean over tokens of each expert's squared score; None as `score_mean_S`."""
+    """Mean over tokens of each expert's squared score; None if `score_mean_S` is."""
     norm_mean_N: Tensor | None = None
-    """Mixture of networks with BatchNorm, in training: the mean of each channel that one of them
-    reads, the networks side by side; for the update of the running statistics alone."""
+    """Mixture of networks with BatchNorm, in training: mean of each BatchNorm input channel,
+    networks side by side; only for updating the running statistics."""
     norm_square_N: Tensor | None = None
-    """Mean of the squares; None as `norm_mean_N`."""
+    """Mean of the squares; None if `norm_mean_N` is."""
     expert_input_ED: Tensor | None = None
-    """A score that follows what experts compute, in training: the mean over all assignments of the
-    token, 0 for those to another expert; for the update of its buffer alone."""
+    """For a score that depends on what experts compute, in training: the mean over all assignments
+    of the token's input, counted as 0 for other experts; only for updating the score's buffer."""
     sample_scores_BS: Tensor | None = None
-    """The mean over each sample's tokens of each expert's score, without noise and before a
-    graph, with its gradient; None unless a loss over pairs of samples asks for it."""
+    """Mean over each sample's tokens of each expert's score, without noise and before a graph, with
+    its gradient; None unless a loss over pairs of samples needs it."""
     sample_inputs_BD: Tensor | None = None
-    """The mean over each sample's tokens of what the router reads; None as
-    `sample_scores_BS`."""
+    """Mean over each sample's tokens of the router's input; None if `sample_scores_BS` is."""
     similarity_loss: Tensor | None = None
-    """The loss of sample similarity, which the loop puts in the place of both, with its
-    gradient."""
+    """The sample similarity loss, with its gradient; the training loop replaces the two fields
+    above with it."""
     distill_loss: Tensor | None = None
-    """The loss of a feed-forward that learns from the one that it replaces, with its gradient;
-    see `polyad.train.tasks.block_teacher`."""
+    """The loss of a feed-forward that is trained to imitate the one that it replaces, with its
+    gradient; see `polyad.train.tasks.block_teacher`."""
     distill_error: Tensor | None = None
-    """Mean over tokens of the squared norm of what its output and the original's differ by."""
+    """Mean over tokens of the squared norm of the difference between its output and the
+    original's."""
     distill_square: Tensor | None = None
     """Mean over tokens of the squared norm of the original's output."""
     tokens: Tensor | None = None
-    """How many tokens all this is of, without padding; None: as many in every micro-batch."""
+    """Number of tokens behind these statistics, without padding; None: equal in all
+    micro-batches."""
 
     def but(self, **changes: Any) -> "RoutingStats":
-        """The same with some fields changed.
+        """Returns a copy with some fields changed.
 
-        As `_replace`, whose result compilers before PyTorch 2.13 cannot give back from a graph.
+        Like `_replace`, whose result cannot be returned from a graph by compilers before PyTorch
+        2.13.
 
         Args:
-            changes: Fields by their names.
+            changes: New values by field name.
         """
         return RoutingStats(**(self._asdict() | changes))
 
 
 class ModelOutput(NamedTuple):
-    """What `forward` of every model returns."""
+    """The result of `forward` of every model."""
 
     logits: Tensor
-    """[B, T, V] in a language model; where it was given targets, their mean loss instead, or
-    without gradients the loss of each [B, T]. A decoder that is `taught` gives 0 in training."""
+    """[B, T, V] in a language model; with targets their mean loss instead, or without gradients the
+    loss of each [B, T]. A decoder in which only some blocks are `taught` returns 0 in training."""
     routing: tuple[RoutingStats, ...]
     """One entry per routed feed-forward, in the order of the blocks; empty in a dense model."""
 
@@ -147,30 +149,30 @@ class ModelOutput(NamedTuple):
 AUXILIARY_LOSSES = frozenset(
     {"balance_loss", "z_loss", "importance_loss", "load_loss", "variance_loss"}
 )
-"""Losses of `RoutingStats` that every router computes in training: `loss.*` may add them. What else
-training can ask for is `orthogonality_loss` and `coupling_EE`, which sparse layers compute,
-`usage_E` with a gradient, and `sequence_loss`."""
+"""Losses of `RoutingStats` that every router computes in training: `loss.*` may add them. Training
+can also request `orthogonality_loss` and `coupling_EE`, which sparse layers compute, `usage_E` with
+a gradient, and `sequence_loss`."""
 
 
 class StatisticsModule(nn.Module):
-    """The base of modules that return statistics of routing."""
+    """The base class of modules that return routing statistics."""
 
     learns_from: frozenset[str] = AUXILIARY_LOSSES
-    """Losses that get a gradient; others have a value alone. See `ask_for_statistics`."""
+    """Losses that get a gradient; others only have a value. See `ask_for_statistics`."""
     gives_samples: bool = False
-    """Whether it returns numbers of single samples while it trains; see `ask_for_statistics`."""
+    """Whether per-sample statistics are returned in training; see `ask_for_statistics`."""
     record_is_due: bool = True
-    """Whether it computes, while it trains, what records alone need; see `ask_for_statistics`."""
+    """Whether values needed only by records are computed in training; see `ask_for_statistics`."""
     moves_rows: bool = True
-    """Whether `coupling_EE`, where it is learned from, is of rows that are moved at random."""
+    """Whether rows are perturbed randomly for `coupling_EE` if it has a gradient."""
 
     @property
     def measures(self) -> bool:
-        """Whether it computes what records alone need: in evaluation always."""
+        """Whether values needed only by records are computed: always in evaluation."""
         return self.record_is_due or not self.training
 
     def needs(self, name: str) -> bool:
-        """Whether a loss is computed, for its gradient or for a record.
+        """Returns whether a loss is computed, for its gradient or for a record.
 
         Args:
             name: The field of `RoutingStats`.
@@ -178,7 +180,7 @@ class StatisticsModule(nn.Module):
         return self.measures or name in self.learns_from
 
     def for_loss(self, name: str, x: Tensor) -> Tensor:
-        """What a loss is computed from: without gradient, unless the loss is asked for.
+        """Returns the input of a loss, detached unless the loss gets a gradient.
 
         Args:
             name: The field of `RoutingStats`, as in `AUXILIARY_LOSSES`.
@@ -193,15 +195,15 @@ class StatisticsModule(nn.Module):
         u_BTD: Tensor,
         real: RealTokens | None = None,
     ) -> RoutingStats:
-        """Adds the mean scores and the mean input of each sample, where something asked for them.
+        """Adds the mean scores and the mean input of each sample, if requested.
 
-        They are sums over tokens that nothing but a loss over pairs of samples needs.
+        Only a loss over pairs of samples needs these sums over tokens.
 
         Args:
             stats: The layer's statistics.
             levels: The scores of real tokens, of each level [N, E]; each row sums to 1.
-            u_BTD: What they follow from.
-            real: The tokens that are not padding; None: all.
+            u_BTD: The input that they are computed from.
+            real: The tokens that are not padding; None for all.
         """
         if not (self.gives_samples and self.training):
             return stats
@@ -215,12 +217,12 @@ class StatisticsModule(nn.Module):
 
 
 def mean_of_samples(x_NS: Tensor, u_BTD: Tensor, real: RealTokens | None) -> Tensor:
-    """The mean over the real tokens of each sample, [B, S].
+    """Averages over the real tokens of each sample, [B, S].
 
     Args:
-        x_NS: Numbers of each real token.
+        x_NS: Values of each real token.
         u_BTD: A tensor whose first axes are samples and tokens.
-        real: Which tokens are real; None: all.
+        real: The real tokens; None for all.
     """
     samples, tokens = u_BTD.shape[:2]
     if real is None:
@@ -238,29 +240,29 @@ def ask_for_statistics(
     record_is_due: bool = True,
     moves_rows: bool = True,
 ) -> None:
-    """Says which statistics training needs, to all layers that route.
+    """Tells all routing layers which statistics training needs.
 
     Args:
-        model: The whole one.
+        model: The whole model.
         losses: Fields of `RoutingStats` that get a gradient: those with a coefficient.
-        samples: Whether numbers of single samples are returned.
-        record_is_due: Whether the step's record has measures that nothing else needs. In a layer
-            with a graph they are a third of what a GPU launches.
-        moves_rows: Whether `coupling_EE`, where it is learned from, is of rows that are moved.
+        samples: Whether per-sample statistics are returned.
+        record_is_due: Whether to compute values that only the step's record needs. In a layer with
+            a graph they account for a third of the GPU kernels.
+        moves_rows: Whether rows are perturbed randomly for `coupling_EE` if it has a gradient.
     """
     for module in model.modules():
         if isinstance(module, StatisticsModule):
             module.gives_samples, module.record_is_due = samples, record_is_due
             module.moves_rows = moves_rows
-            if module.learns_from != losses:  # compiled programs are bound to the set itself
+            if module.learns_from != losses:  # compiled programs depend on the identity of the set
                 module.learns_from = losses
 
 
 def entropy(shares: Tensor) -> Tensor:
-    """Entropy over the last dimension, in nats; not for gradients.
+    """Computes the entropy over the last dimension, in nats; not differentiable.
 
     Args:
-        shares: Not negative, each row summing to 1; 0 is allowed.
+        shares: Non-negative, each row summing to 1; 0 is allowed.
 
     Returns:
         One dimension less.

@@ -1,8 +1,7 @@
-"""Real tokens of a padded micro-batch: rows of padding are taken out before experts see any.
+"""Real tokens of a padded micro-batch: padding is removed before the experts.
 
-Sequences are padded on the right. What follows from each token alone may be computed of padding,
-too, and nobody reads it; routing takes the real rows alone, so that padding reaches no expert and
-no statistic.
+Sequences are padded on the right. Token-wise computations may include padding, whose results are
+never read; routing uses only the real rows, so that padding reaches no expert and no statistic.
 
 Shapes: B batch, T tokens in a sequence with its padding, M = B T rows, N real ones of them, D
 width.
@@ -15,22 +14,23 @@ from torch import Tensor, nn
 
 
 class RealTokens(NamedTuple):
-    """Which tokens are real."""
+    """The real tokens of a batch."""
 
     mask_BT: Tensor
     """True for real tokens."""
     rows_N: Tensor
-    """Their numbers among the B T rows, ascending."""
+    """Their row numbers among the B T rows, ascending."""
 
     @classmethod
     def of(cls, mask_BT: Tensor | None) -> "RealTokens | None":
-        """Finds them, once for a forward pass: a GPU waits there for their number.
+        """Finds the real tokens, once per forward pass, since a GPU has to synchronize for their
+        number.
 
         Args:
-            mask_BT: True for real tokens; None: all are.
+            mask_BT: True for real tokens; None if all are real.
 
         Returns:
-            None if all are, without being looked at.
+            The real tokens; None if `mask_BT` is None.
         """
         if mask_BT is None:
             return None
@@ -38,12 +38,12 @@ class RealTokens(NamedTuple):
 
     @property
     def lengths_B(self) -> Tensor:
-        """Real tokens of each sequence."""
+        """Number of real tokens of each sequence."""
         return self.mask_BT.sum(1)
 
 
 def counted(real: RealTokens, dtype: torch.dtype) -> Tensor:
-    """The number of real tokens, without dimensions, for `RoutingStats.tokens`.
+    """Returns the number of real tokens as a scalar tensor, for `RoutingStats.tokens`.
 
     Args:
         real: The tokens.
@@ -53,21 +53,21 @@ def counted(real: RealTokens, dtype: torch.dtype) -> Tensor:
 
 
 def pack(x_MD: Tensor, real: RealTokens | None) -> Tensor:
-    """The rows of real tokens, [N, D].
+    """Selects the rows of real tokens, [N, D].
 
     Args:
         x_MD: Rows of all tokens.
-        real: None: all are.
+        real: The real tokens; None if all are real.
     """
     return x_MD if real is None else x_MD.index_select(0, real.rows_N)
 
 
 def unpack(y_ND: Tensor, real: RealTokens | None) -> Tensor:
-    """Rows of all tokens, [M, D]: zeros for padding.
+    """Restores the rows of all tokens, [M, D], with zeros for padding.
 
     Args:
         y_ND: Rows of real tokens.
-        real: None: all are.
+        real: The real tokens; None if all are real.
     """
     if real is None:
         return y_ND
@@ -76,17 +76,17 @@ def unpack(y_ND: Tensor, real: RealTokens | None) -> Tensor:
 
 
 class LastToken(nn.Module):
-    """What stands at the last real token of each sequence.
+    """Selects the vector of the last real token of each sequence.
 
     A module, so that sequence parallelism can give it all tokens.
     """
 
     def forward(self, x_BTD: Tensor, mask_BT: Tensor | None) -> Tensor:
-        """Takes them out, [B, D].
+        """Selects them, [B, D].
 
         Args:
             x_BTD: The vectors of all tokens.
-            mask_BT: True for real tokens, which stand before the padding; None: all are.
+            mask_BT: True for real tokens, which precede the padding; None if all are real.
         """
         if mask_BT is None:
             return x_BTD[:, -1]

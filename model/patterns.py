@@ -1,7 +1,7 @@
-"""Patterns of names: which parameters or layers of a model a configuration means.
+"""Name patterns, by which a configuration selects parameters or layers of a model.
 
-A pattern is a name, or its end after a dot, with * for anything, dots among it. One that matches
-nothing is an error: it would silently do nothing.
+A pattern is a name, or the end of one after a dot, with * for any characters, including dots. A
+pattern that matches nothing is an error, since it would silently have no effect.
 """
 
 from collections.abc import Iterable
@@ -10,21 +10,21 @@ from fnmatch import fnmatchcase
 
 
 class PatternError(ValueError):
-    """A pattern that matches nothing: one line that names it, and what is near."""
+    """A pattern that matches nothing: a one-line error that suggests similar names."""
 
     exit_status = 2
 
 
 def matched(key: str, patterns: Iterable[str], names: Iterable[str]) -> list[str]:
-    """The names that any of the patterns matches, in their order.
+    """Returns the names that match any of the patterns, in their order.
 
     Args:
-        key: That of the patterns, for errors.
-        patterns: Names or ends of names, with * for anything.
-        names: All there are.
+        key: The key of the patterns, for errors.
+        patterns: Names or ends of names, with * for any characters.
+        names: All names.
 
     Raises:
-        PatternError: A pattern matches none of them.
+        PatternError: A pattern matches no name.
     """
     names, found = list(names), set[str]()
     for pattern in patterns:
@@ -36,7 +36,7 @@ def matched(key: str, patterns: Iterable[str], names: Iterable[str]) -> list[str
 
 
 def matches(pattern: str, name: str) -> bool:
-    """Whether a pattern matches a whole name, or what is behind one of its dots."""
+    """Returns whether a pattern matches a whole name, or the end of one after a dot."""
     return fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}")
 
 
@@ -50,7 +50,7 @@ def _near(pattern: str, names: list[str]) -> str:
 
 
 def kinds(names: Iterable[str]) -> list[str]:
-    """Names without the numbers of blocks, each once.
+    """Returns the names without block numbers, without duplicates.
 
     Args:
         names: Names of parameters or layers.

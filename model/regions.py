@@ -1,7 +1,7 @@
-"""Regions: the places where processes that share a layer exchange numbers.
+"""Regions: the places where ranks that share a layer exchange tensors.
 
-A layer that can be cut names its regions. Each is a function of a tensor, with a gradient, and by
-default the identity: model code knows one process. `parallelize` puts collectives there.
+A layer that can be split names its regions. Each is a differentiable function of a tensor, by
+default the identity: model code is single-process. `parallelize` installs collectives there.
 """
 
 from collections.abc import Callable
@@ -12,5 +12,5 @@ Region = Callable[[Tensor], Tensor]
 
 
 def same(x: Tensor) -> Tensor:
-    """Returns what it is given: in one process there is nothing to exchange."""
+    """Returns its input: in one process there is nothing to exchange."""
     return x

@@ -1,5 +1,5 @@
-"""Rotary positions: queries and keys are turned by angles that grow with the position, so that
-their product depends on the distance alone.
+"""Rotary positions: queries and keys are rotated by angles that grow with the position, so that
+their product depends only on the distance.
 
 Sources: Su et al. 2021, "RoFormer"; Peng et al. 2023, "YaRN: Efficient context window extension of
 large language models"; Llama 3.1's released code.
@@ -75,7 +75,7 @@ class YarnScaling(Config):
     """Whether attention logits are multiplied by m(mscale_all_dim) squared, as in DeepSeek."""
 
     def magnitude(self) -> float:
-        """What cosines and sines are multiplied by."""
+        """Returns the factor of cosines and sines."""
         if self.attention_factor is not None:
             return self.attention_factor
         if self.mscale is not None and self.mscale_all_dim is not None:
@@ -83,13 +83,13 @@ class YarnScaling(Config):
         return self._m(1.0)
 
     def logit_scale(self) -> float:
-        """What attention logits are multiplied by besides."""
+        """Returns the additional factor of attention logits."""
         if not self.scaled_logits or self.mscale_all_dim is None:
             return 1.0
         return self._m(self.mscale_all_dim) ** 2
 
     def _m(self, weight: float) -> float:
-        """Peng et al. 2023, equation 22; 1 where nothing is extended."""
+        """Returns m of Peng et al. 2023, equation 22; 1 if the context is not extended."""
         return 1.0 if self.factor <= 1 else 0.1 * weight * math.log(self.factor) + 1.0
 
 
@@ -115,20 +115,20 @@ class RotaryConfig(Config):
 
 
 class Rotation(NamedTuple):
-    """Cosines and sines of some positions."""
+    """Cosines and sines for a set of positions."""
 
     cos_TR: Tensor
     sin_TR: Tensor
 
     def turn(self, x: Tensor, config: RotaryConfig) -> Tensor:
-        """Turns the units of heads.
+        """Rotates the units of heads.
 
         Args:
             x: [..., T, 2 R].
-            config: Which units turn together, and in which precision.
+            config: Which units are rotated together, and in which precision.
 
         Returns:
-            [..., T, 2 R] with the first units of all pairs before the second ones: products of
+            [..., T, 2 R] with the first units of all pairs before the second units: products of
             queries and keys do not depend on the order.
         """
         dtype = x.dtype
@@ -147,10 +147,10 @@ def rotation(config: RotaryConfig, size: int, positions_T: Tensor, dtype: torch.
     """Computes the cosines and sines of positions.
 
     Args:
-        config: The angles.
-        size: 2 R, the units of a head that are rotated.
+        config: The rotary settings.
+        size: 2 R, the number of rotated units per head.
         positions_T: Positions of tokens.
-        dtype: The model's; fp32 at least is computed with.
+        dtype: The model's precision; the computation uses fp32 at least.
     """
     dtype = torch.promote_types(dtype, torch.float32)
     rates_R, magnitude = _rates(config, size, positions_T.device, dtype)
@@ -159,14 +159,14 @@ def rotation(config: RotaryConfig, size: int, positions_T: Tensor, dtype: torch.
 
 
 def logit_scale(config: RotaryConfig) -> float:
-    """What attention logits are multiplied by beside 1 / sqrt(head size)."""
+    """Returns the factor of attention logits in addition to 1 / sqrt(head size)."""
     return config.scaling.logit_scale() if isinstance(config.scaling, YarnScaling) else 1.0
 
 
 def _rates(
     config: RotaryConfig, size: int, device: torch.device, dtype: torch.dtype
 ) -> tuple[Tensor, float]:
-    """Radians that each pair turns by a token, and what cosines and sines are multiplied by."""
+    """Returns the angle per token of each pair, in radians, and the factor of cosines and sines."""
     exponents_R = torch.arange(0, size, 2, device=device).to(dtype) / size
     powers_R = config.theta**exponents_R
     rates_R = 1.0 / powers_R

@@ -1,9 +1,9 @@
-"""Attention of Llama-style decoders: fewer heads of keys and values than of queries, rotary
-positions, norms of queries and keys, windows, sinks; and DeepSeek's latent attention.
+"""Attention of Llama-style decoders: grouped-query attention with rotary positions, query and key
+norms, sliding windows and sinks; and DeepSeek's latent attention.
 
-Shapes: B batch, T tokens in a sequence (that are new, in generation), S tokens seen in all, D
-width, A heads of queries, G heads of keys and values, H width of one head, V width of its values,
-C width of the latent vector, R rotated units of a head.
+Shapes: B batch, T tokens in a sequence (new ones, in generation), S tokens seen in all, D width, A
+query heads, G key and value heads, H width of one head, V width of its values, C width of the
+latent vector, R rotated units of a head.
 """
 
 import math
@@ -57,7 +57,7 @@ class AttentionSettings(NamedTuple):
     num_key_value_heads: int
     head_size: int
     bias: bool
-    """Whether queries, keys and values have one."""
+    """Whether the projections to queries, keys and values have a bias."""
     output_bias: bool
     query_key_norm: Literal["none", "head", "all"]
     norm_epsilon: float
@@ -65,7 +65,7 @@ class AttentionSettings(NamedTuple):
     """Bound of queries, keys and values."""
     scale: float | None
     window: int | None
-    """Tokens that a token sees, itself included; None: all before it."""
+    """Number of tokens that a token attends to, including itself; None for all earlier ones."""
     sinks: bool
     rotary: RotaryConfig | None
     latent: LatentConfig | None
@@ -75,10 +75,10 @@ class AttentionSettings(NamedTuple):
 
 
 class RotaryAttention(Attention):
-    """The base: queries, keys and values of any shape, then attention to the tokens before.
+    """The base class: queries, keys and values of any shape, then causal attention.
 
     Args:
-        settings: Of the model.
+        settings: The model's attention settings.
     """
 
     def __init__(self, settings: AttentionSettings) -> None:
@@ -89,7 +89,7 @@ class RotaryAttention(Attention):
         self.scale = scale * (1.0 if settings.rotary is None else logit_scale(settings.rotary))
 
     def initializers(self) -> dict[str, Initializer]:
-        """Normal matrices, zero biases, and sinks of zero."""
+        """Returns the initializers: normal matrices, zero biases and zero sinks."""
         entries = super().initializers() | ({} if self.sinks is None else {"sinks": ZEROS})
         for name, layer in self.named_children():
             if isinstance(layer, nn.Linear) and name != "projection":
@@ -98,11 +98,11 @@ class RotaryAttention(Attention):
 
     @abstractmethod
     def heads(self, x_BTD: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries [B, A, T, H], keys [B, G, T, H] and values [B, G, T, V].
+        """Computes queries [B, A, T, H], keys [B, G, T, H] and values [B, G, T, V].
 
         Args:
             x_BTD: Normalized input.
-            rotation: Of the tokens' positions; None: positions are learned.
+            rotation: Rotation of the tokens' positions; None if positions are learned.
         """
 
     def forward(
@@ -120,7 +120,7 @@ class RotaryAttention(Attention):
             x_BTD: Normalized input.
             traced_head: See there.
             cache: See there.
-            mask_BT: Not needed: padding comes last.
+            mask_BT: Unused: padding comes last.
             rotation: See `heads`.
         """
         q_BATH, k_BGTH, v_BGTV = self.heads(x_BTD, rotation)
@@ -134,11 +134,11 @@ class RotaryAttention(Attention):
         return self.finish(heads_BATV, qkv_BT3AH, qkv_BT3AH.index_select(3, traced_head).squeeze(3))
 
     def attend(self, q_BATH: Tensor, k_BGSH: Tensor, v_BGSV: Tensor) -> Tensor:
-        """Attention of the last T of S tokens to themselves and to those before them.
+        """Computes attention of the last T of S tokens to themselves and to earlier tokens.
 
         Args:
             q_BATH: Queries of the last tokens.
-            k_BGSH: Keys; query head a reads those of head a // (A / G).
+            k_BGSH: Keys; query head a uses key head a // (A / G).
             v_BGSV: Values.
 
         Returns:
@@ -160,8 +160,8 @@ class RotaryAttention(Attention):
                 return attend_with_sinks(
                     q_BATH, k_BGSH, v_BGSV, seen_TS, self.sinks, self.scale, drop
                 )
-            # Values as wide as keys are, with zeros: others have no fused kernel on a CPU, and none
-            # of the fastest on a GPU. One token alone needs none.
+            # Values are padded with zeros to the width of keys: other widths have no fused kernel
+            # on a CPU and only slower ones on a GPU. A single token does not need it.
             narrow = v_BGSV.shape[-1]
             missing = q_BATH.shape[-1] - narrow if new > 1 else 0
             heads_BATV = scaled_dot_product_attention(
@@ -186,16 +186,16 @@ def attend_with_sinks(
     scale: float,
     drop: float = 0.0,
 ) -> Tensor:
-    """Attention with one more logit for each head, whose weight goes nowhere, as in gpt-oss.
+    """Computes attention with one extra logit per head whose weight goes to no token (gpt-oss).
 
     Args:
         q_BATH: Queries.
         k_BGSH: Keys.
         v_BGSV: Values.
-        seen_TS: True where a token sees another.
-        sinks_A: The logit of each head.
-        scale: What products are multiplied by.
-        drop: Probability that a weight is dropped.
+        seen_TS: True where a token attends to another.
+        sinks_A: The sink logit of each head.
+        scale: Factor of the inner products.
+        drop: Dropout probability of the attention weights.
 
     Returns:
         [B, A, T, V].
@@ -210,10 +210,10 @@ def attend_with_sinks(
 
 
 class GroupedAttention(RotaryAttention):
-    """Grouped-query attention (Ainslie et al. 2023): G heads of keys and values for A of queries.
+    """Grouped-query attention (Ainslie et al. 2023): G key and value heads for A query heads.
 
     Args:
-        settings: Of the model.
+        settings: The model's attention settings.
     """
 
     def __init__(self, settings: AttentionSettings) -> None:
@@ -233,8 +233,8 @@ class GroupedAttention(RotaryAttention):
             )
         self.projection = nn.Linear(of_queries, width, bias=settings.output_bias)
         self.own_heads: Region = same
-        """Selects the keys and values, [B, G, T, H], that the queries here read: where
-        processes share the queries of a head, each has all keys."""
+        """Selects the keys and values, [B, G, T, H], for this rank's queries, if ranks share the
+        query heads of a key head and each has all keys."""
 
     def heads(self, x_BTD: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
         """See `RotaryAttention.heads`."""
@@ -258,10 +258,10 @@ class GroupedAttention(RotaryAttention):
 
 
 class LatentAttention(RotaryAttention):
-    """Multi-head latent attention: see `LatentConfig`.
+    """Multi-head latent attention; see `LatentConfig`.
 
     Args:
-        settings: Of the model.
+        settings: The model's attention settings.
     """
 
     def __init__(self, settings: AttentionSettings) -> None:
@@ -278,7 +278,7 @@ class LatentAttention(RotaryAttention):
             self.query_norm = RMSNorm(latent.query_rank, _LATENT_EPSILON)
             self.query_up = nn.Linear(latent.query_rank, of_queries, bias=False)
         self.shared_key: Region = same
-        """The rotated part of the key, of which each process has the gradient of its own heads."""
+        """Applied to the rotated part of the key; each rank has the gradient of its own heads."""
         self.key_value_down = nn.Linear(width, rank + latent.rotated_size, bias=settings.bias)
         self.key_value_norm = RMSNorm(rank, _LATENT_EPSILON)
         of_both = heads * (latent.plain_size + latent.value_size)
@@ -311,5 +311,5 @@ class LatentAttention(RotaryAttention):
 
 
 def build_attention(settings: AttentionSettings) -> RotaryAttention:
-    """The attention of a decoder's block, on the current default device."""
+    """Builds the attention of a decoder block, on the current default device."""
     return GroupedAttention(settings) if settings.latent is None else LatentAttention(settings)

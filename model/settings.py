@@ -1,4 +1,4 @@
-"""The interface of the configurations of all models."""
+"""The interface of all model configurations."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -14,16 +14,16 @@ from polyad.model.feedforward import DenseFeedForwardConfig
 
 Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
 CutSizes: TypeAlias = list[dict[str, int]]
-"""Sizes by their keys: of each dictionary, one has to be a multiple of the number of parts."""
+"""Sizes by key: in each dictionary, one must be a multiple of the number of ranks."""
 FEED_FORWARD = "model.feed_forward"
-"""The key of the feed-forward of a model that has one kind of it."""
+"""The key of the feed-forward in a model with a single kind."""
 
 
 class ModelSettings(Config, ABC):
-    """The base of the configurations of models. A batch consists of samples."""
+    """The base class of model configurations. A batch consists of samples."""
 
     embeddings: ClassVar[tuple[str, ...]] = ()
-    """How the names of parameters begin that are embeddings or output heads."""
+    """Name prefixes of the parameters that are embeddings or output heads."""
 
     kind: str
     """The kind of model."""
@@ -34,89 +34,90 @@ class ModelSettings(Config, ABC):
     """Whether blocks are compiled with torch.compile."""
 
     def filled(self) -> Self:
-        """Completed with what its own sizes decide, as a rank that matches a number of weights."""
+        """Returns a copy with derived values filled in, such as a rank from a number of
+        parameters."""
         return self
 
     def units_per_sample(self) -> int:
-        """What throughput counts in a sample: tokens of a text; 1 where the sample is the unit."""
+        """Number of units per sample for throughput: tokens of a text, or 1 for whole samples."""
         return 1
 
     def random_sample(self, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """A random input and its class, to plan a step of a model that a plugin brings, and to
-        count its FLOPs.
+        """Draws a random input and its class, for planning a step of a plugin's model and counting
+        its FLOPs.
 
         Args:
-            generator: Where the numbers are drawn from.
+            generator: The random generator.
 
         Returns:
-            The input [...], without a dimension for the batch, and the class [].
+            The input [...], without a batch dimension, and the class [].
         """
         raise NotImplementedError(f"{type(self).__name__}.random_sample")
 
     def feed_forwards(self) -> dict[str, FeedForwardConfig]:
-        """The feed-forwards of its blocks, filled in, by their keys."""
+        """The feed-forwards of the blocks, with all defaults filled in, by key."""
         return {}
 
     def with_feed_forwards(self, sections: Mapping[str, FeedForwardConfig]) -> Self:
-        """The same model with other feed-forwards.
+        """Returns the same model with other feed-forwards.
 
         Args:
-            sections: By keys that `feed_forwards` has.
+            sections: Feed-forwards by key; the keys are those of `feed_forwards`.
         """
         return self.model_copy(
             update={key.removeprefix("model."): each for key, each in sections.items()}
         )
 
     def known_feed_forward(self) -> FeedForwardConfig:
-        """The feed-forward of its blocks, filled in; of several the first with experts; that of a
-        model without blocks is dense."""
+        """The feed-forward of the blocks, filled in; if there are several, the first with experts.
+        A model without blocks counts as dense."""
         known = list(self.feed_forwards().values()) or [DenseFeedForwardConfig()]
         return next((each for each in known if each.kind != "dense"), known[0])
 
     def has_experts(self) -> bool:
-        """Whether it chooses among experts before its head."""
+        """Returns whether the model chooses among experts before its head."""
         return self.known_feed_forward().kind != "dense"
 
     def left_to_data(self) -> str | None:
-        """The key that the data has to fill in; None if there is none."""
+        """The key that is filled in from the data; None if there is none."""
         return None
 
     def training_leak(self) -> str | None:
-        """What lets a prediction depend on what is to be predicted in training alone, as a key and
-        its value; None: nothing does."""
+        """The setting, as key and value, that lets predictions in training depend on their targets;
+        None if there is none."""
         return None
 
     def in_words(self) -> str:
-        """A short description for people."""
+        """Describes the model briefly for the user."""
         return self.kind
 
     def block_feed_forwards(self) -> list[FeedForwardConfig]:
-        """The feed-forward of each block: not every block need have the same."""
+        """The feed-forward of each block; blocks may differ."""
         return []
 
     def cut_sizes(self) -> CutSizes | None:
-        """What tensor parallelism cuts; None where the model cannot be cut."""
+        """The sizes that tensor parallelism splits; None if the model does not support it."""
         return None
 
     def last_parameter(self) -> str | None:
-        """A parameter that is only there if as many layers are as the configuration says.
+        """The name of a parameter that exists only if the model has as many layers as configured.
 
-        Sizes in a file have no bounds: this name is looked for before anything is built.
+        Sizes in a file are not bounded, so this name is looked up before anything is built.
         """
         return None
 
 
 class TransformerSettings(ModelSettings, ABC):
-    """The base of models whose blocks are attention and a feed-forward."""
+    """The base class of models whose blocks have attention and a feed-forward."""
 
-    if TYPE_CHECKING:  # each model declares these keys: their order and their words are its own
+    if TYPE_CHECKING:  # each model declares these keys, in its own order and words
         num_layers: int
         hidden_size: int
         num_heads: int
         feed_forward: FeedForwardConfig
 
     causal: ClassVar[bool] = False
-    """Whether a token sees no later ones."""
+    """Whether tokens do not attend to later tokens."""
 
     @model_validator(mode="after")
     def _heads_divide_width(self) -> Self:
@@ -142,7 +143,7 @@ class TransformerSettings(ModelSettings, ABC):
         return self
 
     def heads_fit(self) -> bool:
-        """Whether num_heads need not divide hidden_size: by default it has to."""
+        """Whether num_heads may not divide hidden_size; by default it must divide it."""
         return False
 
     @abstractmethod
@@ -155,12 +156,12 @@ class TransformerSettings(ModelSettings, ABC):
         return {FEED_FORWARD: known}
 
     def block_feed_forwards(self) -> list[FeedForwardConfig]:
-        """The feed-forward of each block: not every block need have the same."""
+        """The feed-forward of each block; blocks may differ."""
         feed_forward = self.feed_forwards()[FEED_FORWARD]
         return [feed_forward.of_block(block) for block in range(self.num_layers)]
 
     def filled(self) -> Self:
-        """Completed with the rank that follows from the number of parameters."""
+        """Returns a copy with the rank that follows from the number of parameters."""
         return self.with_feed_forwards(self.feed_forwards())
 
     def cut_sizes(self) -> CutSizes:
@@ -176,7 +177,7 @@ class TransformerSettings(ModelSettings, ABC):
         ]
 
     def last_parameter(self) -> str:
-        """A parameter of the last block."""
+        """The name of a parameter of the last block."""
         return f"blocks.{self.num_layers - 1}.attention_norm.weight"
 
 
@@ -194,15 +195,15 @@ def check_feed_forward(
 
     Args:
         key: The key of its section.
-        feed_forward: What the section says.
+        feed_forward: The section.
         width: The width of its input.
-        num_heads: Heads of the model's attention; None without attention.
+        num_heads: Number of attention heads; None without attention.
         layers: L.
-        bias: Whether the model's layers have one.
-        causal: Whether it is a language model.
+        bias: Whether the model's layers have a bias.
+        causal: Whether it is a causal language model.
 
     Raises:
-        ValueError: They do not fit.
+        ValueError: The section does not fit the model.
     """
     try:
         feed_forward.check_model(num_layers=layers, num_heads=num_heads, causal=causal)
@@ -212,11 +213,11 @@ def check_feed_forward(
 
 
 def cut_sizes_of(key: str, feed_forward: FeedForwardConfig, width: int) -> CutSizes:
-    """What tensor parallelism divides in a feed-forward, by whole keys.
+    """Returns the sizes that tensor parallelism splits in a feed-forward, by full key.
 
     Args:
         key: The key of its section.
-        feed_forward: With everything filled in.
+        feed_forward: The section, with all defaults filled in.
         width: The width of its input.
     """
     return [

@@ -1,7 +1,7 @@
-"""A small network on pixels: convolutions, if any, then hidden layers, then perhaps an output.
+"""A small network on pixels: optional convolutions, hidden layers, an optional output layer.
 
-    convolution, BatchNorm where it is asked for, ReLU, max-pooling over 2 x 2        once for each
-    linear, ReLU                                                                      once for each
+    convolution, BatchNorm if configured, ReLU, max-pooling over 2 x 2        once for each
+    linear, ReLU                                                              once for each
     linear
 
 Without convolutions it is a perceptron on the pixels. Source of the shapes: Krishnamurthy et al.
@@ -48,13 +48,13 @@ class NetworkConfig(Config):
     ReLU."""
 
     def check(self, image_size: int) -> None:
-        """Checks that some pixels are left for the hidden layers.
+        """Checks that the convolutions leave some pixels for the hidden layers.
 
         Args:
             image_size: Side of the image, in pixels.
 
         Raises:
-            SectionError: None are, or a BatchNorm has no convolution.
+            SectionError: None are left, or a BatchNorm has no convolution.
         """
         if strange := [n for n in self.batch_norm if n >= len(self.convolutions)]:
             raise SectionError(
@@ -72,10 +72,10 @@ class NetworkConfig(Config):
                 )
 
     def sides(self, image_size: int) -> Iterator[tuple[int, int]]:
-        """The side of the image after each convolution, and after its pooling, in pixels.
+        """Yields the side of the image after each convolution and after its pooling, in pixels.
 
         Args:
-            image_size: Before the first.
+            image_size: Side before the first convolution.
         """
         side = image_size
         for _ in self.convolutions:
@@ -84,7 +84,8 @@ class NetworkConfig(Config):
             yield convolved, side
 
     def widths(self, image_size: int, channels: int) -> list[int]:
-        """What the first hidden layer reads, and the width of each, in units."""
+        """Returns the width of the first hidden layer's input, and of each hidden layer, in
+        units."""
         side = image_size
         for _, pooled in self.sides(image_size):
             side = pooled
@@ -93,14 +94,14 @@ class NetworkConfig(Config):
 
 
 class NetworkOutput(NamedTuple):
-    """What a small network computes."""
+    """The output of a small network."""
 
     hidden_BD: Tensor
     """The last hidden layer before its ReLU."""
     output_BO: Tensor | None
-    """None of a network without an output layer."""
+    """The output, or None for a network without an output layer."""
     norm_mean_N: Tensor
-    """Mean over images and pixels of what each BatchNorm reads; empty without one."""
+    """Mean over images and pixels of each BatchNorm's input; empty without BatchNorm."""
     norm_square_N: Tensor
     """Mean of the squares."""
 
@@ -108,14 +109,14 @@ class NetworkOutput(NamedTuple):
 class SmallNetwork(nn.Module):
     """A small network.
 
-    One whose parameters are all frozen stays in evaluation mode, so that its BatchNorms stay as
-    they are, too.
+    If all of its parameters are frozen it stays in evaluation mode, so that its BatchNorms do not
+    change either.
 
     Args:
         config: Its sizes.
         image_size: Side of the images, in pixels.
-        channels: Numbers of a pixel.
-        outputs: O; None: it ends with its last hidden layer.
+        channels: Number of values per pixel.
+        outputs: O; None: the network ends with its last hidden layer.
     """
 
     def __init__(
@@ -149,23 +150,23 @@ class SmallNetwork(nn.Module):
         return NetworkOutput(hidden_BD, output_BO, torch.cat(means), torch.cat(squares))
 
     def train(self, mode: bool = True) -> "SmallNetwork":
-        """Training mode, unless everything is frozen."""
+        """Sets training mode, unless everything is frozen."""
         return super().train(mode and any(p.requires_grad for p in self.parameters()))
 
     def norms(self) -> list[BatchNorm]:
-        """Its BatchNorms, in the order of `NetworkOutput.norm_mean_N`."""
+        """Returns its BatchNorms, in the order of `NetworkOutput.norm_mean_N`."""
         return [norm for norm in self.modules() if isinstance(norm, BatchNorm)]
 
 
 class Convolution(nn.Module):
-    """A convolution, BatchNorm with a scale and a shift for each channel, ReLU, max-pooling.
+    """A convolution, BatchNorm with a scale and a shift per channel, ReLU, and max-pooling.
 
-    BatchNorm is that of the gates of a muMoE: in training over the images of all data-parallel
-    processes, and its running statistics follow from the step's.
+    BatchNorm works as in the gates of a muMoE: in training it normalizes over the images of all
+    data-parallel ranks, and its running statistics are updated from those of the step.
 
     Args:
-        read: Input channels.
-        made: Output channels.
+        read: Number of input channels.
+        made: Number of output channels.
         config: The network's configuration.
         norm: Whether it has a BatchNorm.
     """
@@ -183,7 +184,7 @@ class Convolution(nn.Module):
             self.shift = nn.Parameter(torch.empty(made))
 
     def initializers(self) -> dict[str, Initializer]:
-        """Initializers of PyTorch's own layers: uniform, within one over the root of the inputs."""
+        """Initializes like PyTorch: uniform, bounded by one over the square root of the inputs."""
         bound = self.weight[0].numel() ** -0.5
         own = {"weight": uniform(bound), "bias": uniform(bound)}
         return own if self.norm is None else own | {"scale": ONES, "shift": ZEROS}
@@ -192,11 +193,11 @@ class Convolution(nn.Module):
         """Convolves.
 
         Args:
-            x_BCHW: Images, or what the convolution before made of them.
+            x_BCHW: Images, or the output of the previous convolution.
 
         Returns:
-            The next ones, and for each channel the mean and the mean square of what BatchNorm
-            reads; empty without one.
+            The output, and for each channel the mean and the mean square of BatchNorm's input;
+            empty without BatchNorm.
         """
         y_BCHW = conv2d(x_BCHW, self.weight, self.bias, padding=self.padding)
         mean_C = square_C = y_BCHW.new_empty(0)
@@ -213,13 +214,13 @@ class Convolution(nn.Module):
 
 
 class Linear(nn.Linear):
-    """A linear layer that starts as PyTorch's do."""
+    """A linear layer with PyTorch's initialization."""
 
     def initializers(self) -> dict[str, Initializer]:
-        """Uniform, within one over the root of the inputs."""
+        """Initializes uniformly, bounded by one over the square root of the inputs."""
         start = uniform(self.in_features**-0.5)
         return {"weight": start} if self.bias is None else {"weight": start, "bias": start}
 
     def forward(self, x: Tensor) -> Tensor:
-        """The layer, on the last dimension."""
+        """Applies the layer to the last dimension."""
         return linear(x, self.weight, self.bias)

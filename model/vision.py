@@ -1,4 +1,4 @@
-"""Parts that all models of images share: patches, stochastic depth, the classification head.
+"""Parts that all image models share: patches, stochastic depth, the classification head.
 
 Shapes: B images, C channels, H x W pixels, P side of a patch, T tokens (patches, and a class token
 if there is one), D width, K classes, L blocks.
@@ -28,7 +28,7 @@ class LinearHeadConfig(Config):
     """The kind of head."""
 
     def of_model(self, width: int, classes: int) -> "LinearHeadConfig":
-        """Completed with what the model decides: nothing in this kind."""
+        """Returns the head unchanged: this kind derives nothing from the model."""
         return self
 
 
@@ -46,7 +46,7 @@ class ImageSettings(ModelSettings):
     """Number of output classes K; null: derived from the data."""
 
     def known_num_classes(self) -> int:
-        """The number of classes, which must have been filled in.
+        """Returns the number of classes, which must have been filled in.
 
         Raises:
             ValueError: It is not known yet.
@@ -56,18 +56,18 @@ class ImageSettings(ModelSettings):
         return self.num_classes
 
     def left_to_data(self) -> str | None:
-        """The key of the number of classes, unless it is set."""
+        """The key of the number of classes, if it is unset."""
         return "model.num_classes" if self.num_classes is None else None
 
     def gives_log_probabilities(self) -> bool:
-        """Whether its logits are log-probabilities, which a sigmoid could make nothing of."""
+        """Whether its logits are log-probabilities, to which a sigmoid cannot be applied."""
         return False
 
     def begins_anew_from(self, theirs: ModelSettings) -> tuple[str, ...]:
-        """How the names of parameters begin that start from the seed, with weights of another run.
+        """Returns name prefixes of parameters to reinitialize when loading weights of another run.
 
         Args:
-            theirs: The model of that run.
+            theirs: The model of the other run.
         """
         return ()
 
@@ -132,52 +132,52 @@ class ImageModelSettings(ImageSettings):
 
     @property
     def num_patches(self) -> int:
-        """Patches of an image."""
+        """Number of patches of an image."""
         return (self.image_size // self.patch_size) ** 2
 
     @property
     def patch_numbers(self) -> int:
-        """Numbers of a patch, C P P."""
+        """Number of values of a patch, C P P."""
         return self.channels * self.patch_size**2
 
     def begins_anew_from(self, theirs: ModelSettings) -> tuple[str, ...]:
-        """The head, if the other model has more or fewer classes or another kind of head."""
+        """The head, if the other model differs in its number of classes or its kind of head."""
         if not isinstance(theirs, ImageModelSettings):
             return ()
         same = (theirs.num_classes, theirs.head) == (self.num_classes, self.head)
         return () if same else (HEAD,)
 
     def head_width(self) -> int:
-        """Width of what the head reads."""
+        """Returns the width of the head's input."""
         return self.hidden_size
 
     def known_head(self) -> LinearHeadConfig | MuMoEHeadConfig:
-        """The head with its rank filled in; with the number of classes."""
+        """Returns the head with its rank filled in; the number of classes must be known."""
         try:
             return self.head.of_model(self.head_width(), self.known_num_classes())
         except SectionError as error:
             raise ValueError(error.within("model.head")) from None
 
     def filled_head(self) -> dict[str, LinearHeadConfig | MuMoEHeadConfig]:
-        """The head filled in, for `filled`; nothing as long as the classes are not known."""
+        """Returns the completed head for `filled`; empty while the number of classes is unknown."""
         return {} if self.num_classes is None else {"head": self.known_head()}
 
     def weight_std(self, inputs: int, outputs: int) -> float:
-        """Standard deviation of the initial weight of a layer."""
+        """Returns the standard deviation of the initial weight of a layer."""
         return self.initializer_range or math.sqrt(2 / (inputs + outputs))
 
     def drop_path_of(self, block: int) -> float | None:
-        """The probability that an image does without a branch of a block; None of every block if
-        there is no stochastic depth."""
+        """Returns the probability that an image skips a branch of a block; None for every block
+        without stochastic depth."""
         if not self.drop_path:
             return None
         return self.drop_path * block / max(1, self.num_layers - 1)
 
 
 class PatchEmbedding(nn.Module):
-    """One linear map of every patch.
+    """A linear map of every patch.
 
-    The weight has the shape of a convolution's, as other libraries store it.
+    The weight has the shape of a convolution's, as in other libraries.
 
     Args:
         config: The model's configuration.
@@ -191,7 +191,7 @@ class PatchEmbedding(nn.Module):
         self.bias = nn.Parameter(torch.empty(config.hidden_size))
 
     def initializers(self) -> dict[str, Initializer]:
-        """LeCun's normal weight: the variance is one over the inputs."""
+        """Returns the initializer of the weight: LeCun normal, with variance 1 / inputs."""
         std = self._config.initializer_range or self._config.patch_numbers**-0.5
         return {"weight": normal(std), "bias": ZEROS}
 
@@ -199,10 +199,10 @@ class PatchEmbedding(nn.Module):
         """Cuts images into patches.
 
         Args:
-            images_BCHW: Normalized, of any float type.
+            images_BCHW: Normalized images, of any float type.
 
         Returns:
-            [B, T, D], patches by rows.
+            [B, T, D], patches in row order.
         """
         batch, channels, height, width = images_BCHW.shape
         side = self.side
@@ -214,12 +214,12 @@ class PatchEmbedding(nn.Module):
 
 
 class ClassHead(nn.Linear):
-    """The last layer.
+    """The output layer of a classifier.
 
     Args:
         width: The width of its input.
         classes: K.
-        start: What its biases start at.
+        start: Initial value of its biases.
     """
 
     def __init__(self, width: int, classes: int, start: float) -> None:
@@ -227,12 +227,12 @@ class ClassHead(nn.Linear):
         self._start = start
 
     def initializers(self) -> dict[str, Initializer]:
-        """Weights of zero: every class is as likely, but for the bias."""
+        """Initializes weights to zero: all classes are equally likely, except for the bias."""
         return {"weight": ZEROS, "bias": constant(self._start)}
 
 
 def build_head(config: ImageModelSettings) -> nn.Module:
-    """The last layer of a model.
+    """Builds the output layer of a model.
 
     Args:
         config: The model's configuration, with the number of classes.
@@ -244,11 +244,11 @@ def build_head(config: ImageModelSettings) -> nn.Module:
 
 
 def classified(head: nn.Module, z_BD: Tensor) -> tuple[Tensor, tuple[RoutingStats, ...]]:
-    """Logits [B, K], and the statistics of a head that routes.
+    """Applies a head: returns logits [B, K], and the statistics of a head that routes.
 
     Args:
         head: From `build_head`.
-        z_BD: An image each.
+        z_BD: The representation of each image.
     """
     if isinstance(head, MuMoEHead):
         logits_BK, stats = head(z_BD)

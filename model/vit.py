@@ -1,4 +1,4 @@
-"""Vision transformers, with a feed-forward of any kind in their blocks; V-MoE where it is sparse.
+"""Vision transformers with a feed-forward of any kind in their blocks; V-MoE if it is sparse.
 
 Sources: Dosovitskiy et al. 2021, "An image is worth 16x16 words"; Riquelme et al. 2021, "Scaling
 vision with sparse mixture of experts" (V-MoE).
@@ -50,7 +50,7 @@ class ViTConfig(TransformerSettings, ImageModelSettings):
 
     @property
     def num_tokens(self) -> int:
-        """Patches, and the class token."""
+        """Number of patches, plus the class token if there is one."""
         return self.num_patches + (self.pool == "class_token")
 
     def has_bias(self) -> bool:
@@ -58,15 +58,15 @@ class ViTConfig(TransformerSettings, ImageModelSettings):
         return self.bias
 
     def head_width(self) -> int:
-        """Width of what the head reads."""
+        """Returns the width of the head's input."""
         return self.pre_logits or self.hidden_size
 
     def filled(self) -> Self:
-        """Completed with the ranks that follow from the number of parameters."""
+        """Returns a copy with the ranks that follow from the number of parameters."""
         return super().filled().model_copy(update=self.filled_head())
 
     def in_words(self) -> str:
-        """The depth, width and patches, for people."""
+        """Describes depth, width and patches for the user."""
         return (
             f"ViT, {self.num_layers} blocks, width {self.hidden_size}, {self.num_patches} patches"
         )
@@ -108,7 +108,8 @@ class ViT(nn.Module):
         return LayerNorm(config.hidden_size, eps=config.layer_norm_epsilon, bias=config.bias)
 
     def initializers(self) -> dict[str, Initializer]:
-        """Says how each parameter outside the blocks starts; see `model/initialization.py`."""
+        """Returns the initializers of parameters outside the blocks; see
+        `model/initialization.py`."""
         config = self.config
         entries: dict[str, Initializer] = {}
         if isinstance(self.pre_norm, LayerNorm):
@@ -127,7 +128,7 @@ class ViT(nn.Module):
         """Classifies images.
 
         Args:
-            images_BCHW: Normalized.
+            images_BCHW: Normalized images.
 
         Returns:
             Logits [B, K] and one `RoutingStats` per block whose feed-forward routes.
@@ -138,7 +139,7 @@ class ViT(nn.Module):
         return ModelOutput(logits_BK, (*routing, *of_head))
 
     def embed(self, images_BCHW: Tensor) -> Tensor:
-        """What the first block gets [B, T, D]."""
+        """Returns the input of the first block [B, T, D]."""
         x_BTD: Tensor = self.patch_embedding(images_BCHW)
         if self.class_token is not None:
             first_B1D = self.class_token.expand(len(x_BTD), -1, -1)
@@ -147,17 +148,18 @@ class ViT(nn.Module):
         return embedded_BTD
 
     def tail(self, x_BTD: Tensor, first_block: int) -> Tensor:
-        """Logits [B, K] from what a block gets."""
+        """Computes logits [B, K] from the input of a block."""
         for block in self.blocks[first_block:]:
             x_BTD, _ = block(x_BTD)
         return self.score(x_BTD)[0]
 
     def score(self, x_BTD: Tensor) -> tuple[Tensor, tuple[RoutingStats, ...]]:
-        """Logits [B, K] from what the last block gives; statistics of a head that routes."""
+        """Computes logits [B, K] from the last block's output, and statistics of a head that
+        routes."""
         return classified(self.head, self.pool(x_BTD))
 
     def pool(self, x_BTD: Tensor) -> Tensor:
-        """What the head reads [B, D], from what the last block gives."""
+        """Computes the input of the head [B, D] from the last block's output."""
         if self.class_token is not None:
             pooled_BD: Tensor = self.final_norm(x_BTD[:, 0])
         else:

@@ -1,7 +1,7 @@
-"""Adapters and their base: the checkpoint of a run with LoRA as whole weights.
+"""Combines adapters and their base: presents the checkpoint of a LoRA run as whole weights.
 
-A checkpoint of such a run has no frozen weights: its configuration says in `checkpoint.init_from`
-where they are, and `state.json` in `base_digest` which they have to be.
+Such a checkpoint has no frozen weights: `checkpoint.init_from` in its configuration says where they
+are, and `base_digest` in `state.json` identifies them.
 """
 
 from collections.abc import Collection
@@ -23,25 +23,25 @@ from polyad.parallel.tensor_folder import differing_shapes
 
 
 class WholeWeights(Protocol):
-    """Weights in any format, one whole tensor at a time."""
+    """Weights in any format, read one whole tensor at a time."""
 
     folder: Path
 
     def whole(self, name: str) -> torch.Tensor:
-        """A whole weight, fp32."""
+        """Returns a whole weight, fp32."""
         ...
 
     def buffer(self, name: str) -> torch.Tensor:
-        """A buffer of the model, whole."""
+        """Returns a whole buffer of the model."""
         ...
 
 
 def digest_of(base: WholeWeights, names: Collection[str]) -> str:
-    """Tells one base from another: the xxh3 of names, shapes and fp32 values.
+    """Identifies a base: the xxh3 of names, shapes and fp32 values.
 
     Args:
-        base: the weights; each is read once, and one is held at a time.
-        names: of those that count: the frozen ones.
+        base: the weights; each is read once, one at a time.
+        names: the names to include: the frozen weights.
     """
     digest = xxhash.xxh3_128()
     for name in sorted(names):
@@ -52,16 +52,16 @@ def digest_of(base: WholeWeights, names: Collection[str]) -> str:
 
 
 def check_base(origin: Path, trained_on: str | None, base: WholeWeights, found: str) -> None:
-    """Checks that a checkpoint's adapters are of these weights.
+    """Checks that a checkpoint's adapters belong to these weights.
 
     Args:
         origin: the checkpoint's folder.
-        trained_on: the digest that it has.
+        trained_on: the digest in the checkpoint.
         base: the weights.
-        found: their digest.
+        found: the digest of these weights.
 
     Raises:
-        CheckpointError: they are of others.
+        CheckpointError: the adapters belong to other weights.
     """
     if trained_on != found:
         raise CheckpointError(
@@ -72,16 +72,16 @@ def check_base(origin: Path, trained_on: str | None, base: WholeWeights, found: 
 
 
 class AdaptedCheckpoint(Checkpoint):
-    """A checkpoint of adapters with its base: weights are whole, and the adapters merged into them.
+    """A checkpoint of adapters with its base, whose weights are whole with the adapters merged in.
 
     Args:
-        folder: the checkpoint's.
+        folder: the folder of the checkpoint.
         contents: its small files.
-        base: the weights that its configuration names, of its model.
+        base: the weights that its configuration names, of the same model.
         lora: the adapters.
 
     Raises:
-        CheckpointError: it holds other adapters, or they are of another base.
+        CheckpointError: it has other adapters, or they belong to another base.
     """
 
     def __init__(
@@ -96,9 +96,9 @@ class AdaptedCheckpoint(Checkpoint):
         except PatternError as error:
             raise damaged(folder / "config.yaml", str(error)) from None
         self.frozen = of_base(model)
-        """Names of the weights that are the base's alone."""
+        """Names of the weights that come from the base."""
         self.adapters = {weight: (path, adapter) for weight, path, adapter in adapters(model)}
-        """By the weight that each is beside: its own name, and the adapter."""
+        """By adapted weight: the adapter's own name, and the adapter."""
         ours = {n: tuple(p.shape) for n, p in model.named_parameters() if n not in self.frozen}
         if differing := differing_shapes(super().shapes(), ours):
             raise CheckpointError(
@@ -109,11 +109,11 @@ class AdaptedCheckpoint(Checkpoint):
         self._last: tuple[str, torch.Tensor] | None = None
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Global shapes of the model's weights by name."""
+        """Returns global shapes of the model's weights by name."""
         return self._shapes
 
     def read(self, box: Box) -> torch.Tensor:
-        """Reads like `Checkpoint.read`; weights have their adapters merged into them."""
+        """Reads a box like `Checkpoint.read`; adapters are merged into weights."""
         if box.field not in OF_WEIGHTS or box.name not in self._shapes:
             return super().read(box)
         if self._shapes[box.name] != tuple(box.shape):
@@ -124,7 +124,7 @@ class AdaptedCheckpoint(Checkpoint):
         return self.whole(box.name)[box.slices].clone()
 
     def whole(self, name: str, field: str | None = None) -> torch.Tensor:
-        """Reads like `Checkpoint.whole`; weights have their adapters merged into them."""
+        """Reads a tensor like `Checkpoint.whole`; adapters are merged into weights."""
         if name not in self._shapes or not (field is None or field in OF_WEIGHTS):
             return self.own(name, field)
         if self._last is None or self._last[0] != name:
@@ -136,7 +136,7 @@ class AdaptedCheckpoint(Checkpoint):
         return self._last[1]
 
     def own(self, name: str, field: str | None = None) -> torch.Tensor:
-        """A tensor that the checkpoint itself has, whole."""
+        """Reads a whole tensor of the checkpoint itself."""
         field = field or (self._chosen if self._chosen in self.tensors[name] else MASTER)
         return super().read(Box.whole(name, field, self.tensors[name][field].shape))
 
@@ -147,7 +147,7 @@ class AdaptedCheckpoint(Checkpoint):
 
 
 def lora_of(checkpoint: Checkpoint) -> LoRAConfig | None:
-    """The adapters that a checkpoint is of, by its configuration; None: it has whole weights.
+    """Returns the adapters of a checkpoint, from its configuration; None if it has whole weights.
 
     Raises:
         CheckpointError: its configuration is damaged.
@@ -164,10 +164,10 @@ def lora_of(checkpoint: Checkpoint) -> LoRAConfig | None:
 
 
 def base_of(checkpoint: Checkpoint) -> Path:
-    """Where the base of a checkpoint of adapters is, by its configuration.
+    """Returns where the base of a checkpoint of adapters is, from its configuration.
 
     Raises:
-        CheckpointError: its configuration does not say so.
+        CheckpointError: its configuration does not say.
     """
     section = checkpoint.section("checkpoint")
     path = section.get("init_from") if isinstance(section, dict) else None

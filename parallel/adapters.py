@@ -1,8 +1,8 @@
-"""LoRA over processes: of the two matrices of an adapter one is cut, the other is whole.
+"""LoRA over ranks: one matrix of an adapter is split, the other is replicated.
 
-The cut one follows the weight that it stands beside. What is exchanged are the narrow numbers
-between the two, r for each token; where the layer's own sum joins the parts, nothing but the
-gradient of the whole matrix, of which each process then has a part. `LAYERS.md` has the table.
+The split one follows the weight that it adapts. The r values per token between the two matrices are
+exchanged; where the layer's own reduction joins the parts, only the gradient of the replicated
+matrix is, of which each rank then has a part. `LAYERS.md` has the table.
 """
 
 from torch import nn
@@ -17,11 +17,11 @@ from polyad.parallel.shard import Axis, Placement, cut, placement_of
 
 
 def cut_adapters(model: nn.Module, world: comm.World) -> None:
-    """Cuts the adapters of a model over processes, in place.
+    """Splits the adapters of a model over ranks, in place.
 
     Args:
-        model: on the meta device; the layers that adapters belong to are cut.
-        world: this process.
+        model: the model on the meta device, with the adapted layers split.
+        world: this rank.
     """
     for module in list(model.modules()):
         if isinstance(module, LoRAExperts):
@@ -29,7 +29,7 @@ def cut_adapters(model: nn.Module, world: comm.World) -> None:
         if world.tensor_parallel_size == 1:
             continue
         if isinstance(getattr(module, "lora", None), LowRank):
-            # Shared experts get all tokens, whatever the layers around them do.
+            # Shared experts receive all tokens, whatever the layers around them do.
             _cut_beside_linear(module, getattr(module, "tokens", None))
         elif isinstance(module, Factorized):
             for adapter in (module.input_lora, module.output_lora):
@@ -40,19 +40,19 @@ def cut_adapters(model: nn.Module, world: comm.World) -> None:
 def _cut_beside_linear(layer: nn.Module, tokens: Tokens | None) -> None:
     placement, adapter = placement_of(layer.get_parameter("weight")), layer.get_submodule("lora")
     assert isinstance(adapter, LowRank)
-    if placement.replicated:  # a layer that no process shares
+    if placement.replicated:  # a replicated layer
         return
-    # Where tokens are cut, the whole matrix meets those of this process alone.
+    # If tokens are split, the replicated matrix is only applied to this rank's tokens.
     summed = tensor_group().sum_gradient
     of_whole = same if tokens is None else summed
-    if placement.axes[0].size < placement.axes[0].whole:  # cut by output
+    if placement.axes[0].size < placement.axes[0].whole:  # split by output
         cut(adapter, "B", _beside_front(placement, 1, len(adapter.A)))
         narrow: Region = copy if tokens is None else tokens.gather
         adapter.regions = AdapterRegions(A=of_whole, narrow=narrow)
     else:
         cut(adapter, "A", _beside_back(placement, 1, len(adapter.A)))
         narrow = sum_parts if tokens is None else tokens.sum_and_scatter
-        # Each process computes alone with its columns of the merged weight.
+        # Each rank computes only its columns of the merged weight.
         adapter.regions = AdapterRegions(B=of_whole, narrow=narrow, merged_B=summed)
 
 
@@ -88,10 +88,10 @@ def _cut_beside_factor(layer: Factorized, adapter: FactorLowRank) -> None:
 
 
 def _beside_front(placement: Placement, modes: int, rank: int) -> Placement:
-    """The placement of a matrix with the first modes of a parameter that is cut, and the rank."""
+    """Returns the placement of a matrix with the first modes of a split parameter, and the rank."""
     return Placement((*placement.axes[:modes], Axis.uncut(rank)), replicated=False)
 
 
 def _beside_back(placement: Placement, modes: int, rank: int) -> Placement:
-    """The placement of a matrix with the rank, and the later modes of a parameter that is cut."""
+    """Returns the placement of a matrix with the rank, and the later modes of a split parameter."""
     return Placement((Axis.uncut(rank), *placement.axes[modes:]), replicated=False)

@@ -1,4 +1,4 @@
-"""The process group: its start and end, and the collectives that the training loop needs."""
+"""The process group: start, shutdown, and the collectives that the training loop needs."""
 
 import hashlib
 import ipaddress
@@ -26,13 +26,13 @@ from polyad.parallel.megatron import join_groups
 
 T = TypeVar("T")
 TASKS_OF = {"SLURM_STEP_NUM_TASKS": "srun", "OMPI_COMM_WORLD_SIZE": "mpirun", "PMI_SIZE": "mpirun"}
-"""The variables that say how many tasks something has started, this process or its agent in one."""
+"""Variables with the number of tasks that a launcher has started, including this process."""
 RECORDED = 2000
-"""Collectives that PyTorch's flight recorder keeps."""
+"""Number of collectives that PyTorch's flight recorder keeps."""
 _DUMP, _DUMP_OF_NCCL = "_dump_fr_trace_json", "_dump_nccl_trace_json"
 _HAS_DUMP = hasattr(torch._C._distributed_c10d, _DUMP)
 _RECORDER = "TORCH_FR_BUFFER_SIZE" if _HAS_DUMP else "TORCH_NCCL_TRACE_BUFFER_SIZE"
-"""The variable that says how many; older versions of PyTorch know the second alone."""
+"""The variable that sets this number; older versions of PyTorch only know the second one."""
 
 
 @dataclass(frozen=True)
@@ -44,44 +44,44 @@ class World:
     local_rank: int
     device: torch.device
     tensor_parallel_size: int = 1
-    """Processes that share every layer; they have consecutive ranks."""
+    """Number of ranks that share every layer; their ranks are consecutive."""
     expert_parallel_size: int = 1
-    """Data-parallel processes that have different experts; they have consecutive data-parallel
-    ranks."""
+    """Number of data-parallel ranks that have different experts; their data-parallel ranks are
+    consecutive."""
 
     @property
     def tensor_parallel_rank(self) -> int:
-        """This process's rank among those that share its layers."""
+        """This process's rank among the ranks that share its layers."""
         return self.rank % self.tensor_parallel_size
 
     @property
     def data_parallel_size(self) -> int:
-        """The number of groups of processes that see different samples."""
+        """The number of groups of ranks that see different samples."""
         return self.size // self.tensor_parallel_size
 
     @property
     def data_parallel_rank(self) -> int:
-        """The number of this process's group among those that see different samples."""
+        """The index of this rank's group among those that see different samples."""
         return self.rank // self.tensor_parallel_size
 
     @property
     def expert_parallel_rank(self) -> int:
-        """This process's rank among those that have different experts."""
+        """This process's rank among the ranks that have different experts."""
         return self.data_parallel_rank % self.expert_parallel_size
 
     @property
     def is_main(self) -> bool:
-        """Whether this is the one process that prints, and writes the shared files."""
+        """Whether this is rank 0, which prints and writes shared files."""
         return self.rank == 0
 
 
 def environment_world_size() -> int:
-    """Processes that torchrun started, 1 without it; reads the environment only.
+    """Number of processes that torchrun started, 1 without it; reads only the environment.
 
-    `WORLD_SIZE` alone is enough: a run may be described for as many as it will have.
+    `WORLD_SIZE` alone is enough, since a run may be planned for another number of processes.
 
     Raises:
-        LayoutError: the environment has a rank, and only some of torchrun's other variables.
+        LayoutError: the environment has a rank, but only some of torchrun's other variables.
     """
     for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"):
         value = os.environ.get(name)
@@ -96,11 +96,11 @@ def environment_world_size() -> int:
 
 
 def _check_not_apart() -> None:
-    """Refuses worlds that do not know of one another: each would train the whole run, alone.
+    """Refuses processes that do not know of one another: each would train the whole run alone.
 
     Raises:
-        LayoutError: srun or mpirun has started several tasks that torchrun did not join, or this
-            host would look for the others on itself.
+        LayoutError: srun or mpirun has started several tasks without torchrun, or this host would
+            wait for the others at its own address.
     """
     nodes = environment_nodes()
     for name, starter in TASKS_OF.items():
@@ -132,17 +132,17 @@ def _is_this_host(address: str) -> bool:
 
 
 def environment_nodes() -> int:
-    """Hosts that torchrun's processes are on, 1 without it; reads the environment only."""
+    """Number of hosts of torchrun's processes, 1 without it; reads only the environment."""
     return int(os.environ.get("GROUP_WORLD_SIZE", "1"))
 
 
 def environment_rank() -> int:
-    """This process's rank among those of torchrun, 0 without it; reads the environment only."""
+    """This process's rank in torchrun, 0 without it; reads only the environment."""
     return int(os.environ.get("RANK", "0"))
 
 
 def environment_restarts() -> int:
-    """How often torchrun has started its processes again; reads the environment only."""
+    """How often torchrun has restarted its processes; reads only the environment."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
@@ -152,22 +152,21 @@ def initialize(
     expert_parallel_size: int = 1,
     facts: Mapping[str, str] | None = None,
 ) -> World:
-    """Joins the processes that torchrun started, or makes a world of one; may be called again.
+    """Joins the processes that torchrun started, or creates a world of one; may be called again.
 
-    Collectives run over NCCL where there is a GPU, else over gloo.
+    Collectives run over NCCL if there is a GPU, otherwise over gloo.
 
     Args:
-        timeout_minutes: how long a collective waits, and how long the other processes are
-            waited for.
-        tensor_parallel_size: processes that share every layer.
-        expert_parallel_size: data-parallel processes that have different experts.
-        facts: what this process is about to do, which has to be the same on all.
+        timeout_minutes: timeout of collectives, and of waiting for the other processes.
+        tensor_parallel_size: number of ranks that share every layer.
+        expert_parallel_size: number of data-parallel ranks that have different experts.
+        facts: settings of this process that must be equal on all.
 
     Raises:
-        LayoutError: the environment names processes that are not there, or this host has more
+        LayoutError: the environment names processes that do not exist, or this host has more
             processes than GPUs.
-        DisagreementError: on every process, if the facts of one are others.
-        MeetingError: a process did not come, ended before it came, or cannot be connected to.
+        DisagreementError: on every process, if the facts of one differ.
+        MeetingError: a process did not arrive, ended before it arrived, or is unreachable.
     """
     local_rank = int(os.environ.setdefault("LOCAL_RANK", "0"))
     on_gpu = torch.cuda.is_available()
@@ -186,7 +185,7 @@ def initialize(
     if not dist.is_initialized():
         os.environ.setdefault(_RECORDER, f"{RECORDED}")
         options: dict[str, Any] = {"timeout": timedelta(minutes=timeout_minutes)}
-        if on_gpu:  # NCCL connects at once, and no collective has to guess the device
+        if on_gpu:  # NCCL connects at once, and collectives know the device
             options["device_id"] = device
         _join(options, {"device": device.type, **(facts or {})}, timeout_minutes)
     if tensor_parallel_size > 1:
@@ -224,20 +223,20 @@ def _join(options: dict[str, Any], facts: Mapping[str, str], timeout_minutes: fl
 
 
 def limit_waiting(timeout_minutes: float) -> None:
-    """Sets the timeout of the collectives of all groups that this process is in.
+    """Sets the collective timeout of all groups that this process is in.
 
-    DeepSpeed and megatron-core make groups of their own, whose timeout is torch's default (10
-    minutes on NCCL) and not that of the world.
+    DeepSpeed and megatron-core create groups of their own, which have torch's default timeout (10
+    minutes on NCCL) rather than that of the world.
     """
     for group in list(distributed_c10d._world.pg_map):
         distributed_c10d._set_pg_timeout(timedelta(minutes=timeout_minutes), group)
 
 
 def collectives_begun() -> dict[str, int]:
-    """How many collectives this process has begun in each group that it is in.
+    """Returns how many collectives this process has started in each of its groups.
 
-    All processes of a group begin the same ones: where two numbers differ, the one with the higher
-    waits for the other. Can be called from any thread, while another waits.
+    All ranks of a group start the same ones: where two numbers differ, the rank with the higher one
+    waits for the other. Can be called from any thread while another waits.
     """
     if not dist.is_initialized():
         return {}
@@ -248,23 +247,23 @@ def collectives_begun() -> dict[str, int]:
 
 
 def collectives_recorded() -> bytes:
-    """The newest collectives of this process as PyTorch's flight recorder keeps them, in JSON.
+    """Returns the latest collectives of this process from PyTorch's flight recorder, in JSON.
 
-    Can be called from any thread, while another waits. Empty before there is a group.
+    Can be called from any thread while another waits. Empty before there is a group.
     """
     if not dist.is_initialized():
         return b""
-    # NCCL has a recorder of its own; the other one, which some versions lack, has those of gloo.
+    # NCCL has its own recorder; the other one, which some versions lack, records gloo's.
     name = _DUMP_OF_NCCL if dist.get_backend() == "nccl" else _DUMP
     dump = getattr(torch._C._distributed_c10d, name, None)
     return b"" if dump is None else bytes(dump())
 
 
 def collectives_waited_for(recorded: bytes) -> list[str]:
-    """Names the collectives that were begun and are not done, the first in each group.
+    """Names the unfinished collectives, the first in each group.
 
     Args:
-        recorded: what `collectives_recorded` gave.
+        recorded: the result of `collectives_recorded`.
     """
     try:
         trace = json.loads(recorded or b"{}")
@@ -278,7 +277,7 @@ def collectives_waited_for(recorded: bytes) -> list[str]:
             if entry["collective_seq_id"] > done.get(group, -1) and not entry.get("is_p2p"):
                 first.setdefault(group, entry)
         return [_in_words(entry) for _, entry in sorted(first.items())]
-    except (ValueError, KeyError, TypeError):  # another version's form
+    except (ValueError, KeyError, TypeError):  # the format of another version
         return []
 
 
@@ -290,7 +289,7 @@ def _in_words(entry: dict[str, Any]) -> str:
 
 
 def _members_of(name: str) -> str:
-    """The ranks of a group that torch calls so."""
+    """Returns the ranks of a group, given torch's name for it."""
     for group, each in list(distributed_c10d._world.pg_names.items()):
         if each == name:
             ranks = dist.get_process_group_ranks(group)
@@ -303,7 +302,7 @@ def _members_of(name: str) -> str:
 
 @contextmanager
 def left_again() -> Iterator[None]:
-    """A context after which this process is in no process group, unless it was in one before."""
+    """A context after which this process leaves the process group that was created inside it."""
     was_in_one = dist.is_initialized()
     try:
         yield
@@ -313,16 +312,16 @@ def left_again() -> Iterator[None]:
 
 
 def shutdown() -> None:
-    """Leaves the process group once every process has called this."""
+    """Leaves the process group once every rank has called this."""
     if dist.is_initialized():
-        dist.barrier()  # a peer that still talks to this process would abort
+        dist.barrier()  # a rank still communicating with this one would abort
         dist.destroy_process_group()
 
 
 def leave(status: int) -> NoReturn:
-    """Ends a worker at once, after flushing what it printed.
+    """Ends a worker at once, after flushing its output.
 
-    The interpreter's own shutdown can end in SIGABRT when a gloo thread frees its last tensor.
+    The interpreter's own shutdown can end in SIGABRT if a gloo thread frees its last tensor.
     """
     mark = _failure_mark()
     if mark is not None and 0 < status < 128:
@@ -334,7 +333,8 @@ def leave(status: int) -> NoReturn:
 
 
 def peer_has_failed() -> bool:
-    """Whether another process of this host has failed: then collectives can only hang."""
+    """Returns whether another process of this host has failed, so that collectives can only
+    hang."""
     mark = _failure_mark()
     if mark is None:
         return False
@@ -342,24 +342,24 @@ def peer_has_failed() -> bool:
 
 
 def _failure_mark() -> Path | None:
-    """A file that a failed process leaves for its peers, beside torchrun's error files."""
+    """Returns the file by which a failed process warns its peers, beside torchrun's error files."""
     where = os.environ.get("TORCHELASTIC_ERROR_FILE")
     return Path(where).parent / "polyad-failed" if where else None
 
 
 def seed_random(seed: int, step: int, world: World) -> None:
-    """Seeds dropout, differently for each group of processes that sees other samples."""
+    """Seeds dropout, differently for each group of ranks that sees different samples."""
     digest = hashlib.sha256(f"{seed}/{step}/{world.data_parallel_rank}".encode()).digest()
     torch.manual_seed(int.from_bytes(digest[:4], "big"))
 
 
 def rank() -> int:
-    """This process's rank in the world."""
+    """Returns this process's rank in the world."""
     return dist.get_rank()
 
 
 def size() -> int:
-    """The number of processes in the world."""
+    """Returns the number of processes in the world."""
     return dist.get_world_size()
 
 
@@ -369,58 +369,58 @@ def barrier() -> None:
 
 
 def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
-    """The sum of a tensor over all processes; any shape, the same on each."""
+    """Sums a tensor over all ranks; any shape, the same on each."""
     total = values.clone()
     dist.all_reduce(total)
     return total
 
 
 def mean_over_ranks(values: torch.Tensor) -> torch.Tensor:
-    """The mean of a tensor over all processes, without gradient; any shape, the same on each."""
+    """Averages a tensor over all ranks, without gradient; any shape, the same on each."""
     return sum_over_ranks(values.detach()) / size()
 
 
 def sum_over_samples(values: torch.Tensor, world: World) -> torch.Tensor:
-    """The sum of a tensor over processes that see different samples.
+    """Sums a tensor over ranks that see different samples.
 
-    Those that share layers hold the same values, which count once.
+    Ranks that share layers hold the same values, which are counted once.
     """
     return sum_over_ranks(values) / world.tensor_parallel_size
 
 
 def max_over_ranks(values: torch.Tensor) -> torch.Tensor:
-    """The elementwise maximum of a tensor over all processes."""
+    """Returns the elementwise maximum of a tensor over all ranks."""
     total = values.clone()
     dist.all_reduce(total, dist.ReduceOp.MAX)
     return total
 
 
 def any_rank(condition: bool) -> bool:
-    """Whether the condition holds on any process; the answer is the same on all."""
+    """Returns whether the condition holds on any rank; the result is the same on all."""
     return bool(max_over_ranks(torch.tensor(float(condition), device=_device())).item())
 
 
 def highest(number: int) -> int:
-    """The maximum of a number over all processes; the same on all."""
+    """Returns the maximum of a number over all ranks; the same on all."""
     return int(max_over_ranks(torch.tensor(number, device=_device())).item())
 
 
 def from_main(value: T | None) -> T:
-    """Broadcasts a value of rank 0 (pickled: only small values that this program made)."""
+    """Broadcasts a value of rank 0 (pickled, so only for small values made by this program)."""
     box = [value]
     dist.broadcast_object_list(box, src=0, device=_device())
     return box[0]  # type: ignore[return-value]
 
 
 def from_all(value: T) -> list[T]:
-    """Every rank's value in rank order, on every rank (pickled, as in `from_main`)."""
+    """Gathers every rank's value in rank order, on every rank (pickled, as in `from_main`)."""
     everyone: list[T | None] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, value)
     return everyone  # type: ignore[return-value]
 
 
 def gather_to_main(value: T) -> list[T] | None:
-    """Every rank's value in rank order, on rank 0; None on the others."""
+    """Gathers every rank's value in rank order, on rank 0; None on the others."""
     everyone: list[T | None] | None = (
         [None] * dist.get_world_size() if dist.get_rank() == 0 else None
     )
@@ -432,8 +432,8 @@ def gather_to_main(value: T) -> list[T] | None:
 def quiet() -> Iterator[None]:
     """A context in which libraries, and compilers they start, print nothing to standard output.
 
-    Works on the file descriptor, since some of it does not come from Python; standard error
-    stays.
+    Works on the file descriptor, since some output does not come from Python; standard error is not
+    affected.
     """
     sys.stdout.flush()
     saved = os.dup(1)

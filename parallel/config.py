@@ -1,4 +1,4 @@
-"""How a run is spread over processes."""
+"""The keys under `parallel:` and `checkpoint:`."""
 
 from typing import Annotated
 

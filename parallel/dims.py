@@ -1,24 +1,24 @@
-"""Parallel degrees and ranks: arithmetic alone, to check a layout before any process starts."""
+"""Parallel degrees and ranks: plain arithmetic, to check a layout before any process starts."""
 
 import math
 from dataclasses import dataclass
 
 MOST_SHOWN = 6
-"""Degrees or batch sizes that an error names at most."""
+"""Maximum number of degrees or batch sizes that an error lists."""
 
 
 class LayoutError(ValueError):
-    """Degrees or batch sizes that do not fit the processes."""
+    """Degrees or batch sizes that do not fit the number of processes."""
 
     exit_status = 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class Dims:
-    """How `world_size` processes are used.
+    """How `world_size` processes are divided.
 
     Raises:
-        LayoutError: the degrees do not divide the processes.
+        LayoutError: the degrees do not divide the number of processes.
     """
 
     world_size: int
@@ -45,7 +45,7 @@ class Dims:
             )
 
     def _what_to_type(self, key: str, degree: int) -> str:
-        """How to start other processes, or which degrees these would do with."""
+        """Suggests another number of processes, or degrees that fit the present one."""
         others = 1 if key == "tensor_parallel_size" else self.tensor_parallel_size
         fitting = [size for size in divisors(max(self.world_size // others, 1)) if size != degree]
         change = f"parallel.{key}={' or '.join(map(str, fitting[:MOST_SHOWN]))}"
@@ -60,17 +60,17 @@ class Dims:
 
     @property
     def data_parallel_size(self) -> int:
-        """Processes that see different samples."""
+        """Number of data-parallel ranks, which see different samples."""
         return self.world_size // self.tensor_parallel_size
 
     def crossing(self, processes_of_node: int) -> str | None:
-        """Says that processes which exchange something in every layer are on different nodes.
+        """Reports if ranks that communicate in every layer are on different nodes.
 
         Args:
-            processes_of_node: on each.
+            processes_of_node: number of processes per node.
 
         Returns:
-            A line; None if none are.
+            One line; None if there are no such ranks.
         """
         together = self.tensor_parallel_size * self.expert_parallel_size
         if self.world_size <= processes_of_node or processes_of_node % together == 0:
@@ -83,10 +83,10 @@ class Dims:
         )
 
     def accumulation_steps(self, global_batch_size: int, micro_batch_size: int) -> int:
-        """Micro-batches that each process runs in one optimizer step.
+        """Number of micro-batches that each rank runs per optimizer step.
 
         Raises:
-            LayoutError: the global batch is not a multiple of all processes' micro-batches.
+            LayoutError: the global batch is not a multiple of the micro-batches of all ranks.
         """
         at_once = micro_batch_size * self.data_parallel_size
         if global_batch_size % at_once:
@@ -112,10 +112,10 @@ class Dims:
 
 
 def divisors(number: int) -> list[int]:
-    """All that divide a number, in order.
+    """Lists all divisors of a number, in order.
 
     Args:
-        number: of 1 or more.
+        number: at least 1.
     """
     low = [size for size in range(1, math.isqrt(number) + 1) if number % size == 0]
     return sorted({*low, *(number // size for size in low)})

@@ -1,9 +1,9 @@
-"""The exchange of rows between processes that have different experts.
+"""The all-to-all exchange of rows between ranks that have different experts.
 
-A process sends each row to the one that has its expert and gets the output back; backward the
-gradients go the same ways.
+A rank sends each row to the rank of its expert and gets the output back; in the backward pass the
+gradients take the same routes.
 
-Shapes: M rows, E experts, D width, P processes that share the experts, X experts of each.
+Shapes: M rows, E experts, D width, P ranks that share the experts, X experts of each.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,30 +21,31 @@ from polyad.parallel.regions import Flight, Group, wait
 
 
 def _on_host() -> None:
-    """Returns at once: the numbers are there."""
+    """Returns at once: the numbers are already on the CPU."""
 
 
 class Counts(NamedTuple):
-    """How many rows travel."""
+    """Numbers of rows to exchange."""
 
     arriving: Sequence[Tensor]
-    """For each lot, the rows that come from each process for each expert here, on the device."""
+    """For each lot, the rows from each rank for each expert of this one, on the device."""
     numbers: Tensor
-    """[2, lots, P]: sent and received, perhaps on their way to the host."""
+    """[2, lots, P]: sent and received, possibly still being copied to the CPU."""
     wait: Callable[[], None] = _on_host
-    """Returns when the numbers are on the host."""
+    """Returns when the numbers are on the CPU."""
 
 
 class RowExchange:
-    """Sends rows to the processes that have their experts, and returns the outputs.
+    """Sends rows to the ranks of their experts, and returns the outputs.
 
-    With two lots of experts on each process, the rows of one travel while the experts of the other
-    compute, forward and backward. Every expert sees the same rows at once as with one lot.
+    A rank's experts can be divided into two lots: the rows of one are sent while the experts of the
+    other compute, forward and backward. Every expert processes the same rows at once as with one
+    lot.
 
     Args:
         num_experts: E.
-        parts: processes that share them.
-        lots: of the experts of a process.
+        parts: number of ranks that share them.
+        lots: number of lots of a rank's experts, 1 or 2.
     """
 
     def __init__(self, num_experts: int, parts: int, lots: int = 1) -> None:
@@ -52,10 +53,10 @@ class RowExchange:
         self.parts, self.lots = parts, lots
         self.sizes = [here - here // 2, here // 2] if lots == 2 else [here]
         self.group: Group
-        """The processes; set when the engine has made their group."""
+        """The ranks; set once the engine has created their group."""
 
     def order(self, selected: Selected) -> tuple[Tensor, Tensor]:
-        """Numbers of the experts by which rows are sorted: lot by lot, in each by process."""
+        """Renumbers the experts for sorting rows: lot by lot, and within a lot by rank."""
         expert_ids_NK, counts_E = selected.expert_ids_NK, selected.counts_E
         if self.lots == 1:
             return expert_ids_NK, counts_E
@@ -68,7 +69,7 @@ class RowExchange:
         return torch.where(expert < first, early, late), counts_E
 
     def begin(self, plan: Plan) -> Counts:
-        """Exchanges how many rows come, and has the numbers on their way to the host."""
+        """Exchanges the numbers of rows, and starts copying them to the CPU."""
         lots = plan.counts_E.split([self.parts * size for size in self.sizes])
         leaving = [counts.view(self.parts, -1) for counts in lots]
         even = [sum(self.sizes)] * self.parts
@@ -90,10 +91,10 @@ class RowExchange:
         self, rows_MD: Tensor, plan: Plan, experts: StackedExperts, counts: Counts
     ) -> Tensor:
         """Computes the experts of all rows; see `Dispatcher.compute`."""
-        # The only place where the CPU waits for the GPU.
+        # The only place where the CPU synchronizes with the GPU.
         counts.wait()
         numbers = counts.numbers
-        if numbers.is_cuda:  # compiled, where `tolist` would copy them one by one
+        if numbers.is_cuda:  # compiled; `tolist` would copy them one by one
             numbers = numbers.cpu()
         send, receive = numbers.tolist()
         num_rows, num_sent = rows_MD.shape[0], sum(map(sum, send))
@@ -145,7 +146,7 @@ class RowExchange:
         experts: StackedExperts,
         weights: ExpertWeights | None,
     ) -> Tensor:
-        """Runs rows that came sorted by sender, then by expert, through a lot of experts."""
+        """Runs rows, sorted by sender and then by expert, through a lot of experts."""
         here = counts_PX.shape[1]
         if here == 1:
             return experts(arrived_MD, counts_PX.sum(0), weights)

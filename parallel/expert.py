@@ -1,9 +1,10 @@
-"""Expert parallelism: whole experts on different processes, tokens exchanged with them.
+"""Expert parallelism: whole experts on different ranks, with an all-to-all exchange of tokens.
 
-The router is on every process. Each sends the rows of its tokens to the processes that have their
-experts, and gets the outputs back: two exchanges forward and two backward, of K T D (EP - 1) / EP
-numbers each under even routing, and no gathering. Under tensor parallelism the inner width of every
-expert is cut, too: the processes that share tokens each compute a part of the same rows.
+The router is on every rank. Each sends the rows of its tokens to the ranks of their experts, and
+gets the outputs back: two exchanges forward and two backward, of K T D (EP - 1) / EP values each
+with even routing, and no gathering. Under tensor parallelism the inner width of every expert is
+split,
+too: ranks that share tokens each compute a part of the same rows.
 
 Shapes: B batch, T tokens in a sequence, N tokens, K experts of a token, M rows, E experts, D width,
 F inner width of an expert.
@@ -30,12 +31,12 @@ from polyad.parallel.zero import connect, expert_group, moe_class
 
 
 def parallelize_experts(layer: SelectingMoE, world: comm.World, overlap: bool = False) -> None:
-    """Cuts the experts of one layer over the processes, in place.
+    """Distributes the experts of one layer over the ranks, in place.
 
     Args:
-        layer: on the meta device.
-        world: this process, with its expert-parallel and tensor-parallel ranks.
-        overlap: whether half of the experts of a process compute while rows of the others travel.
+        layer: the layer on the meta device.
+        world: this rank, with its expert-parallel and tensor-parallel ranks.
+        overlap: whether half of a rank's experts compute while the rows of the others are sent.
     """
     experts = layer.experts
     for name, inner in experts.inner_axes.items():
@@ -47,7 +48,7 @@ def parallelize_experts(layer: SelectingMoE, world: comm.World, overlap: bool = 
         )
     if world.tensor_parallel_size > 1:
         group = tensor_group()
-        # Each process computes a part of every output, so gradients of both inputs are summed.
+        # Each rank computes a part of every output, so gradients of both inputs are summed.
         layer.dispatcher.regions = DispatchRegions(
             tokens=copy,
             weights=copy,
@@ -65,10 +66,10 @@ def parallelize_experts(layer: SelectingMoE, world: comm.World, overlap: bool = 
 
 
 def connect_without_engine(layers: Iterable[SelectingMoE]) -> None:
-    """Finds the processes that rows are exchanged with, as an engine does when it is made.
+    """Sets up the groups for exchanging rows, as building an engine does.
 
     Args:
-        layers: whose experts `parallelize_experts` has cut over processes. All processes call it.
+        layers: layers split by `parallelize_experts`. All ranks call it.
     """
     connect()
     for layer in layers:
@@ -77,7 +78,7 @@ def connect_without_engine(layers: Iterable[SelectingMoE]) -> None:
 
 @functools.cache
 def _expert_parallel_dispatcher() -> type:
-    """Defines the dispatcher class, a subclass of DeepSpeed's `MoE`, which its engine looks for."""
+    """Defines the dispatcher class, a subclass of DeepSpeed's `MoE`, for which its engine looks."""
     layer_class: Any = moe_class()
 
     class ExpertParallelDispatcher(Dispatcher, layer_class):
@@ -113,15 +114,15 @@ def _expert_parallel_dispatcher() -> type:
 
 
 class TensorParallelAttentionGraph(AttentionGraph):
-    """The attention graph with its heads spread over tensor-parallel processes.
+    """The attention graph with its heads split over tensor-parallel ranks.
 
-    The process that has the chosen head computes the mixture, and the others receive it. The choice
-    is in a buffer on the device, and is never read: all processes run the same operations. A fixed
-    head is in one, too.
+    The rank with the chosen head computes the mixture, and the others receive it. The choice is in
+    a buffer on the device and is never read on the CPU: all ranks run the same operations. A fixed
+    head is in a buffer, too.
 
     Args:
-        graph: the whole one.
-        world: this process.
+        graph: the whole graph.
+        world: this rank.
     """
 
     def __init__(self, graph: AttentionGraph, world: comm.World) -> None:
@@ -131,7 +132,7 @@ class TensorParallelAttentionGraph(AttentionGraph):
         self._first_head = self._heads_here * world.tensor_parallel_rank
 
     def attention_head(self) -> Tensor | None:
-        """The chosen head; if another process has it, any head of this process."""
+        """Returns the chosen head; if another rank has it, any head of this rank."""
         head = super().attention_head()
         return None if head is None else (head - self._first_head).clamp(0, self._heads_here - 1)
 
@@ -158,7 +159,8 @@ class TensorParallelAttentionGraph(AttentionGraph):
         return Mixed(mixed_BTE, measured[0], entropy_A, self.chosen_head().squeeze(0))
 
     def _own_entropies(self, given: BlockInput) -> Tensor:
-        """[A], 0 for the heads of other processes; empty if no head is chosen by them."""
+        """Returns [A], 0 for the heads of other ranks; empty if the head is not chosen by
+        entropy."""
         if not self.chooses:
             return self.fixed_head.new_empty(0)
         assert given.attention is not None

@@ -1,10 +1,10 @@
-"""Factorized experts over tensor-parallel processes: every factor cut, narrow modes exchanged.
+"""Factorized experts over tensor-parallel ranks: every factor split, narrow modes exchanged.
 
-A factorized layer is narrow in the middle: R numbers a token (a ring: four times its rank) between
-its input factor and its output factor, against F inner units. So the inner units stay cut, as those
-of a dense MLP, and what is sent are the R numbers: gathered in the first layer, where every inner
-unit needs all of them, and summed into parts in the second, where every process has a share of
-each sum. The block's output is summed as a dense one's. `FACTORS.md` says what that costs.
+A factorized layer is narrow in the middle: R values per token (in a ring four times its rank)
+between its input and output factors, compared with F inner units. So the inner units stay split,
+like those of a dense MLP, and the R values are communicated: gathered in the first layer, where
+every inner unit needs all of them, and reduce-scattered in the second, where every rank has a part
+of each sum. The block's output is all-reduced like a dense one's. `FACTORS.md` describes the cost.
 
 Shapes: M tokens, R rank.
 """
@@ -25,11 +25,11 @@ from polyad.parallel.shard import Axis, Placement, cut
 
 
 def parallelize_factors(layer: MuMoE, world: comm.World) -> None:
-    """Cuts the gate and all layers over the tensor-parallel processes, in place.
+    """Splits the gate and all layers over the tensor-parallel ranks, in place.
 
     Args:
-        layer: on the meta device.
-        world: this process, with its tensor-parallel rank.
+        layer: the layer on the meta device.
+        world: this rank, with its tensor-parallel rank.
     """
     group = tensor_group()
     _cut_gate(layer, group)
@@ -46,12 +46,12 @@ def parallelize_factors(layer: MuMoE, world: comm.World) -> None:
 def _cut_axes(
     factors: Factorized, name: str, shape: tuple[int, ...], group: Group, *, is_first: bool
 ) -> dict[int, Axis]:
-    """The axes of a factor that are cut; empty: every process has the whole."""
-    if not is_first and name == "input_factor":  # the last process has the bias row below the units
+    """Returns the split axes of a factor; empty if it is replicated."""
+    if not is_first and name == "input_factor":  # the last rank has the bias row below the units
         inner = factors.sizes.inputs
         return {0: Axis.part_and_rest(shape[0], inner, group.rank, group.size)}
     if is_first and name == "output_factor":
-        axis = len(shape) - 1  # of the inner units
+        axis = len(shape) - 1  # the axis of the inner units
     else:
         axes = factors.rank_axes(factors.sizes, group.size)
         if name not in axes:
@@ -61,14 +61,14 @@ def _cut_axes(
 
 
 def _regions(factors: Factorized, group: Group, *, is_first: bool) -> FactorRegions:
-    """What is exchanged in a layer, whose narrow numbers cross either before or after mixing.
+    """Returns the regions of a layer, which communicates either before or after mixing.
 
-    The first layer gathers them, as late as it can: after mixing if it can mix a part of them. The
-    second sums them into parts, as early as it needs to: before mixing if it mixes a part.
+    The first layer gathers as late as possible: after mixing if it can mix a part of R. The second
+    reduce-scatters as early as needed: before mixing if it mixes a part.
     """
     shapes = factors.factor_shapes(factors.sizes)
     axes = factors.rank_axes(factors.sizes, group.size)
-    # A narrow mode cut along its second axis is one cut block for each row of its first.
+    # A narrow mode split along its second axis consists of one split block per row of its first.
     if is_first:
         blocks = shapes["input_factor"][1] if axes["input_factor"] == 2 else 1
         regions = FactorRegions(input=copy)
@@ -81,7 +81,7 @@ def _regions(factors: Factorized, group: Group, *, is_first: bool) -> FactorRegi
         if is_first:
             return regions._replace(mixed=crossing)
         return regions._replace(contracted=crossing)
-    # Every process computes alike what the coefficients choose, and multiplies a part by it.
+    # Every rank computes the mixed expert factors identically, and multiplies a part by them.
     regions = regions._replace(experts=copy, core=lambda core: group.gather(core, 0))
     if is_first:
         return regions._replace(contracted=crossing)
@@ -89,11 +89,12 @@ def _regions(factors: Factorized, group: Group, *, is_first: bool) -> FactorRegi
 
 
 def _by_blocks(crossing: Callable[[Tensor, int], Tensor], blocks: int) -> Region:
-    """An exchange of numbers of a token that are in blocks, of each of which a process has a part.
+    """Applies an exchange to values of a token that are in blocks, of each of which a rank has a
+    part.
 
     Args:
         crossing: the exchange, along an axis.
-        blocks: how many.
+        blocks: number of blocks.
     """
 
     def crossed(narrow_MR: Tensor) -> Tensor:
@@ -103,11 +104,12 @@ def _by_blocks(crossing: Callable[[Tensor, int], Tensor], blocks: int) -> Region
 
 
 def _cut_gate(layer: MuMoE, group: Group) -> None:
-    """Has every process keep some columns of the gate, and compute all scores.
+    """Makes every rank keep some columns of the gate, and compute all scores.
 
-    Gradients of coefficients are whole, where those of what they mix are summed. Where ranks are
-    mixed in parts, each process has a part of the coefficients' gradient: that is summed as it is,
-    or goes on through the gate, which is linear backward, to its input, if those are fewer numbers.
+    Gradients of coefficients are complete where those of the mixed vectors are summed. If R is
+    mixed in parts, each rank has a part of the coefficients' gradient: either that is all-reduced,
+    or it is propagated through the gate, whose backward is linear, to its input, whichever is
+    smaller.
     """
     gate = layer.gate
     experts, width = gate.weight.shape
@@ -122,17 +124,17 @@ def _cut_gate(layer: MuMoE, group: Group) -> None:
 
 
 RANKS = 8
-"""Ranks are stored as multiples of it, where no process shares them: 16 bytes in bf16."""
+"""Ranks are stored as multiples of this, if they are not split: 16 bytes in bf16."""
 
 
 def pad_ranks(model: nn.Module) -> None:
-    """Rounds the ranks of factorized layers up, in place, where they are not cut.
+    """Pads the ranks of factorized layers, in place, if they are not split.
 
-    The padding exists only here: no checkpoint and no count has it. It begins as zeros and stays
-    zero, since in the gradient of each factor's padding there is another's.
+    The padding exists only here: checkpoints and counts exclude it. It starts as zeros and stays
+    zero, since the gradient of each factor's padding is multiplied by another factor's padding.
 
     Args:
-        model: on the meta device.
+        model: the model on the meta device.
     """
     for layer in model.modules():
         if not isinstance(layer, Factorized) or layer.sizes.rank % RANKS == 0:
@@ -149,7 +151,7 @@ def pad_ranks(model: nn.Module) -> None:
 
 
 def _pad_adapter(layer: Factorized, adapter: FactorLowRank, before: tuple[int, ...]) -> None:
-    """Pads what is beside a factor as the factor is."""
+    """Pads an adapter like the factor that it adapts."""
     after, modes, rank = layer.get_parameter(adapter.adapts).shape, adapter.modes, len(adapter.B)
     shapes = {
         "A": ((*after[:modes], rank), (*before[:modes], rank)),

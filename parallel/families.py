@@ -33,54 +33,55 @@ from polyad.parallel.tensor_folder import (
 )
 
 _ROWS = 4096
-"""Rows of two tensors that are compared at once."""
+"""Rows of two tensors that are compared at a time."""
 _BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json",
            "added_tokens.json", "chat_template.jinja")  # fmt: skip
 _LARGEST = 2**22
-"""Bytes of such a file that is kept."""
+"""Maximum size of such a file to keep, in bytes."""
 _UNNAMED = re.compile(r"LABEL_\d+")
 
 
 def is_huggingface_folder(path: Path) -> bool:
-    """Whether a path is a folder of another library, and neither a checkpoint nor a run of ours."""
+    """Returns whether a path is a folder of another library, not a checkpoint or run of ours."""
     return (path / CONFIG_FILE).is_file() and not (path / "manifest.json").exists()
 
 
 class Origin(Record):
-    """What of another library's folder its weights do not tell: it is written again with them."""
+    """What a folder of another library contains besides weights, kept to be written again."""
 
     config: dict[str, Any]
     """The content of config.json."""
     dtype: str
-    """The type of most tensors, as safetensors names it."""
+    """The dtype of most tensors, as safetensors names it."""
     dtypes: dict[str, str]
-    """That of the others, by their plain names."""
+    """The dtypes of the others, by their plain names."""
     copies: list[str]
-    """Plain names of tensors that are copies of others, as a tied head."""
+    """Plain names of tensors that are copies of others, such as a tied head."""
     fused: str | None = None
-    """The plain name of a tensor of several experts, where those of the family are one by one."""
+    """The plain name of a tensor with several experts, if the family's rules are per expert."""
     files: dict[str, str]
-    """Small files that lie beside, by name."""
+    """Further small files, by name."""
 
     def dtype_of(self, name: str) -> torch.dtype:
-        """The type of a tensor by its plain name."""
+        """Returns the dtype of a tensor by its plain name."""
         return TORCH_DTYPES[self.dtypes.get(name, self.dtype)]
 
     def family(self) -> Family:
-        """The family, with the names that its tensors had."""
+        """Returns the family, with the names that its tensors had."""
         names = [] if self.fused is None else [self.fused]
         return family_of_files(self.config, CONFIG_FILE).for_names(names)
 
 
 class FamilyWeights(FolderWeights):
-    """The weights of such a folder: a `WeightSource`. Boxes are read, never all of it.
+    """The weights of such a folder, as a `WeightSource` that only reads the requested boxes.
 
     Args:
-        folder: with config.json and model.safetensors, or shards and model.safetensors.index.json.
+        folder: the folder, with config.json and model.safetensors, or shards and
+            model.safetensors.index.json.
 
     Raises:
-        HuggingFaceError: it is of no family that is known, incomplete or damaged, asks for what is
-            not built here, or holds a pickle.
+        HuggingFaceError: its family is unknown, it is incomplete or damaged, needs something that
+            is not supported, or contains a pickle.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -92,7 +93,7 @@ class FamilyWeights(FolderWeights):
         super().__init__(folder, tensors, {}, HuggingFaceError)
         self.config: Any = self.family.read_config(self._tree, self._shape, str(place))
         self.seed = 0
-        """That a new head starts from; a run sets its own."""
+        """The seed of a new head; set by a run."""
         self._check_layers()
         self._describe(self.config)
         self._head_may_be_new = self.family.may_lack_head and not self._has_head()
@@ -100,7 +101,7 @@ class FamilyWeights(FolderWeights):
 
     @property
     def class_names(self) -> list[str] | None:
-        """The names of the classes of its head; None if it has none, or does not name them all."""
+        """The class names of its head; None if it has none, or does not name all classes."""
         count, labels = self._num_classes, self.family.labels(self._tree)
         if isinstance(labels, list):
             labels = {str(number): name for number, name in enumerate(labels)}
@@ -114,7 +115,8 @@ class FamilyWeights(FolderWeights):
 
     @property
     def note(self) -> str | None:
-        """A line for people: what is new, and what of the folder is not used; None for nothing."""
+        """A line for the user on what is new, and what of the folder is unused; None if nothing
+        is."""
         new = [name for name in self._shapes if self.is_new(name)]
         if new and self.family.may_lack_head:
             return f"{self.folder} has no head for these classes: it starts from random values"
@@ -135,11 +137,11 @@ class FamilyWeights(FolderWeights):
         return "; ".join(said) or None
 
     def model_config(self) -> ModelSettings:
-        """The configuration of its model, complete."""
+        """Returns the configuration of its model, complete."""
         return self.config
 
     def origin(self) -> Origin:
-        """What is written again beside the weights where they go back."""
+        """Returns what is written again beside the weights on export."""
         tree = {key: value for key, value in self._tree.items() if key != "quantization_config"}
         found = {name: self._tensors.mapped(name).get_dtype() for name in self._tensors.names()}
         most = max(set(found.values()), key=list(found.values()).count)
@@ -160,13 +162,13 @@ class FamilyWeights(FolderWeights):
         )
 
     def stored_names(self, name: str) -> list[str]:
-        """Names of the folder's tensors that a weight of ours is made of."""
+        """Returns the names of the folder's tensors for one of our weights."""
         if self.is_new(name):
             return []
         return [piece.name for piece in self._pieces(name) if not self._lacks(piece)]
 
     def unread(self) -> tuple[str, ...]:
-        """Tensors of the folder that no weight or buffer of ours is made of, in order."""
+        """Lists the folder's tensors that none of our weights or buffers uses, in order."""
         used = {name for ours in self._shapes for name in self.stored_names(ours)}
         for name, _ in self._model.named_buffers():
             if (rule := self.family.find(name)) is not None:
@@ -174,13 +176,14 @@ class FamilyWeights(FolderWeights):
         return tuple(sorted(set(self._tensors.names()) - used))
 
     def is_new(self, name: str) -> bool:
-        """Whether a weight or buffer is of a head that the folder does not have in this shape."""
+        """Returns whether a weight or buffer belongs to a head that the folder lacks in this
+        shape."""
         return self._head_may_be_new and name.startswith(HEAD) and not self._holds(name)
 
     def check_config(self, config: ModelSettings) -> None:
-        """Compares the folder's model with one that starts from it.
+        """Compares the folder's model with a model that is initialized from it.
 
-        What of that one's head the folder does not have is new from now on.
+        Parts of that model's head that the folder lacks count as new from now on.
 
         Raises:
             HuggingFaceError: a key differs; each is named with both values.
@@ -206,14 +209,15 @@ class FamilyWeights(FolderWeights):
         self._describe(config)
 
     def buffer(self, name: str) -> Tensor:
-        """The folder's, or the initial value of one that only training has, as that of a graph."""
+        """Returns the folder's buffer, or the initial value of one that only training has (a
+        graph's)."""
         rule = self.family.find(name)
         if rule is None or self.is_new(name):
             return initial_value(self._model, name, self.seed)
         return self._tensors.read(rule.names[0], ()).to(torch.float32, copy=True)
 
     def parts(self, name: str, slices: Slices) -> Iterator[Tensor]:
-        """What each tensor of the folder has of a part of a weight, row after row."""
+        """Yields the parts of a weight from each tensor of the folder, row after row."""
         if self.is_new(name):
             yield initial_value(self._model, name, self.seed)[slices]
             return
@@ -225,14 +229,14 @@ class FamilyWeights(FolderWeights):
             box = (slice(start, stop), *slices[1:])
             if self._lacks(piece):
                 yield torch.zeros(tuple(each.stop - each.start for each in box))
-            elif self._tensors.is_quantized(piece.name):  # one expert is in memory at a time
+            elif self._tensors.is_quantized(piece.name):  # only one expert is in memory at a time
                 for row in range(start, stop):
                     yield self._stored_part(piece, (slice(row, row + 1), *box[1:]))
             else:
                 yield self._stored_part(piece, box)
 
     def _stored_part(self, piece: Piece, box: Slices) -> Tensor:
-        """What a tensor of the folder has of a box of its own rows, in our form."""
+        """Reads a box of rows of a tensor of the folder, in our orientation."""
         size = tuple(each.stop - each.start for each in box)
         return piece.in_our_form(self._tensors.read(piece.name, piece.box(box)), size)
 
@@ -241,7 +245,7 @@ class FamilyWeights(FolderWeights):
         return self.family.num_classes(self.config)
 
     def _shape(self, name: str) -> Shape | None:
-        """The shape of a tensor of the folder; None if it is not there."""
+        """Returns the shape of a tensor of the folder; None if it does not exist."""
         if name not in self._tensors.names():
             return None
         return tuple(self._tensors.mapped(name).get_shape())
@@ -250,22 +254,22 @@ class FamilyWeights(FolderWeights):
         return self.family.pieces(name, self._shapes[name])
 
     def _lacks(self, piece: Piece) -> bool:
-        """Whether it is not there, and may be."""
+        """Returns whether an optional tensor is missing."""
         return piece.rule.optional and piece.name not in self._tensors.names()
 
     def _holds(self, name: str) -> bool:
-        """Whether the folder has a weight, in this shape."""
+        """Returns whether the folder has a weight, in this shape."""
         if name not in self._shapes or self.family.find(name) is None:
             return False
         return all(self._shape(piece.name) == piece.shape for piece in self._pieces(name))
 
     def _has_head(self) -> bool:
-        """Whether the folder has any tensor of a head."""
+        """Returns whether the folder has any tensor of a head."""
         rules = [self.family.find(name) for name in self._shapes if name.startswith(HEAD)]
         return any(rule and rule.names[0] in self._tensors.names() for rule in rules)
 
     def _compared(self, config: ModelSettings, free: frozenset[str]) -> dict[str, Any]:
-        """What decides which weights a model has and what they compute, by its whole key."""
+        """Returns the keys that determine a model's weights and what they compute, by full name."""
         if isinstance(config, DecoderConfig):
             return flat(comparable(config))
         dumped = config.model_dump(exclude=set(free))
@@ -273,16 +277,17 @@ class FamilyWeights(FolderWeights):
         for key, each in config.feed_forwards().items():
             del values[key]
             values[f"{key}.kind"] = each.kind
-            if each.kind == "dense":  # null is four times the width
+            if each.kind == "dense":  # null means four times the width
                 inner = each.inner_size(self.family.width(config, key))
                 values[f"{key}.hidden_size"] = inner
         return values
 
     def _check_layers(self) -> None:
-        """Looks for the last block: numbers in config.json have no bounds, so the files come first.
+        """Checks that the last block exists: numbers in config.json are not bounded, so files come
+        first.
 
         Raises:
-            HuggingFaceError: it is not there.
+            HuggingFaceError: it does not.
         """
         key, last = self.family.their_keys().get("num_layers"), self.config.last_parameter()
         rule = self.family.find(last) if last else None
@@ -294,7 +299,7 @@ class FamilyWeights(FolderWeights):
         )
 
     def _describe(self, config: ModelSettings) -> None:
-        """Sets the model whose weights are asked for."""
+        """Sets the model whose weights are read."""
         try:
             self._model = build_model(config)
         except ModelSizeError:
@@ -305,7 +310,7 @@ class FamilyWeights(FolderWeights):
         self._shapes = {name: tuple(parameter.shape) for name, parameter in named}
 
     def _check(self) -> None:
-        """Accounts for every tensor."""
+        """Checks that every tensor is accounted for."""
         wanted: dict[str, Wanted] = {}
         for name in self._shapes:
             if not self.is_new(name):
@@ -337,14 +342,14 @@ def stored_entries(
     whole: Callable[[str], Tensor | None],
     origin: Origin | None = None,
 ) -> list[FileTensor]:
-    """The tensors of a file of another library, in the order of our weights.
+    """Returns the tensors of a file for another library, in the order of our weights.
 
     Args:
-        family: that the model is written as.
-        config: of the model.
-        shapes: of the weights that their model has, by our names.
-        whole: gives one of our weights; None: there is none, and zeros are written.
-        origin: of the folder that the weights are from; None: all are fp32.
+        family: the family as which the model is written.
+        config: the configuration of the model.
+        shapes: shapes of the weights that their model has, by our names.
+        whole: returns one of our weights; None if there is none, and zeros are written.
+        origin: the origin of the weights; None if all are fp32.
     """
     parts: dict[str, list[tuple[str, Piece]]] = {}
     for name, shape in shapes.items():
@@ -355,7 +360,7 @@ def stored_entries(
         if copies.get(name) in parts:
             parts[name] = parts[copies[name]]
     dtypes = {name: torch.float32 if origin is None else origin.dtype_of(name) for name in parts}
-    # Longer numbers first, so that each tensor begins at a multiple of its own.
+    # Larger element types first, so that each tensor is aligned to its own element size.
     ordered = sorted(parts.items(), key=lambda each: -dtypes[each[0]].itemsize)
     return [
         FileTensor(
@@ -380,7 +385,7 @@ def _assembled(
 
 
 def flat(values: Mapping[str, Any], before: str = "model") -> dict[str, Any]:
-    """Values of nested sections by whole keys."""
+    """Flattens nested sections to values by full keys."""
     found: dict[str, Any] = {}
     for key, value in values.items():
         name = f"{before}.{key}"
@@ -389,12 +394,13 @@ def flat(values: Mapping[str, Any], before: str = "model") -> dict[str, Any]:
 
 
 def _is_copy(tensors: TensorFolder, name: str, other: str) -> bool:
-    """Whether two tensors of a folder are the same, bit for bit or both NaN.
+    """Returns whether two tensors of a folder are equal, bit for bit or both NaN.
 
     Args:
-        tensors: of the folder.
-        name: of a tensor that need not be there, as a tied head; then it counts as a copy.
-        other: of one that is there.
+        tensors: the folder.
+        name: the name of a tensor that may be missing, such as a tied head; it then counts as a
+            copy.
+        other: the name of an existing tensor.
     """
     if name not in tensors.names():
         return True
@@ -402,7 +408,7 @@ def _is_copy(tensors: TensorFolder, name: str, other: str) -> bool:
     if one.get_shape() != two.get_shape():
         return False
     return all(
-        # A diverged run has NaN in both, which are not equal to each other.
+        # A diverged run has NaN in both, which do not compare equal.
         torch.allclose(
             tensors.read(name, (slice(row, row + _ROWS),)).double(),
             tensors.read(other, (slice(row, row + _ROWS),)).double(),

@@ -1,14 +1,14 @@
-"""Gradients on their way to the optimizer: in fp32, and in one order on all processes.
+"""Gradient reduction in fp32, and in the same order on all ranks.
 
-**In fp32.** DeepSpeed accumulates the micro-batches of a bf16 model in bf16 at stage 0, and rounds
-the sum over processes to bf16. At stages 1 to 3 it sums in fp32 if its configuration says so; see
+**In fp32.** In stage 0 DeepSpeed accumulates the micro-batches of a bf16 model in bf16, and rounds
+the sum over ranks to bf16. In stages 1 to 3 it sums in fp32 if its configuration says so; see
 `zero.py`.
 
-**In one order.** DeepSpeed puts gradients into a bucket as autograd gives them, and sums bucket by
-bucket: the numbers that stand at the same place on different processes have to be of the same
-parameter. It takes for granted that all processes compute in the same order. They do not where
-graphs differ: torch.compile may break a graph on one process and not on another, and gives the
-gradients of each graph all at once. The sums are then of different parameters, and nothing fails.
+**In one order.** DeepSpeed puts gradients into a bucket in the order in which autograd computes
+them, and reduces bucket by bucket: values at the same place on different ranks must belong to the
+same parameter. It assumes that all ranks compute in the same order. They do not if graphs differ:
+torch.compile may break a graph on one rank and not on another, and returns the gradients of each
+graph all at once. Then gradients of different parameters are summed, without an error.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,14 +22,13 @@ from polyad.parallel import comm
 
 
 class Fp32Gradients:
-    """Collects gradients from autograd, and gives the fp32 master weights their mean.
+    """Accumulates gradients from autograd, and sets those of the fp32 master weights to their mean.
 
     Args:
-        pairs: weights in bf16, and their masters.
-        group_of: gives the group of the processes that hold the same parameter and see other
-            samples.
-        bucket_size: elements that are summed over processes in one call.
-        world: this process.
+        pairs: bf16 weights and their masters.
+        group_of: returns the group of the ranks that hold the same parameter and see other samples.
+        bucket_size: number of elements that are reduced over ranks in one call.
+        world: this rank.
     """
 
     def __init__(
@@ -49,7 +48,7 @@ class Fp32Gradients:
     def _add(self, parameter: torch.Tensor) -> None:
         """Called by autograd when a parameter's gradient of a micro-batch is complete."""
         gradient, parameter.grad = parameter.grad, None
-        if gradient is None:  # a compiled block calls hooks of weights that it gives none, too
+        if gradient is None:  # compiled blocks also call hooks of weights without a gradient
             return
         if parameter in self._sums:
             self._sums[parameter] += gradient
@@ -58,11 +57,12 @@ class Fp32Gradients:
 
     @torch.no_grad()
     def reduce(self) -> None:
-        """Sets the masters' gradients: the mean over all data-parallel processes, in fp32.
+        """Sets the masters' gradients to the mean over all data-parallel ranks, in fp32.
 
-        Every process calls it, once a step. A parameter without a gradient here takes part with
-        zeros, since other processes may have one. Experts are summed over the processes that hold
-        the same ones, and divided by the number of all: each of those saw the tokens of many.
+        Every rank calls it once per step. A parameter without a gradient on this rank is reduced
+        with zeros, since other ranks may have one. Gradients of experts are summed over the ranks
+        that hold the same ones, and divided by the number of all ranks, since each of those has
+        processed tokens of many.
         """
         groups: dict[Any, list[nn.Parameter]] = {}
         for parameter, master in self._pairs:
@@ -84,7 +84,7 @@ class Fp32Gradients:
 
 
 def _buckets(gradients: list[Any], size: int) -> list[list[torch.Tensor]]:
-    """Gradients in groups of at most `size` elements, or of one that is larger."""
+    """Splits gradients into groups of at most `size` elements; larger ones are alone."""
     buckets: list[list[torch.Tensor]] = []
     room = 0
     for gradient in gradients:
@@ -97,14 +97,14 @@ def _buckets(gradients: list[Any], size: int) -> list[list[torch.Tensor]]:
 
 
 class InOneOrder:
-    """Hands gradients over in the reverse order of a model's parameters, which is nearly theirs.
+    """Passes gradients on in reverse parameter order, which is nearly the order of autograd.
 
-    One that arrives early is kept until those before it have come; those of which none comes are
-    left out at the end of the backward pass.
+    A gradient that arrives early is kept until those before it have arrived; missing ones are
+    skipped at the end of the backward pass.
 
     Args:
-        parameters: of the model, the same on every process.
-        reduce: takes a parameter whose gradient is there.
+        parameters: the model's parameters, the same on every rank.
+        reduce: called with a parameter whose gradient is complete.
         finish: called at the end of the backward pass.
     """
 
@@ -120,14 +120,14 @@ class InOneOrder:
         self._next = 0
 
     def begin(self) -> None:
-        """Call it before the backward pass of each micro-batch."""
-        self._arrived.clear()  # stage 1 does not end those before the last of a step
+        """Must be called before the backward pass of each micro-batch."""
+        self._arrived.clear()  # stage 1 only ends the last pass of a step
         self._next = 0
 
     def arrive(self, parameter: nn.Parameter, *group: int) -> None:
-        """A gradient is there; stages 1 and 2 say the number of the parameter's group, too.
+        """Called when a gradient is complete; stages 1 and 2 also pass the index of its group.
 
-        Compiled blocks call this of weights that they give no gradient, too: those are left out.
+        Compiled blocks also call this for weights without a gradient: those are skipped.
         """
         if parameter.grad is None and getattr(parameter, "grad_accum", None) is None:
             return
@@ -137,7 +137,7 @@ class InOneOrder:
             self._next += 1
 
     def end(self) -> None:
-        """The backward pass of a micro-batch has ended."""
+        """Called when the backward pass of a micro-batch has ended."""
         for place in sorted(self._arrived):
             self._reduce(*self._arrived[place])
         self.begin()

@@ -1,13 +1,13 @@
-"""Where the processes of a run meet before their first collective: a store that all can reach.
+"""Rendezvous of a run's processes before their first collective, in a store that all can reach.
 
-There each tells what it is about to do. Processes that would do different things refuse to start,
-and one that cannot start leaves word, so that the others end within seconds in place of waiting.
+Each process publishes its settings there. Processes with different settings refuse to start, and
+one that cannot start leaves a message, so that the others end within seconds instead of waiting.
 
-On one host the store is a file in a private folder, which `launch/torchrun.py` names in
-`POLYAD_STORE`: nothing listens. Elsewhere it is a TCP store of rank 0 at MASTER_ADDR:MASTER_PORT,
-as torch has it, or that of torchrun's agent. Neither has a password, and torch unpickles what is in
-them: whoever can connect can run code as the user of the run. So a store listens on loopback where
-all processes are on one host, and on one address where that is known.
+On one host the store is a file in a private folder, which `launch/torchrun.py` passes in
+`POLYAD_STORE`: no port is opened. Otherwise it is a TCP store of rank 0 at MASTER_ADDR:MASTER_PORT,
+as in torch, or that of torchrun's agent. Neither has a password, and torch unpickles its content:
+whoever can connect can run code as the user of the run. So the store listens on loopback if all
+processes are on one host, and on a single address if that is known.
 """
 
 import json
@@ -26,29 +26,30 @@ from polyad.parallel.addresses import STORE, listener
 from polyad.parallel.dims import LayoutError
 
 LINGER = 15.0
-"""Seconds in which a process that ends tries to reach the others; rank 0 lets them read so long."""
+"""Seconds that an ending process tries to reach the others, and that rank 0 keeps the store up."""
 FIRST_MINUTES = 30.0
-"""How long rank 0 is waited for before a configuration has been read."""
+"""Timeout for rank 0 before a configuration has been read, in minutes."""
 MOST_SHOWN = 200
-"""Characters of a value."""
+"""Maximum number of characters of a value in a message."""
 _CONNECT = 5.0
-"""Seconds of one attempt to connect."""
+"""Timeout of one attempt to connect, in seconds."""
 _STORE_ANSWERS = 5.0
-"""Seconds of a request to the store, in which no signal is looked at."""
+"""Timeout of a request to the store, in seconds; signals are not handled during a request."""
 _LONGEST_PAUSE = 0.25
 
 
 class DisagreementError(ValueError):
-    """Processes that would not do the same: one line that names what, the values and the hosts."""
+    """Processes with different settings: a one-line error with the setting, the values, the
+    hosts."""
 
     exit_status = 2
 
 
 class MeetingError(RuntimeError):
-    """A process that did not come, or ended before: one line that says which and where to look.
+    """A process that did not arrive, or ended before: one line on which one, and where to look.
 
     Args:
-        line: what happened.
+        line: the message.
         status: the exit status of the process that ended.
     """
 
@@ -58,45 +59,45 @@ class MeetingError(RuntimeError):
 
 
 def meet(facts: Mapping[str, str], timeout_minutes: float) -> Store:
-    """Waits for all processes, and compares what they are about to do.
+    """Waits for all processes, and compares their settings.
 
     Args:
-        facts: names and values that have to be the same on every process.
-        timeout_minutes: how long the others are waited for.
+        facts: names and values that must be equal on every process.
+        timeout_minutes: how long to wait for the others.
 
     Returns:
         The store, for `init_process_group`.
 
     Raises:
         DisagreementError: on every process, if the facts of one differ from those of rank 0.
-        MeetingError: one did not come in time, or ended before it came.
+        MeetingError: one did not arrive in time, or ended before it arrived.
     """
     return _Meeting.joined(timeout_minutes).meet(facts)
 
 
 def agree(name: str, facts: Mapping[str, str]) -> None:
-    """Compares some of what processes are about to do, which go on to the meeting.
+    """Compares some settings of processes that have yet to meet.
 
     Args:
-        name: of this comparison, which all do.
-        facts: as of `meet`.
+        name: the name of this comparison, the same on all processes.
+        facts: as in `meet`.
 
     Raises:
         DisagreementError: on every process, if the facts of one differ from those of rank 0.
-        MeetingError: rank 0 did not come in time, or a process ended before it came.
+        MeetingError: rank 0 did not arrive in time, or a process ended before it arrived.
     """
     _Meeting.joined(FIRST_MINUTES).agree(name, facts)
 
 
 def told_by_first(name: str, value: str | None) -> str:
-    """What rank 0 says before the processes meet, on all; they go there afterwards.
+    """Broadcasts a value from rank 0 to processes that have yet to meet.
 
     Args:
-        name: of what it says; one that it has not said yet.
-        value: that it says; of the others it is not looked at.
+        name: the name of the value; not used before.
+        value: the value on rank 0; ignored on the others.
 
     Raises:
-        MeetingError: it did not come in time, or ended before it said this.
+        MeetingError: rank 0 did not arrive in time, or ended before it sent the value.
     """
     return _Meeting.joined(FIRST_MINUTES).told_by_first(name, value)
 
@@ -105,28 +106,29 @@ def leave_word(line: str, status: int, *, said: bool = False) -> None:
     """Tells the others that this process ends before it has met them; does nothing afterwards.
 
     Args:
-        line: its error.
+        line: the error message.
         status: its exit status.
-        said: whether no other of its host has to print it; otherwise `another_says_it` follows.
+        said: whether no other process of its host has to print it; otherwise `another_says_it`
+            follows.
     """
-    with suppress(MeetingError, ValueError, OSError, RuntimeError):  # nobody is there to hear it
+    with suppress(MeetingError, ValueError, OSError, RuntimeError):  # nobody is there to read it
         if _can_tell():
             _Meeting.joined(LINGER / 60).leave_word(line, status, said=said)
 
 
 def has_met() -> bool:
-    """Whether this process goes on with the others, or knows that they end."""
+    """Returns whether this process has met the others, or knows that they end."""
     return dist.is_initialized() or (_Meeting.here is not None and _Meeting.here.is_over)
 
 
 def another_says_it(patience: float) -> bool:
-    """Whether another process of this host says why the run ends: one line of each is enough.
+    """Returns whether another process of this host reports why the run ends: one report is enough.
 
-    Where that cannot be known rank 0 is given time to say it, and then the first process of this
-    host: whoever starts them ends this one thereupon.
+    If that cannot be known, rank 0 is given time to report, and then the first process of this
+    host: the launcher ends this process after a report.
 
     Args:
-        patience: seconds that another one is given.
+        patience: seconds to wait for another process.
     """
     with suppress(MeetingError, ValueError, OSError, RuntimeError):
         if _can_tell():
@@ -136,7 +138,8 @@ def another_says_it(patience: float) -> bool:
 
 
 def is_said() -> bool:
-    """Whether another process of this host has said why the run ends; never after they have met."""
+    """Returns whether another process of this host has reported why the run ends, before
+    meeting."""
     with suppress(MeetingError, ValueError, OSError, RuntimeError):
         return _can_tell() and _Meeting.joined(LINGER / 60).is_said()
     return False
@@ -147,19 +150,19 @@ def _has_one_before() -> bool:
 
 
 def _can_tell() -> bool:
-    """Whether others may wait in the meeting: the group's processes find out by themselves."""
+    """Returns whether others may be waiting in the meeting; later, the group detects failures."""
     several = int(os.environ.get("WORLD_SIZE", "1")) > 1
     return several and not dist.is_initialized() and not _Meeting.lost
 
 
 def comparison(told: Sequence[tuple[str, Mapping[str, str]]]) -> list[str]:
-    """What differs between processes, a line for each name.
+    """Lists the differences between processes, one line per name.
 
     Args:
-        told: what to call each process, and its facts.
+        told: the name of each process, and its facts.
 
     Returns:
-        Lines such as "train.steps: 6 on a, 9 on b"; empty if all are the same.
+        Lines such as "train.steps: 6 on a, 9 on b"; empty if all are equal.
     """
     lines = []
     for name in dict.fromkeys(name for _, facts in told for name in facts):
@@ -183,12 +186,12 @@ def _some(names: list[str]) -> str:
 
 
 class _Meeting:
-    """One process's part in the meeting; `joined` makes it."""
+    """One process's view of the meeting; created by `joined`."""
 
     here: "_Meeting | None" = None
-    """This process's, once it has found the store."""
+    """The meeting of this process, once it has found the store."""
     lost = False
-    """Whether it has not found the store in time."""
+    """Whether it did not find the store in time."""
 
     def __init__(self, timeout_minutes: float) -> None:
         if "RANK" not in os.environ:
@@ -202,16 +205,17 @@ class _Meeting:
         self._node = f"{os.environ.get('GROUP_RANK', '')} {self._host}"
         self._agents = STORE not in os.environ and _agent_has_store()
         self.is_over = False
-        """Whether this process has met the others, or has told or heard that the run ends."""
+        """Whether this process has met the others, or has sent or received word that the run
+        ends."""
         self._store = self._opened()
         self._come()
 
     @classmethod
     def joined(cls, timeout_minutes: float) -> "_Meeting":
-        """The meeting that this process is in.
+        """Returns the meeting of this process, joining it if needed.
 
         Args:
-            timeout_minutes: how long it waits for the store, and then for the others.
+            timeout_minutes: how long to wait for the store, and then for the others.
         """
         if cls.here is None:
             try:
@@ -269,7 +273,7 @@ class _Meeting:
     def leave_word(
         self, line: str, status: int, *, said: bool = False, agreement: bool = False
     ) -> None:
-        """See the function `leave_word`; only the first word is heard."""
+        """See the function `leave_word`; only the first message counts."""
         if not self.is_over:
             self.is_over = True
             if self._store.add("words", 1) == 1:
@@ -279,13 +283,13 @@ class _Meeting:
             self._store.add(f"said/{self._node}", 1)
             self._store.add("ended", 1)
         if said and self._rank == 0 and STORE not in os.environ and not self._agents:
-            # The store ends with this process: the others are to read it first.
+            # The store ends with this process: the others should read it first.
             until = time.monotonic() + LINGER
             while self._store.add("ended", 0) < self._size and time.monotonic() < until:
                 time.sleep(0.02)
 
     def speaks(self, patience: float) -> bool:
-        """Whether this process says why the run ends; the first one of its host is given time."""
+        """Returns whether this process should report why the run ends; see `another_says_it`."""
         until = time.monotonic() + patience * _has_one_before()
         while not self.is_said() and time.monotonic() < until:
             time.sleep(0.02)
@@ -328,11 +332,11 @@ class _Meeting:
                            word["status"])  # fmt: skip
 
     def _missing(self) -> str:
-        """Who has not come, by rank and node."""
+        """Lists the processes that have not arrived, by rank and node."""
         absent = [rank for rank in range(self._size) if not self._store.check([f"came/{rank}"])]
         local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         nodes = list(dict.fromkeys(rank // local for rank in absent))
-        if not absent:  # they came, and went without a word
+        if not absent:  # they arrived, and left without a message
             return f"not all of {self._size} processes came to agree within {self._minutes:g} min"
         return (
             f"{len(absent)} of {self._size} processes did not come within {self._minutes:g} min: "
@@ -342,7 +346,7 @@ class _Meeting:
         )
 
     def _opened(self) -> Store:
-        # These stores outlive a start of their processes.
+        # These stores outlive a restart of their processes.
         restart = f"start-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
         if STORE in os.environ:
             return PrefixStore(restart, FileStore(os.environ[STORE], -1))
@@ -372,7 +376,7 @@ class _Meeting:
         return PrefixStore(restart, store) if self._agents else store
 
     def _reach(self, host: str, port: int) -> None:
-        """Waits until rank 0 listens: torch prints its stack for an attempt that fails."""
+        """Waits until rank 0 listens: torch prints a stack trace for a failed attempt."""
         while True:
             try:
                 socket.create_connection((host, port), _CONNECT).close()

@@ -1,4 +1,4 @@
-"""What is asked of megatron-core, and what DeepSpeed asks of it."""
+"""What Polyad uses of megatron-core, and the interface that DeepSpeed expects of it."""
 
 import warnings
 from collections.abc import Iterable
@@ -8,14 +8,14 @@ import torch.distributed as dist
 
 
 def join_groups(size: int) -> None:
-    """Makes this process's two groups, and has megatron-core take them; unless they are there.
+    """Creates this process's two groups and registers them with megatron-core, unless they exist.
 
-    These are the processes that share its layers, and those with the same part of other samples.
-    megatron-core's own `initialize_model_parallel` makes one for every combination of its kinds of
-    parallelism, on every process: 5,915 on 1,024 processes, each with a wait for all of them.
+    These are the ranks that share its layers, and the ranks with the same part of other samples.
+    megatron-core's own `initialize_model_parallel` creates one for every combination of its kinds
+    of parallelism, on every process: 5,915 on 1,024 processes, each with a wait for all of them.
 
     Args:
-        size: processes that share layers; they have consecutive ranks. All processes call it.
+        size: number of ranks that share layers; they are consecutive. All processes call it.
     """
     state = _state()
     known = state.get_tensor_model_parallel_group(check_initialized=False)
@@ -33,14 +33,14 @@ def join_groups(size: int) -> None:
 
 
 def forget_groups() -> None:
-    """Has megatron-core forget its groups."""
+    """Makes megatron-core forget its groups."""
     _state().destroy_model_parallel()
 
 
 def _new_group(ranks: Iterable[int], name: str) -> Any:
-    """A group with this process in it; those outside do not know of it.
+    """Creates a group that contains this process; processes outside of it do not know it.
 
-    All processes make one of a kind together: NCCL divides the world's communicator, once for all.
+    All processes create their group of a kind together: NCCL splits the world's communicator once.
     """
     return dist.new_group(list(ranks), use_local_synchronization=True, group_desc=name)
 
@@ -62,32 +62,32 @@ def tensor_parallel_library() -> Any:
 
 
 def tensor_parallel_group() -> Any:
-    """The processes that share this one's layers."""
+    """Returns the group of ranks that share this one's layers."""
     from megatron.core import parallel_state
 
     return parallel_state.get_tensor_model_parallel_group()
 
 
 def data_parallel_group() -> Any:
-    """The processes that have the same part of every layer, and other samples."""
+    """Returns the group of ranks that have the same part of every layer, and other samples."""
     from megatron.core import parallel_state
 
     return parallel_state.get_data_parallel_group()
 
 
 class Mpu:
-    """The interface that DeepSpeed asks about tensor parallelism."""
+    """The interface through which DeepSpeed learns about tensor parallelism."""
 
     def get_model_parallel_group(self) -> Any:
-        """Processes that share every layer."""
+        """Returns the group of ranks that share every layer."""
         return tensor_parallel_group()
 
     def get_model_parallel_rank(self) -> int:
-        """This process's rank among those."""
+        """Returns this process's rank in that group."""
         return int(tensor_parallel_group().rank())
 
     def get_model_parallel_world_size(self) -> int:
-        """The number of processes that share every layer."""
+        """Returns the number of ranks that share every layer."""
         return int(tensor_parallel_group().size())
 
     get_tensor_model_parallel_group = get_model_parallel_group
@@ -95,13 +95,13 @@ class Mpu:
     get_tensor_model_parallel_world_size = get_model_parallel_world_size
 
     def get_data_parallel_group(self) -> Any:
-        """Processes that hold the same part of the model and see different samples."""
+        """Returns the group of ranks with the same part of the model and different samples."""
         return data_parallel_group()
 
     def get_data_parallel_rank(self) -> int:
-        """This process's rank among those that see different samples."""
+        """Returns this process's rank among the ranks that see different samples."""
         return int(data_parallel_group().rank())
 
     def get_data_parallel_world_size(self) -> int:
-        """The number of processes that see different samples."""
+        """Returns the number of ranks that see different samples."""
         return int(data_parallel_group().size())

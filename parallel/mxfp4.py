@@ -1,7 +1,7 @@
-"""Weights of four bits that share a scale by 32, as gpt-oss has them on disk (MXFP4).
+"""4-bit weights with one scale per 32 of them, as gpt-oss stores them (MXFP4).
 
-A matrix `name` [E, in, out] is there as `name_blocks` uint8 [E, out, in / 32, 16], whose low nibble
-comes first, and `name_scales` uint8 [E, out, in / 32], exponents of two with 127 added.
+A matrix `name` [E, in, out] is stored as `name_blocks` uint8 [E, out, in / 32, 16], low nibble
+first, and `name_scales` uint8 [E, out, in / 32], exponents of two with a bias of 127.
 
 Source: Open Compute Project 2023, "OCP microscaling formats (MX) specification", version 1.0.
 """
@@ -21,7 +21,8 @@ _PAIRS = torch.stack((_VALUES.repeat(16), _VALUES.repeat_interleave(16)), -1)
 
 @functools.cache
 def _pairs_of_scales() -> Tensor:
-    """Both values of each byte with each scale, in bf16, as one number of 32 bits: [256 * 256]."""
+    """Returns both values of each byte with each scale, in bf16, as one 32-bit number: [256 *
+    256]."""
     pairs = _PAIRS.to(torch.bfloat16).repeat(256, 1)
     exponents = torch.arange(256).repeat_interleave(256).unsqueeze(-1).expand_as(pairs) - 127
     return torch.ldexp(pairs, exponents).view(torch.int32).flatten()
@@ -37,14 +38,14 @@ def dequantize(blocks: Tensor, scales: Tensor) -> Tensor:
     Returns:
         [..., in] in bf16.
     """
-    # Looked up, which takes a fortieth of the time of multiplying.
+    # A lookup takes a fortieth of the time of multiplying.
     number = torch.add(blocks.int(), scales.int().unsqueeze(-1), alpha=256)
     found = _pairs_of_scales().index_select(0, number.flatten())
     return found.view(torch.bfloat16).view(*scales.shape[:-1], -1)
 
 
 class Quantized:
-    """A matrix of such weights with the interface of a mapped tensor.
+    """A matrix of such weights, with the interface of a mapped tensor.
 
     Args:
         blocks: The mapped tensor `name_blocks`.
@@ -55,7 +56,7 @@ class Quantized:
         self._blocks, self._scales = blocks, scales
 
     def get_shape(self) -> list[int]:
-        """[E, in, out]."""
+        """Returns [E, in, out]."""
         experts, out, groups, half = self._blocks.get_shape()
         return [experts, groups * 2 * half, out]
 

@@ -1,4 +1,4 @@
-"""Turns a model on the meta device into an engine over all processes, step by step."""
+"""Turns a model on the meta device into an engine over all ranks, step by step."""
 
 from collections.abc import Callable
 
@@ -48,7 +48,7 @@ from polyad.parallel.zero import (
     split_expert_groups,
 )
 
-# (parameter name, parameter, number of dimensions as `matrix_dimensions` has it)
+# (parameter name, parameter, number of dimensions as in `matrix_dimensions`)
 NamedParameters = list[tuple[str, nn.Parameter, int]]
 OptimizerFactory = Callable[[NamedParameters], torch.optim.Optimizer]
 
@@ -70,25 +70,25 @@ def parallelize(
     cuda_graph: bool = False,
     average_decay: float | None = None,
 ) -> Engine:
-    """Spreads a model over the processes of `dims`.
+    """Distributes a model over the ranks of `dims`.
 
     Args:
-        model: on the meta device, as `build_model` returns it, perhaps with adapters; what requires
-            no gradient is frozen.
-        dims: degrees.
+        model: the model on the meta device, from `build_model`, possibly with adapters; parameters
+            without `requires_grad` are frozen.
+        dims: the parallel degrees.
         parallel: the ZeRO stage and its buffers.
-        world: this process.
-        make_optimizer: gives the optimizer for those of the named parameters that require a
+        world: this rank.
+        make_optimizer: returns the optimizer for those of the named parameters that require a
             gradient.
-        precision: of weights and activations in forward and backward; masters are fp32.
-        global_batch_size: samples in an optimizer step, over all processes.
-        micro_batch_size: samples in a forward pass of one process.
-        clip_grad_norm: largest gradient norm, 0 for no clipping.
-        source: what weights and optimizer state start from.
-        cross_entropy: of whole logits; a layout that cuts them has its own.
+        precision: precision of weights and activations in forward and backward; masters are fp32.
+        global_batch_size: samples per optimizer step, over all ranks.
+        micro_batch_size: samples per forward pass of one rank.
+        clip_grad_norm: maximum gradient norm; 0 for no clipping.
+        source: initial weights and optimizer state.
+        cross_entropy: the loss for full logits; a layout that splits the vocabulary has its own.
         compiled: whether blocks run through torch.compile.
         cuda_graph: whether a GPU replays blocks as CUDA graphs.
-        average_decay: of the moving average of the weights; None: none is kept.
+        average_decay: decay of the moving average of the weights; None for no average.
 
     Returns:
         The engine, ready for its first step.
@@ -104,9 +104,9 @@ def parallelize(
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
     kept = {name: some for name, p in model.named_parameters() if (some := kept_experts(p))}
     left_out = of_base(model)
-    # The order matters. Layers are cut on paper; storage exists before the optimizer sees it;
-    # blocks are compiled before the engine hooks them; values come last, because building an
-    # engine may step the optimizer (stage 0 in bf16) or round them (every bf16 stage).
+    # The order matters. Layers are split on the meta device; storage exists before the optimizer
+    # sees it; blocks are compiled before the engine hooks them; values come last, because building
+    # an engine may step the optimizer (stage 0 in bf16) or round them (every bf16 stage).
     mpu = None
     dimensions = matrix_dimensions(model)
     tokens = Tokens(world) if parallel.sequence_parallel else None
@@ -131,7 +131,7 @@ def parallelize(
     if tokens is not None:
         assert isinstance(model, Decoder)
         cut_sequence(model, tokens, world)
-    for name, parameter in model.named_parameters():  # those of cut layers are new
+    for name, parameter in model.named_parameters():  # split layers have new parameters
         parameter.requires_grad_(name in trained)
     _allocate(model, world, DTYPES[precision], config, mpu)
     if parallel.zero_stage == 3:
@@ -141,7 +141,7 @@ def parallelize(
     for name, experts in kept.items():
         drop_gradients(model.get_parameter(name), experts)
     if compiled:
-        # DeepSpeed then lays them one after the other in one flat tensor.
+        # DeepSpeed later concatenates them into one flat tensor.
         flat = [p for p in model.parameters() if p.requires_grad and parallel.zero_stage in (1, 2)]
         compile_model(model, placed_anywhere=any(p.numel() * p.element_size() % 16 for p in flat))
     if cuda_graph and world.device.type == "cuda":
@@ -173,11 +173,11 @@ def parallelize(
 
 
 def synchronize_norms(model: nn.Module, world: comm.World) -> None:
-    """Has every BatchNorm of a model normalize over all data-parallel processes, in place.
+    """Makes every BatchNorm of a model normalize over all data-parallel ranks, in place.
 
     Args:
-        model: on the meta device.
-        world: this process.
+        model: the model on the meta device.
+        world: this rank.
     """
     if world.data_parallel_size > 1:
         group = data_group(world)
@@ -187,7 +187,7 @@ def synchronize_norms(model: nn.Module, world: comm.World) -> None:
 
 
 def _gather_what_others_read(model: nn.Module) -> None:
-    """Has ZeRO 3 gather parameters that are read outside the module that has them."""
+    """Makes ZeRO 3 gather parameters that are read outside of the module that owns them."""
     for block in model.modules():
         layer = getattr(block, "feed_forward", None)
         if isinstance(layer, SelectingMoE):
@@ -197,7 +197,7 @@ def _gather_what_others_read(model: nn.Module) -> None:
 
 
 def _copies(parameter: nn.Parameter, world: comm.World) -> int:
-    """How many processes hold the same part of a parameter, before ZeRO shards it."""
+    """Returns how many ranks hold the same part of a parameter, before ZeRO shards it."""
     placement = placement_of(parameter)
     alike = world.data_parallel_size // placement.expert_parallel_size
     return alike * world.tensor_parallel_size if placement.replicated else alike
@@ -206,7 +206,7 @@ def _copies(parameter: nn.Parameter, world: comm.World) -> int:
 def _allocate(
     model: nn.Module, world: comm.World, dtype: torch.dtype, config: dict, mpu: Mpu | None
 ) -> None:
-    """Gives parameters storage, one at a time; stage 3 keeps only this process's part of each."""
+    """Allocates parameters one at a time; in stage 3 only this rank's part of each is kept."""
     placed = None
     if config["zero_optimization"]["stage"] == 3:
         placed = partitioner(config, dtype, mpu)

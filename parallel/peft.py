@@ -1,4 +1,4 @@
-"""Adapters of the library peft: a folder of them, merged into the weights of its base."""
+"""Adapters in the format of the library peft, merged into the weights of their base model."""
 
 import math
 import re
@@ -19,28 +19,28 @@ from polyad.parallel.tensor_folder import TensorFolder, read_json
 
 ADAPTER_CONFIG_FILE, ADAPTER_FILE = "adapter_config.json", "adapter_model.safetensors"
 BEFORE = "base_model.model."
-"""Before transformers' names in the file."""
+"""Prefix of transformers' names in the file."""
 T = TypeVar("T")
 _A, _B = ".lora_A.weight", ".lora_B.weight"
 _STARTS = (True, False, "gaussian", "orthogonal", "eva")
-"""Values of `init_lora_weights` that leave the base as it is."""
+"""Values of `init_lora_weights` that do not change the base."""
 _HARMLESS = frozenset({
     "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision",
     "inference_mode", "lora_dropout", "fan_in_fan_out", "target_modules",
     "exclude_modules", "layers_to_transform", "layers_pattern", "megatron_core", "eva_config",
     "qalora_group_size", "ensure_weight_tying", "loftq_config",
 })  # fmt: skip
-"""Keys of adapter_config.json that do not change what its tensors add."""
+"""Keys of adapter_config.json that do not affect the update."""
 
 
 class PeftError(ValueError):
-    """A folder of adapters that cannot be used: one line that says why."""
+    """A folder of adapters that cannot be used: a one-line error."""
 
     exit_status = 2
 
 
 class _AdapterConfig(Record):
-    """The keys of adapter_config.json that decide what is added."""
+    """The keys of adapter_config.json that determine the update."""
 
     peft_type: str
     r: Annotated[int, Field(ge=1, le=2**20)]
@@ -54,37 +54,37 @@ class _AdapterConfig(Record):
 
 
 def is_peft_folder(path: Path) -> bool:
-    """Whether a path is a folder of adapters of the library peft."""
+    """Returns whether a path is a folder of adapters of the library peft."""
     return (path / ADAPTER_CONFIG_FILE).is_file()
 
 
 class _Beside(NamedTuple):
-    """Two matrices of a file beside a weight of ours."""
+    """The two matrices in a file for one of our weights."""
 
     piece: Piece
-    """The tensor of theirs that they are beside, and the rows of our weight that it has."""
+    """The adapted tensor of the base, and the rows of our weight that it contains."""
     A: str
     B: str
     scale: float
 
     @property
     def experts(self) -> int:
-        """Experts that the tensor there has side by side."""
+        """Number of experts that the tensor contains."""
         return self.piece.size[0] if len(self.piece.size) == 3 else 1
 
 
 class PeftWeights(FamilyWeights):
-    """The weights of a folder of another library with adapters of peft merged into them.
+    """The weights of another library's folder with peft adapters merged into them.
 
-    Experts may be adapted all in one tensor, as transformers 5 has them, or one by one, as 4 did.
+    Experts may be adapted all in one tensor, as in transformers 5, or one by one, as in 4.
 
     Args:
         adapters: The folder with adapter_config.json and adapter_model.safetensors.
-        base: The folder of the base; None: the one that adapter_config.json names.
+        base: The folder of the base; None: from adapter_config.json.
 
     Raises:
-        ValueError: With an `exit_status` of 2: the base cannot be used, a tensor belongs to none of
-            its weights, or a key asks for what is not built here.
+        ValueError: With an `exit_status` of 2: the base cannot be used, a tensor matches none of
+            its weights, or a key needs something that is not supported.
     """
 
     def __init__(self, adapters: Path, base: Path | None = None) -> None:
@@ -110,17 +110,17 @@ class PeftWeights(FamilyWeights):
 
     @property
     def files_folder(self) -> Path:
-        """See `FolderWeights.files_folder`: that of the base."""
+        """See `FolderWeights.files_folder`: the base's folder."""
         return self.base
 
     @property
     def note(self) -> str | None:
-        """See `FamilyWeights.note`; also that there are adapters."""
+        """See `FamilyWeights.note`; mentions the adapters."""
         said = [super().note, f"the adapters of {self.folder} are merged into {self.base}"]
         return "; ".join(each for each in said if each)
 
     def parts(self, name: str, slices: Slices) -> Iterator[Tensor]:
-        """See `FamilyWeights.parts`; one with what the adapters add, where there are any."""
+        """See `FamilyWeights.parts`; includes the update by adapters."""
         beside = self._beside.get(name)
         if beside is None:
             yield from super().parts(name, slices)
@@ -140,10 +140,10 @@ class PeftWeights(FamilyWeights):
         return Factors.unpacked(A, B, beside.experts).of_share(beside.piece)
 
     def _located(self) -> dict[str, list[_Beside]]:
-        """The matrices beside each weight of ours.
+        """Finds the matrices for each of our weights.
 
         Raises:
-            PeftError: One is beside none, has another shape, or all of them add nothing.
+            PeftError: One matches no weight, has another shape, or all updates are zero.
         """
         names = self._matrices.names()
         found, used, stacks = dict[str, list[_Beside]](), set[str](), self._stacks(names)
@@ -151,7 +151,7 @@ class PeftWeights(FamilyWeights):
             pieces = form.pieces(name, self._shapes[name]) if form.find(name) else ()
             for piece in pieces:
                 if len(piece.size) < 2 or piece.name.rpartition(".")[2] not in ("weight", *stacks):
-                    continue  # biases, of experts too
+                    continue  # biases, including those of experts
                 stored = self.family.stored_name(piece.name, self.config)
                 for before in {stored, piece.name}:  # the class may have no prefix
                     path = BEFORE + module_of(before, stacks)
@@ -159,7 +159,7 @@ class PeftWeights(FamilyWeights):
                     if beside.A not in names or beside.B not in names:
                         continue
                     if any(each.A == beside.A for each in found.get(name, [])):
-                        continue  # both forms have the same name of it
+                        continue  # both forms have the same name for it
                     scale = self._checked_scale(beside, before)
                     found.setdefault(name, []).append(beside._replace(scale=scale))
                     used |= {beside.A, beside.B}
@@ -172,7 +172,7 @@ class PeftWeights(FamilyWeights):
         return found
 
     def _stacks(self, names: Collection[str]) -> set[str]:
-        """The stacks of experts that have matrices beside them."""
+        """Returns the stacks of experts that have adapters."""
         if any(".base_layer." in name for name in names):
             return set(STACKS)
         listed = self._settings.target_parameters or []
@@ -181,10 +181,10 @@ class PeftWeights(FamilyWeights):
         }
 
     def _checked_scale(self, beside: _Beside, tensor: str) -> float:
-        """What the product of two matrices is multiplied by.
+        """Checks the shapes of two matrices and returns the factor of their product.
 
         Raises:
-            PeftError: One has another shape than the weight and the rank ask for.
+            PeftError: A shape does not match the weight and the rank.
         """
         settings, experts = self._settings, beside.experts
         listed = settings.target_parameters or []
@@ -208,7 +208,7 @@ class PeftWeights(FamilyWeights):
 
 
 def _by_pattern(patterns: Mapping[str, T] | None, name: str, default: T) -> T:
-    """The value of the first pattern that a name ends with, as peft finds it."""
+    """Returns the value of the first pattern that a name ends with, as in peft."""
     for pattern, value in (patterns or {}).items():
         if re.match(rf"(.*\.)?({pattern})$", name):
             return value
@@ -216,10 +216,10 @@ def _by_pattern(patterns: Mapping[str, T] | None, name: str, default: T) -> T:
 
 
 def _settings(tree: dict[str, Any], place: Path) -> _AdapterConfig:
-    """The keys that decide what is added.
+    """Reads the keys that determine the update.
 
     Raises:
-        PeftError: One is missing or wrong, or asks for what is not built here.
+        PeftError: One is missing or invalid, or needs something that is not supported.
     """
     known = _AdapterConfig.model_fields
     for key, value in tree.items():

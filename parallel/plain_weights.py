@@ -1,10 +1,10 @@
-"""A folder of weights under Polyad's own names, for any model: what `--to safetensors` writes.
+"""A folder of weights under Polyad's own names, for any model, as `--to safetensors` writes it.
 
     model.safetensors       every weight in fp32 and every buffer, by its name in the model
     config.yaml             the section `model` of the configuration, complete
     tokenizer files         tokenizer.json or tokenizer.model, and tokenizer_config.json
 
-No moments, no steps, no paths of the machine that trained it.
+It contains no optimizer state, no step, and no paths of the machine that trained the model.
 """
 
 from pathlib import Path
@@ -32,13 +32,13 @@ CONFIG_FILE = "config.yaml"
 
 
 class PlainWeightsError(ValueError):
-    """A folder of plain weights that cannot be used: one line that says why."""
+    """A folder of plain weights that cannot be used: a one-line error."""
 
     exit_status = 2
 
 
 def is_plain_folder(path: Path) -> bool:
-    """Whether a path is such a folder: neither transformers' nor a checkpoint."""
+    """Returns whether a path is such a folder, not transformers' or a checkpoint."""
     others = ("config.json", "manifest.json")
     return any((path / name).is_file() for name in (WEIGHTS_FILE, INDEX_FILE)) and not any(
         (path / name).exists() for name in others
@@ -46,13 +46,13 @@ def is_plain_folder(path: Path) -> bool:
 
 
 class PlainWeights(FolderWeights):
-    """The weights of such a folder: a `WeightSource`.
+    """The weights of such a folder, as a `WeightSource`.
 
     Args:
         folder: the folder.
 
     Raises:
-        PlainWeightsError: it is incomplete or damaged, or its tensors are not those of its
+        PlainWeightsError: it is incomplete or damaged, or its tensors do not match its
             configuration.
     """
 
@@ -69,11 +69,11 @@ class PlainWeights(FolderWeights):
         self._tensors.refuse(faults)
 
     def model_config(self) -> ModelSettings:
-        """The configuration of its model, complete."""
+        """Returns the configuration of its model, complete."""
         return self._config
 
     def buffer(self, name: str) -> torch.Tensor:
-        """A buffer of the model, whole."""
+        """Returns a whole buffer of the model."""
         if name not in self._tensors.names():
             raise PlainWeightsError(f"{self.folder}: has no buffer {name}")
         shape = self._tensors.mapped(name).get_shape()
@@ -84,7 +84,7 @@ class PlainWeights(FolderWeights):
 
         Args:
             module: the model.
-            without: beginnings of names that are left out, here and there.
+            without: prefixes of names to ignore on both sides.
 
         Raises:
             PlainWeightsError: they differ; the first few differences are named.
@@ -94,7 +94,8 @@ class PlainWeights(FolderWeights):
             raise PlainWeightsError(f"{self.folder}: is a different model: {differing}")
 
     def _built(self) -> nn.Module:
-        """The model that config.yaml describes: sizes without bounds, so the files come first."""
+        """Builds the model of config.yaml; sizes in it are not bounded, so files are checked
+        first."""
         last = self._config.last_parameter()
         if last is not None and last not in self._tensors.names():
             raise PlainWeightsError(

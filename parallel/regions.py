@@ -1,8 +1,8 @@
-"""Collectives with gradients: what the processes that share a layer exchange.
+"""Differentiable collectives between the ranks that share a layer.
 
-A layer of `model/` that can be cut names the places where it may have to exchange something, and
-has the identity there (`model/regions.py`). Cutting it puts a function of this file there. Each
-says what its gradient is reduced over. Random numbers of activations that are cut are here, too.
+A layer of `model/` that can be split names the places where it may have to communicate, with the
+identity as the default (`model/regions.py`). Splitting it puts a function of this module there.
+Each says what its gradient is reduced over. Random numbers for split activations are here, too.
 """
 
 from collections.abc import Iterator
@@ -23,101 +23,104 @@ from polyad.parallel.megatron import (
 
 
 class Group(NamedTuple):
-    """Processes that exchange tensors. All of them call the same methods in the same order."""
+    """Ranks that exchange tensors. All of them call the same methods in the same order."""
 
     name: str
-    """The name by which torch's functional collectives know it."""
+    """The group's name in torch's functional collectives."""
     rank: int
-    """This process's number among them."""
+    """This process's rank in the group."""
     size: int
 
     @classmethod
     def of(cls, group: Any) -> "Group":
-        """The group that torch has made."""
+        """Wraps a group created by torch."""
         return cls(group.group_name, group.rank(), group.size())
 
     def gather(self, part: Tensor, axis: int) -> Tensor:
-        """Gathers the parts of all processes; backward each gets its part of the summed gradient.
+        """Gathers the parts of all ranks; backward reduce-scatters the gradient.
 
         Args:
-            part: This process's, as large as those of the others.
-            axis: Along which the parts are put together.
+            part: This rank's part, equal in size on all ranks.
+            axis: The axis along which the parts are concatenated.
         """
         whole: Tensor = _Gather.apply(part, axis, self, True)
         return whole
 
     def gather_equal(self, part: Tensor, axis: int) -> Tensor:
-        """Gathers the parts; backward each takes its part of a gradient that is equal on all."""
+        """Gathers the parts; backward takes this rank's part of a gradient that is equal on all
+        ranks."""
         whole: Tensor = _Gather.apply(part, axis, self, False)
         return whole
 
     def sum_and_scatter(self, whole: Tensor, axis: int) -> Tensor:
-        """Gives each process a part of the sum over all; backward gathers the gradients.
+        """Reduce-scatters a tensor; backward gathers the gradients.
 
         Args:
-            whole: This process's summand.
-            axis: Along which the sum is cut; the number of processes divides its size.
+            whole: This rank's summand.
+            axis: The axis along which the sum is split; its size is a multiple of the number of
+                ranks.
         """
         part: Tensor = _Scatter.apply(whole, axis, self, True)
         return part
 
     def scatter(self, whole: Tensor, axis: int) -> Tensor:
-        """Takes this process's part of what is equal on all; backward gathers the gradients."""
+        """Takes this rank's part of a tensor that is equal on all ranks; backward gathers the
+        gradients."""
         part: Tensor = _Scatter.apply(whole, axis, self, False)
         return part
 
     def sum_gradient(self, x: Tensor) -> Tensor:
-        """The identity; backward the sum of the gradients, in fp32. For small parameters.
+        """The identity; backward all-reduces the gradient, in fp32. For small parameters.
 
-        `copy` is the one for activations, which sums in their own precision.
+        `copy` is the equivalent for activations, which sums in their own precision.
         """
         same: Tensor = _SummedGradient.apply(x, self)
         return same
 
     def mean(self, x: Tensor) -> Tensor:
-        """The mean over processes, each of which has a loss of its own.
+        """Averages over ranks, each of which has its own loss.
 
-        The loss of all is the mean of theirs, so the gradient is the mean of the gradients, too.
+        The total loss is the mean of theirs, so the gradient is the mean of the gradients, too.
         """
         mean: Tensor = _Mean.apply(x, self, True)
         return mean
 
     def mean_of_parts(self, x: Tensor) -> Tensor:
-        """The mean over processes that all have the same loss; backward each gets its part of a
-        gradient that is equal on all."""
+        """Averages over ranks that all have the same loss; backward each gets its part of a
+        gradient that is equal on all ranks."""
         mean: Tensor = _Mean.apply(x, self, False)
         return mean
 
     def exchange(self, rows_MD: Tensor, receive: list[int], send: list[int]) -> Tensor:
-        """Sends rows to each process and gets others; backward the gradients go the way back.
+        """Exchanges rows (all-to-all); backward sends the gradients back.
 
         Args:
-            rows_MD: First all rows for the first process, then those for the second, and so on.
-            receive: How many come from each.
-            send: How many go to each.
+            rows_MD: All rows for the first rank, then those for the second, and so on.
+            receive: Number of rows from each rank.
+            send: Number of rows to each rank.
         """
         arrived_MD: Tensor = _Exchange.apply(rows_MD, receive, send, self)
         return arrived_MD
 
-    # Those below have no gradient.
+    # The methods below have no gradient.
 
     def all_parts(self, part: Tensor) -> Tensor:
-        """The parts of all processes, one after the other along the first axis."""
+        """Gathers the parts of all ranks along the first axis."""
         return wait(self.start_gather(part))
 
     def total(self, x: Tensor) -> Tensor:
-        """The sum over the processes."""
+        """Returns the sum over the ranks."""
         return wait(torch.ops._c10d_functional.all_reduce(x, "sum", self.name))
 
     def total_in_fp32(self, x: Tensor) -> Tensor:
-        """The sum over the processes, added up in fp32 and rounded once."""
+        """Returns the sum over the ranks, accumulated in fp32 and rounded once."""
         return self.total(x.float()).to(x.dtype)
 
     def of_first(self, x: Tensor) -> Tensor:
-        """What the first of the processes has."""
+        """Broadcasts the value of the group's first rank."""
         return wait(torch.ops._c10d_functional.broadcast(x, 0, self.name))
 
-    # Those that are started here have to be waited for, with `wait`, before they are read.
+    # The results of the methods below must be waited for, with `wait`, before they are read.
 
     def start_gather(self, part: Tensor) -> Tensor:
         """Starts `all_parts`."""
@@ -126,7 +129,7 @@ class Group(NamedTuple):
         )
 
     def start_sum(self, whole: Tensor) -> Tensor:
-        """Starts a sum, of which each process gets a part along the first axis."""
+        """Starts a reduce-scatter along the first axis."""
         return torch.ops._c10d_functional.reduce_scatter_tensor(
             whole.contiguous(), "sum", self.size, self.name
         )
@@ -139,65 +142,66 @@ class Group(NamedTuple):
 
 
 def wait(tensor: Tensor) -> Tensor:
-    """Waits for what `Group` has started: a GPU's stream does, or else this thread."""
+    """Waits for an operation that `Group` has started: on a GPU's stream, or in this thread."""
     return torch.ops._c10d_functional.wait_tensor(tensor)
 
 
 def tensor_group() -> Group:
-    """The processes that share this one's layers."""
+    """Returns the group of ranks that share this one's layers."""
     return Group.of(tensor_parallel_group())
 
 
 def data_group(world: comm.World) -> Group:
-    """The processes that have the same part of every layer, and other samples.
+    """Returns the group of ranks that have the same part of every layer, and other samples.
 
     Args:
-        world: This process.
+        world: This rank.
     """
     cut = world.tensor_parallel_size > 1
     return Group.of(data_parallel_group() if cut else dist.group.WORLD)
 
 
 def copy(x: Tensor) -> Tensor:
-    """The identity; backward the sum of the gradients over the tensor-parallel processes."""
+    """The identity; backward all-reduces the gradients over the tensor-parallel ranks."""
     same: Tensor = tensor_parallel_library().copy_to_tensor_model_parallel_region(x)
     return same
 
 
 def sum_parts(x: Tensor) -> Tensor:
-    """The sum over the tensor-parallel processes; backward the identity."""
+    """All-reduces over the tensor-parallel ranks; backward is the identity."""
     total: Tensor = tensor_parallel_library().reduce_from_tensor_model_parallel_region(x)
     return total
 
 
 def highest_in_place(values: Tensor) -> Tensor:
-    """The elementwise maximum over the tensor-parallel processes, without gradient."""
+    """Computes the elementwise maximum over the tensor-parallel ranks, without gradient."""
     dist.all_reduce(values, dist.ReduceOp.MAX, group=tensor_parallel_group())
     return values
 
 
 def total_in_place(values: Tensor) -> Tensor:
-    """The elementwise sum over the tensor-parallel processes, without gradient."""
+    """Computes the elementwise sum over the tensor-parallel ranks, without gradient."""
     dist.all_reduce(values, group=tensor_parallel_group())
     return values
 
 
 class Flight:
-    """An exchange of rows that other operations come between, forward and backward.
+    """An exchange of rows that overlaps with other operations, forward and backward.
 
-    Between `depart` and `arrive` the rows must not be read. Backward `arrive` starts the exchange
-    of the gradients and `depart` waits for it: autograd runs, in between, what ran in between.
+    Between `depart` and `arrive` the rows must not be read. In the backward pass `arrive` starts
+    the exchange of the gradients and `depart` waits for it; in between, autograd runs the backward
+    of the operations that ran in between.
 
     Args:
-        receive: Rows from each process.
-        send: Rows to each.
-        group: The processes.
+        receive: Number of rows from each rank.
+        send: Number of rows to each rank.
+        group: The ranks.
     """
 
     def __init__(self, receive: list[int], send: list[int], group: Group) -> None:
         self.receive, self.send, self.group = receive, send, group
         self.gradient: Tensor | None = None
-        """On its way."""
+        """The gradient in transit."""
 
     def depart(self, rows_MD: Tensor) -> Tensor:
         """Starts the exchange."""
@@ -205,17 +209,18 @@ class Flight:
         return away_MD
 
     def arrive(self, away_MD: Tensor) -> Tensor:
-        """Waits for it."""
+        """Waits for the exchange."""
         arrived_MD: Tensor = _Arrival.apply(away_MD, self)
         return arrived_MD
 
 
 @contextmanager
 def own_random_numbers(world: comm.World) -> Iterator[None]:
-    """Random numbers of this process's own, for dropout of activations that are cut.
+    """Uses separate random numbers on this rank, for dropout of split activations.
 
-    All tensor-parallel processes draw the same numbers otherwise, since what they drop there is
-    replicated. The seed is drawn from those, so recomputation finds the same numbers again.
+    Otherwise all tensor-parallel ranks draw the same numbers, since they drop replicated
+    activations. The seed is drawn from those numbers, so recomputation draws the same numbers
+    again.
     """
     seed = int(torch.randint(2**31 - world.tensor_parallel_size, ()))
     devices = [world.device] if world.device.type == "cuda" else []
@@ -225,11 +230,11 @@ def own_random_numbers(world: comm.World) -> Iterator[None]:
 
 
 class OwnDropout(nn.Dropout):
-    """Dropout of units that are cut: each process drops others.
+    """Dropout of split units: each rank draws separately.
 
     Args:
         probability: The probability that a unit is dropped.
-        world: This process.
+        world: This rank.
     """
 
     def __init__(self, probability: float, world: comm.World) -> None:
@@ -301,7 +306,7 @@ class _Mean(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        if ctx.in_parts:  # each has summands of it
+        if ctx.in_parts:  # each rank has a summand of it
             gradient = ctx.group.total(gradient)
         return gradient / ctx.group.size, None, None
 
@@ -344,5 +349,5 @@ class _Arrival(torch.autograd.Function):
     def backward(ctx: Any, gradient_MD: Tensor) -> tuple[Tensor, None]:
         flight = ctx.flight
         flight.gradient = flight.group.start_exchange(gradient_MD, flight.send, flight.receive)
-        # What is on its way has another shape than what autograd hands on here.
+        # The gradient in transit has another shape than the tensor that autograd passes on here.
         return gradient_MD.new_zeros(()).expand_as(gradient_MD), None

@@ -1,16 +1,16 @@
-"""Sequence parallelism: between the cut layers each tensor-parallel process has some of the tokens.
+"""Sequence parallelism: between split layers each tensor-parallel rank has some of the tokens.
 
-What lies there (LayerNorms, dropout, the residual stream) works on each token by itself, so any
-tokens will do: those of a micro-batch in their order are cut into TP equal lots, with padding if
-TP does not divide them. In place of the sums of tensor parallelism a branch gathers its input and
-scatters the sums of its output, which is as many bytes. Factorized and sparse feed-forwards get and
-give whole activations. (megatron-core has the same, for CUDA devices alone.)
+Everything there (LayerNorms, dropout, the residual stream) works on each token separately, so the
+tokens of a micro-batch, in order, are split into TP equal parts, with padding if TP does not divide
+them. Instead of the all-reduces of tensor parallelism a branch gathers its input and
+reduce-scatters its output, which is as many bytes. Factorized and sparse feed-forwards receive and
+return whole activations. (megatron-core has the same, but only for CUDA devices.)
 
 Source: Korthikanti et al. 2022, "Reducing activation recomputation in large transformer models",
 section 4.2.2.
 
-Shapes: B batch, T tokens in a sequence, N = B T tokens, n tokens of a process, D width. What a
-process has between the cut layers is of shape [1, n, D].
+Shapes: B batch, T tokens in a sequence, N = B T tokens, n tokens of a rank, D width. Between split
+layers a rank has tensors of shape [1, n, D].
 """
 
 from typing import Any
@@ -32,71 +32,73 @@ from polyad.parallel.regions import Group, OwnDropout, tensor_group, wait
 
 
 class Tokens:
-    """The tokens of the current micro-batch, and how they are cut.
+    """The tokens of the current micro-batch, and how they are split.
 
     Args:
-        world: this process.
+        world: this rank.
     """
 
     def __init__(self, world: comm.World) -> None:
         self._rank, self._parts = world.tensor_parallel_rank, world.tensor_parallel_size
         self._group = tensor_group()
         self.shape = (0, 0)
-        """B and T, as the embedding saw them."""
+        """B and T, set by the embedding."""
 
     def padded(self, whole_ND: Tensor) -> Tensor:
-        """With rows of zeros at the end, so that TP divides them."""
+        """Appends rows of zeros so that TP divides them."""
         rest = -whole_ND.shape[0] % self._parts
         return pad(whole_ND, (0, 0, 0, rest)) if rest else whole_ND
 
     def whole(self, padded_ND: Tensor) -> Tensor:
-        """[B, T, ...] from rows that may have padding at the end."""
+        """Returns [B, T, ...] from rows that may have padding at the end."""
         batch, length = self.shape
         return padded_ND[: batch * length].view(batch, length, -1)
 
     def own(self, values_N: Tensor) -> Tensor:
-        """This process's part of a number for each token."""
+        """Returns this rank's part of one value per token."""
         size = -(-values_N.shape[0] // self._parts)
         padded_N = pad(values_N, (0, size * self._parts - values_N.shape[0]))
         return padded_N[self._rank * size : (self._rank + 1) * size]
 
     def gather(self, x_1nD: Tensor) -> Tensor:
-        """All tokens [B, T, D], for a layer of which each process has a part of the gradient."""
+        """Gathers all tokens [B, T, D], for a layer in which each rank has a part of the
+        gradient."""
         return self.whole(self._group.gather(x_1nD.flatten(0, 1), 0))
 
     def gather_equal(self, x_1nD: Tensor) -> Tensor:
-        """All tokens [B, T, D], for a layer that gives each process the whole gradient."""
+        """Gathers all tokens [B, T, D], for a layer that gives each rank the whole gradient."""
         return self.whole(self._group.gather_equal(x_1nD.flatten(0, 1), 0))
 
     def sum_and_scatter(self, part_BTD: Tensor) -> Tensor:
-        """This process's tokens [1, n, D] of the sum of all parts."""
+        """Reduce-scatters: returns this rank's tokens [1, n, D] of the sum of all parts."""
         rows_ND = self.padded(part_BTD.flatten(0, -2))
         return self._group.sum_and_scatter(rows_ND, 0).unsqueeze(0)
 
     def scatter(self, whole_BTD: Tensor) -> Tensor:
-        """This process's tokens [1, n, D] of what each process has whole."""
+        """Returns this rank's tokens [1, n, D] of a tensor that each rank has whole."""
         return self._group.scatter(self.padded(whole_BTD.flatten(0, 1)), 0).unsqueeze(0)
 
     def positions(self, positions_T: Tensor, weight: Tensor, pad_id: int | None = None) -> Tensor:
-        """The position embedding of this process's tokens [1, n, D].
+        """Returns the position embedding of this rank's tokens [1, n, D].
 
         Args:
             positions_T: Positions of one sequence.
             weight: The embedding of all positions.
-            pad_id: None.
+            pad_id: Always None.
         """
         positions_N = positions_T.repeat(self.shape[0])
         return embed(self.own(positions_N), weight).unsqueeze(0)
 
     def gathered_linear(self, x_1nD: Tensor, weight_FD: Tensor, bias_F: Tensor | None) -> Tensor:
-        """A linear layer, cut by output, of all tokens: [B, T, F]. Keeps this process's alone."""
+        """Computes a linear layer, split by output, of all tokens: [B, T, F]. Saves only local
+        tokens."""
         y_NF = _GatheredLinear.apply(x_1nD.flatten(0, 1), weight_FD, self._group)
         return self.whole(y_NF if bias_F is None else y_NF + bias_F)
 
 
 class _GatheredLinear(torch.autograd.Function):
-    """The gathered input is not kept: backward it is gathered again, while the gradient of the
-    input is computed; that one's sum travels while the gradient of the weight is computed.
+    """Does not save the gathered input: backward gathers it again while the gradient of the input
+    is computed; that gradient is reduced while the gradient of the weight is computed.
     """
 
     @staticmethod
@@ -111,9 +113,9 @@ class _GatheredLinear(torch.autograd.Function):
     def backward(ctx: Any, gradient_NF: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         x_nD, weight_FD = ctx.saved_tensors
         coming_ND = leaving_nD = for_weight_FD = None
-        if x_nD is not None:  # or the weight is frozen, and nothing is gathered
+        if x_nD is not None:  # the weight is not frozen
             coming_ND = ctx.group.start_gather(x_nD)
-            if not x_nD.is_cuda:  # gloo: two of these on their way at once have corrupted the heap
+            if not x_nD.is_cuda:  # gloo: two concurrent collectives have corrupted the heap
                 coming_ND = wait(coming_ND)
         if weight_FD is not None:
             leaving_nD = ctx.group.start_sum(gradient_NF @ weight_FD)
@@ -123,12 +125,12 @@ class _GatheredLinear(torch.autograd.Function):
 
 
 def cut_sequence(model: Decoder, tokens: Tokens, world: comm.World) -> None:
-    """Lets what is between the cut layers of a model work on some of the tokens, in place.
+    """Makes the parts between the split layers of a model work on some of the tokens, in place.
 
     Args:
-        model: on the meta device, with tensor-parallel layers that know of the tokens.
-        tokens: how they are cut.
-        world: this process.
+        model: the model on the meta device, with tensor-parallel layers that use `tokens`.
+        tokens: how tokens are split.
+        world: this rank.
     """
     if model.position_embedding is not None:
         model.position_embedding.lookup = tokens.positions
@@ -154,7 +156,7 @@ def cut_sequence(model: Decoder, tokens: Tokens, world: comm.World) -> None:
 
 
 def _surround(layer: FeedForward, tokens: Tokens) -> None:
-    """Gives a feed-forward whole activations, and scatters what it makes of them."""
+    """Gives a feed-forward whole activations, and scatters its output."""
     wants_residual = isinstance(layer, MuMoE) and layer.config.gate_input == "residual"
 
     def gathered(_: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -174,17 +176,17 @@ def _surround(layer: FeedForward, tokens: Tokens) -> None:
 
 
 def sum_gradients(model: nn.Module) -> None:
-    """Sums gradients of parameters that each process has used for its own tokens alone.
+    """All-reduces gradients of parameters that each rank has used only for its own tokens.
 
     Args:
-        model: with storage; `cut_sequence` has cut its tokens.
+        model: a model with storage, split by `cut_sequence`.
     """
     assert isinstance(model, Decoder)
     group = tensor_group()
     owners: list[nn.Module] = []
     if model.position_embedding is not None:
         owners.append(model.position_embedding)
-    if model.last_token is None:  # or the norm reads whole sequences, after these were gathered
+    if model.last_token is None:  # otherwise the norm reads gathered sequences
         owners.append(model.final_norm)
     parameters: list[nn.Parameter] = []
     for block in model.blocks:

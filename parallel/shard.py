@@ -1,9 +1,9 @@
-"""How a parameter is cut over processes, and padded: one description for every layer.
+"""How a parameter is split over ranks and padded: one description for every layer.
 
-A shard is the part of a global tensor that one process holds. Along each axis it has one run of
-positions or, along the first, several: all of a column-parallel weight is one run, a fused q, k, v
-weight has three. What is in no run is padding, which exists inside the layout alone: no checkpoint
-and no count has it. ZeRO cuts shards further (`fragments.py`).
+A shard is the part of a global tensor on one rank. Along each axis it has one run of positions or,
+along the first axis, several: a column-parallel weight has one run, a fused q, k, v weight three.
+Positions outside of all runs are padding, which exists only inside the layout: checkpoints and
+counts exclude it. ZeRO splits shards further (`fragments.py`).
 """
 
 import math
@@ -20,50 +20,50 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 """Offset and size."""
 
 ROWS = 128
-"""A part of a vocabulary is a multiple of this: products of other sizes are slow on a GPU."""
+"""A part of a vocabulary is a multiple of this: other sizes are slow on a GPU."""
 
 
 class Run(NamedTuple):
     """Consecutive positions of an axis."""
 
     here: int
-    """The first one in the shard."""
+    """First position in the shard."""
     length: int
     there: int
-    """The first one in the global tensor."""
+    """First position in the global tensor."""
 
 
 class Axis(NamedTuple):
     """One axis of a shard."""
 
     size: int
-    """Positions in the shard, padding included."""
+    """Number of positions in the shard, including padding."""
     whole: int
-    """Positions in the global tensor."""
+    """Number of positions in the global tensor."""
     runs: tuple[Run, ...]
-    """What the shard has of them, in order; an axis that is not the first has one run, from 0."""
+    """The runs in order; an axis that is not the first has one run, from 0."""
 
     @classmethod
     def uncut(cls, whole: int, size: int | None = None) -> "Axis":
-        """All positions, and padding up to `size`."""
+        """Returns an axis with all positions, padded to `size`."""
         return cls(whole if size is None else size, whole, (Run(0, whole, 0),))
 
     @classmethod
     def part(cls, whole: int, rank: int, parts: int) -> "Axis":
-        """One of `parts` equal parts, which divide `whole`."""
+        """Returns one of `parts` equal parts; `parts` must divide `whole`."""
         assert whole % parts == 0
         size = whole // parts
         return cls(size, whole, (Run(0, size, rank * size),))
 
     @classmethod
     def part_of_each(cls, whole: int, fused: int, rank: int, parts: int) -> "Axis":
-        """An equal part of each of several matrices that are stored on top of one another.
+        """Returns an equal part of each of several matrices that are stacked.
 
         Args:
-            whole: Rows of all.
-            fused: How many matrices (3 for q, k, v).
-            rank: Which part.
-            parts: How many.
+            whole: Total number of rows.
+            fused: Number of matrices (3 for q, k, v).
+            rank: The index of the part.
+            parts: Number of parts.
         """
         rows = whole // fused
         size = rows // parts
@@ -72,16 +72,16 @@ class Axis(NamedTuple):
 
     @classmethod
     def part_and_rest(cls, whole: int, cut: int, rank: int, parts: int) -> "Axis":
-        """An equal part of the first positions; those behind them go to the last part.
+        """Returns an equal part of the first positions; the last part also gets the rest.
 
-        The others have padding there: ZeRO's parts of what is replicated fall in the same places on
-        every process only if all of them have as many numbers.
+        The other parts have padding there: ZeRO's parts of replicated tensors are at the same
+        places on every rank only if all ranks have equally many elements.
 
         Args:
-            whole: All positions.
-            cut: How many of them are cut; `parts` divides them.
-            rank: Which part.
-            parts: How many.
+            whole: Number of positions.
+            cut: Number of positions that are split; `parts` divides it.
+            rank: The index of the part.
+            parts: Number of parts.
         """
         assert cut % parts == 0
         size, rest = cut // parts, whole - cut
@@ -90,7 +90,8 @@ class Axis(NamedTuple):
 
     @classmethod
     def part_of_vocabulary(cls, whole: int, rank: int, parts: int) -> "Axis":
-        """Some words, as many on each process: a multiple of `ROWS`, the last of them padding."""
+        """Returns a part of a vocabulary, padded to a multiple of `ROWS` of the same size on each
+        rank."""
         size = ROWS * -(-whole // (ROWS * parts))
         first = min(rank * size, whole)
         real = min(size, whole - first)
@@ -99,17 +100,17 @@ class Axis(NamedTuple):
 
 @dataclass(frozen=True)
 class Placement:
-    """Where a process's shard of a parameter lies in the whole, before ZeRO cuts it."""
+    """The position of a rank's shard in the global parameter, before ZeRO splits it."""
 
     axes: tuple[Axis, ...]
     replicated: bool
-    """Whether each tensor-parallel process holds the same."""
+    """Whether all tensor-parallel ranks hold the same shard."""
     expert_parallel_size: int = 1
-    """Groups of data-parallel processes that hold different experts of it."""
+    """Number of groups of data-parallel ranks that hold different experts of it."""
 
     @classmethod
     def whole(cls, shape: tuple[int, ...]) -> "Placement":
-        """A parameter that is not cut: each process has the whole."""
+        """A parameter that is not split: each rank has the whole."""
         return cls(tuple(map(Axis.uncut, shape)), True)
 
     @classmethod
@@ -121,11 +122,11 @@ class Placement:
         replicated: bool = False,
         expert_parallel_size: int = 1,
     ) -> "Placement":
-        """A parameter that is cut or padded along some axes.
+        """A parameter that is split or padded along some axes.
 
         Args:
             shape: The global shape.
-            axes: Those axes, by number.
+            axes: These axes, by number.
             replicated: See `Placement`.
             expert_parallel_size: See `Placement`.
         """
@@ -134,11 +135,11 @@ class Placement:
 
     @classmethod
     def padded(cls, shape: tuple[int, ...], global_shape: tuple[int, ...]) -> "Placement":
-        """A parameter that is not cut, with padding at the end of any axes.
+        """A parameter that is not split, padded at the end of any axes.
 
         Args:
-            shape: With the padding.
-            global_shape: Without.
+            shape: The shape with padding.
+            global_shape: The shape without padding.
         """
         sizes = zip(global_shape, shape, strict=True)
         return cls(tuple(Axis.uncut(whole, size) for whole, size in sizes), True)
@@ -147,13 +148,13 @@ class Placement:
     def of_experts(
         cls, shape: tuple[int, ...], world: comm.World, inner: int | None
     ) -> "Placement":
-        """An equal part of the experts, and of each an equal part of its inner units.
+        """An equal part of the experts, and an equal part of the inner units of each.
 
         Args:
             shape: The global shape, experts first.
-            world: This process.
-            inner: The axis of the inner units; None: there are none, and tensor parallelism does
-                not cut it.
+            world: This rank.
+            inner: The axis of the inner units; None if there are none, so that tensor parallelism
+                does not split the parameter.
         """
         axes = {0: Axis.part(shape[0], world.expert_parallel_rank, world.expert_parallel_size)}
         parts = world.tensor_parallel_size
@@ -166,7 +167,7 @@ class Placement:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the shard, padding included."""
+        """The shape of the shard, including padding."""
         return tuple(axis.size for axis in self.axes)
 
     @property
@@ -175,14 +176,14 @@ class Placement:
         return tuple(axis.whole for axis in self.axes)
 
     def boxes(self, start: int, stop: int) -> Iterator[tuple[int, Box]]:
-        """A row-major range of the shard's elements as boxes of the global tensor.
+        """Yields a row-major range of the shard's elements as boxes of the global tensor.
 
         Args:
             start: First element.
             stop: One past the last.
 
         Yields:
-            (first element, (offset, size)) of each box, in order. Padding is left out.
+            (first element, (offset, size)) of each box, in order. Padding is skipped.
         """
         if not self.axes:
             yield from ((start, box) for box in boxes((), start, stop))
@@ -205,19 +206,19 @@ class Placement:
                 low += math.prod(size)
 
     def values(self, flat: Tensor, first: int, size: tuple[int, ...]) -> Tensor:
-        """A box of the shard, in place.
+        """Returns a view of a box of the shard.
 
         Args:
-            flat: Elements of the shard, contiguous.
-            first: The box's first element there.
-            size: The size of the box, as `boxes` gives it.
+            flat: The elements of the shard, contiguous.
+            first: The box's first element in the shard.
+            size: The size of the box, from `boxes`.
         """
         shape = self.shape
         strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
         return flat.as_strided(size, strides, flat.storage_offset() + first)
 
     def of_whole(self, whole: Tensor) -> Tensor:
-        """The shard of a global tensor; padding is 0."""
+        """Cuts the shard out of a global tensor; padding is 0."""
         part = whole.new_zeros(self.shape)
         for first, (offset, size) in self.boxes(0, part.numel()):
             box = tuple(slice(a, a + n) for a, n in zip(offset, size, strict=True))
@@ -256,7 +257,7 @@ def boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
 
 
 def placement_of(parameter: nn.Parameter) -> Placement:
-    """Where a parameter lies in its global tensor: it is the whole, unless it was cut."""
+    """Returns the placement of a parameter: the whole tensor, unless it was split."""
     shape = tuple(getattr(parameter, "ds_shape", parameter.shape))  # ZeRO 3 empties `shape`
     placement: Placement = getattr(parameter, "placement", None) or Placement.whole(shape)
     assert placement.shape == shape
@@ -264,17 +265,17 @@ def placement_of(parameter: nn.Parameter) -> Placement:
 
 
 def cut(owner: nn.Module, name: str, placement: Placement) -> None:
-    """Puts this process's part of a parameter in the place of the whole.
+    """Replaces a parameter by this rank's part of it.
 
     Args:
-        owner: The module that holds it; on the meta device.
-        name: The parameter's name there.
-        placement: What the part has of the whole.
+        owner: The module that holds it, on the meta device.
+        name: The name of the parameter in that module.
+        placement: The placement of the part.
     """
     with torch.device("meta"):
         part = nn.Parameter(torch.empty(placement.shape))
     part.placement = placement  # type: ignore[attr-defined]
-    # DeepSpeed reads these attributes: they say which processes sum a gradient and a norm.
+    # DeepSpeed reads these attributes: they determine the ranks that sum a gradient and a norm.
     if not placement.replicated:
         part.tensor_model_parallel = True  # type: ignore[attr-defined]
     if placement.expert_parallel_size > 1:
@@ -284,5 +285,5 @@ def cut(owner: nn.Module, name: str, placement: Placement) -> None:
 
 
 def group_name(expert_parallel_size: int) -> str:
-    """DeepSpeed's name of the groups of processes that share a set of experts."""
+    """Returns DeepSpeed's name for the groups of ranks that share a set of experts."""
     return f"ep_size_{expert_parallel_size}"

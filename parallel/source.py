@@ -1,7 +1,7 @@
-"""Sources: where the weights and the optimizer state of a run come from, one box at a time.
+"""Sources of a run's weights and optimizer state, read one box at a time.
 
-An engine asks for the boxes of the tensors that this process holds, so no process ever has the
-whole model. A checkpoint is a `Source`; initial values and folders of weights are a `WeightSource`.
+An engine reads only boxes of tensors that its rank holds, so no process ever has the whole model. A
+checkpoint is a `Source`; initial values and folders of weights are a `WeightSource`.
 """
 
 from abc import ABC, abstractmethod
@@ -15,51 +15,51 @@ from polyad.parallel.checkpoint.box import MASTER, OF_WEIGHTS, Box
 
 
 class Source(ABC):
-    """Where the parameters of an engine come from."""
+    """A source of the parameters of an engine."""
 
     @abstractmethod
     def read(self, box: Box) -> torch.Tensor:
-        """A box of a master weight, of its moving average or of an optimizer state.
+        """Reads a box of a master weight, of its moving average or of an optimizer state.
 
-        A source without averages gives the weights for them.
+        A source without averages returns the weights for them.
 
         Args:
-            box: which one; its shape is that of the tensor in the model.
+            box: the box; its shape is that of the tensor in the model.
 
         Returns:
-            The values of shape `box.size`, fp32; the caller does not write to them.
+            The values with shape `box.size`, fp32; the caller must not write to them.
         """
 
     @abstractmethod
     def step(self, name: str) -> float:
-        """Optimizer steps that a parameter has seen."""
+        """Returns the number of optimizer steps of a parameter."""
 
     @abstractmethod
     def buffer(self, name: str) -> torch.Tensor:
-        """A persistent buffer, whole."""
+        """Returns a whole persistent buffer."""
 
 
 class WeightSource(Source):
-    """A source of weights alone: no step is done, and optimizer state starts at zero."""
+    """A source of weights only: the step is 0, and optimizer state starts at zero."""
 
     def read(self, box: Box) -> torch.Tensor:
-        """A box of a weight; zeros for optimizer state."""
+        """Reads a box of a weight; returns zeros for optimizer state."""
         return self.weight(box) if box.field in OF_WEIGHTS else torch.zeros(box.size)
 
     @abstractmethod
     def weight(self, box: Box) -> torch.Tensor:
-        """A box of a weight, fp32."""
+        """Reads a box of a weight, fp32."""
 
     def step(self, name: str) -> float:
-        """0: no step is done."""
+        """Returns 0."""
         return 0.0
 
 
 class InitialWeights(WeightSource):
-    """The source that a new run is filled from: each parameter from its own generator.
+    """The source of a new run: draws each parameter from its own generator.
 
-    One whole parameter, or some of its experts, is held at a time. Values are exact fp32 whatever
-    the training precision, and the same on any layout.
+    Only one parameter, or some of its experts, is in memory at a time. Values are exact fp32
+    whatever the training precision, and the same in any layout.
     """
 
     def __init__(self, model: nn.Module, seed: int) -> None:
@@ -68,9 +68,9 @@ class InitialWeights(WeightSource):
         self._value = torch.empty(0)
 
     def weight(self, box: Box) -> torch.Tensor:
-        """A box of a parameter's initial value."""
+        """Returns a box of a parameter's initial value."""
         experts, slices = None, box.slices
-        if has_experts(self._model, box.name):  # draws only the experts of this process
+        if has_experts(self._model, box.name):  # draws only the experts of this rank
             experts = range(slices[0].start, slices[0].stop)
             slices = (slice(None), *slices[1:])
         if (box.name, experts) != self._last:
@@ -80,31 +80,31 @@ class InitialWeights(WeightSource):
         return self._value[slices]
 
     def buffer(self, name: str) -> torch.Tensor:
-        """A buffer's initial value."""
+        """Returns a buffer's initial value."""
         return initial_value(self._model, name, self._seed)
 
 
 class WeightsOnly(WeightSource):
-    """Another source as the start of a run: its weights and buffers, no moments and no steps."""
+    """Another source as the start of a run: its weights and buffers, without moments and steps."""
 
     def __init__(self, source: Source) -> None:
         self._source = source
 
     def weight(self, box: Box) -> torch.Tensor:
-        """A box of a weight: a moving average starts from the weight, too."""
+        """Reads a box of a weight, also for a moving average, which starts from it."""
         return self._source.read(box._replace(field=MASTER))
 
     def buffer(self, name: str) -> torch.Tensor:
-        """A whole buffer: buffers count as weights."""
+        """Returns a whole buffer: buffers count as weights."""
         return self._source.buffer(name)
 
 
 class Joined(Source):
-    """Some parameters from one source, and others from another.
+    """Some parameters from one source, and the rest from another.
 
     Args:
-        parameters: gives the source of a parameter, by its name.
-        buffers: the source of a buffer.
+        parameters: returns the source of a parameter, by its name.
+        buffers: the source of buffers.
     """
 
     def __init__(
@@ -126,12 +126,12 @@ class Joined(Source):
 
 
 def begun_anew(weights: Source, fresh: Source, prefixes: Sequence[str]) -> Source:
-    """Weights of another model as the start of one that has what they lack, such as a head.
+    """Combines another model's weights with new parameters that they lack, such as a head.
 
     Args:
-        weights: of all other names.
-        fresh: of names that begin as one of `prefixes` says.
-        prefixes: with their dot, as `head.`.
+        weights: the source for all other names.
+        fresh: the source for names that start with one of `prefixes`.
+        prefixes: prefixes with their dot, such as `head.`.
     """
     begins = tuple(prefixes)
 
@@ -142,13 +142,13 @@ def begun_anew(weights: Source, fresh: Source, prefixes: Sequence[str]) -> Sourc
 
 
 def on_base(base: Source, own: Source, names: Collection[str], buffers: Source) -> Source:
-    """The source of a run with adapters: some weights are the base's, the others its own.
+    """Returns the source of a run with adapters: some weights from the base, the rest its own.
 
     Args:
-        base: what is frozen, and what starts from it.
-        own: all else: adapters as they start, or a checkpoint of them with their moments.
-        names: of the weights that the base gives.
-        buffers: which of the two gives the buffers.
+        base: the source of frozen weights, and of those initialized from it.
+        own: the source of the rest: initial adapters, or a checkpoint of them with their moments.
+        names: names of the weights from the base.
+        buffers: the source of buffers, one of the two.
     """
     given, frozen = frozenset(names), WeightsOnly(base)
     return Joined(lambda name: frozen if name in given else own, lambda name: buffers)

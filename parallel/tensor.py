@@ -1,9 +1,9 @@
-"""Tensor parallelism: megatron-core's linear layers in place of a model's own.
+"""Tensor parallelism: replaces a model's linear layers by megatron-core's.
 
-The matrix products before a branch's nonlinearity are cut by output (attention by head), those
-after it by input; the embedding and the output head of text are cut by vocabulary. A branch then
-exchanges one sum of activations forward and one backward. Names of parameters stay, so initial
-values and checkpoints are those of the whole model.
+The matrix products before a branch's nonlinearity are split by output (attention by head), those
+after it by input; the embedding and output head of text are split by vocabulary. A branch then
+needs one all-reduce of activations forward and one backward. Parameter names do not change, so
+initial values and checkpoints are those of the whole model.
 """
 
 import functools
@@ -30,19 +30,20 @@ from polyad.parallel.vocabulary import cut_vocabulary
 
 
 def parallelize_tensors(model: nn.Module, world: comm.World, tokens: Tokens | None = None) -> None:
-    """Cuts the layers of a model over the tensor-parallel processes, in place.
+    """Splits the layers of a model over the tensor-parallel ranks, in place.
 
-    Of models of images, patch embedding and head are small, and each process has them whole; so are
-    a BERT's heads but for their products with the vocabulary.
+    In image models, the patch embedding and the head are small and replicated; so are BERT's heads,
+    except for their products with the vocabulary.
 
     Args:
-        model: on the meta device.
-        world: this process, with its tensor-parallel rank.
-        tokens: of a GPT-2: how tokens are cut between these layers; None: every process has all.
+        model: the model on the meta device.
+        world: this rank, with its tensor-parallel rank.
+        tokens: for a GPT-2, how tokens are split between these layers; None if every rank has all.
     """
     cut_vocabulary(model, world, tokens)
     layers, whole = _Layers(world, tokens), _Layers(world, None)
-    # Shared experts, and what a table scales, get all tokens, as the layer does that holds them.
+    # Shared experts, and the layers that a table scales, receive all tokens, like their parent
+    # layer.
     shared = {id(each.shared) for each in model.modules() if isinstance(each, SelectingMoE)}
     shared |= {id(each.dense) for each in model.modules() if isinstance(each, SparseTable)}
     with torch.device("meta"):
@@ -60,7 +61,7 @@ def parallelize_tensors(model: nn.Module, world: comm.World, tokens: Tokens | No
                         assert isinstance(linear, nn.Linear)
                         layer.add_module(name, layers.column(linear))
                 layer.shared_key = layers.gathered
-            elif isinstance(layer, DenseFeedForward):  # others are cut in files of their own
+            elif isinstance(layer, DenseFeedForward):  # other kinds are split in their own modules
                 of_this = whole if id(layer) in shared else layers
                 for name in ("gate", "up"):
                     if (linear := getattr(layer, name)) is not None:
@@ -71,7 +72,7 @@ def parallelize_tensors(model: nn.Module, world: comm.World, tokens: Tokens | No
 
 
 def _cut_grouped(layer: GroupedAttention, layers: "_Layers", world: comm.World) -> None:
-    """Cuts heads of queries, and those of keys and values where there are enough of them."""
+    """Splits query heads, and key and value heads if there are enough of them."""
     parts, groups = world.tensor_parallel_size, layer.settings.num_key_value_heads
     layer.add_module("query", layers.column(layer.query))
     is_cut = groups % parts == 0
@@ -93,20 +94,20 @@ def _cut_grouped(layer: GroupedAttention, layers: "_Layers", world: comm.World) 
 
 
 def _cut_vector(owner: nn.Module, name: str, world: comm.World) -> None:
-    """Gives a process its part of numbers that are ordered by head."""
+    """Keeps this rank's part of values that are ordered by head."""
     (size,) = owner.get_parameter(name).shape
     axis = Axis.part(size, world.tensor_parallel_rank, world.tensor_parallel_size)
     cut(owner, name, Placement.cut((size,), {0: axis}))
 
 
 class SharedLinear(nn.Linear):
-    """A linear layer that each process has whole, and of whose output each uses some heads.
+    """A linear layer that every rank has whole, while each uses only some heads of its output.
 
-    Its gradients are summed over the processes.
+    Its gradients are all-reduced.
 
     Args:
-        layer: the whole one, on the meta device.
-        gathered: gives it all tokens, with the sum of the gradients.
+        layer: the whole layer, on the meta device.
+        gathered: gathers all tokens; backward sums the gradients.
     """
 
     def __init__(self, layer: nn.Linear, gathered: Region) -> None:
@@ -126,7 +127,7 @@ class SharedLinear(nn.Linear):
 
 
 class _Layers:
-    """Makes the parallel twin of a linear layer, without values."""
+    """Creates the parallel version of a linear layer, without values."""
 
     def __init__(self, world: comm.World, tokens: Tokens | None) -> None:
         with warnings.catch_warnings():
@@ -146,15 +147,15 @@ class _Layers:
 
     @property
     def gathered(self) -> Region:
-        """Gives a process all tokens of what it uses for its own heads alone."""
+        """Gathers all tokens for a layer whose output a rank only uses for its own heads."""
         return copy if self.tokens is None else self.tokens.gather
 
     def shared(self, layer: nn.Linear) -> nn.Module:
-        """Leaves a layer whole on every process."""
+        """Replicates a layer on every rank."""
         return SharedLinear(layer, self.gathered)
 
     def column(self, layer: nn.Linear, fused: int = 1) -> nn.Module:
-        """Cuts by output; what goes in is replicated, what comes out is cut."""
+        """Splits a layer by output; the input is replicated, the output is split."""
         made = _linear_classes()[0](
             layer.in_features,
             layer.out_features,
@@ -166,7 +167,8 @@ class _Layers:
         return self._cut(made, layer, weight=(0, rows), bias=(0, rows))
 
     def row(self, layer: nn.Linear) -> nn.Module:
-        """Cuts by input; what goes in is cut, what comes out is summed. The bias is added once."""
+        """Splits a layer by input; the input is split, the output is summed. The bias is added
+        once."""
         made = _linear_classes()[1](
             layer.in_features,
             layer.out_features,
@@ -188,11 +190,11 @@ class _Layers:
 
 @functools.cache
 def _linear_classes() -> tuple[type, type]:
-    """megatron-core's linear layers, cut by output and by input, used as those of torch.
+    """Returns megatron-core's linear layers, split by output and by input, with torch's interface.
 
-    They return (output, bias); these return the output alone, with what LoRA adds to it
-    (`parallel/adapters.py` cuts that). Where tokens are cut, `parallel/sequence.py` has the
-    products: megatron-core's allocate on CUDA devices alone.
+    megatron-core's return (output, bias); these return only the output, including LoRA's update
+    (which `parallel/adapters.py` splits). If tokens are split, the products of
+    `parallel/sequence.py` are used: megatron-core's allocate on CUDA devices only.
     """
     library: Any = tensor_parallel_library()
 
@@ -214,7 +216,7 @@ def _linear_classes() -> tuple[type, type]:
             return y if self.lora is None else y + self.lora(x)
 
         def merged_weight(self) -> Tensor:
-            """This process's columns, with what LoRA adds to them."""
+            """This rank's columns of the weight, including LoRA's update."""
             return self.weight if self.lora is None else self.weight + self.lora.merged()
 
     return ColumnParallelLinear, RowParallelLinear

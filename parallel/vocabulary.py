@@ -1,6 +1,6 @@
-"""Embedding and output head of a vocabulary that is cut between processes, or padded on one.
+"""Embedding and output head with a vocabulary that is split over ranks, or padded on one.
 
-Shapes: B batch, T tokens in a sequence, D width, V vocabulary (of this process, with padding).
+Shapes: B batch, T tokens in a sequence, D width, V vocabulary (of this rank, with padding).
 """
 
 from torch import Tensor, nn
@@ -18,12 +18,12 @@ from polyad.parallel.shard import Axis, Placement, cut
 
 
 def pad_vocabulary(model: nn.Module) -> None:
-    """Rounds the rows of the embedding and output head of text up, in place, where both are whole.
+    """Pads the rows of a text model's embedding and output head, in place, if both are unsplit.
 
-    As in a layout that cuts them the padding exists only here: no checkpoint and no count has it.
+    As in a layout that splits them, padding exists only here: checkpoints and counts exclude it.
 
     Args:
-        model: on the meta device.
+        model: the model on the meta device.
     """
     if isinstance(model, Decoder | Bert):
         words = model.token_embedding.weight.shape[0]
@@ -33,12 +33,12 @@ def pad_vocabulary(model: nn.Module) -> None:
 
 
 def cut_vocabulary(model: nn.Module, world: comm.World, tokens: Tokens | None) -> None:
-    """Cuts the embedding and output head of text over the tensor-parallel processes, in place.
+    """Splits a text model's embedding and output head over the tensor-parallel ranks, in place.
 
     Args:
-        model: on the meta device.
-        world: this process.
-        tokens: how tokens are cut between layers; None: every process has all.
+        model: the model on the meta device.
+        world: this rank.
+        tokens: how tokens are split between layers; None if every rank has all.
     """
     if not isinstance(model, Decoder | Bert):
         return
@@ -54,7 +54,7 @@ def cut_vocabulary(model: nn.Module, world: comm.World, tokens: Tokens | None) -
 
 
 def _cut_rows(model: Decoder | Bert, axis: Axis, part: VocabularyPart, *, replicated: bool) -> None:
-    """Has a process keep some rows of the embedding, and of what the head has of its own."""
+    """Keeps this rank's rows of the embedding, and of the head's own parameters."""
     head = _head(model)
     owners: list[tuple[nn.Module, str]] = [(model.token_embedding, "weight")]
     if isinstance(head, UntiedHead):
@@ -69,18 +69,18 @@ def _cut_rows(model: Decoder | Bert, axis: Axis, part: VocabularyPart, *, replic
 
 
 def _head(model: Decoder | Bert) -> VocabularyHead | None:
-    """The head that scores the vocabulary; those of classes are small, and each process has all."""
+    """Returns the head that scores the vocabulary; class heads are small, and replicated."""
     head = model.head.decoder if isinstance(model.head, MaskedLanguageHead) else model.head
     return head if isinstance(head, VocabularyHead) else None
 
 
 class _PartOfRows:
-    """Looks rows of the embedding up, of which a process has some.
+    """Looks up rows of an embedding of which this rank has some.
 
     Args:
         first: its first token id.
-        real: its rows that are no padding.
-        tokens: how tokens are cut between layers; None: every process has all.
+        real: number of its rows that are not padding.
+        tokens: how tokens are split between layers; None if every rank has all.
     """
 
     def __init__(self, first: int, real: int, tokens: Tokens | None) -> None:
@@ -99,14 +99,14 @@ class _PartOfRows:
 
 
 def token_losses(logits_BTV: Tensor, target_ids_BT: Tensor) -> Tensor:
-    """Negative log-likelihood of every target, in nats, from logits cut by vocabulary.
+    """Computes the negative log-likelihood of every target, in nats, from vocabulary-split logits.
 
     Args:
-        logits_BTV: this process's part.
-        target_ids_BT: the token that follows each position.
+        logits_BTV: this rank's part.
+        target_ids_BT: the next token at each position.
 
     Returns:
-        [B, T] in fp32, the same on every tensor-parallel process.
+        [B, T] in fp32, the same on every tensor-parallel rank.
     """
     each_BT: Tensor = tensor_parallel_library().vocab_parallel_cross_entropy(
         logits_BTV.float(), target_ids_BT

@@ -22,29 +22,29 @@ from polyad.parallel.tensor_folder import FolderWeights
 from polyad.parallel.zero import DTYPES, Precision
 
 Weights: TypeAlias = Checkpoint | FamilyWeights | PlainWeights
-"""A model's weights in any format: names, shapes and whole tensors, one at a time."""
+"""A model's weights in any format: names, shapes and whole tensors, read one at a time."""
 Choice = Literal["trained", "ema"]
-"""Which weights of a checkpoint: those that were trained, or their moving average (`train.ema`)."""
+"""The weights of a checkpoint to use: the trained ones, or their moving average (`train.ema`)."""
 
 
 def is_weights_folder(path: Path) -> bool:
-    """Whether a path is a folder of weights, of other libraries or under our names, and neither a
-    checkpoint nor a run."""
+    """Returns whether a path is a folder of weights, of other libraries or under our names, and not
+    a checkpoint or run."""
     return is_huggingface_folder(path) or is_peft_folder(path) or is_plain_folder(path)
 
 
 def open_weights(path: Path, choice: Choice = "trained", base: Path | None = None) -> Weights:
-    """The weights that a path means: a checkpoint, a run's newest one, another library's folder
-    (a decoder, BERT, ViT, CLIP or timm's Mixer), adapters of peft beside one, or a folder of
+    """Opens the weights at a path: a checkpoint, a run's newest one, another library's folder (a
+    decoder, BERT, ViT, CLIP or timm's Mixer), peft adapters of such a folder, or a folder of
     safetensors under our names.
 
     Args:
-        path: what to open.
-        choice: which weights; folders of weights have no average.
-        base: of adapters: where their base is; None: where their configuration says.
+        path: the path.
+        choice: the weights to use; folders of weights have no average.
+        base: for adapters, the path of their base; None: from their configuration.
 
     Raises:
-        ValueError: with an `exit_status` of 2: it is none of them, or cannot be used.
+        ValueError: with an `exit_status` of 2: it is none of these, or cannot be used.
     """
     return _open(path, choice, (), base)
 
@@ -78,12 +78,12 @@ def _without_adapters(path: Path, base: Path) -> CheckpointError:
 
 
 def _opened(path: Path, above: tuple[Path, ...], given: Path | None = None) -> Checkpoint:
-    """A checkpoint, with its base if it is of adapters.
+    """Opens a checkpoint, with its base if it consists of adapters.
 
     Args:
         path: as in `open_checkpoint`.
-        above: checkpoints of adapters that this one is the base of.
-        given: the base's place, if it is not the one that the configuration names.
+        above: checkpoints of adapters that have this one as their base.
+        given: the base's path, if it differs from the configured one.
     """
     checkpoint = read_newest(path, lambda chosen: Checkpoint(find_checkpoint(chosen)))
     lora = lora_of(checkpoint)
@@ -104,12 +104,12 @@ def _opened(path: Path, above: tuple[Path, ...], given: Path | None = None) -> C
     )
     try:
         base = _open(place, "trained", (*above, folder.resolve()))
-        last = config.last_parameter()  # checked before a wrong number of layers is built
+        last = config.last_parameter()  # checked before building a wrong number of layers
         if last is not None and last not in base.shapes():
             raise CheckpointError(f"{place}: is a different model: it has no {last}")
         ours = {name for name, _ in build_model(config).named_parameters()}
-        unused = base.shapes().keys() - ours  # as the head of a model with another one
-        check_fits(base, config, (*checkpoint.shapes(), *unused))  # it has the first itself
+        unused = base.shapes().keys() - ours  # such as the head of a model with another one
+        check_fits(base, config, (*checkpoint.shapes(), *unused))  # it has the former
     except ValueError as error:
         raise CheckpointError(
             f"{folder}: holds adapters, and their base ({named}) cannot be used: {error}"
@@ -118,23 +118,24 @@ def _opened(path: Path, above: tuple[Path, ...], given: Path | None = None) -> C
 
 
 def origin_of(weights: Weights) -> dict[str, Any] | None:
-    """What of another library's folder a run keeps that begins with its decoder, or with one that
-    was trained from it: JSON values of an `Origin`; None: the weights are of no such folder."""
+    """Returns what a run keeps of another library's folder, for a model that is or was trained from
+    its
+    decoder: an `Origin` as JSON values; None if the weights do not come from such a folder."""
     if isinstance(weights, FamilyWeights) and isinstance(weights.config, DecoderConfig):
         return weights.origin().model_dump()
     return weights.state.huggingface if isinstance(weights, Checkpoint) else None
 
 
 def check_fits(weights: Weights, config: ModelSettings, without: tuple[str, ...] = ()) -> None:
-    """Checks that weights are of a model.
+    """Checks that weights belong to a model.
 
     Args:
-        weights: of any format.
-        config: of the model.
-        without: beginnings of names that they need not have.
+        weights: weights of any format.
+        config: the configuration of the model.
+        without: prefixes of names that may be missing.
 
     Raises:
-        ValueError: with an `exit_status` of 2: they are of another.
+        ValueError: with an `exit_status` of 2: they belong to another model.
     """
     if isinstance(weights, FamilyWeights):  # what it lacks of replaced blocks is in `without`
         weights.check_config(config.original() if isinstance(config, DecoderSettings) else config)
@@ -143,17 +144,17 @@ def check_fits(weights: Weights, config: ModelSettings, without: tuple[str, ...]
 
 
 def open_checkpoint(path: Path, choice: Choice = "trained", base: Path | None = None) -> Checkpoint:
-    """A checkpoint, or a run's newest one, whose weights are those of its configuration.
+    """Opens a checkpoint, or a run's newest one, and checks its weights against its configuration.
 
-    One of adapters comes with its base: its weights are whole.
+    A checkpoint of adapters is opened with its base, so that its weights are whole.
 
     Args:
-        path: what to open.
-        choice: which weights.
+        path: the path.
+        choice: the weights to use.
         base: see `open_weights`.
 
     Raises:
-        ValueError: with an `exit_status` of 2: there is none, or it cannot be used.
+        ValueError: with an `exit_status` of 2: it does not exist, or cannot be used.
     """
     checkpoint = _opened(path, (), base)
     checkpoint.check_own_model()
@@ -168,14 +169,14 @@ def load_model(
     precision: Precision = "fp32",
     choice: Choice = "trained",
 ) -> nn.Module:
-    """A model with some weights, on one device, in evaluation mode.
+    """Loads a model with weights on one device, in evaluation mode.
 
     Args:
-        source: what `open_weights` takes or has given.
-        device: where it goes.
-        precision: of its parameters.
-        choice: which weights of a checkpoint that is yet to be opened; its buffers are the same for
-            both.
+        source: an argument or a result of `open_weights`.
+        device: the device.
+        precision: precision of its parameters.
+        choice: the weights to use of a checkpoint that is not open yet; its buffers are the same
+            for both.
 
     Returns:
         The model; no process group is needed.
@@ -197,14 +198,14 @@ def fill(
     precision: Precision,
     begins: tuple[str, ...] = ("",),
 ) -> None:
-    """Gives parameters and buffers of a model memory and their values.
+    """Allocates parameters and buffers of a model and sets their values.
 
     Args:
-        model: of the weights' configuration.
+        model: a model with the configuration of the weights.
         stored: the weights.
-        device: where they go.
-        precision: of parameters; buffers keep their own.
-        begins: how the names of those begin that are filled.
+        device: the device.
+        precision: precision of the parameters; buffers keep theirs.
+        begins: name prefixes of the parameters and buffers to fill.
     """
     dtype = DTYPES[precision]
     parameters, initial, buffers = (

@@ -1,9 +1,9 @@
-"""Our configuration -> DeepSpeed's dictionary -> an engine that the training loop can drive.
+"""Converts our configuration to DeepSpeed's, and wraps its engine for the training loop.
 
-`Engine` is all that the rest of Polyad sees of DeepSpeed. It adds what DeepSpeed does not do at
-every stage: one rule for steps that are not finite, and a gradient norm. `fragments` says where a
-process keeps the weights that it optimizes. This is the only file that reads DeepSpeed's internals;
-its version is pinned for that reason.
+The rest of Polyad uses DeepSpeed only through `Engine`, which adds what DeepSpeed lacks in some
+stages: one rule for non-finite steps, and a gradient norm. `fragments` locates the weights that a
+rank optimizes. This is the only module that reads DeepSpeed's internals, which is why its version
+is pinned.
 """
 
 import logging
@@ -34,31 +34,31 @@ Precision = Literal["fp32", "bf16"]
 CrossEntropy = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """(logits [..., V], target ids [...]) -> nats [...] in fp32."""
 RATE_FACTOR = "learning_rate_factor"
-"""The key of an optimizer's group for what multiplies the learning rate in it."""
+"""The key in an optimizer's parameter group for the factor of its learning rate."""
 STATE_TENSORS = "state_tensors"
-"""The key of an optimizer's group for the names of the tensors that it keeps of each weight, where
-groups differ in that."""
+"""The key in an optimizer's parameter group for the names of the state tensors of each weight, if
+groups differ in these."""
 LATE = ("torch._dynamo", "deepspeed.runtime.zero.muon.muon_optimizer")
 """Modules that optimizers of torch and DeepSpeed import only when they are constructed."""
 DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class StepResult(NamedTuple):
-    """The outcome of an optimizer step, the same on every process."""
+    """The outcome of an optimizer step, the same on every rank."""
 
     applied: bool
-    """False if any process had a loss or gradient that is not finite, or if the step was refused:
-    then nothing changed."""
+    """False if any rank had a non-finite loss or gradient, or if the step was refused: then nothing
+    changed."""
     grad_norm: float
-    """L2 norm of the whole gradient before clipping; infinite or NaN if something was not finite.
-    """
+    """L2 norm of the whole gradient before clipping; infinite or NaN if anything was not finite."""
 
 
 def import_deepspeed() -> Any:
-    """DeepSpeed, without its banner, its log lines and the C++ collective it would compile.
+    """Imports DeepSpeed without its banner, its log lines and the C++ collective it would compile.
 
     That collective (`deepspeed_shm_comm`) only serves inference; building it would need a compiler
-    and 20 seconds at the first start on a machine, and probing for it a second at each start.
+    and 20 seconds at the first start on a machine, and checking for it takes a second at each
+    start.
     """
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
     with warnings.catch_warnings(), comm.quiet():
@@ -68,16 +68,16 @@ def import_deepspeed() -> Any:
         from deepspeed.utils import logger
 
     logger.setLevel(logging.ERROR)
-    # DeepSpeed calls collectives by names that newer torch renames, thousands of times.
+    # DeepSpeed calls collectives by names that are deprecated in newer torch, thousands of times.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
-    deepspeed.ops.__compatible_ops__ = {}  # skips the probe for what could be compiled
+    deepspeed.ops.__compatible_ops__ = {}  # skips the check of what could be compiled
     return deepspeed
 
 
 def import_libraries() -> None:
-    """Imports what reading data, building an engine and the first step would import later.
+    """Imports libraries that reading data, building an engine and the first step need.
 
-    At one point, so that their time can be measured.
+    Doing it at one point makes the time measurable.
     """
     import_engine()
     indexed_dataset()
@@ -85,9 +85,9 @@ def import_libraries() -> None:
 
 
 def import_engine() -> None:
-    """Imports what building an engine and its first step would import later.
+    """Imports libraries that building an engine and its first step need.
 
-    DeepSpeed's Muon, which nothing here uses, would bring torch's compiler; see `quick_import`.
+    DeepSpeed's Muon, which is not used here, would import torch's compiler; see `quick_import`.
     """
     with quick_import():
         import_deepspeed()
@@ -104,16 +104,16 @@ def deepspeed_config(
     clip_grad_norm: float,
     num_parameters: int,
 ) -> dict[str, Any]:
-    """DeepSpeed's dictionary for a run.
+    """Builds DeepSpeed's configuration of a run.
 
-    In bf16 gradients accumulate in fp32, and are summed over processes in fp32: by DeepSpeed at
-    stages 1 to 3, by `Fp32Gradients` at stage 0, where DeepSpeed has no such mode. Stage 0 clips
-    in `StageZeroHook`, because DeepSpeed's own norm there leaves out experts and tensor-parallel
-    shards and is not reported.
+    In bf16 gradients accumulate in fp32, and are summed over ranks in fp32: by DeepSpeed in stages
+    1 to 3, by `Fp32Gradients` in stage 0, where DeepSpeed has no such mode. Stage 0 clips in
+    `StageZeroHook`, because DeepSpeed's own norm there ignores experts and tensor-parallel shards
+    and is not reported.
     """
     stage = parallel.zero_stage
     bucket = min(parallel.bucket_size, max(num_parameters, 1))
-    bucket += bucket % 2  # stage 2 refuses an odd size
+    bucket += bucket % 2  # stage 2 requires an even size
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": micro_batch_size,
         "gradient_accumulation_steps": accumulation_steps,
@@ -121,16 +121,16 @@ def deepspeed_config(
         "zero_allow_untested_optimizer": True,
         "steps_per_print": None,
         "bf16": {"enabled": precision == "bf16"},
-        "communication_data_type": "fp32",  # of gradients; otherwise the model's
-        # DeepSpeed's waits for the device at every forward pass and step; `train/` has its own.
+        "communication_data_type": "fp32",  # for gradients; the default is the model's dtype
+        # DeepSpeed's timer synchronizes at every forward pass and step; `train/` has its own.
         "timers": {"throughput": {"enabled": False}},
         "zero_optimization": {
             "stage": stage,
             "reduce_bucket_size": bucket,
             "allgather_bucket_size": bucket,
-            "round_robin_gradients": False,  # the checkpoint reads DeepSpeed's fragment map
-            # Buckets are reduced while the backward pass goes on, each part to the process that
-            # owns it: half of what an all-reduce sends.
+            "round_robin_gradients": False,  # checkpoints read DeepSpeed's fragment map
+            # Buckets are reduced during the backward pass, each part to the rank that owns it: half
+            # of the traffic of an all-reduce.
             "overlap_comm": True,
             "contiguous_gradients": True,
             "reduce_scatter": True,
@@ -140,7 +140,7 @@ def deepspeed_config(
     if stage == 3:
         config["zero_optimization"] |= {
             "stage3_prefetch_bucket_size": bucket,
-            # Parameters of so few elements stay whole on every process; of a small model, none.
+            # Smaller parameters are replicated on every rank; none in a small model.
             "stage3_param_persistence_threshold": min(100_000, num_parameters // 10_000),
         }
     if precision == "bf16" and stage:
@@ -151,12 +151,12 @@ def deepspeed_config(
 def partitioner(
     config: dict[str, Any], dtype: torch.dtype, mpu: Any = None
 ) -> Callable[[nn.Parameter], None]:
-    """A function that cuts a parameter for stage 3, so that this process keeps its part alone.
+    """Returns a function that partitions a parameter for stage 3, keeping only this rank's part.
 
     Args:
-        config: what `deepspeed_config` made.
-        dtype: of the parameters.
-        mpu: tells DeepSpeed of tensor parallelism; None without it.
+        config: the result of `deepspeed_config`.
+        dtype: the dtype of the parameters.
+        mpu: describes tensor parallelism to DeepSpeed; None without it.
     """
     init = import_deepspeed().zero.Init(
         data_parallel_group=mpu.get_data_parallel_group() if mpu else None,
@@ -171,9 +171,9 @@ def partitioner(
     def place(parameter: Any) -> None:
         size = placement_of(parameter).expert_parallel_size
         if size > 1:
-            # Of its own experts a process keeps a part, and the others that have them the rest.
-            # The words are those of DeepSpeed's own layer: with them it divides the sum of the
-            # gradients by all data-parallel processes, and adds up the norms of different experts.
+            # Experts are partitioned among the ranks that have the same ones. The names are those
+            # of DeepSpeed's own layer: with them it divides the sum of the gradients by the number
+            # of all data-parallel ranks, and adds up the norms of different experts.
             parameter.ds_zero_placement_family = "autoep_expert"
             parameter.ds_zero_partition_group_name = group_name(size)
             _make_expert_groups(size)
@@ -184,35 +184,34 @@ def partitioner(
 
 
 def gather_with(reader: nn.Module, owner: nn.Module) -> None:
-    """At stage 3 gathers the parameters of a module also where another one computes.
+    """In stage 3 also gathers the parameters of a module while another module computes.
 
-    Each module's own are whole while it computes, forward and backward, and at no other time.
+    By default a module's parameters are gathered only during its own forward and backward passes.
 
     Args:
         reader: The module that reads them.
-        owner: The module that has them, in itself or in its parts.
+        owner: The module that owns them, itself or in its children.
     """
     for parameter in owner.parameters():
         import_deepspeed().zero.register_external_parameter(reader, parameter)
 
 
 class Engine:
-    """A model in training over all processes.
+    """A model in training over all ranks.
 
     Args:
-        module: the model, its parameters allocated (and partitioned at stage 3).
-        optimizer: over those parameters.
-        config: what `deepspeed_config` made.
-        clip_grad_norm: largest gradient norm, 0 for no clipping; used at stage 0.
-        world: this process.
-        cross_entropy: of logits as the module gives them, which may be cut by vocabulary.
-        copies: for each parameter, in the optimizer's order, how many processes hold the same part
-            of it.
-        mpu: tells DeepSpeed of tensor parallelism; None without it.
-        average_decay: the share of itself that the moving average of the weights keeps in a step;
-            None: there is no average.
-        left_out: names of frozen weights that a checkpoint leaves out: they are read again from
-            where they came.
+        module: the model, with its parameters allocated (and partitioned in stage 3).
+        optimizer: the optimizer of these parameters.
+        config: the result of `deepspeed_config`.
+        clip_grad_norm: maximum gradient norm, 0 for no clipping; used in stage 0.
+        world: this rank.
+        cross_entropy: the loss for logits as the module returns them, possibly split by vocabulary.
+        copies: for each parameter, in the optimizer's order, how many ranks hold the same part of
+            it.
+        mpu: describes tensor parallelism to DeepSpeed; None without it.
+        average_decay: decay per step of the moving average of the weights; None for no average.
+        left_out: names of frozen weights that checkpoints leave out, because they are read again
+            from their origin.
     """
 
     def __init__(
@@ -232,7 +231,7 @@ class Engine:
         deepspeed = import_deepspeed()
         self.left_out = left_out
         self.frozen: dict[str, torch.Tensor] = {}
-        """Frozen weights that this process writes into checkpoints, by name: exact, flat, fp32."""
+        """Frozen weights that this rank writes to checkpoints, by name: exact, flat, fp32."""
         self.world, self.device = world, world.device
         self.cross_entropy = cross_entropy
         self.stage: int = config["zero_optimization"]["stage"]
@@ -240,8 +239,8 @@ class Engine:
         if self.stage == 0:
             hook = StageZeroHook(clip_grad_norm, copies, world)
             optimizer.register_step_pre_hook(hook)
-        # At every stage DeepSpeed lets this optimizer change masters and moments, and changes the
-        # weights of the forward pass after that. Before it, the norm has been checked.
+        # In every stage DeepSpeed lets this optimizer update masters and moments, and then updates
+        # the weights of the forward pass. The norm has been checked before that.
         optimizer.register_step_pre_hook(lambda *_: self.about_to_change())
         with comm.quiet(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -259,8 +258,8 @@ class Engine:
         self._hook = hook if self.stage == 0 else ZeroHook(self.deepspeed.optimizer)
         self._order: InOneOrder | None = None
         if self.stage == 3:
-            # Of experts too, each tensor-parallel process has some inner units: their norms are
-            # added up like those of all that is cut.
+            # Experts are split over tensor-parallel ranks, too: their norms are summed like those
+            # of all split parameters.
             self.deepspeed.optimizer._grad_norm_counts_every_rank = lambda *_: False
         if self.stage in (1, 2):
             zero = self.deepspeed.optimizer
@@ -276,7 +275,7 @@ class Engine:
         self.state_fields = (*_state_fields(self.optimizer), *averaged)
 
     def _average_in_fp32(self, bucket_size: int) -> None:
-        """Averages gradients in fp32 at the stages where DeepSpeed would round them to bf16."""
+        """Averages gradients in fp32 in the stages where DeepSpeed would round them to bf16."""
         if isinstance(self._hook, StageZeroHook):
             zero = self.deepspeed.optimizer
             working = [p for group in zero.fp16_groups for p in group]
@@ -285,13 +284,13 @@ class Engine:
             self._hook.gradients = Fp32Gradients(pairs, replica_group, bucket_size, self.world)
             self.deepspeed.enable_backward_allreduce = False
         elif self.stage in (1, 2):
-            # DeepSpeed would divide by the number of processes in bf16 before it sums in fp32,
-            # which rounds unless the number is a power of two.
+            # DeepSpeed would divide by the number of ranks in bf16 before it sums in fp32, which
+            # rounds unless the number is a power of two.
             self.deepspeed.optimizer.gradient_average = False
             self._hook.replicas = self.world.data_parallel_size
 
     def fields_by_weight(self) -> dict[int, tuple[str, ...]]:
-        """Maps the `id` of each weight whose group names its state fields to those fields."""
+        """Maps the `id` of each weight to its state fields, for groups that list theirs."""
         return {
             id(parameter): tuple(f for f in self.state_fields if f in (*group[STATE_TENSORS], EMA))
             for group in self.optimizer.param_groups
@@ -301,16 +300,17 @@ class Engine:
 
     @property
     def module(self) -> nn.Module:
-        """The model that was handed in."""
+        """The model that was passed in."""
         return self.deepspeed.module
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """The optimizer that was handed in, whose groups DeepSpeed may have given other tensors."""
+        """The optimizer that was passed in; DeepSpeed may have replaced the tensors in its
+        groups."""
         return self.deepspeed.basic_optimizer
 
     def __call__(self, *inputs: torch.Tensor, **named: torch.Tensor) -> ModelOutput:
-        """The model's forward pass on this process's micro-batch."""
+        """Runs the model's forward pass on this rank's micro-batch."""
         return self.deepspeed(*inputs, **named)
 
     def train(self, mode: bool = True) -> None:
@@ -322,51 +322,51 @@ class Engine:
         return torch.no_grad()
 
     def before_change(self, callback: Callable[[], None]) -> None:
-        """Registers a function to be called once, before weights, masters or moments change next.
+        """Registers a function to be called once, before weights, masters or moments next change.
 
-        They change in an optimizer's step that is applied, after the forward and backward passes,
-        and in `fill`; buffers (running means, biases that balance experts) change in between.
-        Until the call, a thread may read weights, masters and moments.
+        They change in an applied optimizer step, after the forward and backward passes, and in
+        `fill`; buffers (running means, balancing biases) change in between. Until the call, a
+        thread may read weights, masters and moments.
 
         Args:
-            callback: called once even if it is registered several times. It must not communicate:
-                not every process may have registered one.
+            callback: called once even if it is registered several times. It must not communicate,
+                since not every rank may have registered one.
         """
         if callback not in self._before_change:
             self._before_change.append(callback)
 
     def about_to_change(self) -> None:
-        """Call this before changing weights, masters or moments."""
+        """Must be called before weights, masters or moments are changed."""
         callbacks, self._before_change = self._before_change, []
         for callback in callbacks:
             callback()
 
     def largest_weight(self) -> float:
-        """The largest magnitude of this process's weights; NaN if a weight is NaN."""
+        """Returns the largest magnitude of this rank's weights; NaN if a weight is NaN."""
         tensors = [getattr(p, "ds_tensor", p).detach() for p in self.module.parameters()]
         norms = torch._foreach_norm([t for t in tensors if t.numel()], math.inf)
         return torch.stack([norm.float() for norm in norms]).max().item()
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Backward of one micro-batch; DeepSpeed averages over those of a step.
+        """Runs the backward pass of one micro-batch; DeepSpeed averages over those of a step.
 
-        The factor is 1, or NaN where the loss is not finite: then the gradients are too, and
-        every process skips the step, wherever in the window it happened.
+        The loss is multiplied by 1, or by NaN if it is not finite: then the gradients are NaN too,
+        and every rank skips the step, whichever micro-batch it was.
         """
         if self._order is not None:
             self._order.begin()
         self.deepspeed.backward(loss * (1 + 0 * loss.detach()))
 
     def step(self, learning_rate: float, refuse_above: float = math.inf) -> StepResult | None:
-        """Call it after every `backward`; the last call of a step changes the weights.
+        """Must be called after every `backward`; the last call of a step updates the weights.
 
         Args:
-            learning_rate: for all parameters, times the factor of each group.
-            refuse_above: the same on all processes: with a larger norm of the gradient, before
-                clipping, the step is not applied, as if it were not finite.
+            learning_rate: the learning rate of all parameters, times the factor of each group.
+            refuse_above: the same on all ranks: if the gradient norm before clipping is larger, the
+                step is not applied, like a non-finite one.
 
         Returns:
-            None inside the window, the step's result at its end.
+            The step's result at the end of the accumulation window, before that None.
         """
         boundary = self.deepspeed.is_gradient_accumulation_boundary()
         if not boundary:
@@ -383,18 +383,18 @@ class Engine:
         return StepResult(applied, self._grad_norm())
 
     def tensors(self) -> dict[str, list[torch.Tensor]]:
-        """What this process holds between steps: `weights`, `optimizer` (masters and moments), and
-        the `gradients` that stage 3 keeps memory for."""
+        """Returns what this rank holds between steps: `weights`, `optimizer` (masters and moments),
+        and the `gradients` for which stage 3 keeps memory."""
         zero = self.deepspeed.optimizer
         masters = [p for group in self.optimizer.param_groups for p in group["params"]]
-        masters += getattr(zero, "fp32_partitioned_groups_flat", [])  # of stage 3
+        masters += getattr(zero, "fp32_partitioned_groups_flat", [])  # in stage 3
         moments = [
             value
             for state in self.optimizer.state.values()
             for value in state.values()
             if isinstance(value, torch.Tensor)
         ]
-        sums = getattr(zero, "grad_partitions_flat_buffer", None)  # of stage 3
+        sums = getattr(zero, "grad_partitions_flat_buffer", None)  # in stage 3
         return {
             "weights": [getattr(p, "ds_tensor", p) for p in self.module.parameters()],
             "optimizer": [*masters, *moments],
@@ -403,11 +403,11 @@ class Engine:
 
     @torch.no_grad()
     def _average(self, share: float) -> None:
-        """Moves the averages, which lie where the optimizer's state does, towards the masters."""
+        """Updates the averages, which are stored with the optimizer's state, from the masters."""
         self.about_to_change()
         state = self.optimizer.state
         pairs = [(values[EMA], key) for key, values in state.items() if EMA in values]
-        if not pairs:  # of few trained numbers a process may have none
+        if not pairs:  # with few trained parameters a rank may have none
             return
         averages, masters = zip(*pairs, strict=True)
         torch._foreach_lerp_(averages, masters, share)
@@ -421,7 +421,7 @@ class Engine:
 
 @contextmanager
 def _in_place_of(owner: type, name: str, method: Any) -> Iterator[None]:
-    """Inside this context a class has another method in the place of its own."""
+    """A context in which a method of a class is replaced."""
     usual = getattr(owner, name)
     setattr(owner, name, method)
     try:
@@ -431,10 +431,10 @@ def _in_place_of(owner: type, name: str, method: Any) -> Iterator[None]:
 
 
 def _one_optimizer_for_stages_1_and_2() -> AbstractContextManager[None]:
-    """A context in which DeepSpeed takes the optimizer of stage 2 for stage 1 in bf16 too.
+    """A context in which DeepSpeed uses stage 2's optimizer for stage 1 in bf16 as well.
 
-    It reduces buckets of gradients while the backward pass goes on. The one that DeepSpeed takes
-    otherwise for bf16 weights with gradients in fp32 reduces everything after it, all at once.
+    It reduces buckets of gradients during the backward pass. DeepSpeed's default for bf16 weights
+    with fp32 gradients reduces everything after it, all at once.
     """
     from deepspeed.runtime.engine import DeepSpeedEngine
     from deepspeed.runtime.zero.config import ZERO_OPTIMIZATION
@@ -449,9 +449,9 @@ def _one_optimizer_for_stages_1_and_2() -> AbstractContextManager[None]:
 
 
 def _frozen_experts_allowed() -> AbstractContextManager[None]:
-    """A context in which DeepSpeed takes a model with experts of which none is trained.
+    """A context in which DeepSpeed accepts a model with experts of which none is trained.
 
-    Its optimizer of stages 1 and 2 asks for a group of experts, although it needs none.
+    Its optimizer of stages 1 and 2 requires a parameter group of experts without needing it.
     """
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
@@ -468,10 +468,11 @@ def _frozen_experts_allowed() -> AbstractContextManager[None]:
 
 
 def _experts_allowed_at_stage_3() -> AbstractContextManager[None]:
-    """A context in which DeepSpeed takes experts that are not its own layer's at stage 3.
+    """A context in which DeepSpeed accepts experts other than its own layer's in stage 3.
 
-    Its optimizer partitions them: a parameter's group may be another than that of the rest (see
-    `partitioner`). It only refuses its older layer, whose class stages 1 and 2 go by.
+    Its optimizer can partition them: a parameter's process group may differ from that of the rest
+    (see `partitioner`). It only rejects its older layer class, by which stages 1 and 2 recognize
+    experts.
     """
     from deepspeed.runtime.engine import DeepSpeedEngine
 
@@ -479,8 +480,8 @@ def _experts_allowed_at_stage_3() -> AbstractContextManager[None]:
 
 
 def _restore_buffers(module: nn.Module, buffers: dict[str, torch.Tensor]) -> None:
-    """Undoes what DeepSpeed does to buffers when it makes a model bf16: means would stand still,
-    and numbers that no source sets again be rounded."""
+    """Restores the buffers that DeepSpeed converts to bf16: running means would stand still, and
+    values that no source sets again would be rounded."""
     for path, value in buffers.items():
         prefix, _, name = path.rpartition(".")
         owner = module.get_submodule(prefix)
@@ -488,18 +489,18 @@ def _restore_buffers(module: nn.Module, buffers: dict[str, torch.Tensor]) -> Non
 
 
 def _some_not_finite(optimizer: Any) -> torch.Tensor:
-    """Whether a number of this process's gradients is not finite, [1]. DeepSpeed asks it of one
-    gradient after the other, with some ten operations for each."""
+    """Returns whether any of this rank's gradients is not finite, [1]. DeepSpeed checks the
+    gradients one after the other, with some ten operations for each."""
     gradients = [g for group in optimizer.averaged_gradients.values() for g in group]
     gradients = [g for g in gradients if g is not None and g.numel()]
-    if not gradients:  # of few parameters this process may own none
+    if not gradients:  # with few parameters this rank may own none
         return torch.zeros(1, dtype=torch.bool, device=optimizer.device)
     largest = torch.stack(torch._foreach_norm(gradients, math.inf))
     return largest.isfinite().all().logical_not().reshape(1)
 
 
 def _state_fields(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
-    """Names of the tensors that an optimizer keeps for every weight, or for some."""
+    """Returns the names of the tensors that an optimizer keeps for every weight, or for some."""
     if all(STATE_TENSORS in group for group in optimizer.param_groups):
         return tuple(sorted({field for g in optimizer.param_groups for field in g[STATE_TENSORS]}))
     if isinstance(optimizer, torch.optim.AdamW):
@@ -510,7 +511,7 @@ def _state_fields(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
 
 
 def _in_one_order(optimizer: Any, parameters: Sequence[nn.Parameter]) -> InOneOrder:
-    """Has DeepSpeed's optimizer of stages 1 to 3 take gradients in one order."""
+    """Makes DeepSpeed's optimizer of stages 1 to 3 process gradients in a fixed order."""
     order = InOneOrder(
         parameters,
         optimizer.reduce_ready_partitions_and_remove_grads,
@@ -522,14 +523,14 @@ def _in_one_order(optimizer: Any, parameters: Sequence[nn.Parameter]) -> InOneOr
 
 
 class ZeroHook:
-    """Refuses steps at stages 1 to 3, where DeepSpeed's optimizers offer no hook.
+    """Refuses steps in stages 1 to 3, where DeepSpeed's optimizers offer no hook.
 
-    Each of its optimizers computes the norm, asks `is_invalid_grad_norm` of its module about it,
-    and skips the step if the answer is true. During a step this class answers instead, and reads
-    the norm from the device once: the optimizers ask about it again for each group of parameters.
+    Each of its optimizers computes the norm, calls `is_invalid_grad_norm` of its module with it,
+    and skips the step if that returns True. During a step this class replaces that function, and
+    reads the norm from the device only once: the optimizers call it again for each parameter group.
 
     Args:
-        optimizer: DeepSpeed's, around ours.
+        optimizer: DeepSpeed's optimizer, which wraps ours.
     """
 
     def __init__(self, optimizer: Any) -> None:
@@ -537,9 +538,9 @@ class ZeroHook:
         self.refused = False
         """Always False: DeepSpeed itself knows whether the last step was refused."""
         self.grad_norm: float | None = None
-        """The norm of the last step; None if it was not asked for, as gradients had overflown."""
+        """The norm of the last step; None if it was not computed because gradients overflowed."""
         self.replicas = 1
-        """Divisor of DeepSpeed's gradients: 1 where they are means, else the number of summands."""
+        """Divisor of DeepSpeed's gradients: 1 if they are means, else the number of summands."""
         module: Any = sys.modules[type(optimizer).__module__]
         is_invalid, step = module.is_invalid_grad_norm, optimizer.step
 
@@ -548,7 +549,7 @@ class ZeroHook:
         def judge(norm: Any) -> bool:
             if not answer:
                 value = float(norm)
-                # DeepSpeed's -1 says that a part of the norm is not finite.
+                # DeepSpeed's -1 means that a part of the norm is not finite.
                 valid = math.isfinite(value) and value >= 0
                 self.grad_norm = value if valid else None
                 judged = value if valid else math.nan
@@ -570,7 +571,7 @@ class ZeroHook:
 
 
 def replica_group(parameter: Any) -> Any:
-    """The processes that hold the same parameter and see other samples."""
+    """Returns the ranks that hold the same parameter and see other samples."""
     from deepspeed.moe.utils import is_moe_param
     from deepspeed.utils import groups
 
@@ -581,33 +582,34 @@ def replica_group(parameter: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Fragment:
-    """Elements start .. start + numel, row-major, of this process's shard of a parameter."""
+    """Elements start .. start + numel, row-major, of this rank's shard of a parameter."""
 
     name: str
     parameter: nn.Parameter
     placement: Placement
-    """Where the shard lies in the global tensor."""
+    """The position of the shard in the global tensor."""
     start: int
     numel: int
     values: Mapping[str, torch.Tensor]
     """The elements of the master weight, of its moving average and of each optimizer state, flat,
-    by field, in place: call `Engine.about_to_change` before writing to them."""
+    by field; these are views: call `Engine.about_to_change` before writing to them."""
     counter: torch.Tensor | None
-    """The optimizer's count of the steps that the weight has seen; None: it keeps none."""
+    """The optimizer's step count of the weight; None if it keeps none."""
 
     @property
     def steps(self) -> float:
-        """Optimizer steps that the weight has seen."""
+        """Number of optimizer steps of the weight."""
         return 0.0 if self.counter is None else float(self.counter)
 
     def cut(self, start: int, stop: int) -> "Fragment":
-        """The elements start .. stop of those that it has."""
+        """Returns the elements start .. stop of those that it has."""
         values = {field: flat[start:stop] for field, flat in self.values.items()}
         return replace(self, start=self.start + start, numel=stop - start, values=values)
 
 
 def fragments(engine: Engine) -> dict[str, Fragment]:
-    """This process's fragments of what is trained, by name. Nothing is sent, nothing copied.
+    """Returns this rank's fragments of trained parameters, by name, without communication or
+    copies.
 
     Optimizer state that does not exist yet (before the first step) is created, as zeros.
     """
@@ -643,20 +645,20 @@ def fragments(engine: Engine) -> dict[str, Fragment]:
 
 
 class Partitions(NamedTuple):
-    """How ZeRO 3 cuts parameters over the processes of a group: each into equal parts."""
+    """How ZeRO 3 partitions parameters over the ranks of a group: each into equal parts."""
 
     group: Any
     names: list[str]
     parameters: list[nn.Parameter]
     numels: list[int]
-    """Elements of this process's shard of each, before ZeRO cuts it."""
+    """Number of elements of this rank's shard of each, before ZeRO partitions it."""
     sizes: list[int]
-    """Elements of a part; the last parts have less, or none."""
+    """Number of elements of a part; the last parts may have fewer, or none."""
 
 
 def partitions(engine: Engine) -> list[Partitions]:
-    """How ZeRO 3 has cut what is trained, for each group that it is cut over: experts have another
-    one. The same on every process of a group."""
+    """Returns how ZeRO 3 has partitioned trained parameters, for each group of ranks: experts have
+    a separate one. The same on every rank of a group."""
     found: dict[int, Partitions] = {}
     optimizer = engine.deepspeed.optimizer
     named: list[tuple[str, Any]] = list(engine.module.named_parameters())
@@ -674,8 +676,8 @@ def partitions(engine: Engine) -> list[Partitions]:
 
 
 def own_range(parameter: Any) -> tuple[int, int]:
-    """The elements of a parameter's shard that are this process's at stage 3: first, one past the
-    last."""
+    """Returns the elements of a parameter's shard that this rank has in stage 3: first, one past
+    the last."""
     size = parameter.ds_tensor.numel()
     start = size * dist.get_rank(parameter.ds_process_group)
     return start, min(start + size, parameter.ds_numel)
@@ -684,13 +686,13 @@ def own_range(parameter: Any) -> tuple[int, int]:
 def refresh(
     engine: Engine, held: dict[str, Fragment], frozen: Sequence[tuple[Any, torch.Tensor]]
 ) -> None:
-    """Makes the forward pass use the master weights, and at stage 3 the frozen ones."""
+    """Copies the master weights, and in stage 3 the frozen ones, to the forward pass's weights."""
     optimizer = engine.deepspeed.optimizer
     if engine.stage == 0:
         for fragment in held.values():
             fragment.parameter.copy_(fragment.values[MASTER].view_as(fragment.parameter))
     elif engine.stage == 3:
-        optimizer.checkpoint_event_prologue()  # drops the whole copies of small parameters
+        optimizer.checkpoint_event_prologue()  # drops the gathered copies of small parameters
         for fragment in held.values():
             partition: torch.Tensor = fragment.parameter.ds_tensor  # type: ignore[attr-defined]
             partition[: fragment.numel] = fragment.values[MASTER]
@@ -702,7 +704,7 @@ def refresh(
 
 
 def _step_device(engine: Engine, key: torch.Tensor) -> torch.device:
-    """Fused and capturable optimizers count steps on the device, the others on the CPU."""
+    """Returns the device of step counters: the CPU, unless the optimizer is fused or capturable."""
     defaults = engine.optimizer.defaults
     return (
         key.device if defaults.get("fused") or defaults.get("capturable") else torch.device("cpu")
@@ -713,7 +715,7 @@ def _step_device(engine: Engine, key: torch.Tensor) -> torch.device:
 
 
 def _locate_replicated(engine: Engine) -> Any:
-    """Stage 0: the whole parameter on every process; in bf16 with DeepSpeed's fp32 master."""
+    """Stage 0: the whole parameter on every rank; in bf16 with DeepSpeed's fp32 master."""
     working, masters = (
         [p for group in getattr(engine.deepspeed.optimizer, groups, []) for p in group]
         for groups in ("fp16_groups", "fp32_groups")
@@ -724,7 +726,7 @@ def _locate_replicated(engine: Engine) -> Any:
 
 def _locate_flat(engine: Engine) -> Any:
     """Stages 1 and 2: an equal part of each flattened parameter group."""
-    # Not the optimizer's own groups: while it steps, DeepSpeed shows it one group at a time.
+    # Not the optimizer's own groups: during a step DeepSpeed shows it one group at a time.
     masters = engine.deepspeed.optimizer.single_partition_of_fp32_groups
 
     def find(parameter: Any) -> tuple[torch.Tensor, int, int, int] | None:
@@ -751,11 +753,11 @@ def _locate_partitioned(engine: Engine) -> Any:
     return find
 
 
-# Experts: DeepSpeed reduces their gradients over the processes that have the same ones.
+# Experts: DeepSpeed reduces their gradients over the ranks that have the same ones.
 
 
 def moe_class() -> type:
-    """The class of DeepSpeed's layer of experts, by which its engine knows what is one."""
+    """Returns the class of DeepSpeed's expert layer, by which its engine recognizes experts."""
     import_deepspeed()
     from deepspeed.moe.layer import MoE
 
@@ -764,7 +766,7 @@ def moe_class() -> type:
 
 
 def expert_group(expert_parallel_size: int) -> Any:
-    """The group of the processes that together have all experts; made if it is not there."""
+    """Returns the group of the ranks that together have all experts, creating it if needed."""
     from deepspeed.utils import groups
 
     _make_expert_groups(expert_parallel_size)
@@ -772,14 +774,14 @@ def expert_group(expert_parallel_size: int) -> Any:
 
 
 def _make_expert_groups(expert_parallel_size: int) -> None:
-    """Makes the groups of processes with all experts, and with the same, if they are not there."""
+    """Creates the groups of ranks with all experts, and of ranks with the same ones, if needed."""
     from deepspeed.utils import groups
 
     groups._create_expert_data_and_model_parallel(expert_parallel_size, mpu=groups.mpu)
 
 
 def forget_expert_groups(tensor_parallel_size: int) -> None:
-    """Makes DeepSpeed create its expert groups again, if they belong to another layout."""
+    """Makes DeepSpeed recreate its expert groups if they belong to another layout."""
     import_deepspeed()
     from deepspeed.utils import groups
 
@@ -791,10 +793,10 @@ def forget_expert_groups(tensor_parallel_size: int) -> None:
 
 
 def split_expert_groups(optimizer: torch.optim.Optimizer) -> None:
-    """Moves experts into parameter groups of their own, as DeepSpeed requires, in place.
+    """Moves experts to separate parameter groups, as DeepSpeed requires, in place.
 
     Args:
-        optimizer: before its first step.
+        optimizer: the optimizer before its first step.
     """
     import_deepspeed()
     from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
@@ -806,7 +808,7 @@ def split_expert_groups(optimizer: torch.optim.Optimizer) -> None:
 
 
 def connect() -> None:
-    """Lets DeepSpeed use the process group, as an engine does when it is made."""
+    """Lets DeepSpeed use the process group, as building an engine does."""
     deepspeed = import_deepspeed()
     from deepspeed.utils import groups
 
@@ -817,7 +819,7 @@ def connect() -> None:
 
 
 def forget_world() -> None:
-    """Makes DeepSpeed forget the process group and all groups that it has made."""
+    """Makes DeepSpeed forget the process group and all groups that it has created."""
     import deepspeed.comm.comm
     from deepspeed.utils import groups
 

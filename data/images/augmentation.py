@@ -1,9 +1,9 @@
-"""Crops, flips, boxes and noise of one image, from a generator of its own.
+"""Crops, flips, boxes and noise for one image, each image with its own random generator.
 
-Only RandAugment uses torchvision, and it does so here alone. torchvision's wheel is built for CUDA,
-and cannot be imported beside a CPU build of torch, because it lacks the libraries of its compiled
-operators. Transforms need none of them: their names are declared here, and the import is tried
-again. Without that, `transformers` could not be imported either where torchvision is installed.
+Only RandAugment uses torchvision, and only this module imports it. torchvision's wheel is built
+for CUDA; beside a CPU build of torch its import fails, because the libraries of its compiled
+operators are missing. Transforms need none of them: their names are declared here and the import
+is retried. Without that, `transformers` could not be imported where torchvision is installed.
 
 Shapes: C channels, H x W pixels.
 """
@@ -24,12 +24,12 @@ from polyad.data.images.config import AugmentationConfig, ImageDataConfig, RandA
 from polyad.data.images.decoding import Pixels
 
 ASPECT = (3 / 4, 4 / 3)
-"""Width over height of a random crop, as in Szegedy et al. 2015."""
+"""Aspect ratio (width over height) of a random crop, as in Szegedy et al. 2015."""
 ERASED, ERASED_ASPECT = (0.02, 0.33), (0.3, 3.3)
-"""Share and width over height of an erased box (Zhong et al. 2020)."""
+"""Area (a share of the image) and aspect ratio of an erased box (Zhong et al. 2020)."""
 TRIES = 10
 LONGEST = 32
-"""Length over width from which only the middle of an image is resized."""
+"""Ratio of the sides above which only the middle of an image is resized."""
 
 
 def training_image(
@@ -55,12 +55,12 @@ def training_image(
 
 
 def evaluation_image(pixels: Pixels, size: int, resize: float) -> Tensor:
-    """The central crop of a resized image.
+    """Resizes an image and returns its central crop.
 
     Args:
         pixels: [H, W, 3].
         size: Side of the result.
-        resize: Its shorter side before the crop, as a multiple of `size`.
+        resize: Length of the shorter side before the crop, as a multiple of `size`.
 
     Returns:
         uint8 [C, size, size].
@@ -76,14 +76,14 @@ def evaluation_image(pixels: Pixels, size: int, resize: float) -> Tensor:
 
 
 def _less_long(pixels: Pixels) -> Pixels:
-    """The middle of a strip: resized as a whole, a strip of one pixel would fill the memory."""
+    """Returns the middle of a strip: resized whole, a one-pixel strip would fill the memory."""
     most = LONGEST * min(pixels.shape[:2])
     top, left = (max(0, (side - most) // 2) for side in pixels.shape[:2])
     return pixels[top : top + most, left : left + most]
 
 
 def resized(pixels: Pixels, height: int, width: int) -> Tensor:
-    """An image in another size, bicubic with antialiasing.
+    """Resizes an image, bicubic with antialiasing.
 
     Args:
         pixels: [H, W, 3].
@@ -105,7 +105,7 @@ def resized(pixels: Pixels, height: int, width: int) -> Tensor:
 def random_crop(
     size: tuple[int, int], scale: tuple[float, float], generator: np.random.Generator
 ) -> tuple[int, int, int, int]:
-    """Draws a crop of a random share and aspect; after ten that do not fit a central one.
+    """Draws a crop of random area and aspect ratio; after ten that do not fit, a central one.
 
     Returns:
         Top, left, height and width.
@@ -153,13 +153,13 @@ def mixing(
     """Draws how the two images of a pair are mixed.
 
     Args:
-        chosen: The keys.
-        size: Side of both.
-        seeds: What the numbers follow from: the run's seed and the pair.
+        chosen: The augmentation settings.
+        size: Side of both images.
+        seeds: Seeds of the random numbers: the run's seed and the number of the pair.
 
     Returns:
-        Share of an image in what it becomes, and the box that is its neighbour's: top, left, bottom
-        and right; empty for mixup.
+        Weight of each image in the mix, and the box that is taken from its neighbour: top, left,
+        bottom and right; empty for mixup.
     """
     nothing = (0, 0, 0, 0)
     if not chosen.mixup and not chosen.cutmix:
@@ -198,7 +198,7 @@ def _transforms() -> Any:
 
 
 _declared: list[torch.library.Library] = []
-"""Kept, or the declarations would end."""
+"""References that keep the declarations alive."""
 
 
 def _declare_operators() -> None:
@@ -255,11 +255,11 @@ class GaussianNoise:
 
     Its five severities are 0.08, 0.12, 0.18, 0.26 and 0.38 (Hendrycks and Dietterich 2019).
 
-    The noise of an image follows from the seed and the image's number alone; with another rate it
-    is the same noise, stronger or weaker.
+    The noise of an image depends only on the seed and the image's number; another rate scales the
+    same noise.
 
     Args:
-        rate: Its standard deviation, of pixels from 0 to 1.
+        rate: Standard deviation, for pixels from 0 to 1.
         seed: Not negative.
 
     Raises:
@@ -271,7 +271,7 @@ class GaussianNoise:
         self.rate, self.seed = rate, seed
 
     def __call__(self, pixels: Pixels, number: int) -> Pixels:
-        """The pixels of an image with noise, cut off at black and white."""
+        """Returns the pixels of an image with noise added, clipped to the valid range."""
         generator = np.random.Generator(np.random.PCG64((self.seed, number)))
         noise = generator.standard_normal(pixels.shape, dtype=np.float32)
         return np.clip(np.rint(pixels + 255 * self.rate * noise), 0, 255).astype(np.uint8)

@@ -16,7 +16,7 @@ NORMALIZATIONS: dict[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
     "clip": ((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)),
     "none": ((0.0, 0.0, 0.0), (1.0, 1.0, 1.0)),
 }
-"""Mean and standard deviation of red, green and blue, of pixels from 0 to 1."""
+"""Mean and standard deviation of red, green and blue, for pixels from 0 to 1."""
 
 
 class RandAugmentConfig(Config):

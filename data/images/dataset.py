@@ -1,4 +1,4 @@
-"""A folder of prepared images, open for reading."""
+"""Opens a folder of prepared images for reading."""
 
 import hashlib
 import json
@@ -55,15 +55,15 @@ class ImageSplit:
         if manifest.has_attributes:
             labels = _attributes(folder, name, len(labels), classes)
         self.labels = labels
-        """The class of each image; of images with attributes 0 or 1 of each, [images, K]."""
+        """The class of each image; for images with attributes, 0 or 1 for each, [images, K]."""
         self.domains: npt.NDArray[np.integer] | None = None
-        """The number of each image's domain; None: there are none."""
+        """The domain number of each image; None if the data has no domains."""
         if manifest.domain_names:
             self.domains = _domains(folder, name, len(labels), len(manifest.domain_names))
 
     @property
     def identity(self) -> tuple[str, int, int]:
-        """Differs where the places of images do: the path of the index, its size and time."""
+        """Identifies the order of the images: path, size and time of the index."""
         status = self._path.stat()
         return str(self._path), status.st_size, status.st_mtime_ns
 
@@ -80,7 +80,7 @@ class ImageSplit:
         return self._reader.pixels(self._rows[number], self._name(number))
 
     def name_of(self, number: int) -> str:
-        """An image's file, or its shard and name."""
+        """Returns an image's file, or its shard and name."""
         return self._reader.place(self._rows[number], self._name(number))
 
     def _name(self, number: int) -> str:
@@ -94,9 +94,9 @@ class ChosenImages:
     """Some images of several splits, one split after the other.
 
     Args:
-        splits: The splits of one folder, with domains.
+        splits: The splits of one folder that has domains.
         left_out: Numbers of domains.
-        inside: Whether the images of these are taken; else those of all others.
+        inside: Whether to take the images of these domains, or those of all other domains.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class ChosenImages:
 
     @property
     def identity(self) -> object:
-        """Differs where the places of images do."""
+        """Identifies the order of the images."""
         return [split.identity for split in self._splits]
 
     def __len__(self) -> int:
@@ -129,7 +129,7 @@ class ChosenImages:
         return self._split(number).decode(int(self._number_of[number]))
 
     def name_of(self, number: int) -> str:
-        """An image's file, or its shard and name."""
+        """Returns an image's file, or its shard and name."""
         return self._split(number).name_of(int(self._number_of[number]))
 
     def _split(self, number: int) -> ImageSplit:
@@ -139,7 +139,7 @@ class ChosenImages:
 def _bytes(path: Path) -> npt.NDArray[np.uint8]:
     try:
         return np.memmap(path, np.uint8, "r")
-    except (OSError, ValueError) as error:  # there is none, or it is empty
+    except (OSError, ValueError) as error:  # the file is missing or empty
         raise DataError(f"{path}: cannot be read: {error}") from None
 
 
@@ -176,26 +176,26 @@ class ImageData(PreparedFolder):
 
     Args:
         path: The folder.
-        manifest: What it holds.
-        leave_out: Domains that are not trained on, and are the test split; empty: none.
+        manifest: Its manifest.
+        leave_out: Domains that are not trained on and form the test split; empty for none.
     """
 
     def __init__(self, path: Path, manifest: ImageManifest, leave_out: Sequence[str] = ()) -> None:
         self.path, self.manifest = path, manifest
         self.left_out = [name for name in manifest.domain_names if name in leave_out]
-        """Names of domains, in the order of the folder."""
+        """Names of the domains left out, in the order of the folder."""
 
     @classmethod
     def open(cls, path: str | Path, leave_out: Sequence[str] | None = None) -> "ImageData":
-        """Opens a folder, and checks that what it was made of is there as it was.
+        """Opens a folder, and checks that the files it was made from have not changed.
 
         Args:
             path: The folder.
-            leave_out: See the class; None: no domain.
+            leave_out: See the class; None for no domain.
 
         Raises:
-            DataError: It is not such a folder, a shard is missing or has another size, or these
-                domains cannot be left out.
+            DataError: It is not a folder of prepared images, a shard is missing or has another
+                size, or these domains cannot be left out.
         """
         folder = user_path(path)
         manifest = ImageManifest.read(folder)
@@ -217,7 +217,7 @@ class ImageData(PreparedFolder):
 
     @property
     def fingerprint(self) -> str:
-        """A digest of the training images, the classes, and the domains left out."""
+        """Digests the training images, the classes, and the domains left out."""
         known = self.manifest.fingerprint
         if not self.left_out:
             return known
@@ -225,22 +225,23 @@ class ImageData(PreparedFolder):
 
     @property
     def contents(self) -> str:
-        """A digest of the images of all splits, by the files of the index."""
+        """Digests the images of all splits, from the files of the index."""
         files = {name: record.sha256 for name, record in sorted(self.manifest.files.items())}
         return hashlib.sha256(json.dumps([self.fingerprint, files]).encode()).hexdigest()
 
     @property
     def splits(self) -> list[str]:
-        """Names of the splits there are."""
+        """Names of the available splits."""
         if self.left_out:
             return [*(name for name in self.manifest.splits if name != TEST), TEST]
         return list(self.manifest.splits)
 
     def split(self, name: str) -> ImageSplit | ChosenImages:
-        """Opens a split: with domains left out, what the others have of it, or all that those have.
+        """Opens a split. If domains are left out, `test` is all of their images, and the other
+        splits have only images of the other domains.
 
         Raises:
-            DataError: There is none of that name.
+            DataError: There is no split of that name.
         """
         if name not in self.splits:
             raise DataError(f"{self.path}: has no {name} split; it has {listed(self.splits)}")
@@ -252,7 +253,7 @@ class ImageData(PreparedFolder):
         return ChosenImages(splits, numbers, inside=name == TEST)
 
     def _check_classes(self) -> None:
-        """Checks that the domains left out have no class of their own."""
+        """Checks that the domains left out have no class that the others lack."""
         if not self.left_out:
             return
         names, test = self.manifest.class_names, self.split(TEST)
@@ -267,7 +268,7 @@ class ImageData(PreparedFolder):
         return sum(record.bytes for record in self.manifest.files.values())
 
     def reports(self, read: Read) -> Iterator[FileReport]:
-        """Reads the index, and looks at the size of each shard."""
+        """Reads the index, and checks the size of each shard."""
         for name, record in self.manifest.files.items():
             yield FileReport(name, record.bytes, "SHA-256", self._damage(name, record, read))
         changed = dict(self._changed_shards())
@@ -277,7 +278,7 @@ class ImageData(PreparedFolder):
             yield FileReport(shard.path, shard.size, "its size", reason)
 
     def _damage(self, name: str, record: FileRecord, read: Read) -> str | None:
-        """Reads a file of the index; says in one line why it is damaged."""
+        """Reads a file of the index; returns one line on its damage, or None if there is none."""
         digest = hashlib.sha256()
         try:
             for piece in read_pieces(self.path / name, read):
@@ -298,7 +299,7 @@ class ImageData(PreparedFolder):
 
 
 def holds_images(folder: Path) -> bool:
-    """Whether a folder is of prepared images."""
+    """Returns whether a folder holds prepared images."""
     from polyad.data.images.manifest import is_of_images
 
     try:

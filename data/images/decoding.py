@@ -1,7 +1,7 @@
-"""Bytes of an image file to pixels.
+"""Decodes the bytes of an image file to pixels.
 
-simplejpeg decodes JPEGs where it is installed, and Pillow the rest; both give the same pixels.
-Orientation tags are not followed, as in the usual ImageNet pipelines.
+JPEGs are decoded by simplejpeg where it is installed, everything else by Pillow; both give the
+same pixels. Orientation tags are ignored, as in the usual ImageNet pipelines.
 """
 
 import io
@@ -16,20 +16,20 @@ from polyad.data.errors import DataError, one_line
 Pixels = npt.NDArray[np.uint8]
 """[H, W, 3]."""
 MOST_MEMORY = 1 << 30
-"""Bytes that decoding an image may take. A small file can hold an image that takes any number."""
+"""Maximum memory to decode one image, in bytes. A small file can hold an image of any size."""
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "PPM", "TIFF")
-"""Formats that Pillow may read: some of the others start programs."""
+"""Formats that Pillow may read: some of the others start external programs."""
 _JPEG = b"\xff\xd8\xff"
 _JPEG_BYTES = 9
-"""Bytes a pixel takes: three, and two for each colour that a progressive JPEG keeps to its end."""
+"""Bytes per pixel of a JPEG: three, and two per channel that a progressive JPEG keeps."""
 _PILLOW_BYTES = {"1": 11, "L": 11, "P": 11, "RGB": 10, "I;16": 9, "I;16B": 9, "I;16L": 9, "I": 12}
-"""The same by mode: Pillow's image, the same in RGB (4 bytes), and what is copied from that."""
+"""Bytes per pixel by mode: Pillow's image, its RGB copy (4 bytes), and copies of that."""
 _OTHER_BYTES = 14
 _WEBP_BYTES = 8
-"""What the decoder of WebP holds beside that."""
+"""Further bytes per pixel that the WebP decoder holds."""
 _TOO_LARGE = f"takes more than the {MOST_MEMORY:,} bytes of memory that decoding may take"
 TILE_WIDTH, TILE_LENGTH, BITS_PER_SAMPLE, PHOTOMETRIC, WHITE_IS_ZERO = 322, 323, 258, 262, 0
-"""Keys of TIFF, and a value."""
+"""TIFF tags, and one value."""
 
 try:
     import simplejpeg
@@ -38,17 +38,17 @@ except ImportError:
 
 
 def decode(content: bytes, name: str) -> Pixels:
-    """Decodes an image of any mode to red, green and blue.
+    """Decodes an image of any mode to RGB.
 
     Args:
         content: The content of the file.
-        name: The name of the image, for the error.
+        name: The name of the image, for error messages.
 
     Returns:
         uint8 [H, W, 3].
 
     Raises:
-        DataError: It is truncated, empty, damaged, no image, or takes too much memory.
+        DataError: It is truncated, empty, damaged, not an image, or would take too much memory.
     """
     if not content:
         raise DataError(f"{name}: is empty")
@@ -60,7 +60,7 @@ def decode(content: bytes, name: str) -> Pixels:
 
 
 def _jpeg(content: bytes, name: str) -> Pixels | None:
-    """A JPEG of three colours or of grey; None leaves it to Pillow."""
+    """Decodes a colour or grey JPEG; None if Pillow has to decode it."""
     try:
         height, width, colours, _ = simplejpeg.decode_jpeg_header(content)
         _check_memory(height, width, _JPEG_BYTES, name)
@@ -77,14 +77,14 @@ def _jpeg(content: bytes, name: str) -> Pixels | None:
 def _any(content: bytes, name: str) -> Pixels:
     from PIL import Image, TiffImagePlugin
 
-    # Pillow's own warning counts pixels, whatever memory they take.
+    # Pillow's own warning counts pixels and ignores the memory that they take.
     warnings.simplefilter("ignore", Image.DecompressionBombWarning)
     try:
         with Image.open(io.BytesIO(content), formats=FORMATS) as image:
             bytes_of_pixel = _PILLOW_BYTES.get(image.mode, _OTHER_BYTES)
             bytes_of_pixel += _WEBP_BYTES if image.format == "WEBP" else 0
             height, width = image.height, image.width
-            if isinstance(image, TiffImagePlugin.TiffImageFile):  # a tile may be larger than it
+            if isinstance(image, TiffImagePlugin.TiffImageFile):  # a tile may exceed the image
                 height = max(height, int(image.tag_v2.get(TILE_LENGTH, 0)))
                 width = max(width, int(image.tag_v2.get(TILE_WIDTH, 0)))
             _check_memory(height, width, bytes_of_pixel, name)
@@ -98,7 +98,7 @@ def _any(content: bytes, name: str) -> Pixels:
         raise
     except Image.DecompressionBombError:
         raise DataError(f"{name}: {_TOO_LARGE}") from None
-    except Exception as error:  # Pillow's readers raise many kinds
+    except Exception as error:  # Pillow's readers raise exceptions of many types
         reason = one_line(error, 120)
         if "cannot identify image file" in reason:
             reason = "no image format is known that begins like this"
@@ -106,7 +106,7 @@ def _any(content: bytes, name: str) -> Pixels:
 
 
 def _check_depth(image: Any, name: str) -> None:
-    """Refuses grey of which no format says what is white: it would be black, or nearly."""
+    """Refuses grey images whose format does not define white: they would come out nearly black."""
     wide = image.mode == "I" and image.format == "TIFF"  # PNG and PGM of 16 bits are I, too
     if image.mode == "F" or wide:
         raise DataError(
@@ -116,7 +116,7 @@ def _check_depth(image: Any, name: str) -> None:
 
 
 def _grey(image: Any) -> Pixels:
-    """Grey of up to 16 bits as three equal colours of 8."""
+    """Converts grey of up to 16 bits to three equal 8-bit channels."""
     values = np.asarray(image)
     bits = 16
     if image.format == "TIFF":

@@ -1,8 +1,8 @@
-"""ImageNet-1k's classes, and the published layouts of the sets that test robustness,
-whose files are read without an index; and what needs scikit-learn.
+"""ImageNet-1k's classes, the published layouts of the robustness test sets, whose files are read
+without an index, and functions that need scikit-learn.
 
-A class is the rank of its WordNet id among the 1,000, in alphabetical order: the order of the hub's
-label numbers, too.
+A class number is the rank of its WordNet id among the 1,000 in alphabetical order, which is also
+the label number on the Hugging Face hub.
 """
 
 import functools
@@ -40,14 +40,14 @@ ALEXNET_ERRORS = {
     "pixelate": 0.717840,
     "jpeg_compression": 0.606500,
 }
-"""AlexNet's mean error on each corruption of ImageNet-C (Hendrycks and Dietterich 2019), by the
-name of its folder."""
+"""AlexNet's mean error on each corruption of ImageNet-C (Hendrycks and Dietterich 2019), by
+folder name."""
 SEVERITIES = range(1, 6)
 
 
 @functools.cache
 def imagenet_classes() -> tuple[str, ...]:
-    """The WordNet ids of the 1,000 classes, in the order of their numbers."""
+    """Returns the WordNet ids of the 1,000 classes, in the order of their numbers."""
     return tuple(CLASSES_FILE.read_text(encoding="ascii").split())
 
 
@@ -60,33 +60,33 @@ class LabelledFile:
 
 
 def by_wordnet_id(folder: Path) -> list[LabelledFile]:
-    """The images of a folder with a folder for each class, named by its WordNet id.
+    """Lists the images of a tree with one folder per class, named by its WordNet id.
 
     Args:
         folder: The folder of ImageNet-A, -R, -O or -Sketch, or of one severity of ImageNet-C.
 
     Raises:
-        DataError: A folder has another name, or there is no image.
+        DataError: A folder has another name, or there are no images.
     """
     numbers = {wordnet_id: number for number, wordnet_id in enumerate(imagenet_classes())}
     return _labelled(folder, numbers, "WordNet ids of ImageNet-1k, as n01440764")
 
 
 def by_number(folder: Path) -> list[LabelledFile]:
-    """The images of a folder with a folder for each class, named by its number: ImageNet-V2.
+    """Lists the images of a tree with one folder per class, named by its number: ImageNet-V2.
 
     Raises:
-        DataError: A folder has another name, or there is no image.
+        DataError: A folder has another name, or there are no images.
     """
     numbers = {str(number): number for number in range(len(imagenet_classes()))}
     return _labelled(folder, numbers, "numbers from 0 to 999")
 
 
 def corruptions(folder: Path) -> Iterator[tuple[str, int, list[LabelledFile]]]:
-    """The images of ImageNet-C: CORRUPTION/SEVERITY/WORDNET_ID/FILE.
+    """Lists the images of ImageNet-C: CORRUPTION/SEVERITY/WORDNET_ID/FILE.
 
     Args:
-        folder: With all 15 corruptions; the four extra ones are not read.
+        folder: The folder with all 15 corruptions; the four extra ones are not read.
 
     Yields:
         Corruption, severity from 1 to 5, and the images.
@@ -126,15 +126,15 @@ def _labelled(folder: Path, numbers: dict[str, int], allowed: str) -> list[Label
 
 
 def classes_of(files: Sequence[LabelledFile]) -> list[int]:
-    """The classes that files have, in order."""
+    """Returns the class of each file, in order."""
     return sorted({file.label for file in files})
 
 
 class FileSplit:
-    """Files in their order.
+    """Image files as a split, in the given order.
 
     Args:
-        files: With their classes.
+        files: The files with their classes.
     """
 
     def __init__(self, files: Sequence[LabelledFile]) -> None:
@@ -144,7 +144,7 @@ class FileSplit:
 
     @property
     def identity(self) -> str:
-        """Any files have the order of so many."""
+        """Identifies the order, which depends on the number of files only."""
         return "files"
 
     def __len__(self) -> int:
@@ -160,7 +160,7 @@ class FileSplit:
             raise DataError(f"{path}: cannot be read: {error.strerror}") from None
 
     def name_of(self, number: int) -> str:
-        """An image's file."""
+        """Returns an image's file."""
         return str(self._files[number].path)
 
 
@@ -174,17 +174,17 @@ def _sklearn(module: str, what: str) -> Any:
 
 
 def average_precision(is_positive: Sequence[int], scores: Sequence[float]) -> float:
-    """Area under the precision-recall curve.
+    """Computes the area under the precision-recall curve.
 
     Args:
-        is_positive: 1 or 0 of each sample.
-        scores: The higher, the more likely it is positive.
+        is_positive: 1 or 0 for each sample.
+        scores: Score of each sample; higher means more likely positive.
     """
     metrics = _sklearn("metrics", "the area under a precision-recall curve")
     return float(metrics.average_precision_score(list(is_positive), list(scores)))
 
 
 def digits() -> tuple[Any, Any]:
-    """scikit-learn's handwritten digits: images [N, 8, 8] from 0 to 16, and labels [N]."""
+    """Loads scikit-learn's handwritten digits: images [N, 8, 8] from 0 to 16, and labels [N]."""
     found = _sklearn("datasets", "--images digits").load_digits()
     return found.images, found.target

@@ -1,4 +1,4 @@
-"""The index of images: which of a source train, validate and test; rows, names and the manifest."""
+"""The index of images: assigns images to splits; writes rows, names and the manifest."""
 
 import contextlib
 import hashlib
@@ -28,10 +28,10 @@ from polyad.data.images.sources.found import Found
 from polyad.data.prepared import MANIFEST_FILE, SPLITS, partial_file
 
 HELD_OUT = 0.01
-"""Share of the training images that are held out where the data set has no validation split that
-is not its test: big_vision's train[99%:]."""
+"""Share of the training images held out for validation where the data set has no validation
+split besides its test split: big_vision's train[99%:]."""
 _SEED = 0
-"""Seed of the choice of held-out images: the same for everybody."""
+"""Seed of the choice of held-out images, the same for every user."""
 
 
 class Listed(NamedTuple):
@@ -40,25 +40,25 @@ class Listed(NamedTuple):
     rows: Rows
     names: list[str]
     attributes: npt.NDArray[np.uint8] | None = None
-    """0 or 1 of each attribute of each image; None: images have one class."""
+    """0 or 1 for each attribute of each image; None if images have one class."""
     domains: npt.NDArray[np.int32] | None = None
-    """The number of each image's domain; None: there are none."""
+    """The domain number of each image; None if there are no domains."""
 
     def take(self, numbers: npt.NDArray[np.integer]) -> "Listed":
-        """Some of them."""
+        """Returns the images with the given numbers."""
         attributes = None if self.attributes is None else self.attributes[numbers]
         domains = None if self.domains is None else self.domains[numbers]
         names = [self.names[number] for number in numbers]
         return Listed(self.rows[numbers], names, attributes, domains)
 
     def per_class(self, classes: int) -> list[int]:
-        """Images of each class, or with each attribute."""
+        """Counts the images of each class, or with each attribute."""
         if self.attributes is not None:
             return [int(count) for count in self.attributes.sum(0, dtype=np.int64)]
         return [int(count) for count in np.bincount(self.rows["label"], minlength=classes)]
 
     def per_domain(self, domains: int) -> list[int]:
-        """Images of each domain; empty where there are none."""
+        """Counts the images of each domain; empty if there are none."""
         if self.domains is None:
             return []
         return [int(count) for count in np.bincount(self.domains, minlength=domains)]
@@ -67,10 +67,10 @@ class Listed(NamedTuple):
 def missing_classes(
     images: Listed, names: Sequence[str], domain_names: Sequence[str]
 ) -> Iterator[tuple[str, str]]:
-    """The domains that lack classes.
+    """Finds the domains that lack classes.
 
     Yields:
-        The name of a domain, and those of the classes that it has no image of.
+        The name of a domain, and the names of the classes that it has no image of.
     """
     for number, domain in enumerate(domain_names):
         here = set(images.rows["label"][images.domains == number].tolist())
@@ -82,19 +82,19 @@ def missing_classes(
 def split_images(
     listed: dict[str, Listed], held_out: float | None, domain_names: Sequence[str]
 ) -> tuple[dict[str, Listed], str | None]:
-    """The splits of the folder: what is validated with is never the data set's test.
+    """Makes the splits of the folder; the data set's test split is never used for validation.
 
     Args:
         listed: The splits of the source.
         held_out: Share of the training images that become the validation split, within each domain
-            if there are any; None: 0.01 where the source lacks one of validation and test.
-        domain_names: In the order of their numbers.
+            if there are any; None for 0.01 if the source lacks a validation or a test split.
+        domain_names: The names of the domains, in the order of their numbers.
 
     Returns:
-        The splits, and what was held out of what; None where nothing was.
+        The splits, and a description of what was held out; None if nothing was.
 
     Raises:
-        DataError: The share leaves nothing to train on.
+        DataError: The share leaves no training images.
     """
     if held_out is None and {"validation", "test"} <= listed.keys():
         return listed, None
@@ -162,20 +162,20 @@ def write_index(
     *,
     accepted: bool,
 ) -> ImageManifest:
-    """Writes the index; one that says the same stays as it is, since a run may read it.
+    """Writes the index; an identical one is kept, since a run may be reading it.
 
     Args:
         output: The prepared folder.
-        source: What the user wrote.
-        request: A digest of what was asked for.
+        source: The source as the user wrote it.
+        request: Digest of the request.
         found: The source.
         names: The names of the classes.
         splits: The images of each split.
-        said: What was held out of what; None: nothing was.
-        accepted: Whether what looks like a mistake is meant.
+        said: Description of what was held out; None if nothing was.
+        accepted: Whether the user accepted what looks like a mistake.
 
     Raises:
-        DataError: The disk refuses it.
+        DataError: The disk refuses the write.
     """
     files = _Files(output)
     shards = found.shards
@@ -223,18 +223,18 @@ def write_index(
         if ImageManifest.read(output) == manifest:
             return manifest
     else:
-        (output / MANIFEST_FILE).unlink(missing_ok=True)  # or it would vouch for some new files
+        (output / MANIFEST_FILE).unlink(missing_ok=True)  # else it would vouch for some new files
         for name in manifest.files:
             partial_file(output / name).replace(output / name)
     partial_file(output / MANIFEST_FILE).replace(output / MANIFEST_FILE)
-    for path in output.iterdir():  # of an earlier index
+    for path in output.iterdir():  # left by an earlier index
         if INDEX.fullmatch(path.name) and path.name not in manifest.files:
             path.unlink()
     return manifest
 
 
 class _Files:
-    """The files of an index, written beside their places, with sizes and digests."""
+    """The files of the index, written under temporary names, with sizes and digests."""
 
     def __init__(self, output: Path) -> None:
         self._output = output
@@ -257,7 +257,7 @@ class _Files:
 
 
 def _stands(output: Path, manifest: ImageManifest) -> bool:
-    """Whether a folder's manifest says the same, and the files that it vouches for are there."""
+    """Returns whether the folder has the same manifest, and the files that it lists exist."""
     there = ImageManifest.find(output)
     if there is None:
         return False
@@ -280,12 +280,12 @@ def _fingerprint(train: Listed, names: list[str], domain_names: list[str]) -> st
 
 
 def without_packed(shards: Sequence[Shard]) -> list[Shard]:
-    """The shards that are files of the source."""
+    """Returns the shards that are files of the source."""
     return [shard for shard in shards if not PACKED_FILE.fullmatch(Path(shard.path).name)]
 
 
 def stamp_of(found: Found) -> str:
-    """A digest of the names of classes, and of when the files of images were written last."""
+    """Digests the class names, and the times at which the image files were last written."""
     files = [s.path for s in without_packed(found.shards) if s.kind not in QUICK]
     times = [os.stat(path).st_mtime_ns for path in files]
     known = [times, found.class_names, found.names_of_shards]

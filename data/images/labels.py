@@ -1,8 +1,8 @@
-"""Classes of a source: one list of names for all of its files, and what of them is probably wrong.
+"""Class names of a source: one list for all of its files, and checks for likely mistakes.
 
-Files may number the same classes differently, as `datasets` does where each split was made alone.
-What is meant is the name: numbers of each file become places in the names of the training images.
-What its user probably does not want is refused, unless it is accepted.
+Files may number the same classes differently, as `datasets` does if each split was made alone. The
+name decides: the numbers of each file become positions among the names of the training images.
+Likely mistakes are refused unless the user accepts them.
 """
 
 import unicodedata
@@ -21,14 +21,14 @@ from polyad.data.names import SPLIT_NAMES, each_once
 def by_name(
     source: str, found: Found, listed: dict[str, Listed]
 ) -> tuple[list[str], dict[str, Listed]]:
-    """The names of the classes, and the splits with places in them for labels.
+    """Returns the class names, and the splits with labels that are positions among these.
 
-    A test split of which nobody knows the labels is left out.
+    A test split whose labels are unknown is left out.
 
     Args:
-        source: What the user wrote.
+        source: The source as the user wrote it.
         found: Its files.
-        listed: Their images, with labels as the files have them.
+        listed: Their images, with the labels of the files.
 
     Raises:
         DataError: An image has no class, or one that the training images do not have.
@@ -57,7 +57,7 @@ def _training_names(
     listed: dict[str, Listed],
     names_of: Sequence[Sequence[str] | None],
 ) -> list[str] | None:
-    """The classes in the order in which files of training images name them; None: none does."""
+    """Lists classes in the order in which training files name them; None if none names any."""
     used = {split: np.unique(each.rows["shard"]).tolist() for split, each in listed.items()}
     every = sorted({shard for shards in used.values() for shard in shards})
     named = [shard for shard in every if names_of[shard] is not None]
@@ -79,7 +79,7 @@ def _in_common(
     names: Sequence[str],
     names_of: Sequence[Sequence[str] | None],
 ) -> Listed:
-    """The images of a split with places in the common names for labels."""
+    """Renumbers the labels of a split to positions among the common names."""
     number_of = {name: number for number, name in enumerate(names)}
     rows = images.rows.copy()
     for shard in np.unique(rows["shard"]):
@@ -109,13 +109,13 @@ def _like_it(count: int) -> str:
 
 
 MOST_CLASSES = 1_000_000
-"""Classes that are numbered and not named; a higher number is probably no class but an id."""
+"""Maximum number of classes without names; a higher number is probably an id, not a class."""
 FEW_IMAGES = 10
-"""Images up to which as many classes as images are no sign of ids."""
+"""Number of images up to which as many classes as images do not look like ids."""
 
 
 def check_highest(source: str, found: Found, listed: dict[str, Listed]) -> None:
-    """Refuses numbers of classes that would fill the memory with names.
+    """Refuses class numbers so high that their names would fill the memory.
 
     Raises:
         DataError: A number is too high.
@@ -135,10 +135,10 @@ def check_highest(source: str, found: Found, listed: dict[str, Listed]) -> None:
 def check_mistakes(
     source: str, found: Found, listed: dict[str, Listed], names: list[str], *, accept: bool
 ) -> None:
-    """Refuses what is probably a mistake.
+    """Refuses likely mistakes.
 
     Raises:
-        DataError: There is such a thing, and it is not accepted.
+        DataError: There is one, and it is not accepted.
     """
     more = [] if found.has_attributes else _class_mistakes(found, listed["train"], names)
     found.left_out.check(f"--images: {source}", more, accept=accept)
@@ -169,7 +169,7 @@ def _class_mistakes(found: Found, train: Listed, names: list[str]) -> list[str]:
 
 
 def _name_mistakes(names: list[str]) -> list[str]:
-    """What is probably wrong with names of classes: splits, or one class that is written twice."""
+    """Finds likely mistakes in class names: names of splits, or one class spelled in two ways."""
     mistakes = []
     splits = [name for name in names if split_in(name)]
     if len({split_in(name) for name in splits}) > 1:
@@ -179,7 +179,7 @@ def _name_mistakes(names: list[str]) -> list[str]:
         )
     first: dict[str, str] = {}
     for name in names:
-        # Letters, as those of handwriting, are classes of their own whether large or small.
+        # Single letters, as in handwriting, are different classes in upper and lower case.
         alike = unicodedata.normalize("NFKC", name).casefold().strip() if len(name) > 1 else name
         if (other := first.setdefault(alike, name)) is not name:
             mistakes.append(

@@ -4,9 +4,9 @@ manifest.json       classes, splits, shards, digests
 SPLIT.npy           rows (shard, offset, size, label), see `polyad.data.images.shards`
 SPLIT.names         the names of the images, UTF-8, each ended by a line feed
 SPLIT.ends.npy      where each name ends in that file
-SPLIT.attributes.npy    0 or 1 of each attribute of each image, where images have attributes
+SPLIT.attributes.npy    0 or 1 for each attribute of each image, where images have attributes
 SPLIT.domains.npy   the number of each image's domain, where images have domains
-images-*.bin        images that cannot be read where they are, one after the other
+images-*.bin        images that cannot be read in place, one after the other
 """
 
 import json
@@ -23,10 +23,10 @@ from polyad.data.json_reader import read_json
 from polyad.data.prepared import MANIFEST_FILE, Count
 
 FORMAT_VERSION = 2
-"""1 read images of Parquet in other ways, and gave the class names of one file of a table to the
-numbers of all."""
+"""Version 1 read images of Parquet in other ways, and applied the class names of one file of a
+table to the numbers of all files."""
 TEST_IS_VALIDATION = "test: the data set's validation split"
-"""How `held_out` ends where that is so."""
+"""How `held_out` ends in that case."""
 
 
 class ImageSplitInfo(Config):
@@ -79,14 +79,15 @@ class ImageManifest(Config):
 
     @property
     def own_validation(self) -> str | None:
-        """The split that is the data set's own validation split; None: it is left out."""
+        """Returns the data set's own validation split; None if it is left out."""
         if self.held_out is None:
             return "validation" if "validation" in self.splits else None
         return "test" if self.held_out.endswith(TEST_IS_VALIDATION) else None
 
     @property
     def may_be_wrong(self) -> bool:
-        """Whether an older version may have taken wrong images, or names of another file."""
+        """Returns whether an older version may have taken wrong images, or names of another
+        file."""
         endings = {Path(shard.path).suffix.lower() for shard in self.shards}
         several = len(self.shards) > 1 and bool(endings & {".parquet", ".arrow"})
         return self.version < 2 and (several or any(shard.column for shard in self.shards))
@@ -96,7 +97,7 @@ class ImageManifest(Config):
         """Reads the manifest of a folder.
 
         Raises:
-            DataError: There is none, or it is damaged, or of other data.
+            DataError: It is missing or damaged, or describes other data.
         """
         path = folder / MANIFEST_FILE
         if not path.exists():
@@ -124,22 +125,22 @@ class ImageManifest(Config):
 
     @classmethod
     def find(cls, folder: Path) -> "ImageManifest | None":
-        """Reads the manifest of a folder; None: there is none that can be read."""
+        """Reads the manifest of a folder; None if there is none that can be read."""
         try:
             return cls.read(folder)
         except DataError:
             return None
 
     def to_json(self) -> str:
-        """The text of the file."""
+        """Returns the text of the file."""
         return json.dumps(self.model_dump(mode="json"), indent=1, ensure_ascii=False) + "\n"
 
 
 def is_of_images(tree: object) -> bool:
-    """Whether the JSON of a manifest is of prepared images."""
+    """Returns whether a JSON manifest describes prepared images."""
     return isinstance(tree, dict) and tree.get("kind") == "images"
 
 
 def record_of(path: Path) -> FileRecord:
-    """Size and digest of a file."""
+    """Returns the size and digest of a file."""
     return FileRecord(bytes=path.stat().st_size, sha256=digest_of(path))

@@ -34,13 +34,13 @@ from polyad.data.prepared import LOCK_FILE, MANIFEST_FILE, PARTIAL_FOLDER, SPLIT
 from polyad.data.progress import Progress, Report
 
 FEW = 100
-"""Images of a validation split below which it is said that they are few."""
+"""Number of validation images below which a note says that they are few."""
 OURS = re.compile(
     rf"{INDEX.pattern}|{re.escape(MANIFEST_FILE)}|"
     rf"{'|'.join(re.escape(name) for names in MNIST.values() for name in names)}|"
     rf"files|{re.escape(LOCK_FILE)}|{re.escape(PARTIAL_FOLDER)}"
 )
-"""All that a prepared folder holds."""
+"""All files and folders of a prepared folder."""
 
 
 def prepare_images(
@@ -55,25 +55,25 @@ def prepare_images(
 ) -> ImageManifest:
     """Makes an index of images, which stay where they are.
 
-    The folder appears complete or not at all. If it was made from the same request, it is kept.
+    The folder appears complete or not at all. One made from the same request is kept.
 
     Args:
         source: `digits`, `hub:OWNER/NAME`, or a file or folder; see `open_images`.
         output: The folder to make.
-        held_out: Share of the training images that become the validation split; None: 0.01 where
-            the data set has no validation split of its own beside a test.
-        domains: Whether the source has a folder for each domain, and in these one for each class;
+        held_out: Share of the training images that become the validation split; None for 0.01 if
+            the data set has no validation split besides its test split.
+        domains: Whether the source has one folder per domain, each with one folder per class;
             images are then held out within each domain.
-        accept: Whether images are prepared although something is probably a mistake, as a class
-            without images; what was accepted once is so in the same folder from then on.
+        accept: Whether to prepare images despite a likely mistake, such as a class without images;
+            the same folder then accepts it in later calls.
         overwrite: Whether prepared data in `output` may be replaced.
-        report: Receives each line of progress; None writes them to standard error.
+        report: Receives each line of progress; None writes to standard error.
 
     Returns:
         The manifest of the folder.
 
     Raises:
-        DataError: An argument, an image's label or the output folder will not do.
+        DataError: An argument, an image's label or the output folder is invalid.
     """
     check_path(str(output))
     if held_out is not None and not 0 < held_out < 1:
@@ -108,17 +108,17 @@ def prepare_images(
 
 @contextlib.contextmanager
 def _alone(output: Path) -> Iterator[None]:
-    """Within the block no other process prepares a folder; what is unfinished then is removed.
+    """Locks the folder within the block, and removes unfinished files.
 
     Raises:
-        DataError: Another one does, or the folder cannot be made.
+        DataError: Another process is preparing it, or it cannot be created.
     """
     with contextlib.ExitStack() as taken:
         ours = True
         with writing(output, "name another folder with --output"):
             output.mkdir(parents=True, exist_ok=True)
             lock = output / LOCK_FILE
-            # Who may not write there can still find that all is as it was asked for.
+            # Without write access, the caller can still learn that the folder is up to date.
             if os.access(lock if lock.exists() else output, os.W_OK):
                 ours = taken.enter_context(alone(output))
         if not ours:
@@ -137,7 +137,7 @@ def _check_output(output: Path, request: str, overwrite: bool) -> None:
     if not manifest.exists():
         others = [e.name for e in output.iterdir()] if output.is_dir() else []
         foreign = [name for name in others if not OURS.fullmatch(name)]
-        if PARTIAL_FOLDER not in others and not overwrite:  # nothing of ours was begun
+        if PARTIAL_FOLDER not in others and not overwrite:  # no preparation was begun here
             foreign += [name for name in others if INDEX.fullmatch(name)]
         if output.exists() and (not output.is_dir() or foreign):
             what = f"holds {foreign[0]}" if foreign else "is a file"
@@ -149,13 +149,13 @@ def _check_output(output: Path, request: str, overwrite: bool) -> None:
 
 
 def _was_accepted(output: Path, request: str) -> bool:
-    """Whether what looks like a mistake was accepted when the same was asked for before."""
+    """Returns whether likely mistakes were accepted in an earlier call with the same request."""
     manifest = ImageManifest.find(output)
     return manifest is not None and manifest.request == request and manifest.accepted
 
 
 def _kept(output: Path, request: str, found: Found) -> ImageManifest | None:
-    """The manifest of a folder that was made from the same request and files."""
+    """Returns the manifest of a folder that was made from the same request and files."""
     manifest = ImageManifest.find(output)
     if manifest is None:
         return None
@@ -216,12 +216,12 @@ def _check_name(entry: Entry) -> None:
 def prepared_rows(
     manifest: ImageManifest, output: Path, seconds: float
 ) -> Iterator[tuple[str, str]]:
-    """What was prepared, for a person: names and values.
+    """Summarizes what was prepared as names and values for the terminal.
 
     Args:
         manifest: The manifest of the folder.
         output: The folder.
-        seconds: That it took.
+        seconds: How long it took.
     """
     for split, about in manifest.splits.items():
         fewest, most = min(about.per_class), max(about.per_class)
@@ -248,7 +248,7 @@ def prepared_rows(
 
 
 def _few(manifest: ImageManifest, images: int) -> str:
-    """Says of a small validation split what it can tell, and how to get a larger one."""
+    """Warns that a validation split is small, and says how to get a larger one."""
     said = (
         f"validation has {images:,} image{'s' * (images > 1)}: each counts for "
         f"{1 / images:.0%} of a score"

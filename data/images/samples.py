@@ -1,8 +1,8 @@
-"""Training samples by their global number, and held-out ones in their order.
+"""Training samples by their global number, and held-out samples in file order.
 
-Sample g of a run is number g % n of the random order of epoch g // n. Its random numbers follow
-from the run's seed, the epoch and the image, and those of mixing from the seed and the pair g // 2:
-the same on any number of processes and workers, and after a resume.
+Sample g of a run is number g % n of the random order of epoch g // n. Its random numbers depend on
+the run's seed, the epoch and the image; those of mixing depend on the seed and the pair g // 2. All
+are the same for any number of processes and workers, and after a resume.
 
 Shapes: B images of a batch, C channels, H x W pixels.
 """
@@ -23,9 +23,9 @@ from polyad.data.images.decoding import Pixels
 from polyad.data.order import Arrays, EpochOrders
 
 _ORDER, _IMAGE, _PAIR = 1, 2, 3
-"""Streams of random numbers, the last part of a seed."""
+"""Streams of random numbers: the last part of a seed."""
 _NAMED = 3
-"""Damaged images that an error names."""
+"""Number of damaged images that an error names."""
 
 
 class Images(Protocol):
@@ -33,15 +33,15 @@ class Images(Protocol):
 
     @property
     def labels(self) -> npt.NDArray[np.integer]:
-        """The class of each image, or 0 or 1 of each of its attributes [images, K]."""
+        """The class of each image, or 0 or 1 for each of its attributes [images, K]."""
 
     @property
     def domains(self) -> npt.NDArray[np.integer] | None:
-        """The number of each image's domain; None: there are none."""
+        """The domain number of each image; None if there are no domains."""
 
     @property
     def identity(self) -> object:
-        """Differs where orders do."""
+        """Identifies the order of the images."""
 
     def __len__(self) -> int:
         """Counts the images."""
@@ -50,7 +50,7 @@ class Images(Protocol):
         """The pixels of an image [H, W, 3]."""
 
     def name_of(self, number: int) -> str:
-        """An image's file or place, for people."""
+        """Returns an image's file or location, for messages."""
 
 
 class ImageBatch(NamedTuple):
@@ -59,17 +59,17 @@ class ImageBatch(NamedTuple):
     images_BCHW: Tensor
     """Pixels, uint8."""
     labels_B: Tensor
-    """Classes, int64; of images with K attributes 0 or 1 of each, [B, K]."""
+    """Classes, int64; for images with K attributes, 0 or 1 for each, [B, K]."""
     mix_B: Tensor
-    """Share of each image in what it becomes when it is mixed with its neighbour in the batch,
-    number b xor 1; fp32, 1 where it stays."""
+    """Weight of each image when it is mixed with its neighbour in the batch, number b xor 1; fp32,
+    1 if it is not mixed."""
     box_B4: Tensor
-    """Top, left, bottom and right of the box that is the neighbour's, int16; empty: all pixels are
+    """Top, left, bottom and right of the box taken from the neighbour, int16; empty: all pixels are
     weighted means."""
 
 
 class ImageSamples(Dataset[ImageBatch]):
-    """Training images after augmentation, without end.
+    """An infinite sequence of training images after augmentation.
 
     Args:
         images: The training split.
@@ -86,7 +86,7 @@ class ImageSamples(Dataset[ImageBatch]):
         self._damaged: dict[int, str] = {}
 
     def number_of(self, sample: int) -> int:
-        """The image of a sample, by its number in the split."""
+        """Returns the number of a sample's image in the split."""
         epoch, place = self._orders(sample)
         return int(epoch["images"][place])
 
@@ -95,7 +95,7 @@ class ImageSamples(Dataset[ImageBatch]):
         return {"images": generator.permutation(len(self._images))}
 
     def __getitem__(self, sample: int) -> ImageBatch:
-        """Reads, decodes and augments.
+        """Reads, decodes and augments the image of a sample.
 
         Raises:
             DataError: More images are damaged than `data.max_damaged` allows.
@@ -114,7 +114,7 @@ class ImageSamples(Dataset[ImageBatch]):
         )
 
     def _readable(self, number: int) -> tuple[int, Pixels]:
-        """The image, or the next one that can be decoded."""
+        """Returns the image, or the next one that can be decoded, with its number."""
         for _ in range(len(self._images)):
             if number not in self._damaged:
                 try:
@@ -137,14 +137,14 @@ class ImageSamples(Dataset[ImageBatch]):
 
 
 class EvaluationImages(Dataset[ImageBatch]):
-    """Images of a split in their order: resized, and cropped in the middle.
+    """The images of a split in order, resized and center-cropped.
 
     Args:
         images: The split.
         settings: The settings of the data.
         size: Side of an image, in pixels.
-        numbers: The numbers of the images that are read; None: all.
-        noise: Is added to each; None: they are as they are.
+        numbers: The numbers of the images to read; None for all.
+        noise: Noise to add to each image; None for none.
     """
 
     def __init__(
@@ -165,17 +165,17 @@ class EvaluationImages(Dataset[ImageBatch]):
 
     @property
     def domains(self) -> npt.NDArray[np.integer] | None:
-        """The number of each image's domain; None: there are none."""
+        """The domain number of each image; None if there are no domains."""
         domains = self._images.domains
         return None if domains is None else domains[np.asarray(self._numbers)]
 
     def subset(self, numbers: Sequence[int]) -> "EvaluationImages":
-        """Some of them, in the order of their numbers here."""
+        """Returns a subset, in the order of the given numbers."""
         chosen = [self._numbers[number] for number in numbers]
         return EvaluationImages(self._images, self._settings, self._size, chosen, self._noise)
 
     def __getitem__(self, place: int) -> ImageBatch:
-        """Reads and decodes; a damaged image is an error: no score leaves images out."""
+        """Reads and decodes an image; a damaged one is an error, since no score may skip images."""
         number = self._numbers[place]
         pixels = self._images.decode(number)
         image_CHW = evaluation_image(pixels, self._size, self._settings.evaluation_resize)

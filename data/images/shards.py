@@ -1,13 +1,13 @@
-"""Where the bytes of images are: files of a folder, or places in larger files.
+"""Where the bytes of images are: in files of a folder, or at offsets in larger files.
 
-An image is a row (shard, offset, size, label). What offset and size mean depends on the shard's
-kind:
+An image is a row (shard, offset, size, label). The meaning of offset and size depends on the
+shard's kind:
 
-    folder    a file of that name below the folder; its size
-    range     bytes of a tar, a zip, a table, or the prepared folder's own file, as they stand there
+    folder    a file of that name in the folder; its size
+    range     bytes of a tar, a zip, a table, or the prepared folder's own file, stored unchanged
     zip       the size of a compressed member of that name
     raw       pixels without a format, of the shard's shape
-    parquet   of folders of version 1 only, which are not read
+    parquet   only in folders of version 1, which cannot be read
 """
 
 import functools
@@ -33,7 +33,7 @@ Kind = Literal["folder", "range", "zip", "parquet", "raw"]
 ROW = np.dtype([("shard", "<i4"), ("offset", "<i8"), ("size", "<i8"), ("label", "<i4")])
 Rows = npt.NDArray[np.void]
 MOST_BYTES = 1 << 29
-"""Bytes of the file of one image."""
+"""Maximum size of one image file, in bytes."""
 
 
 class Shard(Config):
@@ -59,21 +59,21 @@ class Entry(NamedTuple):
     label: int
     name: str
     attributes: npt.NDArray[np.uint8] | None = None
-    """0 or 1 of each attribute; None: the image has one class."""
+    """0 or 1 for each attribute; None if the image has one class."""
     domain: int | None = None
-    """The number of its domain; None: the source has none."""
+    """The number of its domain; None if the source has none."""
 
 
 def too_large(size: int) -> str:
-    """Says that the file of an image is."""
+    """Returns the error message for an image file that is too large."""
     return f"has {size:,} bytes, and {MOST_BYTES:,} are allowed for an image"
 
 
 class Reader:
-    """Reads images by their rows; open files stay with the process that opened them.
+    """Reads images by their rows; open files are not shared between processes.
 
     Args:
-        shards: By their number.
+        shards: The shards, by number.
     """
 
     def __init__(self, shards: tuple[Shard, ...]) -> None:
@@ -82,11 +82,11 @@ class Reader:
         self._process = os.getpid()
 
     def __getstate__(self) -> dict[str, Any]:
-        """A loader process opens its own files."""
+        """Drops open files: a loader process opens its own."""
         return {"_shards": self._shards, "_files": {}, "_process": 0}
 
     def __del__(self) -> None:
-        """Each validation reads with a new one: what this process has opened is closed."""
+        """Closes the open files: each validation creates a new reader."""
         if self.__dict__.get("_process") == os.getpid():
             for file in self._files.values():
                 os.close(file)
@@ -96,10 +96,10 @@ class Reader:
 
         Args:
             row: The row of the index.
-            name: The name of the image, below its shard.
+            name: The name of the image, relative to its shard.
 
         Raises:
-            DataError: It cannot be read, or not be decoded.
+            DataError: It cannot be read or decoded.
         """
         shard = self._shards[int(row["shard"])]
         try:
@@ -115,7 +115,7 @@ class Reader:
         return decode(content, self.place(row, name))
 
     def place(self, row: Any, name: str) -> str:
-        """Where an image is, for people."""
+        """Returns an image's location, for messages."""
         shard = self._shards[int(row["shard"])]
         return str(Path(shard.path) / name) if shard.kind == "folder" else f"{shard.path}: {name}"
 
@@ -154,12 +154,12 @@ def _member(path: str, name: str) -> bytes:
 
 @functools.lru_cache(maxsize=8)
 def _zip(path: str, process: int) -> zipfile.ZipFile:
-    """An open zip file; a forked process would move its parent's place in it."""
+    """Opens a zip file, one per process: forked processes share the file position."""
     return zipfile.ZipFile(path)
 
 
 def png(pixels: npt.NDArray[np.uint8]) -> bytes:
-    """An image as a PNG file."""
+    """Encodes an image as a PNG file."""
     from PIL import Image
 
     file = io.BytesIO()
@@ -168,14 +168,14 @@ def png(pixels: npt.NDArray[np.uint8]) -> bytes:
 
 
 PACKED_FILE = re.compile(r"images(-[0-9a-f]{12})?\.bin")
-"""Its name in a prepared folder, with the first digits of its SHA-256: a run that reads another one
-does not find it, and takes no wrong bytes."""
+"""Its name in a prepared folder, with the first digits of its SHA-256: a run that expects other
+content does not find the file, rather than read wrong bytes."""
 WHAT_TO_DO = "make room there, and run the same command again"
 """Advice where the disk is full."""
 
 
 class Packed:
-    """A file that images are appended to; it is made when there is a first one.
+    """A file that images are appended to, created with the first image.
 
     Args:
         folder: The prepared folder.
@@ -183,17 +183,17 @@ class Packed:
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / "images.bin"
-        """Stands for it until it is finished."""
+        """Its provisional path until it is finished."""
         self._file: DigestedFile | None = None
 
     def add(self, content: bytes) -> int:
         """Appends an image.
 
         Returns:
-            Where it begins.
+            Its offset.
 
         Raises:
-            DataError: The disk refuses it.
+            DataError: The disk refuses the write.
         """
         with writing(self.path, WHAT_TO_DO):
             if self._file is None:
@@ -202,13 +202,13 @@ class Packed:
         return self._file.size - len(content)
 
     def finish(self) -> tuple[str, int, str] | None:
-        """Ends the file, which is on the disk then, among those that are not in their place yet.
+        """Closes the file and flushes it to disk; it is still among the unfinished files.
 
         Returns:
-            Its name, its bytes and its SHA-256; None: there are no such images.
+            Its name, its size in bytes and its SHA-256; None if no image was added.
 
         Raises:
-            DataError: The disk refuses it.
+            DataError: The disk refuses the write.
         """
         if self._file is None:
             return None

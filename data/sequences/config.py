@@ -1,9 +1,8 @@
 """The keys under `data:` of `kind: sequences`, and benchmarks that have a name.
 
-A benchmark says its columns, what is learned, how it is scored, and its splits. Sources: Wang et
-al. 2019, "GLUE", table 1; Socher et al. 2013 (SST); Casanueva et al. 2020 (Banking77); Roemmele et
-al. 2011 (COPA); Zellers et al. 2018 (SWAG). The labels of GLUE's test splits are hidden: -1 in each
-row.
+A benchmark defines its columns, task, metrics and splits. Sources: Wang et al. 2019, "GLUE",
+table 1; Socher et al. 2013 (SST); Casanueva et al. 2020 (Banking77); Roemmele et al. 2011 (COPA);
+Zellers et al. 2018 (SWAG). The labels of GLUE's test splits are hidden: -1 in each row.
 """
 
 from collections.abc import Mapping
@@ -23,18 +22,18 @@ METRICS_OF: Mapping[TaskKind, tuple[Metric, ...]] = {
     "regression": ("pearson", "spearman"),
     "multiple_choice": ("accuracy",),
 }
-"""The metrics of a task where nothing says others."""
+"""The default metrics of a task."""
 ALLOWED_METRICS: Mapping[TaskKind, tuple[Metric, ...]] = {
     "classification": ("accuracy", "f1", "macro_f1", "matthews"),
     "regression": ("pearson", "spearman"),
     "multiple_choice": ("accuracy",),
 }
 HIDDEN_LABEL = -1
-"""The label of a row whose label is not told."""
+"""The label of a row whose label is hidden."""
 
 
 class Schema(NamedTuple):
-    """What the columns of a table mean."""
+    """The roles of a table's columns."""
 
     text: str = "text"
     pair: str | None = None
@@ -44,9 +43,9 @@ class Schema(NamedTuple):
     task: TaskKind = "classification"
     metrics: tuple[Metric, ...] = METRICS_OF["classification"]
     source: str | None = None
-    """Where it is on the hub, as `hub:OWNER/NAME:CONFIG`."""
+    """Its location on the hub, as `hub:OWNER/NAME:CONFIG`."""
     splits: Mapping[str, str] = {}
-    """What a split is called there, where that is not its own name."""
+    """The names of splits there, if they differ from ours."""
 
 
 def _glue(
@@ -94,7 +93,7 @@ BENCHMARKS: dict[str, Schema] = {
         source="hub:allenai/swag:regular",
     ),
 }
-"""By the name that `data.path` or `data.benchmark` gives."""
+"""Schemas of benchmarks, by the name that `data.path` or `data.benchmark` gives."""
 
 
 class ColumnNames(Config):
@@ -177,7 +176,7 @@ class SequenceDataConfig(DataSettings):
 
     @property
     def schema_of(self) -> Schema:
-        """The benchmark's schema with what the keys say in place of it."""
+        """Returns the benchmark's schema, overridden by the keys."""
         name = self.benchmark or (self.path if self.path in BENCHMARKS else None)
         known = BENCHMARKS[name] if name else Schema()
         task = self.task or known.task

@@ -1,4 +1,4 @@
-"""Opens labelled sequences: tables, classes and token ids of each split."""
+"""Opens labelled sequences: tables, classes and the token ids of each split."""
 
 import functools
 import hashlib
@@ -32,28 +32,28 @@ from polyad.data.sequences.tables import Table, held_out, read_tables
 from polyad.data.text.tokenizers.tokenizer import Tokenizer
 
 HOLD_OUT = "data.held_out: 0.1 holds a tenth of the training rows out"
-"""What to do where there is no validation split."""
+"""What to do if there is no validation split."""
 
 
 class SequenceData:
-    """The splits of a source, each encoded when it is first asked for.
+    """The splits of a source, each encoded when it is first used.
 
     Args:
         settings: The settings of the data.
-        tables: The tables of its splits.
+        tables: The tables of the splits.
         tokenizer: The tokenizer of the model.
         model_kind: `model.kind`.
         max_length: The longest sequence, in tokens.
-        known_classes: Those that a checkpoint was trained with; None: the training rows decide.
+        known_classes: The classes of a checkpoint; None: taken from the training rows.
 
     Attributes:
         schema: The schema of the columns.
-        class_names: In their order; without classes nothing.
-        has_segments: Whether the model is told which of two texts a token is of.
+        class_names: The class names in order; empty if there are no classes.
+        has_segments: Whether the model receives segment ids, which tell two texts apart.
 
     Raises:
-        DataError: A split that is trained on or validated with has no labels, labels differ between
-            splits, or there is one class only.
+        DataError: A split used for training or validation has no labels, labels differ between
+            splits, or there is only one class.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class SequenceData:
         max_length: int,
         known_classes: Sequence[str] | None = None,
     ) -> "SequenceData":
-        """Reads the tables, and holds rows out if that is asked for; see the class."""
+        """Reads the tables, and holds rows out if requested; see the class."""
         schema = settings.schema_of
         for metric in schema.metrics:
             if metric not in (allowed := ALLOWED_METRICS[schema.task]):
@@ -114,7 +114,7 @@ class SequenceData:
         tables = read_tables(settings.path, schema)
         for table in tables.values():
             if table.present:
-                table.column(schema.text)  # or it would seem to have no rows
+                table.column(schema.text)  # else the table would seem to have no rows
             if not len(table):
                 raise DataError(f"{table.place}: has no rows")
         if settings.held_out and "train" in tables and "validation" not in tables:
@@ -136,17 +136,17 @@ class SequenceData:
 
     @property
     def splits(self) -> list[str]:
-        """Names of the splits there are."""
+        """Names of the available splits."""
         return list(self._tables)
 
     @property
     def notes(self) -> list[str]:
-        """What a person should know of how tables were read, a line each."""
+        """Notes for the user on how tables were read, one per line."""
         return [table.note for table in self._tables.values() if table.note]
 
     @property
     def choices(self) -> int:
-        """Sequences of a sample: its choices, or 1."""
+        """Number of sequences per sample: its choices, or 1."""
         if len(self.schema.choices) != 1:
             return max(1, len(self.schema.choices))
         table = next(iter(self._tables.values()))
@@ -154,10 +154,10 @@ class SequenceData:
         return len(first) if isinstance(first, list) else 1
 
     def check_split(self, name: str) -> None:
-        """Checks that a split is there and has labels.
+        """Checks that a split exists and has labels.
 
         Raises:
-            DataError: It is not, or its labels are hidden.
+            DataError: It does not, or its labels are hidden.
         """
         if name not in self._tables:
             way = f"; {HOLD_OUT}" if name == "validation" and "train" in self._tables else ""
@@ -179,7 +179,7 @@ class SequenceData:
         return self.settings.leave_out or []
 
     def domains(self, name: str) -> list[str] | None:
-        """The domain of each row of a split; None: rows have no domains."""
+        """Returns the domain of each row of a split; None if rows have no domains."""
         column = self.schema.domain
         return None if column is None else domains_of(self._tables[name], column)
 
@@ -198,16 +198,15 @@ class SequenceData:
         return self.contents("train")
 
     def contents(self, split: str) -> str:
-        """A digest of the token ids and labels of a split, of the classes, and of the domains left
-        out.
+        """Digests the token ids and labels of a split, the classes, and the domains left out.
 
         Args:
-            split: Whose labels are known.
+            split: A split with known labels.
         """
         return self._digest(split, self.class_names)
 
     def is_of(self, fingerprint: str) -> bool:
-        """Whether a fingerprint is of these rows, also as older versions made it: without names."""
+        """Returns whether a fingerprint matches these rows, including older ones without names."""
         numbered = _numbers(len(self.class_names))
         return fingerprint in (self.fingerprint, self._digest("train", numbered))
 
@@ -222,7 +221,7 @@ class SequenceData:
         return digest.hexdigest()
 
     def training(self, seed: int) -> TrainingRows:
-        """The training rows by their global number.
+        """Returns the training rows by their global number.
 
         Args:
             seed: The seed of their order.
@@ -238,11 +237,11 @@ class SequenceData:
         )
 
     def held_out(self, name: str, most: int | None = None) -> PaddedRows:
-        """The rows of a split from the shortest to the longest.
+        """Returns the rows of a split, from the shortest to the longest.
 
         Args:
             name: The name of the split.
-            most: Rows that are taken, evenly by their length; None: all.
+            most: Maximum number of rows, chosen evenly by length; None for all.
         """
         rows = self.encoded(name)
         order_N = rows.lengths_N.argsort(kind="stable")
@@ -259,7 +258,7 @@ class SequenceData:
     def _classes(self, known: Sequence[str] | None) -> list[str]:
         train = self._tables.get("train")
         if known:
-            # Checkpoints of older versions have the numbers of the training rows for names.
+            # In checkpoints of older versions, class names are the numbers of the training rows.
             named = train and train.class_names
             return list(named if named and list(known) == _numbers(len(named)) else known)
         if train is None:
@@ -267,7 +266,7 @@ class SequenceData:
         return class_names(train, self.schema.label)
 
     def _check_numbers(self) -> None:
-        """Checks that labels that are numbers in themselves mean the same in all splits."""
+        """Checks that numeric class labels mean the same in all splits."""
         first = next(iter(self._tables.values()))
         for table in self._tables.values():
             if table.class_names != first.class_names:

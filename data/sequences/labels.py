@@ -1,6 +1,6 @@
 """Labels of a table as numbers, and domains of its rows, some of which may be left out.
 
-A label is a class, a value, or the number of a right choice; a column tells the domain.
+A label is a class, a value, or the index of the right choice; another column holds the domain.
 
 Shapes: N rows.
 """
@@ -21,16 +21,16 @@ from polyad.data.sequences.config import HIDDEN_LABEL, Schema
 from polyad.data.sequences.tables import Table, held_out, joined
 
 Labels = npt.NDArray[np.generic]
-"""[N] int64 of classes and choices, or float64 of values."""
+"""Labels: [N] int64 for classes and choices, float64 for values."""
 _HIDDEN = (f"{HIDDEN_LABEL}", f"{float(HIDDEN_LABEL)}")
-"""How files of several kinds write a label that is not told."""
+"""How different kinds of files write a hidden label."""
 
 
 def labels_are_hidden(table: Table, column: str) -> bool:
-    """Whether no row of a table tells its label, as those of GLUE's test splits.
+    """Returns whether all labels of a table are hidden, as in GLUE's test splits.
 
     Args:
-        table: Any.
+        table: Any table.
         column: The column of its labels.
     """
     values = table.columns.get(column)
@@ -38,24 +38,24 @@ def labels_are_hidden(table: Table, column: str) -> bool:
 
 
 def class_names(table: Table, column: str) -> list[str]:
-    """The classes of a training split: those that the data set names, or all that rows have.
+    """Returns the classes of a training split: those named by the data set, or all in its rows.
 
     Args:
         table: The table of the training rows.
         column: The column of the labels.
 
     Returns:
-        Names in their order: by number where all are whole numbers, else of the alphabet.
+        Class names, sorted by number if all are whole numbers, else alphabetically.
 
     Raises:
-        DataError: There are no labels, or there is one class only.
+        DataError: There are no labels, or only one class.
     """
     found = set(labels_in_words(table, column))
     if table.class_names is not None:
         names = list(table.class_names)
     else:
         numbers = all(re.fullmatch(r"-?\d{1,18}", name) for name in found)
-        names = sorted(sorted(found), key=int) if numbers else sorted(found)  # as 1 and 01
+        names = sorted(sorted(found), key=int) if numbers else sorted(found)  # for example 1 and 01
     if len(found) < 2:
         raise DataError(
             f"{table.place}: all {len(table):,} rows have the label {next(iter(found))!r}: with "
@@ -65,7 +65,7 @@ def class_names(table: Table, column: str) -> list[str]:
 
 
 def labels_in_words(table: Table, column: str) -> list[str]:
-    """The name of each row's class.
+    """Returns the name of each row's class.
 
     Args:
         table: The table of any split.
@@ -78,7 +78,7 @@ def labels_in_words(table: Table, column: str) -> list[str]:
 
 
 def class_labels(table: Table, column: str, names: Sequence[str]) -> Labels:
-    """The class of each row, by its name: splits may number the same classes differently.
+    """Returns the class of each row, matched by name: splits may number classes differently.
 
     Raises:
         DataError: A label is missing, or is not among the classes.
@@ -97,23 +97,23 @@ def class_labels(table: Table, column: str, names: Sequence[str]) -> Labels:
 
 
 def values(table: Table, column: str) -> Labels:
-    """The number of each row.
+    """Returns the numeric label of each row.
 
     Args:
         table: The table of any split.
         column: The column of the labels.
 
     Raises:
-        DataError: One is no finite number.
+        DataError: A label is not a finite number.
     """
     return np.array(_each(table, column, _as_value, "a finite number"), dtype=np.float64)
 
 
 def right_choices(table: Table, column: str, choices: int) -> Labels:
-    """The number of each row's right choice.
+    """Returns the index of each row's right choice.
 
     Raises:
-        DataError: A label is not the number of a choice.
+        DataError: A label is not the index of a choice.
     """
 
     def as_choice(value: Any) -> int | None:
@@ -140,10 +140,10 @@ def _each(
 
 
 def _known(table: Table, column: str) -> Sequence[Any]:
-    """The labels, none of which may be missing or hidden."""
+    """Returns the labels, after checking that none is missing or hidden."""
     found = table.column(column)
     for row, value in enumerate(found):
-        # Without names of classes a number is one of no class.
+        # Without class names, -1 is an ordinary value.
         hidden = table.class_names is not None and value == HIDDEN_LABEL
         if value is None or value == "" or hidden:
             said = "no label" if value is None or value == "" else f"the label {value!r}, hidden"
@@ -186,14 +186,14 @@ TEST = "test"
 
 
 def domains_of(table: Table, column: str) -> list[str]:
-    """The domain of each row.
+    """Returns the domain of each row.
 
     Args:
         table: The table of any split.
         column: The column of the domains.
 
     Raises:
-        DataError: There is no such column, or a cell is empty.
+        DataError: The column does not exist, or a cell is empty.
     """
     words = [_word(value) for value in table.column(column)]
     if "" in words:
@@ -205,7 +205,7 @@ def domains_of(table: Table, column: str) -> list[str]:
 
 
 def _word(value: Any) -> str:
-    if value is None or value != value:  # NaN, as tables of numbers say that nothing is there
+    if value is None or value != value:  # NaN marks empty cells in numeric tables
         return ""
     if isinstance(value, float) and value.is_integer():
         return str(int(value))
@@ -213,15 +213,15 @@ def _word(value: Any) -> str:
 
 
 def held_out_of_each(table: Table, column: str, share: float) -> tuple[Table, Table]:
-    """Takes rows out evenly within each domain, always the same ones.
+    """Holds rows out, evenly within each domain; the choice is deterministic.
 
     Returns:
-        The rows that stay, and the others, in their order.
+        The remaining rows and the held-out rows, each in their order.
     """
     numbers: dict[str, list[int]] = {}
     for number, domain in enumerate(domains_of(table, column)):
         numbers.setdefault(domain, []).append(number)
-    # The number of a row is what is dealt out: a table with this one column.
+    # `held_out` works on a table, so the row numbers are passed as a table with one column.
     parts = [held_out(replace(table, columns={"row": rows}), share) for rows in numbers.values()]
     stay, out = (sorted(n for pair in parts for n in pair[side].column("row")) for side in (0, 1))
     return table.rows(stay), replace(table.rows(out), place=f"{table.place} (held out)")
@@ -230,16 +230,16 @@ def held_out_of_each(table: Table, column: str, share: float) -> tuple[Table, Ta
 def without_domains(
     tables: Mapping[str, Table], schema: Schema, leave_out: Sequence[str] | None, path: str
 ) -> dict[str, Table]:
-    """The splits with domains left out: rows of these are the test split, and nowhere else.
+    """Leaves domains out: their rows form the test split and appear in no other.
 
     Args:
         tables: The tables of the splits of the source.
         schema: The schema of the columns.
-        leave_out: Names of domains; None: none.
-        path: Names the source in errors.
+        leave_out: Names of domains; None for none.
+        path: The source's name in errors.
 
     Returns:
-        The splits; without `leave_out` as they are.
+        The new splits; unchanged without `leave_out`.
 
     Raises:
         DataError: A row has no domain, or these domains cannot be left out.
@@ -288,7 +288,7 @@ def _left_out(
     schema: Schema,
     leave_out: Sequence[str],
 ) -> Table:
-    """All rows of the domains left out whose labels are known."""
+    """Returns all rows of the domains left out that have a known label."""
     parts = []
     for split, table in tables.items():
         if not labels_are_hidden(table, schema.label):

@@ -1,11 +1,11 @@
-"""Rows to token ids, and samples of them, padded alike.
+"""Encodes rows to token ids, and makes samples padded to a common length.
 
-The order of an epoch follows from the seed and the epoch alone: a random permutation, in which
-sequences of similar length then stand together in groups, and the groups in random order. A
-micro-batch is a stretch of it whatever the layout, and is padded as a whole. Held-out samples stand
-in the order of their length.
+The order of an epoch depends only on the seed and the epoch: a random permutation, in which
+sequences of similar length are then grouped, and the groups shuffled. A micro-batch is a
+contiguous part of it in any parallel layout, and is padded as a whole. Held-out samples are sorted
+by length.
 
-Shapes: N rows, C choices of a row (1 without choices), R = N C sequences, S tokens of all; B
+Shapes: N rows, C choices of a row (1 without choices), R = N C sequences, S tokens in total; B
 samples of a batch, T tokens of the longest.
 """
 
@@ -28,46 +28,46 @@ from polyad.data.text.tokenizers.tokenizer import Tokenizer, all_cores
 
 Ids = list[int]
 AT_ONCE = 4096
-"""Texts that are encoded together."""
+"""Number of texts that are encoded together."""
 
 
 class Form(NamedTuple):
-    """What a model wants around its texts."""
+    """The special tokens that a model expects around its texts."""
 
     padding: int
-    """The token that fills up; it is masked everywhere."""
+    """The padding token; it is masked everywhere."""
     before: tuple[int, ...] = ()
-    """Before the first text."""
+    """Tokens before the first text."""
     between: tuple[int, ...] = ()
-    """Between two texts."""
+    """Tokens between two texts."""
     after: tuple[int, ...] = ()
-    """After the last text."""
+    """Tokens after the last text."""
     segments: bool = False
-    """Whether the model is told which text a token is of."""
+    """Whether the model receives segment ids, which tell two texts apart."""
 
 
 class Pieces(NamedTuple):
-    """Sequences of tokens end to end."""
+    """Token sequences laid end to end."""
 
     ids_S: npt.NDArray[np.int32]
     starts_R1: npt.NDArray[np.int64]
-    """Where each begins, and the end of the last."""
+    """Start of each sequence, and the end of the last."""
     second_R: npt.NDArray[np.int32]
-    """Tokens of each before its second text begins; all of it where there is one text."""
+    """Number of tokens before the second text of each; the whole length if there is one text."""
     cut: int
-    """How many were cut off for their length."""
+    """Number of sequences that were truncated."""
 
     @property
     def lengths_R(self) -> npt.NDArray[np.int64]:
-        """Tokens of each."""
+        """Number of tokens of each sequence."""
         return np.diff(self.starts_R1)
 
 
 def form_of(model_kind: str, tokenizer: Tokenizer) -> Form:
-    """What stands around texts for a kind of model.
+    """Returns the special tokens around texts for a kind of model.
 
-    A decoder was trained on documents that end with its end-of-text token: two texts have it
-    between them, and before the first stands what begins a document, if anything does.
+    A decoder was trained on documents that end with its end-of-text token: that token separates two
+    texts, and the begin-of-text token, if there is one, precedes the first.
     BERT reads [CLS] first [SEP] second [SEP].
 
     Args:
@@ -121,11 +121,11 @@ def encode_rows(
 
 
 def shortened(first: Ids, second: Ids | None, room: int) -> tuple[Ids, Ids]:
-    """Cuts off what does not fit: tokens of the longer text first, the ends of both alike.
+    """Truncates two texts to fit: the longer one first, then both alike, at their ends.
 
     Args:
         first: A text.
-        second: Another one, if there is.
+        second: A second text, or None.
         room: Tokens that fit.
     """
     room = max(room, 0)
@@ -136,7 +136,7 @@ def shortened(first: Ids, second: Ids | None, room: int) -> tuple[Ids, Ids]:
 
 
 def _texts(table: Table, schema: Schema) -> tuple[list[str], list[str]]:
-    """The first text of each row, and the second ones: of a row all of its choices."""
+    """Returns the first text of each row, and the second texts: all choices of a row."""
     texts = _strings(table, schema.text)
     pairs = _strings(table, schema.pair) if schema.pair else None
     if not schema.choices:
@@ -155,7 +155,7 @@ def _texts(table: Table, schema: Schema) -> tuple[list[str], list[str]]:
     else:
         columns = [_strings(table, name) for name in schema.choices]
         choices_NC = [list(choices) for choices in zip(*columns, strict=True)]
-    if pairs is not None:  # as in SWAG, where each choice goes on with the same words
+    if pairs is not None:  # as in SWAG, where all choices continue the same words
         choices_NC = [
             [f"{pair} {choice}" for choice in choices]
             for pair, choices in zip(pairs, choices_NC, strict=True)
@@ -183,9 +183,9 @@ def _encode(tokenizer: Tokenizer, texts: Sequence[str], place: str) -> list[Ids]
 
 
 STEP = 8
-"""Padded lengths are multiples of this, as GPUs like them."""
+"""Padded lengths are multiples of this, which is faster on GPUs."""
 POOL = 50
-"""Groups whose sequences are sorted by length together."""
+"""Number of groups whose sequences are sorted by length together."""
 
 
 class SequenceBatch(NamedTuple):
@@ -194,17 +194,17 @@ class SequenceBatch(NamedTuple):
     ids_BCT: Tensor
     """Token ids, int64."""
     mask_BCT: Tensor
-    """True for real tokens, which stand before the padding."""
+    """True for real tokens, which precede the padding."""
     second_BCT: Tensor
-    """True for tokens of a second text, and for what ends it."""
+    """True for the tokens of a second text, including its end token."""
     labels_B: Tensor
     """Classes, right choices (int64), or values (fp32)."""
     numbers_B: Tensor
-    """The numbers that they were asked for by."""
+    """The number under which each sample was requested."""
 
     @property
     def real_tokens(self) -> Tensor:
-        """The number of tokens that are no padding, without dimensions."""
+        """Number of tokens that are not padding, a scalar."""
         return self.mask_BCT.sum()
 
 
@@ -214,28 +214,28 @@ class Encoded:
 
     pieces: Pieces
     labels_N: Labels | None
-    """None: they are hidden."""
+    """Labels, or None if they are hidden."""
     choices: int
-    """C."""
+    """C, choices of a row."""
 
     def __len__(self) -> int:
         return (len(self.pieces.starts_R1) - 1) // self.choices
 
     @property
     def lengths_N(self) -> npt.NDArray[np.int64]:
-        """Tokens of the longest choice of each row."""
+        """Number of tokens of the longest choice of each row."""
         lengths: npt.NDArray[np.int64] = self.pieces.lengths_R.reshape(-1, self.choices).max(1)
         return lengths
 
 
 class PaddedRows(Dataset[SequenceBatch]):
-    """Rows in a given order; those of a micro-batch are padded to one length.
+    """Rows in a given order, padded to one length per micro-batch.
 
     Args:
         rows: The rows of a split.
-        order_N: Which row each number is; None: that row.
-        padding: The token that fills up.
-        length: What single rows, and batches that are not padded to their longest, are padded to.
+        order_N: The row at each position; None for the rows in file order.
+        padding: The padding token.
+        length: Padded length of single rows, and of batches unless `to_longest`.
         to_longest: Whether a batch is padded to its longest row.
     """
 
@@ -257,11 +257,11 @@ class PaddedRows(Dataset[SequenceBatch]):
         return number if self._order_N is None else int(self._order_N[number])
 
     def __getitem__(self, number: int) -> SequenceBatch:
-        """A single sample, padded as far as any can be."""
+        """Returns a single sample, padded to the full length."""
         return self._padded(number, self.row_of(number), self._length)
 
     def __getitems__(self, numbers: Sequence[int]) -> list[SequenceBatch]:
-        """The samples of a batch, all of one length: a loader asks for them together."""
+        """Returns the samples of a batch, all of one length; called by torch's loader."""
         rows = [self.row_of(number) for number in numbers]
         length = self._length
         if self._to_longest:
@@ -299,9 +299,9 @@ class TrainingRows(PaddedRows):
 
     Args:
         rows: The rows of the training split.
-        seed: The run's.
-        group: Rows of similar length that follow each other; 1: in any order.
-        identity: What the order depends on beside them.
+        seed: The run's seed.
+        group: Number of rows of similar length that follow each other; 1 for a random order.
+        identity: What the order depends on besides these.
         padding: See `PaddedRows`.
         length: See `PaddedRows`.
         to_longest: See `PaddedRows`.
@@ -325,7 +325,7 @@ class TrainingRows(PaddedRows):
         )
 
     def row_of(self, number: int) -> int:
-        """The row of a sample, by its global number."""
+        """Returns the row of a sample, by its global number."""
         epoch, place = self._orders(number)
         return int(epoch["rows"][place])
 
@@ -337,10 +337,11 @@ class TrainingRows(PaddedRows):
 def grouped_order(
     lengths_N: npt.NDArray[np.integer], group: int, generator: np.random.Generator
 ) -> npt.NDArray[np.int64]:
-    """A random order in which rows of similar length stand together.
+    """Draws a random order in which rows of similar length are adjacent.
 
     A random permutation is cut into pools, each sorted by length and cut into groups; the groups
-    are shuffled. An incomplete last group stays last, so that groups begin at their multiples.
+    are shuffled. An incomplete last group stays last, so that groups start at multiples of their
+    size.
 
     Returns:
         [N], each row once.
@@ -350,7 +351,7 @@ def grouped_order(
         return order_N
     pool = POOL * group
     pools = [order_N[begin : begin + pool] for begin in range(0, len(order_N), pool)]
-    # Stable, so that rows of one length stay in their random order.
+    # Stable: rows of equal length keep their random order.
     sorted_N = np.concatenate([p[np.argsort(lengths_N[p], kind="stable")] for p in pools])
     whole = len(sorted_N) // group * group
     groups = sorted_N[:whole].reshape(-1, group)[generator.permutation(whole // group)]

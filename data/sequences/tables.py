@@ -1,6 +1,6 @@
 """Tables of rows by split: .csv, .tsv, .jsonl and .parquet files, and Hugging Face data sets.
 
-A table is held whole, by column: what is fine-tuned on is small beside what is trained on.
+A table is held in memory, by column: fine-tuning data is small compared with training data.
 """
 
 import csv
@@ -22,27 +22,27 @@ SUFFIXES = (".csv", ".tsv", ".jsonl", ".parquet")
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of a split."""
+    """The rows of a split."""
 
     place: str
     """The file or data set with the split, for errors."""
     columns: Mapping[str, Sequence[Any]]
-    """All of the same length; those that were asked for, and that are there."""
+    """The requested columns that exist, all of the same length."""
     present: Sequence[str]
     """Names of all columns."""
     class_names: Sequence[str] | None = None
-    """Names of the numbers in the column of labels, where the data set has them."""
+    """Names of the classes by number, if the data set has them."""
     note: str | None = None
-    """What a person should know of how it was read."""
+    """A note for the user on how it was read."""
 
     def __len__(self) -> int:
         return len(next(iter(self.columns.values()), ()))
 
     def column(self, name: str) -> Sequence[Any]:
-        """A column by its name.
+        """Returns a column by its name.
 
         Raises:
-            DataError: There is none.
+            DataError: The column does not exist.
         """
         if name not in self.columns:
             raise DataError(
@@ -52,16 +52,16 @@ class Table:
         return self.columns[name]
 
     def rows(self, numbers: Sequence[int]) -> "Table":
-        """Some of the rows."""
+        """Returns some of the rows."""
         picked = {key: [values[n] for n in numbers] for key, values in self.columns.items()}
         return replace(self, columns=picked)
 
 
 def read_tables(path: str, schema: Schema) -> dict[str, Table]:
-    """Reads the splits that a source has.
+    """Reads the splits of a source.
 
     Raises:
-        DataError: There is no such source, or it cannot be read.
+        DataError: The source does not exist or cannot be read.
     """
     wanted = [schema.text, schema.label, *schema.choices]
     wanted += [name for name in (schema.pair, schema.domain) if name]
@@ -74,7 +74,7 @@ def read_tables(path: str, schema: Schema) -> dict[str, Table]:
 
 
 def _split_of(file: Path, schema: Schema) -> str | None:
-    """The split that a file's name says, as train.csv or validation-00000-of-00001.parquet."""
+    """Returns the split in a file's name, as in train.csv or validation-00000-of-00001.parquet."""
     name = file.name.split(".")[0].split("-")[0].lower()
     theirs = {other: split for split, other in schema.splits.items()}
     return theirs.get(name) or SPLIT_NAMES.get(name)
@@ -85,7 +85,7 @@ def _is_table(file: Path) -> bool:
 
 
 def _read_folder(folder: Path, schema: Schema, wanted: Sequence[str]) -> dict[str, Table]:
-    """The splits of a folder with a file or several for each; nothing where it has none."""
+    """Reads a folder with one or several files per split; empty if it has none."""
     shown = sorted(p for p in folder.iterdir() if p.is_file() and not p.name.startswith("."))
     files: dict[str, list[Path]] = {}
     for file in shown:
@@ -106,7 +106,7 @@ def _read_folder(folder: Path, schema: Schema, wanted: Sequence[str]) -> dict[st
 
 
 def _check_files(files: Sequence[Path]) -> None:
-    """Checks that all files of a split are tables, and that none is there twice."""
+    """Checks that all files of a split are tables, and that none is listed twice."""
     by_name: dict[str, Path] = {}
     for file in files:
         if not _is_table(file):
@@ -123,7 +123,7 @@ def _check_files(files: Sequence[Path]) -> None:
 
 
 def _joined_notes(notes: Iterable[str | None]) -> str | None:
-    """Notes as one line; None without any."""
+    """Joins notes to one line; None if there are none."""
     return "; ".join(note for note in notes if note) or None
 
 
@@ -138,14 +138,14 @@ def _read_files(files: Sequence[Path], wanted: Sequence[str], label: str) -> Tab
 
 
 def joined(tables: Sequence[Table], label: str) -> Table:
-    """The rows of several tables, one after the other; classes are told by their names.
+    """Concatenates tables; classes are matched by name.
 
     Args:
         tables: At least one.
         label: The column of labels.
 
     Raises:
-        DataError: They have other columns, or only some of them name their classes.
+        DataError: Their columns differ, or only some of them name their classes.
     """
     first = tables[0]
     for table in tables:
@@ -163,7 +163,7 @@ def joined(tables: Sequence[Table], label: str) -> Table:
 
 
 def _in_words(table: Table, label: str) -> Table:
-    """A table with names in place of numbers in its column of labels."""
+    """Replaces the numbers in the column of labels by class names."""
     values, names = table.columns.get(label, ()), table.class_names
     if names is None and not all(isinstance(value, str | None) for value in values):
         raise DataError(
@@ -176,7 +176,7 @@ def _in_words(table: Table, label: str) -> Table:
 
 
 def _class_names(file: Path, label: str) -> list[str] | None:
-    """What a file calls the numbers in its column of labels; None: it does not say."""
+    """Returns the class names in a file's metadata; None if it has none."""
     if file.suffix.lower() != ".parquet":
         return None
     return named_classes(schema_of(file).metadata, label)
@@ -194,7 +194,7 @@ def _read_csv(file: Path, wanted: Sequence[str]) -> Table:
 
 
 def _read_tsv(file: Path, wanted: Sequence[str]) -> Table:
-    """Reads tabs: with quotation as in .csv, or where that does not fit without any, as GLUE's."""
+    """Reads tab-separated values: quoted as in .csv, or unquoted if that fails, as in GLUE."""
     try:
         return _read_rows(file, wanted, {"delimiter": "\t"})
     except DataError as quoted:
@@ -258,7 +258,7 @@ def _check_once(place: str, present: Sequence[str], wanted: Sequence[str]) -> No
 
 
 def _undecodable(file: Path) -> int:
-    """The number of the first line that is not UTF-8."""
+    """Returns the number of the first line that is not UTF-8."""
     with file.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             try:
@@ -352,14 +352,14 @@ def _read_dataset(path: str, schema: Schema, wanted: Sequence[str]) -> dict[str,
 
 
 def held_out(table: Table, share: float) -> tuple[Table, Table]:
-    """Takes rows out evenly, always the same ones.
+    """Holds rows out evenly; the choice is deterministic.
 
     Args:
         table: The table of all rows.
-        share: The share of those that are held out.
+        share: The fraction of rows to hold out.
 
     Returns:
-        The rows that stay, and the others.
+        The remaining rows and the held-out rows.
     """
     from polyad.data.text.source import split_of_documents
 
@@ -372,10 +372,11 @@ def held_out(table: Table, share: float) -> tuple[Table, Table]:
 
 
 def check_names(dataset: HubDataset, splits: Mapping[str, Any]) -> None:
-    """Checks that all files name the numbers of classes as `datasets` does, which reads one file.
+    """Checks that all files number their classes alike; `datasets` reads the names of one file
+    only.
 
     Raises:
-        DataError: A file gives the same numbers other names.
+        DataError: A file names a number differently.
     """
     files = data_files(dataset)
     for split, rows in splits.items():

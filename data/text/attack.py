@@ -1,4 +1,4 @@
-"""Attacked text: the documents of a split with words replaced, and encoded again."""
+"""Attacked text: the documents of a split with words replaced, then encoded again."""
 
 import random
 import re
@@ -34,9 +34,9 @@ class Swapped(NamedTuple):
 class WordSwap:
     """Replaces each word by "AAA" with a probability.
 
-    A word is what stands between white space, punctuation included; white space stays. Which words
-    of a document are replaced depends on the seed and the document's number alone, and with more
-    probability they are the same and others.
+    A word is a run of characters between white space, punctuation included; white space is kept.
+    Which words of a document are replaced depends only on the seed and the document's number; a
+    higher rate replaces the same words and more.
 
     Args:
         rate: The probability, from 0 to 1.
@@ -91,13 +91,13 @@ def write_attacked(
 
     Args:
         stream: The split.
-        tokenizer: That made it.
-        attack: What happens to each text.
-        prefix: The prefix of the files that are written, without `.bin` and `.idx`.
-        report: Is told the share done.
+        tokenizer: The tokenizer that made it.
+        attack: The attack on each text.
+        prefix: Path prefix of the files to write, without `.bin` and `.idx`.
+        report: Called with the fraction done.
 
     Raises:
-        DataError: The tokenizer has no token for a word that the attack puts there.
+        DataError: The tokenizer has no token for a word that the attack inserts.
     """
     writer = SplitWriter(prefix, tokenizer)
     words = replaced = 0
@@ -130,7 +130,7 @@ def _documents(
 
 
 def _batches(texts: Iterator[str]) -> Iterator[tuple[int, list[str]]]:
-    """Batches of documents, each with the number of its first; a batch is encoded at once."""
+    """Groups documents into batches, each with the number of its first document."""
     batch: list[str] = []
     first, characters = 0, 0
     for text in texts:
@@ -144,7 +144,7 @@ def _batches(texts: Iterator[str]) -> Iterator[tuple[int, list[str]]]:
 
 
 def _write(writer: SplitWriter, tokenizer: Tokenizer, texts: list[str]) -> None:
-    """Encodes long documents in the pieces in which `polyad prepare` does."""
+    """Encodes long documents in the same pieces as `polyad prepare`."""
     cuts = tokenizer.encodes_in_pieces()
     pieces = [list(cut_between_words(text)) if cuts else [text] for text in texts]
     encoded = iter(tokenizer.encode_batch(list(chain.from_iterable(pieces))))

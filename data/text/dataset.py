@@ -1,4 +1,4 @@
-"""A prepared folder, opened and checked in a time that does not grow with it."""
+"""Opens and checks a prepared folder in a time that does not grow with its size."""
 
 import functools
 from collections.abc import Iterator
@@ -32,9 +32,9 @@ class TokenStream:
 
     Args:
         prefix: The files' common path, without `.bin` and `.idx`.
-        num_tokens: Tokens in all, the ends of documents included.
-        num_documents: Documents.
-        vocab_size: Every token is below it, which each read checks; None checks nothing.
+        num_tokens: Total number of tokens, including the ends of documents.
+        num_documents: Number of documents.
+        vocab_size: Bound on token ids, checked on each read; None checks nothing.
 
     Attributes:
         prefix: As given.
@@ -57,7 +57,7 @@ class TokenStream:
 
     @property
     def identity(self) -> tuple[str, int, int]:
-        """Differs where the lengths of documents do: the path of the index, its size and time."""
+        """Identifies the lengths of documents: path, size and time of the index."""
         path = Path(f"{self.prefix}.idx").resolve()
         status = path.stat()
         return str(path), status.st_size, status.st_mtime_ns
@@ -76,7 +76,7 @@ class TokenStream:
         return lengths_D
 
     def read(self, start: int, stop: int) -> npt.NDArray[np.int64]:
-        """Reads from the documents laid end to end in the order of the file.
+        """Reads tokens by position in the stream of documents laid end to end in file order.
 
         Args:
             start: First token.
@@ -102,10 +102,10 @@ class TokenStream:
     def locate(
         self, positions_N: npt.NDArray[np.int64]
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Finds the documents of tokens.
+        """Finds the documents that contain tokens.
 
         Args:
-            positions_N: Of tokens in the stream, each in its range.
+            positions_N: Positions of tokens in the stream, all in range.
 
         Returns:
             The number of each token's document, from 0, and its offset there.
@@ -163,7 +163,7 @@ class PreparedData(PreparedFolder):
 
     Attributes:
         path: The folder.
-        manifest: What it says about itself.
+        manifest: Its manifest.
     """
 
     def __init__(self, path: Path, manifest: Manifest) -> None:
@@ -173,7 +173,7 @@ class PreparedData(PreparedFolder):
 
     @classmethod
     def open(cls, path: str | Path) -> "PreparedData":
-        """Opens a folder and checks that its files are whole and belong together.
+        """Opens a folder and checks that its files are complete and belong together.
 
         The checks read sizes, headers and both ends of each file, not the data: `verify` does that.
 
@@ -184,7 +184,7 @@ class PreparedData(PreparedFolder):
             The data.
 
         Raises:
-            DataError: It is not prepared data, or not whole.
+            DataError: It is not prepared data, or is incomplete.
         """
         folder = user_path(path)
         try:
@@ -198,7 +198,7 @@ class PreparedData(PreparedFolder):
         return cls(folder, manifest)
 
     def tokenizer(self) -> Tokenizer:
-        """Loads the tokenizer, at the first call.
+        """Loads the tokenizer on the first call.
 
         Returns:
             The tokenizer that made the tokens.
@@ -209,7 +209,7 @@ class PreparedData(PreparedFolder):
         return self._tokenizer
 
     def split(self, name: SplitName) -> TokenStream:
-        """Gives the tokens of a split.
+        """Returns the tokens of a split.
 
         Args:
             name: `train`, `validation` or `test`.
@@ -228,7 +228,7 @@ class PreparedData(PreparedFolder):
             read: Called with the number of bytes, whenever some were read.
 
         Raises:
-            DataError: A file is not what was written.
+            DataError: A file has changed since it was written.
         """
         for _, reason in self.faults(read):
             raise DataError(reason)

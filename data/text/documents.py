@@ -32,22 +32,22 @@ from polyad.data.text.readers import (
 from polyad.data.text.source import Document, Skipped, Source
 
 PYTHON_STDLIB = "python-stdlib"
-"""The name of the source that every machine has: see `data/text/folders.py`."""
+"""A source that exists on every machine: see `data/text/folders.py`."""
 DocumentKind = Literal["files", "lines"]
-"""What a document of a text file is: the whole file, or a line."""
+"""What counts as a document of a text file: the whole file, or a line."""
 FileFormat = Literal["text"]
-"""A format of files that is used whatever their names end in."""
+"""A file format that is used whatever the file extension."""
 TABLES = (".csv", ".tsv")
-"""Endings of tables that are no sources of text."""
+"""Extensions of tables, which are not sources of text."""
 TEXT_KEY = "text"
-"""The key or column of the text, where no other is given."""
+"""The default key or column of the text."""
 
 
 @dataclass(frozen=True)
 class SourceFile:
     """A file of a source: its place, its name relative to the source, and its size in bytes.
 
-    `extent` may be a part of its documents: `start` is where it begins, and `size` its bytes.
+    `extent` may select some of its documents: `start` is where they begin, and `size` their bytes.
     """
 
     path: Path
@@ -64,12 +64,12 @@ class FileSource:
     """An ordered set of files that can be read any number of times, always the same way.
 
     Attributes:
-        spec: What the user wrote.
-        files: In the order in which they are read.
+        spec: The source as the user wrote it.
+        files: The files, in reading order.
         text_key: Key or column of the text in `.jsonl` and `.parquet` files.
-        skip_unreadable: Whether a file that is not text is passed over instead of an error.
-        offset: Bytes of the whole source before the first file, where this is a part of it.
-        left_out: What else is in the folder.
+        skip_unreadable: Whether to skip a file that is not text, rather than raise an error.
+        offset: Bytes of the whole source before the first file, if this is a part of it.
+        left_out: Counts of what else is in the folder.
     """
 
     spec: str
@@ -80,30 +80,31 @@ class FileSource:
     left_out: LeftOut = field(default_factory=LeftOut, compare=False)
 
     def taken(self) -> Counter[str]:
-        """How many files are read, by how their names end."""
+        """Counts the files that are read, by extension."""
         return Counter(ending_of(file.path.name) for file in self.files)
 
     @property
     def can_be_cut_in_files(self) -> bool:
-        """Whether some file may be cut between its documents."""
+        """Returns whether some file may be cut between its documents."""
         return any(file.format.can_be_cut(file.path) for file in self.files)
 
     @property
     def has_text_files(self) -> bool:
-        """Whether some file is plain text, for which the user chooses what a document is."""
+        """Returns whether some file is plain text, for which the user chooses what a document
+        is."""
         return any(file.format.is_text for file in self.files)
 
     @property
     def has_keys(self) -> bool:
-        """Whether some file has keys or columns, of which the user chooses one."""
+        """Returns whether some file has keys or columns, of which the user chooses one."""
         return any(file.format.has_keys for file in self.files)
 
     def is_text_of_fewer_documents(self, count: int) -> bool:
-        """Tells whether the source is plain text of too few documents to be dealt out.
+        """Returns whether the source is plain text with too few documents to assign one by one.
 
         Returns:
-            Whether all files are text, with fewer documents than this. Files are not read for it,
-            lines as far as needed.
+            Whether all files are text, with fewer documents than `count`. Files are not read for
+            this, lines only as far as needed.
         """
         if not all(file.format.is_text for file in self.files):
             return False
@@ -120,7 +121,7 @@ class FileSource:
     def listing_digest(self) -> str:
         """Returns a SHA-256 over the names, sizes and modification times of the files.
 
-        It says whether the source is the same as before without reading it.
+        The digest shows whether the source has changed, without reading it.
         """
         digest = hashlib.sha256()
         for file in self.files:
@@ -128,11 +129,12 @@ class FileSource:
         return digest.hexdigest()
 
     def cut_by(self) -> str:
-        """Says that bytes of its files are counted."""
+        """Returns the unit of cuts: bytes of the files."""
         return f"{self.total_bytes} bytes"
 
     def parts_of(self, size: int) -> int:
-        """Counts parts of about `size` bytes, as many as there are places to cut at."""
+        """Returns the number of parts of about `size` bytes, at most the number of places to
+        cut."""
         pieces = (
             math.ceil(file.size / size) if file.format.can_be_cut(file.path) else 1
             for file in self.files
@@ -147,10 +149,10 @@ class FileSource:
             parts: How many.
 
         Returns:
-            The documents that begin in that part of the bytes.
+            The documents that begin in that range of bytes.
 
         Raises:
-            DataError: A file that is to be cut cannot be read.
+            DataError: A file to cut cannot be read.
         """
         first, last = share(self.total_bytes, number, parts)
         files: list[SourceFile] = []
@@ -159,7 +161,7 @@ class FileSource:
             begin, end = end, end + file.size
             if begin >= last:
                 break
-            if begin < first and end <= first:  # there may be very many such
+            if begin < first and end <= first:  # there may be very many of these
                 continue
             if found := file.format.part(file.path, file.size, first - begin, last - begin):
                 if not files:
@@ -175,14 +177,14 @@ class FileSource:
         """Reads the source from its beginning.
 
         Args:
-            skipped: Counts, added to, of what is left out: empty documents and unreadable files.
+            skipped: Counters that are increased for empty documents and unreadable files.
 
         Yields:
-            The documents that are not empty, in order; memory holds one at a time, or a part of
-            one of a text file.
+            The documents that are not empty, in order; memory holds one at a time, or one piece of
+            a long text file.
 
         Raises:
-            DataError: A file cannot be read, or does not hold what its kind promises.
+            DataError: A file cannot be read, or has invalid content for its kind.
         """
         skipped = Skipped() if skipped is None else skipped
         before = self.offset
@@ -201,7 +203,7 @@ class FileSource:
             except (OSError, UnicodeDecodeError) as error:
                 if not self.skip_unreadable:
                     reason = getattr(error, "strerror", None) or error
-                    # The cause tells `polyad prepare` that the disk may give it the next time.
+                    # The cause tells `polyad prepare` that a later attempt may succeed.
                     cause = error if isinstance(error, OSError) else None
                     raise DataError(f"{file.path}: cannot be read: {reason}") from cause
                 skipped.unreadable += 1
@@ -219,25 +221,25 @@ def open_splits(
     documents: DocumentKind = "files",
     file_format: FileFormat | None = None,
 ) -> dict[SplitName, Source]:
-    """Finds a source with the splits that it comes in.
+    """Opens a source with all of its splits.
 
     Args:
         spec: As for `open_source`.
         text_key: Key or column of the text.
         streaming: Whether data sets of the Hugging Face hub are read without a copy on the disk.
         documents: What a document of a text file is.
-        file_format: What all files are, whatever their names end in; None goes by the names.
+        file_format: The format of all files, whatever their extension; None: by extension.
 
     Returns:
-        A source for each split: of a Hugging Face data set those of train, validation and test that
-        it has; of anything else train alone.
+        A source for each split: for a Hugging Face data set those of train, validation and test
+        that it has; for anything else only train.
 
     Raises:
         DataError: There is no such source, or it has no train split.
     """
     from polyad.data.text.hub import find_dataset, open_dataset
 
-    if not spec:  # the current folder would be meant otherwise
+    if not spec:  # else it would mean the current folder
         raise DataError("the source is empty; a name or a path is needed")
     try:
         dataset = find_dataset(spec)
@@ -260,7 +262,7 @@ def open_source(
     documents: DocumentKind = "files",
     file_format: FileFormat | None = None,
 ) -> Source:
-    """Opens the source of a name or path, without reading its text.
+    """Opens a source given by name or path, without reading its text.
 
     Args:
         spec: `python-stdlib`, or `python:` and a package; a `.txt`, `.jsonl`, `.jsonl.gz` or
@@ -268,9 +270,9 @@ def open_source(
             the order of their paths; or a Hugging Face data set, see `data.text.hub.find_dataset`.
         text_key: Key or column of the text in `.jsonl` and `.parquet` files and data sets.
         streaming: Whether data sets of the Hugging Face hub are read without a copy on the disk.
-        split: Which split of a data set that has several; train where it does not have this one.
+        split: The split of a data set that has several; train if it does not have this one.
         documents: What a document of a text file is.
-        file_format: What all files are, whatever their names end in; None goes by the names.
+        file_format: The format of all files, whatever their extension; None: by extension.
 
     Returns:
         The source.

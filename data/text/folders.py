@@ -1,4 +1,4 @@
-"""The text files of a folder, and what else is there; the modules of Python and its packages."""
+"""The text files of a folder, and its other files; the modules of Python and of packages."""
 
 import importlib.util
 import os
@@ -13,22 +13,22 @@ from polyad.data.names import SPLIT_NAMES
 from polyad.data.prepared import LeftOut, is_hidden
 
 _PACKED = frozenset({".gz", ".zst", ".zstd", ".bz2", ".xz", ".lz4"})
-"""Endings behind that of what is packed."""
+"""Extensions of compressed files."""
 _HOLDS_TEXT = _PACKED | {
     *(".txt", ".text", ".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow"),
     *(".html", ".htm", ".xml", ".tex", ".zip", ".tar", ".tgz", ".7z"),
 }
-"""Endings of files that probably are the text that is meant."""
+"""Extensions of files that probably hold the intended text."""
 
 
 _SPLITS = {**SPLIT_NAMES, "testing": "test", "eval": "validation"}
-"""Names that make it doubtful whether files are one text."""
+"""Names that suggest that files are splits rather than one text."""
 _SPLIT_NAME = re.compile(rf"({'|'.join(_SPLITS)})(?:[_-]?[0-9].*)?")
-"""Also as one of several, as in train-00000-of-00004."""
+"""A split's name, or that of one of its shards, as in train-00000-of-00004."""
 
 
 def ending_of(name: str) -> str:
-    """How the name of a file ends, in small letters, with what stands before .gz and the like."""
+    """Returns the lower-case extension of a file name, including what precedes .gz and the like."""
     endings = PurePath(name.lower()).suffixes
     if len(endings) > 1 and endings[-1] in _PACKED:
         return "".join(endings[-2:])
@@ -36,13 +36,13 @@ def ending_of(name: str) -> str:
 
 
 def text_files(root: Path, is_read: Callable[[Path], bool], left_out: LeftOut) -> list[Path]:
-    """Finds the files of a folder and of folders below it, links to folders followed.
+    """Finds the text files below a folder, following links to folders.
 
     Returns:
-        Them, in the order of their paths.
+        The files, in the order of their paths.
 
     Raises:
-        DataError: A link leads nowhere, or makes a folder part of the text twice.
+        DataError: A link is broken, or makes the text contain a folder twice.
         OSError: A folder cannot be read.
     """
     found: list[Path] = []
@@ -61,7 +61,7 @@ def text_files(root: Path, is_read: Callable[[Path], bool], left_out: LeftOut) -
     if broken := next((path for path in found if not path.exists()), None):
         raise DataError(f"{broken}: a link to {os.readlink(broken)}, which does not exist")
     plain = sorted(filter(Path.is_file, found), key=lambda path: path.relative_to(root).parts)
-    for path in set(found) - set(plain):  # pipes, which never end
+    for path in set(found) - set(plain):  # reading a pipe would never end
         left_out.add("pipes and devices", path.name)
     _count_others(others, len(plain), left_out)
     _doubt_links(plain, root, left_out)
@@ -70,7 +70,7 @@ def text_files(root: Path, is_read: Callable[[Path], bool], left_out: LeftOut) -
 
 
 def _doubt_splits(files: list[Path], root: Path, left_out: LeftOut) -> None:
-    """Doubts files that are called as splits: joined, what is to be tested would be trained on."""
+    """Reports files named like splits: joined, test data would be trained on."""
     parts = (path.relative_to(root).parts[0].lower() for path in files)
     found = (_SPLIT_NAME.fullmatch(part.partition(".")[0]) for part in parts)
     named = {match[1] for match in found if match}

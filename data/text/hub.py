@@ -1,4 +1,4 @@
-"""Data sets of the Hugging Face hub: by name, from a local copy, or saved to the disk.
+"""Data sets of the Hugging Face hub: by name, from a local copy, or saved to disk.
 
 Nothing here runs code that comes with a data set.
 """
@@ -20,30 +20,30 @@ from polyad.data.text.readers import share
 from polyad.data.text.source import Document, NoDocuments, Skipped, Source
 
 HUB, ARROW = "hub:", "arrow:"
-README = "README.md"  # where a data set says which files are which configuration and split
+README = "README.md"  # its metadata assigns files to configurations and splits
 BATCH_ROWS = 256
-"""Rows read at once."""
+"""Rows read at a time."""
 MOST_PARTS_OF_A_STREAM = 256
-"""Where the size of its text is not known, and it is not asked for more."""
+"""Number of parts of a stream if its size is unknown and no number is given."""
 
 NETWORK_LIBRARIES = frozenset({"httpx", "httpx2", "aiohttp", "requests", "urllib3"})
-"""Their errors need not be OSErrors; all of them may be under `datasets`, by its version."""
+"""Libraries whose errors need not be OSErrors; `datasets` uses any of them, by version."""
 
-# WikiText comes as lines. A level-1 heading stands between blank lines and opens an article:
-# " = Title = ", where " = = Section = = " is of level 2.
+# WikiText is stored line by line. A level-1 heading between blank lines opens an article:
+# " = Title = "; " = = Section = = " is of level 2.
 _HEADING = re.compile(r" = (?!= ).*(?<! =) = \n?")
 _BLANK_LINE = " \n"
-"""A blank line as it stands in WikiText's own files; the hub holds an empty string instead."""
+"""A blank line in WikiText's own files; the hub has an empty string instead."""
 
 
 class HubDataset(NamedTuple):
-    """Which data set is meant.
+    """The location of a data set.
 
     Attributes:
-        spec: What the user wrote.
+        spec: The data set as the user wrote it.
         name: OWNER/NAME on the hub, or a local folder.
-        config: Its configuration; None where it has one only.
-        kind: On the hub, a folder laid out as there, or a folder that `save_to_disk` made.
+        config: Its configuration; None if it has only one.
+        kind: On the hub, a folder with the same layout, or a folder made by `save_to_disk`.
     """
 
     spec: str
@@ -57,7 +57,7 @@ SHORT_NAMES: dict[str, tuple[str, str | None]] = {
     "wikitext-103": ("Salesforce/wikitext", "wikitext-103-raw-v1"),
     "wikitext-103-v1": ("Salesforce/wikitext", "wikitext-103-v1"),
 }
-"""Data sets that have a name of their own here. `wikitext-103-v1` has rare words as <unk>."""
+"""Short names of data sets. `wikitext-103-v1` has rare words as <unk>."""
 
 
 def find_dataset(spec: str) -> HubDataset | None:
@@ -68,7 +68,7 @@ def find_dataset(spec: str) -> HubDataset | None:
             of a data set's files; `arrow:FOLDER`, or FOLDER alone, that `save_to_disk` made.
 
     Returns:
-        What is meant; None if it is not a Hugging Face data set.
+        The data set; None if the name is not that of a Hugging Face data set.
 
     Raises:
         DataError: It is meant to be one, but is not written as one, or the folder does not exist.
@@ -113,8 +113,8 @@ class DatasetSource:
         digest: Names the version of the data set.
         rows: Reads it: `datasets.Dataset`, or `datasets.IterableDataset` if streamed.
         by_article: Whether rows are lines of WikiText, which are joined to articles.
-        first_row: Number of the first row, where this is a part of a split.
-        left_out: Splits of other names.
+        first_row: Number of the first row, if this is a part of a split.
+        left_out: Splits with other names.
     """
 
     spec: str
@@ -129,17 +129,18 @@ class DatasetSource:
     left_out: LeftOut = field(default_factory=LeftOut, compare=False)
 
     def listing_digest(self) -> str:
-        """Returns a SHA-256 over the version, as the hub or the files' times tell it."""
+        """Returns a SHA-256 of the version, from the hub or from the files' times."""
         return hashlib.sha256(f"{self.split}\0{self.digest}".encode()).hexdigest()
 
     def cut_by(self) -> str:
-        """Says that rows are counted, or files of a stream."""
+        """Returns the unit of cuts: rows, or files of a stream."""
         if hasattr(self.rows, "select"):
             return f"{len(self.rows)} rows"
         return "nothing" if self.by_article else f"{self.rows.num_shards} files"
 
     def parts_of(self, size: int) -> int:
-        """Counts parts of about `size` bytes of rows, or of whole files of a stream."""
+        """Returns the number of parts of about `size` bytes of rows, or of whole files of a
+        stream."""
         if hasattr(self.rows, "select"):
             return max(1, math.ceil((self.total_bytes or self.rows.data.nbytes) / size))
         if self.by_article:
@@ -149,7 +150,7 @@ class DatasetSource:
         return max(1, min(files, wanted))
 
     def part(self, number: int, parts: int) -> Source:
-        """Cuts between rows, or articles of several; a stream between its files, if at all."""
+        """Cuts between rows, or between articles; a stream between its files, if at all."""
         if parts == 1:
             return self
         size = self.total_bytes // parts
@@ -162,23 +163,23 @@ class DatasetSource:
                 return NoDocuments(self.spec)
             rows = self.rows.select(range(first, last))
             return replace(self, rows=rows, total_bytes=size, first_row=first)
-        if self.by_article:  # articles go on from file to file
+        if self.by_article:  # articles continue across files
             return self if number == 0 else NoDocuments(self.spec)
         first, last = share(self.rows.num_shards, number, parts)
         files = range(first, min(last, self.rows.num_shards))
         return replace(self, rows=_Files(self.rows, files), total_bytes=size)
 
     def _article_from(self, row: int) -> int:
-        """The row of the first article that begins at or behind a row and is not the first."""
+        """Returns the row of the first article at or after a row, never that of the very first."""
         if row == 0:
             return 0
         with _one_line(self.spec):
-            # Lines before the first heading are of the article that it opens.
+            # Lines before the first heading belong to its article.
             first = next(self._headings(0), len(self.rows))
             return next(self._headings(max(row, first + 1)), len(self.rows))
 
     def _headings(self, row: int) -> Iterator[int]:
-        """The rows at or behind one that open an article, as `join_articles` finds them."""
+        """Yields the rows from `row` on that open an article, as `join_articles` finds them."""
         if row >= len(self.rows):
             return
         before = max(row - 1, 0)
@@ -218,7 +219,7 @@ class DatasetSource:
 
 
 class _Files(NamedTuple):
-    """Some files of a streamed data set, in its order."""
+    """Some files of a streamed data set, in order."""
 
     rows: Any
     numbers: range
@@ -231,10 +232,10 @@ class _Files(NamedTuple):
 
 
 def join_articles(lines: Iterator[str]) -> Iterator[str]:
-    """Joins lines of WikiText, as the hub has them, to the articles they were.
+    """Joins lines of WikiText, as stored on the hub, into the original articles.
 
     Args:
-        lines: Lines in order, with or without the line feed; a blank one is empty.
+        lines: Lines in order, with or without the line feed; a blank line is an empty string.
 
     Yields:
         Each article from its heading to the line before the next; all of them together are the
@@ -257,15 +258,15 @@ def join_articles(lines: Iterator[str]) -> Iterator[str]:
 def open_dataset(
     dataset: HubDataset, *, text_key: str = "text", streaming: bool = False
 ) -> dict[SplitName, Source]:
-    """Opens a data set; what is on the hub is downloaded into its cache, unless streamed.
+    """Opens a data set; one on the hub is downloaded to its cache, unless streamed.
 
     Args:
-        dataset: Which one.
+        dataset: The data set.
         text_key: Column of the text.
-        streaming: Whether to read what is on the hub without a copy on the disk.
+        streaming: Whether to read data on the hub without a copy on disk.
 
     Returns:
-        Its splits, of train, validation and test those it has.
+        Those of the splits train, validation and test that it has.
 
     Raises:
         DataError: There is no such data set, configuration or column, or it cannot be reached.
@@ -281,7 +282,7 @@ def open_dataset(
         if name not in splits:
             continue
         rows, columns = splits[name], splits[name].column_names
-        if columns is not None:  # a streamed data set may not know before its first row
+        if columns is not None:  # a streamed data set may not know its columns before the first row
             if text_key not in columns:
                 raise DataError(_no_column(dataset.spec, text_key, columns))
             rows = rows.select_columns([text_key])
@@ -300,7 +301,7 @@ def open_dataset(
 
 
 def open_rows(dataset: HubDataset) -> Mapping[str, Any]:
-    """Opens all splits of a data set with all of their columns, whatever they are called.
+    """Opens all splits of a data set, whatever their names, with all columns.
 
     Returns:
         `datasets.Dataset`, or `datasets.IterableDataset` of a local copy, by name.
@@ -312,7 +313,7 @@ def open_rows(dataset: HubDataset) -> Mapping[str, Any]:
 
 
 def read_columns(dataset: HubDataset, rows: Any, names: Sequence[str]) -> dict[str, list[Any]]:
-    """Reads columns of a split whole; those that are not there are left out.
+    """Reads columns of a split into memory; missing columns are left out.
 
     Raises:
         DataError: It cannot be read.
@@ -327,13 +328,13 @@ def read_columns(dataset: HubDataset, rows: Any, names: Sequence[str]) -> dict[s
 
 
 class _Opened(NamedTuple):
-    """A data set, as the library gives it."""
+    """A data set opened by the library."""
 
     digest: str
-    """Names its version."""
+    """Identifies its version."""
     config: str | None
     splits: Mapping[str, Any]
-    """`datasets.Dataset` or `datasets.IterableDataset` of each."""
+    """By split, a `datasets.Dataset` or `datasets.IterableDataset`."""
 
 
 def _open(dataset: HubDataset, streaming: bool) -> _Opened:
@@ -344,7 +345,7 @@ def _open(dataset: HubDataset, streaming: bool) -> _Opened:
 
 
 def data_files(dataset: HubDataset) -> Mapping[str, Sequence[str]]:
-    """The files of each split of a local copy."""
+    """Lists the files of each split of a local copy."""
     import datasets
 
     with _one_line(dataset.spec):
@@ -354,9 +355,9 @@ def data_files(dataset: HubDataset) -> Mapping[str, Sequence[str]]:
 
 
 def _arguments(dataset: HubDataset) -> dict[str, Any]:
-    """What `datasets` is asked for."""
+    """Returns the arguments for `datasets.load_dataset`."""
     if dataset.kind == "copy" and dataset.config and not (Path(dataset.name) / README).is_file():
-        # Copied without the page that names configurations: the folders have their names.
+        # A copy without the README that defines configurations: folders are named after them.
         return {"path": dataset.name, "data_dir": dataset.config}
     return {"path": dataset.name, "name": dataset.config}
 
@@ -369,8 +370,8 @@ def _load(dataset: HubDataset, streaming: bool) -> _Opened:
     arguments = _arguments(dataset)
     if dataset.kind == "copy":
         folder = Path(dataset.name)
-        # Streamed in any case: the library keeps a second copy of what it has loaded once, and
-        # would give that again where files of the first have changed since.
+        # Always streamed: the library caches a copy of what it has loaded, and would return that
+        # even if the files have changed.
         splits = datasets.load_dataset(**arguments, streaming=True)
         return _Opened(_listing(folder, dataset.config), dataset.config, dict(splits))
     builder = datasets.load_dataset_builder(**arguments)
@@ -382,7 +383,7 @@ def _load_saved(folder: Path) -> _Opened:
     import datasets
 
     loaded = datasets.load_from_disk(str(folder))
-    # A single split that was saved alone trains, whatever its name was.
+    # A single split that was saved alone is the train split, whatever its name.
     splits = dict(loaded) if isinstance(loaded, datasets.DatasetDict) else {"train": loaded}
     config = next(iter(splits.values())).info.config_name if splits else None
     return _Opened(_listing(folder, config), config, splits)
@@ -392,7 +393,7 @@ def _listing(folder: Path, config: str | None) -> str:
     """Digests names, sizes and times of the files of a local folder."""
     digest = hashlib.sha256(f"{config}\0".encode())
     for path in sorted(folder.rglob("*")):
-        # Hidden ones belong to whoever copied it: the hub's client keeps its state there.
+        # Hidden files belong to tools: the hub's client keeps its state there.
         name = path.relative_to(folder)
         if path.is_file() and not any(part.startswith(".") for part in name.parts):
             status = path.stat()
@@ -406,12 +407,12 @@ def _listing(folder: Path, config: str | None) -> str:
 
 @contextlib.contextmanager
 def _one_line(spec: str, dataset: HubDataset | None = None) -> Iterator[None]:
-    """Turns whatever the library raises into an error of one line."""
+    """Turns any exception of the library into a one-line error."""
     try:
         yield
     except DataError:
         raise
-    except Exception as error:  # bare ones of several libraries: of pyarrow, of the network
+    except Exception as error:  # bare ones of several libraries: pyarrow, the network
         reason = one_line(error)
         cause = _network_as_os_error(error)
         if dataset and dataset.kind == "hub" and isinstance(cause, OSError):
@@ -420,8 +421,8 @@ def _one_line(spec: str, dataset: HubDataset | None = None) -> Iterator[None]:
 
 
 def _network_as_os_error(error: Exception) -> Exception:
-    """Gives what a library of the network raises as the kind of error that a disk raises, after
-    which `polyad prepare` keeps what is done."""
+    """Turns an exception of a network library into an OSError, after which `polyad prepare` keeps
+    finished work."""
     if isinstance(error, OSError) or type(error).__module__.split(".")[0] not in NETWORK_LIBRARIES:
         return error
     return ConnectionError(str(error))

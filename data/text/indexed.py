@@ -1,12 +1,12 @@
-"""The two files of a split in megatron-core's format: its tokens, and where documents lie in them.
+"""The two files of a split in megatron-core's format: its tokens, and the index of documents.
 
-`.bin`: tokens, document after document. `.idx`: a head of `HEADER_BYTES` (magic, version, code of
-the token's type, sequences, bounds), then for D documents of one sequence each lengths in tokens
-(4 bytes each), places in bytes (8 each), and the numbers 0 to D (8 each), which are the bounds of
-documents in sequences.
+`.bin`: tokens, document after document. `.idx`: a header of `HEADER_BYTES` (magic, version, code
+of the token type, sequences, bounds), then for D documents of one sequence each the lengths in
+tokens (4 bytes each), the offsets in bytes (8 each), and the numbers 0 to D (8 each), which are the
+bounds of documents in sequences.
 
-No other file imports `megatron.core.datasets`, and this one when it is needed: the import takes
-half a second and warns, several times, about kernels that nothing here uses.
+Only this module imports `megatron.core.datasets`, and only when needed: the import takes half a
+second and repeatedly warns about kernels that are not used here.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ from polyad.data.text.tokenizers.tokenizer import Tokenizer
 
 @functools.cache
 def indexed_dataset() -> Any:
-    """Imports megatron-core's format of tokens on the disk.
+    """Imports megatron-core's on-disk token format.
 
     Returns:
         The module `megatron.core.datasets.indexed_dataset`.
@@ -39,7 +39,7 @@ def indexed_dataset() -> Any:
 
 @functools.cache
 def sample_index_helpers() -> Any:
-    """Imports megatron-core's C++ that cuts documents into samples.
+    """Imports megatron-core's C++ code that cuts documents into samples.
 
     Returns:
         The module `megatron.core.datasets.helpers`.
@@ -51,11 +51,11 @@ def sample_index_helpers() -> Any:
 
 @contextlib.contextmanager
 def quick_import() -> Iterator[None]:
-    """Within the block libraries are imported without their warnings and without torch's compiler.
+    """Suppresses warnings of imported libraries, and keeps torch's compiler from being imported.
 
-    megatron-core and parts of DeepSpeed decorate functions, of which nothing here calls one, with
-    `torch.compile`. The first of these decorators imports all of torch's compiler, for more than a
-    second; here they leave the functions as they are. What was imported before stays as it is.
+    megatron-core and parts of DeepSpeed decorate functions, none of which is called here, with
+    `torch.compile`. The first such decorator imports all of torch's compiler, which takes more than
+    a second; within the block the decorators do nothing. Earlier imports are not affected.
     """
     import torch
 
@@ -79,12 +79,12 @@ def build_sample_index(
 ) -> npt.NDArray[np.int64 | np.int32]:
     """Cuts documents, laid end to end, into samples of `sequence_length` + 1 tokens.
 
-    The last token of a sample is the first of the next: every token but the very first is a target
-    once. What does not fill a sample at the end is left out.
+    The last token of a sample is the first of the next: every token except the very first is a
+    target exactly once. Tokens at the end that do not fill a sample are left out.
 
     Returns:
-        An array of shape (samples + 1, 2): where each sample begins, as a position in `order_D` and
-        an offset in that document, in tokens.
+        Shape (samples + 1, 2): where each sample begins, as a position in `order_D` and an offset
+        in that document, in tokens.
     """
     index: npt.NDArray[np.int64 | np.int32] = sample_index_helpers().build_sample_idx(
         lengths_D,
@@ -103,19 +103,19 @@ _HEADER = struct.Struct("<9sQBQQ")
 _MAGIC, _VERSION = b"MMIDIDX\0\0", 1
 _TYPE_CODES = {"uint16": 8, "int32": 4}
 _BLOCK = 1 << 20
-"""Documents of an index that are written at once."""
+"""Documents of an index written at a time."""
 RECORD = np.dtype([("tokens", "<i4"), ("words", "<i8"), ("bytes", "<i8"), ("goes_on", "?")])
-"""What is noted of a document that is encoded. `tokens`: with the one that ends it; `words` and
-`bytes`: of its text; `goes_on`: the next record is of the same document of the text."""
+"""The record of an encoded document. `tokens`: including the end token; `words` and `bytes`: of
+its text; `goes_on`: the next record belongs to the same document of the text."""
 
 
 class Index(NamedTuple):
-    """What an index holds of its D documents.
+    """The content of an index of D documents.
 
     Attributes:
-        lengths_D: Tokens of each.
-        places_D: Where each begins in the `.bin` file, in bytes.
-        bounds_D: The numbers 0 to D; one more than there are documents.
+        lengths_D: Number of tokens of each.
+        places_D: Offset of each in the `.bin` file, in bytes.
+        bounds_D: The numbers 0 to D, one more than there are documents.
     """
 
     lengths_D: npt.NDArray[np.int32]
@@ -124,12 +124,12 @@ class Index(NamedTuple):
 
 
 class IndexHeader(NamedTuple):
-    """The head of an index.
+    """The header of an index.
 
     Attributes:
-        is_of_dtype: Whether it begins as an index of tokens of a type does.
-        sequences: How many it lists.
-        bounds: How many bounds of documents.
+        is_of_dtype: Whether its first bytes are those of an index with this token type.
+        sequences: Number of sequences that it lists.
+        bounds: Number of document bounds.
     """
 
     is_of_dtype: bool
@@ -138,7 +138,7 @@ class IndexHeader(NamedTuple):
 
 
 def token_dtype(vocab_size: int) -> type[np.uint16] | type[np.int32]:
-    """Chooses how wide a token is, as megatron-core does.
+    """Chooses the integer type of a token, as megatron-core does.
 
     Args:
         vocab_size: Entries of the vocabulary.
@@ -150,7 +150,7 @@ def token_dtype(vocab_size: int) -> type[np.uint16] | type[np.int32]:
 
 
 def index_bytes(documents: int) -> int:
-    """Size of an `.idx` file.
+    """Returns the size of an `.idx` file.
 
     Args:
         documents: Documents it lists, one sequence each.
@@ -162,7 +162,7 @@ def index_bytes(documents: int) -> int:
 
 
 def read_header(path: Path, dtype: str) -> IndexHeader:
-    """Reads the head of an index."""
+    """Reads the header of an index."""
     with path.open("rb") as file:
         magic, version, code, sequences, bounds = _HEADER.unpack(file.read(HEADER_BYTES))
     expected = (_MAGIC, _VERSION, _TYPE_CODES[dtype])
@@ -170,7 +170,7 @@ def read_header(path: Path, dtype: str) -> IndexHeader:
 
 
 def read_index(path: Path, documents: int) -> Index:
-    """Reads all of an index."""
+    """Reads an entire index."""
     with path.open("rb") as file:
         file.seek(HEADER_BYTES)
         return Index(
@@ -181,7 +181,7 @@ def read_index(path: Path, documents: int) -> Index:
 
 
 def write_index(path: Path, lengths_D: npt.NDArray[np.int32], dtype: "np.dtype[Any]") -> None:
-    """Writes an `.idx` file in blocks: memory does not grow with the documents.
+    """Writes an `.idx` file in blocks: memory use does not grow with the documents.
 
     Args:
         path: The file.
@@ -205,14 +205,14 @@ def write_index(path: Path, lengths_D: npt.NDArray[np.int32], dtype: "np.dtype[A
 
 
 class SplitWriter:
-    """Writes a split's `.bin` and `.idx` from documents that are encoded, and counts them.
+    """Writes a split's `.bin` and `.idx` from encoded documents, and counts them.
 
-    Until the index is written the lengths of documents lie in a file of their own: memory does not
-    grow with them.
+    Until the index is written, document lengths are kept in a file of their own, so that memory use
+    does not grow with their number.
 
     Args:
         prefix: The files' common path, without `.bin` and `.idx`.
-        tokenizer: Says how wide a token is.
+        tokenizer: The tokenizer, which determines the token type.
 
     Attributes:
         dtype: Type of a token.
@@ -231,7 +231,7 @@ class SplitWriter:
 
         Args:
             tokens: Their tokens, of `dtype`, in blocks of any size.
-            records_D: A `RECORD` of each.
+            records_D: A `RECORD` for each.
         """
         for block in tokens:
             self._tokens.write(block)
@@ -241,7 +241,7 @@ class SplitWriter:
         self._bytes += int(records_D["bytes"].sum())
 
     def finish(self) -> SplitInfo:
-        """Writes the index; returns what the split holds."""
+        """Writes the index; returns the counts and digests of the split."""
         self._lengths.close()
         sha256 = self._tokens.finish()
         write_index(self._idx, _mapped(self._lengths_path), self.dtype)
@@ -263,7 +263,7 @@ class SplitWriter:
 
 
 def _mapped(lengths: Path) -> npt.NDArray[np.int32]:
-    """Maps a file of lengths; an empty one cannot be."""
+    """Maps a file of lengths; an empty file cannot be mapped."""
     if lengths.stat().st_size == 0:
         return np.zeros(0, dtype=np.int32)
     return np.memmap(lengths, dtype=np.int32, mode="r")

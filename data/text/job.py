@@ -1,4 +1,4 @@
-"""What `polyad prepare` is asked for: checked, its text opened, its tokenizer loaded or trained."""
+"""The request of `polyad prepare`: checks it, opens the text, loads or trains the tokenizer."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -24,7 +24,7 @@ from polyad.data.text.tokenizers.training import resolve_tokenizer, training_wan
 from polyad.data.text.writer import PieceCutter
 
 HELD_OUT = 0.05
-"""Share of the documents that is held out for each split that does not come from elsewhere."""
+"""Default share of documents held out for each split that has no source of its own."""
 
 
 class _How(TypedDict):
@@ -40,12 +40,12 @@ class Job(NamedTuple):
     """A request whose text is open.
 
     Attributes:
-        request: What was asked for.
-        by_split: The sources.
-        fractions: The shares held out of the first.
-        tokenizer: The one that was given; None where one is to be trained.
-        notes: What to tell the user.
-        files: How many are read, by how their names end.
+        request: The request.
+        by_split: The sources, by split.
+        fractions: The shares held out of the first source.
+        tokenizer: The given tokenizer; None if one is to be trained.
+        notes: Messages for the user.
+        files: Number of files read, by extension.
         left_out: How much of the text is not read, by reason.
     """
 
@@ -58,10 +58,11 @@ class Job(NamedTuple):
     left_out: Mapping[str, int]
 
     def sources(self, progress: Progress) -> Sources:
-        """Decides how shares are held out, for which lines of few documents are read.
+        """Decides how to hold text out; this may read some lines to see if there are enough
+        documents.
 
         Args:
-            progress: Is told where they are held out by position.
+            progress: Receives a message if text is held out by position.
         """
         train = self.by_split["train"]
         needed = documents_needed(self.fractions)
@@ -71,7 +72,7 @@ class Job(NamedTuple):
             f"{self.request.source}: too few documents to divide among splits, so the text is "
             "split by position: its last parts are held out"
         )
-        # Where in all the text a line ends is known to who has read the lines before it.
+        # The global position of a line is known only after all lines before it have been read.
         cut = not train.can_be_cut_in_files
         return Sources(self.by_split, self.fractions, "position", can_be_cut=cut)
 
@@ -83,7 +84,7 @@ class Job(NamedTuple):
             progress: The progress of the training.
 
         Returns:
-            The tokenizer, which depends on the request alone.
+            The tokenizer, which depends only on the request.
         """
         done = 0
 
@@ -113,44 +114,43 @@ class Asked:
     """What to prepare, and how."""
 
     source: str
-    """`python-stdlib`, a file, a folder or a Hugging Face data set, whose own splits are taken
-    where it has them; see `polyad.data.text.documents.open_source`."""
+    """`python-stdlib`, a file, a folder, or a Hugging Face data set, whose own splits are used if
+    it has them; see `polyad.data.text.documents.open_source`."""
     tokenizer: str
-    """`train:VOCAB_SIZE`, `words`, `words:VOCAB_SIZE`, `characters`, `wordpiece:VOCAB_SIZE`, a path
-    or a name of the Hugging Face hub."""
+    """`train:VOCAB_SIZE`, `words`, `words:VOCAB_SIZE`, `characters`, `wordpiece:VOCAB_SIZE`, a
+    path, or a name on the Hugging Face hub."""
     validation_fraction: float | None = None
-    """Share of the documents held out for validation, at least 0; where all is text files and their
-    documents are too few, of the text, its last parts. None: `HELD_OUT` where the split does not
-    come from elsewhere."""
+    """Share of the documents held out for validation, at least 0. If the source is text files with
+    too few documents, the share is of the text, taken from its end. None: `HELD_OUT` if the split
+    has no source of its own."""
     test_fraction: float | None = None
     """Share held out for the test, in the same way."""
     validation_source: str | None = None
-    """Text that is the validation split instead."""
+    """Text to use as the validation split instead."""
     test_source: str | None = None
-    """Text that is the test split instead."""
+    """Text to use as the test split instead."""
     text_key: str = TEXT_KEY
     """Key or column of the text in `.jsonl` and `.parquet` files and data sets."""
     end_of_text: str | None = None
-    """The token that ends each document; None takes a well-known one."""
+    """The token that ends each document; None for a well-known one."""
     streaming: bool = False
-    """Whether Hugging Face data sets are read without a copy on the disk; the result is the same.
-    """
+    """Whether Hugging Face data sets are read without a copy on disk; the result is the same."""
     documents: DocumentKind = "files"
-    """What a document of a text file is: `files`, all of it, or `lines`."""
+    """What counts as a document of a text file: `files`, the whole file, or `lines`."""
     file_format: FileFormat | None = None
-    """`text` reads files as text whatever their names end in; None goes by the names."""
+    """`text` reads files as text whatever their extension; None: by extension."""
     accept: bool = False
-    """Whether text is prepared although something is probably a mistake, as files of a folder that
-    are not read."""
+    """Whether to prepare text despite a likely mistake, such as files of a folder that are not
+    read."""
 
     def open(self) -> Job:
-        """Opens the text and loads the tokenizer, if one is given.
+        """Opens the text, and loads the tokenizer if one is given.
 
         Returns:
-            What there is to do.
+            The open job.
 
         Raises:
-            DataError: An option, the text or the tokenizer will not do.
+            DataError: An option, the text or the tokenizer is invalid.
         """
         _check_words(
             source=self.source,
@@ -215,7 +215,7 @@ class Asked:
     def _counted(
         self, by_split: dict[SplitName, Source]
     ) -> tuple[Mapping[str, int], Mapping[str, int]]:
-        """Counts files that are read, and what is left out; refuses what may be a mistake."""
+        """Counts files that are read and what is left out; refuses likely mistakes."""
         files, left_out = Counter[str](), Counter[str]()
         seen: list[LeftOut] = []
         options = {self.validation_source: "validation-source", self.test_source: "test-source"}
@@ -232,7 +232,7 @@ class Asked:
     def _check_used(
         self, by_split: dict[SplitName, Source], shares: dict[SplitName, float | None]
     ) -> None:
-        """Refuses options that would change nothing for this text."""
+        """Refuses options that have no effect for this text."""
         for name, share in shares.items():
             if share and name in by_split:
                 given = by_split[name].spec
@@ -256,7 +256,8 @@ class Asked:
     def _kind_of_documents(
         self, by_split: dict[SplitName, Source]
     ) -> Literal["files", "lines"] | None:
-        """What a document of a text file is; None if there are no such and no option says it."""
+        """Returns what a document of a text file is; None if there are none and no option sets
+        it."""
         if any(isinstance(each, FileSource) and each.has_text_files for each in by_split.values()):
             return self.documents
         if self.documents != "files":
@@ -272,7 +273,7 @@ class Asked:
 
 
 def _check_words(**given: str | None) -> None:
-    """Refuses empty texts, as of an unset shell variable, and what a manifest cannot hold."""
+    """Refuses empty strings, as from an unset shell variable, and what a manifest cannot hold."""
     for name, text in given.items():
         if text == "" and name != "text_key":
             raise DataError(f"--{name.replace('_', '-')}: is empty")

@@ -14,7 +14,7 @@ from polyad.data.prepared import SplitName as SplitName
 
 FORMAT_VERSION = 2
 UNSEALED_VERSION = 1
-"""The version without digests of the manifest itself and of the .idx files; still readable."""
+"""The version whose manifest has no digests of itself and of the .idx files; still readable."""
 TokenizerFile = Literal["tokenizer.json", "tokenizer.model"]
 TOKENIZER_FILE: TokenizerFile = "tokenizer.json"
 SENTENCEPIECE_FILE: TokenizerFile = "tokenizer.model"
@@ -28,9 +28,9 @@ FILES = frozenset(
 """All files that a prepared folder may hold."""
 
 END_BYTES = 64 * 1024
-"""How much of either end of a file `ends_digest` reads."""
+"""Number of bytes at either end of a file that `ends_digest` reads."""
 MOST_BYTES = 16 * 2**20
-"""Size of a manifest at most: far more than any has, and little enough to be read in any case."""
+"""Maximum size of a manifest: far larger than any real one, and small enough to read."""
 
 
 class SplitInfo(Config):
@@ -98,7 +98,7 @@ class TokenizerInfo(Config):
         return self
 
     def in_words(self) -> str:
-        """Which tokens stand around the text of each document, for people."""
+        """Describes the tokens around the text of each document, for the user."""
         end = f"{self.end_of_text} ({self.end_of_text_id})"
         if self.begin_of_text is None:
             return f"each document ends with {end}, and no token begins it"
@@ -190,16 +190,16 @@ class Manifest(Config):
 
     @classmethod
     def read(cls, folder: Path) -> "Manifest":
-        """Reads the manifest of a prepared folder; nothing else does.
+        """Reads the manifest of a prepared folder; the only function that does.
 
         Args:
             folder: The folder.
 
         Returns:
-            The manifest: every value in its range, and all of them what was written.
+            The manifest, with every value in range and its digest verified.
 
         Raises:
-            DataError: It cannot be read, a newer version wrote it, or it is not what was written.
+            DataError: It cannot be read, was written by a newer version, or has been changed.
         """
         path = plain_file(folder, MANIFEST_FILE)
         place = f"{path}: not a readable manifest of prepared data"
@@ -238,7 +238,7 @@ class Manifest(Config):
 
 
 def _first_problem(error: ValidationError) -> str:
-    """Names the key, the value and what is allowed; the value only where it is short."""
+    """Describes the key, the value if it is short, and what is allowed."""
     first = error.errors()[0]
     message = first["msg"].removeprefix("Value error, ")
     key = f"{'.'.join(map(str, first['loc']))!r:.200}"
@@ -249,7 +249,7 @@ def _first_problem(error: ValidationError) -> str:
 
 
 def plain_file(folder: Path, name: str) -> Path:
-    """Returns a file of a prepared folder, after checking that it does not lead out of it.
+    """Returns a file of a prepared folder, after checking that it is not a link out of it.
 
     The folder itself may be a link, and may lie behind one.
 
@@ -278,7 +278,7 @@ def plain_file(folder: Path, name: str) -> Path:
 
 
 def data_fingerprint(splits: dict[SplitName, SplitInfo], tokenizer: TokenizerInfo) -> str:
-    """Makes the fingerprint of a data set from what training reads of it.
+    """Computes the fingerprint of a data set from what training reads.
 
     Args:
         splits: The splits.
@@ -288,7 +288,7 @@ def data_fingerprint(splits: dict[SplitName, SplitInfo], tokenizer: TokenizerInf
         A SHA-256, hexadecimal, over the digests of both.
     """
     parts = [tokenizer.fingerprint, *(f"{name}:{splits[name].sha256}" for name in SPLITS)]
-    # The .bin files alone do not say where documents end.
+    # The .bin files alone do not determine where documents end.
     parts.extend(f"{name}:{splits[name].ends_sha256}" for name in SPLITS)
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
@@ -300,7 +300,7 @@ def ends_digest(*paths: Path) -> str:
         paths: The files.
 
     Returns:
-        A SHA-256, hexadecimal: tells one file from another in a time that does not grow with them.
+        A SHA-256, hexadecimal, that tells files apart in a time independent of their size.
     """
     digest = hashlib.sha256()
     for path in paths:

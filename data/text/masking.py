@@ -1,9 +1,9 @@
-"""Text whose hidden tokens are predicted: samples to train on, and windows to score with.
+"""Masked language modelling: samples to train on, and windows to score with.
 
-A sample is a run of text between two marks, [CLS] before it and [SEP] after it, T tokens in all. Of
-it a number of tokens is chosen that is the same for every sample, so that the mean over the chosen
-tokens of a batch is the mean over any parts of it. Of the chosen tokens 80% become [MASK], 10% a
-random token and 10% stay as they are (Devlin et al. 2019, section 3.1).
+A sample is a run of text with [CLS] before it and [SEP] after it, T tokens in all. The number of
+chosen tokens is the same for every sample, so that the mean over the chosen tokens of a batch
+equals the mean over any equal parts of it. Of the chosen tokens 80% become [MASK], 10% a random
+token and 10% stay unchanged (Devlin et al. 2019, section 3.1).
 
 Shapes: T tokens of a sample, P chosen ones, S special tokens.
 """
@@ -22,14 +22,14 @@ from polyad.data.text.tokenizers.tokenizer import Tokenizer
 
 Ids = npt.NDArray[np.int64]
 MASKED, RANDOM = 0.8, 0.1
-"""Shares of the chosen tokens that become [MASK], and a random token."""
-# The last word of a random stream's seed. A seed is filled up with zeros, so sample 0's masks begin
-# as the order of documents of its epoch does, which has three words.
+"""Fractions of the chosen tokens that become [MASK], and a random token."""
+# The last word of a random stream's seed. Seeds are padded with zeros, so the masks of sample 0
+# start like the document order of its epoch, whose seed has three words.
 _TRAINING, _SCORING = 0, 1
 
 
 class SpecialTokens(NamedTuple):
-    """The tokens of a vocabulary that are no text."""
+    """The special tokens of a vocabulary."""
 
     begin: int
     """[CLS]."""
@@ -40,24 +40,24 @@ class SpecialTokens(NamedTuple):
     padding: int
     """[PAD]."""
     end_of_text: int
-    """What stands between two documents; often [SEP], too."""
+    """The separator between documents; often [SEP], too."""
     vocab_size: int
 
     @property
     def ids(self) -> tuple[int, ...]:
-        """All of them."""
+        """The ids of all of them."""
         return self[:-1]
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, place: str) -> "SpecialTokens":
-        """Finds them in a tokenizer.
+        """Finds the special tokens of a tokenizer.
 
         Args:
             tokenizer: The tokenizer of the text.
-            place: Names the text in the error.
+            place: Names the text in the error message.
 
         Raises:
-            DataError: It lacks one.
+            DataError: The tokenizer lacks one of them.
         """
         vocabulary = tokenizer.vocabulary()
         names = ("[CLS]", "[SEP]", "[MASK]", "[PAD]")
@@ -77,9 +77,9 @@ class Hidden(NamedTuple):
 
     input_ids_T: Ids
     positions_P: Ids
-    """Places of the chosen tokens, ascending."""
+    """Positions of the chosen tokens, ascending."""
     target_ids_P: Ids
-    """What stood there."""
+    """The original tokens at these positions."""
 
 
 def hide(
@@ -88,11 +88,11 @@ def hide(
     """Chooses tokens and hides them.
 
     Args:
-        tokens_T: Marks at both ends, which are never chosen.
-        count: How many are chosen, at most T - 2; ends of documents and other special tokens only
-            where there is nothing else.
+        tokens_T: A sample; the marks at both ends are never chosen.
+        count: Number of tokens to choose, at most T - 2; ends of documents and other special tokens
+            are chosen only if nothing else is left.
         special: The special tokens of the vocabulary.
-        generator: What decides.
+        generator: The source of randomness.
     """
     rank_T = generator.random(len(tokens_T))
     rank_T[np.isin(tokens_T, special.ids)] += 1
@@ -108,12 +108,12 @@ def hide(
 
 
 def between_marks(text: Ids, special: SpecialTokens) -> Ids:
-    """A run of text with a mark at each end."""
+    """Adds a mark at each end of a run of text."""
     return np.concatenate([[special.begin], text, [special.end]]).astype(np.int64)
 
 
 class MaskedBatch(NamedTuple):
-    """A micro-batch to train on: all is text, and every sample has as many hidden tokens."""
+    """A micro-batch to train on: no padding, and equally many hidden tokens in every sample."""
 
     input_ids_BT: Tensor
     positions_BP: Tensor
@@ -121,19 +121,20 @@ class MaskedBatch(NamedTuple):
 
 
 class Cut(Protocol):
-    """Text by the global number of a sample, as `TrainingSamples` and `MixedSamples` cut it."""
+    """Text by the global number of a sample, as cut by `TrainingSamples` and `MixedSamples`."""
 
     samples_per_epoch: int
 
     def __getitem__(self, sample: int) -> Tensor:
-        """Token ids: T - 2, and the first of the next sample."""
+        """Returns the T - 2 token ids of a sample, and the first of the next sample."""
 
 
 class MaskedSamples(Dataset[MaskedBatch]):
-    """Training samples: which tokens are hidden depends on seed, epoch and sample alone.
+    """Training samples; the hidden tokens depend only on seed, epoch and sample.
 
     Args:
-        text: Cut to one token less than a sample's text, so that each gives that and one more.
+        text: Text cut into samples of T - 2 targets, which are the text of a masked sample and one
+            more token.
         count: P.
         special: The special tokens of the vocabulary.
         seed: Not negative.
@@ -162,7 +163,7 @@ class MaskedWindow(NamedTuple):
 
     input_ids_T: Tensor
     mask_T: Tensor
-    """False for padding behind the last window's text."""
+    """False for padding after the text of the last window."""
     positions_P: Tensor
     target_ids_P: Tensor
     scored_P: Tensor
@@ -170,14 +171,14 @@ class MaskedWindow(NamedTuple):
 
 
 class MaskedWindows(Dataset[MaskedWindow]):
-    """The text of a split, each token once, with hidden tokens that are the same for every run.
+    """The text of a split, each token once, with the same hidden tokens in every run.
 
     Args:
         stream: The tokens of a split.
         sequence_length: T.
-        share: The share of a window's T tokens that is hidden.
+        share: Fraction of a window's T tokens that is hidden.
         special: The special tokens of the vocabulary.
-        most: Windows at most; None: all.
+        most: Maximum number of windows; None for all.
 
     Raises:
         DataError: The split is empty.
@@ -203,11 +204,11 @@ class MaskedWindows(Dataset[MaskedWindow]):
 
     @property
     def num_full(self) -> int:
-        """Windows without padding."""
+        """Number of windows without padding."""
         return min(len(self), self._stream.num_tokens // (self.sequence_length - 2))
 
     def text(self, window: int) -> Ids:
-        """The tokens of a window between two marks, at most T."""
+        """Returns the tokens of a window between two marks, at most T."""
         first = window * (self.sequence_length - 2)
         last = min(first + self.sequence_length - 2, self._stream.num_tokens)
         return between_marks(self._stream.read(first, last), self._special)
@@ -216,7 +217,7 @@ class MaskedWindows(Dataset[MaskedWindow]):
         """Reads a window."""
         tokens = self.text(window)
         words = int((~np.isin(tokens, self._special.ids)).sum())
-        # As many of a hundred as in a whole window.
+        # The same fraction as in a full window.
         share = self._count * len(tokens) / self.sequence_length
         count = min(words, max(1, round(share)))
         generator = np.random.Generator(np.random.PCG64((0, 0, window, _SCORING)))

@@ -1,7 +1,7 @@
-"""The files that documents of a prepared folder came from, where these are still as they were.
+"""Finds the files that documents of a prepared folder came from, if these are unchanged.
 
-A prepared folder keeps no names of documents. Files whose names, sizes and times have the digest
-that it does keep give the same documents again, in the same order.
+A prepared folder stores no names of documents. If the names, sizes and times of the files still
+have the digest that it stores, they give the same documents in the same order.
 """
 
 from collections.abc import Collection
@@ -15,23 +15,23 @@ from polyad.data.text.readers import MODULE, TEXT
 from polyad.data.text.source import Skipped, Sources
 
 MOST_BYTES = 256 * 2**20
-"""Bytes of files that are read again, at most: seconds."""
+"""Maximum size of the files to read again, in bytes: this takes seconds."""
 
 
 def files_of_documents(
     manifest: Manifest, split: SplitName, documents: Collection[int]
 ) -> dict[int, str]:
-    """Names the files of documents.
+    """Names the files that documents came from.
 
     Args:
-        manifest: Of the prepared folder.
-        split: Of the documents.
+        manifest: The manifest of the prepared folder.
+        split: The split of the documents.
         documents: Their numbers in the split, from 0.
 
     Returns:
-        By number the file, relative to the source, with `#N` behind it for document N of a file of
-        several. Nothing where files were changed or are gone, come from a hub, have more than
-        `MOST_BYTES`, or are so few that their text was split by position.
+        By document number, the file relative to the source, followed by `#N` for document N of a
+        file with several. Empty if files have changed or are gone, come from a hub, have more than
+        `MOST_BYTES`, or have so few documents that their text was split by position.
     """
     request = manifest.request
     first: SplitName = split if split in request.listings else "train"

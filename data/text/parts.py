@@ -1,8 +1,8 @@
-"""Parts of a text: each is encoded into a folder of its own, and all are copied into one.
+"""Parts of a text: each is encoded into its own folder, and all are joined into one.
 
-The folder of a part appears complete or not at all. It holds the tokens of the text that it has, by
-the split of its source: which split a document is dealt to depends on how many there are before it,
-in all parts. A record of each document says what the join needs to deal it out.
+The folder of a part appears complete or not at all. It holds the part's tokens by the split of
+their source: the split to which a document is assigned depends on the number of documents before
+it, in all parts. A record of each document has what the join needs to assign it.
 """
 
 import contextlib
@@ -30,20 +30,20 @@ from polyad.data.text.writer import RECORDS_SUFFIX, DatasetWriter, PartSplit
 
 PART_FILE = "part.json"
 Update = Callable[[int, int], None]
-"""Receives the bytes of a part that are read, and its tokens."""
+"""Receives the number of bytes read of a part, and its number of tokens."""
 
 
 class Finished(Config):
-    """A finished part: `part.json`, written last."""
+    """The description of a finished part: `part.json`, written last."""
 
     plan: Sha256
-    """The digest of the plan that it is of."""
+    """Digest of the plan that the part belongs to."""
     part: Count
     """Its number."""
     bytes_read: Count
-    """Bytes of the sources."""
+    """Bytes read of the sources."""
     splits: dict[SplitName, PartSplit]
-    """What it holds of each source, with digests of its files."""
+    """Its share of each source, with digests of its files."""
     skipped_empty: Count
     skipped_unreadable: Count
     cut_documents: Count
@@ -53,34 +53,34 @@ class Finished(Config):
 
     @property
     def tokens(self) -> int:
-        """Tokens of all splits."""
+        """Total number of tokens in all splits."""
         return sum(split.tokens for split in self.splits.values())
 
     @property
     def documents(self) -> int:
-        """Documents of all splits."""
+        """Total number of documents in all splits."""
         return sum(split.documents for split in self.splits.values())
 
 
 def encode_part(work: Workplace, number: int, update: Update) -> Finished:
-    """Encodes a part, unless it is there.
+    """Encodes a part, unless it exists.
 
     Args:
         work: The folder of the parts.
-        number: Which one.
-        update: Called with what is read and written of it.
+        number: The number of the part.
+        update: Called with the bytes read and the tokens written.
 
     Returns:
-        What is in it.
+        The description of the part.
 
     Raises:
-        DataError: The part that is there is of something else or damaged, or the text is bad.
+        DataError: The existing part belongs to another plan or is damaged, or the text is invalid.
         OSError: It cannot be written.
     """
     if done := read_part(work, number):
         return done
     sources, skipped = work.sources.part(number, work.plan.parts), Skipped()
-    # A single part is joined at once, and would be encoded again if it were damaged.
+    # A single part is joined at once, and would be encoded again if damaged.
     flush = work.asked or work.plan.parts > 1
     with all_cores(), staged_folder(work.part_folder(number), flush=flush) as folder:
         with contextlib.closing(DatasetWriter(folder, work.tokenizer)) as writer:
@@ -102,17 +102,17 @@ def encode_part(work: Workplace, number: int, update: Update) -> Finished:
 
 
 def read_part(work: Workplace, number: int) -> Finished | None:
-    """Reads what a finished part says of itself, and checks the sizes of its files.
+    """Reads the description of a finished part, and checks the sizes of its files.
 
     Args:
         work: The folder of the parts.
-        number: Which one.
+        number: The number of the part.
 
     Returns:
-        What is in it; None where it is not there.
+        The description; None if the part does not exist.
 
     Raises:
-        DataError: It is of another plan, or damaged.
+        DataError: It belongs to another plan, or is damaged.
     """
     folder = work.part_folder(number)
     if not folder.exists():
@@ -139,10 +139,10 @@ def read_part(work: Workplace, number: int) -> Finished | None:
 
 
 def expected_sizes(work: Workplace, part: Finished) -> dict[str, int]:
-    """Sizes of the files of a part.
+    """Computes the sizes of the files of a part.
 
     Returns:
-        Bytes, by name.
+        Sizes in bytes, by name.
     """
     width = token_dtype(work.tokenizer.vocab_size)().itemsize
     sizes = {}
@@ -153,10 +153,10 @@ def expected_sizes(work: Workplace, part: Finished) -> dict[str, int]:
 
 
 def finished_parts(work: Workplace) -> list[Finished]:
-    """Reads what all parts say of themselves.
+    """Reads the descriptions of all parts.
 
     Raises:
-        DataError: One is missing, of something else, or damaged.
+        DataError: A part is missing, belongs to another plan, or is damaged.
     """
     found = [read_part(work, number) for number in range(work.plan.parts)]
     if missing := [number for number, part in enumerate(found) if part is None]:
@@ -169,19 +169,19 @@ def finished_parts(work: Workplace) -> list[Finished]:
 
 
 def missing_parts(work: Workplace) -> list[int]:
-    """Lists the numbers of the parts that are not there.
+    """Lists the numbers of the missing parts.
 
     Raises:
-        DataError: One that is there is of something else, or damaged.
+        DataError: An existing part belongs to another plan, or is damaged.
     """
     return [number for number in range(work.plan.parts) if read_part(work, number) is None]
 
 
 def ranges(numbers: list[int]) -> str:
-    """Writes numbers as Slurm does.
+    """Formats numbers as Slurm does.
 
     Args:
-        numbers: In order.
+        numbers: Numbers in ascending order.
 
     Returns:
         For example `0,3-5`.
@@ -197,9 +197,9 @@ def ranges(numbers: list[int]) -> str:
 
 
 BLOCK_BYTES = 4 << 20
-"""Read at once."""
+"""Bytes read at a time."""
 BLOCK_DOCUMENTS = 1 << 16
-"""Documents dealt out at once."""
+"""Documents assigned at a time."""
 
 
 def join(
@@ -207,16 +207,16 @@ def join(
 ) -> dict[SplitName, SplitInfo]:
     """Writes the files of all splits from the parts.
 
-    Memory does not grow with the text. Every byte of the parts is compared with their digests.
+    Memory use does not grow with the text. Every byte of the parts is compared with their digests.
 
     Args:
         work: The folder of the parts.
         parts: All of them, in order.
-        folder: Where the files go.
-        progress: Says how fast the copying was where there are several parts.
+        folder: The folder to write to.
+        progress: Reports the copy rate if there are several parts.
 
     Returns:
-        What each split holds.
+        The counts and digests of each split.
 
     Raises:
         DataError: A part is damaged.
@@ -239,7 +239,7 @@ def _bytes(work: Workplace, part: Finished) -> int:
 
 
 class _Joint:
-    """The folder that the parts are copied into, in order."""
+    """Writes the folder that the parts are copied into, in order."""
 
     def __init__(self, work: Workplace, folder: Path, progress: Progress) -> None:
         self._work, self._progress = work, progress
@@ -258,7 +258,7 @@ class _Joint:
         self.done += _bytes(self._work, part)
 
     def _copy(self, name: SplitName, prefix: Path, split: PartSplit) -> None:
-        """Copies what a part has of a source."""
+        """Copies a part's share of a source."""
         width = self.writers[name].dtype.itemsize
         records_path = prefix.with_suffix(RECORDS_SUFFIX)
         with (
@@ -282,7 +282,7 @@ class _Joint:
     def _runs(
         self, name: SplitName, goes_on_D: npt.NDArray[np.bool_]
     ) -> Iterator[tuple[SplitName, int, int]]:
-        """Deals documents out: a split, and the first and one behind the last that it gets."""
+        """Assigns runs of documents: yields a split, a first document, and one past the last."""
         first, run = 0, self._split
         for number, goes_on in enumerate(goes_on_D.tolist()):
             split = self._split or next(self._dealt[name])
@@ -296,9 +296,9 @@ class _Joint:
 
 
 class _CheckedFile:
-    """A file that is read in order and has to be what was written, to its end.
+    """A file that is read in order, and whose content is compared with its digest at the end.
 
-    A thread digests a block while the one before is copied.
+    A thread digests each block while the previous one is copied.
     """
 
     def __init__(self, work: Workplace, path: Path, sha256: str) -> None:
@@ -325,7 +325,7 @@ class _CheckedFile:
             self._file.close()
 
     def take(self, count: int) -> Iterator[memoryview]:
-        """Reads so many bytes, in blocks."""
+        """Reads `count` bytes, in blocks."""
         while count:
             if not self._block and not self._next_block():
                 raise self._damaged("is shorter than it was")
@@ -334,7 +334,7 @@ class _CheckedFile:
             yield part
 
     def take_all(self, count: int) -> bytes:
-        """Reads so many bytes, together."""
+        """Reads `count` bytes as one object."""
         return b"".join(self.take(count))
 
     def _damaged(self, how: str) -> DataError:
@@ -342,7 +342,7 @@ class _CheckedFile:
 
     def _next_block(self) -> bool:
         if self._digested is not None:
-            self._digested.result()  # memory holds two blocks
+            self._digested.result()  # so that memory holds at most two blocks
         block = self._file.read(BLOCK_BYTES)
         if block:
             self._digested = self._thread.submit(self._digest.update, block)

@@ -1,8 +1,8 @@
-"""What all parts of a text have in common: `plan.json`, in the folder where they are made.
+"""The plan that all parts of a text share: `plan.json`, in the folder of the parts.
 
-The folder lies beside the DIR that is prepared: `.DIR.parts` where the user asked for parts, so
-that every host of a cluster finds it, else `.DIR.partial`, in which one process works alone. It
-holds the plan, the tokenizer, and a folder for each part that is finished.
+The folder is beside the DIR that is prepared: `.DIR.parts` if the user asked for parts, so that
+every node of a cluster finds it, otherwise `.DIR.partial`, in which one process works alone. It
+contains the plan, the tokenizer, and a folder for each finished part.
 """
 
 import os
@@ -27,7 +27,7 @@ from polyad.data.text.tokenizers.tokenizer import Tokenizer, all_cores
 
 PLAN_FILE = "plan.json"
 LAUNCH_FOLDER = "launch"
-"""Where scripts for a scheduler stand, and what their jobs say."""
+"""Folder of the scheduler's scripts and the output of their jobs."""
 MOST_PARTS = 100_000
 
 _OURS = re.compile(
@@ -36,32 +36,32 @@ _OURS = re.compile(
 
 
 class Plan(Config):
-    """What is asked for, and how it is cut: parts of another plan do not go with these."""
+    """The request and how the text is cut; parts of different plans cannot be combined."""
 
     request: Request
     parts: int = Field(ge=1, le=MOST_PARTS)
     """How many."""
     cut: dict[SplitName, str]
-    """What parts of each source are counted in: it differs with `--streaming`."""
+    """The unit in which each source is cut; it differs with `--streaming`."""
     tokenizer_file: TokenizerFile
     end_of_text: str
     tokenizer_fingerprint: Sha256
 
     def digest(self) -> str:
-        """Names the plan."""
+        """Identifies the plan."""
         return seal(self.model_dump(mode="json"))
 
 
 @dataclass(frozen=True)
 class Workplace:
-    """The folder of the parts, and what it takes to make them.
+    """The folder of the parts, and what is needed to make them.
 
     Attributes:
         folder: The folder.
-        plan: What they have in common.
+        plan: The plan that they share.
         sources: The whole text.
-        tokenizer: Encodes it.
-        asked: Whether the user asked for parts, and so knows of the folder.
+        tokenizer: The tokenizer that encodes the text.
+        asked: Whether the user asked for parts, and so knows about the folder.
     """
 
     folder: Path
@@ -71,11 +71,11 @@ class Workplace:
     asked: bool
 
     def part_folder(self, number: int) -> Path:
-        """Where a finished part is."""
+        """Returns the path of a finished part."""
         return self.folder / f"part-{number:05}"
 
     def damaged(self, file: Path, how: str) -> DataError:
-        """The error of a file of a part.
+        """Returns the error for a damaged file of a part.
 
         Args:
             file: The file.
@@ -89,14 +89,14 @@ class Workplace:
 
 @dataclass(frozen=True)
 class Cut:
-    """A text that is to be cut.
+    """A text to cut into parts.
 
     Attributes:
         job: The request.
         sources: The whole text.
-        output: The folder that is prepared.
+        output: The folder to prepare.
         parts: How many parts.
-        asked: Whether the user asked for them.
+        asked: Whether the user asked for parts.
     """
 
     job: Job
@@ -107,18 +107,18 @@ class Cut:
 
     @property
     def folder(self) -> Path:
-        """Where the parts are made: a search for text files passes over it."""
+        """Where the parts are made; hidden, so that a search for text files skips it."""
         return self.output.parent / f".{self.output.name}.{'parts' if self.asked else 'partial'}"
 
     def find(self, *, overwrite: bool = False) -> Workplace | None:
-        """Opens the folder of the parts, if the same request has begun it.
+        """Opens the folder of the parts, if the same request has created it.
 
         Args:
-            overwrite: Whether parts of another request are as good as none.
+            overwrite: Whether to ignore parts of another request.
 
         Returns:
-            The folder and what is in it; None where it has to be made. Where the user did not ask
-            for parts, it has to be made too if what is there is of another request, or damaged.
+            The folder and its content; None if it has to be created. If the user did not ask for
+            parts, this includes a folder of another request, and a damaged one.
 
         Raises:
             DataError: It holds parts of another request, or is damaged.
@@ -131,18 +131,18 @@ class Cut:
             return None
 
     def open(self, progress: Progress, *, train: bool, overwrite: bool) -> Workplace:
-        """Opens the folder of the parts; it is made where there is none.
+        """Opens the folder of the parts, creating it if needed.
 
         Args:
-            progress: The progress of a training of the tokenizer.
-            train: Whether a tokenizer may be trained that is not there yet.
+            progress: Reports the progress of training the tokenizer.
+            train: Whether a missing tokenizer may be trained.
             overwrite: Whether parts of another request are removed.
 
         Returns:
-            The folder and what is in it.
+            The folder and its content.
 
         Raises:
-            DataError: It holds parts of another request, or something else; or the tokenizer is to
+            DataError: It holds parts of another request, or something else; or the tokenizer has to
                 be trained first.
             OSError: It cannot be written.
         """
@@ -157,13 +157,13 @@ class Cut:
         return found
 
     def holds_work(self) -> bool:
-        """Whether the folder has what takes long to make: a part, or a tokenizer of its own."""
+        """Returns whether the folder holds expensive work: a part, or a trained tokenizer."""
         begun = (self.folder / PLAN_FILE).exists()
         return begun and (self.job.tokenizer is None or any(self.folder.glob("part-*")))
 
     def remove(self) -> None:
-        """Removes the parts and the plan; scripts and what jobs said stay."""
-        # The plan goes first: parts without one are of no use to anybody.
+        """Removes the parts and the plan; scripts and job output are kept."""
+        # The plan goes first: parts are useless without one.
         for name in (PLAN_FILE, *TOKENIZER_FILES):
             (self.folder / name).unlink(missing_ok=True)
         for path in list(self.folder.iterdir()) if self.folder.exists() else ():
@@ -193,7 +193,7 @@ class Cut:
         return {name: source.cut_by() for name, source in self.sources.by_split.items()}
 
     def _difference(self, plan: Plan) -> str | None:
-        """Names the first thing that is not as planned."""
+        """Names the first difference from the plan."""
         if plan.parts != self.parts:
             return f"--parts was {plan.parts}, not {self.parts}"
         before, after = plan.request.model_dump(), self.job.request.model_dump()
@@ -230,7 +230,7 @@ class Cut:
             end_of_text=tokenizer.end_of_text,
             tokenizer_fingerprint=tokenizer.fingerprint,
         )
-        # Several processes may do this at once: each writes the same.
+        # Several processes may do this at once; they all write the same content.
         mine = f"{socket.gethostname()}-{os.getpid()}"
         draft = folder / f".{plan.tokenizer_file}.{mine}"
         tokenizer.save(draft)

@@ -1,4 +1,4 @@
-"""Text to a folder of tokens: split by document, encoded in parts, joined, sealed by a manifest."""
+"""Prepares text: splits it by document, encodes it in parts, joins these, writes a manifest."""
 
 import contextlib
 import functools
@@ -32,7 +32,7 @@ from polyad.data.text.processes import Work, encode_in_processes
 from polyad.data.text.verification import check_replaceable
 
 TEXT_OF_A_PART = 128 << 20
-"""Bytes of text of a part, about: an interrupted call loses at most so much of its work."""
+"""Approximate text per part, in bytes: an interrupted call loses at most that much work."""
 
 
 def prepare(
@@ -46,50 +46,50 @@ def prepare(
 ) -> Manifest:
     """Turns text into a folder that training reads.
 
-    The text is streamed, once, and once before to train a tokenizer (on the documents of the train
-    split alone). The folder appears complete or not at all. If it exists and was prepared from the
-    same request, it is kept and nothing is read. Large text is encoded in parts: if such a request
-    was interrupted, only the parts that were not finished are encoded.
+    The text is streamed once, and once before that to train a tokenizer (on the documents of the
+    train split only). The folder appears complete or not at all. If it exists and was prepared from
+    the same request, it is kept and nothing is read. Large text is encoded in parts: after an
+    interruption, the same request encodes only the unfinished parts.
 
     Args:
         source: See `Asked`.
         tokenizer: See `Asked`.
         output: The folder to make.
         overwrite: Whether prepared data in `output` may be replaced.
-        report: Receives each line of progress; None writes them to standard error.
+        report: Receives each line of progress; None writes to standard error.
         options: The other fields of `Asked`.
 
     Returns:
         The manifest of the folder.
 
     Raises:
-        DataError: An argument, the text, the tokenizer or the output folder will not do, or an
-            argument would change nothing for this text.
+        DataError: An argument, the text, the tokenizer or the output folder is invalid, or an
+            argument has no effect for this text.
     """
     asked = Asked(source=source, tokenizer=tokenizer, **options)
     return Preparation(asked, output, overwrite=overwrite, report=report).all()
 
 
 class Preparation:
-    """A text that is prepared: parts are encoded, independently of each other, and joined.
+    """Prepares a text: encodes parts, independently of each other, and joins them.
 
-    What is made does not depend on how many parts there are. A part that is finished is kept, and
-    skipped by the next call for the same request.
+    The result does not depend on the number of parts. A finished part is kept, and skipped by the
+    next call with the same request.
 
     Args:
         asked: What to prepare.
         output: The folder to make.
-        parts: How many parts, for steps that several processes or machines take; None decides it by
-            the size of the text.
+        parts: Number of parts, if several processes or machines make them; None: chosen by the size
+            of the text.
         overwrite: Whether prepared data in `output`, and parts of another request, may be replaced.
-        report: Receives each line of progress; None writes them to standard error.
+        report: Receives each line of progress; None writes to standard error.
 
     Attributes:
         output: The folder to make.
         existing: Its manifest, if it was prepared from the same request.
 
     Raises:
-        DataError: The request or the folder will not do.
+        DataError: The request or the folder is invalid.
     """
 
     def __init__(
@@ -127,20 +127,20 @@ class Preparation:
         return self._cut.folder
 
     def begin(self) -> list[int]:
-        """Makes the folder of the parts with its plan, and trains the tokenizer if need be.
+        """Creates the folder of the parts with its plan, and trains the tokenizer if needed.
 
         Returns:
-            The numbers of the parts that are not there.
+            The numbers of the missing parts.
         """
         with contextlib.closing(self._progress), writing(self.output):
             return missing_parts(self._open(train=True, overwrite=self._overwrite))
 
     def needs_training(self) -> bool:
-        """Whether `begin` has a tokenizer to train."""
+        """Returns whether `begin` has to train a tokenizer."""
         return self._job.tokenizer is None and self._cut.find(overwrite=self._overwrite) is None
 
     def left(self) -> list[int]:
-        """Lists the numbers of the parts that are not there, and changes nothing."""
+        """Lists the numbers of the missing parts, without changing anything."""
         found = self._cut.find(overwrite=self._overwrite)
         return list(range(self._cut.parts)) if found is None else missing_parts(found)
 
@@ -148,10 +148,10 @@ class Preparation:
         """Encodes one part.
 
         Args:
-            number: Which one, from 0.
+            number: The number of the part, from 0.
 
         Returns:
-            What is in it, and the numbers of the parts that are not there.
+            The description of the part, and the numbers of the missing parts.
 
         Raises:
             DataError: There is no such part, the tokenizer is not trained yet, or the folder holds
@@ -176,16 +176,16 @@ class Preparation:
             The manifest of the folder.
 
         Raises:
-            DataError: A part is missing, of something else or damaged.
+            DataError: A part is missing, belongs to another plan, or is damaged.
         """
         with contextlib.closing(self._progress), self._undisturbed():
             return self._join(self._open(train=False, overwrite=False))
 
     def all(self, processes: int = 1) -> Manifest:
-        """Encodes the parts that are not there, and joins all.
+        """Encodes the missing parts, and joins all.
 
         Args:
-            processes: How many parts are encoded at one time.
+            processes: Number of parts that are encoded at the same time.
 
         Returns:
             The manifest of the folder.
@@ -197,7 +197,7 @@ class Preparation:
 
     @contextlib.contextmanager
     def _undisturbed(self) -> Iterator[None]:
-        """Within the block no other process joins the same parts; waits for one that does."""
+        """Locks out other processes that join the same parts; waits for one that does."""
         with writing(self.output), contextlib.ExitStack() as stack:
             if not stack.enter_context(alone(self.folder)):
                 self._progress.say(
@@ -217,8 +217,8 @@ class Preparation:
             self._encode(work, left, processes)
             return self._join(work)
         except BaseException as error:
-            # Bad text has to be changed, and its parts are of no use then; the disk and the network
-            # may do better the next time.
+            # After an error in the text, its parts are useless; after a disk or network error a
+            # later attempt may succeed.
             final = isinstance(error, DataError) and not isinstance(error.__cause__, OSError)
             if not self._cut.asked and (final or not self._cut.holds_work()):
                 self._cut.remove()
@@ -228,10 +228,10 @@ class Preparation:
         return self._cut.open(self._progress, train=train, overwrite=overwrite)
 
     def _encode(self, work: Workplace, numbers: list[int], processes: int) -> None:
-        """Encodes parts, with one line of progress for all of them."""
+        """Encodes parts, with one progress line for all of them."""
         if not numbers:
             return
-        # How much each part has is known when it is cut; a share of the whole is near enough.
+        # The exact size of a part is known only once it is cut; an average is close enough.
         total_bytes = work.sources.total_bytes * len(numbers) // work.plan.parts
         self._progress.start("encoding", total_bytes)
         if processes > 1:
@@ -256,7 +256,7 @@ class Preparation:
             work.tokenizer.save(folder / work.tokenizer.file_name)
             splits = join(work, parts, folder, self._progress)
             manifest = self._manifest(work, parts, splits).write(folder)
-            self._found_or_replaceable()  # another call may have made something meanwhile
+            self._found_or_replaceable()  # another call may have made something in the meantime
         self._cut.remove()
         self._tell(parts, manifest)
         return manifest
@@ -295,7 +295,7 @@ class Preparation:
         """Reads the manifest of the output if it was prepared from the same request.
 
         Returns:
-            The manifest; None if the output may be made, or replaced.
+            The manifest; None if the output may be created or replaced.
 
         Raises:
             DataError: The output holds something that may not be replaced.
@@ -303,11 +303,11 @@ class Preparation:
         from polyad.data.text.dataset import PreparedData
 
         if (self.output / MANIFEST_FILE).is_file():
-            # Damaged data is replaced with --overwrite, and refused without.
+            # Damaged data is replaced with --overwrite, otherwise refused.
             with contextlib.suppress(DataError):
                 manifest = PreparedData.open(self.output).manifest
                 given = self._job.tokenizer
-                # Older folders lack the token that their tokenizer begins a document with.
+                # Older manifests lack the token that begins each document.
                 begin = None if given is None else given.begin_of_text
                 begins = manifest.tokenizer.begin_of_text == begin
                 if manifest.request == self._job.request and begins:
@@ -316,7 +316,7 @@ class Preparation:
         return None
 
     def _tell(self, parts: Sequence[Finished], manifest: Manifest) -> None:
-        """Says what the folder holds, what was left out, and where text was cut."""
+        """Reports what the folder contains, what was left out, and where text was cut."""
         counted = {
             "documents were split, as one holds at most 2,147,483,647 tokens": sum(
                 part.cut_documents for part in parts
@@ -351,7 +351,7 @@ class Preparation:
 
 
 def left_out_of(manifest: Manifest) -> str:
-    """What a folder has nothing of, by reason and number; empty where that is nothing.
+    """Describes what a folder leaves out, by reason and number; empty if nothing.
 
     Args:
         manifest: The manifest of the folder.

@@ -1,7 +1,7 @@
-"""Parts that are encoded at one time on this machine, each by a process of its own.
+"""Encodes several parts at the same time on this machine, each in its own process.
 
-`python -m polyad.data.text.processes` is such a process. It reads what to do from its standard
-input, and writes a line of JSON for what it has done; it ends when nobody reads these.
+`python -m polyad.data.text.processes` is such a process. It reads its task from standard input and
+writes JSON lines about its progress; it exits when nobody reads them.
 """
 
 import contextlib
@@ -24,17 +24,17 @@ from polyad.data.text.job import Asked
 
 SEND_SECONDS = 0.2
 THREADS = "RAYON_NUM_THREADS"
-"""How many threads the tokenizers library has."""
+"""Number of threads of the tokenizers library."""
 
 
 class PartError(RuntimeError):
-    """A process that encoded a part ended without it."""
+    """A process that was encoding a part exited before it was done."""
 
     exit_status = 1
 
 
 class Message(NamedTuple):
-    """What a process says: how far it is, or why its part cannot be encoded."""
+    """A message of a process: its progress, or why its part cannot be encoded."""
 
     read: int = 0
     tokens: int = 0
@@ -43,7 +43,7 @@ class Message(NamedTuple):
 
 @dataclass(frozen=True)
 class Work:
-    """What each process is told."""
+    """The task of a process."""
 
     asked: Asked
     output: str
@@ -53,20 +53,20 @@ class Work:
 def encode_in_processes(
     work: Work, numbers: list[int], processes: int, update: Callable[[int, int], None]
 ) -> list[int]:
-    """Encodes parts, several at one time.
+    """Encodes parts, several at the same time.
 
     Args:
-        work: What is prepared.
+        work: The task.
         numbers: The numbers of the parts.
-        processes: How many at one time; the cores are shared among them.
-        update: Called with the bytes read and the tokens written, of all.
+        processes: Number of parts encoded at the same time; they share the cores.
+        update: Called with the total bytes read and tokens written.
 
     Returns:
-        The bytes and the tokens in the end.
+        The total bytes read and tokens written.
 
     Raises:
-        DataError: A part cannot be encoded; the others were stopped, and the same command encodes
-            them from their beginning.
+        DataError: A part cannot be encoded; the others were stopped, and are encoded again from
+            their beginning by the same command.
         PartError: A process was killed.
     """
     said: Queue[tuple[int, Message | None]] = Queue()
@@ -109,7 +109,7 @@ def _start(work: Work, number: int, threads: int) -> "subprocess.Popen[str]":
         stdout=subprocess.PIPE,
         text=True,
         env={THREADS: f"{threads}", **os.environ},
-        start_new_session=True,  # Ctrl-C is for the command, which ends this process
+        start_new_session=True,  # so that only the command gets Ctrl-C; it ends this process
     )
     assert process.stdin is not None
     with contextlib.suppress(BrokenPipeError), process.stdin as told:
@@ -127,7 +127,7 @@ def _listen(
         with process.stdout as lines:
             for line in lines:
                 said.put((number, Message(*json.loads(line))))
-    finally:  # else nobody would see that it has ended
+    finally:  # else nobody would notice that it has ended
         said.put((number, None))
 
 
@@ -141,7 +141,7 @@ def _check_ended(number: int, status: int) -> None:
 
 
 def main() -> int:
-    """Encodes a part as the process that started this one says.
+    """Encodes the part that the parent process requests.
 
     Returns:
         The exit status.
@@ -152,7 +152,7 @@ def main() -> int:
     told = json.load(sys.stdin)
     sent = time.monotonic()
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # what libraries print is no answer
+    os.dup2(2, 1)  # keep output of libraries apart from the messages
 
     def send(message: Message) -> None:
         print(json.dumps(message), file=answers, flush=True)

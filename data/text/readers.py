@@ -1,10 +1,9 @@
-"""One reader for each kind of text file, and where such a file may be cut.
+"""One reader for each kind of text file, and the places where such a file may be cut.
 
-A reader is a stream of texts, never the whole file at once: it takes a path and the key (or column)
-that holds the text, and yields each document; those of a text file, which may be of any length, in
-parts. A cut never goes through a document: lines of `.jsonl` and of text are cut between lines,
-Parquet between row groups; a text file that is one document, a module and a compressed file not at
-all.
+A reader streams texts and never holds the whole file: it takes a path and the key (or column) of
+the text, and yields each document; documents of a text file, which may be of any length, come in
+parts. Files are cut only between documents: `.jsonl` and text by line at line ends, Parquet between
+row groups; a text file that is one document, a module and a compressed file cannot be cut.
 """
 
 import codecs
@@ -20,9 +19,9 @@ from polyad.data.errors import DataError, listed, nearest, one_line
 from polyad.data.json_reader import parse_json
 
 PART_BYTES = 64 * 1024
-"""A text file is read in parts of this size, and a longer document comes in such."""
+"""Size of the parts in which a text file is read, and a longer document is yielded, in bytes."""
 JSON_LINE_BYTES = 256 * 1024 * 1024
-"""A longer line in a `.jsonl` file is an error: the file is hardly one object a line."""
+"""Maximum length of a line in a `.jsonl` file: a longer one is hardly one object per line."""
 PARQUET_BATCH_ROWS = 64
 
 
@@ -30,8 +29,8 @@ class Part(NamedTuple):
     """A document, or a part of one.
 
     Attributes:
-        text: All of a whole document.
-        position: Where it ends in the file, in bytes as the file lies on the disk.
+        text: The text of the document or part.
+        position: Where it ends in the file, in bytes on disk.
         is_last: Whether the document ends here.
     """
 
@@ -41,11 +40,11 @@ class Part(NamedTuple):
 
 
 class Extent(NamedTuple):
-    """A part of a file: documents from one place to another, where a document begins too.
+    """A range of a file that begins and ends at boundaries of documents.
 
     Attributes:
-        start: In bytes of a file of lines, in row groups of a Parquet file.
-        stop: One behind the last.
+        start: First byte of a file of lines, or first row group of a Parquet file.
+        stop: One past the last.
     """
 
     start: int
@@ -64,7 +63,7 @@ def read_text(path: Path, text_key: str, extent: Extent = WHOLE) -> Iterator[Par
         extent: Unused: the document is the file.
 
     Yields:
-        Parts of about `PART_BYTES` whose concatenation is the file, cut between any characters.
+        Parts of about `PART_BYTES` whose concatenation is the file; cuts may be at any character.
 
     Raises:
         DataError: A byte is not UTF-8.
@@ -78,15 +77,15 @@ def read_text(path: Path, text_key: str, extent: Extent = WHOLE) -> Iterator[Par
 
 
 def read_lines(path: Path, text_key: str, extent: Extent = WHOLE) -> Iterator[Part]:
-    """Reads a text file with a document in each line; lines of white space are passed over.
+    """Reads a text file with one document per line; blank lines are skipped.
 
     Args:
-        path: A UTF-8 file; a line ends with a line feed, or carriage return and line feed.
+        path: A UTF-8 file; lines end with a line feed, or a carriage return and a line feed.
         text_key: Unused: the file is all text.
-        extent: From the beginning of a line to that of another, in bytes.
+        extent: A range of bytes between beginnings of lines.
 
     Yields:
-        The text of a line without its end; a line much longer than `PART_BYTES` comes in parts.
+        The text of each line without its end; a line much longer than `PART_BYTES` in parts.
 
     Raises:
         DataError: A byte is not UTF-8.
@@ -99,7 +98,7 @@ def read_lines(path: Path, text_key: str, extent: Extent = WHOLE) -> Iterator[Pa
             if begun or not (line.isspace() or not line):
                 yield Part(line.removesuffix("\r"), position)
             begun = False
-        # A carriage return stays until it is known whether a line feed follows.
+        # A trailing carriage return is held back until the next character is known.
         if len(held) > PART_BYTES and (begun or not held.isspace()) and held[-1] != "\r":
             position += len(held.encode())
             yield Part(held, position, is_last=False)
@@ -116,7 +115,8 @@ def _decoded(path: Path, extent: Extent = WHOLE) -> Iterator[tuple[str, int]]:
     with path.open("rb") as file:
         file.seek(at)
         while not at_end:
-            # A block ends where it does in the whole file: the same line comes in the same parts.
+            # Blocks end at the same offsets as in the whole file, so that lines come in the same
+            # parts.
             block = file.read(min(PART_BYTES - at % PART_BYTES, extent.stop - at))
             at += len(block)
             at_end = not block
@@ -138,7 +138,7 @@ def _decoded(path: Path, extent: Extent = WHOLE) -> Iterator[tuple[str, int]]:
 
 
 def _lines_before(path: Path, place: int) -> int:
-    """Counts the lines that end before a place, for an error."""
+    """Counts the lines before an offset, for an error message."""
     count = 0
     with path.open("rb") as file:
         while place > 0 and (block := file.read(min(place, 1 << 20))):
@@ -148,15 +148,15 @@ def _lines_before(path: Path, place: int) -> int:
 
 
 def read_jsonl(path: Path, text_key: str, extent: Extent = WHOLE) -> Iterator[Part]:
-    """Reads one JSON object a line, from a plain or a gzip-compressed file.
+    """Reads one JSON object per line, from a plain or gzip-compressed file.
 
     Args:
-        path: A `.jsonl` or `.jsonl.gz` file; lines of white space are passed over.
+        path: A `.jsonl` or `.jsonl.gz` file; blank lines are skipped.
         text_key: The key of the text.
-        extent: From the beginning of a line to that of another, in bytes; of a plain file.
+        extent: A range of bytes between beginnings of lines, for a plain file.
 
     Yields:
-        The text of a line and the bytes of the file read so far.
+        The text of a line, and the number of bytes of the file read so far.
 
     Raises:
         DataError: A line is not such an object, or the compressed file is damaged.
@@ -208,7 +208,7 @@ def read_parquet(path: Path, text_key: str, extent: Extent = WHOLE) -> Iterator[
     """Reads a column of strings from a Parquet file.
 
     Yields:
-        The text of a row and the share of the file read so far, in bytes.
+        The text of a row, and the fraction of the file read so far, in bytes.
 
     Raises:
         DataError: The file is not Parquet, has no such column, or the column is not of strings.
@@ -218,7 +218,7 @@ def read_parquet(path: Path, text_key: str, extent: Extent = WHOLE) -> Iterator[
 
     size, row = path.stat().st_size, 0
     try:
-        # Streamed page by page: pre-buffering would hold whole row groups.
+        # Streamed page by page: with pre-buffering, whole row groups would be in memory.
         with pyarrow.parquet.ParquetFile(path, pre_buffer=False, buffer_size=1 << 20) as file:
             _check_column(file.schema_arrow, text_key, path)
             num_rows = file.metadata.num_rows
@@ -255,7 +255,7 @@ def _check_column(schema: Any, text_key: str, path: Path) -> None:
 
 
 def read_module(path: Path, text_key: str, extent: Extent = WHOLE) -> Iterator[Part]:
-    """Reads a file of program text, of a size that a person wrote, as one document.
+    """Reads a source-code file, assumed to fit in memory, as one document.
 
     Raises:
         UnicodeDecodeError: A byte is not UTF-8.
@@ -268,14 +268,14 @@ _BLOCK = 1 << 16
 
 
 class Place(NamedTuple):
-    """Where a document begins: in the unit of an extent, and in bytes of the file."""
+    """The beginning of a document, in the unit of an extent and in bytes of the file."""
 
     unit: int
     position: int
 
 
 def _line(path: Path, size: int, place: int) -> Place:
-    """The first line that begins at or behind a place."""
+    """Finds the first line that begins at or after an offset."""
     if place <= 0:
         return Place(0, 0)
     with path.open("rb") as file:
@@ -289,7 +289,7 @@ def _line(path: Path, size: int, place: int) -> Place:
 
 
 def _row_group(path: Path, size: int, place: int) -> Place:
-    """The first row group that begins at or behind a place, by its share of the rows."""
+    """Finds the first row group at or after an offset, by its share of the rows."""
     import pyarrow
     import pyarrow.parquet
 
@@ -307,12 +307,12 @@ def _row_group(path: Path, size: int, place: int) -> Place:
 
 
 class FilePart(NamedTuple):
-    """Some of a file's documents.
+    """A range of a file's documents.
 
     Attributes:
-        extent: Which.
-        start: Where the first begins, in bytes of the file.
-        stop: Where the last ends.
+        extent: The range.
+        start: Offset of the first document in the file, in bytes.
+        stop: Offset of the end of the last.
     """
 
     extent: Extent
@@ -325,9 +325,9 @@ class Format:
     """A kind of text file.
 
     Attributes:
-        read: Gives the documents of a file, or of an extent of it.
-        place: Finds the first document of a file of some bytes that begins at or behind one of
-            them; None: such a file is not cut.
+        read: Yields the documents of a file, or of an extent of it.
+        place: Given a path, a size and an offset, finds the first document that begins at or after
+            the offset; None if such files cannot be cut.
         is_text: Whether it is plain text, for which the user chooses what a document is.
         has_keys: Whether it has keys or columns, of which the user chooses one.
     """
@@ -338,17 +338,17 @@ class Format:
     has_keys: bool = False
 
     def can_be_cut(self, path: Path) -> bool:
-        """Tells whether a file may be cut between its documents."""
+        """Returns whether a file may be cut between its documents."""
         return self.place is not None and not path.name.lower().endswith(".gz")
 
     def part(self, path: Path, size: int, first: int, last: int) -> FilePart | None:
-        """Finds the documents of a file that begin within some bytes of it.
+        """Finds the documents of a file that begin within a range of bytes.
 
         Args:
             path: The file.
-            size: Its bytes.
-            first: The first of the bytes; may lie before the file.
-            last: One behind the last of them; may lie behind the file.
+            size: Its size in bytes.
+            first: First byte of the range; may lie before the file.
+            last: One past its last byte; may lie after the file.
 
         Returns:
             Those documents; None if there are none. A file that cannot be cut begins at its byte 0.
@@ -376,20 +376,20 @@ JSONL = Format(read_jsonl, _line, has_keys=True)
 PARQUET = Format(read_parquet, _row_group, has_keys=True)
 MODULE = Format(read_module)
 FORMATS = {".txt": TEXT, ".jsonl": JSONL, ".jsonl.gz": JSONL, ".parquet": PARQUET}
-"""By the ending of a file's name: a new kind of file is a reader, and one line here."""
+"""Formats by file extension: to add a kind of file, write a reader and add one line here."""
 
 
 def share(total: int, number: int, parts: int) -> tuple[int, int]:
-    """Gives the part of a source that a number has.
+    """Computes the range of a source that one part has.
 
     Args:
-        total: Bytes, or rows, of the source.
+        total: Bytes or rows of the source.
         number: The number of the part, from 0.
-        parts: How many there are.
+        parts: The number of parts.
 
     Returns:
-        The place where the part begins, and where it ends. The last one ends behind the total, so
-        that an empty file at the end is in it.
+        Where the part begins and ends. The last part ends after the total, so that it includes an
+        empty file at the end.
     """
     last = number == parts - 1
     return total * number // parts, total + 1 if last else total * (number + 1) // parts

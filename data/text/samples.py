@@ -1,8 +1,8 @@
-"""The training samples of text: one prepared folder, or several that are mixed by weight.
+"""The training samples of text, from one prepared folder or several mixed by weight.
 
-Their order is a function of the seed alone. The samples of epoch e of a folder are the documents in
-a random order seeded by (seed, e), laid end to end and cut, then shuffled themselves. Samples of
-all epochs are numbered on without end.
+Their order depends only on the seed. The samples of epoch e of a folder are its documents in a
+random order seeded by (seed, e), laid end to end and cut, then shuffled themselves. Samples of all
+epochs are numbered consecutively without end.
 """
 
 import functools
@@ -23,19 +23,19 @@ from polyad.data.text.dataset import PreparedData, TokenStream
 from polyad.data.text.indexed import build_sample_index
 from polyad.data.text.manifest import TokenizerInfo
 
-# The last word of a random stream's seed: the two permutations of an epoch must not be one.
+# The last word of a random stream's seed: the two permutations of an epoch must differ.
 _DOCUMENTS, _SAMPLES = 0, 1
 MOST_DOCUMENTS = 2**31 - 1
-"""An order holds numbers of documents in 32 bits."""
+"""Document numbers in an order are stored in 32 bits."""
 
 
 class TrainingSamples(Dataset[torch.Tensor]):
-    """Samples by their global number, without end: sample g is number g % n of epoch g // n.
+    """An infinite sequence of samples: sample g is number g % n of epoch g // n.
 
     Args:
         stream: The tokens of a split.
         sequence_length: Targets of a sample, T, in tokens.
-        seed: Not negative; another seed gives another order.
+        seed: Not negative; determines the order.
 
     Attributes:
         samples_per_epoch: n, the same in every epoch: (tokens - 1) // T.
@@ -91,27 +91,28 @@ class TrainingSamples(Dataset[torch.Tensor]):
         return torch.from_numpy(np.concatenate(parts))
 
     def documents(self, sample: int) -> list[int]:
-        """Says which documents a sample has tokens of.
+        """Lists the documents that a sample has tokens of.
 
         Args:
             sample: Its global number, from 0.
 
         Returns:
-            Their numbers in the split, from 0, in the sample's order. The last one may have given
+            Their numbers in the split, from 0, in the sample's order. The last one may contribute
             only the last target.
         """
         documents, (first, _), (last, _) = self._bounds(sample)
         return [int(document) for document in documents[first : last + 1]]
 
     def _bounds(self, sample: int) -> tuple[npt.NDArray[np.integer], list[int], list[int]]:
-        """The order of documents; of a sample's two ends the place in it, and the offset."""
+        """Returns the order of documents, and for both ends of a sample the place in it and the
+        offset."""
         epoch, position = self._orders(sample)
         row = epoch["samples"][position]
         starts_S2 = epoch["starts"]
         return epoch["documents"], starts_S2[row].tolist(), starts_S2[row + 1].tolist()
 
     def _build_epoch(self, number: int) -> Arrays:
-        """The order of D documents, where each of S samples starts, and the order of samples."""
+        """Returns the order of D documents, the starts of S samples, and the order of samples."""
         lengths_D = self._stream.document_lengths
         documents = np.arange(len(lengths_D), dtype=np.int32)
         order_D = self._generator(number, _DOCUMENTS).permutation(documents)
@@ -125,7 +126,7 @@ class TrainingSamples(Dataset[torch.Tensor]):
 
 
 BLOCK = 2**17
-"""Samples after which the order of sources begins again; shares are exact to 1 / BLOCK."""
+"""Number of samples after which the order of sources repeats; shares are exact to 1 / BLOCK."""
 _SOURCES = 2  # the last word of a random stream's seed, beside those of `polyad.data.sampler`
 
 
@@ -133,9 +134,9 @@ class Part(NamedTuple):
     """One prepared folder of the data.
 
     Attributes:
-        name: The name of its validation loss.
-        share: The share of the samples; all shares sum to 1.
-        data: The folder.
+        name: The name under which its validation loss is reported.
+        share: Its share of the samples; all shares sum to 1.
+        data: The prepared folder.
     """
 
     name: str
@@ -147,8 +148,8 @@ class ValidationPart(NamedTuple):
     """The validation split of a part.
 
     Attributes:
-        name: The part's.
-        share: The share of the mean; those of all parts that have such a split sum to 1.
+        name: The name of the part.
+        share: Its weight in the mean loss; the weights of all parts with such a split sum to 1.
         stream: The tokens.
     """
 
@@ -158,11 +159,11 @@ class ValidationPart(NamedTuple):
 
 
 class TrainingData:
-    """One prepared folder or several, opened and checked; use `open`.
+    """The opened and checked data of a run: one prepared folder or several. Use `open`.
 
     Attributes:
         parts: At least one, in the order of the configuration.
-        key: The configuration's key that names them, for errors.
+        key: The configuration key that names them, for errors.
     """
 
     def __init__(self, parts: Sequence[Part], key: str) -> None:
@@ -180,8 +181,8 @@ class TrainingData:
             The data.
 
         Raises:
-            DataError: Nothing is named, a folder is missing or damaged, two were made with
-                different tokenizers, or a weight is too small beside the others.
+            DataError: No folder is named, one is missing or damaged, two were made with different
+                tokenizers, or a weight is too small relative to the others.
         """
         if config.mixture is None:
             if config.path is None:
@@ -212,12 +213,13 @@ class TrainingData:
 
     @property
     def tokenizer_path(self) -> Path:
-        """The tokenizer's file: of Hugging Face `tokenizers`, or of SentencePiece."""
+        """The tokenizer's file, in the format of Hugging Face `tokenizers` or of SentencePiece."""
         return self.parts[0].data.path / self.tokenizer.file
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """Names what training sees: of one folder its own, of several with their shares."""
+        """Identifies what training sees: the folder's fingerprint, or one over several and
+        shares."""
         prints = [part.data.manifest.fingerprint for part in self.parts]
         if len(prints) == 1:
             return prints[0]
@@ -226,11 +228,11 @@ class TrainingData:
         return hashlib.sha256("\n".join(["mixture", *lines]).encode()).hexdigest()
 
     def samples(self, sequence_length: int, seed: int) -> "TrainingSamples | MixedSamples":
-        """Gives the training samples in their order.
+        """Returns the training samples in order.
 
         Args:
             sequence_length: Targets of a sample, T, in tokens.
-            seed: Not negative; another seed gives another order.
+            seed: Not negative; determines the order.
 
         Returns:
             Samples by their global number.
@@ -246,7 +248,7 @@ class TrainingData:
         return MixedSamples(each, [part.share for part in self.parts], seed)
 
     def validation(self) -> list[ValidationPart]:
-        """Lists the validation splits that hold anything.
+        """Lists the validation splits that are not empty.
 
         Returns:
             One for each part that has such a split.
@@ -259,14 +261,14 @@ class TrainingData:
     def documents(
         self, samples: "TrainingSamples | MixedSamples", numbers: Sequence[int]
     ) -> dict[str, list[int]]:
-        """Finds the documents that samples have tokens of.
+        """Finds the documents that contribute tokens to samples.
 
         Args:
-            samples: As `samples` gave them.
+            samples: The result of `samples`.
             numbers: The numbers of the samples.
 
         Returns:
-            By the name of each part that has any: their numbers in its train split, ascending.
+            Document numbers in the train split, ascending, by the name of the part.
         """
         found: dict[str, set[int]] = {}
         for number in numbers:
@@ -278,18 +280,18 @@ class TrainingData:
 class MixedSamples(Dataset[torch.Tensor]):
     """Samples of several sources by their global number, without end.
 
-    Which source sample g comes from, and that it is the k-th of that source, depends on the seed,
-    the shares and g alone. The order of sources repeats every `BLOCK` samples, in which each source
-    has its share; its samples lie at even distances from each other and begin at a random place, so
-    that the first g samples hold each source's share within P + 1 samples.
+    The source of sample g, and its number k within that source, depend only on the seed, the shares
+    and g. The order of sources repeats every `BLOCK` samples, which contain each source according
+    to its share, evenly spaced from a random start, so that the first g samples hold each source's
+    share within P + 1 samples.
 
     Args:
         sources: The samples of each of P sources.
-        shares: The shares of each; together 1, none below 1 / `BLOCK`.
+        shares: The share of each; they sum to 1, none is below 1 / `BLOCK`.
         seed: Not negative.
 
     Attributes:
-        samples_per_epoch: As many as all sources hold, whatever their shares.
+        samples_per_epoch: The total of all sources, whatever their shares.
     """
 
     def __init__(
@@ -318,7 +320,7 @@ class MixedSamples(Dataset[torch.Tensor]):
         return self._sources[source].documents(number)
 
     def place(self, sample: int) -> tuple[int, int]:
-        """Finds the source of a sample.
+        """Finds the source of a sample, and its number there.
 
         Args:
             sample: Its global number, from 0.
@@ -337,7 +339,8 @@ class MixedSamples(Dataset[torch.Tensor]):
     def _block(
         self,
     ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32], npt.NDArray[np.int64]]:
-        """Source, and number within it, of the N samples of a block; samples of each source."""
+        """Returns source and number within it of the N samples of a block; samples of each
+        source."""
         counts_P = shares_of_a_block(self._shares)
         generator = np.random.Generator(np.random.PCG64((self._seed, 0, _SOURCES)))
         phases_P = generator.random(len(counts_P))
@@ -346,22 +349,22 @@ class MixedSamples(Dataset[torch.Tensor]):
             [(n + phase) / len(n) for n, phase in zip(numbers, phases_P, strict=True)]
         )
         sources_N = np.repeat(np.arange(len(counts_P), dtype=np.int32), counts_P)
-        order_N = np.lexsort((sources_N, times_N))  # by time, equal ones by source
+        order_N = np.lexsort((sources_N, times_N))  # by time, ties by source
         return sources_N[order_N], np.concatenate(numbers)[order_N], counts_P
 
     def __getstate__(self) -> dict[str, Any]:
-        # A worker process builds its own: sending it would take longer.
+        # A worker process builds its own block: sending it would take longer.
         return {name: value for name, value in self.__dict__.items() if name != "_block"}
 
 
 def shares_of_a_block(shares: Sequence[float]) -> npt.NDArray[np.int64]:
-    """Divides a block among sources, by largest remainder.
+    """Divides a block among sources by the largest-remainder method.
 
     Args:
-        shares: The shares of each source, at least 1 / `BLOCK`; together 1.
+        shares: The share of each source, at least 1 / `BLOCK`; they sum to 1.
 
     Returns:
-        Samples of each source, at least 1; together `BLOCK`.
+        Samples of each source, at least 1; they sum to `BLOCK`.
     """
     exact_P = np.asarray(shares, dtype=np.float64) * BLOCK
     counts_P = np.maximum(np.floor(exact_P).astype(np.int64), 1)

@@ -1,6 +1,6 @@
-"""Sources of text: documents in an order that never changes, and the split that each belongs to.
+"""Sources of text: documents in a fixed order, and the split to which each is assigned.
 
-Documents are dealt out to splits one by one, or by position where they are few.
+Documents are assigned to splits one by one, or by position if there are few.
 """
 
 import hashlib
@@ -14,14 +14,14 @@ from polyad.data.prepared import SplitName
 
 
 class Document(NamedTuple):
-    """One document of a source, or a part of one that is too long to be held.
+    """One document of a source, or a part of a document that is too long for memory.
 
     Attributes:
-        name: Where it comes from: the file, relative to the source, and its number there.
-        text: All of it, not empty. Of a document in parts, the next of them; the last may be empty.
-        bytes_read: How far into the source it ends, in bytes of the files on the disk; in a part of
-            one counted from the beginning of the whole.
-        is_last: Whether the document ends here. Its other parts follow at once where it does not.
+        name: Its origin: the file, relative to the source, and its number there.
+        text: The text, not empty. For a document in parts, the next part; the last may be empty.
+        bytes_read: Position of its end in the source, in bytes of the files on disk; in a part of a
+            source, counted from the beginning of the whole source.
+        is_last: Whether the document ends here. Otherwise its next part follows immediately.
     """
 
     name: str
@@ -32,7 +32,7 @@ class Document(NamedTuple):
 
 @dataclass
 class Skipped:
-    """Counts of what a pass over a source left out."""
+    """Counts of what a pass over a source skipped."""
 
     empty: int = 0
     unreadable: int = 0
@@ -43,30 +43,30 @@ class Source(Protocol):
 
     @property
     def spec(self) -> str:
-        """What the user wrote."""
+        """The source as the user wrote it."""
 
     @property
     def offset(self) -> int:
-        """Where it begins in the source that it is a part of, in bytes of that; else 0."""
+        """Byte offset of this part in the source that it belongs to; 0 for a whole source."""
 
     @property
     def total_bytes(self) -> int:
-        """How much there is to read, in the unit of `Document.bytes_read`; 0 if not known."""
+        """Total amount to read, in the unit of `Document.bytes_read`; 0 if unknown."""
 
     def listing_digest(self) -> str:
-        """A SHA-256 that says whether the source is the same as before without reading it."""
+        """Returns a SHA-256 that shows whether the source has changed, without reading it."""
 
     def cut_by(self) -> str:
-        """Says what `part` counts, and how many of it there are; equal where it cuts alike."""
+        """Describes the unit and total of `part`; equal descriptions mean equal cuts."""
 
     def parts_of(self, size: int) -> int:
-        """Says how many parts it may be cut into, none of which needs to have fewer bytes.
+        """Returns the number of parts it may be cut into without any having less than `size` bytes.
 
         Args:
-            size: Bytes of a part, about.
+            size: Approximate size of a part, in bytes.
 
         Returns:
-            At least 1, which is all where there is no place to cut at.
+            At least 1, which is the answer if there is nowhere to cut.
         """
 
     def part(self, number: int, parts: int) -> "Source":
@@ -74,32 +74,32 @@ class Source(Protocol):
 
         Args:
             number: Which part, from 0.
-            parts: How many: their documents, one part after the other, are those of the source.
+            parts: Number of parts; their documents, part after part, are those of the source.
 
         Returns:
-            The part; it is empty where the source has no place to cut at.
+            The part; it may be empty if there is nowhere to cut.
         """
 
     def documents(self, skipped: Skipped | None = None) -> Iterator[Document]:
-        """Reads the source from its beginning; memory holds a small part of it.
+        """Reads the source from its beginning; only a small part of it is in memory.
 
         Args:
-            skipped: Counts, added to, of what is left out.
+            skipped: Counters that are increased for what is left out.
 
         Yields:
             The documents that are not empty, in order.
 
         Raises:
-            DataError: It cannot be read, or does not hold what its kind promises.
+            DataError: It cannot be read, or has invalid content for its kind.
         """
 
 
 @dataclass(frozen=True)
 class NoDocuments:
-    """The part of a source that has none of it.
+    """An empty part of a source.
 
     Attributes:
-        spec: What the user wrote.
+        spec: The source as the user wrote it.
     """
 
     spec: str
@@ -107,11 +107,11 @@ class NoDocuments:
     total_bytes: int = 0
 
     def listing_digest(self) -> str:
-        """Returns that of no file."""
+        """Returns the digest of no files."""
         return hashlib.sha256().hexdigest()
 
     def cut_by(self) -> str:
-        """Says that there is nothing to cut."""
+        """Describes that there is nothing to cut."""
         return "nothing"
 
     def parts_of(self, size: int) -> int:
@@ -123,25 +123,25 @@ class NoDocuments:
         return self
 
     def documents(self, skipped: Skipped | None = None) -> Iterator[Document]:
-        """Gives none."""
+        """Yields nothing."""
         return iter(())
 
 
 MOST_SLACK = 4096
-"""Characters behind a border in which a line end, or white space, is looked for."""
+"""Characters after a border in which a line end, or white space, is searched for."""
 
 _WHITE_SPACE = re.compile(r"\s")
 
 
 class Sources(NamedTuple):
-    """The text, by the split that it begins with, and the shares held out of the first.
+    """The text by its initial split, and the shares held out of the first source.
 
     Attributes:
-        by_split: A source for each.
-        fractions: The shares.
+        by_split: A source for each split.
+        fractions: The shares to hold out.
         split_by: How they are held out.
         can_be_cut: Whether `part` may cut the first source.
-        train_bytes: The bytes of all of the first source, where this is a part; else None.
+        train_bytes: Size of the whole first source if this is a part of it, else None.
     """
 
     by_split: dict[SplitName, Source]
@@ -151,10 +151,10 @@ class Sources(NamedTuple):
     train_bytes: int | None = None
 
     def parts_of(self, size: int) -> int:
-        """Says how many parts to cut into, so that those of the largest source have a size.
+        """Returns the number of parts that gives the parts of the largest source the given size.
 
         Args:
-            size: Bytes of a part, about.
+            size: Approximate size of a part, in bytes.
         """
         if not self.can_be_cut:
             return 1
@@ -163,12 +163,12 @@ class Sources(NamedTuple):
     def part(self, number: int, parts: int) -> "Sources":
         """Cuts all sources between documents.
 
-        Which split a document of the first source is dealt to depends on how many there are before
-        it, which a part does not know: all that it has of them are of train here.
+        The split of a document of the first source depends on the number of documents before it,
+        which a part does not know: in a part, all documents of that source belong to train.
 
         Args:
             number: Which part, from 0.
-            parts: How many.
+            parts: Number of parts.
 
         Returns:
             The part.
@@ -181,7 +181,8 @@ class Sources(NamedTuple):
         return self._replace(by_split=cut, fractions=dealt, train_bytes=train.total_bytes)
 
     def assigned(self, skipped: Skipped) -> Iterator[tuple[SplitName, Document]]:
-        """Reads all sources, each document with its split; `bytes_read` counts over all."""
+        """Reads all sources; each document comes with its split, and `bytes_read` counts over
+        all."""
         before = 0
         for name, source in self.by_split.items():
             documents = source.documents(skipped)
@@ -203,16 +204,16 @@ class Sources(NamedTuple):
 
 
 def split_of_documents(first: SplitName, fractions: dict[SplitName, float]) -> Iterator[SplitName]:
-    """Deals documents out to the splits, evenly and always the same way.
+    """Assigns documents to splits evenly and deterministically.
 
-    A held-out split takes document i (from 0) when it holds fewer than its fraction of i + 1
-    documents. So each split's share is exact within one document at any time, documents that lie
-    together in the source go to different splits in turn, and nothing needs to be known about what
-    follows.
+    Documents are assigned one by one: document i (from 0) goes to a held-out split that has fewer
+    than its fraction of i + 1 documents. So each split keeps its fraction within one document at
+    any time, adjacent documents of the source alternate between splits, and nothing needs to be
+    known about later documents.
 
     Args:
-        first: The split of the first document and of all that no other takes.
-        fractions: The share of each other split, of all documents.
+        first: The split of the first document and of all documents that no other split takes.
+        fractions: The fraction of all documents for each other split.
 
     Yields:
         The split of each document, without end.
@@ -232,10 +233,10 @@ def split_of_documents(first: SplitName, fractions: dict[SplitName, float]) -> I
 
 
 def documents_needed(fractions: dict[SplitName, float]) -> int:
-    """Says how many documents it takes to deal them out one by one.
+    """Returns the number of documents needed to assign them one by one.
 
     Returns:
-        So many that one is no more than the smallest share; 1 where nothing is held out.
+        The number at which one document is at most the smallest share; 1 if nothing is held out.
     """
     held_out = [fraction for fraction in fractions.values() if fraction > 0]
     return math.ceil(1 / min(held_out) - 1e-6) if held_out else 1
@@ -260,9 +261,9 @@ def split_by_position(
 ) -> Iterator[tuple[SplitName, Document]]:
     """Lays documents end to end and holds the last parts out.
 
-    A border lies behind the first line end at or behind its place, else before white space, both
-    within a tenth of the smallest share and `MOST_SLACK` characters; else at its place. The
-    document that it cuts is one document on either side.
+    A border is after the first line end at or behind its nominal place, else before white space,
+    both within a tenth of the smallest share and `MOST_SLACK` characters; else at the nominal
+    place. A document that it cuts becomes one document on either side.
 
     Yields:
         Each document or part of one, and its split.
@@ -295,7 +296,7 @@ def split_by_position(
 
 
 def _border(text: str, offset: int, slack: int) -> int:
-    """Finds the character at which a border near an offset in bytes is to lie."""
+    """Finds the character position of a border near a byte offset."""
     place = len(text.encode()[:offset].decode(errors="ignore"))
     line_end = text.find("\n", max(0, place - 1), place + slack)
     if line_end >= 0:

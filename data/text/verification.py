@@ -1,7 +1,7 @@
 """Checks of a prepared folder.
 
-When it is opened or to be replaced, their time does not grow with its files; `verify_files` reads
-every byte and compares it with the manifest.
+The checks on opening or replacing a folder take a time independent of its size; `verify_files`
+reads every byte and compares it with the manifest.
 """
 
 import hashlib
@@ -60,10 +60,10 @@ def _nearest_folder(folder: Path) -> str:
 
 
 def check_replaceable(output: Path, *, overwrite: bool) -> None:
-    """Refuses to touch a folder that `polyad prepare` did not make, or may not replace.
+    """Refuses to touch a folder that `polyad prepare` did not make or may not replace.
 
     Raises:
-        DataError: There is something else, or prepared data that may not be replaced.
+        DataError: It holds something else, or prepared data that may not be replaced.
     """
     if not output.exists():
         return
@@ -90,10 +90,10 @@ def check_folder(folder: Path, manifest: Manifest) -> None:
 
     Args:
         folder: The folder.
-        manifest: What it says about itself.
+        manifest: Its manifest.
 
     Raises:
-        DataError: Not what the manifest says.
+        DataError: Something differs from the manifest.
     """
     for name in SPLITS:
         check_split(folder, name, manifest)
@@ -106,10 +106,10 @@ def check_split(folder: Path, name: SplitName, manifest: Manifest) -> None:
     Args:
         folder: The folder.
         name: The split.
-        manifest: What the folder says about itself.
+        manifest: The folder's manifest.
 
     Raises:
-        DataError: A file is missing, of another size, or not the one that the manifest lists.
+        DataError: A file is missing, has another size, or is not the one in the manifest.
     """
     info = manifest.splits[name]
     tokens, index = check_tokens_size(folder, name, manifest), check_index_size(folder, name, info)
@@ -139,7 +139,7 @@ def check_tokens_size(folder: Path, name: SplitName, manifest: Manifest) -> Path
     """Returns the .bin file of a split, after checking that it exists and has the right size.
 
     Raises:
-        DataError: It is not.
+        DataError: It does not.
     """
     itemsize = np.dtype(manifest.dtype).itemsize
     return _check_size(folder, f"{name}.bin", manifest.splits[name].tokens * itemsize)
@@ -149,7 +149,7 @@ def check_index_size(folder: Path, name: SplitName, info: SplitInfo) -> Path:
     """Returns the .idx file of a split, after checking that it exists and has the right size.
 
     Raises:
-        DataError: It is not.
+        DataError: It does not.
     """
     return _check_size(folder, f"{name}.idx", index_bytes(info.documents))
 
@@ -170,10 +170,10 @@ def _check_size(folder: Path, name: str, expected: int) -> Path:
 
 
 def check_index_header(path: Path, info: SplitInfo, dtype: str) -> None:
-    """Checks the head of an .idx file: format, type of a token, and how much it lists.
+    """Checks the header of an .idx file: format, token type, and number of entries.
 
     Raises:
-        DataError: It is not so.
+        DataError: It differs.
     """
     header = read_header(path, dtype)
     if not header.is_of_dtype:
@@ -192,12 +192,12 @@ def check_ids(
 
     Args:
         path: The path of their file, for the error.
-        tokens: Some of it.
+        tokens: Some of its tokens.
         vocab_size: All ids are below this.
-        start: Number of the first in the file, for the error, if it is known.
+        start: Position of the first in the file, for the error, if known.
 
     Raises:
-        DataError: One is not.
+        DataError: A token is not.
     """
     if not len(tokens) or (int(tokens.max()) < vocab_size and int(tokens.min()) >= 0):
         return
@@ -210,7 +210,7 @@ def check_ids(
 
 
 def _ends(path: Path, dtype: str) -> tuple[npt.NDArray[np.integer], npt.NDArray[np.integer]]:
-    """Tokens of both ends of a file; checking all tokens would read the whole file."""
+    """Reads the tokens at both ends of a file; checking all would read the whole file."""
     size = path.stat().st_size
     with path.open("rb") as file:
         head = file.read(END_BYTES)
@@ -219,11 +219,11 @@ def _ends(path: Path, dtype: str) -> tuple[npt.NDArray[np.integer], npt.NDArray[
 
 
 def check_tokenizer(folder: Path, manifest: Manifest) -> Path:
-    """Returns the tokenizer's file, after checking that it is the one that made the tokens.
+    """Returns the tokenizer's file, after checking that it made the tokens.
 
     Args:
         folder: The folder.
-        manifest: What it says about itself.
+        manifest: Its manifest.
 
     Returns:
         The file.
@@ -255,7 +255,7 @@ Problem: TypeAlias = DataError | OSError
 
 
 def bytes_to_verify(folder: Path) -> int:
-    """Counts the bytes that `verify_files` will read, of files that grow with the data.
+    """Counts the bytes that `verify_files` reads, in files that grow with the data.
 
     Args:
         folder: The folder.
@@ -273,7 +273,7 @@ def unsealed(manifest: Manifest) -> str | None:
         manifest: The folder's.
 
     Returns:
-        A sentence; None where all of it can be.
+        A sentence; None if everything can be verified.
     """
     if manifest.format_version > UNSEALED_VERSION:
         return None
@@ -285,14 +285,14 @@ def unsealed(manifest: Manifest) -> str | None:
 
 
 def verify_files(folder: Path, read: Read = lambda count: None) -> Iterator[FileReport]:
-    """Reads every file of a prepared folder, whatever is wrong with those before it.
+    """Reads every file of a prepared folder, even after a damaged one.
 
     Args:
         folder: The folder.
         read: Called as the files are read.
 
     Yields:
-        What each file showed, the manifest first: without it nothing is known of the others.
+        The result for each file, the manifest first: the others are checked against it.
     """
     try:
         manifest = Manifest.read(folder)
@@ -318,7 +318,7 @@ def _verify_split(
             f"{folder / name}.idx: damaged: documents in {name}.bin end elsewhere than it says; "
             "prepare the data again"
         )
-    if bad_index is None and bad_tokens is None:  # the digest of their ends is of both files
+    if bad_index is None and bad_tokens is None:  # the digest of the ends covers both files
         _, bad_tokens = _attempt(lambda: check_split(folder, name, manifest))
     sealed = manifest.splits[name].index_sha256 is not None
     by = "SHA-256, " if sealed else ""
@@ -329,7 +329,7 @@ def _verify_split(
 def _verify_index(
     folder: Path, name: SplitName, manifest: Manifest, read: Read
 ) -> npt.NDArray[np.int64]:
-    """Reads an .idx file; returns where its documents end, as one past the last token of each."""
+    """Reads an .idx file; returns the end of each document, one past its last token."""
     info = manifest.splits[name]
     path = check_index_size(folder, name, info)
     check_index_header(path, info, manifest.dtype)
@@ -363,7 +363,7 @@ def _verify_tokens(
     ends_D: npt.NDArray[np.int64] | None,
     read: Read,
 ) -> bool:
-    """Reads a .bin file; says whether documents, and nothing else, end where the index says."""
+    """Reads a .bin file; returns whether documents end exactly where the index says."""
     info, tokenizer = manifest.splits[name], manifest.tokenizer
     path = check_tokens_size(folder, name, manifest)
     itemsize = np.dtype(manifest.dtype).itemsize
@@ -386,13 +386,13 @@ def _verify_tokens(
 
 
 def _verify_tokenizer(folder: Path, manifest: Manifest) -> None:
-    """Loads the tokenizer and compares its entries with what the manifest says of them."""
+    """Loads the tokenizer and compares its entries with the manifest."""
     info = manifest.tokenizer
     path = check_tokenizer(folder, manifest)
     tokenizer = load_tokenizer(path, info.end_of_text)
     for key in ("vocab_size", "end_of_text_id", "begin_of_text_id"):
         actual, recorded = getattr(tokenizer, key), getattr(info, key)
-        if recorded is None:  # an older folder has no such tokens, whatever its tokenizer says
+        if recorded is None:  # older manifests lack these tokens, whatever the tokenizer says
             continue
         if actual != recorded:
             raise DataError(

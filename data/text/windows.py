@@ -1,6 +1,6 @@
-"""Evaluation by a sliding window: every token of a split is scored exactly once.
+"""Sliding-window evaluation: every token of a split is scored exactly once.
 
-B windows of a batch, T tokens of a window.
+Shapes: B windows of a batch, T tokens of a window.
 """
 
 import math
@@ -14,7 +14,7 @@ from polyad.data.text.dataset import TokenStream
 
 
 class Window(NamedTuple):
-    """One window: `input_T` predicts `target_T`, and `scored_T` says where that counts."""
+    """One window: `input_T` predicts `target_T`; `scored_T` marks the targets that count."""
 
     input_T: torch.Tensor
     target_T: torch.Tensor
@@ -32,20 +32,20 @@ class WindowBatch(NamedTuple):
 class EvaluationWindows:
     """The windows over the documents of a split, laid end to end.
 
-    An end-of-text token stands before the first, as context alone, so that the first token is
-    predicted like that of any other document; the ends of documents are scored too. Window k begins
-    `stride` tokens after window k - 1 and scores its last `stride` targets, each with at least
-    T - stride tokens of context; the first window scores all of its own. Where the stream ends
-    inside the last window, it is padded with unscored end-of-text tokens.
+    An end-of-text token precedes the first window as context, so that the first token is predicted
+    like that of any other document; the ends of documents are scored too. Window k begins `stride`
+    tokens after window k - 1 and scores its last `stride` targets, each with at least T - stride
+    tokens of context; the first window scores all of its targets. If the stream ends inside the
+    last window, the window is padded with unscored end-of-text tokens.
 
     Args:
         stream: The tokens of a split.
         sequence_length: T, tokens of a window.
-        stride: Targets scored by a window, from 1 (most context, most work) to T (no overlap).
+        stride: Targets scored per window, from 1 (most context, most work) to T (no overlap).
         end_of_text_id: The token that ends each document.
-        begin_of_text_id: A token that begins each document and is never scored, since no model
-            has to predict it; None: there is none.
-        max_windows: Stop after so many windows; None reads the whole split.
+        begin_of_text_id: A token that begins each document and is never scored, since no model has
+            to predict it; None if there is none.
+        max_windows: Maximum number of windows; None reads the whole split.
 
     Raises:
         DataError: `stride` is out of its range, or the split is empty.
@@ -74,7 +74,7 @@ class EvaluationWindows:
         self._max_windows = max_windows
 
     def __len__(self) -> int:
-        """Counts the windows: one, and one more for each begun stride behind it."""
+        """Counts the windows: one, and one more for each further stride, complete or not."""
         behind = max(0, self._stream.num_tokens - self.sequence_length)
         windows = 1 + -(-behind // self.stride)
         return windows if self._max_windows is None else min(windows, self._max_windows)
@@ -94,8 +94,8 @@ class EvaluationWindows:
         stop = min(start + self.sequence_length, self._stream.num_tokens)
         length = stop - start
         result = self.empty()
-        # Position i of the input is token start + i - 1 of the stream; before it stands the end of
-        # text that `empty` has put there.
+        # Position i of the input is token start + i - 1 of the stream; the token before the stream
+        # is the end-of-text token that `empty` has put there.
         targets = torch.from_numpy(self._stream.read(start, stop))
         result.target_T[:length] = targets
         result.input_T[1:length] = targets[: length - 1]
@@ -115,11 +115,12 @@ class EvaluationWindows:
 
 
 class SpreadWindows:
-    """Some windows of one split or several, at even distances from the first one on.
+    """A subset of the windows of one split or several, evenly spaced from the first one on.
 
     Args:
         parts: The windows of each split, all of the same length.
-        tokens: So many full windows hold at least as many tokens; fewer where there are fewer.
+        tokens: The number of full windows is chosen to hold at least this many tokens, if
+            available.
     """
 
     def __init__(self, parts: Sequence[EvaluationWindows], tokens: int) -> None:
@@ -151,7 +152,7 @@ class SpreadWindows:
 def window_batches(
     windows: EvaluationWindows | SpreadWindows, batch_size: int, rank: int = 0, world_size: int = 1
 ) -> Iterator[WindowBatch]:
-    """Deals the windows out to ranks that each run the same number of equal forward passes.
+    """Distributes the windows over ranks, which all run the same number of equal forward passes.
 
     Args:
         windows: The windows.
@@ -160,9 +161,9 @@ def window_batches(
         world_size: Number of ranks that share the evaluation.
 
     Returns:
-        Iterator over ceil(len(windows) / (B * world_size)) batches, of tensors of shape (B, T), or
-        fewer rows where one batch has room for all; each window comes to one rank, and unscored
-        ones fill up the last batches.
+        Iterator over ceil(len(windows) / (B * world_size)) batches of tensors of shape (B, T), or
+        with fewer rows if one batch has room for all. Each window goes to one rank; unscored
+        windows pad the last batches.
 
     Raises:
         DataError: A number is out of its range.
@@ -170,7 +171,7 @@ def window_batches(
     check_at_least(1, batch_size=batch_size)
     if not 0 <= rank < world_size:
         raise DataError(f"rank {rank}: at least 0 and below the world size, {world_size}")
-    # No more than one batch takes: unscored windows are filled up in memory.
+    # Not larger than one batch needs: unscored windows take memory.
     most = max(1, math.ceil(len(windows) / world_size))
     return _window_batches(windows, min(batch_size, most), rank, world_size)
 

@@ -1,6 +1,6 @@
-"""Documents in, files of a part out: batches of text are encoded together, memory stays bounded.
+"""Writes documents to the files of a part: encodes them in batches, with bounded memory.
 
-A long text is cut into pieces whose tokens are those of the whole.
+A long text is cut into pieces that have the same tokens as the whole.
 """
 
 import re
@@ -21,28 +21,28 @@ from polyad.data.text.tokenizers.tokenizer import Tokenizer, UnknownWordError
 PIECE_CHARACTERS = 128 * 1024
 """A document longer than this is encoded in pieces of about this many characters."""
 HELD_CHARACTERS = 4 * 1024 * 1024
-"""Characters at most that are held until there is a place to cut at."""
+"""Maximum number of characters held while looking for a place to cut."""
 
-# Behind a lone line feed, or before a lone space and a letter: the pre-tokenizers of GPT-2 and its
-# kin begin a token there whatever comes before. Runs of white space are another matter.
+# After a single line feed, or before a single space and a letter: pre-tokenizers like GPT-2's begin
+# a token there whatever comes before. This does not hold for runs of white space.
 _TOKEN_BOUNDARY = re.compile(r"(?<=\S)(?:\n(?=\S)|(?= [^\W\d_]))")
 _BOUNDARY_CHARACTERS = 3
-"""Adjacent characters that are needed to find a boundary."""
+"""Number of adjacent characters needed to recognize a boundary."""
 
 
 class PieceCutter:
-    """Cuts a document that comes in parts as it would be cut whole.
+    """Cuts a document that arrives in parts exactly as if it had arrived whole.
 
-    Memory holds the text since the last cut. Where that grows to `HELD_CHARACTERS` and the document
-    goes on, it is cut behind the last line feed in it, else before the last word, else at its end.
+    Memory holds the text since the last cut. If that reaches `HELD_CHARACTERS` before the document
+    ends, it is cut after the last line feed in it, else before the last word, else at its end.
 
     Args:
-        size: Fewest characters of a piece but the last; None cuts only where memory demands it.
-        most: Characters held.
+        size: Minimum length of a piece except the last; None cuts only to bound memory.
+        most: Maximum number of characters held.
 
     Attributes:
         held: Text since the last cut.
-        forced: Cuts that memory demanded, at which the tokens of the whole may be others.
+        forced: Number of cuts made to bound memory, which may change the tokens.
     """
 
     def __init__(self, size: int | None = PIECE_CHARACTERS, most: int = HELD_CHARACTERS) -> None:
@@ -52,25 +52,25 @@ class PieceCutter:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> "PieceCutter":
-        """Makes a cutter for a tokenizer, by whether it encodes in pieces and how much text grows.
+        """Makes a cutter for a tokenizer, which decides on pieces and on how much text may grow.
 
         Args:
-            tokenizer: That encodes the pieces.
+            tokenizer: The tokenizer that encodes the pieces.
         """
         size = PIECE_CHARACTERS if tokenizer.encodes_in_pieces() else None
         return cls(size, HELD_CHARACTERS // tokenizer.growth)
 
     def add(self, text: str, *, is_last: bool) -> Iterator[str]:
-        """Takes the next part of a document.
+        """Adds the next part of a document.
 
         Args:
             text: Any text.
             is_last: Whether the document ends with it; `take_rest` then gives the last piece.
 
         Yields:
-            The pieces before the last place to cut at.
+            The complete pieces so far.
         """
-        # A boundary at the end of what was held is seen with what follows it.
+        # A boundary at the end of the held text is recognized only with the text that follows.
         searched = len(self.held) - _BOUNDARY_CHARACTERS
         whole, start = self.held + text, 0
         while self._size is not None and len(whole) - start > self._size:
@@ -97,12 +97,12 @@ class PieceCutter:
 
 
 def cut_between_words(text: str, size: int = PIECE_CHARACTERS) -> Iterator[str]:
-    """Cuts a text where no token of a GPT-2-like tokenizer reaches across.
+    """Cuts a text only where no token of a GPT-2-like tokenizer spans the cut.
 
     Yields:
-        Pieces whose concatenation is the text, each cut behind a single line feed, or before a
+        Pieces whose concatenation is the text, each cut after a single line feed, or before a
         single space and a letter, between characters that are not white space; a text without such
-        a place comes in one.
+        a place is one piece.
     """
     cutter = PieceCutter(size)
     yield from cutter.add(text, is_last=True)
@@ -110,7 +110,7 @@ def cut_between_words(text: str, size: int = PIECE_CHARACTERS) -> Iterator[str]:
 
 
 def _last_place(text: str) -> int:
-    """Finds the last place where a text may be cut that has no better one."""
+    """Finds the last acceptable place to cut a text that has no better one."""
     if line_end := text.rfind("\n", 1) + 1:
         return line_end
     words = text.rsplit(maxsplit=1)
@@ -118,15 +118,15 @@ def _last_place(text: str) -> int:
 
 
 BATCH_CHARACTERS = 512 * 1024
-"""Text encoded at once: by its amount, not by documents, whose lengths differ by thousands."""
+"""Characters encoded per batch; document lengths differ too much to count documents."""
 MOST_TOKENS = 2**31 - 1
-"""Tokens of a document: the index holds lengths in 32 bits."""
+"""Maximum number of tokens of a document: the index holds lengths in 32 bits."""
 RECORDS_SUFFIX = ".documents"
-"""Ending of the file that has a record of each document in the `.bin` file beside it."""
+"""Suffix of the file with a record for each document in the `.bin` file beside it."""
 
 
 class PartSplit(Config):
-    """What a part has of one source, by the split that this begins with."""
+    """What a part holds of one source, by the source's initial split."""
 
     documents: Count
     tokens: Count
@@ -137,13 +137,13 @@ class PartSplit(Config):
 
 
 class DatasetWriter:
-    """Encodes documents of all splits together and writes each to its split.
+    """Encodes documents of all splits together and writes each to the files of its split.
 
-    A batch is encoded by a thread of its own, which needs Python's lock only at its end, while the
-    documents of the next one are read and the tokens of the last one are written.
+    A batch is encoded in a separate thread, which needs Python's lock only at its end, while the
+    documents of the next batch are read and the tokens of the previous one are written.
 
     Args:
-        folder: Where the files go.
+        folder: The folder to write to.
         tokenizer: Encodes the text.
     """
 
@@ -163,12 +163,12 @@ class DatasetWriter:
 
     @property
     def cut_documents(self) -> int:
-        """Documents that were ended because no document can be longer."""
+        """Number of documents that were ended early because of the maximum length."""
         return sum(writer.cut_documents for writer in self._splits.values())
 
     @property
     def forced_cuts(self) -> int:
-        """Pieces that were cut where the tokens of the whole may be others."""
+        """Number of cuts at which the tokens may differ from those of the whole text."""
         return self._cutter.forced
 
     def add(self, split: SplitName, text: str, name: str, is_last: bool = True) -> None:
@@ -177,7 +177,7 @@ class DatasetWriter:
         Args:
             split: The split that it belongs to.
             text: Its text.
-            name: Its name, for an error.
+            name: Its name, for error messages.
             is_last: Whether the document ends here.
         """
         for piece in self._cutter.add(text, is_last=is_last):
@@ -186,10 +186,10 @@ class DatasetWriter:
             self._add_piece(_Piece(split, self._cutter.take_rest(), True, name))
 
     def finish(self) -> dict[SplitName, PartSplit]:
-        """Encodes what is pending and ends all files.
+        """Encodes what is pending and finishes all files.
 
         Returns:
-            What each split holds.
+            The counts and digests of each split.
         """
         self._encode_pending()
         self._write_encoded()
@@ -208,7 +208,8 @@ class DatasetWriter:
             self._encode_pending()
 
     def _encode_pending(self) -> None:
-        """Starts to encode what is pending when the batch before is done, and writes that one."""
+        """Waits for the previous batch, starts to encode the pending one, and writes the
+        previous."""
         pieces, self._pending, self._pending_characters = self._pending, [], 0
         before = self._running
         texts = [piece.text for piece in pieces]
@@ -241,7 +242,7 @@ class _Piece(NamedTuple):
 class _SplitWriter:
     """Writes the tokens of one split, and a record of each document.
 
-    Memory does not grow with the documents.
+    Memory use does not grow with the number of documents.
     """
 
     def __init__(self, prefix: Path, tokenizer: Tokenizer) -> None:
@@ -251,7 +252,7 @@ class _SplitWriter:
         self._is_open = False
         self._tokens = DigestedFile(prefix.with_suffix(".bin"))
         self._records = DigestedFile(prefix.with_suffix(RECORDS_SUFFIX))
-        self._open_tokens = self._open_words = self._open_bytes = 0  # of the document that is open
+        self._open_tokens = self._open_words = self._open_bytes = 0  # of the unfinished document
         self.cut_documents = 0
 
     @property

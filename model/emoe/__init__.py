@@ -1,1 +1,1 @@
-"""Emergent mixture of experts: the units of a trained dense feed-forward in groups."""
+"""Emergent mixture of experts: groups of the units of a trained dense feed-forward."""

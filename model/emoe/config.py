@@ -96,7 +96,7 @@ class EmergentMoEConfig(SelectingConfig):
         return self
 
     def weighs_experts(self) -> bool:
-        """Whether experts have the weights of a learned score, and not 1."""
+        """Whether experts have the weights of a learned score, rather than 1."""
         return self.score in ("linear", "cosine")
 
     def used_experts(self) -> int:
@@ -104,15 +104,15 @@ class EmergentMoEConfig(SelectingConfig):
         return self.num_experts - self.top_k if self.select == "not_top_k" else self.top_k
 
     def inner_size(self, width: int) -> int:
-        """The inner width F of all experts together in a model of the given width D."""
+        """Returns the total inner width F of all experts in a model of width D."""
         return 4 * width if self.hidden_size is None else self.hidden_size
 
     def group_size(self, width: int) -> int:
-        """The inner units F of one expert, in a model of the given width D."""
+        """Returns the number of inner units F of one expert in a model of width D."""
         return (self.inner_size(width) - (self.shared_hidden_size or 0)) // self.num_experts
 
     def of_model(self, *, width: int, bias: bool) -> Self:
-        """See `FeedForwardSettings.of_model`: only checks that experts would be of equal size."""
+        """See `FeedForwardSettings.of_model`: only checks that experts have equal sizes."""
         whole, shared = self.inner_size(width), self.shared_hidden_size or 0
         inner = whole - shared
         if shared >= whole:
@@ -137,7 +137,7 @@ class EmergentMoEConfig(SelectingConfig):
         return self
 
     def dense(self) -> DenseFeedForwardConfig:
-        """The dense feed-forward that the experts are parts of."""
+        """Returns the dense feed-forward that the experts are parts of."""
         return DenseFeedForwardConfig(hidden_size=self.hidden_size)
 
     def cut_sizes(self, width: int) -> list[dict[str, int]]:

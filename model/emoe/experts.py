@@ -3,8 +3,8 @@
     y = sum over the experts e of a token: activation(x K_e^T + b_e) V_e
 
 The keys K are the rows of the dense feed-forward's first matrix, the values V the columns of its
-second one. With a gate the keys are the gate's rows, and the activation is multiplied by
-x L_e^T + c_e, with L the rows of the matrix beside it.
+second one. With a gate, the keys are the gate's rows, and the activation is multiplied by
+x L_e^T + c_e, with L the rows of the up projection.
 
 Shapes: N tokens, E experts, D width, F inner units of one expert, U = E F of all.
 """
@@ -37,7 +37,7 @@ def activated(
     linear_UD: Tensor | None,
     linear_bias_U: Tensor | None,
 ) -> Tensor:
-    """Inner units of a feed-forward, [N, U]; with a gate those of `linear` are multiplied by it."""
+    """Computes the inner units of a feed-forward, [N, U]; with a gate multiplied by `linear`."""
     assert keys_UD is not None
     keys_NU = linear(x_ND, keys_UD, bias_U)
     if linear_UD is None:
@@ -71,7 +71,7 @@ class UnitGroups(StackedExperts):
             self.linear_bias = nn.Parameter(torch.empty(experts, inner)) if context.bias else None
 
     def initializers(self) -> dict[str, Initializer]:
-        """Says how each parameter starts, expert by expert; see `model/initialization.py`."""
+        """Returns the initializer of each parameter, per expert; see `model/initialization.py`."""
         entries = {
             "keys": normal(self.context.initializer_std).each_expert(),
             "linear": normal(self.context.initializer_std).each_expert(),
@@ -92,7 +92,7 @@ class UnitGroups(StackedExperts):
         )
 
     def units(self, tokens_ND: Tensor) -> Tensor:
-        """The inner layer of all experts, after its activation.
+        """Computes the inner layer of all experts, after its activation.
 
         Args:
             tokens_ND: Tokens.
@@ -108,7 +108,7 @@ class UnitGroups(StackedExperts):
         return inner_NU.view(-1, *self.keys.shape[:2])
 
     def masked(self, inner_NEF: Tensor, weights_NE: Tensor) -> Tensor:
-        """All units of all tokens in one product; what a token does not use is multiplied by 0.
+        """Computes all units of all tokens in one product, with weight 0 for unused experts.
 
         Args:
             inner_NEF: `units` of the tokens.
@@ -122,7 +122,7 @@ class UnitGroups(StackedExperts):
         return output_ND
 
     def chosen(self, inner_NEF: Tensor, expert_ids_NK: Tensor) -> Tensor:
-        """The output of each group that a token uses.
+        """Computes the output of each group that a token uses.
 
         Args:
             inner_NEF: `units` of the tokens.
@@ -137,7 +137,7 @@ class UnitGroups(StackedExperts):
 
 
 class MaskedDispatcher(Dispatcher):
-    """No token goes anywhere: every expert sees all of them."""
+    """A dispatcher that moves no tokens: every expert processes all of them."""
 
     def forward(
         self,
@@ -147,9 +147,9 @@ class MaskedDispatcher(Dispatcher):
         capacity_factor: float | None = None,
         apart: Apart = "none",
     ) -> Dispatched:
-        """Sums of the chosen groups, as `Dispatcher.forward` has them of experts.
+        """Sums the outputs of the chosen groups, like `Dispatcher.forward` for experts.
 
-        The result has a plan only where a capacity may drop assignments.
+        The result has a plan only if a capacity may drop assignments.
         """
         assert isinstance(experts, UnitGroups)
         tokens_ND = self.regions.tokens(tokens_ND)

@@ -1,10 +1,9 @@
-"""The emergent mixture of experts as a feed-forward of a block: parts of smoe, put together
-otherwise.
+"""The emergent mixture of experts as a feed-forward of a block, built from parts of smoe.
 
     y = sum_(e in TopK(x . mean K_e)) activation(x K_e^T + b_e) V_e + c
 
-and what the units give that every token uses. With K = E it is the dense feed-forward whose units
-the experts are.
+plus the output of the units that every token uses. With K = E it equals the dense feed-forward
+whose units the experts are.
 
 Shapes: N tokens, D width, E experts, K experts of a token, F inner units of one expert, U of all.
 """
@@ -30,30 +29,29 @@ from polyad.model.smoe.selection import Selected, Selection
 class AverageKeys(Score):
     """Scores by the mean key of each expert, x . mean K_e; it has no parameters.
 
-    The keys are those of the moment, so that the gate follows them through training and nothing of
-    it is stored. They get no gradient through it; the token does, where a loss of routing asks for
-    it.
+    The means are computed from the current keys, so the gate follows them in training and nothing
+    is stored. The keys get no gradient from it; the tokens do, if a routing loss requires it.
     """
 
     def features(self, experts: StackedExperts, dispatcher: Dispatcher) -> Tensor:
-        """The mean key of each expert, without gradient."""
+        """Computes the mean key of each expert, without gradient."""
         assert isinstance(experts, UnitGroups)
         keys_EFD = experts.keys.detach()
         return dispatcher.unit_means(keys_EFD.mean(1, dtype=router_dtype(keys_EFD.dtype)))
 
     def columns(self, features: Tensor | None = None) -> Tensor:
-        """The mean keys themselves."""
+        """Returns the mean keys."""
         assert features is not None
         return features
 
     def forward(self, u_ND: Tensor, features: Tensor | None = None) -> Tensor:
-        """See `Score.forward`; it reads mean keys [E, D], in routing's precision."""
+        """See `Score.forward`; `features` are mean keys [E, D], in routing's precision."""
         assert features is not None
         return linear(u_ND.to(features.dtype), features)
 
 
 class MemberScore(Score):
-    """Scores by one unit of each expert: |activation(x . k_e + b_e)|, with a gate times
+    """Scores by one unit of each expert: |activation(x . k_e + b_e)|, with a gate multiplied by
     x . l_e + c_e.
 
     Source: Pei et al. 2025, "CMoE: fast carving of mixture-of-experts for efficient LLM inference".
@@ -71,13 +69,13 @@ class MemberScore(Score):
             self.linear_bias = nn.Parameter(torch.empty(shape[0])) if context.bias else None
 
     def initializers(self) -> dict[str, Initializer]:
-        """Initializers of a feed-forward's units."""
+        """Returns the initializers of a feed-forward's units."""
         weight = normal(self.std)
         entries = {"key": weight, "bias": ZEROS, "linear": weight, "linear_bias": ZEROS}
         return {name: each for name, each in entries.items() if getattr(self, name) is not None}
 
     def columns(self, features: Tensor | None = None) -> Tensor:
-        """The keys."""
+        """Returns the keys."""
         return self.key
 
     def forward(self, u_ND: Tensor, features: Tensor | None = None) -> Tensor:
@@ -89,7 +87,7 @@ class MemberScore(Score):
 
 
 class UnitSelection(Selection):
-    """The experts with the highest or the lowest logits; their weights are 1, or 1 on average.
+    """Selects the experts with the highest or lowest logits; weights are 1, or 1 on average.
 
     Args:
         config: The layer's configuration.
@@ -98,10 +96,10 @@ class UnitSelection(Selection):
     def __init__(self, config: EmergentMoEConfig) -> None:
         super().__init__(config)
         self.is_learned = config.weighs_experts()
-        self.lowest = config.select != "top_k"  # all but the highest are the lowest
+        self.lowest = config.select != "top_k"  # not_top_k takes the lowest, too
 
     def forward(self, scores_NE: Tensor, logits_NE: Tensor | None = None) -> Selected:
-        """See `Selection.forward`; by logits, for some of the scores may have underflowed to 0."""
+        """See `Selection.forward`; uses logits, since some scores may have underflowed to 0."""
         ranked_NE = scores_NE.log() if logits_NE is None else logits_NE
         best = ranked_NE.topk(self.top_k, dim=-1, largest=not self.lowest)
         ids_NK = self.forced(self.agreed(best.indices))
@@ -113,7 +111,7 @@ class UnitSelection(Selection):
 
 
 class EmergentMoE(SelectingMoE):
-    """A mixture whose experts are groups of one feed-forward's units.
+    """A mixture whose experts are groups of the units of one feed-forward.
 
     Args:
         config: Its own configuration.
@@ -123,7 +121,7 @@ class EmergentMoE(SelectingMoE):
     config: EmergentMoEConfig
     experts: UnitGroups
     unit: Tensor
-    """[U], the number in the dense feed-forward of each unit: the shared ones, then expert by
+    """[U], the index in the dense feed-forward of each unit: the shared units, then expert by
     expert."""
 
     def __init__(self, config: EmergentMoEConfig, context: FeedForwardContext) -> None:
@@ -141,16 +139,16 @@ class EmergentMoE(SelectingMoE):
         self.register_buffer("unit", torch.empty(units, dtype=torch.int64))
 
     def initializers(self) -> dict[str, Initializer]:
-        """Says how what is its own starts; its parts have initializers."""
+        """Returns the initializers of its own parameters; its parts have their own."""
         return {"output_bias": ZEROS, "unit": Initializer(_in_order)}
 
     def add_bias(self, y_ND: Tensor, selected: Selected) -> Tensor:
-        """Adds the output bias, once for each token."""
+        """Adds the output bias, once per token."""
         assert self.output_bias is not None
         return y_ND + self.output_bias
 
     def parameters_by_expert(self) -> list[nn.Parameter]:
-        """The experts' weights; the output bias is every token's."""
+        """Returns the experts' weights; the output bias belongs to all tokens."""
         return list(self.experts.parameters())
 
 

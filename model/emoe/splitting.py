@@ -1,19 +1,19 @@
-"""How a dense feed-forward is split into groups of its units, and merged again, bitwise.
+"""Splits a dense feed-forward into groups of its units, and merges it again, bit for bit.
 
-Which units form a group: those with similar keys, by balanced k-means, or any. Keys are normalized
-first, so that the distance is that of directions. Assignments are made by regret, and then members
-of two groups change places as long as that lowers the sum of squared distances: within 0.1% of an
-exact assignment, in seconds for thousands of keys.
+Groups consist of units with similar keys, found by balanced k-means, or are random. Keys are
+normalized first, so that distances compare directions. Keys are assigned by regret; then pairs of
+groups swap members as long as that lowers the sum of squared distances. The result is within 0.1%
+of an exact assignment, and takes seconds for thousands of keys.
 
-Or those that text activates together, while the units that nearly all text activates are shared by
-all tokens: `carve` and `by_activation`.
+Alternatively, groups consist of units that text activates together, while units that nearly all
+text activates are shared by all tokens: `carve` and `by_activation`.
 
 Sources: Qiu et al. 2023, "Emergent mixture-of-experts", section 3.2; Malinen and Fränti 2014,
 "Balanced k-means for clustering", which assigns exactly; Pei et al. 2025, "CMoE: fast carving of
 mixture-of-experts for efficient LLM inference"; 2026, "ExpertWeaver" (arXiv 2602.15521).
 
-Shapes: U inner units, E experts or groups, F units of one expert, N tokens, A units that a token
-activates most; in k-means F keys, D width.
+Shapes: U inner units, E experts or groups, F units of one expert, N tokens, A most active units of
+a token; in k-means F keys, D width.
 """
 
 from typing import NamedTuple, TypeAlias
@@ -26,13 +26,13 @@ from torch import Tensor
 OF_UNITS = {
     "gate.weight": 0, "gate.bias": 0, "up.weight": 0, "up.bias": 0, "down.weight": 1,
 }  # fmt: skip
-"""The axis of units of each tensor of a dense feed-forward; one that is not listed has none."""
+"""The unit axis of each tensor of a dense feed-forward; tensors not listed have none."""
 SHARED = "shared."
-"""Names of what every token goes through begin with it, and go on as the dense tensor's."""
+"""Name prefix of the shared tensors; the rest of the name is that of the dense tensor."""
 
 
 def dense_names(*, gated: bool) -> dict[str, str]:
-    """The tensor of a dense feed-forward that holds the numbers of each tensor of groups.
+    """Maps the tensors of groups to the dense tensors that hold the same values.
 
     Args:
         gated: Whether it has a gate.
@@ -49,28 +49,28 @@ def dense_names(*, gated: bool) -> dict[str, str]:
 
 
 def unit_order(group_U: Tensor) -> Tensor:
-    """The order of units in which those of a group stand together.
+    """Orders units so that those of a group are adjacent.
 
     Args:
         group_U: The group of each unit, from 0.
 
     Returns:
-        [U], of each place the number of its unit; in a group they stay as they were.
+        [U], the unit at each position; the order within a group is kept.
     """
     return group_U.argsort(stable=True)
 
 
 def split(name: str, dense: Tensor, unit_U: Tensor, num_experts: int) -> Tensor:
-    """A tensor of groups of units.
+    """Makes a tensor of unit groups.
 
     Args:
-        name: The name of the dense tensor, as `up.weight`.
+        name: The name of the dense tensor, such as `up.weight`.
         dense: The dense tensor.
-        unit_U: See `unit_order`; of the units that are in groups.
+        unit_U: See `unit_order`; only units that are in groups.
         num_experts: E.
 
     Returns:
-        Keys or values [E, F, D], biases of units [E, F], or the output's bias [D].
+        Keys or values [E, F, D], unit biases [E, F], or the output bias [D].
     """
     if name not in OF_UNITS:
         return dense
@@ -79,12 +79,12 @@ def split(name: str, dense: Tensor, unit_U: Tensor, num_experts: int) -> Tensor:
 
 
 def shared_part(name: str, dense: Tensor, unit_S: Tensor) -> Tensor:
-    """A tensor of what every token goes through; the output's bias, which is added once, is 0.
+    """Makes a tensor of the shared units; their output bias is 0, since it is added only once.
 
     Args:
-        name: The name of the dense tensor, and of the tensor.
+        name: The name of the dense tensor.
         dense: The dense tensor.
-        unit_S: Its units.
+        unit_S: The shared units.
     """
     if name not in OF_UNITS:
         return torch.zeros_like(dense)
@@ -92,13 +92,13 @@ def shared_part(name: str, dense: Tensor, unit_S: Tensor) -> Tensor:
 
 
 def merge(name: str, stacked: Tensor, unit_U: Tensor, shared: Tensor | None = None) -> Tensor:
-    """A tensor of the dense feed-forward: what `split` and `shared_part` made theirs of.
+    """Makes a tensor of the dense feed-forward; the inverse of `split` and `shared_part`.
 
     Args:
         name: The name of the dense tensor.
         stacked: The tensor of groups.
-        unit_U: See `unit_order`; of all units, the shared ones first.
-        shared: The tensor of what every token goes through; None: there is none.
+        unit_U: See `unit_order`; all units, the shared ones first.
+        shared: The tensor of the shared units; None if there are none.
     """
     if name not in OF_UNITS:
         return stacked if shared is None else stacked + shared
@@ -111,27 +111,27 @@ def merge(name: str, stacked: Tensor, unit_U: Tensor, shared: Tensor | None = No
 
 
 class Carved(NamedTuple):
-    """The units of a feed-forward, shared and in groups."""
+    """The units of a feed-forward, divided into shared units and groups."""
 
     unit_U: Tensor
-    """[U], the number of each unit: the shared ones, then group by group."""
+    """[U], the index of each unit: the shared units, then group by group."""
     member_E: Tensor
-    """[E], the number of the unit that stands for each group."""
+    """[E], the index of the unit that represents each group."""
 
 
 def carve(marked_NA: Tensor, num_units: int, shared: int, groups: int) -> Carved:
-    """Groups units that the same tokens activate most (CMoE).
+    """Groups units that are most active for the same tokens (CMoE).
 
     A unit's column has a 1 for each token that marks it. The units with most ones are shared. Of
-    the others those with most are the centers, and each gets as many units, at the least sum of
-    absolute differences of columns. A group's unit with the column nearest to its mean one stands
-    for it. The paper assigns exactly; see `assign`.
+    the rest, those with most ones are centers, and each gets equally many units, at a minimal sum
+    of absolute differences of columns. The unit whose column is nearest to its group's mean
+    represents the group. The paper assigns exactly; see `assign`.
 
     Args:
-        marked_NA: The units with the largest activation of each token.
+        marked_NA: The most active units of each token.
         num_units: U.
-        shared: How many units every token uses.
-        groups: E, which divides the others.
+        shared: Number of units that every token uses.
+        groups: E, which divides the number of other units.
     """
     tokens, most = marked_NA.shape
     column_UN = torch.zeros(num_units, tokens)
@@ -152,21 +152,21 @@ def carve(marked_NA: Tensor, num_units: int, shared: int, groups: int) -> Carved
 
 
 def _differences(column_UN: Tensor, center_EN: Tensor) -> Tensor:
-    """Sums of absolute differences [U, E] of columns of 0 and 1, and centers between them."""
+    """Computes sums of absolute differences [U, E] of 0/1 columns to centers between 0 and 1."""
     return center_EN.sum(1) + column_UN.sum(1, keepdim=True) - 2 * column_UN @ center_EN.T
 
 
 def by_activation(mean_SU: Tensor, shared: int, groups: int, seed: int) -> Tensor:
-    """Groups units by what samples of text activate them, and shares the most active ones.
+    """Groups units by the samples of text that activate them, and shares the most active units.
 
     Args:
         mean_SU: The mean activation of each unit in each sample.
-        shared: How many units every token uses: those with the largest mean magnitude.
-        groups: E, which divides the others.
+        shared: Number of units that every token uses: those with the largest mean magnitude.
+        groups: E, which divides the number of other units.
         seed: The seed of the clustering.
 
     Returns:
-        [U], the number of each unit: the shared ones, then group by group.
+        [U], the index of each unit: the shared units, then group by group.
     """
     order_U = mean_SU.abs().mean(0).argsort(descending=True, stable=True)
     shared_S, rest_R = order_U[:shared].sort().values, order_U[shared:].sort().values
@@ -178,18 +178,18 @@ Numbers: TypeAlias = NDArray[np.float64]
 Labels: TypeAlias = NDArray[np.int64]
 
 MOST_ROUNDS, MOST_SWEEPS = 50, 30
-"""At most so many rounds of k-means, and sweeps of exchanges within a round."""
+"""Maximum number of k-means rounds, and of swap sweeps within a round."""
 SMALLEST_GAIN = 1e-7
-"""Share of the objective: with less than this a round is the last one."""
+"""Relative improvement of the objective below which the rounds stop."""
 
 
 def balanced_kmeans(keys_FD: Numbers, groups: int, seed: int) -> Labels:
     """Clusters keys into groups of equal size by their directions.
 
     Args:
-        keys_FD: Finite.
+        keys_FD: Finite keys.
         groups: E, which divides F.
-        seed: The seed of the first centers (k-means++).
+        seed: The seed of the initial centers (k-means++).
 
     Returns:
         The group of each key [F], from 0.
@@ -202,7 +202,7 @@ def balanced_kmeans(keys_FD: Numbers, groups: int, seed: int) -> Labels:
         group_F = assign(squared_distances(x_FD, centers_ED), size)
         centers_ED = np.stack([x_FD[group_F == group].mean(0) for group in range(groups)])
         gain = least - (now := objective(x_FD, group_F))
-        if gain > 0:  # an assignment that is not exact may also lose
+        if gain > 0:  # an inexact assignment may also be worse
             best_F, least = group_F, now
         if gain <= SMALLEST_GAIN * now:
             break
@@ -210,7 +210,7 @@ def balanced_kmeans(keys_FD: Numbers, groups: int, seed: int) -> Labels:
 
 
 def random_groups(num_keys: int, groups: int, seed: int) -> Labels:
-    """Groups of equal size by chance.
+    """Divides keys into random groups of equal size.
 
     Args:
         num_keys: F.
@@ -224,7 +224,7 @@ def random_groups(num_keys: int, groups: int, seed: int) -> Labels:
 
 
 def normalized(keys_FD: Numbers) -> Numbers:
-    """Keys of length 1; those of length 0 stay."""
+    """Normalizes keys to length 1; zero keys stay zero."""
     keys_FD = keys_FD.astype(np.float64)
     lengths_F1: Numbers = np.linalg.norm(keys_FD, axis=1, keepdims=True)
     lengths_F1[lengths_F1 == 0] = 1
@@ -232,32 +232,32 @@ def normalized(keys_FD: Numbers) -> Numbers:
 
 
 def objective(x_FD: Numbers, group_F: Labels) -> float:
-    """The sum of squared distances of keys to the means of their groups."""
+    """Returns the sum of squared distances of keys to the means of their groups."""
     means_ED = np.stack([x_FD[group_F == group].mean(0) for group in range(group_F.max() + 1)])
     return float(((x_FD - means_ED[group_F]) ** 2).sum())
 
 
 def squared_distances(x_FD: Numbers, centers_ED: Numbers) -> Numbers:
-    """[F, E]."""
+    """Returns squared distances [F, E]."""
     squares_FE = (x_FD**2).sum(1)[:, None] + (centers_ED**2).sum(1)
     distances_FE: Numbers = np.maximum(squares_FE - 2 * x_FD @ centers_ED.T, 0)
     return distances_FE
 
 
 def _first_centers(x_FD: Numbers, groups: int, generator: np.random.Generator) -> Numbers:
-    """k-means++: each center is a key, likelier the farther it is from those before it."""
+    """Chooses initial centers by k-means++: keys far from earlier centers are more likely."""
     chosen = [int(generator.integers(len(x_FD)))]
     nearest_F = squared_distances(x_FD, x_FD[chosen])[:, 0]
     while len(chosen) < groups:
         total = nearest_F.sum()
-        chance_F = nearest_F / total if total > 0 else None  # None: all keys are alike
+        chance_F = nearest_F / total if total > 0 else None  # None: all keys are equal
         chosen.append(int(generator.choice(len(x_FD), p=chance_F)))
         nearest_F = np.minimum(nearest_F, squared_distances(x_FD, x_FD[chosen[-1:]])[:, 0])
     return x_FD[chosen]
 
 
 def assign(cost_FE: Numbers, size: int) -> Labels:
-    """Gives each group as many keys, at a low total cost.
+    """Assigns equally many keys to each group, at a low total cost.
 
     Args:
         cost_FE: The cost of each key in each group.
@@ -273,7 +273,7 @@ def assign(cost_FE: Numbers, size: int) -> Labels:
         return group_F
     preferred_FE = np.argsort(cost_FE, axis=1, kind="stable")
     two_F2 = np.partition(cost_FE, 1, axis=1)[:, :2]
-    for key in np.argsort(two_F2[:, 0] - two_F2[:, 1], kind="stable"):  # who has most to lose first
+    for key in np.argsort(two_F2[:, 0] - two_F2[:, 1], kind="stable"):  # largest regret first
         group = next(group for group in preferred_FE[key] if room_E[group])
         group_F[key], room_E[group] = group, room_E[group] - 1
     for _ in range(MOST_SWEEPS):
@@ -283,10 +283,10 @@ def assign(cost_FE: Numbers, size: int) -> Labels:
 
 
 def _exchange(cost_FE: Numbers, group_F: Labels) -> bool:
-    """Has pairs of groups exchange the two keys that gain most, in place.
+    """Swaps keys between pairs of groups where that gains most, in place.
 
     Returns:
-        Whether any did.
+        Whether any were swapped.
     """
     keys, groups = cost_FE.shape
     gain_FE = cost_FE[np.arange(keys), group_F][:, None] - cost_FE

@@ -1,1 +1,1 @@
-"""Names and configurations of other libraries' checkpoints: one table a family."""
+"""Names and configurations of other libraries' checkpoints: one table per family."""

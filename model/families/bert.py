@@ -1,7 +1,7 @@
 """BERT of Hugging Face's `transformers`.
 
-Their queries, keys and values are three layers, ours is one: its rows are theirs, one after the
-other.
+`transformers` has three layers for queries, keys and values, Polyad one: its rows are those of the
+three layers in this order.
 
     BertForMaskedLM                  model.head.kind: language
     BertForSequenceClassification    model.head.kind: classification
@@ -40,7 +40,7 @@ def _copies(config: BertConfig) -> dict[str, str]:
 
 
 def _head_of(tree: Tree, shape_of: ShapeOf) -> dict[str, Any]:
-    """The head that a folder has: by its tensors, since older files name no class."""
+    """Determines a folder's head from its tensors, since older files do not name the class."""
     if shape_of(_BIAS) is not None:
         return {"kind": "language"}
     classifier = shape_of("classifier.weight")
@@ -102,8 +102,8 @@ BERT = Family(
         "feed_forward.down": "output.dense",
         "feed_forward_norm": "output.LayerNorm",
     },
-    # Buffers of older versions; what not every head here has, as the pooler and the head for the
-    # next sentence; copies.
+    # Buffers of older versions; tensors that only some heads use, such as the pooler and the head
+    # for next-sentence prediction; copies.
     ignored=re.compile(
         r"embeddings\.position_ids|pooler\.dense\..*|cls\.seq_relationship\..*|"
         r"cls\.predictions\.decoder\..*"

@@ -1,11 +1,11 @@
 """Llama-style decoders of Hugging Face's `transformers`, and their mixtures of experts.
 
-One table for each `model_type`: its keys of config.json with ours, and its names of tensors. What
-a family has always is a `constant`; a key that no table mentions refuses the folder, unless it is
-null or false.
+Each `model_type` has one table, with its keys of config.json and their counterparts here, and its
+tensor names. A value that is the same in all models of a family is a `constant`. A folder with a
+key that no table mentions is refused, unless the key is null or false.
 
-Experts are on disk one by one, or all in one tensor (`FUSED`), as `save_pretrained(...,
-save_original_format=False)` leaves them.
+Experts are stored one by one, or all in one tensor (`FUSED`), as written by `save_pretrained(...,
+save_original_format=False)`.
 """
 
 import re
@@ -34,24 +34,24 @@ IGNORED_KEYS = frozenset({
     "router_aux_loss_coef", "tokenizer_class", "torch_dtype", "transformers_version",
     "use_cache",
 })  # fmt: skip
-"""Keys that do not change what is computed, or that a family reads where they do."""
+"""Keys that do not affect the computation, or that a family reads where they do."""
 FREE = frozenset({
     "head", "dropout", "recompute", "compile", "initializer_range", "end_of_text_id",
 })  # fmt: skip
-"""Keys of ours that may differ from a folder's."""
+"""Our keys that may differ from a folder's."""
 FREE_OF_EXPERTS = frozenset({
     "graph", "similarity", "tau", "sigma", "attention_head", "head_mean", "lower_entropy_only",
     "causal_graph", "graph_from", "balancing_rate", "capacity_factor", "allow_leak",
     "evaluation_capacity_factor", "capacity_order", "expert_dropout", "router_noise", "experts",
     "scale_residual_init", "input_jitter", "final_top_k", "pool", "pool_least", "pool_most",
 })  # fmt: skip
-"""Keys of sparse experts that may differ: they change how tokens are routed, and no weight."""
+"""Keys of sparse experts that may differ: they affect routing in training, but no weights."""
 
 ROUTING = frozenset({
     "graph", "attention_head", "lower_entropy_only", "causal_graph", "capacity_factor",
     "evaluation_capacity_factor", "final_top_k",
 })  # fmt: skip
-"""Keys of those that also change what a trained model computes."""
+"""Those of these keys that also affect the output of a trained model."""
 
 LLAMA: Rules = {
     "attention_norm": "input_layernorm",
@@ -74,7 +74,7 @@ ROUTED: Rules = {
     "feed_forward.experts.down": per_expert("mlp.experts.{expert}.down_proj.weight"),
     "feed_forward.shared_gate": "mlp.shared_expert_gate",
 }
-"""Experts as OLMoE, Qwen and DeepSeek name them."""
+"""Names of experts in OLMoE, Qwen and DeepSeek."""
 
 
 def _experts(gate_up: str, down: str) -> Rules:
@@ -127,13 +127,13 @@ GPT_OSS: Rules = {
 
 
 def number(theirs: str, ours: str, default: Any, *, unused: Any = None) -> Key:
-    """A value of which one, there, is none here; null there is the default.
+    """A value that is null here for one special value there; null there means the default.
 
     Args:
-        theirs: The key there.
-        ours: The key here.
-        default: What the library takes where the file does not say.
-        unused: What the library writes for none.
+        theirs: The library's key.
+        ours: Our key.
+        default: The library's default if the file has no such key.
+        unused: The library's value for null.
     """
 
     def read(tree: Tree) -> dict[str, Any]:
@@ -151,12 +151,12 @@ def number(theirs: str, ours: str, default: Any, *, unused: Any = None) -> Key:
 
 
 def heads(groups: int | None, *, sized: bool = True, size: int | None = None) -> Key:
-    """Heads of keys and values, and the size of heads.
+    """The number of key and value heads, and the head size.
 
     Args:
-        groups: What the library takes where the file does not say; None: as many as of queries.
-        sized: Whether the file may say a size.
-        size: The library's default; None: width / heads.
+        groups: The library's default if the file has no such key; None for as many as query heads.
+        sized: Whether the file may contain a head size.
+        size: The library's default size; None for width / heads.
     """
 
     def read(tree: Tree) -> dict[str, Any]:
@@ -179,15 +179,15 @@ def rope(
     is_latent: bool = False,
     scaling: Tree | None = None,
 ) -> Key:
-    """Rotary positions, as older files have them (`rope_theta`, `rope_scaling`) and newer ones
+    """Rotary positions, in the form of older files (`rope_theta`, `rope_scaling`) and newer ones
     (`rope_parameters`).
 
     Args:
         theta: The library's default.
-        pairs: Which units turn together.
-        dtype: The precision that they turn in.
-        is_latent: Whether YaRN scales logits, and the file says which units turn together.
-        scaling: What the library takes where the file names no scaling.
+        pairs: Which units are rotated together.
+        dtype: The precision of the rotation.
+        is_latent: Whether YaRN scales logits, and the file says which units are rotated together.
+        scaling: The library's default scaling.
     """
     unsaid = scaling or {}
 
@@ -226,7 +226,8 @@ def rope(
 
 
 def _rope_parameters(tree: Tree, theta: float, unsaid: Tree) -> dict[str, Any]:
-    """The keys of both forms in the newer one; of a file with both the library takes the older."""
+    """Converts the keys of either form to the newer one; if both exist, the older one wins, as in
+    the library."""
     said = tree.get("rope_scaling") or tree.get("rope_parameters") or unsaid
     found: dict[str, Any] = {"rope_theta": tree.get("rope_theta", theta), **said}
     found["rope_type"] = found.get("rope_type") or found.get("type") or "default"
@@ -234,10 +235,10 @@ def _rope_parameters(tree: Tree, theta: float, unsaid: Tree) -> dict[str, Any]:
 
 
 def _read_scaling(found: Tree, longest: Any, is_latent: bool) -> dict[str, Any]:
-    """A section `rotary.scaling`.
+    """Reads a section `rotary.scaling`.
 
     Args:
-        found: Parameters of rotary positions, in the newer form.
+        found: The parameters of rotary positions, in the newer form.
         longest: `max_position_embeddings`.
         is_latent: See `rope`.
     """
@@ -249,7 +250,7 @@ def _read_scaling(found: Tree, longest: Any, is_latent: bool) -> dict[str, Any]:
     section: dict[str, Any] = {"kind": kind}
     for theirs, ours in _SCALINGS[kind].items():
         value = known.get(theirs)
-        if value or isinstance(value, bool):  # 0 is none: of mscale
+        if value or isinstance(value, bool):  # mscale: 0 means none
             whole = isinstance(value, bool) or ours == "original_length"
             section[ours] = value if whole else float(value)
     return section | ({"scaled_logits": is_latent} if kind == "yarn" else {})
@@ -274,7 +275,7 @@ _SCALINGS: dict[str, dict[str, str]] = {
         "truncate": "rounded",
     },
 }
-"""Our keys of a scaling by theirs."""
+"""Our scaling keys by the library's."""
 
 
 def window(
@@ -283,12 +284,12 @@ def window(
     *,
     is_optional: bool = False,
 ) -> Key:
-    """A sliding window, and the blocks that have it.
+    """The sliding window, and the blocks that have it.
 
     Args:
-        slides: Whether a block has it where the file has no `layer_types`.
-        default: The window where the file does not say.
-        is_optional: Whether the file says `use_sliding_window`, which is false by default.
+        slides: Whether a block has it if the file has no `layer_types`.
+        default: The library's default window.
+        is_optional: Whether the file has `use_sliding_window`, which is false by default.
     """
 
     def read(tree: Tree) -> dict[str, Any]:
@@ -323,9 +324,9 @@ def placement(
     """The blocks that have experts.
 
     Args:
-        routes: Whether a block has.
-        write: What says so there, of the blocks that have not.
-        reads: Keys there.
+        routes: Whether a block has experts.
+        write: Returns the library's keys for a list of the blocks without experts.
+        reads: The library's keys.
     """
 
     def read(tree: Tree) -> dict[str, Any]:
@@ -349,10 +350,10 @@ def placement(
 
 
 def shared_experts(default: int) -> Key:
-    """DeepSeek's shared experts: several of the width of an expert are one, several times wider.
+    """DeepSeek's shared experts: n of an expert's width are read as one, n times as wide.
 
     Args:
-        default: How many the library takes where the file does not say.
+        default: The library's default number.
     """
 
     def read(tree: Tree) -> dict[str, Any]:
@@ -389,7 +390,7 @@ def normalized(default: bool) -> Key:
 
 
 def biases(default: bool, *ours: str, theirs: str = "attention_bias") -> Key:
-    """One key there, several of ours that are equal."""
+    """One key of the library for several of ours, which must be equal."""
     return Key(
         dict.fromkeys(ours, theirs),
         lambda tree: dict.fromkeys(ours, tree.get(theirs, default)),
@@ -407,12 +408,12 @@ def padding(default: int | None) -> Key:
 
 
 def _within(pad_id: Any, vocab_size: Any) -> Any:
-    """A padding token that is counted from the end is one from the start."""
+    """Converts a padding token counted from the end to one counted from the start."""
     return pad_id + vocab_size if isinstance(pad_id, int) and pad_id < 0 else pad_id
 
 
 def _shape(epsilon: float, length: int, *, pad_id: int | None = None) -> tuple[Key, ...]:
-    """The keys of all families, with the defaults that they do not share."""
+    """The keys of all families, with defaults that differ between them."""
     return (
         field("vocab_size", "vocab_size", 32000, is_needed=True),
         field("hidden_size", "hidden_size", 4096, is_needed=True),
@@ -442,14 +443,14 @@ def _sparse(
     size: str = "intermediate_size",
     alias: str | None = None,
 ) -> tuple[Key, ...]:
-    """The keys of experts, and what all families' have.
+    """The keys of experts that all families have.
 
     Args:
-        experts: The key of their number.
-        default: Their number.
-        top_k: Experts of a token.
+        experts: The key of the number of experts.
+        default: The default number.
+        top_k: The default number of experts per token.
         size: The key of an expert's width.
-        alias: Another key of their number.
+        alias: Another key of the number of experts.
     """
     return (
         constant(
@@ -477,7 +478,7 @@ QWEN_BLOCKS = placement(
 
 
 def _dense_blocks(size: int) -> Key:
-    """The width of dense blocks, and what the library takes where the file does not say."""
+    """The width of dense blocks, with the library's default."""
     return Key(
         {"feed_forward.dense_hidden_size": "intermediate_size"},
         lambda tree: {"feed_forward.dense_hidden_size": tree.get("intermediate_size", size)},
@@ -496,7 +497,7 @@ def _deepseek(
     dense_size: int,
     dense_first: int,
 ) -> tuple[Key, ...]:
-    """The keys of both versions, with the defaults that they do not share."""
+    """The keys of both DeepSeek versions, with defaults that differ between them."""
     blocks = placement(
         lambda tree, block: block >= (tree.get("first_k_dense_replace", dense_first) or 0),
         lambda dense: {"first_k_dense_replace": len(dense)},
@@ -724,13 +725,13 @@ GPT_OSS_FAMILY = _decoder(
 
 
 def comparable(config: DecoderConfig, *, is_written: bool = False) -> dict[str, Any]:
-    """What of a configuration decides which weights a model has, and what they compute.
+    """Returns the parts of a configuration that determine a model's weights and what they compute.
 
     Args:
-        config: Any.
-        is_written: Whether all that changes a token's experts counts, too.
+        config: Any configuration.
+        is_written: Whether to include everything that affects a token's experts.
     """
-    # Rotary positions have no end: how long texts may be is a matter of training.
+    # Rotary positions are unbounded: the maximum length only matters in training.
     free = FREE if config.rotary is None else FREE | {"sequence_length"}
     values = config.filled().model_dump(exclude=set(free))
     experts = config.feed_forward
@@ -743,16 +744,16 @@ def comparable(config: DecoderConfig, *, is_written: bool = False) -> dict[str, 
 
 
 def computes_the_same(config: DecoderConfig, other: DecoderConfig) -> bool:
-    """Whether two configurations, with the same weights, are of one language model."""
+    """Returns whether two configurations with the same weights are the same language model."""
     one, two = (comparable(each, is_written=True) for each in (config, other))
     return one == two and config.head is None
 
 
 def family_of(config: DecoderConfig) -> Family:
-    """The family whose models are like this one.
+    """Returns the family that a model belongs to.
 
     Raises:
-        HuggingFaceError: There is none; what differs from the nearest one is named.
+        HuggingFaceError: There is none; the message names the differences from the nearest family.
     """
     if config.head is not None:
         raise HuggingFaceError(
@@ -782,7 +783,7 @@ def family_of(config: DecoderConfig) -> Family:
 
 
 def _differing(ours: dict[str, Any], theirs: dict[str, Any], before: str = "model.") -> list[str]:
-    """Keys with another value there, as people read them."""
+    """Lists keys whose values differ, in readable form."""
     found: list[str] = []
     for key in {**ours, **theirs}:
         one, other = ours.get(key), theirs.get(key)

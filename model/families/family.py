@@ -1,4 +1,6 @@
-"""What a family of models of another library is: the form of the tables beside this file."""
+"""The definition of a family of another library's models: the form of the tables in this folder.
+
+"Ours" are names and values of Polyad, "theirs" those of the other library."""
 
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -18,95 +20,96 @@ _BLOCK = re.compile(r"blocks\.(\d+)\.(.+)")
 _NONE = re.compile(r"(?!)")
 """Matches nothing."""
 _REFUSED = (absent("pruned_heads"),)
-"""Options of every family of transformers that are built nowhere here."""
+"""Options of every transformers family that are not supported here."""
 
 ShapeOf: TypeAlias = Callable[[str], Shape | None]
-"""The shape of a tensor of a folder by its plain name; None if it is not there."""
+"""The shape of a folder's tensor by its plain name; None if it does not exist."""
 Rules: TypeAlias = Mapping[str, str | Rule]
-"""Rules by our names of modules and single parameters; a string is a module's name there."""
+"""Rules by our names of modules and single parameters; a string is the library's module name."""
 
 
 class Known(NamedTuple):
-    """What a config.json of theirs says, and no configuration of ours."""
+    """What their config.json contains beyond our configuration."""
 
     class_names: list[str] | None = None
-    """None: they are not known."""
+    """The class names; None if unknown."""
     end_of_text_id: int | None = None
-    """The token that ends a document; None: there is none, or no tokenizer is known."""
+    """The token that ends a document; None if there is none, or no tokenizer is known."""
     pad_id: int | None = None
-    """The token that fills sequences up; None: as before."""
+    """The padding token; None if there is none or it is unknown."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """One architecture of another library: its names, and its configuration.
+    """One architecture of another library: its names and its configuration.
 
-    Plain names are without the prefix, and as newer versions write them.
+    Plain names are written without the prefix, in the form of newer versions.
     """
 
     title: str
-    """For errors."""
+    """A name for error messages."""
     config: type[ModelSettings]
-    """The configuration of our model."""
+    """The configuration class of our model."""
     is_of: Callable[[Tree], bool]
-    """Whether a config.json is of this family."""
+    """Returns whether a config.json belongs to this family."""
 
     outside: Rules
-    """Rules for what is outside blocks."""
+    """Rules for parameters outside of blocks."""
     block: str
-    """Before the names of a block, with its number for {}."""
+    """Prefix of the names in a block, with {} for its number."""
     inside: Rules
-    """Rules for what is in a block."""
+    """Rules for parameters in a block."""
     prefix: str = ""
-    """Before the names in the files of some of its classes."""
+    """Prefix of the names in the files of some of its classes."""
     without_prefix: re.Pattern[str] = _NONE
-    """Plain names that no class has a prefix before."""
+    """Plain names that have no prefix in any class."""
     has_prefix: Callable[[Any], bool] = lambda config: True
-    """Whether the class has one that a model is written as."""
+    """Returns whether the class that a model is written as has the prefix."""
     older: Mapping[str, str] = field(default_factory=dict)
-    """Ends of names in older files, and the newer ones."""
+    """Maps ends of names in older files to the newer ones."""
     ignored: re.Pattern[str] = _NONE
-    """Plain names of tensors that files may have and no model here."""
+    """Plain names of tensors that files may contain and no model here has."""
     mentioned: tuple[str, ...] = ()
-    """Beginnings of ignored names that people are told of."""
+    """Prefixes of ignored names that are reported to the user."""
     copies: Callable[[Any], dict[str, str]] = lambda config: {}
-    """Tensors that files may have besides, each with the one that it has to equal."""
+    """Additional tensors that files may contain, each with the one that it must equal."""
     always_has_bias: bool = False
-    """Whether their model has biases even where ours has none."""
+    """Whether their model has biases even if ours has none."""
     may_lack_head: bool = False
-    """Whether files may be of a model without a head: a new one then starts from the seed."""
+    """Whether files may come from a model without a head; a new head then starts from the seed."""
 
     keys: tuple[Key, ...] = ()
-    """In the order in which they are written."""
+    """The keys, in the order in which they are written."""
     known_keys: frozenset[str] | None = None
-    """Keys that change nothing: one that is neither among them nor in `keys` refuses a folder,
-    unless it is null, false or empty. None: keys that are not in `keys` are not looked at."""
+    """Keys without effect: a folder with a key that is neither here nor in `keys` is refused,
+    unless the key is null, false or empty. None: other keys are ignored."""
     other_forms: tuple[Rules, ...] = ()
-    """Other rules for what is in a block, each in place of those of the same names; see
+    """Alternative rules for parameters in a block, each replacing those of the same names; see
     `for_names`."""
     quantized: str | None = None
-    """The `quant_method` that its files may have; None: none."""
+    """The `quant_method` that its files may have; None if they may have none."""
     extra_blocks: bool = False
-    """Whether files may have blocks after the last one, which predict further tokens."""
+    """Whether files may have blocks after the last one, for predicting further tokens."""
     section: Callable[[Tree], Tree] = lambda tree: tree
-    """The part of config.json that has the keys."""
+    """Returns the part of config.json that contains the keys."""
     further: Callable[[Tree, ShapeOf], dict[str, Any]] = lambda tree, shape_of: {}
-    """Values of ours that tensors tell, or that no single key does."""
+    """Returns values of ours that follow from tensors, or from no single key."""
     free: Callable[[Any], frozenset[str]]
-    """Keys of ours that matter in training alone, or say which head there is, which may be new."""
+    """Returns our keys that only matter in training, or select the head, which may be new."""
     width: Callable[[Any, str], int] = lambda config, key: config.hidden_size
-    """What the feed-forward of a section reads."""
+    """Returns the input width of a section's feed-forward."""
     labels: Callable[[Tree], object] = lambda tree: tree.get("id2label")
-    """What config.json calls the classes: names by their number, or in their order."""
+    """Returns the class names in config.json: by number, or as a list."""
     num_classes: Callable[[Any], int] = lambda config: 0
-    """Classes of a head; 0 without one."""
+    """Returns the number of classes of the head; 0 without one."""
     check: Callable[[Any], None] = lambda config: None
-    """Raises a `HuggingFaceError` if they have no such model as ours."""
+    """Raises a `HuggingFaceError` if they have no equivalent of our model."""
     write: Callable[["Family", Any, Known], dict[str, Any]] | None = None
-    """The content of config.json for a checked model; None: such folders are read alone."""
+    """Returns the content of config.json for a checked model; None if such folders are
+    read-only."""
 
     def plain_name(self, stored: str) -> str:
-        """The plain name of a tensor of a file."""
+        """Returns the plain name of a tensor in a file."""
         name = stored.removeprefix(self.prefix)
         for older, newer in self.older.items():
             if name.endswith(older):
@@ -114,17 +117,18 @@ class Family:
         return name
 
     def stored_name(self, plain: str, config: ModelSettings) -> str:
-        """The name that a file gets.
+        """Returns the name to write to a file.
 
         Args:
-            plain: As rules have it.
+            plain: The plain name.
             config: The configuration of our model.
         """
         bare = self.without_prefix.fullmatch(plain) or not self.has_prefix(config)
         return plain if bare else self.prefix + plain
 
     def find(self, name: str) -> Rule | None:
-        """The rule of a parameter of ours, with whole names; None: they have no such parameter."""
+        """Returns the rule for our parameter, with full names; None if they have no such
+        parameter."""
         rules, before = self.outside, ""
         if inside := _BLOCK.fullmatch(name):
             rules, before, name = self.inside, self.block.format(inside[1]), inside[2]
@@ -137,11 +141,11 @@ class Family:
         return replace(rule, names=tuple(f"{before}{each}{after}" for each in rule.names))
 
     def pieces(self, name: str, shape: Shape) -> Iterator[Piece]:
-        """Where a parameter of ours is in the files.
+        """Yields the places of our parameter in the files.
 
         Args:
-            name: Ours.
-            shape: Ours.
+            name: Our name.
+            shape: Our shape.
 
         Raises:
             HuggingFaceError: They have no such parameter.
@@ -152,7 +156,7 @@ class Family:
         return rule.pieces(shape)
 
     def parameter_shapes(self, config: ModelSettings) -> dict[str, Shape]:
-        """Our names and shapes of the parameters that their model has, in our order."""
+        """Returns our names and shapes of the parameters that their model has, in our order."""
         if self.always_has_bias:
             config = config.model_copy(update={"bias": True})
         model = build_model(config)
@@ -166,13 +170,13 @@ class Family:
         Args:
             tree: The content of config.json.
             shape_of: The shapes of its tensors, by name.
-            origin: What to call config.json in errors.
+            origin: How to refer to config.json in errors.
 
         Returns:
-            Ours, complete.
+            Our configuration, complete.
 
         Raises:
-            HuggingFaceError: It asks for what is not built here.
+            HuggingFaceError: It needs something that is not supported here.
         """
         try:
             section = self.section(tree)
@@ -193,14 +197,14 @@ class Family:
         """Writes a configuration.
 
         Args:
-            config: Ours, complete.
-            known: What else is known of the model.
+            config: Our configuration, complete.
+            known: Further information on the model.
 
         Returns:
-            The content of config.json; every key that decides what is computed is written out.
+            The content of config.json; every key that affects the computation is written.
 
         Raises:
-            HuggingFaceError: They have no such model.
+            HuggingFaceError: They have no equivalent of the model.
         """
         refuse_replaced(config)
         self.check(config)
@@ -209,18 +213,18 @@ class Family:
         return self.write(self, config, known)
 
     def written_keys(self, config: ModelSettings) -> dict[str, Any]:
-        """What `keys` write."""
+        """Returns the values that `keys` write."""
         tree: dict[str, Any] = {}
         for key in self.keys:
             tree |= key.write(config)
         return tree
 
     def their_keys(self) -> dict[str, str]:
-        """Their keys by ours, as errors name them."""
+        """Maps our keys to theirs, for error messages."""
         return {ours: theirs for key in self.keys for ours, theirs in key.names.items()}
 
     def for_names(self, names: Collection[str]) -> "Family":
-        """The family in the form that a folder has.
+        """Returns the family in the form used by a folder.
 
         Args:
             names: Plain names of all tensors.
@@ -233,7 +237,7 @@ class Family:
         return self
 
     def in_memory(self) -> "Family":
-        """The family with the names that its model has in memory, where experts are stacked."""
+        """Returns the family with the names of the model in memory, where experts are stacked."""
         inside = dict(self.inside)
         for form in self.other_forms:
             inside |= form
@@ -261,7 +265,7 @@ class Family:
                 )
 
     def _in_their_names(self, error: ValidationError) -> str:
-        """The first fault of a configuration that was read from their keys."""
+        """Describes the first error in a configuration that was read from their keys."""
         first, names = error.errors()[0], self.their_keys()
         reason = first["msg"].removeprefix("Value error, ")
         reason = re.sub(r"\bmodel\.(\w+)", lambda key: names.get(key[1], key[0]), reason)
@@ -275,10 +279,10 @@ def _rule(rules: Rules, name: str) -> Rule | None:
 
 
 def refuse_replaced(config: ModelSettings) -> None:
-    """Raises an error if some blocks have another feed-forward than the model.
+    """Raises an error if some blocks have another feed-forward than the rest.
 
     Raises:
-        HuggingFaceError: They have.
+        HuggingFaceError: Some do.
     """
     if isinstance(config, DecoderSettings) and config.replaced is not None:
         raise HuggingFaceError(
@@ -292,8 +296,8 @@ def refuse_experts(config: ModelSettings, name: str) -> None:
     """Raises an error if feed-forwards are not dense.
 
     Args:
-        config: Ours.
-        name: What transformers calls its model.
+        config: Our configuration.
+        name: The name of the model in transformers.
 
     Raises:
         HuggingFaceError: They are not.
@@ -308,12 +312,12 @@ def refuse_experts(config: ModelSettings, name: str) -> None:
 
 
 def labels_or_numbers(names: list[str] | None, count: int) -> list[str]:
-    """The names of classes; those that transformers gives if they are not known."""
+    """Returns the class names, or transformers' default names if they are unknown."""
     return names or [f"LABEL_{number}" for number in range(count)]
 
 
 def label_keys(names: list[str]) -> dict[str, Any]:
-    """The names of classes as transformers has them."""
+    """Returns the class names in transformers' form."""
     return {
         "id2label": {str(number): name for number, name in enumerate(names)},
         "label2id": {name: number for number, name in enumerate(names)},

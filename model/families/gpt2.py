@@ -1,7 +1,7 @@
 """GPT-2 of Hugging Face's `transformers`.
 
-Their linear layers are `Conv1D`s, [in, out]: the transpose of ours. Their fused q, k, v has our
-order.
+transformers' linear layers here are `Conv1D`s, [in, out]: the transpose of ours. The order of the
+fused q, k, v is the same.
 """
 
 import re
@@ -19,7 +19,7 @@ _FREE = frozenset({
 
 
 def _free(config: GPT2Config) -> frozenset[str]:
-    # A model that scores sequences has no head that could be tied.
+    # A model that scores sequences has no head to tie.
     return _FREE if config.head is None else _FREE | {"tied_embeddings"}
 
 
@@ -49,7 +49,7 @@ GPT2 = Family(
     title="Hugging Face's GPT-2",
     config=GPT2Config,
     is_of=lambda tree: tree.get("model_type") == "gpt2",
-    prefix="transformer.",  # the hub's first files have none, as those of `GPT2Model`
+    prefix="transformer.",  # the hub's first files have none, like those of `GPT2Model`
     without_prefix=re.compile(re.escape(_HEAD)),
     outside={
         "token_embedding": "wte",
@@ -66,7 +66,7 @@ GPT2 = Family(
         "feed_forward.up": transposed("mlp.c_fc"),
         "feed_forward.down": transposed("mlp.c_proj"),
     },
-    # A tied head is a copy. Older files have the causal mask as a buffer.
+    # A tied head is a copy. Older files contain the causal mask as a buffer.
     ignored=re.compile(rf"{re.escape(_HEAD)}|h\.\d+\.attn\.(masked_)?bias"),
     copies=lambda config: {_HEAD: "wte.weight"} if config.tied_embeddings else {},
     always_has_bias=True,

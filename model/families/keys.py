@@ -1,7 +1,6 @@
-"""The keys of another library's config.json, each with ours: one table reads and writes them.
+"""The keys of another library's config.json and ours: one table for reading and writing.
 
-A key reads what the file says, or the library's default where it does not say, and writes every
-value out.
+Reading uses the library's default for a missing key; writing writes every value.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,17 +13,17 @@ ACTIVATIONS = {
     "gelu": "gelu", "quick_gelu": "quick_gelu", "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu",
 }  # fmt: skip
-"""Ours, by transformers' name; of two names the first is written."""
+"""Our names by transformers'; if there are two, the first is written."""
 
 
 class HuggingFaceError(ValueError):
-    """A folder of another library, or a model, that cannot be brought over: one line with why."""
+    """A folder of another library, or a model, that cannot be converted: a one-line error."""
 
     exit_status = 2
 
 
 def nested(values: Mapping[str, Any]) -> dict[str, Any]:
-    """A section of values by dotted keys."""
+    """Nests values given by dotted keys."""
     section: dict[str, Any] = {}
     for key, value in values.items():
         *path, last = key.split(".")
@@ -36,7 +35,7 @@ def nested(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def value_at(config: Any, key: str) -> Any:
-    """The value of a dotted key of a configuration of ours."""
+    """Returns the value of a dotted key of our configuration."""
     for name in key.split("."):
         config = getattr(config, name)
     return config
@@ -52,32 +51,32 @@ def _accept(_: Tree) -> None:
 
 @dataclass(frozen=True)
 class Key:
-    """A key of theirs, or a few that are one of ours."""
+    """One or several keys of theirs that correspond to keys of ours."""
 
     names: Mapping[str, str]
-    """Theirs by ours as pydantic says them, for errors about config.json."""
+    """Their keys by ours, as named by pydantic, for errors about config.json."""
     read: Callable[[Tree], dict[str, Any]] = _nothing
-    """The values of ours."""
+    """Returns the values of our keys."""
     write: Callable[[Any], dict[str, Any]] = _nothing
-    """The values of theirs, of a configuration of ours that has these keys."""
+    """Returns the values of their keys for one of our configurations."""
     refuse: Callable[[Tree], None] = _accept
-    """Raises a `HuggingFaceError`, without the file's name, at what is not built here."""
+    """Raises a `HuggingFaceError`, without the file name, for values that are not supported."""
     reads: tuple[str, ...] = ()
-    """Further keys of theirs that it knows."""
+    """Further keys of theirs that it handles."""
 
 
 def field(
     theirs: str, ours: str, default: Any, alias: str | None = None, *, is_needed: bool = False
 ) -> Key:
-    """A value with one key there and one here.
+    """A value with one key on either side.
 
     Args:
-        theirs: The key there, which is written.
-        ours: The key here, dotted where it is in a section of the model's.
-        default: What the library takes where the file does not say.
-        alias: Another key there, as older or newer files have it.
-        is_needed: Whether null is refused: here it leaves a size to the data, which weights do not
-            have.
+        theirs: Their key, which is written.
+        ours: Our key, dotted if it is in a section of the model's.
+        default: The library's default for a missing key.
+        alias: Another key of theirs, used by older or newer files.
+        is_needed: Whether to refuse null, which here means that the data determines a size; weights
+            need a fixed size.
     """
 
     def read(tree: Tree) -> Any:
@@ -97,17 +96,17 @@ def field(
 
 
 def constant(**values: Any) -> Key:
-    """Values of ours that every model of a family has.
+    """Values of ours that are the same for every model of a family.
 
     Args:
-        values: By our keys, with two underscores for a dot.
+        values: Values by our keys, with two underscores for a dot.
     """
     ours = {key.replace("__", "."): value for key, value in values.items()}
     return Key({}, lambda tree: ours)
 
 
 def only(theirs: str, value: Any) -> Key:
-    """An option of theirs of which one value is built here."""
+    """An option of theirs of which only one value is supported."""
 
     def refuse(tree: Tree) -> None:
         found = tree.get(theirs, value)
@@ -120,7 +119,7 @@ def only(theirs: str, value: Any) -> Key:
 
 
 def absent(theirs: str) -> Key:
-    """An option of theirs of which no value is built here."""
+    """An option of theirs that is not supported at all."""
 
     def refuse(tree: Tree) -> None:
         if tree.get(theirs):
@@ -133,8 +132,8 @@ def inner_size(theirs: str, default: int | None) -> Key:
     """The inner width of dense feed-forwards.
 
     Args:
-        theirs: The key there.
-        default: None: it is null there, for four times the width as here.
+        theirs: Their key.
+        default: Their default; None: null, which means four times the width as here.
     """
 
     def write(config: Any) -> dict[str, Any]:
@@ -168,16 +167,16 @@ def activation(theirs: str, default: str) -> Key:
 
 
 def dropouts(*theirs: str, is_read: bool = True) -> Key:
-    """Several probabilities there, one here, and none where they differ.
+    """Several dropout probabilities there, one here; 0 if they differ.
 
     Args:
-        theirs: The keys there.
-        is_read: False: they are written alone.
+        theirs: Their keys.
+        is_read: False: they are only written.
     """
 
     def read(tree: Tree) -> dict[str, Any]:
         values = [tree.get(key, 0.1) for key in theirs]
-        # Dropout matters in training alone.
+        # Dropout only matters in training.
         return {"dropout": values[0] if values.count(values[0]) == len(values) else 0.0}
 
     return Key(

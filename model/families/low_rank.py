@@ -1,15 +1,15 @@
-"""Low-rank matrices as the library peft lays them out beside the weights of transformers' models.
+"""Low-rank matrices in the format of the library peft, for the weights of transformers' models.
 
     a linear layer or a router   MODULE.lora_A.weight [R, in], MODULE.lora_B.weight [out, R]
     stacked experts              [E R, in], all rows of one expert before those of the next, and
-                                 [out, R E], one column of each expert before the next of each
+                                 [out, R E], one column of each expert, then the next of each
 
-Names are those in memory, where experts are stacked (`Family.in_memory`). Of two stacks of one
-module the first has its matrices behind `.base_layer`. Where a tensor there is several of ours, as
-gate and up, it has the sum of their ranks: A's are one below the other, and B is zero where the
+Names are those in memory, where experts are stacked (`Family.in_memory`). If a module has two
+stacks, the matrices of the first have `.base_layer` in their names. A tensor that holds several of
+ours, such as gate and up, has the sum of their ranks: the As are stacked, and B is zero where the
 outputs of one meet the rank of another.
 
-Shapes: E experts (1 of a linear layer), R rank there, I inputs, O outputs.
+Shapes: E experts (1 for a linear layer), R rank in the file, I inputs, O outputs.
 """
 
 from collections.abc import Collection, Sequence
@@ -26,18 +26,18 @@ _INNER = ".base_layer"
 
 
 class Factors(NamedTuple):
-    """Both matrices beside one tensor there, or the share of it that is ours."""
+    """Both matrices for one of their tensors, or for our share of it."""
 
     A_ERI: Tensor
     B_EOR: Tensor
 
     @classmethod
     def unpacked(cls, A: Tensor, B: Tensor, experts: int) -> "Factors":
-        """Makes them of two matrices in a file.
+        """Converts two matrices from a file.
 
         Args:
-            A: As in the file.
-            B: As in the file.
+            A: A in the file's layout.
+            B: B in the file's layout.
             experts: E.
         """
         rank = A.shape[0] // experts
@@ -45,12 +45,12 @@ class Factors(NamedTuple):
         return cls(A.view(experts, rank, A.shape[1]), B_EOR)
 
     def packed(self) -> tuple[Tensor, Tensor]:
-        """A and B as a file has them."""
+        """Returns A and B in the file's layout."""
         outputs = self.B_EOR.shape[1]
         return self.A_ERI.flatten(0, 1), self.B_EOR.permute(1, 2, 0).reshape(outputs, -1)
 
     def of_share(self, piece: Piece) -> "Factors":
-        """The matrices beside a share of the tensor.
+        """Returns the matrices for a share of the tensor.
 
         Args:
             piece: The share.
@@ -66,10 +66,10 @@ class Factors(NamedTuple):
 
 
 def fused(parts: Sequence[tuple[Piece, Factors]]) -> Factors:
-    """The matrices beside a tensor there.
+    """Combines the matrices of shares into those of one of their tensors.
 
     Args:
-        parts: Shares of it with what is beside each; those that are not named get none.
+        parts: Shares of the tensor with their matrices; other shares get none.
     """
     (piece, (A_ErI, B_EOr)), share = parts[0], parts[0][0].rule.share
     if share is None:
@@ -87,11 +87,11 @@ def fused(parts: Sequence[tuple[Piece, Factors]]) -> Factors:
 
 
 def module_of(name: str, stacks: Collection[str]) -> str:
-    """What the names of both matrices beside a tensor begin with.
+    """Returns the common prefix of the names of both matrices for a tensor.
 
     Args:
-        name: Of the tensor.
-        stacks: The names in `STACKS` that have matrices beside them.
+        name: The name of the tensor.
+        stacks: The names in `STACKS` that have such matrices.
     """
     owner, _, own = name.rpartition(".")
     if own not in STACKS:
@@ -101,22 +101,22 @@ def module_of(name: str, stacks: Collection[str]) -> str:
 
 
 def low_rank_of(A: Tensor, B: Tensor) -> Factors:
-    """Matrices of ours in the form of `Factors`.
+    """Converts our matrices to `Factors`.
 
     Args:
-        A: [r, I], or of stacked experts [E, I, r].
-        B: [O, r], or of stacked experts [E, r, O].
+        A: [r, I], or [E, I, r] for stacked experts.
+        B: [O, r], or [E, r, O] for stacked experts.
     """
     return Factors(A[None], B[None]) if A.ndim == 2 else Factors(A.mT, B.mT)
 
 
 def delta(factors: Factors, scale: float, slices: tuple[slice, ...]) -> Tensor:
-    """A box of what is added to a weight of ours.
+    """Computes a box of the update of one of our weights.
 
     Args:
-        factors: Of the whole weight.
-        scale: What the product is multiplied by.
-        slices: Of the weight: [O, I], or of stacked experts [E, I, O].
+        factors: Factors of the whole weight.
+        scale: Factor of the product.
+        slices: The box: [O, I], or [E, I, O] for stacked experts.
     """
     A_ERI, B_EOR = factors
     if len(slices) == 2:
@@ -126,10 +126,10 @@ def delta(factors: Factors, scale: float, slices: tuple[slice, ...]) -> Tensor:
 
 
 def of_rows(factors: Factors, rows: slice) -> Factors:
-    """The matrices beside some outputs of a linear layer.
+    """Returns the matrices for some outputs of a linear layer.
 
     Args:
-        factors: Beside all.
+        factors: Factors for all outputs.
         rows: The outputs.
     """
     return Factors(

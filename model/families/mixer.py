@@ -1,4 +1,4 @@
-"""MLP-Mixers of timm: most of their configuration is in the shapes of tensors."""
+"""MLP-Mixers of timm, whose configuration mostly follows from tensor shapes."""
 
 import math
 from typing import Any
@@ -11,25 +11,26 @@ from polyad.model.feedforward import DenseFeedForwardConfig
 from polyad.model.mixer import CHANNELS, TOKENS, MixerConfig
 
 EPSILON = 1e-6
-"""In every LayerNorm of timm's Mixer."""
+"""Epsilon of every LayerNorm in timm's Mixer."""
 NAMES = {
     (patch, layers, width): f"mixer_{letter}{patch}_224"
     for letter, layers, width in (("s", 8, 512), ("b", 12, 768), ("l", 24, 1024))
     for patch in (16, 32)
 }
-"""Timm's name of a Mixer, by patch size, blocks and width; the image size may be any."""
+"""timm's name of a Mixer, by patch size, blocks and width, for any image size."""
 RATIOS = (0.5, 4.0)
-"""Inner widths of token and channel layers over the width, unless `model_args` has others."""
+"""Inner widths of token and channel layers relative to the width; `model_args` may override
+them."""
 _ARGUMENTS = ("mlp_ratio", "img_size", "in_chans", "num_classes", "patch_size", "num_blocks",
               "embed_dim", "drop_rate", "proj_drop_rate", "drop_path_rate")  # fmt: skip
-"""`model_args` that the shapes of tensors tell, or that matter in training alone."""
+"""`model_args` that follow from tensor shapes, or only matter in training."""
 
 
 def timm_call(config: MixerConfig) -> str | None:
-    """How timm builds a Mixer that it has no name for; None: it has one.
+    """Returns the timm call that builds a Mixer without a name in timm; None if it has a name.
 
     Args:
-        config: With the number of classes.
+        config: The configuration, with the number of classes.
     """
     if _name(config) is not None:
         return None
@@ -118,7 +119,8 @@ def _name(config: MixerConfig) -> str | None:
 
 
 def _ratios(config: MixerConfig) -> tuple[float, float]:
-    """Inner widths of token and channel layers over the width; timm rounds their products down."""
+    """Returns inner widths of token and channel layers over the width; timm rounds the products
+    down."""
     ratios = []
     for key in (TOKENS, CHANNELS):
         size = config.feed_forwards()[key].inner_size(_width(config, key))

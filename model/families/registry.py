@@ -1,4 +1,4 @@
-"""The families that are known: a new one is a file beside this one, and a line here."""
+"""The supported families: to add one, write a module in this folder and add a line here."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -15,24 +15,24 @@ from polyad.model.settings import ModelSettings
 
 FAMILIES = (GPT2, BERT, VIT, CLIP, MIXER, *DECODERS)
 WRITTEN = {"gpt2": GPT2, "bert": BERT, "vit": VIT, "mixer": MIXER}
-"""The family that a model is written as, by `model.kind`."""
+"""The family as which a model is written, by `model.kind`."""
 SUPPORTED = (
     "gpt2, bert, vit, clip, clip_vision_model, llama, mistral, qwen2, qwen3, olmoe, mixtral, "
     "qwen2_moe, qwen3_moe, granitemoe, granitemoeshared, deepseek_v2, deepseek_v3 and gpt_oss of "
     "transformers, and timm's mixer_*"
 )
-"""For people."""
+"""The supported families, for messages."""
 
 
 def family_of_files(tree: Mapping[str, Any], origin: str) -> Family:
-    """The family that a folder is of.
+    """Returns the family of a folder.
 
     Args:
         tree: The content of its config.json.
-        origin: What to call that in errors.
+        origin: How to refer to config.json in errors.
 
     Raises:
-        HuggingFaceError: It is of none that is known.
+        HuggingFaceError: The family is not supported.
     """
     for family in FAMILIES:
         if family.is_of(tree):
@@ -45,7 +45,7 @@ def family_of_files(tree: Mapping[str, Any], origin: str) -> Family:
 
 
 def family_of_model(config: ModelSettings) -> Family:
-    """The family that a model is written as.
+    """Returns the family as which a model is written.
 
     Args:
         config: The configuration of the model.

@@ -1,20 +1,20 @@
-"""Where a weight of ours is in the files of another library, as a rule without sizes.
+"""Where our weights are in the files of another library, as rules that are independent of sizes.
 
 Rules of modules, whose weight and bias keep their names:
 
     "wte"                            the same tensor under another name
     transposed("attn.c_attn")        [in, out] there, [out, in] here
-    rows("query", "key", "value")    several there, one here: one's rows after the other's
+    rows("query", "key", "value")    several there, one here: stacked by rows
 
 Rules of single parameters:
 
     parameter("cls_token", 1)        the same tensor with another axis of size 1
     half("input_linear.weight", 0)   one there, several here: the first half of its outputs
-    every_other("gate_up_proj", 0)   the same, where the outputs of two take turns
-    per_expert("experts.{expert}.w1.weight")   one for each expert there, all in one here
+    every_other("gate_up_proj", 0)   the same, with the outputs of both interleaved
+    per_expert("experts.{expert}.w1.weight")   one per expert there, one for all here
 
-The same rule reads and writes: it maps a box of ours to a box of theirs, and theirs to a view in
-our orientation. Nothing here opens a file.
+The same rule is used to read and write: it maps a box of ours to a box of theirs, and theirs to a
+view in our orientation. No files are opened here.
 """
 
 from collections.abc import Iterator, Sequence
@@ -26,21 +26,21 @@ from torch import Tensor
 Shape: TypeAlias = tuple[int, ...]
 Slices: TypeAlias = tuple[slice, ...]
 EXPERT = "{expert}"
-"""Stands for the number of an expert in a name."""
+"""Placeholder for the number of an expert in a name."""
 _T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
 class Share:
-    """Which part of an axis of a fused tensor is ours."""
+    """Our part of an axis of a fused tensor."""
 
     axis: int
-    """The axis of the fused tensor, counted from the last: -1."""
+    """The axis of the fused tensor, negative: -1 is the last."""
     index: int
     count: int
-    """Weights of ours that share the tensor, all of one size."""
+    """Number of our weights that share the tensor, all of one size."""
     in_turns: bool
-    """Whether their rows or columns take turns; false: they are blocks, one after the other."""
+    """Whether their rows or columns are interleaved, rather than in consecutive blocks."""
 
 
 @dataclass(frozen=True)
@@ -48,20 +48,20 @@ class Rule:
     """How a weight of ours is stored."""
 
     names: tuple[str, ...]
-    """Names of the tensors there: our rows are theirs, one after the other."""
+    """Names of the tensors there; our rows are theirs, concatenated."""
     of_module: bool = False
-    """Whether it is that of a module: names are without the parameter's own."""
+    """Whether the rule is for a module: names then lack the parameter's own name."""
     transposed: bool = False
-    """Whether the last two axes are swapped there; a vector is as it is."""
+    """Whether the last two axes are swapped there; vectors are unchanged."""
     leading: int = 0
-    """Axes of size 1 that theirs have more in front of ours; negative: fewer."""
+    """Number of leading axes of size 1 that theirs have in addition; negative: fewer."""
     share: Share | None = None
-    """Which part of each tensor it is; None: all."""
+    """The part of each tensor that is ours; None for all."""
     optional: bool = False
-    """Whether the files may lack it: it is zero then."""
+    """Whether the files may lack it; it is then zero."""
 
     def pieces(self, shape: Shape) -> Iterator["Piece"]:
-        """The tensors there, in the order of our rows.
+        """Yields the tensors there, in the order of our rows.
 
         Args:
             shape: The shape of our weight.
@@ -77,7 +77,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class Piece:
-    """A tensor there, or the share of one, and the rows of our weight that it holds."""
+    """A tensor there, or a share of one, and the rows of our weight that it contains."""
 
     name: str
     first_row: int
@@ -87,22 +87,22 @@ class Piece:
 
     @property
     def rows(self) -> slice:
-        """Its rows of our weight."""
+        """The rows of our weight that it contains."""
         return slice(self.first_row, self.first_row + self.size[0])
 
     @property
     def shape(self) -> Shape:
-        """The shape of the tensor there, whole."""
+        """The full shape of the tensor there."""
         sizes = self._as_there(self.size, 1)
         if share := self.rule.share:
             sizes[share.axis] *= share.count
         return tuple(sizes)
 
     def box(self, slices: Slices) -> Slices:
-        """Where a box is in the tensor there.
+        """Maps a box of our rows to a box of the tensor there.
 
         Args:
-            slices: Slices of these rows of ours, each with both ends.
+            slices: Slices of our rows, each with both ends.
         """
         there = self._as_there(slices, slice(0, 1))
         if share := self.rule.share:
@@ -117,10 +117,10 @@ class Piece:
         return tuple(there)
 
     def in_our_form(self, box: Tensor, size: Shape) -> Tensor:
-        """A view of a box of the tensor there.
+        """Returns a view in our orientation of a box of the tensor there.
 
         Args:
-            box: As `box` cut it out.
+            box: The box that `box` selects.
             size: The size of our box.
         """
         return (box.mT if self._is_transposed(box.ndim) else box).view(size)
@@ -129,14 +129,14 @@ class Piece:
         """Fills this piece's share of a tensor there.
 
         Args:
-            stored: The tensor, whole.
-            value: Our weight, whole.
+            stored: The whole tensor.
+            value: Our whole weight.
         """
         box = stored[self.box(tuple(slice(0, n) for n in self.size))]
         self.in_our_form(box, self.size).copy_(value[self.rows])
 
     def _as_there(self, ours: Sequence[_T], one: _T) -> list[_T]:
-        """What belongs to our axes, in the order of theirs; `one` is of an axis of size 1."""
+        """Reorders values for our axes to theirs; `one` is the value for an axis of size 1."""
         leading = self.rule.leading
         there = [*[one] * leading, *ours[max(0, -leading) :]]
         if self._is_transposed(len(there)):
@@ -153,12 +153,12 @@ def transposed(name: str) -> Rule:
 
 
 def rows(*names: str) -> Rule:
-    """Several tensors there that are one here, as queries, keys and values; all have one shape."""
+    """Several tensors of one shape there, one here, such as queries, keys and values."""
     return Rule(names, of_module=True)
 
 
 def parameter(name: str, leading: int = 0, *, optional: bool = False) -> Rule:
-    """A single tensor; see `Rule` for what may differ."""
+    """A single tensor; see `Rule` for the possible differences."""
     return Rule((name,), leading=leading, optional=optional)
 
 
@@ -166,7 +166,7 @@ def half(name: str, index: int, *, is_transposed: bool = False) -> Rule:
     """The first or second half of the outputs of a fused tensor.
 
     Args:
-        name: There, where outputs are rows: [..., out, in].
+        name: Its name there, where outputs are rows: [..., out, in].
         index: 0 or 1.
         is_transposed: Whether ours is [..., in, out].
     """
@@ -174,19 +174,19 @@ def half(name: str, index: int, *, is_transposed: bool = False) -> Rule:
 
 
 def every_other(name: str, index: int) -> Rule:
-    """The even or odd outputs of a fused tensor, whose last axis they are, as ours.
+    """The even or odd outputs of a fused tensor; outputs are the last axis on both sides.
 
     Args:
-        name: There.
+        name: Its name there.
         index: 0 for the even ones, 1 for the odd ones.
     """
     return Rule((name,), share=Share(-1, index, 2, in_turns=True))
 
 
 def per_expert(name: str) -> Rule:
-    """One matrix [out, in] for each expert there, and [experts, in, out] here.
+    """One matrix [out, in] per expert there, [experts, in, out] here.
 
     Args:
-        name: With `EXPERT` in it.
+        name: The name, containing `EXPERT`.
     """
     return Rule((name,), transposed=True, leading=-1)

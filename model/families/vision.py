@@ -1,10 +1,10 @@
-"""Models of images: ViT and CLIP of Hugging Face's `transformers`.
+"""Image models of Hugging Face's `transformers`: ViT and CLIP.
 
-    vit                  ViTModel and ViTForImageClassification, DINO's among them
-    clip_vision_model    CLIPVisionModel, alone or as part of a CLIP: it is read and never written
+    vit                  ViTModel and ViTForImageClassification, including DINO's
+    clip_vision_model    CLIPVisionModel, alone or as part of a CLIP: read-only
 
-Their queries, keys and values are three layers, ours is one: its rows are theirs, one after the
-other.
+`transformers` has three layers for queries, keys and values, Polyad one: its rows are those of the
+three layers in this order.
 """
 
 import re
@@ -27,11 +27,11 @@ from polyad.model.vit import ViTConfig
 
 FREE = frozenset({"num_classes", "head", "head_bias", "dropout", "drop_path", "recompute",
                   "compile", "initializer_range"})  # fmt: skip
-"""Keys of ours that may differ from a folder's: the classes are the data's."""
+"""Our keys that may differ from a folder's: the data determines the classes."""
 
 
 def classes_of(name: str, shape_of: ShapeOf) -> int:
-    """The classes of a folder's head; 1 where it has none, since a model has at least one.
+    """Returns the number of classes of a folder's head; 1 if it has none, the minimum of a model.
 
     Args:
         name: The name of the head's weight.
@@ -42,7 +42,7 @@ def classes_of(name: str, shape_of: ShapeOf) -> int:
 
 
 def check_image_model(config: ImageModelSettings) -> None:
-    """Raises an error where no library has such a model.
+    """Raises an error if no library has an equivalent of the model.
 
     Raises:
         HuggingFaceError: It has experts, another head, or no biases.
@@ -62,7 +62,7 @@ def check_image_model(config: ImageModelSettings) -> None:
 
 
 def _keys(patch_size: int, epsilon: float, usual: str) -> tuple[Key, ...]:
-    """The keys that ViT and CLIP share, with the defaults that they do not."""
+    """The keys that ViT and CLIP share, with defaults that differ between them."""
     return (
         field("hidden_size", "hidden_size", 768),
         field("num_hidden_layers", "num_layers", 12),
@@ -163,7 +163,7 @@ CLIP = Family(
         "feed_forward.up": "mlp.fc1",
         "feed_forward.down": "mlp.fc2",
     },
-    # The tower for text, what compares both, and buffers of older versions.
+    # The text tower, the projections for comparing both, and buffers of older versions.
     ignored=re.compile(r"text_model\..*|logit_scale|(visual|text)_projection\..*|.*position_ids"),
     may_lack_head=True,
     keys=_keys(32, 1e-5, "quick_gelu"),

@@ -1,1 +1,1 @@
-"""Fast implementations of operations, each beside its definition in plain PyTorch."""
+"""Fast implementations of operations, each together with its reference in plain PyTorch."""

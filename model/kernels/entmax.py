@@ -10,18 +10,18 @@ from torch import Tensor
 
 
 def above_threshold(x_MN: Tensor) -> Tensor:
-    """max(x - tau, 0) with tau of each row such that the norm is 1. The highest x is 0.
+    """Computes max(x - tau, 0) with tau of each row such that the norm is 1; the highest x is 0.
 
-    The norm is convex and falling in tau, so Newton's steps from -1 never pass the root. Each step
-    divides the product of the norm's excess and its slope by at least 4. It starts below N, and
-    the slope is never below 1: n steps with 4^n >= N / epsilon are enough. All of them are
-    taken, since a test for convergence would wait for the device at each step.
+    The norm is convex and decreasing in tau, so Newton steps from -1 never pass the root. Each step
+    divides the product of the norm's excess and its slope by at least 4. It starts below N, and the
+    slope is at least 1: n steps with 4^n >= N / epsilon suffice. All of them are always made, since
+    a convergence test would synchronize with the device at each step.
 
     Args:
-        x_MN: In fp32 or float64.
+        x_MN: Values in fp32 or float64.
 
     Returns:
-        Of the same shape.
+        A tensor of the same shape.
     """
     steps = math.ceil(math.log(x_MN.shape[-1] / torch.finfo(x_MN.dtype).eps, 4))
     tau_M1 = torch.full_like(x_MN[..., :1], -1.0)

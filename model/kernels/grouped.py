@@ -1,9 +1,10 @@
-"""The experts of a layer, over rows that are sorted by expert: up, GELU (by tanh), down; or with a
-gate beside up.
+"""The experts of a layer, over rows sorted by expert: up, GELU (tanh), down; optionally with a gate
+layer.
 
-By definition one expert after the other. Faster: on a CPU one operation over all of them
-(`cpu/experts.py`), on a GPU, and where inner units are dropped, grouped products. On a GPU before
-compute capability 9.0 torch's wait for the counts; those in Triton (`grouped_triton.py`) do not.
+The reference computes one expert after the other. Faster are one operation over all of them on a
+CPU (`cpu/experts.py`), and grouped products on a GPU and where inner units are dropped. On GPUs
+below compute capability 9.0 torch's grouped products wait for the counts; those in Triton
+(`grouped_triton.py`) do not.
 
 Shapes: M rows, E experts, D width, F inner width.
 """
@@ -21,22 +22,22 @@ from polyad.model.kernels import switch
 from polyad.model.kernels.cpu.experts import experts_on_cpu
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-"""Whether Triton's programs run on a CPU, one after the other."""
+"""Whether Triton's programs are interpreted on a CPU."""
 Drop: TypeAlias = Callable[[Tensor], Tensor]
-"""Changes inner units, as dropout does: of the same shape, and each by itself."""
+"""An elementwise function of inner units, such as dropout."""
 
 
 class Gate(NamedTuple):
-    """The layer beside the first one, in experts with a gated activation."""
+    """The gate layer of experts with a gated activation."""
 
     weight_EDF: Tensor
     bias_EF: Tensor | None
     combine: Callable[[Tensor, Tensor], Tensor]
-    """The activation, of the gate and of what the first layer gives."""
+    """The activation: a function of the gate's and the first layer's output."""
 
 
 def gelu_by_tanh(x: Tensor) -> Tensor:
-    """The activation of experts, unless they are told another one."""
+    """The default activation of experts."""
     return gelu(x, approximate="tanh")
 
 
@@ -50,7 +51,7 @@ def one_by_one(
     activation: Drop | None = None,
     gate: Gate | None = None,
 ) -> Tensor:
-    """Computes `grouped` by its definition; reads the counts from the device."""
+    """Reference implementation of `grouped`; reads the counts from the device."""
     if not switch.can_read():
         return by_grouped_products(
             rows_MD, up_EDF, bias_EF, down_EFD, counts_E, drop, activation, gate
@@ -62,7 +63,7 @@ def one_by_one(
         )
         inner_MF = drop(inner_MF) if drop else inner_MF
         return grouped_linear(inner_MF, down_EFD, counts_E, loop=True)
-    # Not by index: autograd would fill a gradient of all experts for each one.
+    # Not by index: autograd would fill a gradient of all experts for each of them.
     biases = [None] * len(up_EDF) if bias_EF is None else bias_EF.unbind(0)
     counts = counts_E.tolist()
     *rows_of_each, rest = torch.split(rows_MD, [*counts, len(rows_MD) - sum(counts)])
@@ -90,14 +91,14 @@ def grouped(
     """Runs every row through its expert.
 
     Args:
-        rows_MD: First all rows of expert 0, then all of expert 1, and so on.
+        rows_MD: All rows of expert 0, then all of expert 1, and so on.
         up_EDF: First layers.
-        bias_EF: Biases of the first layers; None: they have none.
+        bias_EF: Biases of the first layers; None if they have none.
         down_EFD: Second layers.
-        counts_E: Rows of each expert; 0 is allowed. There may be more rows than these.
-        drop: What happens to the inner units after the activation; None: nothing.
-        activation: In place of GELU approximated by tanh; None: that.
-        gate: In place of an activation of the first layer alone; None: there is none.
+        counts_E: Number of rows of each expert; may be 0. There may be further rows.
+        drop: Applied to the inner units after the activation; None for nothing.
+        activation: The activation; None for GELU approximated by tanh.
+        gate: The gate layer and its activation; None for an activation of the first layer alone.
 
     Returns:
         [M, D], in the same order. Rows after the last expert's hold arbitrary values, and so do
@@ -123,7 +124,7 @@ def by_grouped_products(
     activation: Drop | None = None,
     gate: Gate | None = None,
 ) -> Tensor:
-    """Computes what `grouped` does, on any device."""
+    """Computes `grouped` with grouped products, on any device."""
     offsets_E = counts_E.cumsum(0, dtype=torch.int32)
     inner_MF: Tensor = _grouped_mm(rows_MD, up_EDF, offsets_E)
     if bias_EF is not None:
@@ -153,8 +154,8 @@ def grouped_linear(
         rows_MD: As in `grouped`.
         weight_EDF: The matrix of each expert.
         counts_E: As in `grouped`.
-        bias_EF: What is added; None: nothing.
-        loop: Whether to compute by definition, one expert after the other.
+        bias_EF: Bias of each expert; None for none.
+        loop: Whether to use the reference, one expert after the other.
 
     Returns:
         [M, F], in the same order; rows after the last expert's hold arbitrary values.
@@ -174,28 +175,28 @@ def grouped_linear(
 
 
 def _takes_triton(x: Tensor) -> bool:
-    """Whether grouped products in Triton are asked for, and can compute with this tensor: they sum
-    in fp32, and Triton's interpreter has no products in bf16."""
+    """Returns whether grouped products in Triton are selected and support this tensor: they sum in
+    fp32, and Triton's interpreter has no products in bf16."""
     runs = x.is_cuda or (INTERPRETED and x.device.type == "cpu" and x.dtype != torch.bfloat16)
     return switch.TRITON and runs and x.dtype != torch.float64
 
 
 def _takes_grouped(x: Tensor) -> bool:
-    """Whether torch's grouped product takes this: no float64, and rows, or columns, of whole 16
-    bytes."""
+    """Returns whether torch's grouped product supports this tensor: not float64, and rows or
+    columns of a multiple of 16 bytes."""
     one, *steps = sorted(x.stride())
     whole = all(step * x.element_size() % 16 == 0 for step in steps)
     return one == 1 and whole and x.dtype != torch.float64
 
 
 def _aligned(x: Tensor) -> Tensor:
-    """The tensor, or a copy that begins where torch's grouped product can: at whole 16 bytes.
-    Weights may lie anywhere in one flat tensor, after others of odd sizes."""
+    """Returns the tensor, or a copy aligned to 16 bytes as torch's grouped product requires.
+    Weights may be anywhere in a flat tensor, after others of odd sizes."""
     return x.clone() if x.data_ptr() % 16 else x
 
 
 def _by_loop(a: Tensor, b: Tensor, offsets_E: Tensor) -> Tensor:
-    """The grouped product by definition; reads the offsets from the device."""
+    """Reference implementation of the grouped product; reads the offsets from the device."""
     product = torch.zeros_like(_like_grouped_mm(a, b, offsets_E))
     start = 0
     for expert, end in enumerate(offsets_E.tolist()):
@@ -208,7 +209,7 @@ def _by_loop(a: Tensor, b: Tensor, offsets_E: Tensor) -> Tensor:
 
 
 def _of_each_row(bias_EF: Tensor, offsets_E: Tensor, num_rows: int) -> Tensor:
-    """The bias of each row's expert: [M, F]."""
+    """Returns the bias of each row's expert: [M, F]."""
     bias_MF: Tensor = _OfEachRow.apply(  # type: ignore[no-untyped-call]
         bias_EF, offsets_E, num_rows
     )
@@ -216,8 +217,8 @@ def _of_each_row(bias_EF: Tensor, offsets_E: Tensor, num_rows: int) -> Tensor:
 
 
 class _OfEachRow(torch.autograd.Function):
-    """Has its own backward pass: autograd would sum the rows of an expert one by one, in bf16 and
-    on a GPU in any order. A product with ones sums them in fp32.
+    """Bias lookup with its own backward pass: autograd would sum the rows of an expert one by one,
+    in bf16 and on a GPU in any order. A product with ones sums them in fp32.
     """
 
     @staticmethod
@@ -231,15 +232,15 @@ class _OfEachRow(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient_MF: Tensor) -> tuple[Tensor, None, None]:
         (offsets_E,) = ctx.saved_tensors
-        # The grouped product takes rows of whole 16 bytes, so there are 8 equal columns of ones.
+        # The grouped product needs rows of a multiple of 16 bytes, hence 8 equal columns of ones.
         ones_8M = gradient_MF.new_ones(gradient_MF.shape[0], 8).t()
         sums_E8F = _grouped_mm(ones_8M, gradient_MF.contiguous(), offsets_E)
         return sums_E8F[:, 0], None, None
 
 
-# grouped_mm takes fp32, but torch.compile and the meta device believe that it takes bf16 alone
-# (PyTorch 2.13). As an operation of our own, it says itself what comes out, a process that no row
-# was sent to calls no kernel, and a compiler sees nothing of a loop over numbers of rows.
+# grouped_mm supports fp32, but torch.compile and the meta device assume bf16 only (PyTorch 2.13).
+# As a custom operation it defines its own output, a rank without rows calls no kernel, and a
+# compiler does not see a loop over numbers of rows.
 @torch.library.custom_op("polyad::grouped_mm", mutates_args=())
 def _grouped_mm(a: Tensor, b: Tensor, offsets_E: Tensor) -> Tensor:
     """[M, D] with [E, D, F] is [M, F]; [D, M] with [M, F] is [E, D, F]."""
@@ -259,8 +260,8 @@ def _grouped_mm(a: Tensor, b: Tensor, offsets_E: Tensor) -> Tensor:
 
 
 def _leaves_empty(a: Tensor) -> bool:
-    """Whether torch leaves the sum over no rows as its memory was, and not 0: on GPUs of compute
-    capability 10 (pytorch/pytorch#172439)."""
+    """Returns whether torch leaves sums over no rows uninitialized, rather than 0: on GPUs of
+    compute capability 10 (pytorch/pytorch#172439)."""
     return a.is_cuda and torch.cuda.get_device_capability(a.device)[0] >= 10
 
 
@@ -286,7 +287,7 @@ def _differentiate(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | 
         for_a = _grouped_mm(gradient, b.mT, offsets_E)
     elif b is not None:
         for_a = _grouped_mm(b, gradient.mT, offsets_E).t()
-    if a is not None:  # or the matrices are frozen
+    if a is not None:  # the matrices are not frozen
         for_b = _grouped_mm(a.t(), gradient, offsets_E)
     return for_a, for_b, None
 

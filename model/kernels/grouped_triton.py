@@ -1,13 +1,13 @@
-"""Products of groups of rows, each with a matrix of its own, as `torch.nn.functional.grouped_mm`.
+"""Products of groups of rows, each with its own matrix, like `torch.nn.functional.grouped_mm`.
 
-That is a kernel from compute capability 9.0 up, for bf16; on an A100 (8.0), and in fp32, it is a
-loop over the groups, for which the host waits to read their sizes (pytorch/pytorch#186620: it is to
-stay so). Here the sizes stay on the device: there are as many programs as any sizes could need, and
-those that none needs end at once.
+torch has a kernel from compute capability 9.0 up, for bf16; on an A100 (8.0), and in fp32, it loops
+over the groups, and the CPU waits to read their sizes (pytorch/pytorch#186620: this will not
+change). Here the sizes stay on the device: as many programs are launched as any sizes could need,
+and superfluous ones exit at once.
 
-On an H100 torch's kernel is faster, and nobody has measured these on an A100: they are taken with
-`POLYAD_KERNELS=triton` alone. This module needs the package `triton`. With `TRITON_INTERPRET=1` the
-kernels run on a CPU, slowly, as in tests.
+On an H100 torch's kernel is faster, and these have not been measured on an A100, so they are only
+used with `POLYAD_KERNELS=triton`. This module needs the package `triton`. With `TRITON_INTERPRET=1`
+the kernels run slowly on a CPU, as in tests.
 
 Shapes: M rows, E groups, D and F widths.
 """
@@ -18,22 +18,22 @@ import triton.language as tl
 from torch import Tensor
 
 ROWS, COLUMNS = 128, 128
-"""Rows and columns of the output that one program computes."""
+"""Rows and columns of the output per program."""
 TERMS = {torch.float32: 32, torch.bfloat16: 64, torch.float16: 64}
-"""Terms of the sums that a program loads at a time."""
+"""Terms of a sum that a program loads at a time."""
 
 
 def grouped_mm(a: Tensor, b: Tensor, offsets_E: Tensor) -> Tensor:
-    """Computes what torch's `grouped_mm` does.
+    """Computes the same as torch's `grouped_mm`.
 
     Args:
         a: [M, D] with [E, D, F], or [D, M] with [M, F]; of a dtype in `TERMS`.
         b: The other factors.
-        offsets_E: After the last row of each group; int32. There may be more rows.
+        offsets_E: End of each group's rows; int32. There may be further rows.
 
     Returns:
-        [M, F], where rows after the last group's hold arbitrary values; or [E, D, F], zeros where a
-        group is empty.
+        [M, F], with arbitrary values in rows after the last group; or [E, D, F], zeros for empty
+        groups.
     """
     if b.dim() == 3:
         return _rows_times_matrices(a, b, offsets_E)
@@ -50,7 +50,7 @@ def _rows_times_matrices(a_MD: Tensor, b_EDF: Tensor, offsets_E: Tensor) -> Tens
     if not out_MF.numel():
         return out_MF
     starts_E = torch.cat([offsets_E.new_zeros(1), offsets_E[:-1]])
-    # Tiles of ROWS rows do not cross from group to group: T of them are enough for any sizes.
+    # Tiles of ROWS rows do not span groups: T of them are enough for any sizes.
     tiles_E = (offsets_E - starts_E + ROWS - 1) // ROWS
     past_E = tiles_E.cumsum(0)
     tile_T = torch.arange(rows // ROWS + len(offsets_E), device=a_MD.device)

@@ -1,14 +1,14 @@
-"""The loss of a language model from the input of its output head, without whole logits.
+"""The loss of a language model from the input of its output head, without all logits in memory.
 
-By definition cross_entropy(x W^T + b, targets). Here logits exist for some tokens at a time: of
-those the loss and the gradients of x, W and b are computed at once, in the forward pass, and scaled
-in the backward pass. As many products as with whole logits, and memory for CHUNK numbers instead of
-for N V of them, several times over.
+The reference is cross_entropy(x W^T + b, targets). Here logits exist only for a chunk of tokens at
+a time: their loss and the gradients of x, W and b are computed at once in the forward pass, and
+scaled in the backward pass. That takes as many products as with all logits, and memory for CHUNK
+values rather than several times N V.
 
-PyTorch 2.13 has such an operation; this one also runs where each process has a part of the
-vocabulary, adds up the gradient of W in fp32, and needs no certain version.
+PyTorch 2.13 has such an operation; this one also supports a vocabulary that is split over ranks,
+sums the gradient of W in fp32, and works with any version.
 
-Shapes: N tokens, D width, V vocabulary (of this process, with padding), C tokens of a chunk.
+Shapes: N tokens, D width, V vocabulary (of this rank, with padding), C tokens of a chunk.
 """
 
 from typing import Any, NamedTuple
@@ -22,26 +22,26 @@ from polyad.model.kernels import switch
 from polyad.model.regions import Region, same
 
 CHUNK = 2**26
-"""Logits of a chunk: 256 MiB in fp32."""
+"""Number of logits of a chunk: 256 MiB in fp32."""
 
 
 class VocabularyPart(NamedTuple):
-    """This process's part of a vocabulary that is cut or padded."""
+    """This rank's part of a vocabulary that is split or padded."""
 
     first: int
     """Its first token id."""
     real: int
-    """Rows that are no padding."""
+    """Number of rows that are not padding."""
     highest: Region = same
-    """The elementwise maximum over the processes, in place."""
+    """The elementwise maximum over the ranks, in place."""
     total: Region = same
-    """The elementwise sum over the processes, in place."""
+    """The elementwise sum over the ranks, in place."""
 
     def without_padding(self, logits_BTV: Tensor) -> Tensor:
-        """Logits without those of padding.
+        """Removes or masks the logits of padding.
 
-        Where several processes have a part, all keep as many logits: the lowest number is then in
-        the place of padding.
+        If several ranks have a part, all keep equally many logits, and those of padding are set to
+        the lowest number.
         """
         rows = logits_BTV.shape[-1]
         if self.real == rows:
@@ -53,7 +53,7 @@ class VocabularyPart(NamedTuple):
 
 
 class TokenScores(NamedTuple):
-    """What a model says of each target."""
+    """The model's score of each target."""
 
     losses_N: Tensor
     """Negative log-likelihood, in nats, fp32."""
@@ -64,7 +64,7 @@ class TokenScores(NamedTuple):
 def by_definition(
     x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, bias_V: Tensor | None = None
 ) -> Tensor:
-    """Computes `linear_cross_entropy` over the whole vocabulary in plain PyTorch."""
+    """Reference implementation of `linear_cross_entropy`, over the whole vocabulary."""
     return cross_entropy(linear(x_ND, weight_VD, bias_V).float(), targets_N)
 
 
@@ -78,15 +78,15 @@ def linear_cross_entropy(
     """Mean negative log-likelihood of the targets, in nats; the softmax runs in fp32.
 
     Args:
-        x_ND: What the output head reads.
-        weight_VD: The output head.
-        targets_N: The right token of each position.
-        part: Where each process has a part of the vocabulary: this one's. The gradient of x is
-            then that of this part, and has to be summed over the processes.
-        bias_V: The bias of the output head; None: it has none.
+        x_ND: The input of the output head.
+        weight_VD: The weight of the output head.
+        targets_N: The target token of each position.
+        part: This rank's part, if the vocabulary is split. The gradient of x is then that of this
+            part, and must be summed over the ranks.
+        bias_V: The bias of the output head; None if it has none.
 
     Returns:
-        A scalar in fp32, the same on every process that has a part.
+        A scalar in fp32, the same on every rank that has a part.
     """
     if switch.REFERENCE and part is None:
         return by_definition(x_ND, weight_VD, targets_N, bias_V)
@@ -104,7 +104,7 @@ def token_scores(
     part: VocabularyPart | None = None,
     bias_V: Tensor | None = None,
 ) -> TokenScores:
-    """The loss of each target, and whether the model would say it; without gradients."""
+    """Computes the loss of each target, and whether it has the highest logit; without gradients."""
     if switch.REFERENCE and part is None:
         logits_NV = linear(x_ND, weight_VD, bias_V).float()
         best_N = logits_NV.gather(1, targets_N.unsqueeze(1)).squeeze(1) >= logits_NV.amax(1)
@@ -133,8 +133,8 @@ def losses(
     part: VocabularyPart | None = None,
     bias_V: Tensor | None = None,
 ) -> Tensor:
-    """What an output head returns that is given targets: their mean loss; in evaluation, where no
-    gradient is wanted, the loss of each [B, T]."""
+    """Returns the mean loss of the targets; without gradients, as in evaluation, the loss of each
+    [B, T]."""
     arguments = x_BTD.flatten(0, 1), weight_VD, targets_BT.flatten(), part, bias_V
     if torch.is_grad_enabled():
         return linear_cross_entropy(*arguments)
@@ -148,7 +148,7 @@ def scores(
     part: VocabularyPart | None = None,
     bias_V: Tensor | None = None,
 ) -> Tensor:
-    """Returns `losses`; without gradients [B, T, 2], with a 1 where the target scores best."""
+    """Returns `losses`, or without gradients [B, T, 2], with 1 where the target scores highest."""
     arguments = x_BTD.flatten(0, 1), weight_VD, targets_BT.flatten(), part, bias_V
     if torch.is_grad_enabled():
         return linear_cross_entropy(*arguments)
@@ -213,7 +213,8 @@ def _chunk(
     *,
     grad: bool = False,
 ) -> tuple[TokenScores, Tensor | None]:
-    """The score of each token, and with `grad` the gradient of the losses' sum for the logits."""
+    """Scores each token; with `grad` also computes the gradient of the summed losses by the
+    logits."""
     logits_CV = linear(x_CD, weight_VD, bias_V).float()
     own_C1 = targets_C.unsqueeze(1)
     has_C1 = None

@@ -1,16 +1,16 @@
-"""The mixture p = S r of a graph of tokens, where S is the softmax of inner products of features.
+"""The mixture p = S r over a graph of tokens, where S is a softmax of inner products of features.
 
     S_ij = softmax_j(scale q_i . k_j)        p_i = sum_j S_ij r_j
 
-The definition keeps S, T x S numbers of each sequence. Faster ways do without:
+The reference stores S, T x S values per sequence. Faster implementations avoid that:
 
-- by blocks of query rows, as one operation. For the backward pass a number of each row is kept (the
-  logarithm of its sum) and the rows are made again. A causal block stops at its last row.
-- on a GPU by PyTorch's fused attention. It wants values as wide as keys, so that the E scores of a
-  token are padded to the F features: on a CPU the blocks are faster.
+- by blocks of query rows, as one operation. For the backward pass one value per row is saved (the
+  logarithm of its sum) and the rows are recomputed. A causal block stops at its last row.
+- on a GPU by PyTorch's fused attention. It needs values as wide as keys, so the E scores of a token
+  are padded to the F features: on a CPU the blocks are faster.
 
 Shapes: B batch, S tokens, of which the last T are queries, F width of the features, E experts, M
-rows that are asked for, R rows of a block.
+requested rows, R rows of a block.
 """
 
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from polyad.model.kernels import switch
 
 ROWS_AT_ONCE = 128
-"""Query rows of a block: with fewer, products are narrow; with more, they leave the cache."""
+"""Query rows per block: with fewer, products are narrow; with more, they exceed the cache."""
 
 
 def matrix(
@@ -35,16 +35,16 @@ def matrix(
     entropy_BS: Tensor | None = None,
     rows: Tensor | None = None,
 ) -> Tensor:
-    """The matrix S, or some of its rows. B may stand for any number of dimensions.
+    """Computes the matrix S, or some of its rows. B may stand for any number of dimensions.
 
     Args:
         query_BTF: Queries of the last T tokens.
         key_BSF: Keys of all tokens.
         scale: The factor of the inner products.
-        causal: Whether a token sees itself and those before it alone.
-        entropy_BS: The entropy of each token's scores, if a token sees only those with at most its
-            own.
-        rows: Which of the T rows, [M] or [B, M], of each B its own; None: all.
+        causal: Whether a token only sees itself and earlier tokens.
+        entropy_BS: The entropy of each token's scores, if a token only sees tokens with at most its
+            own entropy.
+        rows: Indices of the T rows, [M], or [B, M] for separate ones per B; None for all.
 
     Returns:
         [B, M, S], each row summing to 1.
@@ -62,7 +62,7 @@ def matrix(
     if causal:
         exponents_BMS = exponents_BMS.masked_fill(token_S > token_M[..., None], -torch.inf)
     if entropy_BS is not None:
-        # With dimensions between B and S, as heads, that all have the same.
+        # Dimensions between B and S, such as heads, share the same values.
         between = (1,) * (query_BTF.dim() - 3)
         entropy_BS = entropy_BS.view(entropy_BS.shape[0], *between, entropy_BS.shape[-1])
         of_row_BM = (
@@ -84,7 +84,7 @@ def mixture_by_definition(
     causal: bool,
     entropy_BS: Tensor | None = None,
 ) -> Tensor:
-    """`mixture` by its definition, with S as a matrix."""
+    """Reference implementation of `mixture`, with S as a matrix."""
     s_BTS = matrix(query_BTF, key_BSF, scale=scale, causal=causal, entropy_BS=entropy_BS)
     return s_BTS @ value_BSE
 
@@ -98,7 +98,7 @@ def mixture(
     causal: bool,
     entropy_BS: Tensor | None = None,
 ) -> Tensor:
-    """The mixture p = S r.
+    """Computes the mixture p = S r.
 
     Args:
         query_BTF: See `matrix`.
@@ -125,9 +125,9 @@ def mixture(
 def mixture_by_attention(
     query_BTF: Tensor, key_BTF: Tensor, value_BTE: Tensor, *, scale: float, causal: bool
 ) -> Tensor:
-    """Computes `mixture` of all tokens by one call of fused attention."""
+    """Computes `mixture` over all tokens by one call of fused attention."""
     experts = value_BTE.shape[-1]
-    # One width for keys and values, and a multiple of 8: what fused kernels take.
+    # Fused kernels need one width for keys and values, a multiple of 8.
     width = -(-max(query_BTF.shape[-1], experts) // 8) * 8
     query, key, value = (
         pad(x_BTF, (0, width - x_BTF.shape[-1])).unsqueeze(1)
@@ -137,7 +137,7 @@ def mixture_by_attention(
     return mixed[:, 0, :, :experts]
 
 
-# An operation of our own: a compiler would unroll the loop over blocks.
+# A custom operation: a compiler would unroll the loop over blocks.
 @torch.library.custom_op("polyad::mixture", mutates_args=())
 def _by_blocks(
     query_BTF: Tensor,
@@ -147,7 +147,7 @@ def _by_blocks(
     causal: bool,
     entropy_BS: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """The mixture, and the logarithm of the sum of each row's exponentials [B, T]."""
+    """Computes the mixture, and the logarithm of the sum of each row's exponentials [B, T]."""
     mixed_BTE = value_BSE.new_empty(*query_BTF.shape[:2], value_BSE.shape[2])
     log_sum_BT1 = value_BSE.new_empty(*query_BTF.shape[:2], 1)
     for rows, seen in _blocks(query_BTF, key_BSF, causal):
@@ -173,7 +173,7 @@ def _like_by_blocks(
     return mixed_BTE, value_BSE.new_empty(query_BTF.shape[:2])
 
 
-# A separate operation without a derivative, so that second derivatives are refused.
+# A separate operation without a derivative, so that second derivatives raise an error.
 @torch.library.custom_op("polyad::mixture_backward", mutates_args=())
 def _by_blocks_backward(
     gradient_BTE: Tensor,
@@ -189,7 +189,7 @@ def _by_blocks_backward(
     for_query_BTF = torch.empty_like(query_BTF, memory_format=torch.contiguous_format)
     for_key_BSF = torch.zeros_like(key_BSF, memory_format=torch.contiguous_format)
     for_value_BSE = torch.zeros_like(value_BSE, memory_format=torch.contiguous_format)
-    # sum_j S_ij dS_ij, which the softmax takes off each row, without the row.
+    # sum_j S_ij dS_ij, which the softmax subtracts from each row, computed without the row.
     inner_BT1 = (gradient_BTE * mixed_BTE).sum(-1, keepdim=True)
     for rows, seen in _blocks(query_BTF, key_BSF, causal):
         gradient_BRE = gradient_BTE[:, rows]
@@ -220,7 +220,7 @@ def _like_by_blocks_backward(
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     query_BTF, key_BSF, value_BSE, ctx.scale, ctx.causal, entropy_BS = inputs
-    ctx.set_materialize_grads(False)  # of the logarithms, which nobody outside has
+    ctx.set_materialize_grads(False)  # the logarithms are not used outside
     ctx.save_for_backward(*output, query_BTF, key_BSF, value_BSE, entropy_BS)
 
 
@@ -238,7 +238,7 @@ for _device in ("cpu", "cuda"):
 
 
 def _blocks(query_BTF: Tensor, key_BSF: Tensor, causal: bool) -> Iterator[tuple[slice, slice]]:
-    """Rows that are computed together, and the keys that any of them sees."""
+    """Yields blocks of rows, and the keys that any of their rows sees."""
     new, length = query_BTF.shape[1], key_BSF.shape[1]
     for first in range(0, new, ROWS_AT_ONCE):
         last = min(first + ROWS_AT_ONCE, new)
@@ -254,10 +254,10 @@ def _exponents(
     causal: bool,
     entropy_BS: Tensor | None,
 ) -> Tensor:
-    """What some rows of S are the softmax of, [B, R, S]; -inf where a row does not see."""
+    """Computes the logits of some rows of S, [B, R, S]; -inf for tokens that a row does not see."""
     exponents_BRS = (query_BTF[:, rows] @ key_BSF[:, seen].mT).mul_(scale)
     size = exponents_BRS.shape[1]
-    if causal:  # of the last R keys some rows see a part
+    if causal:  # some rows see only a part of the last R keys
         unseen_RR = torch.ones(size, size, dtype=torch.bool, device=query_BTF.device).triu_(1)
         exponents_BRS[:, :, -size:].masked_fill_(unseen_RR, -torch.inf)
     if entropy_BS is not None:

@@ -1,8 +1,8 @@
-"""Takes rows of tokens, sorted by expert, and sums rows for each token.
+"""Selects rows of tokens, sorted by expert, and sums rows for each token.
 
-Autograd's gradient of an index adds rows up atomically, on a GPU in any order and in bf16 with a
+Autograd's gradient of an index adds rows atomically, on a GPU in any order, and in bf16 with a
 rounding for each. Here the inverse of the permutation is known, so that both directions only read;
-on a CPU sums of rows are one operation, `embedding_bag`'s.
+on a CPU sums of rows are a single operation, `embedding_bag`.
 
 Assignment a = n K + k is the k-th expert of token n.
 
@@ -33,7 +33,7 @@ def combine_by_definition(
 
 
 def take(tokens_ND: Tensor, assignment_M: Tensor, row_A: Tensor) -> Tensor:
-    """The token of each row.
+    """Selects the token of each row.
 
     Args:
         tokens_ND: Tokens.
@@ -50,7 +50,7 @@ def take(tokens_ND: Tensor, assignment_M: Tensor, row_A: Tensor) -> Tensor:
 
 
 def combine(rows_MD: Tensor, weights_NK: Tensor, assignment_M: Tensor, row_A: Tensor) -> Tensor:
-    """The weighted sum of the rows of each token.
+    """Computes the weighted sum of the rows of each token.
 
     Args:
         rows_MD: Rows.
@@ -68,12 +68,12 @@ def combine(rows_MD: Tensor, weights_NK: Tensor, assignment_M: Tensor, row_A: Te
 
 
 def permute(rows_MD: Tensor, order_M: Tensor, place_M: Tensor) -> Tensor:
-    """The rows in another order.
+    """Reorders rows.
 
     Args:
         rows_MD: Rows.
-        order_M: Which row comes at each place.
-        place_M: At which place each row comes: the inverse.
+        order_M: The source row for each position.
+        place_M: The position of each row: the inverse permutation.
 
     Returns:
         [M, D].
@@ -85,19 +85,19 @@ def permute(rows_MD: Tensor, order_M: Tensor, place_M: Tensor) -> Tensor:
 
 
 def _top_k(tokens_ND: Tensor, row_A: Tensor) -> int:
-    """K; 1 of a process that gets no row at all."""
+    """Returns K; 1 on a rank without any rows."""
     return max(1, row_A.shape[0] // max(1, tokens_ND.shape[0]))
 
 
 def _takes_bags(rows_MD: Tensor) -> bool:
-    """Whether sums of rows are one operation: on a CPU, which is slow at several over all rows."""
+    """Returns whether to sum rows in one operation: on a CPU, where several passes are slow."""
     return switch.on_cpu(rows_MD)
 
 
 def _sum_rows(rows_MD: Tensor, row_NK: Tensor, weights_NK: Tensor | None = None) -> Tensor:
-    """sum_k weight_nk row_nk, in fp32 at least; without weights the plain sum. [N, D]."""
+    """Computes sum_k weight_nk row_nk, in fp32 at least; the plain sum without weights. [N, D]."""
     num_tokens, top_k = row_NK.shape
-    if not row_NK.numel():  # a process that no row was sent to
+    if not row_NK.numel():  # a rank without any rows
         return rows_MD.new_zeros(num_tokens, rows_MD.shape[1])
     if top_k == 1 and weights_NK is None:  # a permutation: nothing is summed
         return rows_MD.index_select(0, row_NK.view(-1))
@@ -112,13 +112,13 @@ def _sum_rows(rows_MD: Tensor, row_NK: Tensor, weights_NK: Tensor | None = None)
 
 
 def _scaled_rows_in_bags(tokens_ND: Tensor, token_M: Tensor, weight_M: Tensor) -> Tensor:
-    """weight_m token_m. [M, D]."""
+    """Computes weight_m token_m. [M, D]."""
     bags_M1, weights_M1 = token_M.unsqueeze(1), weight_M.unsqueeze(1)
     return embedding_bag(bags_M1, tokens_ND, per_sample_weights=weights_M1, mode="sum")
 
 
 def _products_in_bags(tokens_ND: Tensor, rows_MD: Tensor, row_NK: Tensor) -> Tensor:
-    """token_n . row_nk. [N, K]."""
+    """Computes token_n . row_nk. [N, K]."""
     num_tokens, top_k = row_NK.shape
     token_N = torch.arange(num_tokens)
     products_A: Tensor = torch.ops.aten._embedding_bag_per_sample_weights_backward(
@@ -133,7 +133,7 @@ def _products_in_bags(tokens_ND: Tensor, rows_MD: Tensor, row_NK: Tensor) -> Ten
 
 
 def _products(x_MD: Tensor, y_MD: Tensor) -> Tensor:
-    """x_m . y_m, rounded once. [M]."""
+    """Computes x_m . y_m, rounded once. [M]."""
     if torch.compiler.is_compiling():  # one kernel, whose products and sums are in fp32
         return (x_MD * y_MD).sum(1)
     return torch.bmm(x_MD.unsqueeze(1), y_MD.unsqueeze(2)).view(-1)
@@ -157,7 +157,7 @@ class _Take(torch.autograd.Function):
     def forward(ctx: Any, tokens_ND: Tensor, assignment_M: Tensor, row_A: Tensor) -> Tensor:
         ctx.save_for_backward(row_A)
         ctx.num_tokens = tokens_ND.shape[0]
-        ctx.top_k = row_A.shape[0] // max(1, ctx.num_tokens)  # a process may get no row at all
+        ctx.top_k = row_A.shape[0] // max(1, ctx.num_tokens)  # a rank may have no rows
         return tokens_ND.index_select(0, assignment_M // max(1, ctx.top_k))
 
     @staticmethod
@@ -183,14 +183,14 @@ class _Combine(torch.autograd.Function):
         for_rows_MD = for_weights_NK = None
         token_M = assignment_M // weights_NK.shape[1]
         weight_M = weights_NK.reshape(-1).index_select(0, assignment_M)
-        if _takes_bags(rows_MD) and row_A.numel():  # 0: a process that no row was sent to
+        if _takes_bags(rows_MD) and row_A.numel():  # 0: a rank without any rows
             if of_rows:
                 for_rows_MD = _scaled_rows_in_bags(gradient_ND, token_M, weight_M)
             if of_weights:
                 row_NK = row_A.view_as(weights_NK)
                 for_weights_NK = _products_in_bags(gradient_ND, rows_MD, row_NK)
             return for_rows_MD, for_weights_NK, None, None
-        # The gradient of each row's token serves both.
+        # The gradient of each row's token is used for both.
         gradient_MD = gradient_ND.index_select(0, token_M)
         if of_rows:
             for_rows_MD = gradient_MD * weight_M.unsqueeze(1)

@@ -1,8 +1,8 @@
 """The choice between fast kernels and definitions: `POLYAD_KERNELS`.
 
-fast        the default: the fastest that the device, the precision and the installation allow
+fast        the default: the fastest that the device, the precision and the installation support
 triton      as `fast`, with grouped products in Triton on a GPU: see `grouped_triton.py`
-reference   the definition of every operation, in plain PyTorch
+reference   the reference implementation of every operation, in plain PyTorch
 """
 
 import importlib.util
@@ -17,22 +17,22 @@ WAYS = ("fast", "triton", "reference")
 
 
 class KernelsError(ValueError):
-    """A wrong value of the environment variable: one line."""
+    """An invalid value of the environment variable: a one-line error."""
 
     exit_status = 2
 
 
 def chosen_way(value: str | None) -> str:
-    """Reads the variable.
+    """Parses the variable.
 
     Args:
-        value: Its value; None or empty: it is not set.
+        value: Its value; None or empty if it is not set.
 
     Returns:
         One of `WAYS`.
 
     Raises:
-        KernelsError: It has another value, or what it asks for is not installed.
+        KernelsError: The value is unknown, or needs something that is not installed.
     """
     if not value:
         return WAYS[0]
@@ -43,12 +43,12 @@ def chosen_way(value: str | None) -> str:
     return value
 
 
-# Read once, not in every forward pass: a process computes in one way.
+# Read once, not in every forward pass: a process always uses one implementation.
 _WAY = chosen_way(os.environ.get(VARIABLE))
 REFERENCE = _WAY == "reference"
-"""Whether every operation is computed by its definition."""
+"""Whether every operation uses its reference implementation."""
 TRITON = _WAY == "triton"
-"""Whether grouped products in Triton are taken where they can run."""
+"""Whether to use grouped products in Triton where they can run."""
 
 
 _has_numbers = True
@@ -57,10 +57,10 @@ _stands_in = False
 
 @contextmanager
 def without_numbers(*, on_gpu: bool = False) -> Iterator[None]:
-    """A context in which tensors have shapes alone, as those of a plan: none can be read.
+    """A context in which tensors have only shapes, as in a plan; their values cannot be read.
 
     Args:
-        on_gpu: Whether tensors on a CPU stand for those of a GPU.
+        on_gpu: Whether tensors on a CPU stand for tensors on a GPU.
     """
     global _has_numbers, _stands_in
     _has_numbers, _stands_in = False, on_gpu
@@ -71,10 +71,10 @@ def without_numbers(*, on_gpu: bool = False) -> Iterator[None]:
 
 
 def can_read() -> bool:
-    """Whether what is computed may depend on numbers of tensors, as those of rows."""
+    """Returns whether the computation may depend on values of tensors, such as numbers of rows."""
     return _has_numbers
 
 
 def on_cpu(x: Tensor) -> bool:
-    """Whether a CPU computes with this tensor, and takes what is faster there, or needed."""
+    """Returns whether a tensor is on a CPU, where other implementations are faster or needed."""
     return x.device.type == "cpu" and not _stands_in

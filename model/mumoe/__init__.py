@@ -1,1 +1,1 @@
-"""The multilinear mixture of experts: every expert in one factorized tensor."""
+"""The multilinear mixture of experts: all experts in one factorized tensor."""

@@ -1,15 +1,16 @@
 """The interface of all factorizations of the experts' weight tensor.
 
-All experts of a linear layer are one tensor W of [N_1, ..., N_E, I, O], one expert mode a level of
-the hierarchy. A token z with coefficients a_1, ..., a_E over the experts of each level gets
+All experts of a linear layer form one tensor W of shape [N_1, ..., N_E, I, O], with one expert mode
+per level of the hierarchy. For a token z with coefficients a_1, ..., a_E over the experts of each
+level the layer computes
 
     y_o = sum_(n_1 ... n_E, i) W_(n_1 ... n_E, i, o) a_1,n_1 ... a_E,n_E z_i
 
-from the factors of W, which is never built. A bias of each expert is one more row of the input
-factor, which a constant input of 1 would meet: it is added, nothing is concatenated.
+from the factors of W, which is never materialized. The experts' biases are an extra row of the
+input factor, as for a constant input of 1; it is added, so that nothing is concatenated.
 
-Shapes: M tokens, E levels, N experts of a level, R rank, I input width, O output width, C numbers
-of a token that are summed over, K columns of a factor.
+Shapes: M tokens, E levels, N experts of a level, R rank, I input width, O output width, C summed
+values of a token, K columns of a factor.
 """
 
 import math
@@ -29,7 +30,7 @@ from polyad.model.regions import Region, same
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """The sizes that decide the factors of one layer."""
+    """The sizes that determine the factors of one layer."""
 
     num_experts: tuple[int, ...]
     """N of each level."""
@@ -40,13 +41,13 @@ class Sizes:
     rank: int
     """R of the input and the output factor (tensor ring and train: R3)."""
     expert_rank: int
-    """R1 = R2 of a ring, R2 of a train, R_N of Tucker; CP has none."""
+    """R1 = R2 of a ring, R2 of a train, R_N of Tucker; unused by CP."""
     bias: bool
     """Whether every expert has a bias."""
     orthogonal: bool = False
-    """Whether input and output factors begin with orthogonal rows or columns."""
+    """Whether input and output factors are initialized with orthogonal rows or columns."""
     factor_scale: float = 1.0
-    """Times the initial values of input and output factors."""
+    """Factor of the initial values of input and output factors."""
     expert_std: float = 1.0
     """Standard deviation of the initial expert factors of the first level."""
     level_std: float = 0.0
@@ -54,54 +55,54 @@ class Sizes:
 
     @property
     def input_rows(self) -> int:
-        """Rows of the input factor: I, and one for the bias."""
+        """Number of rows of the input factor: I, plus one for the bias."""
         return self.inputs + self.bias
 
 
 class FactorRegions(NamedTuple):
-    """Where the processes that share a layer exchange numbers; see `model/regions.py`."""
+    """Where ranks that share a layer exchange tensors; see `model/regions.py`."""
 
     input: Region = same
-    """The tokens."""
+    """Applied to the tokens."""
     contracted: Region = same
-    """The tokens with the input factor, before experts are mixed."""
+    """Applied to the product of tokens and input factor, before experts are mixed."""
     experts: Region = same
-    """What a token's coefficients choose, which every process computes."""
+    """Applied to the mixed expert factors of a token, which every rank computes."""
     core: Region = same
-    """The core, of a factorization that has one."""
+    """Applied to the core of a factorization that has one."""
     mixed: Region = same
-    """What the mixed experts make of a token, before the output factor."""
+    """Applied to a token's vector after the experts are mixed, before the output factor."""
     output: Region = same
-    """The layer's output."""
+    """Applied to the layer's output."""
 
 
 class Factorized(nn.Module, ABC):
     """A linear layer of every expert, mixed by coefficients.
 
-    Factors are stored with the mode that is contracted first in front, so that a forward pass is
-    plain matrix products. Parameters belong to this module itself and to no list below it: ZeRO 3
-    gathers what the module whose `forward` runs holds.
+    Factors are stored with the mode that is contracted first in front, so that a forward pass
+    consists of plain matrix products. Parameters belong to this module itself, not to a list inside
+    it: ZeRO 3 gathers the parameters of the module whose `forward` runs.
 
     Args:
         sizes: The sizes of the factors.
-        output_scale: Multiplies the output factor's initial values.
-        activated: Whether it takes GELU of its input.
+        output_scale: Factor of the output factor's initial values.
+        activated: Whether it applies GELU to its input.
     """
 
     mixes_parts: ClassVar[bool] = False
-    """Whether a process that has a part of the rank can mix the experts for it alone."""
+    """Whether a rank that has a part of R can mix the experts for that part alone."""
 
     input_factor: Tensor
     output_factor: Tensor
     input_lora: nn.Module | None
-    """What LoRA adds beside the input factor; see `model/lora.py`."""
+    """LoRA's adapter of the input factor; see `model/lora.py`."""
     output_lora: nn.Module | None
 
     def __init__(self, sizes: Sizes, output_scale: float = 1.0, activated: bool = False) -> None:
         super().__init__()
         self.sizes, self.output_scale, self.activated = sizes, output_scale, activated
         self.adds_bias = sizes.bias
-        """Whether this process has the bias row."""
+        """Whether this rank has the bias row."""
         self.regions = FactorRegions()
         for name, shape in self.factor_shapes(sizes).items():
             self.register_parameter(name, nn.Parameter(torch.empty(shape)))
@@ -111,41 +112,42 @@ class Factorized(nn.Module, ABC):
     @classmethod
     @abstractmethod
     def factor_shapes(cls, sizes: Sizes) -> dict[str, tuple[int, ...]]:
-        """The factors by name; those of the experts are named `expert_factor_LEVEL`."""
+        """Returns the shapes of the factors by name; expert factors are named
+        `expert_factor_LEVEL`."""
 
     @classmethod
     @abstractmethod
     def rank_axes(cls, sizes: Sizes, parts: int) -> dict[str, int]:
-        """The axis of each factor along which tensor parallelism cuts the rank.
+        """Returns the axis of each factor along which tensor parallelism splits R.
 
         Args:
             sizes: The sizes of the factors.
-            parts: Processes that share them.
+            parts: Number of ranks that share them.
 
         Returns:
-            Axes by factor; a factor that is not named stays whole.
+            Axes by factor; a factor that is not listed is replicated.
         """
 
     @classmethod
     @abstractmethod
     def expert_matrix_rank(cls, sizes: Sizes) -> int:
-        """The highest rank that the I x O matrix of one expert can have."""
+        """Returns the highest possible rank of one expert's I x O matrix."""
 
     @classmethod
     @abstractmethod
     def output_fan(cls, sizes: Sizes) -> int:
-        """How many products an output is the sum of, in the output factor."""
+        """Returns the number of products that an output sums in the output factor."""
 
     @abstractmethod
     def expert_initializer(self, level: int) -> Initializer:
-        """Says how the expert factor of a level starts."""
+        """Returns the initializer of the expert factor of a level."""
 
     @abstractmethod
     def mix(self, contracted: Tensor, coefficients: Sequence[Tensor]) -> Tensor:
         """Mixes the experts by their coefficients. Linear in each of its arguments.
 
         Args:
-            contracted: The input with the input factor, [M, ...], its other modes flattened.
+            contracted: The product of input and input factor, [M, ...], its other modes flattened.
             coefficients: The coefficients of each level, [M, N].
 
         Returns:
@@ -169,22 +171,24 @@ class Factorized(nn.Module, ABC):
 
     @classmethod
     def num_parameters(cls, sizes: Sizes) -> int:
-        """Counts the numbers in all factors."""
+        """Counts the entries of all factors."""
         return sum(math.prod(shape) for shape in cls.factor_shapes(sizes).values())
 
     def initializers(self) -> dict[str, Initializer]:
-        """Uniform input and output factors, as torch's linear layers, or orthogonal ones of that
-        size, both times `factor_scale`; experts by factorization.
+        """Initializes input and output factors uniformly, as in torch's linear layers, or
+        orthogonally at that scale, both times `factor_scale`; expert factors depend on the
+        factorization.
 
-        Source: Oldfield et al. 2024, appendix F.2. The bias row starts as the rest of its factor.
+        Source: Oldfield et al. 2024, appendix F.2. The bias row is initialized like its factor.
 
-        What they are factors of starts with mean 0 and the variance
+        The full tensor then has mean 0 and the variance
 
             factor_scale^4 (1 + expert_std^2) (1 + level_std^2)^(E - 1) / (9 I)
 
-        over its experts and their entries, whatever the rank: each of `output_fan` paths has
-        1 / (3 I) by its input factor and 1 / (3 output_fan) by its output factor. Tucker's core is
-        one more factor and makes it a third. `output_scale` multiplies the standard deviation.
+        over its experts and their entries, whatever the rank: each of `output_fan` paths
+        contributes 1 / (3 I) from its input factor and 1 / (3 output_fan) from its output factor.
+        Tucker's core is one more factor and contributes a third. `output_scale` multiplies the
+        standard deviation.
         """
         sizes = self.sizes
         experts = {
@@ -198,19 +202,19 @@ class Factorized(nn.Module, ABC):
         }
 
     def _start(self, fan: int, modes: int = 1, scale: float = 1.0) -> Initializer:
-        """Initializes a factor that is a matrix from its first modes to the others."""
+        """Initializes a factor seen as a matrix from its first modes to the others."""
         bound = scale * self.sizes.factor_scale / math.sqrt(fan)
         if self.sizes.orthogonal:
-            return orthogonal(bound / math.sqrt(3), modes)  # entries as large as uniform ones
+            return orthogonal(bound / math.sqrt(3), modes)  # same RMS as uniform entries
         return uniform(bound)
 
     def expert_factors(self) -> list[Tensor]:
-        """The factors of the expert modes, the first level first."""
+        """Returns the factors of the expert modes, the first level first."""
         levels = range(len(self.sizes.num_experts))
         return [self.get_parameter(expert_factor(level)) for level in levels]
 
     def contract_input(self, z_MI: Tensor) -> Tensor:
-        """Contracts the input, or GELU of it, with the input factor, and adds the bias row.
+        """Contracts the input, or its GELU, with the input factor, and adds the bias row.
 
         Args:
             z_MI: Tokens.
@@ -226,7 +230,7 @@ class Factorized(nn.Module, ABC):
         return contracted + added
 
     def contract_output(self, mixed: Tensor) -> Tensor:
-        """Contracts what was mixed with all modes of the output factor but the last.
+        """Contracts the mixed vector with all modes of the output factor except the last.
 
         Args:
             mixed: [M, ...], flattened.
@@ -242,10 +246,10 @@ class Factorized(nn.Module, ABC):
 
 
 def expert_factor(level: int) -> str:
-    """The name of the factor of an expert mode.
+    """Returns the name of the factor of an expert mode.
 
     Args:
-        level: From 0.
+        level: The level, from 0.
     """
     return f"expert_factor_{level}"
 
@@ -253,17 +257,18 @@ def expert_factor(level: int) -> str:
 def contract(
     x_MC: Tensor, factor: Tensor, *, modes: int = 1, bias: bool = False, activated: bool = False
 ) -> Tensor:
-    """Multiplies tokens, or GELU of them, by a factor as a matrix.
+    """Multiplies tokens, or their GELU, by a factor as a matrix.
 
-    Only the two arguments are saved for the backward pass. GELU is computed again there: its output
-    is as large as all else that a block saves, and costs a hundredth of the products. The factor is
-    no view: autograd would keep a view's memory, which ZeRO 3 has to free after the forward pass.
+    Only the two arguments are saved for the backward pass. GELU is recomputed there: its output is
+    as large as everything else that a block saves, and it costs a hundredth of the products. The
+    factor is not a view: autograd would keep a view's memory, which ZeRO 3 must free after the
+    forward pass.
 
     Args:
         x_MC: Tokens.
-        factor: [C, ...], a parameter as it stands in its module. It may have one row more than
-            tokens have numbers.
-        modes: How many of its modes, from the first on, make up C.
+        factor: [C, ...], the parameter as stored in its module. It may have one row more than
+            tokens have values.
+        modes: Number of its leading modes that make up C.
         bias: Whether the last row is added.
         activated: Whether GELU is applied to the tokens first.
 
@@ -310,6 +315,6 @@ class _Contraction(torch.autograd.Function):
 
 
 def _split(factor: Tensor, modes: int, rows: int) -> tuple[Tensor, Tensor]:
-    """The matrix that multiplies tokens, and the row below it; empty where there is none."""
+    """Returns the matrix that multiplies tokens, and the row below it; empty if there is none."""
     matrix = factor.flatten(0, modes - 1).flatten(1)
     return matrix[:rows], matrix[rows:].flatten()

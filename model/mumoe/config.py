@@ -14,7 +14,7 @@ from polyad.model.mumoe.tucker import Tucker
 
 Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
 
-# A new factorization is a file, a line here and a name in `FactorizationName`.
+# To add a factorization, write a module and add a line here and a name to `FactorizationName`.
 FACTORIZATIONS: dict[str, type[Factorized]] = {
     "cp": CP,
     "tr": TensorRing,
@@ -42,7 +42,7 @@ class FactorizedExperts(Config):
     @field_validator("rank", mode="before", check_fields=False)
     @classmethod
     def _is_rank(cls, value: object) -> object:
-        # Not a union type: pydantic's error would list the complaints of every member.
+        # Not a union type: pydantic's error would list the errors of every member.
         if value != "match-dense" and (type(value) is not int or value < 1):
             raise ValueError("1 or more, or match-dense")
         return value
@@ -131,13 +131,14 @@ class MuMoEConfig(FactorizedExperts, FeedForwardSettings):
         return self
 
     def of_model(self, *, width: int, bias: bool) -> Self:
-        """See `FeedForwardSettings.of_model`: the rank that matches the dense block as a number."""
+        """See `FeedForwardSettings.of_model`: replaces `match-dense` by the rank as a number."""
         if self.rank != "match-dense":
             return self
         return self.model_copy(update={"rank": self._nearest_rank(width, bias)})
 
     def check_model(self, *, num_layers: int, num_heads: int | None, causal: bool) -> None:
-        """See `FeedForwardSettings.check_model`: no norm shows a language model later tokens."""
+        """See `FeedForwardSettings.check_model`: in a language model no norm may see later
+        tokens."""
         if causal and self.gate_norm == "batch":
             raise SectionError(
                 "@gate_norm: batch is not allowed in a language model, because means over the "
@@ -145,7 +146,7 @@ class MuMoEConfig(FactorizedExperts, FeedForwardSettings):
             )
 
     def inner_size(self, width: int) -> int:
-        """The inner width F in a model of the given width D."""
+        """Returns the inner width F in a model of width D."""
         return 4 * width if self.hidden_size is None else self.hidden_size
 
     def cut_sizes(self, width: int) -> list[dict[str, int]]:
@@ -157,7 +158,7 @@ class MuMoEConfig(FactorizedExperts, FeedForwardSettings):
         return [inner, rank]
 
     def layer_sizes(self, width: int) -> dict[str, Sizes]:
-        """The sizes of the layers by name, once the rank is a number.
+        """Returns the sizes of the layers by name, once the rank is a number.
 
         Args:
             width: D.
@@ -169,7 +170,7 @@ class MuMoEConfig(FactorizedExperts, FeedForwardSettings):
         return gate | {"up": first, "down": self._sizes(inner, width, self.rank)}
 
     def parameters(self, width: int) -> int:
-        """Counts the numbers of a block's feed-forward, gate included.
+        """Counts the parameters of a block's feed-forward, including the gate.
 
         Args:
             width: D.
@@ -179,7 +180,7 @@ class MuMoEConfig(FactorizedExperts, FeedForwardSettings):
         return sum(self.num_experts) * width + layers
 
     def expert_matrix_rank(self, width: int) -> int:
-        """The highest rank that one expert's matrix can have, the same in each layer.
+        """Returns the highest possible rank of one expert's matrix, the same in each layer.
 
         Args:
             width: D.
@@ -188,7 +189,7 @@ class MuMoEConfig(FactorizedExperts, FeedForwardSettings):
 
     @property
     def factorized(self) -> type[Factorized]:
-        """The class of all layers."""
+        """The class of the factorized layers."""
         return FACTORIZATIONS[self.factorization]
 
     def _sizes(self, inputs: int, outputs: int, rank: int) -> Sizes:
@@ -206,7 +207,7 @@ class MuMoEConfig(FactorizedExperts, FeedForwardSettings):
         )
 
     def _nearest_rank(self, width: int, bias: bool) -> int:
-        """The rank whose block has as many parameters as the dense one, or nearly."""
+        """Returns the rank whose block has a parameter count closest to the dense one's."""
         dense = DenseFeedForwardConfig(hidden_size=self.hidden_size).parameters(
             width, bias, self.activation in GATED
         )
@@ -224,14 +225,14 @@ class MuMoEConfig(FactorizedExperts, FeedForwardSettings):
 
 
 def nearest_rank(parameters: Callable[[int], int], target: int) -> int:
-    """The rank with as many parameters as a target, or nearly.
+    """Returns the rank whose parameter count is closest to a target.
 
     Args:
         parameters: Counts the parameters at a rank; the count grows with the rank, and is at most
             the target at rank 1.
-        target: How many there are to be.
+        target: The target count.
     """
-    # Either the last rank not above the target, or the next one.
+    # Either the last rank with at most the target, or the next one.
     low, high = 1, 2
     while parameters(high) <= target:
         low, high = high, 2 * high

@@ -35,7 +35,7 @@ class CP(Factorized):
 
     @classmethod
     def rank_axes(cls, sizes: Sizes, parts: int) -> dict[str, int]:
-        """R, of expert factors too: a term of the sum is a column of each."""
+        """R, also of expert factors: a term of the sum is a column of each factor."""
         experts = {expert_factor(level): 1 for level in range(len(sizes.num_experts))}
         return experts | {"input_factor": 1, "output_factor": 0}
 
@@ -50,7 +50,7 @@ class CP(Factorized):
         return sizes.rank
 
     def expert_initializer(self, level: int) -> Initializer:
-        """N(1, 1): experts start alike but for noise; in further levels with less noise or none."""
+        """N(1, 1): experts start equal except for noise; further levels have less noise or none."""
         return around_one(self.sizes.level_std if level else self.sizes.expert_std)
 
     def mix(self, contracted: Tensor, coefficients: Sequence[Tensor]) -> Tensor:

@@ -1,20 +1,20 @@
-"""Factors with which every expert of a layer is one given matrix, or the nearest that they can be.
+"""Fits factors so that every expert of a layer equals a given matrix, as closely as possible.
 
-Coefficients of a token sum to 1: where all experts have the same matrix, the layer computes what
-that matrix does, whatever the gate says. With expert factors of ones (CP) or slices that are the
-identity (ring) the experts' one matrix is a product, and no other slices give a higher rank:
+The coefficients of a token sum to 1, so if all experts have the same matrix, the layer computes
+that matrix whatever the gate does. With expert factors of ones (CP) or identity slices (ring) the
+experts' common matrix is a product, and no other slices allow a higher rank:
 
     CP     W_(i, o) = sum_r U2_(i, r) U3_(r, o)                rank R
     ring   W_(i, o) = sum_(p, r) U2_(i, p, r) U3_(p, r, o)     rank P R, of P = R1 = R2 and R = R3
 
-The nearest product of K components is the singular value decomposition, cut off after the K largest
-values (Eckart and Young 1936); a root of each value goes to either factor. The matrix is the dense
-layer's with its bias as one more row, as the input factor has it. Components are dealt out to the
-paths p in turn, so that each path carries a like share of the matrix.
+The nearest product of K components is the singular value decomposition, truncated to the K largest
+values (Eckart and Young 1936), with the square root of each value in either factor. The matrix is
+the dense layer's with its bias as an extra row, as in the input factor. Components are assigned to
+the paths p in turn, so that all paths carry similar shares of the matrix.
 
-Equal experts get equal gradients, and a gate with nothing to choose gets none: they would stay
-equal for ever. What is added to the experts to set them apart has a mean of zero over the experts
-of a level: at the uniform coefficients of a new gate it adds up to nothing.
+Equal experts get equal gradients, and a gate with nothing to choose from gets none: they would stay
+equal forever. The noise that makes experts differ has mean zero over the experts of a level, so at
+the uniform coefficients of a new gate it has no effect.
 
 Shapes: C rows of the input factor (I inputs, and one for the bias), O outputs, K components, P
 paths, R rank, N experts of a level.
@@ -29,22 +29,22 @@ from polyad.model.initialization import around_one, diagonal_around_one
 from polyad.model.mumoe.base import Sizes
 
 FITTED = ("cp", "tr")
-"""The factorizations that can begin as a dense matrix."""
+"""The factorizations that can be initialized from a dense matrix."""
 
 
 class Fit(NamedTuple):
-    """The factors of a layer that are not its experts'."""
+    """The fitted factors of a layer, besides those of its experts."""
 
     input_factor: Tensor
-    """[C, R] of CP, [C, P, R] of a ring, fp32."""
+    """[C, R] for CP, [C, P, R] for a ring, fp32."""
     output_factor: Tensor
-    """[R, O] of CP, [P, R, O] of a ring, fp32."""
+    """[R, O] for CP, [P, R, O] for a ring, fp32."""
     error: float
-    """What they leave out, as a share of the matrix: the quotient of the Frobenius norms."""
+    """Relative error: the Frobenius norm of the residual divided by that of the matrix."""
 
 
 def components(factorization: str, sizes: Sizes) -> int:
-    """The highest rank K of the matrix of all experts.
+    """Returns the highest possible rank K of the experts' common matrix.
 
     Args:
         factorization: One of `FITTED`.
@@ -54,24 +54,24 @@ def components(factorization: str, sizes: Sizes) -> int:
 
 
 def fit(factorization: str, sizes: Sizes, dense_CO: Tensor, first_input_factor: Tensor) -> Fit:
-    """Finds the factors.
+    """Fits the factors to a matrix.
 
     Args:
         factorization: One of `FITTED`.
         sizes: The sizes of the layer.
-        dense_CO: The matrix of every expert, its bias as the last row; finite.
-        first_input_factor: As a new run has it. Components that the matrix has no use for begin
-            with it, and zero in the output factor: they add nothing, and can learn.
+        dense_CO: The matrix for every expert, its bias as the last row; finite.
+        first_input_factor: The input factor of a new run. Components that the matrix does not need
+            start from it, with zero in the output factor: they add nothing, and can learn.
 
     Returns:
-        The factors, and what they leave out.
+        The factors and their relative error.
     """
     paths, rank = _paths(factorization, sizes), sizes.rank
     rows, outputs = dense_CO.shape
     u_CS, value_S, v_SO = torch.linalg.svd(dense_CO.double(), full_matrices=False)
     kept = min(paths * rank, int((value_S > 1e-12 * value_S[0]).sum()))
     root_K = value_S[:kept].sqrt()
-    # Component k is the (k // P)-th of path k % P.
+    # Component k is component k // P of path k % P.
     left_CRP = first_input_factor.double().view(rows, paths, rank).transpose(1, 2).contiguous()
     right_RPO = torch.zeros(rank, paths, outputs, dtype=torch.float64)
     left_CRP.view(rows, -1)[:, :kept] = u_CS[:, :kept] * root_K
@@ -88,14 +88,14 @@ def fit(factorization: str, sizes: Sizes, dense_CO: Tensor, first_input_factor: 
 def equal_experts(
     factorization: str, shape: tuple[int, ...], noise: float, generator: Generator
 ) -> Tensor:
-    """The expert factor of a level with which all experts are equal, but for noise.
+    """Draws the expert factor of a level for experts that are equal except for noise.
 
     Args:
         factorization: One of `FITTED`.
-        shape: The shape of the factor: [N, R] of CP, [N, P, P] of a ring.
-        noise: Standard deviation of what is added, before its mean over the experts is taken off;
-            of a ring to the diagonal.
-        generator: Draws it.
+        shape: The shape of the factor: [N, R] for CP, [N, P, P] for a ring.
+        noise: Standard deviation of the noise before its mean over experts is subtracted; in a ring
+            it is added to the diagonal.
+        generator: The random generator.
     """
     is_cp = factorization == "cp"
     equal = torch.ones(shape) if is_cp else torch.eye(*shape[1:]).expand(shape).clone()

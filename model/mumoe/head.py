@@ -1,9 +1,8 @@
-"""The last layer of a classifier as a mixture of factorized experts.
+"""A classifier's output layer as a mixture of factorized experts.
 
     a = gate(z)        y = layer(z, a)
 
-Source: Oldfield et al. 2024, sections 4.1 and 4.2: CLIP and DINO with a muMoE in the place of their
-last layer.
+Source: Oldfield et al. 2024, sections 4.1 and 4.2: CLIP and DINO with a muMoE as the output layer.
 
 Shapes: B images, D width, K classes.
 """
@@ -52,7 +51,7 @@ class MuMoEHeadConfig(FactorizedExperts):
     the identity."""
 
     def of_model(self, width: int, classes: int) -> "MuMoEHeadConfig":
-        """Completed: with the rank as a number.
+        """Returns a copy with the rank as a number.
 
         Args:
             width: D.
@@ -77,12 +76,12 @@ class MuMoEHeadConfig(FactorizedExperts):
         return self.model_copy(update={"rank": nearest_rank(parameters, linear)})
 
     def parameters(self, width: int, classes: int) -> int:
-        """Counts the numbers of the head, gate included."""
+        """Counts the parameters of the head, including the gate."""
         layer = self.factorized.num_parameters(self.sizes(width, classes))
         return sum(self.num_experts) * width + layer
 
     def sizes(self, width: int, classes: int) -> Sizes:
-        """Sizes of the layer, once the rank is a number."""
+        """Returns the sizes of the layer, once the rank is a number."""
         assert isinstance(self.rank, int), "of_model() fills the rank in"
         return Sizes(
             num_experts=self.num_experts,
@@ -116,14 +115,14 @@ class MuMoEHead(StatisticsModule):
         self.layer = config.factorized(config.sizes(width, classes))
 
     def initializers(self) -> dict[str, Initializer]:
-        """None: it has no parameters of its own, and its parts have initializers."""
+        """Empty: it has no parameters of its own, and its parts have their own initializers."""
         return {}
 
     def forward(self, z_BD: Tensor) -> tuple[Tensor, RoutingStats]:
-        """Classifies.
+        """Classifies images.
 
         Args:
-            z_BD: An image each.
+            z_BD: The representation of each image.
 
         Returns:
             Logits [B, K], and the statistics with the name `head`.
@@ -134,7 +133,7 @@ class MuMoEHead(StatisticsModule):
         return logits_BK, self.with_samples(stats, output.coefficients, z_BD.unsqueeze(1))
 
     def gate_columns(self) -> list[Tensor]:
-        """The gate's columns, of each level [N, D]."""
+        """Returns the gate's columns for each level, [N, D]."""
         return list(self.gate.weight.split_with_sizes(list(self.config.num_experts)))
 
     def update(self, stats: RoutingStats, progress: float) -> None:
@@ -142,6 +141,6 @@ class MuMoEHead(StatisticsModule):
 
         Args:
             stats: Statistics of the head, averaged over the step.
-            progress: Share of the run's steps that are done.
+            progress: Fraction of the run's steps that are done.
         """
         self.gate.update(stats.score_mean_S, stats.score_square_S, progress)

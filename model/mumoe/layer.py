@@ -2,10 +2,10 @@
 
     a = gate(u)        y = down(GELU(up(z, a)), a)        or down(silu(up_gate(z, a)) up(z, a), a)
 
-Source: Oldfield et al. 2024, section 4.3: one gate, whose coefficients all layers use.
+Source: Oldfield et al. 2024, section 4.3: all layers share the coefficients of one gate.
 
-Shapes: B batch, T tokens in a sequence, M tokens that are real, D width, F inner width, N
-experts of a level, E and S experts of all levels side by side, L levels.
+Shapes: B batch, T tokens in a sequence, M real tokens, D width, F inner width, N experts of a
+level, E and S experts of all levels side by side, L levels.
 """
 
 import torch
@@ -27,11 +27,11 @@ from polyad.model.output import RoutingStats, StatisticsModule, entropy
 from polyad.model.padding import RealTokens, counted, pack, unpack
 
 DOMINANT = 0.5
-"""The coefficient from which an expert dominates a token."""
+"""The minimum coefficient with which an expert dominates a token."""
 
 
 class MuMoE(FeedForward, StatisticsModule):
-    """A gate and two factorized layers, or three.
+    """A gate and two factorized layers, or three with a gated activation.
 
     Args:
         config: Its own configuration.
@@ -53,11 +53,11 @@ class MuMoE(FeedForward, StatisticsModule):
             softmax_share=config.softmax_share,
         )
         sizes = config.layer_sizes(width)
-        # What GPT-2 scales the weights by whose outputs are added to the residual stream.
+        # GPT-2's scale of weights whose outputs are added to the residual stream.
         scale = context.residual_std / context.initializer_std
         combine = GATED.get(config.activation)
         self.up_gate: Factorized | None = None
-        """Beside `up`: of both together the activation is made."""
+        """The gate of the activation, combined with `up`; None without a gated activation."""
         if combine is not None:
             self.up_gate, self.combine = config.factorized(sizes["up_gate"]), combine
         self.up = config.factorized(sizes["up"])
@@ -66,7 +66,7 @@ class MuMoE(FeedForward, StatisticsModule):
         self.dropout = nn.Dropout(context.dropout)
 
     def initializers(self) -> dict[str, Initializer]:
-        """None: it has no parameters of its own, and its parts have initializers."""
+        """Empty: it has no parameters of its own, and its parts have their own initializers."""
         return {}
 
     def forward(
@@ -91,12 +91,12 @@ class MuMoE(FeedForward, StatisticsModule):
         return self.dropout(y_MD.view_as(normalized_BTD)), stats
 
     def layers(self) -> list[Factorized]:
-        """The factorized layers; the last is `down`."""
+        """Returns the factorized layers; the last is `down`."""
         first = [self.up] if self.up_gate is None else [self.up_gate, self.up]
         return [*first, self.down]
 
     def gate_columns(self) -> list[Tensor]:
-        """The gate's columns of each level, [N, D]: rows of the weight as it is stored."""
+        """Returns the gate's columns for each level, [N, D]: rows of the stored weight."""
         return list(self.gate.weight.split_with_sizes(list(self.config.num_experts)))
 
     def update(self, stats: RoutingStats, progress: float) -> None:
@@ -107,20 +107,20 @@ class MuMoE(FeedForward, StatisticsModule):
 def gate_statistics(
     output: GateOutput, real: RealTokens | None = None, *, measures: bool = True
 ) -> RoutingStats:
-    """The statistics of a gate, without gradients. All are means over tokens, so they can be
-    averaged.
+    """Computes the statistics of a gate, without gradients. All are means over tokens, so they can
+    be averaged.
 
-    The leaves of a hierarchy are as many as the product of its levels, and none of this builds
-    them: a leaf's coefficient is a product over levels, so entropies add up, exp(entropy) is a
-    product, and the largest coefficient of a token is the product of its largest of each level.
+    A hierarchy has as many leaves as the product of its level sizes; they are never materialized. A
+    leaf's coefficient is a product over levels, so entropies add up, exp(entropy) is a product, and
+    the largest coefficient of a token is the product of the largest in each level.
 
     Args:
-        output: What the gate decided for real tokens.
-        real: Which they are; None: all.
-        measures: Whether to compute what records alone need.
+        output: The gate's output for the real tokens.
+        real: The real tokens; None for all.
+        measures: Whether to compute values that only records need.
 
     Returns:
-        The statistics with an empty name; None for those of sparse routing.
+        The statistics with an empty name; those of sparse routing are None.
     """
     levels = [a_MN.detach() for a_MN in output.coefficients]
     load_E = torch.cat([a_MN.mean(0) for a_MN in levels])
@@ -151,6 +151,6 @@ def gate_statistics(
 
 
 def _dominance(a_MN: Tensor) -> Tensor:
-    """1 where a coefficient has at least half of a token, else 0, in its dtype."""
-    # By way of bytes: on a CPU faster than from bool. Triton compiles no view of a bool's bits.
+    """Returns 1 where a coefficient is at least 0.5, else 0, in the same dtype."""
+    # Via bytes: faster on a CPU than from bool. Triton cannot compile a view of a bool's bits.
     return (a_MN >= DOMINANT).to(torch.uint8).to(a_MN.dtype)

@@ -1,10 +1,10 @@
-"""Tensor ring and tensor train: W is a product of small matrices, one a mode.
+"""Tensor ring and tensor train: W is a product of small matrices, one per mode.
 
     W_(n_1 ... n_E, i, o) = trace(U1_(:, n_1, :) ... U2_(:, i, :) U3_(:, o, :))
 
-A token's coefficients choose a matrix [P, Q] and its input a matrix [Q, R]; the output factor
-contracts their product: two large matrix products and a small one of each token in between. A train
-is a ring that is open: P = 1.
+A token's coefficients select a matrix [P, Q] and its input a matrix [Q, R]; the output factor
+contracts their product: two large matrix products with a small one per token in between. A train is
+an open ring: P = 1.
 
 Source: Oldfield et al. 2024, equation 5, and appendix E for more levels.
 
@@ -28,7 +28,7 @@ class TensorRing(Factorized):
 
     @classmethod
     def first_rank(cls, sizes: Sizes) -> int:
-        """P."""
+        """Returns P."""
         return sizes.expert_rank
 
     @classmethod
@@ -46,7 +46,7 @@ class TensorRing(Factorized):
 
     @classmethod
     def rank_axes(cls, sizes: Sizes, parts: int) -> dict[str, int]:
-        """Q of the input and P of the output factor if they have equal parts, or else R."""
+        """Q of the input and P of the output factor if these divide evenly, otherwise R."""
         return {
             "input_factor": 2 if sizes.expert_rank % parts else 1,
             "output_factor": 1 if cls.first_rank(sizes) % parts else 0,
@@ -64,7 +64,7 @@ class TensorRing(Factorized):
         return sizes.rank * cls.first_rank(sizes)
 
     def expert_initializer(self, level: int) -> Initializer:
-        """A diagonal slice of N(1, 1) for each expert; of a further level nearer the identity."""
+        """A diagonal slice of N(1, 1) per expert; in further levels closer to the identity."""
         return diagonal_around_one(self.sizes.level_std if level else self.sizes.expert_std)
 
     def mix(self, contracted: Tensor, coefficients: Sequence[Tensor]) -> Tensor:
@@ -74,7 +74,7 @@ class TensorRing(Factorized):
         return (chosen_MPQ @ input_MQR).flatten(1)
 
     def mix_experts(self, coefficients: Sequence[Tensor]) -> Tensor:
-        """The matrix that a token's coefficients choose: a product over levels.
+        """Computes the matrix that a token's coefficients select: a product over levels.
 
         Args:
             coefficients: The coefficients of each level, [M, N].
@@ -94,15 +94,15 @@ class TensorTrain(TensorRing):
 
     @classmethod
     def first_rank(cls, sizes: Sizes) -> int:
-        """P."""
+        """Returns P = 1."""
         return 1
 
     def expert_initializer(self, level: int) -> Initializer:
-        """N(1, 1) / sqrt(Q) in every entry; of a further level as a ring's. Ours, not the paper's.
+        """N(1, 1) / sqrt(Q) in every entry; further levels as in a ring. Not from the paper.
 
-        A diagonal slice [1, Q] would be zero but for its first entry and silence Q - 1 of the
-        paths. An output is the sum of Q paths, so the scale gives it the variance that CP and the
-        ring have.
+        A diagonal slice [1, Q] would be zero except for its first entry and disable Q - 1 of the
+        paths. An output is the sum of Q paths, so the scale gives it the same variance as in CP and
+        the ring.
         """
         if level:
             return super().expert_initializer(level)

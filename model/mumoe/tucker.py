@@ -2,8 +2,8 @@
 
     W_(n..., i, o) = sum_(q..., s, t) Z_(s, q..., t) U1_(n, q) ... U2_(i, s) U3_(t, o)
 
-Here the ranks of the input and the output mode are the same number R. The rank of one expert's
-matrix is at most R at a cost of R x R numbers in the core: the paper's reason to prefer the others.
+Here the input and output modes have the same rank R. One expert's matrix has rank at most R, for R
+x R entries of the core: the paper's reason to prefer the other factorizations.
 
 Source: Oldfield et al. 2024, appendix D.1.3; the earlier version, section 3.
 
@@ -41,7 +41,7 @@ class Tucker(Factorized):
 
     @classmethod
     def rank_axes(cls, sizes: Sizes, parts: int) -> dict[str, int]:
-        """S of the input and T of the output factor; of the core each process keeps a part."""
+        """S of the input and T of the output factor; each rank keeps a part of the core."""
         return {"input_factor": 1, "core": 0, "output_factor": 0}
 
     @classmethod
@@ -55,11 +55,11 @@ class Tucker(Factorized):
         return sizes.rank
 
     def expert_initializer(self, level: int) -> Initializer:
-        """N(1, 1); of a further level with less noise or none."""
+        """N(1, 1); further levels with less noise or none."""
         return around_one(self.sizes.level_std if level else self.sizes.expert_std)
 
     def initializers(self) -> dict[str, Initializer]:
-        """The core as any factor: uniform, by how many numbers it sums over."""
+        """Initializes the core like any factor: uniformly, by the number of summed terms."""
         fan = math.prod(self.core.shape[:-1])
         return super().initializers() | {"core": uniform(1 / math.sqrt(fan))}
 
@@ -74,6 +74,6 @@ class Tucker(Factorized):
 
 
 def _contracted(sizes: Sizes) -> list[int]:
-    """Numbers of a token that the contraction with each level starts from."""
+    """Returns the number of values per token before the contraction with each level."""
     levels = range(len(sizes.num_experts), 0, -1)
     return [sizes.expert_rank**level * sizes.rank for level in levels]

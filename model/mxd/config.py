@@ -42,11 +42,11 @@ class SparseTableConfig(FactorizedExperts, FeedForwardSettings, ABC):
 
     @property
     def table_rows(self) -> int:
-        """N, over all levels."""
+        """Total number of experts N over all levels."""
         return math.prod(self.num_experts)
 
     def gate_parameters(self, width: int) -> int:
-        """Counts the numbers of the gate and its bias, of the table, and of the output bias.
+        """Counts the parameters of the gate and its bias, the table, and the output bias.
 
         Args:
             width: D.
@@ -66,15 +66,15 @@ class TranscoderConfig(SparseTableConfig):
     """The kind of feed-forward. Its experts are features, each with one output vector."""
 
     def inner_size(self, width: int) -> int:
-        """The features: what stands between its two layers."""
+        """Returns the number of features, the inner width."""
         return self.table_rows
 
     def cut_sizes(self, width: int) -> list[dict[str, int]]:
-        """Experts, which tensor parallelism divides."""
+        """Returns the number of experts, which tensor parallelism splits."""
         return [{"num_experts": self.table_rows}]
 
     def parameters(self, width: int) -> int:
-        """Counts the numbers of a block's feed-forward.
+        """Counts the parameters of a block's feed-forward.
 
         Args:
             width: D.
@@ -103,32 +103,32 @@ class MixtureOfDecodersConfig(SparseTableConfig):
     @field_validator("hidden_size", mode="before")
     @classmethod
     def _is_size(cls, value: object) -> object:
-        # Not by pydantic: its error on a union lists the complaints of every member.
+        # Not by pydantic: its error for a union lists the errors of every member.
         if value not in (None, MATCH_DENSE) and (type(value) is not int or value < 1):
             raise ValueError("1 or more, match-dense or null")
         return value
 
     def inner_size(self, width: int) -> int:
-        """The inner width H of the dense part, once it is a number."""
+        """Returns the inner width H of the dense part, once it is a number."""
         assert self.hidden_size != MATCH_DENSE, "of_model() fills it in"
         return self._dense().inner_size(width)
 
     def cut_sizes(self, width: int) -> list[dict[str, int]]:
-        """Experts and the inner width, which tensor parallelism divides."""
+        """Returns the numbers of experts and inner units, which tensor parallelism splits."""
         return [{"num_experts": self.table_rows}, {"hidden_size": self.inner_size(width)}]
 
     def parameters(self, width: int, bias: bool) -> int:
-        """Counts the numbers of a block's feed-forward.
+        """Counts the parameters of a block's feed-forward.
 
         Args:
             width: D.
-            bias: Whether the dense part's first layer has one.
+            bias: Whether the dense part's first layer has a bias.
         """
         dense = self._dense().parameters(width, bias, self.activation in GATED)
         return self.gate_parameters(width) + dense - bias * width
 
     def of_model(self, *, width: int, bias: bool) -> Self:
-        """Fills in the inner width that matches a dense block."""
+        """Replaces `match-dense` by the inner width as a number."""
         if self.hidden_size != MATCH_DENSE:
             return self
         gated = self.activation in GATED

@@ -1,11 +1,11 @@
-"""The sparse gate: a few of very many experts for each token, with weights that are not normalized.
+"""The sparse gate: selects a few of very many experts per token, with unnormalized weights.
 
     a = TopK(relu(G u + g))
 
-With several levels the score of expert (n_1, ..., n_L) is the sum of one score of each level:
-product keys (Lample et al. 2019, "Large memory layers with product keys"), with linear scores of
-the whole input. Scores of N experts then cost what those of about L N^(1/L) do, and the K best of
-all N are found exactly.
+With several levels the score of expert (n_1, ..., n_L) is the sum of one score per level: product
+keys (Lample et al. 2019, "Large memory layers with product keys"), with linear scores of the whole
+input. Scoring N experts then costs about as much as L N^(1/L), and the K best of all N are found
+exactly.
 
 Shapes: M tokens, D width, N experts of a level, S scores of all levels side by side, K experts of a
 token.
@@ -24,18 +24,17 @@ from polyad.model.smoe.selection import Selected, count
 
 
 def best_sums(levels: Sequence[Tensor], top_k: int) -> Tensor:
-    """Finds the K highest sums of one score of each level, without building all of them.
+    """Finds the K highest sums of one score per level, without computing all sums.
 
-    Of two lists in descending order, the sum of entries i and j (from 1) is at most as high as i j
-    of the sums: pairs with i j > K are never needed.
+    For two lists in descending order, i j sums are at least as high as that of entries i and j
+    (from 1), so pairs with i j > K are never needed.
 
     Args:
         levels: The scores of each level, [M, N].
         top_k: K, at most the product of all N.
 
     Returns:
-        The numbers of the experts [M, K], int64, the highest sum first; the last level counts
-        fastest.
+        Expert indices [M, K], int64, the highest sum first; the last level varies fastest.
     """
     values_MI, ids_MI = levels[0].topk(min(top_k, levels[0].shape[1]), dim=1)
     for level_MN in levels[1:]:
@@ -49,20 +48,20 @@ def best_sums(levels: Sequence[Tensor], top_k: int) -> Tensor:
 
 
 def _pairs(first: int, second: int, top_k: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Pairs of places in two lists whose sum can be among the K highest."""
+    """Lists pairs of positions in two sorted lists whose sum can be among the K highest."""
     number = sum(min(second, top_k // place) for place in range(1, first + 1))
     place_I = torch.arange(first, device=device)
     partners_I = (top_k // (place_I + 1)).clamp_max(second)
-    # With the size of the result known, no host waits for the device.
+    # With the output size given, the CPU does not have to wait for the device.
     i_P = place_I.repeat_interleave(partners_I, output_size=number)
     first_I = partners_I.cumsum(0) - partners_I
     return i_P, torch.arange(number, device=device) - first_I[i_P]
 
 
 class SparseGate(nn.Module):
-    """Linear scores, of which the K highest are kept as far as they are above 0.
+    """Linear scores, of which the K highest are kept if they are above 0.
 
-    Source: Oldfield et al. 2025; torch's start of a linear layer is theirs.
+    Source: Oldfield et al. 2025, who also use PyTorch's initialization of linear layers.
 
     Args:
         num_experts: N of each level.
@@ -78,32 +77,32 @@ class SparseGate(nn.Module):
         self.bias = nn.Parameter(torch.empty(sum(num_experts)))
         self.bound = width**-0.5
         self.agreed: Region = same
-        """What the first of the processes that share tokens has; see `Selection.agreed`."""
+        """Makes ranks with the same tokens agree; see `Selection.agreed`."""
 
     def initializers(self) -> dict[str, Initializer]:
-        """Uniform, as PyTorch starts a linear layer."""
+        """Returns PyTorch's uniform initializer of linear layers."""
         return {"weight": uniform(self.bound), "bias": uniform(self.bound)}
 
     def forward(self, u_MD: Tensor) -> Selected:
-        """Chooses and weighs the experts of every token.
+        """Selects and weights the experts of every token.
 
         Args:
-            u_MD: What the gate reads.
+            u_MD: The gate's input.
 
         Returns:
-            Weights of K experts in fp32 at least, with a gradient where they are above 0. An expert
-            of weight 0 is not counted.
+            Weights of K experts, at least fp32, with a gradient if above 0. Experts of weight 0 are
+            not counted.
         """
         scores_MS = linear(u_MD, self.weight, self.bias)
         scores_MS = scores_MS.to(torch.promote_types(scores_MS.dtype, torch.float32))
         scores_MK, ids_MK = self.best(scores_MS)
         weights_MK = scores_MK.relu()
-        # One more bin for the experts that a token has no use for.
+        # One more bin for slots without an expert.
         used_MK = torch.where(weights_MK > 0, ids_MK, self.num_experts)
         return Selected(weights_MK, ids_MK, count(used_MK, self.num_experts + 1)[:-1])
 
     def best(self, scores_MS: Tensor) -> tuple[Tensor, Tensor]:
-        """The K highest scores [M, K], and the numbers of their experts.
+        """Returns the K highest scores [M, K], and the indices of their experts.
 
         Args:
             scores_MS: The scores of all levels side by side.

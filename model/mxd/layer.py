@@ -5,16 +5,16 @@
     mixture of decoders   y = (C^T a) * D^T phi(E^T u + e) + b
 
 A transcoder's output is a sum of a few rows of the table C. In a mixture of decoders that sum
-scales the output of a dense feed-forward, channel by channel: expert n is the whole second layer
-D diag(c_n), of full rank, at the cost of one row. It is the CP factorization of all these layers
-with R = O and an output factor that is the identity (`model/mumoe/cp.py`).
+scales the output of a dense feed-forward channel by channel: expert n is the second layer D
+diag(c_n), of full rank, at the cost of one row. This is the CP factorization of all these layers
+with R = O and an identity output factor (`model/mumoe/cp.py`).
 
-Rows of C have unit length. The authors rescale the stored rows before each step and take the part
-along a row off its gradient; here rows are divided by their length where they are read, which is
-the same function with the same direction of the gradient, on any layout and with any optimizer.
+Rows of C have unit length. The authors rescale the stored rows before each step and remove the
+component along a row from its gradient; here rows are normalized when read, which is the same
+function with the same gradient direction, in any parallel layout and with any optimizer.
 
-Shapes: B batch, T tokens in a sequence, M tokens that are real, D width, H inner width of the dense
-part, N experts of all levels, K experts of a token.
+Shapes: B batch, T tokens in a sequence, M real tokens, D width, H inner width of the dense part, N
+experts of all levels, K experts of a token.
 """
 
 import dataclasses
@@ -41,7 +41,7 @@ from polyad.model.regions import Region, same
 from polyad.model.smoe.selection import Selected
 
 MULTIPLIED_WHOLE = 1024
-"""Rows of a table up to which a GPU multiplies it whole."""
+"""Maximum number of rows of a table that a GPU multiplies as a whole."""
 
 
 def sum_of_rows(rows_ND: Tensor, ids_MK: Tensor, weights_MK: Tensor, *, whole: bool) -> Tensor:
@@ -49,10 +49,10 @@ def sum_of_rows(rows_ND: Tensor, ids_MK: Tensor, weights_MK: Tensor, *, whole: b
 
     Args:
         rows_ND: The table.
-        ids_MK: Which rows.
+        ids_MK: Indices of the rows.
         weights_MK: Their weights.
-        whole: Whether a small table is multiplied whole, by weights that are mostly 0: the faster
-            way on a GPU (BENCHMARKS.md, "GPUs").
+        whole: Whether to multiply the whole table by a mostly zero weight matrix, which is faster
+            on a GPU if the table is small (BENCHMARKS.md, "GPUs").
 
     Returns:
         [M, D].
@@ -64,7 +64,7 @@ def sum_of_rows(rows_ND: Tensor, ids_MK: Tensor, weights_MK: Tensor, *, whole: b
 
 
 class SparseTable(FeedForward, StatisticsModule):
-    """A sparse gate over the rows of a table: the base of both kinds.
+    """The base class of both kinds: a sparse gate over the rows of a table.
 
     Args:
         config: Its own configuration, filled in.
@@ -79,18 +79,18 @@ class SparseTable(FeedForward, StatisticsModule):
         self.table = nn.Parameter(torch.empty(config.table_rows, width))
         self.output_bias = nn.Parameter(torch.empty(width))
         self.dense: DenseFeedForward | None = None
-        """What the rows scale, in a mixture of decoders."""
+        """The dense feed-forward that the rows scale, in a mixture of decoders."""
         self.dropout = nn.Dropout(context.dropout)
         self.own: Callable[[Selected], tuple[Tensor, Tensor]] = lambda selected: (
             selected.weights_NK,
             selected.expert_ids_NK,
         )
-        """The weights and rows of a token's experts in the table of this process."""
+        """Selects the weights and rows of a token's experts in this rank's part of the table."""
         self.mixed: Region = same
-        """The sum over the processes that share a table."""
+        """The sum over the ranks that share a table."""
 
     def initializers(self) -> dict[str, Initializer]:
-        """Rows of unit length in directions of uniform numbers; no bias."""
+        """Returns the initializers: unit rows with uniformly drawn directions, and zero bias."""
         return {"table": unit_rows(), "output_bias": ZEROS}
 
     def forward(
@@ -108,28 +108,28 @@ class SparseTable(FeedForward, StatisticsModule):
         return self.dropout(y_BTD + self.output_bias), self._statistics(selected, given.real)
 
     def mix(self, selected: Selected) -> Tensor:
-        """The weighted sums of the experts' rows, C^T a.
+        """Computes the weighted sums of the experts' rows, C^T a.
 
         Args:
             selected: The experts of each token.
 
         Returns:
-            [M, D], in fp32 at least, as the gradients of rows are summed.
+            [M, D], at least fp32, the precision in which gradients of rows are summed.
         """
         weights_MK, ids_MK = self.own(selected)
         rows_ND = normalize(self.table.to(weights_MK.dtype), dim=1)
         return self.mixed(sum_of_rows(rows_ND, ids_MK, weights_MK, whole=self.table.is_cuda))
 
     def row(self, expert: int) -> Tensor:
-        """The row of one expert, of unit length [D].
+        """Returns the normalized row of one expert [D].
 
         Args:
-            expert: Its number.
+            expert: The index of the expert.
         """
         return normalize(self.table[expert], dim=0)
 
     def gate_columns(self) -> list[Tensor]:
-        """The gate's columns of each level, [N, D]."""
+        """Returns the gate's columns for each level, [N, D]."""
         return list(self.gate.weight.split_with_sizes(self.gate.levels))
 
     def _statistics(self, selected: Selected, real: RealTokens | None) -> RoutingStats:
@@ -154,7 +154,7 @@ class Transcoder(SparseTable):
 
 
 class MixtureOfDecoders(SparseTable):
-    """A dense feed-forward whose output a sparse sum of rows scales.
+    """A dense feed-forward whose output is scaled by a sparse sum of rows.
 
     Args:
         config: Its own configuration.
@@ -171,14 +171,14 @@ class MixtureOfDecoders(SparseTable):
 
 
 class Decoder(DenseFeedForward):
-    """What the experts scale: a dense feed-forward without a last bias, whose last layer starts at
-    zero.
+    """The dense feed-forward that the experts scale: without an output bias, its last layer
+    initialized to zero.
 
-    Until that layer has moved, it and the output bias alone get a gradient. Source: Oldfield et al.
-    2025; the other layers start as PyTorch's.
+    Until that layer has changed, only it and the output bias get a gradient. Source: Oldfield et
+    al. 2025; the other layers have PyTorch's initialization.
 
     Args:
-        config: Its width.
+        config: The configuration, which sets its width.
         context: Settings of the model.
     """
 
@@ -187,7 +187,7 @@ class Decoder(DenseFeedForward):
         self.down = nn.Linear(self.down.in_features, self.down.out_features, bias=False)
 
     def initializers(self) -> dict[str, Initializer]:
-        """Starts the last layer at zero, and the others as PyTorch starts a linear layer."""
+        """Initializes the last layer to zero, and the others like PyTorch's linear layers."""
         first = uniform(self.context.hidden_size**-0.5)
         entries = dict.fromkeys(super().initializers(), first)
         return {name: each for name, each in entries.items() if "down" not in name} | {

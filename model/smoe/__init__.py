@@ -1,1 +1,1 @@
-"""Sparse mixture of experts: scores, graphs, selection, dispatch, experts, each on its own."""
+"""Sparse mixture of experts: scores, graphs, selection, dispatch and experts, one module each."""

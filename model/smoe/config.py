@@ -1,4 +1,4 @@
-"""The keys of a sparse mixture of experts, and the base of all kinds that select experts."""
+"""The keys of a sparse mixture of experts, and the base class of all kinds that select experts."""
 
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self, TypeAlias
@@ -26,7 +26,7 @@ Placement: TypeAlias = int | list[int]
 
 
 def check_placement(value: object) -> object:
-    """Checks what a file says, before pydantic does: its error on a union lists every member's.
+    """Checks the parsed value before pydantic, whose error for a union lists every member's.
 
     Raises:
         ValueError: The value is not a placement.
@@ -38,9 +38,9 @@ def check_placement(value: object) -> object:
 
 
 class SelectingConfig(FeedForwardSettings, ABC):
-    """The base of the kinds whose router selects whole experts for each token, in some blocks."""
+    """The base class of kinds whose router selects whole experts per token, in some blocks."""
 
-    if TYPE_CHECKING:  # each kind declares these keys: their order and their words are its own
+    if TYPE_CHECKING:  # each kind declares these keys, in its own order and words
         num_experts: int
         score_width: int | None
         capacity_factor: float | None
@@ -51,36 +51,37 @@ class SelectingConfig(FeedForwardSettings, ABC):
         experts: str
 
     placement_key: ClassVar[str]
-    """The key that says which blocks have experts."""
+    """The key that selects the blocks with experts."""
 
     @abstractmethod
     def used_experts(self) -> int:
-        """Experts that a token uses in the first steps of a run."""
+        """Returns the number of experts per token in the first steps of a run."""
 
     def known_final_top_k(self) -> int:
-        """Experts of a token in the last steps of a run, and in the model that it leaves."""
+        """Returns the number of experts per token in the last steps of a run, and in the final
+        model."""
         return self.used_experts()
 
     @abstractmethod
     def dense(self) -> DenseFeedForwardConfig:
-        """The feed-forward of the blocks that have no experts."""
+        """Returns the feed-forward of the blocks without experts."""
 
     def check_placement_once(self) -> None:
         """Checks that no block is listed twice.
 
         Raises:
-            SectionError: One is.
+            SectionError: A block is.
         """
         placement = self._placement()
         if isinstance(placement, list) and len(set(placement)) < len(placement):
             raise SectionError(f"@{self.placement_key}: {placement} names a block twice")
 
     def check_number(self, key: str, top_k: int) -> None:
-        """Checks that there are as many experts as a token uses.
+        """Checks that there are at least as many experts as a token uses.
 
         Args:
-            key: The key that says so.
-            top_k: Experts that a token uses.
+            key: The key that sets `top_k`.
+            top_k: Number of experts per token.
 
         Raises:
             SectionError: There are fewer.
@@ -89,10 +90,10 @@ class SelectingConfig(FeedForwardSettings, ABC):
             raise SectionError(f"@{key}: {top_k} is more than @num_experts: {self.num_experts}")
 
     def check_capacity(self) -> None:
-        """Checks that nothing is said of a capacity that there is not.
+        """Checks that no capacity option is set without a capacity.
 
         Raises:
-            SectionError: Something is.
+            SectionError: One is.
         """
         if self.capacity_factor is not None:
             return
@@ -103,13 +104,13 @@ class SelectingConfig(FeedForwardSettings, ABC):
                 )
 
     def check_blocks(self, num_layers: int) -> None:
-        """Checks that the model has the blocks that are to have experts.
+        """Checks that the model has the listed blocks.
 
         Args:
-            num_layers: Blocks of the model.
+            num_layers: Number of blocks of the model.
 
         Raises:
-            SectionError: It has not, or none would have experts.
+            SectionError: It does not, or no block would have experts.
         """
         placement = self._placement()
         listed = placement if isinstance(placement, list) else []
@@ -121,13 +122,13 @@ class SelectingConfig(FeedForwardSettings, ABC):
             )
 
     def check_drops(self, causal: bool) -> None:
-        """Checks that in a language model no token is dropped by what else is in the batch.
+        """Checks that a language model does not drop tokens depending on the rest of the batch.
 
         Args:
-            causal: Whether it is one.
+            causal: Whether it is a causal language model.
 
         Raises:
-            SectionError: One would be.
+            SectionError: It would.
         """
         if causal and self.capacity_factor is not None and not self.allow_leak:
             raise SectionError(
@@ -137,15 +138,15 @@ class SelectingConfig(FeedForwardSettings, ABC):
             )
 
     def check_model(self, *, num_layers: int, num_heads: int | None, causal: bool) -> None:
-        """See `FeedForwardSettings.check_model`: the model has the blocks, and none would leak."""
+        """See `FeedForwardSettings.check_model`: checks blocks and leaks."""
         self.check_blocks(num_layers)
         self.check_drops(causal)
 
     def routes(self, block: int) -> bool:
-        """Whether a block has experts.
+        """Returns whether a block has experts.
 
         Args:
-            block: Its number, from 0.
+            block: Number of the block, from 0.
         """
         placement = self._placement()
         if isinstance(placement, list):
@@ -153,36 +154,36 @@ class SelectingConfig(FeedForwardSettings, ABC):
         return (block + 1) % placement == 0
 
     def of_block(self, block: int) -> Self | DenseFeedForwardConfig:
-        """The feed-forward of one block: this one, or a dense one.
+        """Returns the feed-forward of one block: this one, or a dense one.
 
         Args:
-            block: Its number, from 0.
+            block: Number of the block, from 0.
         """
         return self if self.routes(block) else self.dense()
 
     def capacity(self, training: bool) -> float | None:
-        """The capacity factor that holds.
+        """Returns the capacity factor for training or evaluation.
 
         Args:
-            training: Whether the layer trains.
+            training: Whether the layer is in training mode.
 
         Returns:
-            Most assignments of an expert, as a multiple of its even share; None: no limit.
+            Maximum assignments of an expert, as a multiple of its even share; None for no limit.
         """
         if training or self.evaluation_capacity_factor is None:
             return self.capacity_factor
         return self.evaluation_capacity_factor
 
     def score_size(self) -> int:
-        """Width of the cosine and attentive scores' space."""
+        """Returns the width of the space of the cosine and attentive scores."""
         return max(self.num_experts // 2, 8) if self.score_width is None else self.score_width
 
     def scores_have_bias(self) -> bool:
-        """Whether the linear score has a bias where the model's layers have one."""
+        """Whether the linear score has a bias if the model's layers have one."""
         return True
 
     def scores_in_model_dtype(self) -> bool:
-        """Whether the linear score multiplies in the model's precision; false: in fp32 at least."""
+        """Whether the linear score multiplies in the model's precision, not at least fp32."""
         return False
 
     def _placement(self) -> Placement:
@@ -360,7 +361,7 @@ class SparseMoEConfig(SelectingConfig):
     @field_validator("attention_head", mode="before")
     @classmethod
     def _is_head(cls, value: object) -> object:
-        # Before pydantic does: its error on a union lists every member's.
+        # Before pydantic: its error for a union lists every member's.
         if value != LOWEST_ENTROPY and (type(value) is not int or value < 0):
             raise ValueError(f"{LOWEST_ENTROPY}, or the number of a head from 0")
         return value
@@ -402,7 +403,7 @@ class SparseMoEConfig(SelectingConfig):
         return self
 
     def _check_pool(self) -> None:
-        """Checks the bounds of a pool, and that all who rank experts can be limited to it."""
+        """Checks the bounds of a pool, and that all expert rankings can be limited to it."""
         if self.pool == "none":
             for name in ("pool_least", "pool_most"):
                 if (value := getattr(self, name)) is not None:
@@ -430,12 +431,12 @@ class SparseMoEConfig(SelectingConfig):
                 )
 
     def pool_bounds(self) -> tuple[int, int]:
-        """The fewest and the most experts of a pool."""
+        """Returns the minimum and maximum number of experts in a pool."""
         least = self.known_final_top_k() if self.pool_least is None else self.pool_least
         return least, self.num_experts if self.pool_most is None else self.pool_most
 
     def reads_documents(self) -> bool:
-        """See `FeedForwardSettings.reads_documents`: pools are those of documents."""
+        """See `FeedForwardSettings.reads_documents`: pools are per document."""
         return self.pool != "none"
 
     def _check_groups(self) -> None:
@@ -461,7 +462,7 @@ class SparseMoEConfig(SelectingConfig):
             )
 
     def _check_options(self) -> None:
-        """Checks that no option is said that another one leaves without effect."""
+        """Checks that no option is set that another one makes ineffective."""
         if self.router_dtype != "fp32" and self.score not in ("linear", "random"):
             raise SectionError(
                 f"@router_dtype: {self.router_dtype} needs @score: linear, not {self.score}"
@@ -482,11 +483,11 @@ class SparseMoEConfig(SelectingConfig):
                     )
 
     def dense(self) -> DenseFeedForwardConfig:
-        """The feed-forward of the blocks that do not route."""
+        """Returns the feed-forward of the blocks without experts."""
         return DenseFeedForwardConfig(hidden_size=self.dense_hidden_size)
 
     def check_model(self, *, num_layers: int, num_heads: int | None, causal: bool) -> None:
-        """See `SelectingConfig.check_model`: a graph of attention has it and its head, too."""
+        """See `SelectingConfig.check_model`: also checks the head of an attention graph."""
         self.check_blocks(num_layers)
         if self.graph == "attention" and num_heads is None:
             raise SectionError(
@@ -518,15 +519,16 @@ class SparseMoEConfig(SelectingConfig):
 
     @property
     def fixed_head(self) -> int | None:
-        """The number of the attention graph's head; None: it is chosen by entropies."""
+        """The attention graph's head if it is fixed; None if it is chosen by entropy."""
         return self.attention_head if isinstance(self.attention_head, int) else None
 
     def inner_size(self, width: int) -> int:
-        """The inner width F of one expert in a model of the given width D."""
+        """Returns the inner width F of one expert in a model of width D."""
         return 4 * width if self.expert_hidden_size is None else self.expert_hidden_size
 
     def cut_sizes(self, width: int) -> list[dict[str, int]]:
-        """What tensor parallelism divides: of each entry one of the sizes, by key.
+        """Returns the sizes that tensor parallelism splits, by key: one of each entry must be
+        divisible.
 
         Args:
             width: D.

@@ -1,9 +1,9 @@
-"""Dispatch: sends tokens to their selected experts, and returns the experts' outputs.
+"""Dispatch: sends tokens to their selected experts and combines the experts' outputs.
 
-No token is dropped unless a capacity is asked for, and no row is added: assignments are sorted by
-expert, and each expert takes the rows that it has. A capacity counts the assignments of one
-micro-batch of one process, wherever the experts are: the same tokens are dropped on any layout that
-cuts a step into the same micro-batches.
+Without a capacity no token is dropped, and there is no padding: assignments are sorted by expert,
+and each expert processes its own rows. A capacity counts the assignments of one micro-batch of one
+process, wherever the experts are: the same tokens are dropped in any parallel layout that cuts a
+step into the same micro-batches.
 
 Shapes: N tokens, K experts of a token, M = N K rows, E experts, D width,
 F inner width of an expert.
@@ -26,17 +26,17 @@ class Plan(NamedTuple):
     """The order of rows by expert. Assignment a = n K + k is the k-th expert of token n."""
 
     assignment_M: Tensor
-    """The assignment of each row; rows are sorted by expert, then by assignment, or by priority,
-    and those that no expert takes come last."""
+    """The assignment of each row; rows are sorted by expert, then by assignment, or by priority;
+    dropped rows come last."""
     row_A: Tensor
     """The row of each assignment."""
     counts_E: Tensor
-    """Rows of each expert."""
+    """Number of rows of each expert."""
     drops: bool = False
-    """Whether there may be rows that no expert takes. How many is known on the device alone."""
+    """Whether rows may be dropped. Their number is known only on the device."""
 
     def kept_M(self) -> Tensor:
-        """Whether an expert takes the row."""
+        """Returns whether each row is processed by an expert."""
         row_M = torch.arange(self.row_A.shape[0], device=self.row_A.device)
         return row_M < self.counts_E.sum()
 
@@ -54,17 +54,17 @@ def make_plan(
 
     Args:
         expert_ids_NK: The experts of each token.
-        counts_E: How many tokens have each.
-        capacity_factor: Rows that an expert takes, times N K / E; None: all.
-        priority_N: An expert takes all first choices before any second one, and equal choices from
-            the token with the highest number down; None: as tokens come.
+        counts_E: Number of tokens of each expert.
+        capacity_factor: Maximum rows per expert, as a multiple of N K / E; None for no limit.
+        priority_N: If given, an expert takes all first choices before any second choice, and equal
+            choices by descending priority of their tokens; None: in the order of tokens.
 
     Returns:
         The plan.
     """
     expert_A = expert_ids_NK.reshape(-1)
     num_experts = counts_E.shape[0]
-    # A GPU sorts a few bits at a time.
+    # A GPU sorts by a few bits at a time.
     key_A = expert_A.to(torch.int16) if num_experts <= 2**15 else expert_A
     total = expert_A.numel()
     if priority_N is None:
@@ -78,7 +78,7 @@ def make_plan(
         return Plan(
             assignment_A, torch.empty_like(rank_A).scatter(0, assignment_A, rank_A), counts_E
         )
-    # In floating point 1.1 x 50 / 5 is a little more than 11; it must give 11.
+    # In floating point 1.1 x 50 / 5 is slightly more than 11; the result must be 11.
     capacity = math.ceil(capacity_factor * total / num_experts - 1e-9)
     first_E = counts_E.cumsum(0) - counts_E
     dropped_A = rank_A - first_E[sorted_A.long()] >= capacity
@@ -88,21 +88,21 @@ def make_plan(
 
 
 def _by_priority(priority_N: Tensor, top_k: int) -> Tensor:
-    """All assignments: choice by choice, and of each choice the tokens from the highest down."""
+    """Orders all assignments by choice, and those of one choice by descending priority."""
     token_N = priority_N.argsort(descending=True, stable=True)
     choice_K1 = torch.arange(top_k, device=token_N.device).unsqueeze(1)
     return (token_N * top_k + choice_K1).reshape(-1)
 
 
 Apart: TypeAlias = Literal["none", "sample", "all"]
-"""Tokens for which the outputs of single experts are returned: none, a few without gradient, or
-all."""
+"""Tokens for which the outputs of individual experts are returned: none, a small sample without
+gradient, or all."""
 SAMPLED_TOKENS = 256
-"""Most tokens of a sample, at equal distances."""
+"""Maximum number of tokens of a sample, which are evenly spaced."""
 
 
 def sampled(tokens_ND: Tensor) -> Tensor | None:
-    """Which tokens a sample has, at most `SAMPLED_TOKENS`; None: all of them."""
+    """Returns the tokens of a sample, at most `SAMPLED_TOKENS`; None for all tokens."""
     if len(tokens_ND) <= SAMPLED_TOKENS:
         return None
     place_N = torch.arange(SAMPLED_TOKENS, device=tokens_ND.device)
@@ -110,37 +110,37 @@ def sampled(tokens_ND: Tensor) -> Tensor | None:
 
 
 class Dispatched(NamedTuple):
-    """What comes back from the experts."""
+    """The result of dispatch."""
 
     y_ND: Tensor
     """The weighted sum over the experts of each token."""
     plan: Plan | None
-    """Where the assignments went; None where none had to go anywhere."""
+    """The plan of the assignments; None if no rows were moved."""
     outputs_NKD: Tensor | None = None
-    """The output of each expert of a token, before its bias and weight; 0 where it was dropped.
-    None: it was not asked for."""
+    """The output of each expert of a token, before its bias and weight; 0 if it was dropped. None
+    unless requested."""
     sample_N: Tensor | None = None
-    """Which tokens these outputs are of; None: all."""
+    """The tokens of these outputs; None for all."""
 
 
 class DispatchRegions(NamedTuple):
-    """Where processes that each have some inner units of every expert exchange numbers.
+    """Where ranks that each have some inner units of every expert exchange tensors.
 
     See `model/regions.py`.
     """
 
     tokens: Region = same
     weights: Region = same
-    """The routing weights."""
+    """Applied to the routing weights."""
     output: Region = same
     unit_mean: Region = same
-    """A mean over inner units."""
+    """Applied to a mean over inner units."""
     units: Region = same
-    """Inner units, in the last dimension, without gradient."""
+    """Gathers inner units along the last dimension, without gradient."""
 
 
 class Dispatcher(nn.Module):
-    """Dispatch within one process; expert parallelism replaces it by a subclass."""
+    """Dispatch within one process; expert parallelism replaces it with a subclass."""
 
     regions: DispatchRegions = DispatchRegions()
 
@@ -156,13 +156,13 @@ class Dispatcher(nn.Module):
 
         Args:
             tokens_ND: The input of the experts.
-            selected: Which experts, and their weights.
-            experts: The experts, or those of them that this process has.
+            selected: The experts of each token, and their weights.
+            experts: The experts, or this rank's part of them.
             capacity_factor: See `make_plan`.
-            apart: Of which tokens the outputs of single experts are returned, too.
+            apart: The tokens for which the outputs of individual experts are also returned.
 
         Returns:
-            The sums, where the assignments went, and these outputs.
+            The sums, the plan, and these outputs.
         """
         tokens_ND = self.regions.tokens(tokens_ND)
         weights_NK = self.regions.weights(selected.weights_NK)
@@ -171,7 +171,7 @@ class Dispatcher(nn.Module):
         begun = self.begin(plan)
         rows_MD = rows.take(tokens_ND, plan.assignment_M, plan.row_A)
         if plan.drops:
-            # Neither has a meaning where no expert takes a row: its output, the input's gradient.
+            # For dropped rows, both the expert's output and the input's gradient are undefined.
             kept_M1 = plan.kept_M().unsqueeze(1)
             rows_MD = self.compute(torch.where(kept_M1, rows_MD, 0), plan, experts, begun)
             rows_MD = torch.where(kept_M1, rows_MD, 0)
@@ -195,7 +195,7 @@ class Dispatcher(nn.Module):
         return Dispatched(y_ND, plan, outputs_NKD, sample_N)
 
     def order(self, selected: Selected) -> tuple[Tensor, Tensor]:
-        """Numbers of the experts by which rows are sorted; by default their own.
+        """Renumbers the experts for sorting rows; by default unchanged.
 
         Args:
             selected: The experts of each token.
@@ -206,49 +206,49 @@ class Dispatcher(nn.Module):
         """
         return selected.expert_ids_NK, selected.counts_E
 
-    # What processes know of one another's experts. Each computes numbers of the experts and inner
-    # units that it has, and reads those of all.
+    # What ranks know about one another's experts. Each rank computes values of its own experts and
+    # inner units, and reads those of all.
 
     def own_experts(self, whole: Tensor) -> Tensor:
-        """Selects this process's experts from a tensor [E, ...] over all experts.
+        """Selects this rank's experts from a tensor [E, ...] over all experts.
 
         Args:
-            whole: The numbers, the same on all processes that share experts.
+            whole: The tensor, equal on all ranks that share experts.
         """
         return whole
 
     def all_experts(self, own: Tensor) -> Tensor:
-        """The numbers [E, ...] of all experts.
+        """Gathers values of all experts [E, ...].
 
-        Processes that share experts have a loss each. The gradient of `own` is its sum over all of
-        them, as that of an expert's weights is, which gets the tokens of all.
+        Ranks that share experts have separate losses. The gradient of `own` is summed over all of
+        them, like that of an expert's weights, which processes the tokens of all ranks.
 
         Args:
-            own: The numbers of the experts that this process has.
+            own: The values of this rank's experts.
         """
         return own
 
     def unit_means(self, means: Tensor) -> Tensor:
-        """Means over inner units, [E, ...], of all experts and units, with a gradient.
+        """Averages over inner units: returns [E, ...] for all experts and units, differentiably.
 
-        Processes that share inner units have one loss: each gets its part of the gradient.
+        Ranks that share inner units have one loss: each gets its part of the gradient.
 
         Args:
-            means: Means over the units that this process has, of the experts that it has.
+            means: Means over this rank's units, for its experts.
         """
         return self.all_experts(self.regions.unit_mean(means))
 
     def norms(self, rows_RD: Tensor, experts: StackedExperts) -> Tensor:
-        """The norm of what the first layer of each expert, without its bias, makes of some rows.
+        """Computes the norm of each expert's first layer, without its bias, applied to some rows.
 
-        Products are in the precision of the experts' weights, sums over units in the rows'.
+        Products are in the precision of the experts' weights, sums over units in that of the rows.
 
         Args:
-            rows_RD: The same on all processes that share inner units; others may have others.
-            experts: The experts, or those of them that this process has.
+            rows_RD: Rows that are equal on all ranks that share inner units; others may differ.
+            experts: The experts, or this rank's part of them.
 
         Returns:
-            [R, E], with a gradient, in the precision of the rows.
+            [R, E], differentiable, in the precision of the rows.
         """
         weight_eDF, _ = experts.first_layer()
         hidden_eRF = self.regions.tokens(rows_RD).to(weight_eDF.dtype) @ weight_eDF
@@ -257,23 +257,23 @@ class Dispatcher(nn.Module):
         return squares_RE.clamp_min(torch.finfo(squares_RE.dtype).tiny).sqrt()
 
     def hidden(self, rows_ED: Tensor, experts: Experts) -> Tensor:
-        """The hidden layer of every expert for a row of its own; see `Experts.hidden`.
+        """Computes the hidden layer of every expert for its own row; see `Experts.hidden`.
 
         Args:
-            rows_ED: A row for each expert of all processes.
-            experts: The experts, or those of them that this process has.
+            rows_ED: One row for each expert of all ranks.
+            experts: The experts, or this rank's part of them.
 
         Returns:
-            [E, F], of all experts and units, without gradient.
+            [E, F], for all experts and units, without gradient.
         """
         own_eF = experts.hidden(self.own_experts(rows_ED))
         return self.all_experts(self.regions.units(own_eF))
 
     def begin(self, plan: Plan) -> Any:
-        """What can be done before there are rows; `compute` gets it.
+        """Starts work that does not depend on the rows; its result is passed to `compute`.
 
         Args:
-            plan: Where the rows go.
+            plan: The plan of the assignments.
         """
         return None
 
@@ -282,12 +282,12 @@ class Dispatcher(nn.Module):
 
         Args:
             rows_MD: The rows.
-            plan: How many of them each expert has.
+            plan: The plan, with the number of rows of each expert.
             experts: The experts.
-            begun: What `begin` returned.
+            begun: The result of `begin`.
 
         Returns:
-            [M, D], in the same order; rows that no expert takes hold arbitrary values.
+            [M, D], in the same order; dropped rows hold arbitrary values.
         """
         output_MD: Tensor = experts(rows_MD, plan.counts_E)
         return output_MD

@@ -1,4 +1,4 @@
-"""Experts: MLPs with stacked weights, over rows that are sorted by expert.
+"""Experts: MLPs with stacked weights, applied to rows sorted by expert.
 
 Shapes: M rows, E experts, D width, F inner width.
 """
@@ -25,7 +25,7 @@ from polyad.model.smoe.config import SelectingConfig, SparseMoEConfig
 
 
 class ExpertWeights(NamedTuple):
-    """The weights of some experts of a layer, stacked."""
+    """The stacked weights of some experts of a layer."""
 
     up: Tensor
     """[E, D, F]."""
@@ -34,9 +34,9 @@ class ExpertWeights(NamedTuple):
     down: Tensor
     """[E, F, D]."""
     low_rank: tuple[Tensor, ...] = ()
-    """What experts with LoRA add: A and B of up, of down, and of a gate; see `model/lora.py`."""
+    """LoRA's adapters of the experts: A and B of up, down, and a gate; see `model/lora.py`."""
     gate: Tensor | None = None
-    """[E, D, F]; None: the activation has no gate."""
+    """[E, D, F]; None if the activation has no gate."""
     gate_bias: Tensor | None = None
     """[E, F]."""
 
@@ -44,32 +44,32 @@ class ExpertWeights(NamedTuple):
 def activation_of_experts(
     name: Activation | GatedActivation,
 ) -> Callable[[Tensor], Tensor] | None:
-    """The activation that kernels of experts are told; None: the one that they have built in, or
+    """Returns the activation to pass to the kernels of experts; None for the built-in one, or for
     one with a gate.
 
     Args:
-        name: As in the configuration.
+        name: The name in the configuration.
     """
     return None if name == "gelu_tanh" or name in GATED else ACTIVATIONS[name]()
 
 
 class StackedExperts(nn.Module, ABC):
-    """The base of experts: two layers each, with stacked weights, an activation and dropout.
+    """The base class of experts: two layers with stacked weights, an activation and dropout.
 
-    The second bias is not here: `SelectingMoE.output_bias` adds it to the sum over experts, which
-    needs no pass over all rows.
+    The second bias is not included: `SelectingMoE.output_bias` is added to the sum over experts,
+    which does not need a pass over all rows.
 
     Args:
         config: The layer's configuration.
         context: Settings of the model.
         activation: The activation of the inner units.
-        dropout: Probability, of the inner units and of each expert's output.
+        dropout: Dropout probability of the inner units and of each expert's output.
     """
 
     inner_axes: ClassVar[dict[str, int]]
-    """The axis of inner units of each parameter, by its name."""
+    """The axis of inner units of each parameter, by name."""
     num_units: int
-    """Inner units of one expert, on all processes together."""
+    """Number of inner units of one expert, over all ranks."""
 
     def __init__(
         self,
@@ -87,21 +87,21 @@ class StackedExperts(nn.Module, ABC):
 
     @abstractmethod
     def stacked(self) -> ExpertWeights:
-        """The weights of all experts."""
+        """Returns the weights of all experts."""
 
     def first_layer(self) -> tuple[Tensor, Tensor | None]:
-        """Weights [E, D, F] and bias [E, F] of the layer whose output the activation is applied to:
-        of two layers the gate."""
+        """Returns weights [E, D, F] and bias [E, F] of the layer before the activation: the gate,
+        if there is one."""
         weights = self.stacked()
         if weights.gate is None:
             return weights.up, weights.up_bias
         return weights.gate, weights.gate_bias
 
     def split(self, sizes: list[int]) -> list[ExpertWeights]:
-        """Cuts the experts into groups that can be run one after the other.
+        """Splits the experts into groups that can be run one after the other.
 
         Args:
-            sizes: Experts of each group.
+            sizes: Number of experts of each group.
         """
         whole = self.stacked()
         if len(sizes) == 1:
@@ -123,9 +123,9 @@ class StackedExperts(nn.Module, ABC):
         """Runs every row through its expert.
 
         Args:
-            rows_MD: First all rows of expert 0, then all of expert 1, and so on.
-            counts_E: Rows of each expert; 0 is allowed. There may be more rows than these.
-            weights: Some of the experts, from `split`; None: all.
+            rows_MD: All rows of expert 0, then all of expert 1, and so on.
+            counts_E: Number of rows of each expert; may be 0. There may be further rows.
+            weights: Some of the experts, from `split`; None for all.
 
         Returns:
             [M, D], in the same order; rows after the last expert hold arbitrary values.
@@ -150,11 +150,11 @@ class StackedExperts(nn.Module, ABC):
 
     @torch.no_grad()
     def inner(self, rows_MD: Tensor, expert: int) -> Tensor:
-        """The inner units of one expert after its activation.
+        """Computes the inner units of one expert after its activation.
 
         Args:
-            rows_MD: What it reads.
-            expert: Its number.
+            rows_MD: The input rows.
+            expert: The index of the expert.
 
         Returns:
             [M, F], without gradient.
@@ -172,7 +172,7 @@ class StackedExperts(nn.Module, ABC):
 def _first_layer(
     rows_MD: Tensor, weight_1DF: Tensor, bias_1F: Tensor | None, low_rank: tuple[Tensor, ...]
 ) -> Tensor:
-    """A layer of one expert, and what LoRA adds to it."""
+    """Applies a layer of one expert, including LoRA's adapter."""
     output_MF = rows_MD @ weight_1DF[0]
     if bias_1F is not None:
         output_MF = output_MF + bias_1F[0]
@@ -182,8 +182,8 @@ def _first_layer(
 
 
 class Experts(StackedExperts):
-    """E experts: up, an activation (GELU approximated by tanh by default), dropout, down; with a
-    gated activation a gate beside up.
+    """E experts: up, an activation (tanh-approximated GELU by default), dropout, down; a gated
+    activation adds a gate layer.
 
     Args:
         config: The layer's configuration.
@@ -218,7 +218,7 @@ class Experts(StackedExperts):
             )
 
     def initializers(self) -> dict[str, Initializer]:
-        """Says how each parameter starts, expert by expert; see `model/initialization.py`."""
+        """Returns the initializer of each parameter, per expert; see `model/initialization.py`."""
         first = self.context.initializer_std
         second = self.context.residual_std if self.config.scale_residual_init else first
         entries = {
@@ -238,10 +238,10 @@ class Experts(StackedExperts):
 
     @torch.no_grad()
     def hidden(self, rows_ED: Tensor) -> Tensor:
-        """The first layer of each expert, before its activation, for one row of its own.
+        """Computes each expert's first layer, before its activation, for its own row.
 
         Args:
-            rows_ED: A row for each expert.
+            rows_ED: One row for each expert.
 
         Returns:
             [E, F], in the precision of the weights, without gradient.

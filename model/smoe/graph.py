@@ -2,16 +2,16 @@
 
     p_i = sum_j S_ij r_j        S_ij = softmax_j(scale q_i . k_j)
 
-A graph says which features q and k make S; `model/kernels/mixture.py` mixes without S in memory.
+A graph defines the features q and k of S; `model/kernels/mixture.py` mixes without storing S.
 Source: Nguyen et al. 2025, "Improving routing in sparse mixture of experts with graph of tokens".
-The paper names no mask; in a language model S has to be causal, or the experts of a token depend on
-the tokens that it is about to predict.
+The paper mentions no mask; in a language model S must be causal, or the experts of a token depend
+on the tokens to be predicted.
 
-A new graph is a class here, a line of `GRAPHS` and a name in the config's `GraphName`.
+To add a graph, write a class here and add a line to `GRAPHS` and a name to `GraphName`.
 
-Shapes: B batch, T tokens that are routed, S tokens seen in all (T but in generation), D width, E
-experts, A heads, H width of one head, G heads that the graph chooses from (A, or a process's part
-of them), F width of the features, M rows that are measured.
+Shapes: B batch, T routed tokens, S tokens seen in all (T except in generation), D width, E experts,
+A heads, H width of one head, G heads that the graph chooses from (A, or this rank's part of them),
+F width of the features, M measured rows.
 """
 
 from abc import ABC, abstractmethod
@@ -34,14 +34,14 @@ from polyad.model.smoe.scores import router_dtype
 ENTROPY_MOMENTUM = 0.99
 """Momentum of the running mean of head entropies, per step."""
 MEASURED_ROWS = 32
-"""Query rows of a sequence at which entropies are measured: a sample of all rows."""
+"""Number of query rows per sequence for which entropies are measured: a sample of all rows."""
 
 
 class Features(NamedTuple):
     """The factors of S: each row is the softmax over j of scale * query_i . key_j."""
 
     query_BTF: Tensor
-    """Queries; in routing's precision, as the keys."""
+    """Queries; in routing's precision, like the keys."""
     key_BTF: Tensor
     scale: float = 1.0
 
@@ -50,15 +50,15 @@ class Mixed(NamedTuple):
     """The output of a graph."""
 
     scores_BTE: Tensor
-    """p, each row summing to 1: the scores that top-K selects by."""
+    """p, each row summing to 1: the scores for top-K selection."""
     effective_neighbours: Tensor | None
-    """The mean of exp(entropy of S_i) over measured rows: 1 if each token sees only itself; None
-    without a graph, while it is off, in generation, and where no record is due."""
+    """Mean of exp(entropy of S_i) over measured rows: 1 if each token uses only itself; None
+    without a graph, while it is off, in generation, and when no record is due."""
     head_entropy_A: Tensor | None
-    """The mean entropy of each head's attention over measured rows, in nats; None unless the graph
+    """Mean entropy of each head's attention over measured rows, in nats; None unless the graph
     chooses a head by it."""
     attention_head: Tensor | None = None
-    """The number of the head that made S; None without one."""
+    """Index of the head that defines S; None without one."""
 
 
 class Graph(StatisticsModule, ABC):
@@ -74,10 +74,10 @@ class Graph(StatisticsModule, ABC):
 
         Args:
             scores_BTE: r, each row summing to 1.
-            u_BTD: The tokens as the experts see them.
+            u_BTD: The input of the experts.
             given: The trace of the block's attention, if `attention_head` names a head; in
                 generation a cache of earlier tokens' features and scores, to which these are added;
-                and which tokens are real: they see no other, and no other is measured.
+                and the real tokens, since padding is neither mixed in nor measured.
 
         Returns:
             The mixture and its statistics.
@@ -87,8 +87,8 @@ class Graph(StatisticsModule, ABC):
         """Prepares the next optimizer step; called once after each.
 
         Args:
-            head_entropy_A: As `Mixed` has it, averaged over the whole step.
-            progress: Share of the run's steps that are done.
+            head_entropy_A: The value in `Mixed`, averaged over the whole step.
+            progress: Fraction of the run's steps that are done.
         """
 
 
@@ -101,9 +101,9 @@ class NoGraph(Graph):
 
 
 class MixingGraph(Graph):
-    """The base of graphs that mix, from a share of the run's steps on.
+    """The base class of graphs that mix, from a given fraction of the run's steps on.
 
-    Its state is in buffers: `forward` reads them, `update` is called after each optimizer step.
+    The state is in buffers: `forward` uses them, and `update` is called after each optimizer step.
 
     Args:
         config: The layer's configuration.
@@ -116,17 +116,17 @@ class MixingGraph(Graph):
         super().__init__()
         self.config, self.context = config, context
         self.causal = context.causal and config.causal_graph
-        # The buffer as a bool: reading a buffer in `forward` would wait for the device.
+        # The buffer as a bool: reading a buffer in `forward` would synchronize with the device.
         self.is_on = not config.graph_from
         if config.graph_from:
             self.register_buffer("started", torch.empty((), dtype=torch.int64))
 
     def initializers(self) -> dict[str, Initializer]:
-        """Says how each buffer starts; see `model/initialization.py`."""
+        """Returns the initializer of each buffer; see `model/initialization.py`."""
         return {"started": ZEROS}
 
     def buffers_changed(self) -> None:
-        """Reads from the buffer whether the graph is on, after a checkpoint was loaded into it."""
+        """Reads whether the graph is on, after a checkpoint has been loaded."""
         if self.config.graph_from:
             self.is_on = bool(self.started)
 
@@ -136,12 +136,12 @@ class MixingGraph(Graph):
         """Computes p = S r.
 
         Args:
-            features: What makes S.
+            features: The features that define S.
             scores_BTE: r.
-            given: See `forward`; with a cache S is causal in any case.
+            given: See `forward`; with a cache S is always causal.
 
         Returns:
-            p [B, T, E], and the effective neighbours as `Mixed` has them.
+            p [B, T, E], and the effective neighbours as in `Mixed`.
         """
         query_BTF, key_BSF, scale = features
         value_BSE = scores_BTE
@@ -150,12 +150,12 @@ class MixingGraph(Graph):
             both = cache.feed_forward.append(key_BSF.unsqueeze(1), scores_BTE.unsqueeze(1))
             key_BSF, value_BSE = (x.squeeze(1) for x in both)
         causal = self.causal or cache is not None
-        # J_i of the paper's Proposition 1: tokens whose scores have no more entropy.
+        # J_i of the paper's Proposition 1: tokens whose scores have no higher entropy.
         restricted = self.config.lower_entropy_only
         entropy_BS = entropy(value_BSE.detach()) if restricted else None
         if real is not None and not causal:
-            # Nobody real sees a token of more entropy than any other; padding sees all, so that no
-            # row is empty. A causal mask alone hides what stands on the right.
+            # Padding gets infinite entropy: real tokens do not see it, and it sees everything, so
+            # that no row is empty. A causal mask hides padding on the right by itself.
             known_BS = scores_BTE.new_zeros(()) if entropy_BS is None else entropy_BS
             entropy_BS = torch.where(real.mask_BT, known_BS, torch.inf)
         mixed_BTE = mixture(
@@ -169,22 +169,23 @@ class MixingGraph(Graph):
 
     @torch.no_grad()
     def update(self, head_entropy_A: Tensor | None, progress: float) -> None:
-        """See `Graph.update`; after the last step no graph begins, as none was trained with it."""
+        """See `Graph.update`; after the last step the graph is not switched on, as it was not
+        trained."""
         if not self.is_on and self.config.graph_from - 1e-9 <= progress < 1:
             self.started.fill_(1)
             self.is_on = True
 
 
 class MeasuredRows(NamedTuple):
-    """Rows spread evenly over each sequence, its last one among them: a sample of all."""
+    """Rows spread evenly over each sequence, including its last: a sample of all rows."""
 
     rows: Tensor
-    """[M], M = min(T, MEASURED_ROWS), or [B, M] where sequences have padding."""
+    """[M], M = min(T, MEASURED_ROWS), or [B, M] if sequences have padding."""
     weights_BM: Tensor | None = None
-    """The share of the real tokens that each row stands for; None: all the same."""
+    """The share of the real tokens that each row represents; None if all are equal."""
 
     def mean(self, values_BM: Tensor) -> Tensor:
-        """The mean over rows, no dimensions."""
+        """Returns the mean over rows, a scalar."""
         if self.weights_BM is None:
             return values_BM.mean()
         return (values_BM * self.weights_BM.to(values_BM.dtype)).sum()
@@ -197,7 +198,7 @@ def _measured_rows(
         count = min(length, MEASURED_ROWS)
         part_M = torch.arange(1, count + 1, device=device)
         return MeasuredRows((part_M * length).div(count, rounding_mode="floor") - 1)
-    # Of each sequence those that it would have without padding; the first `count` of M are any.
+    # The rows that each sequence would have without padding; of M, only the first `count` are used.
     length_B1 = real.lengths_B.unsqueeze(1)
     count_B1 = length_B1.clamp(max=MEASURED_ROWS)
     part_M = torch.arange(1, MEASURED_ROWS + 1, device=device)
@@ -216,22 +217,22 @@ def _row_entropies(
     measured: MeasuredRows,
     entropy_BS: Tensor | None = None,
 ) -> Tensor:
-    """Entropies of measured rows of softmax(scale * query . key); [..., T, F] -> [..., M]."""
+    """Computes entropies of rows of softmax(scale * query . key); [..., T, F] -> [..., M]."""
     rows = measured.rows
     if rows.dim() > 1 and query.dim() > 3:
-        rows = rows.unsqueeze(1)  # the same for every head
+        rows = rows.unsqueeze(1)  # the same rows for every head
     return entropy(matrix(query, key, scale=scale, causal=causal, entropy_BS=entropy_BS, rows=rows))
 
 
 def head_entropies(
     attention: AttentionTrace, causal: bool, real: RealTokens | None = None
 ) -> Tensor:
-    """The mean entropy of each head's attention over measured rows.
+    """Computes the mean entropy of each head's attention over measured rows.
 
     Args:
-        attention: What attention did.
-        causal: Whether j <= i.
-        real: The tokens that are not padding; None: all.
+        attention: The attention trace.
+        causal: Whether only j <= i is attended to.
+        real: The tokens that are not padding; None for all.
 
     Returns:
         [G] in nats; no gradient.
@@ -250,7 +251,7 @@ def head_entropies(
 
 
 class SimilarityGraph(MixingGraph):
-    """S_i = softmax_j(u_i . u_j / tau), or with the cosine in place of the dot product."""
+    """S_i = softmax_j(u_i . u_j / tau), or with the cosine instead of the dot product."""
 
     def forward(self, scores_BTE: Tensor, u_BTD: Tensor, given: BlockInput = NOTHING_ELSE) -> Mixed:
         """See `Graph.forward`."""
@@ -273,11 +274,11 @@ class AttentionGraph(MixingGraph):
 
         q_i . k_j / sqrt(H) + (A W_O,h o_i / sigma^2) . v_j + 1 . (-|m_j|^2 / (2 sigma^2))
 
-    The factor A is there because the paper writes attention as the mean over heads; without it
-    (`head_mean: false`) m_j is what the head adds to the sum that attention is.
+    The factor A is needed because the paper writes attention as a mean over heads; without it
+    (`head_mean: false`) m_j is the head's contribution to the sum over heads.
 
-    The head is the one whose attention has the least entropy, by a running mean: a batch's own
-    entropies would depend on the tokens to be predicted. Or it is a fixed one.
+    The head is a fixed one, or the one whose attention has the lowest entropy by a running mean:
+    the entropies of the current batch would depend on the tokens to be predicted.
     """
 
     head_entropy: Tensor
@@ -290,22 +291,23 @@ class AttentionGraph(MixingGraph):
         self.factor = context.num_heads if config.head_mean else 1
         self.chooses = config.fixed_head is None
         if self.chooses:
-            # Started at zero, all heads' means are too small by the same factor: their order is
-            # right.
+            # Initialized to zero, all heads' means are too small by the same factor, so their order
+            # is right.
             self.register_buffer("head_entropy", torch.empty(context.num_heads))
         else:
-            # To be on the device; the configuration says which it is, and no checkpoint does.
+            # A buffer only to be on the device; its value comes from the configuration, not a
+            # checkpoint.
             head = torch.empty(1, dtype=torch.int64)
             self.register_buffer("fixed_head", head, persistent=False)
 
     def initializers(self) -> dict[str, Initializer]:
-        """Zero for all heads: the first head is chosen until there are statistics."""
+        """Returns the initializer: zero, so the first head is chosen until there are statistics."""
         fixed = constant(self.config.fixed_head or 0)
         return {"head_entropy": ZEROS, "fixed_head": fixed} | super().initializers()
 
     @torch.no_grad()
     def update(self, head_entropy_A: Tensor | None, progress: float) -> None:
-        """See `Graph.update`; the running mean follows the step's."""
+        """See `Graph.update`; updates the running mean of the entropies."""
         super().update(head_entropy_A, progress)
         if head_entropy_A is not None:
             self.head_entropy.lerp_(
@@ -313,7 +315,7 @@ class AttentionGraph(MixingGraph):
             )
 
     def chosen_head(self) -> Tensor:
-        """[1], the number of the head that makes S, of all heads of the model."""
+        """Returns [1], the index among all heads of the model of the head that defines S."""
         return self.head_entropy.argmin(keepdim=True) if self.chooses else self.fixed_head
 
     def attention_head(self) -> Tensor | None:
@@ -321,10 +323,10 @@ class AttentionGraph(MixingGraph):
         return self.chosen_head() if self.is_on or self.chooses else None
 
     def features(self, attention: AttentionTrace) -> Features:
-        """What makes S.
+        """Computes the features of S.
 
         Args:
-            attention: What attention did.
+            attention: The attention trace.
 
         Returns:
             Features, F = 2 H + 1.
@@ -339,9 +341,9 @@ class AttentionGraph(MixingGraph):
         assert head is not None
         weight_DH = weight_DAH.index_select(1, head).squeeze(1).to(dtype)
         along_BTH = attention.output_BTD.to(dtype) @ weight_DH
-        if attention.output_bias_D is not None:  # o does not include it
+        if attention.output_bias_D is not None:  # o must exclude it
             along_BTH = along_BTH - attention.output_bias_D.to(dtype) @ weight_DH
-        # |W v|^2 = v (W^T W) v, without a product as wide as the model for each token.
+        # |W v|^2 = v (W^T W) v avoids a product of the model's width for each token.
         square_BT1 = ((v_BTH @ (weight_DH.T @ weight_DH)) * v_BTH).sum(-1, keepdim=True)
         query = (q_BTH / size**0.5, along_BTH * (factor / variance), torch.ones_like(square_BT1))
         key = (k_BTH, v_BTH, square_BT1 * (-(factor**2) / (2 * variance)))

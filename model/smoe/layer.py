@@ -2,8 +2,8 @@
 
     y_i = sum_e TopK(p_i)_e g_e(u_i)
 
-Shapes: B batch, T tokens in a sequence, N tokens that are real (B T without padding), D width, E
-experts, K experts of a token.
+Shapes: B batch, T tokens in a sequence, N real tokens (B T without padding), D width, E experts, K
+experts of a token.
 """
 
 import dataclasses
@@ -44,8 +44,8 @@ from polyad.model.smoe.scores import SCORES, Score, expert_input, router_dtype
 from polyad.model.smoe.selection import Selected, Selection, TopK, spread
 
 MEASURED_ROWS = 64
-"""Most experts of a layer whose coupling is computed for a record alone: its products are those of
-the square of their number of tokens, in the first layer."""
+"""Maximum number of experts of a layer for which coupling is computed only for a record: the cost
+is that of the first layer for E squared tokens."""
 
 
 class Routing(NamedTuple):
@@ -57,16 +57,16 @@ class Routing(NamedTuple):
 
 
 class Router(StatisticsModule):
-    """A score of each token by itself, mixed over a graph of tokens, of which experts are selected.
+    """Scores each token, mixes the scores over a graph of tokens, and selects experts by them.
 
     Args:
-        score: Any.
-        graph: Any.
-        selection: Any.
+        score: The base score.
+        graph: The graph of tokens.
+        selection: The selection of experts.
         noise_std: Standard deviation of the noise on logits in training; 0 adds none.
-        by_sigmoid: Whether scores are sigmoids of the logits; false: their softmax. Statistics and
-            losses then see them divided by their sum.
-        pool: The experts that tokens can use in training; None: all.
+        by_sigmoid: Whether scores are sigmoids of the logits, rather than their softmax. Statistics
+            and losses then use them divided by their sum.
+        pool: The experts that tokens can use in training; None for all.
     """
 
     def __init__(
@@ -84,29 +84,29 @@ class Router(StatisticsModule):
         self.noise_std, self.by_sigmoid = noise_std, by_sigmoid
 
     def scored(self, logits_NE: Tensor) -> Tensor:
-        """The scores of logits [N, E]."""
+        """Computes the scores of logits [N, E]."""
         return logits_NE.sigmoid() if self.by_sigmoid else logits_NE.softmax(-1)
 
     def forward(
         self, u_BTD: Tensor, given: BlockInput = NOTHING_ELSE, features: Tensor | None = None
     ) -> Routing:
-        """Chooses the experts of every token.
+        """Selects the experts of every token.
 
         Args:
             u_BTD: The input of the experts.
-            given: What else there is, for the graph.
-            features: What the score reads of the experts; see `Score.features`.
+            given: Further inputs, for the graph.
+            features: Values of the experts that the score reads; see `Score.features`.
 
         Returns:
-            Experts and weights of the N tokens that are real, and their statistics.
+            Experts and weights of the N real tokens, and statistics.
         """
         real = given.real
         u_ND = pack(u_BTD.flatten(0, 1), real)
         logits_NE = noisy_NE = self.score(u_ND, features)
         own_NE = scores_NE = self.scored(logits_NE)
         if self.training and self.noise_std:
-            # Of the default generator: every tensor-parallel process draws the same, and
-            # recomputation draws it again.
+            # From the default generator: every tensor-parallel rank draws the same numbers, and
+            # recomputation draws them again.
             noisy_NE = logits_NE + self.noise_std * torch.randn_like(logits_NE)
             scores_NE = self.scored(noisy_NE)
         scores_BTE = unpack(scores_NE, real).view(*u_BTD.shape[:2], -1)
@@ -154,7 +154,7 @@ class Router(StatisticsModule):
         return Routing(selected, self.with_samples(stats, [own_NE], u_BTD, real))
 
     def _expected_active(self, logits_NE: Tensor, selected: Selected) -> Tensor | None:
-        """The mean share of active units that the score expects of the experts of a token."""
+        """Returns the mean share of active units that the score expects of a token's experts."""
         shares_NE = self.score.active_shares(logits_NE.detach())
         return None if shares_NE is None else shares_NE.gather(1, selected.expert_ids_NK).mean()
 
@@ -168,9 +168,9 @@ class Router(StatisticsModule):
         load_E: Tensor,
         selected: Selected,
     ) -> dict[str, Tensor]:
-        """The auxiliary losses that are needed.
+        """Computes the auxiliary losses that are needed.
 
-        `own_NE` are the scores without noise and graph, and `own_E` is their mean, if it is known.
+        `own_NE` are the scores without noise and graph, and `own_E` is their mean, if known.
         """
         losses = {}
         if usage_E is not None and self.needs("balance_loss"):
@@ -194,7 +194,8 @@ class Router(StatisticsModule):
         return losses
 
     def _of_sequences(self, own_NE: Tensor, u_BTD: Tensor, real: RealTokens | None) -> Tensor:
-        """The balance within each sequence, of scores without noise, graph, groups and bias."""
+        """Computes the balance loss within each sequence, from scores without noise, graph, groups,
+        bias."""
         top_k = self.selection.top_k
         best_NK = self.selection.agreed(own_NE.detach().topk(top_k, dim=-1).indices)
         chosen_NE = torch.zeros_like(own_NE).scatter(1, best_NK, 1)
@@ -205,8 +206,8 @@ class Router(StatisticsModule):
         """Prepares the next optimizer step; called once after each.
 
         Args:
-            stats: Averaged over the step.
-            progress: Share of the run's steps that are done.
+            stats: The layer's statistics, averaged over the step.
+            progress: Fraction of the run's steps that are done.
         """
         self.selection.update(stats.load_E, progress)
         self.graph.update(stats.head_entropy_A, progress)
@@ -214,7 +215,7 @@ class Router(StatisticsModule):
 
 
 def make_router(config: SparseMoEConfig, context: FeedForwardContext) -> Router:
-    """The router of a sparse mixture, with its score and its graph.
+    """Builds the router of a sparse mixture, with its score and its graph.
 
     Args:
         config: The layer's configuration.
@@ -231,18 +232,18 @@ def make_router(config: SparseMoEConfig, context: FeedForwardContext) -> Router:
 
 
 class SelectingMoE(FeedForward):
-    """The base of feed-forwards whose router selects whole experts for each token.
+    """The base class of feed-forwards whose router selects whole experts for each token.
 
     Args:
         config: The layer's configuration.
         context: Settings of the model.
-        router: Chooses the experts.
-        dispatcher: Brings tokens to experts; expert parallelism puts its own in its place.
-        experts: What it brings them to.
+        router: Selects the experts.
+        dispatcher: Sends tokens to experts; expert parallelism replaces it.
+        experts: The experts.
     """
 
     output_bias: nn.Parameter | None
-    """Added to the sum over experts."""
+    """The bias that is added to the sum over experts."""
 
     def __init__(
         self,
@@ -257,9 +258,9 @@ class SelectingMoE(FeedForward):
         self.config = config
         self.router, self.dispatcher, self.experts = router, dispatcher, experts
         self.shared: DenseFeedForward | None = None
-        """What every token goes through beside its experts."""
+        """The shared experts, which every token passes through."""
         self.shared_gate: nn.Linear | None = None
-        """Its sigmoid, a number for each token, multiplies the output of `shared`."""
+        """The sigmoid of its output, one number per token, multiplies the output of `shared`."""
         self.dropout = nn.Dropout(context.dropout)
 
     def attention_head(self) -> Tensor | None:
@@ -272,7 +273,7 @@ class SelectingMoE(FeedForward):
         residual_BTD: Tensor,
         given: BlockInput = NOTHING_ELSE,
     ) -> tuple[Tensor, RoutingStats | None]:
-        """Routes and computes the normalized input; see `FeedForward.forward`."""
+        """Routes and processes the normalized input; see `FeedForward.forward`."""
         selected, stats = self.router(normalized_BTD, given, self.expert_features())
         done: Dispatched = self.dispatcher(
             pack(normalized_BTD.flatten(0, 1), given.real),
@@ -300,11 +301,11 @@ class SelectingMoE(FeedForward):
         return y_BTD, stats
 
     def expert_features(self) -> Tensor | None:
-        """What the score reads of the experts of all processes; see `Score.features`."""
+        """Returns the values of all ranks' experts that the score reads; see `Score.features`."""
         return self.router.score.features(self.experts, self.dispatcher)
 
     def _apart(self) -> Apart:
-        """Says for which tokens the outputs of single experts are needed."""
+        """Returns for which tokens the outputs of individual experts are needed."""
         is_needed = self.training and self.router.needs("orthogonality_loss")
         if not is_needed or self.router.selection.top_k == 1:
             return "none"
@@ -313,7 +314,7 @@ class SelectingMoE(FeedForward):
     def _losses(
         self, selected: Selected, done: Dispatched, kept_NK: Tensor | None
     ) -> dict[str, Tensor]:
-        """The auxiliary losses of experts that are needed."""
+        """Computes the auxiliary losses of experts that are needed."""
         router, losses = self.router, {}
         if (outputs_NKD := done.outputs_NKD) is not None:
             outputs_NKD = outputs_NKD.to(router_dtype(outputs_NKD.dtype))
@@ -337,7 +338,7 @@ class SelectingMoE(FeedForward):
         return losses
 
     def bias_of(self, expert_ids_NK: Tensor) -> Tensor | None:
-        """What the output bias adds to each expert's output, [N, K, D]; by default nothing."""
+        """Returns the output bias of each expert of a token, [N, K, D]; by default None."""
         return None
 
     @abstractmethod
@@ -346,18 +347,18 @@ class SelectingMoE(FeedForward):
 
         Args:
             y_ND: The sum over experts without it.
-            selected: The experts of each token, with weights of 0 where an assignment was dropped.
+            selected: The experts of each token, with weight 0 for dropped assignments.
         """
 
     @abstractmethod
     def parameters_by_expert(self) -> list[nn.Parameter]:
-        """Parameters [E, ...] of which a token uses those of its experts alone."""
+        """Returns parameters [E, ...] of which a token only uses the slices of its experts."""
 
     def gate_columns(self) -> list[Tensor]:
-        """The columns of the score, [E, D]: there is one level of experts.
+        """Returns the columns of the score, [E, D]: there is one level of experts.
 
         Raises:
-            NoColumnsError: The score has none.
+            NoColumnsError: The score has no columns.
         """
         return [self.router.score.columns(self.expert_features())]
 
@@ -367,7 +368,7 @@ class SelectingMoE(FeedForward):
 
 
 def shared_feed_forward(units: int, context: FeedForwardContext) -> DenseFeedForward:
-    """The feed-forward that every token goes through beside its experts.
+    """Builds the shared experts, a feed-forward that every token passes through.
 
     Args:
         units: Its inner width.
@@ -405,7 +406,7 @@ class SparseMoE(SelectingMoE):
         self._std = context.initializer_std
 
     def initializers(self) -> dict[str, Initializer]:
-        """Says how its own parameters start; its parts have initializers."""
+        """Returns the initializers of its own parameters; its parts have their own."""
         entries = {} if self.output_bias is None else {"output_bias": ZEROS.each_expert()}
         if self.shared_gate is not None:
             entries |= linear_initializers("shared_gate", self.shared_gate, self._std)
@@ -417,7 +418,7 @@ class SparseMoE(SelectingMoE):
         residual_BTD: Tensor,
         given: BlockInput = NOTHING_ELSE,
     ) -> tuple[Tensor, RoutingStats | None]:
-        """Perhaps changes the input a little in training; see `SelectingMoE.forward`."""
+        """Applies input jitter in training, if configured; see `SelectingMoE.forward`."""
         jitter = self.config.input_jitter
         if jitter and self.training:
             drawn = torch.empty_like(normalized_BTD).uniform_(1 - jitter, 1 + jitter)
@@ -425,17 +426,17 @@ class SparseMoE(SelectingMoE):
         return super().forward(normalized_BTD, residual_BTD, given)
 
     def add_bias(self, y_ND: Tensor, selected: Selected) -> Tensor:
-        """Adds the biases of a token's experts, by their weights."""
+        """Adds the biases of a token's experts, weighted like their outputs."""
         assert self.output_bias is not None
         # sum_k weight_nk bias_(e_nk), as one product with the weights of all experts.
         weights_NE = spread(selected, self.config.num_experts)
         return torch.addmm(y_ND, weights_NE.to(y_ND.dtype), self.output_bias)
 
     def bias_of(self, expert_ids_NK: Tensor) -> Tensor | None:
-        """The experts' own biases."""
+        """Returns the output biases of the experts."""
         return None if self.output_bias is None else embedding(expert_ids_NK, self.output_bias)
 
     def parameters_by_expert(self) -> list[nn.Parameter]:
-        """The experts' weights, and the output bias of each."""
+        """Returns the experts' weights, and their output biases."""
         experts = list(self.experts.parameters())
         return experts if self.output_bias is None else [*experts, self.output_bias]

@@ -1,8 +1,8 @@
-"""Losses of routing: pure functions of scores and selected experts.
+"""Routing losses: pure functions of scores and selected experts.
 
-The z-loss and the loss of orthogonality are means over tokens, the loss of sequences one over
-sequences; that of coupling is of weights alone. The others multiply or divide means over tokens, so
-they are not linear in the batch: a step's is the mean over its micro-batches
+The z-loss and the orthogonality loss are means over tokens, the sequence loss is a mean over
+sequences, and the coupling loss depends only on weights. The others multiply or divide means over
+tokens, so they are not linear in the batch: the loss of a step is the mean over its micro-batches
 (`train/loop/losses.py`).
 
 Shapes: N tokens, B sequences, E experts, K experts of a token, D width.
@@ -14,18 +14,18 @@ import torch
 from torch import Tensor
 
 NO_OUTPUT = 1e-12
-"""Added to squared lengths of experts' outputs before they divide."""
+"""Bound of the squared lengths of experts' outputs in denominators."""
 
 
 def load_balance_loss(mean_scores_E: Tensor, load_E: Tensor) -> Tensor:
     """E * sum_e f_e P_e: 1 at uniform load, for any K (Fedus et al. 2022, equation 4).
 
     Args:
-        mean_scores_E: P, the mean over tokens of the scores that top-K sees.
+        mean_scores_E: P, the mean over tokens of the scores before top-K.
         load_E: f, the share of the assignments of each expert; no gradient flows to it.
 
     Returns:
-        No dimensions. Not linear in the batch: it belongs to one micro-batch of one process.
+        A scalar. Not linear in the batch: it refers to one micro-batch of one rank.
     """
     return mean_scores_E.shape[0] * (load_E.detach() * mean_scores_E).sum()
 
@@ -37,25 +37,25 @@ def sequence_balance_loss(chosen_BE: Tensor, scores_BE: Tensor, top_k: int) -> T
     P_e its mean score. Source: DeepSeek-AI 2024, "DeepSeek-V3", equations 17 to 20.
 
     Args:
-        chosen_BE: That share, by each token's own scores; no gradient flows to it.
+        chosen_BE: This share, by each token's own scores; no gradient flows to it.
         scores_BE: P, the mean over each sequence's tokens of scores that sum to 1.
         top_k: K.
 
     Returns:
-        No dimensions. A mean over sequences, however they are cut into micro-batches.
+        A scalar. A mean over sequences, so it does not depend on the micro-batches.
     """
     f_BE = chosen_BE.detach() * (chosen_BE.shape[1] / top_k)
     return (f_BE * scores_BE).sum(1).mean()
 
 
 def router_z_loss(logits_NE: Tensor) -> Tensor:
-    """The mean of logsumexp(logits)^2 (Zoph et al. 2022, equation 5): it keeps logits small.
+    """The mean of logsumexp(logits)^2 (Zoph et al. 2022, equation 5), which keeps logits small.
 
     Args:
         logits_NE: Logits of the base score.
 
     Returns:
-        No dimensions.
+        A scalar.
     """
     return logits_NE.logsumexp(-1).square().mean()
 
@@ -63,14 +63,14 @@ def router_z_loss(logits_NE: Tensor) -> Tensor:
 def importance_loss(mean_scores_E: Tensor) -> Tensor:
     """The squared coefficient of variation, over experts, of the scores' sum over tokens.
 
-    0 where all experts have the same. Source: Riquelme et al. 2021, appendix A.2.
+    0 if all experts have the same sum. Source: Riquelme et al. 2021, appendix A.2.
 
     Args:
         mean_scores_E: The mean over tokens of the base score without noise; it sums to 1, so that
             the mean over experts is 1 / E.
 
     Returns:
-        No dimensions. Not linear in the batch: it belongs to one micro-batch of one process.
+        A scalar. Not linear in the batch: it refers to one micro-batch of one rank.
     """
     num_experts = mean_scores_E.shape[0]
     squared_variation: Tensor = mean_scores_E.var(correction=0) * num_experts**2
@@ -78,20 +78,20 @@ def importance_loss(mean_scores_E: Tensor) -> Tensor:
 
 
 def load_loss(logits_NE: Tensor, noisy_NE: Tensor, noise_std: float, top_k: int) -> Tensor:
-    """The squared coefficient of variation, over experts, of the load to be expected under noise.
+    """The squared coefficient of variation, over experts, of the expected load under noise.
 
-    The load of an expert is the mean over tokens of the probability that its logit, with noise
-    drawn anew, is above the last one that the token chose. Source: Shazeer et al. 2017, appendix A;
-    Riquelme et al. 2021, appendix A.2, whose code compares with the K-th highest of all experts.
+    The load of an expert is the mean over tokens of the probability that its logit, with fresh
+    noise, exceeds the lowest logit that the token selected. Source: Shazeer et al. 2017, appendix
+    A; Riquelme et al. 2021, appendix A.2, whose code compares with the K-th highest of all experts.
 
     Args:
         logits_NE: Logits of the base score.
-        noisy_NE: The same with noise.
+        noisy_NE: The logits with noise.
         noise_std: Standard deviation of the noise, above 0.
         top_k: K, the experts of a token.
 
     Returns:
-        No dimensions. Not linear in the batch: it belongs to one micro-batch of one process.
+        A scalar. Not linear in the batch: it refers to one micro-batch of one rank.
     """
     last_N1 = noisy_NE.topk(top_k, dim=-1).values[:, -1:]
     deviations_NE = (last_N1 - logits_NE) / noise_std
@@ -100,7 +100,7 @@ def load_loss(logits_NE: Tensor, noisy_NE: Tensor, noise_std: float, top_k: int)
 
 
 def coupling_loss(norms_EE: Tensor, alpha: float) -> Tensor:
-    """How much a router's rows activate other experts than their own, and experts other rows:
+    """How much a router's rows activate experts other than their own, and experts other rows:
 
         1 / E^2 sum_{i != j} max(M_ij - alpha M_ii, 0) + max(M_ji - alpha M_ii, 0)
 
@@ -108,11 +108,11 @@ def coupling_loss(norms_EE: Tensor, alpha: float) -> Tensor:
     2512.23447 (ERC loss).
 
     Args:
-        norms_EE: M, the norm of what the first layer of expert j makes of the row of expert i.
-        alpha: The share of its own norm that a coupling may have for nothing.
+        norms_EE: M, the norm of the first layer of expert j applied to the row of expert i.
+        alpha: The coupling, relative to an expert's own norm, that is not penalized.
 
     Returns:
-        No dimensions.
+        A scalar.
     """
     own_E = alpha * norms_EE.diagonal()
     above_EE = (norms_EE - own_E[:, None]).clamp_min(0) + (norms_EE - own_E).clamp_min(0)
@@ -121,16 +121,16 @@ def coupling_loss(norms_EE: Tensor, alpha: float) -> Tensor:
 
 
 def moved_rows(rows_ED: Tensor) -> Tensor:
-    """A router's rows, each number times a random one from 1 - eps_i to 1 + eps_i.
+    """Perturbs a router's rows: multiplies entries by random numbers from 1 - eps_i to 1 + eps_i.
 
-    eps_i is half the distance to the nearest other row, over the row's length, so that a row stays
-    nearest to itself. It is a constant: the gradient is that of the rows as factors.
+    eps_i is half the distance to the nearest other row, relative to the row's length, so that a row
+    stays nearest to itself. It is treated as constant in the gradient.
 
     Args:
         rows_ED: The rows.
 
     Returns:
-        [E, D]; the random numbers are of the default generator.
+        [E, D]; the random numbers come from the default generator.
     """
     with torch.no_grad():
         far_EE = torch.cdist(rows_ED, rows_ED, compute_mode="donot_use_mm_for_euclid_dist")
@@ -146,20 +146,20 @@ def orthogonality_loss(outputs_NKD: Tensor) -> Tensor:
 
         sum_{j != k} |<x_j, x_k> / <x_k, x_k> x_k|^2
 
-    0 where they are at right angles. Source: "Advancing expert specialization for better MoE",
-    2025, arXiv 2505.22323, equation 5, which has the sum over tokens: here the coefficient does not
-    depend on how many there are.
+    0 if they are orthogonal. Source: "Advancing expert specialization for better MoE", 2025, arXiv
+    2505.22323, equation 5, which sums over tokens: with the mean, the coefficient does not depend
+    on their number.
 
     Args:
-        outputs_NKD: The outputs of the experts of each token, before its weights.
+        outputs_NKD: The outputs of each token's experts, before its weights.
 
     Returns:
-        No dimensions.
+        A scalar.
     """
     gram_NKK = outputs_NKD @ outputs_NKD.transpose(1, 2)
-    # Not the diagonal: of its gradient torch 2.13's Inductor makes wrong numbers on a CPU.
+    # Not via the diagonal: torch 2.13's Inductor computes its gradient wrongly on a CPU.
     square_NK = outputs_NKD.square().sum(2)
-    # An output of 0 has no direction: the bound makes 0 of 0 / 0.
+    # An output of 0 has no direction: the bound turns 0 / 0 into 0.
     share_NK = square_NK / (square_NK + NO_OUTPUT).square()
     projected_NKK = gram_NKK.square() * share_NK[:, None, :]
     others_KK = 1 - torch.eye(gram_NKK.shape[1], dtype=gram_NKK.dtype, device=gram_NKK.device)
@@ -168,22 +168,22 @@ def orthogonality_loss(outputs_NKD: Tensor) -> Tensor:
 
 
 def variance_loss(weights_NE: Tensor) -> Tensor:
-    """Minus the variance over tokens of each expert's weight, the sum over experts.
+    """Minus the variance over tokens of each expert's weight, summed over experts.
 
-    The more decided routing is the lower, also where all tokens have one expert less often than
-    another: it needs a loss for balance beside it. Source: as `orthogonality_loss`, equations 6 and
-    7, with their n as the tokens, so that it does not depend on how many there are.
+    It is lower the more decisive routing is, even if all tokens prefer the same experts, so it has
+    to be combined with a balance loss. Source: see `orthogonality_loss`, equations 6 and 7, with
+    their n as the number of tokens, so that the loss does not depend on it.
 
     Args:
-        weights_NE: The weights of the outputs of all experts, 0 where one is not selected.
+        weights_NE: The weights of all experts' outputs, 0 for those not selected.
 
     Returns:
-        No dimensions. Not linear in the batch: it belongs to one micro-batch of one process.
+        A scalar. Not linear in the batch: it refers to one micro-batch of one rank.
     """
     spread_E: Tensor = weights_NE.var(0, correction=0)
     return -spread_E.sum()
 
 
 def _squared_variation(values_E: Tensor) -> Tensor:
-    """Variance over squared mean; 0 where all are equal."""
+    """Returns variance over squared mean; 0 if all values are equal."""
     return values_E.var(correction=0) / values_E.mean().square()

@@ -1,16 +1,15 @@
-"""Pools: in training, the experts that the tokens of one document may use (EMO).
+"""Pools: restrict the experts that the tokens of a document may use in training (EMO).
 
     D = the d experts with the highest mean p over the document     d ~ U{least, ..., most}
     q = p on D, divided by its sum
 
-Top-K then sees q in place of p. d is drawn anew for each document and layer; D has no gradient, q
-has that of p. With `prefix` the mean is over the document's tokens up to and including this one, so
-that D depends on no later token. In evaluation there is no pool.
+Top-K then uses q instead of p. d is drawn for each document and layer; D has no gradient, q has
+that of p. With `prefix` the mean is over the document's tokens up to and including this one, so
+that D does not depend on later tokens. There is no pool in evaluation.
 
 Source: "EMO: Pretraining mixture of experts for emergent modularity" (2605.06663).
 
-Shapes: B batch, T tokens in a sequence, N tokens that are real, E experts, M most experts of a
-pool.
+Shapes: B batch, T tokens in a sequence, N real tokens, E experts, M maximum experts of a pool.
 """
 
 import torch
@@ -21,8 +20,8 @@ from polyad.model.regions import Region, same
 from polyad.model.smoe.config import SparseMoEConfig
 
 LEAST_SCORE = 1e-20
-"""Lowest score of an expert in a pool before they are divided by their sum: softmax rounds lower
-ones to 0, and top-K would take experts from outside."""
+"""Minimum score of an expert in a pool before normalization: softmax may round scores to 0, and
+top-K would then select experts outside the pool."""
 
 
 class Pool(nn.Module):
@@ -37,7 +36,7 @@ class Pool(nn.Module):
         self.is_causal = config.pool == "prefix"
         self.least, self.most = config.pool_bounds()
         self.agreed: Region = same
-        """What the first of the processes that share tokens has; see `Selection.agreed`."""
+        """Makes ranks with the same tokens agree; see `Selection.agreed`."""
 
     @torch.no_grad()
     def forward(self, scores_BTE: Tensor, documents: Documents | None = None) -> Tensor:
@@ -45,10 +44,10 @@ class Pool(nn.Module):
 
         Args:
             scores_BTE: p, each row summing to 1; 0 for padding.
-            documents: Of the sequences; None: each is one.
+            documents: The documents of the sequences; None if each sequence is one.
 
         Returns:
-            [B, T, E], true for the d experts of the token's pool.
+            [B, T, E], True for the d experts of the token's pool.
         """
         batch, length, _ = scores_BTE.shape
         if documents is None:
@@ -56,8 +55,8 @@ class Pool(nn.Module):
         first_BT, last_BT = documents
         if self.is_causal:
             last_BT = torch.arange(length, device=first_BT.device).expand(batch, -1)
-        # Sums rank experts as means do. Each is the difference of two running sums, which in fp32
-        # would lose what a short document late in a long sequence adds.
+        # Sums rank experts like means do. Each is the difference of two running sums, which in fp32
+        # would lose the contribution of a short document late in a long sequence.
         sums_BTE = nn.functional.pad(scores_BTE.double().cumsum(1), (0, 0, 1, 0))
         mean_BTE = _rows(sums_BTE, last_BT + 1) - _rows(sums_BTE, first_BT)
         best_BTM = mean_BTE.topk(self.most, dim=-1).indices
@@ -66,10 +65,10 @@ class Pool(nn.Module):
         return self.agreed(pool_BTE.scatter(-1, best_BTM, kept_BTM.expand_as(best_BTM)))
 
     def _sizes(self, first_BT: Tensor) -> Tensor:
-        """d of each token's document [B, T, 1]: the number drawn at its first token.
+        """Returns d of each token's document [B, T, 1]: the number drawn at its first token.
 
-        Of the default generator: every tensor-parallel process draws the same, and recomputation
-        draws it again.
+        Drawn from the default generator: every tensor-parallel rank draws the same numbers, and
+        recomputation draws them again.
         """
         if self.least == self.most:
             return first_BT.new_full((1, 1, 1), self.most)
@@ -78,12 +77,12 @@ class Pool(nn.Module):
 
 
 def _rows(x_BTE: Tensor, position_BT: Tensor) -> Tensor:
-    """The rows at some positions of each sequence."""
+    """Selects the rows at some positions of each sequence."""
     return x_BTE.gather(1, position_BT.unsqueeze(-1).expand(-1, -1, x_BTE.shape[-1]))
 
 
 def within(p_NE: Tensor, pool_NE: Tensor) -> Tensor:
-    """q: scores within pools, each row summing to 1.
+    """Computes q: scores within pools, each row summing to 1.
 
     Args:
         p_NE: Scores of all experts.

@@ -1,6 +1,6 @@
-"""Base scores: logits over the experts, from each token alone.
+"""Base scores: logits over the experts, computed from each token alone.
 
-A new score is a class here, a line of `SCORES` and a name in the config's `ScoreName`.
+To add a score, write a class here and add a line to `SCORES` and a name to `ScoreName`.
 
 Shapes: N tokens, D width, E experts, K experts of a token, S width of the cosine and attentive
 scores' space, F inner width of an expert.
@@ -25,18 +25,18 @@ from polyad.model.smoe.experts import Experts, StackedExperts
 INITIAL_TEMPERATURE = 0.07
 """Initial temperature of the cosine score, as in X-MoE (Chi et al. 2022, section 3.2)."""
 LEAST_VARIANCE = 1e-12
-"""Below it the sparsity score takes inner units to be equal."""
+"""Variance below which the sparsity score treats inner units as equal."""
 INPUT_MOMENTUM = 0.99
-"""Share of itself that an expert's mean input keeps in a step with tokens of its own."""
+"""Momentum of an expert's mean input in a step in which tokens selected it."""
 
 
 def router_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The precision that routing is computed in: fp32, or the model's if it is higher."""
+    """Returns the precision of routing: fp32, or the model's if higher."""
     return torch.promote_types(dtype, torch.float32)
 
 
 class NoColumnsError(ValueError):
-    """A score has no directions that raise experts' logits."""
+    """A score has no directions that raise the logits of experts."""
 
 
 class Score(nn.Module, ABC):
@@ -51,35 +51,34 @@ class Score(nn.Module, ABC):
         self.std = std
 
     def initializers(self) -> dict[str, Initializer]:
-        """Says how each parameter starts; see `model/initialization.py`."""
+        """Returns the initializer of each parameter; see `model/initialization.py`."""
         return {}
 
     @abstractmethod
     def columns(self, features: Tensor | None = None) -> Tensor:
-        """The directions of a token that raise each expert's logit, [E, D].
+        """Returns the directions of a token that raise each expert's logit, [E, D].
 
         Args:
-            features: As `forward` takes it.
+            features: As in `forward`.
 
         Raises:
             NoColumnsError: There are none.
         """
 
     def mean_inputs(self) -> Tensor | None:
-        """The input [E, D] at which it wants to know each expert's hidden layer; None: it does
-        not. The answer changes only in `update`.
-        """
+        """Returns the input [E, D] at which the score needs each expert's hidden layer; None if it
+        does not need it. The result changes only in `update`."""
         return None
 
     def features(self, experts: StackedExperts, dispatcher: Dispatcher) -> Tensor | None:
-        """What `forward` reads of the experts themselves; by default nothing.
+        """Computes the values of the experts that `forward` reads; by default none.
 
         Args:
-            experts: The experts, or those of them that this process has.
-            dispatcher: Gives what all processes compute of theirs.
+            experts: The experts, or this rank's part of them.
+            dispatcher: Exchanges values with other ranks.
 
         Returns:
-            [E, ...], of the experts of all processes; None: nothing.
+            [E, ...], for the experts of all ranks; None if nothing is read.
         """
         return None
 
@@ -89,24 +88,25 @@ class Score(nn.Module, ABC):
 
         Args:
             u_ND: Tokens.
-            features: What `features` gave.
+            features: The result of `features`.
 
         Returns:
-            Logits [N, E], fp32 at least; their softmax is r.
+            Logits [N, E], at least fp32; their softmax is r.
         """
 
     def rows(self) -> Tensor | None:
-        """The learned rows [E, D] that tokens are multiplied by; None: there are none."""
+        """Returns the learned rows [E, D] by which tokens are multiplied; None if there are
+        none."""
         return None
 
     def active_shares(self, logits_NE: Tensor) -> Tensor | None:
-        """The share of each expert's inner units that a score expects to be above 0, [N, E].
+        """Returns the share of each expert's inner units that is expected to be above 0, [N, E].
 
         Args:
-            logits_NE: Its own.
+            logits_NE: The score's logits.
 
         Returns:
-            None from a score that expects nothing.
+            The shares; None for a score without such an expectation.
         """
         return None
 
@@ -129,16 +129,16 @@ class LinearScore(Score):
         self.in_model_dtype = config.scores_in_model_dtype()
 
     def initializers(self) -> dict[str, Initializer]:
-        """Normal weight, zero bias."""
+        """Returns the initializers: normal weight, zero bias."""
         entries = {"weight": normal(self.std)}
         return entries | ({"bias": ZEROS} if self.bias is not None else {})
 
     def columns(self, features: Tensor | None = None) -> Tensor:
-        """The weight."""
+        """Returns the weight."""
         return self.weight
 
     def rows(self) -> Tensor | None:
-        """See `Score.rows`: with an adapter those of both."""
+        """See `Score.rows`; includes an adapter."""
         return self.columns()
 
     def forward(self, u_ND: Tensor, features: Tensor | None = None) -> Tensor:
@@ -151,7 +151,7 @@ class LinearScore(Score):
 
 
 class CosineScore(Score):
-    """Cosine of the projected token and an embedding of each expert, over a learned temperature.
+    """Cosine of the projected token and an embedding per expert, divided by a learned temperature.
 
     Source: Chi et al. 2022, "On the representation collapse of sparse mixture of experts" (X-MoE).
     """
@@ -161,10 +161,10 @@ class CosineScore(Score):
         size = config.score_size()
         self.projection = nn.Parameter(torch.empty(size, context.hidden_size))
         self.embedding = nn.Parameter(torch.empty(config.num_experts, size))
-        self.temperature = nn.Parameter(torch.empty(1))  # DeepSpeed takes no scalars
+        self.temperature = nn.Parameter(torch.empty(1))  # DeepSpeed rejects scalar parameters
 
     def initializers(self) -> dict[str, Initializer]:
-        """Normal directions, and X-MoE's temperature."""
+        """Returns the initializers: normal directions, and X-MoE's temperature."""
         return {
             "projection": normal(self.std),
             "embedding": normal(self.std),
@@ -172,8 +172,8 @@ class CosineScore(Score):
         }
 
     def columns(self, features: Tensor | None = None) -> Tensor:
-        """Each expert's direction, taken back through the projection: the weight that gives the
-        cosine before it is divided by the token's length.
+        """Returns each expert's direction mapped back through the projection: the weight that gives
+        the cosine before the division by the token's length.
         """
         dtype = router_dtype(self.embedding.dtype)
         directions_ES = normalize(self.embedding.to(dtype), dim=-1)
@@ -204,11 +204,11 @@ class RandomScore(Score):
         self.register_buffer("weight", torch.empty(config.num_experts, context.hidden_size))
 
     def initializers(self) -> dict[str, Initializer]:
-        """Uniform, as PyTorch starts a linear layer."""
+        """Returns PyTorch's uniform initializer of linear layers."""
         return {"weight": uniform(self.bound)}
 
     def columns(self, features: Tensor | None = None) -> Tensor:
-        """The weight."""
+        """Returns the weight."""
         return self.weight
 
     def forward(self, u_ND: Tensor, features: Tensor | None = None) -> Tensor:
@@ -218,23 +218,23 @@ class RandomScore(Score):
 
 
 class AttentiveScore(Score):
-    """Inner products of a token's query and the experts' keys, over the root of their width:
+    """Inner products of a token's query and the experts' keys, divided by the root of their width:
 
         logits = (u W_q) k^T / sqrt(S)
 
-    The paper's keys are k = h W_k with h the hidden layer of every expert, before its ReLU, for the
-    input at hand: every expert runs for every input. Here h is the same for all tokens, which is
-    ours, so that an expert runs for the tokens that choose it: either k itself is learned
-    (`expert_keys: learned`), or h is the mean of the expert's hidden layer, before its activation,
-    over tokens that chose it in earlier steps (`hidden_means`). That layer is linear before the
-    activation, so the mean is the layer at the mean token: a buffer holds that, a moving mean over
-    steps, and h follows the expert's weights. h gets no gradient: W_q and W_k learn. Ours is also S
-    in place of the hidden layer's width.
+    The paper's keys are k = h W_k, where h is the hidden layer of every expert, before its ReLU,
+    for the current input: every expert runs for every input. Here, unlike in the paper, h is the
+    same for all tokens, so that an expert only runs for the tokens that select it. Either k itself
+    is learned (`expert_keys: learned`), or h is the mean of the expert's hidden layer, before its
+    activation, over tokens that selected it in earlier steps (`hidden_means`). That layer is linear
+    before the activation, so the mean equals the layer applied to the mean token: a buffer holds a
+    moving average of that token over steps, and h follows the expert's weights. h gets no gradient:
+    W_q and W_k learn. The scale also uses S instead of the hidden layer's width.
 
-    A buffer starts as a random token, of unit variance as after LayerNorm and another for each
-    expert: with zeros all keys would be equal, and every token would choose the same experts.
+    The buffer is initialized to a random token per expert, of unit variance as after LayerNorm:
+    with zeros all keys would be equal, and every token would select the same experts.
 
-    Given the keys, the logits are linear in u: `columns` is the linear score that equals them.
+    Given the keys, the logits are linear in u: `columns` returns the equivalent linear score.
     Source: Krishnamurthy et al. 2023, "Improving expert specialization in mixture of experts".
     """
 
@@ -252,8 +252,8 @@ class AttentiveScore(Score):
             self.key = nn.Parameter(torch.empty(experts, size))
 
     def initializers(self) -> dict[str, Initializer]:
-        """Normal; learned keys with a deviation of 1, with which logits start as large as those of
-        a linear score.
+        """Returns the initializers: normal; learned keys with a standard deviation of 1, for which
+        initial logits are as large as those of a linear score.
         """
         return {
             "query": normal(self.std),
@@ -267,7 +267,8 @@ class AttentiveScore(Score):
         return self.mean_input if self.follows else None
 
     def features(self, experts: StackedExperts, dispatcher: Dispatcher) -> Tensor | None:
-        """Hidden layers [E, F] at `mean_inputs`, if keys follow them; without gradient."""
+        """Computes hidden layers [E, F] at `mean_inputs`, if keys depend on them; without
+        gradient."""
         mean_ED = self.mean_inputs()
         if mean_ED is None:
             return None
@@ -275,11 +276,11 @@ class AttentiveScore(Score):
         return dispatcher.hidden(mean_ED, experts)
 
     def keys(self, hidden_EF: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """The keys over the root of their width, [E, S].
+        """Computes the keys divided by the root of their width, [E, S].
 
         Args:
             hidden_EF: Each expert's hidden layer at `mean_inputs`, before its activation and
-                without gradient; None where keys are learned.
+                without gradient; None if keys are learned.
             dtype: The precision of the result.
         """
         if not self.follows:
@@ -290,7 +291,7 @@ class AttentiveScore(Score):
         return key_ES / math.sqrt(key_ES.shape[1])
 
     def columns(self, features: Tensor | None = None) -> Tensor:
-        """The weight of the linear score that gives the same logits."""
+        """Returns the weight of the equivalent linear score."""
         dtype = router_dtype(self.query.dtype)
         return self.keys(features, dtype) @ self.query.to(dtype)
 
@@ -302,7 +303,7 @@ class AttentiveScore(Score):
 
     @torch.no_grad()
     def update(self, stats: RoutingStats) -> None:
-        """Moves the mean input of every expert that a token chose; see `Score.update`."""
+        """Updates the mean input of every expert that was selected; see `Score.update`."""
         if stats.expert_input_ED is None:
             return
         load_E1 = stats.load_E.unsqueeze(1)
@@ -312,19 +313,20 @@ class AttentiveScore(Score):
 
 
 class SparsityScore(Score):
-    """The experts of which a token is expected to activate the fewest inner units (MoE-X):
+    """Prefers the experts of which a token is expected to activate the fewest inner units (MoE-X):
 
         logits_e = -erf(mu_e / (sqrt(2) s_e))
         mu_e = u . mean_h W_e[h] + mean_h b_e      s_e^2 = sum_i u_i^2 var_h W_e[h, i]
 
-    with W_e [F, D] the layer before the activation, the gate of two, and the population variance.
-    If h's weights are drawn independently, (1 - logits) / 2 is the share of units above 0. Logits
-    lie between -1 and 1. The sign is that of the paper's figure 1, by which the sparsest win.
+    with W_e [F, D] the layer before the activation (the gate, if there is one) and the population
+    variance. If h's weights are drawn independently, (1 - logits) / 2 is the share of units above
+    0. Logits are between -1 and 1. The sign is that of the paper's figure 1, where the sparsest
+    win.
 
-    It has no parameters. Unlike keys of the attentive score and mean keys of an emergent mixture
-    the moments keep their gradient, so what routing learns, from the outputs' weights and from
-    losses for balance, it learns in the experts' own weights. The variance is the mean square less
-    the squared mean, in fp32 at least: exact to some 1e-7 (1 + mean^2 / variance).
+    It has no parameters. Unlike keys of the attentive score and mean keys of an emergent mixture,
+    the moments keep their gradient, so that routing learns, from output weights and balance losses,
+    in the experts' own weights. The variance is the mean square minus the squared mean, at least in
+    fp32: its relative error is about 1e-7 (1 + mean^2 / variance).
 
     Source: Yang et al. 2025, "Mixture of experts made intrinsically interpretable", arXiv
     2503.07639.
@@ -334,13 +336,13 @@ class SparsityScore(Score):
         super().__init__(context.initializer_std)
 
     def features(self, experts: StackedExperts, dispatcher: Dispatcher) -> Tensor:
-        """Moments over inner units: of the weights the mean and the mean square, of the bias the
-        mean, [E, 2 D + 1], with a gradient.
+        """Computes moments over inner units: mean and mean square of the weights, and mean of the
+        bias, [E, 2 D + 1], differentiable.
         """
         weight_EDF, bias_EF = experts.first_layer()
         dtype = router_dtype(weight_EDF.dtype)
         mean_ED = weight_EDF.mean(2, dtype=dtype)
-        # A norm reads weights in bf16 and keeps no copy of them in fp32.
+        # A norm reads weights in bf16 without an fp32 copy.
         square_ED = vector_norm(weight_EDF, dim=2, dtype=dtype).square() / weight_EDF.shape[2]
         if bias_EF is None:
             bias_E1 = mean_ED.new_zeros(len(mean_ED), 1)
@@ -349,8 +351,8 @@ class SparsityScore(Score):
         return dispatcher.unit_means(torch.cat([mean_ED, square_ED, bias_E1], 1))
 
     def columns(self, features: Tensor | None = None) -> Tensor:
-        """Raises an error: s_e grows with whatever is added to a token, so that no direction raises
-        the logit of one expert at all strengths."""
+        """Raises an error: s_e grows with anything that is added to a token, so no direction raises
+        the logit of one expert at every magnitude."""
         raise NoColumnsError("the sparsity score has no direction that raises an expert's score")
 
     def forward(self, u_ND: Tensor, features: Tensor | None = None) -> Tensor:
@@ -359,7 +361,7 @@ class SparsityScore(Score):
         u_ND = u_ND.to(mean_ED.dtype)
         mu_NE = linear(u_ND, mean_ED, bias_E)
         variance_ED = (square_ED - mean_ED.square()).clamp_min(0)
-        # Where nothing varies every unit is above 0 or none is; the bound keeps gradients finite.
+        # Without variance all units are above 0 or none is; the bound keeps gradients finite.
         variance_NE = linear(u_ND.square(), variance_ED).clamp_min(LEAST_VARIANCE)
         return -torch.erf(mu_NE / (2 * variance_NE).sqrt())
 
@@ -375,18 +377,18 @@ class SparsityScore(Score):
 
 
 def expert_input(u_ND: Tensor, expert_ids_NK: Tensor, num_experts: int) -> Tensor:
-    """The mean over all N K assignments of the token, 0 for those to another expert.
+    """Averages the token over all N K assignments, counting 0 for those to another expert.
 
-    Over an expert's load it is the mean of the tokens that chose it, also once both are averaged
-    over micro-batches and processes.
+    Divided by an expert's load it is the mean of the tokens that selected it, also after both are
+    averaged over micro-batches and ranks.
 
     Args:
-        u_ND: Tokens; without gradient here.
-        expert_ids_NK: The experts of each.
+        u_ND: Tokens; no gradient flows to them.
+        expert_ids_NK: The experts of each token.
         num_experts: E.
 
     Returns:
-        [E, D], fp32 at least.
+        [E, D], at least fp32.
     """
     u_ND = u_ND.detach().to(router_dtype(u_ND.dtype))
     chosen_NE = u_ND.new_zeros(u_ND.shape[0], num_experts).scatter(1, expert_ids_NK, 1.0)

@@ -1,4 +1,4 @@
-"""Selection: the K experts of each token, and their weights.
+"""Selection of the K experts of each token, and their weights.
 
 Shapes: N tokens, E experts, K experts of a token.
 """
@@ -22,9 +22,9 @@ class Selected(NamedTuple):
     expert_ids_NK: Tensor
     """Indices of the experts, int64."""
     counts_E: Tensor
-    """How many tokens selected each expert, int64."""
+    """Number of tokens that selected each expert, int64."""
     priority_N: Tensor | None = None
-    """Where a capacity asks for it: which tokens go first, the highest number before all others."""
+    """Priority of each token if a capacity requires it, the highest first."""
 
     @classmethod
     def of(
@@ -34,17 +34,17 @@ class Selected(NamedTuple):
         num_experts: int,
         priority_N: Tensor | None = None,
     ) -> "Selected":
-        """Counts the tokens of each of E experts; for the rest see the fields."""
+        """Counts the tokens of each of E experts; for the other arguments see the fields."""
         counts_E = count(expert_ids_NK, num_experts)
         return cls(weights_NK, expert_ids_NK, counts_E, priority_N)
 
     def load(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The share of the assignments that each expert receives, [E]; it sums to 1."""
+        """Returns the share of the assignments that each expert receives, [E]; it sums to 1."""
         return self.counts_E.to(dtype) / self.expert_ids_NK.numel()
 
 
 def count(expert_ids: Tensor, num_experts: int) -> Tensor:
-    """How often each of E experts is named, [E].
+    """Counts how often each of E experts occurs, [E].
 
     Args:
         expert_ids: Indices of experts, of any shape.
@@ -56,14 +56,14 @@ def count(expert_ids: Tensor, num_experts: int) -> Tensor:
 
 
 def spread(selected: Selected, num_experts: int) -> Tensor:
-    """The weights of all experts.
+    """Returns the weights of all experts.
 
     Args:
         selected: The experts of each token.
         num_experts: E.
 
     Returns:
-        [N, E]; 0 where an expert is not selected.
+        [N, E]; 0 for experts that are not selected.
     """
     weights_NK = selected.weights_NK
     weights_NE = weights_NK.new_zeros(weights_NK.shape[0], num_experts)
@@ -71,7 +71,7 @@ def spread(selected: Selected, num_experts: int) -> Tensor:
 
 
 class Selection(nn.Module, ABC):
-    """The interface of a selection.
+    """The interface of expert selection.
 
     Args:
         config: The layer's configuration.
@@ -82,32 +82,32 @@ class Selection(nn.Module, ABC):
         self.num_experts, self.top_k = config.num_experts, config.used_experts()
         self.by_priority = config.capacity_order == "priority"
         self.agreed: Region = same
-        """What the first of the processes that share tokens has.
+        """Makes ranks that share tokens use the choices of the first of them.
 
-        Each computes the scores of all tokens, and sums whose order is not fixed, or another kind
-        of GPU, may round one differently. A token that then goes to other experts on one process
-        than on another would get parts of two experts' outputs, and nothing would say so: every
-        exchange still has the sizes that both sides expect.
+        Each rank computes the scores of all tokens, and sums in no fixed order, or another GPU
+        model, may round a score differently. A token that then goes to different experts on two
+        ranks would silently get parts of two experts' outputs, since every exchange still has the
+        expected sizes.
         """
         self.forced: Region = same
-        """What puts other experts in the place of the best ones, [N, K] for [N, K], such as
-        recorded ones. The weights are those that the scores give them."""
+        """Replaces the best experts by others, [N, K] for [N, K], such as recorded ones. Their
+        weights follow from the scores."""
 
     @abstractmethod
     def forward(self, scores_NE: Tensor, logits_NE: Tensor | None = None) -> Selected:
-        """Selects.
+        """Selects experts.
 
         Args:
             scores_NE: The scores of every expert, each row summing to 1.
-            logits_NE: Whose softmax they are, unless a graph has mixed them; None: their
-                logarithms.
+            logits_NE: The logits whose softmax the scores are, unless a graph has mixed them; None
+                for the logarithms of the scores.
 
         Returns:
             Weights and experts, the best first.
         """
 
     def selected(self, weights_NK: Tensor, expert_ids_NK: Tensor, scores_NE: Tensor) -> Selected:
-        """Adds what dispatch asks for; a token's priority is its highest score."""
+        """Adds the values that dispatch needs; a token's priority is its highest score."""
         priority_N = self.agreed(scores_NE.detach().amax(-1)) if self.by_priority else None
         return Selected.of(weights_NK, expert_ids_NK, self.num_experts, priority_N)
 
@@ -115,21 +115,21 @@ class Selection(nn.Module, ABC):
         """Prepares the next optimizer step; called once after each.
 
         Args:
-            load_E: The share of the assignments of each expert, over the whole step.
-            progress: Share of the run's steps that are done.
+            load_E: Each expert's share of the assignments over the whole step.
+            progress: Fraction of the run's steps that are done.
         """
 
 
 class TopK(Selection):
-    """The K highest scores, perhaps of the best groups, weighted as `combine` says.
+    """Selects the K highest scores, optionally within the best groups, weighted by `combine`.
 
     By default they are divided by their sum. With K = 1 that quotient would be the constant 1 and
-    the score would get no gradient: the weight is then the score itself, as in Switch (Fedus et al.
-    2022). With `combine: softmax` it is so for any K, as in V-MoE (Riquelme et al. 2021); with
-    `normalized` the quotient holds for any K. The balancing bias affects the
-    selection, and not the weights (Wang et al. 2024, "Auxiliary-loss-free load balancing").
+    the score would get no gradient, so the weight is the score itself, as in Switch (Fedus et al.
+    2022). With `combine: softmax` that holds for any K, as in V-MoE (Riquelme et al. 2021); with
+    `normalized` the quotient is used for any K. The balancing bias affects the selection but not
+    the weights (Wang et al. 2024, "Auxiliary-loss-free load balancing").
 
-    Its state is in buffers: `forward` reads them, `update` is called after each optimizer step.
+    The state is in buffers: `forward` uses them, and `update` is called after each optimizer step.
 
     Args:
         config: The layer's configuration.
@@ -139,13 +139,13 @@ class TopK(Selection):
     num_selected: Tensor
 
     def __init__(self, config: SparseMoEConfig) -> None:
-        # The buffer `num_selected` as a number: reading it in `forward` would wait for the device,
-        # and the shapes of what follows depend on it. `compile_model` has programs take any number.
+        # The buffer `num_selected` as a number: reading it in `forward` would synchronize with the
+        # device, and later shapes depend on it. `compile_model` makes programs accept any number.
         super().__init__(config)
         self.config = config
         self.is_biased = bool(config.balancing_rate or config.selection_bias)
-        # The highest of scores that sum to 1 is not 0. Sigmoids may all be, and a bias may select
-        # experts whose scores are, as what is forced may.
+        # The highest of scores that sum to 1 is above 0. Sigmoids may all be 0, and a bias, or
+        # forced experts, may select experts whose scores are 0.
         self.may_be_zero = self.is_biased or config.score_function == "sigmoid"
         if self.is_biased:
             self.register_buffer("balancing_bias", torch.empty(config.num_experts))
@@ -153,31 +153,31 @@ class TopK(Selection):
             self.register_buffer("num_selected", torch.empty((), dtype=torch.int64))
 
     def initializers(self) -> dict[str, Initializer]:
-        """Zero bias, and the first K."""
+        """Returns the initializers: zero bias, and the initial K."""
         return {"balancing_bias": ZEROS, "num_selected": constant(self.config.top_k)}
 
     def buffers_changed(self) -> None:
-        """Reads K from the buffer, after a checkpoint was loaded into it."""
+        """Reads K from the buffer after a checkpoint has been loaded."""
         if self.config.final_top_k is not None:
             self.top_k = int(self.num_selected)
 
     @torch.no_grad()
     def update(self, load_E: Tensor, progress: float) -> None:
-        """Moves the bias, and lets K grow."""
+        """Updates the bias, and increases K if it is due."""
         if self.config.balancing_rate:
             step_E = torch.sign(load_E.mean() - load_E).to(self.balancing_bias.dtype)
             self.balancing_bias += self.config.balancing_rate * step_E
         if self.config.final_top_k is not None:
             first, last = self.config.top_k, self.config.final_top_k
-            # Every K from the first to the last is used for an equal share of the run.
+            # Every K from the first to the last is used for an equal part of the run.
             grown = first + int(progress * (last - first + 1) + 1e-9)
-            # A run that is made longer once it is done keeps what it has.
+            # A finished run that is extended keeps its K.
             if min(grown, last) > self.top_k:
                 self.top_k = min(grown, last)
                 self.num_selected.fill_(self.top_k)  # read back, it would wait for the device
 
     def forward(self, scores_NE: Tensor, logits_NE: Tensor | None = None) -> Selected:
-        """See `Selection.forward`; the highest scores, or scores with the bias, come first."""
+        """See `Selection.forward`; selects by the scores, plus the bias if there is one."""
         ranked_NE = scores_NE
         if self.is_biased:
             ranked_NE = scores_NE + self.balancing_bias.to(scores_NE.dtype)
@@ -201,7 +201,7 @@ class TopK(Selection):
         return self.selected(weights_NK, expert_ids_NK, scores_NE)
 
     def _within_groups(self, ranked_NE: Tensor) -> Tensor:
-        """Leaves the experts of the best groups, and -inf for all others."""
+        """Keeps the experts of the best groups, and sets all others to -inf."""
         config = self.config
         grouped_NGe = ranked_NE.view(ranked_NE.shape[0], config.num_groups, -1)
         best = 2 if config.group_score == "best_two" else 1

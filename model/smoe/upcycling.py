@@ -1,11 +1,12 @@
 """Sparse upcycling: makes each expert a copy of a trained dense feed-forward.
 
-    up_e = up + noise * std(up) * n_e        n_e standard normal, of expert e alone
+    up_e = up + noise * std(up) * n_e        n_e standard normal, separate for each expert e
 
-and down and the gate alike.
+down and the gate are treated alike.
 
-With K > 1 and renormalized weights these sum to 1: equal experts, whichever they are, give what the
-dense feed-forward gives. With K = 1, or `combine: softmax`, weights are scores, and they do not.
+With K > 1 and renormalized weights, these sum to 1, so the output equals that of the dense
+feed-forward whichever experts are selected. With K = 1, or `combine: softmax`, weights are scores
+and do not sum to 1.
 
 Source: Komatsuzaki et al. 2023, "Sparse upcycling: training mixture-of-experts from dense
 checkpoints".
@@ -32,7 +33,7 @@ _COPIED = {
 
 
 class DenseTensor(NamedTuple):
-    """The parameter of a dense model that experts are copies of."""
+    """The parameter of a dense model that is copied into the experts."""
 
     name: str
     is_weight: bool

@@ -1,1 +1,1 @@
-"""Sources of images, a file each: they are read in place, and never extracted."""
+"""Sources of images, one module each: they are read in place, and never extracted."""

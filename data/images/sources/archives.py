@@ -1,10 +1,10 @@
-"""Archives: where each member of a zip or a tar is, without reading members; and WebDataset.
+"""Archives: locates the members of a zip or a tar without reading them; and WebDataset.
 
-Names, numbers and sizes in an archive are anybody's: what lies outside of the file, or is larger
-than headers and labels are, is refused before it is read.
+Names, numbers and sizes in an archive are untrusted: anything outside of the file, or larger than
+headers and labels can be, is refused before it is read.
 
-WebDataset is tar files whose members of one name are a sample, as 000.jpg with 000.cls. A tar
-without classes in it is a tree of folders, as a zip is.
+WebDataset is tar files in which members with the same base name form a sample, such as 000.jpg
+with 000.cls. A tar without classes in it is a tree of folders, as a zip is.
 """
 
 import io
@@ -35,21 +35,21 @@ from polyad.data.json_reader import parse_json, read_bounded
 from polyad.data.prepared import LeftOut
 
 MOST_HEADER = 1 << 16
-"""Bytes of a long name, or of further keys, in a tar."""
+"""Maximum size of a long name, or of extra keys, in a tar, in bytes."""
 MOST_DIGITS = re.compile(rb"\d{1000}")
-"""More digits than any number in a header has; Python reads no number of more than 4,300."""
+"""More digits than any number in a header has; Python parses at most 4,300."""
 MOST_LINK = 4096
-"""Bytes of a path that a link in a zip holds."""
+"""Maximum length of the path that a link in a zip holds, in bytes."""
 READABLE = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA)
 
 
 def read_zip(path: Path, left_out: LeftOut) -> Tree:
-    """The files and folders of a zip.
+    """Lists the files and folders of a zip.
 
-    Stored members are bytes of shard 0, those of shard 1 are compressed.
+    Stored members are byte ranges of shard 0; compressed ones are members of shard 1.
 
     Raises:
-        DataError: It is no zip, or damaged.
+        DataError: It is not a zip, or is damaged.
     """
     end = path.stat().st_size
     shards = [Shard(path=str(path.resolve()), kind=kind, size=end) for kind in ("range", "zip")]
@@ -107,7 +107,7 @@ def _zip_file(
 
 
 def read_tar(path: Path, left_out: LeftOut) -> Tree:
-    """The files and folders of a tar, in their order; all are bytes of shard 0.
+    """Lists the files and folders of a tar in order; all files are byte ranges of shard 0.
 
     Raises:
         DataError: It is damaged.
@@ -132,10 +132,10 @@ def read_tar(path: Path, left_out: LeftOut) -> Tree:
 
 
 def tar_members(path: Path) -> Iterator[tarfile.TarInfo]:
-    """The members of a tar, one after the other.
+    """Yields the members of a tar in order.
 
     Raises:
-        DataError: A header is damaged, or the file ends too early, or goes on behind its end.
+        DataError: A header is damaged, the file is truncated, or data follows its end.
     """
     end = path.stat().st_size
     at = 0
@@ -166,7 +166,7 @@ def tar_members(path: Path) -> Iterator[tarfile.TarInfo]:
 
 
 def _check_end(path: Path, at: int) -> None:
-    """Checks that a tar ends with zeros: `tarfile` takes a damaged header for its end."""
+    """Checks that a tar ends with zeros: `tarfile` takes a damaged header for the end."""
     with path.open("rb") as file:
         file.seek(at)
         if file.read(tarfile.BLOCKSIZE).strip(b"\0"):
@@ -180,10 +180,10 @@ def _check_end(path: Path, at: int) -> None:
 
 
 class _Headers(io.FileIO):
-    """A tar, of which headers are read, and no members."""
+    """A tar of which only headers are read, never members."""
 
     def read(self, size: int | None = -1) -> bytes:
-        """Reads a header, or names and keys that stand behind one."""
+        """Reads a header, or the names and keys that follow one."""
         at, size = self.tell(), -1 if size is None else size
         damaged = f"{self.name}: the header at byte {at:,} is damaged"
         if not 0 <= size <= MOST_HEADER:
@@ -198,27 +198,27 @@ class _Headers(io.FileIO):
 
 
 CLASS_KEYS = ("cls", "label", "class")
-"""Endings of a member, or keys of a `.json`, that hold the class."""
+"""Extensions of members, or keys of a `.json`, that hold the class."""
 CLASSES_FILE = "classes.txt"
-"""Beside the tars, or in a folder around them: the names of the classes, one a line."""
+"""A file beside the tars, or in a parent folder: the class names, one per line."""
 MOST_LABEL, MOST_JSON = 1 << 10, 1 << 24
-"""Bytes of a member that holds a class, and of a `.json`."""
+"""Maximum size of a member that holds a class, and of a `.json`, in bytes."""
 LOOKED_AT = 1000
-"""Members of a tar by which it is known what it is."""
+"""Number of members from which the kind of a tar is recognized."""
 
 
 @dataclass
 class _Sample:
-    """Members of one name."""
+    """The members with the same base name."""
 
     image: File | None = None
     label: int | None = None
     first: str = ""
-    """A member of it."""
+    """One of its members."""
 
 
 def open_tars(files: list[Path], root: Path, left_out: LeftOut) -> Found:
-    """Opens tars; each is of the split that its name or its folder's name says, else of train.
+    """Opens tars; the split is taken from the name of the tar or its folder, else it is train.
 
     Raises:
         DataError: A tar is damaged.
@@ -251,7 +251,7 @@ def open_tars(files: list[Path], root: Path, left_out: LeftOut) -> Found:
 
 
 def _has_classes(path: Path) -> bool:
-    """Whether members hold classes, as far as the first ones say; else folders do."""
+    """Returns whether members hold classes, judging by the first ones; else folders do."""
     return any(
         _ending(member.name) in (*CLASS_KEYS, "json")
         for member in itertools.islice(tar_members(path), LOOKED_AT)
@@ -259,14 +259,14 @@ def _has_classes(path: Path) -> bool:
 
 
 def _ending(name: str) -> str:
-    """What follows the first point of a member's name, in small letters."""
+    """Returns what follows the first dot of a member's name, in lower case."""
     return name.rpartition("/")[2].partition(".")[2].lower()
 
 
 def _class_names(tar: Path, root: Path) -> list[str] | None:
-    """The names beside a tar, or in the nearest folder around it up to the root.
+    """Reads the class names beside a tar, or in the nearest parent folder up to the root.
 
-    A name a line; empty ones at the end are none.
+    One name per line; empty lines at the end are ignored.
     """
     around = [folder for folder in tar.parents if folder.is_relative_to(root)]
     beside = (folder / CLASSES_FILE for folder in around)
@@ -286,7 +286,7 @@ def _class_names(tar: Path, root: Path) -> list[str] | None:
 def _samples(
     path: Path, shard: int, names: Sequence[str] | None, left_out: LeftOut
 ) -> Iterator[Entry]:
-    """The images with their classes, in the order of the first members of their samples."""
+    """Yields the images with their classes, ordered by the first members of their samples."""
     samples: dict[str, _Sample] = {}
     with path.open("rb") as opened:
         for file in read_tar(path, left_out).files:
@@ -344,7 +344,7 @@ def _add(
 
 
 def _give(sample: _Sample, label: int, place: str) -> None:
-    """Gives a sample its class, which several members may hold."""
+    """Sets a sample's class, which several members may hold."""
     if sample.label not in (None, label):
         raise DataError(
             f"{place}: has the class {label}, but another member of the sample has {sample.label}"
@@ -360,7 +360,7 @@ def _content(opened: BinaryIO, file: File, most: int, place: str) -> bytes:
 
 
 def _number(label: object, names: Sequence[str] | None, place: str) -> int:
-    """The number of a class, which may be written as text, or be named as in `classes.txt`."""
+    """Returns the number of a class given as a number, as text, or by its name in `classes.txt`."""
     if type(label) is int:
         return label
     if isinstance(label, str) and len(label) < 20 and label.removeprefix("-").isdecimal():

@@ -1,4 +1,4 @@
-"""A folder for each class, below a folder for each split or alone, or below one for each domain."""
+"""Folders of classes, at the top or inside folders of splits or of domains."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -24,22 +24,22 @@ BESIDE = frozenset(
         *(".html", ".pdf", ".log", ".ini", ".py", ".m", ".sh", ".sha256", ".md5"),
     }
 )
-"""Endings of what is said of images, beside them: leaving it out is no mistake."""
+"""Extensions of annotation files beside images: leaving these out is no mistake."""
 NO_CLASSES = (
     frozenset({"images", "image", "imgs", "img", "pictures", "photos"}),
     frozenset({"labels", "label", "masks", "mask", "annotations", "annotation", "segmentations"}),
 )
-"""Folders of images, and folders of what belongs to each of them: with both, neither is a class."""
+"""Folders of images, and folders of annotations: where both exist, neither is a class."""
 
 
 class _Image(NamedTuple):
-    """An image, and the folders that it is in."""
+    """An image, and the folders that contain it."""
 
     file: File
     name: str
     """The name of its class."""
     rest: Parts
-    """Its path below the class's folder."""
+    """Its path inside the class's folder."""
     domain: str = ""
 
 
@@ -47,12 +47,12 @@ def by_class(tree: Tree, left_out: LeftOut) -> Found:
     """Opens folders of classes.
 
     Args:
-        tree: With `train`, `val` or `validation`, and `test`, or with the classes themselves; or
-            with one folder around that.
-        left_out: Counts what is no image, and images in no folder of a class.
+        tree: A tree with `train`, `val` or `validation`, and `test`, or with the classes
+            themselves, possibly inside one more folder.
+        left_out: Counts files that are not images, and images outside of class folders.
 
     Raises:
-        DataError: There are no folders of classes, or splits have other classes.
+        DataError: There are no folders of classes, or the classes of splits differ.
     """
     around = _around(tree, 2)
     tops = _split_folders(tree, around)
@@ -77,7 +77,7 @@ def by_class(tree: Tree, left_out: LeftOut) -> Found:
         split: sorted({*_below(tree, place), *(image.name for image in images[split])})
         for split, place in places.items()
     }
-    for split in ("validation", "test"):  # as a test split that nobody has labelled
+    for split in ("validation", "test"):  # such as a test split without labels
         if split in classes and not classes[split]:
             del classes[split], places[split]
     names = _same_classes(tree, classes)
@@ -86,13 +86,12 @@ def by_class(tree: Tree, left_out: LeftOut) -> Found:
 
 
 def by_domain(tree: Tree, left_out: LeftOut) -> Found:
-    """Opens folders of domains, DomainBed's form: DOMAIN/CLASS/image.
+    """Opens folders of domains, in DomainBed's layout: DOMAIN/CLASS/image.
 
-    Every folder at the top is a domain, whatever it is called. Domains need not have the same
-    classes.
+    Every folder at the top is a domain, whatever its name. The classes of domains may differ.
 
     Raises:
-        DataError: It is no such tree.
+        DataError: The tree has another layout.
     """
     around = _around(tree, 3)
     depth = len(around)
@@ -129,7 +128,7 @@ def _found(
     domains: list[str],
     left_out: LeftOut,
 ) -> Found:
-    """Images of each split, in the order of their domains, classes and paths."""
+    """Collects the images of each split, ordered by domain, class and path."""
     for name in (*names, *domains):
         if "\n" in name or name.encode("utf-8", "replace").decode() != name:
             raise DataError(
@@ -154,7 +153,7 @@ def _found(
 def _entries(
     images: list[_Image], label: Mapping[str, int], domains: list[str], shard: int | None
 ) -> Iterator[Entry]:
-    """The images of a split; with a shard those of a folder, of which each is a file."""
+    """Yields the images of a split; `shard` is that of their folder, where each image is a file."""
     for file, name, rest, domain in images:
         number = domains.index(domain) if domains else None
         if shard is None:
@@ -166,7 +165,8 @@ def _entries(
 
 
 def _around(tree: Tree, depth: int) -> Parts:
-    """The folders that stand around everything, if images are deeper than need be."""
+    """Returns the outer folders that contain everything, if images are nested deeper than
+    needed."""
     images = [file.parts for file in tree.files if is_image(file.parts[-1])]
     around: Parts = ()
     while True:
@@ -180,7 +180,7 @@ def _around(tree: Tree, depth: int) -> Parts:
 
 
 def _below(tree: Tree, place: Parts) -> set[str]:
-    """The names of the folders in a folder."""
+    """Returns the names of the folders in a folder."""
     depth = len(place)
     return {f[depth] for f in tree.folders if len(f) == depth + 1 and f[:depth] == place}
 
@@ -192,7 +192,7 @@ def _leave_out(file: File, left_out: LeftOut, *, in_class: bool) -> None:
 
 
 def _split_folders(tree: Tree, around: Parts) -> dict[str, str]:
-    """The folder of each split, if any folder is called like one; empty: there are classes."""
+    """Maps each split to its folder; empty if no folder is named like a split."""
     below = _below(tree, around)
     splits = _named_splits(below)
     for split in splits:
@@ -211,13 +211,13 @@ def _split_folders(tree: Tree, around: Parts) -> dict[str, str]:
 
 
 def _named_splits(names: Iterable[str]) -> dict[str, str]:
-    """The folder of each split, if one is called like that of training."""
+    """Maps each split to its folder, if one of the names is that of a training split."""
     found = {SPLIT_NAMES[n.lower()]: n for n in sorted(names) if n.lower() in SPLIT_NAMES}
     return found if "train" in found else {}
 
 
 def _same_classes(tree: Tree, classes: Mapping[str, list[str]]) -> list[str]:
-    """The classes, which have to be those of every split."""
+    """Returns the classes, which must be the same in every split."""
     names = classes["train"]
     if not names:
         raise DataError(f"{tree.root}: has no folders of classes with images")

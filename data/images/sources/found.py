@@ -1,7 +1,7 @@
-"""What a source consists of, and its files in folders.
+"""The contents of a source, and its files in folders.
 
-The tree of a folder, a zip or a tar has the same images. Links are followed, as `cp -rL` would;
-what is hidden is left out.
+A folder, a zip and a tar of the same tree give the same images. Links are followed, as with
+`cp -rL`; hidden files are left out.
 """
 
 import os
@@ -24,7 +24,7 @@ IMAGE_SUFFIXES = frozenset(
         *(".ppm", ".pgm", ".pbm", ".pnm", ".tif", ".tiff"),
     }
 )
-"""Endings of the formats that are decoded, in small letters."""
+"""File extensions of the formats that are decoded, in lower case."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,46 +32,47 @@ class Found:
     """A source, before its images are listed."""
 
     shards: list[Shard]
-    """Each entry's shard is a place in this list."""
+    """The shards; each entry refers to one by its index here."""
     splits: dict[str, Callable[[], Iterator[Entry]]]
-    """Lists the images of each split."""
+    """By split, a function that lists its images."""
     class_names: list[str] | None
-    """The same of all shards; None: numbers, as many as there are labels, unless shards name them.
-    """
+    """The class names of all shards; None: classes are numbered up to the highest label, unless
+    shards have names of their own."""
     names_of_shards: list[list[str] | None] = field(default_factory=list)
-    """What each shard calls its own numbers of classes, None for nothing; empty: `class_names`."""
+    """The class names of each shard, None if it has none; empty: `class_names` applies."""
     has_attributes: bool = False
     """Whether an image has any number of the classes, which are then attributes."""
     domain_names: list[str] = field(default_factory=list)
-    """Empty: images have no domains."""
+    """The domain names; empty: images have no domains."""
     left_out: LeftOut = field(default_factory=LeftOut)
-    """Is complete when all splits are listed."""
+    """Complete once all splits are listed."""
     packed: Packed | None = None
-    """Takes images that cannot be read where they are; it is the last shards; None: there are none.
-    """
+    """Receives images that cannot be read in place, and becomes the last shards; None if there are
+    no such images."""
     total_bytes: int = 0
-    """Size of all images, if it is known: for the progress."""
+    """Size of all images if known, for the progress display."""
 
 
 def split_of(file: Path, root: Path) -> str | None:
-    """The split that the names of a file or of its folders say, the nearest first."""
+    """Returns the split named by a file or its folders, the nearest first."""
     inside = file.relative_to(root).parts if root.is_dir() else (file.name,)
     return next(filter(None, map(split_in, reversed(inside))), None)
 
 
 def split_in(name: str) -> str | None:
-    """The split that a word of a name says, as val2017, training_set or test-00000.parquet."""
+    """Returns the split that a word in a name means, as in val2017, training_set or
+    test-00000.parquet."""
     words = re.split(r"[\W\d_]+", name.lower())
     return next((SPLIT_NAMES[word] for word in words if word in SPLIT_NAMES), None)
 
 
 def files_by_split(files: list[Path], root: Path, left_out: LeftOut) -> dict[str, list[int]]:
-    """The numbers of the files of each split; a file that names none is of train.
+    """Groups the numbers of files by split; a file that names none belongs to train.
 
     Args:
-        files: All.
-        root: What the user named: a file, or the folder that they are in.
-        left_out: Takes a doubt where some name train and others no split.
+        files: All files.
+        root: What the user named: a file, or the folder of the files.
+        left_out: Records a doubt if some files name train and others no split.
     """
     found: dict[str, list[int]] = {}
     unnamed = []
@@ -89,18 +90,18 @@ def files_by_split(files: list[Path], root: Path, left_out: LeftOut) -> dict[str
 
 
 def is_image(name: str) -> bool:
-    """Whether a file's name is an image's."""
+    """Returns whether a file name is that of an image."""
     return PurePosixPath(name).suffix.lower() in IMAGE_SUFFIXES
 
 
 Parts = tuple[str, ...]
-"""The names of a path."""
+"""The components of a path."""
 HIDDEN_FILES = "hidden files and folders"
 CIRCLES = "links to a folder that contains them"
 MOST_LINKS = 40
-"""Links that lead from one to the next, at most."""
+"""Maximum length of a chain of links."""
 MOST_LINKED = 1_000_000
-"""Files that links may add to an archive, beside four times its own."""
+"""Number of files that links may add to an archive, on top of four times its own."""
 
 
 class File(NamedTuple):
@@ -112,31 +113,31 @@ class File(NamedTuple):
     shard: int = 0
     offset: int = 0
     name: str = ""
-    """What its shard calls it; in a folder its path says that."""
+    """Its name in its shard; in a folder the path says that."""
 
 
 @dataclass
 class Tree:
-    """Files and folders, without what is hidden."""
+    """Files and folders, without hidden ones."""
 
     root: Path
     """A folder, or the archive."""
     shards: list[Shard] = field(default_factory=list)
-    """The shards of an archive; empty: a folder, whose files are read one by one."""
+    """The shards of an archive; empty for a folder, whose files are read one by one."""
     files: list[File] = field(default_factory=list)
     folders: set[Parts] = field(default_factory=set)
 
 
 def folder_tree(root: Path, left_out: LeftOut, output: Path | None = None) -> Tree:
-    """Walks through a folder, and through the folders that links in it lead to.
+    """Walks a folder, and the folders that links in it point to.
 
     Args:
         root: The folder.
-        left_out: Counts what is not taken.
-        output: The prepared folder, which is no part of it.
+        left_out: Counts files that are not taken.
+        output: The prepared folder, which is skipped.
 
     Raises:
-        DataError: The link of an image leads to nothing, or a folder cannot be read.
+        DataError: The link of an image is broken, or a folder cannot be read.
     """
     tree = Tree(root.resolve())
     waiting: list[tuple[Parts, tuple[str, ...]]] = [((), (str(tree.root),))]
@@ -181,12 +182,12 @@ def _add_file(tree: Tree, entry: "os.DirEntry[str]", parts: Parts, left_out: Lef
 
 
 class ArchiveTree:
-    """The tree of an archive, member by member.
+    """The tree of an archive, built member by member.
 
     Args:
         root: The archive.
-        shards: It, as its members' numbers of shards mean it.
-        left_out: Counts what is not taken.
+        shards: The archive as shards; the members' shard numbers refer to these.
+        left_out: Counts members that are not taken.
     """
 
     def __init__(self, root: Path, shards: list[Shard], left_out: LeftOut) -> None:
@@ -196,7 +197,7 @@ class ArchiveTree:
         self._links: dict[Parts, Parts] = {}
 
     def parts_of(self, name: str) -> Parts | None:
-        """The path of a member; None: it is hidden, or leads out of the archive."""
+        """Returns the path of a member; None if it is hidden, or leads out of the archive."""
         parts = tuple(part for part in name.split("/") if part not in ("", "."))
         if ".." in parts:
             self._left_out.add("members with a path outside the archive", name)
@@ -211,7 +212,7 @@ class ArchiveTree:
         self._folders |= {parts[:depth] for depth in range(1, len(parts) + 1)}
 
     def add_file(self, file: File) -> None:
-        """Adds a file; of several with one name the last is it, as when they are unpacked."""
+        """Adds a file; of several with one name the last wins, as in unpacking."""
         if self._files.pop(file.parts, None) or self._links.pop(file.parts, None):
             again = "members replaced by a later one of the same name"
             self._left_out.add(again, file.name, mistake=False)
@@ -222,14 +223,14 @@ class ArchiveTree:
         """Adds a link to another member.
 
         Args:
-            parts: Its path.
-            target: What stands in it.
-            hard: Whether that is a path in the archive; else from the link's folder on.
+            parts: The link's path.
+            target: The path that it holds.
+            hard: Whether that is a path in the archive, or else relative to the link's folder.
         """
         path = list(() if hard else parts[:-1])
         for part in target.split("/"):
             if part == "..":
-                path = path[:-1] if path else ["..", ".."]  # out of the archive
+                path = path[:-1] if path else ["..", ".."]  # leads out of the archive
             elif part not in ("", "."):
                 path.append(part)
         if target.startswith("/") and not hard:
@@ -238,13 +239,13 @@ class ArchiveTree:
         self._links[parts] = tuple(path)
 
     def tree(self) -> Tree:
-        """All of it, with links followed."""
+        """Returns the whole tree, with links followed."""
         if self._links:
             self._follow()
         return Tree(self._root, self._shards, list(self._files.values()), self._folders)
 
     def _follow(self) -> None:
-        """Adds what links lead to: files first, as a folder that a link leads to may hold them."""
+        """Adds the targets of links: files first, since a linked folder may contain them."""
         leading: dict[Parts, Parts] = {}
         for link, target in self._links.items():
             for _ in range(MOST_LINKS):

@@ -1,4 +1,4 @@
-"""Which kind of source a user means."""
+"""Recognizes the kind of a source."""
 
 from pathlib import Path, PurePosixPath
 
@@ -21,18 +21,18 @@ KNOWN = (
 )
 COMPRESSED_TARS = (".tar.gz", ".tgz", ".tar.bz2", ".tbz2", ".tar.xz", ".txz", ".tar.zst")
 DATA = (".arrow", ".parquet", ".tar", ".zip")
-"""Endings of files that images may be in."""
+"""Extensions of files that may contain images."""
 READ_BESIDE = (CLASSES_FILE, "dataset_info.json", "dataset_dict.json", "state.json")
-"""Files that say what is in others."""
+"""Files that describe the content of other files."""
 OF_CACHE = "cache-"
-"""How files begin that `datasets` keeps beside saved ones: what `map` and the like made of them."""
+"""Prefix of the files that `datasets` caches beside saved ones: results of `map` and the like."""
 
 
 def open_images(source: str, output: Path, *, domains: bool = False) -> Found:
     """Opens a source.
 
     Raises:
-        DataError: It is not there, or of no known kind.
+        DataError: It does not exist, or is of no known kind.
     """
     left_out = LeftOut()
     if domains:
@@ -46,7 +46,7 @@ def open_images(source: str, output: Path, *, domains: bool = False) -> Found:
         raise DataError(f"--images: {source}: there is no such file or folder; allowed: {KNOWN}")
     if path.is_dir():
         return _open_folder(path, output, left_out)
-    if not path.is_file():  # a pipe never ends
+    if not path.is_file():  # reading a pipe would never end
         raise DataError(f"--images: {source}: is neither a file nor a folder; allowed: {KNOWN}")
     return _open_file(path, output, left_out)
 
@@ -106,7 +106,7 @@ def _open_folder(path: Path, output: Path, left_out: LeftOut) -> Found:
 
 
 def _note_others(tree: Tree, ending: str, left_out: LeftOut) -> None:
-    """Counts what stands beside files of a kind; leaving data out is probably a mistake."""
+    """Counts other files beside those of one kind; leaving data out is probably a mistake."""
     for file in tree.files:
         name = "/".join(file.parts)
         suffix = PurePosixPath(name).suffix.lower()
@@ -122,7 +122,7 @@ def _note_others(tree: Tree, ending: str, left_out: LeftOut) -> None:
 
 
 def _downloaded(name: str) -> Path:
-    """The parquet files of a data set of the hub; what is there is not loaded again."""
+    """Downloads the Parquet files of a data set of the hub, unless they are cached."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
@@ -140,7 +140,7 @@ def _downloaded(name: str) -> Path:
 
 
 def _digits(folder: Path) -> Path:
-    """scikit-learn's handwritten digits as PNG files in folders of classes."""
+    """Writes scikit-learn's handwritten digits as PNG files in folders of classes."""
     from polyad.data.images.imagenet import digits
 
     images, labels = digits()

@@ -1,15 +1,15 @@
-"""Data sets as they are published: MNIST, FashionMNIST, CIFAR and CelebA.
+"""Data sets in their published form: MNIST, FashionMNIST, CIFAR and CelebA.
 
 MNIST's idx files and CIFAR's binary version hold pixels without a format. CelebA's images have any
 number of named attributes (Liu et al. 2015, "Deep learning face attributes in the wild"):
 
-    FOLDER/list_attr_celeba.txt       the number of images; the attributes' names; then of each
-                                      image its file, and 1 or -1 of each attribute
-    FOLDER/list_eval_partition.txt    of each image its file, and 0, 1 or 2: train, validation,
+    FOLDER/list_attr_celeba.txt       the number of images; the attributes' names; then for each
+                                      image its file, and 1 or -1 for each attribute
+    FOLDER/list_eval_partition.txt    for each image its file, and 0, 1 or 2: train, validation,
                                       test
     FOLDER/img_align_celeba/          the files
 
-The lists may stand in folders of their own, as in the archive (Anno/, Eval/, Img/).
+The lists may be in folders of their own, as in the archive (Anno/, Eval/, Img/).
 """
 
 import gzip
@@ -36,18 +36,18 @@ CIFAR_10 = {"train": [f"data_batch_{n}.bin" for n in range(1, 6)], "test": ["tes
 CIFAR_100 = {"train": ["train.bin"], "test": ["test.bin"]}
 CIFAR_PIXELS = 3 * 32 * 32
 MOST_UNPACKED = 1 << 32
-"""Bytes that a `.gz` may unpack to."""
+"""Maximum unpacked size of a `.gz`, in bytes."""
 
 
 def is_raw(root: Path) -> bool:
-    """Whether a folder holds such files."""
+    """Returns whether a folder holds MNIST or CIFAR files."""
     return _mnist_file(root, MNIST["train"][0]) is not None or any(
         all((root / name).is_file() for name in names["train"]) for names in (CIFAR_10, CIFAR_100)
     )
 
 
 def open_raw(root: Path, output: Path, left_out: LeftOut) -> Found:
-    """Opens a folder of such files.
+    """Opens a folder of MNIST or CIFAR files.
 
     Raises:
         DataError: A file is damaged, or has no labels beside it.
@@ -60,7 +60,7 @@ def open_raw(root: Path, output: Path, left_out: LeftOut) -> Found:
 
 
 def _plain(name: str) -> str:
-    """The name of a file, however it is packed or written: torchvision keeps both forms."""
+    """Normalizes a file name that may be packed or spelled differently: torchvision keeps both."""
     return name.removesuffix(".gz").replace(".idx", "-idx")
 
 
@@ -171,7 +171,7 @@ def _open_cifar(root: Path, names: dict[str, list[str]], labels: int, left_out: 
         for shard in numbers[split]:
             content = Path(shards[shard].path).read_bytes()
             for row, at in enumerate(range(0, len(content), length)):
-                label = content[at + labels - 1]  # the fine one of two
+                label = content[at + labels - 1]  # the fine label of two
                 yield Entry(shard, at + labels, CIFAR_PIXELS, label, f"row {row}")
 
     meta = next((root / n for n in ("batches.meta.txt", "fine_label_names.txt")
@@ -193,15 +193,15 @@ PARTS = {"0": "train", "1": "validation", "2": "test"}
 
 
 def attribute_list(root: Path) -> Path | None:
-    """The file of the attributes of all images, if there is one below a folder."""
+    """Returns the file with the attributes of all images, if one exists below a folder."""
     return next(iter(sorted([*root.glob(ATTRIBUTES), *root.glob(f"*/{ATTRIBUTES}")])), None)
 
 
 def open_attributes(root: Path, attributes: Path, left_out: LeftOut) -> Found:
-    """Opens files with attributes.
+    """Opens images with attributes.
 
     Raises:
-        DataError: A list is damaged, or files that it names are not there.
+        DataError: A list is damaged, or files that it names are missing.
     """
     root = root.resolve()
     names, values = _attributes(attributes)
@@ -236,10 +236,10 @@ def open_attributes(root: Path, attributes: Path, left_out: LeftOut) -> Found:
 
 
 def _attributes(path: Path) -> tuple[list[str], dict[str, npt.NDArray[np.uint8]]]:
-    """The names, and of each file one number a name, 0 or 1."""
+    """Returns the attribute names, and for each file one number per name, 0 or 1."""
     lines = _lines(path)
     names = next(lines, (0, []))[1]
-    if len(names) == 1 and names[0].isdigit():  # how many images there are
+    if len(names) == 1 and names[0].isdigit():  # the number of images
         names = next(lines, (0, []))[1]
     if not names:
         raise DataError(f"{path}: names no attributes")
@@ -280,7 +280,7 @@ def _lines(path: Path) -> Iterator[tuple[int, list[str]]]:
 
 
 def _folder_of(root: Path, file: str) -> Path:
-    """The folder that the files stand in: the first that has one of them."""
+    """Returns the folder of the files: the first one that contains any of them."""
     folders = [root, *sorted(entry for entry in root.rglob("*") if entry.is_dir())]
     found = next((folder for folder in folders if (folder / file).is_file()), None)
     if found is not None:

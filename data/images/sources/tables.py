@@ -1,9 +1,9 @@
-"""Tables of images as Hugging Face has them: Arrow files, as `datasets` saves them, and Parquet.
+"""Tables of images in Hugging Face's formats: Arrow files, as saved by `datasets`, and Parquet.
 
-A column of images holds structs {bytes, path}, as `datasets` writes them, or bytes; beside it
-stands one of labels, or columns of true and false, which are attributes (as of flwrlabs/celeba).
-What an image is, pyarrow alone decides; an image is read where it is in the file if the same bytes
-stand there, and is copied into a file of the prepared folder if not.
+A column of images holds structs {bytes, path}, as `datasets` writes them, or bytes; labels are in
+another column, or in boolean columns, which are attributes (as in flwrlabs/celeba). Images are
+decoded from the table by pyarrow alone; an image is later read in place if the file contains
+exactly its bytes, and is otherwise copied into a file of the prepared folder.
 """
 
 import mmap
@@ -24,36 +24,36 @@ from polyad.data.names import named_classes, names_of_feature, schema_of
 from polyad.data.prepared import LeftOut
 
 LABELS = ("label", "fine_label", "labels", "class")
-"""Columns that hold the class, the first that is there: CIFAR-100 has fine and coarse ones."""
+"""Columns that may hold the class, in order of preference: CIFAR-100 has fine and coarse ones."""
 IMAGES = ("image", "img")
 NEAR, FAR = 1 << 16, 1 << 22
-"""Bytes behind an image in which the next one is looked for, and the first of another row group."""
+"""Bytes after an image that are searched for the next one, and for the first of a row group."""
 
 
 class Columns(NamedTuple):
-    """Which columns of a file hold what."""
+    """The roles of a file's columns."""
 
     image: str
     has_path: bool
-    """Whether an image is a struct that has a path."""
+    """Whether an image is a struct with a path."""
     is_struct: bool
     label: str | None
-    """None: there are attributes."""
+    """The column of labels; None if there are attributes."""
     attributes: tuple[str, ...]
 
     @property
     def wanted(self) -> list[str]:
-        """The columns, and the parts of columns, that are read."""
+        """The columns, and fields of columns, that are read."""
         parts = [f"{self.image}.bytes"] if self.is_struct else [self.image]
         paths = [f"{self.image}.path"] if self.has_path else []
         return [*parts, *paths, *([self.label] if self.label else self.attributes)]
 
 
 def columns_of(schema: Any, file: Path) -> Columns:
-    """Finds the columns of images and of labels, or of attributes: true and false.
+    """Finds the columns of images and of labels, or of attributes (booleans).
 
     Raises:
-        DataError: There are none, or they hold something else.
+        DataError: They are missing, or have another type.
     """
     import pyarrow.types as kinds
 
@@ -88,10 +88,10 @@ def columns_of(schema: Any, file: Path) -> Columns:
 
 
 def names_in(schema: Any, file: Path) -> list[str]:
-    """The names of columns.
+    """Returns the names of the columns.
 
     Raises:
-        DataError: One is no text.
+        DataError: A name is not text.
     """
     try:
         return list(schema.names)
@@ -121,13 +121,13 @@ def _is_text(kind: Any) -> bool:
 
 
 class Places:
-    """Says of each image of a file where its bytes are.
+    """Locates the bytes of each image of a file.
 
     Args:
         file: The table.
         number: The number of its shard.
-        packed: Takes the images that the file does not hold as they are.
-        packed_number: The number of the shard of those.
+        packed: Receives the images that the file does not hold as they are.
+        packed_number: The number of the shard of `packed`.
     """
 
     def __init__(self, file: Path, number: int, packed: Packed, packed_number: int) -> None:
@@ -142,25 +142,25 @@ class Places:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Ends that."""
+        """Closes the mapping."""
         self._mapped.close()
 
     def begin(self, at: int | None = None) -> None:
-        """Says that the next image is the first of some, which stand perhaps from a byte on."""
+        """Starts a run of images, which may begin at a byte offset."""
         self._begin = self._begin if at is None else max(0, at)
         self._near, self._lost = FAR, False
 
     def place(self, content: bytes) -> tuple[int, int, int]:
-        """Shard, offset and size of the next image."""
+        """Returns shard, offset and size of the next image."""
         at = None if self._lost else self._found(content)
         if at is None:
-            self._lost = True  # a part that is compressed holds no image as it is
+            self._lost = True  # a compressed part holds no image as it is
             return self._packed_number, self._packed.add(content), len(content)
         self._begin, self._near = at + len(content), NEAR
         return self._number, at, len(content)
 
     def _found(self, content: bytes) -> int | None:
-        # Images stand one behind the other, in Parquet each behind 4 bytes of its length.
+        # Images are adjacent; in Parquet each follows 4 bytes with its length.
         for at in (self._begin + 4, self._begin):
             if self._mapped[at : at + len(content)] == content:
                 return at
@@ -171,15 +171,15 @@ class Places:
 def entries_of(
     batch: Any, columns: Columns, file: Path, first: int, places: Places, left_out: LeftOut
 ) -> Iterator[Entry]:
-    """The images of a batch of rows.
+    """Yields the images of a batch of rows.
 
     Args:
-        batch: A batch of Arrow.
+        batch: An Arrow batch.
         columns: The columns of the file.
-        file: For errors.
+        file: The file, for errors.
         first: The number of its first row.
-        places: Says where the images are.
-        left_out: Counts the rows without an image.
+        places: Locates the images.
+        left_out: Counts rows without an image.
     """
     import pyarrow.compute as compute
 
@@ -207,7 +207,7 @@ def entries_of(
 
 
 def _paths(column: Any) -> list[bytes | None]:
-    """Paths as bytes: a file may hold any."""
+    """Returns paths as bytes, since a file may hold invalid UTF-8."""
     import pyarrow as pa
 
     if pa.types.is_dictionary(column.type):
@@ -225,7 +225,7 @@ def _bits(batch: Any, columns: Columns, file: Path, first: int) -> npt.NDArray[n
 
 
 ROWS = 64
-"""Rows that become Python's objects at one time: a row group may be as large as its file."""
+"""Rows converted to Python objects at a time: a row group may be as large as its file."""
 
 
 def _found(
@@ -237,16 +237,16 @@ def _found(
     names: list[list[str] | None],
     attributes: list[str] | None = None,
 ) -> Found:
-    """What tables consist of.
+    """Describes tables as a source.
 
     Args:
-        files: One at least.
-        root: The file itself, or the folder around them.
+        files: At least one.
+        root: The file itself, or the folder of the files.
         output: The prepared folder, for images that are compressed in their file.
         left_out: Counts rows without an image.
-        read: Lists the images of the file of a number.
-        names: What each file calls its classes.
-        attributes: Names of columns of true and false; None: there is one of labels.
+        read: Lists the images of the file with a given number.
+        names: The class names of each file.
+        attributes: Names of boolean columns; None if there is a column of labels.
     """
     packed = Packed(output)
 
@@ -256,7 +256,7 @@ def _found(
                 yield from read(number, places)
 
     shards = [Shard(path=str(f.resolve()), kind="range", size=f.stat().st_size) for f in files]
-    shards += [Shard(path=str(packed.path), kind="range") for _ in files]  # what is packed of each
+    shards += [Shard(path=str(packed.path), kind="range") for _ in files]  # images copied from each
     by_split = files_by_split(files, root, left_out)
     return Found(
         shards=shards,
@@ -285,7 +285,7 @@ def open_arrow(files: list[Path], root: Path, output: Path, left_out: LeftOut) -
 
 
 def _class_names(file: Path, root: Path) -> list[str] | None:
-    """What `dataset_info.json` says, the nearest to a file, else the file itself."""
+    """Returns the names in the nearest `dataset_info.json`, else those in the file itself."""
     schema = schema_of(file)
     present = names_in(schema, file)
     column = next((name for name in LABELS if name in present), None)
@@ -312,7 +312,7 @@ def _arrow_entries(file: Path, places: Places, left_out: LeftOut) -> Iterator[En
         with pa.memory_map(str(file)) as mapped:
             whole = mapped.read_buffer()
             for batch in _batches(whole):
-                batch.validate(full=True)  # or a forged place would be read outside of the file
+                batch.validate(full=True)  # else a forged offset would read outside of the file
                 columns = columns_of(batch.schema, file)
                 places.begin(_begin(batch.column(columns.image), columns.is_struct, whole))
                 for at in range(0, len(batch), ROWS):
@@ -338,18 +338,17 @@ def _batches(whole: Any) -> Iterator[Any]:
 
 
 def _begin(images: Any, is_struct: bool, whole: Any) -> int:
-    """About where the images of a batch begin."""
+    """Returns the approximate offset of the images of a batch."""
     contents = images.field("bytes") if is_struct else images
     last = contents.buffers()[-1]
     return int(last.address - whole.address) if last is not None else 0
 
 
 def open_parquet(files: list[Path], root: Path, output: Path, left_out: LeftOut) -> Found:
-    """Opens files whose names, or those of their folders, say which split they are of; see
-    `_found`.
+    """Opens files whose splits follow from their names or those of their folders; see `_found`.
 
     Raises:
-        DataError: A file is none, or columns are missing.
+        DataError: A file is not Parquet, or columns are missing.
     """
     import pyarrow.parquet
 
@@ -383,7 +382,7 @@ def _parquet_entries(
 
     row = 0
     try:
-        # Without these two, pyarrow holds all compressed bytes of a row group at a time.
+        # Without these two, pyarrow holds all compressed bytes of a row group at once.
         with pyarrow.parquet.ParquetFile(file, pre_buffer=False, buffer_size=1 << 20) as opened:
             for group in range(opened.num_row_groups):
                 places.begin()

@@ -1,6 +1,7 @@
-"""The content of a tokenizer's file: its canonical form, its fingerprint, and what it may ask for.
+"""The content of a tokenizer file: its canonical form, its fingerprint, and its safety limits.
 
-Text must not grow without bound, nor encoding be random, nor a pattern take exponential time.
+Text must not grow without bound, encoding must not be random, and no pattern may take exponential
+time.
 """
 
 import hashlib
@@ -20,18 +21,18 @@ from polyad.data.errors import DataError
 from polyad.data.json_reader import parse_json
 
 MOST_GROWTH = 32
-"""Characters that one character of a text may become, or one of a token when it is decoded."""
+"""Maximum number of characters from one character of a text, or of a token when decoded."""
 MOST_AFFIX = 100
-"""Characters of a model's prefix or suffix of subwords, or of its unknown token, at most."""
+"""Maximum length of a model's subword prefix or suffix, or of its unknown token, in characters."""
 CHANCE = ("dropout", "alpha", "nbest_size")
-"""Keys of a model, BPE or unigram, that make the encoding of a text random."""
+"""Keys of a model (BPE or unigram) that make the encoding of a text random."""
 
 TEMPLATE = "TemplateProcessing"
 """The type of a post-processor that puts special tokens around a text."""
 
 _PARTS = ("normalizer", "pre_tokenizer", "decoder")
 _AFFIXES = ("continuing_subword_prefix", "end_of_word_suffix", "unk_token")
-# A pattern with one of these may match between two characters, and insert without replacing.
+# A pattern with one of these may match between two characters, and so insert without replacing.
 _MAY_BE_EMPTY = re.compile(r"\(\?[=!<]|\\[bBAzZGK]|(?<!\[)\^|\$")
 
 
@@ -39,10 +40,10 @@ class _Step(NamedTuple):
     """A step that makes text longer.
 
     Attributes:
-        name: Its type, for an error.
-        growth: Characters of one, at most.
-        content: What it writes; None may be anything.
-        pattern: Characters that it replaces, all of them together; None may be any.
+        name: Its type, for an error message.
+        growth: Maximum number of characters that it makes of one.
+        content: The characters that it writes; None: any.
+        pattern: The characters that it replaces, all of them together; None: any.
     """
 
     name: str
@@ -52,13 +53,13 @@ class _Step(NamedTuple):
 
 
 def check_growth(content: str) -> int:
-    """Refuses a tokenizer that makes texts much longer, which could take all memory.
+    """Refuses a tokenizer that makes texts much longer and could exhaust memory.
 
     Returns:
-        How many characters its normalizer makes of one at most, where it replaces any.
+        The maximum number of characters that its normalizer makes of one.
 
     Raises:
-        DataError: A part makes more than `MOST_GROWTH` characters of one.
+        DataError: A component makes more than `MOST_GROWTH` characters of one.
     """
     value = parse_json(content, "")
     model = value.get("model")
@@ -85,7 +86,7 @@ def chance_of(content: str) -> dict[str, Any]:
         content: The text of a `tokenizer.json`.
 
     Returns:
-        Those of `CHANCE` that its model sets, and their values.
+        The keys in `CHANCE` that its model sets, with their values.
     """
     model = parse_json(content, "").get("model")
     found = {key: model.get(key) for key in CHANCE} if isinstance(model, dict) else {}
@@ -107,14 +108,14 @@ def without_chance(content: str) -> str:
 
 
 def begin_of_text(content: str) -> str | None:
-    """The token that the file puts before a text.
+    """Returns the token that the file puts before a text.
 
     Args:
         content: The text of a `tokenizer.json`.
 
     Returns:
-        The special token with which the template of its post-processor begins; None where there is
-        none, or where there is one at the end, too: such a template is BERT's, around a sequence.
+        The special token at the start of its post-processor's template; None if there is none, or
+            if there is one at the end too: such a template, like BERT's, encloses a sequence.
     """
     for step in _flat(parse_json(content, "").get("post_processor")):
         if step.get("type") == TEMPLATE and (parts := step.get("single")):
@@ -128,7 +129,7 @@ def with_begin_of_text(content: str, token: str | None, number: int | None) -> s
 
     Args:
         content: The text of a `tokenizer.json`.
-        token: The token; None: nothing.
+        token: The token; None for none.
         number: Its id.
 
     Returns:
@@ -152,7 +153,7 @@ def with_begin_of_text(content: str, token: str | None, number: int | None) -> s
 
 
 def _growth(part: str, value: Any) -> int:
-    """Follows what one step writes through the steps behind it."""
+    """Follows the output of one step through the later steps."""
     steps: list[_Step] = []
     reached: list[int] = []
     largest = 1
@@ -181,7 +182,7 @@ def _feeds(earlier: _Step, later: _Step) -> bool:
 
 
 def _flat(value: Any) -> Iterator[dict[str, Any]]:
-    """Walks through sequences of steps, whatever each kind of part calls its list."""
+    """Walks through nested sequences of steps, whatever each component calls its list."""
     if not isinstance(value, dict):
         return
     if value.get("type") != "Sequence":
@@ -193,7 +194,7 @@ def _flat(value: Any) -> Iterator[dict[str, Any]]:
 
 
 def _step(value: dict[str, Any]) -> _Step | None:
-    """Reads one step; None where it makes no text longer than Unicode's own forms do."""
+    """Reads one step; None if it makes no text longer than Unicode's own forms do."""
     kind = value.get("type")
     if kind == "Precompiled":
         charsmap = b64decode(value.get("precompiled_charsmap") or "")
@@ -213,7 +214,7 @@ def _step(value: dict[str, Any]) -> _Step | None:
 
 
 def _decomposed(text: Any) -> str:
-    """What a normal form behind it may make of what a step writes."""
+    """Returns what a later normal form may make of a step's output."""
     return unicodedata.normalize("NFKD", text) if isinstance(text, str) else ""
 
 
@@ -232,7 +233,7 @@ def _may_match_nothing(expression: str) -> bool:
     if _MAY_BE_EMPTY.search(expression):
         return True
     step = normalizers.Replace(Regex(expression), "\0")
-    # In a text of one character a match beside that character is an empty one.
+    # In a text of one character, a match beside that character is an empty match.
     return any(
         "\0" in (result := step.normalize_str(character)) and character in result
         for character in {*"a0 \n.", *expression} - {"\0"}
@@ -249,18 +250,18 @@ def _longest_replacement(charsmap: bytes) -> int:
 
 
 MOST_SECONDS = 0.02
-"""Processor time of one short text; usual patterns take microseconds."""
+"""Maximum processor time for one short text; usual patterns take microseconds."""
 LENGTHS = range(4, 33)
-"""Characters of such a text: time that doubles with each character is seen long before the last."""
+"""Lengths of the test texts: exponential time shows long before the last."""
 _TEXTS = ("a", " ", "1", "A", "\n", ".", "a ", "a1", "1 ", "a\n", "'s", "aA", ". ", "é")
-_END = "\0"  # no pattern matches up to here, so all ways are tried
+_END = "\0"  # no pattern matches up to here, so every alternative is tried
 
 
 def check_patterns(tree: Any) -> None:
-    """Refuses a pattern whose time grows exponentially with the text: it would never end.
+    """Refuses a pattern whose time grows exponentially with the text.
 
     Raises:
-        DataError: There is one.
+        DataError: There is such a pattern.
     """
     for pattern in _patterns(tree):
         shown = pattern if len(pattern) <= 80 else f"{pattern[:80]}..."
@@ -283,7 +284,7 @@ def _ends(splitter: pre_tokenizers.Split, text: str) -> bool:
         began = time.thread_time()
         try:
             splitter.pre_tokenize_str(probe)
-        except BaseException as error:  # the library panics where its own limit is reached
+        except BaseException as error:  # the library panics when its own limit is reached
             if type(error).__name__ != "PanicException":
                 raise
             return False
@@ -293,7 +294,7 @@ def _ends(splitter: pre_tokenizers.Split, text: str) -> bool:
 
 
 def _patterns(tree: Any) -> Iterator[str]:
-    """The regular expressions of a tree, wherever they stand."""
+    """Yields the regular expressions anywhere in a tree."""
     waiting = [tree]
     while waiting:
         each = waiting.pop()
@@ -306,7 +307,7 @@ def _patterns(tree: Any) -> Iterator[str]:
 
 
 def canonical(content: str) -> str:
-    """Rewrites the text of a `tokenizer.json` in canonical form, without truncation and padding.
+    """Rewrites a `tokenizer.json` in canonical form, without truncation and padding.
 
     Args:
         content: The text.
@@ -314,8 +315,8 @@ def canonical(content: str) -> str:
     Returns:
         The same tokenizer, keys sorted.
     """
-    # Not the library's own serialization: it may change with the library's version, and would
-    # change the fingerprint of prepared data.
+    # The library's own serialization may change with its version, which would change the
+    # fingerprint of prepared data.
     value = parse_json(content, "")
     if not isinstance(value, dict) or "model" not in value:
         raise DataError("not a tokenizer.json: no key 'model'")
@@ -337,7 +338,7 @@ def fingerprint(content: str, end_of_text: str) -> str:
 
 
 def file_fingerprint(path: Path, end_of_text: str) -> str:
-    """Digests a tokenizer by its file, as its own `fingerprint` does.
+    """Digests a tokenizer file; equal to the `fingerprint` of the loaded tokenizer.
 
     Returns:
         A SHA-256, hexadecimal.
@@ -352,7 +353,7 @@ def file_fingerprint(path: Path, end_of_text: str) -> str:
 
 
 def bytes_fingerprint(model: bytes, end_of_text: str) -> str:
-    """Digests a tokenizer that is stored in bytes.
+    """Digests a tokenizer in a binary format.
 
     Returns:
         A SHA-256, hexadecimal.

@@ -1,4 +1,4 @@
-"""A tokenizer from a file, a folder, or the name of one on the hub."""
+"""Loads a tokenizer from a file, a folder, or the Hugging Face hub."""
 
 import contextlib
 import os
@@ -35,14 +35,14 @@ from polyad.data.text.tokenizers.vocabularies import (
 
 
 class SentencePieceTokenizer(Tokenizer):
-    """A tokenizer from a `.model` file: unigram, BPE, words or characters, whatever it says.
+    """A tokenizer from a `.model` file of any type: unigram, BPE, words or characters.
 
     Args:
         model: The content of the file.
-        end_of_text: The piece that ends each document; None takes a well-known one, `</s>` mostly.
+        end_of_text: The piece that ends each document; None for a well-known one, mostly `</s>`.
 
     Raises:
-        DataError: It is no such model, or has no such piece.
+        DataError: It is not such a model, or lacks the piece.
     """
 
     file_name: TokenizerFile = SENTENCEPIECE_FILE
@@ -50,7 +50,7 @@ class SentencePieceTokenizer(Tokenizer):
     def __init__(self, model: bytes, end_of_text: str | None = None) -> None:
         import sentencepiece
 
-        if not model:  # the library would print an error of its own
+        if not model:  # the library would print its own error
             raise DataError("not a SentencePiece model")
         _check_normalizers(model)
         try:
@@ -77,16 +77,16 @@ class SentencePieceTokenizer(Tokenizer):
             texts: Any texts.
 
         Returns:
-            The ids of each, never the end-of-text piece's.
+            The ids of each text, never that of the end-of-text piece.
 
         Raises:
-            DataError: A text cannot be told from the end of a document in this vocabulary.
+            DataError: A text cannot be distinguished from the end of a document in this vocabulary.
         """
         batch: list[list[int]] = self._processor.encode(
             list(texts), out_type=int, add_bos=False, add_eos=False, num_threads=self._threads
         )
         for ids in batch:
-            # A control piece is never found in a text; a piece of another kind may be.
+            # Control pieces are never found in a text; pieces of another type may be.
             if self.end_of_text_id in ids:
                 raise DataError(
                     f"a text contains what this model reads as its end-of-text piece "
@@ -95,7 +95,7 @@ class SentencePieceTokenizer(Tokenizer):
         return batch
 
     def vocabulary(self) -> dict[str, int]:
-        """Every piece and its id."""
+        """Returns every piece and its id."""
         pieces = self._processor.id_to_piece(list(range(self._processor.get_piece_size())))
         return {piece: number for number, piece in enumerate(pieces)}
 
@@ -120,15 +120,15 @@ class SentencePieceTokenizer(Tokenizer):
         return bool(self._processor.is_control(token) or self._processor.is_unknown(token))
 
     def file_bytes(self) -> bytes:
-        """Gives the model, byte for byte."""
+        """Returns the model, byte for byte."""
         return self._model
 
     def chance(self) -> None:
-        """Returns None: the library samples pieces only if it is asked to."""
+        """Returns None: the library samples pieces only on request."""
         return None
 
     def with_begin_of_text(self, token: str | None) -> "SentencePieceTokenizer":
-        """Returns this tokenizer: such a file cannot say that a token begins each document."""
+        """Returns this tokenizer: its file cannot store a token that begins each document."""
         return self
 
 
@@ -145,22 +145,22 @@ def _check_normalizers(model: bytes) -> None:
 
 
 BYTE_LEVEL_FILES = ("vocab.json", "merges.txt")
-"""GPT-2's own files."""
+"""The two files of GPT-2."""
 KINDS = ((TOKENIZER_FILE,), (SENTENCEPIECE_FILE,), ("vocab.txt",), BYTE_LEVEL_FILES)
-"""Kinds of files that a tokenizer may be stored in; the first that exists is used."""
+"""File sets in which a tokenizer may be stored; the first that exists is used."""
 SECONDS = 10.0
-"""Seconds after which a hub that does not answer counts as out of reach."""
+"""Seconds after which a hub that does not answer counts as unreachable."""
 
 _NAME = re.compile(r"(?:\w[\w.-]*/)?\w[\w.-]*", re.ASCII)
 _FILE_ENDINGS = (".json", ".model", ".txt", ".bin")
 
 
 def is_hub_name(spec: str) -> bool:
-    """Tells whether a text that is not an existing path may name a tokenizer of the hub.
+    """Returns whether a string that is not an existing path may name a tokenizer on the hub.
 
     Returns:
-        Whether it is written as one, and is no misspelled path: of a file, or into a folder that
-        exists.
+        True if it has the form of a name, and does not look like a misspelled path to a file or
+        into an existing folder.
     """
     if not _NAME.fullmatch(spec) or spec.endswith(_FILE_ENDINGS):
         return False
@@ -168,13 +168,13 @@ def is_hub_name(spec: str) -> bool:
 
 
 def fetch_tokenizer(name: str) -> Path:
-    """Finds a tokenizer in the hub's cache, else downloads it into that.
+    """Finds a tokenizer in the hub's cache, or downloads it there.
 
     Returns:
         The folder of its files.
 
     Raises:
-        DataError: There is no such tokenizer, or no way to the hub.
+        DataError: There is no such tokenizer, or the hub is unreachable.
     """
     from huggingface_hub import get_session, hf_hub_download, hf_hub_url
     from huggingface_hub.errors import EntryNotFoundError
@@ -183,7 +183,7 @@ def fetch_tokenizer(name: str) -> Path:
     try:
         if cached := _fetched(name, local=True):
             return cached
-        # One request first: the download itself tries for half a minute without a network.
+        # One request first: without a network the download itself would retry for half a minute.
         get_session().head(hf_hub_url(name, TOKENIZER_FILE), timeout=SECONDS)
         if found := _fetched(name, local=False):
             with contextlib.suppress(EntryNotFoundError):
@@ -207,7 +207,7 @@ def _fetched(name: str, *, local: bool) -> Path | None:
             files = [hf_hub_download(name, file, local_files_only=local) for file in kind]
         except EntryNotFoundError as error:
             if isinstance(error, LocalEntryNotFoundError) and not local:
-                raise  # the network, not the hub, fails
+                raise  # the network fails, not the hub
             continue
         return Path(files[0]).parent
     return None
@@ -233,7 +233,7 @@ def read_about(folder: Path) -> dict[str, Any]:
     """Reads `tokenizer_config.json`.
 
     Returns:
-        Its keys; none where there is no such file.
+        Its keys; empty if there is no such file.
 
     Raises:
         DataError: The file cannot be read.
@@ -248,7 +248,7 @@ def read_about(folder: Path) -> dict[str, Any]:
 
 
 def _token(about: dict[str, Any], key: str) -> str | None:
-    """A token that is named there, as text or with more about it."""
+    """Returns a token named there, given as text or as an object."""
     token = about.get(key)
     content = token.get("content") if isinstance(token, dict) else token
     if content is not None and not isinstance(content, str):

@@ -1,4 +1,4 @@
-"""Text to token ids and back: a Hugging Face tokenizer that cannot be made to end a document."""
+"""Text to token ids and back, with a Hugging Face tokenizer that never ends a document itself."""
 
 import contextlib
 import os
@@ -36,16 +36,16 @@ KNOWN_END_OF_TEXT = (
     "[EOS]",
     "[SEP]",
 )
-"""Well-known end-of-text tokens, in the order in which they are looked for."""
+"""Well-known end-of-text tokens, in order of preference."""
 PARALLELISM = "TOKENIZERS_PARALLELISM"
 MOST_IDS = 2**31 - 1
-"""A token is stored in 32 bits at most, with a sign."""
+"""Token ids are stored in at most 32 bits, signed."""
 CHARACTERS_AT_ONCE = 4 * 1024 * 1024
-"""Normalized characters that are given to the library in one call, which bounds memory."""
+"""Normalized characters per call of the library, which bounds memory."""
 TRAINED = ("train:VOCAB_SIZE", "words", "words:VOCAB_SIZE", "characters", "wordpiece:VOCAB_SIZE")
-"""Specifications of a tokenizer that is made from the train split."""
+"""Specifications of tokenizers that are trained on the train split."""
 
-# Whole and in two pieces, each must give the same ids before long documents are cut there.
+# Each must give the same ids whole and in two pieces, or long documents are not cut there.
 _PROBES = (
     ("one\n", "two"),
     ("f(x);\n", "return x"),
@@ -55,16 +55,16 @@ _PROBES = (
     ("12;", " zwölf"),
     ("'s", " s"),
     ("漢", " 字"),
-    ("\U0001e900\n", "\U0001e901"),  # letters that few vocabularies have: unknown ones may be fused
+    ("\U0001e900\n", "\U0001e901"),  # rare letters: unknown ones may be fused
     ("\U0001e900", " \U0001e901"),
 )
 
 
 class UnknownWordError(DataError):
-    """A word that the vocabulary does not have, where it has no entry for unknown ones.
+    """A word that is not in a vocabulary without an unknown token.
 
     Args:
-        row: Which of the texts has it.
+        row: Index of the text that contains it.
         word: The word.
     """
 
@@ -76,24 +76,24 @@ class UnknownWordError(DataError):
 
 
 class Tokenizer:
-    """Encodes text without special tokens, truncation or padding, whatever its file asks for.
+    """Encodes text without special tokens, truncation or padding, whatever its file says.
 
-    A text may contain the characters of the end-of-text token: they are encoded as the characters
-    they are. Only this package ends a document.
+    A text may contain the characters of the end-of-text token; they are encoded as ordinary
+    characters. Only this package ends documents.
 
     Args:
         content: The text of a `tokenizer.json`.
-        end_of_text: The token that ends each document; None takes a well-known one.
+        end_of_text: The token that ends each document; None for a well-known one.
 
     Attributes:
-        file_name: What `save` writes is called so in a prepared folder.
+        file_name: Name of its file in a prepared folder.
         end_of_text: The token that ends each document.
         end_of_text_id: Its id.
-        begin_of_text: The token that begins each document, where the file says that one does.
+        begin_of_text: The token that begins each document, if the file defines one.
         begin_of_text_id: Its id.
         vocab_size: All ids are below this.
         fingerprint: SHA-256, hexadecimal, of the canonical `content` and the end-of-text token.
-        growth: Characters that the normalizer makes of one, at most.
+        growth: Maximum number of characters that the normalizer makes of one.
     """
 
     file_name: TokenizerFile = TOKENIZER_FILE
@@ -122,26 +122,26 @@ class Tokenizer:
         self.fingerprint = fingerprint(self._content, self.end_of_text)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Encodes texts, in parallel where the machine has several cores.
+        """Encodes texts, in parallel if the machine has several cores.
 
         Args:
             texts: Any texts.
 
         Returns:
-            The ids of each, never the end-of-text token's.
+            The ids of each text, never that of the end-of-text token.
 
         Raises:
-            DataError: A text cannot be told from the end of a document in this vocabulary, or has
-                a word that is not in it.
+            DataError: A text cannot be distinguished from the end of a document in this vocabulary,
+                or has a word that is not in it.
         """
         batch: list[list[int]] = []
         try:
             for group in self._groups(texts):
                 encodings = self._backend.encode_batch_fast(group, add_special_tokens=False)
                 batch.extend(encoding.ids for encoding in encodings)
-        except Exception as error:  # bare; a vocabulary of words without one for unknown ones
+        except Exception as error:  # bare; a word vocabulary without an unknown token
             raise self._unknown_word(texts) or error from None
-        except BaseException as error:  # of the library, as where a pattern takes too long
+        except BaseException as error:  # from the library, for example if a pattern takes too long
             if type(error).__name__ != "PanicException":
                 raise
             raise DataError(f"this tokenizer cannot encode a text: {error}") from None
@@ -173,7 +173,8 @@ class Tokenizer:
         return None
 
     def _encode_forged(self, text: str) -> list[int]:
-        """Encodes a text that the model itself (unigram, word level) ends: cuts the mark in two."""
+        """Encodes a text for which a unigram or word-level model emits the end token: splits the
+        mark."""
         head, tail = self.end_of_text[:1], self.end_of_text[1:]
         pieces = text.split(self.end_of_text)
         cut = [pieces[0]]
@@ -196,12 +197,12 @@ class Tokenizer:
             text: Any text.
 
         Returns:
-            Its ids, never the end-of-text token's.
+            Its ids, never that of the end-of-text token.
         """
         return self.encode_batch([text])[0]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Decodes ids, special tokens included.
+        """Decodes ids, including special tokens.
 
         Args:
             ids: Token ids.
@@ -212,14 +213,14 @@ class Tokenizer:
         return self._backend.decode(list(ids), skip_special_tokens=False)
 
     def text_within(self, token: int) -> str:
-        """The text that a token stands for within a text.
+        """Returns the text that a token stands for inside a text.
 
         Args:
             token: Its id.
 
         Returns:
-            With a blank before it, if it has one, and without a mark that it goes on with a word;
-            empty of a special token.
+            The text, with a leading space if it has one, and without a mark for continuing a word;
+            empty for a special token.
         """
         if self._is_special(token):
             return ""
@@ -227,10 +228,10 @@ class Tokenizer:
 
     @cached_property
     def _before(self) -> list[int]:
-        """A letter: what stands first in a text is decoded otherwise than what follows it."""
+        """Ids of a letter: the first token of a text is decoded differently from later ones."""
         try:
             return self.encode("a")
-        except DataError:  # a vocabulary of words without it, and without one for unknown words
+        except DataError:  # a word vocabulary without it, and without an unknown token
             return []
 
     def _is_special(self, token: int) -> bool:
@@ -242,7 +243,7 @@ class Tokenizer:
         return frozenset(number for number, each in added if each.special)
 
     def vocabulary(self) -> dict[str, int]:
-        """Every token and its id."""
+        """Returns every token and its id."""
         return self._backend.get_vocab(with_added_tokens=True)
 
     def save(self, path: str | Path) -> None:
@@ -254,36 +255,37 @@ class Tokenizer:
         Path(path).write_bytes(self.file_bytes())
 
     def file_bytes(self) -> bytes:
-        """Gives all that the file holds which `save` writes."""
+        """Returns the content of the file that `save` writes."""
         return self._content.encode()
 
     def chance(self) -> str | None:
-        """The settings of the file that would make the encoding of a text random.
+        """Returns the setting of the file that would make the encoding of a text random.
 
         Returns:
-            `model.dropout: 0.1`, say, which is switched off here but not for others who read the
-            file; None where there is nothing.
+            For example `model.dropout: 0.1`, which is switched off here but not for other readers
+            of the file; None if there is none.
         """
         found = chance_of(self._content).items()
         return ", ".join(f"model.{key}: {setting}" for key, setting in found) or None
 
     def without_chance(self) -> "Tokenizer":
-        """Returns this tokenizer with a file that has no `chance`, also for other readers."""
+        """Returns this tokenizer with such settings removed from its file, also for other
+        readers."""
         return type(self)(without_chance(self._content), self.end_of_text)
 
     @property
     def before(self) -> list[int]:
-        """Ids that stand before the text of each document: one, or none."""
+        """Returns the ids before the text of each document: one, or none."""
         return [] if self.begin_of_text_id is None else [self.begin_of_text_id]
 
     def with_begin_of_text(self, token: str | None) -> "Tokenizer":
-        """Returns this tokenizer with a file that says which token begins each document.
+        """Returns this tokenizer with another begin-of-text token in its file.
 
         Args:
-            token: The token; None: none does.
+            token: The token; None for none.
 
         Raises:
-            DataError: The vocabulary does not have it.
+            DataError: The vocabulary lacks it.
         """
         if token == self.begin_of_text:
             return self
@@ -297,16 +299,16 @@ class Tokenizer:
 
     @cached_property
     def unused_ids(self) -> list[int]:
-        """Ids below `vocab_size` that no token has."""
+        """Returns the ids below `vocab_size` that no token has."""
         return sorted(set(range(self.vocab_size)) - set(self.vocabulary().values()))
 
     def encodes_in_pieces(self) -> bool:
-        """Tells whether a long text can be encoded in pieces.
+        """Returns whether a long text can be encoded in pieces.
 
         Returns:
-            Whether cutting it as `data.pieces.cut_between_words` does leaves its ids as they are.
-            With GPT-2's pre-tokenizer and its kin it does; not with one that marks the beginning of
-            a text, for which a document is encoded whole.
+            Whether cutting it as `data.pieces.cut_between_words` does leaves its ids unchanged. It
+            does with pre-tokenizers like GPT-2's; with one that marks the beginning of a text it
+            does not, and documents are encoded whole.
         """
         try:
             for left, right in _PROBES:
@@ -322,8 +324,8 @@ class Tokenizer:
 def all_cores() -> Iterator[None]:
     """Encodes with every core, or with RAYON_NUM_THREADS threads, within the block.
 
-    TOKENIZERS_PARALLELISM=false is what a process that trains wants, and what `launch/machine.py`
-    sets; inherited, it would leave all cores but one idle here.
+    A training process should run with TOKENIZERS_PARALLELISM=false, which `launch/machine.py` sets;
+    if inherited here, it would leave all cores but one idle.
     """
     before = os.environ.get(PARALLELISM)
     os.environ[PARALLELISM] = "true"
@@ -337,7 +339,7 @@ def all_cores() -> Iterator[None]:
 
 
 def byte_level(model: models.BPE) -> tokenizers.Tokenizer:
-    """Gives a tokenizer that cuts text as GPT-2 does and knows all bytes."""
+    """Makes a tokenizer that splits text like GPT-2 and knows all bytes."""
     backend = tokenizers.Tokenizer(model)
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -348,14 +350,14 @@ def choose_end_of_text(vocabulary: Mapping[str, int], wanted: str | None) -> str
     """Chooses the token that ends each document.
 
     Args:
-        vocabulary: The tokens there are.
-        wanted: The one that was asked for; None takes a well-known one.
+        vocabulary: The existing tokens.
+        wanted: The requested token; None for a well-known one.
 
     Returns:
         The token.
 
     Raises:
-        DataError: The vocabulary does not have it.
+        DataError: The vocabulary lacks it.
     """
     if wanted is not None:
         if wanted not in vocabulary:

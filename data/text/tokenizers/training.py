@@ -1,4 +1,4 @@
-"""Loads the tokenizer that a user asks for, or trains it on the text."""
+"""Loads the tokenizer that a user names, or trains it on the text."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -18,9 +18,9 @@ _LONG_WORD = re.compile(r"(\S{256}(?=\S)|\s{256}(?=\s))")
 
 
 def _without_long_words(texts: Iterator[str]) -> Iterator[str]:
-    """Cuts words that are longer than any of a language, and white space: base64, blank pages.
+    """Cuts runs of letters or white space longer than any real word: base64, blank pages.
 
-    Training takes time that grows with the square of a word's length; merges are never so long.
+    Training time is quadratic in the length of a word; merges are never that long.
     """
     for text in texts:
         if _LONG_WORD.search(text) is None:
@@ -38,7 +38,7 @@ def train_tokenizer(
         The tokenizer.
 
     Raises:
-        DataError: `vocab_size` has no room for the bytes, or more than memory has.
+        DataError: `vocab_size` is too small for the bytes, or too large for memory.
     """
     if not SMALLEST_VOCABULARY <= vocab_size <= LARGEST_VOCABULARY:
         raise DataError(
@@ -60,11 +60,11 @@ Kind: TypeAlias = Literal["bytes", "words", "characters", "pieces"]
 
 
 class Training(NamedTuple):
-    """A tokenizer that is to be made from text.
+    """A tokenizer to train on text.
 
     Attributes:
-        kind: Byte-level BPE, all words that white space separates, all characters, or WordPiece.
-        vocab_size: Entries wanted; None has no limit (for words alone).
+        kind: Byte-level BPE, all words separated by white space, all characters, or WordPiece.
+        vocab_size: Requested number of entries; None for no limit (only for words).
     """
 
     kind: Kind
@@ -76,17 +76,17 @@ _SIZED: dict[str, tuple[Kind, int, str]] = {
     "words": ("words", 3, "a word, <unk> and the end-of-text token"),
     "wordpiece": ("pieces", 7, "5 special tokens and a character, alone and inside a word"),
 }
-"""By the name before the colon: what is made, the smallest size, and what it has room for."""
+"""By the name before the colon: the kind, the smallest size, and what that has room for."""
 
 
 def training_wanted(spec: str) -> Training | None:
     """Reads a tokenizer's specification.
 
     Returns:
-        What is to be made from the train split, or None for a path or a name of the hub.
+        The tokenizer to train on the train split, or None for a path or a name on the hub.
 
     Raises:
-        DataError: What follows the colon is not a size that can be.
+        DataError: The part after the colon is not a valid size.
     """
     name, colon, digits = spec.partition(":")
     if spec == "words":
@@ -113,13 +113,13 @@ def resolve_tokenizer(
     end_of_text: str | None = None,
     training_texts: Callable[[], Iterator[str]] | None = None,
 ) -> Tokenizer:
-    """Loads or trains the tokenizer that the user asked for.
+    """Loads or trains the tokenizer that the user named.
 
     Args:
         spec: `train:VOCAB_SIZE`, `words`, `words:VOCAB_SIZE`, `characters` or
             `wordpiece:VOCAB_SIZE`; or what `load_tokenizer` reads.
-        end_of_text: The token that ends each document; None takes a well-known one.
-        training_texts: Gives the texts to train on; called only where there is something to train.
+        end_of_text: The token that ends each document; None for a well-known one.
+        training_texts: Returns the texts to train on; called only if training is needed.
 
     Returns:
         The tokenizer.

@@ -1,7 +1,7 @@
-"""Vocabularies of the words of a text, of its characters, and of WordPiece.
+"""Vocabularies of the words or the characters of a text, and WordPiece.
 
-WordPiece is BERT's: words, and pieces of words after the first that begin with ##. Source: Devlin
-et al. 2019 and the released code, whose `vocab.txt` has a token a line.
+WordPiece, from BERT, has words, and pieces that continue a word and begin with ##. Source: Devlin
+et al. 2019 and the released code, whose `vocab.txt` has one token per line.
 """
 
 from collections import Counter
@@ -27,18 +27,18 @@ UNKNOWN = "<unk>"
 
 
 class WordTokenizer(Tokenizer):
-    """Encodes the words that `str.split()` gives, each to one id.
+    """Encodes the words that `str.split()` returns, each as one id.
 
-    Four times as fast as the library's own encoding of such a vocabulary with two threads, and the
-    same ids but where U+001C to U+001F stand, which separate words in Python alone. The end-of-text
-    token is no word that a text can have.
+    It is four times as fast as the library with such a vocabulary and two threads, and gives the
+    same ids, except that U+001C to U+001F separate words only in Python. The end-of-text token
+    cannot occur as a word of a text.
 
     Args:
         content: The text of a `tokenizer.json` for which `is_word_vocabulary` holds.
-        end_of_text: The token that ends each document; None takes a well-known one.
+        end_of_text: The token that ends each document; None for a well-known one.
 
     Raises:
-        DataError: The token that ends a document is that of unknown words, which texts have.
+        DataError: The end-of-text token is the unknown token, which occurs in texts.
     """
 
     def __init__(self, content: str, end_of_text: str | None = None) -> None:
@@ -63,7 +63,7 @@ class WordTokenizer(Tokenizer):
             The id of each word of each text.
 
         Raises:
-            UnknownWordError: A word is not in the vocabulary, and neither is one for such words.
+            UnknownWordError: A word is not in the vocabulary, which has no unknown token.
         """
         if self._unknown is not None:
             find, unknown = self._words.get, self._unknown
@@ -77,15 +77,15 @@ class WordTokenizer(Tokenizer):
         return batch
 
     def encodes_in_pieces(self) -> bool:
-        """Returns True: texts are cut at white space, where no word reaches across."""
+        """Returns True: texts are cut at white space, which no word spans."""
         return True
 
 
 def is_word_vocabulary(content: str) -> bool:
-    """Tells whether a `tokenizer.json` looks up words that white space separates and nothing else.
+    """Returns whether a `tokenizer.json` only looks up words separated by white space.
 
     Returns:
-        Whether `WordTokenizer` encodes as it does.
+        Whether `WordTokenizer` encodes like it.
     """
     value = parse_json(content, "")
     model = value.get("model") if isinstance(value, dict) else None
@@ -100,20 +100,20 @@ def is_word_vocabulary(content: str) -> bool:
 
 
 def train_words(texts: Iterator[str], vocab_size: int | None, end_of_text: str) -> WordTokenizer:
-    """Collects the words of texts; memory holds each different one.
+    """Collects the words of texts; each distinct word is kept in memory.
 
     Args:
         texts: The texts, read once; none begins or ends inside a word.
-        vocab_size: Most entries, `<unk>` and the end-of-text token among them; None takes every
-            word.
+        vocab_size: Maximum number of entries, including `<unk>` and the end-of-text token; None for
+            no limit.
         end_of_text: The token that ends each document.
 
     Returns:
-        The vocabulary: `<unk>`, the end-of-text token, and words from the most to the least
-        frequent, equally frequent ones in the order of their code points.
+        The vocabulary: `<unk>`, the end-of-text token, and words by descending frequency, ties in
+            the order of their code points.
 
     Raises:
-        DataError: There is no word, or `<unk>` was asked to end documents.
+        DataError: There are no words, or `<unk>` is the end-of-text token.
     """
     if end_of_text == UNKNOWN or not end_of_text:
         raise DataError(f"{end_of_text!r} cannot end a document of words; choose another token")
@@ -144,7 +144,7 @@ def train_characters(texts: Iterator[str], end_of_text: str) -> Tokenizer:
         and the characters in the order of their code points.
 
     Raises:
-        DataError: There is no character, or one was asked to end documents.
+        DataError: There are no characters, or one of them is the end-of-text token.
     """
     if len(end_of_text) < 2 or end_of_text == UNKNOWN:
         raise DataError(
@@ -158,7 +158,7 @@ def train_characters(texts: Iterator[str], end_of_text: str) -> Tokenizer:
         raise DataError("characters: the text of the train split has no characters")
     special = (UNKNOWN, end_of_text)
     vocabulary = {token: number for number, token in enumerate([*special, *sorted(characters)])}
-    # BPE without merges takes a text apart into its characters, and leaves white space as it is.
+    # BPE without merges splits a text into its characters, and keeps white space.
     backend = tokenizers.Tokenizer(models.BPE(vocabulary, [], unk_token=UNKNOWN))
     backend.decoder = decoders.Fuse()
     backend.add_special_tokens([AddedToken(token, special=True) for token in special])
@@ -169,10 +169,10 @@ VOCABULARY_FILE = "vocab.txt"
 ABOUT_FILE = "tokenizer_config.json"
 UNKNOWN_PIECE = "[UNK]"
 SPECIAL = ("[PAD]", UNKNOWN_PIECE, "[CLS]", "[SEP]", "[MASK]")
-"""In the order of a vocabulary that is trained here."""
+"""The special tokens, in the order of a vocabulary trained here."""
 PREFIX = "##"
 LARGEST_ALPHABET = 1000
-"""Characters of a vocabulary that is trained here: the most frequent ones; words with others are
+"""Number of characters in a vocabulary trained here, the most frequent ones; words with others are
 unknown."""
 
 
@@ -183,13 +183,13 @@ def wordpiece(
     strip_accents: bool | None = None,
     split_chinese: bool = True,
 ) -> tokenizers.Tokenizer:
-    """Gives a tokenizer that cuts text as BERT does.
+    """Makes a tokenizer that splits text like BERT.
 
     Args:
         vocabulary: Tokens and their ids.
-        lowercase: Whether text loses its case first.
-        strip_accents: Whether it loses its accents; None: with its case.
-        split_chinese: Whether each Chinese character is a word.
+        lowercase: Whether text is lower-cased first.
+        strip_accents: Whether accents are removed; None: as `lowercase`.
+        split_chinese: Whether each Chinese character is a word of its own.
     """
     backend = tokenizers.Tokenizer(models.WordPiece(vocabulary, unk_token=UNKNOWN_PIECE))
     backend.normalizer = normalizers.BertNormalizer(
@@ -202,7 +202,7 @@ def wordpiece(
     if {
         "[CLS]",
         "[SEP]",
-    } <= vocabulary.keys():  # for other readers of the file: here it is not used
+    } <= vocabulary.keys():  # for other readers of the file; it is not used here
         marks = [(token, vocabulary[token]) for token in ("[SEP]", "[CLS]")]
         backend.post_processor = processors.BertProcessing(*marks)
     return backend
@@ -212,15 +212,15 @@ def read_vocabulary(file: Path, end_of_text: str | None = None) -> Tokenizer:
     """Reads a `vocab.txt`.
 
     Args:
-        file: With a token a line; a `tokenizer_config.json` beside it says whether text loses its
-            case, and without one it does if no token has an upper-case letter.
-        end_of_text: The token that ends each document; None takes a well-known one, [SEP].
+        file: A file with one token per line; a `tokenizer_config.json` beside it says whether text
+            is lower-cased. Without one it is, if no token has an upper-case letter.
+        end_of_text: The token that ends each document; None for a well-known one, [SEP].
 
     Raises:
-        DataError: It is no such vocabulary.
+        DataError: It is not such a vocabulary.
     """
     try:
-        # Not splitlines: Chinese vocabularies have a token that is one of the other line ends.
+        # Not splitlines: Chinese vocabularies contain a token that is another line separator.
         tokens = file.read_text(encoding="utf-8").removesuffix("\n").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"cannot be read: {error}") from None
@@ -245,7 +245,7 @@ def read_vocabulary(file: Path, end_of_text: str | None = None) -> Tokenizer:
 
 
 def _about(file: Path) -> dict[str, bool]:
-    """The switches of a `tokenizer_config.json`; none where there is no such file."""
+    """Returns the switches in a `tokenizer_config.json`; empty if there is no such file."""
     if not file.is_file():
         return {}
     try:
@@ -258,18 +258,18 @@ def _about(file: Path) -> dict[str, bool]:
 def train_wordpiece(
     texts: Callable[[], Iterator[str]], vocab_size: int, end_of_text: str | None = None
 ) -> Tokenizer:
-    """Trains an uncased vocabulary; the same texts give the same one.
+    """Trains an uncased vocabulary; the result depends only on the texts.
 
     Args:
-        texts: Gives the texts; they are read twice, for the characters and for the pieces.
-        vocab_size: Entries wanted: 5 special tokens, two of each character, and merges.
-        end_of_text: The token that ends each document; None: [SEP].
+        texts: Returns the texts, which are read twice: for the characters and for the pieces.
+        vocab_size: Requested entries: 5 special tokens, two per character, and merges.
+        end_of_text: The token that ends each document; None for [SEP].
 
     Returns:
-        The tokenizer. Texts with few different words give a smaller vocabulary.
+        The tokenizer. Texts with few distinct words give a smaller vocabulary.
 
     Raises:
-        DataError: There is no text, or `end_of_text` is not a token of it.
+        DataError: There is no text, or `end_of_text` is not a token of the vocabulary.
     """
     empty = wordpiece({UNKNOWN_PIECE: 0}, lowercase=True)
     counts: Counter[str] = Counter()
@@ -280,8 +280,8 @@ def train_wordpiece(
         raise DataError("wordpiece: the text of the train split has no words")
     most = max(1, min(LARGEST_ALPHABET, (vocab_size - len(SPECIAL)) // 2))
     alphabet = sorted(sorted(letters, key=lambda c: (-counts[c], c))[:most])
-    # The library numbers pieces by the order of a hash table, which differs from run to run, unless
-    # it knows all of them before; equally frequent pairs are merged in the order of their numbers.
+    # The library numbers pieces in hash-table order, which differs between runs, unless it is given
+    # all of them; ties between equally frequent pairs are broken by these numbers.
     known = [*SPECIAL, *alphabet, *(PREFIX + letter for letter in alphabet)]
     trainer = trainers.WordPieceTrainer(
         vocab_size=vocab_size,

@@ -1,16 +1,16 @@
-"""Experts on a CPU: plain products into buffers, one expert after the other, or in bf16 as many at
-once as there are threads.
+"""Experts on a CPU: plain products into buffers, one expert after the other, or in bf16 one expert
+per thread.
 
 On a CPU the counts can be read at no cost, and a small expert's activations stay in the cache
-between its products. Only the inner rows before bias and activation are saved for the backward
-pass: half of what a dense MLP saves.
+between its products. For the backward pass only the inner rows before bias and activation are
+saved, half of what a dense MLP saves.
 
-In bf16 a product of another number of rows is another program: making it takes as long as hundreds
-of rows, and odd numbers are slow. So each expert's inner rows are padded to one of few numbers. The
-rows themselves stay where they are: a product reads on into the next expert's, and what it computes
-of them is left out.
+In bf16, a product with another number of rows needs another program, whose compilation takes as
+long as hundreds of rows; odd numbers are slow. So each expert's inner rows are padded to one of a
+few numbers. The rows themselves are not moved: a product reads on into the rows of the next expert,
+and the results for these are ignored.
 
-Shapes: M rows, P inner rows with the padding, E experts, D width, F inner width; m rows at once.
+Shapes: M rows, P inner rows with padding, E experts, D width, F inner width; m rows at a time.
 """
 
 import functools
@@ -26,15 +26,15 @@ from polyad.model.kernels.cpu.gelu import gelu_backward, gelu_forward
 from polyad.model.kernels.cpu.threads import parallel_for
 
 SHARED_NUMBERS = 2**21
-"""Experts are distributed over threads if they have at least so many inner numbers; with fewer the
-forward pass would take longer."""
+"""Minimum number of inner values for distributing experts over threads; with fewer the forward pass
+would be slower."""
 UNIT = 32
-"""Numbers of rows in bf16 are multiples of it, unless they are small."""
+"""In bf16 numbers of rows are padded to multiples of this, unless they are small."""
 
 
 @functools.cache
 def has_bf16_products() -> bool:
-    """Whether this processor has instructions that PyTorch's products in bf16 use."""
+    """Returns whether this processor has the instructions for PyTorch's products in bf16."""
     available = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
     return bool(available and torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
@@ -45,11 +45,11 @@ def experts_on_cpu(
     """Runs every row through its expert: up, GELU (approximated by tanh), down.
 
     Args:
-        rows_MD: First all rows of expert 0, then all of expert 1, and so on.
+        rows_MD: All rows of expert 0, then all of expert 1, and so on.
         up_EDF: First layers.
-        bias_EF: Biases of the first layers; None: they have none.
+        bias_EF: Biases of the first layers; None if they have none.
         down_EFD: Second layers.
-        counts_E: Rows of each expert; 0 is allowed. There may be more rows than these.
+        counts_E: Number of rows of each expert; may be 0. There may be further rows.
 
     Returns:
         [M, D], in the same order. Rows after the last expert's hold arbitrary values, and so do
@@ -59,7 +59,7 @@ def experts_on_cpu(
     return output_MD
 
 
-# Operations of our own, because a compiler cannot follow loops over counts that it does not know.
+# Custom operations, because a compiler cannot follow loops over unknown counts.
 @torch.library.custom_op("polyad::experts_on_cpu", mutates_args=())
 def _forward(
     rows_MD: Tensor, up_EDF: Tensor, bias_EF: Tensor | None, down_EFD: Tensor, counts_E: Tensor
@@ -101,7 +101,8 @@ def _backward(
     counts_E: Tensor,
     wanted: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of rows, first layers, their biases and second layers; empty if not `wanted`."""
+    """Returns gradients of rows, first layers, their biases and second layers; empty if
+    unwanted."""
     of_rows, of_up, of_bias, of_down = wanted
     spans = _spans(counts_E, rows_MD.dtype)
     gradients = _like_backward(
@@ -127,7 +128,7 @@ def _backward(
                 gelu_backward(inner[:size], bias_F, active[:size], change[:size], for_bias_F)
             else:
                 gelu_forward(inner[:size], bias_F, active[:size])
-            active[size:] = 0  # the next expert's rows meet these in the sums over rows
+            active[size:] = 0  # the sums over rows also read the next expert's rows here
             change[size:] = 0
             if of_down:
                 _multiply(active.t(), gradient, for_down_EFD[expert])
@@ -165,14 +166,14 @@ _backward.register_fake(_like_backward)
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     rows_MD, up_EDF, bias_EF, down_EFD, counts_E = inputs
-    ctx.set_materialize_grads(False)  # of the inner rows, which nobody outside has
+    ctx.set_materialize_grads(False)  # the inner rows are not used outside
     ctx.save_for_backward(rows_MD, output[1], up_EDF, bias_EF, down_EFD, counts_E)
 
 
 def _differentiate(ctx: Any, gradient_MD: Tensor | None, _: Any) -> tuple[Tensor | None, ...]:
     if gradient_MD is None:
         return (None,) * 5
-    wanted = list(ctx.needs_input_grad[:4])  # of frozen weights nothing
+    wanted = list(ctx.needs_input_grad[:4])  # frozen weights need no gradient
     gradients = _backward(gradient_MD, *ctx.saved_tensors, wanted)
     return *(x if want else None for x, want in zip(gradients, wanted, strict=True)), None
 
@@ -195,7 +196,7 @@ class _Span(NamedTuple):
 
     @property
     def reached(self) -> slice:
-        """Its rows, and as many rows of the next experts as its padding takes."""
+        """Its rows, followed by as many rows of the next experts as its padding takes."""
         return slice(self.start, self.start + self.padded)
 
     @property
@@ -210,7 +211,7 @@ class _Span(NamedTuple):
 
 
 def _spans(counts_E: Tensor, dtype: torch.dtype) -> list[_Span]:
-    """The spans of all experts that have rows."""
+    """Returns the spans of all experts that have rows."""
     pads = _pads(dtype)
     spans: list[_Span] = []
     start = first = 0
@@ -223,13 +224,13 @@ def _spans(counts_E: Tensor, dtype: torch.dtype) -> list[_Span]:
 
 
 def _padded(count: int) -> int:
-    """The next multiple of 32, or of the power of two that is an eighth to a 16th of few rows."""
+    """Rounds up to a multiple of 32, or for few rows of a power of two, 1/16 to 1/8 of them."""
     unit: int = min(UNIT, 2 ** max(0, count.bit_length() - 4))
     return math.ceil(count / unit) * unit
 
 
 def _most_padded(rows_MD: Tensor, up_EDF: Tensor) -> int:
-    """Inner rows of all experts with the padding, however the rows are spread over them."""
+    """Returns the maximum total of padded inner rows, for any distribution over the experts."""
     rows = rows_MD.shape[0]
     return rows + min((UNIT - 1) * up_EDF.shape[0], rows // 8) if _pads(rows_MD.dtype) else rows
 
@@ -239,7 +240,7 @@ def _pads(dtype: torch.dtype) -> bool:
 
 
 def _rows(whole_MD: Tensor, span: _Span) -> Tensor:
-    """The rows that an expert's padded product reads; zeros after the last."""
+    """Returns the rows that an expert's padded product reads; zeros after the last row."""
     rows_mD = whole_MD[span.reached]
     missing = span.padded - len(rows_mD)
     return pad(rows_mD, (0, 0, 0, missing)) if missing else rows_mD
@@ -252,13 +253,13 @@ def _like(rows_MD: Tensor, rows: int) -> Tensor:
 def _run(
     compute: Callable[[Iterator[_Span], int], None], spans: list[_Span], inner_PF: Tensor
 ) -> None:
-    """Has experts computed: each by all threads, or in bf16 each by one of them.
+    """Computes experts: each with all threads, or in bf16 each in one thread.
 
     A product of 512 rows in fp32 is nearly twice as fast with two threads; in bf16 it is not.
     """
     threads, rows = torch.get_num_threads(), sum(span.padded for span in spans)
     shared = threads > 1 and _pads(inner_PF.dtype) and inner_PF.numel() >= SHARED_NUMBERS
-    # One thread would still compute a larger expert after all others are done.
+    # Otherwise one thread would still compute a large expert after the others are done.
     most_alone = 1.5 * rows / threads if shared else 0
     together = [span for span in spans if span.padded > most_alone]
     compute(iter(together), _most_rows(together))
@@ -273,7 +274,8 @@ def _most_rows(spans: list[_Span]) -> int:
 
 
 def _multiply_rows(a: Tensor, b: Tensor, out: Tensor, buffer: Tensor) -> None:
-    """Runs `_multiply` on the first rows of `a`; another thread may write the rows after them."""
+    """Runs `_multiply` on the first rows of `a`; another thread may write to the rows after
+    them."""
     if len(a) == len(out):
         _multiply(a, b, out)
     else:
@@ -282,7 +284,7 @@ def _multiply_rows(a: Tensor, b: Tensor, out: Tensor, buffer: Tensor) -> None:
 
 
 def _multiply(a: Tensor, b: Tensor, out: Tensor) -> None:
-    """out = a @ b; without bf16 instructions fp32 is faster, by an order of magnitude."""
+    """Computes out = a @ b; without bf16 instructions fp32 is faster by an order of magnitude."""
     if a.dtype == torch.bfloat16 and not has_bf16_products():
         out.copy_(a.float() @ b.float())
     else:

@@ -1,9 +1,9 @@
-"""GELU (by tanh) and its derivative, computed in one pass over the inner rows of an expert.
+"""GELU (tanh approximation) and its derivative, in one pass over the inner rows of an expert.
 
     h s(h)    s = sigmoid(2 sqrt(2/pi) (h + 0.044715 h^3))
 
-PyTorch's own takes as long as the products of a small expert. `gelu.c` is compiled when Polyad is
-installed. Without a compiler, and in other precisions, PyTorch's GELU is used.
+PyTorch's own GELU takes as long as the products of a small expert. `gelu.c` is compiled when Polyad
+is installed. Without a compiler, and in other precisions, PyTorch's GELU is used.
 
 Shapes: m rows, F inner width.
 """
@@ -16,18 +16,18 @@ import torch
 from torch import Tensor
 
 NATIVE = {torch.bfloat16: "bf16", torch.float32: "fp32"}
-"""Precisions that it is compiled for, and their parts of function names."""
+"""Precisions that it is compiled for, with their parts of function names."""
 VERSION = 2
-"""The version of the library that this file calls; a library of another version is not used."""
+"""The version of the library that this module calls; other versions are not used."""
 
 
 def gelu_forward(inner_mF: Tensor, bias_F: Tensor | None, active_mF: Tensor) -> None:
-    """Writes the activation of the inner rows with the bias. All tensors are contiguous.
+    """Writes the activation of the inner rows plus bias. All tensors are contiguous.
 
     Args:
         inner_mF: The rows.
-        bias_F: Added to each row; None: no bias.
-        active_mF: Where the activation goes.
+        bias_F: Bias of each row; None for no bias.
+        active_mF: Receives the activation.
     """
     if _is_native(inner_mF):
         _call("forward", inner_mF, bias_F, active_mF)
@@ -49,8 +49,8 @@ def gelu_backward(
         inner_mF: See `gelu_forward`.
         bias_F: See `gelu_forward`.
         active_mF: See `gelu_forward`.
-        change_mF: The gradient of the activation; overwritten by that of the rows.
-        for_bias_F: Where the gradient of the bias is written; None: it is not needed.
+        change_mF: The gradient of the activation; overwritten with that of the rows.
+        for_bias_F: Receives the gradient of the bias; None if it is not needed.
     """
     if _is_native(inner_mF):
         _call("backward", inner_mF, bias_F, active_mF, change_mF, for_bias_F)
@@ -65,7 +65,7 @@ def gelu_backward(
 
 
 def has_native_gelu() -> bool:
-    """Whether `gelu.c` was compiled when Polyad was installed."""
+    """Returns whether `gelu.c` was compiled when Polyad was installed."""
     return _library() is not None
 
 
@@ -74,7 +74,7 @@ def _is_native(inner_mF: Tensor) -> bool:
 
 
 def _call(direction: str, inner_mF: Tensor, *others: Tensor | None) -> None:
-    """Calls the library with as many threads as PyTorch uses; it rounds once, from fp32."""
+    """Calls the library with PyTorch's number of threads; it rounds once, from fp32."""
     tensors = (inner_mF, *others)
     assert all(tensor is None or tensor.is_contiguous() for tensor in tensors)
     addresses = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
@@ -84,7 +84,7 @@ def _call(direction: str, inner_mF: Tensor, *others: Tensor | None) -> None:
 
 @functools.cache
 def _function(name: str, tensors: int) -> "ctypes._NamedFuncPointer":
-    """A function of the library; it takes addresses of tensors, then rows, columns and threads."""
+    """Returns a library function; it takes tensor addresses, then rows, columns and threads."""
     function: ctypes._NamedFuncPointer = getattr(_library(), name)
     function.argtypes = [*[ctypes.c_void_p] * tensors, *[ctypes.c_long] * 3]
     function.restype = None
@@ -93,7 +93,7 @@ def _function(name: str, tensors: int) -> "ctypes._NamedFuncPointer":
 
 @functools.cache
 def _library() -> ctypes.CDLL | None:
-    """The compiled library; None if it is not there, or is that of an older installation."""
+    """Loads the compiled library; None if it is missing, or from an older installation."""
     found = importlib.util.find_spec("polyad.model.kernels.cpu._gelu")
     if found is None or found.origin is None:
         return None

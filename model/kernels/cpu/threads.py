@@ -1,7 +1,7 @@
-"""Runs many small parts of work on a CPU, each in one thread, not each in all threads.
+"""Runs many small tasks on a CPU, each in one thread rather than in all threads.
 
 A product of few rows is hardly faster with two threads than with one, and some operations always
-use one. Side by side, several of them use all cores.
+use one thread. Run in parallel, several of them use all cores.
 """
 
 import functools
@@ -18,17 +18,17 @@ Item = TypeVar("Item")
 
 
 def parallel_for(work: Callable[[Iterator[Item]], None], items: Sequence[Item]) -> None:
-    """Runs work in as many threads as PyTorch computes with, each of which computes alone.
+    """Runs work in as many threads as PyTorch uses, each of which computes single-threaded.
 
-    Gradients are not recorded there.
+    Gradients are not recorded.
 
     Args:
-        work: Takes an iterator over items; every thread calls it once. Items must not write to the
-            same memory.
-        items: A free thread takes the next one, so put the longest first.
+        work: Consumes an iterator over items; every thread calls it once. Items must not write to
+            the same memory.
+        items: A free thread takes the next item, so put the longest first.
 
     Raises:
-        Exception: The first that `work` raised, after all threads have ended.
+        Exception: The first exception of `work`, after all threads have ended.
     """
     queue: SimpleQueue[Item] = SimpleQueue()
     for item in items:
@@ -57,7 +57,7 @@ def _until_empty(queue: SimpleQueue[Item]) -> Iterator[Item]:
 
 @functools.cache
 def _pool(threads: int) -> ThreadPoolExecutor:
-    """Threads that are kept: starting one takes as long as a small product."""
+    """A pool of threads that is kept: starting one takes as long as a small product."""
     before = torch.get_num_threads()
     started = threading.Barrier(threads + 1)
 
@@ -70,7 +70,7 @@ def _pool(threads: int) -> ThreadPoolExecutor:
     for _ in range(threads):
         pool.submit(int)
     started.wait()
-    torch.set_num_threads(before)  # new threads begin with the last number set
+    torch.set_num_threads(before)  # new threads start with the last number set
     return pool
 
 
