@@ -1,1 +1,1 @@
-"""What a run is: its configuration, loop, losses, metrics and evaluation."""
+"""Training runs: configuration, loop, losses, metrics and evaluation."""

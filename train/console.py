@@ -1,4 +1,4 @@
-"""What a command shows a person while it works."""
+"""Console output of a command while it works."""
 
 import math
 import os
@@ -10,7 +10,7 @@ USUAL_COLUMNS = 80
 
 
 class Console:
-    """A line that is overwritten on a terminal; in a file each text is a line of its own."""
+    """A line that is overwritten on a terminal; in a file, each text is a separate line."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream, self._live = stream, stream.isatty()
@@ -31,14 +31,14 @@ class Console:
         self._shown = len(line[:width])
 
     def _columns(self) -> int:
-        """The width of the terminal; of one that does not say it, as some report 0, a usual one."""
+        """The width of the terminal; a default where it is unknown (some report 0)."""
         try:
             return os.get_terminal_size(self._stream.fileno()).columns or USUAL_COLUMNS
-        except (OSError, ValueError):  # it was closed
+        except (OSError, ValueError):  # closed
             return USUAL_COLUMNS
 
     def end(self) -> None:
-        """Ends the line, so that what is printed next does not overwrite it."""
+        """Ends the line, so that later output does not overwrite it."""
         if self._live and self._shown:
             print(file=self._stream, flush=True)
         self._shown = 0
@@ -48,9 +48,9 @@ class Progress:
     """A console line with share, rate and time left, for the main process.
 
     Args:
-        what: is done.
-        amount: of it, in all.
-        unit: of the amount.
+        what: name of the work.
+        amount: total amount.
+        unit: unit of the amount.
     """
 
     def __init__(self, what: str, amount: float, unit: str = "tok") -> None:
@@ -59,11 +59,11 @@ class Progress:
         self._console, self._last = Console(sys.stderr), 0.0
 
     def go_on(self, share: float) -> None:
-        """Begins anew where a share was done before, which counts for neither rate nor time."""
+        """Resumes after a share that was done before, which does not count for rate or time."""
         self._start, self._before = time.monotonic(), share
 
     def __call__(self, share: float) -> None:
-        """Shows how far it is, now and then."""
+        """Updates the line from time to time."""
         now = time.monotonic()
         if share < 1 and now - self._last < (0.2 if sys.stderr.isatty() else 10):
             return
@@ -79,7 +79,7 @@ class Progress:
 
 
 class Clock:
-    """Time left, from the steps that this process did."""
+    """Estimates the time left, from the steps of this process."""
 
     def __init__(self, done: int, total: int) -> None:
         self._start, self._done, self._total = time.monotonic(), done, total
@@ -99,22 +99,22 @@ def bar(share: float, width: int = 16) -> str:
 
 
 def in_bytes(size: float) -> str:
-    """Bytes for a person, in powers of 1,000, with three digits."""
+    """Formats bytes in powers of 1,000, with three digits."""
     for unit in ("B", "KB", "MB", "GB", "TB", "PB"):
-        if float(number := f"{size:.3g}") < 1000:  # also where it is rounded up
+        if float(number := f"{size:.3g}") < 1000:  # checked after rounding
             return f"{number} {unit}"
         size /= 1000
     return f"{size:,.0f} EB"
 
 
 def counted(number: int, noun: str) -> str:
-    """A number with its noun, as in `1 process` and `2 processes`."""
+    """Formats a number with its noun, as in `1 process` and `2 processes`."""
     ending = "es" if noun.endswith(("s", "ch", "x")) else "s"
     return f"{number:,} {noun}{'' if number == 1 else ending}"
 
 
 def duration(seconds: float) -> str:
-    """Seconds as h:mm:ss or m:ss."""
+    """Formats seconds as h:mm:ss or m:ss."""
     if not math.isfinite(seconds):
         return "-:--"
     minutes, rest = divmod(round(seconds), 60)

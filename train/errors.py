@@ -1,17 +1,17 @@
 """Errors that end a command, and the exit statuses of `polyad`.
 
 0        done
-1        the run failed, or the program has a fault (then with a traceback)
+1        the run failed, or the program has a bug (then with a traceback)
 2        bad input: one line names the key or file, the value, and what is allowed
-75       a process of the run stalled, and the line names it with its host: the same command goes on
-         from the last checkpoint, best without that host if it happens there again
+75       a process of the run stalled; the line names it and its host. The same command continues
+         from the last checkpoint; leave that host out if it happens there again
 128 + n  stopped by signal n: 130 Ctrl-C (SIGINT), 138 SIGUSR1, 143 SIGTERM. A training run has
-         saved the step that it was in, if there was time, and the same command continues from there
+         saved its current step, if there was time, and the same command continues from there
 
-A scheduler starts a run again after 75, 138 and 143, and after 137 (a process was killed); 1 and 2
-need a person to look. Under `polyad launch` torchrun starts the processes again by itself, as often
-as --max-restarts says: after 75 and 137, and after 1, with which processes end that have lost
-another one. It never does after 2, nor after 128 + n for these three signals.
+A scheduler should restart a run after 75, 138 and 143, and after 137 (a process was killed); 1 and
+2 need attention. Under `polyad launch` torchrun restarts the processes itself, at most
+--max-restarts times: after 75 and 137, and after 1, the status of processes that have lost a peer.
+It never does after 2, nor after 128 + n for these three signals.
 """
 
 import errno
@@ -19,10 +19,10 @@ import re
 import signal
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-"""Signals that ask a command to end; every command that trains treats them alike."""
+"""Signals that ask a command to end; all training commands treat them alike."""
 
 STALLED = 75
-"""EX_TEMPFAIL of sysexits.h: a failure that may be gone when one tries again."""
+"""EX_TEMPFAIL of sysexits.h: a failure that a retry may not meet again."""
 
 OUTPUT_ERRORS = frozenset(
     {
@@ -31,40 +31,40 @@ OUTPUT_ERRORS = frozenset(
         errno.ENOTEMPTY,
     }
 )  # fmt: skip
-"""Errors of a file system that the user can solve: one line and no traceback."""
+"""File system errors that the user can solve: one line without a traceback."""
 
 MAX_SHOWN = 200
-"""Characters of a value that an error shows at most."""
+"""Maximum number of characters of a value in an error."""
 MAX_LINE = 1800
-"""Characters that an error has at most."""
+"""Maximum number of characters of an error."""
 _LONG = re.compile(
-    rf"(?<![\w'])'[^']{{{MAX_SHOWN + 1},}}'(?!\w)"  # a string as Python quotes it
+    rf"(?<![\w'])'[^']{{{MAX_SHOWN + 1},}}'(?!\w)"  # a quoted Python string
     rf'|(?<![\w"])"[^"]{{{MAX_SHOWN + 1},}}"(?!\w)'
     rf"|\S{{{MAX_SHOWN + 1},}}"
 )
 
 
 def shown(value: object) -> str:
-    """A value as an error shows it: at most 200 characters of it, on one line."""
+    """Formats a value for an error: at most 200 characters, on one line."""
     return shortened(repr(value))
 
 
 def shortened(text: str, most: int = MAX_SHOWN) -> str:
-    """A text, or its beginning and its end with an ellipsis between them.
+    """Shortens a long text to its beginning and end with an ellipsis between them.
 
     Args:
         text: of any length.
-        most: characters that are left of it.
+        most: maximum number of characters to keep.
     """
     end = most // 4
     return text if len(text) <= most else f"{text[: most - end - 1]}…{text[-end:]}"
 
 
 def one_line(message: object) -> str:
-    """An error as it is printed: one line, of which no part is long or controls a terminal.
+    """Formats an error for printing: one line without long parts or terminal control characters.
 
     Args:
-        message: with whatever people wrote into files and command lines.
+        message: may contain any text from files and command lines.
     """
     text = " ".join(str(message).split())
     text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
@@ -78,19 +78,19 @@ class ConfigError(ValueError):
 
 
 class RunError(RuntimeError):
-    """A run that cannot go on, though its input was good: one line that says why."""
+    """A run that cannot continue although its input was valid: one line that says why."""
 
     exit_status = 1
 
 
 class Stopped(BaseException):
-    """A run that ended because a signal asked it to: one line that says where it goes on.
+    """A run that was ended by a signal: one line that says where it continues.
 
-    As KeyboardInterrupt, it is no Exception: a library that catches those is not to swallow it.
+    Like KeyboardInterrupt, it is not an Exception, so that no library swallows it.
 
     Args:
         number: the signal.
-        line: what is kept.
+        line: says what was saved.
     """
 
     def __init__(self, number: int, line: str) -> None:
@@ -99,10 +99,10 @@ class Stopped(BaseException):
 
 
 def stopped(number: int, line: str) -> BaseException:
-    """What a signal raises: KeyboardInterrupt for Ctrl-C, `Stopped` for another one.
+    """Returns the exception for a signal: KeyboardInterrupt for Ctrl-C, `Stopped` for others.
 
     Args:
         number: the signal.
-        line: what is kept.
+        line: says what was saved.
     """
     return KeyboardInterrupt(line) if number == signal.SIGINT else Stopped(number, line)

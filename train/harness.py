@@ -1,14 +1,14 @@
-"""lm-eval's command line with checkpoints of Polyad: `--model polyad --model_args checkpoint=RUN`.
+"""lm-eval's command line with Polyad checkpoints: `--model polyad --model_args checkpoint=RUN`.
 
-lm-eval (0.4) finds no models outside of its own package, so there are two ways:
+lm-eval (0.4) does not discover models outside its own package, so there are two ways:
 
     python -m polyad.train.harness --model polyad --model_args checkpoint=runs/x --tasks ...
     python -m polyad.train.harness --register        # once in an environment; then
     lm_eval --model polyad --model_args checkpoint=runs/x --tasks ...
 
-The first is lm-eval's own command line. The second writes a .pth file beside the installed
-packages: one line that Python runs at its start, and that does something in processes of `lm_eval`
-alone. `--unregister` removes it.
+The first runs lm-eval's own command line. The second writes a .pth file beside the installed
+packages: one line that Python runs at startup, which has an effect only in `lm_eval` processes.
+`--unregister` removes it.
 """
 
 import sys
@@ -28,13 +28,13 @@ _LINE = (
 
 
 def make_known() -> None:
-    """Tells lm-eval in this process of `--model polyad`. Nothing heavy is imported.
+    """Registers `--model polyad` with lm-eval in this process, without heavy imports.
 
     Raises:
         ConfigError: lm-eval is not installed.
     """
     try:
-        import lm_eval.models  # its own models: lm-eval lists them only while it knows none
+        import lm_eval.models  # its own models, which lm-eval lists only while none is known
         from lm_eval.api.registry import model_registry
     except ImportError as error:
         raise ConfigError(
@@ -47,7 +47,7 @@ def make_known() -> None:
 
 
 def register(folder: Path) -> Path:
-    """Makes plain `lm_eval` know Polyad.
+    """Registers Polyad with the plain `lm_eval` command.
 
     Args:
         folder: where packages are installed.
@@ -56,7 +56,7 @@ def register(folder: Path) -> Path:
         The file that was written.
 
     Raises:
-        ConfigError: It cannot be.
+        ConfigError: It cannot be written.
     """
     path = folder / PTH_FILE
     try:

@@ -1,7 +1,7 @@
 """A trained model in Python: `polyad.load(path)`.
 
-Shapes: T tokens of a text, S experts of a layer (of all its levels, side by side), K of them that a
-token is shown with.
+Shapes: T tokens of a text, S experts of a layer (all levels side by side), K experts shown per
+token.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -53,13 +53,13 @@ def load(
     Args:
         path: a run, whose newest checkpoint is taken; a checkpoint; a folder of another library's
             model (a decoder, BERT, ViT, CLIP, timm's Mixer); or one of safetensors under our names.
-        weights: of a checkpoint: the `trained` ones, or `ema`, their moving average.
+        weights: which weights of a checkpoint: `trained`, or `ema`, their moving average.
         best: take a run's best checkpoint in place of its newest.
         precision: of the parameters, `fp32` or `bf16`.
-        device: None: the first GPU, or the CPU where there is none.
+        device: None: the first GPU, or the CPU if there is none.
         tokenizer: a tokenizer.json, a SentencePiece .model or its folder; None: the one beside the
             weights.
-        base: of a checkpoint of adapters: its base, if it has moved.
+        base: base model of a checkpoint with adapters, if it has moved.
 
     Returns:
         The model on one device, in evaluation mode. No process group is needed.
@@ -86,10 +86,10 @@ def load(
 class Run:
     """A trained model in memory; `load` makes it.
 
-    What is done with it is done with `model`, so that a change to its parameters, or a hook, shows.
+    All methods use `model`, so changes to its parameters and hooks take effect.
 
     Attributes:
-        path: the folder of the weights: a checkpoint, or what was loaded.
+        path: the folder of the weights, such as a checkpoint.
         model: in evaluation mode, on one device; its `forward` returns a `ModelOutput`.
     """
 
@@ -109,7 +109,7 @@ class Run:
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer of the model.
+        """The model's tokenizer.
 
         Raises:
             ConfigError: the model does not read text, or has no tokenizer beside it.
@@ -121,21 +121,21 @@ class Run:
     def experts(self, text: str, *, top: int = TOP) -> "TextExperts":
         """Reads a text and returns the experts of every token.
 
-        A BERT reads the text between [CLS] and [SEP], a decoder after the token that begins a
-        document, if its tokenizer has one.
+        A BERT reads the text between [CLS] and [SEP], a decoder after the beginning-of-document
+        token, if its tokenizer has one.
 
         Args:
             text: at most as many tokens as the model reads at once.
-            top: of a muMoE, which gives a share to every expert: how many a token is shown with, of
-                each level.
+            top: for a muMoE, which weights every expert: how many experts to show per token and
+                level.
 
         Returns:
-            Tokens, and of each layer with experts `experts` [T, K], `weights` [T, K] and `scores`
-            [T, S]; `rows()` for a table of pandas, `table()` for one with the columns of
-            `polyad experts trace`, and `print` for people.
+            Tokens, and for each layer with experts `experts` [T, K], `weights` [T, K] and `scores`
+            [T, S]; `rows()` for a pandas table, `table()` for the columns of `polyad experts
+            trace`, and `print` for display.
 
         Raises:
-            ConfigError: the model reads no text or has no experts, or the text is empty or too
+            ConfigError: the model does not read text or has no experts, or the text is empty or too
                 long.
         """
         ids = self._read_ids(text, top)
@@ -154,15 +154,15 @@ class Run:
 
         Args:
             text: at most as many tokens as the model reads at once.
-            interventions: changes of experts, as `--intervene` takes them:
-                `layer=1,expert=3,how=prune`. All act at once.
+            interventions: changes to experts as in `--intervene`: `layer=1,expert=3,how=prune`. All
+                apply at once.
             top: as for `experts`.
-            means: for `how=mean`: gives the mean outputs [S, D] of the experts of each layer.
+            means: for `how=mean`: returns the mean outputs [S, D] of each layer's experts.
 
         Returns:
-            What a notebook shows as a table; `plain` and `changed` have losses and experts without
-            and with the interventions, `next_tokens` the most probable next tokens, and `rows()` is
-            for `pandas.DataFrame`.
+            An object that notebooks show as a table; `plain` and `changed` have losses and experts
+            without and with the interventions, `next_tokens` the most probable next tokens, and
+            `rows()` is for `pandas.DataFrame`.
 
         Raises:
             ConfigError: the model does not predict text or has no experts, the text is empty or too
@@ -179,7 +179,7 @@ class Run:
         )
 
     def check_shown(self) -> None:
-        """Checks that `show` is possible with some text.
+        """Checks that the model supports `show`.
 
         Raises:
             ConfigError: the model does not predict text, or has no experts or no tokenizer.
@@ -193,7 +193,7 @@ class Run:
             raise ConfigError(f"{self.path}: the model is dense: it has no experts")
 
     def _read_ids(self, text: str, top: int) -> list[int]:
-        """The tokens of a text whose experts are asked for; see `experts`."""
+        """The token ids of a text for `experts`."""
         config = self._config
         if not isinstance(config, DecoderSettings | BertConfig):
             raise self._not_of_text("`polyad report` shows the experts of images")
@@ -224,12 +224,12 @@ class Run:
         """Continues a text; needs a language model.
 
         Args:
-            prompt: an empty one begins a document.
-            max_tokens: the most that are generated; an end of text ends earlier.
-            temperature: divides the logits; 0 takes the likeliest token.
-            top_k: choose among so many of the likeliest tokens; None: among all.
-            top_p: choose among the fewest tokens that have this probability together.
-            seed: of the choice; the same one gives the same text.
+            prompt: the text to continue; empty starts a document.
+            max_tokens: maximum number of tokens to generate; an end-of-text token stops earlier.
+            temperature: divides the logits; 0 takes the most probable token.
+            top_k: sample from this many most probable tokens; None: from all.
+            top_p: sample from the smallest set of tokens with this total probability.
+            seed: seed of the sampling; equal seeds give equal texts.
 
         Returns:
             The text after the prompt.
@@ -249,15 +249,15 @@ class Run:
         ).text
 
     def predict(self, inputs: Sequence[str | Path | tuple[str, str]]) -> Sequence[Prediction]:
-        """Labels inputs; needs a classifier, or a model that was trained on numbers.
+        """Labels inputs; needs a classifier or a regression model.
 
         Args:
-            inputs: texts, or pairs of texts for a model that was trained on pairs; of a model of
-                images files or folders.
+            inputs: texts, or pairs of texts for a model that was trained on pairs; image files or
+                folders for an image model.
 
         Returns:
-            Of each input, in their order, its `label` and the `probabilities` of all classes, or
-            its `value`.
+            For each input, in order, its `label` and the `probabilities` of all classes, or its
+            `value`.
 
         Raises:
             ValueError: one line says what does not fit the model.
@@ -270,7 +270,7 @@ class Run:
         return predictor.texts([str(first) for first, _ in pairs], seconds).predictions
 
     def predictor(self) -> Predictor:
-        """Gives what `polyad predict` labels texts and images with."""
+        """Returns the predictor that `polyad predict` uses."""
         return Predictor(self._weights, self.model, lambda: self.tokenizer)
 
     def evaluate(
@@ -283,13 +283,13 @@ class Run:
         """Scores the model on held-out data, as `polyad evaluate` does.
 
         Args:
-            data: prepared data; None: that of the run. A folder of weights has none.
+            data: prepared data; None: the run's (a folder of weights has none).
             split: `validation`, `test` or `train`.
-            batch_size: samples in a forward pass; None: as the run's configuration says.
+            batch_size: samples per forward pass; None: as in the run's configuration.
 
         Returns:
-            What `polyad evaluate --json` writes: of text `loss` (nats a token), `perplexity` and
-            counts; of images `accuracy`.
+            The output of `polyad evaluate --json`: for text `loss` (nats per token), `perplexity`
+            and counts; for images `accuracy`.
 
         Raises:
             ValueError: one line says what is wrong.
@@ -327,11 +327,11 @@ class ExpertRow(NamedTuple):
     layer: str
     """The name of the layer's module."""
     expert: str
-    """Its number, or LEVEL.NUMBER where there are several levels."""
+    """The expert's number, or LEVEL.NUMBER if there are several levels."""
     weight: float
     """The weight of the expert's output: see `LayerExperts.weights`."""
     score: float
-    """What the choice was made by: see `LayerExperts.scores`."""
+    """The router score: see `LayerExperts.scores`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -341,15 +341,15 @@ class TextExperts:
     tokens: list[str]
     """The text of each token."""
     token_ids: Tensor
-    """[T] int64."""
+    """Token ids [T], int64."""
     layers: dict[str, LayerExperts]
-    """The layers with experts, by the name of their module, in the order of the model."""
+    """The layers with experts by module name, in the model's order."""
 
     def rows(self) -> list[ExpertRow]:
-        """Lists every expert of every token, as `pandas.DataFrame` takes it.
+        """Lists every expert of every token, for `pandas.DataFrame`.
 
-        A layer is the name of its module, and an expert LEVEL.NUMBER where there are levels: in
-        `table` these are `module`, `level` and `expert`.
+        Layers are module names, and experts LEVEL.NUMBER if there are levels; in `table` these are
+        `module`, `level` and `expert`.
         """
         return [
             ExpertRow(
@@ -366,7 +366,7 @@ class TextExperts:
         ]
 
     def table(self) -> Any:
-        """Lists the same with the columns of `polyad experts trace`, and their meaning.
+        """Returns the same with the columns of `polyad experts trace` and their descriptions.
 
         Returns:
             A `pyarrow.Table`, with `score` and `entropy`: `to_pandas()`, or
@@ -381,7 +381,7 @@ class TextExperts:
         return pa.Table.from_batches(batches, form.schema({})).unify_dictionaries()
 
     def __str__(self) -> str:
-        """A table for people: a line for each token, a column for each layer."""
+        """Formats a table with a line for each token and a column for each layer."""
         columns = [["", *(repr(token)[1:-1] for token in self.tokens)]]
         for each in self.layers.values():
             cells = [
@@ -400,13 +400,13 @@ class TextExperts:
 def experts_of(
     model: nn.Module, token_ids: Sequence[int], tokens: Sequence[str], top: int
 ) -> TextExperts:
-    """Reads a text and keeps what the routers decide.
+    """Reads a text and records the routers' decisions.
 
     Args:
         model: a decoder or BERT in evaluation mode, whole on one device.
-        token_ids: of the text, at most as many as the model reads.
-        tokens: the text of each.
-        top: experts of a token that are shown of each level of a muMoE.
+        token_ids: the text's token ids, at most as many as the model reads.
+        tokens: the text of each token.
+        top: number of experts to show per token and level of a muMoE.
     """
     layers = [layer for layer in routed_layers(model) if layer.in_block]
     input_ids_1T = torch.tensor([list(token_ids)], device=next(model.parameters()).device)

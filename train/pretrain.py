@@ -49,7 +49,7 @@ def main(path: Path, overrides: Sequence[str] = (), *, launched: bool = False) -
         launched: whether torchrun or another command of `polyad` started this process.
 
     Returns:
-        Where the run stands at its end.
+        The run's state at its end.
     """
     startup = Startup()
     startup.lap("imports")  # the first lap begins with the process itself
@@ -64,7 +64,7 @@ def main(path: Path, overrides: Sequence[str] = (), *, launched: bool = False) -
 
 
 def _run(path: Path, overrides: Sequence[str], startup: Startup, stop: StopSignals) -> TrainState:
-    """From a configuration to a run that all processes agree on, and that no other start has."""
+    """Checks that all processes agree on the run and that no other start is active, and trains."""
     plan = open_plan(path, overrides, comm.environment_world_size())
     stop.limit(plan.config.monitor.grace_seconds, plan.what_is_kept)
     startup.lap("data")
@@ -86,10 +86,10 @@ def _run(path: Path, overrides: Sequence[str], startup: Startup, stop: StopSigna
 def _train(
     plan: Plan, state: TrainState, world: comm.World, startup: Startup, stop: StopSignals
 ) -> None:
-    """Builds the model in its layout, and trains it; the state is brought up to date."""
+    """Builds the model in its layout and trains it, updating the state."""
     config, task = plan.config, plan.task
     allow_tf32(config.train.tf32, world.device)
-    batches = batches_of(plan, world, state)  # before the engine: loader workers start beside it
+    batches = batches_of(plan, world, state)  # before the engine: loader workers start meanwhile
     memory = memory_of(config, plan.dims, world)
     with memory.during("build", lambda: "building the engine"):
         engine = build_engine(plan, world)
@@ -132,7 +132,7 @@ def _train(
                 watchdog=watchdog,
                 metrics=metrics,
             )
-            del batches  # the loop alone has them: where it goes back, their loader ends
+            del batches  # only the loop keeps them: when it rewinds, their loader ends
             signal = loop.run()
             if signal:
                 comm.barrier()  # until all processes have saved
@@ -152,7 +152,8 @@ def _train(
 def _fluctuation(
     plan: Plan, state: TrainState, engine: Engine, memory: RunMemory
 ) -> Callable[[], dict[str, float]] | None:
-    """Compares routing at checkpoints, if the run is to; a resumed one begins with its own."""
+    """Returns a comparison of routing at checkpoints, if configured; a resumed run starts from its
+    own."""
     config = plan.config
     if not config.log.fluctuation:
         return None

@@ -4,9 +4,9 @@
     with opened.loaded(doing, split) as (model, world)  the model on this process's device
     read(model, layers, samples, measures, ...)         the one pass, in which routers are read
 
-A measure is told each batch with what every router decided, and adds it up; see `measures/`.
+A measure gets each batch with the decisions of every router, and accumulates; see `measures/`.
 
-Shapes: B samples of a batch, R rows of it, N tokens that a layer sees, D width.
+Shapes: B samples and R rows of a batch, N tokens that a layer gets, D width.
 """
 
 import hashlib
@@ -45,7 +45,7 @@ from polyad.train.tasks.samples import Passages, Samples, TextSamples, samples_o
 from polyad.train.tasks.task import Task
 
 MEAN_OF = 65_536
-"""About how many tokens or images a mean output is over."""
+"""Approximate number of tokens or images that a mean output is averaged over."""
 
 
 class Evaluated(NamedTuple):
@@ -58,31 +58,30 @@ class Evaluated(NamedTuple):
     choice: Choice
     """Which weights of a checkpoint."""
     data_is_named: bool
-    """Whether the data was named, and is not that of the configuration."""
+    """Whether the data was given explicitly, in place of the configuration's."""
     stream: Path | None = None
-    """Where a reading block by block keeps how far it is; None: it keeps nothing."""
+    """Folder for the progress of a block-by-block reading; None: progress is not kept."""
     interventions: Sequence[Intervention] = ()
-    """What happens to experts whenever the model reads."""
+    """Changes to experts whenever the model reads."""
 
     def about(self) -> dict[str, Any]:
-        """The keys of a result that say which weights it is of; a folder of weights is of step
-        0."""
+        """Keys of a result that identify the weights; a folder of weights counts as step 0."""
         step = self.weights.training_step if isinstance(self.weights, Checkpoint) else 0
         return {"checkpoint": str(self.weights.folder), "step": step}
 
     @property
     def batch_size(self) -> int:
-        """Samples in a forward pass."""
+        """Samples per forward pass."""
         return self.config.evaluation.batch_size or self.config.train.micro_batch_size
 
     def joined(self, split: str | None) -> comm.World:
-        """Joins the processes of this command, which all read the same.
+        """Joins the processes of this command, and checks that they read the same data.
 
         Args:
-            split: that is read; None: none of the data.
+            split: the split to read; None: no data is read.
 
         Raises:
-            DisagreementError: a process has another checkpoint or data.
+            DisagreementError: a process has a different checkpoint or data.
         """
         facts = agreed_facts(self.config, self.task if split else None, split)
         facts["the checkpoint"] = f"contents {folder_digest(self.weights.folder)}"
@@ -97,16 +96,16 @@ class Evaluated(NamedTuple):
         *,
         needs_whole: str | None,
     ) -> Iterator[tuple[nn.Module, comm.World]]:
-        """The model on this process's device, in evaluation mode, and the process.
+        """Yields the model on this process's device, in evaluation mode, and the process.
 
-        A model that does not fit into memory is a `Streamed` one, unless it has to be there as a
-        whole. Inside the context a lack of memory is explained in one line.
+        A model that does not fit into memory is `Streamed`, unless it is needed as a whole. Inside
+        the context an out-of-memory error is explained in one line.
 
         Args:
-            doing: what is done with it, for that line.
-            split: that is read; None: none of the data.
-            model: if it is there already.
-            needs_whole: why it has to be; None: it need not.
+            doing: describes the work, for that line.
+            split: the split to read; None: no data is read.
+            model: the model if already loaded.
+            needs_whole: why it must be in memory as a whole; None: it need not.
         """
         world, precision = self.joined(split), self.config.train.precision
         if self.interventions and self.stream is not None:
@@ -126,7 +125,7 @@ class Evaluated(NamedTuple):
     def _means(
         self, model: nn.Module, split: str | None, world: comm.World
     ) -> Mapping[str, Tensor]:
-        """The mean outputs of experts that are to be replaced by them, over the same split."""
+        """The mean outputs over the same split of experts that are replaced by them."""
         blocks = {each.layer for each in self.interventions if each.action.how == "mean"}
         layers = [layer for block, layer in layers_by_block(model).items() if block in blocks]
         samples = samples_of(self.task, split or "validation", MEAN_OF)
@@ -142,13 +141,13 @@ class Evaluated(NamedTuple):
         return {name: each.mean_SD for name, each in found.items()}
 
     def text(self, option: str) -> LanguageModelling:
-        """The task, for an option that only text has.
+        """Returns the task, for an option that needs text.
 
         Args:
-            option: of the command line, for the error.
+            option: the command-line option, for the error.
 
         Raises:
-            ConfigError: it is another task.
+            ConfigError: it is a different task.
         """
         if not isinstance(self.task, LanguageModelling):
             raise ConfigError(
@@ -158,14 +157,14 @@ class Evaluated(NamedTuple):
         return self.task
 
     def images(self, option: str, *, attributes: bool = False) -> ImageClassification:
-        """The task, for an option that only images have.
+        """Returns the task, for an option that needs images.
 
         Args:
-            option: of the command line, for the error.
-            attributes: whether images with attributes will do, beside those with one class each.
+            option: the command-line option, for the error.
+            attributes: whether images with attributes are allowed, too.
 
         Raises:
-            ConfigError: it is another task.
+            ConfigError: it is a different task.
         """
         if not isinstance(self.task, ImageClassification) or (
             self.task.has_attributes and not attributes
@@ -189,14 +188,14 @@ def open_evaluated(
     """Opens weights, and data that fits them.
 
     Args:
-        path: a checkpoint, a run whose newest one is taken, or a folder of weights.
-        data: prepared data; None takes the run's.
+        path: a checkpoint, a run (its newest checkpoint), or a folder of weights.
+        data: prepared data; None: the run's.
         overrides: `key=value` for keys that evaluation reads.
-        weights: which of the checkpoint's.
+        weights: which of the checkpoint's weights.
         base: see `open_weights`.
-        stream: where a reading block by block keeps how far it is; None: the weights are read so
-            only if they do not fit into memory, and nothing is kept.
-        interventions: what happens to experts whenever the model reads.
+        stream: folder for the progress of a block-by-block reading; None: the model is read so only
+            if it does not fit into memory, and progress is not kept.
+        interventions: changes to experts whenever the model reads.
 
     Raises:
         ValueError: with an `exit_status` of 2: one line says what is wrong.
@@ -222,10 +221,10 @@ def open_data_for(
 
 
 def check_data_named(weights: Weights, config: RunConfig) -> None:
-    """Checks that the configuration of weights names data that are in a folder.
+    """Checks that the configuration of weights names a data folder.
 
     Raises:
-        ConfigError: it does not: it is of a folder of weights.
+        ConfigError: it does not, as for a folder of weights.
     """
     if not isinstance(weights, Checkpoint) and "path" in type(config.data).model_fields:
         raise ConfigError(
@@ -234,9 +233,9 @@ def check_data_named(weights: Weights, config: RunConfig) -> None:
 
 
 def config_of(weights: Weights) -> RunConfig:
-    """The configuration of a checkpoint, or what a folder of weights says of one.
+    """Returns the configuration of a checkpoint, or one derived from a folder of weights.
 
-    What had to be assumed of a folder goes to standard error.
+    Assumptions about a folder are printed to standard error.
     """
     if isinstance(weights, Checkpoint):
         return parse_config(weights.config_yaml, origin=f"{weights.folder / 'config.yaml'}")
@@ -247,13 +246,13 @@ def config_of(weights: Weights) -> RunConfig:
 
 
 def config_at(path: Path, overrides: Sequence[str], processes: int) -> RunConfig:
-    """The configuration of a run that is to be predicted or tried on a layout.
+    """Returns the configuration of a run to forecast or to try on a layout.
 
     Args:
-        path: a configuration, or a checkpoint or run, which have theirs; or a folder of weights,
-            that a run would go on from in bf16 with a sample on each process in a step.
+        path: a configuration; a checkpoint or run, which contain theirs; or a folder of weights,
+            from which a run would start in bf16 with one sample per process and step.
         overrides: `key=value`.
-        processes: that would run it.
+        processes: number of processes that would run it.
 
     Raises:
         ValueError: with an `exit_status` of 2: one line says what is wrong.
@@ -290,23 +289,22 @@ def _refuse_other_keys(original: RunConfig, changed: RunConfig) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """A batch as a model read it; or of a `Streamed` one what a block made of it, block after
-    block."""
+    """A batch with a model's results; for a `Streamed` model the results of one block at a time."""
 
     number_R: Tensor
-    """The number of each row among all that are read, on the device of the model."""
+    """Each row's number among all rows read, on the model's device."""
     batch: Any
-    """What the task makes of the samples."""
+    """The task's batch."""
     output: Any
-    """What `Samples.forward` gives; None of a block alone."""
+    """The result of `Samples.forward`; None for a single block."""
     decisions: Mapping[str, Decision]
-    """What each layer decided, by its name; of a block alone those in it."""
+    """Each layer's routing decision, by layer name; for a single block only its layers."""
     entering: Mapping[int, Tensor]
-    """What the blocks got [B, T, D] that a measure asked for, by their numbers."""
+    """Inputs of the blocks that measures request [B, T, D], by block number."""
     is_first: bool = True
-    """Whether no reading of the same batch was before this one."""
+    """Whether this is the first reading of its batch."""
     row_N: Tensor | None = None
-    """The row of the batch that each token belongs to; None: each row has as many tokens."""
+    """The row of the batch that each token belongs to; None: all rows have equally many tokens."""
     counted_N: Tensor | None = None
     """Which tokens count; None: all do."""
 
@@ -319,28 +317,28 @@ class Reading:
         return torch.arange(rows, device=self.number_R.device).repeat_interleave(each)
 
     def numbers_of(self, decision: Decision) -> Tensor:
-        """The number of the row that each token of a layer belongs to [N]; -1: it does not
+        """The number of the row that each token of a layer belongs to [N]; -1 where it does not
         count."""
         number_N = self.number_R[self.rows_of(decision)]
         return number_N if self.counted_N is None else number_N.where(self.counted_N, -1)
 
 
 class Reader(Protocol):
-    """Adds up what one measure says; see `measures/measure.py`."""
+    """Accumulates one measure; see `measures/measure.py`."""
 
     @property
     def blocks(self) -> Sequence[int]:
-        """The blocks of which it wants to know what they get."""
+        """The blocks whose inputs it needs."""
 
     def add(self, reading: Reading) -> None:
         """Adds a batch."""
 
 
 class MomentsReader:
-    """Adds up the moments of the outputs of experts.
+    """Accumulates the moments of expert outputs.
 
     Args:
-        layers: that are read.
+        layers: the layers to read.
     """
 
     blocks: Sequence[int] = ()
@@ -355,10 +353,10 @@ class MomentsReader:
 
 @runtime_checkable
 class Lasting(Protocol):
-    """A reader whose sums can be kept, so that its reading goes on after a stop."""
+    """A reader whose sums can be saved, so that its reading can be resumed."""
 
     def sums(self) -> Mapping[str, Tensor]:
-        """What it adds up, by name: tensors that stay the same ones while their values change."""
+        """Its accumulators by name: the tensor objects stay the same while their values change."""
 
 
 @torch.inference_mode()
@@ -373,17 +371,17 @@ def read(
     told: str = "",
     report: Callable[[float], None] = lambda share: None,
 ) -> None:
-    """Reads held-out samples once, with all routers read, for all measures.
+    """Reads held-out samples and all routers' decisions once, for all measures.
 
     Args:
         model: in evaluation mode, whole on each process.
-        layers: whose routers are read.
-        samples: that all processes read together.
-        measures: each is told every batch of this process.
-        batch_size: samples in a forward pass.
+        layers: the layers whose routers are read.
+        samples: the samples that all processes read together.
+        measures: each gets every batch of this process.
+        batch_size: samples per forward pass.
         world: the processes that share the samples; None: this one reads all.
-        told: what the console calls it; empty: it says nothing.
-        report: is told the share done, too.
+        told: label on the console; empty: no output.
+        report: called with the share done.
     """
     device, done = device_of(model), 0
     rank, ranks = (world.data_parallel_rank, world.data_parallel_size) if world else (0, 1)
@@ -423,7 +421,7 @@ def _read_streamed(
     told: str,
     report: Progress | None,
 ) -> None:
-    """Reads like `read`, up to the last block with one of the layers."""
+    """Reads like `read`, but block by block, up to the last block with one of the layers."""
     assert isinstance(samples, TextSamples)
     assert not any(measure.blocks for measure in measures)
     batches = list(samples.batches(batch_size, 0, 1, torch.device("cpu")))

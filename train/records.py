@@ -1,5 +1,5 @@
-"""Reads a run's records, `metrics.jsonl`, a line a step; all readers judge a line alike. And what
-the records of a run come to."""
+"""Reads a run's records, `metrics.jsonl`, one line per step, and summarizes them. All readers
+validate lines alike."""
 
 import json
 import math
@@ -14,18 +14,18 @@ from polyad.train.errors import ConfigError
 METRICS_FILE = "metrics.jsonl"
 Records: TypeAlias = Sequence[dict[str, Any]]
 EVENTS = ("spike", "rewind")
-"""Keys for a loss or gradient far above the last ones: the only values that are dictionaries."""
+"""Keys of spikes in loss or gradient: the only values that are dictionaries."""
 LARGEST = 1e300
-"""No loss, norm or time of a run is above it."""
+"""Upper bound of any loss, norm or time of a run."""
 LAST = 10
-"""Records that numbers of the end of training are averaged over, since single steps vary."""
+"""Number of last records over which final values are averaged, since single steps vary."""
 
 
 def record_of(line: bytes) -> dict[str, Any] | None:
-    """The record in a line; None if it holds none, as one that is being written or was cut.
+    """Returns the record in a line; None if it has none, as when it is incomplete.
 
     Args:
-        line: of the file.
+        line: a line of the file.
     """
     try:
         tree = json.loads(line)
@@ -44,9 +44,9 @@ def _is_known(name: str, value: object) -> bool:
 
 
 def _is_number(value: object) -> bool:
-    """Whether it is a number that a run writes, or null, which stands for one that is not finite.
+    """Whether a value is a number that a run writes, or null, which stands for non-finite ones.
 
-    Floats are bounded so that sums of many are finite too.
+    Floats are bounded so that sums of many are finite, too.
     """
     if isinstance(value, int):
         return abs(value) < 2**63
@@ -54,7 +54,7 @@ def _is_number(value: object) -> bool:
 
 
 def records_of(path: Path) -> Iterator[dict[str, Any]]:
-    """All records of a file, oldest first; other lines are left out."""
+    """Yields all records of a file, oldest first; other lines are skipped."""
     with path.open("rb") as file:
         for line in file:
             if (record := record_of(line)) is not None:
@@ -62,7 +62,7 @@ def records_of(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def read_records(run: Path) -> list[dict[str, Any]]:
-    """All records of a run's folder, oldest first.
+    """Returns all records of a run's folder, oldest first.
 
     Raises:
         ConfigError: there is none.
@@ -89,7 +89,7 @@ def median_rate(records: Records, unit: str = "token") -> float:
 
 
 def peak_memory(records: Records) -> int:
-    """The peak memory of a process, in bytes."""
+    """The peak memory of one process, in bytes."""
     return max(int(record.get("memory_bytes") or 0) for record in records)
 
 
@@ -97,11 +97,10 @@ def last_routing(records: Records) -> dict[str, float]:
     """Routing statistics of all layers, averaged over the last steps.
 
     Args:
-        records: of a run.
+        records: a run's records.
 
     Returns:
-        Each `routing/MEASURE` by its measure, and `shared_experts`; nothing of a model that does
-        not route.
+        Each `routing/MEASURE` under its measure, and `shared_experts`; empty for a dense model.
     """
     found: dict[str, list[float]] = {}
     for record in records[-LAST:]:
@@ -115,15 +114,14 @@ def last_routing(records: Records) -> dict[str, float]:
 
 
 def shared_experts(records: Records) -> float | None:
-    """The effective number of experts that the tokens of the last steps used in all.
+    """The effective number of experts used by the tokens of the last steps.
 
     Args:
-        records: of a run; loads stand in those of steps that had a line on the console.
+        records: a run's records; only those of steps with a console line have loads.
 
     Returns:
-        The exponential of the entropy of a layer's mean load, the mean over layers: from 1 to the
-        number of experts (of a hierarchy to the levels' product). None of a model that does not
-        route.
+        The exponential of the entropy of a layer's mean load, averaged over layers: from 1 to the
+        number of experts (for a hierarchy the product over levels). None for a dense model.
     """
     last = [record for record in records[-LAST:] if any(map(_is_load, record))]
     each = []
@@ -135,14 +133,14 @@ def shared_experts(records: Records) -> float | None:
 
 
 def last_fluctuation(records: Records) -> dict[str, float] | None:
-    """Which tokens changed experts between the last two checkpoints.
+    """Returns the shares of tokens that changed experts between the last two checkpoints.
 
     Args:
-        records: of a run; those of checkpoints have it with `log.fluctuation: true`.
+        records: a run's records; those at checkpoints have it with `log.fluctuation: true`.
 
     Returns:
-        Shares of the probe set, the mean over layers: `top1`, with another first expert, and `set`,
-        with other experts; and `steps` between the two. None where nothing was logged.
+        Shares of the probe set, averaged over layers: `top1`, with a different first expert, and
+        `set`, with a different set; and `steps` between the two. None if nothing was logged.
     """
     read = [record for record in records if "fluctuation/seconds" in record]
     if len(read) < 2 or "fluctuation/top1" not in read[-1]:
@@ -152,13 +150,13 @@ def last_fluctuation(records: Records) -> dict[str, float] | None:
 
 
 def head_changes(records: Records) -> float | None:
-    """How often the attention head that a graph of tokens is made of changed in a run.
+    """Counts how often the attention head from which a token graph is made changed in a run.
 
     Args:
-        records: of a run.
+        records: a run's records.
 
     Returns:
-        Changes from one record that names the head to the next, the mean over layers; None where no
+        Changes between consecutive records that name the head, averaged over layers; None if no
         record names one.
     """
     heads: dict[str, list[int]] = {}
@@ -171,15 +169,16 @@ def head_changes(records: Records) -> float | None:
 
 
 def validations(records: Records, score: str, units: str) -> list[dict[str, Any]]:
-    """What a run was validated to while it was trained, oldest first.
+    """Returns the validations of a run during training, oldest first.
 
     Args:
-        records: of a run.
+        records: a run's records.
         score: the key of the score.
-        units: the key of what was seen of the data, as `tokens`.
+        units: the key of the amount of data seen, such as `tokens`.
 
     Returns:
-        Of each step with a finite score and known units `step`, the units and `score`.
+        `step`, the units and `score` of each step where the score is finite and the units are
+        known.
     """
     return [
         {"step": record["step"], units: record[units], "score": float(record[score])}

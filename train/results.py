@@ -1,6 +1,6 @@
-"""What a command found, in its two forms: values that JSON can write, and aligned lines for people.
+"""Results of a command in two forms: JSON values, and aligned lines for display.
 
-No other file aligns columns, or decides what becomes of a NaN.
+No other file aligns columns, or decides how NaN is written.
 """
 
 import math
@@ -10,10 +10,10 @@ from typing import Any
 
 
 def json_value(value: Any) -> Any:
-    """The form of a value that JSON can write, however deep it is.
+    """Converts a value to one that JSON can represent, recursively.
 
-    Numbers that JSON cannot write become null. Dataclasses and named tuples become objects with a
-    key for each field, unless their `to_json` gives another form; arrays and tensors become lists.
+    Numbers that JSON cannot represent become null. Dataclasses and named tuples become objects with
+    a key per field, unless they have a `to_json`; arrays and tensors become lists.
     """
     if isinstance(value, float):
         return value if math.isfinite(value) else None
@@ -35,12 +35,12 @@ def json_value(value: Any) -> Any:
 
 
 def aligned(rows: Iterable[Sequence[str]], sides: str = "<>") -> list[str]:
-    """Lines in which the cells of a column have one width.
+    """Formats rows as lines with aligned columns.
 
     Args:
-        rows: as many cells each.
-        sides: of each column the side that its cells stand at, `<` or `>`; the last one holds for
-            all columns that follow. By default a name to the left, and numbers to the right.
+        rows: rows of equally many cells.
+        sides: alignment of each column, `<` or `>`; the last one applies to all further columns. By
+            default a name on the left, and numbers on the right.
     """
     columns = []
     for number, cells in enumerate(zip(*rows, strict=True)):

@@ -1,4 +1,4 @@
-"""Where a run stands: what a checkpoint holds beside weights and optimizer state."""
+"""The state of a run that a checkpoint stores beside weights and optimizer state."""
 
 import math
 import platform
@@ -15,48 +15,48 @@ class TrainState:
     """Progress of a run. The data position follows from `step`, the batch size and `left_out`."""
 
     step: int = 0
-    """Optimizer steps done, skipped ones among them: each has consumed its global batch."""
+    """Optimizer steps done, including skipped ones, each of which has consumed its global batch."""
     samples: int = 0
     """Samples consumed."""
     skipped_steps: int = 0
-    """Steps left out because a loss or gradient was not finite."""
+    """Steps skipped because a loss or gradient was not finite."""
     skipped_in_a_row: int = 0
     recent_losses: list[float] = field(default_factory=list)
-    """Losses of the last steps that were applied, which tell what a spike is."""
+    """Losses of the last applied steps, against which spikes are judged."""
     recent_grad_norms: list[float] = field(default_factory=list)
     spikes: int = 0
-    """Steps whose loss or gradient stood out, whatever was done about it."""
+    """Number of spikes in loss or gradient, whatever the reaction."""
     spikes_in_a_row: int = 0
-    """Steps skipped for a spike since the last step that was applied."""
+    """Steps skipped for a spike since the last applied step."""
     left_out: list[int] = field(default_factory=list)
-    """Global batches that the run went back to a checkpoint without; see `polyad.data.sampler`."""
+    """Global batches left out after a rewind to a checkpoint; see `polyad.data.sampler`."""
     unfinished: dict[str, Any] | None = None
-    """The record of the last step, where a signal came while it was validated; otherwise None."""
+    """The record of the last step if a signal interrupted its validation; otherwise None."""
     best_score: float | None = None
     """The best validation so far; None before there is one."""
     best_step: int = 0
-    """The step after which that validation was."""
+    """The step of that validation."""
     validations_since_best: int = 0
-    """Validations since then, none of them better."""
+    """Number of validations since then, none of them better."""
     first_loss: float | None = None
     """Training loss of the run's first step, in nats."""
     seconds: float = 0.0
-    """Time spent in training steps, over all processes' lives."""
+    """Time spent in training steps, over all starts of the run."""
     data_fingerprint: str = ""
     tokenizer_fingerprint: str | None = ""
-    """None in a checkpoint that was converted from a model without a tokenizer."""
+    """None if the checkpoint was converted from a model without a tokenizer."""
     end_of_text: str | None = None
     """The token that ends each document of the data."""
     base_digest: str | None = None
-    """A digest of the frozen weights, in a run with LoRA."""
+    """A digest of the frozen weights in a run with LoRA."""
     teacher_step: int | None = None
-    """The step of the checkpoint that the run learns from, if it learns from one."""
+    """The step of the teacher's checkpoint, if there is one."""
     vocab_size: int = 0
     huggingface: dict[str, Any] | None = None
-    """What another library's folder, which the run began with, has beside its weights: see
+    """Contents beside the weights of the other library's folder from which the run started: see
     `polyad.parallel.families.Origin`."""
     world_size: int = 1
-    """Processes that wrote this."""
+    """Number of processes that wrote this."""
     versions: dict[str, str] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
@@ -65,7 +65,7 @@ class TrainState:
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> "TrainState":
-        """The state that `to_json` wrote; keys that other versions wrote are ignored."""
+        """Restores the state from `to_json`; keys of other versions are ignored."""
         known: dict[str, Any] = {
             name: list(values[name]) if isinstance(values[name], tuple) else values[name]
             for name in cls.__dataclass_fields__
@@ -74,14 +74,14 @@ class TrainState:
         return cls(**known)
 
     def judge(self, score: float, *, higher_is_better: bool) -> bool:
-        """Counts a validation.
+        """Records a validation.
 
         Args:
-            score: of the newest validation; one that is not finite is no better than any.
-            higher_is_better: or lower, as of a loss.
+            score: score of the newest validation; never better than others if not finite.
+            higher_is_better: false for a loss.
 
         Returns:
-            Whether it is better than all before.
+            Whether it is the best so far.
         """
         best = self.best_score
         better = best is None or (score > best if higher_is_better else score < best)
@@ -92,7 +92,8 @@ class TrainState:
         return False
 
     def is_over(self, patience: int | None) -> bool:
-        """Whether the run ends: so many validations in a row were no better than the best.
+        """Whether the run ends early because `patience` validations in a row brought no
+        improvement.
 
         Args:
             patience: `evaluation.patience`; None: never.
@@ -100,7 +101,7 @@ class TrainState:
         return patience is not None and self.validations_since_best >= patience
 
     def why_it_is_over(self, patience: int | None) -> str:
-        """The reason that `is_over` has, for people."""
+        """The reason for `is_over` in words."""
         best = "none" if self.best_score is None else f"{self.best_score:.4f}, at step "
         best += "" if self.best_score is None else f"{self.best_step:,}"
         return (

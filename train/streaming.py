@@ -1,17 +1,17 @@
-"""A decoder that is larger than memory reads held-out text block by block.
+"""Block-by-block reading of held-out text with a decoder that is larger than memory.
 
-All windows go through block 0, then through block 1, and so on; what a block gives lies in memory,
-or in a file where it does not fit or has to outlast the process. Windows are whole, so no keys and
-values are kept.
+All windows go through block 0, then through block 1, and so on. A block's outputs are kept in
+memory, or in a file if they do not fit or must outlast the process. Windows are whole, so no keys
+and values are cached.
 
-A folder that the user names holds, for each reading in turn:
+A folder that the user names contains, for each reading in turn:
 
-    reading-1/state.json     what is read, how many blocks are done, and the digests of the others
-    reading-1/after-7.bin    what the last of them gave, batch after batch
-    reading-1/sums-7.safetensors    what measures have added up
+    reading-1/state.json     what is read, how many blocks are done, and digests of the other files
+    reading-1/after-7.bin    outputs of the last of them, batch after batch
+    reading-1/sums-7.safetensors    accumulators of the measures
 
-`state.json` is written when the files that it names are on the disk, and the older ones are removed
-after that: whenever a process is killed, one whole state is there.
+`state.json` is written once the files that it names are on disk, and older ones are removed after
+that: whenever a process is killed, one complete state exists.
 
 Shapes: B windows of a batch, T tokens of a window, D width.
 """
@@ -57,15 +57,15 @@ from polyad.train.tasks.task import OneDevice, Predictor, Share
 
 Found = TypeVar("Found")
 Watch = Callable[[int], contextlib.AbstractContextManager[Callable[[int], None]]]
-"""From the number of a block a context in which it is run, and gives what is called with the number
-of each batch that went through it."""
+"""Maps a block number to a context in which the block is run; the context yields a function that is
+called with the number of each batch that has passed it."""
 STATE, READING = "state.json", "reading-{}"
 ROOM = 0.9
-"""The share of the free memory that weights may take: the rest is for what is computed."""
+"""Share of the free memory for weights; the rest is for activations."""
 
 
 class StreamError(ValueError):
-    """A folder that a reading cannot go on from: one line that says why."""
+    """A folder from which a reading cannot be resumed: one line that says why."""
 
     exit_status = 2
 
@@ -79,19 +79,19 @@ def opened_model(
     folder: Path | None = None,
     needs_whole: str | None = None,
 ) -> Iterator[nn.Module]:
-    """A model in evaluation mode: whole, or a `Streamed` one if that does not fit into memory.
+    """Opens a model in evaluation mode: whole, or `Streamed` if it does not fit into memory.
 
     Args:
-        weights: of the model.
+        weights: the model's weights.
         world: this process.
-        precision: of its parameters.
-        folder: where readings block by block keep how far they are, which are then chosen in any
-            case; what they kept is removed at the end. None: they keep nothing.
-        needs_whole: why the model has to be there as a whole; None: it need not.
+        precision: precision of the parameters.
+        folder: forces block-by-block reading, with its progress kept in this folder until the end.
+            None: progress is not kept.
+        needs_whole: why the model must be in memory as a whole; None: it need not.
 
     Raises:
-        ConfigError: it has to be there as a whole, and is not to be, or does not fit; or its
-            largest part does not.
+        ConfigError: it must be whole but `folder` is given or it does not fit; or its largest part
+            does not fit.
     """
     size, free = bytes_of_weights(weights, precision), _free(world.device)
     reason = f"{in_bytes(size)} of weights in {precision}, {in_bytes(free)} of free memory"
@@ -123,7 +123,7 @@ def opened_model(
 
 
 def _refusal(weights: Weights, world: comm.World) -> str | None:
-    """Why weights cannot be read block by block; None: they can."""
+    """Returns why weights cannot be read block by block; None if they can."""
     config = weights.model_config()
     if not isinstance(config, DecoderSettings) or config.head is not None:
         return f"model.kind: {config.kind} is read as a whole; a decoder of text block by block"
@@ -139,13 +139,13 @@ def _free(device: torch.device) -> int:
 def whole_model(
     weights: Weights, device: torch.device, precision: Precision, needs_whole: str
 ) -> nn.Module:
-    """A model in evaluation mode, of which all has to be in memory, or may be swapped.
+    """Loads a whole model in evaluation mode, which may be swapped.
 
     Args:
-        weights: of the model.
-        device: where it goes.
-        precision: of its parameters.
-        needs_whole: why.
+        weights: the model's weights.
+        device: the model's device.
+        precision: precision of the parameters.
+        needs_whole: why it must be whole, for the error.
 
     Raises:
         ConfigError: it does not fit.
@@ -164,7 +164,7 @@ def whole_model(
 
 @contextlib.contextmanager
 def _kept(folder: Path) -> Iterator[None]:
-    """Makes the folder if need be, and removes it, or what readings left in it, at the end."""
+    """Creates the folder if need be, and at the end removes it or the readings' files in it."""
     was_there = folder.exists()
     if was_there and not folder.is_dir():
         raise StreamError(f"--stream: {folder}: is not a folder")
@@ -193,16 +193,16 @@ def predicting(
     what: str,
     report: Progress | None,
 ) -> Found:
-    """What comes of reading with a model, whole or streamed.
+    """Returns the result of a reading with a whole or streamed model.
 
-    A streamed one is read with twice: first it keeps its inputs, and when all of them went through
-    the blocks it predicts.
+    For a streamed model `read` is called twice: first to collect its inputs, and after these went
+    through the blocks to predict.
 
     Args:
         model: in evaluation mode.
-        read: calls the predictor with token ids and targets, the same each time, and tells the
-            share that it has done.
-        what: is read, for who goes on after a stop.
+        read: calls the predictor with token ids and targets, the same each time, and reports the
+            share done.
+        what: identifies what is read, for resuming.
         report: the progress.
     """
     if not isinstance(model, Streamed):
@@ -226,7 +226,7 @@ def predicting(
 
 
 class _Inputs:
-    """A predictor that keeps what it is asked, and predicts nothing."""
+    """A predictor that records its inputs and predicts nothing."""
 
     cross_entropy = staticmethod(cross_entropy)
 
@@ -235,14 +235,14 @@ class _Inputs:
         self._device = device
 
     def __call__(self, *inputs: Tensor, **named: Tensor) -> ModelOutput:
-        """Zeros for the losses."""
+        """Returns zeros as losses."""
         (input_ids_BT,) = inputs
         self.batches.append(input_ids_BT.to("cpu", torch.int32))
         return ModelOutput(torch.zeros(input_ids_BT.shape, device=self._device), ())
 
 
 class _Last:
-    """A predictor of the same inputs in the same order, from what the last block gave."""
+    """A predictor for the same inputs in the same order, from the last block's outputs."""
 
     cross_entropy = staticmethod(cross_entropy)
 
@@ -253,7 +253,7 @@ class _Last:
         self._next = zip(batches, activations, strict=True)
 
     def __call__(self, *inputs: Tensor, **named: Tensor) -> ModelOutput:
-        """The losses of the batch whose turn it is."""
+        """Returns the losses of the next batch."""
         (input_ids_BT,) = inputs
         ids_BT, x_BTD = next(self._next)
         assert torch.equal(ids_BT, input_ids_BT.to("cpu", torch.int32))
@@ -276,21 +276,21 @@ def run_blocks(
     """Runs inputs through the first blocks of a model.
 
     Args:
-        model: of which nothing is in memory.
-        batches: token ids [B, T] of each, on the CPU.
-        blocks: how many.
-        what: is read, and what is added up of it, for who goes on after a stop.
-        watch: looks at a block.
-        sums: what `watch` adds up, tensors that stay the same ones, by name; None: the reading
-            begins again after a stop, since they cannot be kept.
+        model: the model, not in memory.
+        batches: token ids [B, T] of each batch, on the CPU.
+        blocks: number of blocks to run.
+        what: identifies what is read and accumulated, for resuming.
+        watch: observes a block.
+        sums: accumulators of `watch` by name, always the same tensor objects; None: they cannot be
+            saved, so the reading restarts after a stop.
         report: the progress.
-        after: what follows, in blocks, for the progress.
+        after: amount of work that follows, in blocks, for the progress.
 
     Yields:
-        What the last one of them gives [B, T, D], batch after batch.
+        Outputs of the last one of them [B, T, D], batch after batch.
 
     Raises:
-        StreamError: what another reading kept is there.
+        StreamError: the folder has the state of a different reading.
     """
     begin, *parts = parts_of(model)
     model.readings += 1
@@ -363,7 +363,7 @@ def _through(
     seen: Callable[[int], None],
     told: Callable[[int, int], None],
 ) -> Iterator[Tensor]:
-    """What a block gives, batch after batch."""
+    """Yields a block's outputs, batch after batch."""
     for number, entering_BTD in enumerate(activations):
         with torch.inference_mode():
             x_BTD = entering_BTD.to(model.device)
@@ -375,16 +375,16 @@ def _through(
 
 
 class _Activations(ABC):
-    """What the next block gets, batch after batch.
+    """Inputs of the next block, batch after batch.
 
     Attributes:
-        seconds: that the reading took before it was stopped.
+        seconds: time that the reading took before it was stopped.
     """
 
     seconds = 0.0
 
     def resume(self) -> int | None:
-        """How many blocks are done; None: not even the embedding is."""
+        """The number of finished blocks; None if not even the embedding is done."""
         return None
 
     @abstractmethod
@@ -393,16 +393,16 @@ class _Activations(ABC):
 
     @abstractmethod
     def advance(self, blocks: int, values: Iterator[Tensor]) -> None:
-        """Takes the place of what is there, from which values are made.
+        """Replaces the stored inputs by values that are computed from them.
 
         Args:
-            blocks: that are done then.
+            blocks: number of blocks done then.
             values: batches [B, T, D].
         """
 
 
 class _InMemory(_Activations):
-    """In memory: each batch takes the place of that before the block."""
+    """In memory: each batch replaces its input to the block."""
 
     def __init__(self) -> None:
         self._held: list[Tensor] = []
@@ -416,7 +416,7 @@ class _InMemory(_Activations):
 
 
 class _File(Record):
-    """A file that is whole."""
+    """A complete file."""
 
     name: PlainName
     bytes: Count
@@ -428,25 +428,25 @@ class _State(Record):
 
     format: Literal[1]
     about: dict[str, str]
-    """What is read with what."""
+    """Identifies the reading: its text, weights and measures."""
     blocks: Count
-    """That are done."""
+    """Number of finished blocks."""
     seconds: float
-    """That it took so far."""
+    """Time so far."""
     after: _File
-    """What the last of them gave."""
+    """Outputs of the last of them."""
     sums: _File | None
-    """What is added up; None: nothing is."""
+    """Accumulators; None: there are none."""
 
 
 class _OnDisk(_Activations):
-    """In a file, beside which the next one is written.
+    """In a file; the next block's is written beside it.
 
     Args:
-        folder: of the files.
+        folder: folder of the files.
         batches: token ids [B, T].
         width: D.
-        dtype: of the numbers.
+        dtype: data type of the activations.
     """
 
     def __init__(
@@ -488,18 +488,18 @@ class _OnDisk(_Activations):
 
 
 class _Kept(_OnDisk):
-    """In a file of a folder that the user names, from which a reading goes on.
+    """In a file of a folder that the user names, from which a reading can be resumed.
 
     Args:
-        folder: of one reading.
+        folder: folder of one reading.
         batches: token ids [B, T].
         width: D.
-        dtype: of the numbers.
-        about: what is read with what.
-        sums: what is added up, tensors that stay the same ones.
+        dtype: data type of the activations.
+        about: identifies the reading.
+        sums: accumulators, always the same tensor objects.
 
     Raises:
-        StreamError: what another reading kept is there.
+        StreamError: the folder has the state of a different reading.
     """
 
     def __init__(
@@ -563,6 +563,6 @@ class _Kept(_OnDisk):
 
 
 def _bytes_of(x: Tensor) -> memoryview:
-    """The bytes of a tensor on any device; those of one on the CPU may be written."""
+    """The bytes of a tensor on any device; for one on the CPU they are writable."""
     found: memoryview = x.cpu().contiguous().flatten().view(torch.uint8).numpy().data
     return found

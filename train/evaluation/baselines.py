@@ -1,6 +1,6 @@
-"""The simplest models of text and of images, to compare with.
+"""Simple baselines for text and images.
 
-Shapes: V vocabulary, N training images, B held-out images of a part, P numbers of an image.
+Shapes: V vocabulary, N training images, B held-out images of a chunk, P numbers per image.
 """
 
 import math
@@ -15,11 +15,11 @@ from polyad.data.text.dataset import TokenStream
 from polyad.train.experts.token_classes import frequencies
 
 PART = 512
-"""Held-out images whose distances are held together."""
+"""Number of held-out images whose distances are in memory at a time."""
 
 
 def unigram_perplexity(train: TokenStream, held_out: TokenStream, vocab_size: int) -> float:
-    """Perplexity of token frequencies, each raised by one so that none is zero.
+    """Perplexity of a unigram model with add-one smoothing.
 
     Args:
         train: the split whose tokens are counted.

@@ -40,22 +40,22 @@ from polyad.train.tasks.task import Scores, Task
 
 @dataclass(frozen=True, kw_only=True)
 class Attacked:
-    """What was done to text or images before they were read."""
+    """The perturbation of text or images before they were read."""
 
     kind: str
     rate: float
     seed: int
     words: int | None = None
-    """How many words the text has; None for images."""
+    """Number of words in the text; None for images."""
     replaced: int | None = None
-    """Words that were replaced."""
+    """Number of replaced words."""
 
     def to_json(self) -> dict[str, Any]:
-        """What programs get."""
+        """The result as JSON values."""
         return {name: value for name, value in vars(self).items() if value is not None}
 
     def __str__(self) -> str:
-        """What people get."""
+        """The result as text."""
         if self.words is None:
             noise = f"Gaussian noise of {self.rate:g} on pixels from 0 to 1"
             return f"{noise} (seed {self.seed})"
@@ -65,30 +65,30 @@ class Attacked:
 
 @dataclass(frozen=True, kw_only=True)
 class Routing:
-    """Files that the experts of all tokens are written to, or taken from."""
+    """Files to which the experts of all tokens are written, or from which they are read."""
 
     record: Path | None = None
-    """Is written."""
+    """The file to write."""
     replay: Path | None = None
-    """Is read."""
+    """The file to read."""
 
     @contextmanager
     def around(
         self, model: nn.Module, task: Task[Any], about: Mapping[str, str], world: comm.World
     ) -> Iterator[dict[str, str] | None]:
-        """Records and replays what is scored inside.
+        """A context that records or replays the routing of the scoring inside it.
 
         Args:
-            model: that scores, whole on each process.
-            task: whose split is scored, after an attack.
+            model: the model that is scored, whole on each process.
+            task: the task whose split is scored, after an attack.
             about: metadata of a file: the checkpoint, its step, a digest of the data, the split.
             world: this process.
 
         Yields:
-            What the result says of it; None where nothing is recorded or replayed.
+            Entries for the result; None if nothing is recorded or replayed.
 
         Raises:
-            ConfigError: the model has no such routing, or the file is of other data.
+            ConfigError: the model does not have such routing, or the file belongs to other data.
         """
         if self == OWN_ROUTING:
             yield None
@@ -116,13 +116,13 @@ class Routing:
 
 
 OWN_ROUTING = Routing()
-"""The model's own, which is not kept."""
+"""The model's own routing, not recorded."""
 
 
 def _check_data(
     path: Path, about: Mapping[str, str], facts: Mapping[str, str], choices: Choices, rows: int
 ) -> None:
-    """Checks that a file of choices is of the data that is scored."""
+    """Checks that a file of choices belongs to the data that is scored."""
     for name in ("data", "split"):
         if about.get(name) != facts[name]:
             raise ConfigError(
@@ -139,7 +139,7 @@ def _check_data(
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """How well a checkpoint does on held-out data, and how that was found."""
+    """Scores of a checkpoint on held-out data, and how they were measured."""
 
     checkpoint: str
     step: int
@@ -149,10 +149,10 @@ class Evaluation:
     split: str
     attack: Attacked | None
     routing: dict[str, str] | None
-    """The file that routing was recorded in, the one that it was taken from, and the checkpoint of
-    that; None: the model's own was used, and is not kept."""
+    """The file to which routing was recorded, the file from which it was replayed, and the
+    checkpoint of the latter; None: the model's own routing, not recorded."""
     interventions: Sequence[Intervention]
-    """What happened to experts."""
+    """Changes to experts."""
     scores: Scores
     leak: Leak | None
     precision: str
@@ -161,12 +161,12 @@ class Evaluation:
 
     @property
     def speed(self) -> dict[str, float]:
-        """How many units were scored in a second, by what they are."""
+        """Units scored per second, by key."""
         units = f"{task_class(self.data_kind).unit.name}s"
         return {units: self.scores.to_json()[f"{units}_scored"] / self.seconds}
 
     def to_json(self) -> dict[str, Any]:
-        """What programs get."""
+        """The result as JSON values."""
         found: dict[str, Any] = {}
         for name, value in vars(self).items():
             if name == "interventions" and not value:
@@ -175,7 +175,7 @@ class Evaluation:
         return found | {f"{units}_per_second": speed for units, speed in self.speed.items()}
 
     def text(self) -> str:
-        """What people get."""
+        """The result as text."""
         average = "their moving average (train.ema)"
         ((units, speed),) = self.speed.items()
         rows = [
@@ -220,15 +220,15 @@ def evaluate(
     """Evaluates a checkpoint, in one process or under torchrun.
 
     Args:
-        path: a checkpoint, a run whose newest one is taken, or a folder of weights.
-        data: prepared data; None takes the run's.
+        path: a checkpoint, a run (its newest checkpoint), or a folder of weights.
+        data: prepared data; None: the run's.
         split: `validation`, `test` or `train`.
         overrides: `key=value` for keys that evaluation reads.
-        attack: what happens to the text or the images before they are read.
-        leak: of a model whose graphs have no mask: about how many tokens are scored again, each
-            from what is before it alone; None: none.
-        routing: where experts are recorded, or taken from.
-        weights: which of the checkpoint's.
+        attack: perturbation of the text or images before they are read.
+        leak: for a model whose graphs have no mask: approximate number of tokens to score again,
+            each from its prefix alone; None: none.
+        routing: where routing is recorded, or replayed from.
+        weights: which of the checkpoint's weights.
         base: see `open_weights`.
         stream: see `open_evaluated`.
         interventions: see `open_evaluated`.
@@ -249,12 +249,12 @@ def evaluate_opened(
     leak: int | None = None,
     routing: Routing = OWN_ROUTING,
 ) -> Evaluation:
-    """Evaluates weights that were opened; see `evaluate`.
+    """Evaluates opened weights; see `evaluate`.
 
     Args:
         opened: the weights and their data.
         split: `validation`, `test` or `train`.
-        model: on the device of this process, in evaluation mode; None: it is loaded.
+        model: the model on this process's device, in evaluation mode; None: it is loaded.
         attack: see `evaluate`.
         leak: see `evaluate`.
         routing: see `evaluate`.
@@ -319,8 +319,8 @@ def _attacked(
     attack: WordSwap | GaussianNoise | None,
     world: comm.World,
 ) -> Iterator[tuple[Task[Any], Attacked | None]]:
-    """The task with its split after an attack, in files of this process that are gone afterwards,
-    and what is said of that."""
+    """Yields the task with its split after an attack, in temporary files of this process, and a
+    description of the attack."""
     if attack is None:
         yield opened.task, None
         return

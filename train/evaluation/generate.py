@@ -1,9 +1,9 @@
-"""`polyad generate`: text from a checkpoint, one token after another.
+"""`polyad generate`: generates text from a checkpoint token by token.
 
-A model reads at most `sequence_length` tokens. When that many are full, the older half is let go:
-the window then begins `sequence_length // 2` tokens before the next one, and its tokens take the
-positions from 0 on. Learned positions make every key and value new at such a step, so the cache is
-filled again, once per half a window. With a cache or without, the model sees the same tokens.
+A model reads at most `sequence_length` tokens. When the window is full, its older half is dropped:
+the window then starts `sequence_length // 2` tokens before the next one, and positions restart at
+0. Learned positions change every key and value at such a step, so the cache is refilled, once per
+half window. The model reads the same tokens with and without a cache.
 """
 
 import math
@@ -41,32 +41,32 @@ from polyad.train.tasks.language import language_model
 from polyad.train.tasks.vocabulary import need_tokenizer
 
 _UNFINISHED = "\ufffd"
-"""The replacement character, which the bytes of half a character decode to."""
+"""The replacement character, to which an incomplete UTF-8 character decodes."""
 _OVERLAP = 6
-"""Tokens decoded before new ones: the text of a token may depend on its neighbours."""
+"""Number of tokens decoded with new ones, since a token's text may depend on its neighbours."""
 Seen = Callable[[Sequence[int], int, int], None]
-"""Is told after each forward pass all tokens so far, the first that the pass read, and the first of
-its window."""
+"""Callback after each forward pass: all tokens so far, the index of the first one that the pass
+read, and that of the first one in its window."""
 
 
 def _see_nothing(ids: Sequence[int], first: int, window_first: int) -> None:
-    """Is told of forward passes."""
+    """Ignores forward passes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How the next token is chosen.
+    """How the next token is sampled.
 
     Raises:
         ConfigError: a number is out of its range.
     """
 
     temperature: float = 1.0
-    """Divides the logits; 0 takes the likeliest token."""
+    """Divides the logits; 0 takes the most probable token."""
     top_k: int | None = None
-    """Chooses among so many of the likeliest tokens; None, or more than there are: among all."""
+    """Samples from this many most probable tokens; None, or more than exist: from all."""
     top_p: float = 1.0
-    """Chooses among the fewest tokens whose probability is this much of what `top_k` leaves."""
+    """Samples from the smallest set of tokens with this share of the probability after `top_k`."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -85,12 +85,12 @@ class Sampling:
 
 
 def choose(logits_V: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
-    """Chooses a token.
+    """Samples a token.
 
     Args:
-        logits_V: of every token, on the CPU.
-        sampling: how.
-        generator: drawn from, unless the temperature is 0.
+        logits_V: logits of all tokens, on the CPU.
+        sampling: how to sample.
+        generator: random generator, unused if the temperature is 0.
 
     Returns:
         Its id.
@@ -101,16 +101,16 @@ def choose(logits_V: Tensor, sampling: Sampling, generator: torch.Generator) -> 
 
 
 def probabilities(logits_V: Tensor, sampling: Sampling) -> Tensor:
-    """How likely each token is chosen: temperature first, then top-k, then top-p.
+    """Returns the probability of each token after temperature, then top-k, then top-p.
 
-    Of equally likely tokens those with lower ids count as the likelier ones.
+    Among equally probable tokens, lower ids rank first.
 
     Args:
-        logits_V: of every token.
-        sampling: how; its temperature is above 0.
+        logits_V: logits of all tokens.
+        sampling: how to sample; its temperature is above 0.
 
     Returns:
-        [V], fp64; they add up to 1.
+        [V], fp64, with sum 1.
     """
     # The largest logit becomes 0, which stays finite at any temperature.
     logits_V = logits_V.double() - logits_V.max()
@@ -122,7 +122,7 @@ def probabilities(logits_V: Tensor, sampling: Sampling) -> Tensor:
         probability_V = probability_V / probability_V.sum()
     if sampling.top_p < 1:
         sorted_V, order_V = probability_V.sort(descending=True, stable=True)
-        before_V = sorted_V.cumsum(-1) - sorted_V  # the mass of likelier ones
+        before_V = sorted_V.cumsum(-1) - sorted_V  # the mass of more probable ones
         probability_V = probability_V.index_fill(0, order_V[before_V >= sampling.top_p], 0.0)
         probability_V = probability_V / probability_V.sum()
     return probability_V
@@ -145,28 +145,28 @@ def generate_ids(
 
     Args:
         model: a decoder in evaluation mode.
-        prompt: token ids, at least one; of a long prompt the last `sequence_length` are read.
-        max_tokens: the most that are generated.
-        sampling: how a token is chosen.
-        stop_ids: tokens that end it; they are not handed out.
-        vocab_size: only ids below it are chosen; None: all that the model has.
-        unused_ids: ids below it that are not chosen either.
-        use_cache: keep keys and values, or run the whole window for every token.
-        name: of the model, for an error.
+        prompt: token ids, at least one; only the last `sequence_length` are read.
+        max_tokens: maximum number of tokens to generate.
+        sampling: how tokens are sampled.
+        stop_ids: tokens that end generation; they are not yielded.
+        vocab_size: only ids below it are sampled; None: all of the model's.
+        unused_ids: ids below it that are not sampled either.
+        use_cache: whether to cache keys and values, or run the whole window for every token.
+        name: name of the model in errors.
         seen: see `Seen`.
 
     Yields:
-        Token ids, each as soon as it is chosen.
+        Token ids, each as soon as it is sampled.
 
     Raises:
-        ConfigError: the model's weights are not such that a token can be chosen.
+        ConfigError: no token can be sampled, because the model's weights are not finite.
     """
     config: DecoderSettings = model.config  # type: ignore[assignment]
     length, device = config.sequence_length, next(model.parameters()).device
     generator = sampling.generator()
     ids = list(prompt)
-    start = read = max(0, len(ids) - length)  # of the window; of what is not in the cache yet
-    # A long window need not be filled.
+    start = read = max(0, len(ids) - length)  # start of the window; start of what is not cached
+    # A long window may never be filled.
     room = min(length, len(ids) - start + max_tokens)
     cache = KeyValueCache(config.num_layers, room) if use_cache else None
     for _ in range(max_tokens):
@@ -193,11 +193,11 @@ def generate_ids(
 
 
 class TextStream:
-    """Turns tokens into text as they come; half a character waits for its other half.
+    """Decodes tokens incrementally; incomplete characters are held back.
 
     Args:
-        tokenizer: of the ids.
-        prompt: what stands before them.
+        tokenizer: the tokenizer of the ids.
+        prompt: the tokens before them.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> None:
@@ -207,13 +207,13 @@ class TextStream:
         self._from = max(0, self._shown - _OVERLAP)
 
     def push(self, token: int) -> str:
-        """Adds a token; returns the new text that later tokens cannot change, perhaps none."""
+        """Adds a token; returns new text (may be empty) that later tokens cannot change."""
         self._ids.append(token)
         text = self._rest()
         return "" if text.endswith(_UNFINISHED) else self._show(text)
 
     def end(self) -> str:
-        """Returns the rest of the text, with a mark for an incomplete character."""
+        """Returns the rest of the text, with the replacement character for an incomplete one."""
         return self._show(self._rest())
 
     def _rest(self) -> str:
@@ -226,11 +226,11 @@ class TextStream:
 
 
 class Continuation(NamedTuple):
-    """What a model wrote after a prompt."""
+    """The text that a model generated after a prompt."""
 
     prompt_ids: list[int]
     token_ids: list[int]
-    """Without the end of text that may have ended it."""
+    """The token ids, without an end-of-text token."""
     text: str
     """Without the prompt."""
 
@@ -247,17 +247,17 @@ def continue_text(
     write: Callable[[str], object] = lambda text: None,
     seen: Seen = _see_nothing,
 ) -> Continuation:
-    """Continues a text with a model that is in memory.
+    """Continues a text with a model in memory.
 
     Args:
         model: a decoder in evaluation mode.
-        tokenizer: of the model.
-        prompt: the text; an empty one begins a document.
+        tokenizer: the model's tokenizer.
+        prompt: the text; empty starts a document.
         max_tokens: see `generate`.
         sampling: see `generate`.
         use_cache: see `generate`.
-        name: of the model, for an error.
-        write: is handed every piece of text as it comes.
+        name: name of the model in errors.
+        write: called with every piece of text as it is generated.
         seen: see `Seen`.
 
     Raises:
@@ -288,7 +288,7 @@ def continue_text(
 
 
 def check_prompt(prompt: str) -> None:
-    """Refuses what cannot be written as UTF-8, such as half of a surrogate pair."""
+    """Rejects text that UTF-8 cannot encode, such as half of a surrogate pair."""
     try:
         prompt.encode()
     except UnicodeEncodeError:
@@ -297,7 +297,7 @@ def check_prompt(prompt: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Generated:
-    """A text that a model continued, and how."""
+    """A generated text, and how it was generated."""
 
     checkpoint: str
     prompt: str
@@ -336,19 +336,18 @@ def generate(
     """Continues a text.
 
     Args:
-        path: as of `open_weights`: a checkpoint, a run, a folder of weights.
-        prompt: the text; an empty one begins a document.
-        tokenizer: a tokenizer.json, a SentencePiece .model or its folder; None takes that of the
-            checkpoint.
-        max_tokens: the most that are generated; an end of text ends earlier.
-        sampling: how a token is chosen.
-        use_cache: keep keys and values of the tokens before.
-        precision: of the weights and activations.
-        steerings: experts that the text is moved towards.
-        interventions: what happens to experts.
+        path: as in `open_weights`: a checkpoint, a run, a folder of weights.
+        prompt: the text; empty starts a document.
+        tokenizer: a tokenizer.json, a SentencePiece .model or its folder; None: the checkpoint's.
+        max_tokens: maximum number of tokens; an end-of-text token stops earlier.
+        sampling: how tokens are sampled.
+        use_cache: whether to cache keys and values of earlier tokens.
+        precision: precision of weights and activations.
+        steerings: experts towards which the text is steered.
+        interventions: changes to experts.
         base: see `open_weights`.
-        write: is handed the prompt, and every piece of text as it comes.
-        trace: a new file in Parquet, or folder, for the experts of every token that is read.
+        write: called with the prompt, and with every piece of text as it is generated.
+        trace: a new Parquet file or folder for the experts of every token that is read.
 
     Raises:
         ValueError: with an `exit_status` of 2: one line says what is wrong.
@@ -417,12 +416,12 @@ def generate(
 
 @contextmanager
 def _tracing(model: nn.Module, path: Path, about: Mapping[str, Any]) -> Iterator[Seen]:
-    """Writes the experts of each token once: of the forward pass that reads it first.
+    """Writes the experts of each token once, from the first forward pass that reads it.
 
     Args:
-        model: that reads.
+        model: the model that reads.
         path: see `check_output`.
-        about: for the file's metadata.
+        about: entries for the file's metadata.
     """
     layers, done = routed_layers(model), 0
     windows: list[int] = []

@@ -1,16 +1,16 @@
-"""How much a language model gains from a graph of tokens without a mask: `evaluate --leak`.
+"""`evaluate --leak`: how much a language model gains from a token graph without a causal mask.
 
-Such a graph (`model.feed_forward.causal_graph: false`) lets the tokens of a window choose their
-experts by what comes later, so its loss over whole windows is not that of a model that predicts.
-The same weights without that help are scored in two ways:
+With such a graph (`model.feed_forward.causal_graph: false`) the tokens of a window choose their
+experts by later tokens, so its loss over whole windows is not that of a predictive model. The same
+weights are scored without that leak in two ways:
 
-    prefix   the window is cut at each token before that is predicted: T forward passes for a window
-             of T tokens, and exact, so a sample of the tokens is taken. Tokens of the prefix still
-             see each other in both directions.
-    masked   every token sees itself and those before it alone, as generation with a cache does:
-             one forward pass, so the whole split.
+    prefix   the window is cut before each predicted token: exact, but T forward passes for a window
+             of T tokens, so only a sample of the tokens is scored. Tokens of the prefix still see
+             each other in both directions.
+    masked   every token sees only itself and earlier ones, as in generation with a cache: one
+             forward pass, so the whole split is scored.
 
-Shapes: B windows, T tokens of a window, D width, V vocabulary, W windows of all.
+Shapes: B windows, T tokens of a window, D width, V vocabulary, W windows in total.
 """
 
 import math
@@ -32,15 +32,15 @@ from polyad.train.tasks.losses import cross_entropy
 from polyad.train.tasks.text import TokenScore, score_windows
 
 GROUP = 8
-"""Windows that are cut at the same tokens, in one forward pass."""
+"""Number of windows cut at the same tokens, in one forward pass."""
 GOLDEN = (math.sqrt(5) - 1) / 2
-"""Its multiples spread evenly over the circle, however many they are."""
+"""The golden ratio less 1: any number of its multiples is spread evenly modulo 1."""
 
 Report = Callable[[float], None]
 
 
 class PrefixScore(NamedTuple):
-    """A sample of tokens, each scored in its window and from its prefix."""
+    """Scores of a sample of tokens, each within its window and from its prefix."""
 
     tokens: int
     in_window: float
@@ -48,8 +48,8 @@ class PrefixScore(NamedTuple):
     from_prefix: float
     """Loss of the same tokens, with the window cut before the predicted token."""
     standard_error: float
-    """The standard error of the mean difference as an estimate of the split's: tokens of one window
-    belong together. NaN of a single window."""
+    """Standard error of the mean difference as an estimate for the split, with tokens clustered by
+    window. NaN for a single window."""
 
     @property
     def difference(self) -> float:
@@ -58,12 +58,12 @@ class PrefixScore(NamedTuple):
 
 
 class Leak(NamedTuple):
-    """A split scored again without later tokens."""
+    """Scores of a split without later tokens."""
 
     masked: TokenScore
-    """With the mask, all tokens."""
+    """Loss over all tokens with the mask."""
     wanted: int
-    """About how many tokens were to be scored from their prefix."""
+    """Approximate number of tokens to score from their prefix."""
     prefix: PrefixScore
 
     def to_json(self) -> dict[str, Any]:
@@ -80,7 +80,7 @@ class Leak(NamedTuple):
         }
 
     def rows(self, loss: float) -> list[tuple[str, str]]:
-        """Names and values for people, beside the loss over whole windows."""
+        """Names and values for display, beside the loss over whole windows."""
         masked, prefix = self.masked.loss, self.prefix
         return [
             (
@@ -97,11 +97,11 @@ class Leak(NamedTuple):
 
 
 def check_leaks(config: RunConfig, name: object) -> None:
-    """Checks that there is something to measure.
+    """Checks that there is a leak to measure.
 
     Args:
-        config: of the checkpoint.
-        name: of it, for the message.
+        config: the checkpoint's configuration.
+        name: its name in the message.
 
     Raises:
         ConfigError: no graph of the model sees later tokens.
@@ -132,11 +132,11 @@ def measure_leak(
     """Scores a split again, without later tokens.
 
     Args:
-        model: whose graphs have no mask; in evaluation mode.
-        windows: of the split.
-        tokens: about how many are scored from their prefix, evenly over the split.
-        units: tokens of the split.
-        batch_size: windows in a forward pass of the masked model.
+        model: a model whose graphs have no mask, in evaluation mode.
+        windows: the split's windows.
+        tokens: approximate number to score from their prefix, spread evenly over the split.
+        units: number of tokens in the split.
+        batch_size: windows per forward pass of the masked model.
         world: this process.
 
     Returns:
@@ -166,7 +166,8 @@ def masked(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _last_position_alone(model: nn.Module) -> Iterator[None]:
-    """A context in which the output head, a large part of a small model, computes one position."""
+    """A context in which the output head, a large part of a small model, computes only the last
+    position."""
     hook = model.get_submodule("final_norm").register_forward_hook(
         lambda module, given, x_BTD: x_BTD[:, -1:]
     )
@@ -185,21 +186,20 @@ def score_prefixes(
     world: comm.World,
     report: Report | None = None,
 ) -> PrefixScore:
-    """Scores a sample of a split's tokens from what is before them alone.
+    """Scores a sample of a split's tokens from their prefixes alone.
 
-    Every n-th token of a window is taken, from a place on that differs from group to group of
-    windows, so that every distance from the window's beginning occurs as often.
+    Every n-th token of a window is taken, with an offset that differs between groups of windows, so
+    that every distance from the window's start occurs equally often.
 
     Args:
-        model: a language model; dropout off.
-        windows: of the split.
-        tokens: about how many are scored; all if there are no more.
+        model: a language model, without dropout.
+        windows: the split's windows.
+        tokens: approximate number of tokens to score; all if there are fewer.
         world: this process.
-        report: is told the share done.
+        report: called with the share done.
 
     Returns:
-        Sums over all processes; which tokens are taken does not depend on how many processes there
-        are.
+        Sums over all processes; the sample does not depend on the number of processes.
     """
     rank, size = world.data_parallel_rank, world.data_parallel_size
     apart = max(1, len(windows) * windows.stride // tokens)
@@ -219,14 +219,14 @@ def score_prefixes(
 
 
 def _cut_losses(model: nn.Module, input_BT: Tensor, target_BT: Tensor, place: int) -> Tensor:
-    """[B, 1]: the loss of what follows position `place`, with nothing after it there."""
+    """The loss [B, 1] of the token after position `place`, with the input cut after `place`."""
     with _last_position_alone(model):
         logits_B1V = model(input_BT[:, : place + 1]).logits
     return cross_entropy(logits_B1V, target_BT[:, place : place + 1])
 
 
 class _Sums(NamedTuple):
-    """Sums over windows; n is the tokens of a window, d the sum of their differences."""
+    """Sums over windows; n is a window's number of tokens, d the sum of their differences."""
 
     windows: float
     tokens: float
@@ -238,7 +238,7 @@ class _Sums(NamedTuple):
 
 
 def _sums(whole_BP: Tensor, cut_BP: Tensor, scored_BP: Tensor) -> Tensor:
-    # `where`, not a product: a padded position may have a loss that is not finite.
+    # `where`, not a product: the loss of a padded position may not be finite.
     whole_B, cut_B = (x.double().where(scored_BP, 0.0).sum(1) for x in (whole_BP, cut_BP))
     n_B, d_B = scored_BP.sum(1).double(), cut_B - whole_B
     return torch.stack(
@@ -250,7 +250,7 @@ def _sums(whole_BP: Tensor, cut_BP: Tensor, scored_BP: Tensor) -> Tensor:
 
 
 def _prefix_score(sums: _Sums) -> PrefixScore:
-    """Means, and the standard error of their difference.
+    """Computes means, and the standard error of their difference.
 
     The mean difference is a ratio of sums over windows, sum d / sum n, whose variance is
     W / (W - 1) sum (d - mean n)^2 / (sum n)^2 (Cochran 1977, section 6.4).

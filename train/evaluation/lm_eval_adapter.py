@@ -1,8 +1,8 @@
-"""A checkpoint as a model of lm-eval's: `--model polyad --model_args checkpoint=RUN`.
+"""A checkpoint as an lm-eval model: `--model polyad --model_args checkpoint=RUN`.
 
-`train/harness.py` makes it known to lm-eval. What is counted is what lm-eval counts for its own
-Hugging Face models: an empty context is one end-of-text token, and a text longer than the model's
-window is scored in windows of which the last has as much context as there is room for.
+`train/harness.py` registers it with lm-eval. Scoring follows lm-eval's own Hugging Face models: an
+empty context is one end-of-text token, and a text longer than the model's window is scored in
+several windows, the last with as much context as fits.
 """
 
 import copy
@@ -25,24 +25,23 @@ from polyad.train.tasks.language import language_model
 from polyad.train.tasks.vocabulary import need_tokenizer
 
 Scored = tuple[list[int], int]
-"""Token ids, and how many of the last ones are scored."""
+"""Token ids, and the number of last ones that are scored."""
 MAX_GENERATED = 256
-"""Tokens that `generate_until` stops at where a task gives none: lm-eval's default."""
+"""Maximum number of tokens of `generate_until` if a task sets none: lm-eval's default."""
 _LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 _AUTOMATIC_BATCH = 8
 
 
 class PolyadLM(TemplateLM):
-    """lm-eval's three kinds of requests, answered by a model on one device.
+    """Answers lm-eval's three kinds of requests with a model on one device.
 
     Args:
-        checkpoint: a checkpoint, a run whose newest one is taken, or a Hugging Face folder.
-        tokenizer: a tokenizer.json, a SentencePiece .model or its folder; None takes that of the
-            checkpoint.
+        checkpoint: a checkpoint, a run (its newest checkpoint), or a Hugging Face folder.
+        tokenizer: a tokenizer.json, a SentencePiece .model or its folder; None: the checkpoint's.
         precision: `fp32` or `bf16`.
-        batch_size: texts in a forward pass of `loglikelihood`.
-        device: where the model runs; without a GPU on the CPU in any case.
-        max_batch_size: ignored; lm-eval hands it over.
+        batch_size: texts per forward pass of `loglikelihood`.
+        device: the model's device; always the CPU if there is no GPU.
+        max_batch_size: ignored; lm-eval passes it.
 
     Raises:
         ValueError: with an `exit_status` of 2: one line says what is wrong.
@@ -61,7 +60,7 @@ class PolyadLM(TemplateLM):
         if precision not in DTYPES:
             allowed = ", ".join(DTYPES)
             raise ConfigError(f"precision: {precision!r} is not allowed: {allowed}")
-        # lm-eval asks for "cuda:0" where the user gives no device.
+        # lm-eval passes "cuda:0" if the user gives no device.
         self._device = torch.device((device or "cuda") if torch.cuda.is_available() else "cpu")
 
         def read(chosen: Path) -> tuple[Path, Tokenizer, torch.nn.Module]:
@@ -85,8 +84,8 @@ class PolyadLM(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """The id of the token before a text without context: that of the end of another document,
-        unless the tokenizer has one that begins a document."""
+        """The id of the token before a text without context: the tokenizer's beginning-of-document
+        token, or else its end-of-text token."""
         return [*self._coder.before, self._coder.end_of_text_id][0]
 
     @property
@@ -105,7 +104,7 @@ class PolyadLM(TemplateLM):
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **_: Any
     ) -> list[int]:
-        """Token ids of a text, never a special one."""
+        """Token ids of a text, without special tokens."""
         return self._coder.encode(string)
 
     def _loglikelihood_tokens(
@@ -155,9 +154,10 @@ class PolyadLM(TemplateLM):
     def _score(
         self, pairs: Sequence[tuple[list[int], list[int]]], quiet: bool
     ) -> list[tuple[float, bool]]:
-        """(log-likelihood in nats, whether greedy decoding would have said the same) of each."""
+        """Returns (log-likelihood in nats, whether greedy decoding gives the same tokens) of
+        each."""
         work = [(n, window) for n, pair in enumerate(pairs) for window in self._windows(*pair)]
-        work.sort(key=lambda item: -len(item[1][0]))  # the longest first: little padding
+        work.sort(key=lambda item: -len(item[1][0]))  # longest first, for little padding
         totals, greedy = [0.0] * len(pairs), [True] * len(pairs)
         starts = range(0, len(work), self.batch_size)
         for start in tqdm(starts, disable=quiet, desc="scoring"):
@@ -168,11 +168,11 @@ class PolyadLM(TemplateLM):
             for row, (_, (ids, _)) in enumerate(batch):
                 input_BT[row, : len(ids) - 1] = torch.tensor(ids[:-1])
                 mask_BT[row, : len(ids) - 1] = True
-            # Experts are not chosen by padding, either, where a model sees later tokens.
+            # The mask also keeps padding out of expert choice in models that see later tokens.
             output = self.model(input_BT.to(self._device), mask_BT=mask_BT.to(self._device))
             logits_BTV = output.logits
             for row, (number, (ids, count)) in enumerate(batch):
-                # Padding is behind the text, where causal attention does not look.
+                # Padding follows the text, so causal attention does not see it.
                 logits_TV = logits_BTV[row, len(ids) - 1 - count : len(ids) - 1].float()
                 target_T = torch.tensor(ids[-count:], device=self._device)
                 picked_T = logits_TV.log_softmax(-1).gather(1, target_T[:, None])[:, 0]
@@ -193,7 +193,7 @@ class PolyadLM(TemplateLM):
     def _generate(self, context: str, options: dict[str, Any]) -> str:
         until, max_tokens, sampling = _generation_options(options)
         ids = self.tok_encode(context) or [self.prefix_token_id]
-        if max_tokens < self.max_length:  # leave room, as lm-eval does, and the window stays
+        if max_tokens < self.max_length:  # leave room, as lm-eval does, so the window is not moved
             ids = ids[max_tokens - self.max_length :]
         stream, text = TextStream(self._coder, ids), ""
         for token in generate_ids(
@@ -215,7 +215,7 @@ class PolyadLM(TemplateLM):
 
 
 def _generation_options(options: dict[str, Any]) -> tuple[list[str], int, Sampling]:
-    """Reads a task's options of generation: stop strings, length, sampling.
+    """Reads a task's generation options: stop strings, length, sampling.
 
     Raises:
         ConfigError: an option is not supported.
@@ -241,7 +241,7 @@ def _generation_options(options: dict[str, Any]) -> tuple[list[str], int, Sampli
 
 
 def _number(options: dict[str, Any], key: str, kind: type[int] | type[float]) -> float | None:
-    """Takes a number out of a task's options; None where the task gives none."""
+    """Removes a number from a task's options; None if the task gives none."""
     value = options.pop(key, None)
     try:
         return None if value is None else kind(value)

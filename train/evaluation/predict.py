@@ -1,4 +1,4 @@
-"""`polyad predict`: what a trained model says of inputs that are in no data set.
+"""`polyad predict`: predictions of a trained model for new inputs.
 
 Shapes: N inputs, B of a batch, C choices of an input (1 without choices), K classes.
 """
@@ -36,29 +36,29 @@ from polyad.train.tasks.sequences import ScoringConfig, model_inputs
 from polyad.train.tasks.vocabulary import names_of
 
 BATCH = 32
-"""Inputs in a forward pass."""
+"""Inputs per forward pass."""
 SHOWN = 3
-"""Classes that a person is shown of an input."""
+"""Maximum number of classes shown per input."""
 WIDTH = 60
-"""Characters of an input that a person is shown."""
+"""Maximum number of characters shown of an input."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """What a model says of one input."""
+    """A model's prediction for one input."""
 
     input: str
-    """The text, or the file of the image."""
+    """The text, or the image file."""
     label: str | None = None
-    """The most probable class or choice; None of a number, or where several may be right."""
+    """The most probable class or choice; None for a number, or if several may be right."""
     value: float | None = None
-    """The predicted number, of a model that was trained on numbers."""
+    """The predicted number, for a regression model."""
     probabilities: Mapping[str, float]
-    """By class, or by choice, the most probable first; of attributes each by itself."""
+    """By class or choice, the most probable first; attributes are independent."""
 
     @property
     def said(self) -> list[str]:
-        """The number, or the most probable classes."""
+        """The number, or the most probable classes, as text."""
         if self.value is not None:
             return [f"{self.value:.4f}"]
         best = list(self.probabilities.items())[:SHOWN]
@@ -72,7 +72,7 @@ class Predictions:
     checkpoint: str
     predictions: Sequence[Prediction]
     truncated: int
-    """Texts that are longer than the model reads."""
+    """Number of texts longer than the model reads."""
 
     def text(self) -> str:
         """A line for each input."""
@@ -87,12 +87,12 @@ class Predictions:
 
 
 class Predictor:
-    """Predicts with a classifier, or with what was trained on numbers or choices.
+    """Predicts with a model for classification, regression or multiple choice.
 
     Args:
-        weights: of the model.
+        weights: the model's weights.
         model: in evaluation mode.
-        tokenizer: gives the tokenizer of a model that reads text.
+        tokenizer: returns the tokenizer of a model that reads text.
 
     Raises:
         ConfigError: the model scores neither whole texts nor images.
@@ -116,7 +116,7 @@ class Predictor:
 
     @property
     def reads_images(self) -> bool:
-        """Whether inputs are files of images, and not texts."""
+        """Whether inputs are image files, not texts."""
         return isinstance(self._settings, ImageSettings)
 
     def texts(self, inputs: Sequence[str], seconds: Sequence[str] = ()) -> Predictions:
@@ -146,10 +146,10 @@ class Predictor:
         return self._table(Table("the given texts", columns, list(columns)))
 
     def file(self, path: str) -> Predictions:
-        """Predicts the rows of a table, or the lines of a .txt file; labels in it are not read.
+        """Predicts the rows of a table, or the lines of a .txt file; labels in it are ignored.
 
         Args:
-            path: of the file; its columns are called as those of the training data.
+            path: the file; its columns have the same names as those of the training data.
 
         Raises:
             ValueError: one line says what is wrong with it.
@@ -180,10 +180,10 @@ class Predictor:
         """Predicts images.
 
         Args:
-            paths: files, or folders whose images are taken in the order of their names.
+            paths: files, or folders, whose images are read in the order of their names.
 
         Raises:
-            ValueError: a file is no image, or the model reads text.
+            ValueError: a file is not an image, or the model reads text.
         """
         if not isinstance(self._settings, ImageSettings):
             raise ConfigError(f"{self._weights.folder}: the model reads text, not images")
@@ -212,7 +212,7 @@ class Predictor:
 
     @cached_property
     def _data(self) -> DataSettings:
-        """The data that the model was trained on, or what a folder of weights says of pixels."""
+        """The data settings of training, or those from a folder's preprocessing file."""
         return config_of(self._weights).data
 
     @property
@@ -253,7 +253,7 @@ class Predictor:
         return self._result(found, pieces.cut)
 
     def _of_row(self, text: str, output_K: Tensor, choices: int) -> Prediction:
-        """A prediction from the scores of the classes or choices, or from the number."""
+        """Makes a prediction from the scores of classes or choices, or from the number."""
         if choices > 1:
             return self._of_classes(text, output_K.softmax(-1), names=[*map(str, range(choices))])
         if len(output_K) == 1:

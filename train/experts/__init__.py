@@ -1,1 +1,1 @@
-"""Observing and steering experts: routing fluctuation, reports, steering."""
+"""Observation of and intervention on experts: routing, information, knockouts, steering."""

@@ -1,20 +1,21 @@
-"""What can be done to experts, and a model to whose experts it is done.
+"""Actions on experts, and hooks that apply them to a model.
 
     contribution   their outputs are 0, and the others keep their weights
-    route-around   the same, and the others take over their weights: the sum stays
+    route-around   the same, but the others take over their weights: the sum is unchanged
     swap           another expert takes their place, with their weights
-    mean           their outputs are their mean output
-    prune          they are not there: their rows of the router are deleted, and the next best enter
+    mean           their outputs are replaced by their mean output
+    prune          they are removed: their rows of the router are deleted, and the next best replace
+    them
     scale          their weights are multiplied by a number
-    clamp          their weights are a number, at tokens that use them
+    clamp          their weights are set to a number, at tokens that use them
     force          the router ranks them first (SteerMoE, 2509.09660)
     avoid          the router ranks them last
 
-Hooks on the router and the dispatcher do it: in their context any measure can be taken of the
-changed model, and without it nothing is left of the change. Rows of a batch may each be changed in
-another way, which a search over experts needs.
+They use hooks on the router and the dispatcher: inside the context any measure can be taken of the
+changed model, and outside it nothing remains of the change. Each row of a batch may be changed
+differently, which a search over experts needs.
 
-Shapes: B rows of a forward pass, T tokens of a row, M tokens of all, S experts of a layer (of all
+Shapes: B rows of a forward pass, T tokens of a row, M tokens in total, S experts of a layer (all
 levels side by side), K experts of a token, D width.
 """
 
@@ -39,23 +40,23 @@ How = Literal[
 ]
 HOWS: tuple[How, ...] = get_args(How)
 RANKING = ("force", "avoid")
-"""What changes the order in which a router ranks experts."""
+"""Actions that change the order in which a router ranks experts."""
 MARGIN = 0.01
-"""By which they come before the first, or after the last, in logarithms of probabilities."""
+"""Distance in log probability by which they come before the first, or after the last."""
 NEEDS_SELECTION = frozenset({"mean", "prune", *RANKING})
-"""What only a layer knows that selects whole experts."""
+"""Actions that exist only for layers that select whole experts."""
 Intervene = Callable[[Tensor | None, Tensor | None], None]
-"""Says which experts are changed in the next forward passes, bool [B, S] or [1, S] for every row,
-and at which tokens, bool [B, T] or None for all; None in place of experts: none is."""
+"""Sets which experts are changed in the next forward passes, bool [B, S] or [1, S] for every row,
+and at which tokens, bool [B, T] or None for all; None in place of experts: no change."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Action:
-    """What is done to experts."""
+    """An action on experts."""
 
     how: How = "contribution"
     to: int | None = None
-    """For `swap`, the expert that takes their place."""
+    """For `swap`, the expert that replaces them."""
     value: float | None = None
     """For `scale` the factor, for `clamp` the weight."""
     mean_SD: Tensor | None = None
@@ -71,17 +72,17 @@ CONTRIBUTION = Action()
 def intervening(
     model: nn.Module, layer: RoutedLayer, action: Action = CONTRIBUTION
 ) -> Iterator[Intervene]:
-    """Gives a function that says whom the change happens to in the next forward passes.
+    """Yields a function that sets which experts are changed in the next forward passes.
 
     Inside the context compiled blocks run uncompiled, since compiled code ignores later hooks.
 
     Args:
         model: in evaluation mode, whole on this process, without padding.
-        layer: of the model, in a block or its head.
-        action: that is done.
+        layer: a layer of the model, in a block or its head.
+        action: the action.
 
     Raises:
-        ConfigError: the layer cannot be changed so.
+        ConfigError: the action is not possible in this layer.
     """
     check_action(layer, action, layer.name)
     chosen = _Chosen(action)
@@ -126,7 +127,7 @@ class _Chosen:
         self._chosen_BS, self._at_BT = chosen_BS, at_BT
 
     def _of_tokens(self, tokens: int) -> Tensor:
-        """Which experts are changed at each token [M, S]; the tokens of a row stand together."""
+        """Which experts are changed at each token [M, S]; tokens of a row are consecutive."""
         assert self._chosen_BS is not None
         if self._at_BT is None and len(self._chosen_BS) == 1:
             return self._chosen_BS.expand(tokens, -1)
@@ -137,7 +138,7 @@ class _Chosen:
         return chosen_BTS.flatten(0, 1)
 
     def selected(self, module: nn.Module, arguments: Any, output: Selected) -> Selected | None:
-        """Changes the weights of selected experts, or which they are."""
+        """Changes the weights of selected experts, or the selection."""
         if self._chosen_BS is None:
             return None
         weights_MK, ids_MK = output.weights_NK, output.expert_ids_NK
@@ -153,7 +154,7 @@ class _Chosen:
         return output._replace(weights_NK=weighed(weights_MK, hit_MK, self._action))
 
     def replaced(self, module: nn.Module, arguments: Any, output: Any) -> Any:
-        """Adds mean outputs with the weights of those that they stand for."""
+        """Adds mean outputs with the weights of the experts that they replace."""
         if self._chosen_BS is None:
             return None
         assert self._lost_MS is not None
@@ -163,7 +164,7 @@ class _Chosen:
         return output._replace(y_ND=y_MD + self._lost_MS.to(y_MD.dtype) @ mean_SD)
 
     def logits(self, module: nn.Module, arguments: Any, output: Tensor) -> Tensor | None:
-        """Deletes rows of the router: no score is left for them, and graphs mix none."""
+        """Deletes rows of the router, so that they have no score and graphs do not mix it."""
         if self._chosen_BS is None:
             return None
         return output.masked_fill(self._of_tokens(len(output)), -math.inf)
@@ -180,7 +181,8 @@ class _Chosen:
         return moved_logits(output, first_MS, last_MS & first_MS.any(-1, keepdim=True))
 
     def ranked(self, module: nn.Module, arguments: Any) -> Any:
-        """Puts deleted experts behind all others, wherever scores are 0 or the lowest are taken."""
+        """Ranks deleted experts behind all others, even where scores are 0 or the lowest are
+        taken."""
         if self._chosen_BS is None:
             return None
         scores_ME, *others = arguments
@@ -213,9 +215,9 @@ def moved_logits(logits_MS: Tensor, first_MS: Tensor, last_MS: Tensor) -> Tensor
     """Logits in which some experts come first, and others last (2509.09660).
 
     Args:
-        logits_MS: of a router whose scores are their softmax.
-        first_MS: which come first, all with one probability.
-        last_MS: which come last.
+        logits_MS: logits of a router whose scores are their softmax.
+        first_MS: experts that come first, with equal probability.
+        last_MS: experts that come last.
     """
     log_p_MS = logits_MS.log_softmax(-1)
     high_M1, low_M1 = log_p_MS.amax(-1, keepdim=True), log_p_MS.amin(-1, keepdim=True)
@@ -232,8 +234,8 @@ def _check_ranking(router: Router, layer: RoutedLayer, action: Action) -> None:
 
 
 def _swapped(ids_MK: Tensor, weights_MK: Tensor, hit_MK: Tensor, to: int) -> tuple[Tensor, Tensor]:
-    """Puts an expert in the place of others; where a token uses it already, it gets their weights
-    too, since no expert may stand twice in a row."""
+    """Replaces experts by another one; where a token uses that already, their weights are added to
+    its own, since no expert may occur twice in a row."""
     there_MK = ids_MK == to
     first_MK = hit_MK & (hit_MK.cumsum(1) == 1)
     place_MK = torch.where(there_MK.any(1, keepdim=True), there_MK, first_MK)
@@ -243,16 +245,16 @@ def _swapped(ids_MK: Tensor, weights_MK: Tensor, hit_MK: Tensor, to: int) -> tup
 
 
 def weighed(weights_MK: Tensor, hit_MK: Tensor, action: Action) -> Tensor:
-    """Weights after a change that leaves experts where they are.
+    """Returns the weights after a change that keeps the selection.
 
     Args:
-        weights_MK: of the experts of each token, or shares of all.
-        hit_MK: which of them it happens to.
-        action: any that leaves the router as it is, but `swap`.
+        weights_MK: weights of each token's experts, or shares of all.
+        hit_MK: which of them are changed.
+        action: any action that does not change the router, except `swap`.
     """
     if action.how == "clamp":
         assert action.value is not None
-        # A share of 0 is that of an expert without a part in the token.
+        # A share of 0 means that the token does not use the expert.
         return weights_MK.masked_fill(hit_MK & (weights_MK != 0), action.value)
     if action.how == "scale":
         assert action.value is not None
@@ -265,15 +267,15 @@ def weighed(weights_MK: Tensor, hit_MK: Tensor, action: Action) -> Tensor:
 
 
 def check_action(layer: RoutedLayer, action: Action, place: str) -> None:
-    """Checks that a layer can be changed so.
+    """Checks that an action is possible in a layer.
 
     Args:
-        layer: any.
-        action: that is done to its experts.
-        place: begins the error.
+        layer: any layer.
+        action: the action on its experts.
+        place: prefix of the error.
 
     Raises:
-        ConfigError: it cannot.
+        ConfigError: it is not.
     """
     if layer.shares and action.how in NEEDS_SELECTION:
         rest = ", ".join(how for how in HOWS if how not in NEEDS_SELECTION)
@@ -291,7 +293,7 @@ def check_action(layer: RoutedLayer, action: Action, place: str) -> None:
 
 
 def experts_of_a_token(model: nn.Module, layer: RoutedLayer) -> int:
-    """How many experts a token uses, K; of a layer that selects them."""
+    """The number of experts per token, K, of a layer that selects them."""
     parent = model.get_submodule(layer.name)
     assert isinstance(parent, SelectingMoE)
     return parent.router.selection.top_k

@@ -1,11 +1,11 @@
-"""Which experts serve which class: of the tokens of each class how many every expert gets.
+"""Which experts serve which class: how many tokens of each class every expert gets.
 
-A class may be any group of sequences or images: also the right choices and the wrong ones, or rows
-with low, middle and high numbers.
+A class may be any group of sequences or images, such as right and wrong choices, or rows with low,
+middle and high numbers.
 
-Shapes: N tokens, R sequences or images of a batch, or tokens, A all samples that are read, Y
-classes, S experts of all levels side by side, P labels: the right ones first, then shuffled ones, G
-groups of samples.
+Shapes: N tokens, R sequences or images of a batch, or tokens, A all samples read, Y classes, S
+experts of all levels side by side, P labels: the true ones first, then shuffled ones, G groups of
+samples.
 """
 
 import functools
@@ -32,17 +32,17 @@ from polyad.train.experts.information import (
 from polyad.train.experts.probing import Decision, RoutedLayer
 
 FEW_CLASSES = 20
-"""Up to so many classes a table of all of them is drawn."""
+"""Maximum number of classes for which a table of all is drawn."""
 SHUFFLES = 8
-"""How often labels are shuffled for what chance alone gives."""
+"""Number of shuffles of the labels that estimate the chance level."""
 MOST_LEANING = 10
-"""Experts that are named as those that lean most to a class."""
+"""Number of experts named as leaning most to a class."""
 LEAST_EXPECTED = 5.0
-"""Tokens that an expert has to be expected to get of a class before its lift says anything."""
+"""Minimum expected number of tokens of a class for an expert's lift to be meaningful."""
 
 
 class Lean(NamedTuple):
-    """An expert that gets more of a class than of all."""
+    """An expert that gets a larger share of a class than of all tokens."""
 
     expert: str
     group: str
@@ -50,9 +50,9 @@ class Lean(NamedTuple):
     tokens: float
     """Tokens of the class that the expert gets; of a muMoE the sum of their coefficients."""
     share: float
-    """This expert's part of what all get of the class."""
+    """The expert's share of the class."""
     share_of_all: float
-    """Its part of what experts get of all classes."""
+    """The expert's share of all classes."""
     lift: float
     """share / share_of_all."""
 
@@ -70,17 +70,17 @@ class LevelByClass:
     groups: list[str]
     """Names of the classes."""
     counts_SY: Matrix
-    """Tokens of each class that every expert gets; of shares their sums."""
+    """Number of tokens of each class that every expert gets; for shares their sums."""
     counts_GSY: Matrix
-    """The same of groups of sequences or images, which intervals follow from."""
+    """The same per group of sequences or images, for intervals."""
     highest_GSY: Matrix | None = None
-    """Where a token gets a share of every expert: tokens of which each has the highest."""
+    """If tokens weight every expert: number of tokens for which each has the highest share."""
     samples: int
-    """Sequences, images or windows in all groups."""
+    """Number of sequences, images or windows in all groups."""
     by_chance: float
-    """The mean of `information` over labels that were shuffled among the sequences or images."""
+    """Mean `information` over labels shuffled among the sequences or images."""
     highest_by_chance: float | None = None
-    """The same of `highest_GSY`."""
+    """The same for `highest_GSY`."""
 
     @property
     def information(self) -> float:
@@ -89,7 +89,7 @@ class LevelByClass:
 
     @functools.cached_property
     def measures(self) -> dict[str, Measured]:
-        """Information in bits, the same over the mean entropy, and purity, with intervals."""
+        """Information in bits, the same divided by the mean entropy, and purity, with intervals."""
         return {
             name: measured(measure, self.counts_GSY, self.samples)
             for name, measure in (
@@ -101,7 +101,7 @@ class LevelByClass:
 
     @functools.cached_property
     def of_highest(self) -> Measured | None:
-        """Information in bits of the expert with the highest share; None where there are none.
+        """Information in bits of the expert with the highest share; None without shares.
 
         Source: Krishnamurthy et al. 2023, who count each sample for one expert.
         """
@@ -110,7 +110,7 @@ class LevelByClass:
         return measured(information_bits, self.highest_GSY, self.samples)
 
     def of_highest_to_json(self) -> dict[str, Any]:
-        """JSON values: it, and what it is by chance; nothing where there are no shares."""
+        """JSON values: the same and its chance level; empty without shares."""
         if self.of_highest is None:
             return {}
         return {
@@ -120,13 +120,13 @@ class LevelByClass:
 
     @property
     def share_S(self) -> Matrix:
-        """The part of each expert in what all get."""
+        """Each expert's share of all tokens."""
         share_S: Matrix = self.counts_SY.sum(1) / max(self.counts_SY.sum(), 1e-30)
         return share_S
 
     @property
     def share_SY(self) -> Matrix:
-        """The part of each expert in what all get of a class; NaN of a class without a token."""
+        """Each expert's share of a class; NaN for a class without tokens."""
         with np.errstate(invalid="ignore"):
             share_SY: Matrix = self.counts_SY / self.counts_SY.sum(0)
         return share_SY
@@ -135,7 +135,7 @@ class LevelByClass:
         """The experts that lean most to a class, the highest lift first.
 
         Args:
-            most: how many; of pairs of which `LEAST_EXPECTED` tokens are expected.
+            most: maximum number; only pairs with `LEAST_EXPECTED` expected tokens count.
         """
         share_S, share_SY = self.share_S, self.share_SY
         expected_SY = share_S[:, None] * self.counts_SY.sum(0)
@@ -160,11 +160,11 @@ class LevelByClass:
         return list(found.values())
 
     def highest_lifts(self) -> tuple[list[int], list[list[float]]]:
-        """The class of which each expert gets most beside its share of all.
+        """The class with the highest lift for each expert.
 
         Returns:
-            The number of the class, and the lift with the ends of its interval: NaN of an expert
-            without a class of which `LEAST_EXPECTED` tokens are expected.
+            The class number, and the lift with the ends of its interval: NaN for an expert without
+            a class of `LEAST_EXPECTED` expected tokens.
         """
         expected_SY = self.share_S[:, None] * self.counts_SY.sum(0)
         lift_SY = np.where(
@@ -201,13 +201,13 @@ class LevelByClass:
 
 
 class ExpertCounts:
-    """Adds up what experts get of each class, in one pass, by labels of single rows.
+    """Accumulates what experts get of each class in one pass, by labels of single rows.
 
     Args:
-        layers: those that are counted.
-        groups: names of the classes.
-        samples: sequences, images or windows that are read, over all processes.
-        device: where decisions are.
+        layers: the layers to count.
+        groups: class names.
+        samples: number of sequences, images or windows read, over all processes.
+        device: the decisions' device.
     """
 
     def __init__(
@@ -221,7 +221,7 @@ class ExpertCounts:
         self._counts: dict[str, GroupedSums] = {}
         """What each layer's experts get of each class [G, Y, S], or 2 S, as `given`."""
         self._shuffled: dict[str, Tensor] = {}
-        """The same by shuffled labels [SHUFFLES, Y, S], over all samples."""
+        """The same with shuffled labels [SHUFFLES, Y, S], over all samples."""
         for layer in layers:
             shape = (len(groups), layer.num_experts * (2 if layer.shares else 1))
             size = len(groups) * layer.num_experts
@@ -229,7 +229,7 @@ class ExpertCounts:
             self._shuffled[layer.name] = counts.sums_G.new_zeros(SHUFFLES, *shape)
 
     def sums(self) -> dict[str, Tensor]:
-        """What is added up; see `polyad.train.reading.Lasting`."""
+        """The accumulators; see `polyad.train.reading.Lasting`."""
         counts = {name: each.sums_G for name, each in self._counts.items()}
         return counts | {f"{name}.shuffled": each for name, each in self._shuffled.items()}
 
@@ -237,10 +237,10 @@ class ExpertCounts:
         """Adds rows.
 
         Args:
-            name: of the layer.
-            given_RS: what each row gives to every expert, fp64, [R, S] or 2 S; see `given`.
-            label_PR: its class, and shuffled ones; -1: it does not count.
-            number_R: that of the sample that it belongs to.
+            name: the layer's name.
+            given_RS: each row's counts per expert, fp64, [R, S] or 2 S; see `given`.
+            label_PR: its class, and shuffled ones; -1: not counted.
+            number_R: the number of its sample.
         """
         for shuffle, label_R in enumerate(label_PR):
             counted_R = label_R >= 0
@@ -253,10 +253,10 @@ class ExpertCounts:
             counts.sums_G.flatten(0, 1).index_add_(0, row_C, given_CS)
 
     def result(self, summed: Summed = lambda counts: counts) -> dict[str, list[LevelByClass]]:
-        """The levels of each layer, by the layer's name.
+        """Returns the levels of each layer, by layer name.
 
         Args:
-            summed: over processes.
+            summed: sums over processes.
 
         Raises:
             ConfigError: coefficients are not finite.
@@ -297,14 +297,14 @@ class ExpertCounts:
 class ExpertsByClass(ExpertCounts):
     """Counts by the class of whole sequences or images.
 
-    The shuffled labels are those of whole sequences, since tokens of one sequence are alike: labels
-    of single tokens would make chance look smaller than it is.
+    Labels of whole sequences are shuffled, since tokens of one sequence are alike: shuffling labels
+    of single tokens would underestimate chance.
 
     Args:
-        layers: those that are counted.
-        groups: names of the classes.
-        group_A: the class of each sequence or image, in the order in which they are read.
-        device: where decisions are.
+        layers: the layers to count.
+        groups: class names.
+        group_A: the class of each sequence or image, in reading order.
+        device: the decisions' device.
     """
 
     def __init__(
@@ -322,13 +322,13 @@ class ExpertsByClass(ExpertCounts):
         self._class_PA = torch.stack([group_A, *shuffled]).to(device)
 
     def add(self, name: str, decision: Decision, row_N: Tensor, number_R: Tensor) -> None:
-        """Adds what a layer decided for a batch.
+        """Adds a layer's decisions for a batch.
 
         Args:
-            name: of the layer.
-            decision: for tokens that are real.
-            row_N: of each of them the row of the batch that it belongs to.
-            number_R: that of each row among all that are read.
+            name: the layer's name.
+            decision: decisions for tokens other than padding.
+            row_N: each token's row of the batch.
+            number_R: each row's number among all rows read.
         """
         given_NS = given(decision)
         given_RS = given_NS.new_zeros(len(number_R), given_NS.shape[1])
@@ -337,7 +337,8 @@ class ExpertsByClass(ExpertCounts):
 
 
 def _lift(sums_4: Matrix) -> Matrix:
-    """The share of a class over that of all, from what an expert and all get of either."""
+    """The share of a class divided by that of all, from the counts of an expert and of all
+    experts."""
     own, of_expert, of_class, whole = np.moveaxis(sums_4, -2, 0)
     with np.errstate(invalid="ignore", divide="ignore"):
         lift: Matrix = (own / of_class) / (of_expert / whole)
@@ -349,14 +350,14 @@ def _mean_bits(counts_PSY: Matrix) -> float:
 
 
 def given(decision: Decision) -> Tensor:
-    """What every token gives to each expert, in fp64.
+    """Returns each token's counts per expert, in fp64.
 
     Args:
-        decision: of a layer.
+        decision: a layer's decision.
 
     Returns:
-        Of sparse experts [N, S]: 1 for each that is selected, whatever its weight, before a
-        capacity drops any. Of shares [N, 2 S]: the shares, then 1 for the highest of each level.
+        For sparse experts [N, S]: 1 for each selected expert, whatever its weight, before a
+        capacity drops any. For shares [N, 2 S]: the shares, then 1 for the highest of each level.
     """
     if decision.selected is None:
         highest = [

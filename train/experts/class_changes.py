@@ -1,7 +1,7 @@
-"""Changes of the loss by class of token, added up over groups of windows, with intervals.
+"""Changes of the loss by class of token, accumulated over groups of windows, with intervals.
 
-Shapes: B windows, P predicted tokens of a window, J ways to sort tokens, C columns (the classes of
-all ways side by side), E rows (experts, or ways to steer), G groups of windows.
+Shapes: B windows, P predicted tokens of a window, J labelings of tokens, C columns (the classes of
+all labelings side by side), E rows (experts, or steerings), G groups of windows.
 """
 
 import math
@@ -18,7 +18,7 @@ from polyad.train.experts.token_classes import slices_of
 
 
 class Change(NamedTuple):
-    """A mean change in nats a token, or of a share."""
+    """A mean change in nats per token, or of a share."""
 
     value: float
     low: float
@@ -27,14 +27,14 @@ class Change(NamedTuple):
 
     @property
     def is_beyond_noise(self) -> bool:
-        """Whether the interval leaves 0 out."""
+        """Whether the interval excludes 0."""
         return self.low > 0 or self.high < 0
 
     def shown(self, unknown: str) -> str:
-        """The change for people, its interval in brackets, and * if that leaves 0 out.
+        """Formats the change with its interval in brackets, and * if that excludes 0.
 
         Args:
-            unknown: what stands for the change of no token.
+            unknown: text for the change of no tokens.
         """
         if math.isnan(self.value):
             return unknown
@@ -46,33 +46,33 @@ class Change(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ClassChanges:
-    """The changes of classes, for one way to sort tokens."""
+    """The changes per class, for one labeling of tokens."""
 
     classes: Sequence[str]
     tokens_C: Matrix
-    """Predicted tokens of each class."""
+    """Number of predicted tokens of each class."""
     loss_C: Matrix
-    """Mean loss of the model as it is; NaN of a class without a token."""
+    """Mean loss of the unchanged model; NaN for a class without tokens."""
     own_EC: Matrix
-    """Tokens that the expert has a part in."""
+    """Number of tokens that use the expert."""
     change_3EC: Matrix
     """Mean change over all tokens of the class, and the ends of its interval."""
     own_change_3EC: Matrix
-    """The same over the tokens that the expert has a part in."""
+    """The same over the tokens that use the expert."""
 
     def change(self, row: int, column: int) -> Change:
-        """The change of an expert and a class."""
+        """The change for an expert and a class."""
         return Change(*self.change_3EC[:, row, column].tolist())
 
     def own_change(self, row: int, column: int) -> Change:
-        """The same over the tokens that the expert has a part in."""
+        """The same over the tokens that use the expert."""
         return Change(*self.own_change_3EC[:, row, column].tolist())
 
     def to_json(self, *, own: bool = True) -> dict[str, Any]:
         """JSON values; rows of tables are experts.
 
         Args:
-            own: whether there are tokens of an expert's own.
+            own: whether to include changes over the tokens that use an expert.
         """
         found = {
             "classes": list(self.classes),
@@ -87,7 +87,7 @@ class ClassChanges:
 
 
 def as_table(values_3: Matrix) -> dict[str, Any]:
-    """Changes and the ends of their intervals for JSON, which has no NaN.
+    """Converts changes and the ends of their intervals to JSON, which has no NaN.
 
     Args:
         values_3: the changes, the lower and the upper ends.
@@ -96,15 +96,15 @@ def as_table(values_3: Matrix) -> dict[str, Any]:
 
 
 class ChangeSums:
-    """Adds up changes by class.
+    """Accumulates changes by class.
 
-    A row more than there are experts has the loss of the model as it is, and counts tokens.
+    An extra row holds the loss of the unchanged model, and counts tokens.
 
     Args:
         rows: E.
-        classes: of each way to sort.
-        windows: that all processes read.
-        device: where losses are.
+        classes: class names of each labeling.
+        windows: number of windows that all processes read together.
+        device: the losses' device.
     """
 
     def __init__(
@@ -120,12 +120,12 @@ class ChangeSums:
         self._sums = GroupedSums(windows, shape, device)
 
     def add_whole(self, label_JBP: Tensor, number_B: Tensor, loss_BP: Tensor) -> None:
-        """Adds windows that the model reads as it is.
+        """Adds windows read by the unchanged model.
 
         Args:
-            label_JBP: columns; -1: the token does not count.
-            number_B: of the windows.
-            loss_BP: in nats.
+            label_JBP: columns; -1: the token is not counted.
+            number_B: the windows' numbers.
+            loss_BP: losses in nats.
         """
         row_B = torch.full_like(number_B, self._whole)
         self.add(label_JBP, number_B, row_B, loss_BP, torch.ones_like(label_JBP[0]).bool())
@@ -141,18 +141,18 @@ class ChangeSums:
         """Adds windows in which something is changed.
 
         Args:
-            label_JBP: columns; -1: the token does not count.
-            number_B: of the windows.
-            row_B: what is changed in each.
-            change_BP: of the loss.
-            own_BP: which tokens the expert has a part in.
+            label_JBP: columns; -1: the token is not counted.
+            number_B: the windows' numbers.
+            row_B: the row of each window's change.
+            change_BP: change of the loss.
+            own_BP: which tokens use the expert.
         """
         group_B = self._sums.group_of(number_B)
         place_B = group_B * (self._whole + 1) + row_B.to(group_B.device)
         first_B1 = (place_B * self._columns).view(-1, 1)
         counted_JBP = label_JBP >= 0
         own_BP = own_BP.double()
-        # `where`: what does not count may not be finite, and 0 times that is not 0.
+        # `where`: uncounted values may not be finite, and 0 times those is not 0.
         change_BP = change_BP.double().where(counted_JBP[0], 0.0)
         values_BP3 = torch.stack([change_BP, change_BP * own_BP, own_BP], -1)
         flat = self._sums.sums_G.flatten(0, 2)
@@ -160,11 +160,11 @@ class ChangeSums:
             flat.index_add_(0, (first_B1 + label_BP)[counted_BP], values_BP3[counted_BP])
 
     def result(self, what: str, summed: Summed = lambda counts: counts) -> dict[str, ClassChanges]:
-        """The changes, by way to sort.
+        """Returns the changes by labeling.
 
         Args:
-            what: was changed, for an error.
-            summed: over processes.
+            what: names the change in the error.
+            summed: sums over processes.
 
         Raises:
             ConfigError: losses are not finite.
@@ -196,7 +196,7 @@ class ChangeSums:
 
 
 def mean_of(sums: Matrix, counts: Matrix) -> Matrix:
-    """Sums over counts; NaN where nothing was counted."""
+    """Divides sums by counts; NaN where nothing was counted."""
     with np.errstate(invalid="ignore", divide="ignore"):
         mean: Matrix = np.where(counts > 0, sums / counts, np.nan)
     return mean

@@ -1,4 +1,4 @@
-"""The table of experts and classes as a picture.
+"""A figure of the table of experts and classes.
 
 Shapes: S experts of a level, Y classes.
 """
@@ -15,20 +15,20 @@ from polyad.train.page.matrices import NARROW_COLUMNS, Cell, matrix_chart
 from polyad.train.page.template import number
 
 MOST_EXPERTS = 64
-"""Up to so many experts of a level are drawn as a matrix."""
+"""Maximum number of experts of a level that are drawn as a matrix."""
 HEADING = "Share of each expert"
 STRONGEST_LIFT = 4.0
-"""A lift that has the full colour, as has its inverse."""
+"""The lift at full color; its inverse has the opposite full color."""
 
 
 def level_matrix(level: LevelByClass, heading: str = HEADING, *, by_expert: bool) -> Figure | None:
-    """The table of experts and classes as a picture; None where it would be too large.
+    """Draws the table of experts and classes; None if it would be too large.
 
     Args:
         level: experts of a layer, and classes.
-        heading: what stands above the picture.
-        by_expert: whether classes of which the same expert gets most stand together; else they
-            keep their order.
+        heading: heading of the figure.
+        by_expert: whether to group classes by the expert that gets most of them; else they keep
+            their order.
     """
     if len(level.groups) > FEW_CLASSES or len(level.experts) > MOST_EXPERTS:
         return None
@@ -63,7 +63,7 @@ def level_matrix(level: LevelByClass, heading: str = HEADING, *, by_expert: bool
 
 
 def _sorted_by_expert(share_SY: Matrix) -> list[int]:
-    """Classes in the order of the expert that gets most of each, and then of how much it gets."""
+    """Sorts classes by the expert that gets most of each, and then by how much it gets."""
     known_SY = np.nan_to_num(share_SY)
     return [int(y) for y in np.lexsort((-known_SY.max(0), known_SY.argmax(0)))]
 

@@ -1,7 +1,7 @@
 """Routing fluctuation: which tokens of a fixed probe set change experts between two checkpoints.
 
-Two numbers per token are stored, however many experts there are: its first expert (of a muMoE: the
-leaf with the highest coefficient), and a code of the set of its experts.
+Two numbers per token are stored, whatever the number of experts: its first expert (for a muMoE the
+leaf with the highest coefficient), and a code of its set of experts.
 
 Shapes: M tokens of a forward pass, N experts of a level, S experts of all levels side by side, L
 layers, C measures.
@@ -25,28 +25,28 @@ from polyad.train.guard.memory import RunMemory
 from polyad.train.tasks.samples import ImageSamples, TextSamples
 
 SEED = 1_442_695_040_888_963_407
-"""The seed of the experts' codes, which must be the same in every process."""
+"""Seed of the experts' codes, which must be equal in all processes."""
 LOGGED = ("top1", "set", "entropy_ratio")
-"""What a run logs of `Fluctuation`, and what means over layers are taken of."""
+"""Fields of `Fluctuation` that a run logs, and averages over layers."""
 
 
 class Codes(NamedTuple):
     """The experts of each token in one layer, as codes."""
 
     first_M: Tensor
-    """The expert that was selected first: the one with the highest score, or score and balancing
-    bias. Of a muMoE the leaf with the highest coefficient, of a mixture of networks the largest
-    share."""
+    """The expert selected first: the one with the highest score, or score plus balancing bias. For
+    a muMoE the leaf with the highest coefficient, for a mixture of networks the largest share."""
     set_M: Tensor
-    """The sum, modulo 2^64, of a random number for each expert that was selected, or that has a
-    coefficient above 0: equal for equal sets, and for others with a chance of 2^-64."""
+    """Sum modulo 2^64 of a random number for each expert that is selected, or has a coefficient
+    above 0: equal for equal sets, and with probability 2^-64 for different ones."""
     entropy_M: Tensor
     """Entropy of the scores or of the leaves' coefficients, in nats."""
 
 
 @functools.cache
 def expert_codes(num_experts: int, device: torch.device | str = "cpu") -> Tensor:
-    """A 64-bit number for each expert [S], the same on every machine: splitmix64 of its number."""
+    """Returns a 64-bit code for each expert [S], the same on every machine: splitmix64 of its
+    number."""
     mask, codes = 2**64 - 1, []
     for expert in range(num_experts):
         x = (SEED + (expert + 1) * 0x9E3779B97F4A7C15) & mask
@@ -58,7 +58,7 @@ def expert_codes(num_experts: int, device: torch.device | str = "cpu") -> Tensor
 
 
 def encode(decision: Decision) -> Codes:
-    """Encodes the experts of each token of a layer in a few numbers."""
+    """Encodes the experts of each token of a layer."""
     entropies = [entropy(p_MN) for p_MN in decision.probabilities()]
     kept = torch.promote_types(decision.levels[0].dtype, torch.float32)
     entropy_M = torch.stack(entropies).sum(0).to(kept)
@@ -77,12 +77,12 @@ def encode(decision: Decision) -> Codes:
 
 @dataclass(frozen=True, kw_only=True)
 class Fluctuation:
-    """How the routing of one layer differs between an earlier and a later checkpoint."""
+    """Differences in one layer's routing between an earlier and a later checkpoint."""
 
     top1: float
     """Share of the tokens whose first expert differs."""
     set: float
-    """Share of the tokens whose experts differ, in whatever order."""
+    """Share of the tokens whose set of experts differs."""
     entropy: float
     """Mean entropy over tokens at the later checkpoint, in nats."""
     entropy_before: float
@@ -90,11 +90,11 @@ class Fluctuation:
 
     @property
     def entropy_ratio(self) -> float:
-        """Later over earlier; NaN where the earlier one is 0."""
+        """Later divided by earlier entropy; NaN if the earlier one is 0."""
         return self.entropy / self.entropy_before if self.entropy_before else float("nan")
 
     def to_json(self) -> dict[str, float]:
-        """What programs get."""
+        """The result as JSON values."""
         return {
             "top1": self.top1,
             "set": self.set,
@@ -105,11 +105,11 @@ class Fluctuation:
 
 
 class Differences:
-    """Adds up how the experts of tokens differ between two checkpoints, by layer.
+    """Accumulates differences in routing between two checkpoints, by layer.
 
     Args:
-        layers: of the model.
-        device: where what is added up is kept.
+        layers: the model's layers.
+        device: device of the accumulators.
     """
 
     def __init__(self, layers: Sequence[RoutedLayer], device: torch.device | str = "cpu") -> None:
@@ -117,8 +117,8 @@ class Differences:
         self._sums_L5 = torch.zeros(len(layers), 5, dtype=torch.float64, device=device)
 
     def add(self, layer: int, now: Codes, before: Codes) -> None:
-        """Adds tokens of a layer that both read: how many have another first expert and another
-        set, the sums of both entropies, and how many they are."""
+        """Adds tokens of a layer that both checkpoints read: how many differ in first expert and in
+        set, the sums of both entropies, and the number of tokens."""
         changed = [(now.first_M != before.first_M).sum(), (now.set_M != before.set_M).sum()]
         entropies = [now.entropy_M.double().sum(), before.entropy_M.double().sum()]
         sums = torch.stack([*(count.double() for count in changed), *entropies])
@@ -126,10 +126,10 @@ class Differences:
         self._sums_L5[layer, 4] += now.first_M.numel()
 
     def result(self, summed: Summed = lambda sums: sums) -> dict[str, Fluctuation]:
-        """How each layer differs, by its name.
+        """Returns the differences of each layer, by layer name.
 
         Args:
-            summed: over processes.
+            summed: sums over processes.
         """
         sums_L5 = summed(self._sums_L5).cpu()
         means = (sums_L5[:, :4] / sums_L5[:, 4:]).tolist()
@@ -147,14 +147,14 @@ def codes_of(
     inputs: Tensor,
     counts: Tensor,
 ) -> list[Codes]:
-    """The codes of a batch, for each layer.
+    """Returns the codes of a batch, for each layer.
 
     Args:
-        forward: input ids [B, T] -> output; dropout off.
+        forward: the model's forward pass, without dropout: input ids [B, T] -> output.
         module: the model behind it.
-        layers: of it.
-        inputs: of the model.
-        counts: which tokens count, [B, T], or which samples, [B]: then all of their tokens do.
+        layers: its layers.
+        inputs: its inputs.
+        counts: which tokens [B, T], or samples with all of their tokens [B], count.
     """
     counts, found = counts.flatten(), []
     with deciding(module, layers) as decisions:
@@ -168,16 +168,17 @@ def codes_of(
 
 
 class FluctuationLog:
-    """Measures at every checkpoint of a run how routing differs from the checkpoint before.
+    """Measures at every checkpoint of a run how routing differs from the previous checkpoint.
 
-    Each process stores the codes of its share of the probe set in the CPU's memory: 20 bytes per
-    token and layer.
+    Each process stores the codes of its share of the probe set in CPU memory: 20 bytes per token
+    and
+    layer.
 
     Args:
-        engine: of the run.
-        samples: those that are read.
-        batch_size: samples in a forward pass.
-        memory: explains an error where memory runs out.
+        engine: the run's engine.
+        samples: the probe set.
+        batch_size: samples per forward pass.
+        memory: explains out-of-memory errors.
     """
 
     def __init__(
@@ -195,7 +196,7 @@ class FluctuationLog:
         """Reads the probe set; all processes call it together, in evaluation mode.
 
         Returns:
-            `fluctuation/seconds`, and from the second call on `fluctuation/LAYER/MEASURE` of each
+            `fluctuation/seconds`, and from the second call on `fluctuation/LAYER/MEASURE` for each
             layer and `fluctuation/MEASURE`, the mean over layers.
         """
         with self._memory.during("validate", lambda: "comparing routing"):
@@ -222,7 +223,7 @@ class FluctuationLog:
 
 
 def fluctuation_record(layers: Mapping[str, Fluctuation]) -> dict[str, float]:
-    """Flat keys for metrics.jsonl and TensorBoard, of layers by their names."""
+    """Returns flat keys for metrics.jsonl and TensorBoard."""
     record = {f"fluctuation/{measure}": value for measure, value in mean(layers).items()}
     for name, layer in layers.items():
         record |= {f"fluctuation/{name}/{each}": getattr(layer, each) for each in LOGGED}

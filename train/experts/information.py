@@ -1,15 +1,15 @@
-"""Measures of how experts divide the work: entropies and information in bits, with intervals.
+"""Measures of expert specialization: entropies and information in bits, with intervals.
 
-    H_s      the mean entropy of the gate's probabilities of single tokens: low if it is decided
-    H_u      the entropy of their mean over all data: high if all experts are used
-    I(E; Y)  what the expert of a token tells about its label
+    H_s      mean entropy of the gate's probabilities for single tokens: low if decisive
+    H_u      entropy of their mean over all data: high if all experts are used
+    I(E; Y)  how much a token's expert reveals about its label
 
 Source: Krishnamurthy et al. 2023, "Improving expert specialization in mixture of experts", section
-3. Their code takes H_u of the last batch and I of what the experts predict; here both are of all
-that was read, and of labels.
+3. Their code computes H_u on the last batch and I with the experts' predictions; here both use all
+data read, and labels.
 
 Shapes: N tokens, E experts of a level, S experts of all levels side by side, L levels, Y classes, G
-groups of samples, D draws. All measures take further axes in front.
+groups of samples, D draws. All measures allow further leading axes.
 """
 
 import math
@@ -28,13 +28,13 @@ from polyad.train.experts.probing import Decision, RoutedLayer
 
 Matrix = npt.NDArray[np.float64]
 DRAWS = 200
-"""How often groups of samples are drawn anew for an interval."""
+"""Number of bootstrap draws for an interval."""
 AT_ONCE = 10
-"""Draws that are held at a time."""
+"""Number of draws in memory at a time."""
 GROUPS, FEWEST_GROUPS = 200, 20
-"""Groups that samples are put into at random, at most; and where each takes much memory."""
+"""Maximum number of random groups of samples; and the same if groups take much memory."""
 MOST_NUMBERS = 1 << 21
-"""Numbers that the groups of a layer take, unless the fewest take more."""
+"""Maximum number of values in all groups of a layer, unless the fewest groups have more."""
 OUTSIDE = (0.025, 0.975)
 """Quantiles that bound an interval."""
 Summed = Callable[[Tensor], Tensor]
@@ -42,7 +42,7 @@ Summed = Callable[[Tensor], Tensor]
 
 
 def entropy_bits(counts: Matrix) -> Matrix:
-    """The entropy in bits of counts, or shares, over the last axis; 0 where there are none."""
+    """Entropy in bits of counts or shares over the last axis; 0 if all are 0."""
     total = counts.sum(-1)
     some = np.where(total > 0, total, 1.0)
     inner = (counts * np.log2(np.where(counts > 0, counts, 1.0))).sum(-1)
@@ -51,13 +51,13 @@ def entropy_bits(counts: Matrix) -> Matrix:
 
 
 def information_bits(counts_SY: Matrix) -> Matrix:
-    """I(E; Y) of experts and classes: what the expert of a token tells about its class.
+    """I(E; Y) of experts and classes: how much a token's expert reveals about its class.
 
     Args:
-        counts_SY: tokens of each class that every expert gets, or shares of tokens.
+        counts_SY: number of tokens of each class that every expert gets, or shares.
 
     Returns:
-        Bits, from 0 to the smaller entropy of both; 0 where nothing was counted.
+        Bits, from 0 to the smaller of both entropies; 0 where nothing was counted.
     """
     apart = entropy_bits(counts_SY.sum(-1)) + entropy_bits(counts_SY.sum(-2))
     joint = entropy_bits(counts_SY.reshape(*counts_SY.shape[:-2], -1))
@@ -66,12 +66,12 @@ def information_bits(counts_SY: Matrix) -> Matrix:
 
 
 def normalized_information(counts_SY: Matrix) -> Matrix:
-    """I(E; Y) over the mean of the entropies of both, from 0 to 1.
+    """I(E; Y) divided by the mean of both entropies, from 0 to 1.
 
-    As `sklearn.metrics.normalized_mutual_info_score` by default, but 0 where both entropies are.
+    Like `sklearn.metrics.normalized_mutual_info_score` by default, but 0 if both entropies are 0.
 
     Args:
-        counts_SY: as of `information_bits`.
+        counts_SY: as in `information_bits`.
     """
     mean = (entropy_bits(counts_SY.sum(-1)) + entropy_bits(counts_SY.sum(-2))) / 2
     found: Matrix = np.where(mean > 0, information_bits(counts_SY) / np.where(mean > 0, mean, 1), 0)
@@ -79,10 +79,10 @@ def normalized_information(counts_SY: Matrix) -> Matrix:
 
 
 def purity(counts_SY: Matrix) -> Matrix:
-    """The share of tokens that are of the most frequent class of their expert.
+    """Share of tokens that belong to their expert's most frequent class.
 
     Args:
-        counts_SY: as of `information_bits`.
+        counts_SY: as in `information_bits`.
     """
     total = counts_SY.sum((-2, -1))
     found: Matrix = counts_SY.max(-1).sum(-1) / np.where(total > 0, total, 1.0)
@@ -94,10 +94,10 @@ class Measured(NamedTuple):
 
     value: float
     low: float | None
-    """None of a single sample."""
+    """None for a single sample."""
     high: float | None
     samples: int
-    """Sequences, images or windows that were read."""
+    """Number of sequences, images or windows read."""
 
     def to_json(self) -> dict[str, Any]:
         """JSON values."""
@@ -107,10 +107,10 @@ class Measured(NamedTuple):
         return {"value": value, "interval": interval, "samples": self.samples}
 
     def shown(self, unknown: str = "none") -> str:
-        """The value for people, and its interval in brackets.
+        """Formats the value with its interval in brackets.
 
         Args:
-            unknown: what stands for a value that is not finite.
+            unknown: text for a value that is not finite.
         """
         if not math.isfinite(self.value):
             return unknown
@@ -120,20 +120,21 @@ class Measured(NamedTuple):
 
 
 def intervals(measure: Callable[[Matrix], Matrix], sums_G: Matrix, samples: int) -> Matrix:
-    """Measures of all samples, each with the ends of a bootstrap interval over groups of them.
+    """Computes measures over all samples with bootstrap intervals over groups of them.
 
-    Groups are drawn with replacement. Draws hold fewer different samples than there are, and by
-    that overstate information, so the interval is that of the draws around their own mean, put
-    around the value.
+    Groups are drawn with replacement. Draws contain fewer distinct samples than the data and
+    therefore overestimate information, so the interval of the draws around their own mean is
+    shifted
+    to the value.
 
     Args:
-        measure: of sums over samples, of any shape; further axes in front are draws.
-        sums_G: of each group, [G, ...].
-        samples: in all groups together.
+        measure: function of sums over samples, of any shape; further leading axes are draws.
+        sums_G: sums of each group, [G, ...].
+        samples: number of samples in all groups.
 
     Returns:
-        The values, the lower and the upper ends [3, ...]; ends of a single sample are NaN, as are
-        those where a draw has NaN.
+        The values, the lower and the upper ends [3, ...]; ends are NaN for a single sample, and
+        where a draw has NaN.
     """
     value = measure(sums_G.sum(0))
     groups = len(sums_G)
@@ -158,17 +159,17 @@ def measured(
     lowest: float = 0.0,
     highest: float = math.inf,
 ) -> Measured:
-    """One measure that is never outside two numbers; see `intervals`.
+    """Computes one bounded measure with its interval; see `intervals`.
 
     Args:
-        measure: of sums over samples; further axes in front are draws.
-        sums_G: of each group, [G, ...].
-        samples: in all groups together.
-        lowest: the lower number.
-        highest: the other.
+        measure: function of sums over samples; further leading axes are draws.
+        sums_G: sums of each group, [G, ...].
+        samples: number of samples in all groups.
+        lowest: lower bound.
+        highest: upper bound.
 
     Returns:
-        Without an interval where an end is not finite, as where no draw has enough to go by.
+        The measure, without an interval if an end is not finite.
     """
     value, low, high = intervals(measure, sums_G, samples).tolist()
     if not (math.isfinite(low) and math.isfinite(high)):
@@ -177,15 +178,15 @@ def measured(
 
 
 class GroupedSums:
-    """Sums over groups of samples, which intervals follow from.
+    """Sums over groups of samples, for intervals.
 
-    Samples are put into groups of equal size at random, the same on every process.
+    Samples are divided into random groups of equal size, the same on every process.
 
     Args:
-        samples: images, sequences or windows that all processes read.
-        shape: of the sums of a group.
-        device: where what is added up is.
-        numbers: that each group takes, which limits how many there are; None: as many as `shape`.
+        samples: number of images, sequences or windows that all processes read together.
+        shape: shape of a group's sums.
+        device: device of the accumulators.
+        numbers: number of values per group, which limits the number of groups; None: from `shape`.
     """
 
     def __init__(
@@ -201,21 +202,21 @@ class GroupedSums:
         generator = torch.Generator().manual_seed(0)
         self._group_A = (torch.randperm(samples, generator=generator) % groups).to(device)
         self.sums_G = torch.zeros(groups, *shape, dtype=torch.float64, device=device)
-        """What is added up, by group."""
+        """The sums by group."""
 
     def group_of(self, number_N: Tensor) -> Tensor:
-        """The groups of samples, by their numbers."""
+        """Returns the groups of samples, given by number."""
         return self._group_A[number_N.to(self._group_A.device)]
 
     def result(self, summed: Summed, wrong: str) -> Matrix:
-        """The sums over all processes.
+        """Returns the sums over all processes.
 
         Args:
-            summed: over processes.
-            wrong: says what is not finite, if the sums are not.
+            summed: sums over processes.
+            wrong: names what is not finite, for the error.
 
         Raises:
-            ConfigError: they are not.
+            ConfigError: the sums are not finite.
         """
         sums_G = summed(self.sums_G)
         if not sums_G.isfinite().all():
@@ -225,7 +226,7 @@ class GroupedSums:
 
 
 def not_finite(layer: RoutedLayer) -> str:
-    """What is wrong with a layer whose coefficients are not finite."""
+    """The error message for a layer whose coefficients are not finite."""
     return (
         f"the coefficients of {layer.name} are not finite: its weights hold NaN or inf, or are too "
         f"large"
@@ -238,13 +239,13 @@ class LevelEntropy:
 
     experts: int
     of_token: Measured
-    """H_s: the mean over tokens of the entropy of a token's probabilities."""
+    """H_s: mean over tokens of the entropy of their probabilities."""
     of_usage: Measured
-    """H_u: the entropy of their mean over all tokens."""
+    """H_u: entropy of the mean probabilities over all tokens."""
 
     @property
     def highest(self) -> float:
-        """The entropy of even probabilities."""
+        """The entropy of equal probabilities."""
         return math.log2(self.experts)
 
     def to_json(self) -> dict[str, Any]:
@@ -257,15 +258,14 @@ class LevelEntropy:
 
 
 class GateEntropies:
-    """Adds up the probabilities of gates and their entropies.
+    """Accumulates the probabilities of gates and their entropies.
 
-    Probabilities are the scores that top-K sees, divided by their sum, or the coefficients of a
-    muMoE.
+    Probabilities are the scores before top-K, divided by their sum, or the coefficients of a muMoE.
 
     Args:
-        layers: those that are looked at.
-        samples: how many are read, over all processes.
-        device: where decisions are.
+        layers: the layers to measure.
+        samples: number of samples read, over all processes.
+        device: the decisions' device.
     """
 
     def __init__(
@@ -278,16 +278,16 @@ class GateEntropies:
         }
 
     def sums(self) -> dict[str, Tensor]:
-        """What is added up; see `polyad.train.reading.Lasting`."""
+        """The accumulators; see `polyad.train.reading.Lasting`."""
         return {name: each.sums_G for name, each in self._sums.items()}
 
     def add(self, name: str, decision: Decision, number_N: Tensor) -> None:
         """Adds what a layer decided for a batch.
 
         Args:
-            name: of the layer.
-            decision: for tokens.
-            number_N: of each token that of its sample; -1: it does not count.
+            name: the layer's name.
+            decision: decisions for tokens.
+            number_N: the number of each token's sample; -1: not counted.
         """
         counted_N = number_N >= 0
         levels = [p_NE[counted_N] for p_NE in decision.probabilities()]
@@ -297,10 +297,10 @@ class GateEntropies:
         sums.sums_G.index_add_(0, sums.group_of(number_N[counted_N]), rows)
 
     def result(self, summed: Summed = lambda sums: sums) -> dict[str, list[LevelEntropy]]:
-        """The levels of each layer, by the layer's name.
+        """Returns the levels of each layer, by layer name.
 
         Args:
-            summed: over processes.
+            summed: sums over processes.
 
         Raises:
             ConfigError: probabilities are not finite.
@@ -324,6 +324,6 @@ class GateEntropies:
 
 
 def _mean(sums_2: Matrix) -> Matrix:
-    """The first over the second."""
+    """Divides the first by the second."""
     mean: Matrix = sums_2[..., 0] / np.maximum(sums_2[..., 1], 1e-30)
     return mean

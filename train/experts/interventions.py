@@ -1,7 +1,7 @@
-"""Interventions: what a model would do if some experts of a layer did something else.
+"""Interventions: changes to some experts of a layer, as the user specifies them.
 
-They are written as a user asks for them, checked against a model, and act together at every token;
-what can be done to experts is in `actions.py`.
+They are parsed, checked against a model, and applied together at every token; the possible actions
+are in `actions.py`.
 
 Shapes: S experts of a layer, of all levels side by side, D width.
 """
@@ -31,12 +31,12 @@ from polyad.train.experts.probing import RoutedLayer, routed_layers
 
 @dataclass(frozen=True, kw_only=True)
 class Intervention:
-    """A change of some experts of one layer at every token, as a user asks for it."""
+    """A change to some experts of one layer at every token, as specified by the user."""
 
     layer: int
     """The number of the block."""
     experts: tuple[int, ...]
-    """Numbers of the experts, counted over all levels."""
+    """Expert numbers, counted over all levels."""
     action: Action = CONTRIBUTION
 
     def __str__(self) -> str:
@@ -57,14 +57,14 @@ class Intervention:
 
 _KEYS = ("layer", "expert", "how", "to", "value")
 FORM = "layer=L,expert=E+F,how=HOW[,to=E][,value=X]"
-"""How a user writes one."""
+"""The syntax of an intervention."""
 
 
 def parse_intervention(text: str) -> Intervention:
     """Reads `layer=3,expert=2+5,how=route-around`.
 
     Raises:
-        ConfigError: it is written otherwise.
+        ConfigError: the syntax is wrong.
     """
     where = f"--intervene {text}"
     given: dict[str, str] = {}
@@ -111,10 +111,10 @@ def finite(text: str, where: str, key: str) -> float:
 
 
 def check_interventions(model: nn.Module, interventions: Sequence[Intervention]) -> None:
-    """Checks that a model has the layers and experts, and enough of them are left.
+    """Checks that a model has the layers and experts, and that enough of them are left.
 
     Raises:
-        ConfigError: it has not, or an action is not possible there.
+        ConfigError: it does not, or an action is not possible there.
     """
     by_block = layers_by_block(model)
     pruned: dict[int, set[int]] = {}
@@ -171,10 +171,9 @@ def _check_ranked(
 
 
 def paired(interventions: Sequence[Intervention]) -> list[Intervention]:
-    """The same, where all experts of a layer that are forced or avoided are moved at once.
+    """Merges interventions so that all forced and avoided experts of a layer are ranked at once.
 
-    What is first and last is said of the router's own order, which the first of two changes would
-    spoil for the second one.
+    First and last refer to the router's own order, which a first change would alter for a second.
     """
     found, done = [], set()
     for each in interventions:
@@ -221,12 +220,12 @@ def intervened(
 
     Args:
         model: in evaluation mode, whole on this process.
-        interventions: in the order in which they act.
-        means: gives the mean outputs [S, D] of the experts of each layer, by its name, for `mean`;
-            it is called at most once, before anything acts.
+        interventions: in order of application.
+        means: returns the mean outputs [S, D] of the experts of each layer, by layer name, for
+            `mean`; called at most once, before anything is changed.
 
     Raises:
-        ConfigError: the model has no such layers or experts.
+        ConfigError: the model does not have these layers or experts.
     """
     check_interventions(model, interventions)
     by_block = layers_by_block(model)

@@ -1,9 +1,9 @@
-"""How much of a dense feed-forward's activation the groups of units that a token uses keep.
+"""The share of a dense feed-forward's activation that is in the groups of units a token uses.
 
     kept = sum_n sum_(e in TopK_n) |a_n|_e / sum_n sum_e |a_n|_e
 
-with |a_n|_e the sum of |activation| over the units of group e for token n. Groups by chance keep
-K / E. The best groups of each token, those with the largest |a_n|_e, are what no gate exceeds.
+with |a_n|_e the sum of |activation| over the units of group e for token n. Random groups keep K /
+E. The best groups of each token, those with the largest |a_n|_e, are an upper bound for any gate.
 Source: Qiu et al. 2023, "Emergent mixture-of-experts".
 
 Shapes: N tokens of a forward pass, E groups, K groups of a token, F units of a group.
@@ -21,14 +21,14 @@ from polyad.model.smoe.selection import Selected
 
 
 class Kept(NamedTuple):
-    """Shares of the activation of all units, over the tokens that were read."""
+    """Shares of the activation of all units, over the tokens read."""
 
     share: float
-    """The share that the groups keep that tokens use."""
+    """The share kept by the groups that tokens use."""
     best: float
-    """The share of as many groups with the largest activation of each token."""
+    """The share kept by equally many groups with the largest activation for each token."""
     chance: float
-    """The share of as many groups by chance: K / E."""
+    """The share kept by equally many random groups: K / E."""
 
 
 class KeptSums:
@@ -42,8 +42,8 @@ class KeptSums:
 
         Args:
             experts: the groups.
-            tokens_ND: what they read.
-            expert_ids_NK: which of them each token uses.
+            tokens_ND: their inputs.
+            expert_ids_NK: the groups that each token uses.
         """
         groups = len(experts.keys)
         inner_NEF = experts.units(tokens_ND.to(experts.keys.dtype))
@@ -55,7 +55,7 @@ class KeptSums:
         self._chance = top_k / groups
 
     def result(self) -> Kept | None:
-        """The shares; None where nothing was read, or all activations are 0."""
+        """The shares; None if nothing was read, or all activations are 0."""
         if not self._all:
             return None
         return Kept(self._used / self._all, self._best / self._all, self._chance)
@@ -63,10 +63,10 @@ class KeptSums:
 
 @contextmanager
 def kept_activation(model: nn.Module) -> Iterator[Mapping[str, KeptSums]]:
-    """Measures forward passes of a model on one device; tokens that are padding are not counted.
+    """Measures forward passes of a model on one device, without padding tokens.
 
     Args:
-        model: of any kind.
+        model: any model.
 
     Yields:
         The sums of each feed-forward whose units are in groups, by the module's name.

@@ -1,14 +1,14 @@
-"""The loss of text without an expert, one expert after the other, by class of token.
+"""The loss of text without each expert in turn, by class of token.
 
-Something happens to an expert at all tokens of a window (see `actions.py`); unless another
-action is asked for, it is left out, and the others get what they got. What enters its block is the
-same, so a window is computed again from that block on, and only if the expert has a part in one of
-its tokens. The output of the block changes at those tokens alone; the blocks after it mix tokens,
-so the loss of later ones changes as well (of a BERT, or with a graph that sees later tokens, that
-of any), and that of no token before the first of them.
+An action is applied to an expert at all tokens of a window (see `actions.py`); by default it is
+removed, and the others keep their weights. Its block's input is unchanged, so a window is
+recomputed from that block on, and only if one of its tokens uses the expert. The block's output
+changes only at those tokens. Later blocks mix tokens, so the loss of later tokens changes as well
+(for a BERT, or with a graph that sees later tokens, of any token), but not that of tokens before
+the first of them.
 
 Shapes: B windows, T tokens of a window, P predicted tokens, R rows, D width, S experts of all
-levels side by side, E sets of them that are left out, J ways to sort tokens.
+levels side by side, E sets of them to remove, J labelings of tokens.
 """
 
 import math
@@ -31,13 +31,13 @@ from polyad.train.experts.probing import Decision, RoutedLayer
 from polyad.train.tasks.samples import Passages, losses, through
 
 SIDES = ("predicted", "read")
-"""A position is sorted by the token that is predicted there, or by the one that is read."""
+"""A position is labeled by its predicted token, or by its input token."""
 FEWEST_TOKENS = 50
-"""A class with less is not named as one that an expert is for."""
+"""Minimum number of tokens of a class to name it as one that an expert is for."""
 
 
 def class_title(name: str) -> str:
-    """A class of tokens for people: that eighth 3 is of frequency does not go without saying."""
+    """The title of a class of tokens, which says for example that eighth 3 refers to frequency."""
     return f"{name} by frequency" if name.startswith("eighth") else name
 
 
@@ -45,14 +45,14 @@ class Harmed(NamedTuple):
     """A class of tokens whose loss rises without an expert, beyond noise."""
 
     by: str
-    """The way to sort tokens."""
+    """The labeling of tokens."""
     name: str
     tokens: int
     change: Change
 
     @property
     def title(self) -> str:
-        """The class for people."""
+        """The title of the class."""
         return class_title(self.name)
 
     def to_json(self) -> dict[str, Any]:
@@ -62,24 +62,24 @@ class Harmed(NamedTuple):
 
 
 class Focus(NamedTuple):
-    """For how few classes of tokens the experts of a layer are."""
+    """How few classes of tokens a layer's experts are for."""
 
     experts_that_matter: int
-    """The experts without which the loss of a class rises beyond noise."""
+    """Number of experts without which the loss of a class rises beyond noise."""
     effective_classes: float | None
-    """exp(entropy) of how an expert's harm is spread over classes, the mean over experts that
-    matter, each weighing as much as the harm that it does; 1: each is for one class; the number of
-    classes: each is for all of them alike. None: no expert matters."""
+    """exp(entropy) of the distribution of an expert's harm over classes, averaged over experts that
+    matter with their harm as weight. 1: each is for one class; the number of classes: each is for
+    all of them equally. None: no expert matters."""
     polysemanticity: float | None
-    """`from_one_class` of the change of each class's loss as a share of it, the mean over experts
-    that matter. Where harm is small it is near 1, whatever is harmed."""
+    """`from_one_class` of the relative change of each class's loss, averaged over experts that
+    matter. Near 1 if harm is small, whatever is harmed."""
 
 
 class Paired(NamedTuple):
     """A paired test over single tokens that use an expert: their loss without it and with it.
 
-    Tokens of a window are not independent, so its p is too small where windows differ; intervals
-    over windows are not.
+    Tokens of a window are not independent, so p is too small if windows differ; intervals over
+    windows do not have this problem.
     """
 
     tokens: int
@@ -93,14 +93,14 @@ class Paired(NamedTuple):
 
     @classmethod
     def of(cls, tokens: float, total: float, squares: float) -> "Paired | None":
-        """Tests sums of differences; None where fewer than two tokens or no deviation are there."""
+        """Tests sums of differences; None with fewer than two tokens or no deviation."""
         from scipy.stats import t as student
 
         if tokens < 2:
             return None
         mean = total / tokens
         deviation = math.sqrt(max(0.0, squares - tokens * mean**2) / (tokens - 1))
-        if deviation <= 1e-7 * abs(mean):  # of equal differences rounding is left
+        if deviation <= 1e-7 * abs(mean):  # equal differences up to rounding
             return None
         t = mean / deviation * math.sqrt(tokens)
         p = 2 * float(student.sf(abs(t), tokens - 1))
@@ -113,11 +113,11 @@ class ExpertWithout(NamedTuple):
     change: Change
     """The change of the loss without it, over all tokens."""
     own_change: Change
-    """The same over the tokens that it has a part in."""
+    """The same over the tokens that use it."""
     paired: Paired | None
-    """A test of these; None: there is nothing to test."""
+    """A test over these tokens; None: nothing to test."""
     harmed: dict[str, list[Harmed]]
-    """Classes of `predicted` and of `read` tokens, those that lose most first."""
+    """Classes of `predicted` and of `read` (input) tokens, those harmed most first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,20 +126,20 @@ class LayerWithout:
 
     layer: RoutedLayer
     sets: Sequence[Sequence[int]]
-    """The experts that were left out together; mostly one each."""
+    """The sets of experts removed together; usually one expert each."""
     windows: int
     length: int
-    """Tokens of a window."""
+    """Number of tokens per window."""
     windows_again: int
-    """Windows that were computed again, over all experts."""
+    """Number of windows recomputed, over all experts."""
     by_class: Mapping[str, ClassChanges]
-    """By way to sort tokens; rows are the experts."""
+    """Changes by labeling of tokens; rows are the experts."""
     own_E3: Matrix
-    """How many predicted tokens use each, the sums of their changes, and of their squares."""
+    """Number of predicted tokens that use each, sums of their changes, and of squared changes."""
 
     @property
     def share_of_pairs(self) -> float:
-        """The share of all pairs of a token and an expert that were computed again."""
+        """The share of all pairs of a token and an expert that were recomputed."""
         return self.windows_again / max(1, self.windows * len(self.sets))
 
     def experts(self) -> dict[str, ExpertWithout]:
@@ -167,10 +167,10 @@ class LayerWithout:
         return sorted(some, key=lambda one: -one.change.value)
 
     def focus(self, by: str) -> Focus:
-        """For how few classes the experts are.
+        """Computes how few classes the experts are for.
 
         Args:
-            by: A way to sort tokens. Classes of fewer than `FEWEST_TOKENS` are left out.
+            by: A labeling of tokens. Classes with fewer than `FEWEST_TOKENS` are left out.
         """
         table = self.by_class[by]
         enough_C = table.tokens_C >= FEWEST_TOKENS
@@ -197,16 +197,16 @@ class LayerWithout:
 
 
 def focus(change_EC: Tensor, beyond_EC: Tensor, loss_C: Tensor, tokens_C: Tensor) -> Focus:
-    """For how few classes experts are, by what is lost without each.
+    """Computes how few classes experts are for, from the changes without each.
 
-    The harm of a class is the rise of its loss as a share of that loss, 0 where it falls, so that
-    hard classes weigh no more than easy ones.
+    The harm to a class is the relative rise of its loss, 0 where it falls, so that hard classes do
+    not weigh more than easy ones.
 
     Args:
-        change_EC: Of the loss.
+        change_EC: Change of the loss.
         beyond_EC: Whether it is a rise beyond noise.
-        loss_C: Of the model as it is.
-        tokens_C: How many there are.
+        loss_C: Loss of the unchanged model.
+        tokens_C: Number of tokens.
     """
     matters_E = beyond_EC.any(-1)
     count = int(matters_E.sum())
@@ -225,16 +225,16 @@ def focus(change_EC: Tensor, beyond_EC: Tensor, loss_C: Tensor, tokens_C: Tensor
 
 
 class KnockOut:
-    """Adds up the loss without each expert of a layer.
+    """Accumulates the loss without each expert of a layer.
 
     Args:
         model: in evaluation mode, not compiled, on one device.
-        layer: of a block.
-        sets: the experts that are left out together; a row of the tables each.
-        classes: of each way to sort tokens.
-        windows: that all processes read.
-        length: of a window, in tokens.
-        action: what is done to them.
+        layer: a block's layer.
+        sets: the sets of experts to remove together; each is a row of the tables.
+        classes: class names of each labeling of tokens.
+        windows: number of windows that all processes read together.
+        length: length of a window in tokens.
+        action: the action on the experts.
     """
 
     def __init__(
@@ -272,11 +272,11 @@ class KnockOut:
         """Adds a batch.
 
         Args:
-            x_BTD: what the layer's block gets.
+            x_BTD: input of the layer's block.
             passages: the windows.
-            label_JBP: columns of classes; -1: the token does not count.
-            loss_BP: of the model as it is.
-            decision: of the layer.
+            label_JBP: class columns; -1: the token is not counted.
+            loss_BP: loss of the unchanged model.
+            decision: the layer's decision.
         """
         self.add_whole(passages, label_JBP, loss_BP)
         has_BTE = self.uses(decision, x_BTD.shape[0])
@@ -297,25 +297,24 @@ class KnockOut:
         """Which tokens use an expert of each set [B, T, E].
 
         Args:
-            decision: of the layer, for whole windows.
-            windows: how many, B.
+            decision: the layer's decision for whole windows.
+            windows: number of windows, B.
         """
         a_MS = decision.coefficients()
         has_BTS = a_MS.view(windows, -1, a_MS.shape[-1]) != 0
         return has_BTS.float() @ self._chosen_ES.T.float() > 0
 
     def pairs(self, has_BTE: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Pairs of a set and a window that are computed again, as many at a time as there are
-        windows.
+        """Yields pairs of a set and a window to recompute, as many at a time as there are windows.
 
         Args:
-            has_BTE: what `uses` gave.
+            has_BTE: the result of `uses`.
 
         Yields:
             The rows of sets [R], and the windows [R].
         """
         has_EB = has_BTE.any(1).T
-        if self._drops:  # a capacity counts whole batches: they stay as they were
+        if self._drops:  # a capacity counts whole batches, so keep them
             has_EB = has_EB.any(1, keepdim=True).expand_as(has_EB)
         row_N, window_N = has_EB.nonzero().unbind(-1)
         self._again += len(row_N)
@@ -325,7 +324,7 @@ class KnockOut:
 
     @contextmanager
     def without(self, row_R: Tensor) -> Iterator[None]:
-        """A context in which each window does without the experts of a set.
+        """A context in which each window is read without the experts of a set.
 
         Args:
             row_R: the sets.
@@ -335,7 +334,7 @@ class KnockOut:
             yield
 
     def add_whole(self, passages: Passages, label_JBP: Tensor, loss_BP: Tensor) -> None:
-        """Adds windows that the model reads as it is; see `add`."""
+        """Adds windows read by the unchanged model; see `add`."""
         self._sums.add_whole(label_JBP, passages.number_B, loss_BP)
 
     def add_changed(
@@ -346,13 +345,13 @@ class KnockOut:
         change_RP: Tensor,
         own_RT: Tensor,
     ) -> None:
-        """Adds windows that each did without a set.
+        """Adds windows that were each read without a set.
 
         Args:
             row_R: the sets.
             passages: the windows.
-            label_JRP: columns of classes.
-            change_RP: of the loss, in float64.
+            label_JRP: class columns.
+            change_RP: change of the loss, in float64.
             own_RT: which tokens use an expert of the set.
         """
         own_RP = own_RT.gather(1, passages.places_BP)
@@ -363,10 +362,10 @@ class KnockOut:
         self._own_E3.index_add_(0, row_R, numbers_R3.sum(1))
 
     def result(self, summed: Summed = lambda counts: counts) -> LayerWithout:
-        """What was found.
+        """Returns the result.
 
         Args:
-            summed: over processes.
+            summed: sums over processes.
 
         Raises:
             ConfigError: losses are not finite.

@@ -1,12 +1,12 @@
-"""k-sparse probes: whether a few hidden units tell a class of tokens (2604.02178).
+"""k-sparse probes: whether a few hidden units reveal a class of tokens (2604.02178).
 
 The k units whose means differ most between tokens of the class and others are chosen on training
-tokens, and a logistic regression reads the class from them; its F1 says how well. Of many
-candidates the best is chosen on validation tokens and scored on test tokens: the best of 1,024 that
-are pure noise has an F1 of about 0.8 on the 25 test tokens that it was chosen on.
+tokens, and a logistic regression on them predicts the class, scored by F1. The best of many
+candidates is selected on validation tokens and scored on test tokens: if it were selected on its 25
+test tokens, the best of 1,024 candidates of pure noise would have an F1 of about 0.8.
 
-Shapes: N tokens of a probe or of an expert, M tokens that are read, B windows of a batch, J ways to
-sort tokens, F hidden units, S experts, D width.
+Shapes: N tokens of a probe or of an expert, M tokens read, B windows of a batch, J labelings of
+tokens, F hidden units, S experts, D width.
 """
 
 import random
@@ -32,28 +32,28 @@ Numbers = npt.NDArray[np.int64]
 TokensOfParts = list[tuple[Numbers, npt.NDArray[np.bool_]]]
 """Tokens of each part, and whether they are of the class."""
 SHARES = (2, 1, 1)
-"""Windows out of four that are for learning, for choosing and for scoring."""
+"""Windows out of four for training, validation and test."""
 OF_A_CLASS = 2 * sum(SHARES)
-"""A probe's tokens are as many times this: of both kinds, in each part."""
+"""A probe's number of tokens is a multiple of this: both kinds in each part."""
 
 
 class Labelled(NamedTuple):
-    """Tokens of which a probe knows the class, or has to find it."""
+    """Tokens with labels, to train or test a probe."""
 
     hidden_NF: Floats
     label_N: npt.NDArray[np.bool_]
-    """Whether a token is of the class."""
+    """Whether a token belongs to the class."""
 
 
 class Parts(NamedTuple):
-    """Tokens that a probe learns from, is chosen by, and is scored on."""
+    """Tokens to train, select and test a probe."""
 
     train: Labelled
     validation: Labelled
     test: Labelled
 
     def shuffled(self, chance: np.random.Generator) -> "Parts":
-        """The same tokens with labels that mean nothing, as many of each in each part."""
+        """The same tokens with shuffled labels, equally many of each in each part."""
         return Parts(*(each._replace(label_N=chance.permutation(each.label_N)) for each in self))
 
 
@@ -68,7 +68,7 @@ class Probe(NamedTuple):
 
 
 def one_thread() -> AbstractContextManager[object]:
-    """A context for many small regressions, in which threads would only wait for each other."""
+    """A context with one thread, for many small regressions that do not profit from more."""
     from threadpoolctl import threadpool_limits
 
     found: AbstractContextManager[object] = threadpool_limits(1)
@@ -76,11 +76,11 @@ def one_thread() -> AbstractContextManager[object]:
 
 
 def probe(parts: Parts, k: int) -> Probe:
-    """Chooses k units and reads a class from them.
+    """Chooses k units and fits a probe on them.
 
     Args:
-        parts: of tokens.
-        k: hidden units that are read, at most F.
+        parts: the tokens.
+        k: number of hidden units, at most F.
     """
     from sklearn.linear_model import LogisticRegression
 
@@ -98,7 +98,7 @@ def probe(parts: Parts, k: int) -> Probe:
 
 
 def best(probes: Sequence[Probe]) -> int:
-    """The candidate that is best on validation tokens; the first of equal ones."""
+    """The best candidate on validation tokens; the first in case of a tie."""
     return max(range(len(probes)), key=lambda number: probes[number].validation)
 
 
@@ -108,27 +108,27 @@ def _f1(label_N: npt.NDArray[np.bool_], predicted_N: npt.NDArray[np.bool_]) -> f
 
 
 class Place(NamedTuple):
-    """A feed-forward that is probed."""
+    """A feed-forward to probe."""
 
     name: str
     experts: int
-    """0: it is dense, and one candidate."""
+    """Number of experts; 0: dense, a single candidate."""
     up: Tensor
     """The first layer, or those of all experts [..., F]."""
 
     @property
     def title(self) -> str:
-        """The layer for people."""
+        """The title of the layer."""
         return f"block {self.name.split('.')[1]}"
 
 
 class Routes:
-    """Keeps the classes of all tokens, and the experts that they use.
+    """Collects the classes of all tokens, and the experts that they use.
 
     Args:
-        places: that are probed.
-        ways: to sort tokens.
-        text: that is read.
+        places: the feed-forwards to probe.
+        ways: labelings of tokens.
+        text: the text to read.
     """
 
     blocks: Sequence[int] = ()
@@ -138,7 +138,7 @@ class Routes:
     ) -> None:
         self._ways, self.length, total = ways, text.length, text.rows * text.length
         self.label_JM = np.full((len(ways), total), -1)
-        """-1: the token does not count."""
+        """-1: the token is not counted."""
         self.used = {
             name: np.zeros((total, place.experts), dtype=np.bool_)
             for name, place in places.items()
@@ -161,12 +161,12 @@ class Choice:
     """The tokens of each probe.
 
     Args:
-        places: that are probed.
-        ways: to sort tokens.
-        routes: what was read.
-        samples: tokens of a probe.
-        candidates: experts of a layer that are probed.
-        seed: of the choice.
+        places: the feed-forwards to probe.
+        ways: labelings of tokens.
+        routes: classes and experts of the tokens read.
+        samples: tokens per probe.
+        candidates: number of experts to probe per layer.
+        seed: seed of the choice.
     """
 
     def __init__(
@@ -181,7 +181,7 @@ class Choice:
     ) -> None:
         self.places = places
         self.probes: dict[tuple[str, str], list[tuple[int, TokensOfParts]]] = {}
-        """By layer and class: the candidates, and their tokens."""
+        """The candidates and their tokens, by layer and class."""
         self.left_out: dict[str, dict[str, int]] = {}
         window_M = np.arange(routes.label_JM.shape[1]) // routes.length
         part_M = np.repeat(np.arange(len(SHARES)), SHARES)[window_M % sum(SHARES)]
@@ -218,7 +218,7 @@ class Choice:
 def _balanced(
     label_M: Numbers, column: int, part_M: Numbers, samples: int, chance: np.random.Generator
 ) -> TokensOfParts | None:
-    """Random tokens of each part, and whether they are of a class, which half of them are."""
+    """Draws random tokens of each part, half of them of a class, with their labels."""
     found = []
     for part, share in enumerate(SHARES):
         size = samples * share // OF_A_CLASS
@@ -234,12 +234,12 @@ def _balanced(
 
 
 class Hidden:
-    """Keeps hidden units of some tokens.
+    """Collects hidden units of some tokens.
 
     Args:
         model: in evaluation mode, whole on this process.
-        tokens: of each layer and expert, in order.
-        text: that is read.
+        tokens: tokens of each layer and expert, in order.
+        text: the text to read.
     """
 
     blocks: Sequence[int] = ()
@@ -254,7 +254,7 @@ class Hidden:
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """A context in which what experts read, and the units of other layers, are seen."""
+        """A context in which inputs of experts, and units of other layers, are collected."""
 
         def keep(name: str) -> Callable[[nn.Module, tuple[Tensor, ...], Any], None]:
             def hook(module: nn.Module, arguments: tuple[Tensor, ...], output: Any) -> None:
@@ -299,9 +299,9 @@ class Hidden:
         """The tokens of a probe.
 
         Args:
-            name: of the layer.
-            expert: of it.
-            tokens: of each part.
+            name: the layer's name.
+            expert: the expert's number.
+            tokens: tokens of each part.
         """
         kept, known_N = self._kept[name, expert], self._tokens[name, expert]
         return Parts(

@@ -1,14 +1,13 @@
-"""What images lose where each sample does without one expert of one layer.
+"""Accuracy on images without each expert of a layer.
 
-Class polysemanticity says for how many classes each expert matters, by leaving it out:
+Class polysemanticity measures how many classes an expert matters to, by removing it:
 
     d_c = (accuracy_c - accuracy_c without the expert) / accuracy_c      p = |d - onehot(argmax d)|
 
-An expert that one class alone needs has p = 0. Source: Oldfield et al. 2024, section 4.1.2.
+An expert that only one class needs has p = 0. Source: Oldfield et al. 2024, section 4.1.2.
 
-An expert with a coefficient of exactly 0 on every token of an image changes nothing of it: only the
-others are computed again, from the expert's layer on. With entmax those are a small part of all
-pairs of images and experts.
+An expert with a coefficient of exactly 0 on every token of an image does not affect it: only other
+pairs of images and experts, few with entmax, are recomputed, from the expert's layer on.
 
 Shapes: B images, or samples, M tokens of a forward pass, T tokens of an image, D width, P pairs of
 an image and an expert, N experts of a level, S experts of all levels side by side, K classes, or
@@ -32,7 +31,7 @@ from polyad.train.experts.probing import RoutedLayer, deciding
 
 @contextmanager
 def without_capacity(model: nn.Module) -> Iterator[None]:
-    """Inside this context no sparse expert drops what exceeds a capacity.
+    """A context in which no sparse layer drops tokens that exceed a capacity.
 
     Args:
         model: in evaluation mode.
@@ -54,38 +53,38 @@ BINS = 20
 
 
 class ImageModel(Protocol):
-    """A model of images that can be entered at a block, or before its head."""
+    """An image model that can be run from a block, or from its head, on."""
 
     blocks: nn.ModuleList
     head: nn.Module
 
     def embed(self, images_BCHW: Tensor) -> Tensor:
-        """What the first block gets [B, T, D]."""
+        """The input of the first block [B, T, D]."""
 
     def tail(self, x_BTD: Tensor, first_block: int) -> Tensor:
-        """Logits [B, K] from what a block gets."""
+        """Logits [B, K] from a block's input."""
 
     def pool(self, x_BTD: Tensor) -> Tensor:
-        """What the head reads [B, D], from what the last block gives."""
+        """The head's input [B, D], from the last block's output."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Polysemanticity:
-    """How much each expert of a layer matters to one class alone."""
+    """How exclusively each expert of a layer matters to one class."""
 
     expert_S: Tensor
-    """p of each expert; NaN where leaving it out changes no accuracy."""
+    """p of each expert; NaN if removing it changes no accuracy."""
     class_S: Tensor
-    """The class that needs each expert most; -1 where none does."""
+    """The class that needs each expert most; -1 if none does."""
 
     @property
     def mean(self) -> float | None:
-        """Over the experts that matter to any class; None if none does."""
+        """The mean over experts that matter to any class; None if none does."""
         known = self.expert_S[self.expert_S.isfinite()]
         return float(known.mean()) if len(known) else None
 
     def histogram(self) -> dict[str, list[float]]:
-        """How many experts have which p: the edges of bins, and counts."""
+        """Histogram of p over experts: bin edges, and counts."""
         known = self.expert_S[self.expert_S.isfinite()]
         top = max(2.0, float(known.max())) if len(known) else 2.0
         counts = torch.histc(known, BINS, min=0.0, max=top)
@@ -95,23 +94,23 @@ class Polysemanticity:
 
 @dataclass(frozen=True, kw_only=True)
 class LeftOut:
-    """What a model of images gets right without each expert of a layer."""
+    """Accuracy of an image model without each expert of a layer."""
 
     experts: int
     polysemanticity: float | None
-    """The mean over experts that matter to any class; None if none does."""
+    """Mean polysemanticity over experts that matter to any class; None if none does."""
     experts_that_matter: int
     top1: float
     """The accuracy of the whole model."""
     histogram: dict[str, list[float]]
-    """The counts that `Polysemanticity.histogram` says."""
+    """The counts of `Polysemanticity.histogram`."""
     each: dict[str, dict[str, Any]]
     """The polysemanticity of each expert that matters, and the class that needs it most."""
     images_computed_again: int
     share_of_all_pairs: float
 
     def cells(self) -> tuple[str, str, str]:
-        """The row of a table: polysemanticity, experts that matter, how much was computed again."""
+        """Cells of a table: polysemanticity, experts that matter, share recomputed."""
         mean = "none" if self.polysemanticity is None else f"{self.polysemanticity:.4f}"
         matter = f"{self.experts_that_matter:,} of {self.experts:,}"
         return mean, matter, f"{100 * self.share_of_all_pairs:.2f}%"
@@ -121,11 +120,11 @@ def polysemanticity(right_K: Tensor, lost_SK: Tensor) -> Polysemanticity:
     """Computes the measure from counts.
 
     Args:
-        right_K: Images of each class that the whole model has right.
-        lost_SK: How many of them fewer without each expert.
+        right_K: Correct images of each class with the whole model.
+        lost_SK: How many fewer without each expert.
 
     Returns:
-        The measure; a class that the model has never right counts as unchanged.
+        The measure; a class without correct images counts as unchanged.
     """
     d_SK = torch.where(right_K > 0, lost_SK / right_K.clamp_min(1), 0).double()
     matters_S = (d_SK != 0).any(-1)
@@ -136,13 +135,13 @@ def polysemanticity(right_K: Tensor, lost_SK: Tensor) -> Polysemanticity:
 
 
 def from_one_class(d_SK: Tensor) -> Tensor:
-    """The distance to an expert that one class alone needs, and wholly: |d - onehot(argmax d)|.
+    """Computes the distance |d - onehot(argmax d)| to an expert that one class alone fully needs.
 
     Args:
-        d_SK: What each class loses without each expert, as a share of what it has.
+        d_SK: Each class's relative loss of accuracy without each expert.
 
     Returns:
-        [S]; 0 of such an expert, near 1 of one that hardly anything needs.
+        [S]; 0 for such an expert, near 1 for one that hardly any class needs.
     """
     onehot_SK = torch.zeros_like(d_SK).scatter_(1, d_SK.argmax(-1, keepdim=True), 1.0)
     distance_S: Tensor = (d_SK - onehot_SK).norm(dim=-1)
@@ -150,16 +149,16 @@ def from_one_class(d_SK: Tensor) -> Tensor:
 
 
 class LeaveOneOut:
-    """Counts what a model gets right without each expert of a layer, one expert at a time.
+    """Counts a model's correct images without each expert of a layer, one expert at a time.
 
-    A capacity of experts depends on what else is in the batch, and is ignored here: pairs are
-    batched anew.
+    A capacity of experts is ignored, since it depends on the rest of the batch and pairs are
+    rebatched here.
 
     Args:
         model: in evaluation mode, on one device.
         layer: a feed-forward of a block, or the head.
-        classes: their names.
-        rows: pairs in a forward pass.
+        classes: class names.
+        rows: pairs per forward pass.
     """
 
     def __init__(
@@ -207,11 +206,11 @@ class LeaveOneOut:
                 self.lost_SK.index_put_((expert_R, labels_B[image_R]), lost_R, accumulate=True)
 
     def result(self, images: int, summed: Summed = lambda counts: counts) -> LeftOut:
-        """What was found.
+        """Returns the result.
 
         Args:
-            images: that all processes read.
-            summed: over processes.
+            images: number of images that all processes read together.
+            summed: sums over processes.
         """
         parts = [self.right_K, self.images_K, self.lost_SK.flatten(), self.pairs]
         together = summed(torch.cat(parts)).cpu()
@@ -236,7 +235,7 @@ class LeaveOneOut:
         )
 
     def _before(self, images_BCHW: Tensor) -> Tensor:
-        """What the layer's block gets, or what the head reads."""
+        """The input of the layer's block, or of the head."""
         model: Any = self._model
         x_BTD: Tensor = model.embed(images_BCHW)
         blocks = model.blocks[: self.layer.block] if self.layer.in_block else model.blocks

@@ -1,6 +1,6 @@
-"""How often experts are used and how large their outputs are.
+"""Statistics of experts: how often they are used and how large their outputs are.
 
-Such statistics are said to tell which experts matter, and experts are pruned by them.
+Such statistics are said to predict which experts matter, and are used for pruning.
 
 With T_e the tokens that use expert e, g its weight, f its output before the weight:
 
@@ -10,7 +10,7 @@ With T_e the tokens that use expert e, g its weight, f its output before the wei
     REAP                 mean over T_e of g |f|        Lasby et al. 2025
     MoNE                 |std over T_e of f| times mean weight       Zhang et al. 2025
 
-The weight is the one that the layer uses: renormalized and scaled as the model does it.
+The weight is the one that the layer uses, renormalized and scaled as in the model.
 
 Shapes: M tokens, R of them that use an expert, S experts of a layer, D width.
 """
@@ -26,35 +26,35 @@ from polyad.train.experts.information import Summed
 from polyad.train.experts.probing import Decision, RoutedLayer
 
 STATISTICS = ("frequency", "mean_weight", "mean_norm", "sum_norm", "reap", "mone")
-"""The statistics of an expert, by the names that programs get."""
+"""The statistics of an expert, by their names in JSON."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Moments:
-    """What was added up of the experts of a layer, on the CPU in float64."""
+    """Accumulated moments of a layer's experts, on the CPU in float64."""
 
     tokens: int
-    """That were read."""
+    """Number of tokens read."""
     used_S: Tensor
-    """How many of them use each expert."""
+    """Number of tokens that use each expert."""
     weight_S: Tensor
-    """The sum of its weights."""
+    """Sum of its weights."""
     norm_S: Tensor
-    """The sum of the norms of its outputs."""
+    """Sum of the norms of its outputs."""
     weighted_norm_S: Tensor
-    """The same, each with its weight."""
+    """The same, weighted."""
     output_SD: Tensor
-    """The sum of its outputs."""
+    """Sum of its outputs."""
     square_SD: Tensor
-    """The sum of their squares."""
+    """Sum of their squares."""
 
     @property
     def mean_SD(self) -> Tensor:
-        """The mean output of each expert; 0 of one that no token uses."""
+        """The mean output of each expert; 0 for unused experts."""
         return self.output_SD / self._counts().unsqueeze(-1)
 
     def statistics(self) -> dict[str, Tensor]:
-        """The statistics of each expert [S]; 0 of one that no token uses."""
+        """The statistics of each expert [S]; 0 for unused experts."""
         counts_S = self._counts()
         variance_SD = self.square_SD / counts_S.unsqueeze(-1) - self.mean_SD.square()
         spread_S = variance_SD.clamp_min(0).sum(-1).sqrt()
@@ -72,10 +72,10 @@ class Moments:
 
 
 class ExpertMoments:
-    """Adds up moments of the experts of some layers.
+    """Accumulates moments of the experts of some layers.
 
     Args:
-        layers: that are read.
+        layers: the layers to read.
     """
 
     def __init__(self, layers: Sequence[RoutedLayer]) -> None:
@@ -87,12 +87,11 @@ class ExpertMoments:
     def add(
         self, decisions: Mapping[str, Decision], numbers_of: Callable[[Decision], Tensor]
     ) -> None:
-        """Adds a batch, or what one block made of it.
+        """Adds a batch, or the part of one block.
 
         Args:
-            decisions: by the names of layers; those that are not there are left for later.
-            numbers_of: the row of the samples that each token [M] belongs to; -1: it does not
-                count.
+            decisions: by layer name; missing layers are added later.
+            numbers_of: returns the sample row of each token [M]; -1: not counted.
         """
         for layer in self._layers:
             decision = decisions.get(layer.name)
@@ -121,7 +120,7 @@ class ExpertMoments:
         """What was found, by layer.
 
         Args:
-            summed: over processes.
+            summed: sums over processes.
 
         Raises:
             ConfigError: outputs are not finite.

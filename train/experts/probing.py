@@ -1,8 +1,8 @@
-"""Reads the decisions of routers from a model in evaluation, of all layers or of those asked for.
+"""Reads routing decisions of all or some layers from a model in evaluation.
 
-Training returns only means of them. Here hooks on the gates of a muMoE or of a mixture of networks,
-and on the selection of sparse experts, yield the decisions of one forward pass, and what single
-experts make of its tokens, whichever the router sent where.
+In training only their means are returned. Here hooks on the gates of a muMoE or a mixture of
+networks, and on the selection of sparse experts, yield the decisions of one forward pass, and the
+outputs of single experts on its tokens, wherever the router sent them.
 
 Shapes: M tokens of a forward pass, or some of them, N experts of a level, S experts of all levels
 side by side, K experts of a token, D width of an output.
@@ -30,11 +30,11 @@ from polyad.model.smoe.selection import Selected, spread
 from polyad.train.errors import ConfigError
 
 MOST_LAYERS = 3
-"""Whose experts are looked at, unless they are named: the first, the middle and the last."""
+"""The default blocks: the first, the middle and the last."""
 EVERY = "all"
-"""In place of numbers of blocks."""
+"""All blocks, in place of block numbers."""
 Outputs = Callable[[int, int, Tensor], Tensor]
-"""From a level, the number of one of its experts, and rows [M], what it makes of them [M, D]."""
+"""Maps a level, the number of one of its experts, and rows [M] to its outputs [M, D]."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,26 +42,27 @@ class RoutedLayer:
     """One feed-forward with experts."""
 
     name: str
-    """The module's name, as in names of parameters: blocks.3.feed_forward, or head."""
+    """The module's name, as in parameter names: blocks.3.feed_forward, or head."""
     levels: tuple[int, ...]
-    """Experts of each level; of sparse experts one level."""
+    """Number of experts per level; sparse experts have one level."""
     shares: bool = False
-    """Whether a token gets a share of every expert, as in a muMoE, a mixture of networks or, with
-    shares of 0 for most, a mixture of decoders."""
+    """Whether tokens weight every expert, as in a muMoE, a mixture of networks or, mostly with
+    weight 0, a mixture of decoders."""
 
     @property
     def block(self) -> int:
-        """The number of its block."""
+        """Its block's number."""
         return int(next(part for part in self.name.split(".") if part.isdigit()))
 
     @property
     def in_block(self) -> bool:
-        """Whether it is part of a block, and not of the head."""
+        """Whether it is part of a block, not of the head."""
         return any(part.isdigit() for part in self.name.split("."))
 
     @property
     def title(self) -> str:
-        """The layer for people: block 3, and in a Mixer which of the block's two; or the head."""
+        """The layer's title: block 3, in a Mixer also which of the block's two layers; or the
+        head."""
         if not self.in_block:
             return self.name
         which = self.name.rsplit(".", 1)[-1].removesuffix("feed_forward").rstrip("_")
@@ -69,16 +70,16 @@ class RoutedLayer:
 
     @property
     def num_experts(self) -> int:
-        """The number of experts of all levels."""
+        """The number of experts over all levels."""
         return sum(self.levels)
 
     def expert_name(self, column: int) -> str:
-        """An expert as a user writes it: its number, or LEVEL.NUMBER where there are several."""
+        """An expert's name on the command line: its number, or LEVEL.NUMBER with several levels."""
         level, number = self.place(column)
         return str(column) if len(self.levels) == 1 else f"{level}.{number}"
 
     def place(self, column: int) -> tuple[int, int]:
-        """The level of an expert, and its number there."""
+        """An expert's level, and its number in it."""
         level = 0
         while column >= self.levels[level]:
             column -= self.levels[level]
@@ -86,8 +87,8 @@ class RoutedLayer:
         return level, column
 
     def anchor(self, expert: str) -> str:
-        """An expert in a link: b3e2, with levels b3l1e2; of the two layers of a Mixer's block
-        b3-token-e2, of a head head-e2.
+        """An expert's anchor in links: b3e2, with levels b3l1e2; in a Mixer's block b3-token-e2, in
+        a head head-e2.
 
         Args:
             expert: its name.
@@ -102,10 +103,10 @@ class RoutedLayer:
 
 
 def routed_layers(model: nn.Module) -> list[RoutedLayer]:
-    """The layers with experts, in the order of the model.
+    """Returns the layers with experts, in the model's order.
 
     Args:
-        model: of any kind.
+        model: any model.
     """
     layers = []
     for name, module in model.named_modules():
@@ -127,10 +128,10 @@ def routed_layers(model: nn.Module) -> list[RoutedLayer]:
 
 
 def routed_head(model: nn.Module) -> RoutedLayer | None:
-    """The last layer of a classifier, if it has experts.
+    """Returns the last layer of a classifier, if it has experts.
 
     Args:
-        model: of any kind.
+        model: any model.
     """
     for name, module in model.named_modules():
         if isinstance(module, MuMoEHead):
@@ -144,40 +145,41 @@ class Decision:
     """The decisions of one layer for the tokens of a forward pass."""
 
     levels: list[Tensor]
-    """[M, N] of each level: the coefficients of a muMoE, the shares of networks, the weights of a
-    sparse gate, or the scores that top-K sees."""
+    """[M, N] for each level: coefficients of a muMoE, shares of networks, weights of a sparse gate,
+    or scores before top-K."""
     selected: Selected | None
-    """The selected experts of a sparse mixture; None in others."""
+    """The selected experts of a sparse mixture; None for others."""
     outputs: Outputs | None = None
-    """What single experts make of the tokens."""
+    """Outputs of single experts on the tokens."""
 
     def output(self, level: int, expert: int, rows_M: Tensor) -> Tensor:
-        """What an expert makes of some of the tokens, wherever the router sent them.
+        """Returns an expert's output on some tokens, wherever the router sent them.
 
         Args:
-            level: of the layer.
-            expert: its number in the level.
-            rows_M: of the tokens.
+            level: the level's number.
+            expert: the expert's number in the level.
+            rows_M: indices of the tokens.
 
         Returns:
-            [M, D]; of a muMoE with the expert's coefficient at 1 and its level's others at 0.
+            [M, D]; for a muMoE with the expert's coefficient at 1 and others of its level at 0.
         """
         assert self.outputs is not None
         return self.outputs(level, expert, rows_M)
 
     def probabilities(self) -> list[Tensor]:
-        """The levels with rows that sum to 1, in float64, [M, N].
+        """The levels, normalized so that rows sum to 1, in float64 [M, N].
 
-        Sigmoids do not, nor does what is left where an intervention took experts away: the score of
-        one that cannot be chosen is -inf.
+        Sigmoids do not sum to 1, nor do scores after an intervention that removes experts: the
+        score
+        of an expert that cannot be chosen is -inf.
         """
         levels = [scores_MN.double().clamp_min(0) for scores_MN in self.levels]
         return [p_MN / p_MN.sum(-1, keepdim=True).clamp_min(1e-300) for p_MN in levels]
 
     def coefficients(self) -> Tensor:
-        """How much of each expert every token gets, [M, S], in fp32.
+        """The weight of each expert for every token [M, S], in fp32.
 
-        Of sparse experts the weight of the expert's output, 0 if it was not selected.
+        For sparse experts the weight of the expert's output, 0 if it was not selected.
         """
         if self.selected is None:
             return torch.cat(self.levels, dim=-1).float()
@@ -188,13 +190,13 @@ class Decision:
 
 @contextmanager
 def deciding(model: nn.Module, layers: Sequence[RoutedLayer]) -> Iterator[dict[str, Decision]]:
-    """Yields a dictionary that each forward pass fills: the decision of each layer, by its name.
+    """Yields a dictionary that each forward pass fills with each layer's decision, by layer name.
 
     Inside the context compiled blocks run uncompiled, since compiled code ignores later hooks.
 
     Args:
         model: in evaluation mode, on any number of processes.
-        layers: of the model.
+        layers: the model's layers to read.
     """
     seen: dict[str, Decision] = {}
 
@@ -236,10 +238,10 @@ def deciding(model: nn.Module, layers: Sequence[RoutedLayer]) -> Iterator[dict[s
 
 
 def uncompiled(model: nn.Module) -> AbstractContextManager[object]:
-    """A context in which compiled blocks run uncompiled: compiled code ignores later hooks.
+    """A context in which compiled blocks run uncompiled, since compiled code ignores later hooks.
 
     Args:
-        model: of any kind.
+        model: any model.
     """
     # set_stance imports the compiler, which takes seconds, so it is called only if it is needed.
     compiled = any(part._compiled_call_impl is not None for part in model.modules())
@@ -247,14 +249,14 @@ def uncompiled(model: nn.Module) -> AbstractContextManager[object]:
 
 
 def choose_layers(routed: list[RoutedLayer], blocks: Sequence[str]) -> list[RoutedLayer]:
-    """The layers of blocks.
+    """Returns the layers of blocks.
 
     Args:
         routed: all layers with experts.
-        blocks: numbers of blocks, or `all`; none: the first, the middle and the last that routes.
+        blocks: block numbers, or `all`; empty: the first, middle and last block that routes.
 
     Raises:
-        ConfigError: a block has no experts, or is not there.
+        ConfigError: a block has no experts, or does not exist.
     """
     if not blocks:
         if len(routed) <= MOST_LAYERS:
@@ -279,8 +281,8 @@ def check_experts(layers: Sequence[RoutedLayer], experts: Sequence[str]) -> None
     """Checks that every layer has the experts.
 
     Args:
-        layers: that are looked at.
-        experts: by name, in each of them; see `RoutedLayer.expert_name`.
+        layers: the layers.
+        experts: names of experts in each of them; see `RoutedLayer.expert_name`.
 
     Raises:
         ConfigError: one does not.
@@ -299,22 +301,22 @@ def check_experts(layers: Sequence[RoutedLayer], experts: Sequence[str]) -> None
 
 
 def columns_of(layer: RoutedLayer, experts: Sequence[str]) -> list[int]:
-    """The columns of experts, in order.
+    """Returns the columns of experts, in order.
 
     Args:
-        layer: that has them.
-        experts: by name; none: all.
+        layer: their layer.
+        experts: names of experts; empty: all.
     """
     every = range(layer.num_experts)
     return [column for column in every if not experts or layer.expert_name(column) in experts]
 
 
 def watch_inputs(layer: nn.Module, seen: Callable[[Outputs], None]) -> RemovableHandle:
-    """Hooks a layer with experts, in evaluation and whole on this process.
+    """Hooks a layer with experts, in evaluation mode and whole on this process.
 
     Args:
-        layer: of any kind that routes.
-        seen: gets what gives outputs, after the layer's router in each forward pass.
+        layer: any layer that routes.
+        seen: called in each forward pass after the layer's router, with a function for outputs.
     """
     read, outputs = _parts(layer)
 
@@ -325,8 +327,8 @@ def watch_inputs(layer: nn.Module, seen: Callable[[Outputs], None]) -> Removable
 
 
 def _parts(layer: nn.Module) -> tuple[nn.Module, Callable[[Any, int, int, Tensor], Tensor]]:
-    """The module that reads what experts do, and their outputs from its arguments."""
-    # Parts are called by their `forward`, which runs no hooks again.
+    """The module with the experts' inputs, and a function from its arguments to their outputs."""
+    # Parts are called through `forward`, which does not run hooks again.
     if isinstance(layer, SelectingMoE):
         return layer.dispatcher, lambda read, level, expert, rows_M: _sparse(
             layer, read[0][rows_M], expert
@@ -348,7 +350,7 @@ def _parts(layer: nn.Module) -> tuple[nn.Module, Callable[[Any, int, int, Tensor
 
 
 def _sparse(layer: SelectingMoE, tokens_MD: Tensor, expert: int) -> Tensor:
-    """An expert's output with its own bias; the one bias of a split feed-forward is no expert's."""
+    """An expert's output with its own bias; a split feed-forward's single bias belongs to none."""
     weights_M1 = tokens_MD.new_ones(len(tokens_MD), 1)
     ids_M1 = torch.full_like(weights_M1, expert, dtype=torch.int64)
     alone = Selected.of(weights_M1, ids_M1, layer.config.num_experts)
@@ -359,8 +361,7 @@ def _sparse(layer: SelectingMoE, tokens_MD: Tensor, expert: int) -> Tensor:
 
 
 def _with_one(read: Any, level: int, expert: int, rows_M: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """What factorized experts read where one has the whole coefficient; those of other levels
-    stay."""
+    """Inputs of factorized experts with one coefficient set to 1; other levels are unchanged."""
     coefficients = [a_NE[rows_M] for a_NE in read[1]]
     alone_ME = torch.zeros_like(coefficients[level])
     alone_ME[:, expert] = 1
@@ -376,7 +377,8 @@ def _multilinear(layer: MuMoE, x_MD: Tensor, coefficients: list[Tensor]) -> Tens
 
 
 def _scaled(layer: SparseTable, x_MD: Tensor, expert: int) -> Tensor:
-    """What one expert of weight 1 adds: its row, times what it scales, without the output bias."""
+    """The contribution of one expert of weight 1: its row, times what it scales, without the
+    bias."""
     row_D = layer.row(expert).to(x_MD.dtype)
     if layer.dense is None:
         return row_D.expand(len(x_MD), -1)
@@ -385,6 +387,6 @@ def _scaled(layer: SparseTable, x_MD: Tensor, expert: int) -> Tensor:
 
 
 def _network(mixture: Mixture, images_MCHW: Tensor, expert: int) -> Tensor:
-    """The probabilities that a network gives the classes, or the logits if those are mixed."""
+    """A network's class probabilities, or its logits if those are mixed."""
     logits_MK: Tensor = mixture.experts[expert](images_MCHW).output_BO
     return logits_MK.softmax(-1) if mixture.config.gives_log_probabilities() else logits_MK

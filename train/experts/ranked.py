@@ -1,15 +1,15 @@
 """The loss without the highest and without the lowest of a token's experts, by some statistic.
 
-If a statistic tells which experts matter, the loss of a token rises more without the highest of its
-experts than without the lowest (2606.10703). Two ways to take an expert away stand side by side:
+If a statistic predicts which experts matter, a token's loss rises more without its highest expert
+than without its lowest (2606.10703). Two ways to remove an expert are compared:
 
     described   at the token itself, and nowhere else
-    coded       as the script published with that paper does it: at every token of the text; and in
-                place of an expert's use and mean weight stand means of the router's logits
+    coded       as in the script published with that paper: at every token of the text, and with
+                means of the router's logits in place of an expert's use and mean weight
 
-Shapes: B windows of a batch, T tokens of a window, P predicted tokens, M tokens of all, N tokens
-that are audited, n of them in a batch, S experts of a layer, K experts of a token, C statistics, R
-rows of a forward pass, D width.
+Shapes: B windows of a batch, T tokens of a window, P predicted tokens, M tokens in total, N audited
+tokens, n of them in a batch, S experts of a layer, K experts of a token, C statistics, R rows of a
+forward pass, D width.
 """
 
 import math
@@ -28,9 +28,9 @@ from polyad.train.experts.probing import Decision, RoutedLayer
 from polyad.train.tasks.samples import Passages, losses, through
 
 AUDITED = ("frequency", "mean_weight", "mean_norm", "reap", "mone")
-"""Statistics of an expert over all tokens, of `moments.py`."""
+"""Statistics of an expert over all tokens, from `moments.py`."""
 CONTROLS = ("own_weight", "random")
-"""The weight that the token itself gives an expert, and chance."""
+"""Controls: the token's own weight of an expert, and random choice."""
 WAYS = ("described", "coded")
 
 
@@ -41,7 +41,7 @@ class PairedTest(NamedTuple):
     """The mean change without the highest expert, in nats."""
     low: float
     d: float | None
-    """The mean difference over its standard deviation; None: there is no deviation."""
+    """Mean difference divided by its standard deviation; None: no deviation."""
     t: float | None
     p: float | None
     """Two-sided, of Student's t with n - 1 degrees of freedom."""
@@ -53,8 +53,8 @@ class PairedTest(NamedTuple):
         """Tests changes of the loss.
 
         Args:
-            change_N2: without the highest expert of each token, and without the lowest.
-            ddof: what is taken off the number of tokens in the standard deviation of `d`.
+            change_N2: changes without each token's highest expert, and without its lowest.
+            ddof: subtracted from the number of tokens in the standard deviation of `d`.
         """
         from scipy.stats import ttest_rel, wilcoxon
 
@@ -70,10 +70,10 @@ class PairedTest(NamedTuple):
 
 
 class RouterLogits:
-    """Means of the logits of routers, as the published script takes them for use and mean weight.
+    """Means of router logits, which the published script uses for use and mean weight.
 
     Args:
-        layers: that select experts.
+        layers: layers that select experts.
     """
 
     blocks: Sequence[int] = ()
@@ -83,11 +83,11 @@ class RouterLogits:
         self._seen: dict[str, Tensor] = {}
         self._kept: dict[str, list[Tensor]] = {layer.name: [] for layer in layers}
         self.scored: list[tuple[Tensor, Tensor]] = []
-        """The numbers of windows, and which of their predicted tokens count, batch by batch."""
+        """Window numbers, and which of their predicted tokens count, per batch."""
 
     @contextmanager
     def reading(self, model: nn.Module) -> Iterator[None]:
-        """A context in which logits are seen."""
+        """A context in which logits are collected."""
 
         def keep(name: str) -> Callable[[nn.Module, Any, Tensor], None]:
             def hook(module: nn.Module, arguments: Any, output: Tensor) -> None:
@@ -113,16 +113,16 @@ class RouterLogits:
     def means(
         self, layer: RoutedLayer, top_k: int, summed: Summed, lowest: Callable[[Tensor], Tensor]
     ) -> dict[str, Tensor]:
-        """What takes the place of two statistics, each [S].
+        """Returns substitutes of two statistics, each [S].
 
-        A logit counts as one of an expert in use if it reaches the K-th highest of *any* token, so
-        that nearly every logit does.
+        An expert counts as used if its logit reaches the K-th highest of *any* token, so nearly all
+        do.
 
         Args:
-            layer: of those that were read.
-            top_k: experts of a token.
-            summed: over processes.
-            lowest: over processes.
+            layer: one of the layers read.
+            top_k: experts per token.
+            summed: sums over processes.
+            lowest: minimum over processes.
         """
         kept = self._kept[layer.name] or [torch.empty(0, layer.num_experts)]
         logits_MS = torch.cat(kept).double()
@@ -144,12 +144,12 @@ class RouterLogits:
 
 
 def chosen_places(scored: Tensor, positions: int, seed: int) -> Tensor:
-    """Random predicted tokens, [N, 2]: the numbers of their windows, and their places in these.
+    """Draws random predicted tokens [N, 2]: their windows' numbers, and their positions in these.
 
     Args:
         scored: which tokens count, [windows, P].
-        positions: N, or all where there are fewer.
-        seed: of the choice.
+        positions: N, or all if there are fewer.
+        seed: seed of the choice.
     """
     places_M2 = scored.nonzero()
     chance = torch.Generator().manual_seed(seed)
@@ -158,16 +158,16 @@ def chosen_places(scored: Tensor, positions: int, seed: int) -> Tensor:
 
 
 class RankedAblation:
-    """Takes away the highest and the lowest expert of some tokens in a layer.
+    """Removes the highest and the lowest expert of some tokens in a layer.
 
     Args:
         model: a decoder, in evaluation mode, on one device.
-        layer: that selects experts.
-        moments: of its experts.
-        logits: in place of some statistics where it is done as coded.
+        layer: a layer that selects experts.
+        moments: moments of its experts.
+        logits: substitutes of some statistics for the way `coded`.
         places_N2: the tokens; see `chosen_places`.
-        action: what is done to an expert at the token.
-        seed: of random experts.
+        action: the action on an expert at the token.
+        seed: seed of random experts.
     """
 
     def __init__(
@@ -199,10 +199,10 @@ class RankedAblation:
         """Adds a batch.
 
         Args:
-            x_BTD: what the layer's block gets.
+            x_BTD: input of the layer's block.
             passages: the windows.
-            loss_BP: of the model as it is.
-            decision: of the layer.
+            loss_BP: loss of the unchanged model.
+            decision: the layer's decision.
         """
         row_of = {number: row for row, number in enumerate(passages.number_B.tolist())}
         some = [n for n, (window, _) in enumerate(self._places_N2.tolist()) if window in row_of]
@@ -245,7 +245,7 @@ class RankedAblation:
         *,
         alone: bool,
     ) -> Tensor:
-        """Losses of tokens without each of their experts that a statistic picks, [n, K]."""
+        """Losses of tokens without each of their experts that a statistic selects, [n, K]."""
         needed_nK = torch.zeros_like(ids_nK, dtype=torch.bool)
         needed_nK.scatter_(1, pick_nC2.flatten(1), True)
         token_R, k_R = needed_nK.nonzero().unbind(-1)
@@ -269,14 +269,14 @@ class RankedAblation:
         return loss_nK
 
     def result(self, summed: Summed) -> tuple[Tensor, float]:
-        """What was found.
+        """Returns the result.
 
         Args:
-            summed: over processes.
+            summed: sums over processes.
 
         Returns:
-            Changes of the loss [ways, N, C, 2], without the highest and without the lowest; and how
-            far losses were from the first ones once nothing was taken away any more.
+            Changes of the loss [ways, N, C, 2], without the highest and without the lowest; and the
+            difference of losses from the first ones after all experts were restored.
         """
         off = torch.tensor([self._off], dtype=torch.float64, device=self._device)
         return summed(self._change_WNC2.to(self._device)).cpu(), float(summed(off))

@@ -1,18 +1,17 @@
-"""Router replay: the experts that tokens were sent to are recorded, and taken again.
+"""Router replay: the experts of tokens are recorded, and used again.
 
     with recording(model) as recorder:          with replaying(other, choices):
         model(ids)                                  other(ids).logits
     choices = recorder.choices()
 
-What is replayed are the experts alone, of every layer that selects whole ones. Their weights follow
-from the scores of the model that replays, and give these a gradient. So layouts, precisions,
-kernels and checkpoints can be compared with equal routing, and a model can be trained on the
-experts that another engine has chosen, as in reinforcement learning (`moe_enable_routing_replay`
-of Megatron-LM).
+Only the selection is replayed, of every layer that selects whole experts. Weights are computed from
+the scores of the replaying model, which get a gradient. So layouts, precisions, kernels and
+checkpoints can be compared under equal routing, and a model can be trained on another engine's
+experts, as in reinforcement learning (`moe_enable_routing_replay` of Megatron-LM).
 
-A recording is rows, one for each sequence or image, in the order in which they were read. Padding
-is no part of it, so rows may be read in other micro-batches. The experts are those before a
-capacity drops any.
+A recording consists of rows, one for each sequence or image, in reading order. Padding is not
+recorded, so rows may be read in different micro-batches. The experts are those before a capacity
+drops any.
 
 Shapes: B rows of a forward pass, R rows of a recording, N tokens of rows without padding, K experts
 of a token, E experts.
@@ -43,32 +42,32 @@ from polyad.train.experts.probing import routed_layers, uncompiled
 FORMAT = "polyad routing 1"
 """The metadata `format` of a file of choices."""
 _IDS, _TOKENS = ".expert_ids", ".tokens"
-"""How the names of a layer's two tensors end."""
+"""Suffixes of the names of a layer's two tensors."""
 
 
 class LayerChoices(NamedTuple):
-    """The experts that one layer sent the tokens of some rows to, on the CPU."""
+    """The experts that one layer selected for the tokens of some rows, on the CPU."""
 
     expert_ids_NK: Tensor
-    """Indices of the experts, whole numbers of any type, the best first."""
+    """Indices of the experts, of any integer type, the best first."""
     tokens_R: Tensor
-    """Tokens of each row without padding; they add up to N."""
+    """Number of tokens in each row without padding; the sum is N."""
     num_experts: int
     """E."""
 
     @classmethod
     def joined(cls, parts: "Sequence[LayerChoices]") -> "LayerChoices":
-        """The rows of all parts, one after the other."""
+        """Concatenates the rows of all parts."""
         ids, tokens, experts = zip(*parts, strict=True)
         return cls(torch.cat(ids), torch.cat(tokens), experts[0])
 
 
 Choices: TypeAlias = Mapping[str, LayerChoices]
-"""By the name of the layer, as in names of parameters: blocks.3.feed_forward."""
+"""Choices by layer name, as in parameter names: blocks.3.feed_forward."""
 
 
 class Recorder:
-    """What a model has chosen in the forward passes of `recording`.
+    """The selections of a model in the forward passes of `recording`.
 
     Args:
         layers: names of the layers.
@@ -76,10 +75,10 @@ class Recorder:
 
     def __init__(self, layers: Sequence[str]) -> None:
         self.passes: dict[str, list[LayerChoices]] = {name: [] for name in layers}
-        """What each forward pass has added, of this process."""
+        """This process's choices of each forward pass."""
 
     def choices(self) -> Choices:
-        """All rows of this process, in the order in which they were read.
+        """All rows of this process, in reading order.
 
         Raises:
             RunError: there was no forward pass.
@@ -89,19 +88,19 @@ class Recorder:
         return {name: LayerChoices.joined(each) for name, each in self.passes.items()}
 
     def of_all(self, world: comm.World) -> Choices | None:
-        """The rows of all processes in the order of their samples, which are dealt out batch by
-        batch; all processes call it together.
+        """Gathers the rows of all processes in the order of their samples, which are distributed
+        batch by batch; all processes call this together.
 
         Args:
             world: this process.
 
         Returns:
-            On rank 0; None on the others.
+            The choices on rank 0; None on other ranks.
         """
         everyone = comm.gather_to_main(self.passes)
         if everyone is None:
             return None
-        groups = everyone[:: world.tensor_parallel_size]  # the others have seen the same rows
+        groups = everyone[:: world.tensor_parallel_size]  # the others have the same rows
         together = Recorder(list(self.passes))
         for name, passes in together.passes.items():
             for of_pass in zip(*(group[name] for group in groups), strict=True):
@@ -110,11 +109,11 @@ class Recorder:
 
 
 def first_rows(choices: Choices, rows: int) -> Choices:
-    """Leaves the first rows of a recording, and not those that filled up the last batch.
+    """Keeps the first rows of a recording, without those that padded the last batch.
 
     Args:
-        choices: of at least as many rows.
-        rows: that are left.
+        choices: at least as many rows.
+        rows: number of rows to keep.
     """
     left = {}
     for name, (ids_NK, tokens_R, experts) in choices.items():
@@ -127,11 +126,11 @@ def first_rows(choices: Choices, rows: int) -> Choices:
 def recording(model: nn.Module) -> Iterator[Recorder]:
     """Records which experts every layer selects, in each forward pass inside the context.
 
-    Compiled blocks run uncompiled meanwhile. A block that is computed again in the backward pass
-    counts once.
+    Compiled blocks run uncompiled inside it. A block that is recomputed in the backward pass counts
+    once.
 
     Args:
-        model: of any kind; an engine's `module`. On several processes each records its own rows.
+        model: any model, or an engine's `module`. Each process records its own rows.
 
     Raises:
         ConfigError: no layer of it selects experts.
@@ -150,22 +149,23 @@ def replaying(
 ) -> Iterator[None]:
     """Sends tokens to recorded experts, in the forward passes inside the context.
 
-    The rows of a recording are taken in order: the first forward pass takes as many of the first
-    ones as it has, and so on. Over several processes they are dealt out batch by batch, as samples
-    are. A backward pass that computes blocks again has to be inside the context, before the next
-    forward pass that it is not of. Compiled blocks run uncompiled meanwhile.
+    The rows of a recording are consumed in order, as many per forward pass as it has rows. On
+    several
+    processes they are distributed batch by batch, like samples. A backward pass that recomputes
+    blocks
+    must run inside the context, before the forward pass of another micro-batch. Compiled blocks run
+    uncompiled inside it.
 
     Args:
-        model: with the layers and the experts of the recording.
+        model: a model with the layers and experts of the recording.
         choices: recorded, or made by another program.
-        rank: number of this process among those that read other samples.
-        ranks: how many of them there are.
-        fills: whether rows after the last one are those that fill up a batch, which take the
-            experts of the last row.
+        rank: number of this process among those that read different samples.
+        ranks: number of these processes.
+        fills: whether rows after the last one pad a batch and use the experts of the last row.
 
     Raises:
-        ConfigError: the recording is not of such a model, or forward passes have other rows.
-        RunError: a block is computed again, and it is not known with which experts.
+        ConfigError: the recording belongs to another model, or forward passes have other rows.
+        RunError: a block is recomputed, and its experts are not known any more.
     """
     routers = _selecting(model)
     check_choices(choices, "the recording")
@@ -180,11 +180,13 @@ def replaying(
 
 
 def force_equal_loads(model: nn.Module) -> None:
-    """Sends token i of a micro-batch to experts i K to i K + K - 1, counted round all E, for good.
+    """Permanently sends token i of a micro-batch to experts i K to i K + K - 1, modulo E.
 
-    Loads of experts are then equal, or differ by one token where E does not divide all
-    assignments: a step takes what it takes where routing is balanced. What such a model learns
-    says nothing. Weights still follow from the scores.
+    Expert loads are then equal, or differ by one token if E does not divide the number of
+    assignments,
+    so that a step takes the time of balanced routing. What such a model learns is meaningless.
+    Weights
+    are still computed from the scores.
 
     Args:
         model: not compiled yet.
@@ -198,14 +200,14 @@ def force_equal_loads(model: nn.Module) -> None:
 
 
 def check_choices(choices: Choices, origin: str) -> None:
-    """Checks that the numbers of a recording can be experts of rows.
+    """Checks that the numbers in a recording are valid experts and rows.
 
     Args:
-        choices: of any origin.
-        origin: what an error calls it.
+        choices: choices of any origin.
+        origin: name of the recording in errors.
 
     Raises:
-        ConfigError: they cannot.
+        ConfigError: they are not.
     """
     for name, (ids_NK, tokens_R, experts) in choices.items():
         place = f"{origin}: {name}"
@@ -229,12 +231,12 @@ def check_choices(choices: Choices, origin: str) -> None:
 
 
 def write_choices(path: Path, choices: Choices, about: Mapping[str, str]) -> None:
-    """Writes a recording as safetensors, whole or not at all.
+    """Writes a recording as safetensors, atomically.
 
     Args:
-        path: the file; what is there is replaced.
-        choices: of all processes.
-        about: what else the file's metadata says of them.
+        path: the file, replaced if it exists.
+        choices: choices of all processes.
+        about: further metadata for the file.
 
     Raises:
         DataError: it cannot be written.
@@ -254,13 +256,13 @@ def read_choices(path: Path) -> tuple[Choices, dict[str, str]]:
     """Reads a recording.
 
     Args:
-        path: as `write_choices` writes it.
+        path: a file written by `write_choices`.
 
     Returns:
         The choices, and the metadata.
 
     Raises:
-        ConfigError: it cannot be read, or is none.
+        ConfigError: it cannot be read, or is not a recording.
     """
     try:
         with safe_open(path, framework="pt") as file:
@@ -288,11 +290,11 @@ def read_choices(path: Path) -> tuple[Choices, dict[str, str]]:
 
 
 class _Forced(ABC):
-    """What a layer's router does in a context: it tells which rows it reads, and asks for experts.
+    """Base of hooks on a layer's router, which get the rows that it reads and set its experts.
 
     Args:
-        name: of the layer.
-        router: of the layer.
+        name: the layer's name.
+        router: the layer's router.
     """
 
     def __init__(self, name: str, router: Router) -> None:
@@ -304,24 +306,24 @@ class _Forced(ABC):
         self.reads(_tokens(*given[:2]))
 
     def __call__(self, best_NK: Tensor) -> Tensor:
-        """The region of the selection."""
+        """Replaces the selection."""
         return self.experts(self.outer(best_NK))
 
     @abstractmethod
     def reads(self, tokens_B: Tensor) -> None:
-        """Is told the tokens of each row of a forward pass."""
+        """Receives the number of tokens in each row of a forward pass."""
 
     @abstractmethod
     def experts(self, best_NK: Tensor) -> Tensor:
-        """The experts that are taken."""
+        """The experts to use."""
 
     def ended(self) -> Region:
-        """What the selection has afterwards."""
+        """The selection's region after the context."""
         return self.outer
 
 
 class _Record(_Forced):
-    """Keeps what a layer has selected, and leaves it."""
+    """Records a layer's selection without changing it."""
 
     def __init__(self, name: str, router: Router, passes: list[LayerChoices]) -> None:
         super().__init__(name, router)
@@ -339,7 +341,7 @@ class _Record(_Forced):
 
 
 class _Replay(_Forced):
-    """Puts recorded experts in the place of those that a layer selects."""
+    """Replaces a layer's selection by recorded experts."""
 
     def __init__(
         self,
@@ -356,11 +358,11 @@ class _Replay(_Forced):
         self._rank, self._ranks = part
         self._ends: list[int] = choices.tokens_R.long().cumsum(0).tolist()
         self._done = 0
-        """Rows that all processes have read."""
+        """Number of rows that all processes have read."""
         self._now_NK: Tensor | None = None
         """The experts of the newest forward pass."""
         self._passes = 0
-        """Forward passes with gradients since one was computed again."""
+        """Number of forward passes with gradients since one was recomputed."""
 
     def reads(self, tokens_B: Tensor) -> None:
         if _in_backward():
@@ -401,7 +403,7 @@ class _Replay(_Forced):
         return self._now_NK.to(best_NK)
 
     def ended(self) -> Region:
-        """Refuses to compute a replayed forward pass again, until there is another one."""
+        """Refuses to recompute a replayed forward pass, until there is another one."""
         if not (self._recomputes and self._passes):
             return self.outer
         selection, outer = self.router.selection, self.outer
@@ -420,7 +422,7 @@ class _Replay(_Forced):
 
 @contextmanager
 def _forcing(model: nn.Module, layers: Sequence[_Forced]) -> Iterator[None]:
-    """Lets each of the layers say which experts its router selects."""
+    """A context in which these hooks determine which experts routers select."""
     handles = []
     for layer in layers:
         handles.append(layer.router.register_forward_pre_hook(layer.look))
@@ -454,7 +456,7 @@ def _selecting(model: nn.Module) -> dict[str, Router]:
 
 
 def _check_model(choices: Choices, routers: Mapping[str, Router]) -> None:
-    """Checks that a recording is of such a model."""
+    """Checks that a recording belongs to such a model."""
     if missing := [name for name in routers if name not in choices]:
         raise ConfigError(f"the recording has no layer {missing[0]}; it has {', '.join(choices)}")
     if other := [name for name in choices if name not in routers]:
@@ -468,7 +470,7 @@ def _check_model(choices: Choices, routers: Mapping[str, Router]) -> None:
 
 
 def _tokens(u_BTD: Tensor, given: BlockInput) -> Tensor:
-    """Tokens of each row without padding [B], on the CPU."""
+    """Number of tokens in each row without padding [B], on the CPU."""
     if given.real is not None:
         return given.real.lengths_B.to("cpu", torch.int32)
     return torch.full(u_BTD.shape[:1], u_BTD.shape[1], dtype=torch.int32)
@@ -481,5 +483,5 @@ def _in_turn(best_NK: Tensor, *, num_experts: int) -> Tensor:
 
 
 def _in_backward() -> bool:
-    """Whether autograd runs, in which a forward pass is one that is computed again."""
+    """Whether autograd is running, so that a forward pass is a recomputation."""
     return torch._C._current_graph_task_id() != -1

@@ -1,12 +1,12 @@
-"""How alike experts are: what they make of the same inputs, whichever of them the gate sends where.
+"""Similarity of experts: their outputs on the same inputs, wherever the gate sends them.
 
     cosine   the mean over tokens of cos(f_e(x), f_d(x))
     CKA      HSIC(e, d) / sqrt(HSIC(e, e) HSIC(d, d)), of kernels F_e F_e^T, F_e = f_e(N tokens)
 
-Centred kernel alignment does not change where outputs are rotated or scaled, cosines do. HSIC is
-the unbiased estimator of Song et al. 2012, "Feature selection via dependence maximization", summed
-over groups of tokens as in Nguyen et al. 2021, "Do wide and deep networks learn the same things?":
-its biased form nears 1 for any two experts where outputs are wider than there are tokens.
+Centered kernel alignment is invariant to rotating and scaling outputs, cosines are not. HSIC is the
+unbiased estimator of Song et al. 2012, "Feature selection via dependence maximization", summed over
+groups of tokens as in Nguyen et al. 2021, "Do wide and deep networks learn the same things?": its
+biased form approaches 1 for any two experts if outputs are wider than there are tokens.
 
 Shapes: N tokens of a group, D width of an output, E experts of a level, G groups.
 """
@@ -24,25 +24,25 @@ from polyad.train.experts.information import Matrix, Measured, Summed, measured
 from polyad.train.experts.probing import Decision, RoutedLayer
 
 GROUPS = 16
-"""Batches that are read, at equal distances over the data."""
+"""Number of batches to use, evenly spaced over the data."""
 TOKENS = 128
-"""Tokens of each batch, at most, at equal distances."""
+"""Maximum number of tokens per batch, evenly spaced."""
 FEWEST_TOKENS = 4
-"""That HSIC can be estimated from."""
+"""Minimum number of tokens for an estimate of HSIC."""
 MOST_EXPERTS = 64
-"""Experts of a level, at most, at equal distances."""
+"""Maximum number of experts per level, evenly spaced."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LevelSimilarity:
-    """How alike the experts of one level are."""
+    """Similarity of the experts of one level."""
 
     experts: list[str]
-    """Names of those that were compared."""
+    """Names of the compared experts."""
     tokens: int
-    """On which."""
+    """Number of tokens on which they were compared."""
     sums_GEE: Matrix
-    """The sums of cosines, the HSIC and the tokens of all pairs, by group [G, 3, E, E]."""
+    """Sums of cosines, HSIC and number of tokens of all pairs, by group [G, 3, E, E]."""
 
     @property
     def cosine_EE(self) -> Matrix:
@@ -51,7 +51,7 @@ class LevelSimilarity:
 
     @property
     def cka_EE(self) -> Matrix:
-        """The CKA of each pair; NaN where an output does not change with the token."""
+        """The CKA of each pair; NaN where an output does not depend on the token."""
         return _cka(self.sums_GEE[:, 1].sum(0))
 
     @property
@@ -81,13 +81,13 @@ class LevelSimilarity:
 
 
 class ExpertSimilarity:
-    """Adds up what experts make of the tokens of some batches.
+    """Accumulates similarities of expert outputs over some batches.
 
     Args:
-        layers: those that are looked at.
-        samples: images, sequences or windows that all processes read.
-        batch_size: of them, in a forward pass.
-        device: where decisions are.
+        layers: the layers to measure.
+        samples: number of images, sequences or windows that all processes read together.
+        batch_size: samples per forward pass.
+        device: the decisions' device.
     """
 
     def __init__(
@@ -108,13 +108,13 @@ class ExpertSimilarity:
 
         self._tokens = {layer.name: zeros(groups) for layer in layers}
         self._levels: dict[str, list[tuple[Tensor, list[int]]]] = {}
-        """The sums of each layer's levels, and the experts that they are of."""
+        """The sums of each layer's levels, and the compared experts."""
         for layer in layers:
             compared = [_compared(size) for size in layer.levels]
             self._levels[layer.name] = [(zeros(groups, 3, len(e), len(e)), e) for e in compared]
 
     def sums(self) -> dict[str, Tensor]:
-        """What is added up; see `polyad.train.reading.Lasting`."""
+        """The accumulators; see `polyad.train.reading.Lasting`."""
         found = {f"{name}.tokens": each for name, each in self._tokens.items()}
         for name, levels in self._levels.items():
             found |= {f"{name}.{level}": sums for level, (sums, _) in enumerate(levels)}
@@ -122,12 +122,12 @@ class ExpertSimilarity:
 
     @torch.no_grad()
     def add(self, name: str, decision: Decision, number_N: Tensor) -> None:
-        """Adds what a layer did in a batch, if that is one of those that are read.
+        """Adds a layer's outputs for a batch, if it is one of the batches to use.
 
         Args:
-            name: of the layer.
-            decision: for tokens.
-            number_N: of each of them that of its sample; -1: it does not count.
+            name: the layer's name.
+            decision: decisions for tokens.
+            number_N: the number of each token's sample; -1: not counted.
         """
         rows_N = (number_N >= 0).nonzero().squeeze(-1)
         if len(rows_N) < FEWEST_TOKENS:
@@ -143,15 +143,15 @@ class ExpertSimilarity:
             sums[group] = _sums(torch.stack(outputs))
 
     def result(self, summed: Summed = lambda sums: sums) -> dict[str, list[LevelSimilarity]]:
-        """The levels of each layer, by the layer's name.
+        """Returns the levels of each layer, by layer name.
 
         Args:
-            summed: over processes, which have read different batches.
+            summed: sums over processes, which have read different batches.
         """
         found: dict[str, list[LevelSimilarity]] = {}
         for layer in self._layers:
             tokens = int(summed(self._tokens[layer.name]).sum())
-            read_G = summed(self._tokens[layer.name]).cpu().numpy() > 0  # groups that are too small
+            read_G = summed(self._tokens[layer.name]).cpu().numpy() > 0  # some groups are too small
             first = np.cumsum([0, *layer.levels])
             found[layer.name] = [
                 LevelSimilarity(
@@ -165,9 +165,9 @@ class ExpertSimilarity:
 
 
 def _sums(outputs_END: Tensor) -> Tensor:
-    """The sum of cosines over tokens, the HSIC, the tokens of each pair of experts [3, E, E]."""
+    """Sum of cosines over tokens, HSIC, and number of tokens of each pair of experts [3, E, E]."""
     directions_ED = normalize(outputs_END, dim=-1).flatten(1)
-    outputs_END = outputs_END - outputs_END.mean(1, keepdim=True)  # for rounding alone
+    outputs_END = outputs_END - outputs_END.mean(1, keepdim=True)  # only against rounding
     kernels_ENN = outputs_END @ outputs_END.mT
     kernels_ENN.diagonal(dim1=1, dim2=2).zero_()
     tokens = outputs_END.shape[1]
@@ -195,7 +195,7 @@ def _cka(hsic_EE: Matrix) -> Matrix:
 
 
 def _of_pairs(values_EE: Matrix) -> Matrix:
-    """The mean over pairs of two experts for which there is a value; NaN without one."""
+    """The mean over pairs of different experts that have a value; NaN if none has."""
     above = np.triu(np.isfinite(values_EE), 1)
     pairs = above.sum((-2, -1))
     total = np.where(above, values_EE, 0).sum((-2, -1))

@@ -1,25 +1,25 @@
-"""Steering: the text that a model writes, moved towards what one expert works on.
+"""Steering: shifts the residual stream towards what one expert works on.
 
-    x <- x + sum of strength * g        x: what enters a block, at every token, the prompt's too
+    x <- x + sum of strength * g        x: input of a block, at every token, including the prompt
 
-g is the expert's column of that block's gate as training left it: not of length 1, so that a
-strength of 1 adds the column itself. A gate that reads the residual stream then gives the expert
-strength * |g|^2 more score and every other expert strength * (its column . g) more, before the
-scores are normalized, and whatever the block's attention makes of it. Negative strengths move away.
+g is the expert's column of that block's gate, not normalized, so that a strength of 1 adds the
+column itself. A gate that reads the residual stream then gives the expert strength * |g|^2 more
+score and every other expert strength * (its column . g) more, before normalization, apart from
+effects through the block's attention. Negative strengths steer away.
 
-With linear and random scores of a sparse mixture g is the row of the score's weight; a cosine score
-has none, and g is the expert's direction taken back through the projection. A score of sparsity has
-no such direction and is refused.
+With linear and random scores of a sparse mixture g is the row of the score's weight; with a cosine
+score g is the expert's direction mapped back through the projection. A sparsity score has no such
+direction and is rejected.
 
-Of text that is read there is the change of the loss by class of token, which says for which tokens
-a steered model is worse; and how much probability the classes of the next token get, which says
+On held-out text two effects are measured: the change of the loss by class of token, which shows
+where a steered model is worse; and the probability of the classes of the next token, which shows
 what it would write.
 
 Source: Oldfield et al. 2024, appendix G.2, which adds the same vectors ("cluster centers") to every
 token's activations before a muMoE layer.
 
 Shapes: D width, N experts of a level, B windows, P predicted tokens, V vocabulary, K classes of all
-ways to sort the next token, G groups of windows.
+labelings of the next token, G groups of windows.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -53,14 +53,14 @@ _FORM = "layer=N,expert=N,strength=X, and level=N of a hierarchy"
 
 @dataclass(frozen=True, kw_only=True)
 class Steering:
-    """An expert, and how far text is moved towards it."""
+    """An expert, and how far to steer towards it."""
 
     layer: int
-    """The block, from 0."""
+    """Number of the block, from 0."""
     expert: int
-    """From 0, in its level."""
+    """Number of the expert in its level, from 0."""
     strength: float
-    """How often the expert's column is added."""
+    """Factor of the expert's column that is added."""
     level: int = 0
     """The level of a hierarchy of experts, from 0."""
 
@@ -74,7 +74,7 @@ def parse_steering(text: str) -> Steering:
     """Reads `layer=5,expert=37,strength=8`, with `level=1` of a hierarchy.
 
     Raises:
-        ConfigError: a key is missing, unknown or given twice, or a value is no such number.
+        ConfigError: a key is missing, unknown or given twice, or a value is not a valid number.
     """
     keys, values = [field.name for field in fields(Steering)], dict[str, Any]()
     for part in text.split(","):
@@ -99,7 +99,7 @@ def steered(model: nn.Module, steerings: Sequence[Steering]) -> Iterator[None]:
 
     Args:
         model: a GPT-2 on one device.
-        steerings: any number of them, of the same block too: what they add is summed.
+        steerings: any number of steerings; those of the same block are summed.
 
     Raises:
         ConfigError: a block, level or expert that the model does not have.
@@ -122,14 +122,14 @@ def steered(model: nn.Module, steerings: Sequence[Steering]) -> Iterator[None]:
 
 
 def gate_column(model: nn.Module, steering: Steering) -> Tensor:
-    """The vector that a strength of 1 adds.
+    """Returns the vector that a strength of 1 adds.
 
     Args:
         model: a GPT-2.
         steering: which expert.
 
     Returns:
-        [D], fp32 at least.
+        [D], at least fp32.
 
     Raises:
         ConfigError: a block, level or expert that the model does not have, or a gate without
@@ -171,7 +171,7 @@ def gate_column(model: nn.Module, steering: Steering) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """What a steering does to the share of its expert in its level's routing."""
+    """Effect of a steering on its expert's share of routing in its level."""
 
     steering: Steering
     column_length: float
@@ -196,7 +196,7 @@ class Load:
 
 @torch.inference_mode()
 def loads_of(model: nn.Module, steerings: Sequence[Steering], ids: Sequence[int]) -> list[Load]:
-    """The effect of steering on routing: the same tokens with all steerings and with none.
+    """Measures the effect of steering on routing: the same tokens with all steerings and with none.
 
     Args:
         model: a GPT-2 in evaluation mode.
@@ -242,13 +242,13 @@ def _range(count: int) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class ClassMass:
-    """The probability that classes of the next token get, for one way to sort tokens."""
+    """The probability of classes of the next token, for one labeling of tokens."""
 
     classes: Sequence[str]
     before_K: Matrix
     """Mean probability of each class without steering."""
     change_3K: Matrix
-    """What steering adds to it, and the ends of the interval."""
+    """Its change under steering, and the ends of the interval."""
 
     def change(self, column: int) -> Change:
         """The change of a class."""
@@ -265,7 +265,7 @@ class ClassMass:
 
 @dataclass(frozen=True, kw_only=True)
 class SteeringEffect:
-    """What steerings do together."""
+    """The joint effect of steerings."""
 
     steerings: Sequence[Steering]
     by_class: Mapping[str, ClassChanges]
@@ -283,13 +283,13 @@ class SteeringEffect:
 
 
 class SteeredReading:
-    """Adds up what steering changes.
+    """Accumulates the effects of steering.
 
     Args:
         model: a GPT-2 in evaluation mode, on one device.
         steerings: all at once.
-        text: that is read.
-        classes: of its tokens.
+        text: the text to read.
+        classes: classes of its tokens.
 
     Raises:
         ConfigError: a block, level or expert that the model does not have.
@@ -320,9 +320,9 @@ class SteeredReading:
 
         Args:
             passages: the windows.
-            label_JBP: columns of classes; -1: the token does not count.
-            x_BTD: what the last block gives, of the model as it is.
-            loss_BP: of the model as it is.
+            label_JBP: class columns; -1: the token is not counted.
+            x_BTD: output of the last block of the unchanged model.
+            loss_BP: loss of the unchanged model.
         """
         with steered(self._model, self._steerings):
             y_BTD = through(self._model, embedded(self._model, passages))
@@ -338,18 +338,19 @@ class SteeredReading:
             self._masses.sums_G[group] += torch.cat([*masses, counted_P.sum().view(1).double()])
 
     def _mass(self, x_1TD: Tensor, counted_T: Tensor) -> Tensor:
-        """Sums of the probabilities of each class [K], of a window: its logits take much memory."""
+        """Sums the probabilities of each class [K] over one window, since logits take much
+        memory."""
         logits_NV = self._model.score(x_1TD)[0][counted_T]
         p_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32)).softmax(-1)
-        # A model may know more tokens than its tokenizer: those are of no class.
+        # A model may have more tokens than its tokenizer; those have no class.
         known_NV = p_NV[:, : len(self._class_VK)]
         return (known_NV @ self._class_VK.to(p_NV.dtype)).double().sum(0)
 
     def result(self, summed: Summed = lambda counts: counts) -> SteeringEffect:
-        """What was found.
+        """Returns the result.
 
         Args:
-            summed: over processes.
+            summed: sums over processes.
 
         Raises:
             ConfigError: losses are not finite.

@@ -1,7 +1,7 @@
-"""Classes of tokens that need no tagger: their characters, their position, their frequency.
+"""Classes of tokens that need no tagger: by characters, position and frequency.
 
 Shapes: W windows of a split, B of a batch, T tokens of a window, V tokens of the vocabulary, P
-labels: the right ones first, then shifted ones; of predicted tokens P of a window, J ways to sort.
+labels: the true ones first, then shifted ones; for predicted tokens P of a window, J labelings.
 """
 
 import itertools
@@ -20,29 +20,29 @@ from polyad.train.experts.token_labels import Labels
 from polyad.train.tasks.samples import Passages, TextSamples
 
 BINS = 8
-"""Classes of positions, and of frequencies."""
+"""Number of classes of positions, and of frequencies."""
 CHARACTERS = ("letters", "digits", "punctuation", "space or newline", "other")
 AT_ONCE = 1 << 22
-"""Tokens that are counted at a time."""
+"""Number of tokens counted at a time."""
 
 
 class Labelling(NamedTuple):
-    """A way to sort tokens."""
+    """A labeling of tokens."""
 
     name: str
     classes: Sequence[str]
     of: Callable[[Tensor], Tensor]
-    """From token ids [B, T], on the CPU, to numbers of classes [B, T]."""
+    """Maps token ids [B, T], on the CPU, to class numbers [B, T]."""
 
 
 def character_class(text: str) -> int:
-    """A number of `CHARACTERS`: of the first character that is no white space, if there is one.
+    """The index in `CHARACTERS` of the first character that is not white space, if any.
 
-    Marks belong to letters and mathematical signs to punctuation; other are pictures, control
-    characters and halves of characters.
+    Combining marks belong to letters and mathematical signs to punctuation; pictographs, control
+    characters and incomplete characters are `other`.
 
     Args:
-        text: of a token.
+        text: a token's text.
     """
     inner = text.strip()
     if not inner:
@@ -54,11 +54,11 @@ def character_class(text: str) -> int:
 
 
 def labellings(tokenizer: Tokenizer, stream: TokenStream, length: int) -> list[Labelling]:
-    """All ways to sort the tokens of a split.
+    """Returns all labelings of the tokens of a split.
 
     Args:
-        tokenizer: of the ids.
-        stream: the split, whose frequencies count.
+        tokenizer: the tokenizer of the ids.
+        stream: the split from which frequencies are counted.
         length: T.
     """
     counts_V = frequencies(stream, tokenizer.vocab_size)
@@ -71,11 +71,11 @@ def labellings(tokenizer: Tokenizer, stream: TokenStream, length: int) -> list[L
 
 
 def character_classes(tokenizer: Tokenizer, tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Numbers of `CHARACTERS` of tokens, [V]; of the end of a text, and all others, `other`.
+    """Indices in `CHARACTERS` of tokens [V]; `other` for end-of-text and for all tokens not given.
 
     Args:
-        tokenizer: of the ids.
-        tokens: those that are looked at: decoding a whole vocabulary takes a while.
+        tokenizer: the tokenizer of the ids.
+        tokens: the tokens to classify, since decoding a whole vocabulary is slow.
     """
     character_V = np.full(tokenizer.vocab_size, CHARACTERS.index("other"))
     for token in tokens.tolist():
@@ -87,11 +87,11 @@ def character_classes(tokenizer: Tokenizer, tokens: npt.NDArray[np.int64]) -> np
 def classes_of_vocabulary(
     tokenizer: Tokenizer, stream: TokenStream
 ) -> dict[str, tuple[Sequence[str], Tensor]]:
-    """The classes that depend on a token alone, and those of all tokens [V], in any text or not.
+    """Returns the classes that depend only on the token, and the class of every token [V].
 
     Args:
-        tokenizer: of the ids.
-        stream: the split, whose frequencies count.
+        tokenizer: the tokenizer of the ids.
+        stream: the split from which frequencies are counted.
     """
     character_V = character_classes(tokenizer, np.arange(tokenizer.vocab_size))
     frequency_V = equal_mass(frequencies(stream, tokenizer.vocab_size))
@@ -102,7 +102,7 @@ def classes_of_vocabulary(
 
 
 def frequencies(stream: TokenStream, vocab_size: int) -> npt.NDArray[np.int64]:
-    """How often each token is in a split, [V].
+    """Counts how often each token occurs in a split [V].
 
     Args:
         stream: the split.
@@ -116,15 +116,15 @@ def frequencies(stream: TokenStream, vocab_size: int) -> npt.NDArray[np.int64]:
 
 
 def equal_mass(counts_V: npt.NDArray[np.int64], bins: int = BINS) -> npt.NDArray[np.int64]:
-    """Sorts tokens by frequency into bins that hold about as many tokens of the text each.
+    """Sorts tokens by frequency into bins with about equally many tokens of the text.
 
     Args:
         counts_V: how often each token occurs.
-        bins: how many.
+        bins: number of bins.
 
     Returns:
-        The bin of each token [V], 0 for the most frequent; a token is in one bin, wherever the
-        middle of its occurrences falls.
+        The bin of each token [V], 0 for the most frequent; a token belongs to the bin that contains
+        the middle of its occurrences.
     """
     order = np.argsort(-counts_V, kind="stable")
     middles = np.cumsum(counts_V[order]) - counts_V[order] / 2
@@ -134,9 +134,9 @@ def equal_mass(counts_V: npt.NDArray[np.int64], bins: int = BINS) -> npt.NDArray
 
 
 class Shifts:
-    """What chance gives: labels of a window moved around in it, each window by another distance.
+    """The chance level: labels rotated within each window, by a different distance per window.
 
-    So labels that come in runs stay in runs, as experts do, and only what they have in common goes.
+    Runs of equal labels stay intact, like runs of experts; only their association is lost.
 
     Args:
         windows: W.
@@ -150,11 +150,11 @@ class Shifts:
         self._length = length
 
     def __call__(self, label_BT: Tensor, number_B: Tensor) -> Tensor:
-        """The labels, and moved ones, [P, B, T]; -1 where a token, or its moved label, has none.
+        """Returns the labels and rotated ones [P, B, T]; -1 where either is missing.
 
         Args:
-            label_BT: -1: the token does not count.
-            number_B: of the windows.
+            label_BT: -1: the token is not counted.
+            number_B: the windows' numbers.
         """
         by_PB1 = self._by_PW[:, number_B].unsqueeze(-1)
         from_PBT = (torch.arange(self._length) - by_PB1) % self._length
@@ -164,7 +164,7 @@ class Shifts:
 
 
 def slices_of(classes: Mapping[str, Sequence[str]]) -> dict[str, slice]:
-    """The columns of each way to sort tokens, where the classes of all stand side by side."""
+    """The columns of each labeling, with the classes of all labelings side by side."""
     found, first = {}, 0
     for name, each in classes.items():
         found[name] = slice(first, first + len(each))
@@ -173,14 +173,14 @@ def slices_of(classes: Mapping[str, Sequence[str]]) -> dict[str, slice]:
 
 
 class ClassColumns:
-    """The classes of tokens, all ways to sort them side by side.
+    """The classes of tokens, all labelings side by side.
 
-    A position is sorted by the token that is predicted there, which the loss is of, and by the
-    token that is read there, which the router sees: `predicted characters` and `read characters`.
+    A position is labeled by its predicted token, to which the loss belongs, and by its input token,
+    which the router sees: `predicted characters` and `read characters`.
 
     Args:
-        text: that is read.
-        labels: further ways to sort, of text that is read from left to right.
+        text: the text to read.
+        labels: further labelings, of text that is read from left to right.
     """
 
     def __init__(self, text: TextSamples, labels: Sequence[Labels] = ()) -> None:
@@ -195,12 +195,12 @@ class ClassColumns:
             f"{side} {each.name}": each for side in ("predicted", "read") for each in labels
         }
         self.classes: dict[str, list[str]] = {"all": ["all"]}
-        """The classes of each way to sort; the first has all tokens in one."""
+        """The classes of each labeling; the first has all tokens in one class."""
         self.classes |= {name: list(each.classes) for name, (_, each) in self._of.items()}
         self.classes |= {name: list(each.classes) for name, each in self._labels.items()}
 
     def __call__(self, passages: Passages) -> Tensor:
-        """The column of each predicted token in each way to sort, [J, B, P]; -1: it counts not.
+        """Returns the column of each predicted token in each labeling [J, B, P]; -1: not counted.
 
         Args:
             passages: a batch.

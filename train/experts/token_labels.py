@@ -1,8 +1,8 @@
-"""Labels that a user gives to tokens of a split: further ways to sort them.
+"""The user's own labels of the tokens of a split.
 
-A file (.parquet, or .csv with a line of names) has the columns `document` and `offset`, as
-`polyad experts trace` writes them, and one or more others: each sorts the tokens that have a value
-there. The others are of no class.
+A file (.parquet, or .csv with a header) has the columns `document` and `offset`, as written by
+`polyad experts trace`, and one or more others, each of which labels the tokens that have a value.
+Other tokens have no class.
 
 Shapes: N tokens of a split, B windows, T tokens of a window.
 """
@@ -21,12 +21,12 @@ from polyad.train.errors import ConfigError, one_line
 
 PLACE = ("document", "offset")
 MOST_CLASSES = 64
-"""Different values of a column; each is a class."""
+"""Maximum number of distinct values of a column; each is a class."""
 AS_A_TRACE = frozenset(
     {"window", "position", "token_id", "layer", "module", "level", "slot", "expert", "weight",
      "score", "entropy", "norm", "loss"}
 )  # fmt: skip
-"""Columns of a trace, which are no labels."""
+"""Columns of a trace, which are not labels."""
 
 
 class Labels(NamedTuple):
@@ -35,13 +35,13 @@ class Labels(NamedTuple):
     name: str
     classes: Sequence[str]
     class_N: npt.NDArray[np.int8]
-    """The class of each token of the split; -1: none."""
+    """Class of each token of the split; -1: none."""
 
     def of(self, position_BT: Tensor) -> Tensor:
-        """The classes of tokens of the split; -1: none, or outside.
+        """Returns the classes of tokens of the split; -1: none, or outside.
 
         Args:
-            position_BT: their places in the split.
+            position_BT: their positions in the split.
         """
         table_N = torch.from_numpy(self.class_N)
         inside_BT = (position_BT >= 0) & (position_BT < len(table_N))
@@ -54,10 +54,10 @@ def read_labels(path: Path, stream: TokenStream) -> list[Labels]:
 
     Args:
         path: the file.
-        stream: the split that its tokens are of.
+        stream: the split of its tokens.
 
     Raises:
-        ConfigError: it cannot be read, or is not of this split.
+        ConfigError: it cannot be read, or belongs to another split.
     """
     where = f"--labels {path}"
     table = _table(path, where)
@@ -118,7 +118,7 @@ def _column(
     class_M = np.array([-1 if each is None else number[each] for each in values], dtype=np.int8)
     class_N = np.full(tokens, -1, dtype=np.int8)
     class_N[position_M] = class_M
-    again_M = class_N[position_M] != class_M  # a token of several slots may stand there often
+    again_M = class_N[position_M] != class_M  # a token with several slots may be repeated
     if again_M.any():
         row = int(again_M.argmax())
         raise ConfigError(

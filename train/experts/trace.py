@@ -1,14 +1,13 @@
-"""The experts of every token as a table in Parquet: a row for each token, layer and chosen expert.
+"""The experts of every token as a Parquet table: a row for each token, layer and chosen expert.
 
-    Form          which columns a trace has, and its rows of a layer
+    Form          the columns of a trace, and its rows for a layer
     TraceFile     a file that grows by row groups, so that few rows are in memory
-    whole_output  a file or a folder of parts that has its name when all of it is written
+    whole_output  a file or folder of parts that gets its name once it is complete
 
--1 in a column of whole numbers: there is none. Such columns have no nulls, which pandas would make
-floats of.
+Columns of integers have -1 for missing values, since pandas would turn nulls into floats.
 
-Shapes: N tokens, K experts that a token is written with (of all levels, side by side), S experts of
-a layer, of all its levels side by side.
+Shapes: N tokens, K experts written per token (all levels side by side), S experts of a layer (all
+levels side by side).
 """
 
 import json
@@ -30,25 +29,25 @@ from polyad.train.experts.information import not_finite
 from polyad.train.experts.probing import Decision, RoutedLayer
 
 FORMAT = "polyad trace 1"
-"""`format` in the metadata of a file."""
+"""`format` in a file's metadata."""
 METADATA = b"polyad"
-"""The key of the metadata in a file, whose value is JSON."""
+"""The key of a file's metadata, whose value is JSON."""
 SUFFIX = ".parquet"
 GROUP = 2**18
-"""Rows that are written together; a row group has at most twice as many."""
+"""Number of rows written together; a row group has at most twice as many."""
 TOP = 4
-"""Experts that a token is written with of each level, where it has a share of all."""
+"""Number of experts written per token and level, if tokens weight all experts."""
 EXTRA = ("score", "entropy", "norm", "loss")
-"""Columns that are there if they are asked for."""
+"""Optional columns."""
 TEXT_EXTRA = ("score", "entropy")
-"""Those that the trace of one text has."""
+"""Columns in the trace of a single text."""
 
 
 class Column(NamedTuple):
     """A column of a trace."""
 
     type: str
-    """Arrow's name of the type; `names`: strings, of which there are few different ones."""
+    """Arrow's name of the type; `names`: strings with few distinct values."""
     about: str
 
 
@@ -95,23 +94,23 @@ class LayerExperts:
 
     layer: RoutedLayer
     experts: Tensor
-    """[N, K] int64. The experts that the router selected, the highest score first; of a muMoE those
-    with the largest coefficients, as many of each level, numbered over the levels side by side."""
+    """[N, K] int64. The experts that the router selected, the highest score first; for a muMoE
+    those with the largest coefficients, equally many per level, numbered over all levels side by
+    side."""
     weights: Tensor
-    """[N, K] fp32. The weight of the expert's output; of a muMoE its coefficient."""
+    """[N, K] fp32. The weight of the expert's output; for a muMoE its coefficient."""
     scores: Tensor
-    """[N, S] fp32. The scores of all experts that top-K saw, after a graph if there is one, each
-    row summing to 1, unless they are sigmoids; of a muMoE the coefficients, each level summing to
-    1."""
+    """[N, S] fp32. The scores of all experts before top-K, after a graph if there is one; rows sum
+    to 1 unless they are sigmoids. For a muMoE the coefficients; each level sums to 1."""
 
 
 def experts_of(layer: RoutedLayer, decision: Decision, top: int) -> LayerExperts:
-    """The experts of the tokens of a layer.
+    """Returns the experts of the tokens of a layer.
 
     Args:
-        layer: that decided.
-        decision: of a forward pass.
-        top: where a token gets a share of every expert: how many are taken of each level.
+        layer: the layer.
+        decision: its decision in a forward pass.
+        top: number of experts per level, if tokens weight every expert.
     """
     scores_NS = torch.cat(decision.levels, dim=-1).float().cpu()
     if decision.selected is not None:
@@ -128,12 +127,12 @@ def experts_of(layer: RoutedLayer, decision: Decision, top: int) -> LayerExperts
 
 
 def norms(decision: Decision, found: LayerExperts, row_M: Tensor) -> Tensor:
-    """The L2 norms of what experts make of their tokens [N, K], on the CPU.
+    """Returns the L2 norms of the experts' outputs [N, K], on the CPU.
 
     Args:
-        decision: of a forward pass.
+        decision: the decision of a forward pass.
         found: the experts of its N tokens.
-        row_M: the tokens that are looked at, on the CPU; the norms of others are 0.
+        row_M: the tokens to use, on the CPU; the norms of others are 0.
     """
     norm_NK = torch.zeros_like(found.weights)
     experts_MK, first = found.experts[row_M], 0
@@ -153,9 +152,9 @@ class Form:
     """The columns of a trace.
 
     Args:
-        layers: that are written.
-        of_tokens: names of the columns that all layers have of a token.
-        extra: of `EXTRA`; `loss` is one of a token.
+        layers: the layers to write.
+        of_tokens: names of the columns of a token that all layers share.
+        extra: columns from `EXTRA`; `loss` belongs to the token.
     """
 
     layers: Sequence[RoutedLayer]
@@ -171,10 +170,10 @@ class Form:
         return [name for name in COLUMNS if name in names]
 
     def schema(self, about: Mapping[str, Any]) -> Any:
-        """The schema of a file (`pyarrow.Schema`).
+        """Returns the schema of a file (`pyarrow.Schema`).
 
         Args:
-            about: what its metadata says, beside layers and columns; JSON values.
+            about: metadata beside layers and columns; JSON values.
         """
         import pyarrow as pa
 
@@ -201,14 +200,14 @@ class Form:
         row_M: Tensor,
         norm_NK: Tensor | None = None,
     ) -> Any:
-        """The rows of a layer (`pyarrow.RecordBatch`), token after token.
+        """Returns the rows of a layer (`pyarrow.RecordBatch`), token by token.
 
         Args:
             found: the experts of N tokens.
-            tokens: the columns of the tokens by name, each [N], on the CPU; a name for each token
-                is a sequence of strings. NaN in `loss` stands for none.
-            row_M: the tokens that are written.
-            norm_NK: of the outputs of experts.
+            tokens: the columns of the tokens by name, each [N], on the CPU; names are sequences of
+                strings. NaN in `loss` means none.
+            row_M: the tokens to write.
+            norm_NK: norms of the experts' outputs.
 
         Raises:
             ConfigError: weights are not finite.
@@ -261,7 +260,7 @@ class Form:
             number = {each: at for at, each in enumerate(known)}
             of_token = [0] * shape[0] if isinstance(value, str) else [number[one] for one in value]
             codes = np.repeat(np.array(of_token, dtype=np.int32), shape[1])
-            # A file's name may be bytes that are no UTF-8.
+            # A file's name may be bytes that are not UTF-8.
             names = [each.encode(errors="backslashreplace").decode() for each in known]
             arrays.append(pa.DictionaryArray.from_arrays(codes, pa.array(names, pa.string())))
         return pa.RecordBatch.from_arrays(arrays, schema=schema)
@@ -272,20 +271,20 @@ def _block(layer: RoutedLayer) -> int:
 
 
 def _counted(level_K: Sequence[int]) -> Tensor:
-    """How many of the same level were before each."""
+    """Number of earlier entries of the same level, for each."""
     return torch.tensor([level_K[:k].count(level) for k, level in enumerate(level_K)])
 
 
 def text_columns(
     window: int, position_N: Tensor, offset_N: Tensor, ids_N: Tensor
 ) -> dict[str, Tensor]:
-    """The columns of tokens that are of no prepared data, but of one text, which is document 0.
+    """Returns the columns of tokens of a single text (document 0), not of prepared data.
 
     Args:
-        window: its number.
-        position_N: of the tokens in it.
-        offset_N: of the tokens in the text.
-        ids_N: of the tokens.
+        window: the window's number.
+        position_N: positions of the tokens in it.
+        offset_N: positions of the tokens in the text.
+        ids_N: token ids.
     """
     return {
         "window": torch.full_like(offset_N, window),
@@ -297,14 +296,14 @@ def text_columns(
 
 
 class TraceFile:
-    """A file that is written from its beginning; rows wait until a row group is full.
+    """A file that is written sequentially; rows are buffered until a row group is full.
 
     Args:
-        path: the file; what is there is replaced.
-        schema: of the columns.
+        path: the file, replaced if it exists.
+        schema: schema of the columns.
 
     Attributes:
-        rows: so far.
+        rows: number of rows so far.
 
     Raises:
         DataError: it cannot be written.
@@ -320,7 +319,7 @@ class TraceFile:
             self._file = pq.ParquetWriter(path, schema, compression="zstd")
 
     def add(self, batch: Any) -> None:
-        """Adds rows, as `Form.rows` gives them."""
+        """Adds rows from `Form.rows`."""
         self._waiting.append(batch)
         self.rows, self._count = self.rows + len(batch), self._count + len(batch)
         if self._count >= GROUP:
@@ -336,7 +335,7 @@ class TraceFile:
         self._waiting, self._count = [], 0
 
     def close(self) -> None:
-        """Ends the file."""
+        """Closes the file."""
         try:
             if self._waiting:
                 self._write()
@@ -349,9 +348,9 @@ def check_output(option: str, path: Path, processes: int = 1) -> None:
     """Checks that a trace can be written, before any work is done.
 
     Args:
-        option: that names it.
-        path: a file that ends in .parquet, or a folder for a part of each process.
-        processes: that write.
+        option: the option that names it.
+        path: a file that ends in .parquet, or a folder with a part for each process.
+        processes: number of processes that write.
 
     Raises:
         ConfigError: it cannot.
@@ -371,16 +370,16 @@ def check_output(option: str, path: Path, processes: int = 1) -> None:
 def whole_output(
     path: Path, rank: int = 0, ranks: int = 1, wait: Callable[[], None] = lambda: None
 ) -> Iterator[Path]:
-    """What is written inside the context gets its name at the end, or is removed.
+    """A context for output that gets its final name at the end, or is removed on failure.
 
     Args:
         path: see `check_output`.
-        rank: of this process.
-        ranks: how many write.
-        wait: for all of them.
+        rank: this process's number.
+        ranks: number of processes that write.
+        wait: waits for all of them.
 
     Yields:
-        The file that this process writes.
+        The file for this process to write.
 
     Raises:
         DataError: it cannot be written.
@@ -391,7 +390,7 @@ def whole_output(
         if not is_file:
             if rank == 0:
                 with writing(path):
-                    # A killed process leaves its parts there.
+                    # A killed process leaves its parts behind.
                     shutil.rmtree(partial, ignore_errors=True)
                     partial.mkdir()
             wait()

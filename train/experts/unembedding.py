@@ -1,12 +1,12 @@
-"""Which tokens an expert's mean output makes likelier, read off the unembedding.
+"""Direct logit attribution: which tokens an expert's mean output promotes.
 
 With v the mean output, gamma the final norm's scale and W the rows of the head:
 
     direct effect on logits = W (gamma * (v - mean v)) / s    (RMSNorm: v in place of v - mean v)
 
-s, the deviation of the residual stream, is another one for each token. It multiplies all logits
-alike, so effects are given in standard deviations over the vocabulary, which s leaves as they are.
-What later blocks make of the output is left out, so that last blocks are read best.
+s, the deviation of the residual stream, differs between tokens but multiplies all logits alike, so
+effects are given in standard deviations over the vocabulary, which do not depend on s. Effects
+through later blocks are ignored, so results are most reliable in the last blocks.
 
 Shapes: S experts, D width, V vocabulary.
 """
@@ -22,28 +22,28 @@ from polyad.model.heads import UntiedHead
 
 
 class Raised(NamedTuple):
-    """A token that an expert makes likelier."""
+    """A token that an expert promotes."""
 
     token: int
     text: str
     effect: float
-    """On its logit, in standard deviations over the vocabulary above their mean."""
+    """Effect on its logit, in standard deviations above the mean over the vocabulary."""
 
 
 @torch.inference_mode()
 def raised_tokens(
     model: Decoder, mean_SD: Tensor, count: int, text_of: Callable[[int], str]
 ) -> list[list[Raised]]:
-    """The tokens whose logits the mean output of each expert raises most.
+    """Returns the tokens whose logits each expert's mean output raises most.
 
     Args:
         model: a language model, whole on this process.
-        mean_SD: mean outputs; 0 of an expert that no token uses.
-        count: how many tokens.
+        mean_SD: mean outputs; 0 for unused experts.
+        count: number of tokens.
         text_of: the text of a token.
 
     Returns:
-        Of each expert, the highest first; none of an expert that no token uses.
+        Tokens for each expert, the highest first; none for unused experts.
     """
     norm, head = model.final_norm, model.head
     weight_VD = head.weight if isinstance(head, UntiedHead) else model.token_embedding.weight

@@ -1,7 +1,7 @@
-"""Verifies the files of a run's data in the background of its first minutes.
+"""Verifies the data files of a run in the background during its first minutes.
 
-The start of a run reads only the first and last bytes of each file. A bit flipped in between, by a
-disk or a copy, would change a token without any later error.
+At startup only the first and last bytes of each file are read. A bit flipped in between, by a disk
+or a copy, would change a token without any later error.
 """
 
 import contextlib
@@ -14,9 +14,9 @@ from polyad.parallel import comm
 from polyad.train.tasks.task import StoredData
 
 BYTES_PER_SECOND = 64e6
-"""Much less than a disk reads, so that training, which reads a few MB a second, is not slowed."""
+"""Far below the speed of a disk, so as not to slow training, which reads a few MB per second."""
 LAST_SECONDS = 2.0
-"""How long the end of a run waits for the rest, which is then read at full speed: small data is
+"""Maximum wait at the end of a run for the rest, which is then read at full speed: small data is
 always verified in full."""
 
 
@@ -25,16 +25,17 @@ class _Ended(Exception):
 
 
 class DataCheck:
-    """A thread of the first process of each node, which may have the data on a disk of its own.
+    """A thread of the first process of each node, since each node may have its own copy of the
+    data.
 
-    Use as a context. The thread reads slowly and keeps its normal priority: at a low one it could
-    be suspended while it holds Python's lock, which would stop training.
+    Use as a context. The thread reads slowly but at normal priority: at a lower one it could be
+    suspended while holding Python's GIL, which would stop training.
 
     Args:
-        data: the folders of the run; may be empty.
+        data: the run's data folders; may be empty.
         world: this process.
         fail: called with one line that names what is damaged; see `StopSignals.fail`.
-        bytes_per_second: how fast it reads at most.
+        bytes_per_second: maximum read rate.
     """
 
     def __init__(
@@ -62,10 +63,10 @@ class DataCheck:
     def __exit__(self, *error: object) -> None:
         self._ended.set()
         if self._thread is not None:
-            self._thread.join(timeout=10)  # it may wait for a disk that does not answer
+            self._thread.join(timeout=10)  # may be waiting for a dead disk
 
     def finish(self) -> None:
-        """Verifies the rest, within `LAST_SECONDS`; a warning says if that was too short."""
+        """Verifies the rest within `LAST_SECONDS`; warns if that was too short."""
         if self._thread is None:
             return
         self._rate = float("inf")
@@ -86,7 +87,7 @@ class DataCheck:
             for name, reason in folder.faults(self._pace):
                 if (folder.path / name).exists():
                     self._fail(f"data.verify: {reason}")
-                else:  # the folder was deleted meanwhile; the run still has its files open
+                else:  # the folder was deleted; the run still has its files open
                     self._say(f"data.verify: {reason}; the data was not verified")
                 return
 

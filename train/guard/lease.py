@@ -1,8 +1,8 @@
-"""A lock for file systems without locks, as Lustre mounted without `flock`: a file that is renewed.
+"""A lock for file systems without locks, such as Lustre without `flock`: a file that is renewed.
 
-The holder renews the file all the time; one that has not been renewed for `LEASE_SECONDS` may be
-taken over. Times are those of the file system, so clocks of hosts may differ. A holder whose lease
-was taken (it was frozen for longer) ends at once: two starts of a run must not write to one folder.
+The holder renews the file continually; a lease that was not renewed for `LEASE_SECONDS` may be
+taken over. Times come from the file system, so the hosts' clocks may differ. A holder whose lease
+was taken (because it was frozen) exits at once: two starts of a run must not write to one folder.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 LEASE_SECONDS = 120.0
-"""A lease that was not renewed for so long is nobody's."""
+"""A lease expires if it was not renewed for this long."""
 
 
 class LeaseTaken(Exception):
@@ -26,16 +26,16 @@ class LeaseTaken(Exception):
 
 
 class Lease:
-    """A file that says who has the folder; use as a context, or call `release`.
+    """A file that names the folder's holder; use as a context, or call `release`.
 
     Args:
-        path: of the file.
-        lost: is called by a thread if another process has taken the lease.
+        path: the file's path.
+        lost: called from a thread if another process has taken the lease.
         seconds: see `LEASE_SECONDS`.
 
     Raises:
         LeaseTaken: another process has it.
-        OSError: the file cannot be made.
+        OSError: the file cannot be created.
     """
 
     def __init__(
@@ -56,9 +56,9 @@ class Lease:
         self.release()
 
     def release(self) -> None:
-        """Gives the lease back."""
+        """Releases the lease."""
         self._ended.set()
-        self._thread.join(timeout=10)  # it may wait for a disk that does not answer
+        self._thread.join(timeout=10)  # may be waiting for a dead disk
         with contextlib.suppress(OSError):
             if self._holder().get("token") == self._token:
                 self._path.unlink()
@@ -88,17 +88,17 @@ class Lease:
                 f"{place}, which renewed {self._path.name} {max(age, 0):.0f} s ago; after "
                 f"{self._seconds:g} s without that the folder is free"
             )
-        # Of several that find the same old file one moves it away.
+        # If several processes find the same old file, only one succeeds in moving it.
         old = self._path.with_name(f"{self._path.name}.{self._token}")
         with contextlib.suppress(FileNotFoundError):
             self._path.rename(old)
-            if _read(old).get("token") != holder.get("token"):  # another was quicker: it is new
+            if _read(old).get("token") != holder.get("token"):  # another was faster: it is new
                 with contextlib.suppress(FileExistsError):
                     os.link(old, self._path)
             old.unlink()
 
     def _now(self) -> float:
-        """The time by the clock that stamps files here."""
+        """The time by the file system's clock."""
         probe = self._path.with_name(f"{self._path.name}.{self._token}.now")
         probe.write_text("")
         try:
@@ -119,7 +119,7 @@ class Lease:
                 missed = time.monotonic()
             except FileNotFoundError:
                 break
-            except OSError:  # the file system does not answer for a while
+            except OSError:  # the file system does not respond for a while
                 if time.monotonic() - missed > self._seconds:
                     break
         if not self._ended.is_set():
@@ -129,7 +129,7 @@ class Lease:
 def _read(path: Path) -> dict[str, Any]:
     try:
         holder = json.loads(path.read_text())
-    except ValueError:  # made a moment ago, and not yet written
+    except ValueError:  # just created, not written yet
         return {}
     return holder if isinstance(holder, dict) else {}
 

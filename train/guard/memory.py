@@ -1,4 +1,4 @@
-"""Out of memory: one line that says what was asked for, what is in use, and which keys to lower."""
+"""Out of memory: one line with the size requested, the memory in use, and the keys to lower."""
 
 import re
 import resource
@@ -16,26 +16,26 @@ from polyad.train.guard.run_folder import last_checkpoint
 
 UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 ASKED = re.compile(rf"allocate (?P<size>[\d.]+) (?P<unit>{'|'.join(UNITS)})", re.IGNORECASE)
-"""The size in messages of torch's allocators and of numpy: `Tried to allocate 2.00 GiB`."""
+"""The size in messages of torch's allocators and numpy: `Tried to allocate 2.00 GiB`."""
 MESSAGES = ("out of memory", "can't allocate memory", "ALLOC_FAILED", "Cannot allocate memory")
 """Parts of a RuntimeError's message that mean out of memory: torch on a CPU, CUDA, cuBLAS."""
 
 
 Work = Literal["build", "train", "validate"]
-"""What memory is for: weights and optimizer, a step, held-out data."""
+"""What memory is needed for: weights and optimizer, a step, held-out data."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunMemory:
-    """Turns errors of memory into advice for this run; see `explain_out_of_memory`."""
+    """Turns out-of-memory errors into advice for this run; see `explain_out_of_memory`."""
 
     world: comm.World
     checkpoints: Path
     smaller: Mapping[Work, Callable[[], Sequence[str]]]
-    """The keys that make a kind of work smaller, the most useful one first."""
+    """Keys to lower for each kind of work, the most useful one first."""
 
     def during(self, work: Work, doing: Callable[[], str]) -> AbstractContextManager[None]:
-        """A context in which the run does such work; see `explain_out_of_memory`."""
+        """A context for this kind of work; see `explain_out_of_memory`."""
         return explain_out_of_memory(doing, self.world, self.smaller[work], self.checkpoints)
 
 
@@ -46,15 +46,15 @@ def explain_out_of_memory(
     keys: Callable[[], Sequence[str]],
     checkpoints: Path | None = None,
 ) -> Iterator[None]:
-    """Turns an error of memory into one line; every other error passes as it is.
+    """Turns an out-of-memory error into one line; other errors pass unchanged.
 
-    The process then ends, and its launcher ends the ones that wait for it.
+    The process then exits, and its launcher terminates those that wait for it.
 
     Args:
-        doing: says when it happened, as in "in step 3".
+        doing: returns when it happened, such as "in step 3".
         world: this process.
-        keys: gives the keys to lower, the most useful one first; see `train/config/smaller.py`.
-        checkpoints: the folder that a run saves to.
+        keys: returns the keys to lower, the most useful one first; see `train/config/smaller.py`.
+        checkpoints: the run's folder of checkpoints.
 
     Raises:
         RunError: the line.
@@ -62,7 +62,7 @@ def explain_out_of_memory(
     try:
         yield
     except RunError:
-        raise  # already explained by an inner context, which knows the details
+        raise  # already explained by an inner context
     except Exception as error:
         if not is_out_of_memory(error):
             raise
@@ -71,7 +71,7 @@ def explain_out_of_memory(
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error is one of memory, also where a compiler has wrapped it."""
+    """Whether an error means out of memory, even if a compiler has wrapped it."""
     while not isinstance(error, MemoryError | torch.OutOfMemoryError):
         text = str(error)
         if isinstance(error, RuntimeError | OSError) and any(part in text for part in MESSAGES):

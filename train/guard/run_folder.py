@@ -1,4 +1,4 @@
-"""A run's folder: whether it can be used and has room, and the lock of one start of the run."""
+"""A run's folder: checks that it is usable and has room, and the lock of a start of the run."""
 
 import contextlib
 import math
@@ -29,9 +29,9 @@ from polyad.train.guard.lease import Lease, LeaseTaken
 LOCK_FILE = ".lock"
 LEASE_FILE = ".lease"
 LOOKS_FOR_ROOM = 1.0
-"""Seconds between two looks whether a full disk has room again."""
+"""Seconds between checks whether a full disk has room again."""
 SEEN_WITHIN = 10.0
-"""Seconds until a file that one host made is to be seen by the others."""
+"""Seconds within which a file from one host must be visible on the others."""
 
 
 class RunFolderConfig(Config):
@@ -43,7 +43,7 @@ class RunFolderConfig(Config):
 
 
 def gone(folder: Path) -> RunError:
-    """The error of a run whose folder is another one, or none, than it was.
+    """Returns the error of a run whose folder was removed or replaced.
 
     Args:
         folder: the run's.
@@ -55,17 +55,17 @@ def gone(folder: Path) -> RunError:
 
 
 def check_place(folder: Path, key: str) -> set[str]:
-    """Checks that a folder is there and can be written to, or can be made.
+    """Checks that a folder exists and is writable, or can be created.
 
     Args:
-        folder: of a run or a study.
-        key: that names it, for the error.
+        folder: a run's or a study's folder.
+        key: the key that names it, for the error.
 
     Returns:
-        The names of what it holds.
+        The names of its entries.
 
     Raises:
-        ConfigError: it cannot.
+        ConfigError: it is neither.
     """
     try:
         nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
@@ -93,18 +93,18 @@ def check_room(
     size: int,
     patience: float = 0.0,
 ) -> None:
-    """Checks that the next checkpoints fit: as many as `checkpoint.keep_last` holds at once.
+    """Checks that the next checkpoints fit on the disk: as many as `checkpoint.keep_last` keeps.
 
-    Without that key the next one has to fit; if all that follow do not, or those that
-    `checkpoint.keep_every` keeps, rank 0 says so.
+    Without that key only the next one has to fit; rank 0 warns if all later ones do not, or those
+    that `checkpoint.keep_every` keeps.
 
     Args:
         folder: the run's.
-        checkpoint: how often one is written, and how many stay.
+        checkpoint: how often checkpoints are written, and how many are kept.
         step: the step that the run continues from.
-        steps: of the whole run.
-        size: of a checkpoint, in bytes.
-        patience: seconds in which room may still be made.
+        steps: number of steps of the whole run.
+        size: size of a checkpoint in bytes.
+        patience: seconds to wait for room on the disk.
 
     Raises:
         ConfigError: they do not fit.
@@ -116,8 +116,8 @@ def check_room(
     place = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     free = shutil.disk_usage(place).free
     keep, present = checkpoint.keep_last, len(complete_checkpoints(folder / "checkpoints"))
-    best = int(checkpoint.keep_best)  # perhaps none of the newest
-    # One more than stay: a new checkpoint is written before an old one is removed.
+    best = int(checkpoint.keep_best)  # may not be among the newest
+    # One more than are kept: a new checkpoint is written before an old one is removed.
     needed = 1 if keep is None else min(coming + best, max(keep + best + 1 - present, 1))
     until, waits = time.monotonic() + patience, False
     while needed * size > free:
@@ -134,7 +134,7 @@ def check_room(
         waits = True
         time.sleep(LOOKS_FOR_ROOM)
         free = shutil.disk_usage(place).free
-    if keep is not None and checkpoint.keep_every:  # those that stay for ever
+    if keep is not None and checkpoint.keep_every:  # those kept forever
         often = math.lcm(every, checkpoint.keep_every)
         staying = steps // often - step // often
         advice = "a higher checkpoint.keep_every keeps fewer"
@@ -151,10 +151,10 @@ def check_room(
 
 
 def last_checkpoint(checkpoints: Path) -> str:
-    """Says which checkpoint is the last.
+    """Names the last checkpoint in words.
 
     Args:
-        checkpoints: the folder of a run's.
+        checkpoints: a run's folder of checkpoints.
     """
     if found := complete_checkpoints(checkpoints):
         return f"the last checkpoint is of step {int(found[-1].name.removeprefix('step-'))}"
@@ -165,17 +165,17 @@ class RunLock:
     """A lock that the main process holds; the kernel releases it when the process ends.
 
     Args:
-        folder: the run's; it is made.
+        folder: the run's folder, which is created if need be.
         world: this process. All call this together.
 
-    On a shared file system it works between hosts if the file system passes locks on (NFS does,
-    and Lustre with the mount option `flock`). Where it has no locks a lease is taken instead. The
-    file of the lock holds a token of this start, which the other processes have to find there:
-    on a host whose folder is another one nothing could be saved together.
+    On a shared file system it works between hosts if the file system supports locks (NFS does, and
+    Lustre with the mount option `flock`). Otherwise a lease is taken instead. The lock file
+    contains a token of this start, which the other processes must find there: a host on which the
+    folder is a different one could not save together with the others.
 
     Raises:
-        ConfigError: on every process, if another start of the run is still going, the folder
-            cannot be written to, or is not the same one on all hosts.
+        ConfigError: on every process, if another start of the run is still active, the folder is
+            not writable, or it is not the same one on all hosts.
     """
 
     def __init__(self, folder: Path, world: comm.World) -> None:
@@ -224,12 +224,12 @@ class RunLock:
 
 
 def _fault_of(folder: Path, token: str, first: str) -> str:
-    """Why this process cannot use the folder that rank 0 has locked; empty if it can.
+    """Returns why this process cannot use the folder that rank 0 has locked; empty if it can.
 
     Args:
         folder: the run's.
-        token: what rank 0 has written into the file of the lock.
-        first: what to call the folder of rank 0.
+        token: the token that rank 0 has written into the lock file.
+        first: name of rank 0's folder in the message.
     """
     here = f"{socket.gethostname()} (rank {comm.rank()})"
 
@@ -249,10 +249,10 @@ def _fault_of(folder: Path, token: str, first: str) -> str:
 
 
 def seen_in_time(condition: Callable[[], bool]) -> bool:
-    """Waits until what another host has written is seen on this one, `SEEN_WITHIN` at most.
+    """Waits until another host's write is visible on this one, at most `SEEN_WITHIN` seconds.
 
     Args:
-        condition: whether it is.
+        condition: returns whether it is visible.
     """
     until = time.monotonic() + SEEN_WITHIN
     while not condition():
@@ -263,15 +263,15 @@ def seen_in_time(condition: Callable[[], bool]) -> bool:
 
 
 def put_back_replaced(folder: Path, world: comm.World) -> None:
-    """Finishes what a crash cut short while a checkpoint was replaced by another of its step.
+    """Recovers from a crash while a checkpoint was being replaced by another of the same step.
 
     Args:
         folder: the run's.
         world: this process. All call this together.
 
     Raises:
-        ConfigError: on every process, if another start of the run is still going, or the disk does
-            not let it.
+        ConfigError: on every process, if another start of the run is still active, or the disk
+            fails.
     """
     checkpoints = folder / "checkpoints"
     if not comm.from_main(bool(replaced_checkpoints(checkpoints)) if world.is_main else None):

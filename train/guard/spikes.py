@@ -1,9 +1,9 @@
-"""The keys under `monitor:`, and loss and gradient spikes: what counts as one, and their record.
+"""The keys under `monitor:`, and the detection and recording of loss and gradient spikes.
 
-A step is judged by the steps before it: by the median m over a window, and the spread s, 1.4826
-times the median of the distances from m, which is the standard deviation of normal numbers. Neither
-is moved by a few wild values. A loss is a spike above m + threshold * s. A gradient's norm is
-judged by its logarithm, since it varies by factors. What is lower than usual is never a spike.
+A step is compared with the steps before it: with their median m over a window, and their spread s,
+1.4826 times the median absolute deviation, which estimates the standard deviation of normal
+numbers. Both are robust to outliers. A loss is a spike above m + threshold * s. For gradient norms,
+which vary by factors, logarithms are compared. Low values are never spikes.
 """
 
 import json
@@ -25,15 +25,14 @@ from polyad.train.results import json_value
 from polyad.train.state import TrainState
 
 LOSS_FLOOR = 0.01
-"""The spread of losses counts as at least this share of their median."""
+"""Lower bound of the spread of losses, as a share of their median."""
 LOG_NORM_FLOOR = 0.1
-"""The spread of a norm's logarithm counts as at least this."""
+"""Lower bound of the spread of log norms."""
 SPIKES_FILE = "spikes.jsonl"
-"""A file of a run's folder: every spike, a JSON object a line. It is never cut when a run goes
-back."""
+"""File in a run's folder with every spike, one JSON object per line. Rewinds do not truncate it."""
 LARGEST_WEIGHT = 1e9
-"""No sound weight is larger. A flip of the highest exponent bit multiplies a weight by 2^128, and
-attention or a later norm may hide that from the loss."""
+"""Larger weights are taken as corrupt. A flip of the highest exponent bit multiplies a weight by
+2^128, and attention or a later norm may hide that from the loss."""
 
 
 class MonitorConfig(Config):
@@ -85,7 +84,7 @@ class Limits(NamedTuple):
     grad_norm: float
 
     def exceeded(self, loss: float, grad_norm: float) -> bool:
-        """Whether a step is a spike. One that is not finite is no spike: it is skipped anyway."""
+        """Whether a step is a spike. Steps that are not finite are not; they are skipped anyway."""
         finite = math.isfinite(loss) and math.isfinite(grad_norm)
         return finite and (loss > self.loss or grad_norm > self.grad_norm)
 
@@ -102,8 +101,8 @@ class StepOutcome(NamedTuple):
     routing: tuple[RoutingStats, ...]
     """Averaged over the step; empty in a dense model."""
     sane: bool
-    """False if a weight was larger than `LARGEST_WEIGHT`, on any process. Checked only where the
-    step has finite limits."""
+    """False if a weight on any process exceeded `LARGEST_WEIGHT`. Checked only if the step has
+    finite limits."""
 
 
 def limits_of(config: MonitorConfig, state: TrainState) -> Limits:
@@ -118,7 +117,7 @@ def limits_of(config: MonitorConfig, state: TrainState) -> Limits:
 
 
 def remember(config: MonitorConfig, state: TrainState, loss: float, grad_norm: float) -> None:
-    """Adds a step that was applied to the window."""
+    """Adds an applied step to the window."""
     if config.spike_action == "none":
         return
     # A norm of 0 has no logarithm, so 1e-30 takes its place: after zeros, any gradient is a spike.
@@ -133,7 +132,7 @@ def _middle(values: Sequence[float]) -> tuple[float, float]:
 
 
 class StepLog(Protocol):
-    """Where the records of steps are written; it is told of spikes."""
+    """Writer of step records, which also prints spikes."""
 
     def go_back(self, done_steps: int) -> None:
         """Drops the records of later steps."""
@@ -143,13 +142,13 @@ class StepLog(Protocol):
 
 
 class SpikeGuard:
-    """Finds spikes for the loop, and records them.
+    """Detects spikes for the loop, and records them.
 
     Args:
         config: thresholds and bounds.
-        folder: the run's.
-        documents: gives the documents of a global batch; called on the main process alone.
-        metrics: None on all processes but the main one: they write nothing.
+        folder: the run's folder.
+        documents: returns the documents of a global batch; called only on the main process.
+        metrics: None except on the main process, which alone writes.
     """
 
     def __init__(
@@ -163,17 +162,17 @@ class SpikeGuard:
         self._documents, self._metrics = documents, metrics
         self._rewound: dict[str, Any] = {}
         self.holds = config.spike_action in {"skip", "rewind"}
-        """Whether a step must keep its limits to change the weights."""
+        """Whether a step that exceeds its limits must not change the weights."""
 
     def limits(self, state: TrainState) -> Limits:
         """See `limits_of`."""
         return limits_of(self._config, state)
 
     def check_rewinds(self, state: TrainState) -> None:
-        """Checks that the run may go back once more.
+        """Checks that the run may rewind once more.
 
         Raises:
-            RunError: it went back too often.
+            RunError: it was rewound too often.
         """
         if len(state.left_out) >= self._config.max_rewinds:
             raise RunError(
@@ -184,13 +183,13 @@ class SpikeGuard:
             )
 
     def stayed(self, step: int, batch: int, limits: Limits, outcome: StepOutcome) -> dict[str, Any]:
-        """Records a spike after which the run goes on.
+        """Records a spike after which the run continues.
 
         Args:
             step: the number of the step, from 1.
             batch: its global batch.
             limits: its limits.
-            outcome: what came of it.
+            outcome: its outcome.
 
         Returns:
             Keys to add to the step's record.
@@ -205,7 +204,7 @@ class SpikeGuard:
     def went_back(
         self, step: int, batch: int, limits: Limits, outcome: StepOutcome, to: int
     ) -> None:
-        """Records a spike after which the run went back to the checkpoint of step `to`."""
+        """Records a spike after which the run was rewound to the checkpoint of step `to`."""
         self._rewound = self._event("rewind", step, batch, limits, outcome)
         self._rewound["rewound_to"] = to
         if self._metrics is not None:
@@ -213,7 +212,7 @@ class SpikeGuard:
         self._tell(self._rewound)
 
     def rewound(self) -> dict[str, Any]:
-        """Keys to add to the first record after the run went back."""
+        """Keys to add to the first record after a rewind."""
         event, self._rewound = self._rewound, {}
         return {"rewind": event} if event else {}
 
@@ -235,7 +234,7 @@ class SpikeGuard:
 
 
 def spike_line(event: dict[str, Any]) -> str:
-    """A spike as a line for the console."""
+    """Formats a spike as a console line."""
     done = {
         "warn": "the step was applied",
         "skip": "the step was skipped",
@@ -263,7 +262,7 @@ def _documents(parts: dict[str, list[int]], shown: int = 4) -> str:
 
 
 def write_spike(folder: Path, event: dict[str, Any]) -> None:
-    """Adds a spike to the run's list, on the disk when this returns."""
+    """Appends a spike to the run's list; it is on disk when this returns."""
     path = folder / SPIKES_FILE
     with named(path), path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(json_value(event)) + "\n")
@@ -272,9 +271,9 @@ def write_spike(folder: Path, event: dict[str, Any]) -> None:
 
 
 def batches_left_out(folder: Path, step: int) -> list[int]:
-    """Global batches that the run has gone back without since a checkpoint was written.
+    """Returns the global batches left out by rewinds to the checkpoint of a step.
 
-    Those before are in the checkpoint. Those of a later one are of steps that are done anew."""
+    Earlier ones are in that checkpoint. Rewinds to later ones concern steps to be repeated."""
     path = folder / SPIKES_FILE
     if not path.exists():
         return []

@@ -1,10 +1,9 @@
-"""Signals that ask a run to stop: all processes agree on a step, save it, and end.
+"""Termination signals: all processes agree on a step, save it, and exit.
 
-A handler runs in the main thread, between two steps of Python: it notes the signal, and the loop
-asks all processes after each step and each batch of validation whether one has a signal. Where the
-main thread is stuck in C (a collective whose peer is gone), a second thread still hears of the
-signal, through a pipe that Python's C handler writes to, and ends the process when the grace is
-over.
+A handler in the main thread notes the signal, between two Python instructions. After each step and
+each batch of validation the loop asks whether any process has a signal. If the main thread is stuck
+in C (a collective whose peer is gone), a second thread still receives the signal through a pipe
+that Python's C handler writes to, and ends the process after the grace period.
 """
 
 import contextlib
@@ -24,25 +23,25 @@ from polyad.parallel.meeting import has_met
 from polyad.train.errors import STOP_SIGNALS, ConfigError, Stopped, stopped
 
 LAUNCHER_ENDS = 0.25
-"""Seconds within which a launcher that was killed is gone."""
+"""Seconds within which a killed launcher is gone."""
 FAILED = 1000
-"""What `agreed` gives if `fail` was called on some process: above every signal's number."""
+"""Result of `agreed` if `fail` was called on some process: above every signal's number."""
 
 
 class StopAsked(Exception):
-    """A signal came to some process during work that may be left unfinished, as validation."""
+    """Raised when some process got a signal during work that may be aborted, such as validation."""
 
 
 class StopSignals:
-    """Handles signals within a `with` block of the main thread; in another thread it does nothing.
+    """Handles signals within a `with` block of the main thread; does nothing in other threads.
 
     Args:
-        world_size: processes of the run. One alone stops at once until `wait_for_steps`; several
-            until they have met, and then have to agree first.
-        launched: whether a command of Polyad, or torchrun, started this process. A launcher passes
-            on signals that the process may have got already, as one of its process group, so that
-            a second Ctrl-C does not end it at once. And if the launcher was killed, the process
-            ends without saving, since the run may be started again at any moment.
+        world_size: number of processes. Before `wait_for_steps` a single process stops at once;
+            several do so until they have connected, and then have to agree first.
+        launched: whether a command of Polyad, or torchrun, started this process. A launcher
+            forwards signals that the process may have got already as a member of its process group,
+            so a second Ctrl-C does not end it at once. And if the launcher was killed, the process
+            exits without saving, since the run may be restarted at any moment.
     """
 
     def __init__(self, world_size: int, *, launched: bool = False) -> None:
@@ -55,7 +54,7 @@ class StopSignals:
         self._failure: str | None = None
         self._grace = 25.0
         self.kept: Callable[[], str] = lambda: "run the same command to start it again"
-        """Says where the run goes on."""
+        """Returns in words where the run continues."""
         self._before: dict[int, Any] = {}
         self._launcher = os.getppid()
 
@@ -81,30 +80,30 @@ class StopSignals:
             signal.signal(number, handler)
         signal.set_wakeup_fd(self._before_fd)
         self._writer.close()  # the thread reads the end of the stream, and ends
-        # torchrun signals every process when one has failed. An error that the end of a peer causes
-        # here, as in a collective, is a consequence, and not reported.
+        # torchrun signals every process when one has failed. An error here that is only a
+        # consequence of a peer's exit, as in a collective, is not reported.
         peer_ended = isinstance(error, RuntimeError) and not hasattr(error, "exit_status")
         if peer_ended and self._signal and comm.environment_world_size() > 1:
             raise Stopped(self._signal, f"other processes had ended; {self.kept()}") from None
 
     def limit(self, grace_seconds: float, kept: Callable[[], str]) -> None:
-        """Sets how long stopping may take, and how to tell where the run goes on.
+        """Sets how long stopping may take, and how to describe where the run continues.
 
         Args:
-            grace_seconds: from the signal to the end of the process, whatever it is doing.
-            kept: returns a few words on where the run goes on.
+            grace_seconds: maximum time from the signal to the exit of the process.
+            kept: returns a few words on where the run continues.
         """
         self._grace, self.kept = grace_seconds, kept
 
     def wait_for_steps(self) -> None:
-        """After this call a signal waits for the end of the step, so that it can be saved."""
+        """From now on signals are handled after the current step, so that it can be saved."""
         self._at_once = False
 
     def fail(self, reason: str) -> None:
-        """Asks the run to end as a signal does, with an error; any thread of a process may call.
+        """Makes the run end as for a signal, but with an error; may be called from any thread.
 
         Args:
-            reason: one line that names what the user has to mend.
+            reason: one line that names what the user has to fix.
         """
         self._failure = self._failure or reason
 
@@ -114,15 +113,15 @@ class StopSignals:
         return self._signal if self._failure is None else FAILED
 
     def heard(self) -> None:
-        """Called by all processes when they know of a signal that some process got: from now on the
-        run only saves, which another signal does not interrupt."""
+        """Called by all processes when they know that one got a signal: from now on the run only
+        saves, which further signals do not interrupt."""
         self._saving = True
 
     def agreed(self) -> int:
         """The signal that some process got, `FAILED`, or 0. All processes call this, and all get
         the same number.
 
-        After a signal the run only saves, which another signal does not interrupt.
+        After a signal the run only saves, which further signals do not interrupt.
         """
         number = self.number if comm.size() == 1 else comm.highest(self.number)
         if number:
@@ -130,7 +129,7 @@ class StopSignals:
         return number
 
     def end_if_failed(self) -> None:
-        """Called by all processes when the run has come to its end.
+        """Called by all processes at the end of the run.
 
         Raises:
             ConfigError: on all of them, if `fail` was called on one.
@@ -140,7 +139,7 @@ class StopSignals:
 
     @contextlib.contextmanager
     def saving(self) -> Iterator[None]:
-        """While a checkpoint is written no signal interrupts, however often it comes."""
+        """A context for writing a checkpoint, which no signal interrupts."""
         before, self._saving = self._saving, True
         try:
             yield
@@ -148,7 +147,7 @@ class StopSignals:
             self._saving = before
 
     def check(self) -> None:
-        """Called by all processes in the middle of what need not be finished.
+        """Called by all processes during work that may be aborted.
 
         Raises:
             StopAsked: on all of them, if some process has a signal.
@@ -157,7 +156,7 @@ class StopSignals:
             raise StopAsked
 
     def stop(self, number: int) -> None:
-        """Ends the run as it was asked; all processes call this.
+        """Ends the run as the signal requires; all processes call this.
 
         Raises:
             Stopped: or KeyboardInterrupt, for Ctrl-C.
@@ -178,8 +177,9 @@ class StopSignals:
             raise stopped(number, self.kept())
 
     def _launcher_was_killed(self) -> bool:
-        """Whether a signal came of that: the run may be started again at once, and two starts must
-        not write to the same folder. The kernel sends it while the launcher is still ending."""
+        """Whether the signal was caused by the launcher's death. The run may be restarted at once,
+        and two starts must not write to the same folder. The kernel sends the signal while the
+        launcher is still exiting."""
         until = time.monotonic() + LAUNCHER_ENDS
         while self._launched and time.monotonic() < until:
             if os.getppid() != self._launcher:
@@ -188,7 +188,7 @@ class StopSignals:
         return False
 
     def _watch(self) -> None:
-        """Runs in the thread: waits for a signal, and then until the grace period is over."""
+        """Thread body: waits for a signal, and then for the end of the grace period."""
         ends = float("inf")
         number = 0
         while True:

@@ -1,8 +1,8 @@
-"""Processes that all others wait for: named while the run goes on, with their hosts.
+"""Stragglers: reports processes that all others wait for, with their hosts, during a run.
 
-Steps take equally long on all processes, since each waits for the slowest in every exchange. So
-what a process does alone is timed, every so many steps: a fixed matrix product, and its wait for
-data. All are told in the step's one exchange.
+Steps take equally long on all processes, since every collective waits for the slowest. So every few
+steps work is timed that a process does alone: a fixed matrix product, and its wait for data. The
+times are exchanged in the step's all-reduce.
 """
 
 from collections.abc import Sequence
@@ -12,18 +12,18 @@ from polyad.parallel.comm import World
 from polyad.parallel.probe import product_seconds
 
 SLOW = 1.25
-"""Times as long as usual: a process that computes so is named."""
+"""A process is reported if its product takes this many times as long as usual."""
 LATE = 0.1
-"""A share of a step: a process that waits so much longer for data than usual is named."""
+"""A process is reported if it waits longer for data than usual by this share of a step."""
 REPEATS = 5
 
 
 class Stragglers:
-    """Looks for slow processes.
+    """Detects slow processes.
 
     Args:
-        every: steps between two looks; 0: none.
-        hosts: of all ranks.
+        every: number of steps between checks; 0: no checks.
+        hosts: the hosts of all ranks.
         world: this process.
     """
 
@@ -33,16 +33,16 @@ class Stragglers:
         self._named: set[str] = set()
 
     def look(self, step: int) -> None:
-        """Times the product before a step, if it is one to look at."""
+        """Times the product before a step, if a check is due."""
         self._product = 0.0
         if self._every and self._world.size > 1 and step % self._every == 0:
             self._product = product_seconds(self._world.device, REPEATS)
 
     def own(self, data_seconds: float) -> tuple[int, int]:
-        """What this process tells the others, in nanoseconds; zeros in other steps.
+        """Returns this process's times to exchange, in nanoseconds; zeros in steps without a check.
 
         Args:
-            data_seconds: that it has waited for this step's data.
+            data_seconds: time that it has waited for this step's data.
         """
         if not self._product:
             return 0, 0
@@ -51,17 +51,18 @@ class Stragglers:
     def judge(
         self, products: Sequence[int], waits: Sequence[int], step_seconds: float
     ) -> tuple[dict[str, Any], list[str]]:
-        """What the times of all say.
+        """Evaluates the times of all processes.
 
         Args:
-            products: of each rank, in nanoseconds; zeros in a step without a look.
-            waits: for data, of each rank, in nanoseconds.
-            step_seconds: of the whole step.
+            products: time of the product on each rank, in nanoseconds; zeros in a step without a
+                check.
+            waits: wait for data on each rank, in nanoseconds.
+            step_seconds: duration of the whole step.
 
         Returns:
             Values for the step's record: `slowest_rank`, `slowdown` (its product's time over the
-            usual one) and `waiting_share` (of the other processes' time, on its account). And a
-            line for each process that was not named in the look before.
+            usual one) and `waiting_share` (share of the other processes' time that they wait for
+            it). And a line for each process that was not reported in the previous check.
         """
         if not any(products):
             return {}, []
@@ -87,5 +88,5 @@ class Stragglers:
 
 
 def _usual(values: Sequence[int]) -> float:
-    """The lower quartile: some may be slow."""
+    """The lower quartile, since some processes may be slow."""
     return sorted(values)[round(0.25 * (len(values) - 1))]

@@ -1,17 +1,17 @@
 """Finds the process that a stalled run waits for, and reports its stack.
 
-A thread of every process writes a heartbeat into the run's folder now and then: what its main
-thread is doing, how many collectives it has begun in each group, and its stack. Rank 0 reads them
-all, and so does rank 1, for the case that rank 0 stalls. If a process has made no progress for the
-time allowed, the processes to blame are
+A thread of every process regularly writes a heartbeat into the run's folder: what its main thread
+is doing, how many collectives it has started in each group, and its stack. Ranks 0 and 1 read them
+all, rank 1 in case rank 0 stalls. If a process has made no progress for the time allowed, the
+processes to blame are
 
 - those whose heartbeats have stopped: the process is stopped or frozen, or its host is down;
-- else those that make no progress and wait for no other process: in no group have they begun more
-  collectives than another process. A process that waits in a collective has begun it.
+- else those that make no progress and wait for no other process: in no group have they started
+  more collectives than another process. A process that waits in a collective has started it.
 
-The reader names them and the collective that the others wait in, and writes all stacks into
-`stalls.txt`; every process whose thread still runs writes its last collectives into `collectives/`
-and ends with the status that `train/errors.py` lists.
+The reader reports them and the collective that the others wait in, and writes all stacks to
+`stalls.txt`; every process whose thread still runs writes its last collectives to `collectives/`
+and exits with the status listed in `train/errors.py`.
 """
 
 import contextlib
@@ -38,10 +38,10 @@ T = TypeVar("T")
 WATCH_FOLDER = ".watch"
 STALLS_FILE = "stalls.txt"
 COLLECTIVES_FOLDER = "collectives"
-"""The folder in the run's for what PyTorch's flight recorder knew of each process at a stall."""
+"""Subfolder of the run's for dumps of PyTorch's flight recorder, one per process at a stall."""
 VERDICT_FILE = "verdict"
 NAMED = 8
-"""Processes that a line names; all stacks are in the file."""
+"""Maximum number of processes named in a line; the file has all stacks."""
 
 
 @dataclass(kw_only=True)
@@ -55,22 +55,22 @@ class Beat:
     """The number of the heartbeat, counted from the start of the process."""
     place: str
     moves: int
-    """How often the place has changed."""
+    """How often the place has changed, which is progress."""
     begun: dict[str, int]
-    """Collectives begun, by group."""
+    """Number of collectives started, by group."""
     stack: list[str] = field(default_factory=list)
     """The stack of the main thread, the innermost call last."""
     waits: list[str] = field(default_factory=list)
-    """Collectives that were begun and are not done, in words."""
+    """Collectives started but not finished, in words."""
 
 
 class Watchdog:
     """Watches this process, and as rank 0 or 1 all of them; use as a context.
 
     Args:
-        folder: the run's, which all processes share.
+        folder: the run's folder, which all processes share.
         world: this process.
-        stall_minutes: without progress; 0 does nothing at all.
+        stall_minutes: minutes without progress that count as a stall; 0 turns the watchdog off.
     """
 
     def __init__(self, folder: Path, world: comm.World, stall_minutes: float) -> None:
@@ -96,15 +96,15 @@ class Watchdog:
     def __exit__(self, *error: object) -> None:
         self._ended.set()
         if self._thread is not None:
-            self._thread.join(timeout=10)  # it may wait for a disk that does not answer
+            self._thread.join(timeout=10)  # may be waiting for a dead disk
             faulthandler.cancel_dump_traceback_later()
             with contextlib.suppress(OSError):
                 (self._watch / _name(self._world.rank)).unlink(missing_ok=True)
                 self._stack_file().unlink(missing_ok=True)
-                self._watch.rmdir()  # succeeds for the last process; for others it is not empty
+                self._watch.rmdir()  # succeeds only for the last process, when it is empty
 
     def at(self, place: str) -> None:
-        """Notes what the main thread does next; each call counts as progress.
+        """Records what the main thread does next; each call counts as progress.
 
         Args:
             place: as in "step 12: reading data".
@@ -112,7 +112,7 @@ class Watchdog:
         self._place, self._moves = place, self._moves + 1
 
     def over(self, items: Iterator[T]) -> Iterator[T]:
-        """Yields the items, and notes when one is being read."""
+        """Yields the items, and records when one is being read."""
         while True:
             place = self._place
             self.at(f"reading data for {place}")
@@ -128,8 +128,8 @@ class Watchdog:
         reads = self._world.rank < 2
         with self._stack_file().open("w") as stacks:
             while not self._ended.wait(self._interval if self._number else 0):
-                # If C code hangs while it holds Python's lock, this thread cannot run. Then a
-                # thread of faulthandler, which needs no lock, writes all stacks.
+                # If C code hangs while holding the GIL, this thread cannot run. Then faulthandler's
+                # thread, which does not need the GIL, writes all stacks.
                 faulthandler.dump_traceback_later(self._limit, file=stacks)
                 with contextlib.suppress(OSError):  # the main thread reports a full disk
                     self._beat()
@@ -173,7 +173,7 @@ class Watchdog:
         os._exit(STALLED)
 
     def _dump(self) -> None:
-        """Writes the collectives of this process to the run's folder."""
+        """Writes this process's collectives to the run's folder."""
         folder = self._folder / COLLECTIVES_FOLDER
         with contextlib.suppress(OSError):
             folder.mkdir(exist_ok=True)
@@ -184,11 +184,11 @@ class Watchdog:
 
 
 class Judge:
-    """Compares heartbeats over time, by the clock of this host: clocks of hosts may differ.
+    """Compares heartbeats over time, by this host's clock, since hosts' clocks may differ.
 
     Args:
-        size: processes.
-        limit: seconds without progress.
+        size: number of processes.
+        limit: seconds without progress that count as a stall.
     """
 
     def __init__(self, size: int, limit: float) -> None:
@@ -201,11 +201,11 @@ class Judge:
         """Finds the processes that the run waits for.
 
         Args:
-            beats: the newest of each process that has written one.
+            beats: the newest heartbeat of each process that has written one.
             now: the time in seconds.
 
         Returns:
-            The last heartbeats of these processes; empty as long as all make progress.
+            The last heartbeats of these processes; empty if all make progress.
         """
         self.beats = beats
         for beat in beats:
@@ -221,11 +221,11 @@ class Judge:
         return [b for b in still if not any(_waits_for(b, other) for other in beats)]
 
     def report(self, blamed: list[Beat], folder: Path) -> str:
-        """The error about blamed processes: one line, and the stack of each.
+        """Returns the error about blamed processes: one line, and the stack of each.
 
         Args:
-            blamed: as `blame` gave them.
-            folder: of the heartbeats.
+            blamed: as returned by `blame`.
+            folder: folder of the heartbeats.
         """
         names = ", ".join(f"rank {b.rank} ({b.host}, process {b.pid})" for b in blamed[:NAMED])
         names += f" and {len(blamed) - NAMED} more" if len(blamed) > NAMED else ""
@@ -246,7 +246,7 @@ class Judge:
 
 
 def stack_of(beat: Beat, folder: Path) -> str:
-    """The stack of a process, or that of its last heartbeat."""
+    """The current stack of a process, or that of its last heartbeat."""
     dumped = ""
     with contextlib.suppress(OSError):
         dumped = (folder / f"{_name(beat.rank)}.stack").read_text(errors="replace")

@@ -1,4 +1,4 @@
-"""Device settings, batches that are copied ahead of their use, and memory statistics."""
+"""Device settings, prefetching of batches, and memory statistics."""
 
 import resource
 import sys
@@ -19,8 +19,8 @@ def allow_tf32(allowed: bool, device: torch.device) -> None:
     `fp32_precision` alone the compiler of 2.10 and 2.13 ends in an error.
 
     Args:
-        allowed: TF32, with a mantissa of 10 bits; otherwise fp32, with 23.
-        device: of this process.
+        allowed: whether to use TF32, with a mantissa of 10 bits, in place of fp32, with 23.
+        device: this process's device.
     """
     if device.type == "cuda":  # the same call would change oneDNN's products on a CPU
         torch.set_float32_matmul_precision("high" if allowed else "highest")
@@ -28,18 +28,18 @@ def allow_tf32(allowed: bool, device: torch.device) -> None:
 
 
 class Prefetch(Generic[Batch]):
-    """Yields micro-batches on the device, and copies the next one meanwhile.
+    """Yields micro-batches on the device while copying the next one.
 
-    On a GPU the copy runs on a stream of its own, out of pinned memory, while the model computes.
-    On a CPU there is nothing to copy, and the next micro-batch is only read ahead. Reading ahead
-    does not change where a run goes on: its position in the data follows from its step alone.
+    On a GPU the copy runs on its own stream, from pinned memory, while the model computes. On a CPU
+    the next micro-batch is only read ahead. Reading ahead does not affect resumption: a run's
+    position in the data follows from its step alone.
 
     Attributes:
-        waited: Seconds that micro-batches were waited for, since `seconds` was called.
+        waited: Seconds spent waiting for micro-batches since the last call of `seconds`.
 
     Args:
         batches: NamedTuples of tensors, in order; in pinned memory for a GPU.
-        device: where the model is.
+        device: the model's device.
     """
 
     def __init__(self, batches: Iterator[Batch], device: torch.device) -> None:
@@ -58,8 +58,8 @@ class Prefetch(Generic[Batch]):
         """The next micro-batch.
 
         Raises:
-            StopIteration: there is none. An error of reading a micro-batch is raised in its turn,
-                after those before it were handed out.
+            StopIteration: there is none. An error in reading a micro-batch is raised when its turn
+                comes, after those before it were returned.
         """
         started = time.monotonic()
         try:
@@ -68,7 +68,7 @@ class Prefetch(Generic[Batch]):
             self.waited += time.monotonic() - started
 
     def seconds(self) -> float:
-        """The seconds that were waited since the last call."""
+        """Seconds spent waiting since the last call."""
         seconds, self.waited = self.waited, 0.0
         return seconds
 
@@ -84,7 +84,7 @@ class Prefetch(Generic[Batch]):
             current = torch.cuda.current_stream(self._device)
             current.wait_stream(self._stream)
             for part in batch:
-                part.record_stream(current)  # its memory is not reused before the model has read it
+                part.record_stream(current)  # no reuse of its memory before the model has read it
         self._fetch()
         return batch
 
@@ -100,7 +100,7 @@ class Prefetch(Generic[Batch]):
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """The most memory this process has held: on the GPU if it uses one, else resident."""
+    """Peak memory of this process: on the GPU if it uses one, else resident."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     status = Path("/proc/self/status")
@@ -112,11 +112,11 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 def memory_of_process(device: torch.device) -> tuple[int, int]:
-    """Peak memory of this process since the last call, in bytes; a GPU does not wait for it.
+    """Peak memory of this process since the last call, in bytes; does not synchronize with a GPU.
 
     Returns:
-        Held by tensors on the GPU, or on a CPU all of the process, since its start; and taken from
-        the GPU with the allocator's reserve, 0 on a CPU.
+        Bytes held by tensors on the GPU, or on a CPU by the whole process since its start; and
+        bytes that the allocator has reserved on the GPU, 0 on a CPU.
     """
     if device.type != "cuda":
         return peak_memory_bytes(device), 0

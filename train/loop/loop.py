@@ -44,16 +44,16 @@ from polyad.train.tasks.random_input import training_flops
 from polyad.train.tasks.task import EvaluationConfig, Task
 
 MEMORY = ("memory_bytes", "memory_reserved_bytes")
-"""Keys of a record, of the process that took the most since the step before."""
+"""Keys of a record: memory since the step before, of the process that used most."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pending:
-    """A step that was issued, and whose numbers are not read yet."""
+    """A step that was issued but whose numbers have not been read yet."""
 
     step: int
     samples: int
-    """Samples of the run, those of this step among them."""
+    """Samples of the run so far, including this step."""
     batch: int
     """Its global batch."""
     rate: float
@@ -66,7 +66,7 @@ class Pending:
 class TrainLoop:
     """Trains until `train.steps`, or until a signal stops it.
 
-    On the way it validates, writes records and saves. All processes of a run have one, and do the
+    Validates, writes records and saves on the way. Every process of a run has one, and all do the
     same in the same order.
     """
 
@@ -74,13 +74,13 @@ class TrainLoop:
     """Model and optimizer."""
     task: Task[Any]
     micro_batches: InitVar[Iterator[Any]]
-    """This process's, in order."""
+    """This process's micro-batches, in order."""
     accumulation_steps: int
-    """Micro-batches of this process in a step."""
+    """Number of micro-batches per step and process."""
     state: TrainState
     """Progress so far; updated after every step."""
     folder: Path
-    """The run's."""
+    """The run's folder."""
     # The sections of a configuration that the loop reads.
     train: TrainConfig
     optimizer: OptimizerConfig
@@ -91,20 +91,20 @@ class TrainLoop:
     monitor: MonitorConfig
     log: LogConfig
     saver: Saver
-    """Writes checkpoints, with these two beside weights and state."""
+    """Writes checkpoints, which contain the next two fields beside weights and state."""
     config_yaml: str
     files: Mapping[str, bytes]
     go_back: Callable[[TrainState, int], Iterator[Any] | None]
-    """Takes the state and a global batch, and goes back to the newest checkpoint: changes the
-    state, and returns the micro-batches that follow without that batch; None: there is none."""
+    """Rewinds to the newest checkpoint, given the state and the global batch to leave out: changes
+    the state, and returns the micro-batches that follow. Returns None without a checkpoint."""
     fluctuation: Callable[[], dict[str, float]] | None
     """Compares routing with that at the last checkpoint; called before a checkpoint is written.
-    None where `log.fluctuation` does not ask for it."""
+    None without `log.fluctuation`."""
     memory: RunMemory
     stop: StopSignals
     watchdog: Watchdog
     metrics: Metrics | None
-    """None on all processes but the main one."""
+    """None except on the main process."""
 
     def __post_init__(self, micro_batches: Iterator[Any]) -> None:
         task, train, world = self.task, self.train, self.engine.world
@@ -122,15 +122,15 @@ class TrainLoop:
         self._stragglers = Stragglers(self.monitor.stragglers, hosts, world)
         self._saved_at = self.state.step
         self._owes_save = False
-        """Whether a checkpoint was due in a step that was skipped, and none was applied since."""
+        """Whether a checkpoint was due in a skipped step, and no step was applied since."""
         self._bad: str | None = None
-        """What was not finite in the last validation: of such weights no checkpoint is written."""
+        """What was not finite in the last validation; if set, no checkpoint is written."""
         self._timer = StepTimer()
         self._pending: Pending | None = None
         self._told = 0
 
     def _ahead(self, micro_batches: Iterator[Any]) -> Prefetch[Any]:
-        """Micro-batches on the engine's device, read ahead, while the watchdog looks."""
+        """Micro-batches prefetched to the engine's device, with reports to the watchdog."""
         return Prefetch(self.watchdog.over(micro_batches), self.engine.device)
 
     def _sources(self, batch: int) -> dict[str, list[int]]:
@@ -142,8 +142,8 @@ class TrainLoop:
         """Trains, and waits for the last checkpoint.
 
         Returns:
-            0 at the end of the run. If a signal stopped it before, the number that
-            `StopSignals.agreed` gave, after everything was saved.
+            0 at the end of the run. If a signal stopped it earlier, the number from
+            `StopSignals.agreed`, after everything was saved.
 
         Raises:
             RunError: too many steps in a row were not finite, or there were too many spikes.
@@ -155,7 +155,7 @@ class TrainLoop:
             known = pending is not None and pending.issued.exchanged.arrived
             record = self._close(pending) if pending is not None and known else None
             if record is not None and self.metrics is not None:
-                self.metrics.write(record)  # others may be elsewhere: nothing here waits for them
+                self.metrics.write(record)  # no collectives here: other ranks may be elsewhere
             raise
         with self.stop.saving():
             self.saver.finish()
@@ -167,7 +167,7 @@ class TrainLoop:
         if state.unfinished is not None:
             unfinished, state.unfinished = state.unfinished, None
             memory = _memory_record(*memory_of_process(self._world.device))
-            self._saved_at = -1  # the checkpoint of this step has that it was not judged
+            self._saved_at = -1  # this step's checkpoint says "not validated yet"
             self._finish(unfinished | memory, saves=False)
             if state.unfinished is None:
                 self._save()
@@ -195,24 +195,24 @@ class TrainLoop:
         return self.state.is_over(self.evaluation.patience)
 
     def _signal(self) -> int:
-        """The signal that some process got, as `StopSignals.agreed`; of several processes as they
-        told each other in the last step whose numbers were read."""
+        """The signal that some process got, as in `StopSignals.agreed`. With several processes, as
+        exchanged in the last step whose numbers were read."""
         return self.stop.agreed() if self._world.size == 1 else self._told
 
     def _waits_for(self, pending: "Pending") -> bool:
-        """Whether the numbers of a step are needed before the next one is issued."""
+        """Whether the next step can be issued only after this one's numbers are read."""
         step = pending.step
         done = step == self.train.steps
         due = _due(step, self.evaluation.every, done) or _due(step, self.checkpoint.every, done)
         return due or self._owes_save or self._guard.holds or not pending.issued.result.applied
 
     def _is_told(self, step: int) -> bool:
-        """Whether a step has a line on the console, and what routers did in its record."""
+        """Whether a step has a console line, and routing statistics in its record."""
         done = step == self.train.steps
         return self.log.is_due(step, done=done) or _due(step, self.evaluation.every, done)
 
     def _issue(self) -> "Pending":
-        """Issues one step; its numbers are read when the next one is under way."""
+        """Issues one step, whose numbers are read after the next one is issued."""
         state, train = self.state, self.train
         rate = learning_rate(self.schedule, self.optimizer.learning_rate, state.step, train.steps)
         warm_up(self.engine.optimizer, state.step)
@@ -251,8 +251,8 @@ class TrainLoop:
         )
 
     def _settle(self) -> dict[str, Any] | None:
-        """Reads the numbers of the step before, if that was not done, and writes its record unless
-        that waits for validation; returns it, or None if the run went back to a checkpoint."""
+        """Reads the pending step's numbers, if any, and writes its record unless that waits for
+        validation. Returns the record, or None if the run was rewound."""
         pending, self._pending = self._pending, None
         if pending is None:
             return None
@@ -262,7 +262,7 @@ class TrainLoop:
         return record
 
     def _close(self, pending: "Pending") -> dict[str, Any] | None:
-        """The record of a step; None if the run went back to a checkpoint."""
+        """The record of a step; None if the run was rewound to a checkpoint."""
         state = self.state
         outcome, numbers = pending.issued.outcome(), pending.issued.exchanged.read()
         *highest, products, waits = zip(*numbers.of_each, strict=True)
@@ -298,7 +298,7 @@ class TrainLoop:
             "skipped": not result.applied,
             "skipped_steps": state.skipped_steps,
         } | _memory_record(held, reserved)
-        if self.metrics is not None:  # of all processes one writes it
+        if self.metrics is not None:  # only the main process writes it
             record |= routing_record(routing, self._world.expert_parallel_size)
         slow, lines = self._stragglers.judge(products, waits, pending.seconds)
         record |= slow
@@ -315,7 +315,7 @@ class TrainLoop:
         self.saver.poll()
 
     def _went_back(self, batch: int, limits: Limits, outcome: StepOutcome) -> bool:
-        """Goes back to the newest checkpoint; returns False if there is none."""
+        """Rewinds to the newest checkpoint; returns False if there is none."""
         state = self.state
         self._guard.check_rewinds(state)
         step, count = state.step, state.spikes
@@ -331,7 +331,7 @@ class TrainLoop:
         """Validates if that is due, writes the step's record, and saves if that is due.
 
         Args:
-            record: None if the run went back to a checkpoint: then nothing is due.
+            record: the step's record; None if the run was rewound: then nothing is due.
             saves: whether to save if that is due.
         """
         if record is None:
@@ -365,7 +365,7 @@ class TrainLoop:
                 )
         saves = saves and reason is None and self._saves_now(record["skipped"], done)
         if reason is None and ((better and self.checkpoint.keep_best) or self._is_over()):
-            saves, self._saved_at = True, -1  # also where this step was saved before it was judged
+            saves, self._saved_at = True, -1  # even if already saved before validation
         if saves and self.fluctuation is not None:
             with self._timer.aside():
                 record |= self.fluctuation()
@@ -381,8 +381,8 @@ class TrainLoop:
     def _saves_now(self, skipped: bool, done: bool) -> bool:
         """Whether a checkpoint is due; one that is due in a skipped step waits for the next step.
 
-        Steps may be skipped since the weights are damaged, and a checkpoint of them would take the
-        place of a good one. If they are not, a skipped step has changed nothing.
+        Steps may be skipped because the weights are damaged, and their checkpoint would replace a
+        good one. If they are not damaged, a skipped step has changed nothing.
         """
         if self._bad:
             return False
@@ -391,18 +391,19 @@ class TrainLoop:
         return due and not self._owes_save
 
     def _save(self) -> None:
-        """Writes a checkpoint, unless this step was saved with the same state."""
+        """Writes a checkpoint, unless this step was already saved with the same state."""
         if self._bad or (self._saved_at == self.state.step and self.state.unfinished is None):
             return
         if self.metrics is not None:
-            self.metrics.flush()  # or the run would go on from here without these records
+            self.metrics.flush()  # or a resumed run would lack these records
         self.watchdog.at(f"saving step {self.state.step}")
         with self.stop.saving():
             self._write_checkpoint()
         self._saved_at = self.state.step
 
     def _write_checkpoint(self) -> None:
-        """Writes a checkpoint, or begins to: `poll` checks its progress, `finish` waits for it."""
+        """Writes or starts to write a checkpoint: `poll` checks its progress, `finish` waits for
+        it."""
         state = self.state
         with self.memory.during("build", lambda: f"saving step {state.step}"):
             self.saver.save(
@@ -415,7 +416,7 @@ class TrainLoop:
             )
 
     def _validate(self) -> dict[str, float]:
-        """Scores held-out data; returns what the step's record has of it.
+        """Scores held-out data; returns keys for the step's record.
 
         Raises:
             StopAsked: a signal came.
@@ -434,7 +435,7 @@ class TrainLoop:
         self.stop.check()
 
     def _why_to_end(self) -> str | None:
-        """The reason to end the run, if too many steps in a row were skipped; else None."""
+        """The reason to end the run if too many consecutive steps were skipped; else None."""
         state, allowed = self.state, self.monitor.max_skips
         if state.skipped_in_a_row >= self.train.max_skipped_steps:
             return (
@@ -449,7 +450,7 @@ class TrainLoop:
         return None
 
     def _advance(self, loss: float, result: StepResult, *, spike: bool) -> None:
-        """Counts a step whose numbers were read."""
+        """Updates the state after a step's numbers were read."""
         state, not_finite = self.state, not result.applied and not spike
         state.skipped_steps += not_finite
         state.skipped_in_a_row = state.skipped_in_a_row + 1 if not_finite else 0
@@ -462,12 +463,12 @@ class TrainLoop:
 
 
 def not_finite(scores: Mapping[str, float], validation_score: str) -> str | None:
-    """What makes a validation a bad one: its first score that is NaN or infinite; None: none.
+    """Returns the first score of a validation that is NaN or infinite; None if all are finite.
 
-    An accuracy is finite whatever the logits are, so the loss counts beside it.
+    The loss is checked, too, since an accuracy is finite whatever the logits are.
 
     Args:
-        scores: of the validation.
+        scores: the validation's scores.
         validation_score: the most important key of them.
     """
     for key in (validation_score, "validation_loss"):

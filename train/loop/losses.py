@@ -1,13 +1,13 @@
 """Auxiliary losses of routed layers, which are added to the loss of a task.
 
-The loss of sample similarity sends similar samples to the same expert, different ones to others:
+The sample-similarity loss sends similar samples to the same expert, different ones to others:
 
   L_s = 1 / (N^2 - N) sum_{x, x'} [ 1 / M        sum_e        beta_s p(e|x) p(e|x')  d(x, x')
                                   - 1 / (M^2 - M) sum_{e != e'} beta_d p(e|x) p(e'|x') d(x, x') ]
 
-p is the mean routing probabilities of a sample over its tokens, without noise and before a graph,
-as in the importance loss; a muMoE with several levels has one loss for each level. Probabilities
-sum to 1, so the second sum over experts is 1 - <p, p'>, and with D for all distances
+p are a sample's routing probabilities, averaged over its tokens, without noise and before a graph,
+as in the importance loss; a muMoE with several levels has one loss per level. Probabilities sum to
+1, so the second sum over experts is 1 - <p, p'>, and with D for all distances
 
     L_s (N^2 - N) = (beta_s / M + beta_d / (M^2 - M)) tr(P^T D P) - beta_d / (M^2 - M) sum D.
 
@@ -15,8 +15,8 @@ Source: Krishnamurthy et al. 2023, "Improving expert specialization in mixture o
 6, equation 10. Their code divides a distance by the largest of the batch, the first sum by nothing
 and the second by N^2: `distance: batch_maximum` has their distance, and the divisor of the paper.
 
-The loss is not linear in the batch, and is of one micro-batch of one process, as the balance loss:
-layouts give the same as long as `train.micro_batch_size` is the same.
+The loss is not linear in the batch and is computed per micro-batch and process, like the balance
+loss: it is the same on all layouts with the same `train.micro_batch_size`.
 
 Shapes: N samples of a micro-batch, I numbers of an input, M experts of a level, S experts of all
 levels and layers side by side.
@@ -36,9 +36,9 @@ from polyad.parallel.zero import CrossEntropy
 from polyad.train.tasks.task import Predictor
 
 NOT_OF_TOKENS = frozenset({"sequence_loss", "erc_loss"})
-"""Losses of sequences, and of weights: padding gives no micro-batch of them more weight."""
+"""Losses of sequences or of weights, which are not weighted by the number of unpadded tokens."""
 ROWS = 256
-"""Rows of the matrix of distances that are held at a time."""
+"""Number of rows of the distance matrix that are in memory at a time."""
 
 
 class SampleSimilarityConfig(Config):
@@ -62,7 +62,7 @@ class Reading:
 
     Args:
         model: The predictor.
-        as_read: From its first input to what the model reads of it; None: all of it.
+        as_read: Maps the first input to what the model reads; None: the input itself.
     """
 
     def __init__(self, model: Predictor, as_read: Callable[[Tensor], Tensor] | None = None) -> None:
@@ -82,10 +82,10 @@ class Reading:
 
 
 class Weighted(NamedTuple):
-    """Distances, added up."""
+    """Scores and distances, summed."""
 
     scores_NS: Tensor
-    """D P: of each sample the sum of all samples' scores, each times its distance."""
+    """D P: for each sample, the sum of all samples' scores times their distance to it."""
     total: Tensor
     """The sum of all distances; no dimensions."""
 
@@ -97,13 +97,13 @@ def weigh_by_distance(
     """Computes D P in O(N^2), a few rows of D at a time. Inputs get no gradient.
 
     Args:
-        inputs_NI: Of any further shape.
+        inputs_NI: Inputs, of any further shape.
         scores_NS: P.
-        config: Which distance.
-        rows: Of D that are held at a time.
+        config: Selects the distance.
+        rows: Number of rows of D in memory at a time.
     """
     x_NI = inputs_NI.flatten(1).to(scores_NS.dtype)
-    x_NI = x_NI - x_NI.mean(0)  # distances stay, and less is lost in the difference below
+    x_NI = x_NI - x_NI.mean(0)  # keeps distances, and loses less precision below
     square_N = x_NI.square().sum(1)
     total = largest = scores_NS.new_zeros(())
     parts = []
@@ -126,15 +126,15 @@ def weigh_by_distance(
 def sample_similarity_loss(
     scores_NM: Tensor, weighted: Weighted, config: SampleSimilarityConfig
 ) -> Tensor:
-    """The loss of one level of experts.
+    """Computes the loss of one level of experts.
 
     Args:
         scores_NM: P, with its gradient.
-        weighted: By the distances, of these experts.
+        weighted: `weigh_by_distance` of these experts' scores.
         config: The coefficients.
 
     Returns:
-        No dimensions. Not linear in the batch: it belongs to one micro-batch of one process.
+        A scalar. Not linear in the batch: it belongs to one micro-batch of one process.
     """
     samples, experts = scores_NM.shape
     same = config.same / experts
@@ -148,10 +148,10 @@ def sample_similarity_loss(
 def with_sample_similarity(
     routing: tuple[RoutingStats, ...], inputs: Tensor | None, config: SampleSimilarityConfig
 ) -> tuple[RoutingStats, ...]:
-    """Puts the loss in the place of what it follows from.
+    """Replaces the per-sample statistics by the loss computed from them.
 
     Returns:
-        Statistics with `similarity_loss`, and without those of samples.
+        Statistics with `similarity_loss`, without those per sample.
     """
     known = [stats for stats in routing if stats.sample_scores_BS is not None]
     losses = iter(_losses(known, inputs, config))
@@ -168,7 +168,7 @@ def with_sample_similarity(
 def _losses(
     known: list[RoutingStats], inputs: Tensor | None, config: SampleSimilarityConfig
 ) -> Iterator[Tensor]:
-    """The loss of each layer. Where all have the same distances, these are computed once."""
+    """Yields the loss of each layer. Distances that all layers share are computed once."""
     scores = [stats.sample_scores_BS for stats in known if stats.sample_scores_BS is not None]
     if config.of == "input" and scores:
         assert inputs is not None
@@ -256,8 +256,8 @@ class LossConfig(Config):
     different experts; null: not used."""
 
     def coefficients(self) -> dict[str, float]:
-        """The coefficients of losses of tokens, and not of whole samples, by their names in
-        `RoutingStats`; those that are not 0."""
+        """The nonzero coefficients of losses over tokens (not over whole samples), by their names
+        in `RoutingStats`."""
         known = {
             "balance_loss": self.load_balance if self.load_balance_over == "layer" else 0.0,
             "sequence_loss": self.sequence_balance,
@@ -271,7 +271,7 @@ class LossConfig(Config):
         return {name: coefficient for name, coefficient in known.items() if coefficient}
 
     def asked(self) -> frozenset[str]:
-        """Fields of `RoutingStats` that have to have a gradient."""
+        """Fields of `RoutingStats` that need a gradient."""
         reads_usage = self.load_balance_over == "model" or self.load_balance_counts == "all"
         usage = {"usage_E"} if self.load_balance and reads_usage else set()
         asked = {"coupling_EE" if name == "erc_loss" else name for name in self.coefficients()}
@@ -281,10 +281,10 @@ class LossConfig(Config):
 def with_coupling(
     routing: tuple[RoutingStats, ...], config: LossConfig
 ) -> tuple[RoutingStats, ...]:
-    """Puts the loss of coupling in the place of the norms that it follows from.
+    """Replaces coupling norms by the coupling loss computed from them.
 
     Returns:
-        Statistics with `erc_loss` of layers that have `coupling_EE`, and without that.
+        Statistics with `erc_loss` in place of `coupling_EE`, where layers have it.
     """
     return tuple(
         stats
@@ -297,20 +297,20 @@ def with_coupling(
 def routing_loss(
     routing: tuple[RoutingStats, ...], config: LossConfig, mean_tokens: Tensor | None = None
 ) -> Tensor | None:
-    """The losses of all routed layers, weighted and added up.
+    """Returns the weighted sum of the losses of all routed layers.
 
-    A step's loss is the mean over its micro-batches. Where padding leaves some of these more tokens
-    than others, what is of tokens is multiplied by the micro-batch's tokens over their mean, so
-    that the step's mean is over tokens.
+    A step's loss is the mean over its micro-batches. If these have different numbers of tokens
+    because of padding, losses over tokens are multiplied by the micro-batch's tokens divided by
+    their mean, so that the step's mean is over tokens.
 
     Args:
         routing: as the model returned it.
         config: the coefficients.
-        mean_tokens: of all micro-batches of the step, on all processes; None where all have as
-            many, and `RoutingStats.tokens` is None.
+        mean_tokens: mean over all micro-batches of the step, on all processes; None where all have
+            equally many, and `RoutingStats.tokens` is None.
 
     Returns:
-        A scalar; None where nothing is to be added.
+        A scalar; None if there is nothing to add.
     """
     terms = []
     if config.load_balance and config.load_balance_over == "model":
@@ -324,7 +324,7 @@ def routing_loss(
             term = coefficient * value
             of_tokens = name not in NOT_OF_TOKENS
             terms.append(_by_tokens(term, stats, mean_tokens) if of_tokens else term)
-        if stats.similarity_loss is not None:  # of pairs of samples, with its coefficients
+        if stats.similarity_loss is not None:  # over pairs of samples; includes its coefficients
             terms.append(stats.similarity_loss)
     return torch.stack(terms).sum() if terms else None
 
@@ -332,11 +332,11 @@ def routing_loss(
 def with_counts_of_all(
     routing: tuple[RoutingStats, ...], mean: Callable[[Tensor], Tensor]
 ) -> tuple[RoutingStats, ...]:
-    """Puts the counts of all processes' micro-batches in the place of this one's.
+    """Replaces this process's counts by those over all processes' micro-batches.
 
     Args:
-        routing: as the model returned it, `usage_E` with its gradient.
-        mean: of a tensor over all processes; those that share tokens have them all.
+        routing: as the model returned it, `usage_E` with gradient.
+        mean: averages a tensor over all processes; processes that share tokens all have them.
 
     Returns:
         Statistics whose `load_E` is f over all processes, and whose `balance_loss` follows from it
@@ -345,7 +345,7 @@ def with_counts_of_all(
     sparse = [stats for stats in routing if stats.usage_E is not None]
     if not sparse:
         return routing
-    # Where there is padding, processes with more tokens count for more.
+    # With padding, processes are weighted by their number of tokens.
     tokens = [stats.load_E.new_ones(()) if stats.tokens is None else stats.tokens
               for stats in sparse]  # fmt: skip
     loads = [stats.load_E * n for stats, n in zip(sparse, tokens, strict=True)]
@@ -364,14 +364,14 @@ def with_counts_of_all(
 
 
 def _balance_of_model(routing: tuple[RoutingStats, ...]) -> Tensor:
-    """The load-balance loss of the tokens of all layers with sparse experts together."""
+    """The load-balancing loss over the tokens of all layers with sparse experts together."""
     sparse = [(stats.usage_E, stats.load_E) for stats in routing if stats.usage_E is not None]
     usages, loads = zip(*sparse, strict=True)
     return load_balance_loss(torch.stack(usages).mean(0), torch.stack(loads).mean(0))
 
 
 def _by_tokens(term: Tensor, stats: RoutingStats, mean_tokens: Tensor | None) -> Tensor:
-    """A mean over a micro-batch's tokens, times these over their mean; without padding as it is."""
+    """Scales a mean over a micro-batch's tokens by their number over its mean, if padded."""
     if stats.tokens is None:
         return term
     if mean_tokens is None:
@@ -380,7 +380,7 @@ def _by_tokens(term: Tensor, stats: RoutingStats, mean_tokens: Tensor | None) ->
 
 
 def _importance(squared: Tensor | None, config: LossConfig) -> Tensor | None:
-    """The importance loss in its form; at 0, where a root has no gradient, it gets none."""
+    """The importance loss in the configured form; no gradient at 0, where a root has none."""
     if squared is None or config.importance_form == "squared":
         return squared
     root = squared.clamp_min(torch.finfo(squared.dtype).tiny).sqrt()

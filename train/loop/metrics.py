@@ -1,4 +1,4 @@
-"""What a run reports: the console line, metrics.jsonl and trackers, the same numbers."""
+"""Metrics of a run: the same numbers on the console, in metrics.jsonl and in trackers."""
 
 import json
 import math
@@ -53,7 +53,7 @@ class LogConfig(Config):
     profile: ProfileConfig = ProfileConfig()
 
     def is_due(self, step: int, *, done: bool) -> bool:
-        """Whether a step is one of those of `every`, or the run's last.
+        """Whether a step is a multiple of `every`, or the run's last.
 
         Args:
             step: its number, from 1.
@@ -64,7 +64,8 @@ class LogConfig(Config):
     @model_validator(mode="before")
     @classmethod
     def _earlier_key(cls, given: Any) -> Any:
-        """Runs that began before there were several trackers say `tensorboard: true` or false."""
+        """Accepts `tensorboard: true` or false, the key of runs before there were several
+        trackers."""
         if isinstance(given, dict) and isinstance(given.get("tensorboard"), bool):
             given = dict(given)
             chosen = ["tensorboard"] if given.pop("tensorboard") else []
@@ -78,12 +79,12 @@ class LogConfig(Config):
 
 
 def peak_flops(config: LogConfig, precision: str, *, tf32: bool = False) -> float | None:
-    """Peak rate of one process's device in FLOP/s; None where it is not known (any CPU).
+    """Peak rate of one process's device in FLOP/s; None if unknown (any CPU).
 
     Args:
-        config: what names the device.
-        precision: of weights and activations.
-        tf32: whether fp32 products are made in TF32.
+        config: names the device.
+        precision: precision of weights and activations.
+        tf32: whether fp32 products use TF32.
     """
     if config.peak_tflops is not None:
         return config.peak_tflops * 1e12
@@ -101,18 +102,18 @@ def peak_flops(config: LogConfig, precision: str, *, tf32: bool = False) -> floa
 
 
 class Metrics:
-    """Writes the record of every step, in a thread. Only the main process makes one.
+    """Writes the record of every step in a thread; exists only on the main process.
 
     Args:
-        folder: the run's.
-        config: what is reported.
+        folder: the run's folder.
+        config: what to report.
         done_steps: steps of the checkpoint that the run continues from; later records are dropped.
-        total_steps: of the run.
-        startup: times of the start, for the first record; None leaves them out.
-        unit: what throughput counts.
+        total_steps: steps of the whole run.
+        startup: startup times for the first record; None leaves them out.
+        unit: the unit of throughput.
         validation_score: the most important key of a validation.
         about: the run's configuration, as JSON values, for trackers that show it.
-        nodes: that the processes are on; with several the console has the rate of one, too.
+        nodes: number of nodes; with several, the console also shows the rate per node.
     """
 
     def __init__(
@@ -146,25 +147,25 @@ class Metrics:
         self._trackers = Trackers(names, self._folder, self._about, done_steps)
 
     def go_back(self, done_steps: int) -> None:
-        """Drops the records of later steps, which will be done again."""
+        """Drops the records of later steps, which will be repeated."""
         self._close_files()
         self._clock = Clock(done_steps, self._total)
         self._open(done_steps)
 
     def say(self, line: str) -> None:
-        """Prints a line that stays, between those of steps."""
+        """Prints a permanent line between those of steps."""
         self.flush()
         self._console.end()
         self._console.show(line)
         self._console.end()
 
     def write(self, record: dict[str, Any]) -> None:
-        """Adds a step's record everywhere, soon; `flush` waits for it.
+        """Queues a step's record for all outputs; `flush` waits for them.
 
         Args:
-            record: JSON values by name, `step` among them. Numbers that are not finite become null
-                in the file, since JSON has no way to write them. Lists, one number an expert, are
-                written with the console's lines alone: they are most of a record.
+            record: JSON values by name, including `step`. Numbers that are not finite become null
+                in the file, since JSON cannot represent them. Lists (one number per expert) are
+                written only in steps with a console line, because they are most of a record.
 
         Raises:
             OSError: An earlier record could not be written.
@@ -177,7 +178,7 @@ class Metrics:
         """Waits until every record is in its file.
 
         Raises:
-            OSError: One could not be written.
+            OSError: A record could not be written.
         """
         while self._writing:
             self._writing.popleft().result()
@@ -202,7 +203,7 @@ class Metrics:
             self._file.flush()
         self._check_place()
         if due:
-            # One number per start makes no curve: it was written as text.
+            # A single number per start is not a curve; it was written as text.
             self._trackers.log(record, without=PREFIX)
             left = self._clock.left(step)
             score = self._validation_score
@@ -210,10 +211,10 @@ class Metrics:
             self._console.show(line)
 
     def _check_place(self) -> None:
-        """Checks that the file that is written is the one in the run's folder.
+        """Checks that the open file is still the one in the run's folder.
 
-        What is written to a file that was deleted is lost without an error, and a checkpoint would
-        make the folder anew without the rest of it.
+        Writes to a deleted file are lost without an error, and a checkpoint would recreate the
+        folder without the rest of its files.
 
         Raises:
             RunError: the folder was removed, moved or replaced.
@@ -241,7 +242,7 @@ class Metrics:
 
 
 def drop_records_after(path: Path, step: int) -> None:
-    """Cuts metrics.jsonl after a step, and a last line that a crash left incomplete."""
+    """Truncates metrics.jsonl after a step, and drops a last line that a crash left incomplete."""
     if not path.exists():
         return
     lines = path.read_bytes().splitlines()
@@ -261,7 +262,7 @@ def drop_records_after(path: Path, step: int) -> None:
 
 
 def in_digits(loss: float) -> str:
-    """A loss for people; those of distill.blocks may be small."""
+    """Formats a loss; those of distill.blocks may be small."""
     return f"{loss:.4f}" if not 0 < loss < 0.01 else f"{loss:.2e}"
 
 
@@ -273,7 +274,7 @@ def console_line(
     validation_score: str,
     nodes: int = 1,
 ) -> str:
-    """A step's record for a person: progress first, then what it costs."""
+    """Formats a step's record as a console line: progress first, then cost."""
     step, rate = record["step"], record[f"{unit.name}s_per_second"]
     width = len(str(total))
     of_one = f" ({rate / nodes:,.0f} a node)" if nodes > 1 else ""

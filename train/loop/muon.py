@@ -1,12 +1,12 @@
-"""Muon: a step of a matrix is its momentum with all singular values made about 1.
+"""Muon: the update of a matrix is its momentum with all singular values set to about 1.
 
     m <- 0.95 m + 0.05 g        W <- W - lr (decay W + 0.2 sqrt(max(A, B)) NS(0.05 g + 0.95 m))
 
-NS divides by the Frobenius norm and takes five Newton-Schulz steps from X to a X + b (X X^T) X +
-c (X X^T)^2 X. They leave singular vectors as they are, and bring singular values of more than 0.002
-to between 0.68 and 1.21. The factor gives an update entries of 0.2 in the root mean square, about
-those of AdamW's, so that its learning rate and decay carry over. What is no matrix of a block gets
-AdamW in the same step.
+NS divides by the Frobenius norm and takes five Newton-Schulz steps from X to a X + b (X X^T) X + c
+(X X^T)^2 X. They keep singular vectors, and bring singular values above 0.002 to between 0.68 and
+1.21. The factor scales the entries of an update to a root mean square of 0.2, about that of AdamW,
+so that its learning rate and decay carry over. All parameters except matrices of blocks get AdamW
+in the same step.
 
 Source: Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/; the factor and the decay:
 Liu et al. 2025, "Muon is scalable for LLM training", arXiv 2502.16982, section 2.2.
@@ -27,18 +27,18 @@ from polyad.parallel.flat_matrices import PART, FlatPart
 from polyad.parallel.zero import STATE_TENSORS
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""a, b and c."""
+"""The coefficients a, b and c."""
 STEPS = 5
 MOMENTUM = 0.95
 EPSILON = 1e-7
-"""Least norm that a matrix is divided by."""
+"""Smallest norm by which a matrix is divided."""
 ADAMW_RMS = 0.2
 """Root mean square of the entries of AdamW's updates, as Liu et al. measured it."""
 
 OF_MATRICES = ("exp_avg",)
-"""Names of the tensors that are kept beside a matrix, of its shape."""
+"""Names of the state tensors of a matrix, which have its shape."""
 OF_OTHERS = ("exp_avg", "exp_avg_sq")
-"""Names of those that AdamW keeps."""
+"""Names of AdamW's state tensors."""
 _MATRICES = re.compile(
     r"(?:^|\.)blocks\.\d+\..*?"
     r"(attention\.(?:qkv|query|key|value|projection)\.weight"  # attention
@@ -51,11 +51,11 @@ _MATRICES = re.compile(
 
 _GATE, _UP = "feed_forward.gate.weight", "feed_forward.up.weight"
 LOT = 2**25
-"""Numbers of the matrices that are orthogonalized at once, at most, unless one has more."""
+"""Maximum number of elements that are orthogonalized at once, unless one matrix has more."""
 
 
 class Matrix(NamedTuple):
-    """What a parameter is to Muon: matrices of one shape, one after the other."""
+    """A parameter as Muon treats it: matrices of one shape, one after the other."""
 
     rows: int
     columns: int
@@ -64,14 +64,14 @@ class Matrix(NamedTuple):
 
 
 def matrices(names: Iterable[str]) -> frozenset[str]:
-    """The parameters of a model that get Muon's update.
+    """Returns the parameters of a model that get Muon's update.
 
     Routers and gates of mixtures do not (Liu et al. leave theirs to AdamW), nor do embeddings and
-    heads. The gate of a dense feed-forward does: it stands beside an `up.weight`, that of a muMoE
-    does not.
+    heads. The gate of a dense feed-forward does; unlike that of a muMoE, it has an `up.weight`
+    beside it.
 
     Args:
-        names: Of all parameters.
+        names: Names of all parameters.
     """
     found = {name for name in names if _MATRICES.search(name)}
     gates = {name for name in found if name.endswith(_GATE)}
@@ -79,17 +79,18 @@ def matrices(names: Iterable[str]) -> frozenset[str]:
 
 
 def matrix_of(name: str, shape: tuple[int, ...], real: tuple[int, ...]) -> Matrix:
-    """How a parameter is laid out as matrices.
+    """Returns how a parameter is laid out as matrices.
 
-    A fused q, k, v weight is three, one below the other, and a stack of experts one for each. A
-    factor of a muMoE is the matrix that the forward pass multiplies by: its first mode times all
-    others, and of an output factor all others times its last. The row of biases of an input factor
-    belongs to its matrix, which multiplies (z, 1).
+    A fused q, k, v weight is three matrices, one below the other, and a stack of experts one per
+    expert. A factor of a muMoE is the matrix that the forward pass multiplies by: first mode by all
+    others, or for an output factor all others by the last. The bias row of an input factor belongs
+    to its matrix, which multiplies (z, 1).
 
     Args:
         name: One of `matrices`.
-        shape: As it is stored, where ranks may be padded; padding has no gradient and stays zero.
-        real: Without padding.
+        shape: The stored shape, in which ranks may be padded; padding has no gradient and stays
+            zero.
+        real: The shape without padding.
     """
     found = _MATRICES.search(name)
     assert found is not None
@@ -108,7 +109,7 @@ def _sides(kind: str, shape: tuple[int, ...]) -> tuple[int, int]:
 
 
 def orthogonalized(x_NAB: Tensor) -> Tensor:
-    """Each matrix with its singular values made about 1, by Newton-Schulz steps.
+    """Returns each matrix with its singular values set to about 1, by Newton-Schulz steps.
 
     Returns:
         [N, A, B], in the same precision.
@@ -131,15 +132,15 @@ def _update(ahead_NS: Tensor, matrix: Matrix) -> Tensor:
 class Muon(torch.optim.Optimizer):
     """Muon for groups with a `matrix`, AdamW for those whose `matrix` is None.
 
-    Where ZeRO has cut a group's matrices, each process orthogonalizes those that it has a part of
-    (`FlatPart`). A stack's experts are matrices of their own, so one that no token chose is moved
-    as far as the others, by its momentum of earlier steps.
+    Where ZeRO has sharded a group's matrices, each process orthogonalizes those of which it has a
+    part (`FlatPart`). Each expert of a stack is a separate matrix, so one that no token chose moves
+    as far as the others, by its momentum from earlier steps.
 
     Args:
-        groups: Parameters, each group with `weight_decay`, `lr`, `matrix` and what is kept of them
+        groups: Parameter groups with `weight_decay`, `lr`, `matrix` and the state
             (`STATE_TENSORS`).
-        betas: AdamW's.
-        epsilon: AdamW's.
+        betas: AdamW's betas.
+        epsilon: AdamW's epsilon.
     """
 
     def __init__(
@@ -149,7 +150,7 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Updates what has a gradient."""
+        """Updates all parameters that have a gradient."""
         assert closure is None
         for group in self.param_groups:
             parameters = [p for p in group["params"] if p.grad is not None]
@@ -178,7 +179,7 @@ class Muon(torch.optim.Optimizer):
         part: FlatPart | None = group.get(PART)
         edges = [] if part is None else part.edges(ahead, size)
         inner_NS = ahead.view(-1, size) if part is None else part.inner(ahead, size)
-        # In place and in lots: a part may be as large as a share of all experts.
+        # In place and in chunks, since a shard may hold many experts.
         for lot_NS in torch.split(inner_NS, max(1, LOT // size)):
             lot_NS.copy_(_update(lot_NS, matrix))
         for edge in edges:

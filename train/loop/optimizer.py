@@ -1,5 +1,5 @@
-"""How long a run trains, the learning rate of each step, and optimizers: which weights decay, and
-groups of parameters with settings of their own.
+"""Training length, learning rate schedule, and optimizers: which weights decay, and parameter
+groups with their own settings.
 """
 
 import math
@@ -71,13 +71,13 @@ class ScheduleConfig(Config):
 
 
 def learning_rate(config: ScheduleConfig, peak: float, step: int, total_steps: int) -> float:
-    """The learning rate of one optimizer step.
+    """Computes the learning rate of one optimizer step.
 
     Args:
         config: the schedule.
-        peak: the highest learning rate, which warm-up ends at.
+        peak: the highest learning rate, reached at the end of warm-up.
         step: optimizer steps done before this one.
-        total_steps: of the run.
+        total_steps: steps of the whole run.
 
     Returns:
         The rate. Warm-up never gives 0: its first step would be wasted.
@@ -97,11 +97,11 @@ NonNegative = Annotated[float, Field(ge=0, le=1e6)]
 Momentum = Annotated[float, Field(ge=0, lt=1)]
 ExpertNumber = Annotated[int, Field(ge=0, lt=2**31)]
 NO_KERNELS = ("token_embedding", "position_embedding", "segment_embedding", "class_token")
-"""Parameters that are added or looked up, and multiply nothing, by a part of their names."""
+"""Name parts of parameters that are added or looked up, not multiplied by."""
 FIRST_LAYERS = (*NO_KERNELS, "patch_embedding", "embedding_norm", "pre_norm")
-"""Parameters before the first block, by a part of their names."""
+"""Name parts of parameters before the first block."""
 WARMUP = "warmup"
-"""The key of an optimizer's group for its whole factor and the steps in which it gets there."""
+"""Key of an optimizer group: its final factor of the learning rate, and its warm-up steps."""
 
 
 class GroupConfig(Config):
@@ -166,13 +166,13 @@ def build_optimizer(
 
     Args:
         config: kind and hyperparameters.
-        parameters: (name, parameter, number of dimensions in the model); those that require no
-            gradient are left out.
+        parameters: (name, parameter, number of dimensions in the model); those that do not require
+            a gradient are left out.
 
     Returns:
-        An optimizer with a group for each weight decay, factor of the learning rate and warm-up of
-        it, and with muon for each shape of matrices: what decays first. The key `RATE_FACTOR` of a
-        group has its factor, which `warm_up` changes where the group has a warm-up.
+        An optimizer with a group for each combination of weight decay, learning rate factor and
+        warm-up, and with muon also shape of matrices; groups that decay come first. The key
+        `RATE_FACTOR` of a group has its factor, which `warm_up` updates if the group has a warm-up.
     """
     blocks = num_blocks(name for name, _, _ in parameters)
     of_muon = matrices(name for name, _, _ in parameters) if config.kind == "muon" else ()
@@ -216,11 +216,11 @@ def build_optimizer(
 
 
 def warm_up(optimizer: torch.optim.Optimizer, step: int) -> None:
-    """Sets the factors of groups that have a warm-up of their own; call it before each step.
+    """Sets the factors of groups that have their own warm-up; call it before each step.
 
     Args:
-        optimizer: of `build_optimizer`.
-        step: of the run, that is done next: 0 for the first.
+        optimizer: from `build_optimizer`.
+        step: number of the run's next step, from 0.
     """
     for group in optimizer.param_groups:
         factor, steps = group[WARMUP]
@@ -228,13 +228,13 @@ def warm_up(optimizer: torch.optim.Optimizer, step: int) -> None:
 
 
 def group_of(config: OptimizerConfig, name: str, experts: int | None = None) -> GroupConfig | None:
-    """The group of a parameter; None: it has no settings of its own.
+    """Returns the group of a parameter; None if it has no settings of its own.
 
     Args:
-        config: with the groups.
-        name: of the parameter.
-        experts: how many it stacks; None: it is no stack. Where some are frozen, the group is that
-            of the others.
+        config: has the groups.
+        name: the parameter's name.
+        experts: number of experts it stacks; None: no stack. If some are frozen, the group of the
+            others is returned.
     """
     found = _groups_of(config, name, experts)
     return next((group for group, _ in found if not (group and group.freeze)), found[0][0])
@@ -243,8 +243,8 @@ def group_of(config: OptimizerConfig, name: str, experts: int | None = None) -> 
 def _groups_of(
     config: OptimizerConfig, name: str, experts: int | None
 ) -> list[tuple[GroupConfig | None, frozenset[int]]]:
-    """The groups of a parameter, and which experts belong to each; one that stacks none counts as
-    one expert."""
+    """Returns the groups of a parameter, and the experts in each; a parameter that is no stack
+    counts as one expert."""
     left = frozenset(range(1 if experts is None else experts))
     found: list[tuple[GroupConfig | None, frozenset[int]]] = []
     for group in config.groups:
@@ -255,22 +255,22 @@ def _groups_of(
 
 
 def _named(group: GroupConfig, experts: int | None, every: frozenset[int]) -> frozenset[int]:
-    """The experts of a parameter that a group which matches it means."""
+    """The experts of a parameter that a matching group covers."""
     if group.experts is None:
         return every
     return frozenset() if experts is None else frozenset(group.experts)
 
 
 def check_groups(config: OptimizerConfig, experts: Mapping[str, int | None]) -> None:
-    """Checks that every group has parameters.
+    """Checks that every group matches parameters.
 
     Args:
-        config: with the groups.
-        experts: by the name of each parameter, how many it stacks; None: it is no stack.
+        config: has the groups.
+        experts: number of experts that each parameter stacks, by name; None: no stack.
 
     Raises:
-        ConfigError: a pattern matches nothing, or only what groups before it have; or there are no
-            such experts.
+        ConfigError: a pattern matches nothing, or only parameters of earlier groups; or experts do
+            not exist.
     """
     left = {n: frozenset(range(1 if count is None else count)) for n, count in experts.items()}
     for number, group in enumerate(config.groups):
@@ -288,7 +288,7 @@ def check_groups(config: OptimizerConfig, experts: Mapping[str, int | None]) -> 
 
 
 def _check_experts(key: str, group: GroupConfig, experts: Mapping[str, int | None]) -> None:
-    """Checks that what a group matches has the experts that it names."""
+    """Checks that the parameters that a group matches have the experts that it names."""
     numbers = {name: count for name, count in experts.items() if count is not None}
     if not numbers:
         raise ConfigError(
@@ -301,15 +301,15 @@ def _check_experts(key: str, group: GroupConfig, experts: Mapping[str, int | Non
 
 
 def freeze(model: nn.Module, config: OptimizerConfig) -> None:
-    """Freezes the parameters of groups that say so, in place.
+    """Freezes the parameters of groups with `freeze`, in place.
 
     Args:
-        model: a whole one.
-        config: with the groups.
+        model: an unsharded model.
+        config: has the groups.
 
     Raises:
-        ConfigError: a group has no parameters, nothing is left to train, or some experts of a
-            parameter would be frozen and move nevertheless.
+        ConfigError: a group has no parameters, nothing is left to train, or experts of a parameter
+            would change although they are frozen.
     """
     named = dict(model.named_parameters())
     experts = {n: len(p) if has_experts(model, n) else None for n, p in named.items()}
@@ -339,10 +339,10 @@ def freeze(model: nn.Module, config: OptimizerConfig) -> None:
 def _check_alike(
     config: OptimizerConfig, name: str, dimensions: int, trained: list[GroupConfig | None]
 ) -> None:
-    """Checks that one step moves the trained experts of a parameter alike, and the others not.
+    """Checks that a step treats all trained experts of a parameter alike, and keeps the others.
 
     Raises:
-        ConfigError: it would not.
+        ConfigError: it does not.
     """
     settings = {
         (1.0, 0, None) if g is None else (g.learning_rate, g.warmup_steps, g.weight_decay)
@@ -369,7 +369,7 @@ def _decay(config: OptimizerConfig, group: GroupConfig | None, name: str, dimens
 
 
 def depth_from_end(name: str, blocks: int) -> int:
-    """How many layers lie from a parameter's to the end; what is behind the blocks has none.
+    """The number of layers from a parameter's to the end; 0 after the blocks.
 
     Source: Bao et al. 2021, "BEiT", as in its released code."""
     if block := re.search(r"(?:^|\.)blocks\.(\d+)\.", name):
@@ -378,7 +378,7 @@ def depth_from_end(name: str, blocks: int) -> int:
 
 
 def num_blocks(names: Iterable[str]) -> int:
-    """The number of blocks that parameters with these names are of."""
+    """The number of blocks of a model with these parameter names."""
     found = [re.search(r"(?:^|\.)blocks\.(\d+)\.", name) for name in names]
     return max((int(each[1]) + 1 for each in found if each), default=0)
 
@@ -391,12 +391,11 @@ def _decays(config: OptimizerConfig, name: str, dimensions: int) -> bool:
 
 
 def state_tensors(config: OptimizerConfig, *, is_matrix: bool = False) -> tuple[str, ...]:
-    """Names of the tensors of a weight's shape that the optimizer keeps beside the master weight.
-
-    They are those of `Engine.state_fields`, which takes an engine.
+    """Names of the optimizer state tensors of a weight, beside the master weight. They equal
+    `Engine.state_fields`, which needs an engine.
 
     Args:
-        config: with the kind.
+        config: has the kind of optimizer.
         is_matrix: whether the weight is one of Muon's `matrices`.
     """
     if config.kind == "sgd":

@@ -1,12 +1,12 @@
 """The statistics of a step: exchanged, recorded, and used to update the routers.
 
-Ranks exchange one vector in one all-reduce, which is copied to the host once:
+Ranks exchange one vector in one all-reduce, which is copied to the CPU once:
 
     loss, routing statistics            means over the micro-batches of the step and all processes
-    numbers of process 0, 1, ...        what each alone knows: its memory, a signal it got
+    numbers of process 0, 1, ...        each process's own: its memory, a signal it got
 
-Routers are updated from the vector on the device. The host's copy is made meanwhile, and read when
-the next step is under way, so that a GPU never waits for the host.
+Routers are updated from the vector on the device. The copy to the CPU is asynchronous, and read
+after the next step is issued, so that a GPU never waits for the CPU.
 """
 
 import math
@@ -24,39 +24,39 @@ from polyad.parallel import comm
 
 Routing = tuple[RoutingStats, ...]
 PART = 20
-"""Bits of a number's lower half: fp32 holds whole numbers up to 24 bits, and sums of them with
-zeros."""
+"""Bits of a number's lower half: fp32 represents integers up to 24 bits exactly, and their sums
+with zeros."""
 OF_MICRO_BATCHES = frozenset({"tokens", "similarity_loss", "sequence_loss", "erc_loss"})
 """Fields of statistics that are not means over tokens."""
 LARGEST_OF_LAYERS = frozenset({"load_max", "rank_load_max"})
-"""Measures of which all layers together have the largest; of others they have the mean."""
+"""Measures that are aggregated over layers by the maximum; others by the mean."""
 NOT_RECORDED = frozenset({
     "tokens", "usage_E", "norm_mean_N", "norm_square_N", "expert_input_ED", "coupling_EE",
     "distill_error", "distill_square",
 })  # fmt: skip
-"""Fields of statistics that no record has."""
+"""Fields of statistics that are not recorded."""
 MOST_LOADS = 4096
-"""Experts of a layer up to which a record has the load of each: more would fill a disk."""
+"""Maximum number of experts in a layer whose loads are recorded: more would fill a disk."""
 ROUNDING = 1e-5
-"""A share of the mean load: loads that differ by less are equal."""
+"""Loads that differ by less than this share of the mean load count as equal."""
 
 
 class StepNumbers(NamedTuple):
-    """The vector on the host."""
+    """The vector on the CPU."""
 
     loss: float
     routing: Routing
     """On the CPU."""
     of_each: list[list[int]]
-    """The numbers of each process."""
+    """Each process's own numbers."""
 
 
 class Exchanged:
     """The vector after its exchange, the same on every process.
 
     Args:
-        vector: On the device.
-        routing: A micro-batch's statistics, whose shapes those of the step have.
+        vector: The vector, on the device.
+        routing: A micro-batch's statistics, which have the same shapes as the step's.
         own: How many numbers each process added.
     """
 
@@ -75,11 +75,11 @@ class Exchanged:
 
     @property
     def arrived(self) -> bool:
-        """Whether `read` would not wait."""
+        """Whether `read` returns without waiting."""
         return self._ready is None or bool(self._ready.query())  # type: ignore[no-untyped-call]
 
     def read(self) -> StepNumbers:
-        """Waits until the copy has come, if it has not."""
+        """Waits for the copy, and returns the numbers."""
         if self._read is None:
             if self._ready is not None:
                 self._ready.synchronize()
@@ -95,8 +95,8 @@ class Exchanged:
 class StepStatistics:
     """Sums over the micro-batches of a step.
 
-    Where all micro-batches have equally many tokens, means of means are means over tokens. Where
-    they do not, for padding, each counts by its tokens."""
+    If all micro-batches have equally many tokens, means of means are means over tokens. If not,
+    because of padding, each is weighted by its tokens."""
 
     def __init__(self, device: torch.device) -> None:
         self._last: Routing = ()
@@ -114,7 +114,7 @@ class StepStatistics:
         """Averages over micro-batches and processes; every process calls it.
 
         Args:
-            own: Numbers of this process, not negative and below 2^44; as many on each.
+            own: This process's numbers, from 0 to below 2^44; equally many on each process.
         """
         size, first = comm.size(), 2 * len(own) * comm.rank()
         halves = torch.zeros(2 * len(own) * size, pin_memory=self._sum.is_cuda)
@@ -127,7 +127,7 @@ class StepStatistics:
 
 
 def _weighted(stats: RoutingStats) -> Iterator[Tensor]:
-    """Its tensors, times the tokens that they are means over where that is not always the same."""
+    """Yields its tensors, multiplied by their number of tokens where that varies."""
     for name, value in tensors_of(stats).items():
         if stats.tokens is None or name in OF_MICRO_BATCHES:
             yield value
@@ -136,7 +136,7 @@ def _weighted(stats: RoutingStats) -> Iterator[Tensor]:
 
 
 def _cut(vector: Tensor, like: Routing) -> Routing:
-    """The statistics in a vector, after its first number."""
+    """Splits a vector into statistics, after its first number."""
     first, routing = 1, []
     for stats in like:
         values = {}
@@ -151,7 +151,7 @@ def _cut(vector: Tensor, like: Routing) -> Routing:
 
 
 def tensors_of(stats: RoutingStats) -> dict[str, Tensor]:
-    """The fields that the layer has, by name."""
+    """The fields that are set for a layer, by name."""
     return {name: value for name, value in stats._asdict().items() if isinstance(value, Tensor)}
 
 
@@ -161,7 +161,7 @@ def update_routers(module: nn.Module, routing: Routing, progress: float) -> None
     Args:
         module: The model.
         routing: Averaged over the step, on the module's device.
-        progress: Share of the run's steps that are done.
+        progress: Share of the run's steps done.
     """
     for stats in routing:
         layer = module.get_submodule(stats.name)
@@ -170,15 +170,15 @@ def update_routers(module: nn.Module, routing: Routing, progress: float) -> None
 
 
 def routing_record(routing: Routing, ranks: int = 1) -> dict[str, Any]:
-    """The statistics of a step as flat keys, for metrics.jsonl and trackers.
+    """Returns the statistics of a step under flat keys, for metrics.jsonl and trackers.
 
     Args:
         routing: Averaged over the step.
         ranks: Processes that have different experts.
 
     Returns:
-        `routing/LAYER/MEASURE` for each layer, and `routing/MEASURE` for all layers: the mean, but
-        for loads the largest. Empty for a model that does not route.
+        `routing/LAYER/MEASURE` for each layer, and `routing/MEASURE` over all layers: the mean, or
+        for loads the maximum. Empty for a dense model.
     """
     layers = {stats.name: measures(stats, ranks) for stats in routing}
     record: dict[str, Any] = {}
@@ -195,11 +195,10 @@ def routing_record(routing: Routing, ranks: int = 1) -> dict[str, Any]:
 
 
 def measures(stats: RoutingStats, ranks: int = 1) -> dict[str, float | int | list[float]]:
-    """One layer's statistics as numbers; of one expert there are no loads.
+    """Returns one layer's statistics as numbers; a single expert has no loads.
 
-    A mean over tokens of numbers that are never negative is 0 only if all of them are, and sums of
-    such numbers in floating point keep that: an expert counts as unused if no token of the step,
-    in any micro-batch of any process, gave it anything.
+    A mean of nonnegative numbers is 0 only if all of them are, also in floating point. So an expert
+    counts as unused if no token of the step used it, in any micro-batch of any process.
 
     Args:
         stats: Averaged over a step, or over one forward pass.
@@ -207,14 +206,14 @@ def measures(stats: RoutingStats, ranks: int = 1) -> dict[str, float | int | lis
 
     Returns:
         `load_max`: the load of the busiest expert over the mean load of its level; `unused`: the
-        share of the experts that got nothing; `usage_entropy`: the entropy of the mean over tokens
-        of the scores, in nats, of several levels the sum; `load`: the share of the assignments of
-        each expert, unless a layer has one or more than `MOST_LOADS`; `busiest` and `idlest` of
-        sparse experts: their numbers; `rank_load` over several processes: the share of the
-        assignments that each computes; `rank_load_max`: the largest over the mean; `nmse` of a
-        feed-forward that learns from another: the squared error over the square of what it learns;
-        `attention_head`: the number of the head that a graph is made of; the other fields of
-        `RoutingStats` that the layer has, by their names.
+        share of unused experts; `usage_entropy`: the entropy in nats of the scores averaged over
+        tokens, summed over levels; `load`: each expert's share of the assignments, unless the layer
+        has one expert or more than `MOST_LOADS`; `busiest` and `idlest`: numbers of these experts,
+        if sparse; `rank_load` with several processes: the share of the assignments that each
+        computes; `rank_load_max`: the largest over the mean; `nmse` of a feed-forward that learns
+        from another: the squared error over the squared target; `attention_head`: the head from
+        which a graph is made; the other fields of `RoutingStats` that the layer has, by their
+        names.
     """
     load_E = stats.load_E
     usage_E = load_E if stats.usage_E is None else stats.usage_E
@@ -236,38 +235,38 @@ def measures(stats: RoutingStats, ranks: int = 1) -> dict[str, float | int | lis
     for name, value in tensors_of(stats).items():
         if name in NOT_RECORDED or value.numel() > MOST_LOADS or (name == "load_E" and not routes):
             continue
-        if name == "load_E" and stats.active is not None:  # which sums to less than 1
+        if name == "load_E" and stats.active is not None:  # sums to less than 1
             value = value / value.sum().clamp_min(torch.finfo(value.dtype).tiny)
         short = name.rpartition("_")[0] if name.endswith(("_E", "_A", "_S", "_L")) else name
         values[short] = value.item() if value.dim() == 0 else _short(value.tolist())
     if stats.distill_error is not None and stats.distill_square is not None:
         values["nmse"] = (stats.distill_error / stats.distill_square).item()
-    if stats.attention_head is not None:  # the same in all micro-batches, but for rounding
+    if stats.attention_head is not None:  # equal in all micro-batches up to rounding
         values["attention_head"] = round(stats.attention_head.item())
     return values
 
 
 def _most(load_N: Tensor) -> float:
-    """The largest share over the mean; 0 if all are 0."""
+    """The largest share divided by the mean; 0 if all are 0."""
     total = load_N.sum().item()
     return load_N.max().item() * load_N.numel() / total if total else 0.0
 
 
 def _first_of_most(load_E: Tensor) -> int:
-    """The number of the largest; of equal ones the first, whatever rounding makes of them."""
+    """The index of the largest load; the first of several that are equal up to rounding."""
     return int((load_E >= load_E.max() - ROUNDING / load_E.numel()).nonzero()[0])
 
 
 def _short(numbers: list[float]) -> list[float]:
-    """Rounds to six digits, since thousands of experts a layer would fill a disk. 0 stays 0."""
+    """Rounds to six digits, since thousands of experts per layer would fill a disk. 0 stays 0."""
     return [float(f"{number:.6g}") for number in numbers]
 
 
 def console_summary(record: dict[str, Any]) -> list[str]:
-    """The routing part of a step's line for a person.
+    """Returns the routing part of a step's console line.
 
     Args:
-        record: With the keys of `routing_record`; none of them in a dense model.
+        record: Includes the keys of `routing_record`, if the model routes.
     """
     parts = []
     if "routing/load_max" in record:
@@ -294,7 +293,7 @@ def console_summary(record: dict[str, Any]) -> list[str]:
 
 
 def _whose(record: dict[str, Any]) -> str:
-    """Which expert of which layer is the busiest of all, of a sparse one."""
+    """Names the busiest expert over all layers and its layer, if the layer is sparse."""
     loads = {
         name: value
         for name, value in record.items()

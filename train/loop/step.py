@@ -1,4 +1,4 @@
-"""One optimizer step over the global batch, which may be refused before the weights change."""
+"""One optimizer step over the global batch, which may be rejected before the weights change."""
 
 import itertools
 import math
@@ -25,14 +25,14 @@ from polyad.train.tasks.task import Batch, Predictor, real_tokens
 
 NO_OTHER_LOSS = LossConfig()
 REFUSE = -1.0
-"""A limit of the gradient norm that refuses every step, because a norm is never negative."""
+"""A limit of the gradient norm that rejects every step, because a norm is never negative."""
 
 
 TaskLosses: TypeAlias = Callable[[Predictor, Batch], tuple[Tensor, tuple[RoutingStats, ...]]]
 
 
 class IssuedStep(NamedTuple):
-    """An optimizer step over the global batch, of which a GPU may still be computing the end."""
+    """An optimizer step over the global batch, which a GPU may not have finished yet."""
 
     result: StepResult
     sane: bool
@@ -40,7 +40,7 @@ class IssuedStep(NamedTuple):
     exchanged: Exchanged
 
     def outcome(self) -> StepOutcome:
-        """Waits for its numbers, if they are not on the host yet."""
+        """Waits for the step's numbers, if they are not on the CPU yet."""
         numbers = self.exchanged.read()
         return StepOutcome(numbers.loss, self.result, numbers.routing, self.sane)
 
@@ -58,24 +58,23 @@ def issue_step(
     own: Callable[[], Sequence[int]] = tuple,
     record_is_due: bool = True,
 ) -> IssuedStep:
-    """One optimizer step over the global batch; see `train_step`.
+    """Issues one optimizer step over the global batch; see `train_step`.
 
     Args:
         engine: model and optimizer.
         task_losses: computes the loss on a micro-batch; see `Task.losses`.
-        micro_batches: this process's, in order, on the engine's device.
-        accumulation_steps: how many of them make a step.
-        learning_rate: of this step.
+        micro_batches: this process's micro-batches, in order, on the engine's device.
+        accumulation_steps: number of micro-batches per step.
+        learning_rate: the step's learning rate.
         losses: coefficients of the routed layers' auxiliary losses.
-        progress: share of the run's steps that are done after this one, for routers that change
-            over a run.
-        limits: the same on all processes; a step with a loss or a norm above them changes nothing.
-            Finite ones are asked before the weights change, which waits for the loss.
-        own: gives numbers of this process that all are to know; see `StepStatistics.exchange`.
+        progress: share of the run's steps done after this one, for routers that change over a run.
+        limits: the same on all processes; a step whose loss or norm exceeds them changes nothing.
+            Finite limits are checked before the weights change, which waits for the loss.
+        own: returns numbers of this process to share with all; see `StepStatistics.exchange`.
         record_is_due: the same on all processes; see `ask_for_statistics`.
 
     Returns:
-        Whether the step was applied, and its numbers, which the host has not waited for.
+        Whether the step was applied, and its numbers, which may not have arrived on the CPU yet.
     """
     statistics, pairs = StepStatistics(engine.device), losses.sample_similarity
     asked = losses.asked()
@@ -92,7 +91,7 @@ def issue_step(
         mean_tokens, micro_batches = _mean_tokens(micro_batches, accumulation_steps)
     for number in range(accumulation_steps):
         if number:
-            engine.step(learning_rate)  # DeepSpeed counts micro-batches; only the last call updates
+            engine.step(learning_rate)  # DeepSpeed updates only after the last micro-batch
         of_targets, routing = task_losses(engine if pairs is None else read, next(micro_batches))
         loss = of_targets.mean()
         routing = with_coupling(routing, losses)
@@ -120,10 +119,10 @@ def issue_step(
 def _mean_tokens(
     micro_batches: Iterator[Batch], accumulation_steps: int
 ) -> tuple[Tensor | None, Iterator[Batch]]:
-    """The mean number of tokens of a step's micro-batches on all processes, and these again.
+    """Returns the mean tokens of a step's micro-batches on all processes, and the micro-batches.
 
-    Padded ones are read ahead for it; all processes call it together. Of others, which may be large
-    images, one is read, and nothing is exchanged: all have as many.
+    All processes call this together. Padded micro-batches are read ahead for it. Of others, which
+    may be large images, one is read and nothing is exchanged, since all have equally many tokens.
     """
     first = next(micro_batches)
     if real_tokens(first) is None:
@@ -136,5 +135,5 @@ def _mean_tokens(
 
 
 def train_step(*arguments: Any, **named: Any) -> StepOutcome:
-    """`issue_step`, and waits for its numbers."""
+    """Calls `issue_step` and waits for its numbers."""
     return issue_step(*arguments, **named).outcome()

@@ -1,4 +1,4 @@
-"""Where time goes: the start of a process, each step, and a trace of a few."""
+"""Timing: the start of a process, each step, and a profiler trace of a few steps."""
 
 import os
 import sys
@@ -16,11 +16,11 @@ from polyad.model.config import Config
 from polyad.parallel import comm
 
 PREFIX = "startup_"
-"""How the keys begin that only the first record of a process has."""
+"""Prefix of the keys that only the first record of a process has."""
 
 
 class Startup:
-    """Measures the time of each part of a start; the first part begins with the process."""
+    """Measures the time of each part of startup; the first part begins with the process."""
 
     def __init__(self) -> None:
         self._seconds: dict[str, float] = {}
@@ -30,14 +30,14 @@ class Startup:
         """Ends a part; the time that follows belongs to the next one.
 
         Args:
-            part: its name; times of equal names are added up.
+            part: its name; times of equal names are summed.
         """
         now = time.monotonic()
         self._seconds[part] = self._seconds.get(part, 0.0) + now - self._since
         self._since = now
 
     def record(self, step_seconds: float) -> dict[str, float]:
-        """The keys that the first record has for the start.
+        """Returns the keys for startup in the first record.
 
         Args:
             step_seconds: the time of the first step, which follows the last part.
@@ -52,7 +52,7 @@ class Startup:
 
 
 def startup_line(record: dict[str, float]) -> str:
-    """The times of a start as a line for the console."""
+    """Formats the times of startup as a console line."""
     parts = [
         f"{key.removeprefix(PREFIX).removesuffix('_seconds').replace('_', ' ')} {seconds:.2f}"
         for key, seconds in record.items()
@@ -65,9 +65,9 @@ def startup_line(record: dict[str, float]) -> str:
 def process_seconds() -> float:
     """Seconds since this process was started."""
     if sys.platform == "linux":
-        # Field 22 is the start in clock ticks after the boot. Fields are counted after the name in
-        # parentheses, which may hold spaces. psutil is less exact: it adds the time of the boot,
-        # which the kernel gives in whole seconds.
+        # Field 22 is the start in clock ticks after boot. Fields are counted after the name in
+        # parentheses, which may contain spaces. psutil is less exact: it adds the boot time, which
+        # the kernel gives in whole seconds.
         fields = Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
         started = int(fields[19]) / os.sysconf("SC_CLK_TCK")
         return time.clock_gettime(time.CLOCK_BOOTTIME) - started
@@ -79,8 +79,8 @@ def process_seconds() -> float:
 class StepTimer:
     """Seconds from the end of one step to the end of the next.
 
-    So a step's time includes writing the record and the checkpoint of the step before, and waiting
-    for a late batch. Only what runs inside `aside`, scoring the model, is not counted.
+    So a step's time includes writing the previous step's record and checkpoint, and waiting for a
+    late batch. Only time inside `aside`, for scoring the model, is not counted.
     """
 
     def __init__(self) -> None:
@@ -94,7 +94,7 @@ class StepTimer:
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """A context whose time counts for no step."""
+        """A context whose time is not counted."""
         started = time.monotonic()
         try:
             yield
@@ -117,8 +117,8 @@ def profiler(
     """A context that yields a function to call after every step, which advances the profiler.
 
     Args:
-        config: the steps that are traced.
-        folder: the run's.
+        config: the steps to trace.
+        folder: the run's folder.
         world: this process.
     """
     if config.num_steps == 0:
@@ -127,7 +127,7 @@ def profiler(
 
 
 class _Trace:
-    """Traces steps first .. first + num - 1 of this process, written as a Chrome trace."""
+    """Traces steps first .. first + num - 1 of this process and writes a Chrome trace."""
 
     def __init__(self, first: int, num: int, folder: Path, world: comm.World) -> None:
         self._folder, self._rank = folder, world.rank

@@ -1,7 +1,7 @@
-"""Where a run's numbers go beside its own files: TensorBoard, Weights & Biases, Trackio.
+"""Trackers of a run's metrics: TensorBoard, Weights & Biases, Trackio.
 
-All get the same numbers under the same names. None of them can end a run: one that fails is left
-out from then on, with a line that says so.
+All get the same numbers under the same names. A tracker cannot end a run: one that fails is dropped
+with a message.
 """
 
 import contextlib
@@ -25,16 +25,16 @@ from polyad.train.errors import ConfigError, one_line
 
 TrackerName = Literal["tensorboard", "wandb", "trackio"]
 PROJECT = "polyad"
-"""The project of a run, unless the environment names one (`WANDB_PROJECT`, `TRACKIO_PROJECT`)."""
+"""The default project, unless the environment sets `WANDB_PROJECT` or `TRACKIO_PROJECT`."""
 
 
 class Tracker(ABC):
-    """A place for curves.
+    """A tracker of metrics.
 
     Args:
-        folder: the run's.
+        folder: the run's folder.
         about: its configuration, as JSON values.
-        done_steps: steps that it continues from; what is there of later ones is void.
+        done_steps: the step that the run continues from; later entries are void.
     """
 
     @abstractmethod
@@ -44,25 +44,25 @@ class Tracker(ABC):
     def log(
         self, step: int, numbers: Mapping[str, float], lists: Mapping[str, Sequence[float]]
     ) -> None:
-        """Adds what a step says.
+        """Adds the numbers of a step.
 
         Args:
             step: its number.
             numbers: by name; all are finite.
-            lists: one number an expert, by name; all are finite.
+            lists: one number per expert, by name; all are finite.
         """
 
     def text(self, step: int, name: str, line: str) -> None:
-        """Adds a line of text, where there is a place for it."""
+        """Adds a line of text, if the tracker supports it."""
         return
 
     @abstractmethod
     def close(self) -> None:
-        """Hands over what was not yet."""
+        """Sends what is still buffered, and closes."""
 
 
 class TensorBoard(Tracker):
-    """Event files in `tensorboard/` of the run's folder."""
+    """Event files in the run's folder `tensorboard/`."""
 
     def __init__(self, folder: Path, about: Mapping[str, Any], done_steps: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -95,7 +95,7 @@ class TensorBoard(Tracker):
 
 @functools.cache
 def _hide_errors_of_the_disk() -> None:
-    """Hides tracebacks of TensorBoard's writing thread: the next call raises what it met."""
+    """Hides tracebacks of TensorBoard's writer thread; the next call raises its error."""
     from tensorboard.summary.writer.event_file_writer import _AsyncWriterThread
 
     usual = threading.excepthook
@@ -108,7 +108,7 @@ def _hide_errors_of_the_disk() -> None:
 
 
 class WeightsAndBiases(Tracker):
-    """A run of wandb, the same one at every start; without an account's key it stays offline."""
+    """A wandb run, the same at every restart; offline without an API key."""
 
     def __init__(self, folder: Path, about: Mapping[str, Any], done_steps: int) -> None:
         import wandb
@@ -127,8 +127,7 @@ class WeightsAndBiases(Tracker):
             config=dict(about),
             settings=wandb.Settings(silent=True, console="off"),
         )
-        # Steps that are done again after a return to a checkpoint replace nothing, but stand there
-        # with their number.
+        # Steps repeated after a rewind do not replace earlier ones; both appear under their number.
         self._run.define_metric("*", step_metric="step")
         self._histogram = wandb.Histogram
 
@@ -145,7 +144,7 @@ class WeightsAndBiases(Tracker):
 
 
 class Trackio(Tracker):
-    """A run of Trackio: on this machine, or where its own settings say."""
+    """A Trackio run, on this machine or where Trackio's own settings say."""
 
     def __init__(self, folder: Path, about: Mapping[str, Any], done_steps: int) -> None:
         with contextlib.redirect_stdout(sys.stderr):
@@ -183,7 +182,7 @@ TRACKERS: dict[str, type[Tracker]] = {
 
 
 def check_trackers(names: Sequence[str]) -> None:
-    """Checks that their packages are there.
+    """Checks that the trackers' packages are installed.
 
     Raises:
         ConfigError: one is not.
@@ -196,7 +195,7 @@ def check_trackers(names: Sequence[str]) -> None:
 
 
 class Trackers:
-    """All that a run has."""
+    """All trackers of a run."""
 
     def __init__(
         self, names: Sequence[str], folder: Path, about: Mapping[str, Any], done_steps: int
@@ -208,7 +207,7 @@ class Trackers:
 
     @contextlib.contextmanager
     def _kept_going(self, name: str) -> Any:
-        """Leaves a tracker out that fails; a full disk is the run's own trouble."""
+        """Drops a tracker that fails, except for a full disk, which concerns the whole run."""
         try:
             yield
         except OSError:
@@ -229,9 +228,9 @@ class Trackers:
         """Adds a step's record to each.
 
         Args:
-            record: JSON values by name; what is not a finite number, or a list of such, is left
+            record: JSON values by name; values other than finite numbers and lists of them are left
                 out.
-            without: the beginning of names that make no curve.
+            without: prefix of names that are not curves.
         """
         step, numbers, lists = record["step"], {}, {}
         for name, value in record.items():
@@ -247,13 +246,13 @@ class Trackers:
                 tracker.log(step, numbers, lists)
 
     def text(self, step: int, name: str, line: str) -> None:
-        """Adds a line of text to those that have a place for it."""
+        """Adds a line of text to trackers that support it."""
         for tracker_name, tracker in list(self._open.items()):
             with self._kept_going(tracker_name):
                 tracker.text(step, name, line)
 
     def close(self) -> None:
-        """Hands over what was not yet."""
+        """Sends what is still buffered, and closes."""
         for name, tracker in list(self._open.items()):
             with self._kept_going(name):
                 tracker.close()

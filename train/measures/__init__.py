@@ -1,1 +1,1 @@
-"""What is measured of experts over held-out data: one file a measure."""
+"""Measures of experts on held-out data, one per file."""

@@ -1,9 +1,9 @@
-"""`polyad experts atlas`: what every expert of every layer is for, by taking it away.
+"""`polyad experts atlas`: what every expert of every layer is for, found by removing it.
 
-Beside the change of the loss without each expert stand the statistics that are said to predict it,
-and their rank correlation with it: a causal audit found that none of them does (2606.10703). What
-experts do together does not follow from single ones either, so the half and the quarter of a layer
-that each statistic ranks lowest are taken away too, beside random sets of the same size.
+The change of the loss without each expert is shown beside statistics that are said to predict it,
+with their rank correlation: a causal audit found that none of them does (2606.10703). Since the
+joint effect of experts does not follow from single ones, the lowest quarter and half of a layer by
+each statistic are removed, too, and compared with random sets of equal size.
 
 Shapes: E experts of a layer.
 """
@@ -43,13 +43,13 @@ from polyad.train.tasks.samples import TextSamples
 from polyad.train.tasks.text import TextTask
 
 SHARES = (4, 2)
-"""A quarter and a half of a layer's experts are taken away together."""
+"""A quarter and a half of a layer's experts are removed together."""
 RANDOM_SETS = 5
-"""Random sets of each size."""
+"""Number of random sets of each size."""
 SIGNIFICANCE = 0.05
-"""Divided by the number of correlations that are looked at."""
+"""Significance level, before division by the number of correlations tested."""
 FEWEST_EXPERTS = 4
-"""A rank correlation over fewer is not computed."""
+"""Minimum number of experts for a rank correlation."""
 TARGETS = ("change", "own_change")
 
 
@@ -62,13 +62,13 @@ class Correlation(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Together:
-    """What is lost without a number of experts of a layer at once, in nats a token."""
+    """Increase of the loss without several experts of a layer at once, in nats per token."""
 
     size: int
     lowest: Mapping[str, float]
-    """Without those that each statistic ranks lowest."""
+    """Without the experts that each statistic ranks lowest."""
     at_random: Sequence[float]
-    """Without random ones."""
+    """Without random experts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,15 +79,15 @@ class LayerAtlas:
     moments: Moments
     together: Sequence[Together]
     unembedded: Sequence[Sequence[Raised]] | None = None
-    """The tokens whose loss each removed expert raises most; None: not asked for."""
+    """The tokens that each removed expert promotes most; None: not requested."""
 
     def statistics(self) -> dict[str, list[float]]:
-        """The statistics of the experts that were taken away."""
+        """The statistics of the removed experts."""
         rows = [experts[0] for experts in self.without.sets]
         return {name: each_S[rows].tolist() for name, each_S in self.moments.statistics().items()}
 
     def correlations(self) -> dict[str, dict[str, Correlation | None]]:
-        """How each statistic ranks experts beside each change; None where it is undefined."""
+        """The rank correlation of each statistic with each change; None where undefined."""
         changes = {
             "change": self.without.by_class["all"].change_3EC[0, :, 0],
             "own_change": self.without.by_class["all"].own_change_3EC[0, :, 0],
@@ -117,7 +117,7 @@ def _correlation(
 ) -> Correlation | None:
     from scipy.stats import spearmanr
 
-    known_E = np.isfinite(change_E)  # an expert without a token of its own has no own change
+    known_E = np.isfinite(change_E)  # an unused expert has no own change
     statistic_E, change_E = statistic_E[known_E], change_E[known_E]
     varies = len(set(statistic_E.tolist())) > 1 and len(set(change_E.tolist())) > 1
     if len(change_E) < FEWEST_EXPERTS or not varies:
@@ -128,26 +128,26 @@ def _correlation(
 
 @dataclass(frozen=True, kw_only=True)
 class AtlasOfExperts(Result):
-    """What every expert is for, and what would have told so without taking it away."""
+    """What every expert is for, and which statistics predict it without removing the expert."""
 
     knocked: KnockedOut
     how: How
-    """What was done to experts."""
+    """How experts were removed."""
     layers: Sequence[LayerAtlas]
 
     @property
     def threshold(self) -> float:
-        """A correlation predicts where its p is below."""
+        """A correlation counts as predictive if its p is below this."""
         return SIGNIFICANCE / max(1, len(STATISTICS) * len(self.layers))
 
     def predicting(self, name: str, target: str) -> tuple[int, int]:
-        """In how many layers a statistic ranks experts as a change does, of how many."""
+        """The number of layers in which a statistic predicts a change, and of all layers."""
         found = [layer.correlations()[name][target] for layer in self.layers]
         known = [each for each in found if each is not None]
         return sum(each.p < self.threshold for each in known), len(known)
 
     def to_json(self) -> dict[str, Any]:
-        """What programs get."""
+        """The result as JSON values."""
         told = {
             name: {
                 target: dict(zip(("layers", "of"), self.predicting(name, target), strict=True))
@@ -164,15 +164,16 @@ class AtlasOfExperts(Result):
         }
 
     def amount(self) -> str:
-        """How many tokens."""
+        """The number of tokens, in words."""
         return self.knocked.amount()
 
     def facts(self) -> list[tuple[str, str]]:
-        """The loss of the model as it is."""
+        """The loss of the unchanged model."""
         return [*self.knocked.facts(), ("removal", self.how)]
 
     def rows(self) -> list[str]:
-        """The experts of each layer, whether statistics tell, and sets of experts."""
+        """Tables of each layer's experts, of the statistics' correlations, and of sets of
+        experts."""
         lines = [*LEAD]
         for layer in self.layers:
             lines += ["", *layer_rows(layer.without)]
@@ -243,16 +244,16 @@ class AtlasOfExperts(Result):
 
 @dataclass(frozen=True, kw_only=True)
 class AtlasOptions(Options):
-    """What is taken away, and how."""
+    """Which experts to remove, and how."""
 
     layers: Sequence[str] = (EVERY,)
     how: How = "contribution"
     unembed: int | None = None
-    """How many tokens are told that each expert raises."""
+    """How many of the tokens that each expert promotes are listed."""
 
 
 class Atlas(Examination):
-    """Takes away every expert, one after the other, and sets of them."""
+    """Removes every expert, one after the other, and sets of them."""
 
     name = "atlas"
     doing = "removing experts"
@@ -260,7 +261,7 @@ class Atlas(Examination):
 
     @classmethod
     def checked(cls, opened: Evaluated, split: str, **options: Any) -> AtlasOptions:
-        """What is taken away, by the fields of `AtlasOptions`."""
+        """Options by the fields of `AtlasOptions`."""
         if (refusal := KnockOuts.refusal(opened)) is not None:
             raise ConfigError(f"{cls.name}: {refusal}")
         return AtlasOptions(**options)
@@ -274,7 +275,7 @@ class Atlas(Examination):
         model: nn.Module,
         world: comm.World,
     ) -> AtlasOfExperts:
-        """Reads the text twice: for the statistics, and for the changes."""
+        """Reads the text twice: for the statistics, and for the changes in loss."""
         chosen = chosen_experts(model, str(opened.weights.folder), asked)
         layers, columns = [layer for layer, _ in chosen], [each for _, each in chosen]
         for layer in layers:
@@ -346,15 +347,15 @@ def _moments(subject: Subject, world: comm.World, summed: Summed) -> Mapping[str
 
 @dataclass(frozen=True, kw_only=True)
 class _Sets:
-    """Sets of experts of a layer that are taken away together, each once."""
+    """Distinct sets of a layer's experts to remove together."""
 
     all: list[tuple[int, ...]]
     lowest: dict[int, dict[str, tuple[int, ...]]]
-    """By size and statistic."""
+    """Sets by size and statistic."""
     at_random: dict[int, list[tuple[int, ...]]]
 
     def together(self, lost: LayerWithout) -> list[Together]:
-        """What was lost without them."""
+        """The losses without these sets."""
         change_E = lost.by_class["all"].change_3EC[0, :, 0]
         of_set = {each: float(change_E[row]) for row, each in enumerate(self.all)}
         return [
@@ -368,11 +369,11 @@ class _Sets:
 
 
 def _sets(model: nn.Module, layer: RoutedLayer, moments: Moments, asked: AtlasOptions) -> _Sets:
-    """The quarter and the half of experts with the lowest statistics, and random ones."""
+    """The lowest quarter and half of experts by each statistic, and random sets."""
     lowest: dict[int, dict[str, tuple[int, ...]]] = {}
     at_random: dict[int, list[tuple[int, ...]]] = {}
     experts = layer.num_experts
-    if asked.experts or len(layer.levels) > 1:  # a set of one level is no share of a layer
+    if asked.experts or len(layer.levels) > 1:  # a set in one level is not a share of a layer
         return _Sets(all=[], lowest={}, at_random={})
     for share in SHARES:
         size = experts // share

@@ -1,7 +1,7 @@
-"""`polyad experts audit`: whether a statistic tells which of a token's experts matter to it.
+"""`polyad experts audit`: whether statistics predict which of a token's experts matter to it.
 
-See `experts/ranked.py`. The atlas ranks the experts of a layer over all tokens; here those of one
-token are compared with each other, which is how the causal audit was made (2606.10703).
+See `experts/ranked.py`. The atlas ranks a layer's experts over all tokens; here the experts of one
+token are compared with each other, as in the causal audit (2606.10703).
 """
 
 from collections.abc import Mapping, Sequence
@@ -32,27 +32,27 @@ from polyad.train.results import aligned
 from polyad.train.tasks.samples import TextSamples, losses
 
 POSITIONS = 200
-"""That are audited in each layer, as in the paper."""
+"""Number of positions audited in each layer, as in the paper."""
 TOKENS = 65_536
 SIGNIFICANCE = 0.05
 DDOF = {"described": 1, "coded": 0}
-"""The script's deviation is that of a whole population."""
+"""Degrees of freedom: the paper's script uses the population standard deviation."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Audit(Result):
-    """What was lost without the highest and without the lowest of a token's experts."""
+    """Change of the loss without the highest and without the lowest of a token's experts."""
 
     how: How
     tokens: int
     positions: int
     layers: Mapping[str, Tensor]
-    """Changes of the loss [ways, positions, statistics, 2], in nats, by the title of a layer."""
+    """Changes of the loss [ways, positions, statistics, 2], in nats, by layer title."""
     off: float
-    """How far a loss was from the first one once nothing was taken away any more."""
+    """Difference of a loss from the first one, after all experts were restored."""
 
     def threshold(self, name: str) -> float:
-        """A statistic predicts in a layer where its p is below."""
+        """A statistic counts as predictive in a layer if its p is below this."""
         cells = len(self.layers) * (1 if name in CONTROLS else len(AUDITED))
         return SIGNIFICANCE / max(1, cells)
 
@@ -74,7 +74,7 @@ class Audit(Result):
         return tested.p is not None and tested.p < self.threshold(name) and tested.high > tested.low
 
     def to_json(self) -> dict[str, Any]:
-        """What programs get."""
+        """The result as JSON values."""
         tests = self.tests()
         return {
             "how": self.how,
@@ -93,11 +93,11 @@ class Audit(Result):
         }
 
     def amount(self) -> str:
-        """How many tokens."""
+        """The number of tokens, in words."""
         return f": {self.tokens:,} tokens, of which {self.positions:,} are audited in each layer"
 
     def facts(self) -> list[tuple[str, str]]:
-        """What was done."""
+        """How experts were removed."""
         return [
             (
                 "removal",
@@ -137,19 +137,19 @@ def _number(value: float | None, form: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class AuditOptions:
-    """What is audited."""
+    """What to audit."""
 
     how: How = "contribution"
     positions: int = POSITIONS
     layers: Sequence[str] = (EVERY,)
     tokens: int = TOKENS
-    """About how many the statistics are over."""
+    """Approximate number of tokens for the statistics."""
     seed: int = 0
     """Seeds the choice of positions and of random experts."""
 
 
 class Audited(Examination):
-    """Takes away the highest and the lowest of a token's experts."""
+    """Removes the highest and the lowest of a token's experts."""
 
     name = "experts audit"
     doing = "removing experts of single tokens"
@@ -170,7 +170,7 @@ class Audited(Examination):
         model: nn.Module,
         world: comm.World,
     ) -> Audit:
-        """Reads the text twice: for the statistics, and for the changes."""
+        """Reads the text twice: for the statistics, and for the changes in loss."""
         layers = auditable(model, str(opened.weights.folder), asked.layers)
         text = TextSamples(opened.text(cls.name), split, asked.tokens)
 
@@ -227,15 +227,15 @@ def _on_cpu(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def auditable(model: nn.Module, place: str, blocks: Sequence[str]) -> list[RoutedLayer]:
-    """The layers of blocks, each of which selects several experts for a token.
+    """Returns the layers of blocks, each of which must select several experts per token.
 
     Args:
         model: a decoder.
-        place: of its weights, for errors.
+        place: place of its weights, for errors.
         blocks: see `choose_layers`.
 
     Raises:
-        ConfigError: experts of a token cannot be ranked, or not be taken away one by one.
+        ConfigError: a token's experts cannot be ranked, or cannot be removed one by one.
     """
     routed = routed_layers(model)
     if not routed:
@@ -262,7 +262,7 @@ def auditable(model: nn.Module, place: str, blocks: Sequence[str]) -> list[Route
 
 
 class _Reader:
-    """Hands batches to the layers."""
+    """Passes batches to the layers."""
 
     def __init__(self, model: nn.Module, layers: Sequence[RankedAblation]) -> None:
         self._model, self._layers = model, layers

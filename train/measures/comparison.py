@@ -1,4 +1,4 @@
-"""`polyad compare`: which tokens two checkpoints of a model send to other experts."""
+"""`polyad compare`: which tokens are routed differently by two checkpoints of a model."""
 
 import math
 from collections.abc import Mapping
@@ -27,13 +27,13 @@ from polyad.train.results import aligned
 from polyad.train.tasks.samples import probe_of
 
 PROBE_UNITS = 65_536
-"""About how many tokens or images are compared, unless the user says it."""
+"""Default for the approximate number of tokens or images to compare."""
 FREE_KEYS = (
     "compile", "recompute", "dropout", "initializer_range", "feed_forward.experts",
     "feed_forward.pool", "feed_forward.pool_least", "feed_forward.pool_most",
     "feed_forward.allow_leak", "end_of_text_id",
 )  # fmt: skip
-"""Keys of a model that change nothing of what it computes in evaluation."""
+"""Keys of a model that do not affect its outputs in evaluation."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,15 +49,15 @@ class Compared(Result):
     compared_with: str
     compared_step: int
     unit: str
-    """What was read: tokens or images."""
+    """The unit read: tokens or images."""
     units: int
     about: Mapping[str, int]
-    """How the samples were made, by what each number is."""
+    """Named numbers that describe the samples."""
     layers: Mapping[str, Fluctuation]
-    """By name."""
+    """Layers by name."""
 
     def to_json(self) -> dict[str, Any]:
-        """What programs get."""
+        """The result as JSON values."""
         return {
             "compared_with": self.compared_with,
             "compared_step": self.compared_step,
@@ -88,15 +88,15 @@ class Compared(Result):
 
 
 class Comparison(Measure):
-    """Adds up how what a model decides differs from what another decides of the same samples.
+    """Accumulates the differences in routing between two models on the same samples.
 
-    Both models are in memory, and of the data one batch.
+    Both models and one batch of data are in memory.
 
     Args:
-        subject: the model that reads, and what both read.
+        subject: the model that reads, and the samples for both.
         opened: its weights, and the data.
-        other: other weights of it.
-        before: the model of that one.
+        other: the other weights.
+        before: the model of the other weights.
     """
 
     name = "compare"
@@ -115,8 +115,8 @@ class Comparison(Measure):
 
     @classmethod
     def checked(cls, opened: Evaluated, split: str, **options: Any) -> tuple[Weights, int]:
-        """Opens the weights `other`, and takes from the options how many `units`, tokens or
-        images, are compared at least: of text whole windows, evenly over the split."""
+        """Opens the weights `other`, and takes `units` from the options: the minimum number of
+        tokens (in whole windows) or images to compare, spread evenly over the split."""
         other = open_weights(options["other"])
         _check_pair(opened, opened.weights, other)
         return other, options.get("units", PROBE_UNITS)
@@ -125,7 +125,7 @@ class Comparison(Measure):
     def of(
         cls, opened: Evaluated, split: str, asked: tuple[Weights, int], model: nn.Module
     ) -> Self:
-        """What `polyad compare` measures, with what `checked` gave."""
+        """The measure of `polyad compare`, with the result of `checked`."""
         other, units = asked
         device = next(model.parameters()).device
         before = load_model(other, device, opened.config.train.precision)
@@ -134,7 +134,7 @@ class Comparison(Measure):
         return cls(subject, opened, other, before)
 
     def add(self, reading: Reading) -> None:
-        """Adds a batch, which the other model reads too."""
+        """Adds a batch, which the other model reads, too."""
         layers, samples = self.subject.layers, self.subject.samples
         with deciding(self._before, layers) as decisions:
             samples.forward(self._before, reading.batch, {})
@@ -149,7 +149,7 @@ class Comparison(Measure):
         self._units += len(reading.number_R) if counted is None else counted.sum()
 
     def result(self, summed: Summed = lambda values: values) -> Compared:
-        """What was found."""
+        """The result."""
         layers = self._differences.result(summed)
         for name, layer in layers.items():
             if not math.isfinite(layer.entropy + layer.entropy_before):
@@ -170,11 +170,11 @@ class Comparison(Measure):
 
 
 def _check_pair(opened: Evaluated, own: Weights, other: Weights) -> None:
-    """Checks that both are of one model with experts, and fit the tokens of the probe set."""
+    """Checks that both belong to one model with experts, and fit the tokens of the probe set."""
     ours, theirs = (
         flatten(each.model_config().filled().model_dump(mode="json")) for each in (own, other)
     )
-    # Rotary positions have no end.
+    # Rotary positions are not limited.
     free = FREE_KEYS if ours.get("rotary.theta") is None else (*FREE_KEYS, "sequence_length")
     changed = [
         f"model.{key}: {theirs.get(key)!r} there, {ours.get(key)!r} in {own.folder}"

@@ -1,8 +1,8 @@
-"""`polyad experts contrast`: experts that one text uses more than another, and moved to them.
+"""`polyad experts contrast`: experts that one text uses more than another, forced or avoided.
 
-Delta of an expert is the share of the tokens of the first text that use it, minus that of the
-second (SteerMoE, 2509.09660). Those of the largest Delta are forced, those of the smallest avoided,
-and the loss of both texts stands beside that with random experts in the same number.
+Delta of an expert is the share of the first text's tokens that use it, minus that of the second
+(SteerMoE, 2509.09660). Experts with the largest Delta are forced, those with the smallest avoided,
+and the loss of both texts is compared with that for equally many random experts.
 """
 
 import random
@@ -26,7 +26,7 @@ from polyad.train.reading import Evaluated, Reading, open_evaluated, read
 from polyad.train.results import aligned
 
 MOST_SHOWN = 10
-"""Experts, for people."""
+"""Maximum number of experts displayed."""
 
 
 class Contrasted(NamedTuple):
@@ -35,7 +35,7 @@ class Contrasted(NamedTuple):
     layer: int
     expert: int
     first: float
-    """The share of the tokens of the first text that use it."""
+    """Share of the first text's tokens that use it."""
     second: float
 
     @property
@@ -50,19 +50,20 @@ class Contrasted(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Contrast(Result):
-    """How two texts use experts, and their loss under forcing them."""
+    """Use of experts by two texts, and the texts' losses when experts are forced."""
 
     other: str
     experts: Sequence[Contrasted]
-    """All, those of the largest difference first."""
+    """All experts, those with the largest difference first."""
     forced: Sequence[Intervention]
     losses: Mapping[str, tuple[float, float]]
-    """The losses of both texts, in nats per token: unchanged, with moved experts, and steered."""
+    """Losses of both texts, in nats per token: unchanged, with experts forced or avoided, and
+    steered."""
     at_random: Sequence[tuple[float, float]]
     tokens: tuple[int, int]
 
     def to_json(self) -> dict[str, Any]:
-        """What programs get."""
+        """The result as JSON values."""
         return {
             "other": self.other,
             "tokens_scored": list(self.tokens),
@@ -73,11 +74,11 @@ class Contrast(Result):
         }
 
     def amount(self) -> str:
-        """How many tokens."""
+        """The number of tokens, in words."""
         return f": {self.tokens[0]:,} tokens, compared with {self.tokens[1]:,} of {self.other}"
 
     def facts(self) -> list[tuple[str, str]]:
-        """What was moved."""
+        """Which experts were forced or avoided."""
         return [("moved", str(each)) for each in self.forced]
 
     def rows(self) -> list[str]:
@@ -107,20 +108,20 @@ class Contrast(Result):
 
 @dataclass(frozen=True, kw_only=True)
 class ContrastOptions:
-    """What is contrasted, and moved."""
+    """What to contrast, and how many experts to force or avoid."""
 
     other: str
     """Prepared data."""
     force: int = 5
     avoid: int = 0
     strength: float | None = None
-    """The strength of steering by the same experts' gate columns; None: it is not measured."""
+    """Strength of steering by the same experts' gate columns; None: not measured."""
     tokens: int = TOKENS
     seed: int = 0
 
 
 class Contrasting(Examination):
-    """Contrasts the use of experts in two texts."""
+    """Compares the use of experts in two texts."""
 
     name = "experts contrast"
     doing = "contrasting the use of experts"
@@ -144,7 +145,7 @@ class Contrasting(Examination):
         model: nn.Module,
         world: comm.World,
     ) -> Contrast:
-        """Reads the train splits of both for the use of experts, and the split for losses."""
+        """Reads both train splits for the use of experts, and the split for losses."""
         needs_one_process(cls.name, world)
         layers = [each for each in routed_layers(model) if each.in_block and not each.shares]
         if not layers:
@@ -202,13 +203,13 @@ class Contrasting(Examination):
 def chosen(
     experts: Sequence[Contrasted], top_k: Mapping[int, int], force: int, avoid: int
 ) -> list[Intervention]:
-    """The first experts whose difference is above 0, and the first whose difference is below.
+    """Selects the first experts with a positive difference, and the first with a negative one.
 
     Args:
-        experts: in order.
-        top_k: at most so many of each layer are forced.
-        force: how many of the first kind; fewer where there are fewer.
-        avoid: how many of the others.
+        experts: experts in order.
+        top_k: maximum number of forced experts per layer.
+        force: number of experts with a positive difference; fewer if there are fewer.
+        avoid: number of experts with a negative difference.
     """
     picked: dict[str, dict[int, list[int]]] = {"force": {}, "avoid": {}}
     left = {"force": force, "avoid": avoid}
@@ -228,7 +229,7 @@ def chosen(
 
 
 def _towards(moved: Sequence[Intervention], strength: float) -> list[Steering]:
-    """Steerings towards the experts that are forced, and away from those that are avoided."""
+    """Steerings towards forced experts, and away from avoided ones."""
     sign = {"force": 1.0, "avoid": -1.0}
     return [
         Steering(layer=each.layer, expert=expert, strength=sign[each.action.how] * strength)
@@ -243,7 +244,7 @@ def random_ones(
     moved: Sequence[Intervention],
     seed: str,
 ) -> list[Intervention]:
-    """Random experts, as many forced and avoided as in `moved`, and none of them both."""
+    """Draws random experts, as many forced and avoided as in `moved`, and none both."""
     some = list(experts)
     random.Random(seed).shuffle(some)
     up = [each._replace(first=1.0, second=0.0) for each in some]
@@ -282,7 +283,7 @@ class _Use:
 def _shares(
     model: nn.Module, layers: Sequence[RoutedLayer], opened: Evaluated, tokens: int
 ) -> dict[str, Tensor]:
-    """The share of the tokens of the train split that use each expert, by layer."""
+    """The share of the train split's tokens that use each expert, by layer."""
     use = _Use()
     samples, told = text_of(opened, "train", tokens), f"experts of {opened.task.name}"
     read(model, layers, samples, (use,), batch_size=opened.batch_size, told=told)

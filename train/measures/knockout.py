@@ -1,7 +1,8 @@
-"""What each expert of a language model is for.
+"""Knockouts: what each expert of a language model is for.
 
-The loss of each class of tokens without the expert; with steering also the loss of the same classes
-when text is moved towards it, and what the model then predicts.
+Measures the loss of each class of tokens without the expert; with steering also the loss of the
+same
+classes when text is steered towards it, and what the model then predicts.
 """
 
 from collections.abc import Sequence
@@ -38,15 +39,15 @@ from polyad.train.tasks.samples import TextSamples, losses
 from polyad.train.tasks.text import TextTask
 
 TOKENS = 65_536
-"""About how many tokens are read, unless the user says it."""
+"""Default for the approximate number of tokens to read."""
 MOST_EXPERTS = 16
-"""Rows of a layer for people, those that matter most; programs get all experts."""
+"""Maximum number of rows displayed per layer; the JSON output has all experts."""
 MOST_CLASSES = 3
-"""That are named of an expert."""
+"""Maximum number of classes named per expert."""
 NAMED = ("characters", "frequency")
-"""The ways to sort predicted tokens that people are shown of steering, and studies compare."""
+"""Labelings of predicted tokens that are displayed for steering, and compared in studies."""
 SIDES = ("read", "predicted")
-"""Tokens by whose classes a study looks at harm: those that are read, where they are known."""
+"""Whose classes a study uses for harm: those of input tokens where known."""
 
 LEAD = (
     "",
@@ -55,36 +56,36 @@ LEAD = (
     "and the token classes whose loss rises most, beyond noise; 95% intervals over windows, * "
     "excludes 0",
 )
-"""What stands above tables of experts."""
+"""Headings of tables of experts."""
 
 Row = tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class KnockedOut(Result):
-    """What is lost without each expert, and what steering does."""
+    """Losses without each expert, and the effect of steering."""
 
     windows: int
     length: int
-    """Tokens of a window."""
+    """Number of tokens per window."""
     layers: Sequence[LayerWithout]
     together: Sequence[LayerWithout] = ()
-    """The same without sets of experts."""
+    """The same for sets of experts."""
     steering: SteeringEffect | None
-    """None where nothing is steered."""
+    """None without steering."""
 
     @property
     def tokens(self) -> int:
-        """Predicted tokens."""
+        """Number of predicted tokens."""
         return int(self.layers[0].by_class["all"].tokens_C[0])
 
     @property
     def loss(self) -> float:
-        """The mean loss of the model as it is, in nats a token."""
+        """The mean loss of the unchanged model, in nats per token."""
         return float(self.layers[0].by_class["all"].loss_C[0])
 
     def to_json(self) -> dict[str, Any]:
-        """What programs get."""
+        """The result as JSON values."""
         return {
             "windows_read": self.windows,
             "sequence_length": self.length,
@@ -95,15 +96,15 @@ class KnockedOut(Result):
         }
 
     def amount(self) -> str:
-        """How many tokens."""
+        """The number of tokens, in words."""
         return f": {self.tokens:,} tokens in {self.windows:,} windows"
 
     def facts(self) -> list[tuple[str, str]]:
-        """The loss of the model as it is."""
+        """The loss of the unchanged model."""
         return [("loss", f"{self.loss:.4f} nats per token")]
 
     def rows(self) -> list[str]:
-        """A table of each layer, and those of steering."""
+        """A table for each layer, and tables of steering."""
         lines = [*LEAD]
         for layer in self.layers:
             lines += ["", *layer_rows(layer)]
@@ -113,7 +114,7 @@ class KnockedOut(Result):
 
 
 def layer_rows(layer: LayerWithout) -> list[str]:
-    """The experts of a layer that matter most, for people."""
+    """Formats the experts of a layer that matter most."""
     every, experts = layer.by_class["all"], list(layer.experts().items())
     order = sorted(range(len(experts)), key=lambda row: -abs(experts[row][1].change.value))
     shown = sorted(order[:MOST_EXPERTS])
@@ -137,7 +138,7 @@ def layer_rows(layer: LayerWithout) -> list[str]:
 
 
 def _most_harmed(without: ExpertWithout) -> list[str]:
-    """The classes that an expert is for, of predicted and of read tokens."""
+    """The classes that an expert is for, by predicted and by input tokens."""
     lines = []
     for side, classes in without.harmed.items():
         said = [
@@ -166,7 +167,7 @@ def _steering_rows(steering: SteeringEffect) -> list[str]:
 
 
 def _once(table: list[Row]) -> list[Row]:
-    """Names that repeat the first cell of the row above are left out."""
+    """Blanks first cells that repeat the row above."""
     above = ["", *(row[0] for row in table)]
     return [
         ("" if row[0] == before else row[0], *row[1:])
@@ -176,32 +177,32 @@ def _once(table: list[Row]) -> list[Row]:
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What is left out, and where text is steered to."""
+    """Which experts to remove, and towards which text is steered."""
 
     tokens: int = TOKENS
-    """About how many are read, in whole windows, evenly over the split."""
+    """Approximate number of tokens to read, in whole windows, spread evenly over the split."""
     layers: Sequence[str] = ()
-    """Blocks whose experts are left out, by number, or `all`; none: the first, the middle and the
-    last that routes, or with steerings those that are steered."""
+    """Blocks whose experts are removed, by number, or `all`; empty: the first, middle and last
+    block that routes, or with steerings the steered ones."""
     experts: Sequence[str] = ()
-    """That are left out in each of these; none: all, or with steerings and without layers those
-    that are steered to."""
+    """Experts to remove in each of these; empty: all, or with steerings and without layers those
+    steered towards."""
     labels: Path | None = None
     """A file of labels of tokens; see `read_labels`."""
     steerings: Sequence[Steering] = ()
-    """Their effect, all at once, is measured on the same tokens."""
+    """Steerings whose joint effect is measured on the same tokens."""
 
 
 class KnockOuts(Measure):
-    """Leaves out experts one by one.
+    """Removes experts one by one.
 
     Args:
         subject: text that a GPT-2 or a BERT reads, and the layers.
-        columns: of each layer the experts that are left out.
-        steerings: all at once; none: no effect of them is measured.
-        actions: what is done to the experts of each layer; none: they are left out.
-        sets: experts of each layer that it is done to together, beside those.
-        labels: further ways to sort tokens.
+        columns: experts to remove, for each layer.
+        steerings: applied all at once; empty: steering is not measured.
+        actions: what to do to the experts of each layer; empty: remove them.
+        sets: further sets of experts of each layer to treat together.
+        labels: further labelings of tokens.
     """
 
     name = "knockout"
@@ -251,7 +252,7 @@ class KnockOuts(Measure):
 
     @classmethod
     def refusal(cls, opened: Evaluated) -> str | None:
-        """Refuses what is no text."""
+        """Rejects data other than text."""
         if isinstance(opened.task, TextTask):
             return None
         return (
@@ -261,7 +262,7 @@ class KnockOuts(Measure):
 
     @classmethod
     def checked(cls, opened: Evaluated, split: str, **options: Any) -> Options:
-        """What is left out, by the fields of `Options`."""
+        """Options by the fields of `Options`."""
         super().checked(opened, split)
         asked = Options(**options)
         if asked.steerings and opened.stream is not None:
@@ -272,7 +273,7 @@ class KnockOuts(Measure):
 
     @classmethod
     def of(cls, opened: Evaluated, split: str, asked: Options, model: nn.Module) -> Self:
-        """What `polyad experts knockout` measures."""
+        """The measure of `polyad experts knockout`."""
         chosen = chosen_experts(model, str(opened.weights.folder), asked)
         assert isinstance(opened.task, TextTask)
         text = TextSamples(opened.task, split, asked.tokens, hidden=True)
@@ -281,7 +282,7 @@ class KnockOuts(Measure):
         return cls(subject, [columns for _, columns in chosen], asked.steerings, labels=labels)
 
     def read(self, world: comm.World | None = None) -> None:
-        """Reads the text; block by block where the model is larger than memory."""
+        """Reads the text; block by block if the model is larger than memory."""
         model, layers, _, batch_size = self.subject
         if not isinstance(model, Streamed):
             super().read(world)
@@ -304,7 +305,7 @@ class KnockOuts(Measure):
             self._steered.add(passages, label_JBP, reading.output, loss_BP)
 
     def result(self, summed: Summed = lambda values: values) -> KnockedOut:
-        """What was found."""
+        """The result."""
         steering = None if self._steered is None else self._steered.result(summed)
         return KnockedOut(
             windows=self._text.rows,
@@ -316,7 +317,7 @@ class KnockOuts(Measure):
 
     @classmethod
     def in_report(cls, subject: Subject) -> None:
-        """A report leaves out the experts that it shows, which it knows after its pass."""
+        """None: a report removes only the experts that it shows, which it knows after its pass."""
 
     @classmethod
     def of_study(cls, config: StudyConfig) -> Asked | None:
@@ -329,7 +330,7 @@ class KnockOuts(Measure):
 
     @classmethod
     def kept(cls, tree: Tree) -> Tree:
-        """All but the tables, which have a number for each expert and class."""
+        """All except the tables, which have a number for each expert and class."""
         layers = {
             name: {key: layer[key] for key in ("experts", "focus")}
             for name, layer in tree["layers"].items()
@@ -341,9 +342,9 @@ class KnockOuts(Measure):
         """What experts are for, as means over layers.
 
         Returns:
-            For two ways to sort tokens, by characters and by frequency: the share of experts
-            without which a class is worse beyond noise, and over those how many classes they are
-            for, and their polysemanticity.
+            For two labelings of tokens, by characters and by frequency: the share of experts
+            without which a class gets worse beyond noise, and for these the number of classes that
+            they are for, and their polysemanticity.
         """
         found: dict[str, list[float]] = {}
         for layer in tree["layers"].values():
@@ -359,10 +360,10 @@ class KnockOuts(Measure):
 
 
 def labels_of(text: TextSamples, path: Path | None) -> list[Labels]:
-    """The labels of a file for the tokens of a text.
+    """Reads a file of labels for the tokens of a text.
 
     Raises:
-        ConfigError: the file is wrong, or places in the text are not known.
+        ConfigError: the file is malformed, or positions in the text are unknown.
     """
     if path is None:
         return []
@@ -374,14 +375,14 @@ def labels_of(text: TextSamples, path: Path | None) -> list[Labels]:
 def chosen_experts(
     model: nn.Module, place: str, asked: Options
 ) -> list[tuple[RoutedLayer, list[int]]]:
-    """The layers, and the columns of the experts of each that are left out."""
+    """Returns the layers, and the columns of the experts to remove in each."""
     routed, steerings, experts = routed_layers(model), asked.steerings, asked.experts
     if not routed:
         raise ConfigError(f"{place}: its model has no experts")
     if steerings and not isinstance(model, Decoder):
         raise ConfigError(f"--steer {steerings[0]}: {place}: only a GPT-2 is steered")
     for steering in steerings:
-        gate_column(model, steering)  # refuses what is not there
+        gate_column(model, steering)  # raises if it does not exist
     if not steerings or asked.layers or experts:
         layers = choose_layers(routed, asked.layers)
         check_experts(layers, experts)

@@ -1,7 +1,7 @@
-"""`polyad experts probe`: which classes of tokens a few hidden units of an expert tell.
+"""`polyad experts probe`: which classes of tokens a few hidden units of an expert reveal.
 
-See `experts/ksparse.py`. Every layer has as many candidates, and every probe as many tokens, half
-of them of the class; windows are learned from, chosen by or scored on, each as a whole.
+See `experts/ksparse.py`. Every layer has equally many candidates, and every probe equally many
+tokens, half of them of the class. Each window is entirely in the training, selection or test set.
 
 Shapes: F hidden units.
 """
@@ -45,26 +45,26 @@ FEED_FORWARD = re.compile(r"blocks\.\d+\.feed_forward")
 
 @dataclass(frozen=True, kw_only=True)
 class KSparseOptions:
-    """What is probed."""
+    """What to probe."""
 
     layers: Sequence[str] = ()
-    """Blocks, by number, or `all`; none: the first, the middle and the last."""
+    """Blocks by number, or `all`; empty: the first, the middle and the last."""
     units: Sequence[str] = ("1", "8")
     samples: int = 400
-    """Tokens of a probe, half of them of the class."""
+    """Tokens per probe, half of them of the class."""
     candidates: int = 8
-    """Experts of each layer that are probed, random ones."""
+    """Number of random experts to probe in each layer."""
     tokens: int = 65_536
-    """About how many are read."""
+    """Approximate number of tokens to read."""
     seed: int = 0
     """Seeds the choice of experts and tokens."""
 
 
 class Found(NamedTuple):
-    """The probes of a class, a layer and a number of units, candidate by candidate."""
+    """The probes of a class, a layer and a number of units, one per candidate."""
 
     experts: tuple[int, ...]
-    """The candidates; none: the layer is dense."""
+    """The candidates; empty for a dense layer."""
     probes: tuple[Probe, ...]
     by_chance: tuple[Probe, ...]
     """The same with shuffled labels."""
@@ -85,19 +85,19 @@ class Found(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Probed(Result):
-    """How well hidden units tell classes of tokens."""
+    """How well hidden units reveal classes of tokens."""
 
     tokens: int
     samples: int
     candidates: int
     units: Sequence[int]
     found: Mapping[str, Mapping[str, Mapping[int, Found]]]
-    """By the title of the layer, the class, and k."""
+    """Probes by layer title, class, and k."""
     left_out: Mapping[str, Mapping[str, int]]
-    """By layer and class, candidates that have too few tokens of the class, or of others."""
+    """By layer and class, candidates with too few tokens of the class, or of others."""
 
     def to_json(self) -> dict[str, Any]:
-        """What programs get."""
+        """The result as JSON values."""
         return {
             "tokens_read": self.tokens,
             "samples": self.samples,
@@ -112,7 +112,7 @@ class Probed(Result):
         }  # fmt: skip
 
     def amount(self) -> str:
-        """How many tokens."""
+        """The number of tokens, in words."""
         return f": {self.tokens:,} tokens"
 
     def facts(self) -> list[tuple[str, str]]:
@@ -218,10 +218,10 @@ class KSparse(Examination):
 def _places(
     model: nn.Module, place: str, blocks: Sequence[str], most_units: int
 ) -> dict[str, Place]:
-    """The feed-forwards of blocks, by the names of their modules.
+    """Returns the feed-forwards of blocks by module name.
 
     Raises:
-        ConfigError: a block has none whose units belong to an expert or to all tokens, or too few.
+        ConfigError: a block has no units that belong to an expert or to all tokens, or too few.
     """
     there: dict[str, Place] = {}
     for name, module in model.named_modules():
@@ -232,7 +232,7 @@ def _places(
             there[block] = Place(name, module.config.num_experts, module.experts.stacked().up)
         elif isinstance(module, DenseFeedForward):
             there[block] = Place(name, 0, module.up.weight.T)
-        elif isinstance(module, SparseTable):  # its units are the weights of its experts
+        elif isinstance(module, SparseTable):  # its units are its expert weights
             there[block] = Place(name, 0, module.table.T)
     if not there:
         raise ConfigError(
@@ -262,7 +262,7 @@ def _places(
 def _probed(
     choice: Choice, hidden: Hidden, ks: Sequence[int], seed: int
 ) -> dict[str, dict[str, dict[int, Found]]]:
-    """All probes, by the title of the layer, the class, and k."""
+    """All probes by layer title, class, and k."""
     found: dict[str, dict[str, dict[int, Found]]] = {
         place.title: {} for place in choice.places.values()
     }

@@ -1,7 +1,7 @@
-"""What is found out about a checkpoint, and how a command does it.
+"""Interfaces of examinations and measures of a checkpoint.
 
-    Examination   what a user asks is checked; the weights and the data are examined; a `Result`
-    Measure       an examination that adds up one pass over samples with all routers read
+    Examination   checks the user's options, examines weights and data, and returns a `Result`
+    Measure       an examination that accumulates over one pass over samples, reading all routers
 
 A new measure is one file with a `Measure` and its `Result`, and one line in `registry.py`:
 `polyad experts measure`, `polyad report` and studies iterate over the registry.
@@ -37,11 +37,11 @@ Tree = Mapping[str, Any]
 
 
 class Result(ABC):
-    """What was found.
+    """The result of an examination.
 
     Attributes:
-        first: the keys that programs get before the others, of the result or of `Examined`.
-        last: those that they get after the others.
+        first: keys that come first in the JSON output, of the result or of `Examined`.
+        last: keys that come last.
     """
 
     first: ClassVar[tuple[str, ...]] = ("checkpoint", "step", "data", "data_kind", "split")
@@ -49,14 +49,14 @@ class Result(ABC):
 
     @abstractmethod
     def to_json(self) -> dict[str, Any]:
-        """What programs get: the result's own keys."""
+        """JSON values of the result's own keys."""
 
     def amount(self) -> str:
-        """What was read, after the name of the data: `: 1,024 tokens` or `, 24 images`."""
+        """The amount read, to append to the name of the data: `: 1,024 tokens` or `, 24 images`."""
         return ""
 
     def source(self, data: str) -> list[tuple[str, str]]:
-        """Names and values that say what was read.
+        """Names and values that describe what was read.
 
         Args:
             data: the split and the name of the data.
@@ -64,28 +64,28 @@ class Result(ABC):
         return [("split", f"{data}{self.amount()}")]
 
     def facts(self) -> list[tuple[str, str]]:
-        """Names and values that people see first."""
+        """Names and values to display first."""
         return []
 
     def notes(self) -> list[tuple[str, str]]:
-        """Names and values at the end of those."""
+        """Names and values to display after those."""
         return []
 
     def rows(self) -> list[str]:
-        """Aligned lines for people, after names and values."""
+        """Aligned lines to display after names and values."""
         return []
 
     def section(self, titles: Mapping[str, str]) -> Iterable[str | Figure]:
-        """Its section of the page of a report, texts and figures; nothing if it has none.
+        """Its section on a report's page, as texts and figures; empty if it has none.
 
         Args:
-            titles: the title of each layer, by its name.
+            titles: the title of each layer, by name.
         """
         return ()
 
 
 class Subject(NamedTuple):
-    """What is measured on what."""
+    """The subject of a measure: a model, its layers and samples."""
 
     model: nn.Module
     """In evaluation mode, whole on each process."""
@@ -95,23 +95,23 @@ class Subject(NamedTuple):
 
 
 class Asked(NamedTuple):
-    """How a study takes a measure of a run."""
+    """How a study measures a run."""
 
     command: tuple[str, ...]
-    """Words of `polyad`."""
+    """Arguments of `polyad`."""
     options: tuple[str, ...]
     settings: Any
-    """What the study says of it: a result that was made otherwise is made again."""
+    """The study's settings for it: a result with other settings is measured again."""
 
 
 class Examination(ABC):
-    """Something that is found out about a checkpoint by one command.
+    """An examination of a checkpoint by one command.
 
     Attributes:
-        name: what errors call it; of a measure also the key of a study and the name in a report.
-        doing: what the command does, for a line that says that memory ran out.
+        name: its name in errors; for a measure also the key in studies and the name in reports.
+        doing: describes the work, for an out-of-memory error.
         reads_split: whether it reads a split of the data.
-        needs_whole: why the whole model has to be in memory; None: it may be read block by block,
+        needs_whole: why the whole model must be in memory; None: it may be read block by block,
             see `polyad.train.reading.Reading`.
     """
 
@@ -123,15 +123,15 @@ class Examination(ABC):
     @classmethod
     @abstractmethod
     def checked(cls, opened: Evaluated, split: str, **options: Any) -> Any:
-        """Checks what a user asks, before processes meet and before weights are in memory.
+        """Checks the user's options, before processes connect and weights are loaded.
 
         Args:
             opened: weights and data.
-            split: of the data.
-            options: of this examination.
+            split: name of the split.
+            options: options of this examination.
 
         Returns:
-            What `take` gets as `asked`.
+            The argument `asked` of `take`.
 
         Raises:
             ConfigError: the weights, the data or an option are not allowed.
@@ -146,9 +146,9 @@ class Examination(ABC):
 
         Args:
             opened: weights and data.
-            split: of the data.
-            asked: what `checked` gave.
-            model: of the weights, in evaluation mode, whole on each process.
+            split: name of the split.
+            asked: the result of `checked`.
+            model: the weights' model, in evaluation mode, whole on each process.
             world: this process.
 
         Returns:
@@ -157,13 +157,13 @@ class Examination(ABC):
 
 
 class Measure(Examination):
-    """Adds up what one measure says of a model that reads held-out samples.
+    """A measure that accumulates over a model's pass over held-out samples.
 
     Attributes:
         title: the heading of its section.
-        anchor: what a link to its section says; empty: its name.
-        told: what it says of its progress.
-        blocks: of which it wants to know what they get.
+        anchor: anchor of its section; empty: its name.
+        told: label of its progress.
+        blocks: the blocks whose inputs it needs.
     """
 
     title: ClassVar[str]
@@ -176,14 +176,14 @@ class Measure(Examination):
 
     @classmethod
     def checked(cls, opened: Evaluated, split: str, **options: Any) -> Any:
-        """Refuses weights and data that the measure is not for."""
+        """Rejects weights and data to which the measure does not apply."""
         if (refusal := cls.refusal(opened)) is not None:
             raise ConfigError(f"{cls.name}: {refusal}")
         return options
 
     @classmethod
     def refusal(cls, opened: Evaluated) -> str | None:
-        """What is wrong with weights and data that it is not for; None: it is for them."""
+        """Returns why it does not apply to weights and data; None if it does."""
         return None
 
     @classmethod
@@ -197,7 +197,7 @@ class Measure(Examination):
 
     @classmethod
     def of(cls, opened: Evaluated, split: str, asked: Any, model: nn.Module) -> Self:
-        """The measure that a command takes: of all layers with experts, and of all samples; see
+        """Makes the measure of a command, for all layers with experts and all samples; see
         `take`."""
         head = routed_head(model)
         layers = [*routed_layers(model), *([head] if head else [])]
@@ -208,7 +208,8 @@ class Measure(Examination):
         return cls(Subject(model, layers, samples_of(opened.task, split), opened.batch_size))
 
     def read(self, world: comm.World | None = None) -> None:
-        """Reads its samples, in a pass for this measure alone; see `polyad.train.reading.read`."""
+        """Reads its samples in a separate pass for this measure; see
+        `polyad.train.reading.read`."""
         model, layers, samples, batch_size = self.subject
         read(model, layers, samples, [self], batch_size=batch_size, world=world, told=self.told)
 
@@ -218,10 +219,10 @@ class Measure(Examination):
 
     @abstractmethod
     def result(self, summed: Summed = lambda values: values) -> Result:
-        """What was found; all processes call it.
+        """Returns the result; all processes call this.
 
         Args:
-            summed: over processes.
+            summed: sums values over processes.
 
         Raises:
             ConfigError: numbers are not finite.
@@ -229,25 +230,25 @@ class Measure(Examination):
 
     @classmethod
     def in_report(cls, subject: Subject) -> "Measure | None":
-        """The measure that a report takes in its pass over held-out data; None: none."""
+        """Makes the measure for a report's pass over held-out data; None: not in reports."""
         return cls(subject)
 
     @classmethod
     def is_for(cls, model: ModelSettings, *, has_experts: bool) -> bool:
-        """Whether a study takes it of a variant: by default of one with experts.
+        """Whether a study measures a variant: by default if it has experts.
 
         Args:
-            model: the variant's.
+            model: the variant's model.
             has_experts: whether any part of it is a mixture of experts.
         """
         return has_experts
 
     @classmethod
     def of_study(cls, config: StudyConfig) -> "Asked | None":
-        """How a study takes it; None: it is not asked for.
+        """Returns how a study measures it; None: it does not.
 
         Args:
-            config: of the study.
+            config: the study's configuration.
         """
         if cls.name not in config.measures:
             return None
@@ -255,28 +256,28 @@ class Measure(Examination):
 
     @classmethod
     def kept(cls, tree: Tree) -> Tree:
-        """What a study keeps of a result."""
+        """The part of a result that a study stores."""
         return tree
 
     @classmethod
     def numbers(cls, tree: Tree) -> dict[str, float]:
-        """The numbers of a result that a study compares, by name.
+        """Returns the numbers of a result that a study compares, by name.
 
         Args:
-            tree: what `kept` gave.
+            tree: the result of `kept`.
         """
         return {}
 
 
 def needs_text(name: str, opened: Evaluated) -> None:
-    """Refuses data that is neither text nor masked text.
+    """Rejects data other than text or masked text.
 
     Args:
-        name: of the command.
+        name: name of the command.
         opened: weights and data.
 
     Raises:
-        ConfigError: it is other data.
+        ConfigError: the data is of another kind.
     """
     if not isinstance(opened.task, TextTask):
         raise ConfigError(
@@ -286,10 +287,10 @@ def needs_text(name: str, opened: Evaluated) -> None:
 
 
 def needs_one_process(name: str, world: comm.World) -> None:
-    """Refuses several processes.
+    """Rejects several processes.
 
     Args:
-        name: of the command.
+        name: name of the command.
         world: this process.
 
     Raises:
@@ -301,7 +302,7 @@ def needs_one_process(name: str, world: comm.World) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Examined:
-    """What was found out about a checkpoint, and how."""
+    """The result of an examination, and how it was obtained."""
 
     checkpoint: str
     step: int
@@ -316,7 +317,7 @@ class Examined:
     seconds: float
 
     def to_json(self) -> dict[str, Any]:
-        """What programs get."""
+        """The result as JSON values."""
         found = self.result.to_json()
         known, last = vars(self) | found, self.result.last
         changed = ("interventions",) if self.interventions else ()
@@ -324,7 +325,7 @@ class Examined:
         return {name: known[name] for name in names}
 
     def text(self) -> str:
-        """What people get."""
+        """The result as text."""
         facts = [
             ("checkpoint", f"{self.checkpoint} (step {self.step:,})"),
             *self.result.source(f"{self.split} of {self.data}"),
@@ -352,16 +353,16 @@ def examine(
     """Examines a checkpoint, in one process or under torchrun.
 
     Args:
-        path: a checkpoint, or a run whose newest one is taken.
-        kind: what is found out.
-        data: as `data.path`; None takes the run's.
+        path: a checkpoint, or a run (its newest checkpoint).
+        kind: the examination.
+        data: as `data.path`; None: the run's.
         split: `validation`, `test` or `train`.
         overrides: `key=value` for keys that evaluation reads.
-        weights: which of the checkpoint's.
+        weights: which of the checkpoint's weights.
         base: see `open_weights`.
         stream: see `open_evaluated`.
         interventions: see `open_evaluated`.
-        options: see `checked` of the examination.
+        options: see the examination's `checked`.
 
     Returns:
         The same on each process.

@@ -1,8 +1,8 @@
-"""The measures of experts by their names, in the order of a page.
+"""The measures of experts by name, in the order of a page.
 
-A plugin adds one with a line: `MEASURES[Mine.name] = Mine`. Then
-`polyad experts measure --name NAME` takes it, `polyad report` has it, and a study with
-`measures: [NAME]` compares its numbers.
+A plugin adds one with the line `MEASURES[Mine.name] = Mine`. Then `polyad experts measure --name
+NAME` runs it, `polyad report` includes it, and a study with `measures: [NAME]` compares its
+numbers.
 """
 
 from polyad.train.measures.knockout import KnockOuts

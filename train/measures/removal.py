@@ -1,8 +1,7 @@
-"""`polyad experts prune`: writes a model with fewer experts, and says what that cost.
+"""`polyad experts prune`: writes a model with fewer experts, and measures the cost.
 
-Which experts go is decided on text of the train split, or of other data (`--calibrate`), such as
-the examples of one domain; what it cost is measured on held-out text, beside random experts in the
-same number.
+Experts are chosen on text of the train split, or of other data (`--calibrate`), such as examples of
+one domain; the cost is measured on held-out text, and compared with equally many random experts.
 
 Shapes: E experts of a layer, D width.
 """
@@ -47,53 +46,53 @@ By = Literal["atlas", "reap", "mone", "frequency", "probability", "mean-norm", "
 STATISTIC: dict[By, str] = {
     "reap": "reap", "mone": "mone", "frequency": "frequency", "mean-norm": "mean_norm",
 }  # fmt: skip
-"""What each way to choose looks at; `atlas` is the change of the loss without each expert, and
-`probability` the mean score of each over all tokens, whether they use it or not (EMO)."""
+"""The criterion of each way to choose; `atlas` is the change of the loss without each expert, and
+`probability` each expert's mean score over all tokens, whether they use it or not (EMO)."""
 TOKENS = 65_536
-"""About how many tokens are read to choose, and to say what it cost."""
+"""Approximate number of tokens to read for choosing, and for measuring the cost."""
 RANDOM_CHOICES = 3
-"""Models with random experts that the cost stands beside."""
+"""Number of models with random experts with which the cost is compared."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RemovalOptions:
-    """What is written, and how its experts are chosen."""
+    """What to write, and how to choose its experts."""
 
     output: Path
     by: By
     keep: float
     merge: bool = False
     calibrate: str | None = None
-    """Prepared data on whose train split experts are chosen; None: that of the model."""
+    """Prepared data on whose train split experts are chosen; None: the model's."""
     tokens: int = TOKENS
     seed: int = 0
 
 
 class Cost(NamedTuple):
-    """Mean losses over held-out text, in nats a token."""
+    """Mean losses over held-out text, in nats per token."""
 
     whole: float
     smaller: float
     at_random: Sequence[float]
-    """Losses without random experts, a draw each."""
+    """Losses without random experts, one per draw."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Removed(Result):
-    """A smaller model, and what it costs."""
+    """A smaller model, and its cost."""
 
     by: By
     merged: bool
     calibrated_on: str
     experts: int
     kept: Mapping[str, Sequence[Sequence[int]]]
-    """By layer, the experts of the first model that each expert of the other is made of."""
+    """By layer, the original experts of which each expert of the smaller model is made."""
     tokens: int
     cost: Cost
     written: Mapping[str, Any]
 
     def to_json(self) -> dict[str, Any]:
-        """What programs get."""
+        """The result as JSON values."""
         return {
             "by": self.by,
             "merged": self.merged,
@@ -109,11 +108,11 @@ class Removed(Result):
         }
 
     def amount(self) -> str:
-        """How many tokens."""
+        """The number of tokens, in words."""
         return f": {self.tokens:,} tokens"
 
     def facts(self) -> list[tuple[str, str]]:
-        """What was made."""
+        """What was written."""
         left = len(next(iter(self.kept.values())))
         return [
             ("written", f"{self.written['destination']} ({self.written['format']})"),
@@ -124,7 +123,7 @@ class Removed(Result):
         ]
 
     def rows(self) -> list[str]:
-        """What it costs."""
+        """The cost."""
         whole, smaller, at_random = self.cost
         mean = sum(at_random) / len(at_random)
         rows = [
@@ -142,7 +141,7 @@ class Removed(Result):
 
 
 class Removal(Examination):
-    """Chooses experts, writes the smaller model, and measures what it costs."""
+    """Chooses experts, writes the smaller model, and measures its cost."""
 
     name = "experts prune"
     doing = "choosing experts"
@@ -212,7 +211,7 @@ class Removal(Examination):
 
 
 def format_of(opened: Evaluated) -> Format:
-    """The format of weights, which the smaller model gets too."""
+    """The weights' format, in which the smaller model is written, too."""
     if isinstance(opened.weights, FamilyWeights):
         return "huggingface"
     if isinstance(opened.weights, PlainWeights):
@@ -226,11 +225,11 @@ def format_of(opened: Evaluated) -> Format:
 
 
 def sections_of(name: str, opened: Evaluated) -> dict[str, SparseMoEConfig]:
-    """The sections of sparse experts, by their keys.
+    """Returns the sections of sparse experts by key.
 
     Args:
-        name: of the command.
-        opened: weights.
+        name: name of the command.
+        opened: the weights.
 
     Raises:
         ConfigError: the model has none.
@@ -246,12 +245,12 @@ def sections_of(name: str, opened: Evaluated) -> dict[str, SparseMoEConfig]:
 
 
 def check_share(key: str, config: SparseMoEConfig, keep: float) -> None:
-    """Checks that a share of the experts leaves some out, and enough for a token.
+    """Checks that a share of the experts removes some, and leaves enough for a token.
 
     Args:
-        key: of the section.
-        config: of the section.
-        keep: the share that stays.
+        key: the section's key.
+        config: the section.
+        keep: the share that is kept.
 
     Raises:
         ConfigError: it does not.
@@ -271,7 +270,7 @@ def sparse_layers(model: nn.Module) -> list[RoutedLayer]:
 
 
 def left_of(config: SparseMoEConfig, keep: float) -> int:
-    """How many experts are left, as many in each group that a router is limited to."""
+    """The number of experts kept, equally many in each group that a router is limited to."""
     return config.num_groups * round(keep * config.num_experts / config.num_groups)
 
 
@@ -283,15 +282,14 @@ def config_of(model: nn.Module, layer: RoutedLayer) -> SparseMoEConfig:
 
 
 def calibration_of(opened: Evaluated, data: str | None) -> Evaluated:
-    """The weights with the text that experts are chosen on; None: that which they are opened
-    with."""
+    """Opens the weights with the text on which experts are chosen; None: their own text."""
     if data is None:
         return opened
     return open_evaluated(opened.weights.folder, data, as_in(opened), opened.choice)
 
 
 def as_in(opened: Evaluated) -> tuple[str, ...]:
-    """Overrides with which other weights, or other data, are read in the same way."""
+    """Overrides to read other weights or data in the same way."""
     model: Any = opened.config.model
     return (
         f"train.precision={opened.config.train.precision}",
@@ -301,19 +299,19 @@ def as_in(opened: Evaluated) -> tuple[str, ...]:
 
 
 def text_of(opened: Evaluated, split: str, tokens: int) -> TextSamples:
-    """Text of a split, as it is scored.
+    """Returns the text of a split, as it is scored.
 
     Args:
         opened: weights with text.
-        split: of it.
-        tokens: about how many are read.
+        split: name of the split.
+        tokens: approximate number of tokens to read.
     """
     assert isinstance(opened.task, TextTask)
     return TextSamples(opened.task, split, tokens, hidden=True)
 
 
 class _Probabilities:
-    """Adds up the scores of experts, each token's divided by their sum."""
+    """Accumulates the scores of experts, normalized for each token."""
 
     blocks: Sequence[int] = ()
 
@@ -338,16 +336,16 @@ def scored(
     tokens: int,
     seed: int,
 ) -> tuple[Mapping[str, Tensor], Mapping[str, Moments]]:
-    """What experts are chosen by, of each layer [E]: the higher stay; and moments of them.
+    """Returns the scores of each layer's experts [E], of which the highest are kept, and moments.
 
     Args:
         calibration: the weights with the text whose train split is read.
-        model: of the weights.
-        layers: of sparse experts.
+        model: the weights' model.
+        layers: layers of sparse experts.
         world: this process, alone.
-        by: the way to choose.
-        tokens: about how many are read.
-        seed: of random choices.
+        by: the criterion.
+        tokens: approximate number of tokens to read.
+        seed: seed of random choices.
     """
     calibration.task.check_split("train")
     text = text_of(calibration, "train", tokens)
@@ -379,7 +377,8 @@ def scored(
 
 
 def highest(score_E: Tensor, moments: Moments, config: SparseMoEConfig, keep: float) -> list[Group]:
-    """The experts with the highest scores, as many of each group that a router is limited to."""
+    """The experts with the highest scores, equally many of each group that a router is limited
+    to."""
     left, groups = left_of(config, keep) // config.num_groups, config.num_groups
     kept_GE = score_E.view(groups, -1).argsort(dim=1, descending=True, stable=True)[:, :left]
     first_G1 = torch.arange(groups).unsqueeze(1) * (config.num_experts // groups)
@@ -387,9 +386,9 @@ def highest(score_E: Tensor, moments: Moments, config: SparseMoEConfig, keep: fl
 
 
 def _merged(score_E: Tensor, moments: Moments, config: SparseMoEConfig, keep: float) -> list[Group]:
-    """Groups of experts with similar mean outputs, each with a share by its score.
+    """Groups experts with similar mean outputs, each weighted by its score.
 
-    Average linkage over the distances of mean outputs (Chen et al. 2024, HC-SMoE).
+    Uses average linkage over the distances of mean outputs (Chen et al. 2024, HC-SMoE).
     """
     from scipy.cluster.hierarchy import fcluster, linkage
 
@@ -402,7 +401,7 @@ def _merged(score_E: Tensor, moments: Moments, config: SparseMoEConfig, keep: fl
         total = float(weights.sum())
         shares = (weights / total).tolist() if total > 0 else [1 / len(experts)] * len(experts)
         groups.append(Group(experts, shares))
-    # Equal distances may leave fewer groups than were asked for: the largest are taken apart.
+    # Equal distances may give fewer groups than requested: the largest are split.
     while len(groups) < left:
         widest = max(groups, key=lambda group: len(group.experts))
         groups.remove(widest)
@@ -416,7 +415,8 @@ def _merged(score_E: Tensor, moments: Moments, config: SparseMoEConfig, keep: fl
 def random_groups(
     model: nn.Module, layers: Sequence[RoutedLayer], keep: float, *, seed: int
 ) -> Groups:
-    """Random experts of each layer that stay, as many of each group that a router is limited to."""
+    """Random experts of each layer to keep, equally many of each group that a router is limited
+    to."""
     found = {}
     for layer in layers:
         config, chance = config_of(model, layer), random.Random(f"{layer.name} {seed}")
@@ -431,7 +431,7 @@ def random_groups(
 
 
 def without(layers: Sequence[RoutedLayer], groups: Groups) -> list[Intervention]:
-    """The interventions that leave out all other experts."""
+    """Interventions that remove all other experts."""
     found = []
     for layer in layers:
         kept = {expert for group in groups[layer.name] for expert in group.experts}
@@ -441,7 +441,7 @@ def without(layers: Sequence[RoutedLayer], groups: Groups) -> list[Intervention]
 
 
 class _Losses:
-    """Adds up losses over a pass."""
+    """Accumulates losses over a pass."""
 
     blocks: Sequence[int] = ()
 
@@ -460,13 +460,13 @@ class _Losses:
 def mean_loss(
     model: nn.Module, samples: TextSamples, batch_size: int, told: str
 ) -> tuple[float, int]:
-    """The mean loss of predicted tokens, in nats, and how many there are.
+    """Computes the mean loss of predicted tokens, in nats, and their number.
 
     Args:
         model: in evaluation mode, whole on this process.
-        samples: that are read.
-        batch_size: windows in a forward pass.
-        told: what the console calls it.
+        samples: the samples to read.
+        batch_size: windows per forward pass.
+        told: label on the console.
     """
     taken = _Losses(model)
     read(model, [], samples, [taken], batch_size=batch_size, told=told)
@@ -474,7 +474,7 @@ def mean_loss(
 
 
 def _loss_of_written(opened: Evaluated, folder: Path, split: str, tokens: int) -> float:
-    """The mean loss of the model that was written, read from its files."""
+    """The mean loss of the written model, loaded from its files."""
     data: Any = opened.config.data
     written = open_evaluated(folder, str(data.path), as_in(opened))
     with written.loaded("scoring what was written", split, needs_whole="it is scored") as (

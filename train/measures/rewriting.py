@@ -1,8 +1,8 @@
-"""`polyad experts rewrite`: moves one output of a muMoE head by a subpopulation's experts.
+"""`polyad experts rewrite`: shifts one output of a muMoE head by a subpopulation's experts.
 
     y_o + lambda abar^T a        abar: the mean coefficients of the subpopulation
 
-Where the model is wrong about a subpopulation, its experts are told, and no weight is trained.
+Corrects the model on a subpopulation through its experts, without training any weight.
 
 Source: Oldfield et al. 2024, section 4.2 (equation 5); the measures: appendix J, and the rewrite
 score section 4.2.1 of the earlier version.
@@ -32,25 +32,25 @@ from polyad.train.tasks.samples import ImageSamples
 
 FORM = "class=NAME,of=NAME[:0][+NAME[:0]...],by=NUMBER"
 PART = re.compile(r"(?:^|,)(class|of|by)=(.*?)(?=,(?:class|of|by)=|$)", re.DOTALL)
-"""Names of classes may hold commas."""
+"""Class names may contain commas."""
 
 
 class Condition(NamedTuple):
-    """A class that an image has, or has not."""
+    """A class that an image has or does not have."""
 
     number: int
     value: bool
 
 
 class Rewrite(NamedTuple):
-    """What `--move` says."""
+    """The option `--move`."""
 
     output: int
-    """The class whose output is moved."""
+    """The class whose output is shifted."""
     of: tuple[Condition, ...]
     """The subpopulation: images with all of these."""
     by: float | None
-    """lambda; None: the number of experts, with the sign that the subpopulation's value has."""
+    """lambda; None: the number of experts, with the sign of the subpopulation's value."""
 
     @property
     def value(self) -> bool:
@@ -58,13 +58,13 @@ class Rewrite(NamedTuple):
         return next((each.value for each in self.of if each.number == self.output), True)
 
     def strength(self, experts: int) -> float:
-        """lambda, for a head with so many experts."""
+        """lambda, for a head with this many experts."""
         if self.by is not None:
             return self.by
         return float(experts if self.value else -experts)
 
     def members(self, labels: npt.NDArray[np.integer]) -> npt.NDArray[np.intp]:
-        """The numbers of the images of the subpopulation, by their labels [N], or [N, K]."""
+        """Indices of the subpopulation's images, from labels [N] or [N, K]."""
         found = np.ones(len(labels), dtype=bool)
         for number, value in self.of:
             has = labels == number if labels.ndim == 1 else labels[:, number] == 1
@@ -77,7 +77,7 @@ def read_rewrite(text: str, task: ImageClassification) -> Rewrite:
 
     Args:
         text: as in `FORM`.
-        task: of the classes.
+        task: the task that has the classes.
 
     Raises:
         ConfigError: a part is missing, or names no class.
@@ -131,19 +131,20 @@ def _class_number(word: str, names: Sequence[str]) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Accuracies:
-    """How right an output is about each subpopulation.
+    """The accuracy of an output on each subpopulation.
 
-    The target is the subpopulation that a rewrite is made for. Of images with one class each there
+    The target is the subpopulation for which a rewrite is made. For images with one class each
+    there
     are two: those of the class, and all others.
     """
 
     accuracy_G: Tensor
-    """Share of right images; NaN without any."""
+    """Share of correct images; NaN if there are none."""
     images_G: Tensor
     target: int
-    """Which of the four."""
+    """Which of the four is the target."""
     has_attributes: bool
-    """Whether an image has any number of classes."""
+    """Whether an image may have any number of classes."""
 
     def measures(self) -> dict[str, float | None]:
         """The measures by name; None where a subpopulation is empty."""
@@ -164,7 +165,7 @@ class Accuracies:
         }
 
     def to_json(self) -> dict[str, Any]:
-        """JSON values: the measures, and of attributes each subpopulation."""
+        """JSON values: the measures, and for attributes each subpopulation."""
         if not self.has_attributes:
             return self.measures()
         groups = [
@@ -179,7 +180,7 @@ class Accuracies:
         return self.measures() | {"subpopulations": groups}
 
     def rewrite_score(self, before: "Accuracies") -> float | None:
-        """What the target gained, without what changed elsewhere; 1 - its accuracy is the best."""
+        """The target's gain minus changes elsewhere; at best 1 - its accuracy."""
         change_G = (self.accuracy_G - before.accuracy_G).nan_to_num()
         others = float(change_G.abs().sum() - change_G[self.target].abs())
         return float(change_G[self.target]) - others if self.images_G[self.target] > 0 else None
@@ -201,19 +202,19 @@ TITLES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Rewritten(Result):
-    """How right a model is before and after a rewrite."""
+    """The accuracy of a model before and after a rewrite."""
 
     first: ClassVar[tuple[str, ...]] = ("checkpoint", "step", "data", "split")
 
     images: int
-    """How many images were scored."""
+    """Number of images scored."""
     output: str
-    """The class whose output is moved."""
+    """The class whose output is shifted."""
     of: str
     """The subpopulation."""
     by: float
     members: int
-    """Training images of the subpopulation."""
+    """Number of the subpopulation's training images."""
     mean_S: Tensor
     """Their mean coefficients."""
     before: Accuracies
@@ -221,12 +222,12 @@ class Rewritten(Result):
 
     @property
     def score(self) -> dict[str, float | None]:
-        """The rewrite score of attributes."""
+        """The rewrite score, for attributes."""
         has_attributes = self.after.has_attributes
         return {"rewrite_score": self.after.rewrite_score(self.before)} if has_attributes else {}
 
     def to_json(self) -> dict[str, Any]:
-        """What programs get."""
+        """The result as JSON values."""
         return {
             "images_scored": self.images,
             "class": self.output,
@@ -240,11 +241,11 @@ class Rewritten(Result):
         }
 
     def amount(self) -> str:
-        """How many images."""
+        """The number of images, in words."""
         return f", {self.images:,} images"
 
     def facts(self) -> list[tuple[str, str]]:
-        """What was moved, and how far."""
+        """What was shifted, and how far."""
         return [
             ("output", self.output),
             ("subpopulation", f"{self.of}, {self.members:,} training images"),
@@ -267,7 +268,7 @@ def _shown(value: float | None) -> str:
 
 
 class Rewriting(Examination):
-    """Scores images before and after a rewrite, whose mean coefficients are of training images."""
+    """Scores images before and after a rewrite with mean coefficients from training images."""
 
     name = "experts rewrite"
     doing = "rewriting"
@@ -330,7 +331,7 @@ class Rewriting(Examination):
 
 
 class _MeanCoefficients:
-    """Adds up the coefficients of the head's experts."""
+    """Accumulates the coefficients of the head's experts."""
 
     blocks: Sequence[int] = ()
 
@@ -343,15 +344,15 @@ class _MeanCoefficients:
         self._sums_S += reading.decisions[self._head.name].coefficients().double().sum(0)
 
     def result(self, images: int, world: comm.World) -> Tensor:
-        """abar [S], over so many images of all processes."""
+        """abar [S], over this many images of all processes."""
         return (comm.sum_over_samples(self._sums_S, world) / images).float()
 
 
 class _Counted:
-    """Counts what is right before and after, by subpopulation.
+    """Counts correct outputs before and after, by subpopulation.
 
-    Of attributes the subpopulations are the output's value times whether the image has the other
-    conditions; of classes whether the image is of the output's class (2) or not (0).
+    For attributes the subpopulations are the output's value times whether the image meets the other
+    conditions; for classes whether the image belongs to the output's class (2) or not (0).
     """
 
     blocks: Sequence[int] = ()
@@ -367,11 +368,11 @@ class _Counted:
     ) -> None:
         self._rewrite, self._head, self._mean_S, self._by = rewrite, head, mean_S, by
         self._has_attributes = has_attributes
-        # before and after; images and right ones of each subpopulation
+        # before and after; images and correct ones of each subpopulation
         self._counts_2G2 = torch.zeros(2, 4, 2, dtype=torch.float64, device=mean_S.device)
 
     def add(self, reading: Reading) -> None:
-        """Counts a batch; labels are [B], or [B, K] of attributes."""
+        """Counts a batch; labels are [B], or for attributes [B, K]."""
         logits_BK, labels = reading.output.float(), reading.batch.labels_B
         a_BS = reading.decisions[self._head.name].coefficients()
         output = self._rewrite.output
@@ -393,7 +394,7 @@ class _Counted:
             self._counts_2G2[place].index_add_(0, group_B, counted_B2)
 
     def result(self, world: comm.World) -> list[Accuracies]:
-        """What is right over all processes, before and after."""
+        """The accuracies over all processes, before and after."""
         counts = comm.sum_over_samples(self._counts_2G2.flatten(), world).view(2, 4, 2).cpu()
         target = 2 * self._rewrite.value + (1 if self._has_attributes else 0)
         return [

@@ -36,19 +36,19 @@ _WORDNET_ID = re.compile(r"n\d{8}")
 
 
 class Corruption(NamedTuple):
-    """How wrong a model is about one kind of corruption."""
+    """A model's error under one kind of corruption."""
 
     error: float
-    """The mean of its severities."""
+    """Mean error over severities."""
     ce: float
-    """The same over AlexNet's."""
+    """The same divided by AlexNet's."""
     severities: list[float]
-    """The error of each."""
+    """Error at each severity."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shifted:
-    """The scores of one set; those that it has."""
+    """The scores of one set; None for those that do not apply."""
 
     top1: float | None = None
     mce: float | None = None
@@ -62,24 +62,24 @@ class Shifted:
 
 @dataclass(frozen=True, kw_only=True)
 class Robust(Result):
-    """How a model does on a set."""
+    """Scores of a model on a set."""
 
     first: ClassVar[tuple[str, ...]] = ("checkpoint", "step")
 
     name: str
     """The name of the image set."""
     place: str
-    """Its folder, or file."""
+    """Its folder or file."""
     scores: Shifted
     image_size: int
 
     def to_json(self) -> dict[str, Any]:
-        """What programs get."""
+        """The result as JSON values."""
         scores = {name: each for name, each in vars(self.scores).items() if each is not None}
         return {"set": self.name, "folder": self.place, **scores, "image_size": self.image_size}
 
     def source(self, data: str) -> list[tuple[str, str]]:
-        """The set, which is read in place of a split."""
+        """The set that was read in place of a split."""
         return [("set", f"{_TITLES[self.name]}, {self.place}")]
 
     def facts(self) -> list[tuple[str, str]]:
@@ -105,8 +105,8 @@ class Robustness(Examination):
 
     @classmethod
     def checked(cls, opened: Evaluated, split: str, **options: Any) -> tuple[str, Path]:
-        """Takes from the options the `set`, a name of `_SETS`, and its `folder`: what it was
-        unpacked into, of ReaL the file `real.json`."""
+        """Takes from the options the `set`, a name in `_SETS`, and its unpacked `folder`, or for
+        ReaL the file `real.json`."""
         task = opened.images(cls.name)
         classes = len(imagenet_classes())
         if task.model.num_classes != classes:
@@ -134,16 +134,16 @@ class Robustness(Examination):
 
 
 def check_order(names: list[str], place: str) -> None:
-    """Checks that a class has ImageNet's number, as far as names tell.
+    """Checks that classes are numbered as in ImageNet, as far as their names show.
 
-    The hub's names are words in the order of WordNet ids, which is not that of the alphabet.
+    The hub's names are words in the order of WordNet ids, which is not alphabetical.
 
     Args:
-        names: of the 1,000 classes that a model was trained with.
+        names: names of the 1,000 classes that a model was trained with.
         place: names the data in the error.
 
     Raises:
-        ConfigError: they are other classes, or in another order.
+        ConfigError: the classes or their order differ.
     """
     ids = list(imagenet_classes())
     by_id = all(_WORDNET_ID.fullmatch(name) for name in names)
@@ -157,14 +157,14 @@ def check_order(names: list[str], place: str) -> None:
 
 @dataclass(frozen=True)
 class _Logits:
-    """Keeps what a model makes of the images that this process reads."""
+    """Collects a model's logits for the images that this process reads."""
 
     blocks: ClassVar[Sequence[int]] = ()
     parts: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)
     """Numbers, logits and labels of each batch."""
 
     def add(self, reading: Reading) -> None:
-        """Keeps a batch."""
+        """Stores a batch."""
         found = (reading.number_R, reading.output.float(), reading.batch.labels_B)
         self.parts.append(tuple(each.cpu() for each in found))  # type: ignore[arg-type]
 
@@ -178,7 +178,7 @@ class Scorer(NamedTuple):
     world: comm.World
 
     def logits(self, images: EvaluationImages, told: str) -> tuple[Tensor, Tensor]:
-        """Logits [N, K] in fp32 and labels [N] of all images in their order, on each process."""
+        """Logits [N, K] in fp32 and labels [N] of all images in order, on each process."""
         samples = ImageSamples(self.task, images=images, num_workers=self.task.settings.num_workers)
         kept = _Logits()
         read(
@@ -195,8 +195,8 @@ class Scorer(NamedTuple):
     def files(
         self, files: Sequence[LabelledFile], told: str, resize: float | None = None
     ) -> tuple[Tensor, Tensor]:
-        """The same of files, whose shorter side is resized to so many times the model's before the
-        crop; None: as the configuration says."""
+        """The same for files, whose shorter side is resized to `resize` times the model's before
+        the crop; None: as configured."""
         settings = self.task.settings
         if resize is not None:
             settings = settings.model_copy(update={"evaluation_resize": resize})
@@ -215,7 +215,7 @@ class Scorer(NamedTuple):
 
 
 def _corrupted(scorer: Scorer, folder: Path) -> Shifted:
-    """Top-1 error of each corruption over its severities, and over AlexNet's (mCE)."""
+    """Top-1 error of each corruption over its severities, and relative to AlexNet's (mCE)."""
     errors: dict[str, list[float]] = {name: [] for name in ALEXNET_ERRORS}
     for name, severity, files in corruptions(folder):
         logits_NK, labels_N = scorer.files(files, f"{name} {severity}", 1.0)
@@ -230,7 +230,7 @@ def _corrupted(scorer: Scorer, folder: Path) -> Shifted:
 
 
 def _subset(scorer: Scorer, folder: Path) -> Shifted:
-    """Top-1 among the classes of the set alone: ImageNet-A and -R have 200."""
+    """Top-1 accuracy among the set's classes only: ImageNet-A and -R have 200."""
     files = by_wordnet_id(folder)
     classes_S = torch.tensor(classes_of(files))
     logits_NK, labels_N = scorer.files(files, folder.name)
@@ -240,7 +240,7 @@ def _subset(scorer: Scorer, folder: Path) -> Shifted:
 
 
 def _whole(read_files: Callable[[Path], list[LabelledFile]]) -> Callable[[Scorer, Path], Shifted]:
-    """Top-1 among all classes."""
+    """Top-1 accuracy among all classes."""
 
     def score(scorer: Scorer, folder: Path) -> Shifted:
         files = read_files(folder)
@@ -251,10 +251,10 @@ def _whole(read_files: Callable[[Path], list[LabelledFile]]) -> Callable[[Scorer
 
 
 def _outliers(scorer: Scorer, folder: Path) -> Shifted:
-    """Area under the precision-recall curve of finding ImageNet-O's images among ImageNet's.
+    """Area under the precision-recall curve of detecting ImageNet-O's images among ImageNet's.
 
-    The score of an outlier is -max softmax over the set's classes; the images that belong are those
-    of ImageNet's own validation split with one of these classes (Hendrycks et al. 2021).
+    The score of an outlier is -max softmax over the set's classes; the inliers are those images of
+    ImageNet's own validation split that have one of these classes (Hendrycks et al. 2021).
     """
     from polyad.data.images.imagenet import average_precision
 
@@ -279,7 +279,7 @@ def _outliers(scorer: Scorer, folder: Path) -> Shifted:
 
 
 def _real(scorer: Scorer, file: Path) -> Shifted:
-    """Share of the validation images whose highest class is one of the ReaL labels.
+    """Share of validation images whose top class is one of the ReaL labels.
 
     Images without a label do not count (Beyer et al. 2020). `real.json` has a list of labels for
     each image, in the order of the file names.

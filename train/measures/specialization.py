@@ -1,11 +1,11 @@
-"""How experts divide the work, and of images for how many classes each expert matters.
+"""How experts divide the work, and for images how many classes each expert matters to.
 
-Of every router the entropies of its probabilities, how alike its experts are, and what an expert
-tells about labels: of images and sequences their classes, of text classes of tokens. Images with
-attributes have no one class, and of them labels tell nothing. Of images with one class each the
-class polysemanticity of all experts too, by leaving each out.
+Measures, for every router, the entropies of its probabilities, the similarity of its experts, and
+how much an expert reveals about labels: classes of images and sequences, or for text classes of
+tokens. Images with attributes have no single class, so labels are not used. For images with one
+class each also the class polysemanticity of all experts, by removing each.
 
-Shapes: R rows of a batch, T tokens of a window, P labels: the right ones first, then shuffled ones.
+Shapes: R rows of a batch, T tokens of a window, P labels: the true ones first, then shuffled ones.
 """
 
 import math
@@ -42,7 +42,7 @@ from polyad.train.tasks.sequences import SequenceTask
 from polyad.train.tasks.text import TextTask
 
 USED = 0.01
-"""The least share of all that an expert in use has."""
+"""Minimum share of all tokens at which an expert counts as used."""
 NOTE = (
     "H_s: mean entropy of a token's routing probabilities, low if routing is confident. H_u: "
     "entropy of the mean probabilities over all tokens, high if all experts are used. I(E; Y): "
@@ -56,16 +56,16 @@ NOTE = (
 
 @dataclass(frozen=True, kw_only=True)
 class Level:
-    """What is known of one level of a layer."""
+    """The results for one level of a layer."""
 
     entropy: LevelEntropy
     labels: Mapping[str, LevelByClass]
-    """By the kind of label; without labels nothing."""
+    """By kind of label; empty without labels."""
     similarity: LevelSimilarity
-    """How alike the experts are."""
+    """Similarity of the experts."""
 
     def to_json(self) -> dict[str, Any]:
-        """What programs get."""
+        """The result as JSON values."""
         labels = {name: _of_labels(each) for name, each in self.labels.items()}
         return self.entropy.to_json() | {"labels": labels, "similarity": self.similarity}
 
@@ -86,16 +86,16 @@ class Specialized(Result):
     """How the experts of a model divide the work."""
 
     scored: Mapping[str, int]
-    """How many of what was read, the first by its name: images, sequences, tokens."""
+    """Amounts read, by unit: images, sequences, tokens."""
     layers: Mapping[str, list[Level]]
-    """The levels of each layer, by its name."""
+    """The levels of each layer, by layer name."""
     left_out: Mapping[str, LeftOut]
-    """What is lost without each expert, by layer; nothing where none was left out."""
+    """Losses without each expert, by layer; empty if no expert was removed."""
     has_one_class: bool
     """Whether what was read has labels."""
 
     def to_json(self) -> dict[str, Any]:
-        """What programs get."""
+        """The result as JSON values."""
         layers = {
             name: (vars(self.left_out[name]) if name in self.left_out else {}) | {"levels": levels}
             for name, levels in self.layers.items()
@@ -103,12 +103,12 @@ class Specialized(Result):
         return {f"{name}_scored": count for name, count in self.scored.items()} | {"layers": layers}
 
     def amount(self) -> str:
-        """How many of what."""
+        """The amounts read, in words."""
         name, count = next(iter(self.scored.items()))
         return f", {count:,} {name}"
 
     def notes(self) -> list[tuple[str, str]]:
-        """What is missing of images with attributes."""
+        """What is not measured for images with attributes."""
         if self.has_one_class:
             return []
         return [
@@ -150,14 +150,14 @@ class Specialized(Result):
         return ["", *aligned(rows)]
 
     def _titled(self, titles: Mapping[str, str] | None = None) -> Iterator[tuple[str, Level]]:
-        """All levels, each with what people call it."""
+        """Yields all levels with their titles."""
         for name, levels in self.layers.items():
             title = name if titles is None else titles.get(name, name)
             for number, level in enumerate(levels):
                 yield (title + (f", level {number}" if len(levels) > 1 else "")), level
 
     def section(self, titles: Mapping[str, str]) -> Iterator[str | Figure]:
-        """Tables of all layers that were read, and of text how tokens are divided, as pictures."""
+        """Tables of all layers, and for text figures of how tokens are divided."""
         if not self.layers:
             return
         entropies, information, pictures = [], [], []
@@ -168,7 +168,7 @@ class Specialized(Result):
             entropies.append([title, *(each.shown("–") for each in both), *cells])
             for label, each in level.labels.items():
                 information.append([title, label, *_told(each, "–", "–")])
-                if label != "class":  # the section of experts by class has those
+                if label != "class":  # those are in the section of experts by class
                     heading = f"{title}: experts by {label}"
                     pictures.append(level_matrix(each, heading, by_expert=label == "characters"))
         yield NOTE
@@ -199,11 +199,11 @@ def _told(level: LevelByClass, unknown: str, missing: str) -> list[str]:
 
 
 class Specialization(Measure):
-    """Adds up what routers decide, and of images what is lost without each expert.
+    """Accumulates routing decisions, and for images the losses without each expert.
 
     Args:
-        subject: what is read.
-        leave_out: of images with one class each, whether each expert is left out.
+        subject: the model, layers and samples.
+        leave_out: for images with one class each, whether to remove each expert.
     """
 
     name = "specialization"
@@ -241,7 +241,7 @@ class Specialization(Measure):
 
     @classmethod
     def refusal(cls, opened: Evaluated) -> str | None:
-        """Refuses data without rows that can be counted."""
+        """Rejects data whose rows cannot be counted."""
         if isinstance(opened.task, ImageClassification | SequenceTask | TextTask):
             return None
         return (
@@ -279,7 +279,7 @@ class Specialization(Measure):
         return found | {"tokens": self._tokens}
 
     def _labels(self, passages: Passages) -> dict[str, Tensor]:
-        """By the name of a labelling, right and shifted labels of the tokens [P, N]."""
+        """True and shifted labels of the tokens [P, N], by name of the labeling."""
         ids_BT, counted_BT = passages.ids_BT.cpu(), passages.scored_BP.cpu()
         found = {}
         for each in self._labellings:
@@ -289,7 +289,7 @@ class Specialization(Measure):
         return found
 
     def result(self, summed: Summed = lambda values: values) -> Specialized:
-        """What was found."""
+        """The result."""
         samples = self.subject.samples
         entropies, alike = self._entropies.result(summed), self._similarity.result(summed)
         counts = {name: each.result(summed) for name, each in self._by_token.items()}
@@ -321,7 +321,7 @@ class Specialization(Measure):
 
     @classmethod
     def in_report(cls, subject: Subject) -> "Specialization | None":
-        """Without leaving experts out, which takes long; nothing of rows without labels."""
+        """Without removing experts, which is slow; None for rows without labels."""
         has_labels = isinstance(subject.samples, TextSamples) or subject.samples.classes()
         return cls(subject, leave_out=False) if has_labels else None
 
@@ -335,11 +335,11 @@ class Specialization(Measure):
         """How experts divide the work, as means over layers and their levels.
 
         Returns:
-            What is known: polysemanticity over the layers with an expert that matters; the share of
-            experts that matter to any class; `entropy_bits` H_s, `usage_entropy_bits` H_u,
-            `information_bits` I(E; Y) of classes, of text `information_bits_LABEL` for each way to
-            sort tokens; `experts_used`, those with `USED` of all or more; `expert_cosine` and
-            `expert_cka`, how alike their outputs are.
+            Those that apply of: polysemanticity over the layers with an expert that matters; the
+            share of experts that matter to any class; `entropy_bits` H_s, `usage_entropy_bits` H_u,
+            `information_bits` I(E; Y) for classes, for text `information_bits_LABEL` for each
+            labeling of tokens; `experts_used`, the number with a share of at least `USED`;
+            `expert_cosine` and `expert_cka`, the similarity of their outputs.
         """
         found: dict[str, list[float]] = {}
         for layer in tree["layers"].values():
@@ -363,6 +363,6 @@ class Specialization(Measure):
 
 
 def _used(counts_SY: list[list[float]]) -> int:
-    """How many experts have at least `USED` of what all get."""
+    """The number of experts with a share of at least `USED`."""
     of_expert_S = [math.fsum(row) for row in counts_SY]
     return sum(each >= USED * math.fsum(of_expert_S) for each in of_expert_S)

@@ -1,14 +1,14 @@
-"""`polyad experts splice`: how much of a language model is left with other feed-forwards in blocks.
+"""`polyad experts splice`: how much of a language model survives replacing feed-forwards.
 
 For the replaced blocks of `model.replaced`, each alone and all together, the cross-entropy
 
     CE           of the original model, with its own feed-forwards
     CE_zero      with the output of the blocks' feed-forwards set to 0
     CE_splice    with the replaced feed-forwards
-    recovered    (CE_zero - CE_splice) / (CE_zero - CE): 1 loses nothing, 0 is as if there were none
+    recovered    (CE_zero - CE_splice) / (CE_zero - CE): 1 is lossless, 0 is no better than zeros
 
-and of each block, from what enters it in the original model: nMSE, sum |ŷ - y|^2 / sum |y|^2, and
-L0, the mean number of experts with a weight above 0, of kinds that tell it.
+and for each block, on its inputs in the original model: nMSE, sum |ŷ - y|^2 / sum |y|^2, and L0,
+the mean number of experts with a weight above 0, for kinds of layers that report it.
 
 Source: MxD (Oldfield et al. 2025, "Towards interpretability without sacrifice: faithful dense layer
 decomposition with mixture of decoders").
@@ -45,29 +45,29 @@ from polyad.train.tasks.samples import TextSamples, losses, through
 TOKENS = 65_536
 Way: TypeAlias = Literal["original", "zeroed", "spliced"]
 WAYS: tuple[Way, ...] = ("zeroed", "spliced")
-"""What is put in the place of feed-forwards, beside their own."""
+"""Replacements of the original feed-forwards."""
 
 
 @dataclass(frozen=True)
 class Spliced:
-    """The cross-entropies with other outputs of some blocks, in nats a token."""
+    """Cross-entropies with replaced outputs of some blocks, in nats per token."""
 
     zeroed: float
     spliced: float
     recovered: float
 
     def row(self) -> tuple[str, ...]:
-        """Cells for people."""
+        """Formatted cells."""
         return (f"{self.zeroed:.4f}", f"{self.spliced:.4f}", f"{self.recovered:.4f}")
 
 
 class OfBlock(NamedTuple):
-    """What is found of the feed-forward of one block."""
+    """Results for the feed-forward of one block."""
 
     losses: Spliced
     nmse: float
     active: float | None
-    """L0; None: its kind does not tell it."""
+    """L0; None: this kind of layer does not report it."""
 
     def to_json(self) -> dict[str, Any]:
         """JSON values."""
@@ -76,11 +76,11 @@ class OfBlock(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Splices(Result):
-    """What is found of all replaced blocks."""
+    """Results for all replaced blocks."""
 
     teacher: str
     tokens: int
-    """How many tokens are predicted."""
+    """Number of predicted tokens."""
     loss: float
     """The loss of the original model."""
     blocks: Mapping[str, OfBlock]
@@ -95,7 +95,7 @@ class Splices(Result):
         return f": {self.tokens:,} tokens"
 
     def facts(self) -> list[tuple[str, str]]:
-        """Where the original feed-forwards are from, and what they reach."""
+        """The source of the original feed-forwards, and their loss."""
         return [("original", f"{self.teacher}, {self.loss:.4f} nats per token")]
 
     def rows(self) -> list[str]:
@@ -110,7 +110,7 @@ class Splices(Result):
 
 
 class SpliceOptions(NamedTuple):
-    """What is compared with what, on how much."""
+    """The original model, and the amount of text."""
 
     teacher: Weights
     """The original model."""
@@ -118,12 +118,12 @@ class SpliceOptions(NamedTuple):
 
 
 class Splicing(Measure):
-    """Reads text with the original, no and the replaced feed-forwards.
+    """Reads text with the original, with zeroed and with the replaced feed-forwards.
 
     Args:
         subject: the spliced model, and text.
-        originals: by the number of each replaced block, its own feed-forward.
-        teacher: where these are from, for the result.
+        originals: original feed-forwards by number of the replaced block.
+        teacher: their source, for the result.
     """
 
     name = "splice"
@@ -147,15 +147,15 @@ class Splicing(Measure):
             return torch.zeros(*shape, dtype=torch.float64, device=device)
 
         self._losses = zeros(1 + len(WAYS) * len(self._sets))
-        """Sums over tokens: of the original model, and of each set of blocks in each way."""
+        """Sums over tokens: for the original model, and for each set of blocks in each way."""
         self._tokens = zeros(1)
         self._errors: dict[int, Tensor] = {block: zeros(4) for block in originals}
-        """Sums for each block: |ŷ - y|^2, |y|^2, active experts, and the tokens that
-        these are of."""
+        """Sums for each block: |ŷ - y|^2, |y|^2, active experts, and the number of tokens for the
+        latter."""
 
     @classmethod
     def checked(cls, opened: Evaluated, split: str, **options: Any) -> SpliceOptions:
-        """`tokens` that are read, and the `teacher`; None: that of the run."""
+        """Options: number of `tokens` to read, and the `teacher`; None: the run's."""
         needs_text(f"experts {cls.name}", opened)
         model, weights = opened.weights.model_config(), opened.weights
         if not isinstance(model, DecoderSettings) or model.replaced is None:
@@ -182,7 +182,7 @@ class Splicing(Measure):
         return cls(subject, originals, str(asked.teacher.folder))
 
     def read(self, world: comm.World | None = None) -> None:
-        """Reads the text, with the outputs of replaced blocks under its control."""
+        """Reads the text, with hooks on the replaced blocks' outputs."""
         hooks = [
             self.subject.model.get_submodule(f"blocks.{block}.feed_forward").register_forward_hook(
                 self._output_of(block)
@@ -196,7 +196,7 @@ class Splicing(Measure):
                 hook.remove()
 
     def _output_of(self, block: int) -> Callable[..., Any]:
-        """A hook that puts another output in the place of a feed-forward's."""
+        """Returns a hook that replaces a feed-forward's output."""
 
         def output(_: nn.Module, given: tuple[Any, ...], found: tuple[Any, Any]) -> Any:
             ours_BTD, stats = found
@@ -226,7 +226,7 @@ class Splicing(Measure):
             sums[3] += self._counted_BT.numel()
 
     def add(self, reading: Reading) -> None:
-        """Adds a batch, which is read again from the first replaced block for each way."""
+        """Adds a batch, which is read again from the first replaced block on in each way."""
         passages, first = reading.batch, self.blocks[0]
 
         def loss(blocks: Sequence[int], way: Way) -> Tensor:
@@ -245,7 +245,7 @@ class Splicing(Measure):
         self._tokens += passages.scored_BP.sum()
 
     def result(self, summed: Summed = lambda values: values) -> Splices:
-        """What was found."""
+        """The result."""
         (tokens,) = summed(self._tokens).tolist()
         whole, *others = (summed(self._losses) / tokens).tolist()
         pairs = list(zip(others[::2], others[1::2], strict=True))
@@ -266,7 +266,7 @@ class Splicing(Measure):
 
     @classmethod
     def in_report(cls, subject: Subject) -> None:
-        """A report has one model."""
+        """None: a report has only one model."""
 
     @classmethod
     def is_for(cls, model: ModelSettings, *, has_experts: bool) -> bool:
@@ -275,7 +275,7 @@ class Splicing(Measure):
 
     @classmethod
     def numbers(cls, tree: Tree) -> dict[str, float]:
-        """What is recovered with all blocks, and means over blocks of nMSE and L0."""
+        """The share recovered with all blocks, and means over blocks of nMSE and L0."""
         blocks = tree["blocks"].values()
         active = [each["active"] for each in blocks if each["active"] is not None]
         found = {
@@ -286,15 +286,15 @@ class Splicing(Measure):
 
 
 def open_original(given: Path | None, opened: Evaluated, model: DecoderSettings) -> Weights:
-    """The model whose blocks were replaced.
+    """Opens the model whose blocks were replaced.
 
     Args:
-        given: where it is; None: the teacher of the run, of the step that it began with.
+        given: its path; None: the run's teacher, at the step with which the run started.
         opened: the spliced weights.
         model: their configuration.
 
     Raises:
-        ConfigError: it is not known, not there, or another model.
+        ConfigError: it is unknown, missing, or a different model.
     """
     named, weights = opened.config.distill.teacher, opened.weights
     if given is not None:

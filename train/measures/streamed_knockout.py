@@ -1,8 +1,9 @@
-"""Experts left out of a decoder that is larger than memory: block by block.
+"""Block-by-block knockout of experts in a decoder that is larger than memory.
 
-The text goes through all blocks once, and what the blocks of interest got is kept. Then windows
-without an expert begin at its block and go on through those behind it, as many together as memory
-holds: each group of them reads those blocks once more.
+The text passes through all blocks once, and the inputs of the blocks of interest are kept. Then
+windows without an expert start at its block and pass through the later ones, as many together as
+fit
+into memory: each group reads those blocks once more.
 
 Shapes: B windows of a batch, R pairs of a window and a set of experts, T tokens of a window, D
 width, E sets.
@@ -25,12 +26,12 @@ from polyad.train.streaming import run_blocks
 from polyad.train.tasks.samples import Passages, TextSamples, losses
 
 SHARE = 0.25
-"""Share of the free memory for windows that lack an expert."""
+"""Share of the free memory for windows without an expert."""
 
 
 @dataclass
 class _Entered:
-    """What a block of interest got, of one batch, and which tokens use which sets of experts."""
+    """Input of a block of interest for one batch, and which tokens use which sets of experts."""
 
     x_BTD: Tensor
     has_BTE: list[Tensor]
@@ -39,7 +40,7 @@ class _Entered:
 
 @dataclass
 class _Lacking:
-    """Windows that lack experts, on their way through the blocks."""
+    """Windows without experts, on their way through the blocks."""
 
     taker: KnockOut
     batch: int
@@ -50,15 +51,15 @@ class _Lacking:
 
 
 class StreamedKnockOut:
-    """Leaves experts out of a model block by block.
+    """Removes experts from a model block by block.
 
     Args:
-        model: of which nothing is in memory.
-        layers: with experts, of different blocks.
-        takers: of each of these layers those that add up what is found.
-        text: that is read.
-        columns: sort its tokens.
-        batch_size: windows in a forward pass.
+        model: the model, not in memory.
+        layers: layers with experts, in different blocks.
+        takers: accumulators of the results for each of these layers.
+        text: the text to read.
+        columns: classify its tokens.
+        batch_size: windows per forward pass.
     """
 
     def __init__(
@@ -83,7 +84,7 @@ class StreamedKnockOut:
         """Reads everything.
 
         Args:
-            told: what the console calls it.
+            told: label on the console.
         """
         blocks = len(self._model.blocks)
         self._read_whole(told, blocks)
@@ -107,7 +108,7 @@ class StreamedKnockOut:
             progress(done / parts)
 
     def _read_whole(self, told: str, blocks: int) -> None:
-        """Reads the text with the model as it is, and keeps what is needed of it."""
+        """Reads the text with the unchanged model, and keeps what is needed."""
         ids = [passages.ids_BT.int() for passages in self._passages]
         report = Progress("read experts", blocks, "blocks")
         with (
@@ -123,7 +124,7 @@ class StreamedKnockOut:
 
     @contextmanager
     def _watch(self, block: int) -> Iterator[Callable[[int], None]]:
-        """Keeps what a block gets, and which tokens use which experts."""
+        """Keeps a block's inputs, and which tokens use which experts."""
         if block not in self._layers:
             yield lambda number: None
             return
@@ -147,7 +148,7 @@ class StreamedKnockOut:
             hook.remove()
 
     def _groups(self) -> Iterator[list[int]]:
-        """Blocks whose windows are in memory together."""
+        """Yields groups of blocks whose windows are in memory together."""
         room, group, taken = SHARE * free_memory(), list[int](), 0
         for block in sorted(self._layers):
             size = sum(
@@ -164,7 +165,7 @@ class StreamedKnockOut:
             yield group
 
     def _begun(self, block: int) -> Iterator[_Lacking]:
-        """What the block gives of windows that lack experts of its layer."""
+        """Yields the block's outputs for windows without experts of its layer."""
         for number, entered in enumerate(self._entered[block]):
             x_BTD = entered.x_BTD.to(self._model.device)
             for taker, has in zip(self._takers[block], entered.has_BTE, strict=True):

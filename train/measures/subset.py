@@ -1,10 +1,11 @@
-"""`polyad experts subset`: what is lost with only those experts that a domain's examples choose.
+"""`polyad experts subset`: the cost of keeping only the experts that a domain's examples choose.
 
-Of each layer the experts stay that some examples rank highest, such as those with the highest mean
-probability (EMO), and the others are not there: their rows of the router are deleted, and the next
-best experts enter. The loss on held-out text is measured for several shares of the experts, beside
-the whole model and random experts in the same number; no smaller model is written, which is what
-`experts prune` does.
+In each layer the experts that some examples rank highest are kept, such as those with the highest
+mean probability (EMO). The others are removed with their rows of the router, so that the next best
+experts replace them. The loss on held-out text is measured for several shares of the experts, and
+compared with the whole model and equally many random experts; unlike `experts prune`, this writes
+no
+smaller model.
 """
 
 from collections.abc import Mapping, Sequence
@@ -37,36 +38,36 @@ from polyad.train.reading import Evaluated
 from polyad.train.results import aligned
 
 EXAMPLES = 4_096
-"""About how many tokens are read to choose experts."""
+"""Approximate number of tokens to read for choosing experts."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SubsetOptions:
-    """Which shares stay, and how experts are chosen."""
+    """Which shares to keep, and how to choose experts."""
 
     keep: Sequence[float]
     by: By = "probability"
     calibrate: str | None = None
-    """Prepared data on whose train split experts are chosen; None: that which is scored."""
+    """Prepared data on whose train split experts are chosen; None: the scored data."""
     examples: int = EXAMPLES
     tokens: int = TOKENS
     seed: int = 0
 
 
 class Subset(NamedTuple):
-    """Some of the experts, and mean losses over held-out text in nats a token."""
+    """A subset of the experts, and mean losses over held-out text in nats per token."""
 
     keep: float
     kept: Mapping[str, Sequence[int]]
-    """The experts that stay, by layer."""
+    """The kept experts, by layer."""
     loss: float
     at_random: Sequence[float]
-    """With random experts in the same number."""
+    """Losses with equally many random experts."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Subsets(Result):
-    """What is lost with fewer experts."""
+    """The cost of fewer experts."""
 
     by: By
     chosen_on: str
@@ -78,7 +79,7 @@ class Subsets(Result):
     subsets: Sequence[Subset]
 
     def to_json(self) -> dict[str, Any]:
-        """What programs get."""
+        """The result as JSON values."""
         return {
             "by": self.by,
             "chosen_on": self.chosen_on,
@@ -99,7 +100,7 @@ class Subsets(Result):
         }
 
     def amount(self) -> str:
-        """How many tokens."""
+        """The number of tokens, in words."""
         return f": {self.tokens:,} tokens"
 
     def facts(self) -> list[tuple[str, str]]:

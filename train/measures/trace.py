@@ -1,6 +1,6 @@
-"""The experts of every token, written to Parquet as they are read: `polyad experts trace`.
+"""`polyad experts trace`: writes the experts of every token to Parquet.
 
-Shapes: B windows, R rows of a batch, T tokens of a row, N tokens that a layer sees.
+Shapes: B windows, R rows of a batch, T tokens of a row, N tokens that a layer gets.
 """
 
 from collections.abc import Mapping, Sequence
@@ -44,13 +44,13 @@ from polyad.train.tasks.samples import (
 )
 
 TOKENS = 65_536
-"""About how many tokens or images are read, unless the user says it."""
+"""Default for the approximate number of tokens or images to read."""
 OF_TOKENS: Mapping[type[Samples], tuple[str, ...]] = {
     TextSamples: ("window", "position", "document", "offset", "token_id"),
     ImageSamples: ("image", "file", "position"),
     SequenceSamples: ("document", "choice", "position", "token_id"),
 }
-"""The columns of a token, by what is read."""
+"""The columns of a token, by kind of data."""
 Columns = Mapping[str, Tensor | Sequence[str]]
 
 
@@ -63,12 +63,12 @@ class Traced(Result):
     bytes: int
     num_rows: int
     num_tokens: int
-    """Tokens whose experts were written, of each layer the same or fewer."""
+    """Number of tokens whose experts were written; some layers may have fewer."""
     layers: Sequence[RoutedLayer]
     columns: Sequence[str]
 
     def to_json(self) -> dict[str, Any]:
-        """What programs get."""
+        """The result as JSON values."""
         return {
             "output": self.output,
             "files": self.files,
@@ -80,11 +80,11 @@ class Traced(Result):
         }
 
     def amount(self) -> str:
-        """How many tokens."""
+        """The number of tokens, in words."""
         return f": {self.num_tokens:,} tokens"
 
     def facts(self) -> list[tuple[str, str]]:
-        """Where the rows are, and how many."""
+        """The location and number of the rows."""
         titles = ", ".join(layer.title for layer in self.layers)
         return [
             ("layers", titles),
@@ -96,29 +96,29 @@ class Traced(Result):
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What is written, and where."""
+    """What to write, and where."""
 
     output: Path
-    """A file that ends in .parquet, or a folder for a part of each process."""
+    """A file that ends in .parquet, or a folder with a part for each process."""
     extra: Sequence[str] = ()
     """Further columns, from `EXTRA`."""
     layers: Sequence[str] = ()
-    """Numbers of blocks; none: all layers with experts."""
+    """Block numbers; empty: all layers with experts."""
     top: int | None = None
-    """Where a token gets a share of every expert: how many it is written with, of each level."""
+    """Number of experts to write per token and level, if tokens weight every expert."""
     tokens: int = TOKENS
-    """About how many tokens or images are read, in whole windows, evenly over the split."""
+    """Approximate number of tokens or images to read, in whole windows, spread over the split."""
 
 
 class Trace(Examination):
     """Writes the experts of every token.
 
     Args:
-        samples: that are read.
-        model: that reads them.
-        form: of the rows.
+        samples: the samples to read.
+        model: the model that reads them.
+        form: form of the rows.
         top: see `Options`.
-        file: gets the rows of this process.
+        file: receives this process's rows.
     """
 
     name = "trace"
@@ -136,7 +136,7 @@ class Trace(Examination):
 
     @classmethod
     def checked(cls, opened: Evaluated, split: str, **options: Any) -> Options:
-        """Checks what is written, and where, by the fields of `Options`."""
+        """Checks the fields of `Options`."""
         asked = Options(**options)
         check_output("--output", asked.output, comm.environment_world_size())
         for name in asked.extra:
@@ -182,7 +182,7 @@ class Trace(Examination):
         """Writes a batch."""
         of_batch, most = self._of_batch(reading), 0
         for layer in self._form.layers:
-            if (decision := reading.decisions.get(layer.name)) is None:  # of another block
+            if (decision := reading.decisions.get(layer.name)) is None:  # in another block
                 continue
             found = experts_of(layer, decision, self._top)
             tokens, row_M = of_batch or self._of_images(reading, layer, len(found.experts))
@@ -204,7 +204,7 @@ class Trace(Examination):
         passages = reading.batch
         window_B, position_BT, real_BT = text.places(passages)
         place_N = position_BT.flatten().cpu()
-        inside_N = place_N.clamp(0, text.stream.num_tokens - 1)  # marks may stand outside
+        inside_N = place_N.clamp(0, text.stream.num_tokens - 1)  # special tokens may lie outside
         located = (torch.from_numpy(each) for each in text.stream.locate(inside_N.numpy()))
         document_N, offset_N = (each.where(place_N >= 0, -1) for each in located)
         columns = {
@@ -224,13 +224,13 @@ class Trace(Examination):
     def _of_images(
         self, reading: Reading, layer: RoutedLayer, count: int
     ) -> tuple[Columns, Tensor]:
-        """The same of a layer that sees so many tokens of images."""
+        """The same for a layer that gets this many tokens of images."""
         images = self._samples
         assert isinstance(images, ImageSamples)
         numbers = [images.numbers[row] for row in reading.number_R.tolist()]
         each = count // len(numbers)
-        patches = getattr(self._model.config, "num_patches", each)  # a mixture has none
-        # Before patches stands a token of the whole image, which is all that a head sees.
+        patches = getattr(self._model.config, "num_patches", each)  # a mixture has no patches
+        # The patches follow a token of the whole image, which is all that a head gets.
         first = -1 if not layer.in_block or each == patches + 1 else 0
         if layer.name.endswith("token_feed_forward"):
             first = 0
@@ -244,7 +244,7 @@ class Trace(Examination):
 
 
 def _of_sequences(sequences: SequenceSamples, reading: Reading) -> tuple[Columns, Tensor]:
-    """Layers see the tokens of all sequences without padding, one after the other."""
+    """Columns and tokens of sequences; layers get all tokens in a row, without padding."""
     mask_RT = reading.batch.mask_BCT.flatten(0, 1).cpu()
     row_N, position_N = mask_RT.nonzero(as_tuple=True)
     number_N = reading.number_R.cpu()[row_N]
@@ -265,7 +265,7 @@ class TraceWithLoss(Trace):
 
 
 def _chosen(model: nn.Module, place: str, asked: Options) -> list[RoutedLayer]:
-    """The layers that are written."""
+    """The layers to write."""
     head = routed_head(model)
     routed = [*routed_layers(model), *([head] if head else [])]
     if not routed:
@@ -280,7 +280,7 @@ def _chosen(model: nn.Module, place: str, asked: Options) -> list[RoutedLayer]:
 
 
 def _about(opened: Evaluated, split: str, samples: Samples) -> dict[str, Any]:
-    """What the metadata of a file says of weights and data."""
+    """Metadata of a file about weights and data."""
     about = {
         **opened.about(),
         "interventions": [each.to_json() for each in opened.interventions],

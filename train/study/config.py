@@ -1,5 +1,5 @@
-"""The keys of a study: one file of a run, ways to change it, seeds, and what is measured; and the
-points of a grid: all combinations of the values that a study tries for some keys.
+"""The keys of a study: one run configuration, ways to change it, seeds, and what is measured; and
+the points of a grid: all combinations of the values that a study tries for some keys.
 
 `train/study/study.py` checks them against each other and makes runs of them.
 """
@@ -20,22 +20,22 @@ from polyad.train.errors import shown
 
 
 class Point(NamedTuple):
-    """One combination."""
+    """One combination of grid values."""
 
     name: str
-    """Keys and values, `learning_rate=2.0e-5,top_k=16`; a folder's name too; empty: no grid."""
+    """Keys and values, `learning_rate=2.0e-5,top_k=16`; also a folder's name. Empty: no grid."""
     keys: Mapping[str, Any]
-    """Its value of each dotted key."""
+    """The value of each dotted key."""
 
 
 def points(grid: Mapping[str, Sequence[Any]]) -> list[Point]:
-    """All combinations, the last key's values fastest.
+    """Returns all combinations; the last key varies fastest.
 
     Args:
-        grid: the values of each dotted key; none make one point without a name.
+        grid: the values of each dotted key; if empty, there is one point without a name.
 
     Raises:
-        ValueError: two points would have one name.
+        ValueError: two points would have the same name.
     """
     found = [
         Point(_name(keys), keys)
@@ -49,14 +49,14 @@ def points(grid: Mapping[str, Sequence[Any]]) -> list[Point]:
 
 
 def as_written(value: Any) -> str:
-    """A value as YAML that reads back as the same value, also for a folder called 0012."""
+    """Formats a value as YAML that reads back as the same value, even for a folder called 0012."""
     if isinstance(value, Written):
         return value.text
     return json.dumps(value, default=lambda written: written.value)
 
 
 def _name(keys: Mapping[str, Any]) -> str:
-    """Keys by their last parts where those differ."""
+    """Names a point by the last parts of its keys, if these differ."""
     short = {key: key.rpartition(".")[2] for key in keys}
     if len(set(short.values())) < len(short):
         short = {key: key for key in keys}
@@ -64,15 +64,15 @@ def _name(keys: Mapping[str, Any]) -> str:
 
 
 def _plain(text: str) -> str:
-    """A value without what a folder's name should not have."""
+    """Removes what a folder's name should not contain from a value."""
     return re.sub(r"[^\w.+-]+", "-", text.strip('[]{}"'))
 
 
 PathText = Annotated[str, AfterValidator(check_path)]
 NAME = r"[A-Za-z0-9][\w.+-]*"
-"""The form of a variant's name, which is also a folder's."""
+"""Allowed names of variants, which are also names of folders."""
 RunKey = Literal["checkpoint.init_from", "distill.teacher"]
-"""Keys that name a run: the weights that a run begins with, and what it learns from."""
+"""Keys whose value is a run: the initial weights, and the teacher."""
 
 
 class StudyData(Config):
@@ -210,7 +210,7 @@ class StudyConfig(Config):
     @field_validator("variants", "tasks", mode="before")
     @classmethod
     def _nothing_is_no_keys(cls, named: Any) -> Any:
-        """`dense:` without a value is a variant without keys of its own."""
+        """Reads `dense:` without a value as a variant without its own keys."""
         if not isinstance(named, dict):
             return named
         return {str(name): keys if keys is not None else {} for name, keys in named.items()}
@@ -248,7 +248,7 @@ class StudyConfig(Config):
         try:
             self.training_order()
         except CycleError as error:
-            # graphlib names each after what needs it.
+            # graphlib lists each node after the one that needs it.
             circle = " from ".join(reversed(error.args[1]))
             raise ValueError(
                 f"from_runs: {circle} is a cycle, so none of these runs can start"
@@ -256,7 +256,7 @@ class StudyConfig(Config):
         return self
 
     def training_order(self) -> list[str]:
-        """The variants' names, each after those whose runs it begins with or learns from.
+        """The variants' names, each after those from whose runs it starts or learns.
 
         Raises:
             CycleError: there is no such order.

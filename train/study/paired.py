@@ -1,7 +1,7 @@
-"""Comparing ways of training over seeds: means, spread, and differences of pairs.
+"""Comparison of training variants over seeds: means, spread, and paired differences.
 
-Two runs of one seed see the same batches, and start from the same weights where they have the same
-parameters. What a seed does to both then cancels in their difference, whose spread is what counts.
+Two runs with the same seed read the same batches, and start from the same weights where they share
+parameters. The seed's effect on both cancels in their difference, whose spread is what matters.
 """
 
 import math
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 CONFIDENCE = 0.95
-"""The confidence of an interval: the share of such studies whose interval holds the true mean."""
+"""Confidence level: the share of such studies whose interval contains the true mean."""
 
 
 class Spread(NamedTuple):
@@ -40,31 +40,31 @@ class Difference(NamedTuple):
 
 
 def spread(values: Sequence[float]) -> Spread:
-    """Mean and sample standard deviation.
+    """Computes mean and sample standard deviation.
 
     Args:
-        values: finite ones; of none the mean is NaN.
+        values: finite numbers; if there are none, the mean is NaN.
     """
     deviation = statistics.stdev(values) if len(values) > 1 else math.nan
     return Spread(statistics.fmean(values) if values else math.nan, deviation, len(values))
 
 
 def paired_difference(values: Sequence[float], baseline: Sequence[float]) -> Difference:
-    """The mean difference of pairs and its interval by Student's t distribution.
+    """Computes the mean difference of pairs and its confidence interval (Student's t).
 
     Args:
-        values: of one way, by pair.
-        baseline: of the other, in the same order.
+        values: values of one variant, by pair.
+        baseline: those of the other, in the same order.
 
     Returns:
-        values - baseline: mean +- t(n - 1) x deviation / sqrt(n) at `CONFIDENCE`, which takes the
-        differences of pairs to be normally distributed.
+        values - baseline: mean +- t(n - 1) x deviation / sqrt(n) at `CONFIDENCE`, which assumes
+        that the differences are normally distributed.
     """
     return interval([a - b for a, b in zip(values, baseline, strict=True)])
 
 
 def interval(differences: Sequence[float]) -> Difference:
-    """The mean of numbers, one of each seed or pair, and its interval; see `paired_difference`.
+    """Computes the mean of one number per seed or pair, and its interval; see `paired_difference`.
 
     Args:
         differences: at least one.
@@ -77,11 +77,11 @@ def interval(differences: Sequence[float]) -> Difference:
 
 
 def t_quantile(probability: float, degrees: int) -> float:
-    """The point that a t-distributed number stays below with a given probability.
+    """The quantile of Student's t distribution.
 
     Args:
         probability: above 0.5, below 1.
-        degrees: of freedom, at least 1.
+        degrees: degrees of freedom, at least 1.
     """
     low, high = 0.0, 1.0
     while _t_below(high, degrees) < probability:

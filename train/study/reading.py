@@ -1,4 +1,4 @@
-"""Reads the file of a study and checks it as far as that can be done without data."""
+"""Reads a study's file and checks it as far as possible without data."""
 
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -19,32 +19,32 @@ from polyad.train.study.study import Study, Variant, folder_of, is_text, place_o
 from polyad.train.tasks.registry import task_class
 
 MEASURED_KINDS = ("images", "sequences", "text", "masked_text")
-"""Kinds of data of which `specialization` can be measured."""
+"""Kinds of data for which `specialization` can be measured."""
 KNOCKOUT_KINDS = ("text", "masked_text")
-"""Kinds of data of which `knockout` can be measured."""
+"""Kinds of data for which `knockout` can be measured."""
 SET_BY_THE_STUDY = ("seed", "run", "data")
 """Sections that no variant may set: the seed, the folder and the data of a run. A task may set the
 data."""
 INIT_FROM: RunKey = "checkpoint.init_from"
 TEACHER: RunKey = "distill.teacher"
 SAME_IN_EVERY_VARIANT = (
-    # Keys that decide the batches, or the scored tokens and their context.
+    # Keys that determine the batches, or the scored tokens and their context.
     "train.steps", "train.global_batch_size", "model.sequence_length", "evaluation.stride",
 )  # fmt: skip
 
 
 def load_studies(file: Path, baseline: str | None = None) -> dict[str, Study]:
-    """Reads a study and checks every variant as far as it can be without data.
+    """Reads a study and checks every variant as far as possible without data.
 
     Args:
         file: YAML.
-        baseline: the variant that others are compared with; None: the file's.
+        baseline: the variant with which others are compared; None: the file's.
 
     Returns:
-        A study for each of the file's tasks, by its name; one without a name where it has none.
+        A study for each of the file's tasks, by name; one with an empty name if there are no tasks.
 
     Raises:
-        ConfigError: one line names the key, and the variant where it is one's.
+        ConfigError: one line names the key, and the variant if it belongs to one.
     """
     tree = read_tree(file)
     try:
@@ -81,7 +81,7 @@ def load_studies(file: Path, baseline: str | None = None) -> dict[str, Study]:
 
 
 def load_study(file: Path) -> Study:
-    """Reads a study without tasks, or with one; see `load_studies`."""
+    """Reads a study with at most one task; see `load_studies`."""
     (study,) = load_studies(file).values()
     return study
 
@@ -131,7 +131,7 @@ def _load(
 
 
 def _points(config: StudyConfig, variant: str, file: Path) -> list[Point]:
-    """The points of a variant's grid, each of which sets what no variant sets."""
+    """The points of a variant's grid, whose keys are checked."""
     grid = config.grid | config.grids.get(variant, {})
     for where, keys in (("grid", config.grid), (f"grids.{variant}", config.grids.get(variant, {}))):
         _overrides(keys, f"{file}: {where}")
@@ -140,7 +140,7 @@ def _points(config: StudyConfig, variant: str, file: Path) -> list[Point]:
 
 
 def _check_from_runs(config: StudyConfig, variant: str, own: Collection[str], file: Path) -> None:
-    """Checks that a variant has one value for a key that names a run of another."""
+    """Checks that a variant has a single value for a key that names another's run."""
     for key in config.from_runs.get(variant, {}):
         if key in own:
             raise ConfigError(
@@ -149,13 +149,13 @@ def _check_from_runs(config: StudyConfig, variant: str, own: Collection[str], fi
 
 
 def _kind(base: Mapping[str, Any]) -> str:
-    """The kind of data of a base file, which may say something else than data."""
+    """The kind of data in a base file, whose `data` may be malformed."""
     data = base.get("data")
     return str(data.get("kind", "text")) if isinstance(data, Mapping) else "text"
 
 
 def _check_source(data: StudyData | None, kind: str, file: Path) -> None:
-    """Checks that text has a tokenizer beside its source, and other data none."""
+    """Checks that a text source has a tokenizer, and other data has none."""
     if data is None:
         return
     if not is_text(kind):
@@ -174,7 +174,7 @@ def _variant(
     place: tuple[StudyConfig, Path],
     where: str,
 ) -> Variant:
-    """A variant, by its name and that of its point, in a study and the folder of its task."""
+    """Makes a variant from its name and its point's, in a study and its task's folder."""
     study, folder = place
     group, point = name
     from_runs = study.from_runs.get(group, {})
@@ -182,7 +182,7 @@ def _variant(
         longest = str(run_folder(folder, "/".join(filter(None, name)), max(study.seeds)))
         values = [*overrides, *place_of(study, longest, _kind(base))]
         config = config_of(base, values, origin=study.base)
-        # Adapters need weights, and distill.blocks a teacher; those of each seed's run come later.
+        # Adapters need weights, and distill.blocks a teacher; each seed's run is filled in later.
         needed = {INIT_FROM: config.checkpoint.init_from is None}
         needed |= {TEACHER: config.distill.blocks is not None and config.distill.teacher is None}
         named = [f"{k}={json.dumps(run)}" for k, run in from_runs.items() if needed[k]]
@@ -198,7 +198,7 @@ def _variant(
 
 @contextmanager
 def _named(where: str) -> Iterator[None]:
-    """A context that puts the place in the study before an error's message."""
+    """A context that prefixes errors with the place in the study."""
     try:
         yield
     except ValueError as error:
@@ -220,7 +220,7 @@ def _overrides(tree: Mapping[str, Any], where: str, allowed: Sequence[str] = ())
 
 
 def _check_pairs(variants: Mapping[str, Variant], baseline: str, file: Path) -> None:
-    """Checks that runs of one seed see the same batches, and are scored on the same tokens."""
+    """Checks that runs with one seed read the same batches and are scored on the same tokens."""
     wanted = flatten(variants[baseline].config.model_dump(mode="json"))
     for name, variant in variants.items():
         found = flatten(variant.config.model_dump(mode="json"))
@@ -234,7 +234,7 @@ def _check_pairs(variants: Mapping[str, Variant], baseline: str, file: Path) -> 
 
 
 def _check_knockout(study: Study, file: Path) -> None:
-    """Checks that there are experts to be left out."""
+    """Checks that there are experts to remove."""
     knockout, kind = study.config.knockout, study.baseline.config.data.kind
     if knockout is None:
         return
@@ -261,7 +261,7 @@ def _check_knockout(study: Study, file: Path) -> None:
 
 
 def _check_leak(study: StudyConfig, variants: Mapping[str, Variant], file: Path) -> None:
-    """Checks that there are checkpoints to be scored without what leaks."""
+    """Checks that there are checkpoints to score without the leak."""
     if study.leak is None:
         return
     leaking = {name: variant.config for name, variant in variants.items() if variant.leaks}

@@ -1,9 +1,9 @@
-"""A study that was read and checked: its variants and its runs. `train/study/reading.py` reads it.
+"""A checked study: its variants and its runs. `train/study/reading.py` reads it.
 
-A run of the study is the base file with `common`, the keys of a task, the variant's own, those of a
-point of the grid, a seed, a folder and the study's data. Runs of one seed are a pair, so variants
-may differ in everything but the batches. A run may begin with that of another variant with the same
-seed, or learn from it: at the point of the grid that is the best one of that variant.
+A run's configuration is the base file with the keys of `common`, its task, its variant and its
+grid point, a seed, a folder and the study's data. Runs with one seed are paired, so variants may
+differ in everything but the batches. A run may start from another variant's run with the same seed,
+or learn from it: at the best point of that variant's grid.
 """
 
 import json
@@ -26,17 +26,17 @@ from polyad.train.tasks.registry import TASKS, task_class
 from polyad.train.tasks.task import Task
 
 WITHOUT_EFFECT = (
-    # Keys, or whole sections, that change no result: they may differ when a study goes on.
+    # Keys or sections that do not affect results: they may differ when a study is resumed.
     "seed", "run", "log", "checkpoint.every", "evaluation.every",
     "evaluation.max_windows", "evaluation.batch_size", "parallel.timeout_minutes",
-    # Whether the data is the same is asked of the data itself.
+    # The data itself is compared instead.
     "data.path", "data.mixture", "data.num_workers", "data.verify", "data.tokenizer",
     "data.padding", "data.max_damaged",
 )  # fmt: skip
 OF_THE_BEST = ("evaluation.every", "evaluation.max_windows")
-"""Keys among them that decide which checkpoint is the best, or when a run ends."""
+"""Keys among them that determine which checkpoint is best, or when a run ends."""
 OF_REWINDS = ("checkpoint.every",)
-"""Keys among them that decide where a run goes back to."""
+"""Keys among them that determine to which checkpoint a run rewinds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,21 +46,21 @@ class Variant:
     group: str
     """Its name in the study's file."""
     point: str
-    """The name of its point of the grid; empty if it has none."""
+    """The name of its grid point; empty if it has none."""
     overrides: tuple[str, ...]
-    """`key=value` over the base, those of `common` among them."""
+    """Overrides of the base as `key=value`, including those of `common`."""
     config: RunConfig
     from_runs: Mapping[RunKey, str] = field(default_factory=dict)
-    """Its part of `StudyConfig.from_runs`; `config` has other values for these keys."""
+    """Its part of `StudyConfig.from_runs`; `config` has placeholders for these keys."""
 
     @property
     def name(self) -> str:
-        """The name that it has alone, and the path of its runs."""
+        """Its unique name, which is also the path of its runs."""
         return f"{self.group}/{self.point}" if self.point else self.group
 
     @property
     def scores_best(self) -> bool:
-        """Whether its runs keep the best checkpoint, which then is the one that is scored."""
+        """Whether its runs keep the best checkpoint, which then is scored."""
         return self.config.checkpoint.keep_best
 
     @property
@@ -79,20 +79,21 @@ class Variant:
         return any(kind in experts for kind in kinds)
 
     def defining_keys(self) -> dict[str, Any]:
-        """The keys that its results depend on, with their values, as JSON has them."""
+        """The keys that affect its results, with their values, as JSON values."""
         return _defining_keys(self.config) | dict(self.from_runs)
 
     def read_keys(self, recorded: Mapping[str, Any]) -> dict[str, Any]:
         """Recorded `defining_keys`, with keys of later versions at their defaults.
 
         Returns:
-            As `defining_keys` would give them today; if this version does not know one of them, or
-            does not allow its value, as they are, with this variant's own for those that have come.
+            The keys as this version's `defining_keys` returns them. If this version does not know
+            or allow one of them, they are returned unchanged, with this variant's values for new
+            keys.
         """
         flat = flatten(self.config.model_dump(mode="json"))
         tree: dict[str, Any] = {}
-        # The folder and text of a run are not recorded, and change nothing. Earlier versions
-        # recorded nothing of the data.
+        # A run's folder and text are not recorded, and do not matter. Earlier versions did not
+        # record the data.
         has_data = any(below(key, ("data",)) for key in recorded)
         left_out = WITHOUT_EFFECT if has_data else (*WITHOUT_EFFECT, "data")
         free = {key: value for key, value in flat.items() if below(key, left_out)}
@@ -106,23 +107,23 @@ class Variant:
 
 @dataclass(frozen=True, kw_only=True)
 class Study:
-    """A study that was checked without its data."""
+    """A study, checked without its data."""
 
     file: Path
     config: StudyConfig
     task_name: str
-    """Which of the file's tasks; empty if it has none."""
+    """The name of the task in the file; empty if there are no tasks."""
     variants: dict[str, Variant]
-    """By `Variant.name`: each point of the grid by itself."""
+    """By `Variant.name`, with a separate entry for each grid point."""
 
     @property
     def folder(self) -> Path:
-        """The study's, or that of its task in there."""
+        """The study's folder, or its task's folder inside it."""
         return folder_of(self.config, self.task_name)
 
     @property
     def groups(self) -> dict[str, list[Variant]]:
-        """The points of the grid of each variant that the file names."""
+        """The grid points of each variant in the file."""
         found: dict[str, list[Variant]] = {}
         for variant in self.variants.values():
             found.setdefault(variant.group, []).append(variant)
@@ -130,7 +131,7 @@ class Study:
 
     @property
     def baseline(self) -> Variant:
-        """The variant that the others are compared with, at the first point of its grid."""
+        """The variant with which others are compared, at the first point of its grid."""
         return self.groups[self.config.baseline][0]
 
     @property
@@ -154,12 +155,12 @@ class Study:
         return isinstance(self.baseline.config.data, ImageDataConfig)
 
     def runs(self, chosen: Mapping[str, Variant]) -> Iterator["Run"]:
-        """The runs in their order: seed by seed, so that there is soon something to compare, and
-        each after those that it begins with or learns from.
+        """Yields the runs in order: seed by seed, so that comparisons are possible early, and
+        each after those from which it starts or learns.
 
         Args:
-            chosen: the best point of each variant's grid, of those for which it is known. With the
-                seeds after `swept_seeds` only these are trained, and only from their runs others.
+            chosen: the best point of each variant's grid, if known. With the seeds after
+                `swept_seeds` only these are trained, and other runs start only from theirs.
         """
         groups, order = self.groups, self.config.training_order()
         for seed in self.config.seeds:
@@ -175,11 +176,11 @@ class Study:
 
     @property
     def num_runs(self) -> int:
-        """How many runs there are in all."""
+        """The total number of runs."""
         return sum(map(self.num_runs_of, self.groups))
 
     def num_runs_of(self, group: str) -> int:
-        """How many runs a variant that the file names has: all points, or the best one alone."""
+        """The number of runs of a variant in the file: all points, or only the best one."""
         swept = len(self.swept_seeds)
         return len(self.groups[group]) * swept + len(self.config.seeds) - swept
 
@@ -192,7 +193,7 @@ class Run:
     seed: int
     study: Study
     sources: Mapping[RunKey, Variant] = field(default_factory=dict)
-    """The variants whose runs with the same seed are the values of keys."""
+    """Variants by key: their runs with the same seed are the values of these keys."""
 
     def __str__(self) -> str:
         """The name of the run in messages."""
@@ -202,37 +203,37 @@ class Run:
 
     @property
     def is_swept(self) -> bool:
-        """Whether it is of one of several points of a grid that are tried with its seed."""
+        """Whether it is one of several grid points that are tried with its seed."""
         points = self.study.groups[self.variant.group]
         return len(points) > 1 and self.seed in self.study.swept_seeds
 
     @property
     def folder(self) -> Path:
-        """The run's own, as `run.folder`."""
+        """The run's folder, `run.folder`."""
         return run_folder(self.study.folder, self.variant.name, self.seed)
 
     @property
     def result_file(self) -> Path:
-        """The file of its result, which exists if the run is finished."""
+        """Its result file, which exists if the run is finished."""
         return self.folder.with_name(f"{self.folder.name}.json")
 
     @property
     def source_names(self) -> dict[str, str]:
-        """The names of its sources by their keys, as its result has them."""
+        """The names of its sources by key, as stored in its result."""
         return {key: variant.name for key, variant in self.sources.items()}
 
     @property
     def overrides(self) -> list[str]:
-        """`key=value` over the base: everything that makes the run.
+        """All overrides of the base as `key=value`.
 
         Raises:
-            CheckpointError: a run that it begins with has no best checkpoint to be scored by.
+            CheckpointError: a run from which it starts has no best checkpoint.
         """
         return [*self.own_overrides, *self._from_sources()]
 
     @property
     def own_overrides(self) -> list[str]:
-        """The same without the runs that it begins with or learns from."""
+        """The same without the runs from which it starts or learns."""
         return [
             *self.variant.overrides,
             f"seed={self.seed}",
@@ -241,7 +242,7 @@ class Run:
 
     @property
     def checked_overrides(self) -> list[str]:
-        """`own_overrides` that a run may be checked or tried with before its sources are there."""
+        """`own_overrides` with which a run can be checked or tried before its sources exist."""
         config = self.variant.config
         named: dict[str, str | None] = {
             "checkpoint.init_from": config.checkpoint.init_from,
@@ -254,7 +255,7 @@ class Run:
         ]
 
     def _from_sources(self) -> Iterator[str]:
-        """The checkpoints that the others are scored by."""
+        """Overrides with the checkpoints by which the source runs are scored."""
         for key, variant in self.sources.items():
             folder = run_folder(self.study.folder, variant.name, self.seed)
             path = best_checkpoint(folder) if variant.scores_best else folder
@@ -267,12 +268,12 @@ def folder_of(study: StudyConfig, task: str) -> Path:
 
 
 def run_folder(study: Path, variant: str, seed: int) -> Path:
-    """The folder of a run in that of a study, or of its task."""
+    """The folder of a run inside that of its study or task."""
     return study / "runs" / variant / f"seed-{seed}"
 
 
 def place_of(study: StudyConfig, folder: str, kind: str) -> list[str]:
-    """`key=value` for the folder of a run and the data of all, of some kind."""
+    """Overrides for a run's folder and the study's data of some kind."""
     place = [f"run.folder={json.dumps(folder)}"]
     if study.data is not None:
         place.append(f"data.path={json.dumps(study.data.path)}")
@@ -289,12 +290,12 @@ def _defining_keys(config: RunConfig) -> dict[str, Any]:
 
 
 def is_text(kind: str) -> bool:
-    """Whether data of a kind is text that `polyad prepare` makes."""
+    """Whether this kind of data is text prepared by `polyad prepare`."""
     return kind in TASKS and issubclass(TASKS[kind].data_settings, DataConfig)
 
 
 def changed_key(before: Mapping[str, Any], after: Mapping[str, Any]) -> str | None:
-    """The first key that two runs differ in, with both values; None if they do not."""
+    """The first key in which two runs differ, with both values; None if they are equal."""
     for key in sorted(before.keys() | after.keys()):
         if before.get(key) != after.get(key):
             return f"{key}: {before.get(key)!r} there, {after.get(key)!r} here"

@@ -1,1 +1,1 @@
-"""Tasks: what a run learns from, its samples, losses and scores."""
+"""Training tasks: their samples, losses and scores."""

@@ -1,4 +1,4 @@
-"""Attribute classification: which of several attributes each image has, as of CelebA's faces.
+"""Attribute classification: which of several attributes each image has, as in CelebA.
 
 Shapes: B images of a micro-batch, K attributes.
 """
@@ -18,7 +18,7 @@ from polyad.train.tasks.task import Score
 
 
 class AttributeClassification(ImageClassification):
-    """The attributes of each image of a prepared folder, each with a logit of its own."""
+    """Predicts the attributes of each image of a prepared folder, with one logit per attribute."""
 
     data_settings = AttributeDataConfig
     scores = (
@@ -37,13 +37,13 @@ class AttributeClassification(ImageClassification):
 
 
 class AttributeScore(NamedTuple):
-    """How well one attribute is told."""
+    """How well one attribute is predicted."""
 
     accuracy: float
     images: int
-    """How many have it."""
+    """Number of images that have the attribute."""
     true_positive_rate: float | None
-    """The share of those that the model finds."""
+    """Recall: the share of those images that the model finds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,14 +67,14 @@ class AttributeTotals:
 
 
 class CountedAttributes:
-    """Sums over images that have attributes; a logit above 0 says yes."""
+    """Sums over images that have attributes; a logit above 0 counts as yes."""
 
     def __init__(self, attributes: int, device: torch.device) -> None:
         self._totals_3 = torch.zeros(3, dtype=torch.float64, device=device)
         self._sums_K3 = torch.zeros(attributes, 3, dtype=torch.float64, device=device)
 
     def add(self, logits_BK: Tensor, labels_BK: Tensor, losses_B: Tensor) -> None:
-        """Counts images; none may be filling."""
+        """Counts images; none may be padding of the batch."""
         has_BK = labels_BK > 0
         right_BK = (logits_BK > 0) == has_BK
         ones_B = torch.ones_like(losses_B, dtype=torch.float64)

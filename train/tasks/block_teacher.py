@@ -1,13 +1,13 @@
-"""Distillation of feed-forwards: those of replaced blocks learn from the ones in whose place they
-are, all at once, in one pass of the teacher.
+"""Block-wise distillation: each replaced feed-forward learns from the original of its block, all
+blocks at once, in one pass of the teacher.
 
     y = f(x)   the original feed-forward, frozen        ŷ = g(x)   the new one
     normalized   mean over tokens and units of (ŷ - y)^2 / |y|        (|y| the norm of a token's y)
     squared      mean over tokens and units of (ŷ - y)^2
-    nMSE         sum |ŷ - y|^2 / sum |y|^2, which is measured and not learned from
+    nMSE         sum |ŷ - y|^2 / sum |y|^2, which is measured, not trained on
 
-In training the block goes on with y, so that later blocks read what they read in the teacher, and
-ŷ is in no other loss. In evaluation it goes on with ŷ: a validation is of the spliced model.
+In training the block passes on y, so that later blocks get the same inputs as in the teacher, and ŷ
+enters no other loss. In evaluation it passes on ŷ: validation scores the spliced model.
 
 Source: MxD (Oldfield et al. 2025, "Towards interpretability without sacrifice: faithful dense layer
 decomposition with mixture of decoders"), whose loss is the normalized one.
@@ -29,14 +29,14 @@ from polyad.train.tasks.task import Predictor
 
 
 def feed_forward_losses(ours_BTD: Tensor, theirs_BTD: Tensor, loss: BlockLoss) -> dict[str, Tensor]:
-    """How far outputs are from those of the original, as fields of `RoutingStats`.
+    """Computes the distance of outputs from the original's, as fields of `RoutingStats`.
 
-    A token whose original output is 0, as one that a capacity dropped, counts with norm 1.
+    A token whose original output is 0 (dropped by a capacity limit, say) counts with norm 1.
 
     Args:
-        ours_BTD: With their gradient.
-        theirs_BTD: The original's.
-        loss: Which loss has the gradient.
+        ours_BTD: Outputs of the new feed-forward, with gradient.
+        theirs_BTD: Outputs of the original.
+        loss: Which of the losses gets a gradient.
     """
     wide = torch.promote_types(theirs_BTD.dtype, torch.float32)
     theirs_BTD = theirs_BTD.to(wide)
@@ -57,17 +57,17 @@ class BlockTeacher:
     """The original feed-forwards of replaced blocks.
 
     Args:
-        originals: By the number of the block; frozen, in evaluation mode, on the device of the
-            training, and not part of the model.
-        loss: What is learned from them.
+        originals: Feed-forwards by block number; frozen, in evaluation mode, on the training
+            device, and not part of the model.
+        loss: The loss to train with.
     """
 
     def __init__(self, originals: Mapping[int, FeedForward], loss: BlockLoss) -> None:
         self.originals, self._loss = originals, loss
 
     def teach(self, model: nn.Module) -> None:
-        """Has the replaced feed-forwards of a model learn from now on. All else of it is in
-        evaluation mode, also when it trains.
+        """Attaches the originals to the replaced feed-forwards of a model. Everything else in it
+        stays in evaluation mode, even in training.
 
         Args:
             model: a decoder, on any layout, that has not run yet.
@@ -82,14 +82,14 @@ class BlockTeacher:
     def losses(
         self, model: Predictor, input_ids_BT: Tensor
     ) -> tuple[Tensor, tuple[RoutingStats, ...]]:
-        """The sum of the losses of all replaced blocks, and the statistics of these."""
+        """Returns the summed loss of all replaced blocks, and their statistics."""
         taught = [each for each in model(input_ids_BT).routing if each.distill_loss is not None]
         losses = [each.distill_loss for each in taught if each.distill_loss is not None]
         return torch.stack(losses).sum(), tuple(taught)
 
 
 def _compared_with(original: FeedForward, loss: BlockLoss) -> Callable[..., Any]:
-    """A hook that puts the original's output in the place of a feed-forward's while it trains."""
+    """Returns a hook that replaces a feed-forward's output by the original's in training."""
 
     def compare(module: nn.Module, given: tuple[Any, ...], found: tuple[Any, Any]) -> Any:
         if not module.training:
@@ -97,7 +97,7 @@ def _compared_with(original: FeedForward, loss: BlockLoss) -> Callable[..., Any]
         ours_BTD, stats = found
         with torch.no_grad():
             theirs_BTD, _ = original(*given)
-        if stats is None:  # it does not route: all tokens go to one expert
+        if stats is None:  # not routed: all tokens go to one expert
             stats = RoutingStats("", load_E=ours_BTD.new_ones(1, dtype=torch.float32))
         return theirs_BTD, stats.but(**feed_forward_losses(ours_BTD, theirs_BTD, loss))
 

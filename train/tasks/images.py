@@ -1,4 +1,4 @@
-"""Image classification: one of the classes of a folder of images.
+"""Image classification on a prepared folder of images.
 
 Shapes: B images of a micro-batch, C channels, H x W pixels, K classes.
 """
@@ -50,9 +50,9 @@ from polyad.train.tasks.task import (
 from polyad.train.tasks.vocabulary import CLASSES_FILE, differing, names_of
 
 SHRUNK = 2
-"""How many times as long as `model.image_size` a side may be before it is said."""
+"""Warn where an image's side is more than this many times `model.image_size`."""
 FEW = 100
-"""Images of a validation split below which it is said that they are few."""
+"""Warn where the validation split has fewer images than this."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +77,7 @@ class ImageScores(LabelledScores):
         }
 
     def rows(self, task: type[Task[Any]]) -> list[tuple[str, str]]:
-        """Scores, those of each domain, the worst classes, and what was held out of what."""
+        """Rows of scores, scores per domain, the worst classes, and how the split was held out."""
         assert issubclass(task, ImageClassification)
         titles = {score.name: score.title for score in task.scores}
         rows = [*super().rows(task), *self.domain_rows("images", titles)]
@@ -92,7 +92,7 @@ class ImageScores(LabelledScores):
 
 
 class ImageClassification(LabelledTask[ImageBatch]):
-    """The class of each image of a prepared folder.
+    """Predicts the class of each image of a prepared folder.
 
     Args:
         data: The prepared images.
@@ -118,7 +118,7 @@ class ImageClassification(LabelledTask[ImageBatch]):
     classes_are: ClassVar[str] = "classes"
     """What classes are called."""
     has_attributes: ClassVar[bool] = False
-    """Whether an image has any number of the classes, which are then attributes."""
+    """Whether an image may have any number of the classes, which are then attributes."""
 
     def __init__(self, data: ImageData, sections: Sections) -> None:
         settings, model = sections.data, sections.model
@@ -203,13 +203,13 @@ class ImageClassification(LabelledTask[ImageBatch]):
         return -(targets_BK * logits_BK.log_softmax(-1)).sum(-1)
 
     def examined(self, logits_BK: Tensor, labels_B: Tensor) -> tuple[Tensor, Tensor]:
-        """What a report looks at: the loss of each image [B], and the probability of each class of
-        it [B, K]."""
+        """Returns what a report shows: each image's loss [B] and class probabilities [B, K]."""
         targets_BK = soft_targets(labels_B, None, logits_BK.shape[-1], 0.0)
         return self._loss(logits_BK, targets_BK), self.probabilities(logits_BK)
 
     def probabilities(self, logits_BK: Tensor) -> Tensor:
-        """The probability of each class, [B, K]; with the sigmoid loss each by itself."""
+        """The probability of each class, [B, K]; independent of each other with the sigmoid
+        loss."""
         return logits_BK.sigmoid() if self.settings.loss == "sigmoid" else logits_BK.softmax(-1)
 
     to_validate: ClassVar[str] = "`polyad prepare --images SOURCE --held-out 0.1` holds images out"
@@ -236,12 +236,12 @@ class ImageClassification(LabelledTask[ImageBatch]):
             split: `train`, `validation` or `test`.
             batch_size: Images in a forward pass.
             world: This process.
-            report: Is told the share done.
-            most: Images that are scored, evenly over the split; None: all of them.
+            report: Called with the share done.
+            most: Number of images to score, spread evenly over the split; None: all.
 
         Returns:
-            Also `calibration_error`, the expected calibration error over 15 bins of confidence
-            (Guo et al. 2017; of `probabilities`).
+            Also `calibration_error`, the expected calibration error over 15 bins of confidence (Guo
+            et al. 2017) of `probabilities`.
         """
         images = self.held_out(split)
         total = len(images) if most is None else min(len(images), most)
@@ -280,7 +280,7 @@ class ImageClassification(LabelledTask[ImageBatch]):
         )
 
     def units_of(self, split: str) -> int:
-        """The number of images of a split."""
+        """The number of images in a split."""
         return len(self.data.split(split))
 
     def check_split(self, split: str) -> None:
@@ -288,7 +288,8 @@ class ImageClassification(LabelledTask[ImageBatch]):
         self.data.split(split)
 
     def labels_in_words(self, split: str) -> Callable[[int], str]:
-        """A function that says the class of an image of a split, or its attributes."""
+        """Returns a function from an image's number in a split to its class or attributes in
+        words."""
         labels, names = self.data.split(split).labels, self.data.manifest.class_names
 
         def in_words(number: int) -> str:
@@ -321,11 +322,12 @@ class ImageClassification(LabelledTask[ImageBatch]):
 
     @property
     def notes(self) -> list[str]:
-        """Whether images are made much smaller, and whether few validate."""
+        """Warns where images are much larger than the model reads, or the validation split is
+        small."""
         said = []
         side = self.model.image_size
         train = self.data.split("train")
-        with contextlib.suppress(DataError):  # a damaged image is for training to refuse
+        with contextlib.suppress(DataError):  # training reports damaged images
             height, width = train.decode(0).shape[:2]
             if min(height, width) > SHRUNK * side:
                 said.append(
@@ -342,16 +344,16 @@ class ImageClassification(LabelledTask[ImageBatch]):
         return said
 
     def begins_anew(self, weights: Weights) -> tuple[str, ...]:
-        """What the model cannot take from these weights, as a head of other classes; a folder of
-        another library's knows that itself."""
+        """The parameters that the model cannot take from these weights, such as a head for other
+        classes. A folder of another library decides that itself."""
         if isinstance(weights, FamilyWeights):
             return ()
         return self.model.begins_anew_from(weights.model_config())
 
     def check_weights(self, weights: Weights, owner: str) -> None:
-        """Checks that the weights were trained with these classes in this order, unless the head is
-        a new one."""
-        # Another library's folder knows itself whether its head is taken.
+        """Checks that the weights were trained with these classes in this order, unless the head
+        starts anew."""
+        # A folder of another library decides itself whether its head is used.
         if isinstance(weights, FamilyWeights):
             new = weights.is_new(f"{HEAD}weight")
         else:
@@ -360,14 +362,14 @@ class ImageClassification(LabelledTask[ImageBatch]):
             self.check_classes(weights, owner)
 
     def check_classes(self, weights: Weights, owner: str) -> None:
-        """Checks that weights were trained with these classes in this order, as far as they tell.
+        """Checks that weights were trained with these classes in this order, if they record that.
 
         Args:
-            weights: Of an image model.
-            owner: What the error calls it.
+            weights: An image model's.
+            owner: Name of the weights in the error.
 
         Raises:
-            ConfigError: They were trained with others.
+            ConfigError: They were trained with other classes.
         """
         names = names_of(weights)
         ours = list(self.data.manifest.class_names)

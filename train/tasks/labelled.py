@@ -1,4 +1,4 @@
-"""What tasks on labelled images and sequences share: one source with splits, perhaps domains."""
+"""Base of tasks on labelled images and sequences: one source with splits, optionally domains."""
 
 import json
 from abc import abstractmethod
@@ -16,11 +16,11 @@ from polyad.train.tasks.losses import Learner
 from polyad.train.tasks.task import Batch, Predictor, Scores, Share, Task
 
 PerDomain = Mapping[str, Mapping[str, float]]
-"""How many samples of each domain were scored, and its scores, by their names."""
+"""Per domain, the number of scored samples, and its scores by name."""
 
 
 def domain_records(per_domain: PerDomain, names: Sequence[str]) -> dict[str, float]:
-    """The keys of a record of validation, as `validation_loss/sketch`."""
+    """Returns validation scores by key of the record, such as `validation_loss/sketch`."""
     return {
         f"validation_{name}/{domain}": scores[name]
         for domain, scores in per_domain.items()
@@ -30,18 +30,18 @@ def domain_records(per_domain: PerDomain, names: Sequence[str]) -> dict[str, flo
 
 @dataclass(frozen=True, kw_only=True)
 class LabelledScores(Scores):
-    """How well a model does on labelled samples, and on those of each domain."""
+    """Scores of a model on labelled samples, overall and per domain."""
 
     per_domain: PerDomain
     left_out: Sequence[str]
-    """Domains that are left out of training."""
+    """Domains left out of training."""
 
     def domain_rows(self, counted: str, titles: Mapping[str, str]) -> list[tuple[str, str]]:
-        """A table of the domains, as names and values, below which domains are left out.
+        """Returns a table of domains as names and values, then which domains training leaves out.
 
         Args:
-            counted: What samples are called, and the key of their number.
-            titles: Of the scores, by their names.
+            counted: Plural name of the samples, and the key of their number.
+            titles: Column titles by score name.
         """
         rows = []
         if self.per_domain:
@@ -60,13 +60,13 @@ class LabelledScores(Scores):
 
 
 class LabelledTask(Learner, Task[Batch]):
-    """A task on the samples of one source, each with what is to be said of it."""
+    """A task on the samples of one source, each with a label."""
 
     higher_is_better: ClassVar[bool] = True
     data: ImageData | SequenceData
     settings: ImageDataConfig | SequenceDataConfig
     _most: int | None
-    """Samples that a validation in training reads; None: all."""
+    """Samples that a validation during training reads; None: all."""
 
     @property
     def place(self) -> str:
@@ -75,12 +75,12 @@ class LabelledTask(Learner, Task[Batch]):
 
     @property
     def name(self) -> str:
-        """The source as the configuration has it."""
+        """The source as written in the configuration."""
         return self.settings.path
 
     @property
     def fingerprint(self) -> str:
-        """A digest of the training samples and of what is said of them."""
+        """A digest of the training samples and their labels."""
         return self.data.fingerprint
 
     @property
@@ -91,7 +91,7 @@ class LabelledTask(Learner, Task[Batch]):
     @property
     @abstractmethod
     def validated(self) -> Sequence[str]:
-        """Names of the scores of the validation split that training tells."""
+        """Names of the validation scores that training reports."""
 
     @abstractmethod
     def score(
@@ -104,12 +104,12 @@ class LabelledTask(Learner, Task[Batch]):
         report: Share | None = None,
         most: int | None = None,
     ) -> LabelledScores:
-        """Scores a split, or at most so many samples evenly over it; see `Task.score`."""
+        """Scores a split, or at most `most` samples spread evenly over it; see `Task.score`."""
 
     def validate(
         self, model: Predictor, *, batch_size: int, world: comm.World, report: Share
     ) -> dict[str, float]:
-        """Scores of the validation split, or of some of it, and of each domain."""
+        """Scores the validation split, or a part of it, and each domain."""
         found = self.score(
             model, "validation", batch_size=batch_size, world=world, report=report, most=self._most
         )

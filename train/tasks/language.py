@@ -1,4 +1,4 @@
-"""Language modelling: the next token of prepared text.
+"""Language modelling: predicts the next token of prepared text.
 
 Shapes: B samples of a micro-batch, T tokens of a sample, V vocabulary.
 """
@@ -49,8 +49,8 @@ class TextBatch(NamedTuple):
 def text_losses(
     model: Predictor, batch: TextBatch, teacher: Teacher | BlockTeacher | None = None
 ) -> tuple[Tensor, tuple[RoutingStats, ...]]:
-    """The mean loss of the tokens, or with a teacher the loss of each token, in nats, or that of
-    its blocks; and the routing statistics of the layers."""
+    """Returns the loss in nats and the layers' routing statistics. The loss is the mean over
+    tokens, with a teacher the loss of each token, with a block teacher the loss of its blocks."""
     if isinstance(teacher, BlockTeacher):
         return teacher.losses(model, batch.input_ids_BT)
     if teacher is None:
@@ -68,13 +68,13 @@ class TextSamples(Dataset[TextBatch]):
         self.tokens = samples
 
     def __getitem__(self, sample: int) -> TextBatch:
-        """Reads a sample by its global number."""
+        """The sample with this global number."""
         return TextBatch.of(self.tokens[sample])
 
 
 @dataclass(frozen=True, kw_only=True)
 class TextScores(Scores):
-    """How well a model predicts the tokens of a split."""
+    """Scores of a model that predicts the tokens of a split."""
 
     loss: float
     perplexity: float
@@ -106,10 +106,10 @@ class TextScores(Scores):
 
 
 class LanguageModelling(Learner, TextTask[TextBatch]):
-    """The next token of one prepared folder, or of several that are mixed.
+    """Predicts the next token, on one prepared folder or a mixture of several.
 
     Args:
-        data: The prepared folders that are trained on.
+        data: The prepared folders to train on.
         sections: Sections of the configuration.
     """
 
@@ -139,24 +139,24 @@ class LanguageModelling(Learner, TextTask[TextBatch]):
             )
         self._attacked: dict[str, tuple[TokenStream, SplitInfo]] = {}
         self.block_teacher: BlockTeacher | None = None
-        """What the feed-forwards of replaced blocks learn from, in place of the text."""
+        """Teacher of the replaced blocks' feed-forwards, in place of the loss on the text."""
         about = data.tokenizer
         known = with_vocabulary(model, about.vocab_size, self.place)
         self.model = with_end_of_text(known, about.end_of_text_id, self.place)
 
     @functools.cached_property
     def samples(self) -> TextSamples:
-        """Samples of T tokens and their successors."""
+        """Samples of T tokens, each with its next token."""
         return TextSamples(self.data.samples(self.model.sequence_length, self._seed))
 
     @property
     def tokens(self) -> TrainingSamples | MixedSamples:
-        """Samples as they are cut from the text, each of T + 1 tokens."""
+        """Samples cut from the text, T + 1 tokens each."""
         return self.samples.tokens
 
     def losses(self, model: Predictor, batch: TextBatch) -> tuple[Tensor, tuple[RoutingStats, ...]]:
-        """Negative log-likelihood of every token, in nats; with a teacher its share of each, or the
-        loss of its blocks."""
+        """Negative log-likelihood of each token in nats, with the distillation loss added if there
+        is a teacher; with a block teacher the loss of its blocks."""
         return text_losses(model, batch, self.block_teacher or self.teacher)
 
     @property
@@ -167,7 +167,7 @@ class LanguageModelling(Learner, TextTask[TextBatch]):
     def validate(
         self, model: Predictor, *, batch_size: int, world: comm.World, report: Share
     ) -> dict[str, float]:
-        """Loss and perplexity of the validation split, and of a mixture of each source's."""
+        """Loss and perplexity of the validation split; for a mixture also of each source."""
 
         def score(stream: TokenStream) -> dict[str, float]:
             windows = self.windows(stream, self.evaluation.max_windows)
@@ -181,7 +181,7 @@ class LanguageModelling(Learner, TextTask[TextBatch]):
         }
 
     def windows(self, stream: TokenStream, most: int | None = None) -> EvaluationWindows:
-        """The windows that a stream of tokens is scored by."""
+        """The windows in which a token stream is scored."""
         length = self.model.sequence_length
         stride = self.evaluation.stride or length
         about = self.data.tokenizer
@@ -193,7 +193,7 @@ class LanguageModelling(Learner, TextTask[TextBatch]):
         return self._attacked.get(name) or super().split(name)
 
     def attacked(self, name: str, stream: TokenStream, counts: SplitInfo) -> "LanguageModelling":
-        """A copy of this task with another text in one split: its tokens and its counts."""
+        """A copy of this task with other text in one split, given by its tokens and counts."""
         task = copy.copy(self)
         task._attacked = {name: (stream, counts)}
         return task
@@ -237,10 +237,10 @@ class LanguageModelling(Learner, TextTask[TextBatch]):
 
 
 def language_model(weights: Weights) -> DecoderSettings:
-    """The configuration of weights that predict text.
+    """Returns the configuration of a language model's weights.
 
     Raises:
-        ConfigError: The model does not read text.
+        ConfigError: They are not a language model's.
     """
     config = weights.model_config()
     if not isinstance(config, DecoderSettings):

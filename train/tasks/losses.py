@@ -1,15 +1,15 @@
 """Losses that tasks share: cross-entropy, and distillation from a trained model.
 
-Distillation: a run also learns what a trained model, its teacher, says of the same samples.
+In distillation a run also learns the outputs of a trained model, its teacher, on the same samples.
 
     loss = (1 - w) * task loss + w * KL(teacher || student),  both softmaxes at temperature T
 
-Source: Hinton et al. 2015, "Distilling the knowledge in a neural network". Their T^2, which keeps
-gradients of the KL as large at any T, is part of it. In text each token has such a loss, and the
-classes are its vocabulary: every token whose loss counts is taught.
+Source: Hinton et al. 2015, "Distilling the knowledge in a neural network". The KL includes their
+factor T^2, which keeps its gradient equally large at any T. In language models every token whose
+loss counts has such a loss, and the classes are the vocabulary.
 
-Shapes: B images or sequences of a micro-batch, or samples and tokens, [B, T]; K or V classes, as
-the tokens of a vocabulary.
+Shapes: B images or sequences of a micro-batch, or [B, T] samples and tokens; K classes, or a
+vocabulary of V tokens.
 """
 
 from collections.abc import Callable
@@ -64,10 +64,10 @@ class DistillConfig(Config):
 
 
 class Teacher:
-    """A trained model, and its share in the loss.
+    """A trained model, and its part of the loss.
 
     Args:
-        model: In evaluation mode, on the device of the training.
+        model: In evaluation mode, on the training device.
         config: Weight and temperature.
     """
 
@@ -77,13 +77,13 @@ class Teacher:
     def taught(
         self, losses_B: Tensor, logits_BK: Tensor, *inputs: Tensor, **named: Tensor
     ) -> Tensor:
-        """The loss of each sample with the teacher's share [B].
+        """Returns the loss of each sample with the distillation loss mixed in [B].
 
         Args:
-            losses_B: The task's.
-            logits_BK: The student's, fp32.
-            inputs: What the student read.
-            named: The same, by the names of its arguments.
+            losses_B: The task's losses.
+            logits_BK: The student's logits, fp32.
+            inputs: The student's inputs.
+            named: Its keyword inputs.
         """
         with torch.no_grad():
             theirs_BK = self._model(*inputs, **named).logits.float().view_as(logits_BK)
@@ -96,7 +96,7 @@ class Learner:
     """A task that can learn from a teacher."""
 
     teacher: Teacher | None = None
-    """What `losses` learn from, too; None: from the data alone."""
+    """The teacher, if any; None: the task learns from the data alone."""
 
 
 def distillation_loss(teacher_BK: Tensor, student_BK: Tensor, temperature: float) -> Tensor:

@@ -1,4 +1,4 @@
-"""Masked language modelling: hidden tokens of prepared text, from those on both sides.
+"""Masked language modelling: predicts hidden tokens of prepared text from both sides.
 
 Shapes: B samples of a micro-batch, T tokens of a sample, P hidden ones.
 """
@@ -29,9 +29,9 @@ from polyad.train.tasks.text import TextTask, with_vocabulary
 
 
 def masked_losses(model: Predictor, batch: MaskedBatch) -> tuple[Tensor, tuple[RoutingStats, ...]]:
-    """The mean loss of the hidden tokens, and the routing statistics of the layers.
+    """Returns the mean loss of the hidden tokens, and the layers' routing statistics.
 
-    Every sample has as many hidden tokens: the mean over all processes is that of their means.
+    Every sample has equally many hidden tokens, so the mean over processes is the mean of means.
     """
     loss, routing = model(
         batch.input_ids_BT, positions_BP=batch.positions_BP, target_ids_BP=batch.target_ids_BP
@@ -49,7 +49,7 @@ class HiddenScore(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class MaskedScores(Scores):
-    """How well a model predicts the hidden tokens of a split."""
+    """Scores of a model that predicts the hidden tokens of a split."""
 
     loss: float
     accuracy: float
@@ -62,7 +62,7 @@ class MaskedScores(Scores):
 
 
 class MaskedLanguageModelling(TextTask[MaskedBatch]):
-    """The hidden tokens of one prepared folder, or of several that are mixed."""
+    """Predicts hidden tokens, on one prepared folder or a mixture of several."""
 
     data_settings = MaskedTextConfig
     scores = (
@@ -96,7 +96,7 @@ class MaskedLanguageModelling(TextTask[MaskedBatch]):
 
     @functools.cached_property
     def tokens(self) -> TrainingSamples | MixedSamples:
-        """The text between the marks: T - 2 tokens, and the first of the next sample."""
+        """The text between the special tokens: T - 2 tokens, and the first of the next sample."""
         return self.data.samples(self.model.sequence_length - 2, self._seed)
 
     def losses(
@@ -106,14 +106,14 @@ class MaskedLanguageModelling(TextTask[MaskedBatch]):
         return masked_losses(model, batch)
 
     def windows(self, stream: TokenStream, most: int | None = None) -> MaskedWindows:
-        """The windows that a stream of tokens is scored by."""
+        """The windows in which a token stream is scored."""
         length = self.model.sequence_length
         return MaskedWindows(stream, length, self.num_hidden, self.special, most)
 
     def validate(
         self, model: Predictor, *, batch_size: int, world: comm.World, report: Share
     ) -> dict[str, float]:
-        """Loss and accuracy of the validation split, and of a mixture of each source's."""
+        """Loss and accuracy of the validation split; for a mixture also of each source."""
 
         def score(stream: TokenStream) -> dict[str, float]:
             windows = self.windows(stream, self.evaluation.max_windows)

@@ -1,13 +1,12 @@
-"""What happens to pixels before a model reads them, here and as folders of other libraries say it.
+"""Preprocessing of pixels, here and as the files of other libraries describe it.
 
     preprocessor_config.json        transformers
     config.json, pretrained_cfg     timm
 
-Here the shorter side of an image is resized by `data.evaluation_resize`, bicubic, the middle is
+Here the shorter side of an image is resized by `data.evaluation_resize` (bicubic), the center is
 cropped, and pixels from 0 to 1 are normalized by `data.normalization`. In training, image b of a
-micro-batch may be mixed with its neighbour b xor 1. The share and the box of each were drawn with
-the sample, from the seed of the run and its number, so a mixed image is the same on any number of
-processes.
+micro-batch may be mixed with its neighbour b xor 1. Share and box are drawn with the sample, from
+the run's seed and the sample's number, so mixed images do not depend on the number of processes.
 
 Shapes: B images of a micro-batch, C channels, H x W pixels, K classes.
 """
@@ -32,12 +31,12 @@ from polyad.parallel.weights import Weights
 
 
 def normalize(images_BCHW: Tensor, mean: tuple[float, ...], std: tuple[float, ...]) -> Tensor:
-    """Subtracts a mean and divides by a standard deviation, of each channel.
+    """Subtracts each channel's mean and divides by its standard deviation.
 
     Args:
         images_BCHW: Pixels from 0 to 255.
-        mean: Of pixels from 0 to 1.
-        std: Likewise.
+        mean: Means of pixels from 0 to 1.
+        std: Standard deviations of pixels from 0 to 1.
 
     Returns:
         fp32.
@@ -50,9 +49,9 @@ def normalize(images_BCHW: Tensor, mean: tuple[float, ...], std: tuple[float, ..
 def _on_device(
     mean: tuple[float, ...], std: tuple[float, ...], device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Both in units of a pixel: made once, as a copy to a GPU would wait for it in each step."""
+    """Both in units of pixels from 0 to 255; cached, because copying to a GPU synchronizes."""
     of_each = ([255 * x for x in values] for values in (mean, std))
-    with torch.inference_mode(False):  # whoever asks first, all may use them
+    with torch.inference_mode(False):  # cached tensors must be usable in training, too
         mean_C11, std_C11 = (torch.tensor(x, device=device).view(-1, 1, 1) for x in of_each)
     return mean_C11, std_C11
 
@@ -62,9 +61,9 @@ def mix_images(images_BCHW: Tensor, mix_B: Tensor, box_B4: Tensor) -> Tensor:
 
     Args:
         images_BCHW: Pixels; B is even.
-        mix_B: Share of each image in what it becomes; 1 leaves it as it is.
-        box_B4: Top, left, bottom and right of the box that is the neighbour's (CutMix, Yun et al.
-            2019). An empty box: all pixels are weighted means (mixup, Zhang et al. 2018).
+        mix_B: Share of each image in the result; 1 leaves it unchanged.
+        box_B4: Top, left, bottom and right of the box taken from the neighbour (CutMix, Yun et al.
+            2019). If it is empty, all pixels are weighted means (mixup, Zhang et al. 2018).
 
     Returns:
         fp32 of the same shape.
@@ -84,17 +83,17 @@ def mix_images(images_BCHW: Tensor, mix_B: Tensor, box_B4: Tensor) -> Tensor:
 
 
 def soft_targets(labels_B: Tensor, mix_B: Tensor | None, classes: int, smoothing: float) -> Tensor:
-    """The share of each class in the target of each image.
+    """Returns the share of each class in each image's target.
 
     Args:
-        labels_B: Class of each image; or 0 or 1 of each of its attributes [B, K].
+        labels_B: Class of each image; for attributes 0 or 1 [B, K].
         mix_B: Share of each image's own label; the rest is its neighbour's. None: not mixed.
         classes: K.
-        smoothing: Share that is spread evenly over all classes (Szegedy et al. 2016); of attributes
-            over yes and no.
+        smoothing: Share that is spread evenly over all classes (Szegedy et al. 2016); for
+            attributes over yes and no.
 
     Returns:
-        fp32 [B, K]; of classes each row sums to 1.
+        fp32 [B, K]; for classes each row sums to 1.
     """
     has_attributes = labels_B.dim() == 2
     targets_BK = (labels_B if has_attributes else one_hot(labels_B, classes)).float()
@@ -105,33 +104,33 @@ def soft_targets(labels_B: Tensor, mix_B: Tensor | None, classes: int, smoothing
 
 
 def neighbours(x: Tensor) -> Tensor:
-    """The rows of each pair changed over: row b is row b xor 1 of x [B, ...], B even."""
+    """Swaps the rows of each pair: row b is row b xor 1 of x [B, ...], B even."""
     return x.view(-1, 2, *x.shape[1:]).flip(1).view_as(x)
 
 
 PREPROCESSOR_FILE = "preprocessor_config.json"
 BICUBIC = 3
-"""The number of Pillow that transformers writes."""
+"""Pillow's code for bicubic resampling, which transformers writes."""
 _USUAL = {"vit": "half", "deit": "imagenet", "clip": "clip", "bit": "clip"}
-"""What image processors of transformers take without means, by how their names begin."""
+"""Default normalization of transformers' image processors, by prefix of their names."""
 MOST_RESIZE = 4.0
-"""The most that `data.evaluation_resize` may be."""
+"""Upper limit of `data.evaluation_resize`."""
 
 
 class Pixels(NamedTuple):
-    """What a folder says."""
+    """Preprocessing that a folder describes."""
 
     keys: dict[str, Any]
-    """The keys of `data:` that it decides."""
+    """The keys of `data:` that it sets."""
     notes: list[str]
-    """What it does otherwise than these keys can say, a line each."""
+    """Differences that these keys cannot express, a line each."""
 
 
 def read_pixels(folder: Path, image_size: int) -> Pixels:
-    """Reads what a folder says of pixels.
+    """Reads a folder's preprocessing of pixels.
 
     Raises:
-        HuggingFaceError: Its file is no JSON.
+        HuggingFaceError: Its file is not JSON.
     """
     if (folder / PREPROCESSOR_FILE).is_file():
         tree = read_json(folder / PREPROCESSOR_FILE, HuggingFaceError)
@@ -144,7 +143,7 @@ def read_pixels(folder: Path, image_size: int) -> Pixels:
 
 
 def normalization_of(weights: Weights, image_size: int) -> str | None:
-    """The `data.normalization` that weights were trained with; None: they do not say."""
+    """The `data.normalization` that weights were trained with; None if they do not record it."""
     if isinstance(weights, Checkpoint):
         data = load(weights.config_yaml).get("data")
         known = data.get("normalization") if isinstance(data, dict) else None
@@ -154,7 +153,7 @@ def normalization_of(weights: Weights, image_size: int) -> str | None:
 
 
 def transformers_file(settings: ImageDataConfig, image_size: int) -> dict[str, Any]:
-    """The content of preprocessor_config.json."""
+    """Returns the content of preprocessor_config.json."""
     side = {"height": image_size, "width": image_size}
     return {
         "image_processor_type": "BitImageProcessor",
@@ -173,7 +172,7 @@ def transformers_file(settings: ImageDataConfig, image_size: int) -> dict[str, A
 
 
 def timm_keys(settings: ImageDataConfig, image_size: int) -> dict[str, Any]:
-    """The same as keys of timm's `pretrained_cfg`."""
+    """Returns the same settings as keys of timm's `pretrained_cfg`."""
     shorter = _shorter(settings, image_size)
     crop = image_size / shorter
     while math.floor(image_size / crop) < shorter:  # timm rounds down
@@ -192,7 +191,7 @@ def _shorter(settings: ImageDataConfig, image_size: int) -> int:
 
 
 class _Transformers:
-    """A preprocessor_config.json, or what older versions wrote there."""
+    """A preprocessor_config.json of current or older versions."""
 
     def __init__(self, tree: Mapping[str, Any]) -> None:
         kind = tree.get("image_processor_type") or tree.get("feature_extractor_type") or ""
@@ -200,7 +199,7 @@ class _Transformers:
         self._crops = tree.get("do_center_crop", "crop_size" in tree) is not False
 
     def statistics(self) -> tuple[Sequence[float], Sequence[float]] | None:
-        """Mean and standard deviation of pixels from 0 to 1; None: it does not say."""
+        """Mean and standard deviation of pixels from 0 to 1; None if not given."""
         tree = self._tree
         factor = _number(tree.get("rescale_factor", 1 / 255)) or 1 / 255
         scale = 255 * factor if tree.get("do_rescale", True) is not False else 255
@@ -215,14 +214,14 @@ class _Transformers:
         return [each / scale for each in mean], [each / scale for each in std]
 
     def sides(self) -> tuple[float | None, float | None]:
-        """The shorter side after resizing, and the side of what the model reads."""
+        """The shorter side after resizing, and the side after cropping."""
         edge = _edge(self._tree.get("size"))
         if (share := _number(self._tree.get("crop_pct"))) and edge:
             return edge / share, edge
         return edge, _edge(self._tree.get("crop_size")) if self._crops else edge
 
     def differences(self) -> list[str]:
-        """What it does otherwise."""
+        """What it does differently from here."""
         tree, found = self._tree, []
         if tree.get("do_resize", True) is False:
             found.append("do_resize: false, but Polyad resizes images")
@@ -243,18 +242,18 @@ class _Timm:
         self._tree = tree
 
     def statistics(self) -> tuple[Sequence[float], Sequence[float]] | None:
-        """Mean and standard deviation of pixels from 0 to 1; None: it does not say."""
+        """Mean and standard deviation of pixels from 0 to 1; None if not given."""
         mean, std = _three(self._tree.get("mean")), _three(self._tree.get("std"))
         return None if mean is None or std is None else (mean, std)
 
     def sides(self) -> tuple[float | None, float | None]:
-        """The shorter side after resizing, and the side of what the model reads."""
+        """The shorter side after resizing, and the side after cropping."""
         size, share = self._tree.get("input_size"), _number(self._tree.get("crop_pct"))
         side = _number(size[-1]) if isinstance(size, list) and size else None
         return (math.floor(side / share) if side and share else None), side
 
     def differences(self) -> list[str]:
-        """What it does otherwise."""
+        """What it does differently from here."""
         usual = {"interpolation": "bicubic", "crop_mode": "center"}
         return [
             f"{key}: {self._tree[key]!r:.20}, but Polyad uses {only}"
@@ -307,7 +306,7 @@ def _three(value: object) -> list[float] | None:
 
 
 def _edge(size: object) -> float | None:
-    """The shorter side that a size means: one number, or a side by its name."""
+    """The shorter side of a size, which is a number or has sides by name."""
     if isinstance(size, dict):
         size = next((size[key] for key in ("shortest_edge", "height") if key in size), None)
     return _number(size)

@@ -1,4 +1,4 @@
-"""Random samples for a model of any kind: to try a layout, to plan one, and to count FLOPs."""
+"""Random samples for any kind of model, to try or plan a layout and to count FLOPs."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -31,30 +31,29 @@ RandomBatch: TypeAlias = "TextBatch | MaskedBatch | ClassBatch | ImageBatch"
 
 
 class ClassBatch(NamedTuple):
-    """Inputs, as sequences without padding, each with a class."""
+    """Inputs, such as sequences without padding, each with a class."""
 
     inputs: Tensor
     labels_B: Tensor
 
 
 def sequences_of(data: DataSettings) -> int:
-    """Sequences of a sample, as far as the configuration says: its choices, or 1."""
+    """Sequences per sample according to the configuration: the number of choices, or 1."""
     named = len(data.schema_of.choices) if isinstance(data, SequenceDataConfig) else 0
     return max(1, named)
 
 
 def length_of(model: DecoderSettings | BertConfig, data: DataSettings | None) -> int:
-    """Tokens after which a sequence is cut off."""
+    """Maximum length of a sequence in tokens."""
     longest = data.max_length if isinstance(data, SequenceDataConfig) else None
     return min(longest or model.sequence_length, model.sequence_length)
 
 
 def flops_of_unit(model: ModelSettings, data: DataSettings | None = None) -> int:
-    """Floating-point operations of training on what throughput counts, where each sequence is as
-    long as it may be; see `training_flops`.
+    """Training FLOPs per unit of throughput with sequences of maximum length; see `training_flops`.
 
     Args:
-        model: Complete.
+        model: The complete configuration.
         data: As for `random_batch`.
     """
     if isinstance(model, DecoderSettings | BertConfig) and isinstance(data, SequenceDataConfig):
@@ -63,25 +62,25 @@ def flops_of_unit(model: ModelSettings, data: DataSettings | None = None) -> int
 
 
 def training_flops(model: ModelSettings, sequences: int = 1, length: int | None = None) -> int:
-    """Counts the floating-point operations of training on what throughput counts.
+    """Counts the training FLOPs per unit of throughput.
 
-    The products of a forward pass, three times: the backward pass has two for each. Causal
-    attention counts in full, and what is computed again does not count, so that the share of a
-    device's peak is the "model FLOPs utilization" of PaLM (Chowdhery et al. 2022, appendix B).
-    Where the number of a token's experts grows, the mean of the first and the last counts, since
-    each number has an equal share of the run; a graph of tokens counts as if it were on from the
-    start. What a layer computes once for a whole batch counts as for a batch of one sample.
+    Counts the matrix products of a forward pass three times, since the backward pass has two for
+    each. Causal attention counts in full and recomputation does not count, so that the share of a
+    device's peak is the "model FLOPs utilization" of PaLM (Chowdhery et al. 2022, appendix B). If
+    the number of experts per token grows, the mean of first and last counts, since each number has
+    an equal share of the run; a token graph counts as if on from the start. What a layer computes
+    once per batch counts as for a batch of one sample.
 
     Args:
         model: Complete.
-        sequences: Of a sample.
-        length: Tokens of a sequence that is scored as a whole; None: as many as the model takes.
+        sequences: Sequences per sample.
+        length: Tokens of a sequence that is scored as a whole; None: the model's maximum.
 
     Returns:
-        FLOPs, a multiply-add counted as two.
+        FLOPs; a multiply-add counts as two.
 
     Raises:
-        ValueError: What the data decides is not filled in.
+        ValueError: Values that the data determines are missing.
     """
     key = repr(model), sequences, length
     if key not in _counted:
@@ -97,11 +96,11 @@ def training_flops(model: ModelSettings, sequences: int = 1, length: int | None 
 
 
 _counted: dict[tuple[str, int, int | None], int] = {}
-"""What was counted before: the variants of a study are often one model."""
+"""Cache of counts, since the variants of a study often share one model."""
 
 
 def _in_run(model: ModelSettings, *, at_end: bool) -> ModelSettings:
-    """The model as a run begins or ends, with its graph of tokens on."""
+    """The model at the start or end of a run, with its token graph on."""
     sparse = {
         key: each
         for key, each in model.feed_forwards().items()
@@ -123,13 +122,13 @@ def _in_run(model: ModelSettings, *, at_end: bool) -> ModelSettings:
 def random_batch(
     model: ModelSettings, samples: Sequence[int], data: DataSettings | None = None
 ) -> RandomBatch:
-    """A micro-batch as the model's task would give it.
+    """Makes a micro-batch like those of the model's task.
 
     Args:
-        model: Of text or of images.
-        samples: The number of each, which is its seed.
-        data: What the run reads: of labelled sequences how long they are, and how many a sample
-            has; None: sequences as long as the model's, and one of each sample.
+        model: A text or image model.
+        samples: The number of each sample, which is its seed.
+        data: The run's data, which gives the length of labelled sequences and their number per
+            sample; None: one sequence per sample, of the model's length.
     """
     each = 1 if data is None else sequences_of(data)
     seeds = [each * sample + number for sample in samples for number in range(each)]
@@ -197,11 +196,11 @@ def _sequence_sample(
 
 
 def losses_for(model: ModelSettings, teacher: Teacher | BlockTeacher | None = None) -> Any:
-    """The loss on such a micro-batch, of tokens or of the class; see `Task.losses`.
+    """Returns a function for the loss on such a micro-batch; see `Task.losses`.
 
     Args:
-        model: Of text or of images.
-        teacher: Has its share of each loss; None: none.
+        model: A text or image model.
+        teacher: Adds its distillation loss; None: no distillation.
     """
     if isinstance(model, DecoderSettings) and model.head is None:
         return partial(text_losses, teacher=teacher)
@@ -217,7 +216,7 @@ Losses: TypeAlias = tuple[Tensor, tuple[RoutingStats, ...]]
 def _class_losses(
     teacher: Teacher | None, model: Predictor, batch: ClassBatch | ImageBatch
 ) -> Losses:
-    """The loss of the class; of a single output its square."""
+    """The cross-entropy of the class; for a single output its square."""
     inputs = batch[0]
     logits_BK, routing = model(inputs)
     if logits_BK.shape[-1] == 1:

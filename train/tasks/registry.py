@@ -1,4 +1,4 @@
-"""The tasks by the kind of their data: what `data.kind` chooses."""
+"""The tasks by kind of data, as chosen by `data.kind`."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ TASKS: dict[str, type[Task[Any]]] = {
 
 
 def task_class(kind: str) -> type[Task[Any]]:
-    """The task for a kind of data; the configuration was checked, so the kind is known."""
+    """Returns the task for a kind of data, which the configuration has already checked."""
     return TASKS[kind]
 
 

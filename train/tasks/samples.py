@@ -1,11 +1,10 @@
-"""Held-out samples as measures read them: evenly over a split, each once, dealt out to processes.
+"""Held-out samples for measures, spread evenly over a split and divided among processes.
 
-What is counted as one is a row: a window of text, an image, a sequence (of which a sample with
-choices has several). Batches hold no rows that only fill them up, so the last one of a process may
-be empty.
+Each is read once. The unit is a row: a window of text, an image, or a sequence (a sample with
+choices has several). Batches are not padded with extra rows, so a process's last one may be empty.
 
-Shapes: B samples of a batch, R rows of it, T tokens of a row, P predicted tokens of a window, N
-tokens that the layers of a model see, D width, K classes.
+Shapes: B samples and R rows of a batch, T tokens of a row, P predicted tokens of a window, N tokens
+that the layers of a model get, D width, K classes.
 """
 
 import copy
@@ -47,19 +46,19 @@ class Rows(NamedTuple):
     """A batch of held-out samples."""
 
     number_R: Tensor
-    """The number of each row among all that are read, on the CPU."""
+    """Each row's number among all rows read, on the CPU."""
     batch: Any
-    """What the task makes of the samples, on the device of the model."""
+    """The task's batch, on the model's device."""
 
 
 class Samples(ABC):
-    """Samples of a split that are read once.
+    """Samples of a split, each read once.
 
     Attributes:
-        rows: that all processes read.
-        rows_of_sample: as many rows has a sample.
-        unit: of `amount`, for a line of progress.
-        amount: of what is read.
+        rows: number of rows that all processes read together.
+        rows_of_sample: rows per sample.
+        unit: the unit of `amount`, for progress messages.
+        amount: how much is read.
     """
 
     rows: int
@@ -71,31 +70,32 @@ class Samples(ABC):
     def batches(
         self, batch_size: int, rank: int, ranks: int, device: torch.device
     ) -> Iterator[Rows]:
-        """The batches of a process; all have as many.
+        """Yields the batches of a process; all processes have equally many.
 
         Args:
             batch_size: samples in a batch.
-            rank: of the process.
-            ranks: that share the samples.
-            device: of the model.
+            rank: the process's number.
+            ranks: number of processes that share the samples.
+            device: the model's.
         """
 
     @abstractmethod
     def forward(self, model: nn.Module, batch: Any, entering: dict[int, Tensor]) -> Any:
-        """Reads a batch.
+        """Runs the model on a batch.
 
         Args:
             model: in evaluation mode, whole on this process.
-            batch: of `batches`.
-            entering: of text gets what each block gets whose number is in it.
+            batch: one of `batches`.
+            entering: for text, is filled with the input of each block whose number is a key.
 
         Returns:
-            Of text what the last block gives [B, T, D], which `losses` scores; of images logits
-            [B, K]; of sequences outputs [B, K] and losses [B].
+            For text the output of the last block [B, T, D], which `losses` scores; for images
+            logits [B, K]; for sequences outputs [B, K] and losses [B].
         """
 
     def row_N(self, batch: Any) -> Tensor | None:
-        """The row of the batch that each token belongs to; None: each row has as many tokens."""
+        """The row of the batch that each token belongs to; None: all rows have equally many
+        tokens."""
         return None
 
     def counted_N(self, batch: Any) -> Tensor | None:
@@ -103,24 +103,24 @@ class Samples(ABC):
         return None
 
     def classes(self) -> tuple[list[str], Tensor] | None:
-        """Names of classes, and that of each row [rows]; None where a row has no one class."""
+        """Names of the classes, and each row's class [rows]; None unless a row has exactly one."""
         return None
 
     def about(self) -> dict[str, int]:
-        """How samples are made, for results: numbers by what they are."""
+        """Named numbers that describe the samples, for results."""
         return {}
 
 
 def samples_of(task: Task[Any], split: str, most: int | None = None) -> Samples:
-    """The samples of a split.
+    """Returns the samples of a split.
 
     Args:
-        task: of images, of sequences or of text.
-        split: of it.
-        most: about how many units are read, tokens or images; None: all.
+        task: a task on images, sequences or text.
+        split: name of the split.
+        most: approximate number of tokens or images to read; None: all.
 
     Raises:
-        ConfigError: of another task no measure is known.
+        ConfigError: there are no measures for this task.
     """
     if isinstance(task, ImageClassification):
         return ImageSamples(task, split, most, num_workers=task.settings.num_workers)
@@ -132,15 +132,15 @@ def samples_of(task: Task[Any], split: str, most: int | None = None) -> Samples:
 
 
 def probe_of(task: Task[Any], units: int, split: str | None = None) -> "TextSamples | ImageSamples":
-    """Samples that several checkpoints read, to compare what experts were given.
+    """Returns samples on which the routing of several checkpoints is compared.
 
     Args:
-        task: of text or of images.
-        units: tokens or images, at least if there are that many, evenly over the split.
-        split: of the data; None: what is validated with, of a mixture all of its parts.
+        task: a task on text or images.
+        units: minimum number of tokens or images (if there are as many), spread evenly.
+        split: name of the split; None: the validation split, for a mixture those of all sources.
 
     Raises:
-        ConfigError: there are none.
+        ConfigError: routing cannot be compared on this data.
     """
     if isinstance(task, ImageClassification):
         workers = task.settings.num_workers
@@ -153,8 +153,8 @@ def probe_of(task: Task[Any], units: int, split: str | None = None) -> "TextSamp
 def _numbered(
     batches: Iterable[tuple[Any, Tensor]], rank: int, ranks: int
 ) -> Iterator[tuple[Tensor, Any, Tensor]]:
-    """Adds the numbers of the samples that are a batch's own; batch j of a rank is batch
-    `j * ranks + rank` of all."""
+    """Adds the numbers of a batch's own samples. Batch j of a rank is batch `j * ranks + rank`
+    overall."""
     for done, (read, own_B) in enumerate(batches):
         number_B = (done * ranks + rank) * len(own_B) + torch.arange(len(own_B))
         yield number_B[own_B], read, own_B
@@ -164,39 +164,39 @@ class Passages(NamedTuple):
     """A batch of windows."""
 
     number_B: Tensor
-    """The number of each window among all that are read, on the CPU."""
+    """Each window's number among all windows read, on the CPU."""
     ids_BT: Tensor
-    """What is read."""
+    """The input tokens."""
     places_BP: Tensor
-    """Where tokens are predicted."""
+    """Positions at which tokens are predicted."""
     target_BP: Tensor
     """The predicted tokens."""
     scored_BP: Tensor
-    """Which of them count."""
+    """Which predicted tokens count."""
 
     def rows(self, row_R: Tensor) -> "Passages":
-        """Some windows, as often as they are named.
+        """Selects windows by index; an index may occur several times.
 
         Args:
-            row_R: on the device of the tokens.
+            row_R: indices, on the device of the tokens.
         """
         others = (each[row_R] for each in self[1:])
         return Passages(self.number_B[row_R.cpu()], *others)
 
 
 class TextSamples(Samples):
-    """Whole windows without overlap.
+    """Whole windows of text without overlap.
 
     Args:
-        task: of the text.
-        split: of it; None: those that are validated with, which are read one after the other.
-        most: about how many tokens are read; None: all.
-        hidden: of a BERT, whether tokens are hidden, which it predicts; else it reads the text as
-            it is, and nothing is predicted. A GPT-2 predicts each token from those before it.
-        with_first: whether the end of text counts that stands before the first token of a split.
+        task: the text task.
+        split: name of the split; None: all validation splits, one after the other.
+        most: approximate number of tokens to read; None: all.
+        hidden: for a BERT, whether tokens are hidden for it to predict; else it reads the text
+            unchanged and predicts nothing. A GPT-2 always predicts each token from those before.
+        with_first: whether the end-of-text token before the first token of a split counts.
 
     Raises:
-        ConfigError: a BERT has not one whole window.
+        ConfigError: the text has not even one whole window for a BERT.
     """
 
     unit = "tok"
@@ -219,10 +219,10 @@ class TextSamples(Samples):
         self._hidden, self._with_first = hidden, with_first
         self._source: SpreadWindows | _WholeWindows
         self.stride = self.length
-        """Tokens of the text from one window to the next."""
+        """Tokens from the start of one window to the start of the next."""
         if isinstance(task, MaskedLanguageModelling):
             self._source = _WholeWindows(task, streams, tokens, hidden=hidden)
-            self.stride -= 2  # for two marks
+            self.stride -= 2  # the two special tokens
         else:
             about, length = task.data.tokenizer, self.length
             marks = about.end_of_text_id, about.begin_of_text_id
@@ -233,7 +233,7 @@ class TextSamples(Samples):
         self.amount = self.rows * self.length
         total_windows = -(-self.stream.num_tokens // self.length)
         self._windows = [number * total_windows // self.rows for number in range(self.rows)]
-        """The number in the split of each window."""
+        """Each window's number in the split."""
         if isinstance(self._source, _WholeWindows):
             self._windows = self._source.numbers
         self._read_from: Any = self._source
@@ -253,7 +253,7 @@ class TextSamples(Samples):
         return files_of_documents(manifest, cast(SplitName, split), documents)
 
     def some(self, windows: Sequence[int]) -> "TextSamples":
-        """Other windows of the same split, which a GPT-2 reads.
+        """Returns other windows of the same split, for a GPT-2.
 
         Args:
             windows: their numbers in the split.
@@ -276,7 +276,7 @@ class TextSamples(Samples):
             yield Rows(number_B, passages)
 
     def _read(self, batch: Any) -> tuple[Tensor, ...]:
-        """Ids, places of predicted tokens, those tokens, and which of them count."""
+        """Input ids, positions of predicted tokens, these tokens, and which of them count."""
         if not self.predicts_both_ways:
             return batch.input_T, _places(batch.input_T), batch.target_T, batch.scored_T
         if self._hidden:
@@ -284,7 +284,7 @@ class TextSamples(Samples):
         return batch, _places(batch), batch, _text(batch)
 
     def inputs(self, batch_size: int, world: comm.World) -> Iterator[tuple[Tensor, Tensor]]:
-        """What a model reads that may be in parts: as many batches on each process.
+        """Yields model inputs, equally many batches on each process, so the model may be sharded.
 
         Yields:
             Input ids [B, T], and which of them count.
@@ -302,7 +302,7 @@ class TextSamples(Samples):
         return torch.tensor([self._windows[number] for number in number_B.tolist()]).long()
 
     def forward(self, model: nn.Module, batch: Passages, entering: dict[int, Tensor]) -> Tensor:
-        """What the last block gives [B, T, D]."""
+        """The output of the last block [B, T, D]."""
         return through(model, embedded(model, batch), kept=entering)
 
     def counted_N(self, batch: Passages) -> Tensor | None:
@@ -310,43 +310,44 @@ class TextSamples(Samples):
         return None if self._hidden else batch.scored_BP.flatten()
 
     def about(self) -> dict[str, int]:
-        """How many windows, and their length in tokens."""
+        """The number of windows, and their length in tokens."""
         return {"probe_windows": self.rows, "sequence_length": self.length}
 
     def position_BT(self, batch: Passages) -> Tensor:
-        """The position in the split of each token that a GPT-2 reads; -1: it does not count."""
+        """The position in the split of each token that a GPT-2 reads; -1 where it does not
+        count."""
         _, position_BT, _ = self.places(batch)
         return position_BT.where(batch.scored_BP, -1)
 
     def places(self, batch: Passages) -> tuple[Tensor, Tensor, Tensor]:
-        """Where the tokens that are read stand, whether they count or not.
+        """Positions of all input tokens, whether they count or not.
 
         Returns:
-            The number of each window in the split [B]; the position of each token in the split
-            [B, T], -1 of the end of text before the first one; and which of them are of the text
-            [B, T], and neither padding nor marks of a BERT.
+            Each window's number in the split [B]; each token's position in the split [B, T], -1 for
+            the end-of-text token before the first; and which of them are text [B, T], neither
+            padding nor a BERT's special tokens.
         """
         window_B = self._window_B(batch.number_B).to(batch.ids_BT.device)
-        # Before the text of a window stands the token before it, or a mark.
+        # Each window starts with the token before its text, or with a special token.
         first_B1 = window_B.unsqueeze(1) * self.stride - 1
         position_BT = first_B1 + torch.arange(self.length, device=first_B1.device)
         if self.predicts_both_ways:
             return window_B, position_BT, _text(batch.ids_BT)
-        # The last token of a split is predicted, and not read.
+        # The last token of a split is only predicted, not read.
         return window_B, position_BT, position_BT < self.stream.num_tokens - 1
 
 
 class _WholeWindows(Dataset[Any]):
-    """Whole windows of held-out text that a BERT reads, which have no padding, evenly over it.
+    """Whole windows of held-out text for a BERT, without padding, spread evenly over the text.
 
     Args:
-        task: of the text.
-        streams: those of the text.
-        tokens: so many windows hold at least as many tokens; fewer where there are fewer.
-        hidden: whether tokens are hidden, as when they are scored.
+        task: the text task.
+        streams: its token streams.
+        tokens: minimum number of tokens in all windows, if there are as many.
+        hidden: whether tokens are hidden, as for scoring.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is no whole window.
     """
 
     def __init__(
@@ -364,10 +365,10 @@ class _WholeWindows(Dataset[Any]):
                 f"{task.place}: its held-out text is shorter than one window of "
                 f"model.sequence_length: {length} tokens"
             )
-        count = min(len(whole), max(1, -(-tokens // (length - 2))))  # but for two marks
+        count = min(len(whole), max(1, -(-tokens // (length - 2))))  # less two special tokens
         self._chosen = [whole[number * len(whole) // count] for number in range(count)]
         self.numbers = [number for _, number in self._chosen]
-        """The number of each window in its split."""
+        """Each window's number in its split."""
         self._hidden = hidden
 
     def __len__(self) -> int:
@@ -375,13 +376,13 @@ class _WholeWindows(Dataset[Any]):
         return len(self._chosen)
 
     def __getitem__(self, window: int) -> MaskedWindow | Tensor:
-        """Reads a window as it is scored, or its text [T]."""
+        """A window with hidden tokens, or its text [T]."""
         part, number = self._chosen[window]
         return part[number] if self._hidden else torch.from_numpy(part.text(number))
 
 
 def _text(ids_BT: Tensor) -> Tensor:
-    """Which tokens a BERT reads are text [B, T]; the marks of its ends are not."""
+    """Which of a BERT's input tokens are text [B, T], not the special tokens at the ends."""
     counted_BT = torch.ones_like(ids_BT, dtype=torch.bool)
     counted_BT[:, [0, -1]] = False
     return counted_BT
@@ -392,7 +393,7 @@ def _places(ids_BT: Tensor) -> Tensor:
 
 
 def embedded(model: nn.Module, passages: Passages) -> Tensor:
-    """What the first block gets [B, T, D]."""
+    """The input of the first block [B, T, D]."""
     text_model: Any = model
     x_BTD: Tensor
     if isinstance(model, Decoder):
@@ -406,13 +407,13 @@ def embedded(model: nn.Module, passages: Passages) -> Tensor:
 def through(
     model: nn.Module, x_BTD: Tensor, first: int = 0, kept: dict[int, Tensor] | None = None
 ) -> Tensor:
-    """What the last block gives [B, T, D].
+    """Runs the blocks from `first` on; returns the output of the last one [B, T, D].
 
     Args:
         model: a decoder or a BERT.
-        x_BTD: what block `first` gets.
-        first: the block that is run first.
-        kept: gets what each block gets whose number is in it.
+        x_BTD: input of block `first`.
+        first: the first block to run.
+        kept: is filled with the input of each block whose number is a key.
     """
     text_model: Any = model
     given = NOTHING_ELSE
@@ -426,12 +427,12 @@ def through(
 
 
 def losses(model: nn.Module, x_BTD: Tensor, passages: Passages) -> Tensor:
-    """The loss of each predicted token in nats [B, P], from what the last block gives.
+    """Computes the loss of each predicted token in nats [B, P] from the last block's output.
 
     Args:
         model: a decoder or a BERT, without gradients.
-        x_BTD: of the passages.
-        passages: what is predicted.
+        x_BTD: output of the last block on the passages.
+        passages: the tokens to predict.
     """
     text_model: Any = model
     found: Tensor
@@ -446,11 +447,11 @@ class ImageSamples(Samples):
     """Images without augmentation.
 
     Args:
-        task: of the images.
-        split: of it; empty where `images` are of none.
-        most: images that are read; None: all.
-        images: in place of those of the split.
-        num_workers: processes that read images; 0: this one does.
+        task: the image task.
+        split: name of the split; empty where `images` belong to none.
+        most: number of images to read; None: all.
+        images: images to read in place of the split's.
+        num_workers: loader processes; 0: this process reads.
     """
 
     def __init__(
@@ -466,7 +467,7 @@ class ImageSamples(Samples):
         total = len(images)
         self.rows = self.amount = total if most is None else min(total, most)
         self.numbers = [number * total // self.rows for number in range(self.rows)]
-        """The numbers of the images in their split."""
+        """The images' numbers in their split."""
         self.task, self.split, self.images = task, split, images
         self.unit = task.unit.short
         self._num_workers = num_workers
@@ -474,7 +475,7 @@ class ImageSamples(Samples):
     def batches(
         self, batch_size: int, rank: int, ranks: int, device: torch.device
     ) -> Iterator[Rows]:
-        """Batches of `ImageBatch`, whose images are normalized."""
+        """Batches of `ImageBatch`, with normalized images."""
         read = evaluation_batches(
             Subset(self.images, self.numbers),
             self.rows,
@@ -490,7 +491,7 @@ class ImageSamples(Samples):
             ))  # fmt: skip
 
     def inputs(self, batch_size: int, world: comm.World) -> Iterator[tuple[Tensor, Tensor]]:
-        """What a model reads that may be in parts: as many batches on each process.
+        """Yields model inputs, equally many batches on each process, so the model may be sharded.
 
         Yields:
             Normalized images [B, C, H, W], and which of them count [B].
@@ -519,12 +520,12 @@ class ImageSamples(Samples):
 
 
 class SequenceSamples(Samples):
-    """Labelled sequences, evenly by their length.
+    """Labelled sequences, spread evenly over their lengths.
 
     Args:
-        task: of the sequences.
-        split: of it.
-        most: about how many tokens are read; None: all.
+        task: the sequence task.
+        split: name of the split.
+        most: approximate number of tokens to read; None: all.
     """
 
     def __init__(self, task: SequenceTask, split: str, most: int | None = None) -> None:
@@ -537,7 +538,7 @@ class SequenceSamples(Samples):
         self.amount, self.rows_of_sample = len(self._samples), task.data.choices
         self.rows = self.amount * self.rows_of_sample
         self.row_of = np.array([self._samples.row_of(number) for number in range(self.amount)])
-        """The row of the split that each sample is."""
+        """Each sample's row in the split."""
 
     def batches(
         self, batch_size: int, rank: int, ranks: int, device: torch.device
@@ -556,7 +557,7 @@ class SequenceSamples(Samples):
         return self.task.examined(OneDevice(model, cross_entropy), batch)
 
     def row_N(self, batch: SequenceBatch) -> Tensor:
-        """Layers see the tokens alone, and no padding."""
+        """The row of each token; layers get no padding."""
         row_N: Tensor = batch.mask_BCT.flatten(0, 1).nonzero()[:, 0]
         return row_N
 
@@ -568,8 +569,8 @@ class SequenceSamples(Samples):
         return found
 
     def classes(self) -> tuple[list[str], Tensor]:
-        """The class of a sequence; whether a choice is the right one; or in which third of all
-        numbers its own is."""
+        """The class of a sequence; whether a choice is the right one; or, for numbers, the third of
+        all values that its own lies in."""
         kind, labels_N = self.task.schema.task, self.labels()
         if kind == "classification":
             names, group_R = list(self.task.data.class_names), labels_N

@@ -1,8 +1,8 @@
-"""Scores of held-out samples with classes: of a split, and of single classes.
+"""Scores of held-out labelled samples, for a split and for single classes.
 
 Benchmark metrics are computed by scikit-learn and scipy.
 
-Shapes: B images of a micro-batch, K classes, S bins of confidence, N samples that are scored.
+Shapes: B images of a micro-batch, K classes, S bins of confidence, N scored samples.
 """
 
 import warnings
@@ -22,21 +22,21 @@ Numbers = npt.NDArray[np.generic]
 
 
 def accuracy(labels_N: Numbers, predictions_N: Numbers) -> float:
-    """Share of the samples whose class, or choice, is right."""
+    """Share of samples whose predicted class, or choice, is right."""
     from sklearn.metrics import accuracy_score
 
     return float(accuracy_score(labels_N, predictions_N))
 
 
 def f1(labels_N: Numbers, predictions_N: Numbers) -> float:
-    """F1 of the second class, as GLUE scores MRPC and QQP; 0 where nothing is found."""
+    """F1 of the second class, as GLUE scores MRPC and QQP; 0 without true positives."""
     from sklearn.metrics import f1_score
 
     return float(f1_score(labels_N == 1, predictions_N == 1, zero_division=0))
 
 
 def macro_f1(labels_N: Numbers, predictions_N: Numbers) -> float:
-    """The mean over classes of the F1 of each, among those that labels or predictions have."""
+    """Mean F1 over the classes that occur in labels or predictions."""
     from sklearn.metrics import f1_score
 
     return float(f1_score(labels_N, predictions_N, average="macro", zero_division=0))
@@ -50,14 +50,14 @@ def matthews(labels_N: Numbers, predictions_N: Numbers) -> float:
 
 
 def pearson(labels_N: Numbers, predictions_N: Numbers) -> float:
-    """Pearson's correlation; 0 where it is not defined, as of equal predictions."""
+    """Pearson's correlation; 0 where undefined, as for constant predictions."""
     from scipy.stats import pearsonr
 
     return _correlation(pearsonr, labels_N, predictions_N)
 
 
 def spearman(labels_N: Numbers, predictions_N: Numbers) -> float:
-    """Spearman's correlation of ranks; 0 where it is not defined."""
+    """Spearman's rank correlation; 0 where undefined."""
     from scipy.stats import spearmanr
 
     return _correlation(spearmanr, labels_N, predictions_N)
@@ -69,7 +69,7 @@ def _correlation(
     if len(labels_N) < 2:
         return 0.0
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of equal numbers, for which there is no correlation
+        warnings.simplefilter("ignore")  # constant numbers have no correlation
         found = float(correlate(labels_N, predictions_N)[0])
     return 0.0 if np.isnan(found) else found
 
@@ -93,14 +93,14 @@ TITLES: Mapping[Metric, str] = {
 
 
 class ClassScore(NamedTuple):
-    """How well one class is told from the others; None where the share is of nothing."""
+    """Scores of one class against the others; None where a share is 0 / 0."""
 
     held: int
     """Samples of the class."""
     predicted: int
-    """Samples that are predicted to be of it."""
+    """Samples predicted as this class."""
     right: int
-    """How many of these are of it."""
+    """Number of these that belong to the class."""
     precision: float | None
     """right / predicted."""
     recall: float | None
@@ -109,7 +109,7 @@ class ClassScore(NamedTuple):
     """The harmonic mean of both."""
 
     def to_json(self) -> dict[str, Any]:
-        """JSON values, without the samples of the class, whose key says what they are."""
+        """JSON values, without the number of samples, whose key depends on the kind of data."""
         found = self._asdict()
         del found["held"]
         return found
@@ -118,16 +118,16 @@ class ClassScore(NamedTuple):
 def class_scores(
     names: Sequence[str], held_K: Numbers, predicted_K: Numbers, right_K: Numbers
 ) -> dict[str, ClassScore]:
-    """Scores of single classes, from counts, which processes can add up.
+    """Computes scores per class from counts, which can be summed over processes.
 
     Args:
-        names: Of the classes.
+        names: Names of the classes.
         held_K: Samples of each class.
-        predicted_K: Samples that are predicted to be of it.
-        right_K: Those that are of it and predicted to be.
+        predicted_K: Samples predicted as the class.
+        right_K: Samples of the class that are predicted as such.
 
     Returns:
-        By name, as scikit-learn's `precision_recall_fscore_support` has them.
+        Scores by class name, as in scikit-learn's `precision_recall_fscore_support`.
     """
     counts = (np.asarray(each_K).tolist() for each_K in (held_K, predicted_K, right_K))
     return {
@@ -146,12 +146,12 @@ def class_scores(
 def scores_of_predictions(
     names: Sequence[str], labels_N: Numbers, predictions_N: Numbers
 ) -> dict[str, ClassScore]:
-    """Scores of single classes, from the number of each sample's class and of its prediction.
+    """Computes scores per class from the labels and predictions of single samples.
 
     Args:
-        names: Of the classes.
-        labels_N: The right classes.
-        predictions_N: Predicted ones.
+        names: Names of the classes.
+        labels_N: Number of each sample's class.
+        predictions_N: Number of its predicted class.
     """
     of_samples = (labels_N, predictions_N, labels_N[labels_N == predictions_N])
     held_K, predicted_K, right_K = (np.bincount(x, minlength=len(names)) for x in of_samples)
@@ -159,7 +159,7 @@ def scores_of_predictions(
 
 
 BINS = 15
-"""Bins of equal width that the calibration error is taken over (Guo et al. 2017)."""
+"""Number of equal-width bins of the calibration error (Guo et al. 2017)."""
 
 
 class Totals(Protocol):
@@ -167,11 +167,11 @@ class Totals(Protocol):
 
     @property
     def images_scored(self) -> int:
-        """How many there are."""
+        """Number of images."""
 
     @property
     def accuracies(self) -> Mapping[str, float | None]:
-        """The accuracy of each class, or attribute; None of a class without an image."""
+        """The accuracy of each class, or attribute; None for a class without images."""
 
     def to_json(self) -> dict[str, Any]:
         """JSON values."""
@@ -203,10 +203,10 @@ class ClassTotals:
 
 
 class Counted(Protocol):
-    """Sums over images that all scores follow from."""
+    """Sums over images, from which all scores are computed."""
 
     def add(self, logits_BK: Tensor, labels_B: Tensor, losses_B: Tensor) -> None:
-        """Counts images; none may be filling."""
+        """Counts images; none may be padding of the batch."""
 
     def result(self, world: comm.World, names: Sequence[str]) -> Totals:
         """The scores over all processes."""
@@ -217,9 +217,8 @@ class CountedClasses:
 
     Args:
         classes: K.
-        device: Of the logits.
-        probabilities: From logits to the probability of each class, [B, K]; the highest is the
-            confidence.
+        device: Device of the logits.
+        probabilities: Maps logits to class probabilities [B, K]; the highest is the confidence.
     """
 
     def __init__(
@@ -231,7 +230,7 @@ class CountedClasses:
         self._classes_3K = torch.zeros(3, classes, dtype=torch.float64, device=device)
 
     def add(self, logits_BK: Tensor, labels_B: Tensor, losses_B: Tensor) -> None:
-        """Counts images; none may be filling."""
+        """Counts images; none may be padding of the batch."""
         highest_B5 = logits_BK.topk(min(5, logits_BK.shape[-1]), dim=-1).indices
         hits_B5 = highest_B5 == labels_B.unsqueeze(-1)
         right_B = hits_B5[:, 0].double()
@@ -269,8 +268,8 @@ class CountedDomains:
     """Sums over the images of each domain.
 
     Args:
-        domains_N: The number of each image's domain; None: there are none.
-        counting: Makes the sums of one.
+        domains_N: The number of each image's domain; None: there are no domains.
+        counting: Makes the sums of one domain.
     """
 
     def __init__(
@@ -281,13 +280,13 @@ class CountedDomains:
         self._counted: dict[int, Counted] = {number: counting() for number in numbers}
 
     def add(self, logits_BK: Tensor, labels_B: Tensor, losses_B: Tensor, numbers_B: Tensor) -> None:
-        """Counts images; none may be filling.
+        """Counts images; none may be padding of the batch.
 
         Args:
-            logits_BK: Of the model.
+            logits_BK: The model's logits.
             labels_B: The classes, or attributes [B, K].
-            losses_B: Of each image.
-            numbers_B: Which of the N images they are, on the CPU.
+            losses_B: Loss of each image.
+            numbers_B: Indices of these images among the N, on the CPU.
         """
         if self._domains_N is None:
             return
@@ -298,7 +297,7 @@ class CountedDomains:
                 counted.add(logits_BK[inside], labels_B[inside], losses_B[inside])
 
     def results(self, world: comm.World, names: Sequence[str]) -> Iterator[tuple[int, Totals]]:
-        """The scores over all processes, which have the same domains.
+        """Yields the scores per domain over all processes, which have the same domains.
 
         Yields:
             The number of a domain, and its scores.

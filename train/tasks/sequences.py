@@ -1,4 +1,4 @@
-"""Labelled sequences: a class, a number, or the right one of several choices.
+"""Labelled sequences: classification, regression and multiple choice.
 
 Shapes: B samples of a micro-batch, C choices of a sample (1 without choices), T tokens of the
 longest sequence, K classes, N samples of a split.
@@ -52,19 +52,18 @@ from polyad.train.tasks.vocabulary import (
 
 ScoringConfig: TypeAlias = DecoderSettings | BertConfig
 CLASSIFIER, POOLER = "head.classifier.", "head.pooler."
-"""Names of the last layer of a BERT, and of the one before it, which pre-training may have learned,
-begin so."""
+"""Name prefixes of a BERT's last layer, and of its pooler, which pre-training may have learned."""
 
 
 def model_inputs(
     batch: SequenceBatch, segments: bool, device: torch.device | None = None
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """What a model reads: token ids of each sequence, and by name what belongs to them.
+    """Returns the inputs of a model: token ids of each sequence, and named inputs.
 
     Args:
         batch: Sequences.
-        segments: Whether the model is told which of two texts a token is of.
-        device: Where it all goes; None: it stays.
+        segments: Whether the model gets segment ids: which of two texts a token belongs to.
+        device: Device to copy to; None: no copy.
     """
     named = {"mask_BT": batch.mask_BCT.flatten(0, 1)}
     if segments:
@@ -77,17 +76,17 @@ def model_inputs(
 
 @dataclass(frozen=True, kw_only=True)
 class SequenceScores(LabelledScores):
-    """How well a model does on labelled sequences, by the metrics of their benchmark."""
+    """Scores of a model on labelled sequences, by the metrics of their benchmark."""
 
     numbers: Mapping[str, float]
-    """The metrics, `score`, which is their mean, and the loss."""
+    """The metrics, their mean `score`, and the loss."""
     metrics: list[Metric]
     f1_class: str | None
-    """The class that F1 is of."""
+    """The class whose F1 is measured."""
     sequences_scored: int
     sequences_in_split: int
     cut_off: int
-    """Sequences that are longer than `max_length`."""
+    """Number of sequences longer than `max_length`."""
     max_length: int
     task: str
     per_class: Mapping[str, ClassScore]
@@ -112,7 +111,7 @@ class SequenceScores(LabelledScores):
         }
 
     def rows(self, task: type[Task[Any]]) -> list[tuple[str, str]]:
-        """The metrics, the loss, those of domains, the worst classes, and what was cut off."""
+        """Rows of metrics, loss, scores per domain, the worst classes, and truncated sequences."""
         titles: dict[str, str] = {name: TITLES[name] for name in self.metrics}
         if self.f1_class is not None:
             titles["f1"] = f"F1 of {self.f1_class}"
@@ -138,7 +137,7 @@ class SequenceScores(LabelledScores):
 
 
 class SequenceTask(LabelledTask[SequenceBatch]):
-    """What is known of each sequence of a table: its class, a number, or the right choice.
+    """Predicts the label of each row of a table: a class, a number, or the right choice.
 
     Args:
         data: The rows and their labels.
@@ -172,8 +171,8 @@ class SequenceTask(LabelledTask[SequenceBatch]):
 
     @classmethod
     def open(cls, sections: Sections) -> "SequenceTask":
-        """Reads and encodes the rows, with the tokenizer of the weights that the run begins from
-        unless another one is named."""
+        """Reads and encodes the rows, by default with the tokenizer of the weights that the run
+        starts from."""
         settings = sections.data
         assert isinstance(settings, SequenceDataConfig)
         if settings.tokenizer is not None:
@@ -197,7 +196,7 @@ class SequenceTask(LabelledTask[SequenceBatch]):
 
     @classmethod
     def open_held_out(cls, sections: Sections, weights: Weights) -> "SequenceTask":
-        """Opens rows to score weights with: by their own tokenizer and classes."""
+        """Opens rows to score weights on, with the weights' tokenizer and classes."""
         tokenizer = tokenizer_of(weights)
         if tokenizer is None:
             raise ConfigError(f"{weights.folder}: contains no tokenizer")
@@ -223,7 +222,7 @@ class SequenceTask(LabelledTask[SequenceBatch]):
 
     @property
     def notes(self) -> Sequence[str]:
-        """Which class F1 is of, and how many sequences of each split were longer than allowed."""
+        """Notes the class of F1, and how many sequences of each split were too long."""
         said = self.data.notes
         if self.f1_class is not None:
             said.append(f"data.metrics: f1 is that of the class {self.f1_class!r}")
@@ -238,11 +237,11 @@ class SequenceTask(LabelledTask[SequenceBatch]):
 
     @property
     def f1_class(self) -> str | None:
-        """The name of the class that `f1` is of; None: it is not a metric."""
+        """The class whose `f1` is a metric; None: F1 is not a metric."""
         return self.data.class_names[1] if "f1" in self.schema.metrics else None
 
     def sequences_of_sample(self) -> tuple[int, int | None]:
-        """The choices of a sample, and the mean tokens of the training sequences."""
+        """The number of choices per sample, and the mean length of training sequences in tokens."""
         mean = float(self.data.encoded("train").pieces.lengths_R.mean())
         return self.data.choices, max(1, round(mean))
 
@@ -254,7 +253,7 @@ class SequenceTask(LabelledTask[SequenceBatch]):
         self, model: Predictor, batch: SequenceBatch
     ) -> tuple[Tensor, tuple[RoutingStats, ...]]:
         """The loss of each sample [B]: nats of the right class or choice, or the squared error;
-        with a teacher its share of each."""
+        with the distillation loss mixed in if there is a teacher."""
         outputs_BK, routing = self._outputs(model, batch)
         losses_B = self._losses(outputs_BK, batch.labels_B)
         if self.teacher is not None:
@@ -263,15 +262,15 @@ class SequenceTask(LabelledTask[SequenceBatch]):
         return losses_B, routing
 
     def examined(self, model: Predictor, batch: SequenceBatch) -> tuple[Tensor, Tensor]:
-        """What a report looks at: the outputs of single samples [B, K], as in `_outputs`, and the
-        loss of each [B]."""
+        """Returns what a report shows: the outputs of each sample [B, K], as in `_outputs`, and its
+        loss [B]."""
         outputs_BK, _ = self._outputs(model, batch)
         return outputs_BK, self._losses(outputs_BK, batch.labels_B)
 
     def _outputs(
         self, model: Predictor, batch: SequenceBatch
     ) -> tuple[Tensor, tuple[RoutingStats, ...]]:
-        """Scores of classes [B, K], of choices [B, C], or the number of each sample [B, 1]."""
+        """Scores of classes [B, K] or choices [B, C], or the predicted number [B, 1]."""
         ids_RT, named = self._inputs(batch)
         logits_RK, routing = model(ids_RT, **named)
         return logits_RK.float().view(len(batch.labels_B), -1), routing
@@ -288,7 +287,7 @@ class SequenceTask(LabelledTask[SequenceBatch]):
 
     @property
     def validated(self) -> Sequence[str]:
-        """The score, the loss, and the metrics that the score is the mean of."""
+        """The score, the loss, and the metrics whose mean is the score."""
         return list(dict.fromkeys(("score", "loss", *self.schema.metrics)))
 
     @torch.no_grad()
@@ -309,13 +308,13 @@ class SequenceTask(LabelledTask[SequenceBatch]):
             split: `train`, `validation` or `test`.
             batch_size: Samples in a forward pass.
             world: This process.
-            report: Is told the share done.
-            most: Samples that are scored, evenly over the split by length; None: all.
+            report: Called with the share done.
+            most: Number of samples to score, spread evenly over lengths; None: all.
         """
         rows = self.data.held_out(split, most)
         total = len(rows)
-        # Of each sample prediction, label and loss, in a place of its own: every process fills
-        # those of its samples, and the sum over processes is exact.
+        # Each sample has its own entries for prediction, label and loss. Every process fills those
+        # of its samples, so the sum over processes is exact.
         found_N3 = torch.zeros(total, 3, dtype=torch.float64, device=world.device)
         workers = self.settings.num_workers
         for batch, counts_B in dealt_out(
@@ -359,7 +358,7 @@ class SequenceTask(LabelledTask[SequenceBatch]):
         )
 
     def _scores(self, labels_N: Any, predictions_N: Any, losses_N: Any) -> dict[str, float]:
-        """The metrics of samples, their mean, and the mean loss."""
+        """Computes the metrics, their mean, and the mean loss."""
         metrics: dict[str, float] = {
             name: METRICS[name](labels_N, predictions_N) for name in self.schema.metrics
         }
@@ -367,7 +366,7 @@ class SequenceTask(LabelledTask[SequenceBatch]):
         return {"score": score, **metrics, "loss": float(losses_N.mean())}
 
     def units_of(self, split: str) -> int:
-        """The number of rows of a split."""
+        """The number of rows in a split."""
         return self.data.size(split)
 
     def check_split(self, split: str) -> None:
@@ -407,7 +406,7 @@ class SequenceTask(LabelledTask[SequenceBatch]):
         same = same and _task_of(weights) in (None, self.schema.task)
         if same and names == self.data.class_names:
             return ()
-        # A folder of transformers' BERT knows itself whether its pooler is there.
+        # A folder of a transformers BERT decides itself whether it has a pooler.
         pooled = (isinstance(weights, FamilyWeights) and self.model.kind == "bert") or any(
             name.startswith(POOLER) for name in weights.shapes()
         )
@@ -419,8 +418,8 @@ class SequenceTask(LabelledTask[SequenceBatch]):
 
 
 def _task_of(weights: Weights) -> str | None:
-    """What the head of weights was trained for: one output is a number, or that of a choice; None:
-    they do not say."""
+    """The kind of task that the weights' head was trained for: a single output is a number or the
+    score of a choice. None if they do not record it."""
     if not isinstance(weights, Checkpoint):
         return None
     data = load(weights.config_yaml).get("data")
@@ -432,7 +431,7 @@ def _task_of(weights: Weights) -> str | None:
 def _open(
     sections: Sections, tokenizer: Tokenizer, known_classes: Sequence[str] | None = None
 ) -> SequenceData:
-    """The data, for a model that is known to score sequences."""
+    """Opens the data, for a model that scores sequences."""
     settings, model = sections.data, _scoring(sections.model)
     assert isinstance(settings, SequenceDataConfig)
     if settings.max_length is not None and settings.max_length > model.sequence_length:
@@ -450,7 +449,7 @@ def _open(
 
 
 def _scoring(model: ModelSettings) -> ScoringConfig:
-    """The configuration of a model that scores whole sequences.
+    """Checks that a model scores whole sequences, and returns its configuration.
 
     Raises:
         ConfigError: It does not.

@@ -1,8 +1,8 @@
-"""What is learned, as the loop, the guard, metrics, evaluation and reports see it.
+"""The interface of a task, as used by the loop, the guard, metrics, evaluation and reports.
 
-They know neither tokens nor images: a task says what a sample is, what a model loses on it, how
-well a checkpoint does on held-out data, and what of all this a run must not change. A new task is
-one file with a subclass of `Task`, and one line in `registry.py`.
+These know neither tokens nor images. A task defines a sample, the loss of a model on it, the scores
+of a checkpoint on held-out data, and what must stay the same during a run. A new task is one file
+with a subclass of `Task`, and one line in `registry.py`.
 """
 
 from abc import ABC, abstractmethod
@@ -26,9 +26,9 @@ from polyad.parallel.weights import Weights
 from polyad.parallel.zero import CrossEntropy
 
 Batch = TypeVar("Batch", bound=tuple[Tensor, ...])
-"""A micro-batch. One whose samples are padded has `real_tokens`, as `SequenceBatch`."""
+"""A micro-batch. If its samples are padded, it has `real_tokens`, like `SequenceBatch`."""
 Share = Callable[[float], None]
-"""Called with the share of some work that is done, from 0 to 1."""
+"""Progress callback: called with the share of the work done, from 0 to 1."""
 
 
 class EvaluationConfig(Config):
@@ -50,7 +50,7 @@ class EvaluationConfig(Config):
 
 
 class Unit(NamedTuple):
-    """What throughput counts."""
+    """The unit of throughput."""
 
     name: str
     """The singular: `token` for the key `tokens_per_second`."""
@@ -59,7 +59,7 @@ class Unit(NamedTuple):
 
 
 class Score(NamedTuple):
-    """A number that a checkpoint is scored by."""
+    """A score of a checkpoint."""
 
     name: str
     """The key in results."""
@@ -73,9 +73,9 @@ class Score(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Scores:
-    """How well a model does on a split: what `Task.scores` names, `UNITs_scored`, and how.
+    """Scores of a model on a split: those that `Task.scores` names, and `UNITs_scored`.
 
-    Each task has a class of its own, whose fields are the keys that programs get, in their order.
+    Each task has its own subclass, whose fields are the keys of the JSON output, in this order.
     """
 
     def to_json(self) -> dict[str, Any]:
@@ -83,7 +83,7 @@ class Scores:
         return dict(vars(self))
 
     def rows(self, task: "type[Task[Any]]") -> list[tuple[str, str]]:
-        """Names and values for people."""
+        """Names and values, formatted for display."""
         found, units = self.to_json(), f"{task.unit.name}s"
         return [
             *((s.title, f"{found[s.name]:.{s.digits}f} {s.unit}".rstrip()) for s in task.scores),
@@ -96,19 +96,19 @@ class Predictor(Protocol):
 
     @property
     def cross_entropy(self) -> CrossEntropy:
-        """The loss for the logits that this model returns; a layout may have cut them by class."""
+        """The cross-entropy for this model's logits, which a layout may have sharded by class."""
 
     def __call__(self, *inputs: Tensor, **named: Tensor) -> ModelOutput:
         """The forward pass."""
 
 
 class StoredData(Protocol):
-    """A folder of data with digests that its files can be verified by."""
+    """A data folder with digests to verify its files."""
 
     path: Path
 
     def bytes_to_verify(self) -> int:
-        """Bytes that verification reads."""
+        """Number of bytes that verification reads."""
 
     def faults(self, read: Callable[[int], None]) -> Iterator[tuple[str, str]]:
         """Reads all files; yields the name of each damaged one, and what is wrong with it."""
@@ -116,15 +116,15 @@ class StoredData(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Sections:
-    """The sections of a configuration that a task is opened with."""
+    """The sections of a configuration that a task needs."""
 
     data: DataSettings
     model: ModelSettings
     evaluation: EvaluationConfig
     seed: int
-    """The seed of the order of samples."""
+    """Seed of the sample order."""
     micro_batch_size: int = 1
-    """Samples in a forward pass of one process."""
+    """Samples per forward pass of one process."""
     init_from: str | None = None
     """The weights that a new run starts from."""
 
@@ -140,7 +140,7 @@ class Kept:
 
 
 def real_tokens(batch: tuple[Tensor, ...]) -> Tensor | None:
-    """How many tokens of a micro-batch are no padding; None: none is, in any micro-batch."""
+    """Counts the tokens of a micro-batch without padding; None: batches of this kind have none."""
     tokens: Tensor | None = getattr(batch, "real_tokens", None)
     return tokens
 
@@ -154,14 +154,14 @@ def dealt_out(
     report: Share | None = None,
     num_workers: int = 0,
 ) -> Iterator[tuple[Any, Tensor]]:
-    """Held-out samples as this process reads them; see `evaluation_batches`.
+    """Yields this process's batches of held-out samples; see `evaluation_batches`.
 
     Args:
-        samples: All of them.
-        total: How many there are.
-        batch_size: Samples in a forward pass.
-        world: This process; each process gets as many batches.
-        report: Is told the share done after every batch.
+        samples: All held-out samples.
+        total: Their number.
+        batch_size: Samples per forward pass.
+        world: This process; all processes get equally many batches.
+        report: Called with the share done after every batch.
         num_workers: Loader processes.
 
     Yields:
@@ -183,27 +183,27 @@ def dealt_out(
 
 
 class Task(ABC, Generic[Batch]):
-    """What is learned from a kind of data; `open` makes one.
+    """A training task on one kind of data; `open` makes one.
 
     Attributes:
-        model: The model's configuration, with what the data decides filled in.
+        model: The model's configuration, completed with the values that the data determines.
     """
 
     data_settings: ClassVar[type[DataSettings]]
-    """The class of the section `data`; its `kind` chooses the task."""
+    """The class of the section `data`, whose `kind` selects the task."""
     unit: ClassVar[Unit]
     scores: ClassVar[tuple[Score, ...]]
-    """The numbers that `score` returns, the most important one first."""
+    """The scores that `score` returns, the most important one first."""
     loss_unit: ClassVar[str] = ""
-    """The unit of the training loss, as nats a token; empty: it has none that says more."""
+    """The unit of the training loss, such as `nats a token`; empty: no unit."""
     sample: ClassVar[str] = "sample"
-    """What a sample of held-out data is called."""
+    """The name of one sample of held-out data."""
     validation_score: ClassVar[str] = "validation_loss"
     """The most important key of what `validate` returns."""
     higher_is_better: ClassVar[bool] = False
-    """Whether that is better the higher it is; a loss is better the lower."""
+    """Whether higher values of that key are better; false for a loss."""
     attack: ClassVar[str | None] = None
-    """What `polyad evaluate --attack` does to data of this kind; None: there is nothing."""
+    """The attack of `polyad evaluate --attack` on data of this kind; None: there is none."""
     model: ModelSettings
 
     @classmethod
@@ -211,15 +211,15 @@ class Task(ABC, Generic[Batch]):
     def open(cls, sections: Sections) -> Self:
         """Opens the data to train on, and checks that the model fits it.
 
-        Nothing slow is imported, and no process group exists yet.
+        No slow imports; no process group exists yet.
 
         Raises:
-            ValueError: With an `exit_status` of 2: one line says what is wrong.
+            ValueError: With an `exit_status` of 2 and a message of one line.
         """
 
     @classmethod
     def open_held_out(cls, sections: Sections, weights: Weights) -> Self:
-        """Opens data to score weights with; the data of their training need not be there."""
+        """Opens data to score weights on; their training data need not exist."""
         task = cls.open(sections)
         task.check_weights(weights, "checkpoint")
         return task
@@ -227,7 +227,7 @@ class Task(ABC, Generic[Batch]):
     @property
     @abstractmethod
     def place(self) -> str:
-        """The key that names the data, and what it says, for errors."""
+        """The key that names the data, with its value, for error messages."""
 
     @property
     def name(self) -> str:
@@ -237,63 +237,64 @@ class Task(ABC, Generic[Batch]):
     @property
     @abstractmethod
     def fingerprint(self) -> str:
-        """A digest of the training data; a run goes on only with the same one."""
+        """A digest of the training data; a run continues only if it is unchanged."""
 
     def contents(self, split: str) -> str:
-        """A digest of what a split holds, which processes of a run compare.
+        """A digest of a split's contents, which the processes of a run compare.
 
         Args:
-            split: of those that there are.
+            split: an existing split.
         """
         return self.fingerprint
 
     @property
     @abstractmethod
     def samples(self) -> Dataset[Any]:
-        """Samples by their global number, without end: NamedTuples of tensors, which a loader
-        stacks to a batch. Which sample has a number depends on the seed alone. Those of a
-        micro-batch may depend on each other in how they are padded, by `__getitems__`."""
+        """An endless dataset by global sample number. Samples are NamedTuples of tensors, which a
+        loader stacks to a batch. Which sample a number refers to depends on the seed alone. Samples
+        of a micro-batch may be padded together, by `__getitems__`."""
 
     @property
     @abstractmethod
     def samples_per_epoch(self) -> int:
-        """Samples until the data repeats."""
+        """Number of samples before the data repeats."""
 
     @abstractmethod
     def losses(self, model: Predictor, batch: Batch) -> tuple[Tensor, tuple[RoutingStats, ...]]:
-        """The loss of a model on a micro-batch.
+        """Computes the loss of a model on a micro-batch.
 
         Args:
-            model: In training, or not.
+            model: In training or evaluation mode.
             batch: On the model's device.
 
         Returns:
-            The loss of each target of each sample, fp32, of any shape; training minimizes the mean.
-            And the routing statistics of the layers.
+            The loss of each target of each sample, fp32, of any shape, whose mean training
+            minimizes; and the routing statistics of the layers.
         """
 
     to_validate: ClassVar[str] = "data with such a split is needed"
-    """What to do where there is no validation split."""
+    """Advice for data without a validation split."""
 
     @property
     @abstractmethod
     def has_validation(self) -> bool:
-        """Whether there is data to validate with while training."""
+        """Whether there is data for validation during training."""
 
     @abstractmethod
     def validate(
         self, model: Predictor, *, batch_size: int, world: comm.World, report: Share
     ) -> dict[str, float]:
-        """Scores held-out data while training; all processes call it together.
+        """Scores held-out data during training; all processes call it together.
 
         Args:
             model: In evaluation mode.
-            batch_size: Samples in a forward pass.
+            batch_size: Samples per forward pass.
             world: This process.
-            report: Is told the share done.
+            report: Called with the share done.
 
         Returns:
-            Keys to add to the step's record, with `validation_score`; the same on each process.
+            Keys to add to the step's record, including `validation_score`; the same on each
+            process.
         """
 
     @abstractmethod
@@ -311,9 +312,9 @@ class Task(ABC, Generic[Batch]):
         Args:
             model: In evaluation mode.
             split: `train`, `validation` or `test`.
-            batch_size: Samples in a forward pass.
+            batch_size: Samples per forward pass.
             world: This process.
-            report: Is told the share done.
+            report: Called with the share done.
 
         Returns:
             The same on each process.
@@ -324,13 +325,13 @@ class Task(ABC, Generic[Batch]):
         """The number of units in a split."""
 
     def rows_of(self, split: str) -> int | None:
-        """How many sequences or images a model reads when it scores a split.
+        """The number of sequences or images that a model reads to score a split.
 
         Args:
-            split: of those that there are.
+            split: an existing split.
 
         Returns:
-            None: it is not known of this task.
+            None if the task does not know it.
         """
         return None
 
@@ -338,31 +339,32 @@ class Task(ABC, Generic[Batch]):
         """Checks that a split is not empty.
 
         Raises:
-            ValueError: With an `exit_status` of 2: there is nothing.
+            ValueError: The split is empty; has an `exit_status` of 2.
         """
 
     @classmethod
     def validation_facts(
         cls, value: float | None, most: int | None
     ) -> list[tuple[str, float | None, str]]:
-        """What a report shows of the newest validation.
+        """Returns what a report shows about the newest validation.
 
         Args:
-            value: Of `validation_score`; None: nothing was validated yet.
-            most: Samples that a validation reads, `evaluation.max_windows`; None: all.
+            value: Value of `validation_score`; None: no validation yet.
+            most: Maximum number of samples per validation, `evaluation.max_windows`; None: all.
 
         Returns:
-            Titles, numbers, and what each is.
+            Titles, numbers, and a description of each.
         """
         title = cls.validation_score.replace("_", " ").capitalize()
         return [(title, value, f"latest, {cls.validated_part(most)}")]
 
     @classmethod
     def validated_part(cls, most: int | None) -> str:
-        """What a validation in training reads, for people; `polyad evaluate` reads all of a split.
+        """Describes in words what a validation during training reads; `polyad evaluate` reads the
+        whole split.
 
         Args:
-            most: Samples, at most; None: all.
+            most: Maximum number of samples; None: all.
         """
         if most is None:
             return "on the whole split"
@@ -370,12 +372,12 @@ class Task(ABC, Generic[Batch]):
 
     @property
     def trains_whole_model(self) -> bool:
-        """Whether a step is a forward and a backward pass of the whole model, by which FLOPs are
-        counted."""
+        """Whether a step is a forward and a backward pass of the whole model; FLOPs are counted
+        so."""
         return True
 
     def counted(self, samples: int) -> dict[str, int]:
-        """How many units so many samples are, by their name."""
+        """Converts a number of samples to units, as a mapping from the unit's name."""
         return {f"{self.unit.name}s": samples * self.model.units_per_sample()}
 
     def kept(self) -> Kept:
@@ -384,25 +386,25 @@ class Task(ABC, Generic[Batch]):
 
     @property
     def notes(self) -> Sequence[str]:
-        """What a person should know of the data before a run, a line each."""
+        """Notes on the data to show before a run, a line each."""
         return ()
 
     def sequences_of_sample(self) -> tuple[int, int | None]:
-        """How many sequences a sample has, and the mean number of tokens of one without padding, by
-        which FLOPs are counted; None: as many as the model takes."""
+        """The number of sequences per sample, and their mean number of tokens without padding, to
+        count FLOPs; None: the model's maximum."""
         return 1, None
 
     def begins_anew(self, weights: Weights) -> tuple[str, ...]:
-        """How the names of parameters begin that start from the seed, not from these weights.
+        """Name prefixes of parameters that are initialized from the seed, not from these weights.
 
         Args:
-            weights: Of another run, or of another kind of model, as a language model's.
+            weights: Another run's, or those of another kind of model, such as a language model.
         """
         return ()
 
     @property
     def other_data(self) -> str:
-        """What an error calls data that has another fingerprint."""
+        """The name in errors of data that has another fingerprint."""
         return "other data"
 
     def same_data(self, state: State) -> bool:
@@ -410,22 +412,24 @@ class Task(ABC, Generic[Batch]):
         return state.data_fingerprint == self.fingerprint
 
     def check_weights(self, weights: Weights, owner: str) -> None:
-        """Checks that weights fit the inputs and targets of this data, as token ids or classes.
+        """Checks that weights fit the inputs and targets of this data, such as token ids or
+        classes.
 
         Args:
-            weights: Of another run, or of this one.
-            owner: What the error calls the weights.
+            weights: This run's, or another's.
+            owner: Name of the weights in the error.
 
         Raises:
-            ValueError: With an `exit_status` of 2: they do not fit.
+            ValueError: They do not fit; has an `exit_status` of 2.
         """
 
     def sources(self, samples: Sequence[int]) -> dict[str, list[int]]:
-        """Which documents samples were cut from, to find bad data: numbers by the data's name."""
+        """The documents that samples were cut from, to find bad data: numbers by name of the
+        data."""
         return {}
 
     def stored(self) -> Sequence[StoredData]:
-        """Folders of data that are verified in the background."""
+        """Data folders to verify in the background."""
         return ()
 
 

@@ -1,6 +1,6 @@
-"""What all tasks on prepared text share: folders, their tokenizer, and how a split is scored.
+"""Base of all tasks on prepared text: folders, their tokenizer, and the scoring of splits.
 
-Every token of a split is scored once, end-of-text tokens among them, each with at least
+Every token of a split is scored once, including end-of-text tokens, each with at least
 sequence_length - stride tokens of context where the split has them. One end-of-text token goes
 before the first token, as context only.
 """
@@ -36,10 +36,10 @@ TextModel = TypeVar("TextModel", bound=DecoderSettings | BertConfig)
 
 
 class TextTask(Task[Batch]):
-    """A task on one prepared folder, or on several that are mixed.
+    """A task on one prepared folder or a mixture of several.
 
     Args:
-        data: The prepared folders that are trained on.
+        data: The prepared folders to train on.
         sections: Sections of the configuration.
     """
 
@@ -55,7 +55,7 @@ class TextTask(Task[Batch]):
 
     @classmethod
     def open(cls, sections: Sections) -> Self:
-        """Opens the prepared folders, and checks that they are long enough for a sample."""
+        """Opens the prepared folders, and checks that each is long enough for a sample."""
         assert isinstance(sections.data, DataConfig)
         task = cls(TrainingData.open(sections.data), sections)
         _ = task.samples
@@ -83,25 +83,25 @@ class TextTask(Task[Batch]):
 
     @property
     def name(self) -> str:
-        """The folder as the configuration has it, or the folders."""
+        """The folder or folders as written in the configuration."""
         paths = [source.path for source in self.settings.mixture or ()]
         return ", ".join(paths) or str(self.settings.path)
 
     @property
     def fingerprint(self) -> str:
-        """A digest of the prepared folders and of their weights in the mixture."""
+        """A digest of the prepared folders and their weights in the mixture."""
         return self.data.fingerprint
 
     @property
     def other_data(self) -> str:
-        """What to call data with another fingerprint; a mixture may differ in its weights alone."""
+        """The name of data with another fingerprint; a mixture may differ in its weights alone."""
         mixed = " or mixes it by other weights" if self.settings.mixture else ""
         return f"other data{mixed}"
 
     @property
     @abstractmethod
     def tokens(self) -> TrainingSamples | MixedSamples:
-        """Samples as they are cut from the text."""
+        """Samples cut from the text."""
 
     @property
     def samples_per_epoch(self) -> int:
@@ -119,23 +119,23 @@ class TextTask(Task[Batch]):
 
     @abstractmethod
     def windows(self, stream: TokenStream, most: int | None = None) -> Any:
-        """The windows that a stream of tokens is scored by, or at most so many of them."""
+        """The windows in which a token stream is scored, at most `most` of them."""
 
     def rows_of(self, split: str) -> int:
-        """See `Task.rows_of`: the windows."""
+        """The number of windows; see `Task.rows_of`."""
         return len(self.windows(self.split(split)[0]))
 
     def validate_sources(
         self, names: Sequence[str], score: Callable[[TokenStream], Mapping[str, float]]
     ) -> dict[str, float]:
-        """Scores of the validation split, and of a mixture those of each source.
+        """Scores the validation split; for a mixture also each source.
 
         Args:
-            names: What is told of the scores.
+            names: The scores to report.
             score: Scores the validation split of one source.
 
         Returns:
-            Keys of a step's record; a mixture has the mean by the shares of its sources.
+            Keys of a step's record; for a mixture the mean weighted by the shares of its sources.
         """
         parts = self.data.validation()
         found = {part.name: score(part.stream) for part in parts}
@@ -149,7 +149,7 @@ class TextTask(Task[Batch]):
         return record
 
     def held_out_streams(self, split: str | None) -> list[TokenStream]:
-        """The tokens of a split; None: those of the validation splits."""
+        """The token streams of a split; None: all validation splits."""
         if split is not None:
             return [self.split(split)[0]]
         return [part.stream for part in self.data.validation()]
@@ -165,7 +165,7 @@ class TextTask(Task[Batch]):
         return data.split(split), data.manifest.splits[split]
 
     def units_of(self, split: str) -> int:
-        """The number of tokens of a split."""
+        """The number of tokens in a split."""
         return self.split(split)[1].tokens
 
     def kept(self) -> Kept:
@@ -185,7 +185,7 @@ class TextTask(Task[Batch]):
         check_tokenizer(self.place, prepared, known, owner, lambda: tokenizer_of(weights))
 
     def sources(self, samples: Sequence[int]) -> dict[str, list[int]]:
-        """Numbers of the documents that the samples are cut from, by the name of their data."""
+        """Numbers of the documents that the samples are cut from, by name of the data."""
         return self.data.documents(self.tokens, samples)
 
     def stored(self) -> Sequence[StoredData]:
@@ -198,7 +198,7 @@ def with_vocabulary(model: TextModel, vocab_size: int, place: str) -> TextModel:
 
     Args:
         model: Its `vocab_size` may be None.
-        vocab_size: Tokens of the tokenizer.
+        vocab_size: The tokenizer's vocabulary size.
         place: Names the data in the error.
 
     Raises:
@@ -215,7 +215,7 @@ def with_vocabulary(model: TextModel, vocab_size: int, place: str) -> TextModel:
 
 
 def with_end_of_text(model: DecoderSettings, end_of_text_id: int, place: str) -> DecoderSettings:
-    """Completes a model's configuration with the token that ends documents, if it reads them.
+    """Completes a model's configuration with the token that ends documents, if it uses it.
 
     Args:
         model: Its `end_of_text_id` may be None.
@@ -260,11 +260,11 @@ def score_windows(
     """Scores a split over all processes, which run equally many forward passes.
 
     Args:
-        forward: the model: input ids and targets [B, T] -> the loss of each; dropout off.
-        windows: of the split.
-        batch_size: windows in a forward pass.
+        forward: the model, without dropout; maps input ids and targets [B, T] to the loss of each.
+        windows: the split's windows.
+        batch_size: windows per forward pass.
         world: this process.
-        report: is told the share done after every batch.
+        report: called with the share done after every batch.
 
     Returns:
         The sum over all processes; the same on each.
@@ -276,7 +276,7 @@ def score_windows(
     for done, batch in enumerate(batches, start=1):
         input_BT, target_BT, scored_BT = (tensor.to(world.device) for tensor in batch)
         losses_BT = forward(input_BT, target_ids_BT=target_BT).logits.double()
-        # Selected, not multiplied by a mask: a padded position may have a loss that is not finite.
+        # Select, do not multiply by a mask: the loss of a padded position may not be finite.
         total += torch.stack([losses_BT[scored_BT].sum(), scored_BT.sum().double()])
         if report is not None:
             report(done / count)
@@ -285,16 +285,16 @@ def score_windows(
 
 
 def perplexities(score: TokenScore, *, words: int, bytes_: int) -> dict[str, float]:
-    """A score per token, per word and per byte.
+    """Computes scores per token, per word and per byte.
 
     Args:
-        score: of a whole split.
-        words: white-space separated words of its text.
-        bytes_: UTF-8 bytes of its text.
+        score: score of a whole split.
+        words: number of words in its text, separated by white space.
+        bytes_: number of UTF-8 bytes in its text.
 
     Returns:
-        loss in nats a token, token and word perplexity, bits a byte. The likelihood of end-of-text
-        tokens is in all four; they count as tokens, and neither as words nor as bytes.
+        Loss in nats per token, token and word perplexity, bits per byte. The likelihood of
+        end-of-text tokens enters all four; they count as tokens, but not as words or bytes.
     """
     nats = score.negative_log_likelihood
     return {

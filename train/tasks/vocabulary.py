@@ -1,4 +1,4 @@
-"""What numbers mean to weights: token ids by their tokenizer, classes by their names."""
+"""Token ids and class numbers of weights: which tokenizer and class names they refer to."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -27,17 +27,17 @@ def open_data(
     owner: str,
     tokenizer: Callable[[], Tokenizer | None] = lambda: None,
 ) -> PreparedData:
-    """Opens prepared data and checks that its tokenizer is the one the weights know.
+    """Opens prepared data and checks that it was made with the weights' tokenizer.
 
     Args:
         path: the folder, from `data.path`.
-        tokenizer_fingerprint: of the weights' tokenizer; None if there are no weights yet.
-        owner: who has those weights, for the error.
-        tokenizer: gives that of the weights, if it is at hand: another file that gives each token
-            the same id is as good.
+        tokenizer_fingerprint: fingerprint of the weights' tokenizer; None if there are no weights.
+        owner: name of the weights' owner in the error.
+        tokenizer: returns the weights' tokenizer if available; another tokenizer file is accepted
+            if it gives each token the same id.
 
     Raises:
-        DataError: it is missing, damaged, or made with another tokenizer.
+        DataError: the data is missing, damaged, or made with another tokenizer.
     """
     if path is None:
         raise ConfigError(
@@ -58,18 +58,18 @@ def check_tokenizer(
     owner: str,
     tokenizer: Callable[[], Tokenizer | None] = lambda: None,
 ) -> None:
-    """Checks that data was made with the tokenizer that weights know.
+    """Checks that data was made with the weights' tokenizer.
 
     Args:
         key: the key of the data and its value, for the error.
-        data: prepared.
-        fingerprint: of the weights' tokenizer; None if there are no weights yet.
-        owner: who has those weights, for the error.
-        tokenizer: gives that of the weights, if it is at hand: another file that gives each token
-            the same id is as good.
+        data: prepared data.
+        fingerprint: fingerprint of the weights' tokenizer; None if there are no weights yet.
+        owner: name of the weights' owner in the error.
+        tokenizer: returns the weights' tokenizer if available; another tokenizer file is accepted
+            if it gives each token the same id.
 
     Raises:
-        ConfigError: it was made with another.
+        ConfigError: it was made with another tokenizer.
     """
     data_fingerprint = data.manifest.tokenizer.fingerprint
     if fingerprint is None or fingerprint == data_fingerprint:
@@ -83,22 +83,22 @@ def check_tokenizer(
 
 
 def data_named(config: DataConfig) -> str:
-    """The key that names the data, and what it says, for an error."""
+    """The key that names the data, with its value, for error messages."""
     if config.mixture is None:
         return f"data.path: {config.path}"
     return f"data.mixture: {', '.join(source.path for source in config.mixture)}"
 
 
 def same_ids(one: Tokenizer, other: Tokenizer) -> bool:
-    """Whether token ids mean the same in two tokenizers; they may cut text differently."""
+    """Whether two tokenizers have the same vocabulary; they may split text differently."""
     return one.end_of_text == other.end_of_text and one.vocabulary() == other.vocabulary()
 
 
 def tokenizer_of(weights: Weights) -> Tokenizer | None:
-    """The tokenizer whose ids a model knows: the one beside its weights, or that of its data.
+    """Returns a model's tokenizer: the one beside its weights, or that of its data.
 
     Raises:
-        ValueError: with an `exit_status` of 2: there is one, and it is damaged or cannot be read.
+        ValueError: the tokenizer is damaged or cannot be read; has an `exit_status` of 2.
     """
     if not isinstance(weights, Checkpoint):
         return _folder_tokenizer(weights.files_folder)
@@ -114,7 +114,7 @@ def tokenizer_of(weights: Weights) -> Tokenizer | None:
 
 
 def fingerprint_of(weights: Weights) -> str | None:
-    """The fingerprint of the tokenizer whose ids a model knows; None if there is none."""
+    """The fingerprint of a model's tokenizer; None if there is none."""
     if isinstance(weights, Checkpoint):
         return weights.state.tokenizer_fingerprint
     tokenizer = tokenizer_of(weights)
@@ -122,7 +122,7 @@ def fingerprint_of(weights: Weights) -> str | None:
 
 
 def _data_folders(checkpoint: Checkpoint) -> list[Path]:
-    """Folders of the training data: old checkpoints hold no tokenizer, so it is read from there."""
+    """Folders of the training data, which have the tokenizer of old checkpoints without one."""
     try:
         data = DataConfig.model_validate(checkpoint.section("data"))
     except ValidationError:
@@ -132,15 +132,14 @@ def _data_folders(checkpoint: Checkpoint) -> list[Path]:
 
 
 def need_tokenizer(weights: Weights, given: str | None) -> Tokenizer:
-    """The tokenizer that a user names, or that of the weights; its ids are all in the model.
+    """Returns the tokenizer that a user names, or the weights' own; the model has all of its ids.
 
     Args:
         weights: the model's.
-        given: a tokenizer.json, a SentencePiece .model or the folder of one; None takes that of the
-            weights.
+        given: a tokenizer.json, a SentencePiece .model or its folder; None: the weights' own.
 
     Raises:
-        ConfigError: there is none, or it is not the one that the weights know.
+        ConfigError: there is none, or it is not the weights' tokenizer.
         DataError: it cannot be read.
     """
     own = tokenizer_of(weights)
@@ -182,7 +181,7 @@ CLASSES_FILE = "classes.json"
 
 
 def class_names_of(folder: Path) -> list[str] | None:
-    """The names of the classes that a checkpoint was trained with; None if it has none.
+    """Returns the class names that a checkpoint was trained with; None if it has none.
 
     Raises:
         ConfigError: The file is damaged.
@@ -197,18 +196,18 @@ def class_names_of(folder: Path) -> list[str] | None:
 
 
 def names_of(weights: Weights) -> list[str] | None:
-    """The names of the classes of weights of any format; None: they do not say."""
+    """Returns the class names of weights of any format; None if they do not record them."""
     named = weights.class_names if isinstance(weights, FamilyWeights) else None
     return class_names_of(weights.folder) if named is None else named
 
 
 def differing(ours: list[str], theirs: list[str], owner: str) -> str:
-    """In words how two lists of classes differ, which they do.
+    """Describes in words how two different lists of classes differ.
 
     Args:
-        ours: of the data.
-        theirs: of weights.
-        owner: what an error calls the weights.
+        ours: the data's classes.
+        theirs: the weights' classes.
+        owner: name of the weights in the error.
     """
     if len(ours) != len(theirs):
         return f"{len(ours)} classes, the {owner} was trained with {len(theirs)}"
