@@ -34,8 +34,7 @@ class ModelSettings(Config, ABC):
     """Whether blocks are compiled with torch.compile."""
 
     def filled(self) -> Self:
-        """Returns a copy with derived values filled in, such as a rank from a number of
-        parameters."""
+        """Returns a copy with derived values filled in, such as the rank for a parameter count."""
         return self
 
     def units_per_sample(self) -> int:

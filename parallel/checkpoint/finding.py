@@ -87,8 +87,7 @@ def find_checkpoint(path: Path) -> Path:
 
 
 def newest_of(path: Path) -> Path:
-    """Returns the newest checkpoint of a run's folder or its `checkpoints`; other paths
-    unchanged."""
+    """Returns the newest checkpoint of a run or its `checkpoints` folder; other paths unchanged."""
     found = complete_checkpoints(path / "checkpoints") or complete_checkpoints(path)
     return found[-1] if found else path
 

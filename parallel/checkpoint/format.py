@@ -187,8 +187,7 @@ class Index(Record):
 
 
 def _overlap(boxes: Sequence[StoredBox]) -> bool:
-    """Returns whether two boxes share an element; none may be empty, and all have equal
-    dimensions."""
+    """Returns whether two non-empty boxes with equal numbers of axes share an element."""
     if len(boxes) < 2:
         return False
     if not boxes[0].size:  # scalars, twice

@@ -161,8 +161,7 @@ class Checkpoint(Source):
         return values
 
     def whole(self, name: str, field: str | None = None) -> torch.Tensor:
-        """Reads a whole tensor in its global shape; by default the weight, or its average if
-        chosen."""
+        """Reads a whole tensor; without a field the weight, or the average that stands for it."""
         field = field or (self._chosen if self._chosen in self.tensors[name] else MASTER)
         return self.read(Box.whole(name, field, self.tensors[name][field].shape))
 
