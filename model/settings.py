@@ -142,7 +142,7 @@ class TransformerSettings(ModelSettings, ABC):
         return self
 
     def heads_fit(self) -> bool:
-        """Whether num_heads may not divide hidden_size; by default it must divide it."""
+        """Whether num_heads is free; by default it must divide hidden_size."""
         return False
 
     @abstractmethod

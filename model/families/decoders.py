@@ -45,7 +45,7 @@ FREE_OF_EXPERTS = frozenset({
     "evaluation_capacity_factor", "capacity_order", "expert_dropout", "router_noise", "experts",
     "scale_residual_init", "input_jitter", "final_top_k", "pool", "pool_least", "pool_most",
 })  # fmt: skip
-"""Keys of sparse experts that may differ: they affect routing in training, but no weights."""
+"""Keys of sparse experts that may differ: they affect routing, but no weights."""
 
 ROUTING = frozenset({
     "graph", "attention_head", "lower_entropy_only", "causal_graph", "capacity_factor",
