@@ -59,7 +59,7 @@ class MixtureSource(Config):
 
     @property
     def label(self) -> str:
-        """Returns the given name, or the folder's."""
+        """The given name, or the folder's."""
         return self.name or user_path(self.path).resolve().name
 
 

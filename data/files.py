@@ -56,8 +56,7 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def partial_of(path: Path) -> Path:
-    """Returns where `write_whole` writes; a file left there by a killed process may be
-    overwritten."""
+    """Returns where `write_whole` writes; a killed process's file there may be overwritten."""
     return path.with_name(f".{path.name}.partial")
 
 

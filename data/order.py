@@ -88,8 +88,7 @@ class EpochOrders:
         self._ahead.start()
 
     def _made(self, epoch: int, *, wait: bool) -> Path:
-        """Returns the folder of an epoch, making it if needed, unless another does and `wait` is
-        off."""
+        """Returns an epoch's folder, made if needed; without `wait` another process may make it."""
         root = node_folder("orders")
         folder = root / f"{self._key}-{epoch}"
         if not _is_whole(folder):

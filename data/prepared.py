@@ -47,8 +47,7 @@ class LeftOut:
             self._mistakes.setdefault(reason, name)
 
     def mistakes(self) -> list[str]:
-        """Lists what was probably left out unintentionally: the number, and the first one's
-        name."""
+        """Lists what was probably left out by mistake: the number, and the first one's name."""
         return [f"{why}: {self.counts[why]:,} (as {name})" for why, name in self._mistakes.items()]
 
     def check(self, place: str, more: Sequence[str] = (), *, accept: bool) -> None:

@@ -206,7 +206,7 @@ class DecoderConfig(DecoderSettings):
         return each
 
     def heads_fit(self) -> bool:
-        """Returns True: num_heads need not divide hidden_size."""
+        """Returns whether num_heads is free, so that it need not divide hidden_size."""
         return self.head_size is not None or self.latent_attention is not None
 
     def known_key_value_heads(self) -> int:

@@ -192,8 +192,7 @@ class Mixer(nn.Module):
         return self.score(x_BTD)[0]
 
     def score(self, x_BTD: Tensor) -> tuple[Tensor, tuple[RoutingStats, ...]]:
-        """Computes logits [B, K] from the last block's output, and statistics of a head that
-        routes."""
+        """Computes logits [B, K] from the last block's output, and statistics of a routing head."""
         return classified(self.head, self.pool(x_BTD))
 
     def pool(self, x_BTD: Tensor) -> Tensor:

@@ -47,8 +47,7 @@ class RoutingStats(NamedTuple):
     """Squared coefficient of variation of the experts' summed scores over tokens, computed from
     each token's own scores without noise and before a graph: 0 if even."""
     load_loss: Tensor | None = None
-    """Squared coefficient of variation of the expected load under the router's noise; None without
-    noise."""
+    """Squared coefficient of variation of the expected load under noise; None without noise."""
     variance_loss: Tensor | None = None
     """Minus the variance over tokens of each expert's weight after top-K, summed over experts."""
     orthogonality_loss: Tensor | None = None
@@ -63,8 +62,7 @@ class RoutingStats(NamedTuple):
     """The coupling of rows with other experts; the training loop computes it and replaces
     `coupling_EE` with it."""
     sequence_loss: Tensor | None = None
-    """Mean over sequences of sum_e f_e P_e within each: 1 at even load; None unless training
-    requests it."""
+    """Mean over sequences of sum_e f_e P_e within each: 1 at even load; None unless requested."""
     dropped: Tensor | None = None
     """Share of the assignments that were dropped."""
     expected_active: Tensor | None = None
@@ -116,13 +114,11 @@ class RoutingStats(NamedTuple):
     """The loss of a feed-forward that is trained to imitate the one that it replaces, with its
     gradient; see `polyad.train.tasks.block_teacher`."""
     distill_error: Tensor | None = None
-    """Mean over tokens of the squared norm of the difference between its output and the
-    original's."""
+    """Mean over tokens of the squared norm of its output minus the original's."""
     distill_square: Tensor | None = None
     """Mean over tokens of the squared norm of the original's output."""
     tokens: Tensor | None = None
-    """Number of tokens behind these statistics, without padding; None: equal in all
-    micro-batches."""
+    """Number of tokens without padding in these statistics; None: equal in all micro-batches."""
 
     def but(self, **changes: Any) -> "RoutingStats":
         """Returns a copy with some fields changed.

@@ -38,7 +38,7 @@ class RealTokens(NamedTuple):
 
     @property
     def lengths_B(self) -> Tensor:
-        """Number of real tokens of each sequence."""
+        """Number of real tokens in each sequence."""
         return self.mask_BT.sum(1)
 
 

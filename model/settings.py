@@ -34,8 +34,7 @@ class ModelSettings(Config, ABC):
     """Whether blocks are compiled with torch.compile."""
 
     def filled(self) -> Self:
-        """Returns a copy with derived values filled in, such as a rank from a number of
-        parameters."""
+        """Returns a copy with derived values filled in, such as the rank for a parameter count."""
         return self
 
     def units_per_sample(self) -> int:
@@ -143,7 +142,7 @@ class TransformerSettings(ModelSettings, ABC):
         return self
 
     def heads_fit(self) -> bool:
-        """Whether num_heads may not divide hidden_size; by default it must divide it."""
+        """Whether num_heads is free; by default it must divide hidden_size."""
         return False
 
     @abstractmethod

@@ -84,8 +84,7 @@ class NetworkConfig(Config):
             yield convolved, side
 
     def widths(self, image_size: int, channels: int) -> list[int]:
-        """Returns the width of the first hidden layer's input, and of each hidden layer, in
-        units."""
+        """Returns the input width of the first hidden layer and the width of each, in units."""
         side = image_size
         for _, pooled in self.sides(image_size):
             side = pooled

@@ -1,4 +1,4 @@
-"""Which addresses of this host the processes of a run listen on: as few as the others need."""
+"""The addresses of this host on which a run's processes listen: as few as the others need."""
 
 import ipaddress
 import os
@@ -7,12 +7,12 @@ import socket
 import psutil
 
 STORE = "POLYAD_STORE"
-"""The environment variable that names the file of a host's own store, in a folder of its own."""
+"""The environment variable with the path of a host's own store, in a folder of its own."""
 LOOPBACK = "127.0.0.1"
 
 
 def is_one_host() -> bool:
-    """Whether all processes are on this host, as far as the environment tells."""
+    """Returns whether all processes are on this host, according to the environment."""
     world = os.environ.get("WORLD_SIZE", "1")
     return STORE in os.environ or world in ("1", os.environ.get("LOCAL_WORLD_SIZE"))
 
@@ -20,7 +20,7 @@ def is_one_host() -> bool:
 def stay_on_loopback() -> None:
     """Makes gloo and NCCL listen on loopback, if all processes are on this host.
 
-    An interface that the environment names is left as it is.
+    An interface that the environment names is not changed.
     """
     if not is_one_host():
         return
@@ -32,15 +32,15 @@ def stay_on_loopback() -> None:
 
 
 def listener(host: str, port: int) -> socket.socket | None:
-    """A socket that listens on one address of this host alone.
+    """Opens a socket that listens on one address of this host only.
 
     Args:
         host: an address, or a name.
-        port: 0 takes a free one.
+        port: the port; 0 for a free one.
 
     Returns:
-        None where it is not certain that the others come by this address: a name may be another
-        address for them, unless an interface is named. Then torch listens on all.
+        None if it is not certain that the others use this address: a name may resolve to another
+        address for them, unless an interface is named. torch then listens on all addresses.
     """
     address = _address_of(host)
     if address is None:
@@ -52,7 +52,7 @@ def listener(host: str, port: int) -> socket.socket | None:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind((address, port))
         listening.listen(socket.SOMAXCONN)
-    except OSError:  # not of this host, as a service's of Kubernetes: torch says what is wrong
+    except OSError:  # not on this host, such as a Kubernetes service: torch reports the error
         listening.close()
         return None
     return listening
@@ -76,12 +76,12 @@ def _address_of(host: str) -> str | None:
 
 
 def named_interface() -> str | None:
-    """The network interface that the environment names for gloo, if it is one."""
+    """Returns the network interface that the environment names for gloo, if it is a single one."""
     name = os.environ.get("GLOO_SOCKET_IFNAME")
     return name if name in psutil.net_if_addrs() else None
 
 
 def addresses_of(interface: str) -> list[str]:
-    """The IPv4 addresses of a network interface of this host; empty if there is none."""
+    """Returns the IPv4 addresses of a network interface of this host; empty if there is none."""
     found = psutil.net_if_addrs().get(interface, [])
     return [each.address for each in found if each.family == socket.AF_INET]

@@ -1,4 +1,4 @@
-"""What torchrun's agent, in whose process this is called, does otherwise than torch has it."""
+"""Changes to the behaviour of torchrun's agent, called in the agent's process."""
 
 import json
 import os
@@ -18,27 +18,27 @@ from torch.distributed.elastic.rendezvous import c10d_rendezvous_backend
 from polyad.parallel.addresses import listener
 
 TELLS_WITHIN = 3.0
-"""Seconds in which a launcher that starts no agent tries to reach the others' store."""
+"""Seconds for which a launcher that starts no agent tries to reach the others' store."""
 STARTS_WITHIN = 20.0
-"""Seconds in which a host that was started together with this one listens."""
+"""Seconds within which a host that was started together with this one is expected to listen."""
 BAD_INPUT = 2
-"""The exit status of a process that would find the same if it was started again."""
+"""The exit status of a process for which a restart would not help."""
 
 
 @dataclass
 class Workers:
-    """What the agent has seen of its workers."""
+    """What the agent has observed of its workers."""
 
     started: bool = False
     bad_input: bool = False
-    """Whether one has ended with the status of bad input."""
+    """Whether one has exited with the status for bad input."""
 
 
 def watch_workers() -> Workers:
-    """Makes the agent start its workers again after failures, but not after bad input.
+    """Makes the agent restart its workers after failures, but not after bad input.
 
-    Before that it ends them within its own time: torch takes that only where the agent ends too, so
-    that the others would wait 30 seconds for a worker that is frozen.
+    Before a restart it also ends them within its own timeout: torch applies that only if the agent
+    ends too, so that the others would wait 30 seconds for a frozen worker.
     """
     seen = Workers()
     monitor, stop = LocalElasticAgent._monitor_workers, LocalElasticAgent._stop_workers
@@ -53,7 +53,7 @@ def watch_workers() -> Workers:
     def stopped(agent: Any, group: Any) -> None:
         if hasattr(agent, "_shutdown_timeout"):
             agent._shutdown(timeout=agent._shutdown_timeout)
-        else:  # in older versions of PyTorch an agent knows no time of its own
+        else:  # in older versions of PyTorch an agent has no timeout
             stop(agent, group)
 
     LocalElasticAgent._monitor_workers = monitored  # type: ignore[method-assign]
@@ -62,14 +62,14 @@ def watch_workers() -> Workers:
 
 
 def meet_other_agents(run: str, workers: Workers) -> None:
-    """Makes the store where agents meet listen on one address, if it is in this process.
+    """Makes the rendezvous store listen on one address, if it is in this process.
 
-    Until the workers start, word of a launcher that starts no agent ends this one: the others would
-    wait for it.
+    Until the workers start, a message from a launcher that starts no agent ends this agent:
+    otherwise the others would wait for it.
 
     Args:
-        run: the rendezvous' id.
-        workers: of this agent.
+        run: the id of the rendezvous.
+        workers: the workers of this agent.
     """
 
     def bound(host: str, port: int, **options: Any) -> TCPStore:
@@ -90,7 +90,7 @@ def _hear(store: TCPStore, run: str, workers: Workers) -> None:
                 print(f"polyad: error: {word['host']} does not start: {word['line']}",
                       file=sys.stderr, flush=True)  # fmt: skip
                 os._exit(BAD_INPUT)
-        except RuntimeError:  # the agent itself says that the store is gone
+        except RuntimeError:  # the agent itself reports that the store is gone
             return
         time.sleep(0.5)
 
@@ -99,20 +99,20 @@ def tell_agents(host: str, port: int, run: str, line: str) -> None:
     """Tells the agents of other hosts that this host starts none.
 
     Args:
-        host: where the agents meet.
-        port: there.
-        run: the rendezvous' id.
-        line: why.
+        host: the host of the rendezvous.
+        port: its port.
+        run: the id of the rendezvous.
+        line: the reason.
     """
     patience = timedelta(seconds=TELLS_WITHIN)
-    with suppress(OSError, RuntimeError):  # nobody waits there
+    with suppress(OSError, RuntimeError):  # nobody is waiting there
         _until_it_listens(host, port)
         store = TCPStore(host, port, None, False, timeout=patience, wait_for_workers=False)
         store.set(_word_of(run), json.dumps({"host": socket.gethostname(), "line": line}))
 
 
 def _until_it_listens(host: str, port: int) -> None:
-    """Waits for a host that answers: its launcher may still be starting its agent."""
+    """Waits until a host answers: its launcher may still be starting its agent."""
     until = time.monotonic() + STARTS_WITHIN
     while True:
         try:

@@ -333,8 +333,7 @@ def leave(status: int) -> NoReturn:
 
 
 def peer_has_failed() -> bool:
-    """Returns whether another process of this host has failed, so that collectives can only
-    hang."""
+    """Returns whether another process of this host has failed: then collectives can only hang."""
     mark = _failure_mark()
     if mark is None:
         return False

@@ -3,8 +3,7 @@
 The router is on every rank. Each sends the rows of its tokens to the ranks of their experts, and
 gets the outputs back: two exchanges forward and two backward, of K T D (EP - 1) / EP values each
 with even routing, and no gathering. Under tensor parallelism the inner width of every expert is
-split,
-too: ranks that share tokens each compute a part of the same rows.
+split, too: ranks that share tokens each compute a part of the same rows.
 
 Shapes: B batch, T tokens in a sequence, N tokens, K experts of a token, M rows, E experts, D width,
 F inner width of an expert.
@@ -159,8 +158,7 @@ class TensorParallelAttentionGraph(AttentionGraph):
         return Mixed(mixed_BTE, measured[0], entropy_A, self.chosen_head().squeeze(0))
 
     def _own_entropies(self, given: BlockInput) -> Tensor:
-        """Returns [A], 0 for the heads of other ranks; empty if the head is not chosen by
-        entropy."""
+        """Returns [A], 0 for heads of other ranks; empty if the head is not chosen by entropy."""
         if not self.chooses:
             return self.fixed_head.new_empty(0)
         assert given.attention is not None

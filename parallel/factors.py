@@ -89,8 +89,7 @@ def _regions(factors: Factorized, group: Group, *, is_first: bool) -> FactorRegi
 
 
 def _by_blocks(crossing: Callable[[Tensor, int], Tensor], blocks: int) -> Region:
-    """Applies an exchange to values of a token that are in blocks, of each of which a rank has a
-    part.
+    """Applies an exchange to values of a token in blocks, where a rank has a part of each block.
 
     Args:
         crossing: the exchange, along an axis.

@@ -115,8 +115,7 @@ class FamilyWeights(FolderWeights):
 
     @property
     def note(self) -> str | None:
-        """A line for the user on what is new, and what of the folder is unused; None if nothing
-        is."""
+        """A line for the user on what is new and what is unused; None if nothing is."""
         new = [name for name in self._shapes if self.is_new(name)]
         if new and self.family.may_lack_head:
             return f"{self.folder} has no head for these classes: it starts from random values"
@@ -176,8 +175,7 @@ class FamilyWeights(FolderWeights):
         return tuple(sorted(set(self._tensors.names()) - used))
 
     def is_new(self, name: str) -> bool:
-        """Returns whether a weight or buffer belongs to a head that the folder lacks in this
-        shape."""
+        """Returns whether a tensor belongs to a head that the folder lacks in this shape."""
         return self._head_may_be_new and name.startswith(HEAD) and not self._holds(name)
 
     def check_config(self, config: ModelSettings) -> None:
@@ -209,8 +207,7 @@ class FamilyWeights(FolderWeights):
         self._describe(config)
 
     def buffer(self, name: str) -> Tensor:
-        """Returns the folder's buffer, or the initial value of one that only training has (a
-        graph's)."""
+        """Returns the folder's buffer, or the initial value of one that only training has."""
         rule = self.family.find(name)
         if rule is None or self.is_new(name):
             return initial_value(self._model, name, self.seed)

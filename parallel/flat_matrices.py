@@ -1,8 +1,8 @@
-"""Whole matrices of flat parts, for an optimizer that takes matrices where ZeRO has cut them.
+"""Reassembles whole matrices from ZeRO's flat parts, for an optimizer that needs matrices.
 
-At stages 1 and 2 a process has an equal part of all numbers of a parameter group, one after the
-other: of a group whose parameters are matrices of one size most matrices are whole in one part. The
-others, at most one where two parts meet, are exchanged: each process adds what it has of them.
+In stages 1 and 2 a rank has an equal part of all elements of a parameter group, laid end to end. In
+a group of equally sized matrices most matrices are whole in one part. The others, at most one where
+two parts meet, are all-reduced from the pieces of each rank.
 """
 
 from typing import Any, NamedTuple
@@ -13,33 +13,33 @@ from polyad.parallel.regions import Group
 from polyad.parallel.zero import Engine, replica_group
 
 PART = "part"
-"""The key of an optimizer's group for the `FlatPart` that its one tensor is."""
+"""The key in an optimizer's parameter group for the `FlatPart` of its only tensor."""
 
 
 class Edge(NamedTuple):
-    """A matrix that several parts have some of."""
+    """A matrix that spans several parts."""
 
     whole_S: Tensor
     here: slice
-    """Its numbers in this part."""
+    """Its elements in this part."""
     there: slice
-    """The elements within the matrix."""
+    """The positions of these elements in the matrix."""
 
 
 class FlatPart(NamedTuple):
-    """What a process has of a group of matrices."""
+    """A rank's part of a group of matrices."""
 
     group: Group
-    """The processes that have a part each."""
+    """The ranks that have a part each."""
     numel: int
-    """Numbers of all parts, without padding at the end."""
+    """Number of elements of all parts, without padding at the end."""
 
     def inner(self, flat_P: Tensor, size: int) -> Tensor:
-        """The matrices that lie in this part whole: a view [N, size].
+        """Returns the matrices that are whole in this part, as a view [N, size].
 
         Args:
-            flat_P: Of each number of the part, another one.
-            size: Numbers of a matrix.
+            flat_P: A flat tensor with one value per element of the part.
+            size: Number of elements of a matrix.
         """
         start, stop = self._range(flat_P)
         first, last = -(-start // size), stop // size
@@ -48,11 +48,11 @@ class FlatPart(NamedTuple):
         return flat_P[first * size - start : last * size - start].view(-1, size)
 
     def edges(self, flat_P: Tensor, size: int) -> list[Edge]:
-        """The matrices that lie in this part and in others; all processes call it.
+        """Returns the matrices that span this part and others; all ranks call it.
 
         Args:
-            flat_P: As for `inner`.
-            size: Numbers of a matrix.
+            flat_P: As in `inner`.
+            size: Number of elements of a matrix.
         """
         start, stop = self._range(flat_P)
         ends = [n * flat_P.numel() for n in range(1, self.group.size)]
@@ -67,21 +67,21 @@ class FlatPart(NamedTuple):
                 here, there = slice(low - start, high - start), slice(low - begin, high - begin)
                 cut_NS[number, there] = flat_P[here]
                 mine.append((number, here, there))
-        cut_NS = self.group.total(cut_NS)  # of what one process has and the others do not
+        cut_NS = self.group.total(cut_NS)  # each element from the one rank that has it
         return [Edge(cut_NS[number], here, there) for number, here, there in mine]
 
     def _range(self, flat_P: Tensor) -> tuple[int, int]:
-        """The numbers of all parts that are this one's: first, one past the last."""
+        """Returns the range of all elements that is in this part: first, one past the last."""
         start = min(self.group.rank * flat_P.numel(), self.numel)
         return start, min(start + flat_P.numel(), self.numel)
 
 
 def name_parts(engine: Engine, groups: list[list[Any]]) -> None:
-    """Tells the groups of an engine's optimizer which parts of matrices ZeRO has left them.
+    """Adds to an engine's optimizer groups which parts of matrices ZeRO has left them.
 
     Args:
-        engine: of stage 1 or 2.
-        groups: the parameters that its optimizer's groups had before.
+        engine: an engine of stage 1 or 2.
+        groups: the parameters of the optimizer's groups before ZeRO.
     """
     for group, parameters in zip(engine.optimizer.param_groups, groups, strict=True):
         numel = sum(parameter.numel() for parameter in parameters)

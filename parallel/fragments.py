@@ -1,8 +1,7 @@
-"""Fills what a process holds of a model, and says which of it the process writes.
+"""Fills this rank's part of a model, and determines which part of it the rank writes.
 
 A fragment (`zero.py`) is a row-major range of one parameter's elements. Together the fragments of
-all processes cover every parameter; under data parallelism without ZeRO they cover it once per
-process.
+all ranks cover every parameter; under data parallelism without ZeRO they cover it once per rank.
 """
 
 import math
@@ -28,19 +27,19 @@ from polyad.parallel.zero import (
 )
 
 REARRANGED_FROM = 32
-"""Data-parallel processes of ZeRO 3. Below, the index is small, and nothing is exchanged."""
+"""Number of ZeRO 3 ranks from which fragments are rearranged. Below, the index is small enough."""
 
 
 @torch.no_grad()
 def fill(engine: Engine, source: Source, *, frozen: bool = True) -> None:
     """Sets master weights, optimizer state and step counters, then the weights of the forward pass.
 
-    Every process reads the boxes of its own fragments and no others.
+    Every rank reads only the boxes of its own fragments.
 
     Args:
-        engine: whose weights are set.
-        source: what they are set to.
-        frozen: whether frozen weights are set as well, which have no masters and never change.
+        engine: the engine whose weights are set.
+        source: the source of the values.
+        frozen: whether to set frozen weights too, which have no masters and never change.
     """
     engine.about_to_change()
     held = fragments(engine)
@@ -60,7 +59,7 @@ def fill(engine: Engine, source: Source, *, frozen: bool = True) -> None:
 
 
 def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Buffers that belong to a model's state, by name; every process holds them whole."""
+    """Yields buffers that belong to a model's state, by name; every rank has them whole."""
     for prefix, submodule in module.named_modules():
         for name, buffer in submodule.named_buffers(recurse=False):
             if name not in submodule._non_persistent_buffers_set:
@@ -68,11 +67,11 @@ def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _fill_frozen(engine: Engine, source: Source) -> list[tuple[Any, torch.Tensor]]:
-    """Sets frozen weights, which have no masters, and keeps those that this process writes.
+    """Sets frozen weights, which have no masters, and keeps those that this rank writes.
 
     Returns:
-        At stage 3, where weights are set in `refresh`: parameters, and the values of this
-        process's part of each.
+        In stage 3, where weights are set in `refresh`: parameters, and the values of this rank's
+        part of each.
     """
     parts: list[tuple[Any, torch.Tensor]] = []
     named = [(n, p) for n, p in engine.module.named_parameters() if not p.requires_grad]
@@ -93,7 +92,7 @@ def _fill_frozen(engine: Engine, source: Source) -> list[tuple[Any, torch.Tensor
             if exact:
                 engine.frozen[name] = parameter.detach().view(-1)
             else:
-                engine.frozen[name] = torch.zeros(whole)  # on the host: nothing computes with it
+                engine.frozen[name] = torch.zeros(whole)  # on the CPU: it is only stored
                 _read_range(engine.frozen[name], name, placement, 0, source)
     return parts
 
@@ -108,7 +107,7 @@ def _read_range(
 
 
 def _owners_of_frozen(engine: Engine, named: Sequence[tuple[str, nn.Parameter]]) -> set[str]:
-    """Which frozen weights this process writes: each whole, by one of those that have it."""
+    """Returns the frozen weights that this rank writes: each whole, by one rank that has it."""
     world, mine, at = engine.world, set[str](), dict[tuple[int, bool], int]()
     kept = [(n, placement_of(p)) for n, p in named if n not in engine.left_out]
     totals: dict[tuple[int, bool], int] = {}
@@ -128,17 +127,17 @@ def _owners_of_frozen(engine: Engine, named: Sequence[tuple[str, nn.Parameter]])
 
 
 def shares(engine: Engine) -> Iterator[Fragment]:
-    """What this process writes into a checkpoint of weights and optimizer state.
+    """Yields what this rank writes to a checkpoint of weights and optimizer state.
 
-    A checkpoint's index lists every box of every tensor. If each process wrote a part of each
-    parameter the list would grow with parameters times processes: a third of a gigabyte for GPT-2
-    1558M on 1,024 of them. So what several processes could write is laid end to end and cut into
-    one range for each: processes plus parameters are as many ranges. Where copies of all are there
-    (stage 0, and what tensor parallelism does not cut), each process takes its range of them. ZeRO
-    3 cuts every parameter over all processes; from `REARRANGED_FROM` of them on they exchange what
-    they have for such ranges, and all of them have to call this.
+    A checkpoint's index lists every box of every tensor. If each rank wrote a part of each
+    parameter, the list would grow with parameters times ranks: a third of a gigabyte for GPT-2
+    1558M on 1,024 of them. So everything that several ranks could write is laid end to end and cut
+    into one range per rank, which makes at most ranks plus parameters ranges. Where all ranks have
+    copies (in stage 0, and for parameters that tensor parallelism does not split), each writes its
+    range of them. ZeRO 3 partitions every parameter over all ranks; from `REARRANGED_FROM` ranks on
+    they exchange their parts to form such ranges, so all of them must call this.
 
-    Each element is written by exactly one process.
+    Each element is written by exactly one rank.
     """
     held = list(fragments(engine).values())
     if engine.stage == 3 and engine.world.data_parallel_size >= REARRANGED_FROM:
@@ -155,10 +154,10 @@ def shares(engine: Engine) -> Iterator[Fragment]:
 
 
 def _by_copies(engine: Engine, held: list[Fragment]) -> dict[tuple[int, int], list[Fragment]]:
-    """Fragments by which copy of them this process holds, and how many copies there are.
+    """Groups fragments by the index of this rank's copy, and the number of copies.
 
-    ZeRO leaves one copy of the optimizer's state in each tensor-parallel rank; what tensor
-    parallelism does not cut, every such rank has.
+    ZeRO leaves one copy of the optimizer's state in each tensor-parallel rank; parameters that
+    tensor parallelism does not split are on every such rank.
     """
     world, found = engine.world, dict[tuple[int, int], list[Fragment]]()
     for part in held:
@@ -174,7 +173,7 @@ def _by_copies(engine: Engine, held: list[Fragment]) -> dict[tuple[int, int], li
 
 
 class _Range(NamedTuple):
-    """Elements first .. last of all parameters laid end to end, which are of one parameter."""
+    """Elements first .. last of all parameters laid end to end, all from one parameter."""
 
     parameter: int
     first: int
@@ -182,12 +181,12 @@ class _Range(NamedTuple):
 
 
 def _rearranged(engine: Engine, cut: Partitions, held: list[Fragment]) -> list[Fragment]:
-    """What this process has after an exchange: one range of a group's parameters laid end to end.
+    """Exchanges fragments so that this rank has one range of a group's parameters laid end to end.
 
     Args:
         engine: The engine.
         cut: The parameters of a group.
-        held: What this process has, of any group.
+        held: This rank's fragments, of any group.
     """
     rank, ranks = dist.get_rank(cut.group), dist.get_world_size(cut.group)
     begins = [0]
@@ -196,7 +195,7 @@ def _rearranged(engine: Engine, cut: Partitions, held: list[Fragment]) -> list[F
     size = math.ceil(begins[-1] / ranks)
 
     def having(other: int) -> list[_Range]:
-        """What a process has before the exchange."""
+        """Returns the ranges of a rank before the exchange."""
         found = []
         for number, (numel, part) in enumerate(zip(cut.numels, cut.sizes, strict=True)):
             first, last = min(other * part, numel), min((other + 1) * part, numel)
@@ -205,7 +204,7 @@ def _rearranged(engine: Engine, cut: Partitions, held: list[Fragment]) -> list[F
         return found
 
     def of_range(some: list[_Range], other: int) -> list[_Range]:
-        """The elements that another process will have."""
+        """Selects the elements that another rank will have."""
         low, high = other * size, (other + 1) * size
         return [
             _Range(number, max(first, low), min(last, high))
@@ -244,7 +243,7 @@ def _rearranged(engine: Engine, cut: Partitions, held: list[Fragment]) -> list[F
                 ordered[place : place + last - first] = taken[at : at + last - first]
                 at += last - first
         moved[field] = ordered
-    # Of few numbers a process may have had none, and no count of the steps that they have seen.
+    # With few elements a rank may have had none, and no step count for them.
     seen = max((part.steps for part in places.values()), default=0.0)
     step = torch.tensor(seen, device=engine.device)
     dist.all_reduce(step, dist.ReduceOp.MAX, group=cut.group)

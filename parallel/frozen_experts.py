@@ -1,7 +1,7 @@
-"""Experts of a stacked parameter that stay as they are, while others of it are trained.
+"""Freezes some experts of a stacked parameter while the others are trained.
 
-They have no gradient. Moments and momentum of what never had one are zero, so without weight decay
-AdamW, SGD and Muon, which takes each expert's matrix by itself, add zero to them.
+Frozen experts get no gradient. Moments and momentum that never had one are zero, so without weight
+decay AdamW, SGD, and Muon, which handles each expert's matrix separately, do not change them.
 """
 
 from collections.abc import Collection
@@ -13,28 +13,28 @@ from polyad.parallel.shard import placement_of
 
 
 def keep_experts(parameter: nn.Parameter, experts: Collection[int]) -> None:
-    """Notes experts of a parameter that are not trained.
+    """Marks experts of a parameter as frozen.
 
     Args:
-        parameter: Of a whole model on the meta device, with experts in its first dimension.
-        experts: Their numbers; none: all are trained.
+        parameter: A parameter of a whole model on the meta device, experts first.
+        experts: Their indices; empty if all are trained.
     """
     if experts:
         parameter.frozen_experts = tuple(sorted(experts))  # type: ignore[attr-defined]
 
 
 def kept_experts(parameter: nn.Parameter) -> tuple[int, ...]:
-    """The experts of a parameter of a whole model that are not trained though it is."""
+    """Returns the frozen experts of a trained parameter of a whole model."""
     found: tuple[int, ...] = getattr(parameter, "frozen_experts", ())
     return found
 
 
 def drop_gradients(parameter: nn.Parameter, experts: Collection[int]) -> None:
-    """Has a parameter get no gradient for some of its experts.
+    """Suppresses a parameter's gradient for some of its experts.
 
     Args:
-        parameter: This process's part of it, with storage.
-        experts: Numbers in the whole.
+        parameter: This rank's part of it, with storage.
+        experts: Indices in the whole model.
     """
     (run,) = placement_of(parameter).axes[0].runs
     here = [e - run.there + run.here for e in experts if run.there <= e < run.there + run.length]

@@ -1,5 +1,5 @@
-"""Memory of this machine: how much a process may still take; settings of glibc's malloc for
-training on a CPU, by which freed memory is kept for reuse."""
+"""Memory of this machine: how much a process may still allocate, and settings of glibc's malloc
+that keep freed memory for reuse when training on a CPU."""
 
 import ctypes
 import gc
@@ -12,24 +12,25 @@ from pathlib import Path
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 """Constants of glibc's malloc.h."""
 OF_THE_USER = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_")
-"""Environment variables by which the user sets malloc; then nothing is changed."""
+"""Environment variables with which the user configures malloc; then nothing is changed."""
 LARGEST = 2**31 - 1
-"""Bytes of a block that is kept: what `mallopt` can be told."""
+"""Maximum size of a block that is kept, in bytes: the limit of `mallopt`."""
 
 
 def keep_freed_memory() -> bool:
-    """Makes malloc keep freed memory for later allocations, and not return it to the system.
+    """Makes malloc keep freed memory for later allocations instead of returning it to the system.
 
-    torch has no allocator of its own on a CPU. Every activation and gradient above 32 MiB, and in
-    a process that has freed none yet above 128 KiB, is a mapping of its own, which the system fills
-    with zeros page by page each time: up to half of the time of a training step. A process then
-    holds its peak until it ends, and a little more for the gaps (BENCHMARKS.md has figures).
+    torch has no allocator of its own on a CPU. Every activation and gradient above 32 MiB, and
+    above 128 KiB in a process that has not freed any yet, is a separate mapping, which the system
+    fills with zeros page by page each time: up to half of the time of a training step. With this
+    setting a process keeps its peak memory until it ends, and slightly more because of
+    fragmentation (BENCHMARKS.md has figures).
 
-    Does nothing without glibc, or where the environment has a variable of `OF_THE_USER` or
-    `GLIBC_TUNABLES` of malloc.
+    Does nothing without glibc, or if the environment has a variable in `OF_THE_USER` or malloc
+    settings in `GLIBC_TUNABLES`.
 
     Returns:
-        Whether malloc was changed.
+        Whether malloc was configured.
     """
     if sys.platform != "linux" or any(name in os.environ for name in OF_THE_USER):
         return False
@@ -38,21 +39,21 @@ def keep_freed_memory() -> bool:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # musl has none
     if mallopt is None:
         return False
-    # -1: nothing is ever given back at the end of the heap.
+    # -1: memory at the end of the heap is never returned.
     return bool(mallopt(M_MMAP_THRESHOLD, LARGEST)) and bool(mallopt(M_TRIM_THRESHOLD, -1))
 
 
 def keep_few_products() -> None:
-    """Makes oneDNN keep few compiled products, if it has compiled none so far.
+    """Limits how many compiled products oneDNN keeps, if it has not compiled any yet.
 
-    It compiles one for each number of rows, of which experts have many, and keeps 1,024: gigabytes
-    in bf16, since each takes from 1 MB with few rows to 14 MB with 900.
+    It compiles one per number of rows, of which experts have many, and keeps 1,024 by default:
+    gigabytes in bf16, since each takes from 1 MB with few rows to 14 MB with 900.
     """
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "16")
 
 
 def give_back_freed_memory() -> None:
-    """Returns kept memory to the system, so that later allocations do not meet a fragmented heap.
+    """Returns kept memory to the system, to avoid a fragmented heap in later allocations.
 
     Does nothing without glibc.
     """
@@ -63,13 +64,14 @@ def give_back_freed_memory() -> None:
 
 
 def free_memory(root: Path = Path("/")) -> int:
-    """Bytes that this process may still take: the least of what the machine, its control groups and
-    its own limits (`ulimit -v`, `ulimit -d`) leave. Swap does not count, and the page cache does.
+    """Returns how many bytes this process may still allocate: the minimum of what the machine, its
+    control groups and its own limits (`ulimit -v`, `ulimit -d`) leave. Swap does not count, the
+    page cache does.
 
     Args:
-        root: of the file system that is asked for control groups.
+        root: root of the file system with the control groups.
     """
-    import psutil  # not at the top: commands that need no numbers start faster without it
+    import psutil  # not at the top: commands that do not need it start faster
 
     process = psutil.Process().memory_info()
     left = [psutil.virtual_memory().available, *_left_by_groups(root)]
@@ -84,12 +86,12 @@ _GROUPS = {
     "": ("sys/fs/cgroup", "memory.max", "memory.current", ""),
     "memory": ("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
 }
-"""Where version 2 and version 1 of control groups have the limit and the use of memory, and what
-their statistics of a group with all below it begin with."""
+"""The files of cgroup versions 2 and 1 with the limit and the use of memory, and the prefix of the
+hierarchical totals in their statistics."""
 
 
 def _left_by_groups(root: Path) -> Iterator[int]:
-    """What each control group above this process leaves of its limit."""
+    """Yields what each control group above this process leaves of its limit."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -101,7 +103,7 @@ def _left_by_groups(root: Path) -> Iterator[int]:
                 continue
             top = root / place
             folder = top / name.lstrip("/")
-            # In a container the names may be those of the host, and its own group is at the top.
+            # In a container the names may be the host's, while its own group is at the top.
             for group in (folder, *folder.parents):
                 if not group.is_relative_to(top):
                     break

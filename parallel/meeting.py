@@ -39,8 +39,7 @@ _LONGEST_PAUSE = 0.25
 
 
 class DisagreementError(ValueError):
-    """Processes with different settings: a one-line error with the setting, the values, the
-    hosts."""
+    """Processes with different settings: a one-line error with setting, values and hosts."""
 
     exit_status = 2
 
@@ -138,8 +137,7 @@ def another_says_it(patience: float) -> bool:
 
 
 def is_said() -> bool:
-    """Returns whether another process of this host has reported why the run ends, before
-    meeting."""
+    """Returns whether another process of this host reported why the run ends, before meeting."""
     with suppress(MeetingError, ValueError, OSError, RuntimeError):
         return _can_tell() and _Meeting.joined(LINGER / 60).is_said()
     return False
@@ -205,8 +203,7 @@ class _Meeting:
         self._node = f"{os.environ.get('GROUP_RANK', '')} {self._host}"
         self._agents = STORE not in os.environ and _agent_has_store()
         self.is_over = False
-        """Whether this process has met the others, or has sent or received word that the run
-        ends."""
+        """Whether this process has met the others, or has sent or heard that the run ends."""
         self._store = self._opened()
         self._come()
 

@@ -21,8 +21,7 @@ _PAIRS = torch.stack((_VALUES.repeat(16), _VALUES.repeat_interleave(16)), -1)
 
 @functools.cache
 def _pairs_of_scales() -> Tensor:
-    """Returns both values of each byte with each scale, in bf16, as one 32-bit number: [256 *
-    256]."""
+    """Returns both bf16 values of each byte with each scale, as one int32: [256 * 256]."""
     pairs = _PAIRS.to(torch.bfloat16).repeat(256, 1)
     exponents = torch.arange(256).repeat_interleave(256).unsqueeze(-1).expand_as(pairs) - 127
     return torch.ldexp(pairs, exponents).view(torch.int32).flatten()

@@ -94,8 +94,7 @@ class PlainWeights(FolderWeights):
             raise PlainWeightsError(f"{self.folder}: is a different model: {differing}")
 
     def _built(self) -> nn.Module:
-        """Builds the model of config.yaml; sizes in it are not bounded, so files are checked
-        first."""
+        """Builds the model of config.yaml; its sizes are unbounded, so files are checked first."""
         last = self._config.last_parameter()
         if last is not None and last not in self._tensors.names():
             raise PlainWeightsError(

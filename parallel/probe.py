@@ -1,8 +1,8 @@
-"""What processes can do together, measured: links between hosts and within them, speed, clocks.
+"""Measures links between and within hosts, compute speed, and clock differences.
 
-Source of the bandwidths: NCCL tests' "bus bandwidth", bytes that cross a link in a second, so that
-a collective's does not depend on the number of processes (2 (n - 1) / n of the bytes for an
-all-reduce, (n - 1) / n for an all-to-all).
+Source of the bandwidths: NCCL tests' "bus bandwidth", the bytes per second that cross a link, so
+that the bandwidth of a collective does not depend on the number of ranks (2 (n - 1) / n of the
+bytes for an all-reduce, (n - 1) / n for an all-to-all).
 """
 
 import time
@@ -16,50 +16,50 @@ import torch.distributed as dist
 from polyad.parallel import comm
 
 LARGEST, REPEATS = {"cuda": 64 * 2**20, "cpu": 4 * 2**20}, 5
-"""Bytes that a process sends in a measurement, by device; and how often."""
+"""Bytes that a rank sends in a measurement, by device; and the number of repetitions."""
 PAIR_REPEATS = 3
 MATRIX, PRODUCTS = {"cuda": 4096, "cpu": 512}, 50
-"""The side of a product's factors, by device; how many are timed."""
+"""The side of a product's factors, by device; and the number of timed products."""
 CLOCK_ROUNDS = 8
 
 
 class Link(NamedTuple):
-    """A measured link, in bytes a second in each direction."""
+    """A measured link, in bytes per second in each direction."""
 
     one: int
-    """Rank."""
+    """Rank of one end."""
     other: int
-    """Rank."""
+    """Rank of the other end."""
     bytes_per_second: float
 
     def to_json(self) -> list[float]:
-        """The three numbers, as `polyad doctor --json` writes a link."""
+        """Returns the three numbers, as `polyad doctor --json` writes a link."""
         return [*self]
 
 
 @dataclass
 class Measured:
-    """What was measured, the same on every process."""
+    """The results, the same on every rank."""
 
     all_reduce: float | None = None
-    """Bus bandwidth over all processes, in bytes a second; None with one process."""
+    """Bus bandwidth over all ranks, in bytes per second; None with one rank."""
     all_to_all: float | None = None
     within: list[Link] = field(default_factory=list)
-    """Pairs of processes of one host."""
+    """Pairs of ranks on one host."""
     between: list[Link] = field(default_factory=list)
-    """Pairs of hosts, between their first processes."""
+    """Pairs of hosts, measured between their first ranks."""
     flops: list[float] = field(default_factory=list)
-    """FLOP/s of a matrix product on each process."""
+    """FLOP/s of a matrix product on each rank."""
     clocks: list[float] = field(default_factory=list)
-    """Seconds that the clock of each process is ahead of rank 0's."""
+    """How far the clock of each rank is ahead of rank 0's, in seconds."""
 
 
 def measure(world: comm.World, hosts: Sequence[str]) -> Measured:
-    """Measures for some seconds; all processes call it together.
+    """Measures for a few seconds; all ranks call it together.
 
     Args:
-        world: this process.
-        hosts: of each rank.
+        world: this rank.
+        hosts: the host of each rank.
     """
     flops, clocks = comm.from_all(_product_flops(world.device)), _clocks()
     found = Measured(flops=flops, clocks=clocks)
@@ -76,12 +76,12 @@ def measure(world: comm.World, hosts: Sequence[str]) -> Measured:
 
 
 def rounds(members: Sequence[int]) -> Iterator[list[tuple[int, int]]]:
-    """Each member beside each other one once, every one in at most one pair of a round.
+    """Pairs each member with each other one once; every member is in at most one pair per round.
 
     Source: the circle method of round-robin tournaments.
 
     Args:
-        members: different numbers.
+        members: distinct numbers.
 
     Returns:
         n - 1 rounds of pairs for an even number of members n, n for an odd one.
@@ -95,7 +95,7 @@ def rounds(members: Sequence[int]) -> Iterator[list[tuple[int, int]]]:
 
 
 def _links(world: comm.World, groups: Sequence[Sequence[int]]) -> list[Link]:
-    """All pairs of every group, several at once."""
+    """Measures all pairs of every group, several at once."""
     plans = [list(rounds(group)) for group in groups if len(group) > 1]
     mine: list[Link] = []
     buffers = torch.zeros(2, LARGEST[world.device.type], dtype=torch.uint8, device=world.device)
@@ -129,7 +129,7 @@ def _link(world: comm.World, one: int, other: int, buffers: torch.Tensor) -> Lin
             dist.recv(buffers[1], peer)
             dist.send(buffers[0], peer)
 
-    directions = 1 if world.device.type == "cuda" else 2  # gloo's go one after the other
+    directions = 1 if world.device.type == "cuda" else 2  # gloo's directions are sequential
     seconds = _median_seconds(exchange, world.device, PAIR_REPEATS)
     return Link(one, other, directions * buffers[0].numel() / seconds)
 
@@ -153,11 +153,11 @@ def _product_flops(device: torch.device) -> float:
 
 
 def product_seconds(device: torch.device, repeats: int) -> float:
-    """The shortest time of a matrix product of a fixed size, alone on this process's device.
+    """Returns the shortest time of a matrix product of a fixed size on this rank's device.
 
     Args:
-        device: of this process; it is waited for.
-        repeats: how many are timed.
+        device: the device of this rank; it is synchronized.
+        repeats: number of timed products.
     """
     side = MATRIX[device.type]
     kind = torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -168,7 +168,7 @@ def product_seconds(device: torch.device, repeats: int) -> float:
 
 
 def _clocks() -> list[float]:
-    """How far each clock is ahead of rank 0's; the barrier's own jitter is in it."""
+    """Returns how far each clock is ahead of rank 0's, including the barrier's jitter."""
     rows = []
     for _ in range(CLOCK_ROUNDS):
         comm.barrier()

@@ -1,7 +1,8 @@
-"""Reads JSON files from outside: typed, strict and frozen; a fault is an error of one line.
+"""Reads untrusted JSON files: typed, strict and frozen, with one-line errors.
 
 Every JSON file of a checkpoint or of a folder of weights is read through `parsed`. Nothing is
-converted: a string is not taken for a number, and unknown keys are errors in Polyad's own formats.
+converted: a string is never accepted as a number, and unknown keys are errors in Polyad's own
+    formats.
 """
 
 import reprlib
@@ -25,10 +26,10 @@ class Record(BaseModel):
 
 
 def plain_name(name: str) -> str:
-    """A file's name that cannot lead to another folder.
+    """Checks that a file name cannot lead to another folder.
 
     Raises:
-        ValueError: it is a path, hidden, or cannot be printed.
+        ValueError: it is a path, hidden, or contains unprintable characters.
     """
     bad = not name.isprintable() or name.startswith(".") or set(name) & set("/\\")
     if bad or not 0 < len(name.encode()) <= 255:
@@ -40,14 +41,14 @@ PlainName = Annotated[str, AfterValidator(plain_name)]
 
 
 def parsed(kind: Any, content: bytes) -> Any:
-    """Reads JSON of a known form.
+    """Parses JSON of a known form.
 
     Args:
-        kind: a `Record`, or another type that pydantic knows.
-        content: of the file.
+        kind: a `Record`, or another type that pydantic supports.
+        content: the content of the file.
 
     Returns:
-        One of that kind.
+        An instance of that type.
 
     Raises:
         FormError: it is not JSON, or has another form.
@@ -61,11 +62,11 @@ def parsed(kind: Any, content: bytes) -> Any:
 
 
 class FormError(ValueError):
-    """JSON of a wrong form: the place, the value, and what is needed."""
+    """JSON of a wrong form: the place, the value, and what is expected."""
 
 
 def fault_of(error: ValidationError) -> str:
-    """The first fault that pydantic found, in one line without anything that is long."""
+    """Returns the first fault that pydantic found, on one line, with long values shortened."""
     first = error.errors(include_url=False, include_context=False)[0]
     where = ".".join(_part(part) for part in first["loc"] if part != "[key]")
     message = _MESSAGES.get(first["type"])
@@ -80,7 +81,7 @@ def fault_of(error: ValidationError) -> str:
 
 
 def quoted(value: Any) -> str:
-    """A value for an error: short, and without characters that a terminal obeys."""
+    """Formats a value for an error: short, and without terminal control characters."""
     text = _QUOTE.repr(value)
     return text if len(text) <= 2 * _SHOWN else f"{text[: 2 * _SHOWN]}..."
 
@@ -92,11 +93,11 @@ def _part(part: str | int) -> str:
 
 
 def fault_of_file(folder: Path, name: str) -> str | None:
-    """Why a file of a folder from outside must not be opened; None if it may be.
+    """Returns why a file of an untrusted folder must not be opened; None if it may be.
 
-    A symbolic link may lead to another place of the folder. Of a snapshot in Hugging Face's cache
-    (`models--OWNER--NAME/snapshots/REVISION`), where every file is one, it may lead to the `blobs`
-    of the same repository.
+    A symbolic link may lead to another place in the folder. In a snapshot of Hugging Face's cache
+    (`models--OWNER--NAME/snapshots/REVISION`), where every file is a link, it may lead to the
+    `blobs` of the same repository.
 
     Args:
         folder: the user's choice: links on the way to it are followed.

@@ -47,8 +47,7 @@ class Group(NamedTuple):
         return whole
 
     def gather_equal(self, part: Tensor, axis: int) -> Tensor:
-        """Gathers the parts; backward takes this rank's part of a gradient that is equal on all
-        ranks."""
+        """Gathers the parts; backward takes this rank's part of a gradient equal on all ranks."""
         whole: Tensor = _Gather.apply(part, axis, self, False)
         return whole
 
@@ -64,8 +63,7 @@ class Group(NamedTuple):
         return part
 
     def scatter(self, whole: Tensor, axis: int) -> Tensor:
-        """Takes this rank's part of a tensor that is equal on all ranks; backward gathers the
-        gradients."""
+        """Takes this rank's part of a tensor equal on all ranks; backward gathers the gradients."""
         part: Tensor = _Scatter.apply(whole, axis, self, False)
         return part
 

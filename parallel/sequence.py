@@ -61,7 +61,7 @@ class Tokens:
         return padded_N[self._rank * size : (self._rank + 1) * size]
 
     def gather(self, x_1nD: Tensor) -> Tensor:
-        """Gathers all tokens [B, T, D], for a layer in which each rank has a part of the
+        """Gathers all tokens [B, T, D]; for layers in which each rank has a part of the
         gradient."""
         return self.whole(self._group.gather(x_1nD.flatten(0, 1), 0))
 
@@ -90,7 +90,7 @@ class Tokens:
         return embed(self.own(positions_N), weight).unsqueeze(0)
 
     def gathered_linear(self, x_1nD: Tensor, weight_FD: Tensor, bias_F: Tensor | None) -> Tensor:
-        """Computes a linear layer, split by output, of all tokens: [B, T, F]. Saves only local
+        """Computes a linear layer, split by output, on all tokens: [B, T, F]. Saves local
         tokens."""
         y_NF = _GatheredLinear.apply(x_1nD.flatten(0, 1), weight_FD, self._group)
         return self.whole(y_NF if bias_F is None else y_NF + bias_F)

@@ -90,8 +90,7 @@ class Axis(NamedTuple):
 
     @classmethod
     def part_of_vocabulary(cls, whole: int, rank: int, parts: int) -> "Axis":
-        """Returns a part of a vocabulary, padded to a multiple of `ROWS` of the same size on each
-        rank."""
+        """Returns an equal part of a vocabulary, padded to a multiple of `ROWS`."""
         size = ROWS * -(-whole // (ROWS * parts))
         first = min(rank * size, whole)
         real = min(size, whole - first)

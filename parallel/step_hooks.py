@@ -1,6 +1,6 @@
-"""What happens between the gradient and the update of the weights: a step may be refused.
+"""Checks between the gradient and the weight update: a step may be refused.
 
-A refused step changes nothing, as a step that is not finite.
+A refused step changes nothing, like a non-finite one.
 """
 
 import math
@@ -14,25 +14,25 @@ from polyad.parallel.gradients import Fp32Gradients
 
 
 def above(norm: float, limit: float) -> bool:
-    """Whether a norm is above a limit on any process; the answer is the same on all.
+    """Returns whether a norm is above a limit on any rank; the result is the same on all.
 
-    The norm is the same on all as well, unless a process computes something else: without this
-    question one would skip a step that the others take.
+    The norm is the same on all as well, unless a rank computes something different: without this
+    exchange one rank might skip a step that the others apply.
 
     Args:
-        norm: of the gradient.
-        limit: the same on all processes; if it is infinite, nothing is exchanged.
+        norm: the gradient norm.
+        limit: the same on all ranks; if it is infinite, nothing is exchanged.
     """
     return math.isfinite(limit) and comm.any_rank(not norm <= limit)
 
 
 class StageZeroHook:
-    """Before the optimizer's step at stage 0: the norm, the finite check, the clip.
+    """Runs before the optimizer's step in stage 0: norm, check for finite values, clipping.
 
     Args:
-        clip_grad_norm: the largest norm, 0 for no clipping.
-        copies: for each parameter, in the optimizer's order, how many processes hold the same part.
-        world: this process.
+        clip_grad_norm: maximum norm, 0 for no clipping.
+        copies: for each parameter, in the optimizer's order, how many ranks hold the same part.
+        world: this rank.
     """
 
     def __init__(self, clip_grad_norm: float, copies: list[int], world: comm.World) -> None:
@@ -40,9 +40,9 @@ class StageZeroHook:
         self.refuse_above = math.inf
         self.grad_norm: float | None = None
         self.refused = False
-        """Whether the last step was refused; DeepSpeed's bf16 optimizer does not know it."""
+        """Whether the last step was refused, which DeepSpeed's bf16 optimizer does not know."""
         self.gradients: Fp32Gradients | None = None
-        """In bf16: the source of the master weights' gradients."""
+        """In bf16, the source of the master weights' gradients."""
         self._copies, self._is_cut = copies, any(n != world.size for n in copies)
 
     def __call__(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -53,20 +53,20 @@ class StageZeroHook:
         gradients = [p.grad for p in parameters if p.grad is not None]
         norm = self._norm(parameters) if self._is_cut else nn.utils.get_total_norm(gradients)
         self.grad_norm = norm.item()
-        refused = above(self.grad_norm, self.refuse_above)  # on all processes
+        refused = above(self.grad_norm, self.refuse_above)  # on all ranks
         self.refused = refused = refused or not math.isfinite(self.grad_norm)
         optimizer.overflow = refused  # type: ignore[attr-defined]  # tells the engine
         if refused:
             for parameter in parameters:
-                parameter.grad = None  # an optimizer without gradients changes nothing
+                parameter.grad = None  # without gradients the optimizer changes nothing
         elif 0.0 < self.clip_grad_norm < self.grad_norm:
             # The formula of DeepSpeed's other stages.
             torch._foreach_mul_(gradients, self.clip_grad_norm / (self.grad_norm + 1e-6))
 
     def _norm(self, parameters: list[Any]) -> torch.Tensor:
-        """The norm over all processes; a part that several processes hold counts once."""
+        """Computes the norm over all ranks; a part that several ranks hold counts once."""
         # In bf16 these are DeepSpeed's fp32 masters, in the order of the model's parameters, which
-        # the numbers of copies are listed in, too.
+        # is also the order of the copies.
         pairs = [(p.grad, n) for p, n in zip(parameters, self._copies, strict=True)]
         shares = [g.float().square().sum() / n for g, n in pairs if g is not None]
         return comm.sum_over_ranks(torch.stack(shares).sum()).sqrt()

@@ -1,11 +1,11 @@
-"""A decoder that is larger than memory: one part of it at a time has its weights.
+"""A decoder that is larger than memory: only one part at a time has its weights loaded.
 
     begin, *blocks, end = parts_of(model)
     with model.part(*begin):        model.embed(...)
     with model.part(*blocks[3]):    model.blocks[3](...)
     with model.part(*end):          model.score(...)
 
-It is the same `Decoder` that `load_model` gives, and its parts are filled from the same weights.
+It is the same `Decoder` as from `load_model`, and its parts are filled from the same weights.
 """
 
 from collections.abc import Iterator
@@ -26,14 +26,14 @@ class Streamed(Decoder):
     """A decoder on the meta device.
 
     Args:
-        weights: of a decoder without a head for classes.
-        device: where a part goes that has memory.
-        precision: of its parameters.
-        folder: where readings keep how far they are; None: they do not.
+        weights: weights of a decoder without a classification head.
+        device: the device of the loaded part.
+        precision: precision of its parameters.
+        folder: the folder in which readings store their progress; None if they do not.
 
     Attributes:
-        readings: that were begun.
-        seconds_before: that readings took before a stop after which they went on.
+        readings: the number of readings that were started.
+        seconds_before: time that readings took before an interruption after which they resumed.
     """
 
     def __init__(
@@ -53,10 +53,10 @@ class Streamed(Decoder):
 
     @contextmanager
     def part(self, *begins: str) -> Iterator[None]:
-        """Inside the context some weights are in memory, and no file is mapped afterwards.
+        """A context in which some weights are loaded; no file is mapped afterwards.
 
         Args:
-            begins: how their names begin.
+            begins: prefixes of their names.
         """
         meta = {
             name: tensor
@@ -73,45 +73,45 @@ class Streamed(Decoder):
 
     @property
     def largest(self) -> int:
-        """Bytes of its largest part."""
+        """Size of its largest part, in bytes."""
         return max(bytes_of(self, self.precision, part) for part in parts_of(self))
 
 
 def parts_of(model: Decoder) -> list[tuple[str, ...]]:
-    """How the names of the weights of each part begin: of what the first block gets, of the blocks,
-    and of what scores the output of the last one."""
+    """Returns the name prefixes of each part's weights: those before the blocks, each block, and
+    those that score the output of the last block."""
     blocks = [(f"blocks.{number}.",) for number in range(len(model.blocks))]
     tied = ("token_embedding.",) if model.config.tied_embeddings else ()
     return [("token_embedding.", "position_embedding."), *blocks, ("final_norm.", "head.", *tied)]
 
 
 def bytes_of_weights(weights: Weights, precision: Precision) -> int:
-    """Bytes that the parameters of a model take.
+    """Returns the size of a model's parameters, in bytes.
 
     Args:
-        weights: of the model.
-        precision: of the parameters.
+        weights: the weights of the model.
+        precision: precision of the parameters.
     """
     return bytes_of(build_model(weights.model_config()), precision)
 
 
 def bytes_of(model: nn.Module, precision: Precision, begins: tuple[str, ...] = ("",)) -> int:
-    """Bytes that parameters of a model take.
+    """Returns the size of some parameters of a model, in bytes.
 
     Args:
-        model: on any device.
-        precision: of the parameters.
-        begins: how their names begin.
+        model: a model on any device.
+        precision: precision of the parameters.
+        begins: prefixes of their names.
     """
     numbers = (p.numel() for name, p in model.named_parameters() if name.startswith(begins))
     return sum(numbers) * DTYPES[precision].itemsize
 
 
 def seconds_before(model: nn.Module) -> float:
-    """The time that readings of a model took before a stop after which they went on."""
+    """Returns how long readings of a model took before an interruption after which they resumed."""
     return model.seconds_before if isinstance(model, Streamed) else 0.0
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """The device that a model computes on."""
+    """Returns the device on which a model computes."""
     return model.device if isinstance(model, Streamed) else next(model.parameters()).device

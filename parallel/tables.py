@@ -1,11 +1,10 @@
-"""Sparse tables over tensor-parallel processes: each has some experts, with their scores and rows.
+"""Sparse tables over tensor-parallel ranks: each has some experts, with their scores and rows.
 
-Every process finds the best experts of its own, and the best of all are chosen among those of all
-processes: 2 K numbers of a token are gathered, and no scores. Each then adds up the rows of its own
-experts, and these sums are added up. Product keys are few, so every process has them whole and
-chooses alike.
+Every rank finds its own best experts, and the best of all are chosen among those: 2 K values per
+token are gathered, and no scores. Each then sums the rows of its own experts, and the sums are
+all-reduced. Product keys are few, so they are replicated and every rank makes the same choice.
 
-Shapes: M tokens, S scores of all levels, K experts of a token, G processes.
+Shapes: M tokens, S scores of all levels, K experts of a token, G ranks.
 """
 
 import torch
@@ -20,13 +19,13 @@ from polyad.parallel.shard import Axis, Placement, cut
 
 
 def parallelize_table(layer: SparseTable, world: comm.World) -> None:
-    """Cuts the table and, unless experts have product keys, the gate, in place.
+    """Splits the table and, unless experts have product keys, the gate, in place.
 
-    What the table scales is a dense feed-forward, and is cut as one.
+    The dense feed-forward that the table scales is split like any other.
 
     Args:
-        layer: on the meta device.
-        world: this process, with its tensor-parallel rank.
+        layer: the layer on the meta device.
+        world: this rank, with its tensor-parallel rank.
     """
     parts, rank = world.tensor_parallel_size, world.tensor_parallel_rank
     own = Axis.part(layer.config.table_rows, rank, parts)
@@ -38,7 +37,7 @@ def parallelize_table(layer: SparseTable, world: comm.World) -> None:
     first = own.runs[0].there
 
     def of_this_process(selected: Selected) -> tuple[Tensor, Tensor]:
-        # Rows are of this process alone, and so are the gradients of their weights.
+        # The rows are local to this rank, and so are the gradients of their weights.
         weights_MK = copy(selected.weights_NK)
         rows_MK = selected.expert_ids_NK - first
         is_own_MK = (rows_MK >= 0) & (rows_MK < own.size)
@@ -48,12 +47,12 @@ def parallelize_table(layer: SparseTable, world: comm.World) -> None:
 
 
 class CutGate(SparseGate):
-    """A gate of which each process has the scores of some experts.
+    """A gate of which each rank has the scores of some experts.
 
     Args:
-        gate: the whole one, of one level.
-        own: the experts of this process.
-        group: the processes.
+        gate: the whole gate, with one level.
+        own: the experts of this rank.
+        group: the ranks.
     """
 
     def __init__(self, gate: SparseGate, own: Axis, group: Group) -> None:
@@ -65,11 +64,11 @@ class CutGate(SparseGate):
             cut(self, name, Placement.cut(shape, {0: own}))
 
     def forward(self, u_MD: Tensor) -> Selected:
-        """See `SparseGate.forward`; each process has a part of the input's gradient."""
+        """See `SparseGate.forward`; each rank has a part of the input's gradient."""
         return super().forward(copy(u_MD))
 
     def best(self, scores_MS: Tensor) -> tuple[Tensor, Tensor]:
-        """See `SparseGate.best`; scores of other processes come without a gradient."""
+        """See `SparseGate.best`; scores from other ranks have no gradient."""
         own_MK, ids_MK = scores_MS.topk(min(self.top_k, self._size), dim=1)
         scores_MG, ids_MG = (
             self._group.all_parts(part.detach().t()).t() for part in (own_MK, ids_MK + self._first)

@@ -167,8 +167,7 @@ class _Layers:
         return self._cut(made, layer, weight=(0, rows), bias=(0, rows))
 
     def row(self, layer: nn.Linear) -> nn.Module:
-        """Splits a layer by input; the input is split, the output is summed. The bias is added
-        once."""
+        """Splits a layer by input; the output is summed over ranks, and the bias added once."""
         made = _linear_classes()[1](
             layer.in_features,
             layer.out_features,

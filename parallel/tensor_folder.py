@@ -1,4 +1,4 @@
-"""The tensors of a folder with model.safetensors, or with shards and an index: mapped, not read."""
+"""Memory-maps the tensors of a folder with model.safetensors, or with shards and an index."""
 
 import json
 import math
@@ -22,14 +22,14 @@ from polyad.parallel.source import WeightSource
 
 WEIGHTS_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 TORCH_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-"""Types of stored weights, as safetensors names them; each is exact in fp32."""
+"""Dtypes of stored weights, as safetensors names them; each is exact in fp32."""
 WEIGHT_DTYPES = tuple(TORCH_DTYPES)
 _READ = {name: dtype for dtype, name in DTYPE_NAMES.items()}
-"""Types of all tensors whose values are read, buffers and weights of four bits among them."""
+"""Dtypes of all tensors whose values are read, including buffers and 4-bit weights."""
 
 
 class _WeightMap(Record):
-    """`model.safetensors.index.json` of a folder of weights, as transformers writes it."""
+    """`model.safetensors.index.json` of a folder of weights, as written by transformers."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -38,20 +38,20 @@ class _WeightMap(Record):
 
 
 class Wanted(NamedTuple):
-    """What a tensor should be."""
+    """The expected properties of a tensor."""
 
     shape: tuple[int, ...]
     dtypes: Collection[str] = WEIGHT_DTYPES
-    """The allowed types, as safetensors names them."""
+    """The allowed dtypes, as safetensors names them."""
 
 
 class MappedTensor:
-    """A tensor of a mapped file; values are read when they are used.
+    """A tensor of a mapped file; values are read on access.
 
     Args:
         memory: the mapped file.
-        dtype: as safetensors names it.
-        shape: of the tensor.
+        dtype: the dtype, as safetensors names it.
+        shape: the shape of the tensor.
         begin: its first byte in the file.
     """
 
@@ -59,15 +59,15 @@ class MappedTensor:
         self._memory, self._dtype, self._shape, self._begin = memory, dtype, shape, begin
 
     def get_shape(self) -> list[int]:
-        """The shape."""
+        """Returns the shape."""
         return self._shape
 
     def get_dtype(self) -> str:
-        """The type, as safetensors names it."""
+        """Returns the dtype, as safetensors names it."""
         return self._dtype
 
     def __getitem__(self, box: tuple[slice, ...] | slice) -> torch.Tensor:
-        """A view of the mapped file; writing to it would end the process."""
+        """Returns a view of the mapped file; writing to it would end the process."""
         dtype, count = _READ[self._dtype], math.prod(self._shape)
         if not count:
             return torch.empty(self._shape, dtype=dtype)[box]
@@ -78,14 +78,14 @@ class MappedTensor:
 
 
 def _map(path: Path) -> dict[str, MappedTensor]:
-    """Maps a file to be read alone: memory for a copy, which safetensors' own mapping asks the
-    system for, need not be there for files that are larger.
+    """Maps a file read-only: safetensors' own mapping reserves memory for a copy, which may not be
+    available for large files.
 
     Raises:
-        SafetensorError, OSError: it cannot be read, or is no safetensors.
+        SafetensorError, OSError: it cannot be read, or is not a safetensors file.
     """
     with safe_open(path, framework="numpy"):
-        pass  # its header is whole, and fits its size
+        pass  # its header is complete and matches its size
     with path.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")
         header: dict[str, dict[str, Any]] = json.loads(file.read(size))
@@ -98,16 +98,16 @@ def _map(path: Path) -> dict[str, MappedTensor]:
 
 
 class TensorFolder:
-    """Finds tensors by name and gives slices of them.
+    """Finds tensors by name and returns slices of them.
 
     Args:
-        folder: with the files.
-        error: the class of what is raised.
-        shorten: maps the name in a file to the name that is asked for.
-        single: the name of the file, where there is one alone.
+        folder: the folder with the files.
+        error: the exception type to raise.
+        shorten: maps the name in a file to the requested name.
+        single: the name of the file, if there is only one.
 
     Raises:
-        ValueError: of that class: a file is missing or damaged, or a tensor is there twice.
+        ValueError: of that type: a file is missing or damaged, or a tensor occurs twice.
     """
 
     def __init__(
@@ -138,35 +138,35 @@ class TensorFolder:
         }
 
     def names(self) -> Collection[str]:
-        """Names of all tensors; one that is there as blocks and scales counts as one."""
+        """Returns the names of all tensors; blocks and scales of one tensor count as one."""
         parts = {name + end for name in self._quantized for end in (BLOCKS, SCALES)}
         return (self._stored.keys() - parts) | self._quantized
 
     def mapped(self, name: str) -> MappedTensor | Quantized:
-        """A tensor as safetensors has it: shape, precision, and parts by index."""
+        """Returns a tensor with safetensors' interface: shape, dtype, and parts by index."""
         if name in self._quantized:
             return Quantized(self.mapped(name + BLOCKS), self.mapped(name + SCALES))
         path, stored = self._stored[name]
         return self._file(path)[stored]
 
     def is_quantized(self, name: str) -> bool:
-        """Whether values are made when they are read."""
+        """Returns whether values are computed when they are read."""
         return name in self._quantized
 
     def read(self, name: str, box: tuple[slice, ...]) -> torch.Tensor:
-        """A part of a tensor, perhaps of the mapped file; `box` is () of one without dimensions."""
+        """Reads a part of a tensor, possibly as a view of the file; `box` is () for a scalar."""
         return self.mapped(name)[box]
 
     def let_go(self) -> None:
-        """Ends the mapping of all files; each is mapped again when something of it is read."""
+        """Unmaps all files; each is mapped again when it is read."""
         self._open.clear()
 
     def faults(self, wanted: Mapping[str, Wanted], config_file: str) -> list[str]:
-        """What is missing or differs from a configuration; further tensors are no fault.
+        """Lists missing tensors and differences from a configuration; extra tensors are allowed.
 
         Args:
-            wanted: by name.
-            config_file: the name of the configuration.
+            wanted: expected tensors by name.
+            config_file: the name of the configuration file.
         """
         there = self.names()
         faults = [f"no tensor {name}" for name in wanted if name not in there]
@@ -182,14 +182,14 @@ class TensorFolder:
         return faults
 
     def refuse(self, faults: list[str]) -> None:
-        """Raises one line with the first few faults, if there are any."""
+        """Raises a one-line error with the first few faults, if there are any."""
         if faults:
             more = f"; and {len(faults) - 3} more" if len(faults) > 3 else ""
             raise self._error(f"{self.folder}: {'; '.join(faults[:3])}{more}")
 
     def _files(self) -> list[Path]:
         index, single = self.folder / INDEX_FILE, self.folder / self._single
-        if single.is_file():  # first, as transformers looks: it leaves an older index beside it
+        if single.is_file():  # first, as in transformers: it leaves an older index beside it
             return [single]
         if index.is_file():
             listed: _WeightMap = read_form(index, _WeightMap, self._error)
@@ -211,13 +211,13 @@ class TensorFolder:
 
 
 class FolderWeights(WeightSource):
-    """Weights in such a folder: boxes are read, never all of it.
+    """Weights in such a folder; only the requested boxes are read.
 
     Args:
-        folder: with the files.
-        tensors: of that folder.
-        shapes: of the weights, by Polyad's names.
-        error: the class of what is raised.
+        folder: the folder with the files.
+        tensors: the tensors of that folder.
+        shapes: shapes of the weights, by Polyad's names.
+        error: the exception type to raise.
     """
 
     def __init__(
@@ -231,30 +231,30 @@ class FolderWeights(WeightSource):
 
     @property
     def files_folder(self) -> Path:
-        """Where the files are that belong to the weights, as a tokenizer."""
+        """The folder of further files that belong to the weights, such as a tokenizer."""
         return self.folder
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of the weights by Polyad's names."""
+        """Returns shapes of the weights by Polyad's names."""
         return self._shapes
 
     def parts(self, name: str, slices: tuple[slice, ...]) -> Iterator[torch.Tensor]:
-        """A part of a weight in our orientation, of any type, as it lies in one tensor of the files
-        or row after row in several; perhaps of the mapped file.
+        """Yields a part of a weight in our orientation, of any dtype, as stored in one tensor of
+        the files, or in several, row after row; possibly as views of the mapped file.
 
         Args:
             name: Polyad's name.
-            slices: of our orientation.
+            slices: slices in our orientation.
         """
         yield self._tensors.read(name, slices)
 
     def part(self, name: str, slices: tuple[slice, ...]) -> torch.Tensor:
-        """The same in one tensor."""
+        """Returns such a part as one tensor."""
         parts = list(self.parts(name, slices))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def weight(self, box: Box) -> torch.Tensor:
-        """A box of a weight in our orientation, fp32."""
+        """Reads a box of a weight in our orientation, fp32."""
         there = self._shapes.get(box.name)
         if there != tuple(box.shape):
             raise self._error(
@@ -264,18 +264,18 @@ class FolderWeights(WeightSource):
         return _copied(self.parts(box.name, box.slices), torch.empty(box.size))
 
     def whole(self, name: str) -> torch.Tensor:
-        """A whole weight in our orientation, fp32."""
+        """Returns a whole weight in our orientation, fp32."""
         return self.weight(Box.whole(name, MASTER, self._shapes[name]))
 
     def as_stored(self, name: str, dtype: torch.dtype) -> torch.Tensor:
-        """A whole weight in our orientation, which lies in memory as it does in the files.
+        """Returns a whole weight in our orientation, with the memory layout of the files.
 
-        Experts that are [E, out, in] there are not transposed: the weight is a view [E, in, out]
-        of them. Products take it as it is, and transposing would be most of the time of loading.
+        Experts that are stored as [E, out, in] are not transposed: the weight is a view [E, in,
+        out]. Products accept it, whereas transposing would take most of the loading time.
 
         Args:
             name: Polyad's name.
-            dtype: of the result.
+            dtype: the dtype of the result.
         """
         shape = self._shapes[name]
         parts = self.parts(name, tuple(slice(0, size) for size in shape))
@@ -287,7 +287,7 @@ class FolderWeights(WeightSource):
         return _copied(chain([first], parts), out)
 
     def let_go(self) -> None:
-        """Ends the mapping of the files; what is asked for next maps them again."""
+        """Unmaps the files; the next read maps them again."""
         self._tensors.let_go()
 
 
@@ -298,8 +298,8 @@ def _copied(parts: Iterable[torch.Tensor], out: torch.Tensor) -> torch.Tensor:
         if part.dim() < 3:
             (out[row : row + len(part)] if part.dim() else out).copy_(part)
         else:
-            # torch transposes one matrix several times as fast as a stack of them, and before its
-            # numbers are converted.
+            # In torch transposing one matrix is several times as fast as a stack of them, and it is
+            # faster before the conversion.
             turns = part.stride(-1) != out.stride(-1)
             for number, matrix in enumerate(part):
                 out[row + number].copy_(matrix.contiguous() if turns else matrix)
@@ -308,25 +308,25 @@ def _copied(parts: Iterable[torch.Tensor], out: torch.Tensor) -> torch.Tensor:
 
 
 def check_file(path: Path, error_class: type[ValueError]) -> None:
-    """Checks that a path is a file, and no symbolic link that leaves its folder.
+    """Checks that a path is a file, and not a symbolic link out of its folder.
 
     Raises:
-        ValueError: of the given class.
+        ValueError: of the given type.
     """
     if fault := fault_of_file(path.parent, path.name):
         raise error_class(f"{path}: {fault}")
 
 
 def read_form(path: Path, kind: Any, error_class: type[ValueError]) -> Any:
-    """The content of a JSON file of a known form.
+    """Reads a JSON file of a known form.
 
     Args:
         path: the file.
-        kind: a `Record`, or another type that `polyad.parallel.records.parsed` knows.
-        error_class: of what is raised.
+        kind: a `Record`, or another type that `polyad.parallel.records.parsed` supports.
+        error_class: the exception type to raise.
 
     Raises:
-        ValueError: of the given class: it cannot be read, or has another form.
+        ValueError: of the given type: it cannot be read, or has another form.
     """
     check_file(path, error_class)
     try:
@@ -336,10 +336,10 @@ def read_form(path: Path, kind: Any, error_class: type[ValueError]) -> Any:
 
 
 def read_json(path: Path, error_class: type[ValueError]) -> dict[str, Any]:
-    """An object of a JSON file; its keys are not checked here.
+    """Reads a JSON object from a file; its keys are not checked here.
 
     Raises:
-        ValueError: of the given class: it cannot be read, or is none.
+        ValueError: of the given type: it cannot be read, or is not an object.
     """
     tree: dict[str, Any] = read_form(path, dict[str, Any], error_class)
     return tree
@@ -350,12 +350,12 @@ def differing_shapes(
     ours: dict[str, tuple[int, ...]],
     without: tuple[str, ...] = (),
 ) -> str | None:
-    """The first few names whose shapes differ, with both; None if all are the same.
+    """Describes the first few names whose shapes differ, with both shapes; None if all are equal.
 
     Args:
-        theirs: of stored weights.
-        ours: of the model.
-        without: beginnings of names that are left out.
+        theirs: shapes of stored weights.
+        ours: shapes of the model.
+        without: prefixes of names to ignore.
     """
     differing = [
         f"{name} {list(theirs.get(name, ())) or 'missing'} there, "

@@ -119,8 +119,7 @@ def _opened(path: Path, above: tuple[Path, ...], given: Path | None = None) -> C
 
 def origin_of(weights: Weights) -> dict[str, Any] | None:
     """Returns what a run keeps of another library's folder, for a model that is or was trained from
-    its
-    decoder: an `Origin` as JSON values; None if the weights do not come from such a folder."""
+    its decoder: an `Origin` as JSON values; None if the weights do not come from such a folder."""
     if isinstance(weights, FamilyWeights) and isinstance(weights.config, DecoderConfig):
         return weights.origin().model_dump()
     return weights.state.huggingface if isinstance(weights, Checkpoint) else None

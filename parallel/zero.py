@@ -305,8 +305,7 @@ class Engine:
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """The optimizer that was passed in; DeepSpeed may have replaced the tensors in its
-        groups."""
+        """The optimizer that was passed in; DeepSpeed may have replaced tensors in its groups."""
         return self.deepspeed.basic_optimizer
 
     def __call__(self, *inputs: torch.Tensor, **named: torch.Tensor) -> ModelOutput:
@@ -676,8 +675,7 @@ def partitions(engine: Engine) -> list[Partitions]:
 
 
 def own_range(parameter: Any) -> tuple[int, int]:
-    """Returns the elements of a parameter's shard that this rank has in stage 3: first, one past
-    the last."""
+    """Returns this rank's elements of a parameter's shard in stage 3: first, one past the last."""
     size = parameter.ds_tensor.numel()
     start = size * dist.get_rank(parameter.ds_process_group)
     return start, min(start + size, parameter.ds_numel)

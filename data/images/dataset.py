@@ -217,7 +217,7 @@ class ImageData(PreparedFolder):
 
     @property
     def fingerprint(self) -> str:
-        """Digests the training images, the classes, and the domains left out."""
+        """A digest of the training images, the classes, and the domains left out."""
         known = self.manifest.fingerprint
         if not self.left_out:
             return known
@@ -225,7 +225,7 @@ class ImageData(PreparedFolder):
 
     @property
     def contents(self) -> str:
-        """Digests the images of all splits, from the files of the index."""
+        """A digest of the images of all splits, from the files of the index."""
         files = {name: record.sha256 for name, record in sorted(self.manifest.files.items())}
         return hashlib.sha256(json.dumps([self.fingerprint, files]).encode()).hexdigest()
 

@@ -71,7 +71,7 @@ class ImageManifest(Config):
     held_out: str | None = None
     """What was held out of what; None: the splits are the data set's own."""
     request: str
-    """A digest of what was asked for."""
+    """A digest of the request."""
     fingerprint: str
     """A digest of the training images' names, sizes and labels, and of the classes."""
     files: dict[str, FileRecord]
@@ -79,14 +79,14 @@ class ImageManifest(Config):
 
     @property
     def own_validation(self) -> str | None:
-        """Returns the data set's own validation split; None if it is left out."""
+        """The data set's own validation split; None if it is left out."""
         if self.held_out is None:
             return "validation" if "validation" in self.splits else None
         return "test" if self.held_out.endswith(TEST_IS_VALIDATION) else None
 
     @property
     def may_be_wrong(self) -> bool:
-        """Returns whether an older version may have taken wrong images, or names of another
+        """Whether an older version may have taken wrong images, or names of another
         file."""
         endings = {Path(shard.path).suffix.lower() for shard in self.shards}
         several = len(self.shards) > 1 and bool(endings & {".parquet", ".arrow"})

@@ -176,7 +176,7 @@ class SequenceDataConfig(DataSettings):
 
     @property
     def schema_of(self) -> Schema:
-        """Returns the benchmark's schema, overridden by the keys."""
+        """The benchmark's schema, overridden by the keys."""
         name = self.benchmark or (self.path if self.path in BENCHMARKS else None)
         known = BENCHMARKS[name] if name else Schema()
         task = self.task or known.task

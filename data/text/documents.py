@@ -85,18 +85,17 @@ class FileSource:
 
     @property
     def can_be_cut_in_files(self) -> bool:
-        """Returns whether some file may be cut between its documents."""
+        """Whether some file may be cut between its documents."""
         return any(file.format.can_be_cut(file.path) for file in self.files)
 
     @property
     def has_text_files(self) -> bool:
-        """Returns whether some file is plain text, for which the user chooses what a document
-        is."""
+        """Whether some file is plain text, whose documents the user defines."""
         return any(file.format.is_text for file in self.files)
 
     @property
     def has_keys(self) -> bool:
-        """Returns whether some file has keys or columns, of which the user chooses one."""
+        """Whether some file has keys or columns, of which the user chooses one."""
         return any(file.format.has_keys for file in self.files)
 
     def is_text_of_fewer_documents(self, count: int) -> bool:
@@ -133,8 +132,7 @@ class FileSource:
         return f"{self.total_bytes} bytes"
 
     def parts_of(self, size: int) -> int:
-        """Returns the number of parts of about `size` bytes, at most the number of places to
-        cut."""
+        """Returns the number of parts of about `size` bytes, limited by the places to cut."""
         pieces = (
             math.ceil(file.size / size) if file.format.can_be_cut(file.path) else 1
             for file in self.files

@@ -24,7 +24,7 @@ README = "README.md"  # its metadata assigns files to configurations and splits
 BATCH_ROWS = 256
 """Rows read at a time."""
 MOST_PARTS_OF_A_STREAM = 256
-"""Number of parts of a stream if its size is unknown and no number is given."""
+"""Maximum number of parts of a stream whose size is unknown."""
 
 NETWORK_LIBRARIES = frozenset({"httpx", "httpx2", "aiohttp", "requests", "urllib3"})
 """Libraries whose errors need not be OSErrors; `datasets` uses any of them, by version."""
@@ -139,8 +139,7 @@ class DatasetSource:
         return "nothing" if self.by_article else f"{self.rows.num_shards} files"
 
     def parts_of(self, size: int) -> int:
-        """Returns the number of parts of about `size` bytes of rows, or of whole files of a
-        stream."""
+        """Returns the number of parts of about `size` bytes of rows, or files of a stream."""
         if hasattr(self.rows, "select"):
             return max(1, math.ceil((self.total_bytes or self.rows.data.nbytes) / size))
         if self.by_article:
@@ -421,8 +420,7 @@ def _one_line(spec: str, dataset: HubDataset | None = None) -> Iterator[None]:
 
 
 def _network_as_os_error(error: Exception) -> Exception:
-    """Turns an exception of a network library into an OSError, after which `polyad prepare` keeps
-    finished work."""
+    """Turns a network library's exception into an OSError: `polyad prepare` then keeps its work."""
     if isinstance(error, OSError) or type(error).__module__.split(".")[0] not in NETWORK_LIBRARIES:
         return error
     return ConnectionError(str(error))

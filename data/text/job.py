@@ -256,8 +256,7 @@ class Asked:
     def _kind_of_documents(
         self, by_split: dict[SplitName, Source]
     ) -> Literal["files", "lines"] | None:
-        """Returns what a document of a text file is; None if there are none and no option sets
-        it."""
+        """Returns what a document of a text file is; None if there are none and none is set."""
         if any(isinstance(each, FileSource) and each.has_text_files for each in by_split.values()):
             return self.documents
         if self.documents != "files":

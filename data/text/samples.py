@@ -104,8 +104,7 @@ class TrainingSamples(Dataset[torch.Tensor]):
         return [int(document) for document in documents[first : last + 1]]
 
     def _bounds(self, sample: int) -> tuple[npt.NDArray[np.integer], list[int], list[int]]:
-        """Returns the order of documents, and for both ends of a sample the place in it and the
-        offset."""
+        """Returns the order of documents, and position and offset of both ends of a sample."""
         epoch, position = self._orders(sample)
         row = epoch["samples"][position]
         starts_S2 = epoch["starts"]
@@ -218,8 +217,7 @@ class TrainingData:
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """Identifies what training sees: the folder's fingerprint, or one over several and
-        shares."""
+        """Identifies what training sees: a folder's fingerprint, or that of a mixture."""
         prints = [part.data.manifest.fingerprint for part in self.parts]
         if len(prints) == 1:
             return prints[0]
@@ -339,8 +337,7 @@ class MixedSamples(Dataset[torch.Tensor]):
     def _block(
         self,
     ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32], npt.NDArray[np.int64]]:
-        """Returns source and number within it of the N samples of a block; samples of each
-        source."""
+        """Source and number within it of the N samples of a block; samples per source."""
         counts_P = shares_of_a_block(self._shares)
         generator = np.random.Generator(np.random.PCG64((self._seed, 0, _SOURCES)))
         phases_P = generator.random(len(counts_P))

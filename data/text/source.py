@@ -181,8 +181,7 @@ class Sources(NamedTuple):
         return self._replace(by_split=cut, fractions=dealt, train_bytes=train.total_bytes)
 
     def assigned(self, skipped: Skipped) -> Iterator[tuple[SplitName, Document]]:
-        """Reads all sources; each document comes with its split, and `bytes_read` counts over
-        all."""
+        """Reads all sources, each document with its split; `bytes_read` counts over all."""
         before = 0
         for name, source in self.by_split.items():
             documents = source.documents(skipped)

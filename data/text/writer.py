@@ -208,8 +208,7 @@ class DatasetWriter:
             self._encode_pending()
 
     def _encode_pending(self) -> None:
-        """Waits for the previous batch, starts to encode the pending one, and writes the
-        previous."""
+        """Waits for the previous batch, starts to encode the pending one, writes the previous."""
         pieces, self._pending, self._pending_characters = self._pending, [], 0
         before = self._running
         texts = [piece.text for piece in pieces]

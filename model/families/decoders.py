@@ -45,7 +45,7 @@ FREE_OF_EXPERTS = frozenset({
     "evaluation_capacity_factor", "capacity_order", "expert_dropout", "router_noise", "experts",
     "scale_residual_init", "input_jitter", "final_top_k", "pool", "pool_least", "pool_most",
 })  # fmt: skip
-"""Keys of sparse experts that may differ: they affect routing in training, but no weights."""
+"""Keys of sparse experts that may differ: they affect routing, but no weights."""
 
 ROUTING = frozenset({
     "graph", "attention_head", "lower_entropy_only", "causal_graph", "capacity_factor",
@@ -226,8 +226,7 @@ def rope(
 
 
 def _rope_parameters(tree: Tree, theta: float, unsaid: Tree) -> dict[str, Any]:
-    """Converts the keys of either form to the newer one; if both exist, the older one wins, as in
-    the library."""
+    """Converts the keys of either form to the newer one; as in the library, the older one wins."""
     said = tree.get("rope_scaling") or tree.get("rope_parameters") or unsaid
     found: dict[str, Any] = {"rope_theta": tree.get("rope_theta", theta), **said}
     found["rope_type"] = found.get("rope_type") or found.get("type") or "default"

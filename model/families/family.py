@@ -105,8 +105,7 @@ class Family:
     check: Callable[[Any], None] = lambda config: None
     """Raises a `HuggingFaceError` if they have no equivalent of our model."""
     write: Callable[["Family", Any, Known], dict[str, Any]] | None = None
-    """Returns the content of config.json for a checked model; None if such folders are
-    read-only."""
+    """Returns the content of config.json for a checked model; None: such folders are read-only."""
 
     def plain_name(self, stored: str) -> str:
         """Returns the plain name of a tensor in a file."""
@@ -127,8 +126,7 @@ class Family:
         return plain if bare else self.prefix + plain
 
     def find(self, name: str) -> Rule | None:
-        """Returns the rule for our parameter, with full names; None if they have no such
-        parameter."""
+        """Returns the rule for our parameter, by full name; None if they have no such parameter."""
         rules, before = self.outside, ""
         if inside := _BLOCK.fullmatch(name):
             rules, before, name = self.inside, self.block.format(inside[1]), inside[2]

@@ -119,8 +119,7 @@ def _name(config: MixerConfig) -> str | None:
 
 
 def _ratios(config: MixerConfig) -> tuple[float, float]:
-    """Returns inner widths of token and channel layers over the width; timm rounds the products
-    down."""
+    """Returns inner widths relative to the width, of which timm rounds the products down."""
     ratios = []
     for key in (TOKENS, CHANNELS):
         size = config.feed_forwards()[key].inner_size(_width(config, key))

@@ -133,8 +133,7 @@ def losses(
     part: VocabularyPart | None = None,
     bias_V: Tensor | None = None,
 ) -> Tensor:
-    """Returns the mean loss of the targets; without gradients, as in evaluation, the loss of each
-    [B, T]."""
+    """Returns the mean loss of the targets, or without gradients the loss of each [B, T]."""
     arguments = x_BTD.flatten(0, 1), weight_VD, targets_BT.flatten(), part, bias_V
     if torch.is_grad_enabled():
         return linear_cross_entropy(*arguments)
@@ -213,7 +212,7 @@ def _chunk(
     *,
     grad: bool = False,
 ) -> tuple[TokenScores, Tensor | None]:
-    """Scores each token; with `grad` also computes the gradient of the summed losses by the
+    """Scores each token; with `grad` also returns the gradient of the losses' sum for the
     logits."""
     logits_CV = linear(x_CD, weight_VD, bias_V).float()
     own_C1 = targets_C.unsqueeze(1)

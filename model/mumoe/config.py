@@ -137,7 +137,7 @@ class MuMoEConfig(FactorizedExperts, FeedForwardSettings):
         return self.model_copy(update={"rank": self._nearest_rank(width, bias)})
 
     def check_model(self, *, num_layers: int, num_heads: int | None, causal: bool) -> None:
-        """See `FeedForwardSettings.check_model`: in a language model no norm may see later
+        """See `FeedForwardSettings.check_model`: norms in a language model must not see later
         tokens."""
         if causal and self.gate_norm == "batch":
             raise SectionError(

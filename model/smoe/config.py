@@ -58,8 +58,7 @@ class SelectingConfig(FeedForwardSettings, ABC):
         """Returns the number of experts per token in the first steps of a run."""
 
     def known_final_top_k(self) -> int:
-        """Returns the number of experts per token in the last steps of a run, and in the final
-        model."""
+        """Returns the number of experts per token in a run's last steps and in the final model."""
         return self.used_experts()
 
     @abstractmethod

@@ -169,8 +169,7 @@ class MixingGraph(Graph):
 
     @torch.no_grad()
     def update(self, head_entropy_A: Tensor | None, progress: float) -> None:
-        """See `Graph.update`; after the last step the graph is not switched on, as it was not
-        trained."""
+        """See `Graph.update`; the graph is not switched on after the last step, being untrained."""
         if not self.is_on and self.config.graph_from - 1e-9 <= progress < 1:
             self.started.fill_(1)
             self.is_on = True

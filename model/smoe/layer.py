@@ -194,8 +194,7 @@ class Router(StatisticsModule):
         return losses
 
     def _of_sequences(self, own_NE: Tensor, u_BTD: Tensor, real: RealTokens | None) -> Tensor:
-        """Computes the balance loss within each sequence, from scores without noise, graph, groups,
-        bias."""
+        """Computes the balance loss within sequences, without noise, graph, groups and bias."""
         top_k = self.selection.top_k
         best_NK = self.selection.agreed(own_NE.detach().topk(top_k, dim=-1).indices)
         chosen_NE = torch.zeros_like(own_NE).scatter(1, best_NK, 1)

@@ -95,8 +95,7 @@ class Score(nn.Module, ABC):
         """
 
     def rows(self) -> Tensor | None:
-        """Returns the learned rows [E, D] by which tokens are multiplied; None if there are
-        none."""
+        """Returns the learned rows [E, D] that multiply tokens; None if there are none."""
         return None
 
     def active_shares(self, logits_NE: Tensor) -> Tensor | None:
@@ -267,8 +266,7 @@ class AttentiveScore(Score):
         return self.mean_input if self.follows else None
 
     def features(self, experts: StackedExperts, dispatcher: Dispatcher) -> Tensor | None:
-        """Computes hidden layers [E, F] at `mean_inputs`, if keys depend on them; without
-        gradient."""
+        """Computes hidden layers [E, F] at `mean_inputs`, if keys need them; without gradient."""
         mean_ED = self.mean_inputs()
         if mean_ED is None:
             return None

@@ -41,13 +41,13 @@ class DenseTensor(NamedTuple):
 
 
 def dense_tensor(name: str) -> DenseTensor | None:
-    """Says where the parameter of a sparse layer comes from.
+    """Finds the dense parameter from which a parameter of a sparse layer is copied.
 
     Args:
         name: The parameter's name in the sparse model, as in `named_parameters`.
 
     Returns:
-        None if it is not made of copies: a router's, or outside of sparse layers.
+        The dense parameter; None if it is not copied: a router's, or outside of sparse layers.
     """
     parts = re.fullmatch(r"(blocks\.\d+\.\w*feed_forward)\.(.+)", name)
     if parts is None or parts[2] not in _COPIED:
@@ -57,18 +57,18 @@ def dense_tensor(name: str) -> DenseTensor | None:
 
 
 def copies(value: Tensor, num_experts: int, noise: float, seed: int, name: str) -> Tensor:
-    """Stacks copies of a parameter, each with noise of its own.
+    """Stacks copies of a parameter, each with its own noise.
 
     Args:
         value: The parameter of one expert, in its orientation.
         num_experts: E.
-        noise: Standard deviation of what is added, as a share of that of the values; 0 adds nothing
-            and draws nothing.
+        noise: Standard deviation of the noise, relative to that of the values; with 0 nothing is
+            drawn.
         seed: The seed of the noise.
-        name: The stacked parameter's, which the noise depends on too.
+        name: Name of the stacked parameter, on which the noise depends too.
 
     Returns:
-        [E, ...], fp32. Beside it no more than one expert's noise is held.
+        [E, ...], fp32. At most one expert's noise is in memory besides it.
     """
     stacked = torch.empty((num_experts, *value.shape), dtype=torch.float32)
     stacked.copy_(value)

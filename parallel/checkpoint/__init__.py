@@ -1,1 +1,1 @@
-"""Checkpoints that do not depend on the layout that wrote them."""
+"""Checkpoints that are independent of the parallel layout that wrote them."""

@@ -1,20 +1,20 @@
-"""Boxes of global tensors: what a source is asked for, and what a checkpoint is made of.
+"""Boxes of global tensors: the units in which sources are read and checkpoints are stored.
 
-A `Box` says which numbers of which tensor. A `HeldBox` (`writing.py`) has them in memory, a
+A `Box` selects elements of a tensor. A `HeldBox` (`writing.py`) has their values in memory, a
 `StoredBox` (`format.py`) in a file.
 """
 
 from typing import NamedTuple
 
 MASTER, EMA, BUFFER, RANDOM = "master", "ema", "buffer", "random"
-"""Fields: a weight in fp32, its moving average, a buffer, a random generator's state. Others are
-the optimizer's."""
+"""Fields: a weight in fp32, its moving average, a buffer, a random generator's state. All other
+fields are the optimizer's."""
 OF_WEIGHTS = (MASTER, EMA)
-"""Fields that begin as the weights: a source without averages gives the weights for them."""
+"""Fields that start as the weights: a source without averages returns the weights for them."""
 
 
 class Box(NamedTuple):
-    """A box of one field of a tensor, whatever layout has it."""
+    """A box of one field of a tensor, independent of the layout."""
 
     name: str
     """The name of the parameter or buffer."""
@@ -27,12 +27,12 @@ class Box(NamedTuple):
 
     @classmethod
     def whole(cls, name: str, field: str, shape: tuple[int, ...]) -> "Box":
-        """The box that is all of a tensor."""
+        """Returns the box that is a whole tensor."""
         return cls(name, field, shape, (0,) * len(shape), shape)
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """The index that takes the box out of the whole tensor."""
+        """The index that selects the box in the whole tensor."""
         return tuple(slice(a, a + n) for a, n in zip(self.offset, self.size, strict=True))
 
     @property

@@ -1,7 +1,7 @@
-"""Which checkpoint is meant: by a path, and by a run that goes on.
+"""Finds the checkpoint for a path, and the one from which a run resumes.
 
-A path means the newest complete checkpoint of a run, read again if the run deletes it meanwhile. A
-run continues from the newest one whose every byte is verified.
+A path means the newest complete checkpoint of a run; reading is retried if the run deletes it
+meanwhile. A run resumes from the newest checkpoint of which every byte is verified.
 """
 
 import os
@@ -33,17 +33,17 @@ from polyad.parallel.plain_weights import is_plain_folder
 
 T = TypeVar("T")
 Choose: TypeAlias = Callable[[Path], Path]
-"""Gives the checkpoint that a path means, as `newest_of` and `best_checkpoint`."""
+"""Returns the checkpoint for a path, like `newest_of` and `best_checkpoint`."""
 
 
 def best_checkpoint(path: Path) -> Path:
-    """The checkpoint of a run's best validation.
+    """Returns the checkpoint of a run's best validation.
 
     Args:
         path: the run's folder.
 
     Raises:
-        CheckpointError: none is marked, or it is not there.
+        CheckpointError: none is marked, or it does not exist.
     """
     marked = path / "checkpoints" / BEST_FILE
     if not marked.is_file():
@@ -60,7 +60,7 @@ def best_checkpoint(path: Path) -> Path:
 
 
 def find_checkpoint(path: Path) -> Path:
-    """The checkpoint that a path means: itself, or the newest of the run folder it is.
+    """Returns the checkpoint for a path: the path itself, or the newest in a run folder.
 
     Raises:
         CheckpointError: there is none.
@@ -87,21 +87,21 @@ def find_checkpoint(path: Path) -> Path:
 
 
 def newest_of(path: Path) -> Path:
-    """The newest checkpoint of a run's folder, or of its `checkpoints`; any other path itself."""
+    """Returns the newest checkpoint of a run or its `checkpoints` folder; other paths unchanged."""
     found = complete_checkpoints(path / "checkpoints") or complete_checkpoints(path)
     return found[-1] if found else path
 
 
 def read_newest(path: Path, read: Callable[[Path], T], choose: Choose = newest_of) -> T:
-    """Reads the checkpoint that a path means; if it is deleted meanwhile, the one it means then.
+    """Reads the checkpoint for a path; if it is deleted meanwhile, reads the one chosen then.
 
     Args:
-        path: a run, or whatever else `read` knows.
-        read: is given what was chosen.
-        choose: of the path.
+        path: a run, or anything else that `read` accepts.
+        read: called with the chosen path.
+        choose: chooses the checkpoint for the path.
 
     Raises:
-        Exception: whatever `read` raises of a folder that is still there.
+        Exception: any exception of `read` for a folder that still exists.
     """
     if choose is newest_of:
         _say_if_another_is_best(path)
@@ -136,20 +136,20 @@ def _say_if_another_is_best(run: Path) -> None:
 
 
 def chosen_by_main(name: str, path: Path, choose: Choose) -> Path:
-    """The checkpoint that a path means to the first process, on all, which have not met yet: a run
-    may write another one before the others look.
+    """Returns rank 0's choice for a path on all ranks, before they have met: a run may write
+    another checkpoint before the others look.
 
     Args:
-        name: of the path, the same on all.
+        name: a name for the path, the same on all.
         path: as in `read_newest`.
-        choose: of the path.
+        choose: chooses the checkpoint for the path.
     """
     chosen = f"{choose(path)}" if comm.environment_rank() == 0 else None
     return Path(told_by_first(name, chosen))
 
 
 def _identity(folder: Path) -> int | None:
-    """What differs once another folder has the name of this one; None: nothing has it."""
+    """Returns a value that changes if another folder takes this name; None if there is none."""
     try:
         return folder.stat().st_ino
     except OSError:
@@ -157,16 +157,16 @@ def _identity(folder: Path) -> int | None:
 
 
 def newest_that_opens(folder: Path) -> Checkpoint | None:
-    """The newest checkpoint whose manifest, sizes and small files are right, or None if none is.
+    """Returns the newest checkpoint with a valid manifest, sizes and small files, or None.
 
-    Nothing else is read, so every process may do it for itself, before there is a process group.
-    Those that are damaged are named in a warning.
+    Nothing else is read, so every process may call it separately, before there is a process group.
+    Damaged checkpoints are named in a warning.
 
     Args:
         folder: the run's `checkpoints` folder.
 
     Raises:
-        CheckpointError: there are some, and none opens; or one is of another version.
+        CheckpointError: there are some, but none can be opened; or one has another version.
     """
     reasons = []
     for path in reversed(step_folders(folder)):
@@ -183,13 +183,13 @@ def newest_that_opens(folder: Path) -> Checkpoint | None:
 
 
 def shared(checkpoint: Checkpoint | None) -> Checkpoint | None:
-    """The checkpoint that rank 0 has opened, on every process.
+    """Broadcasts the checkpoint that rank 0 has opened.
 
-    Manifest, index, state and headers are read by rank 0 alone: 1,024 processes that each ask for
-    the sizes of 1,024 files would be a million requests to a server.
+    Only rank 0 reads manifest, index, state and headers: if 1,024 processes each requested the
+    sizes of 1,024 files, a server would get a million requests.
 
     Args:
-        checkpoint: what rank 0 has; of the others it is not looked at.
+        checkpoint: the checkpoint on rank 0; ignored on the others.
     """
     contents = comm.from_main(None if checkpoint is None else checkpoint.contents)
     if contents is None or comm.rank() == 0:
@@ -198,18 +198,18 @@ def shared(checkpoint: Checkpoint | None) -> Checkpoint | None:
 
 
 def newest_verified(checkpoint: Checkpoint | None, folder: Path) -> Checkpoint | None:
-    """The checkpoint to go on from, with every byte verified; all processes share the reading.
+    """Returns the checkpoint to resume from, with every byte verified; all ranks share the reading.
 
     Args:
-        checkpoint: what `newest_that_opens` gave on rank 0.
+        checkpoint: the result of `newest_that_opens` on rank 0.
         folder: the run's `checkpoints` folder.
 
     Returns:
-        That one, or the next older one that is good, the same on every process; those that are
-        damaged are named in a warning.
+        This one, or the next older one that is good, the same on every rank; damaged ones are named
+        in a warning.
 
     Raises:
-        CheckpointError: on every process: there are some, and none is good.
+        CheckpointError: on every rank: there are some, but none is good.
     """
     newest = comm.from_main(None if checkpoint is None else checkpoint.folder)
     if newest is None:
@@ -230,7 +230,7 @@ def newest_verified(checkpoint: Checkpoint | None, folder: Path) -> Checkpoint |
 
 
 def _opened(path: Path, newest: Checkpoint | None) -> tuple[Checkpoint | None, str | None]:
-    """What rank 0 finds at a path, on every process: a checkpoint, or why it is none."""
+    """Opens a path on rank 0, and returns on every rank the checkpoint, or why it is none."""
     checkpoint, reason = None, None
     if comm.rank() == 0:
         try:
@@ -242,7 +242,7 @@ def _opened(path: Path, newest: Checkpoint | None) -> tuple[Checkpoint | None, s
 
 
 def _verify_together(manifest: Manifest) -> str | None:
-    """Reads every byte once, each on one process; None if all is well, else the first reason."""
+    """Reads every byte once, each on one rank; None if all are correct, else the first reason."""
     reason = None
     share = share_of(manifest.blocks(), comm.rank(), comm.size())
     try:
@@ -259,11 +259,11 @@ def _verify_together(manifest: Manifest) -> str | None:
 def progress_of(
     manifest: Manifest, blocks: Sequence[Block], *, quiet: bool = False
 ) -> Iterator[Callable[[int], None]]:
-    """Yields a function that takes the bytes verified so far, and prints rate and time left.
+    """Yields a function that takes the bytes verified so far, and prints rate and remaining time.
 
     Args:
-        manifest: what is verified.
-        blocks: of it.
+        manifest: the manifest that is verified.
+        blocks: its blocks to verify.
         quiet: print nothing.
     """
     progress = Progress(report=(lambda line: None) if quiet else None)

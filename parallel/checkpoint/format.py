@@ -1,8 +1,7 @@
-"""The form of a checkpoint's files: `manifest.json`, `index.json`, `state.json`, and headers.
+"""The format of a checkpoint's files: `manifest.json`, `index.json`, `state.json`, and headers.
 
-`../CHECKPOINTS.md` describes the format. What is read from outside is checked here to be possible;
-`verification.py` holds the files against each other. Imports no torch, so that `polyad checkpoint`
-is quick.
+`../CHECKPOINTS.md` describes the format. Untrusted values are validated here; `verification.py`
+checks the files against each other. Does not import torch, so that `polyad checkpoint` is fast.
 """
 
 import json
@@ -23,42 +22,42 @@ MANIFEST_FILE, INDEX_FILE = "manifest.json", "index.json"
 STATE_FILE, CONFIG_FILE = "state.json", "config.yaml"
 BLOCK_BYTES = 64 * 2**20
 PIECE_BYTES = 2**20
-"""Read, digested and written at once: a piece stays in a core's cache."""
+"""Bytes that are read, digested and written at a time: such a piece fits into a core's cache."""
 ITEM_BYTES = {"F32": 4, "U8": 1, "I64": 8, "BOOL": 1}
-"""Bytes of an element, by the types of a checkpoint's tensors in safetensors' names."""
+"""Bytes per element, by safetensors' names of the dtypes in a checkpoint."""
 _LARGEST_HEADER = 100_000_000
-"""Bytes; safetensors itself refuses more."""
+"""Maximum header size in bytes, which is also safetensors' limit."""
 _MOST_COMPARISONS = 10**8
-"""Comparisons between boxes of one tensor: more than any layout needs, done in a second."""
+"""Maximum comparisons between boxes of one tensor: more than any layout needs, takes a second."""
 _YEAR_10000 = 253_402_300_800.0
 
 Shape = Annotated[tuple[Count, ...], Field(max_length=64)]
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
-"""XXH3's 64 bits in hex."""
+"""XXH3's 64 bits in hexadecimal."""
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that cannot be used: one line that names it and says why."""
+    """A checkpoint that cannot be used: a one-line error with its name and the reason."""
 
     exit_status = 2
 
 
 class DamagedCheckpoint(CheckpointError):
-    """A checkpoint that differs from what was written; an older one may be good."""
+    """A checkpoint that differs from what was written; an older one may be intact."""
 
 
 def damaged(path: Path, what: str) -> DamagedCheckpoint:
-    """The error for a file of a checkpoint."""
+    """Returns the error for a damaged file of a checkpoint."""
     return DamagedCheckpoint(f"{path}: damaged: {what}")
 
 
 def digest(data: Any) -> str:
-    """The digest of bytes, or of any buffer of them."""
+    """Returns the digest of bytes, or of a buffer."""
     return xxhash.xxh3_64_hexdigest(data)
 
 
 class FileRecord(Record):
-    """What a manifest says of a file."""
+    """A manifest's entry for a file."""
 
     bytes: Count
     xxh3: tuple[Digest, ...]
@@ -66,7 +65,7 @@ class FileRecord(Record):
 
 
 class ManifestHead(Record):
-    """What a manifest of any version has."""
+    """The keys of manifests of all versions."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -75,7 +74,7 @@ class ManifestHead(Record):
 
 
 class ManifestFile(Record):
-    """The whole of `manifest.json`."""
+    """The whole content of `manifest.json`."""
 
     format: str
     version: Literal[2]
@@ -83,7 +82,7 @@ class ManifestFile(Record):
     block_bytes: Annotated[Count, Field(ge=1)]
     files: dict[PlainName, FileRecord]
     xxh3: str
-    """The digest of everything before it in the file."""
+    """The digest of everything that precedes it in the file."""
 
     @model_validator(mode="after")
     def _all_blocks(self) -> "ManifestFile":
@@ -98,11 +97,11 @@ class ManifestFile(Record):
 
 
 def render(step: int, files: dict[str, FileRecord]) -> bytes:
-    """A manifest's bytes, which end in a digest of what is before it.
+    """Returns the bytes of a manifest, which end in a digest of the preceding ones.
 
     Args:
-        step: optimizer steps done.
-        files: all others of the checkpoint.
+        step: number of completed optimizer steps.
+        files: all other files of the checkpoint.
     """
     tree = {
         "format": FORMAT, "version": FORMAT_VERSION, "step": step, "block_bytes": BLOCK_BYTES,
@@ -113,20 +112,20 @@ def render(step: int, files: dict[str, FileRecord]) -> bytes:
 
 
 class StoredBox(Record):
-    """A box in a file, as its elements in row-major order."""
+    """A box stored in a file, its elements in row-major order."""
 
     offset: Shape
     size: Shape
     step: Annotated[float, Field(ge=0)]
-    """Optimizer steps that the parameter has seen."""
+    """Number of optimizer steps of the parameter."""
     file: PlainName
     begin: Count
-    """First byte, counted from the beginning of the file."""
+    """First byte, from the beginning of the file."""
     xxh3: Digest
 
 
 class StoredTensor(Record):
-    """One field of a tensor: its global shape, and boxes that cover it once."""
+    """One field of a tensor: its global shape, and boxes that cover it exactly once."""
 
     shape: Shape
     dtype: Literal["F32", "U8", "I64", "BOOL"]
@@ -151,12 +150,12 @@ class StoredTensor(Record):
         return self
 
     def bytes_of(self, box: StoredBox) -> int:
-        """The bytes that one of its boxes takes."""
+        """Returns the size in bytes of one of its boxes."""
         return math.prod(box.size) * ITEM_BYTES[self.dtype]
 
 
 class Index(Record):
-    """The whole of `index.json`."""
+    """The whole content of `index.json`."""
 
     tensors: Annotated[dict[str, dict[str, StoredTensor]], Field(min_length=1)]
     """Tensors by name and field."""
@@ -188,14 +187,14 @@ class Index(Record):
 
 
 def _overlap(boxes: Sequence[StoredBox]) -> bool:
-    """Whether two of these boxes share an element; none is empty, and all have as many axes."""
+    """Returns whether two non-empty boxes with equal numbers of axes share an element."""
     if len(boxes) < 2:
         return False
-    if not boxes[0].size:  # a single number, twice
+    if not boxes[0].size:  # scalars, twice
         return True
     low_CA = np.array([box.offset for box in boxes], dtype=np.int64)
     high_CA = low_CA + np.array([box.size for box in boxes], dtype=np.int64)
-    # Along the axis that tells most of them apart, few others reach into a box.
+    # Along the axis that separates most of them, few others overlap a box.
     axis = max(range(low_CA.shape[1]), key=lambda each: len(np.unique(low_CA[:, each])))
     order = np.argsort(low_CA[:, axis], kind="stable")
     low_CA, high_CA = low_CA[order], high_CA[order]
@@ -212,19 +211,19 @@ def _overlap(boxes: Sequence[StoredBox]) -> bool:
 
 
 class _HeaderTensor(Record):
-    """What the header of a file says of a tensor."""
+    """The entry of a tensor in a file's header."""
 
     dtype: str
     shape: tuple[Count, ...]
     data_offsets: tuple[Count, Count]
-    """First byte and the one after the last, counted from the end of the header."""
+    """First byte and one past the last, from the end of the header."""
 
 
 class Header:
-    """The header of a safetensors file, whose tensors lie inside the file.
+    """The header of a safetensors file whose tensors all lie inside the file.
 
     Args:
-        path: the file, a regular one.
+        path: a regular file.
         nbytes: its size.
 
     Raises:
@@ -256,11 +255,11 @@ class Header:
             before = last
 
     def fault(self, key: str, dtype: str, size: tuple[int, ...], begin: int) -> str | None:
-        """How a tensor of the file differs from what an index says; None if it does not.
+        """Describes how a tensor of the file differs from the index; None if it does not.
 
         Args:
             key: its name in the file.
-            dtype: as safetensors names it.
+            dtype: its dtype, as safetensors names it.
             size: its shape.
             begin: its first byte in the file.
         """
@@ -278,13 +277,13 @@ class Header:
 
 
 Measured = Annotated[float, Field(allow_inf_nan=True)]
-"""A number of a step; NaN or infinite if the step was not finite."""
+"""A measurement of a step; NaN or infinite if the step was not finite."""
 Norm = Annotated[float, Field(gt=0)]
 Seconds = Annotated[float, Field(ge=0)]
 
 
 class StepRecord(Record):
-    """The record of a step, as `metrics.jsonl` has it, with more keys than these."""
+    """The record of a step in `metrics.jsonl`, which has further keys."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -318,9 +317,9 @@ def _is_number(value: Any) -> bool:
 
 
 class State(Record):
-    """The whole of `state.json`; older checkpoints lack some keys, and newer ones have more.
+    """The whole content of `state.json`; older checkpoints lack some keys, newer ones have more.
 
-    `polyad.train.state.TrainState` says what each of them is.
+    `polyad.train.state.TrainState` documents the keys.
     """
 
     model_config = ConfigDict(extra="allow")
@@ -328,7 +327,7 @@ class State(Record):
     step: Count = 0
     samples: Count = 0
     tokens: Count = 0
-    """What language modelling counts; another task has a key of its own."""
+    """The count of language modelling; other tasks have their own key."""
     skipped_steps: Count = 0
     skipped_in_a_row: Count = 0
     recent_losses: tuple[float, ...] = ()
@@ -352,7 +351,7 @@ class State(Record):
     versions: dict[str, str] = Field(default_factory=dict)
     saved_at: Annotated[float, Field(ge=0, lt=_YEAR_10000)] | None = None
     huggingface: dict[str, Any] | None = None
-    """What another library's folder had beside weights that began with it: an `Origin` as JSON."""
+    """The `Origin` of initial weights from another library's folder, as JSON."""
 
     @model_validator(mode="after")
     def _agree(self) -> "State":

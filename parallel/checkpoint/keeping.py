@@ -1,6 +1,6 @@
-"""The checkpoints of a run: their names, which of them stay, and what a crash has left.
+"""The checkpoints of a run: their names, which of them are kept, and leftovers of a crash.
 
-Imports no torch.
+Does not import torch.
 """
 
 import re
@@ -28,51 +28,51 @@ LEFT_BY_CRASHES = (".step-*.partial", ".step-*.deleted", ".step-*.replaced")
 
 @dataclass(frozen=True)
 class Retention:
-    """Which checkpoints are kept when a new one is written."""
+    """The rule for keeping checkpoints when a new one is written."""
 
     last: int | None = None
-    """How many of the newest good checkpoints are kept; None keeps all."""
+    """Number of newest good checkpoints to keep; None keeps all."""
     every: int = 0
-    """Checkpoints whose step is a multiple of this are always kept; 0: none."""
+    """Checkpoints whose step is a multiple of this are always kept; 0 for none."""
     best: int | None = None
-    """The step of the best one, which is always kept, and named in `best`; None: there is none."""
+    """Step of the best checkpoint, which is always kept, and named in `best`; None for none."""
     judged: bool = True
-    """Whether no validation of the new one's weights is due; else it may turn out not to be good,
-    and takes the place of none."""
+    """Whether no validation of the new checkpoint's weights is pending; otherwise it may turn out
+    not to be good, and replaces none."""
 
 
 def step_folder(step: int) -> str:
-    """The name of a checkpoint."""
+    """Returns the name of a checkpoint."""
     return f"step-{step:08d}"
 
 
 def staging_folder(folder: Path, step: int) -> Path:
-    """A new name for a folder that is not a checkpoint yet.
+    """Returns a new name for a folder that is not a checkpoint yet.
 
-    Each name is used once: what a process writes that outlives its run is never read.
+    Each name is used only once: files that a process writes after its run has ended are never read.
     """
     return folder / f".{step_folder(step)}.{secrets.token_hex(4)}.partial"
 
 
 def step_folders(folder: Path) -> list[Path]:
-    """Folders with the name of a checkpoint in a run's `checkpoints` folder, oldest first."""
+    """Lists the folders named like checkpoints in a run's `checkpoints` folder, oldest first."""
     if not folder.is_dir():
         return []
     return sorted((p for p in folder.iterdir() if STEP_FOLDER.fullmatch(p.name)), key=_step)
 
 
 def complete_checkpoints(folder: Path) -> list[Path]:
-    """Folders that have a manifest: every checkpoint that was committed has one."""
+    """Lists the folders that have a manifest, as every committed checkpoint does."""
     return [path for path in step_folders(folder) if (path / MANIFEST_FILE).is_file()]
 
 
 def prune(folder: Path, step: int, keep: Retention) -> None:
-    """Removes the checkpoints that are not to be kept.
+    """Removes checkpoints that need not be kept.
 
-    That of `step` was just written and always stays. It is good once it is judged, so the last good
-    one is never removed. Others count as good if their manifest, the sizes of their files and their
-    small files are, and if they are judged; a later one than `step` is of a run that went back, and
-    is left alone.
+    The one of `step` has just been written and is always kept. It is good once it is judged, so the
+    last good checkpoint is never removed. Others are good if their manifest, file sizes and small
+    files are valid, and they are judged; those later than `step` belong to a run that went back,
+    and are not touched.
     """
     if keep.last is None:
         return
@@ -97,7 +97,7 @@ def point_at_newest(folder: Path) -> None:
 
 
 def put_back(folder: Path) -> None:
-    """Gives checkpoints their names again whose replacement a crash has cut short."""
+    """Restores the names of checkpoints whose replacement was interrupted by a crash."""
     for path in replaced_checkpoints(folder):
         final = folder / path.name.removeprefix(".").removesuffix(".replaced")
         if not final.exists():
@@ -105,12 +105,12 @@ def put_back(folder: Path) -> None:
 
 
 def replaced_checkpoints(folder: Path) -> list[Path]:
-    """Checkpoints that stepped aside for another one of the same step, and were not removed."""
+    """Lists checkpoints that were renamed for another one of the same step, and not removed."""
     return sorted(folder.glob(".step-*.replaced"))
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Removes what a crash left of checkpoints that were never committed, or half removed."""
+    """Removes leftovers of a crash: checkpoints never committed, or half removed."""
     put_back(folder)
     for pattern in LEFT_BY_CRASHES:
         for path in folder.glob(pattern):
@@ -118,7 +118,7 @@ def remove_leftovers(folder: Path) -> None:
 
 
 def remove_or_warn(path: Path, way: Callable[[Path], None]) -> None:
-    """Removes what is not needed any more; if that fails, a run does not end for it."""
+    """Removes something that is no longer needed; a failure is only a warning."""
     try:
         way(path)
     except OSError as error:

@@ -1,7 +1,7 @@
 """Reads a checkpoint: any box of any tensor, whatever layout wrote it.
 
-Files are mapped, and only the bytes that are needed are touched, each verified before it is used.
-Nothing in a checkpoint can hold code. `../CHECKPOINTS.md` describes the format and its promises.
+Files are mapped, and only the required bytes are read, each verified before use. Nothing in a
+checkpoint can contain code. `../CHECKPOINTS.md` describes the format and its guarantees.
 """
 
 import math
@@ -42,21 +42,21 @@ from polyad.parallel.tensor_folder import differing_shapes
 
 TORCH_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 _NEEDED_TO_RESUME = {"step", "samples", "data_fingerprint", "tokenizer_fingerprint"}
-"""Keys of `state.json` that a run needs to go on; every version writes them."""
+"""Keys of `state.json` that are required to resume; every version writes them."""
 _NUMPY = {"F32": "<f4", "U8": "u1", "I64": "<i8", "BOOL": "?"}
 
 
 class Checkpoint(Source):
-    """A complete checkpoint; gives any box of any tensor, whatever layout wrote it.
+    """A complete checkpoint, from which any box of any tensor can be read, in any layout.
 
-    It is the `Source` that an engine resumes from.
+    It is the `Source` from which an engine resumes.
 
     Args:
         folder: `.../step-NNNNNNNN`.
-        contents: what another process has read of its small files; None: they are read.
+        contents: its small files, if another process has read them; None: they are read.
 
     Raises:
-        CheckpointError: it is incomplete, truncated, of another version, or no checkpoint.
+        CheckpointError: it is incomplete, truncated, of another version, or not a checkpoint.
     """
 
     def __init__(self, folder: Path, contents: Contents | None = None) -> None:
@@ -68,11 +68,11 @@ class Checkpoint(Source):
         self.training_step = self.manifest.step
         self.tensors = contents.index.tensors
         self.is_verified = False
-        """Whether every byte was compared with the manifest: it is not digested again."""
+        """Whether every byte was compared with the manifest, so that it is not digested again."""
         self._verified: set[StoredBox] = set()
         self._chosen = MASTER
         self.has_average = self._has_average()
-        """Whether a moving average of every weight is there; a frozen one is its own."""
+        """Whether there is a moving average of every weight; a frozen weight is its own average."""
 
     def _has_average(self) -> bool:
         weights = [fields for fields in self.tensors.values() if MASTER in fields]
@@ -81,7 +81,7 @@ class Checkpoint(Source):
         return bool(averaged) and all(fields.keys() == {MASTER} for fields in rest)
 
     def model_config(self) -> ModelSettings:
-        """The configuration of its model, complete.
+        """Returns the configuration of its model, complete.
 
         Raises:
             CheckpointError: there is none.
@@ -93,7 +93,7 @@ class Checkpoint(Source):
             raise damaged(path, "it has no section `model` of a known model") from None
 
     def section(self, name: str) -> object:
-        """A section of its configuration, as YAML has it; None if there is none."""
+        """Returns a section of its configuration as parsed YAML; None if it does not exist."""
         try:
             tree = load(self.config_yaml)
         except ConfigYamlError:
@@ -101,7 +101,7 @@ class Checkpoint(Source):
         return tree.get(name) if isinstance(tree, dict) else None
 
     def small_file(self, name: str) -> Path | None:
-        """A file beside the weights, verified; None if it is not there.
+        """Returns a file beside the weights, verified; None if it does not exist.
 
         Raises:
             CheckpointError: it is damaged.
@@ -112,23 +112,23 @@ class Checkpoint(Source):
         return self.folder / name
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Global shapes of the weights by name."""
+        """Returns global shapes of the weights by name."""
         return {
             name: fields[MASTER].shape for name, fields in self.tensors.items() if MASTER in fields
         }
 
     def step(self, name: str) -> float:
-        """Optimizer steps that a parameter has seen."""
+        """Returns the number of optimizer steps of a parameter."""
         return self.tensors[name][MASTER].chunks[0].step
 
     def read(self, box: Box) -> torch.Tensor:
-        """A box of a tensor; only the stored boxes that it touches are read, each verified once.
+        """Reads a box of a tensor; only the stored boxes that overlap it are read, each verified
+        once.
 
-        Where there is no average of a weight it is the weight.
+        If there is no average of a weight, the weight is returned for it.
 
         Raises:
-            CheckpointError: the checkpoint lacks the tensor, has it in another shape, or a chunk
-                is damaged.
+            CheckpointError: the tensor is missing or has another shape, or a chunk is damaged.
         """
         name, field, shape, offset, size = box
         if field == EMA and EMA not in self.tensors.get(name, {}):
@@ -161,17 +161,17 @@ class Checkpoint(Source):
         return values
 
     def whole(self, name: str, field: str | None = None) -> torch.Tensor:
-        """A whole tensor in its global shape; without a field the weight, or what stands for it."""
+        """Reads a whole tensor; without a field the weight, or the average that stands for it."""
         field = field or (self._chosen if self._chosen in self.tensors[name] else MASTER)
         return self.read(Box.whole(name, field, self.tensors[name][field].shape))
 
     @property
     def is_average(self) -> bool:
-        """Whether the moving average stands for the weights."""
+        """Whether the moving average is used as the weights."""
         return self._chosen == EMA
 
     def take_average(self) -> None:
-        """Lets the moving average stand for the weights, wherever a whole weight is asked for.
+        """Uses the moving average as the weights, wherever a whole weight is read.
 
         Raises:
             CheckpointError: there is none.
@@ -190,7 +190,7 @@ class Checkpoint(Source):
 
         Args:
             module: the model.
-            without: beginnings of names that are left out, here and there.
+            without: prefixes of names to ignore on both sides.
 
         Raises:
             CheckpointError: they differ; the first few differences are named.
@@ -212,13 +212,13 @@ class Checkpoint(Source):
                 )
 
     def check_own_model(self) -> None:
-        """Compares its weights with the model that its own configuration describes.
+        """Compares its weights with the model of its own configuration.
 
         Raises:
-            CheckpointError: they differ, or there is no such model.
+            CheckpointError: they differ, or the model is invalid.
         """
         config, path = self.model_config(), self.folder / CONFIG_FILE
-        last = config.last_parameter()  # checked before a wrong number of layers is built
+        last = config.last_parameter()  # checked before building a wrong number of layers
         if last is not None and last not in self.shapes():
             raise CheckpointError(
                 f"{self.folder}: is a different model: {last} missing there, although config.yaml "
@@ -231,13 +231,13 @@ class Checkpoint(Source):
         self.check_model(model)
 
     def check_resume(self, state_fields: Mapping[str, Collection[str]]) -> None:
-        """Checks that a run can go on from it, which needs more than weights.
+        """Checks that a run can resume from it, which needs more than weights.
 
         Args:
-            state_fields: what the run's optimizer keeps of each weight that it has, by name.
+            state_fields: the optimizer state fields of each weight, by name.
 
         Raises:
-            DamagedCheckpoint: something is not there.
+            DamagedCheckpoint: something is missing.
         """
         if lacking := _NEEDED_TO_RESUME - self.state.model_fields_set:
             raise damaged(self.folder / STATE_FILE, f"{min(lacking)}: is missing")
@@ -263,25 +263,25 @@ class Checkpoint(Source):
                 )
 
     def buffer(self, name: str) -> torch.Tensor:
-        """A persistent buffer of the model, whole."""
+        """Returns a whole persistent buffer of the model."""
         if BUFFER not in self.tensors.get(name, {}):
             raise CheckpointError(f"{self.folder}: has no buffer {name}")
         return self.whole(name, BUFFER)
 
     def restore_random_states(self, world: comm.World) -> bool:
-        """Continues this rank's random numbers.
+        """Restores the state of this rank's random generators.
 
-        Processes that share layers have to draw the same ones, and others different ones, so those
-        of another layout are left alone.
+        Ranks that share layers must draw the same numbers, and others different ones, so states of
+        another layout are not used.
 
         Args:
-            world: this process.
+            world: this rank.
 
         Returns:
-            Whether the checkpoint has them: False on all processes, or on none.
+            Whether the checkpoint has them: the same on all ranks.
 
         Raises:
-            DamagedCheckpoint: they are none of torch's.
+            DamagedCheckpoint: they are not valid states of torch's generators.
         """
         there = {
             name for name, f in self.tensors.items() if name.endswith(".torch") and RANDOM in f

@@ -1,4 +1,4 @@
-"""Saves a run's checkpoints: while training waits, or from a snapshot while it goes on."""
+"""Saves a run's checkpoints, either synchronously or from a snapshot while training continues."""
 
 import contextlib
 import ctypes
@@ -42,29 +42,29 @@ ALIGNMENT = 64
 
 @dataclass
 class _Pending:
-    """A snapshot that is not a complete checkpoint yet."""
+    """A snapshot that is not yet a complete checkpoint."""
 
     step: int
     staging: Path
     others: dict[str, bytes]
     task: "Task"
-    """What this process does for it in a thread."""
+    """This process's work on it in a thread."""
     committing: bool = False
 
 
 class Saver:
-    """Writes one checkpoint after the other; all processes call every method together.
+    """Writes checkpoints one after the other; all ranks call every method together.
 
-    Asynchronous saving goes on while a thread copies what this process would write, and then writes
-    the copy; whatever changes weights or moments first waits for the copies. Nothing is committed
-    before every process knows that all threads are done.
+    With asynchronous saving, training continues while a thread copies what this rank writes, and
+    then writes the copy; anything that changes weights or moments first waits for the copies. A
+    checkpoint is committed only once every rank knows that all threads are done.
 
     Args:
-        engine: what is saved.
+        engine: the engine to save.
         folder: the run's `checkpoints` folder.
-        keep: which older checkpoints stay.
-        asynchronous: whether training goes on meanwhile. It takes as much memory more on the host
-            as this process's part of a checkpoint, from now on.
+        keep: the rule for keeping older checkpoints.
+        asynchronous: whether training continues during a save. From then on this needs additional
+            memory on the host of the size of this rank's part of a checkpoint.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Saver:
         self._pending: _Pending | None = None
         self._memory: SnapshotMemory | None = None
         self.seconds_waited = 0.0
-        """Seconds that training waited for copies, over all saves."""
+        """Total time that training waited for copies, in seconds."""
         if asynchronous:
             self._memory = self._new_memory(memory_needed(list(held_boxes(engine))))
 
@@ -88,22 +88,22 @@ class Saver:
         *,
         judged: bool = True,
     ) -> None:
-        """Begins to save, after the save before is done; a synchronous one is done when it returns.
+        """Starts a save after the previous one is done; a synchronous one is done on return.
 
-        Of an asynchronous save weights and moments may still be read when this returns: see
+        In an asynchronous save, weights and moments may still be read after this returns: see
         `Engine.before_change`.
 
         Args:
-            step: optimizer steps done.
-            state: JSON values for `state.json`, the same on every process.
+            step: number of completed optimizer steps.
+            state: JSON values for `state.json`, the same on every rank.
             config_yaml: the resolved configuration.
-            files: what else lies in it by name, as a tokenizer.
-            best: the step of the best checkpoint so far, perhaps of this one, which stays; None:
-                none is marked.
-            judged: whether no validation of these weights is due.
+            files: further files by name, such as a tokenizer.
+            best: step of the best checkpoint so far, possibly this one, which is kept; None if none
+                is marked.
+            judged: whether no validation of these weights is pending.
 
         Raises:
-            SaveError: this save or the one before failed, on any process.
+            SaveError: this save or the previous one failed, on any rank.
         """
         self.finish()
         self._keep = replace(self._keep, best=best, judged=judged)
@@ -128,10 +128,10 @@ class Saver:
         return SnapshotMemory(nbytes, pinned=self._engine.device.type == "cuda")
 
     def poll(self) -> None:
-        """Checks, without waiting, whether the save is done; called after every step.
+        """Checks without waiting whether the save is done; called after every step.
 
         Raises:
-            SaveError: it failed, on any process.
+            SaveError: it failed, on any rank.
         """
         self._advance(wait=False)
 
@@ -139,12 +139,12 @@ class Saver:
         """Waits until the last save is committed.
 
         Raises:
-            SaveError: it failed, on any process.
+            SaveError: it failed, on any rank.
         """
         self._advance(wait=True)
 
     def close(self) -> None:
-        """Lets the memory go; an unfinished save is lost. Exchanges nothing with other processes.
+        """Frees the memory; an unfinished save is lost. Does not communicate with other ranks.
 
         After it returns, no tensor is read, and nothing is written.
         """
@@ -157,7 +157,7 @@ class Saver:
             self._memory = None
 
     def _settle(self) -> None:
-        """Waits until weights and moments are copied. Exchanges nothing with other processes."""
+        """Waits until weights and moments are copied. Does not communicate with other ranks."""
         if self._pending is not None:
             started = time.perf_counter()
             self._pending.task.wait_for_copies()
@@ -181,10 +181,10 @@ class Saver:
             self._pending = None
 
     def _all_done(self, pending: _Pending, *, wait: bool) -> bool:
-        """Whether the threads of all processes are done.
+        """Returns whether the threads of all ranks are done.
 
         Raises:
-            SaveError: on every process, if one failed on any.
+            SaveError: on every rank, if one failed on any.
         """
         if wait:
             pending.task.join()
@@ -208,7 +208,7 @@ class Saver:
 
 
 def _write(staging: Path, rank: int, copies: list[HeldBox], check: Callable[[], None]) -> Shard:
-    """Writes this process's part of a checkpoint from its copies."""
+    """Writes this rank's part of a checkpoint from its copies."""
     make_folder(staging)
     return write_shard(staging, rank, copies, check=check)
 
@@ -217,7 +217,7 @@ class Copy(NamedTuple):
     """A copy to make."""
 
     place: torch.Tensor
-    """Contiguous memory of the host, of the type and shape of the values."""
+    """Contiguous CPU memory with the dtype and shape of the values."""
     values: torch.Tensor
 
 
@@ -226,16 +226,16 @@ class _GivenUp(Exception):
 
 
 class Task:
-    """A thread that copies tensors and then does something with them, while the process goes on.
+    """A thread that copies tensors and then processes the copies, while the process continues.
 
-    On a GPU it copies on a stream of its own, which first waits for the work that is queued on the
-    current stream.
+    On a GPU it copies on a separate stream, which first waits for the work queued on the current
+    stream.
 
     Args:
-        work: called in the thread once all is copied; it is given a function to call now and then,
-            which raises what ends the work when the task is given up.
+        work: called in the thread once everything is copied, with a function that it must call from
+            time to time, and that raises an exception to end the work if the task is given up.
         copies: nothing may change their values before `wait_for_copies` returns.
-        device: of the values.
+        device: the device of the values.
     """
 
     def __init__(
@@ -246,7 +246,7 @@ class Task:
     ) -> None:
         self._work, self._copies = work, list(copies)
         self.result: Any = None
-        """What `work` returned, once the thread is done."""
+        """The result of `work`, once the thread is done."""
         self.error: str | None = None
         """Why the thread failed, in one line."""
         self._copied, self._given_up = threading.Event(), threading.Event()
@@ -264,7 +264,7 @@ class Task:
         return self._thread.is_alive()
 
     def wait_for_copies(self) -> None:
-        """Waits until the copies are made or have failed; `error` says why they have."""
+        """Waits until the copies are made or have failed; `error` then has the reason."""
         self._copied.wait()
 
     def join(self) -> None:
@@ -273,7 +273,7 @@ class Task:
         self._thread.join()
 
     def give_up(self) -> None:
-        """Ends the work as soon as it asks, before it has begun at the latest."""
+        """Ends the work at its next check, or before it starts."""
         self._given_up.set()
 
     def _check(self) -> None:
@@ -285,7 +285,7 @@ class Task:
             with self._stream:
                 for place, values in self._copies:
                     copy_tensor(place, values)
-        except Exception as error:  # raised later, where ranks exchange errors
+        except Exception as error:  # raised later, when ranks exchange errors
             self.error = _in_one_line(error)
             return
         finally:
@@ -311,9 +311,9 @@ def _in_one_line(error: Exception) -> str:
 
 
 def copy_tensor(place: torch.Tensor, values: torch.Tensor) -> None:
-    """Copies a tensor to contiguous memory of the host; other threads run meanwhile."""
+    """Copies a tensor to contiguous CPU memory without blocking other threads."""
     if values.device.type == "cpu" and values.is_contiguous():
-        # One thread is faster so than with copy_: libc does not read what it overwrites.
+        # Faster than copy_ with one thread: libc does not read the memory that it overwrites.
         nbytes = values.numel() * values.element_size()
         ctypes.memmove(place.data_ptr(), values.data_ptr(), nbytes)
     else:
@@ -321,7 +321,7 @@ def copy_tensor(place: torch.Tensor, values: torch.Tensor) -> None:
 
 
 def memory_needed(boxes: Sequence[HeldBox]) -> int:
-    """Bytes that a snapshot takes."""
+    """Returns the size of a snapshot in bytes."""
     return sum(map(_room, boxes))
 
 
@@ -334,28 +334,28 @@ class SnapshotMemory:
     """The memory of one snapshot.
 
     Args:
-        nbytes: size of the memory; it is taken at once, and touched, so that copying is all that a
-            snapshot costs.
-        pinned: whether a GPU copies into it, which takes memory that stays where it is.
+        nbytes: size of the memory; it is allocated and touched at once, so that a snapshot only
+            costs the copying.
+        pinned: whether a GPU copies into it, which requires page-locked memory.
     """
 
     def __init__(self, nbytes: int, *, pinned: bool = False) -> None:
         self.nbytes = max(nbytes, mmap.PAGESIZE)
         memory = mmap.mmap(-1, self.nbytes)
         if hasattr(mmap, "MADV_HUGEPAGE"):
-            with contextlib.suppress(OSError):  # a kernel without them
+            with contextlib.suppress(OSError):  # not supported by this kernel
                 memory.madvise(mmap.MADV_HUGEPAGE)
         self._bytes = torch.frombuffer(memory, dtype=torch.uint8).zero_()
         self._is_pinned = pinned and _pin(self._bytes)
 
     def take(self, boxes: Sequence[HeldBox]) -> tuple[list[HeldBox], list[Copy]]:
-        """Finds a place for each box, and copies what may change at any moment.
+        """Assigns memory to each box, and copies what may change at any moment.
 
         Args:
-            boxes: they fit into the memory.
+            boxes: boxes that fit into the memory.
 
         Returns:
-            The boxes with the copies as their values, and the copies that are still to be made.
+            The boxes with the copies as their values, and the copies that still have to be made.
         """
         copied, later, at = [], [], 0
         for each in boxes:
@@ -371,7 +371,7 @@ class SnapshotMemory:
         return copied, later
 
     def close(self) -> None:
-        """Lets a GPU forget the memory, before it is let go: CUDA would keep its pages."""
+        """Unregisters the memory from a GPU before it is freed: CUDA would keep its pages."""
         if self._is_pinned:
             torch.cuda.cudart().cudaHostUnregister(self._bytes.data_ptr())
             self._is_pinned = False
@@ -382,7 +382,7 @@ def _itself(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _pin(memory: torch.Tensor) -> bool:
-    """Page-locks memory for a GPU; where the system allows no more, copies are slower."""
+    """Page-locks memory for a GPU; if the system's limit is reached, copies are slower."""
     register = torch.cuda.cudart().cudaHostRegister
     if not int(register(memory.data_ptr(), memory.numel(), 0)):
         return True

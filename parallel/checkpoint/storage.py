@@ -1,8 +1,8 @@
-"""File operations of checkpoints, each of which is on the disk when it returns.
+"""File operations of checkpoints, each of which is durable on disk when it returns.
 
-All that is written, renamed or removed below a run's `checkpoints` folder goes through here, so
-that a test can record every operation and fail any of them. Imports no library: the process that
-writes snapshots starts with it.
+All writes, renames and removals below a run's `checkpoints` folder go through this module, so that
+a test can record every operation and make any of them fail. Imports no library: the process that
+writes snapshots loads it at its start.
 """
 
 import contextlib
@@ -13,23 +13,23 @@ from typing import Any
 
 
 def reason_of(error: OSError) -> str:
-    """The reason of a failed file operation, in a few words."""
+    """Returns the reason of a failed file operation in a few words."""
     return f"{error.filename}: {error.strerror}" if error.filename else str(error)
 
 
 def write_file(path: Path, parts: Iterable[Any], *, replace: bool = False) -> int:
-    """Writes a file and waits until its content, but not yet its name, is on the disk.
+    """Writes a file and waits until its content, but not yet its name, is on disk.
 
     Args:
-        path: the file, which may not be there.
-        parts: its content, piece by piece, as bytes or anything with a buffer.
-        replace: whether it may be there; then it is emptied first.
+        path: the file, which must not exist.
+        parts: its content, piece by piece, as bytes or buffers.
+        replace: whether it may exist; it is then truncated first.
 
     Returns:
         Bytes written.
 
     Raises:
-        OSError: with the file's name.
+        OSError: with the name of the file.
     """
     existing = os.O_TRUNC if replace else os.O_EXCL
     total = 0
@@ -51,7 +51,7 @@ def write_file(path: Path, parts: Iterable[Any], *, replace: bool = False) -> in
 
 
 def sync_folder(path: Path) -> None:
-    """Waits until the names in a folder are on the disk."""
+    """Waits until the entries of a folder are on disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -63,12 +63,12 @@ def sync_folder(path: Path) -> None:
 
 
 def make_folder(path: Path, above: int = 1) -> None:
-    """Makes a folder, on the disk when this returns.
+    """Creates a folder, durable on disk on return.
 
     Args:
         path: the folder.
-        above: how many of the folders above it may be missing, and are made: of a run's folder that
-            was removed no part comes back.
+        above: how many of its parent folders may be missing, and are created: a run's folder that
+            was removed is not recreated in part.
     """
     if path.is_dir():
         return
@@ -76,33 +76,33 @@ def make_folder(path: Path, above: int = 1) -> None:
         make_folder(path.parent, above - 1)
     try:
         os.mkdir(path)
-    except FileExistsError:  # another process was quicker
+    except FileExistsError:  # another process was faster
         if not path.is_dir():
             raise
     sync_folder(path.parent)
 
 
 def rename(path: Path, target: Path) -> None:
-    """Gives a file or folder another name in the same folder; the disk knows when this returns."""
+    """Renames a file or folder within its folder, durable on disk on return."""
     os.rename(path, target)
     sync_folder(target.parent)
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Writes a file, or another content of it: readers see the old one or the new one."""
+    """Writes or replaces a file: readers see either the old or the new content."""
     partial = path.with_name(f".{path.name}.partial")
     write_file(partial, [content], replace=True)
     rename(partial, path)
 
 
 def remove_file(path: Path) -> None:
-    """Removes a file if it is there."""
+    """Removes a file if it exists."""
     with contextlib.suppress(FileNotFoundError):
         os.unlink(path)
 
 
 def remove_tree(path: Path) -> None:
-    """Removes a folder and all in it. Links are removed, not followed."""
+    """Removes a folder with its content. Links are removed, not followed."""
     with os.scandir(path) as entries:
         listed = list(entries)
     for entry in listed:
@@ -114,11 +114,12 @@ def remove_tree(path: Path) -> None:
 
 
 def set_aside(path: Path, ending: str = "deleted") -> Path:
-    """Renames a folder, before it is removed, so that no half of it passes for a checkpoint.
+    """Renames a folder before its removal, so that a half-removed one is never taken for a
+    checkpoint.
 
     Args:
         path: the folder.
-        ending: of its new name.
+        ending: suffix of its new name.
     """
     aside = path.with_name(f".{path.name}.{ending}")
     if aside.exists():
@@ -128,5 +129,5 @@ def set_aside(path: Path, ending: str = "deleted") -> Path:
 
 
 def discard(path: Path) -> None:
-    """Removes a folder; first its name, on the disk, then what is in it."""
+    """Removes a folder: first renames it durably, then removes its content."""
     remove_tree(set_aside(path))

@@ -17,26 +17,26 @@ DTYPE_NAMES = {
     torch.float32: "F32", torch.uint8: "U8", torch.int64: "I64", torch.bool: "BOOL",
     torch.bfloat16: "BF16", torch.float16: "F16",
 }  # fmt: skip
-"""Types of tensors, as safetensors names them."""
+"""Dtypes of tensors, as safetensors names them."""
 
 
 class FileTensor(NamedTuple):
-    """A tensor that will be written."""
+    """A tensor to write."""
 
     key: str
     """Its name in the file."""
     dtype: torch.dtype
     shape: tuple[int, ...]
     values: Callable[[], torch.Tensor]
-    """Called once, when its turn comes; the result is freed before the next call."""
+    """Called once, when the tensor is written; the result is freed before the next call."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes that it takes."""
+        """Its size in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     def data(self) -> memoryview:
-        """Its values as bytes."""
+        """Returns its values as bytes."""
         flat = self.values().detach().cpu().contiguous().reshape(-1)
         assert flat.dtype == self.dtype
         data: memoryview = flat.view(torch.uint8).numpy().data
@@ -45,24 +45,24 @@ class FileTensor(NamedTuple):
 
 
 class WrittenFile(NamedTuple):
-    """A file whose content is on the disk."""
+    """A file whose content is on disk."""
 
     begins: list[int]
-    """The first byte of each tensor, counted from the beginning of the file."""
+    """The first byte of each tensor, from the beginning of the file."""
     digests: list[str]
     """The digest of each tensor."""
     record: FileRecord
 
 
 class BlockDigests:
-    """Digests the blocks of a file whose pieces come one after the other."""
+    """Digests the blocks of a file from consecutive pieces."""
 
     def __init__(self) -> None:
         self._done: list[str] = []
         self._current, self._room, self._bytes = xxhash.xxh3_64(), BLOCK_BYTES, 0
 
     def update(self, piece: memoryview) -> None:
-        """Takes the next piece, of any size."""
+        """Adds the next piece, of any size."""
         self._bytes += len(piece)
         while len(piece):
             here, piece = piece[: self._room], piece[self._room :]
@@ -73,13 +73,13 @@ class BlockDigests:
                 self._current, self._room = xxhash.xxh3_64(), BLOCK_BYTES
 
     def record(self) -> FileRecord:
-        """The record of the pieces so far."""
+        """Returns the record of the pieces so far."""
         last = [self._current.hexdigest()] if self._room < BLOCK_BYTES or not self._done else []
         return FileRecord(bytes=self._bytes, xxh3=(*self._done, *last))
 
 
 def record_of(content: bytes) -> FileRecord:
-    """The record of a small file."""
+    """Returns the record of a small file."""
     blocks = BlockDigests()
     blocks.update(memoryview(content))
     return blocks.record()
@@ -92,16 +92,16 @@ def write_tensors(
     *,
     check: Callable[[int, memoryview], None] = lambda number, piece: None,
 ) -> WrittenFile:
-    """Writes a safetensors file and waits until it is on the disk.
+    """Writes a safetensors file and waits until it is on disk.
 
     Args:
-        path: the file, which is not there yet.
-        tensors: what it holds, in this order; one is in memory at a time.
-        metadata: for readers that ask for it.
-        check: is given the number of a tensor and some of its bytes before they are written.
+        path: the file, which must not exist.
+        tensors: its tensors in order; one is in memory at a time.
+        metadata: metadata for readers.
+        check: called with the number of a tensor and some of its bytes before they are written.
 
     Returns:
-        Where each tensor came to lie, and digests.
+        The position of each tensor, and digests.
     """
     header: dict[str, object] = {"__metadata__": metadata} if metadata else {}
     end = 0
@@ -129,7 +129,7 @@ def write_tensors(
             begins.append(position)
             digests.append(whole.hexdigest())
             position += tensor.nbytes
-            del data  # or it would stay in memory beside the next one
+            del data  # else it would stay in memory together with the next one
 
     def digested() -> Iterator[memoryview]:
         for piece in pieces():

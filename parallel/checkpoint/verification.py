@@ -1,7 +1,7 @@
-"""Whether a checkpoint is what was written: its manifest, its small files, and every byte.
+"""Verifies that a checkpoint is what was written: its manifest, its small files, and every byte.
 
 Every file is digested in blocks, so that any process can verify any part. All commands that open a
-checkpoint read its small files here, and so judge it alike. Imports no torch.
+checkpoint read its small files here, and so reach the same verdict. Does not import torch.
 """
 
 import itertools
@@ -39,15 +39,15 @@ from polyad.parallel.checkpoint.format import (
 from polyad.parallel.records import FormError, fault_of_file, parsed
 
 Watch: TypeAlias = Callable[[str, int, memoryview], None]
-"""Takes the name of a file, a position in it, and the bytes that were read there."""
+"""Called with the name of a file, a position in it, and the bytes read there."""
 PATIENCE = 90.0
-"""Seconds that a node waits for a file that another node has seen: NFS trusts what it knows of a
+"""Seconds that a node waits for a file that another node has seen: NFS caches the content of a
 folder for up to 60."""
 _SELF = re.compile(rb',\n "xxh3": "([0-9a-f]{16})"\n}\n\Z')
 
 
 class Block(NamedTuple):
-    """A part of a file that is verified at once."""
+    """A part of a file that is verified as a unit."""
 
     name: str
     begin: int
@@ -56,15 +56,15 @@ class Block(NamedTuple):
 
 
 class Manifest:
-    """A manifest that was read, and the files that it vouches for.
+    """A manifest, and the files that it lists.
 
     Args:
-        folder: the checkpoint's.
+        folder: the folder of the checkpoint.
 
     Raises:
-        CheckpointError: it is of another version than this program's.
-        DamagedCheckpoint: it is missing or damaged; or a file is missing, of another size, or not
-            listed.
+        CheckpointError: it has another version than this program's.
+        DamagedCheckpoint: it is missing or damaged; or a file is missing, has another size, or is
+            not listed.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -135,11 +135,11 @@ class Manifest:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of all files but the manifest itself."""
+        """Total size in bytes of all files except the manifest itself."""
         return sum(record.bytes for record in self.files.values())
 
     def blocks(self) -> list[Block]:
-        """All blocks, in order."""
+        """Returns all blocks, in order."""
         size = self._block_bytes
         return [
             Block(name, begin, min(size, record.bytes - begin), value)
@@ -157,13 +157,13 @@ class Manifest:
         """Reads blocks and compares their digests.
 
         Args:
-            blocks: some of `blocks()`; None: all of them, the bytes of each file in order.
-            report: called with the bytes that are verified so far.
-            watch: called with each piece that was read, before its block's digest is compared.
-            patience: seconds to wait for a file that is not there.
+            blocks: some of `blocks()`; None for all, with the bytes of each file in order.
+            report: called with the number of bytes verified so far.
+            watch: called with each piece that was read, before the digest of its block is compared.
+            patience: seconds to wait for a missing file.
 
         Raises:
-            DamagedCheckpoint: the first that differs or cannot be read.
+            DamagedCheckpoint: the first block that differs or cannot be read.
         """
         done = 0
         for block in self.blocks() if blocks is None else blocks:
@@ -182,7 +182,7 @@ class Manifest:
             report(done)
 
     def content(self, name: str) -> bytes:
-        """A small file, verified.
+        """Reads a small file, verified.
 
         Raises:
             DamagedCheckpoint: it is damaged.
@@ -191,7 +191,7 @@ class Manifest:
         return (self.folder / name).read_bytes()
 
     def text(self, name: str) -> str:
-        """The text of a small file, verified.
+        """Reads a small text file, verified.
 
         Raises:
             DamagedCheckpoint: it is not UTF-8, although its digest is right.
@@ -202,11 +202,11 @@ class Manifest:
             raise damaged(self.folder / name, "it is not text") from None
 
     def parsed(self, name: str, kind: Any) -> Any:
-        """The JSON of a small file, verified and checked.
+        """Reads a small JSON file, verified and validated.
 
         Args:
-            name: of the file.
-            kind: what it holds, as `polyad.parallel.records.parsed` knows it.
+            name: the name of the file.
+            kind: its form, as in `polyad.parallel.records.parsed`.
 
         Raises:
             DamagedCheckpoint: it is damaged, or has another form although its digest is right.
@@ -231,11 +231,11 @@ def patiently_opened(path: Path, patience: float) -> Any:
     """Opens a file to read bytes; waits for one that this node does not see yet.
 
     Args:
-        path: of the file.
-        patience: seconds.
+        path: the file.
+        patience: maximum waiting time in seconds.
 
     Raises:
-        OSError: it cannot be opened, or is not there after that time.
+        OSError: it cannot be opened, or is still missing after that time.
     """
     end = time.monotonic() + patience
     while True:
@@ -252,19 +252,19 @@ def _pieces(file: Any, size: int) -> Iterator[memoryview]:
     while size:
         count = file.readinto(buffer[: min(len(buffer), size)])
         if not count:
-            return  # the file was cut after its size was checked: the digest will differ
+            return  # truncated after its size was checked: the digest will differ
         size -= count
         yield buffer[:count]
 
 
 def share_of(blocks: Sequence[Block], rank: int, size: int) -> list[Block]:
-    """The blocks that one of several processes verifies: about as many bytes as any other."""
+    """Returns the blocks that one of several ranks verifies: about equally many bytes for each."""
     return sorted(blocks, key=lambda block: -block.size)[rank::size]
 
 
 @dataclass(frozen=True)
 class Contents:
-    """The small files of a checkpoint, which agree with one another and with the tensor files."""
+    """The small files of a checkpoint, consistent with one another and with the tensor files."""
 
     manifest: Manifest
     index: Index
@@ -274,7 +274,7 @@ class Contents:
 
     @property
     def is_judged(self) -> bool:
-        """Whether no validation of its weights was cut short: one that was may be not finite."""
+        """Whether no validation of its weights was interrupted; such weights may not be finite."""
         return self.state.unfinished is None
 
 
@@ -282,11 +282,11 @@ def read_contents(folder: Path) -> Contents:
     """Reads the small files of a checkpoint, verified, and the headers of its tensor files.
 
     Args:
-        folder: the checkpoint's.
+        folder: the folder of the checkpoint.
 
     Raises:
-        CheckpointError: it is of another version than this program's.
-        DamagedCheckpoint: something is missing, damaged, of another form, or contradicts the rest.
+        CheckpointError: it has another version than this program's.
+        DamagedCheckpoint: something is missing, damaged, of another form, or inconsistent.
     """
     manifest = Manifest(folder)
     index: Index = manifest.parsed(INDEX_FILE, Index)
@@ -313,14 +313,14 @@ def read_contents(folder: Path) -> Contents:
 
 
 def _check_index(index: Index, headers: Mapping[str, Header]) -> None:
-    """Compares an index with the files: each box must be a tensor of its file, at its place.
+    """Compares an index with the files: each box must be a tensor of its file, at its position.
 
     Args:
-        index: of a checkpoint.
-        headers: of its tensor files, by name.
+        index: the index of a checkpoint.
+        headers: the headers of its tensor files, by name.
 
     Raises:
-        FormError: the first box that is not.
+        FormError: the first box that differs.
     """
     for name, fields in index.tensors.items():
         for field, tensor in fields.items():
@@ -340,10 +340,10 @@ def _check_index(index: Index, headers: Mapping[str, Header]) -> None:
 
 
 def is_good(contents: Contents) -> bool:
-    """Whether a run can go on from a checkpoint: it is judged, and all its numbers are finite.
+    """Returns whether a run can resume from a checkpoint: it is judged, and all values are finite.
 
     Args:
-        contents: of a checkpoint whose bytes are verified.
+        contents: the contents of a checkpoint whose bytes are verified.
     """
     return contents.is_judged and all(
         all_finite(_bytes(contents.manifest.folder / box.file, box.begin, tensor.bytes_of(box)))
@@ -355,24 +355,24 @@ def is_good(contents: Contents) -> bool:
 
 
 def all_finite(data: memoryview) -> bool:
-    """Whether no number is NaN or infinite.
+    """Returns whether no value is NaN or infinite.
 
     Args:
-        data: of fp32 numbers.
+        data: fp32 values.
     """
     numbers = np.frombuffer(data, "<f4")
     count = PIECE_BYTES // numbers.itemsize
     with np.errstate(all="ignore"):
         for first in range(0, len(numbers), count):
             some = numbers[first : first + count]
-            # A sum is quick, and finite only of finite numbers; of finite ones it may overflow.
+            # The sum is fast, and finite only if all values are; for finite values it may overflow.
             if not np.isfinite(some.sum()) and not np.isfinite(some).all():
                 return False
     return True
 
 
 def _bytes(path: Path, begin: int, size: int) -> memoryview:
-    """A part of a file, mapped."""
+    """Maps a part of a file."""
     if not size:
         return memoryview(b"")
     with path.open("rb") as file:
@@ -380,14 +380,14 @@ def _bytes(path: Path, begin: int, size: int) -> memoryview:
 
 
 def verify_contents(folder: Path, report: Callable[[int], None] = lambda done: None) -> Contents:
-    """Returns `read_contents`, after every byte was compared with the digests of files and index.
+    """Returns `read_contents` after comparing every byte with the digests of files and index.
 
     Args:
-        folder: the checkpoint's.
-        report: called with the bytes that are verified so far.
+        folder: the folder of the checkpoint.
+        report: called with the number of bytes verified so far.
 
     Raises:
-        CheckpointError: as `read_contents`, or a digest differs.
+        CheckpointError: as in `read_contents`, or a digest differs.
     """
     contents = read_contents(folder)
     contents.manifest.verify(report=report, watch=_BoxDigests(contents))
@@ -395,7 +395,7 @@ def verify_contents(folder: Path, report: Callable[[int], None] = lambda done: N
 
 
 class _BoxDigests:
-    """Digests the boxes of an index from the pieces of its files, each file's in order."""
+    """Digests the boxes of an index from the pieces of its files, each file's pieces in order."""
 
     def __init__(self, contents: Contents) -> None:
         self._manifest = contents.manifest
@@ -407,7 +407,7 @@ class _BoxDigests:
                     if end > box.begin:
                         self._waiting.setdefault(box.file, []).append((box.begin, end, box))
         for place in self._waiting.values():
-            place.sort(key=lambda each: -each[0])  # the next one stands at the end
+            place.sort(key=lambda each: -each[0])  # the next one is last
         self._digest = xxhash.xxh3_64()
 
     def __call__(self, name: str, at: int, piece: memoryview) -> None:
@@ -424,5 +424,5 @@ class _BoxDigests:
 
 
 def box_differs(folder: Path, box: StoredBox) -> DamagedCheckpoint:
-    """The error for a box whose digest is not that of the index."""
+    """Returns the error for a box whose digest differs from the index."""
     return damaged(folder / box.file, f"the xxh3 of the chunk at byte {box.begin:,} differs")

@@ -1,6 +1,6 @@
-"""Writes checkpoints: every process its own boxes, nothing gathered.
+"""Writes checkpoints: every rank writes its own boxes, nothing is gathered.
 
-`../CHECKPOINTS.md` describes the format, and the order that makes a crash harmless.
+`../CHECKPOINTS.md` describes the format, and the order of writes that makes it crash-safe.
 """
 
 import contextlib
@@ -61,42 +61,42 @@ NO_FILES: Mapping[str, bytes] = MappingProxyType({})
 
 
 class SaveError(RuntimeError):
-    """A checkpoint that could not be written: one line with the reason, on every process."""
+    """A checkpoint that could not be written: a one-line reason, the same on every rank."""
 
     exit_status = 1
 
 
 class NotFiniteError(ValueError):
-    """Values that no run can go on from: NaN or infinity. One line that names them."""
+    """Values from which no run can resume, NaN or infinite: a one-line error that names them."""
 
     exit_status = 2
 
 
 class HeldBox(NamedTuple):
-    """A box that this process writes."""
+    """A box that this rank writes."""
 
     box: Box
     dtype: torch.dtype
     values: Callable[[], torch.Tensor]
-    """Returns the values; called when it is their turn to be copied or written."""
+    """Returns the values; called when they are copied or written."""
     step: float = 0.0
-    """Optimizer steps that the parameter has seen."""
+    """Number of optimizer steps of the parameter."""
     by_optimizer: bool = False
-    """Whether every change of the values is announced by `Engine.about_to_change`."""
+    """Whether `Engine.about_to_change` is called before every change of the values."""
 
 
 def held(
     box: Box, values: torch.Tensor, step: float = 0.0, *, by_optimizer: bool = False
 ) -> HeldBox:
-    """A box whose values are in memory, and are not copied here."""
+    """Returns a box for values in memory, without copying them."""
     return HeldBox(box, values.dtype, lambda: values, step, by_optimizer)
 
 
 class Shard(NamedTuple):
-    """What one process wrote; it travels to the process that writes the index."""
+    """The part that one rank wrote; it is sent to the rank that writes the index."""
 
     boxes: list[tuple[Box, str, StoredBox]]
-    """Each box, its type as safetensors names it, and where it came to lie."""
+    """Each box, its dtype as safetensors names it, and its position."""
     name: str
     record: FileRecord
 
@@ -111,26 +111,26 @@ def save(
     files: Mapping[str, bytes] = NO_FILES,
     keep: Retention = KEEP_ALL,
 ) -> Path:
-    """Writes `folder/step-NNNNNNNN` from all processes; all of them call it.
+    """Writes `folder/step-NNNNNNNN` from all ranks; all of them call it.
 
-    In the order that makes a crash harmless: shards, then index and manifest in a staging folder,
-    all flushed to disk; then the rename that makes it a checkpoint; then the pointer `latest`; then
-    the removal of older ones.
+    The order makes a crash harmless: shards, then index and manifest in a staging folder, all
+    flushed to disk; then the rename that makes it a checkpoint; then the pointer `latest`; then the
+    removal of older checkpoints.
 
     Args:
-        engine: what to save.
+        engine: the engine to save.
         folder: the run's `checkpoints` folder.
-        step: optimizer steps done.
-        state: JSON values for `state.json`, the same on every process.
+        step: number of completed optimizer steps.
+        state: JSON values for `state.json`, the same on every rank.
         config_yaml: the resolved configuration.
-        files: what else lies in it by name, as the tokenizer whose ids the model knows.
-        keep: which older checkpoints stay.
+        files: further files by name, such as the tokenizer of the model.
+        keep: the rule for keeping older checkpoints.
 
     Returns:
-        The checkpoint's folder.
+        The folder of the checkpoint.
 
     Raises:
-        SaveError: on every process, if writing failed on any; older checkpoints are as they were.
+        SaveError: on every rank, if writing failed on any; older checkpoints are unchanged.
     """
     staging = comm.from_main(staging_folder(folder, step))
     try:
@@ -157,23 +157,23 @@ def save_weights(
     config_yaml: str,
     files: Mapping[str, bytes] = NO_FILES,
 ) -> None:
-    """Writes a checkpoint of weights alone, at step 0, from this process and without an engine.
+    """Writes a checkpoint of weights only, at step 0, from this process and without an engine.
 
     Args:
-        folder: the checkpoint's own, which exists and is empty.
-        shapes: of the weights, by name.
-        read: gives a whole weight, fp32; one is held at a time.
-        buffers: of the model, by name.
+        folder: the folder of the checkpoint, which exists and is empty.
+        shapes: shapes of the weights, by name.
+        read: returns a whole weight, fp32; one is in memory at a time.
+        buffers: buffers of the model, by name.
         state: JSON values for `state.json`.
         config_yaml: the configuration.
-        files: what else lies in it by name, as the tokenizer whose ids the model knows.
+        files: further files by name, such as the tokenizer of the model.
     """
     boxes = [
         HeldBox(Box.whole(name, MASTER, shape), torch.float32, partial(read, name))
         for name, shape in shapes.items()
     ]
     boxes += [_held_buffer(name, buffer) for name, buffer in buffers.items()]
-    # What is converted stays as it is; whoever converts says what is not finite.
+    # Converted values are not checked here; the converter reports those that are not finite.
     shard = write_shard(folder, 0, boxes, check_finite=False)
     write_rest(folder, 0, [shard], small_files(state, config_yaml, files))
 
@@ -181,7 +181,7 @@ def save_weights(
 def small_files(
     state: dict[str, Any], config_yaml: str, files: Mapping[str, bytes]
 ) -> dict[str, bytes]:
-    """Contents of the small files beside the tensors, by name."""
+    """Returns the contents of the small files beside the tensors, by name."""
     return {
         STATE_FILE: json.dumps(state, indent=1).encode(),
         CONFIG_FILE: config_yaml.encode(),
@@ -197,17 +197,17 @@ def write_shard(
     check_finite: bool = True,
     check: Callable[[], None] = lambda: None,
 ) -> Shard:
-    """Writes the file of one process; beside its state it holds one box at a time.
+    """Writes the file of one rank, with one box in memory at a time.
 
     Args:
         staging: the folder.
-        rank: of the process.
+        rank: the rank.
         boxes: the content.
-        check_finite: whether numbers of fp32 have to be finite.
-        check: called again and again; what it raises ends the writing.
+        check_finite: whether fp32 values must be finite.
+        check: called repeatedly; an exception that it raises ends the writing.
 
     Raises:
-        NotFiniteError: a number is NaN or infinite: such weights take no good checkpoint's place.
+        NotFiniteError: a value is NaN or infinite: such weights must not replace a good checkpoint.
     """
 
     def check_piece(number: int, piece: memoryview) -> None:
@@ -236,7 +236,7 @@ def write_shard(
 
 
 def write_rest(staging: Path, step: int, shards: Sequence[Shard], others: dict[str, bytes]) -> None:
-    """Writes the index of what all shards hold, and the other files; the manifest last."""
+    """Writes the index of all shards, and the other files; the manifest last."""
     index = json.dumps(_index(shards)).encode()
     files = {shard.name: shard.record for shard in shards}
     for name, content in ({INDEX_FILE: index} | others).items():
@@ -247,7 +247,7 @@ def write_rest(staging: Path, step: int, shards: Sequence[Shard], others: dict[s
 
 
 def _index(shards: Sequence[Shard]) -> dict[str, Any]:
-    """The boxes of all processes, grouped by tensor and field."""
+    """Groups the boxes of all ranks by tensor and field."""
     tensors: dict[str, dict[str, Any]] = {}
     for box, dtype, stored in (each for shard in shards for each in shard.boxes):
         fields = tensors.setdefault(box.name, {})
@@ -259,35 +259,35 @@ def _index(shards: Sequence[Shard]) -> dict[str, Any]:
 def commit(
     staging: Path, step: int, shards: Sequence[Shard], others: dict[str, bytes], keep: Retention
 ) -> Path:
-    """Makes a checkpoint of a staging folder whose shards are all on the disk.
+    """Turns a staging folder whose shards are all on disk into a checkpoint.
 
     Args:
         staging: the folder, beside the checkpoints.
-        step: optimizer steps done.
-        shards: of all processes.
+        step: number of completed optimizer steps.
+        shards: the shards of all ranks.
         others: the small files, by name.
-        keep: which checkpoints stay.
+        keep: the rule for keeping checkpoints.
 
     Returns:
-        The checkpoint's folder.
+        The folder of the checkpoint.
     """
     folder = staging.parent
     final = folder / step_folder(step)
     write_rest(staging, step, shards, others)
     # The folder exists if this step was saved before, and was damaged, not judged, or the run went
-    # back. Until the new one has its name, the old one can be put back: see `put_back`.
+    # back. Until the new one has its name, the old one can be restored: see `put_back`.
     replaced = set_aside(final, "replaced") if final.exists() else None
     try:
         rename(staging, final)
     except OSError:
         if replaced is not None and not final.exists():
-            with contextlib.suppress(OSError):  # the next start of the run does it
+            with contextlib.suppress(OSError):  # done at the next start of the run
                 rename(replaced, final)
         raise
     replace_file(folder / LATEST_FILE, f"{final.name}\n".encode())
     if keep.best is not None and (folder / step_folder(keep.best) / MANIFEST_FILE).is_file():
         replace_file(folder / BEST_FILE, f"{step_folder(keep.best)}\n".encode())
-    elif (folder / BEST_FILE).is_file():  # a checkpoint that is no longer the best, or not kept
+    elif (folder / BEST_FILE).is_file():  # a checkpoint that is no longer the best, or was not kept
         remove_file(folder / BEST_FILE)
     if replaced is not None:
         remove_or_warn(replaced, remove_tree)
@@ -296,10 +296,10 @@ def commit(
 
 
 def together(step: int, work: Callable[[], T]) -> T:
-    """Runs one phase on every process; if it fails on any, it fails on all and none hangs.
+    """Runs one phase on every rank; if it fails on any, it fails on all and none hangs.
 
     Raises:
-        SaveError: on every process, with the reason of the first that failed.
+        SaveError: on every rank, with the first failure's reason.
     """
     reason = None
     try:
@@ -313,10 +313,10 @@ def together(step: int, work: Callable[[], T]) -> T:
 
 
 def raise_together(step: int, reason: str | None) -> None:
-    """Ends a save on every process if any of them has a reason to.
+    """Raises an error on every rank if any of them has a reason to.
 
     Raises:
-        SaveError: with the reason of the first.
+        SaveError: with the first reason.
     """
     if not comm.any_rank(reason is not None):
         return
@@ -326,15 +326,15 @@ def raise_together(step: int, reason: str | None) -> None:
 
 
 def remove_quietly(staging: Path) -> None:
-    """Removes the folder of a checkpoint that failed; what cannot be removed is left."""
+    """Removes the folder of a failed checkpoint, ignoring what cannot be removed."""
     with contextlib.suppress(OSError):
         remove_tree(staging)
 
 
 def held_boxes(engine: Engine) -> Iterator[HeldBox]:
-    """The boxes that this process writes; each element is written by exactly one process.
+    """Yields the boxes that this rank writes; each element is written by exactly one rank.
 
-    All processes call it together: under ZeRO 3 on many of them they exchange values.
+    All ranks call it together: under ZeRO 3 with many ranks they exchange values.
     """
     for share in shares(engine):
         stop = share.start + share.numel
@@ -353,7 +353,7 @@ def held_boxes(engine: Engine) -> Iterator[HeldBox]:
 
 
 def _held_frozen(engine: Engine) -> Iterator[HeldBox]:
-    """Frozen weights, which have no moments and never change."""
+    """Yields frozen weights, which have no moments and never change."""
     for name, parameter in engine.module.named_parameters():
         if (flat := engine.frozen.get(name)) is None:
             continue
@@ -368,7 +368,7 @@ def _held_buffer(name: str, buffer: torch.Tensor) -> HeldBox:
 
 
 def random_states(device: torch.device) -> dict[str, torch.Tensor]:
-    """States of the random generators that training draws from, as bytes."""
+    """Returns the states of the random generators that training draws from, as bytes."""
     states = {"torch": torch.get_rng_state()}
     if device.type == "cuda":
         states["cuda"] = torch.cuda.get_rng_state(device)

@@ -1,1 +1,1 @@
-"""What a step holds, exchanges and computes on processes that are not there."""
+"""Plans a step without GPUs: memory, communication and computation on simulated ranks."""

@@ -1,8 +1,8 @@
-"""What GPUs do in a second, as their makers say, and which part of that programs reach.
+"""Peak rates of GPUs from data sheets, and the fractions that programs reach.
 
-Peaks, memory and links are those of NVIDIA's data sheets for SXM modules in nodes of eight, each
-GPU with a network adapter of its own: A100 with HDR InfiniBand (200 Gbit/s), H100 and later with
-NDR (400 Gbit/s). Shares are the planner's own, and are not fitted to any run of Polyad: none has
+Peaks, memory and links are from NVIDIA's data sheets for SXM modules in nodes of eight, each GPU
+with its own network adapter: A100 with HDR InfiniBand (200 Gbit/s), H100 and later with NDR (400
+Gbit/s). The fractions are the planner's own estimates, not fitted to any run of Polyad: none has
 been timed on a GPU.
 """
 
@@ -15,62 +15,62 @@ PEAKS: dict[str, tuple[float, float, float]] = {
     "h200": (989.0, 67.0, 494.0),
     "b200": (2250.0, 80.0, 1125.0),
 }
-"""Dense peak rates in TFLOP/s: (bf16, fp32, TF32). A V100 has no TF32, and of the 125 tensor-core
-TFLOP/s that are stated for it, fp16 has them."""
+"""Dense peak rates in TFLOP/s: (bf16, fp32, TF32). A V100 has no TF32, and reaches the 125
+tensor-core TFLOP/s in its data sheet only in fp16."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """A GPU, and the links to others."""
+    """A GPU and its links to others."""
 
     name: str
     peaks: tuple[float, float, float]
     """See `PEAKS`."""
     memory: int
-    """Bytes."""
+    """Size of its memory, in bytes."""
     bandwidth: float
-    """Bytes a second to and from its memory."""
+    """Memory bandwidth, in bytes per second."""
     node_link: float
-    """Bytes a second that it sends to others of its node."""
+    """Bandwidth to other GPUs of its node, in bytes sent per second."""
     network_link: float
-    """Bytes a second of its network adapter."""
+    """Bandwidth of its network adapter, in bytes per second."""
     processors: int
-    """Streaming multiprocessors: tiles of a product that are computed at once."""
+    """Number of streaming multiprocessors: tiles of a product that are computed at a time."""
     product_share: float = 0.75
-    """Share of the peak that large products reach."""
+    """Fraction of the peak that large products reach."""
     attention_share: float = 0.5
-    """Share of the peak that fused attention reaches (Dao 2023, figures 4 to 6, forward and
+    """Fraction of the peak that fused attention reaches (Dao 2023, figures 4 to 6, forward and
     backward at 2,048 tokens)."""
     memory_share: float = 0.85
-    """Share of the bandwidth that kernels reach."""
+    """Fraction of the memory bandwidth that kernels reach."""
     link_share: float = 0.8
-    """Share of the links that NCCL reaches with large messages."""
+    """Fraction of the link bandwidth that NCCL reaches with large messages."""
     kernel_seconds: float = 3e-6
-    """The least that an operation takes on the GPU."""
+    """Minimum duration of an operation on the GPU."""
     host_seconds: float = 6e-6
-    """That the host needs to issue one: where kernels are shorter, the GPU waits."""
+    """CPU time to launch an operation: if kernels are shorter, the GPU waits."""
     node_latency: float = 6e-6
-    """Latency of a collective within a node, for each doubling of its processes."""
+    """Latency of a collective within a node, per doubling of its ranks."""
     network_latency: float = 12e-6
-    """Latency of a collective that leaves the node, likewise."""
+    """Latency of a collective across nodes, per doubling of its ranks."""
     libraries: int = 2_000_000_000
-    """Bytes that CUDA, cuBLAS and NCCL take for themselves."""
+    """Memory used by CUDA, cuBLAS and NCCL themselves, in bytes."""
     allocator_share: float = 0.05
-    """What the allocator keeps beside the tensors, as a share of them."""
+    """Overhead of the allocator, as a fraction of the tensors."""
 
     def peak(self, precision: str, *, tf32: bool = False) -> float:
-        """FLOP/s of products.
+        """Returns the peak rate of products in FLOP/s.
 
         Args:
             precision: `bf16` or `fp32`.
-            tf32: Whether fp32 is multiplied as TF32.
+            tf32: Whether fp32 products use TF32.
         """
         bf16, fp32, low = self.peaks
         return 1e12 * (bf16 if precision == "bf16" else low if tf32 else fp32)
 
 
 DEFAULT_DEVICE = "a100-80gb"
-"""What a run is planned on unless something else is asked for."""
+"""The device of a plan unless another is given."""
 GB = 1_000_000_000
 DEVICES = {
     device.name: device

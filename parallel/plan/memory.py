@@ -1,4 +1,4 @@
-"""Bytes that are held, by what they are for."""
+"""Memory in use, by purpose."""
 
 import sys
 import weakref
@@ -23,11 +23,11 @@ PLACES = (
     ("/model/kernels/linear_cross_entropy.py", "loss"),
     ("/train/tasks/losses.py", "loss"),
 )
-"""What memory is for, by the nearest of these files that asks for it; else `activations`."""
+"""The purpose of memory, by the nearest of these files in the call stack; else `activations`."""
 GRADIENTS = {"_fill_param_grad_accum_attribute", "_build_compact_grad_partition_buffer"}
-"""The functions in which DeepSpeed's stages 1 and 2 take memory for the sums of gradients."""
+"""The functions in which DeepSpeed's stages 1 and 2 allocate memory for summed gradients."""
 NOT_THERE = ("/deepspeed/runtime/engine.py",)
-"""Is below every call."""
+"""Files to ignore, because they are below every call."""
 
 
 class _Block:
@@ -38,12 +38,12 @@ class _Block:
 
 
 class Memory:
-    """Follows the memory of tensors from their making to their end; an observer of `Watched`.
+    """Tracks the memory of tensors from creation to release; an observer of `Watched`.
 
     Attributes:
-        now: Bytes that are held, by kind.
-        peak: By kind, when most were held at once.
-        largest: The most of each kind, each at a time of its own.
+        now: Bytes in use, by kind.
+        peak: Bytes by kind at the time of the highest total.
+        largest: The maximum of each kind, at separate times.
     """
 
     def __init__(self) -> None:
@@ -54,9 +54,9 @@ class Memory:
         self._blocks: weakref.WeakKeyDictionary[Any, _Block] = weakref.WeakKeyDictionary()
 
     def __call__(self, operation: Operation) -> None:
-        """Counts the memory that an operation has taken."""
+        """Counts the memory that an operation has allocated."""
         given: set[int] = set()
-        if operation.name != "aten::lift_fresh":  # a tensor made of Python's numbers
+        if operation.name != "aten::lift_fresh":  # a tensor made of Python numbers
             if shares_memory(operation.function):
                 return
             given = {each.untyped_storage()._cdata for each in operation.inputs}
@@ -68,7 +68,7 @@ class Memory:
                 self._add(storage, _kind_by_place())
 
     def name(self, tensors: Iterable[Tensor], kind: str) -> None:
-        """Says what the memory of tensors is for."""
+        """Assigns a purpose to the memory of tensors."""
         for tensor in tensors:
             block = self._blocks.get(tensor.untyped_storage())
             if block is not None:
@@ -77,7 +77,7 @@ class Memory:
                 self._count(kind, block.size)
 
     def start_peak(self) -> None:
-        """Looks for a peak from here on."""
+        """Resets the peak, to track it from here on."""
         self.peak, self._highest = Counter(self.now), self._total
         self.largest = Counter(self.now)
 

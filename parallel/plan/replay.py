@@ -1,6 +1,6 @@
-"""Operations and collectives of a plan, done on this machine and timed.
+"""Runs and times the operations and collectives of a plan on this machine.
 
-All processes do the same at the same time, as in a step: they share processors and memory.
+All ranks do the same at the same time, as in a step, because they share processors and memory.
 """
 
 import time
@@ -19,28 +19,28 @@ from polyad.parallel.plan.weightless import Watched
 from polyad.parallel.plan.work import Computed, Shape, Work
 
 LEAST = 0.01
-"""Seconds that a measurement goes on for, at least."""
+"""Minimum duration of a measurement, in seconds."""
 MOST = 20
-"""Repeats of an operation, at most."""
+"""Maximum number of repeats of an operation."""
 CACHE = 64_000_000
-"""Bytes that are not in a cache any more when as many others were read."""
+"""After reading this many bytes, earlier data is no longer in a cache."""
 SETS = 8
-"""Sets of arguments that an operation is tried with, at most."""
+"""Maximum number of argument sets with which an operation is run."""
 BOUND = 8
-"""Indices are less than this: any tensor that they go into should have so many rows."""
+"""Upper bound of random indices: any tensor that they index should have as many rows."""
 
 
 def replayed(
     work: Iterable[tuple[Work, int]], told: Callable[[float], None]
 ) -> dict[tuple[str, str], float]:
-    """Times operations; processes of a group call it together.
+    """Times operations; the ranks of a group call it together.
 
     Args:
-        work: Operations, and how often each is done.
-        told: Called with the share that is done.
+        work: Operations, and how often each is run.
+        told: Called with the fraction that is done.
 
     Returns:
-        Seconds of all calls, by phase and name.
+        Total seconds by phase and name.
     """
     spent: dict[tuple[str, str], float] = {}
     listed = sorted(work, key=lambda each: (each[0].phase, each[0].name, str(each[0].args)))
@@ -52,9 +52,9 @@ def replayed(
 
 
 def host_seconds() -> float:
-    """What Python and autograd take for an operation beside it, the mean over those of a block.
+    """Measures the overhead of Python and autograd per operation, averaged over those of a block.
 
-    The block is so small that this is most of its time.
+    The block is so small that this overhead dominates its time.
     """
     block = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
     x = torch.zeros(1, 4, 16)
@@ -74,9 +74,9 @@ def host_seconds() -> float:
 
 
 def _seconds_of(work: Work) -> float:
-    """The mean over calls after the first ones.
+    """Returns the mean time of calls, excluding the first ones.
 
-    Calls take turns with several arguments: in a step weights are not in a cache, either.
+    Calls alternate between several arguments, since in a step weights are not in a cache either.
     """
     with torch.no_grad():
         sets = [_made(work) for _ in range(min(SETS, 1 + CACHE // max(1, work.bytes)))]
@@ -92,7 +92,7 @@ def _seconds_of(work: Work) -> float:
 
 
 def _made(work: Work) -> tuple[Any, Any]:
-    """Arguments with numbers: random ones, and indices that are within any tensor."""
+    """Creates arguments with values: random ones, and indices that are valid for any tensor."""
     whole_numbers = _whole_numbers(work)
 
     def tensor(value: Any) -> Any:
@@ -116,13 +116,13 @@ def _made(work: Work) -> tuple[Any, Any]:
 
 
 def _whole_numbers(work: Work) -> Iterator[Callable[[int], torch.Tensor]]:
-    """What makes so many numbers, for each tensor of whole numbers that an operation takes."""
+    """Yields, for each integer tensor of an operation, a function that makes its values."""
     rows = next((x.size[0] for x in _shapes(work.args) if x.dtype.is_floating_point and x.size), 1)
     if "embedding_bag" in work.name:  # indices of rows, and where each bag of them begins
         (chosen,) = next(x.size for x in _shapes(work.args) if not x.dtype.is_floating_point)
         yield lambda number: torch.arange(number) % rows
         yield lambda number: torch.arange(number) * chosen // number
-    while "grouped" in work.name:  # where each expert's rows end, even ones
+    while "grouped" in work.name:  # where each expert's rows end, evenly distributed
         yield lambda number: torch.arange(1, number + 1) * rows // number
     while "experts" in work.name:
         yield partial(_even, rows)
@@ -145,7 +145,7 @@ def _shapes(values: Any) -> Iterable[Shape]:
 
 
 class HereLinks:
-    """Times collectives among the processes of this group.
+    """Times collectives among the ranks of this process group.
 
     Args:
         dims: Their layout.
@@ -162,7 +162,7 @@ class HereLinks:
                     self._groups[axis] = group
 
     def seconds(self, exchange: Exchange, amount: Amount) -> float:
-        """Seconds of all calls, each of the mean size; all processes call it together."""
+        """Returns the total time of calls of the mean size; all ranks call it together."""
         group = self._groups.get(exchange.axis)
         if group is None or dist.get_world_size(group) == 1 or not amount.calls:
             return 0.0
@@ -192,10 +192,10 @@ class HereLinks:
 
 
 def exchanged_here(dims: Dims, exchanges: Exchanges) -> dict[str, float]:
-    """Times the collectives of a step; all processes call it together.
+    """Times the collectives of a step; all ranks call it together.
 
     Args:
-        dims: The layout of the processes that are there.
+        dims: The layout of the available ranks.
         exchanges: The collectives of a step.
 
     Returns:

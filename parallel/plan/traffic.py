@@ -1,4 +1,4 @@
-"""What processes exchange: calls and bytes of every collective, of a real run or of a plan's."""
+"""Communication volume: calls and bytes of every collective, in a real run or a plan."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -31,13 +31,13 @@ KINDS = {
     "send": "send",
     "recv": "recv",
 }
-"""What the field calls them, by what torch's dispatcher does."""
+"""Common names of collectives, by their names in torch's dispatcher."""
 _SECOND_READ = {"reduce_scatter", "reduce_scatter_base", "reduce_scatter_tensor_coalesced"}
 _SECOND_READ |= {"alltoall", "alltoall_base"}
 
 
 class Exchange(NamedTuple):
-    """A kind of collective, among some processes."""
+    """A kind of collective in a kind of group."""
 
     kind: str
     """One of `KINDS`."""
@@ -48,19 +48,19 @@ class Exchange(NamedTuple):
 
 
 class Amount(NamedTuple):
-    """Calls and bytes of one kind of collective, or of several."""
+    """Calls and bytes of one or several kinds of collective."""
 
     calls: int = 0
     payload: int = 0
-    """Bytes that a process hands over; of a gathering what it gets, of its own and of others."""
+    """Bytes that a rank passes in; for an all-gather the bytes that it gets, its own included."""
     sent: int = 0
-    """Bytes that a process sends where they go round a ring, the mean over processes."""
+    """Bytes that a rank sends in a ring algorithm, averaged over ranks."""
 
     def __add__(self, other: "Amount") -> "Amount":  # type: ignore[override]
         return Amount(*(a + b for a, b in zip(self, other, strict=True)))
 
     def times(self, number: int) -> "Amount":
-        """That often."""
+        """Multiplies calls and bytes by a number."""
         return Amount(*(number * each for each in self))
 
 
@@ -68,15 +68,15 @@ Exchanges = Mapping[Exchange, Amount]
 
 
 def sent_bytes(kind: str, payload: int, size: int) -> int:
-    """Bytes that a process sends in a ring, the mean over the processes of a group.
+    """Returns the bytes that a rank sends in a ring algorithm, averaged over the ranks of a group.
 
-    An all-reduce is a reduction to parts and a gathering of them; rows of experts are taken as even
+    An all-reduce is a reduce-scatter and an all-gather; rows of experts are assumed to be even
     (Thakur et al. 2005, "Optimization of Collective Communication Operations in MPICH").
 
     Args:
-        kind: As in `KINDS`.
+        kind: A value of `KINDS`.
         payload: See `Amount`.
-        size: The processes of the group.
+        size: Number of ranks in the group.
     """
     if kind in {"send", "recv"}:
         return payload if kind == "send" else 0
@@ -84,11 +84,11 @@ def sent_bytes(kind: str, payload: int, size: int) -> int:
 
 
 def axes_of(dims: Dims, rank: int) -> dict[str, frozenset[int]]:
-    """The groups that a process is in, by what their members share; of equal ones the first counts.
+    """Returns the groups of a rank by what their members share; of equal groups the first counts.
 
     Args:
         dims: The layout.
-        rank: The rank of the process.
+        rank: The rank.
     """
     cut, experts = dims.tensor_parallel_size, dims.expert_parallel_size
     here, together = rank // cut, rank % cut
@@ -109,7 +109,7 @@ class Traffic:
 
     Args:
         dims: The layout.
-        rank: The rank of this process.
+        rank: This rank.
         told: Called with each collective, if given.
     """
 
@@ -147,14 +147,14 @@ class Traffic:
         if name not in self._groups:
             ranks = frozenset(dist.get_process_group_ranks(group))
             equal = [axis for axis, members in self._axes.items() if members == ranks]
-            if kind == "all-to-all" and "expert" in equal:  # rows are what only these exchange
+            if kind == "all-to-all" and "expert" in equal:  # only expert groups exchange rows
                 equal = ["expert"]
             self._groups[name] = (equal or ["other"])[0], len(ranks)
         return self._groups[name]
 
 
 def group_of(operation: Operation) -> Any:
-    """The process group of a collective."""
+    """Returns the process group of a collective."""
     for value in (*operation.args, *operation.kwargs.values()):
         if isinstance(value, str) and value in _named_groups():
             return _named_groups()[value]

@@ -1,8 +1,8 @@
-"""Operations that have shapes and no numbers: a step of any model, on any layout, in seconds.
+"""Runs operations on shapes without values: plans a step of any model and layout in seconds.
 
-The real model, the real engine and its collectives run, on tensors whose memory nobody touches: an
-operation gives what its shape function says, in address space that the system never fills. Small
-tensors whose numbers are known keep them, as the counters and flags that DeepSpeed decides by.
+The real model, the real engine and its collectives run on tensors whose memory is never touched: an
+operation returns what its shape function says, in address space that the system never fills. Small
+tensors with known values keep them, such as the counters and flags that DeepSpeed branches on.
 """
 
 import mmap
@@ -19,26 +19,26 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from polyad.parallel.dims import LayoutError
 
 SMALL = 65_536
-"""Elements up to which known numbers are computed with."""
+"""Maximum number of elements for computing with known values."""
 _PAGES = 1 << 16
-"""Bytes from which memory comes from the system, page by page as it is touched: never."""
-_NO_RESERVE = 0x4000 if sys.platform == "linux" else 0  # Python 3.11 does not have its name
+"""Size in bytes from which memory is mapped by the system page by page, when touched: never."""
+_NO_RESERVE = 0x4000 if sys.platform == "linux" else 0  # Python 3.11 lacks its name
 ALIASES = {
     *("aten::detach", "aten::alias", "aten::lift_fresh", "aten::_reshape_alias", "aten::set_"),
     "aten::_unsafe_view",
 }
-"""Share the memory of an argument, though torch does not call them views."""
+"""Operations that return memory of an argument, although torch does not call them views."""
 
 _META = torch.device("meta")
 
 
 class Operation:
-    """An operation that is done: its `result` is there once it was.
+    """A dispatched operation, with its `result` once it has run.
 
     Args:
         function: The dispatcher's function, an `OpOverload`.
-        args: The call's.
-        kwargs: The call's.
+        args: Positional arguments.
+        kwargs: Keyword arguments.
     """
 
     def __init__(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -52,7 +52,7 @@ class Operation:
 
     @cached_property
     def inputs(self) -> list[Tensor]:
-        """Its tensors."""
+        """Its tensor arguments."""
         return tensors_in((self.args, self.kwargs))
 
     @cached_property
@@ -62,23 +62,23 @@ class Operation:
 
     @cached_property
     def key(self) -> tuple[Any, ...]:
-        """What it is but for the numbers of tensors; it has no hash where an argument has none."""
+        """Identifies the operation except for tensor values; unhashable if an argument is."""
         return self.function, _described(self.args), _described(self.kwargs)
 
     def run(self) -> Any:
-        """Does it as torch does."""
+        """Runs it in torch."""
         return self.function(*self.args, **self.kwargs)
 
 
 class Observer(Protocol):
-    """Is told every operation."""
+    """Called with every operation."""
 
     def __call__(self, operation: Operation) -> None:
-        """One was done."""
+        """Handles an operation that has run."""
 
 
 def tensors_in(tree: Any) -> list[Tensor]:
-    """All tensors of nested lists, tuples and dictionaries."""
+    """Lists all tensors in nested lists, tuples and dictionaries."""
     found: list[Tensor] = []
     _add_tensors(tree, found)
     return found
@@ -96,7 +96,7 @@ def _add_tensors(tree: Any, found: list[Tensor]) -> None:
 
 
 def mapped(change: Callable[[Any], Any], tree: Any) -> Any:
-    """Nested lists, tuples and dictionaries with something else in place of what is in them."""
+    """Applies a function to all values in nested lists, tuples and dictionaries."""
     if isinstance(tree, dict):
         return {name: mapped(change, each) for name, each in tree.items()}
     if isinstance(tree, list | tuple) and not isinstance(tree, torch.Size):
@@ -105,10 +105,10 @@ def mapped(change: Callable[[Any], Any], tree: Any) -> Any:
 
 
 class Watched(TorchDispatchMode):
-    """Inside this context observers are told every operation; it is done as always.
+    """A context in which observers see every operation; operations run as usual.
 
     Args:
-        observers: Are told.
+        observers: Called with every operation.
     """
 
     def __init__(self, observers: Sequence[Observer]) -> None:
@@ -125,37 +125,36 @@ class Watched(TorchDispatchMode):
         return operation.result
 
     def execute(self, operation: Operation) -> Any:
-        """Does the operation, and returns its result."""
+        """Runs the operation, and returns its result."""
         return operation.run()
 
 
 class Weightless(Watched):
-    """Inside this context operations have shapes and no numbers.
+    """A context in which operations have shapes but no values.
 
-    A number that is read and not known is 1.0, or 0 of whole numbers and truth values: a loss and a
-    norm are finite, and no flag of an overflow is set. Lists of unknown whole numbers must not be
-    asked for.
+    An unknown value that is read is 1.0, or 0 for integers and booleans: a loss and a norm are
+    finite, and no overflow flag is set. Lists of unknown integers must not be read.
 
     Args:
-        observers: Are told every operation.
+        observers: Called with every operation.
     """
 
     def __init__(self, observers: Sequence[Observer] = ()) -> None:
         super().__init__(observers)
         self._unknown: weakref.WeakSet[Any] = weakref.WeakSet()
         self._shapes: dict[Any, Any] = {}
-        """Results on the meta device, by function and arguments: layers are much alike."""
+        """Results on the meta device, by function and arguments: layers are mostly alike."""
 
     def is_unknown(self, tensor: Tensor) -> bool:
-        """Whether a tensor has no numbers."""
+        """Returns whether a tensor has no values."""
         return tensor.untyped_storage() in self._unknown
 
     def forget(self, tensor: Tensor) -> None:
-        """Takes a tensor's numbers, and those of all that shares its memory, as not known."""
+        """Marks the values of a tensor, and of all tensors that share its memory, as unknown."""
         self._unknown.add(tensor.untyped_storage())
 
     def execute(self, operation: Operation) -> Any:
-        """Does the operation on shapes, or on numbers that are known and few."""
+        """Runs the operation on shapes, or on known values if there are few."""
         function, args = operation.function, operation.args
         name, inputs = operation.name, operation.inputs
         if function.namespace == "c10d":
@@ -167,7 +166,7 @@ class Weightless(Watched):
             return 1.0 if args[0].is_floating_point() else 0
         written = _written(function)
         device = operation.kwargs.get("device")
-        # Asked for as a shape, or of shapes, as an empty tensor like one is.
+        # Requested on the meta device, or inherited from meta tensors, as in `empty_like`.
         is_meta = device == _META or (device is None and any(each.is_meta for each in inputs))
         makes_tensors = written or _returns_tensors(function)
         if is_meta or shares_memory(function) or not makes_tensors:
@@ -185,7 +184,7 @@ class Weightless(Watched):
         return mapped(lambda x: self._like(x) if isinstance(x, Tensor) else x, on_meta)
 
     def _in_place(self, operation: Operation) -> Any:
-        """Returns what was written to, whose numbers are not known any more."""
+        """Returns the written argument, whose values become unknown."""
         schema = operation.function._schema
         positional = zip(schema.arguments, operation.args, strict=False)
         given = {argument.name: x for argument, x in positional} | operation.kwargs
@@ -197,12 +196,12 @@ class Weightless(Watched):
         return written[0] if len(schema.returns) == 1 else tuple(written)
 
     def _on_meta(self, operation: Operation) -> Any:
-        """The result as tensors that have a shape alone; it must not be changed."""
+        """Returns the result as tensors with only a shape; it must not be changed."""
         key = operation.key
         try:
             if key not in self._shapes:
                 self._shapes[key] = self._run_on_meta(operation)
-        except TypeError:  # an argument that has no hash
+        except TypeError:  # an unhashable argument
             return self._run_on_meta(operation)
         return self._shapes[key]
 
@@ -227,13 +226,13 @@ class Weightless(Watched):
         return function(*args, **kwargs)
 
     def _like(self, shape: Tensor) -> Tensor:
-        """A tensor in memory that is not there."""
+        """Returns a tensor in memory that does not exist."""
         tensor = _reserved(shape.shape, shape.stride(), shape.dtype)
         self.forget(tensor)
         return tensor
 
     def _collective(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Sends nothing: small known numbers stay what they are, as if all others had the same."""
+        """Sends nothing: small known values stay the same, as if all other ranks had equal ones."""
         nothing: Callable[[Any], Any] = lambda x: (  # noqa: E731
             torch.empty(0, dtype=x.dtype) if isinstance(x, Tensor) else x
         )
@@ -249,19 +248,19 @@ class Weightless(Watched):
 
 @cache
 def name_of(function: Any) -> str:
-    """The name of an operation, as `aten::addmm`."""
+    """Returns the name of an operation, such as `aten::addmm`."""
     return str(function._schema.name)
 
 
 @cache
 def shares_memory(function: Any) -> bool:
-    """Whether what an operation returns is the memory of an argument, and nothing is written."""
+    """Returns whether an operation returns memory of an argument without writing to it."""
     return bool(function.is_view) or name_of(function) in ALIASES
 
 
 @cache
 def _written(function: Any) -> tuple[str, ...]:
-    """The arguments that an operation writes to."""
+    """Returns the arguments that an operation writes to."""
     arguments = function._schema.arguments
     return tuple(a.name for a in arguments if a.alias_info and a.alias_info.is_write)
 
@@ -272,18 +271,18 @@ def _returns_tensors(function: Any) -> bool:
 
 
 def _described(value: Any) -> Any:
-    """What an argument is but for the numbers of tensors, as a key."""
+    """Describes an argument except for tensor values, as a key."""
     if isinstance(value, Tensor):
         return value.shape, value.stride(), value.dtype
     if isinstance(value, list | tuple):
         return tuple(map(_described, value))
     if isinstance(value, dict):
         return tuple((name, _described(each)) for name, each in value.items())
-    return type(value), value  # 1, 1.0 and True are equal, and are not the same argument
+    return type(value), value  # 1, 1.0 and True are equal, but not the same argument
 
 
 def _copied(name: str, args: tuple[Any, ...]) -> list[tuple[Tensor, Tensor]]:
-    """What a collective that gathers writes, and what it reads; of others each stays what it is."""
+    """Returns what a gathering collective writes and reads; other collectives change nothing."""
     if "allgather" not in name or len(args) < 2:
         return []
     written, read = tensors_in(args[0]), tensors_in(args[1])
@@ -291,14 +290,14 @@ def _copied(name: str, args: tuple[Any, ...]) -> list[tuple[Tensor, Tensor]]:
 
 
 def _reserved(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """A tensor whose pages the system has only promised."""
+    """Returns a tensor whose pages are reserved but not allocated."""
     elements = 1 + sum((n - 1) * s for n, s in zip(size, stride, strict=True)) if all(size) else 0
     if elements * dtype.itemsize < _PAGES:
         return torch.empty_strided(size, stride, dtype=dtype).zero_()
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE
     try:
         pages = mmap.mmap(-1, elements * dtype.itemsize, flags=flags)
-    except OSError as error:  # the addresses of a process end at 128 TB
+    except OSError as error:  # the address space of a process ends at 128 TB
         raise LayoutError(
             f"the model: a tensor of one process is {list(size)}, {elements * dtype.itemsize:.2g} "
             "bytes, more than this machine can address; choose a smaller model"

@@ -1,4 +1,4 @@
-"""What is computed: operations by their shapes, with the products and bytes of each."""
+"""The computation of a step: operations by shape, with the FLOPs and bytes of each."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -24,7 +24,7 @@ Inputs = TypeVar("Inputs", bound=tuple[Tensor, ...])
 
 
 class Shape(NamedTuple):
-    """A tensor without its numbers."""
+    """A tensor without values."""
 
     size: tuple[int, ...]
     stride: tuple[int, ...]
@@ -32,18 +32,18 @@ class Shape(NamedTuple):
 
 
 class Work(NamedTuple):
-    """An operation of certain shapes."""
+    """An operation on certain shapes."""
 
     function: Any
     args: Any
-    """With a `Shape` for each tensor."""
+    """Arguments, with a `Shape` for each tensor."""
     kwargs: Any
     phase: str
-    """`forward`, `backward` (with what it computes again), or `update`."""
+    """`forward`, `backward` (including recomputation), or `update`."""
     flops: int
-    """A multiply-add counts as two; of products alone, causal attention at half."""
+    """FLOPs of matrix products only; a multiply-add counts as two, causal attention as half."""
     bytes: int
-    """Read and written, each tensor once."""
+    """Bytes read and written, each tensor once."""
     dtype: torch.dtype
     """The dtype of its largest tensor."""
 
@@ -54,10 +54,10 @@ class Work(NamedTuple):
 
 
 class Phase:
-    """Which part of a step this is.
+    """The current part of a step.
 
     Args:
-        model: Its forward pass is one part.
+        model: The model, whose forward pass is one part.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -69,20 +69,20 @@ class Phase:
         self._inside = inside
 
     def __call__(self) -> str:
-        """`forward`, `backward`, or `update` of all else."""
+        """Returns `forward`, `backward`, or `update` for everything else."""
         if torch._C._current_graph_task_id() != -1:
             return "backward"
         return "forward" if self._inside else "update"
 
 
 class Computed:
-    """Counts operations by their shapes; an observer of `Watched`.
+    """Counts operations by shape; an observer of `Watched`.
 
     Args:
-        phase: Which part of a step this is.
+        phase: The current part of a step.
 
     Attributes:
-        times: How often each was done, by a key.
+        times: How often each operation was run, by key.
         of: The operation of each key.
     """
 
@@ -92,7 +92,7 @@ class Computed:
         self.of: dict[Any, Work] = {}
 
     def __call__(self, operation: Operation) -> None:
-        """Counts an operation, unless it moves no byte or is a collective."""
+        """Counts an operation, unless it moves no bytes or is a collective."""
         function = operation.function
         if shares_memory(function) or "c10d" in function.namespace:
             return
@@ -122,20 +122,21 @@ def _shape(value: Any) -> Any:
 def forward_flops(
     model: nn.Module, inputs: Inputs, run: Callable[[nn.Module, Inputs], object]
 ) -> int:
-    """Counts the FLOPs of a forward pass in training mode, on shapes alone.
+    """Counts the FLOPs of a forward pass in training mode, using shapes only.
 
-    What records of routing alone need does not count, nor what its losses need.
+    Values that only routing records or routing losses need do not count.
 
     Causal attention counts in full, as model FLOPs do by convention (Chowdhery et al. 2022,
     appendix B).
 
     Args:
-        model: On the meta device, from `build_model`; it gets memory that nobody touches.
-        inputs: What it reads. Their numbers do not matter.
-        run: The forward pass.
+        model: The model on the meta device, from `build_model`; it gets memory that is never
+            touched.
+        inputs: The inputs of the model, whose values do not matter.
+        run: Runs the forward pass.
 
     Returns:
-        FLOPs of products, a multiply-add counted as two.
+        FLOPs of matrix products; a multiply-add counts as two.
     """
     total = 0
 
@@ -160,12 +161,12 @@ def forward_flops(
 
 
 def flops_of(operation: Operation, *, causal_in_full: bool = False) -> int:
-    """Floating-point operations of a product, by torch's own count where it has one; else 0.
+    """Returns the FLOPs of a product, by torch's own count if there is one; else 0.
 
     Args:
-        operation: Any.
-        causal_in_full: Whether causal attention counts as if every token saw all others; else at
-            half.
+        operation: Any operation.
+        causal_in_full: Whether causal attention counts as if every token saw all others, rather
+            than half.
     """
     args, name = operation.args, operation.name
     if name in _OTHERS:
@@ -184,14 +185,14 @@ def _attention(args: Any, products: int, is_causal: bool) -> tuple[int, bool]:
 
 
 def _mixture(args: Any, of_features: int, of_scores: int, is_causal: bool) -> tuple[int, bool]:
-    """So many products as wide as features, and as wide as scores."""
+    """Counts products as wide as features, and as wide as scores."""
     (*batch, queries, features), (*_, keys, scores) = args[0].shape, args[2].shape
     width = of_features * features + of_scores * scores
     return 2 * prod(batch) * queries * keys * width, is_causal
 
 
 def _experts_backward(args: Any) -> tuple[int, bool]:
-    """The products of an expert's backward pass, of which frozen weights need none."""
+    """Counts the products of an expert's backward pass; frozen weights need none."""
     of_rows, of_up, of_bias, of_down = args[7]
     products = of_rows + of_up + of_down + (of_rows or of_up or of_bias)
     return 2 * prod(args[0].shape) * args[3].shape[2] * products, False
@@ -210,5 +211,5 @@ _OTHERS: dict[str, Callable[[Any], tuple[int, bool]]] = {
     "polyad::mixture": lambda args: _mixture(args, 1, 1, bool(args[4])),
     "polyad::mixture_backward": lambda args: _mixture(args[3:], 3, 2, bool(args[7])),
 }
-"""FLOPs of operations that torch does not count, and whether half of them are for tokens that a
-causal one does not see; by their arguments."""
+"""FLOPs of operations that torch does not count, and whether half of them are for tokens that
+causal attention does not see, as functions of the arguments."""

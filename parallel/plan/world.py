@@ -1,6 +1,6 @@
-"""A world of processes that are not there, of which this one plays a rank.
+"""A simulated process group, in which this process plays one rank.
 
-Nobody knows which token chooses which expert, so the numbers of their rows are assumed.
+Which token chooses which expert is unknown, so the numbers of exchanged rows are assumed.
 """
 
 import os
@@ -24,9 +24,9 @@ from polyad.parallel.zero import forget_world, import_engine
 
 @contextmanager
 def pretended_world(dims: Dims, rank: int = 0) -> Iterator[comm.World]:
-    """Inside this context there is a process group of `dims.world_size`, and nothing is sent.
+    """Creates a process group of `dims.world_size` within the context; nothing is sent.
 
-    Libraries keep groups in globals; those are as before when the context ends. There must be no
+    Libraries keep groups in globals, which are restored when the context ends. There must be no
     process group yet.
 
     Args:
@@ -34,7 +34,7 @@ def pretended_world(dims: Dims, rank: int = 0) -> Iterator[comm.World]:
         rank: The rank of this process.
 
     Yields:
-        This process, on a CPU.
+        This rank, on a CPU.
     """
     os.environ["DS_ACCELERATOR"] = "cpu"
     os.environ.setdefault("LOCAL_RANK", "0")
@@ -42,7 +42,7 @@ def pretended_world(dims: Dims, rank: int = 0) -> Iterator[comm.World]:
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=dims.world_size)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # this kind of group has no timeout to set
+            warnings.simplefilter("ignore")  # this kind of group does not support a timeout
             if dims.tensor_parallel_size > 1:
                 join_groups(dims.tensor_parallel_size)
             yield comm.World(
@@ -65,21 +65,21 @@ def _forget_groups(dims: Dims) -> None:
 
 
 class AssumedExchange(RowExchange):
-    """Sends the rows that a plan assumes: even shares leave, and more than one may arrive.
+    """Exchanges the rows that a plan assumes: even shares are sent, and more than that may arrive.
 
     Args:
-        exchange: The one that it stands for.
-        imbalance: Rows that arrive, over the mean of all processes.
-        capacity: Rows that are kept of an even share, at most; None: all.
+        exchange: The exchange that it replaces.
+        imbalance: Number of rows that arrive, relative to the mean of all ranks.
+        capacity: Maximum rows to keep, relative to an even share; None for no limit.
     """
 
     def __init__(self, exchange: RowExchange, imbalance: float, capacity: float | None) -> None:
-        self.__dict__ = exchange.__dict__  # the group is made after this
+        self.__dict__ = exchange.__dict__  # the group is created later
         most = imbalance if capacity is None else capacity
         self._leave, self._arrive = min(1.0, most), min(imbalance, most)
 
     def begin(self, plan: Plan) -> Counts:
-        """Exchanges the numbers, and takes the assumed ones for them."""
+        """Exchanges the numbers of rows, and replaces them by the assumed ones."""
         begun = super().begin(plan)
         rows = plan.assignment_M.shape[0]
         send = _shares(round(rows * self._leave), self.lots, self.parts)
@@ -95,11 +95,11 @@ def _shares(total: int, lots: int, parts: int) -> list[list[int]]:
 
 
 def assume_rows(model: nn.Module, imbalance: float) -> None:
-    """Has all expert-parallel layers of a model exchange assumed rows, in place.
+    """Makes all expert-parallel layers of a model exchange assumed rows, in place.
 
     Args:
-        model: Its layers are cut over processes.
-        imbalance: Rows that arrive at this process, over the mean of all.
+        model: A model whose layers are split over ranks.
+        imbalance: Number of rows that arrive at this rank, relative to the mean of all.
     """
     for layer in model.modules():
         if isinstance(layer, SelectingMoE):

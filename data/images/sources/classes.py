@@ -165,8 +165,7 @@ def _entries(
 
 
 def _around(tree: Tree, depth: int) -> Parts:
-    """Returns the outer folders that contain everything, if images are nested deeper than
-    needed."""
+    """Returns the outer folders that contain everything, if nesting is deeper than needed."""
     images = [file.parts for file in tree.files if is_image(file.parts[-1])]
     around: Parts = ()
     while True:

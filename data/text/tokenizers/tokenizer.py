@@ -173,7 +173,7 @@ class Tokenizer:
         return None
 
     def _encode_forged(self, text: str) -> list[int]:
-        """Encodes a text for which a unigram or word-level model emits the end token: splits the
+        """Encodes a text where the model itself (unigram, word level) emits the end: splits the
         mark."""
         head, tail = self.end_of_text[:1], self.end_of_text[1:]
         pieces = text.split(self.end_of_text)
@@ -269,13 +269,12 @@ class Tokenizer:
         return ", ".join(f"model.{key}: {setting}" for key, setting in found) or None
 
     def without_chance(self) -> "Tokenizer":
-        """Returns this tokenizer with such settings removed from its file, also for other
-        readers."""
+        """Returns this tokenizer with such settings removed from its file."""
         return type(self)(without_chance(self._content), self.end_of_text)
 
     @property
     def before(self) -> list[int]:
-        """Returns the ids before the text of each document: one, or none."""
+        """The ids before the text of each document: one, or none."""
         return [] if self.begin_of_text_id is None else [self.begin_of_text_id]
 
     def with_begin_of_text(self, token: str | None) -> "Tokenizer":
@@ -299,7 +298,7 @@ class Tokenizer:
 
     @cached_property
     def unused_ids(self) -> list[int]:
-        """Returns the ids below `vocab_size` that no token has."""
+        """The ids below `vocab_size` that no token has."""
         return sorted(set(range(self.vocab_size)) - set(self.vocabulary().values()))
 
     def encodes_in_pieces(self) -> bool:

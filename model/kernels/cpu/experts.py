@@ -101,8 +101,7 @@ def _backward(
     counts_E: Tensor,
     wanted: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Returns gradients of rows, first layers, their biases and second layers; empty if
-    unwanted."""
+    """Returns gradients of rows, first layers, their biases, second layers; empty if unwanted."""
     of_rows, of_up, of_bias, of_down = wanted
     spans = _spans(counts_E, rows_MD.dtype)
     gradients = _like_backward(
@@ -274,8 +273,7 @@ def _most_rows(spans: list[_Span]) -> int:
 
 
 def _multiply_rows(a: Tensor, b: Tensor, out: Tensor, buffer: Tensor) -> None:
-    """Runs `_multiply` on the first rows of `a`; another thread may write to the rows after
-    them."""
+    """Runs `_multiply` on the first rows of `a`; another thread may write to the next rows."""
     if len(a) == len(out):
         _multiply(a, b, out)
     else:
