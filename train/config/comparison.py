@@ -67,8 +67,7 @@ def _flops(model: DecoderSettings, feed_forward: FeedForwardConfig) -> int:
     """FLOPs per token of the model with another feed-forward.
 
     FLOPs of a sparse mixture are linear in the number of experts and in top_k. Since these may be
-    too
-    large to run even on shapes alone, they are extrapolated from three small mixtures.
+    too large to run even on shapes alone, they are extrapolated from three small mixtures.
     """
     if not isinstance(feed_forward, SparseMoEConfig):
         return flops_of_unit(model.model_copy(update={"feed_forward": feed_forward}))

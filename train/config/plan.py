@@ -203,8 +203,7 @@ def find_start_together(plan: Plan, world: comm.World) -> Plan:
     """Finds where a run starts like `find_start`, but only rank 0 reads the run's folder.
 
     Processes restarted by torchrun may belong to a run whose disk became full: rank 0 waits for
-    room,
-    for half of the time that the others wait for it.
+    room, for half of the time that the others wait for it.
 
     Args:
         plan: the same on all processes.

@@ -150,8 +150,7 @@ def _plain(node: Any) -> Any:
     """Removes parts of a schema that would reject valid files, and names that pydantic generates.
 
     A section may be of one of several kinds, with a default: if its keys are common to two kinds,
-    it
-    must match any of them, not exactly one.
+    it must match any of them, not exactly one.
     """
     if isinstance(node, list):
         return [_plain(each) for each in node]

@@ -1,8 +1,7 @@
 """`polyad convert --factorize`: initializes factorized experts from a dense model's weights.
 
 Every expert starts as the dense matrix, or its best approximation of the factors' rank. For the
-method
-see `model/mumoe/fitting.py`. Gates are initialized as in a new run.
+method see `model/mumoe/fitting.py`. Gates are initialized as in a new run.
 """
 
 import re

@@ -1,10 +1,8 @@
 """`polyad convert --linear-score`: replaces attentive scores by linear ones with the same logits.
 
 The keys are the same for all tokens, so that an attentive score is linear in the token once they
-are
-fixed: the weight is `AttentiveScore.columns`. Nothing is trained, unlike in the paper's
-distillation,
-whose keys depend on the input.
+are fixed: the weight is `AttentiveScore.columns`. Nothing is trained, unlike in the paper's
+distillation, whose keys depend on the input.
 """
 
 from copy import deepcopy

@@ -2,9 +2,8 @@
 
 All layers that route keep the same number, since other libraries have one number for all layers. A
 removed expert's row of the router is removed with it, and the next best experts take its tokens.
-Every
-weight of merged experts, including the router's, is a weighted mean, although their units are not
-aligned, as in the published methods (Chen et al. 2024, HC-SMoE).
+Every weight of merged experts, including the router's, is a weighted mean, although their units are
+not aligned, as in the published methods (Chen et al. 2024, HC-SMoE).
 
 Shapes: E experts of the first model.
 """

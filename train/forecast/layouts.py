@@ -211,7 +211,7 @@ def tried(
 
 
 def _repeated(config: RunConfig, layers: int) -> tuple[int, int] | None:
-    """Returns the number of blocks after which they repeat, and the period.
+    """Returns the number of blocks of a shallow model, and of further blocks that repeat.
 
     None if they hardly repeat, or patterns name some of them.
 

@@ -75,9 +75,8 @@ def footprint(
     """Runs steps of one process on shapes alone.
 
     The second step is measured, since DeepSpeed learns the order of parameters in the first. If
-    steps
-    grow during a run, it is a step from the middle, and memory is that of the last ones. Of many
-    micro-batches only the first and the last are run; those between equal the first.
+    steps grow during a run, it is a step from the middle, and memory is that of the last ones. Of
+    many micro-batches only the first and the last are run; those between equal the first.
 
     Args:
         config: Resolved configuration that fits the layout.

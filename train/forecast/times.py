@@ -2,12 +2,9 @@
 
 An operation takes the time of its products at the rate that the device reaches, or of its memory
 traffic, whichever is longer (Williams et al. 2009, "Roofline"). Products are computed in tiles on
-all
-multiprocessors at once: a partial last round takes as long as a full one. Collectives take the time
-of
-their bytes on the slowest link that they use, and a latency per call. Kernels run one after the
-other;
-the CPU issues them ahead, unless they are short.
+all multiprocessors at once: a partial last round takes as long as a full one. Collectives take the
+time of their bytes on the slowest link that they use, and a latency per call. Kernels run one after
+the other; the CPU issues them ahead, unless they are short.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -117,8 +114,7 @@ def beside(
     """Splits collectives into exposed ones, by axis, and the time of overlapped ones.
 
     Gradients overlap with the backward pass from ZeRO stage 1 on, weights at stage 3, and half of
-    the
-    experts' rows with `overlap`.
+    the experts' rows with `overlap`.
     """
     exposed: dict[str, float] = {}
     under = 0.0
