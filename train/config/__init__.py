@@ -1,1 +1,1 @@
-"""The configuration of a run: read, checked and described."""
+"""Configurations of runs: reading, checking and describing them."""

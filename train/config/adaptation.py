@@ -1,4 +1,4 @@
-"""The model of a run: with its adapters, and with what is not trained frozen."""
+"""The model of a run, with its adapters, and untrained parameters frozen."""
 
 from typing import Any, NamedTuple
 
@@ -20,19 +20,19 @@ from polyad.train.loop.optimizer import freeze
 from polyad.train.tasks.task import Task
 
 GRAPH = ".router.graph."
-"""The part that names of what a graph of tokens has contain."""
+"""Name part of parameters and buffers of a token graph."""
 OF_STEPS = (
     f"{GRAPH}started", ".gate.activation.is_softmax", ".router.selection.num_selected",
 )  # fmt: skip
-"""How the names end of buffers that go by the steps of a run: whether a graph is on, which
-activation a gate has, and how many experts are selected."""
+"""Name suffixes of buffers that depend on a run's step: whether a graph is on, a gate's activation,
+and the number of selected experts."""
 
 
 def model_of(config: RunConfig) -> nn.Module:
-    """The model of a run on the meta device.
+    """Builds the model of a run on the meta device.
 
     Args:
-        config: the run's, with all that the data decides filled in.
+        config: the run's configuration, completed with the values that the data determines.
 
     Raises:
         ValueError: with an `exit_status` of 2: a pattern of adapters or groups matches nothing.
@@ -49,11 +49,11 @@ def model_of(config: RunConfig) -> nn.Module:
 
 
 def replaced_names(model: ModelSettings, there: ModelSettings | None = None) -> tuple[str, ...]:
-    """How the names of parameters begin that replaced feed-forwards have.
+    """Returns name prefixes of the parameters of replaced feed-forwards.
 
     Args:
         model: their model.
-        there: another one, whose replaced blocks do not count; None: all do.
+        there: another model, whose replaced blocks are left out; None: all are returned.
     """
     ours, theirs = (
         set(each.replaced_blocks()) if isinstance(each, DecoderSettings) else set[int]()
@@ -63,8 +63,8 @@ def replaced_names(model: ModelSettings, there: ModelSettings | None = None) -> 
 
 
 def unused_parameters(model: nn.Module) -> int:
-    """Counts the parameters of the experts that one token does not use once a run is done, output
-    biases included; of a sparse gate's table the rows beyond top_k."""
+    """Counts the parameters of experts that a token does not use at the end of a run, including
+    output biases; for a sparse gate's table the rows beyond top_k."""
     unused = 0
     for module in model.modules():
         if isinstance(module, SelectingMoE):
@@ -82,17 +82,17 @@ def unused_parameters(model: nn.Module) -> int:
 
 
 def begins_anew(task: Task[Any], weights: Weights, config: RunConfig) -> tuple[str, ...]:
-    """How the names begin of what starts from the seed, not from weights.
+    """Returns name prefixes of what is initialized from the seed, not from weights.
 
     Args:
-        task: of the run.
-        weights: that it starts from.
-        config: of the run.
+        task: the run's task.
+        weights: the weights from which it starts.
+        config: the run's configuration.
 
     Returns:
-        What the task says, the feed-forwards of blocks that this run replaces, the statistics of
-        graphs of tokens that come with it, and what goes by its steps. With distill.blocks the
-        replaced feed-forwards alone.
+        Prefixes from the task, of feed-forwards in blocks that this run replaces, of new statistics
+        of token graphs, and of buffers that depend on the step. With distill.blocks only the
+        replaced feed-forwards.
     """
     model = config.model
     replaced = replaced_names(model, weights.model_config())
@@ -107,10 +107,10 @@ def begins_anew(task: Task[Any], weights: Weights, config: RunConfig) -> tuple[s
 def graph_statistics(
     weights: Weights, model: ModelSettings
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Running statistics of graphs of tokens: those that only the run has, and only the weights.
+    """Finds running statistics of token graphs that only the run has, or only the weights.
 
     Returns:
-        Beginnings of names.
+        Name prefixes of both.
     """
     theirs, ours = (
         {name for name, _ in persistent_buffers(build_model(config)) if GRAPH in name}
@@ -122,13 +122,13 @@ def graph_statistics(
 def source_of(
     config: RunConfig, resume: Checkpoint | None, init: Weights | None, anew: tuple[str, ...]
 ) -> Source:
-    """Where weights, moments and buffers of a run start from.
+    """Returns the source of a run's initial weights, moments and buffers.
 
     Args:
-        config: the run's.
-        resume: the checkpoint that it continues from.
-        init: the weights of checkpoint.init_from, of a new run or one with adapters.
-        anew: how names begin that these lack, and that start from the seed.
+        config: the run's configuration.
+        resume: the checkpoint from which it continues.
+        init: the weights of checkpoint.init_from, for a new run or one with adapters.
+        anew: name prefixes that these lack, and that are initialized from the seed.
     """
     model = model_of(config)
     start: Source | None = WeightsOnly(init) if isinstance(init, Checkpoint) else init
@@ -149,13 +149,13 @@ class Counts(NamedTuple):
 
     adapters: int
     adapted_layers: int
-    """Weights with an adapter beside them."""
+    """Number of weights that have an adapter."""
     trained: int
-    """Parameters that are trained, those of adapters among them."""
+    """Number of trained parameters, including those of adapters."""
     frozen: int
 
     def in_words(self) -> str:
-        """These counts, for a person."""
+        """These counts in words."""
         beside = ""
         if self.adapters:
             beside = f" ({self.adapters:,} in adapters of {self.adapted_layers} weights)"
@@ -163,7 +163,7 @@ class Counts(NamedTuple):
 
 
 def counts(model: nn.Module) -> Counts:
-    """Counts what is trained of a model, and what is not."""
+    """Counts the trained and untrained parameters of a model."""
     beside = [adapter for *_, adapter in adapters(model)]
     trained = sum(_num_trained(p) for p in model.parameters())
     return Counts(
@@ -175,7 +175,7 @@ def counts(model: nn.Module) -> Counts:
 
 
 def _num_trained(parameter: nn.Parameter) -> int:
-    """How many of its numbers are trained: of stacked experts some may be frozen."""
+    """The number of trained elements: some of several stacked experts may be frozen."""
     if not parameter.requires_grad:
         return 0
     kept = kept_experts(parameter)

@@ -1,4 +1,4 @@
-"""What a start says first: where the run stands, what is left, and how its learning rate goes."""
+"""First messages of a start: the run's progress, what is left, and its learning rate."""
 
 import os
 import sys
@@ -17,17 +17,17 @@ from polyad.train.tasks.images import ImageClassification
 from polyad.train.tasks.pixels import normalization_of
 
 MANY_EPOCHS = 100
-"""More are worth a warning: overfitting is likely, or the data is not the intended one."""
+"""Warn above this many epochs: overfitting is likely, or the data is not the intended one."""
 PADDED_ROWS = 1024
-"""Rows of an embedding beyond the tokenizer's that round its size up for a GPU, at most."""
+"""Maximum number of extra embedding rows that pad the vocabulary for a GPU."""
 
 
 def nothing_is_left(plan: Plan, state: TrainState) -> bool:
-    """Whether the run is finished: all steps done, or it ended early, and the last validation.
+    """Whether the run is finished: all steps done or stopped early, including the last validation.
 
     Args:
-        plan: the run's.
-        state: where it stands.
+        plan: the run's plan.
+        state: the run's state.
     """
     if state.unfinished is not None:
         return False
@@ -58,7 +58,7 @@ def first_line(plan: Plan, state: TrainState) -> str:
 
 
 def say_first_line(plan: Plan, state: TrainState) -> None:
-    """Prints the first line, and what is odd about it; called by the main process alone."""
+    """Prints the first line, and warnings; called only by the main process."""
     print(first_line(plan, state), file=sys.stderr, flush=True)
     count = counts(model_of(plan.config))
     if count.frozen and not nothing_is_left(plan, state):
@@ -79,7 +79,7 @@ def say_first_line(plan: Plan, state: TrainState) -> None:
 
 
 def blocks_note(config: RunConfig) -> str | None:
-    """What the losses of a run with distill.blocks are; None: it is another run."""
+    """Explains the losses of a run with distill.blocks; None for other runs."""
     if config.distill.blocks is None or not isinstance(config.model, DecoderSettings):
         return None
     blocks = config.model.replaced_blocks()
@@ -141,7 +141,7 @@ def _weights(plan: Plan) -> str:
 
 
 def _pixels(plan: Plan, weights: Weights) -> str:
-    """Says where pixels are normalized otherwise than those that weights were trained with."""
+    """Warns if pixels are normalized differently than in the training of the weights."""
     task = plan.task
     if not isinstance(task, ImageClassification):
         return ""
@@ -163,7 +163,7 @@ def schedule_line(config: RunConfig) -> str:
 
 
 def change_of_rate(before: RunConfig, now: RunConfig, step: int) -> str | None:
-    """What to say of a learning rate that does not go on as a run began; None: it does."""
+    """Describes a change in the learning rate schedule of a resumed run; None: no change."""
     changed = _changes(before, now)
     if not changed or step >= now.train.steps:
         return None
@@ -178,7 +178,7 @@ def change_of_rate(before: RunConfig, now: RunConfig, step: int) -> str | None:
 
 
 def _changes(before: RunConfig, now: RunConfig) -> list[str]:
-    """The keys by which the learning rate of a run goes on otherwise than it began."""
+    """The keys by which a resumed run's learning rate schedule differs."""
     keys = ["optimizer.learning_rate", "schedule.kind", "schedule.warmup_steps"]
     if {before.schedule.kind, now.schedule.kind} != {"constant"}:
         keys += ["schedule.final_ratio", "schedule.decay_steps"]
@@ -203,7 +203,7 @@ def _word(value: object) -> str:
 
 
 def warm_up_note(config: RunConfig) -> str | None:
-    """What is odd about a run that ends before its learning rate is at its highest."""
+    """Warns about a run that ends before its learning rate reaches the peak."""
     steps, warmup = config.train.steps, config.schedule.warmup_steps
     if steps >= warmup:
         return None
@@ -212,7 +212,7 @@ def warm_up_note(config: RunConfig) -> str | None:
 
 
 def leak_note(config: RunConfig) -> str | None:
-    """What a training loss says less than it seems to, if it does."""
+    """Warns if the training loss includes a leak of later tokens."""
     leak = config.model.training_leak()
     return leak and (
         f"{leak} lets experts depend on later tokens in training, so the training loss is too low "
@@ -221,7 +221,8 @@ def leak_note(config: RunConfig) -> str | None:
 
 
 def data_notes(plan: Plan) -> list[str]:
-    """What is odd about a run beside its data: very many epochs, or a far larger vocabulary."""
+    """Warns about a run that does not suit its data: too many epochs, or a far larger
+    vocabulary."""
     train, notes = plan.config.train, []
     epochs = train.steps * train.global_batch_size / plan.task.samples_per_epoch
     if epochs > MANY_EPOCHS:
@@ -239,7 +240,7 @@ def data_notes(plan: Plan) -> list[str]:
 
 
 def schedule_notes(config: RunConfig) -> list[str]:
-    """What is odd about how long the schedule is beside the run."""
+    """Warns about a schedule whose length does not match the run."""
     steps, schedule = config.train.steps, config.schedule
     notes = [note] if (note := warm_up_note(config)) else []
     end = schedule.decay_steps

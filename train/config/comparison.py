@@ -1,4 +1,4 @@
-"""Compares factorized experts with the dense model, and with as many experts that are whole."""
+"""Compares factorized experts with the dense model, and with equally many unfactorized experts."""
 
 import math
 from typing import Any
@@ -15,24 +15,24 @@ from polyad.model.smoe.config import SparseMoEConfig
 from polyad.train.tasks.random_input import flops_of_unit
 
 MOST = 2**31 - 1
-"""Experts of a sparse mixture, at most."""
+"""Maximum number of experts of a sparse mixture."""
 SPARSE_TOP_K = 2
-"""Experts of a token in the sparse mixture that is compared with."""
+"""Experts per token in the sparse mixture of the comparison."""
 
 
 def experts_compared(model: ModelSettings) -> dict[str, Any] | None:
-    """`factorized_experts` for any kind of model; None if it is no GPT-2."""
+    """`factorized_experts` for any kind of model; None if it is not a GPT-2."""
     return factorized_experts(model) if isinstance(model, DecoderSettings) else None
 
 
 def factorized_experts(model: DecoderSettings) -> dict[str, Any] | None:
-    """Describes the experts of a muMoE, and what other kinds would cost.
+    """Describes the experts of a muMoE, and the cost of other kinds.
 
     Args:
-        model: its configuration, with the vocabulary size filled in.
+        model: its configuration, including the vocabulary size.
 
     Returns:
-        JSON values; None where the experts are not factorized.
+        JSON values; None if the experts are not factorized.
     """
     feed_forward = model.known_feed_forward()
     if not isinstance(feed_forward, MuMoEConfig) or model.replaced is not None:
@@ -41,7 +41,7 @@ def factorized_experts(model: DecoderSettings) -> dict[str, Any] | None:
     inner = feed_forward.inner_size(model.hidden_size)
     full_rank = min(model.hidden_size, inner)
     others: dict[str, FeedForwardConfig] = {"dense": DenseFeedForwardConfig(hidden_size=inner)}
-    if 1 < experts <= MOST:  # of more there is no sparse layer
+    if 1 < experts <= MOST:  # sparse layers cannot have more
         for name, top_k in (("dense MoE", experts), (f"MoE, top {SPARSE_TOP_K}", SPARSE_TOP_K)):
             others[name] = SparseMoEConfig(
                 num_experts=experts, top_k=top_k, expert_hidden_size=inner
@@ -64,10 +64,10 @@ def factorized_experts(model: DecoderSettings) -> dict[str, Any] | None:
 
 
 def _flops(model: DecoderSettings, feed_forward: FeedForwardConfig) -> int:
-    """FLOPs of a token of the model with another feed-forward.
+    """FLOPs per token of the model with another feed-forward.
 
-    Those of a sparse mixture are linear in the number of experts and in that of a token, which may
-    be more than can be run, even without numbers: they follow from three small mixtures.
+    FLOPs of a sparse mixture are linear in the number of experts and in top_k. Since these may be
+    too large to run even on shapes alone, they are extrapolated from three small mixtures.
     """
     if not isinstance(feed_forward, SparseMoEConfig):
         return flops_of_unit(model.model_copy(update={"feed_forward": feed_forward}))
@@ -107,7 +107,7 @@ def _blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def comparison_rows(experts: dict[str, Any]) -> list[tuple[str, str]]:
-    """The experts and the comparison for a person.
+    """Formats the experts and the comparison.
 
     Returns:
         Names and values; the columns of the comparison are aligned.

@@ -1,6 +1,6 @@
-"""The teacher of a run: checked before anything is built, and loaded once in each process.
+"""The teacher of a run, checked before anything is built, and loaded once per process.
 
-One whose feed-forwards teach (`distill.blocks`) also gives the run all its other weights.
+A teacher for `distill.blocks` also provides all other weights of the run.
 """
 
 from collections.abc import Sequence
@@ -33,18 +33,18 @@ from polyad.train.tasks.task import Task
 from polyad.train.tasks.vocabulary import class_names_of, differing
 
 TRAINING_ALONE = ("model.recompute", "model.compile", "model.dropout", "model.initializer_range")
-"""Keys of a model that do not change what it computes once it is trained."""
+"""Keys of a model that do not affect its outputs once it is trained."""
 
 
 class TeacherAt(NamedTuple):
-    """The checkpoint that teaches: of a run the newest one when the student started."""
+    """The teacher's checkpoint: for a run the newest one when the student started."""
 
     folder: Path
     step: int
 
 
 def check_teacher(config: RunConfig, task: Task[Any]) -> TeacherAt | None:
-    """Checks that a teacher reads what the student reads, and knows the same classes or tokens.
+    """Checks that a teacher has the student's inputs and the same classes or tokens.
 
     Returns:
         Its checkpoint; None: there is no teacher.
@@ -163,15 +163,15 @@ def _check_text(config: RunConfig, task: LanguageModelling, weights: Weights) ->
 
 
 def check_original(key: str, weights: Weights, ours: DecoderSettings) -> None:
-    """Checks that a model is another one but for its replaced feed-forwards.
+    """Checks that a model equals another one except for its replaced feed-forwards.
 
     Args:
-        key: what errors call the other one.
-        weights: of that.
+        key: name of the other model in errors.
+        weights: the other model's weights.
         ours: the model with replaced blocks.
 
     Raises:
-        ConfigError: it is not.
+        ConfigError: it does not.
     """
     theirs = weights.model_config()
     if not isinstance(theirs, DecoderSettings):
@@ -191,7 +191,7 @@ def check_original(key: str, weights: Weights, ours: DecoderSettings) -> None:
         check_fits(weights, ours.original())
     except ValueError as error:
         raise ConfigError(f"{key}: {error}") from None
-    if isinstance(weights, FamilyWeights):  # it has compared all keys
+    if isinstance(weights, FamilyWeights):  # these compare all keys themselves
         return
     its, own = (
         flatten({"model": each.filled().model_dump(mode="json")})
@@ -209,14 +209,14 @@ def _kinds(config: RunConfig) -> str:
 
 
 def _check_same(key: str, why: str, *known: tuple[str, Any, Any]) -> None:
-    """Checks keys of which teacher and student have each a value."""
+    """Checks keys for which both teacher and student have a value."""
     for name, its, ours in known:
         if its != ours:
             raise ConfigError(f"{key} has {name}: {its}, not {ours}: {why}")
 
 
 def _check_length(key: str, model: ModelSettings, length: int, name: str) -> None:
-    """Checks that a teacher can read samples of so many tokens."""
+    """Checks that a teacher can read samples of this many tokens."""
     its = getattr(model, "sequence_length", 0)
     if its < length:
         raise ConfigError(
@@ -226,15 +226,15 @@ def _check_length(key: str, model: ModelSettings, length: int, name: str) -> Non
 
 
 def of_step(teacher: TeacherAt, step: int | None, key: str) -> TeacherAt:
-    """The checkpoint of a teacher that a run has its other weights from.
+    """Returns the teacher's checkpoint from which a run has its other weights.
 
     Args:
-        teacher: its newest one.
-        step: where it stood when the run began; None: the run is of no checkpoint yet.
-        key: what errors call it.
+        teacher: the teacher's newest checkpoint.
+        step: its step when the run started; None: the run has no checkpoint yet.
+        key: name of the teacher in errors.
 
     Raises:
-        ConfigError: it is there no longer.
+        ConfigError: that checkpoint does not exist any more.
     """
     if step in (None, teacher.step):
         return teacher
@@ -250,13 +250,13 @@ def of_step(teacher: TeacherAt, step: int | None, key: str) -> TeacherAt:
 def set_teacher(
     teacher: TeacherAt | None, config: RunConfig, task: Task[Any], engine: Engine
 ) -> None:
-    """Loads the teacher, if there is one, and gives it to the task.
+    """Loads the teacher, if there is one, and passes it to the task.
 
     Args:
-        teacher: the same on all processes; a run that still trains may have newer ones by now.
-        config: of the run, checked.
+        teacher: the same on all processes, since a run in training may have newer checkpoints.
+        config: the run's configuration, checked.
         task: its task.
-        engine: of the training.
+        engine: its engine.
     """
     if teacher is None:
         return
@@ -271,7 +271,7 @@ def set_teacher(
 
 
 def teacher_model(config: RunConfig) -> ModelSettings | None:
-    """The teacher's configuration, as its checkpoint has it; None: there is no teacher.
+    """Returns the teacher's configuration from its checkpoint; None: there is no teacher.
 
     Raises:
         ConfigError: There is no such checkpoint.
@@ -282,7 +282,7 @@ def teacher_model(config: RunConfig) -> ModelSettings | None:
 
 
 def teacher_here(config: RunConfig, device: torch.device) -> Teacher | BlockTeacher | None:
-    """The teacher, with its newest weights; None: there is none.
+    """Loads the teacher with its newest weights; None: there is none.
 
     Raises:
         ConfigError: There is no such checkpoint.
@@ -306,13 +306,13 @@ def _loaded(weights: Weights, config: RunConfig, device: torch.device) -> Teache
 def original_feed_forwards(
     weights: Weights, blocks: Sequence[int], device: torch.device, precision: Precision
 ) -> dict[int, FeedForward]:
-    """The feed-forwards of some blocks, frozen and in evaluation mode; no others are read.
+    """Loads the feed-forwards of some blocks, frozen and in evaluation mode, without other weights.
 
     Args:
-        weights: of the whole model.
-        blocks: their numbers.
-        device: where they go.
-        precision: of their parameters.
+        weights: weights of the whole model.
+        blocks: block numbers.
+        device: device for the feed-forwards.
+        precision: precision of their parameters.
     """
     model = build_model(weights.model_config()).eval().requires_grad_(False)
     names = {block: f"blocks.{block}.feed_forward" for block in blocks}
@@ -325,8 +325,8 @@ def open_teacher(path: Path, key: str = "distill.teacher") -> Weights:
     """Opens a teacher's weights.
 
     Args:
-        path: of a run, a checkpoint or a folder of weights.
-        key: what errors call it.
+        path: path of a run, a checkpoint or a folder of weights.
+        key: name of the teacher in errors.
 
     Raises:
         ConfigError: there are none.

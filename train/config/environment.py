@@ -1,5 +1,5 @@
-"""What a result depends on beside its configuration: command, code, versions, machine; and which of
-it has to be the same on all processes of a run, as names and values that they compare.
+"""The environment of a result: command, code, versions and machine; and which of these must be
+equal on all processes of a run, as names and values to compare.
 """
 
 import hashlib
@@ -32,8 +32,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def describe_environment(world_size: int) -> dict[str, Any]:
-    """JSON values that say what ran: `environment.json` of a run."""
-    # An installed copy may lie inside a checkout of another project, whose commit says nothing.
+    """Returns JSON values that describe the environment: a run's `environment.json`."""
+    # An installed copy may be inside a checkout of another project, whose commit is irrelevant.
     ours = _git("rev-parse", "--show-prefix") == ""
     return {
         "command": shlex.join(["polyad", *sys.argv[1:]]),
@@ -63,7 +63,7 @@ def write_environment(folder: Path, world_size: int) -> None:
 
 
 def check_compiler(config: RunConfig) -> None:
-    """Checks that there is the compiler that torch.compile needs, for C on a GPU, for C++ on a CPU.
+    """Checks that the compiler for torch.compile exists: C on a GPU, C++ on a CPU.
 
     Raises:
         ConfigError: there is none.
@@ -95,28 +95,28 @@ def _git(*arguments: str) -> str | None:
 
 
 SAMPLED = 65536
-"""Bytes of a file of weights that its digest takes from each of three places."""
+"""Bytes of each of the three samples of a weight file in its digest."""
 VARIABLES = (
     "POLYAD_KERNELS", "TRITON_INTERPRET", "NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"
 )  # fmt: skip
-"""Variables of the environment that change what is computed."""
+"""Environment variables that affect results."""
 _OF_CODE = (".py", ".c", ".h", ".txt")
 _BY_CONTENTS = ("data.path", "run.folder")
-"""Keys whose values may differ between hosts: what the folders hold is compared."""
+"""Keys whose values may differ between hosts; the folders' contents are compared instead."""
 
 
 def agreed_facts(
     config: RunConfig | None, task: Task[Any] | None, split: str | None = None
 ) -> dict[str, str]:
-    """Describes what a process is about to do, so that others can compare it with theirs.
+    """Describes what a process is about to do, for comparison between processes.
 
     Args:
-        config: of the run, with all that the data decides filled in if the task is given.
-        task: opened; None: the data is not looked at.
-        split: the only one that is read; None: those of training and of validation.
+        config: the run's configuration, completed from the data if the task is given.
+        task: the opened task; None: the data is ignored.
+        split: the only split to read; None: training and validation.
 
     Returns:
-        JSON or plain text by name: keys of the configuration in full, and what they do not tell.
+        JSON or plain text by name: all keys of the configuration, and other facts.
     """
     facts = {f"the version of {name}": f"{value}" for name, value in versions().items()}
     facts["Polyad's code"] = code_digest()
@@ -151,7 +151,7 @@ def versions() -> dict[str, str | None]:
 
 
 def code_digest() -> str:
-    """Digests Polyad's own files: clones of two hosts may differ with one version number."""
+    """Digests Polyad's own files: clones on two hosts may differ at the same version number."""
     digest = hashlib.sha256()
     for room in ("data", "launch", "model", "parallel", "train"):
         files = (path for path in (ROOT / room).rglob("*") if path.suffix in _OF_CODE)
@@ -163,8 +163,8 @@ def code_digest() -> str:
 def folder_digest(folder: Path) -> str:
     """Digests the files of a folder of weights by name, size, and three samples of each.
 
-    Training changes all numbers of a tensor, so samples tell two folders apart. A page that was
-    written beside them does not count.
+    Training changes every number of a tensor, so samples distinguish folders. Report pages in the
+    folder are ignored.
     """
     digest = hashlib.sha256()
     files = (each for each in folder.iterdir() if each.is_file() and each.suffix != ".html")
@@ -181,15 +181,16 @@ def folder_digest(folder: Path) -> str:
 def check_same_checkpoint(key: str, checkpoint: Path, world: World) -> None:
     """Checks that all hosts have the same checkpoint at a place; all processes call it together.
 
-    Rank 0 has chosen it, and the others read it there, perhaps from a disk of their own.
+    Rank 0 has chosen it, and other processes read it at the same path, possibly from their own
+    disk.
 
     Args:
-        key: that names it.
-        checkpoint: its folder, the same on all.
-        world: this process; one of each host looks.
+        key: the key that names it.
+        checkpoint: its folder, the same on all hosts.
+        world: this process; one per host checks.
 
     Raises:
-        DisagreementError: on every process, if a host has another one, or none.
+        DisagreementError: on every process, if a host has a different one, or none.
     """
     contents = ""
     if world.local_rank == 0:

@@ -1,4 +1,4 @@
-"""The faults of a configuration in words, and what other projects call its keys."""
+"""Error messages for configurations, and other projects' names for its keys."""
 
 import difflib
 import itertools
@@ -101,7 +101,7 @@ _NAMES = {
 
 
 def plain(name: str) -> str:
-    """A name in one form for all spellings, as micro-batch-size and microBatchSize."""
+    """Normalizes spellings of a name, such as micro-batch-size and microBatchSize."""
     return name.lower().replace("_", "").replace("-", "")
 
 
@@ -115,24 +115,24 @@ def _ours() -> dict[str, str]:
 
 
 OURS: Mapping[str, str] = _ours()
-"""Our dotted key by the plain form of another project's name for it, or of its own last name."""
+"""Our dotted keys by normalized names of other projects, or by their own last part."""
 
 
 MOST = 450
-"""Characters of what is said of a configuration, at most, without the name of its file."""
+"""Maximum length of an error about a configuration, without the file name."""
 KEYS_SHOWN = 5
-"""Keys of a section that may be pasted: classes have the most important ones first."""
+"""Number of keys of a section to suggest; classes have the most important ones first."""
 NEAR, NEAR_ELSEWHERE = 0.75, 0.8
-"""How alike two names of one section, or of several, are if one may be meant by the other, as
-`difflib` counts it: `lr` and `tf32` are not."""
+"""Minimum similarity of two names in one section, or in several, to suggest one for the other (as
+in `difflib`); `lr` and `tf32` do not reach it."""
 
 
 def describe(error: ValidationError, tree: type[BaseModel]) -> str:
-    """All faults in one line, the first few in full.
+    """Describes all errors in one line, the first few in full.
 
     Args:
-        error: what pydantic found.
-        tree: the configuration class whose keys are known.
+        error: the error from pydantic.
+        tree: the configuration class with the known keys.
     """
     known = set(keys(tree))
     lines: dict[str, int] = {}
@@ -151,7 +151,7 @@ def describe(error: ValidationError, tree: type[BaseModel]) -> str:
 def _foreign(
     fault: Any, error: ValidationError, tree: type[BaseModel], known: set[str]
 ) -> str | None:
-    """The line about all keys of a section that are of another kind; None for another fault."""
+    """The line about all keys of a section that belong to another kind; None for other errors."""
     parts = [str(part) for part in fault["loc"]]
     if fault["type"] != "extra_forbidden" or len(parts) < 2:
         return None
@@ -176,7 +176,7 @@ def _foreign(
 
 
 def _pasted(member: type[BaseModel], chosen: str) -> str:
-    """A section of a kind as the command line takes it: its first keys; the others may follow."""
+    """The first keys of a section of some kind, in command-line syntax."""
     shown = {}
     for name, field in member.model_fields.items():
         default = "PATH" if field.is_required() else field.get_default(call_default_factory=True)
@@ -188,7 +188,7 @@ def _pasted(member: type[BaseModel], chosen: str) -> str:
 
 
 def _member(tree: type[BaseModel], section: str, chosen: str) -> type[BaseModel] | None:
-    """The class of a section that has a kind; None if there is none."""
+    """The class of a section with a kind; None if there is none."""
     members = [tree]
     for name in section.split("."):
         found = [m.model_fields[name].annotation for m in members if name in m.model_fields]
@@ -198,15 +198,15 @@ def _member(tree: type[BaseModel], section: str, chosen: str) -> type[BaseModel]
 
 
 def _fault(fault: Any, known: set[str]) -> str:
-    # A union puts the member's kind into the location: model.feed_forward.dense.hidden_size.
+    # Unions add the member's kind to the location: model.feed_forward.dense.hidden_size.
     parts = [str(part) for part in fault["loc"]]
     kind: str = fault["type"]
-    # A rule of a room puts values into its words.
+    # Messages of validators may contain values.
     message = one_line(fault["msg"].removeprefix("Value error, "))
     if not parts:
-        return message  # a rule of the whole tree names its keys itself
+        return message  # validators of the whole tree name keys themselves
     broken = fault.get("ctx", {}).get("error")
-    if isinstance(broken, SectionError):  # a rule between keys of a section
+    if isinstance(broken, SectionError):  # a validator of several keys in a section
         return one_line(broken.within(".".join(_without_kind(parts, known))))
     *sections, last = parts
     key = ".".join([*_without_kind(sections, known), last])
@@ -224,13 +224,13 @@ def _fault(fault: Any, known: set[str]) -> str:
     if kind in {"model_type", "model_attributes_type"}:
         return f"{key}: {shown(fault['input'])} is not allowed: a section of keys is needed"
     if kind == "value_error" and re.match(r"[\w.]+: ", message):
-        return message  # the rule names its keys itself
+        return message  # the validator names its keys itself
     allowed = f"{message[0].lower()}{message[1:]}{_hint(kind, fault['input'])}"
     return f"{key}: {shown(fault['input'])} is not allowed: {allowed}"
 
 
 def _without_kind(sections: list[str], known: set[str]) -> list[str]:
-    """The sections of a location, without the kinds that unions put between them."""
+    """The sections of a location, without the kinds that unions add."""
     leaves = known - {
         section
         for key in known
@@ -239,9 +239,9 @@ def _without_kind(sections: list[str], known: set[str]) -> list[str]:
         )
     }
     if any(_without_index(sections[:n]) in leaves for n in range(1, len(sections))):
-        return sections  # names that the file gives, as those of a study's variants
+        return sections  # names from the file, such as a study's variants
     places = range(len(sections))
-    for count in (0, 1, 2):  # of the model, and of its feed-forward
+    for count in (0, 1, 2):  # kinds of the model and of its feed-forward
         for left_out in itertools.combinations(places, count):
             shorter = [section for place, section in enumerate(sections) if place not in left_out]
             if not shorter or _without_index(shorter) in known:
@@ -250,7 +250,7 @@ def _without_kind(sections: list[str], known: set[str]) -> list[str]:
 
 
 def _hint(kind: str, value: Any) -> str:
-    """An addition to an error about YAML that reads otherwise than it may look; often empty."""
+    """A hint about YAML that is parsed differently than it looks; often empty."""
     if not isinstance(value, str):
         return ""
     if kind == "bool_type" and value.lower() in {"yes", "no", "on", "off", "y", "n"}:
@@ -263,7 +263,7 @@ def _hint(kind: str, value: Any) -> str:
 
 
 def _unknown(key: str, known: set[str]) -> str:
-    """The line about a key that is not there."""
+    """The line about an unknown key."""
     if near := nearest_key(key, known):
         return f"unknown key {shortened(key)}; the nearest is {near}"
     section = _without_index(key.split(".")[:-1])
@@ -279,7 +279,7 @@ def _unknown(key: str, known: set[str]) -> str:
 
 
 def nearest_key(key: str, known: set[str]) -> str | None:
-    """The key that may be meant: of this section, another one, or under another project's name."""
+    """The key that may be meant: in this section, in another one, or by another project's name."""
     *sections, last = key.split(".")
     section, name = _without_index(sections), plain(last)[:100]
     siblings = {plain(k.rpartition(".")[2]): k for k in known if k.rpartition(".")[0] == section}
@@ -298,7 +298,7 @@ def nearest_key(key: str, known: set[str]) -> str | None:
 
 
 def _unambiguous(known: set[str]) -> dict[str, str]:
-    """Dotted keys by their last name, where one of that name stands above all others."""
+    """Dotted keys by their last part, if one key with that part is above all others."""
     found: dict[str, list[str]] = {}
     for key in sorted(known, key=lambda key: key.count(".")):
         found.setdefault(plain(key.rpartition(".")[2]), []).append(key)
@@ -310,5 +310,5 @@ def _unambiguous(known: set[str]) -> dict[str, str]:
 
 
 def _without_index(sections: list[str]) -> str:
-    """The dotted key, without the place in a list: data.mixture.0 is data.mixture."""
+    """The dotted key without a list index: data.mixture.0 is data.mixture."""
     return ".".join(section for section in sections if not section.isdigit())

@@ -1,4 +1,4 @@
-"""From a plan to the parts of a run: batches, engine, checkpoints, metrics."""
+"""Builds the parts of a run from its plan: batches, engine, checkpoints, metrics."""
 
 from collections.abc import Iterator
 from dataclasses import fields
@@ -30,7 +30,7 @@ from polyad.train.tasks.losses import cross_entropy
 
 
 def meet(plan: Plan) -> comm.World:
-    """Joins the process group of the run, where all processes compare what they are about to do."""
+    """Joins the run's process group, in which all processes compare what they are about to do."""
     dims, parallel = plan.dims, plan.config.parallel
     return comm.initialize(
         parallel.timeout_minutes,
@@ -41,9 +41,9 @@ def meet(plan: Plan) -> comm.World:
 
 
 def start_state(plan: Plan, world: comm.World) -> TrainState:
-    """The state that a run starts with, and the batches left out since its last checkpoint.
+    """Returns the initial state of a run, with the batches left out since its last checkpoint.
 
-    All processes call it together.
+    All processes call this together.
     """
     state = plan.start_state(plan.resume)
     later = comm.from_main(batches_left_out(plan.folder, state.step) if world.is_main else None)
@@ -52,7 +52,7 @@ def start_state(plan: Plan, world: comm.World) -> TrainState:
 
 
 def batches_of(plan: Plan, world: comm.World, state: TrainState) -> Iterator[Any]:
-    """This process's micro-batches from where the run stands to its end."""
+    """This process's micro-batches from the run's state to its end."""
     config = plan.config
     return micro_batches(
         plan.task.samples,
@@ -69,7 +69,7 @@ def batches_of(plan: Plan, world: comm.World, state: TrainState) -> Iterator[Any
 
 
 def build_engine(plan: Plan, world: comm.World) -> Engine:
-    """The model in training over all processes, with the weights that the run starts from."""
+    """Builds the engine over all processes, with the run's initial weights."""
     config = plan.config
     anew = () if plan.init is None else begins_anew(plan.task, plan.init, config)
     source = source_of(config, plan.resume, plan.init, anew)
@@ -86,15 +86,15 @@ def engine_of(
     global_batch_size: int | None = None,
     compiled: bool = False,
 ) -> Engine:
-    """The model of a configuration in training.
+    """Builds the engine of a configuration.
 
     Args:
-        config: Resolved; it fits the layout.
+        config: Resolved configuration that fits the layout.
         dims: The layout.
         world: This process.
-        source: Has the weights, and perhaps moments, that it starts from.
-        optimizer: In place of the configuration's.
-        global_batch_size: Samples of a step, in place of the configuration's.
+        source: Source of the initial weights, and of moments if it has them.
+        optimizer: Replaces the configuration's.
+        global_batch_size: Samples per step; replaces the configuration's.
         compiled: Whether blocks run through torch.compile.
     """
     train, wanted = config.train, optimizer or config.optimizer
@@ -121,7 +121,7 @@ def engine_of(
 def restore_random_numbers(
     plan: Plan, state: TrainState, checkpoint: Checkpoint | None, world: comm.World
 ) -> None:
-    """Restores dropout's generators; without those of this layout seeds them by seed and step."""
+    """Restores dropout's generators, or seeds them by seed and step if the layout has changed."""
     comm.seed_random(plan.config.seed, state.step, world)
     if checkpoint is not None:
         checkpoint.restore_random_states(world)
@@ -130,18 +130,17 @@ def restore_random_numbers(
 def go_back(
     plan: Plan, engine: Engine, saver: Saver, state: TrainState, batch: int
 ) -> Iterator[Any] | None:
-    """Goes back to the newest checkpoint in the middle of a run, and on without a batch.
+    """Rewinds a run to its newest checkpoint, leaving out a batch from there on.
 
     Args:
-        plan: of the run.
-        engine: whose weights and optimizer state go back.
-        saver: of the run's checkpoints, one of which may still be written.
-        state: changed in place to that of the checkpoint, but for the batches left out.
-        batch: the global batch that is left out.
+        plan: the run's plan.
+        engine: its weights and optimizer state are restored.
+        saver: the run's saver, which may still be writing a checkpoint.
+        state: changed in place to the checkpoint's state, except for the batches left out.
+        batch: the global batch to leave out.
 
     Returns:
-        The micro-batches that follow; None where there is no checkpoint, and then nothing is
-        changed.
+        The micro-batches that follow; None, with nothing changed, if there is no checkpoint.
     """
     saver.finish()
     world = engine.world
@@ -160,7 +159,7 @@ def go_back(
 
 
 def saver_of(plan: Plan, engine: Engine) -> Saver:
-    """Writes the checkpoints of a run."""
+    """Makes the writer of a run's checkpoints."""
     wanted = plan.config.checkpoint
     return Saver(
         engine,
@@ -173,14 +172,15 @@ def saver_of(plan: Plan, engine: Engine) -> Saver:
 def open_run_folder(
     plan: Plan, state: TrainState, world: comm.World, startup: Startup
 ) -> Metrics | None:
-    """Says in the run's folder what runs there; gives the main process its records."""
+    """Writes a run's configuration and environment to its folder; opens metrics on the main
+    process."""
     if not world.is_main:
         return None
     plan.folder.mkdir(parents=True, exist_ok=True)
     remove_leftovers(plan.checkpoints)
     write_whole(plan.folder / CONFIG_FILE, plan.config.to_yaml())
     write_environment(plan.folder, world.size)
-    done = state.step - (state.unfinished is not None)  # that step's record is written anew
+    done = state.step - (state.unfinished is not None)  # that step's record is rewritten
     return Metrics(
         plan.folder,
         plan.config.log,

@@ -34,27 +34,27 @@ from polyad.train.tasks.samples import probe_of
 from polyad.train.tasks.task import Kept, Task
 
 LAUNCH_FOLDER = "launch"
-"""The folder in a run's folder that `polyad launch` writes to, perhaps before the run begins."""
+"""Subfolder of a run to which `polyad launch` writes, possibly before the run starts."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """A run that was checked: at first against its data, then also against what it starts from."""
+    """A checked run: first against its data, then also against its initial weights."""
 
     config: RunConfig
-    """The configuration, with all that the data decides filled in."""
+    """The configuration, completed with the values that the data determines."""
     dims: Dims
     task: Task[Any]
     kept: Kept
-    """What a checkpoint stores for the task."""
+    """Task data stored in checkpoints."""
     resume: Checkpoint | None = None
-    """The checkpoint that the run continues from."""
+    """The checkpoint from which the run continues."""
     init: Weights | None = None
-    """The weights that a new run starts from; with adapters also those that a run goes on with."""
+    """The initial weights of a new run; with adapters also of a resumed one."""
     base_digest: str | None = None
-    """A digest of the frozen weights that adapters are beside."""
+    """A digest of the frozen weights under adapters."""
     teacher: TeacherAt | None = None
-    """The checkpoint that the run learns from."""
+    """The teacher's checkpoint."""
 
     @property
     def folder(self) -> Path:
@@ -68,21 +68,21 @@ class Plan:
 
     @property
     def accumulation_steps(self) -> int:
-        """Micro-batches of one process in a step."""
+        """Number of micro-batches per process and step."""
         train = self.config.train
         return self.dims.accumulation_steps(train.global_batch_size, train.micro_batch_size)
 
     def what_is_kept(self) -> str:
-        """Where the run goes on if it is interrupted, in words."""
+        """Where the run continues if it is interrupted, in words."""
         if found := complete_checkpoints(self.checkpoints):
             return f"run the same command again to continue from {found[-1]}"
         return "no checkpoint was written yet; run the same command again to start from step 0"
 
     def start_state(self, checkpoint: Checkpoint | None) -> TrainState:
-        """The state of a run that continues from a checkpoint, or begins.
+        """Returns the state of a run that continues from a checkpoint, or starts.
 
         Args:
-            checkpoint: None at the beginning.
+            checkpoint: None for a new run.
         """
         state = TrainState.from_json(checkpoint.state.model_dump()) if checkpoint else TrainState()
         if checkpoint is not None and state.best_score is not None:
@@ -97,9 +97,10 @@ class Plan:
         return state
 
     def _forget_best(self, state: TrainState, checkpoint: Checkpoint) -> None:
-        """Forgets a best score that later ones cannot be compared with, or that was not kept.
+        """Discards a best score that is not comparable with later ones, or whose checkpoint was not
+        kept.
 
-        Its checkpoint, if it is there, stays until there is a better one.
+        Its checkpoint, if it exists, is kept until there is a better one.
         """
         before = parse_config(checkpoint.config_yaml, origin=str(checkpoint.folder))
         ours, theirs = self.config.evaluation, before.evaluation
@@ -110,12 +111,12 @@ class Plan:
 
 
 def open_plan(path: Path, overrides: Sequence[str], world_size: int) -> Plan:
-    """Reads the configuration and opens the data, which takes no library that is slow to import.
+    """Reads the configuration and opens the data, without slow imports.
 
     Args:
         path: the configuration.
         overrides: `key=value`.
-        world_size: processes.
+        world_size: number of processes.
 
     Raises:
         ValueError: with an `exit_status` of 2: one line says what is wrong.
@@ -146,12 +147,12 @@ def open_plan(path: Path, overrides: Sequence[str], world_size: int) -> Plan:
 
 
 def plan_run(path: Path, overrides: Sequence[str], world_size: int) -> Plan:
-    """Everything that can be checked before a process group exists or memory is taken.
+    """Checks everything that can be checked without a process group and before allocating memory.
 
     Args:
         path: the configuration.
         overrides: `key=value`.
-        world_size: processes.
+        world_size: number of processes.
 
     Raises:
         ValueError: with an `exit_status` of 2: one line says what is wrong.
@@ -163,8 +164,8 @@ def find_start(plan: Plan, patience: float = 0.0) -> Plan:
     """Finds and checks what a run starts from: a checkpoint, other weights, a teacher.
 
     Args:
-        plan: the run's.
-        patience: seconds for which a full disk is waited for.
+        plan: the run's plan.
+        patience: seconds to wait for room on a full disk.
 
     Raises:
         ValueError: with an `exit_status` of 2: one line says what is wrong.
@@ -192,20 +193,20 @@ def find_start(plan: Plan, patience: float = 0.0) -> Plan:
         config.checkpoint,
         step=resume.training_step if resume else 0,
         steps=config.train.steps,
-        size=checkpoint_bytes(config, model),  # a moving average may have come or gone
+        size=checkpoint_bytes(config, model),  # a moving average may be new or removed
         patience=patience,
     )
     return replace(plan, resume=resume, init=init, base_digest=base_digest, teacher=teacher)
 
 
 def find_start_together(plan: Plan, world: comm.World) -> Plan:
-    """Finds where a group's run starts, as `find_start` does; rank 0 alone reads the run's folder.
+    """Finds where a run starts like `find_start`, but only rank 0 reads the run's folder.
 
-    Processes that torchrun has started again are those of a run whose disk may have become full:
-    they wait until it has room, for half of the time that the others wait for rank 0.
+    Processes restarted by torchrun may belong to a run whose disk became full: rank 0 waits for
+    room, for half of the time that the others wait for it.
 
     Args:
-        plan: the same on all.
+        plan: the same on all processes.
         world: this process.
 
     Raises:
@@ -226,7 +227,7 @@ def find_start_together(plan: Plan, world: comm.World) -> Plan:
         raise failed[0](failed[1])
     resume, init = shared(found.resume), found.init
     teacher = comm.from_main(found.teacher)
-    # One with a base of its own is opened by each process.
+    # A checkpoint with its own base is opened by each process.
     alone = isinstance(init, Checkpoint) and not isinstance(init, AdaptedCheckpoint)
     start = shared(init if alone and isinstance(init, Checkpoint) else None)
     if start is not None:
@@ -246,10 +247,10 @@ def find_start_together(plan: Plan, world: comm.World) -> Plan:
 
 
 def verify_start(plan: Plan) -> Plan:
-    """Verifies every byte of the checkpoint that a run continues from; all processes call it.
+    """Verifies every byte of the checkpoint from which a run continues; all processes call this.
 
     Returns:
-        The plan with the newest checkpoint that is good.
+        The plan with the newest intact checkpoint.
     """
     resume = newest_verified(plan.resume, plan.checkpoints)
     if resume is not None and (plan.resume is None or resume.folder != plan.resume.folder):
@@ -258,9 +259,9 @@ def verify_start(plan: Plan) -> Plan:
 
 
 def checkpoint_bytes(config: RunConfig, model: nn.Module) -> int:
-    """The size of a checkpoint: weights and what training keeps of them, in fp32.
+    """Computes the size of a checkpoint: weights and optimizer state in fp32.
 
-    Frozen weights have no moments, and those that adapters are beside are left out.
+    Frozen weights have no moments, and frozen weights under adapters are not stored.
     """
     base = of_base(model)
     kept = [(name, p) for name, p in model.named_parameters() if name not in base]
@@ -272,10 +273,10 @@ def checkpoint_bytes(config: RunConfig, model: nn.Module) -> int:
 
 
 def check_resume(config: RunConfig, checkpoint: Checkpoint) -> None:
-    """Checks that a checkpoint has all that a run needs to go on.
+    """Checks that a checkpoint has everything that a run needs to continue.
 
     Raises:
-        CheckpointError: the checkpoint is of another model, or lacks something.
+        CheckpointError: the checkpoint belongs to another model, or is incomplete.
     """
     model = model_of(config)
     checkpoint.check_model(model)
@@ -287,11 +288,11 @@ def check_resume(config: RunConfig, checkpoint: Checkpoint) -> None:
 
 
 def start_of(config: RunConfig, teacher: TeacherAt | None) -> Path | None:
-    """The weights that a new run starts from; None: from the seed.
+    """Returns the path of a new run's initial weights; None: initialized from the seed.
 
     Args:
-        config: of the run.
-        teacher: its checkpoint, which the weights beside replaced feed-forwards are from.
+        config: the run's configuration.
+        teacher: its checkpoint, which provides all weights except replaced feed-forwards.
     """
     if teacher is not None and config.distill.blocks is not None:
         return teacher.folder
@@ -300,7 +301,7 @@ def start_of(config: RunConfig, teacher: TeacherAt | None) -> Path | None:
 
 
 def _open_init(config: RunConfig, task: Task[Any], path: Path) -> Weights:
-    """The weights that a new run starts from, checked to fit its model and data."""
+    """Opens the initial weights of a new run, and checks that they fit its model and data."""
     weights = open_weights(path)
     if isinstance(weights, FamilyWeights):
         weights.seed = config.seed
@@ -323,14 +324,14 @@ def _open_init(config: RunConfig, task: Task[Any], path: Path) -> Weights:
 
 
 def find_resume(config: RunConfig, task: Task[Any]) -> Checkpoint | None:
-    """The newest complete checkpoint of the run's folder, if the folder is this run's.
+    """Finds the newest complete checkpoint in the run's folder, if the folder belongs to this run.
 
     Raises:
-        ConfigError: the folder holds another run, or something that is no run.
+        ConfigError: the folder contains another run, or is not a run's folder.
     """
     folder = Path(config.run.folder)
     saved = folder / CONFIG_FILE
-    # A start that was killed early leaves these, and no configuration.
+    # A start that was killed early leaves these files but no configuration.
     early = (LOCK_FILE, LEASE_FILE, partial_of(saved).name)
     found = check_place(folder, "run.folder")
     if all(name == LAUNCH_FOLDER or name.startswith(early) for name in found):

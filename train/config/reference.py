@@ -1,4 +1,4 @@
-"""What every configuration key means, from the JSON Schema: `polyad keys`, and the site's pages."""
+"""Reference of all configuration keys from the JSON Schema, for `polyad keys` and the site."""
 
 import json
 import textwrap
@@ -13,16 +13,16 @@ class Key(NamedTuple):
     """One key of a section."""
 
     name: str
-    """Within its section: `steps`."""
+    """Name within its section: `steps`."""
     type: str
-    """In words: `integer >= 1, or null`."""
+    """The type in words: `integer >= 1, or null`."""
     default: str
     """The default in YAML, or `required`."""
     meaning: str
-    """Plain text; empty where the section below explains it."""
+    """Description in plain text; empty if explained by a section below."""
 
     def dotted(self, places: Iterable[str]) -> list[str]:
-        """The key as it is typed, in each of some sections."""
+        """The full dotted key in each of several sections."""
         return [f"{place}.{self.name}" if place else self.name for place in places]
 
 
@@ -30,10 +30,10 @@ class Section(NamedTuple):
     """The keys of one configuration class."""
 
     places: tuple[str, ...]
-    """Dotted keys that hold it: `model.feed_forward`, `model.replaced.feed_forward`; empty for the
-    top of the file, and `data.mixture[]` for the elements of a list."""
+    """Dotted keys with this section: `model.feed_forward`, `model.replaced.feed_forward`; empty for
+    the top of the file, and `data.mixture[]` for the elements of a list."""
     kind: str | None
-    """The value of its key `kind`, where that chooses between classes; None: there is no choice."""
+    """The value of `kind` that selects this class; None: there is no choice."""
     about: str
     """The first paragraph of the class's docstring."""
     keys: tuple[Key, ...]
@@ -70,14 +70,14 @@ def sections(kind: type[Config]) -> list[Section]:
 
 
 def find_keys(found: Sequence[Section], wanted: str) -> list[Section]:
-    """Finds the sections of a dotted key, and what lies below it.
+    """Finds the sections of a dotted key, and those below it.
 
     Args:
         found: All sections of a file.
-        wanted: A section or a key, as `train` or `train.steps`.
+        wanted: A section or a key, such as `train` or `train.steps`.
 
     Returns:
-        The sections, each with the keys that are meant; empty where there is no such key.
+        The sections, each with the matching keys; empty if there are none.
     """
     result, wanted = [], wanted.replace("[]", "")
     for section in found:
@@ -92,7 +92,7 @@ def find_keys(found: Sequence[Section], wanted: str) -> list[Section]:
 
 
 def as_text(section: Section) -> str:
-    """A section for a terminal: every key with its type, default and meaning."""
+    """Formats a section for a terminal: every key with its type, default and description."""
     lines = [section.title]
     lines += _wrapped(section.about, "  ")
     if len(section.places) > 1:

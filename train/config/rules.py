@@ -1,4 +1,4 @@
-"""Rules of a configuration that hold between its sections, or between a run and its next start."""
+"""Validation rules between sections of a configuration, or between a run and its next start."""
 
 import json
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from polyad.train.config.text import below, flatten
 from polyad.train.errors import ConfigError, shown
 from polyad.train.tasks.losses import DistillConfig
 
-# Keys, or whole sections, that a run may change when it goes on. All others make it another run.
+# Keys or sections that may change when a run is resumed. Changing any other makes it another run.
 MAY_CHANGE_ON_RESUME = (
     # The data is compared by its fingerprint, not by path or mixture.
     "run", "data.path", "data.mixture", "data.num_workers", "data.verify", "data.tokenizer",
@@ -26,7 +26,7 @@ MAY_CHANGE_ON_RESUME = (
     "train.micro_batch_size", "train.max_skipped_steps", "train.ema", "train.cuda_graph",
     "optimizer.learning_rate", "schedule", "parallel", "checkpoint", "evaluation", "monitor", "log",
     "model.recompute", "model.compile",
-    # Initial weights, which matter to new runs alone.
+    # Initial weights matter only to new runs.
     "model.feed_forward.scale_residual_init",
 )  # fmt: skip
 
@@ -36,7 +36,7 @@ def validate(config: RunConfig, world_size: int) -> Dims:
 
     Args:
         config: the tree.
-        world_size: processes that will run it.
+        world_size: number of processes.
 
     Returns:
         The layout.
@@ -98,7 +98,7 @@ def validate(config: RunConfig, world_size: int) -> Dims:
 
 
 def check_cuda_graph(config: RunConfig, dims: Dims) -> None:
-    """Checks that a graph can be made of every block: see `model/cuda_graph.py`.
+    """Checks that every block can be captured as a CUDA graph: see `model/cuda_graph.py`.
 
     Raises:
         ConfigError: it cannot.
@@ -147,7 +147,7 @@ def check_cuda_graph(config: RunConfig, dims: Dims) -> None:
 
 
 def check_blocks(config: RunConfig) -> None:
-    """Checks that feed-forwards can learn from those in whose place they are.
+    """Checks that replaced feed-forwards can learn from the originals.
 
     Raises:
         ConfigError: they cannot, or a key would have no effect.
@@ -181,10 +181,10 @@ def check_blocks(config: RunConfig) -> None:
 
 
 def check_windows(config: RunConfig) -> None:
-    """Checks that windows of validation leave no token out.
+    """Checks that validation windows cover every token.
 
     Raises:
-        ConfigError: they do.
+        ConfigError: they do not.
     """
     stride, length = config.evaluation.stride, config.model.units_per_sample()
     if stride is not None and config.data.kind != "text":
@@ -200,11 +200,11 @@ def check_windows(config: RunConfig) -> None:
 
 
 def check_tensor_parallel(model: ModelSettings, size: int) -> None:
-    """Checks that what tensor parallelism cuts has equal parts.
+    """Checks that everything that tensor parallelism shards has equal parts.
 
     Raises:
         ConfigError: it does not divide heads, width, inner width or the ranks of factors, or the
-            model cannot be cut.
+            model cannot be sharded.
     """
     cuts = model.cut_sizes()
     if cuts is None:
@@ -227,10 +227,10 @@ def check_tensor_parallel(model: ModelSettings, size: int) -> None:
 
 
 def check_experts(config: RunConfig, size: int) -> None:
-    """Checks that experts can be spread over processes.
+    """Checks that experts can be distributed over processes.
 
     Raises:
-        ConfigError: there are none, they have no equal parts, or ZeRO cannot hold them.
+        ConfigError: there are none, they cannot be divided evenly, or ZeRO does not support them.
     """
     sparse = {
         key: each
@@ -260,10 +260,10 @@ def check_experts(config: RunConfig, size: int) -> None:
 
 
 def check_overlap(config: RunConfig, size: int, experts: Sequence[int]) -> None:
-    """Checks that rows can travel while experts compute.
+    """Checks that communication of rows can overlap with the experts' computation.
 
     Raises:
-        ConfigError: nothing travels, a process has one expert, or a compiler would have to know.
+        ConfigError: there is no communication, a process has one expert, or blocks are compiled.
     """
     if not config.parallel.expert_overlap:
         return
@@ -291,7 +291,7 @@ def check_fluctuation(config: RunConfig) -> None:
     """Checks that there are experts and checkpoints whose routing can be compared.
 
     Raises:
-        ConfigError: there are not.
+        ConfigError: there are none.
     """
     if not config.log.fluctuation:
         return
@@ -311,14 +311,14 @@ _OF_SPARSE = {
     "erc": " with score: linear, which has a row for each expert",
     "orthogonality": " with top_k of 2 or more",
 }
-"""What losses need of sparse experts beside the kind."""
+"""Requirements of losses on sparse experts, besides the kind."""
 
 
 def check_losses(config: RunConfig) -> None:
-    """Checks that the model has the routers that losses are of.
+    """Checks that the model has the routers that losses need.
 
     Raises:
-        ConfigError: there is none, and the loss would be left out in silence.
+        ConfigError: there is none, so the loss would be silently ignored.
     """
     loss = config.loss
     routers = [
@@ -358,10 +358,10 @@ def check_losses(config: RunConfig) -> None:
 
 
 def check_mixing(config: RunConfig) -> None:
-    """Checks that images that are mixed come in pairs.
+    """Checks that mixed images come in pairs.
 
     Raises:
-        ConfigError: a micro-batch has an odd number of them.
+        ConfigError: a micro-batch has an odd number of images.
     """
     data, size = config.data, config.train.micro_batch_size
     if isinstance(data, ImageDataConfig) and data.mixes and size % 2:
@@ -374,7 +374,7 @@ def check_mixing(config: RunConfig) -> None:
 
 
 def check_one_expert(config: RunConfig) -> None:
-    """Checks that shares that sum to 1 are of two experts at least: that of one never changes.
+    """Checks for at least two experts if weights sum to 1, since a single weight never changes.
 
     Raises:
         ConfigError: a gate or router would get no gradient.
@@ -396,10 +396,10 @@ def check_one_expert(config: RunConfig) -> None:
 
 
 def check_muon(config: RunConfig) -> None:
-    """Checks that processes can have the matrices of Muon whole, and that there are some.
+    """Checks that processes have Muon's matrices whole, and that there are some.
 
     Raises:
-        ConfigError: ZeRO 3 or tensor parallelism cuts them, or narrow adapters alone are trained.
+        ConfigError: ZeRO 3 or tensor parallelism shards them, or only narrow adapters are trained.
     """
     if config.optimizer.kind != "muon":
         return
@@ -418,10 +418,10 @@ def check_muon(config: RunConfig) -> None:
 
 
 def check_sample_similarity(config: RunConfig) -> None:
-    """Checks that the loss of sample similarity has experts, pairs of samples and distances.
+    """Checks that the sample-similarity loss has experts, pairs of samples and distances.
 
     Raises:
-        ConfigError: it has not, or the layout would count its gradient several times.
+        ConfigError: it does not, or the layout would count its gradient several times.
     """
     pairs = config.loss.sample_similarity
     if pairs is None:
@@ -456,10 +456,10 @@ def check_sample_similarity(config: RunConfig) -> None:
 
 
 def refuse_changes(saved: RunConfig, now: RunConfig, origin: Path) -> None:
-    """Checks that a configuration goes on with the run that another one began.
+    """Checks that a configuration continues the run of another one.
 
     Raises:
-        ConfigError: keys differ that define the run; they are named with both values.
+        ConfigError: keys that define the run differ; they are named with both values.
     """
     before, after = flatten(saved.model_dump(mode="json")), flatten(now.model_dump(mode="json"))
     changed = [

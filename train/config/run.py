@@ -2,8 +2,8 @@
 
     defaults in the classes  <  the YAML file  <  dotted overrides: `train.steps=100`
 
-Every key is known, typed and checked before anything is allocated. Rules that cross sections are
-in `rules.py`. Configurations that come with Polyad are found by their names: gpt2/124m.
+Every key is known, typed and checked before anything is allocated. Rules between sections are in
+`rules.py`. Configurations shipped with Polyad are found by name: gpt2/124m.
 """
 
 import copy
@@ -38,19 +38,19 @@ from polyad.train.tasks.losses import DistillConfig
 from polyad.train.tasks.registry import TASKS
 from polyad.train.tasks.task import EvaluationConfig, Sections
 
-# The folder `configs` of a clone, and of an installed package.
+# The folder `configs` of a clone or an installed package.
 SHIPPED = Path(__file__).resolve().parents[2] / "configs"
 
 
 def find_config(path: Path) -> Path:
-    """Finds the file that a user means.
+    """Finds the configuration file that a user names.
 
     Args:
-        path: a file, or the name of a configuration that comes with Polyad: `gpt2/124m`, also
-            written as it stands in the repository, `configs/gpt2/124m.yaml`.
+        path: a file, or the name of a shipped configuration: `gpt2/124m`, or its path in the
+            repository, `configs/gpt2/124m.yaml`.
 
     Returns:
-        The file; the path itself if there is neither.
+        The file; the path itself if neither exists.
     """
     if path.exists() or path.is_absolute() or ".." in path.parts:
         return path
@@ -60,7 +60,7 @@ def find_config(path: Path) -> Path:
 
 
 def near_config(path: Path) -> str:
-    """The end of an error about a file that is not there: the nearest one that is."""
+    """The end of an error about a missing file: the nearest existing one."""
     names: dict[str, str] = {}
     if not path.is_absolute():
         for file in SHIPPED.rglob("*.yaml"):
@@ -74,7 +74,7 @@ def near_config(path: Path) -> str:
 
 
 def _of_kind(default: str, classes: Sequence[type[Config]]) -> Any:
-    """The type of a section whose `kind` chooses its class; without one it is the default's."""
+    """The type of a section whose `kind` selects its class, with a default kind."""
 
     def with_kind(value: object) -> object:
         return {"kind": default} | value if isinstance(value, dict) else value
@@ -114,7 +114,7 @@ class RunConfig(Config):
     log: LogConfig = LogConfig()
 
     def for_task(self) -> Sections:
-        """What the task is opened with."""
+        """The sections with which the task is opened."""
         return Sections(
             data=self.data,
             model=self.model,
@@ -125,7 +125,7 @@ class RunConfig(Config):
         )
 
     def tensors_per_weight(self, *, is_matrix: bool = False) -> int:
-        """Tensors that training keeps of each weight beside it: moments, and an average.
+        """The number of tensors kept beside each weight in training: moments, and an average.
 
         Args:
             is_matrix: see `state_tensors`.
@@ -142,7 +142,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Reads a configuration.
 
     Args:
-        path: a YAML file, or the name of one that comes with Polyad; see `find_config`.
+        path: a YAML file, or the name of a shipped one; see `find_config`.
         overrides: `dotted.key=value`, the value in YAML.
 
     Returns:
@@ -160,10 +160,10 @@ def parse_config(text: str, overrides: Sequence[str] = (), *, origin: str) -> Ru
 
 
 def read_tree(path: Path) -> dict[str, Any]:
-    """The keys of a YAML file, as `parse_yaml` gives them.
+    """Reads the keys of a YAML file, as returned by `parse_yaml`.
 
     Raises:
-        ConfigError: the file cannot be read, or holds something else.
+        ConfigError: the file cannot be read, or contains something else.
     """
     try:
         text = find_config(path).read_text(encoding="utf-8")
@@ -187,7 +187,7 @@ def _tree(text: str, origin: str) -> dict[str, Any]:
 
 
 def config_of(tree: dict[str, Any], overrides: Sequence[str] = (), *, origin: str) -> RunConfig:
-    """Loads a configuration like `load_config`, from keys, which stay unchanged."""
+    """Loads a configuration like `load_config`, from keys, which are not modified."""
     tree = copy.deepcopy(tree)
     for override in overrides:
         apply_override(tree, override)
@@ -198,14 +198,14 @@ def config_of(tree: dict[str, Any], overrides: Sequence[str] = (), *, origin: st
 
 
 def data_overrides(config: RunConfig, data: str) -> tuple[str, ...]:
-    """`key=value` that puts a folder in the place of the data of a run.
+    """Returns `key=value` overrides that replace a run's data by a folder.
 
     Args:
-        config: the run's.
+        config: the run's configuration.
         data: the folder.
 
     Raises:
-        ConfigError: data of its kind are in no folder.
+        ConfigError: data of this kind does not come from a folder.
     """
     if not isinstance(config.data, DataConfig | ImageDataConfig | SequenceDataConfig):
         raise ConfigError(f"--data: is not allowed with data.kind: {config.data.kind}")

@@ -1,4 +1,4 @@
-"""The keys that make a run need less memory, those that cost the least speed first."""
+"""Keys that reduce the memory of a run, those that cost the least speed first."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -13,7 +13,7 @@ from polyad.train.guard.memory import RunMemory
 
 
 def memory_of(config: RunConfig, dims: Dims, world: comm.World) -> RunMemory:
-    """The advice of a run where memory runs out."""
+    """Advice for a run that is out of memory."""
     return RunMemory(
         world=world,
         checkpoints=Path(config.run.folder) / "checkpoints",
@@ -26,16 +26,16 @@ def memory_of(config: RunConfig, dims: Dims, world: comm.World) -> RunMemory:
 
 
 def to_train(config: RunConfig, dims: Dims) -> list[str]:
-    """Keys that make a training step smaller, what costs least speed first.
+    """Returns keys that reduce the memory of a training step, least loss of speed first.
 
-    Each of them alone is a configuration that starts, and goes on with the same run.
+    Each of them alone is a valid configuration that continues the same run.
 
     Args:
-        config: the run's.
+        config: the run's configuration.
         dims: its layout.
 
     Returns:
-        `key=value (now value)`, as it is given on a command line.
+        `key=value (now value)`, as on a command line.
     """
     micro = range(config.train.micro_batch_size - 1, 0, -1)
     return [
@@ -46,7 +46,7 @@ def to_train(config: RunConfig, dims: Dims) -> list[str]:
 
 
 def to_build(config: RunConfig, dims: Dims) -> list[str]:
-    """Keys that make weights and optimizer smaller, in the form of `to_train`."""
+    """Keys that reduce the memory of weights and optimizer, in the form of `to_train`."""
     stages: range = range(0)
     if dims.data_parallel_size > 1:
         stages = range(config.parallel.zero_stage + 1, 4)
@@ -61,12 +61,12 @@ def to_build(config: RunConfig, dims: Dims) -> list[str]:
 
 
 def to_validate(config: RunConfig, dims: Dims) -> list[str]:
-    """Keys that make validation smaller, in the form of `to_train`."""
+    """Keys that reduce the memory of validation, in the form of `to_train`."""
     return [*_smaller_evaluation_batch(config), *to_build(config, dims)]
 
 
 def to_evaluate(config: RunConfig) -> list[str]:
-    """Keys that make `polyad evaluate` smaller, in the form of `to_train`."""
+    """Keys that reduce the memory of `polyad evaluate`, in the form of `to_train`."""
     half = ["train.precision=bf16 (now fp32)"] if config.train.precision == "fp32" else []
     return [*_smaller_evaluation_batch(config), *half]
 
@@ -77,7 +77,7 @@ def _smaller_evaluation_batch(config: RunConfig) -> list[str]:
 
 
 def _first_valid(config: RunConfig, dims: Dims, key: str, values: Sequence[int | str]) -> list[str]:
-    """The first value that is valid for the run, unless it is the present one."""
+    """The first value that is valid for the run, unless it is the current one."""
     section, name = key.split(".")
     part = getattr(config, section)
     now = getattr(part, name)

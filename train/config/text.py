@@ -1,4 +1,4 @@
-"""A configuration as people write it: files, overrides, what keys there are, and their schema."""
+"""Configurations as text: files, overrides, known keys, and their schema."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -12,16 +12,16 @@ from polyad.train.errors import ConfigError, one_line, shortened, shown
 
 DOTTED_KEY = re.compile(r"\w+(\.\w+)*")
 MAX_SECTIONS = 20
-"""Sections of a dotted key at most."""
+"""Maximum number of sections in a dotted key."""
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
-"""The JSON Schema that editors complete and check configurations with."""
+"""The JSON Schema with which editors complete and check configurations."""
 
 
 def apply_override(tree: dict[str, Any], override: str) -> None:
-    """Sets one `dotted.key=value` in a tree as `parse_yaml` gives it, in place.
+    """Sets one `dotted.key=value` in place in a tree from `parse_yaml`.
 
     Raises:
-        ConfigError: it is not of this form.
+        ConfigError: it does not have this form.
     """
     key, equals, value = override.partition("=")
     *sections, last = key.split(".")
@@ -43,17 +43,17 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
 
 
 def parse_yaml(text: str, origin: str) -> Any:
-    """Reads YAML as people write it.
+    """Parses YAML, leaving scalars as written.
 
     Args:
-        text: of a file, or of one value.
-        origin: what it is called in an error.
+        text: content of a file, or one value.
+        origin: its name in errors.
 
     Returns:
-        The tree, with numbers and booleans as they are written: `settle` makes values of them.
+        The tree, with numbers and booleans as written; `settle` converts them.
 
     Raises:
-        ConfigError: it is not YAML, or not such as configurations are written in.
+        ConfigError: it is not YAML, or not the subset used for configurations.
     """
     try:
         return load_written(text)
@@ -65,21 +65,21 @@ def parse_yaml(text: str, origin: str) -> Any:
 
 
 def settle(tree: Any, annotation: Any) -> Any:
-    """Decides what numbers and booleans are: text, where a key is for text, else their value.
+    """Converts numbers and booleans: to text if a key expects text, else to their value.
 
-    So a folder may be called 12e4 or 0012, and keeps its name.
+    So a folder called 12e4 or 0012 keeps its name.
 
     Args:
-        tree: as `parse_yaml` gives it; it is not changed.
-        annotation: the type of the tree: a configuration class, or that of one of its keys; what is
-            `Any` keeps how it was written.
+        tree: a tree from `parse_yaml`, which is not modified.
+        annotation: the type of the tree: a configuration class, or that of one of its keys; values
+            of type `Any` keep how they were written.
     """
     if annotation is Any:
         return tree
     if isinstance(tree, Written):
         return tree.text if _is_text(annotation) else tree.value
     if isinstance(tree, list):
-        # The classes of a configuration are found within a list.
+        # Configuration classes are also found inside lists.
         inner = Any if get_args(annotation) == (Any,) else annotation
         return [settle(value, inner) for value in tree]
     if not isinstance(tree, dict):
@@ -93,7 +93,7 @@ def settle(tree: Any, annotation: Any) -> Any:
 
 
 def _is_text(annotation: Any) -> bool:
-    """Whether a key is for text, or for a list of texts."""
+    """Whether a key expects text, or a list of texts."""
     if annotation is str:
         return True
     if get_origin(annotation) in (Literal, dict):
@@ -110,7 +110,7 @@ def keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
 
 
 def config_classes(annotation: Any) -> Iterator[type[BaseModel]]:
-    """The configuration classes that a key can hold: none, one, or the members of a union."""
+    """The configuration classes of a key: none, one, or the members of a union."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation
     for argument in get_args(annotation):
@@ -118,7 +118,7 @@ def config_classes(annotation: Any) -> Iterator[type[BaseModel]]:
 
 
 def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """A tree as dotted keys and their values."""
+    """Flattens a tree to dotted keys and their values."""
     flat: dict[str, Any] = {}
     for name, value in tree.items():
         if isinstance(value, dict):
@@ -134,23 +134,23 @@ def below(key: str, sections: Sequence[str]) -> bool:
 
 
 def schema_of(kind: type[Config], title: str) -> dict[str, Any]:
-    """The schema of a file, with what every key means.
+    """Returns the schema of a file, with descriptions of all keys.
 
-    Rules between keys are not in it: `polyad validate` knows them.
+    Rules between keys are not included; `polyad validate` checks them.
 
     Args:
-        kind: of the file's tree.
-        title: of the schema.
+        kind: class of the file's tree.
+        title: title of the schema.
     """
     plain: dict[str, Any] = _plain(kind.model_json_schema())
     return {"$schema": DIALECT} | plain | {"title": title}
 
 
 def _plain(node: Any) -> Any:
-    """Without what would refuse good files, or names that pydantic makes up.
+    """Removes parts of a schema that would reject valid files, and names that pydantic generates.
 
-    Sections are of one of several kinds, one of which holds where the file names none: a section of
-    keys that two kinds have is of any of them, not of one.
+    A section may be of one of several kinds, with a default: if its keys are common to two kinds,
+    it must match any of them, not exactly one.
     """
     if isinstance(node, list):
         return [_plain(each) for each in node]
@@ -161,7 +161,7 @@ def _plain(node: Any) -> Any:
         for key, value in node.items()
         if key != "discriminator"
     }
-    if "properties" in plain:  # a key of ours may be called `title`
+    if "properties" in plain:  # one of our keys may be called `title`
         plain["properties"] = {name: _untitled(each) for name, each in plain["properties"].items()}
     return plain
 

@@ -1,6 +1,6 @@
-"""What text activates in the feed-forwards of a dense language model, for `convert --split`.
+"""Activations of text in the feed-forwards of a dense language model, for `convert --split`.
 
-Shapes: N tokens, U inner units, A units of a token, S samples of text.
+Shapes: N tokens, U inner units, A marked units per token, S samples of text.
 """
 
 from collections.abc import Iterator
@@ -22,17 +22,17 @@ from polyad.train.errors import ConfigError
 from polyad.train.tasks.vocabulary import check_tokenizer, fingerprint_of, tokenizer_of
 
 MARKED = 10
-"""Units of a token that are marked, as in CMoE."""
+"""Number of units marked per token, as in CMoE."""
 
 
 class Activity(NamedTuple):
-    """What the units of one feed-forward did."""
+    """Activity of the units of one feed-forward."""
 
     marked_NA: Tensor
-    """The units with the largest magnitude of each token, where tokens and the rows of the first
-    matrices have length 1."""
+    """Each token's units with the largest magnitude, with tokens and rows of the first matrices
+    normalized."""
     mean_SU: Tensor
-    """The mean of each unit's activation over each sample; of a gate's unit that of the gate."""
+    """Each unit's mean activation over each sample; for a gated unit that of the gate."""
 
 
 def activity(weights: Weights, data: Path, tokens: int, key: str) -> dict[str, Activity]:
@@ -40,15 +40,15 @@ def activity(weights: Weights, data: Path, tokens: int, key: str) -> dict[str, A
 
     Args:
         weights: The model's.
-        data: Prepared with its tokenizer.
-        tokens: How many are read, in samples of the model's length spread over the split.
-        key: Names the option in errors.
+        data: Data prepared with its tokenizer.
+        tokens: Number of tokens to read, in samples of the model's length spread over the split.
+        key: Name of the option in errors.
 
     Returns:
-        What each feed-forward did, by its name.
+        Activity of each feed-forward, by name.
 
     Raises:
-        ConfigError: The model predicts no text, or the data is not of its tokens or too short.
+        ConfigError: The model does not predict text, or the data has other tokens or is too short.
     """
     config = weights.model_config()
     if not isinstance(config, DecoderSettings):
@@ -84,7 +84,7 @@ Records = dict[str, tuple[list[Tensor], list[Tensor]]]
 
 @contextmanager
 def _recorded(model: nn.Module) -> Iterator[Records]:
-    """Records what dense feed-forwards do in each forward pass."""
+    """Records the activity of dense feed-forwards in each forward pass."""
     found: Records = {}
     with ExitStack() as hooks:
         for name, module in model.named_modules():

@@ -1,4 +1,4 @@
-"""What `polyad convert` can make of a model on its way: another kind of feed-forward."""
+"""Changes of a model by `polyad convert`: another kind of feed-forward."""
 
 import re
 from abc import ABC, abstractmethod
@@ -35,7 +35,7 @@ class Change(ABC):
     name: str
     """The option, with dashes."""
     done: str
-    """What is done, as the state of a checkpoint names it."""
+    """Name of the change in a checkpoint's state."""
     text: str = "true"
     """The value of the option."""
 
@@ -44,15 +44,15 @@ class Change(ABC):
         return ConfigError(f"{self.name}: {message}")
 
     def origin(self, origin: Origin) -> Origin | None:
-        """What of another library's folder is written again with the other model; None: nothing."""
+        """The parts of another library's folder to write with the changed model; None: nothing."""
         return None
 
     @abstractmethod
     def of(self, weights: Weights) -> "Changed":
-        """The weights of the other model.
+        """Returns the weights of the changed model.
 
         Raises:
-            ConfigError: It cannot be made of these.
+            ConfigError: It cannot be made from these.
         """
 
 
@@ -63,27 +63,26 @@ class Tree(Config):
 
 
 class Option(Change):
-    """An option whose value is keys: those of the new feed-forward, and some that say how.
+    """An option with keys of the new feed-forward, and keys that control the change.
 
     Args:
-        name: of the option, with dashes.
+        name: name of the option, with dashes.
         text: as in `num_experts=8,top_k=2,placement=[1,3],seed=2`; values in YAML.
-        start: the class of the keys that say how, with `section`.
-        feed_forward: the class of the feed-forward's.
-        example: what an error proposes.
+        start: the class of the controlling keys, with `section`.
+        feed_forward: the class of the feed-forward's keys.
+        example: the example in errors.
 
     Raises:
-        ConfigError: it names no number of experts, or a key that is unknown or twice there. What
-            the dense model decides is checked by `model_config`.
+        ConfigError: the number of experts is missing, or a key is unknown or given twice. Keys that
+            depend on the dense model are checked by `model_config`.
     """
 
     kind: str
     """The kind of the new feed-forward."""
     widths: tuple[str, ...] = ("hidden_size",)
-    """Its keys that say the inner width; those that are not given get the dense one's."""
+    """Its keys for the inner width; by default the dense one's."""
     start: Any
-    """Keys that say how, with the section that is changed; None: a Mixer's channels, or the only
-    one."""
+    """Controlling keys, with the section to change; None: a Mixer's channels, or the only one."""
 
     def __init__(
         self,
@@ -96,7 +95,7 @@ class Option(Change):
         self.name, self.text = name, text
         given, self.keys = dict[str, Any](), dict[str, Any]()
         known = [*start.model_fields, *(k for k in feed_forward.model_fields if k != "kind")]
-        for part in re.split(r",(?![^\[]*\])", text):  # not at the commas of a list
+        for part in re.split(r",(?![^\[]*\])", text):  # not at commas inside a list
             key, sign, value = (piece.strip() for piece in part.partition("="))
             if not sign:
                 raise self.error(f"{part.strip()!r} is not key=value, as in {example}")
@@ -124,14 +123,14 @@ class Option(Change):
         return ConfigError(f"{self.name} {self.text}: {message}")
 
     def model_config(self, dense: ModelSettings, folder: Path) -> tuple[str, ModelSettings]:
-        """The configuration of the other model.
+        """Returns the configuration of the changed model.
 
         Args:
-            dense: that of the dense one, complete.
-            folder: where its weights are, for errors.
+            dense: the dense model's complete configuration.
+            folder: folder of its weights, for errors.
 
         Returns:
-            The name of the feed-forward that is changed, and the configuration.
+            The name of the changed feed-forward, and the configuration.
 
         Raises:
             ConfigError: that feed-forward is not dense, or the keys do not fit it.
@@ -141,22 +140,23 @@ class Option(Change):
         return section, with_inner_width(self, dense, section, keys, inner, folder)
 
     def keys_of(self, dense: ModelSettings) -> dict[str, Any]:
-        """Keys that the dense model decides, unless the option has them."""
+        """Keys that the dense model determines, unless the option sets them."""
         return {}
 
 
 class Changed(ABC):
-    """A model's weights with other feed-forwards: what both models have stays, and a subclass makes
-    the rest, one at a time, when it is asked for.
+    """A model's weights with other feed-forwards.
+
+    Weights of both models are kept, and a subclass makes the rest on demand, one at a time.
 
     Args:
-        weights: the first model's, of any format.
-        change: makes the other model.
-        config: of the other model.
-        seed: of what begins as in a new run.
+        weights: the first model's weights, in any format.
+        change: the change.
+        config: the changed model's configuration.
+        seed: seed of weights that are initialized as in a new run.
 
     Raises:
-        ConfigError: the weights are not of their configuration, or the other model is too large.
+        ConfigError: the weights do not match their configuration, or the new model is too large.
     """
 
     def __init__(
@@ -176,7 +176,7 @@ class Changed(ABC):
         self._shapes = {name: tuple(p.shape) for name, p in self._model.named_parameters()}
 
     def model_config(self) -> ModelSettings:
-        """The configuration of the other model, complete."""
+        """The changed model's complete configuration."""
         return self._config
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -184,39 +184,39 @@ class Changed(ABC):
         return self._shapes
 
     def whole(self, name: str) -> torch.Tensor:
-        """A whole weight, fp32: the first model's own, or one that is made of its."""
+        """A whole weight, fp32: the first model's, or a new one."""
         return self._weights.whole(name) if name in self._weights.shapes() else self.made(name)
 
     def buffer(self, name: str) -> torch.Tensor:
-        """A persistent buffer: the first model's own, as of a section that was changed earlier, or
-        one that is made."""
+        """A persistent buffer: the first model's (of a section changed earlier, for example), or a
+        new one."""
         own = name in self._own_buffers
         return self._weights.buffer(name) if own else self.made_buffer(name)
 
     @abstractmethod
     def made(self, name: str) -> torch.Tensor:
-        """A weight that the first model has not, fp32."""
+        """A weight that the first model lacks, fp32."""
 
     def made_buffer(self, name: str) -> torch.Tensor:
-        """A buffer that the first model has not; as in a new run."""
+        """A buffer that the first model lacks, initialized as in a new run."""
         dtypes = {known: buffer.dtype for known, buffer in persistent_buffers(self._model)}
         return self.begun(name).to(dtypes[name])
 
     def begun(self, name: str) -> torch.Tensor:
-        """The value of a parameter or buffer in a new run of the seed."""
+        """The initial value of a parameter or buffer in a new run with the seed."""
         return initial_value(self._model, name, self._seed)
 
     @abstractmethod
     def notes(self) -> list[str]:
-        """Whether it computes what the first model computed; asked for once all weights have been
+        """Notes whether the outputs equal the first model's; called after all weights have been
         made."""
 
 
 def refuse_replaced(weights: Weights, change: Change) -> None:
-    """Refuses a model whose blocks have feed-forwards of several kinds by `model.replaced`.
+    """Rejects a model with feed-forwards of several kinds by `model.replaced`.
 
     Raises:
-        ConfigError: it is one.
+        ConfigError: it has them.
     """
     config = weights.model_config()
     if isinstance(config, DecoderSettings) and config.replaced is not None:
@@ -227,13 +227,13 @@ def refuse_replaced(weights: Weights, change: Change) -> None:
 
 
 def dense_section(option: Option, model: ModelSettings, folder: Path) -> tuple[str, int]:
-    """The feed-forward that is changed, which has to be dense.
+    """Finds the feed-forward to change, which must be dense.
 
     Returns:
         Its name, and its inner width.
 
     Raises:
-        ConfigError: there is none, or it is of another kind.
+        ConfigError: there is none, or it is not dense.
     """
     known = [key.removeprefix("model.") for key in model.feed_forwards()]
     if not known:
@@ -256,10 +256,10 @@ def dense_section(option: Option, model: ModelSettings, folder: Path) -> tuple[s
 
 
 def activation_of(model: ModelSettings) -> Activation | GatedActivation:
-    """The activation of a model's dense feed-forwards.
+    """Returns the activation of a model's dense feed-forwards.
 
     Args:
-        model: of which GPT-2 has no choice.
+        model: the model; GPT-2 has a fixed activation.
     """
     found: Activation | GatedActivation = getattr(model, "activation", "gelu_tanh")
     return found
@@ -268,7 +268,7 @@ def activation_of(model: ModelSettings) -> Activation | GatedActivation:
 def with_feed_forward(
     option: Option, model: ModelSettings, section: str, keys: dict[str, Any]
 ) -> ModelSettings:
-    """The configuration with another feed-forward.
+    """Returns the configuration with another feed-forward.
 
     Raises:
         ConfigError: the keys are wrong, or do not fit the model.
@@ -288,10 +288,10 @@ def with_inner_width(
     inner: int,
     folder: Path,
 ) -> ModelSettings:
-    """The configuration with another feed-forward that is as wide inside as the dense one.
+    """Returns the configuration with another feed-forward of the same inner width.
 
     Raises:
-        ConfigError: the keys are wrong, do not fit the model, or say another width.
+        ConfigError: the keys are wrong, do not fit the model, or set another width.
     """
     widths = option.widths
     given = {key: keys[key] for key in widths if keys.get(key) is not None}

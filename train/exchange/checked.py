@@ -1,4 +1,4 @@
-"""Weights that are converted: checked against their configuration, with notes about them."""
+"""Weights to convert, checked against their configuration, with notes about them."""
 
 import math
 from typing import Any
@@ -25,8 +25,8 @@ class Checked:
     """Weights to convert, with checks and notes about them.
 
     Args:
-        weights: of any format.
-        change: makes another model of them; None: none.
+        weights: weights in any format.
+        change: a change of the model; None: no change.
     """
 
     def __init__(self, weights: Weights, change: Change | None) -> None:
@@ -57,10 +57,10 @@ class Checked:
 
     @property
     def class_names(self) -> list[str] | None:
-        """The names of the classes; None: they are not known.
+        """The class names; None if unknown.
 
         Raises:
-            ConfigError: There are more or fewer of them than classes of the model.
+            ConfigError: Their number differs from the model's number of classes.
         """
         names = names_of(self._opened)
         config: Any = self.config
@@ -74,7 +74,7 @@ class Checked:
 
     @property
     def data(self) -> DataSettings | None:
-        """What the run that trained them says of its data; None of other libraries' weights."""
+        """The data settings of the run that trained them; None for other libraries' weights."""
         if not isinstance(self._opened, Checkpoint):
             return None
         origin = str(self._opened.folder / "config.yaml")
@@ -82,12 +82,12 @@ class Checked:
 
     @property
     def is_trained(self) -> bool:
-        """Whether they are of a run, and not as they were converted."""
+        """Whether they were trained by a run, not just converted."""
         return isinstance(self._opened, Checkpoint) and self._opened.training_step > 0
 
     def origin(self) -> Origin | None:
-        """What another library's folder, which they are from, has beside them; None: they are of no
-        such folder of a decoder, or their model became one of another kind."""
+        """Contents beside the weights of the other library's folder; None: they are not from such a
+        folder of a decoder, or the kind of model has changed."""
         if (kept := origin_of(self._opened)) is None:
             return None
         origin = Origin.model_validate(kept)
@@ -96,7 +96,7 @@ class Checked:
     def whole(self, name: str) -> torch.Tensor:
         """A whole weight."""
         value = self._weights.whole(name)
-        if not all(end.isfinite() for end in value.aminmax()):  # both are NaN if any element is
+        if not all(end.isfinite() for end in value.aminmax()):  # both are NaN if any element is NaN
             self._not_finite.append(name)
         self.bytes_read += value.nbytes
         self.progress.update(self.bytes_read)
@@ -111,7 +111,7 @@ class Checked:
         """Checks the weights against their configuration.
 
         Returns:
-            Names and shapes in the model's order, where a checkpoint has that of its shards.
+            Names and shapes in the model's order (a checkpoint has its shards' order).
 
         Raises:
             ConfigError: the first few differences.
@@ -123,7 +123,7 @@ class Checked:
         return ours
 
     def note_what_was_made(self) -> None:
-        """Notes what a change says of its weights, and which are NaN or infinite."""
+        """Adds the change's notes on its weights, and notes which are NaN or infinite."""
         if not isinstance(self._weights, Weights):
             self.notes += self._weights.notes()
         if names := self._not_finite:

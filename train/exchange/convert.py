@@ -1,4 +1,4 @@
-"""`polyad convert`: weights from Polyad to other formats and back, one tensor at a time."""
+"""`polyad convert`: converts weights to other formats and back, one tensor at a time."""
 
 import shutil
 from collections.abc import Iterator
@@ -31,25 +31,24 @@ def convert(
     merge: bool = False,
     base: Path | None = None,
 ) -> dict[str, Any]:
-    """Writes the weights of a model in another format. All ways are bitwise in fp32.
+    """Writes the weights of a model in another format, bit for bit in fp32.
 
     Args:
         source: a checkpoint or run of Polyad, a folder of another library's model that
             `open_weights` knows, or a folder of safetensors under our names.
-        destination: the folder to make; it may exist if it is empty.
+        destination: the folder to create; it may exist if it is empty.
         to: `huggingface` for config.json, model.safetensors and the tokenizer, of a model that
             another library has; `safetensors` for config.yaml, model.safetensors and the tokenizer,
             of any; `polyad` for a checkpoint at step 0 without optimizer state; `peft` for the
             adapters alone of a decoder, a dense GPT-2 or a BERT that was trained with LoRA.
-        change: makes another model of it on the way, as experts of a dense one; the format may
-            stay.
-        choice: which weights of a checkpoint; the format may stay for the average.
-        merge: whether adapters become part of the weights, and feed-forwards that were split dense
-            again; the format may stay.
+        change: change of the model, such as from dense to experts; the format may stay the same.
+        choice: which weights of a checkpoint; for the average the format may stay the same.
+        merge: whether to merge adapters into the weights, and make split feed-forwards dense again;
+            the format may stay the same.
         base: see `open_weights`.
 
     Returns:
-        What was written: JSON values.
+        A description of what was written, as JSON values.
 
     Raises:
         ValueError: with an `exit_status` of 2: one line says what is wrong.
@@ -70,7 +69,7 @@ def _convert(
     merge: bool,
     base: Path | None,
 ) -> dict[str, Any]:
-    """Converts the checkpoint that was chosen of a run, or the source itself."""
+    """Converts the chosen checkpoint of a run, or the source itself."""
     if not destination.name:  # `.`: the folder is renamed into place, so it needs its name
         destination = destination.absolute()
     _refuse_what_is_there(destination)
@@ -123,10 +122,10 @@ def _convert(
 
 
 def _check_adapters(source: Path, weights: Weights, to: Format, merge: bool, split: bool) -> None:
-    """Checks that adapters are merged where there are some, and only there.
+    """Checks that `merge` is used if and only if there are adapters to merge.
 
     Raises:
-        ConfigError: they are not, or there are none.
+        ConfigError: it is missing, or there are none.
     """
     adapted = isinstance(weights, AdaptedCheckpoint | PeftWeights)
     if not adapted and (to == "peft" or (merge and not split)):
@@ -152,16 +151,16 @@ def _check_adapters(source: Path, weights: Weights, to: Format, merge: bool, spl
 
 @contextmanager
 def _staging(destination: Path) -> Iterator[Path]:
-    """A folder that becomes `destination` when everything is in it, and else goes away.
+    """Yields a folder that becomes `destination` once complete, and is removed on failure.
 
-    Each conversion has a folder of its own; of two to one destination the first to end succeeds.
+    Each conversion has its own folder; of two with one destination the first to finish succeeds.
     """
     destination = destination.absolute()
     with temporary_folder(f".{destination.name}.", destination.parent, ".partial") as staging:
         yield staging
         try:
             staging.rename(destination)
-        except OSError:  # another conversion was faster, or the disk refused
+        except OSError:  # another conversion was faster, or the disk failed
             _refuse_what_is_there(destination)
             raise
 
@@ -172,7 +171,7 @@ def _refuse_what_is_there(destination: Path) -> None:
 
 
 def _refuse_more_than_fits(needed: int, destination: Path, change: Change) -> None:
-    """Checks the room on the disk first, since a few digits of num_experts can mean any size."""
+    """Checks the free disk space first, since a typo in num_experts can mean any size."""
     existing = next(path for path in destination.absolute().parents if path.exists())
     if needed > (free := shutil.disk_usage(existing).free):
         raise change.error(
@@ -182,7 +181,7 @@ def _refuse_more_than_fits(needed: int, destination: Path, change: Change) -> No
 
 
 def conversion_table(result: dict[str, Any]) -> str:
-    """A conversion for a person."""
+    """Formats the result of a conversion."""
     rows = [
         ("source", result["source"]),
         ("destination", f"{result['destination']} ({result['format']})"),

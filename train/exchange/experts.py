@@ -1,12 +1,11 @@
 """A dense model as one with experts: `polyad convert --upcycle` and `--split`; and `--merge`, back.
 
-`--upcycle` copies feed-forwards: weights are made one parameter at a time, when they are asked for;
-what is copied and what noise is: `model/smoe/upcycling.py`. A router starts as in a new run of the
-same seed.
+`--upcycle` copies feed-forwards. Weights are made on demand, one parameter at a time; for copies
+and noise see `model/smoe/upcycling.py`. Routers are initialized as in a new run with the same seed.
 
-`--split` groups the units of feed-forwards. Nothing is added and nothing is lost: weights change
-their places, which are kept in a buffer, and back they are bitwise what they were. How they are
-grouped: `model/emoe/splitting.py`.
+`--split` groups the units of feed-forwards. It only permutes weights and stores the permutation in
+a buffer, so that `--merge` restores them bit for bit. For the grouping see
+`model/emoe/splitting.py`.
 """
 
 import re
@@ -61,8 +60,8 @@ class Upcycling(Option):
         text: as in `num_experts=8,top_k=2,placement=[1,3],noise=0.01`; values in YAML.
 
     Raises:
-        ConfigError: it names no number of experts, a key that is unknown or twice there, or noise
-            or a seed that is none. What the dense model decides is checked by `model_config`.
+        ConfigError: the number of experts is missing, a key is unknown or given twice, or noise or
+            seed is invalid. Keys that depend on the dense model are checked by `model_config`.
     """
 
     done, kind, widths = "upcycled", "smoe", ("expert_hidden_size", "dense_hidden_size")
@@ -76,19 +75,19 @@ class Upcycling(Option):
         return Upcycled(weights, self)
 
     def keys_of(self, dense: ModelSettings) -> dict[str, Any]:
-        """The activation of the dense layers; of a decoder also a router as Qwen3-MoE's, so that
+        """The activation of the dense layers; for a decoder also a router like Qwen3-MoE's, so that
         transformers has such a model."""
         keys: dict[str, Any] = {"activation": activation_of(dense)}
         if isinstance(dense, DecoderConfig):
             if self.keys.get("score", "linear") in ("linear", "random"):
                 keys["router_dtype"] = "model"
-            if self.keys.get("top_k") != 1:  # or its weight would be 1, and not learn
+            if self.keys.get("top_k") != 1:  # or its weight would be constantly 1
                 keys["combine"] = "normalized"
         return keys
 
 
 class Upcycled(Changed):
-    """A dense model's weights with its feed-forwards as experts.
+    """A dense model's weights with its feed-forwards copied to experts.
 
     Raises:
         ConfigError: they are not dense, or do not fit.
@@ -100,7 +99,7 @@ class Upcycled(Changed):
         self._start = upcycling.start
 
     def made(self, name: str) -> torch.Tensor:
-        """Copies of a weight, or a router's first value."""
+        """Copies of a weight, or a router's initial value."""
         source, start = dense_tensor(name), self._start
         if source is None:
             return self.begun(name)
@@ -138,7 +137,7 @@ class Upcycled(Changed):
 
 
 UNIT = "unit"
-"""The name of the buffer that has the places."""
+"""Name of the buffer with the units' original places."""
 
 
 class _Grouping(Config):
@@ -164,8 +163,8 @@ class Splitting(Option):
         text: as in `num_experts=64,top_k=16,blocks=[8,10],by=clustering`; values in YAML.
 
     Raises:
-        ConfigError: it names no number of experts, a key that is unknown or twice there, or a way
-            to group that is none.
+        ConfigError: the number of experts is missing, a key is unknown or given twice, or the way
+            to group is unknown.
     """
 
     done, kind = "split", "emoe"
@@ -194,7 +193,7 @@ class Splitting(Option):
 
     @property
     def reads_text(self) -> bool:
-        """Whether units are grouped by what text activates."""
+        """Whether units are grouped by activations of text."""
         return self.start.by in ("cmoe", "expert_weaver")
 
     def keys_of(self, dense: ModelSettings) -> dict[str, Any]:
@@ -210,11 +209,11 @@ class Split(Changed):
     """A dense model's weights with the units of its feed-forwards in groups.
 
     Args:
-        weights: the dense model's, of any format.
-        splitting: how they are grouped.
+        weights: the dense model's weights, in any format.
+        splitting: how to group units.
 
     Raises:
-        ConfigError: they are not dense, or cannot be grouped so.
+        ConfigError: they are not dense, or cannot be grouped in this way.
     """
 
     def __init__(self, weights: Weights, splitting: Splitting) -> None:
@@ -237,7 +236,7 @@ class Split(Changed):
             self._activity = activity(weights, Path(start.data), start.tokens, key)
 
     def made(self, name: str) -> torch.Tensor:
-        """The dense model's units in groups or shared, or the first value of a learned score."""
+        """The dense model's units, grouped or shared, or the initial value of a learned score."""
         parts = self._pattern.fullmatch(name)
         assert parts is not None
         layer, own = parts[1], parts[2]
@@ -253,10 +252,10 @@ class Split(Changed):
         return split(found, dense, unit_U[self._shared :], self._feed_forward.num_experts)
 
     def _of_members(self, layer: str, which: str, name: str) -> torch.Tensor:
-        """The rows, of length 1, of the units that stand for the groups of a layer."""
+        """The normalized rows of the units that represent a layer's groups."""
         self._unit(layer)
         if layer not in self._members or which.endswith("bias"):
-            return self.begun(name)  # a bias is 0
+            return self.begun(name)  # a bias starts at 0
         matrix = self._names["experts.keys" if which == "key" else "experts.linear"]
         rows = self._weights.whole(f"{layer}.{matrix}")[self._members[layer]]
         return torch.nn.functional.normalize(rows, dim=1)
@@ -269,7 +268,7 @@ class Split(Changed):
         return self._unit(parts[1])
 
     def _unit(self, layer: str) -> torch.Tensor:
-        """The number of the dense unit at each place, in one layer."""
+        """The number of the dense unit at each place of a layer."""
         if layer not in self._units:
             self._units[layer] = self._grouped(layer)
         return self._units[layer]
@@ -297,7 +296,7 @@ class Split(Changed):
         return unit_order(torch.from_numpy(group_U))
 
     def notes(self) -> list[str]:
-        """Says whether the split model computes what the dense one does."""
+        """Notes whether the split model's outputs equal the dense one's."""
         feed_forward = self._feed_forward
         reasons, used = [], feed_forward.used_experts()
         if used < feed_forward.num_experts:
@@ -317,7 +316,7 @@ def is_split(model: ModelSettings) -> bool:
 
 
 class Merging(Change):
-    """`--merge`: a model with groups of units as a dense one."""
+    """`--merge`: makes a model with groups of units dense again."""
 
     name, done = "--merge", "merged"
 
@@ -327,7 +326,7 @@ class Merging(Change):
 
 
 class Merged(Changed):
-    """The weights of a split model as those of a dense one.
+    """A split model's weights, as those of a dense one.
 
     Raises:
         ConfigError: they are not split.
@@ -353,7 +352,7 @@ class Merged(Changed):
         super().__init__(weights, merging, split_config.model_copy(update=dense))
 
     def made(self, name: str) -> torch.Tensor:
-        """The units of a layer in their first places."""
+        """The units of a layer in their original order."""
         layer, *ends = name.rsplit(".", 2)
         dense_name = ".".join(ends)
         (stacked,) = (theirs for theirs, ours in self._names.items() if ours == dense_name)
@@ -363,6 +362,6 @@ class Merged(Changed):
         return merge(dense_name, self._weights.whole(f"{layer}.{stacked}"), unit_U, part)
 
     def notes(self) -> list[str]:
-        """Says what is left out."""
+        """Notes what is left out."""
         left = "; the learned scores are dropped" if self._is_learned else ""
         return [f"every token uses all units again, as in the dense model{left}"]

@@ -1,7 +1,7 @@
-"""`polyad convert --factorize`: a dense model's weights as the start of factorized experts.
+"""`polyad convert --factorize`: initializes factorized experts from a dense model's weights.
 
-Every expert begins as the dense matrix, or as the nearest one of the rank that the factors
-have. How they are found: `model/mumoe/fitting.py`. Gates start as in a new run.
+Every expert starts as the dense matrix, or its best approximation of the factors' rank. For the
+method see `model/mumoe/fitting.py`. Gates are initialized as in a new run.
 """
 
 import re
@@ -42,8 +42,8 @@ class Factorizing(Option):
         text: as in `factorization=tr,num_experts=[64],rank=38`; values in YAML.
 
     Raises:
-        ConfigError: it names no number of experts, a key that is unknown or twice there, or noise
-            or a seed that is none. What the dense model decides is checked by `model_config`.
+        ConfigError: the number of experts is missing, a key is unknown or given twice, or noise or
+            seed is invalid. Keys that depend on the dense model are checked by `model_config`.
     """
 
     done, kind = "factorized", "mumoe"
@@ -82,7 +82,7 @@ class Factorizing(Option):
 
 
 class Factored(Changed):
-    """A dense model's weights with its feed-forwards as the start of factorized experts.
+    """A dense model's weights with its feed-forwards factorized into experts.
 
     Raises:
         ConfigError: they are not dense, or do not fit.
@@ -110,11 +110,12 @@ class Factored(Changed):
         self._errors: dict[str, float] = {}
 
     def whole(self, name: str) -> torch.Tensor:
-        """Gives a weight as `Changed.whole`; but a dense gate has the name of the experts' gate."""
+        """A weight like `Changed.whole`, except that a dense gate has the same name as the experts'
+        gate."""
         return self.made(name) if self._section.match(name) else super().whole(name)
 
     def made(self, name: str) -> torch.Tensor:
-        """A factor, or a gate's first value."""
+        """A factor, or a gate's initial value."""
         start, (layer, _, kind) = self._factorizing.start, name.rpartition(".")
         if self._pattern.fullmatch(layer) is None:
             return self.begun(name)
@@ -127,7 +128,8 @@ class Factored(Changed):
         return equal_experts(factorization, self._shapes[name], start.noise, generator)
 
     def _fit(self, layer: str) -> Fit:
-        """The factors of a layer. Those of the last one are kept: two are asked for in turn."""
+        """The factors of a layer; those of the last layer are cached, since two are needed in
+        turn."""
         if self._last is None or self._last[0] != layer:
             dense_CO, sizes = self._dense(layer), self._sizes[layer]
             first = self.begun(f"{layer}.input_factor")
@@ -136,7 +138,7 @@ class Factored(Changed):
         return self._last[1]
 
     def _dense(self, layer: str) -> torch.Tensor:
-        """The matrix of a dense layer that tokens are multiplied by, with the bias row below it."""
+        """A dense layer's matrix by which tokens are multiplied, with the bias as an extra row."""
         dense = re.sub(r"\.up_gate$", ".gate", layer)
         name, bias = f"{dense}.weight", f"{dense}.bias"
         dense_CO = self._weights.whole(name).T
@@ -151,7 +153,7 @@ class Factored(Changed):
         return dense_CO
 
     def notes(self) -> list[str]:
-        """Says whether its outputs are the dense model's, and what each layer leaves out."""
+        """Notes whether outputs equal the dense model's, and each layer's approximation error."""
         reasons = []
         made = {n.rpartition(".")[2]: x for n, x in self._sizes.items() if n in self._errors}
         for which, sizes in made.items():

@@ -1,4 +1,4 @@
-"""What is in a folder of weights, before anything is done with them: `polyad inspect`."""
+"""`polyad inspect`: shows the contents of a folder of weights."""
 
 import math
 from dataclasses import dataclass
@@ -15,18 +15,18 @@ from polyad.train.results import aligned
 
 @dataclass(frozen=True)
 class Tensor:
-    """A weight here, and where it is in the folder."""
+    """A weight, and its tensors in the folder."""
 
     name: str
-    """Ours."""
+    """Our name."""
     shape: tuple[int, ...]
     stored: tuple[str, ...]
-    """Names there; empty where the folder has our own."""
+    """Names in the folder; empty if these are ours."""
 
 
 @dataclass(frozen=True)
 class Inspected:
-    """What a folder, a checkpoint or a run holds."""
+    """Contents of a folder, a checkpoint or a run."""
 
     folder: str
     family: str
@@ -39,14 +39,14 @@ class Inspected:
     routed_blocks: tuple[int, ...]
     """Numbers of the blocks that select experts."""
     num_experts: int
-    """Experts of such a block; 0: there is none."""
+    """Number of experts in such a block; 0: there is none."""
     top_k: int
     tensors: tuple[Tensor, ...]
     not_read: tuple[str, ...]
-    """Tensors of the folder that no weight here is made of."""
+    """Tensors in the folder that are not used."""
 
     def rows(self) -> list[tuple[str, str]]:
-        """The lines for a person, without the tensors."""
+        """Names and values for display, without the tensors."""
         rows = [
             ("folder", self.folder),
             ("family", self.family),
@@ -63,10 +63,10 @@ class Inspected:
         return rows
 
     def text(self, tensors: bool = False) -> str:
-        """Aligned lines.
+        """Returns aligned lines.
 
         Args:
-            tensors: whether each tensor has one, too.
+            tensors: whether to add a line for each tensor.
         """
         lines = aligned(self.rows(), "<<")
         if tensors:
@@ -79,13 +79,13 @@ class Inspected:
 
 
 def inspect(path: Path) -> Inspected:
-    """Opens weights, checks that every tensor is accounted for, and says what they are.
+    """Opens weights, checks that every tensor is accounted for, and describes them.
 
     Args:
         path: a folder of another library, a checkpoint, a run, or exported weights.
 
     Raises:
-        ValueError: they cannot be opened, or something in them is not known; one line says what.
+        ValueError: they cannot be opened, or contain something unknown; one line says what.
     """
     weights = open_weights(path)
     config = weights.model_config()

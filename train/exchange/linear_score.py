@@ -1,8 +1,8 @@
-"""`polyad convert --linear-score`: attentive scores as the linear ones that give the same logits.
+"""`polyad convert --linear-score`: replaces attentive scores by linear ones with the same logits.
 
-Its keys are the same for all tokens, so that an attentive score is linear in the token once they
-stand still: the weight is what `AttentiveScore.columns` says. Nothing is trained for it, unlike the
-paper's distillation, whose keys differ from input to input.
+The keys are the same for all tokens, so that an attentive score is linear in the token once they
+are fixed: the weight is `AttentiveScore.columns`. Nothing is trained, unlike in the paper's
+distillation, whose keys depend on the input.
 """
 
 from copy import deepcopy
@@ -17,7 +17,7 @@ from polyad.parallel.weights import Weights
 from polyad.train.exchange.change import Change, Changed
 
 LINEAR = ".router.score.weight"
-"""The end of the name of what is made."""
+"""Name suffix of the new weights."""
 
 
 class LinearScores(Change):
@@ -31,10 +31,10 @@ class LinearScores(Change):
 
 
 class Linearized(Changed):
-    """The weights of a model with attentive scores as those of one with linear scores.
+    """A model's weights with its attentive scores replaced by linear ones.
 
     Raises:
-        ConfigError: no layer of theirs has an attentive score.
+        ConfigError: no layer has an attentive score.
     """
 
     def __init__(self, weights: Weights, option: LinearScores) -> None:
@@ -57,7 +57,7 @@ class Linearized(Changed):
                 f"{weights.folder}: has {' and '.join(scores) or 'no sparse experts'}; only score: "
                 f"attentive has a linear score that gives the same logits"
             )
-        # Its logits have no bias; the other keys of a score are not its own.
+        # Its logits have no bias; the other keys belong to the attentive score.
         keys = {"score": "linear", "expert_keys": "learned", "router_bias": False}
         linear: dict[str, Any] = {
             name: each.model_copy(update=keys) for name, each in attentive.items()
@@ -67,7 +67,7 @@ class Linearized(Changed):
     def made(self, name: str) -> torch.Tensor:
         """The weight of a linear score, fp32."""
         path = name.removesuffix(LINEAR)
-        layer = deepcopy(self._before.get_submodule(path))  # goes away with what is read
+        layer = deepcopy(self._before.get_submodule(path))  # freed after use, with its weights
         assert isinstance(layer, SparseMoE)
         self._fill(layer.router.score, f"{path}.router.score")
         if layer.router.score.mean_inputs() is not None:
@@ -76,7 +76,8 @@ class Linearized(Changed):
         return columns_ED.detach().float()
 
     def _fill(self, module: nn.Module, path: str, only: tuple[str, ...] | None = None) -> None:
-        """Gives parameters and buffers of a module on the meta device their values, in float64."""
+        """Fills parameters and buffers of a module on the meta device with their values, in
+        float64."""
         for name, _ in module.named_parameters():
             if only is None or name in only:
                 value = self._weights.whole(f"{path}.{name}").double()
@@ -85,7 +86,7 @@ class Linearized(Changed):
             setattr(module, name, self._weights.buffer(f"{path}.{name}").double())
 
     def notes(self) -> list[str]:
-        """Says what it computes."""
+        """Notes how outputs compare with the first model's."""
         return [
             "its outputs equal the attentive model's, up to rounding; in further training the keys "
             "no longer follow what the experts compute"

@@ -1,12 +1,12 @@
-"""Adapters as the library peft reads them, over transformers' model.
+"""Adapters in the format of the library peft, for a transformers model.
 
 adapter_config.json           rank, alpha, and the layers by transformers' names
 adapter_model.safetensors     A and B of each: see `model/families/low_rank.py`
 
 Our q, k and v are one matrix with one A and one B, as in transformers' GPT-2. Its BERT has three
-layers: each gets a copy of A, and a third of the rows of B. Of a mixture the feed-forwards are
-named as parameters (`target_parameters`): experts are stacked there, routers are no linear layers,
-and peft takes names such as gate_proj in `target_modules` for those of experts.
+layers: each gets a copy of A, and a third of B's rows. In a mixture the feed-forwards are named as
+parameters (`target_parameters`), because experts are stacked, routers are not linear layers, and
+peft takes names such as gate_proj in `target_modules` for those of experts.
 """
 
 from collections.abc import Iterator
@@ -44,39 +44,39 @@ __all__ = ["ADAPTER_CONFIG_FILE", "ADAPTER_FILE", "peft_files"]
 
 
 class _Theirs(NamedTuple):
-    """How transformers and peft have a model."""
+    """A model in transformers and peft."""
 
     family: Family
-    """With the names that the model has in memory."""
+    """The family, with the names of the model in memory."""
     transposed: bool = False
     """Whether its linear layers store their weights transposed."""
-    saved: dict[str, str] = {}  # noqa: RUF012  # nobody changes it
-    """Modules that may be trained whole (`modules_to_save`), by the beginning of our names."""
+    saved: dict[str, str] = {}  # noqa: RUF012  # never modified
+    """Modules that may be trained fully (`modules_to_save`), by prefix of our names."""
     task_type: str | None = None
-    """Peft's name of the task where such modules are saved."""
+    """peft's name of the task if such modules are saved."""
     task_type_without: str | None = None
-    """Where none are."""
+    """peft's name of the task if there are none."""
 
 
 class _Target(NamedTuple):
-    """A tensor there that has matrices beside it."""
+    """A tensor in transformers that has an adapter."""
 
     name: str
     """Its name in a file."""
     plain: str
     parts: list[tuple[str, Piece]]
-    """Our weights that it is made of, with the share of each."""
+    """Our weights of which it is made, with the share of each."""
     by_parameter: bool
 
     @property
     def shares(self) -> int:
-        """How many ranks it has in one."""
+        """The number of adapters combined in it."""
         share = self.parts[0][1].rule.share
         return 1 if share is None else share.count
 
 
 def peft_files(weights: AdaptedCheckpoint) -> tuple[dict[str, Any], Iterator[tuple[str, Tensor]]]:
-    """What both files hold.
+    """Returns the contents of both files.
 
     Args:
         weights: a checkpoint of adapters, with its base.
@@ -85,8 +85,8 @@ def peft_files(weights: AdaptedCheckpoint) -> tuple[dict[str, Any], Iterator[tup
         The content of the first, and names and tensors of the second.
 
     Raises:
-        ValueError: with an `exit_status` of 2: transformers has no such model, or something was
-            trained that has no place there.
+        ValueError: with an `exit_status` of 2: transformers has no such model, or trained weights
+            do not exist there.
     """
     theirs = _theirs(weights)
     saved = _saved_whole(weights, theirs)
@@ -116,7 +116,7 @@ def peft_files(weights: AdaptedCheckpoint) -> tuple[dict[str, Any], Iterator[tup
 
 
 def _theirs(weights: AdaptedCheckpoint) -> _Theirs:
-    """How they have this kind of model; raises an error if transformers has no such model."""
+    """Returns their form of this kind of model; raises an error if transformers has none."""
     config = weights.model_config()
     if isinstance(config, DecoderConfig):
         base = weights.base
@@ -141,7 +141,7 @@ def _theirs(weights: AdaptedCheckpoint) -> _Theirs:
 
 
 def _refuse_moved_buffers(weights: AdaptedCheckpoint, family: Family) -> None:
-    """Checks that training has moved no buffer of their model, as a balancing bias.
+    """Checks that training has not changed a buffer of their model, such as a balancing bias.
 
     Raises:
         ConfigError: it has.
@@ -156,7 +156,7 @@ def _refuse_moved_buffers(weights: AdaptedCheckpoint, family: Family) -> None:
 
 
 def _saved_whole(weights: AdaptedCheckpoint, theirs: _Theirs) -> list[str]:
-    """The beginnings of our names of the modules that were trained whole.
+    """Returns our name prefixes of the modules that were trained fully.
 
     Raises:
         ConfigError: something else was.
@@ -172,7 +172,7 @@ def _saved_whole(weights: AdaptedCheckpoint, theirs: _Theirs) -> list[str]:
 
 
 def _targets(weights: AdaptedCheckpoint, family: Family) -> list[_Target]:
-    """The tensors there that have matrices beside them.
+    """Returns the tensors in transformers that have adapters.
 
     Raises:
         HuggingFaceError: they have no such weight.
@@ -193,7 +193,7 @@ def _bare(name: str) -> str:
 
 
 def _in_all_blocks(target: _Target) -> str:
-    """The end of a name that all blocks share: in `rank_pattern` it is a pattern of peft's."""
+    """The name suffix shared by all blocks, which is a pattern in peft's `rank_pattern`."""
     end = ".".join(_bare(target.name).split(".")[-2:])
     is_weight = target.by_parameter and target.name.endswith(".weight")
     return f"{end}.weight" if is_weight else end
@@ -217,7 +217,7 @@ def _tensors(
 
 
 def _beside(weights: AdaptedCheckpoint, name: str, piece: Piece) -> Factors:
-    """The matrices beside a weight of ours, or beside the rows of it that are one tensor there."""
+    """The adapter of one of our weights, or of its rows that are one tensor in transformers."""
     path, adapter = weights.adapters[name]
     assert isinstance(adapter, LowRank | ExpertsLowRank)
     factors = low_rank_of(weights.own(f"{path}.A"), weights.own(f"{path}.B"))

@@ -1,10 +1,9 @@
-"""A sparse mixture with fewer experts: some are left out, or those that are alike become one.
+"""Reduces the number of experts of a sparse mixture, by removing some or merging similar ones.
 
-Every layer that routes keeps the same number, since configurations of other libraries have one for
-all. A removed expert's row of the router goes with it, and the next best experts take its tokens.
-Of a group of experts that are merged every weight, the router's too, is the mean of theirs, each
-with its own share: an average over units that stand in different orders, as in the published
-methods (Chen et al. 2024, HC-SMoE).
+All layers that route keep the same number, since other libraries have one number for all layers. A
+removed expert's row of the router is removed with it, and the next best experts take its tokens.
+Every weight of merged experts, including the router's, is a weighted mean, although their units are
+not aligned, as in the published methods (Chen et al. 2024, HC-SMoE).
 
 Shapes: E experts of the first model.
 """
@@ -25,31 +24,31 @@ from polyad.train.config.run import RunConfig
 from polyad.train.exchange.change import Change, Changed, Tree
 
 EXPERTS_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
-"""What other libraries call the number of experts in config.json."""
+"""Other libraries' names for the number of experts in config.json."""
 
 
 class Group(NamedTuple):
-    """Experts that become one."""
+    """Experts that are merged into one."""
 
     experts: Sequence[int]
     shares: Sequence[float]
-    """The share of each in the mean; they sum to 1."""
+    """The weight of each in the mean; they sum to 1."""
 
     @classmethod
     def alone(cls, expert: int) -> "Group":
-        """An expert that stays as it is."""
+        """A group of a single, unchanged expert."""
         return cls([expert], [1.0])
 
 
 Groups = Mapping[str, Sequence[Group]]
-"""By layer, as blocks.3.feed_forward: the experts of the other model, in their order."""
+"""The experts of the smaller model in order, by layer such as blocks.3.feed_forward."""
 
 
 class Pruning(Change):
-    """Makes a model of some of the experts.
+    """Reduces the experts of a model.
 
     Args:
-        groups: what the experts of each layer become; all layers have as many.
+        groups: the groups of experts in each layer; all layers have equally many.
         text: how they were chosen.
     """
 
@@ -64,7 +63,7 @@ class Pruning(Change):
         return Pruned(weights, self)
 
     def origin(self, origin: Origin) -> Origin:
-        """The files of the folder that weights are from, with fewer experts."""
+        """The files of the weights' folder, with fewer experts."""
         config = dict(origin.config)
         for key in EXPERTS_KEYS:
             if key in config:
@@ -84,18 +83,18 @@ class Pruned(Changed):
         super().__init__(weights, pruning, _smaller(weights.model_config(), pruning))
 
     def whole(self, name: str) -> Tensor:
-        """A whole weight, fp32, of the experts that stay."""
+        """A whole weight, fp32, of the remaining experts."""
         value = self._weights.whole(name)
         return value if tuple(value.shape) == self._shapes[name] else self._kept(name, value)
 
     def buffer(self, name: str) -> Tensor:
-        """A persistent buffer, of the experts that stay."""
+        """A persistent buffer, of the remaining experts."""
         value = self._weights.buffer(name)
         shape = self._model.get_buffer(name).shape
         return value if value.shape == shape else self._kept(name, value).to(value.dtype)
 
     def made(self, name: str) -> Tensor:
-        """None: the first model has all."""
+        """Never called: the first model has all weights."""
         raise AssertionError(name)
 
     def _kept(self, name: str, value: Tensor) -> Tensor:
@@ -122,7 +121,7 @@ def _smaller(config: ModelSettings, pruning: Pruning) -> ModelSettings:
     for key, section in config.feed_forwards().items():
         if not isinstance(section, SparseMoEConfig):
             continue
-        # Its default is half of the experts, and keys that are there stay as wide as they are.
+        # The default is half of the experts, but existing keys keep their width.
         width = {"score_width": section.score_size()} if section.score != "linear" else {}
         known = {"pool_least": section.pool_least, "pool_most": section.pool_most}
         bounds = {name: min(d, pruning.num_experts) for name, d in known.items() if d is not None}

@@ -1,6 +1,6 @@
 """The formats that `polyad convert` writes, one function each.
 
-Each writes into a folder that becomes the destination once it is whole, one tensor at a time.
+Each writes into a folder that becomes the destination once it is complete, one tensor at a time.
 """
 
 import json
@@ -49,18 +49,18 @@ FORMATS: dict[Format, str] = {
     "peft": "a folder of adapters of the library peft",
 }
 BATCH_SIZE = 8
-"""The batch size in a converted checkpoint's configuration, for `polyad evaluate`."""
+"""Batch size in a converted checkpoint's configuration, for `polyad evaluate`."""
 
 
 def _to_huggingface(weights: Checked, staging: Path, destination: Path) -> None:
-    """The folder of another library: transformers', or timm's for a Mixer."""
+    """Writes the folder of another library: transformers, or timm for a Mixer."""
     config, tokenizer = weights.config, weights.tokenizer
     origin, family = weights.origin(), None
     if origin is not None and isinstance(config, DecoderConfig):
         family = origin.family()
         before = family.read_config(origin.config, lambda name: None, CONFIG_FILE)
         assert isinstance(before, DecoderConfig)
-        if not computes_the_same(config, before):  # it was trained as another model
+        if not computes_the_same(config, before):  # it was trained as a different model
             origin = family = None
     if family is None:
         family = family_of_model(config)
@@ -94,7 +94,7 @@ def _to_huggingface(weights: Checked, staging: Path, destination: Path) -> None:
 def _write_pixels(
     weights: Checked, config: ImageSettings, tree: dict[str, Any], staging: Path
 ) -> dict[str, Any]:
-    """Writes how images are read, as the library wants it: keys of config.json, or a file."""
+    """Writes the preprocessing of images in the library's form: keys of config.json, or a file."""
     settings = _pixels_of(weights)
     if not isinstance(config, MixerConfig):
         if settings is not None:
@@ -148,7 +148,7 @@ def _write_tokenizer(weights: Checked, staging: Path) -> None:
         return
     assert isinstance(weights.config, DecoderSettings | BertConfig)
     tokenizer.save(staging / tokenizer.file_name)
-    # Which of transformers' classes reads a SentencePiece model depends on the model.
+    # The class in transformers that reads a SentencePiece model depends on the model.
     is_json = tokenizer.file_name == TOKENIZER_FILE
     about = {"tokenizer_class": "PreTrainedTokenizerFast"} if is_json else {}
     _write_json(
@@ -165,16 +165,16 @@ def _write_tokenizer(weights: Checked, staging: Path) -> None:
 def config_of_weights(
     model: ModelSettings, folder: Path, name: str, data: DataSettings | None = None
 ) -> tuple[RunConfig, list[str]]:
-    """Completes the configuration of a run that begins with the weights of a folder.
+    """Completes the configuration of a run that starts from a folder of weights.
 
     Args:
-        model: of the weights.
-        folder: of the weights.
-        name: of the run's folder, in runs/.
-        data: None: of the kind that the model reads, at no place yet.
+        model: the weights' model.
+        folder: their folder.
+        name: name of the run's folder in runs/.
+        data: the data; None: the kind that the model reads, without a path yet.
 
     Returns:
-        The configuration, and notes for the user: what it had to assume.
+        The configuration, and notes for the user about assumptions.
     """
     notes: list[str] = []
     if data is None:
@@ -189,7 +189,7 @@ def config_of_weights(
 
 
 def _data_of(model: ModelSettings, folder: Path) -> tuple[DataSettings, list[str]]:
-    """The section `data` before anybody has named data, and notes."""
+    """The section `data` without a path, and notes."""
     if not isinstance(model, ImageSettings):
         return (MaskedTextConfig() if isinstance(model, BertConfig) else DataConfig()), []
     keys, notes = read_pixels(folder, model.image_size)
@@ -206,7 +206,8 @@ def _data_of(model: ModelSettings, folder: Path) -> tuple[DataSettings, list[str
 
 
 def _pixels_of(weights: Checked) -> ImageDataConfig | None:
-    """How the images are read that weights were trained with; None, and a note: it is not known."""
+    """The preprocessing of images with which weights were trained; None, with a note, if
+    unknown."""
     config = weights.config
     assert isinstance(config, ImageSettings)
     if isinstance(weights.data, ImageDataConfig):
@@ -222,7 +223,7 @@ def _pixels_of(weights: Checked) -> ImageDataConfig | None:
 
 
 def _special_tokens(config: ModelSettings, tokenizer: Tokenizer) -> dict[str, Any]:
-    """What transformers calls a tokenizer's special tokens, and what it makes of a text."""
+    """A tokenizer's special tokens and options under transformers' names."""
     if not isinstance(config, BertConfig):
         begin = tokenizer.begin_of_text
         return {
@@ -285,7 +286,7 @@ def _to_peft(weights: Checked, staging: Path, destination: Path) -> None:
 
 
 def write_classes(weights: Checked, staging: Path) -> None:
-    """Writes the names of the classes beside weights, as a checkpoint has them."""
+    """Writes the class names beside weights, as in a checkpoint."""
     if weights.class_names is not None:
         text = json.dumps(weights.class_names, ensure_ascii=False)
         (staging / CLASSES_FILE).write_text(text, encoding="utf-8")

@@ -4,8 +4,7 @@
     route-around   the same, but the others take over their weights: the sum is unchanged
     swap           another expert takes their place, with their weights
     mean           their outputs are replaced by their mean output
-    prune          they are removed: their rows of the router are deleted, and the next best replace
-    them
+    prune          removed: their rows of the router are deleted, and the next best replace them
     scale          their weights are multiplied by a number
     clamp          their weights are set to a number, at tokens that use them
     force          the router ranks them first (SteerMoE, 2509.09660)

@@ -171,8 +171,7 @@ class FluctuationLog:
     """Measures at every checkpoint of a run how routing differs from the previous checkpoint.
 
     Each process stores the codes of its share of the probe set in CPU memory: 20 bytes per token
-    and
-    layer.
+    and layer.
 
     Args:
         engine: the run's engine.

@@ -124,8 +124,7 @@ def intervals(measure: Callable[[Matrix], Matrix], sums_G: Matrix, samples: int)
 
     Groups are drawn with replacement. Draws contain fewer distinct samples than the data and
     therefore overestimate information, so the interval of the draws around their own mean is
-    shifted
-    to the value.
+    shifted to the value.
 
     Args:
         measure: function of sums over samples, of any shape; further leading axes are draws.

@@ -170,8 +170,7 @@ class Decision:
         """The levels, normalized so that rows sum to 1, in float64 [M, N].
 
         Sigmoids do not sum to 1, nor do scores after an intervention that removes experts: the
-        score
-        of an expert that cannot be chosen is -inf.
+        score of an expert that cannot be chosen is -inf.
         """
         levels = [scores_MN.double().clamp_min(0) for scores_MN in self.levels]
         return [p_MN / p_MN.sum(-1, keepdim=True).clamp_min(1e-300) for p_MN in levels]

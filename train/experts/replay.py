@@ -150,11 +150,9 @@ def replaying(
     """Sends tokens to recorded experts, in the forward passes inside the context.
 
     The rows of a recording are consumed in order, as many per forward pass as it has rows. On
-    several
-    processes they are distributed batch by batch, like samples. A backward pass that recomputes
-    blocks
-    must run inside the context, before the forward pass of another micro-batch. Compiled blocks run
-    uncompiled inside it.
+    several processes they are distributed batch by batch, like samples. A backward pass that
+    recomputes blocks must run inside the context, before the forward pass of another micro-batch.
+    Compiled blocks run uncompiled inside it.
 
     Args:
         model: a model with the layers and experts of the recording.
@@ -183,10 +181,8 @@ def force_equal_loads(model: nn.Module) -> None:
     """Permanently sends token i of a micro-batch to experts i K to i K + K - 1, modulo E.
 
     Expert loads are then equal, or differ by one token if E does not divide the number of
-    assignments,
-    so that a step takes the time of balanced routing. What such a model learns is meaningless.
-    Weights
-    are still computed from the scores.
+    assignments, so that a step takes the time of balanced routing. What such a model learns is
+    meaningless. Weights are still computed from the scores.
 
     Args:
         model: not compiled yet.

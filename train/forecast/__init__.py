@@ -1,1 +1,1 @@
-"""What a run would take and cost on machines that need not be there."""
+"""Predictions of the memory, time and cost of a run, without its machines."""

@@ -1,4 +1,4 @@
-"""What a run will do and cost, from its configuration alone: `polyad validate`."""
+"""`polyad validate`: describes a run and its cost, from its configuration alone."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -29,24 +29,24 @@ from polyad.train.tasks.registry import task_class
 GRAPH_OPTIONS = (
     "similarity", "tau", "sigma", "attention_head", "head_mean", "lower_entropy_only", "graph_from",
 )  # fmt: skip
-"""Keys of a graph that are shown where they are not their default."""
+"""Keys of a graph that are shown if they differ from their default."""
 
 
 def describe_run(
     path: Path, overrides: Sequence[str], world_size: int, *, with_data: bool = True
 ) -> dict[str, Any]:
-    """Checks a run as its start would, and describes it.
+    """Checks a run as at startup, and describes it.
 
     Args:
         path: the configuration.
         overrides: `key=value`.
-        world_size: processes that will run it.
-        with_data: whether the data folder is read; without it the configuration has to say
-            `model.vocab_size`, and the run's folder is not looked at.
+        world_size: number of processes.
+        with_data: whether to read the data folder; otherwise the configuration must set
+            `model.vocab_size`, and the run's folder is not checked.
 
     Returns:
-        JSON values, as `describe` makes them, the memory of a process, and the step the run would
-        go on from.
+        JSON values from `describe`, the memory of a process, and the step from which the run would
+        continue.
 
     Raises:
         ValueError: with an `exit_status` of 2: one line says what is wrong.
@@ -64,7 +64,7 @@ def describe_run(
     check_compiler(config)
     description = describe(config, dims, samples_per_epoch=epoch)
     description["warnings"] += notes
-    # The shapes of feed-forwards that teach are known without it.
+    # The shapes of teaching feed-forwards are known without it.
     teacher = config.distill.teacher if config.distill.blocks is None else None
     if not with_data and teacher is not None and not Path(teacher).expanduser().exists():
         description["warnings"].append(
@@ -79,7 +79,7 @@ def describe_run(
 
 
 def check_without_data(config: RunConfig) -> None:
-    """Checks that a configuration says what the data would decide.
+    """Checks that a configuration sets what the data would determine.
 
     Raises:
         ConfigError: it does not.
@@ -94,15 +94,15 @@ def check_without_data(config: RunConfig) -> None:
 def describe(
     config: RunConfig, dims: Dims, *, samples_per_epoch: int | None = None
 ) -> dict[str, Any]:
-    """What a run will do and cost.
+    """Describes a run and its cost.
 
     Args:
         config: resolved: `model.vocab_size` is a number.
         dims: the layout.
-        samples_per_epoch: of the data; None where it is not known.
+        samples_per_epoch: number of samples in the data; None if unknown.
 
     Returns:
-        JSON values; `description_table` shows them to a person.
+        JSON values; `description_table` formats them.
     """
     model = model_of(config)
     parameters = count_parameters(model)
@@ -143,7 +143,7 @@ def describe(
 
 
 def size_in_words(parameters: int, active: int) -> str:
-    """The size of a model, for people."""
+    """Formats the size of a model."""
     return f"{parameters:,} parameters, {active:,} active per token"
 
 
@@ -151,7 +151,7 @@ def _experts(config: RunConfig) -> dict[str, Any] | None:
     feed_forward = config.model.known_feed_forward()
     if not isinstance(feed_forward, SelectingConfig):
         return None
-    layers = range(getattr(config.model, "num_layers", 0))  # a Mixer's sections go through all
+    layers = range(getattr(config.model, "num_layers", 0))  # a Mixer's sections apply to all
     blocks = config.model.block_feed_forwards() or [feed_forward.of_block(n) for n in layers]
     routed = [block for block, each in enumerate(blocks) if isinstance(each, SelectingConfig)]
     graph = feed_forward
@@ -176,11 +176,11 @@ def _experts(config: RunConfig) -> dict[str, Any] | None:
 
 
 def memory_per_process(config: RunConfig, dims: Dims) -> dict[str, int]:
-    """What a process of a run on GPUs holds at the peak of a step, as `polyad plan` says it.
+    """Predicts the peak memory of a process on GPUs, as in `polyad plan`.
 
     Returns:
-        Bytes by name, and their `total`; beside it `snapshot`, what asynchronous checkpoints take
-        of the host's memory.
+        Bytes by name, and their `total`; also `snapshot`, the CPU memory of asynchronous
+        checkpoints.
     """
     memory = memory_by_kind(footprint(config, dims, on_gpu=True), DEVICES[DEFAULT_DEVICE])
     if config.checkpoint.asynchronous:
@@ -191,7 +191,7 @@ def memory_per_process(config: RunConfig, dims: Dims) -> dict[str, int]:
 
 
 def description_table(description: dict[str, Any]) -> str:
-    """A description for a person.
+    """Formats a description.
 
     Returns:
         Aligned lines.

@@ -1,4 +1,4 @@
-"""What a plan says: memory, exchanges, time, and how often to save, by Young and Daly."""
+"""Contents of a plan: memory, collectives, time, and how often to save (Young and Daly)."""
 
 from dataclasses import dataclass
 from math import sqrt
@@ -16,27 +16,27 @@ from polyad.train.tasks.random_input import flops_of_unit
 from polyad.train.tasks.registry import task_class
 
 HOURS_OF_ONE = 50_000.0
-"""Between two failures of one GPU with its share of a node. Llama 3's run had 419 unexpected
-interruptions in 54 days on 16,384 (Dubey et al. 2024, section 3.3.4): one in 50,700 hours."""
+"""Mean hours between failures of one GPU with its share of a node. Llama 3's run had 419 unexpected
+interruptions in 54 days on 16,384 GPUs (Dubey et al. 2024, section 3.3.4): one in 50,700 hours."""
 RESTART_SECONDS = 300.0
-"""Until a run that has failed trains again: a new start, and reading a checkpoint."""
+"""Seconds until a failed run trains again: restarting, and loading a checkpoint."""
 
 
 class Saving(NamedTuple):
-    """How often a run saves, and what that and failures cost."""
+    """How often a run saves, and the cost of saving and failures."""
 
     interval: float
     """Seconds between checkpoints."""
     stall: float
     """Seconds that training pauses for a checkpoint."""
     failure_every: float
-    """Seconds between failures of some process."""
+    """Mean seconds between failures of any process."""
     lost_share: float
-    """The share of the time that goes to stalls, to steps done twice and to new starts."""
+    """The share of the time lost to stalls, repeated steps and restarts."""
 
 
 def lost_share(interval: float, stall: float, failure_every: float, restart: float) -> float:
-    """The share of the time that is lost: stalls, half an interval at each failure, new starts."""
+    """Computes the share of lost time: stalls, half an interval at each failure, and restarts."""
     return stall / interval + (interval / 2 + stall + restart) / failure_every
 
 
@@ -47,8 +47,8 @@ def best_saving(stall: float, processes: int, hours_of_one: float = HOURS_OF_ONE
 
     Args:
         stall: Seconds that training pauses for a checkpoint.
-        processes: Of the run; one failure ends all.
-        hours_of_one: Between two failures of one of them.
+        processes: Number of processes; one failure ends all.
+        hours_of_one: Mean hours between failures of one process.
     """
     every = 3600 * hours_of_one / processes
     interval = max(sqrt(2 * stall * every) - stall, stall, 1.0)
@@ -58,18 +58,18 @@ def best_saving(stall: float, processes: int, hours_of_one: float = HOURS_OF_ONE
 def saving(
     interval: float, stall: float, processes: int, hours_of_one: float = HOURS_OF_ONE
 ) -> Saving:
-    """What a given interval costs; see `best_saving`."""
+    """Computes the cost of a given interval; see `best_saving`."""
     every = 3600 * hours_of_one / processes
     return Saving(interval, stall, every, lost_share(interval, stall, every, RESTART_SECONDS))
 
 
 HOST_COPY = 20e9
-"""Bytes a second from a GPU to its host's memory, which an asynchronous checkpoint waits for."""
+"""Bytes per second from a GPU to CPU memory, which limits asynchronous checkpoints."""
 KINDS = (
     "weights", "gradients", "optimizer", "teacher", "activations", "experts", "loss",
     "communication", "libraries", "allocator",
 )  # fmt: skip
-"""Kinds of memory, in the order in which people read them."""
+"""Kinds of memory, in the order of display."""
 
 
 def degrees_of(config: RunConfig, dims: Dims) -> dict[str, int]:
@@ -90,19 +90,19 @@ def degrees_of(config: RunConfig, dims: Dims) -> dict[str, int]:
 
 @dataclass(frozen=True, kw_only=True)
 class Machines:
-    """What a run is planned on."""
+    """The machines for which a run is planned."""
 
     device: Device
     nodes: int
     processes_per_node: int
     storage: float = 2e9
-    """Bytes a second that a node writes to the folder of checkpoints."""
+    """Bytes per second that a node writes to the checkpoint folder."""
     hours_of_one: float = HOURS_OF_ONE
-    """Hours between two failures of one process."""
+    """Mean hours between failures of one process."""
 
     @property
     def processes(self) -> int:
-        """The number of processes in all."""
+        """The total number of processes."""
         return self.nodes * self.processes_per_node
 
 
@@ -112,13 +112,13 @@ def forecast(
     """Predicts a run on GPUs.
 
     Args:
-        config: Resolved; it fits the layout.
+        config: Resolved configuration that fits the layout.
         dims: The layout.
-        machines: What it runs on.
-        imbalance: Rows of experts that the busiest process gets, over the mean of all.
+        machines: The machines.
+        imbalance: Rows of experts on the busiest process divided by the mean over all.
 
     Returns:
-        JSON values, as `describe_forecast` makes them.
+        JSON values from `describe_forecast`.
     """
     found = footprint(config, dims, imbalance=imbalance, on_gpu=True)
     spent = predicted_time(config, dims, machines, found)
@@ -138,11 +138,11 @@ def forecast(
 def by_recomputation(
     config: RunConfig, dims: Dims, machines: Machines, *, imbalance: float = 1.0
 ) -> dict[str, dict[str, Any]]:
-    """What each way to keep activations takes, by the value of `model.recompute`.
+    """Predicts memory and time of each recomputation mode, by value of `model.recompute`.
 
     Returns:
-        For each mode `activations` and `total` (bytes of a process at its peak) and `seconds` (of a
-        step); empty for models that have no such modes.
+        For each mode `activations` and `total` (peak bytes of a process) and `seconds` (per step);
+        empty for models without such modes.
     """
     modes = {}
     for mode in ("none", "block") if hasattr(config.model, "recompute") else ():
@@ -158,7 +158,7 @@ def by_recomputation(
 
 
 def predicted_time(config: RunConfig, dims: Dims, machines: Machines, found: Footprint) -> StepTime:
-    """How long a step takes on GPUs."""
+    """Predicts the time of a step on GPUs."""
     return step_time(
         found.work,
         found.exchanges,
@@ -170,7 +170,7 @@ def predicted_time(config: RunConfig, dims: Dims, machines: Machines, found: Foo
 
 
 def place_of(config: RunConfig, dims: Dims, machines: Machines) -> Place:
-    """Where a process is."""
+    """The placement of a process."""
     return Place(
         dims=dims,
         processes_of_node=machines.processes_per_node,
@@ -180,13 +180,13 @@ def place_of(config: RunConfig, dims: Dims, machines: Machines) -> Place:
 
 
 def with_libraries(memory: dict[str, int], device: Device) -> dict[str, int]:
-    """Adds what libraries take, and what the allocator keeps beside tensors."""
+    """Adds the memory of libraries, and the allocator's overhead."""
     share = round(sum(memory.values()) * device.allocator_share)
     return memory | {"libraries": device.libraries, "allocator": share}
 
 
 def memory_by_kind(found: Footprint, device: Device) -> dict[str, int]:
-    """Bytes of a process at its peak, in the order in which people read them, and their `total`."""
+    """Peak bytes of a process by kind, in the order of display, and their `total`."""
     return _by_kind(with_libraries(found.memory, device))
 
 
@@ -205,16 +205,16 @@ def describe_forecast(
     *,
     peak: float | None,
 ) -> dict[str, Any]:
-    """What a plan says.
+    """Makes the contents of a plan.
 
     Args:
-        config: Resolved.
+        config: Resolved configuration.
         dims: The layout.
-        machines: What it runs on.
-        found: What a process holds, sends and computes.
-        spent: How long a step takes.
-        memory: Bytes by kind when most are held, with what libraries take.
-        peak: FLOP/s of one device; None: MFU is not given.
+        machines: The machines.
+        found: Memory, communication and computation of a process.
+        spent: Time of a step.
+        memory: Peak bytes by kind, including libraries.
+        peak: FLOP/s of one device; None: without MFU.
 
     Returns:
         JSON values.

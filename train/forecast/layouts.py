@@ -1,6 +1,6 @@
-"""Layouts of a run: which is fastest on so many GPUs, and how one scales to others.
+"""Layouts of a run: which is fastest on a number of GPUs, and how one scales to more.
 
-Weak scaling: as much work for each GPU; strong scaling: the same work for ever more of them.
+Weak scaling keeps the work per GPU constant; strong scaling keeps the total work constant.
 """
 
 import re
@@ -21,20 +21,20 @@ from polyad.train.forecast.step import Footprint, footprint
 LARGEST_MICRO_BATCH = 128
 SHOWN = 5
 COMPUTED = ("products", "attention")
-"""What a step is for."""
+"""Useful work of a step."""
 
 
 class Layout(NamedTuple):
-    """A layout that was tried."""
+    """A layout with its predicted cost."""
 
     changes: tuple[str, ...]
-    """What is changed in the configuration, as `key=value`."""
+    """Changes of the configuration, as `key=value`."""
     config: RunConfig
     dims: Dims
     memory: int
-    """Bytes of a process."""
+    """Peak bytes of a process."""
     parts: dict[str, float]
-    """Seconds of a step by what they go to."""
+    """Seconds of a step by kind of work."""
 
     @property
     def seconds(self) -> float:
@@ -43,28 +43,28 @@ class Layout(NamedTuple):
 
     @property
     def why(self) -> str:
-        """What most of the time goes to beside products and attention."""
+        """The largest cost besides products and attention."""
         others = {name: spent for name, spent in self.parts.items() if name not in COMPUTED}
         name, most = max(others.items(), key=lambda each: each[1])
         return f"{most / self.seconds:.0%} {name}"
 
 
 def changed(config: RunConfig, changes: Sequence[str]) -> RunConfig:
-    """The configuration with other values; raises if it is not valid then."""
+    """Returns the configuration with other values; raises if it becomes invalid."""
     return config_of(config.model_dump(mode="json"), changes, origin="the plan")
 
 
 def what_would_fit(
     config: RunConfig, machines: Machines, *, imbalance: float = 1.0
 ) -> list[tuple[str, int]]:
-    """Single changes with which a run fits the memory, and the bytes that it takes then.
+    """Finds single changes with which a run fits into memory, with the resulting bytes.
 
-    Of each key the value that is nearest to the present one."""
+    For each key the value nearest to the current one is returned."""
     found: list[tuple[str, int]] = []
     for change in _single_changes(config, machines):
         key = change.partition("=")[0]
         if any(other.startswith(f"{key}=") for other, _ in found):
-            continue  # less of it does
+            continue  # a smaller change fits
         try:
             other = changed(config, [change])
             dims = validate(other, machines.processes)
@@ -101,18 +101,18 @@ def fastest_layouts(
 ) -> list[Layout]:
     """Tries degrees within a node, ZeRO stages, recomputation and micro-batches.
 
-    The model is tried with few blocks, twice, and what more of them take follows: it is the same
-    for each. For each pair of degrees the largest micro-batch that fits counts, with the least that
-    it takes: no recomputation before some, a lower stage before a higher one.
+    The cost of the whole model is extrapolated from two shallow ones, since each block costs the
+    same. For each pair of degrees the largest micro-batch that fits is used, with the least effort:
+    no recomputation before some, a lower stage before a higher one.
 
     Args:
-        config: Its global batch and model stay.
-        machines: What it runs on.
+        config: The configuration; its global batch and model are kept.
+        machines: The machines.
         imbalance: See `forecast`.
-        told: Called with the share that is done.
+        told: Called with the share done.
 
     Returns:
-        Those that fit, the fastest first.
+        Layouts that fit, the fastest first.
     """
     degrees = list(_degrees(config, machines))
     found = []
@@ -133,7 +133,7 @@ def _degrees(config: RunConfig, machines: Machines) -> Iterator[tuple[str, ...]]
                 f"parallel.tensor_parallel_size={tensor}",
                 f"parallel.expert_parallel_size={expert}",
             )
-            # What these degrees do without would be refused with them.
+            # Keys without effect for these degrees would be rejected.
             if tensor == 1 and config.parallel.sequence_parallel:
                 changes += ("parallel.sequence_parallel=false",)
             if expert == 1 and config.parallel.expert_overlap:
@@ -144,7 +144,7 @@ def _degrees(config: RunConfig, machines: Machines) -> Iterator[tuple[str, ...]]
 def _best_of(
     config: RunConfig, degrees: tuple[str, ...], machines: Machines, imbalance: float
 ) -> Layout | None:
-    """The fastest layout of these degrees that fits."""
+    """The fastest fitting layout with these degrees."""
     modes = ["none", "block"] if hasattr(config.model, "recompute") else [None]
     stages = sorted({config.parallel.zero_stage, 1, 2, 3})
     for stage, mode in product(stages, modes):
@@ -163,7 +163,7 @@ def _best_of(
 def _with_micro_batches(
     config: RunConfig, changes: tuple[str, ...], machines: Machines, imbalance: float
 ) -> Iterator[Layout]:
-    """The layouts with each size of micro-batch, until one does not fit."""
+    """Yields the layouts with each micro-batch size, until one does not fit."""
     micro = 1
     while micro <= LARGEST_MICRO_BATCH:
         every = (*changes, f"train.micro_batch_size={micro}")
@@ -182,7 +182,7 @@ def _with_micro_batches(
 def tried(
     config: RunConfig, dims: Dims, changes: tuple[str, ...], machines: Machines, imbalance: float
 ) -> Layout:
-    """Two shallow models, and the whole one from them."""
+    """Predicts the whole model from two shallow ones."""
     layers = config.model.model_dump().get("num_layers", 0)  # not every model has blocks
     repeated = _repeated(config, layers)
     if repeated is None:
@@ -211,13 +211,13 @@ def tried(
 
 
 def _repeated(config: RunConfig, layers: int) -> tuple[int, int] | None:
-    """A number of blocks after which they repeat, and how many repeat then.
+    """Returns the number of blocks of a shallow model, and of further blocks that repeat.
 
-    None: they hardly do, or patterns name some.
+    None if they hardly repeat, or patterns name some of them.
 
     Args:
-        config: Of a run.
-        layers: Its blocks.
+        config: A run's configuration.
+        layers: Its number of blocks.
     """
     lora = config.adapt.lora
     patterns = [group.match for group in config.optimizer.groups]
@@ -232,7 +232,7 @@ def _repeated(config: RunConfig, layers: int) -> tuple[int, int] | None:
     ]
     found = []
     for period in range(1, layers // 2 + 1):
-        # Blocks before the last one that differs from the one a period later.
+        # Number of blocks up to the last one that differs from the one a period later.
         start = next(
             (b + 1 for b in range(layers - period - 1, -1, -1) if kinds[b] != kinds[b + period]), 0
         )
@@ -242,7 +242,7 @@ def _repeated(config: RunConfig, layers: int) -> tuple[int, int] | None:
 
 
 def _selecting(config: RunConfig) -> dict[str, SelectingConfig]:
-    """The sections of feed-forwards that have experts in some blocks, by their keys."""
+    """The sections of feed-forwards with experts in some blocks, by key."""
     sections = config.model.feed_forwards()
     return {key: each for key, each in sections.items() if isinstance(each, SelectingConfig)}
 
@@ -256,7 +256,7 @@ def _slides(config: RunConfig, block: int) -> bool:
 
 
 def _with_layers(config: RunConfig, layers: int) -> RunConfig:
-    """The configuration with fewer blocks, of which lists name no others."""
+    """Returns the configuration with fewer blocks, and lists of blocks shortened accordingly."""
     lists = {
         f"{key}.{each.placement_key}": getattr(each, each.placement_key)
         for key, each in _selecting(config).items()
@@ -288,7 +288,7 @@ def _measured(
 
 
 def layout_rows(found: Sequence[Layout], config: RunConfig) -> list[dict[str, Any]]:
-    """The fastest layouts for a result, with what has to change for them."""
+    """Formats the fastest layouts for a result, with the changes that they need."""
     now = config.model_dump(mode="json")
     units = config.train.global_batch_size * config.model.units_per_sample()
     rows = []
@@ -314,7 +314,7 @@ def _is_so(tree: Any, change: str) -> bool:
 
 
 MOST = 1024
-"""Processes of the largest prediction."""
+"""Number of processes of the largest prediction."""
 
 
 def scaling(
@@ -328,18 +328,18 @@ def scaling(
     """Predicts throughput from the fewest processes that the degrees allow to `most`.
 
     Args:
-        config: Of the run on `machines`: its degrees stay. Weak scaling keeps a process's samples
-            of a step; strong scaling keeps the global batch, and lowers the micro-batch where there
-            are no samples left to accumulate.
-        machines: What it runs on.
+        config: Configuration of the run on `machines`, whose degrees are kept. Weak scaling keeps
+            the samples per process and step; strong scaling keeps the global batch, and lowers the
+            micro-batch where gradient accumulation is exhausted.
+        machines: The machines.
         imbalance: See `forecast`.
-        most: Processes of the last prediction.
-        told: Called with the share that is done.
+        most: Number of processes of the last prediction.
+        told: Called with the share done.
 
     Returns:
         For `weak` and `strong` a point for each number of processes: `processes`,
-        `units_per_second`, `step_seconds`, `efficiency` (throughput of a process over that of the
-        first point), `memory_bytes`, `fits`, and `why`, the largest cost beside products.
+        `units_per_second`, `step_seconds`, `efficiency` (throughput per process relative to the
+        first point), `memory_bytes`, `fits`, and `why`, the largest cost besides products.
     """
     points: dict[str, list[dict[str, Any]]] = {"weak": [], "strong": []}
     asked = list(_asked(config, machines, most))
@@ -382,16 +382,16 @@ def _asked(
 
 
 def batches_of(config: RunConfig, processes: int, base: int) -> dict[str, tuple[str, ...]]:
-    """What changes in a configuration's batches when other numbers of processes run it.
+    """Returns changes of a configuration's batch sizes for another number of processes.
 
     Args:
-        config: Of a run of `base` processes.
-        processes: That run it instead.
-        base: See above.
+        config: Configuration of a run on `base` processes.
+        processes: The new number of processes.
+        base: The original number of processes.
 
     Returns:
-        For `weak`, where a process keeps its samples of a step, and `strong`, where all of them
-        together do, values of keys; without a kind that leaves some process no sample.
+        Values of keys for `weak`, which keeps the samples per process and step, and `strong`, which
+        keeps the global batch; a kind that leaves a process without samples is omitted.
     """
     train = config.train
     ranks = processes // config.parallel.tensor_parallel_size

@@ -1,5 +1,5 @@
-"""A configuration measured on this machine: real steps on random samples (`polyad bench`), or each
-operation and collective of a step by itself, for a plan.
+"""Measurements of a configuration on this machine: real steps on random samples (`polyad bench`),
+or the single operations and collectives of a step, for a plan.
 """
 
 import gc
@@ -42,19 +42,19 @@ from polyad.train.tasks.random_input import flops_of_unit, losses_for
 from polyad.train.tasks.registry import task_class
 
 LEARNING_RATE = 1e-4
-"""Nothing is learned from random samples, and this rate is safe without warm-up."""
+"""Learning rate that is safe without warm-up; random samples teach nothing anyway."""
 BEFORE = 2
-"""Steps that do not count: in the first two DeepSpeed learns the order of parameters, and
-torch.compile compiles."""
+"""Warm-up steps: in the first two DeepSpeed learns the order of parameters, and torch.compile
+compiles."""
 CONFIDENCE = 0.9
-"""The probability that a median lies in its interval."""
+"""Confidence level of the intervals of medians."""
 
 
 class RandomTraining:
-    """A configuration in training on random samples, the same in each step.
+    """Training of a configuration on random samples, the same in each step.
 
     Args:
-        config: with all that the data decides filled in.
+        config: configuration, completed with the values that the data determines.
         world: this process.
         compiled: whether blocks run through torch.compile.
         balanced: whether experts are forced to equal loads.
@@ -89,10 +89,11 @@ class RandomTraining:
         ]
 
     def steps(self, number: int) -> Iterator[IssuedStep]:
-        """Steps whose numbers are read when the next one is under way, as in the training loop.
+        """Yields steps whose numbers are read after the next one is issued, as in the training
+        loop.
 
         Raises:
-            RunError: a gradient is not finite, so that a step did less than others.
+            RunError: a gradient is not finite, so that a step did less work than others.
         """
         pending = None
         for _ in range(number):
@@ -104,7 +105,8 @@ class RandomTraining:
             yield _ended(pending)
 
     def ends(self, number: int) -> Iterator[float]:
-        """The moments at which so many steps end, in seconds; one more is under way then."""
+        """Yields the end times of `number` steps, in seconds; one more step is already issued
+        then."""
         for done, _ in enumerate(self.steps(number + 1)):
             if done < number:
                 yield time.perf_counter()
@@ -131,20 +133,20 @@ def _ended(step: IssuedStep) -> IssuedStep:
 
 @dataclass(frozen=True, kw_only=True)
 class StepTimes:
-    """What a step takes."""
+    """Time and memory of a step."""
 
     seconds: float
-    """The median."""
+    """Median seconds of a step."""
     seconds_interval: tuple[float, float] | None
-    """Where the median lies with a probability of `CONFIDENCE`; None with fewer than 5 steps."""
+    """Confidence interval of the median at `CONFIDENCE`; None with fewer than 5 steps."""
     units_per_second: float
-    """Tokens or images of all processes."""
+    """Throughput in tokens or images, over all processes."""
     mfu: float | None
-    """Share of the devices' peak rate; None where that is not known, as on a CPU."""
+    """Share of the devices' peak rate; None if that is unknown, as on a CPU."""
     peak_memory_bytes: int
-    """The most that a process has held; on a CPU with Python, its libraries and a compiler."""
+    """Peak memory of a process; on a CPU including Python, its libraries and a compiler."""
     first_steps_seconds: float
-    """The steps that do not count; they compile."""
+    """Time of the warm-up steps, including compilation."""
 
 
 def time_steps(
@@ -153,14 +155,14 @@ def time_steps(
     """Trains for some steps; all processes call it together.
 
     Args:
-        config: with all that the data decides filled in.
+        config: configuration, completed with the values that the data determines.
         world: this process.
-        steps: that are timed.
+        steps: number of steps to time.
         compiled: whether blocks run through torch.compile.
         balanced: whether experts are forced to equal loads.
 
     Returns:
-        The same on each process, from the times of rank 0, which collectives make those of all.
+        The same on each process: times of rank 0, with which collectives synchronize the others.
 
     Raises:
         RunError: memory ran out, or a gradient is not finite.
@@ -181,7 +183,7 @@ def time_steps(
     median = statistics.median(seconds)
     rate = config.train.global_batch_size * config.model.units_per_sample() / median
     peak = None
-    if config.distill.blocks is None:  # of whose steps FLOPs are not counted
+    if config.distill.blocks is None:  # their FLOPs are not counted
         peak = peak_flops(config.log, config.train.precision, tf32=config.train.tf32)
     flops = rate * flops_of_unit(config.model, config.data) if peak else 0.0
     return StepTimes(
@@ -197,7 +199,7 @@ def time_steps(
 def _seconds(
     config: RunConfig, world: comm.World, steps: int, *, compiled: bool, balanced: bool
 ) -> tuple[float, list[float]]:
-    """Seconds of the steps that do not count together, and of each one that does."""
+    """Returns the total seconds of the warm-up steps, and the seconds of each timed step."""
     training = RandomTraining(config, world, compiled=compiled, balanced=balanced)
     unit = task_class(config.data.kind).unit
     units = steps * config.train.global_batch_size * config.model.units_per_sample()
@@ -211,28 +213,28 @@ def _seconds(
         elif progress is not None:
             progress((number - BEFORE) / steps)
     del training
-    gc.collect()  # the next engine finds the memory free
+    gc.collect()  # frees the memory for the next engine
     return comm.from_main((ends[BEFORE] - ends[0], [b - a for a, b in pairwise(ends[BEFORE:])]))
 
 
 def _begin_peak(device: torch.device) -> None:
-    """Forgets the most memory that this process held before."""
+    """Resets the peak memory of this process."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
     else:
-        with suppress(OSError):  # not every system lets a process do so
+        with suppress(OSError):  # not every system allows this
             Path("/proc/self/clear_refs").write_text("5")
 
 
 def interval(values: Sequence[float]) -> tuple[float, float] | None:
-    """Where the median of what values are drawn from lies, whatever its distribution.
+    """Computes a distribution-free confidence interval of the median.
 
-    Each value is above it or below with equal probability, so the k-th smallest and the k-th
-    largest miss it with twice the probability of fewer than k heads among as many coins.
+    Each value is above or below the median with equal probability, so the k-th smallest and k-th
+    largest values miss it with twice the probability of fewer than k heads in as many coin tosses.
 
     Returns:
-        Two of them, with a probability of at least `CONFIDENCE`; None for fewer than 5.
+        Two of the values, with a confidence of at least `CONFIDENCE`; None for fewer than 5.
     """
     count, missed, k = len(values), 0.0, 0
     while k < count:
@@ -245,21 +247,21 @@ def interval(values: Sequence[float]) -> tuple[float, float] | None:
 
 
 LIBRARIES = 400_000_000
-"""Bytes that Python and its libraries take in a process."""
+"""Bytes of memory for Python and its libraries per process."""
 
 
 def forecast_here(
     config: RunConfig, processes: int, *, check_steps: int = 0
 ) -> dict[str, Any] | None:
-    """Predicts a run in so many processes of this machine, which all call it.
+    """Predicts a run on processes of this machine, all of which call this.
 
     Args:
-        config: Resolved.
-        processes: Of the run; torchrun has started them if there are several.
-        check_steps: Steps that are really done after it.
+        config: Resolved configuration.
+        processes: Number of processes, started by torchrun if there are several.
+        check_steps: Number of real steps to measure afterwards.
 
     Returns:
-        JSON values, with `measured` if steps were done; None on all processes but one.
+        JSON values, with `measured` if steps were run; None except on one process.
     """
     dims = validate(config, processes)
     found = footprint(config, dims)
@@ -278,7 +280,7 @@ def forecast_here(
     for (_, name), seconds in spent.items():
         kind = "attention" if "attention" in name else "memory"
         kinds["products" if kind == "memory" and name in products else kind] += seconds
-    exposed = exchanged_here(dims, found.exchanges)  # a CPU that sends does not compute
+    exposed = exchanged_here(dims, found.exchanges)  # a CPU does not compute while sending
     total = StepTime(**kinds, idle=between, exposed=exposed, hidden=0.0)
     measured = _measured(config, world, check_steps) if check_steps else None
     comm.shutdown()
@@ -294,7 +296,7 @@ def forecast_here(
 
 
 def _silent(share: float) -> None:
-    """Only one process tells."""
+    """Ignores progress; only one process reports it."""
 
 
 def _this_machine(processes: int) -> Device:
@@ -311,7 +313,7 @@ def _this_machine(processes: int) -> Device:
 
 
 def _measured(config: RunConfig, world: comm.World, steps: int) -> float:
-    """The median of real steps, after one that warms up."""
+    """The median time of real steps, after one warm-up step."""
     ends = RandomTraining(config, world).ends(1 + steps)
     times = sorted(b - a for a, b in pairwise(ends))
     return times[(len(times) - 1) // 2]

@@ -1,4 +1,4 @@
-"""What reading held-out text with a decoder takes: whole, or block by block."""
+"""Predicted cost of reading held-out text with a decoder, whole or block by block."""
 
 import time
 from collections import Counter
@@ -32,33 +32,33 @@ MILLION = 1_000_000
 
 @dataclass(frozen=True, kw_only=True)
 class ReadOnce:
-    """What a batch of windows takes on its way through a decoder, part after part."""
+    """Cost of a batch of windows that passes through a decoder part by part."""
 
     weights: int
-    """Bytes of all parts."""
+    """Bytes of weights of all parts."""
     largest_part: int
-    """Bytes of weights of the largest one."""
+    """Bytes of weights of the largest part."""
     peak: int
-    """Bytes that are held at most: weights of a part, and what it computes of the batch."""
+    """Peak bytes: weights of a part, and its activations for the batch."""
     computed: int
-    """Bytes of the latter at most, in any part."""
+    """Peak bytes of activations, in any part."""
     tokens: int
-    """Tokens in the batch."""
+    """Number of tokens in the batch."""
     stream: int
-    """Bytes between two blocks."""
+    """Bytes of activations between two blocks."""
     work: list[tuple[Work, int]]
-    """Operations, and how often each is done."""
+    """Operations, and the number of times each is executed."""
 
 
 def read_once(config: RunConfig, batch_size: int, *, on_gpu: bool) -> ReadOnce:
     """Runs a batch of windows through the parts of a decoder, on shapes alone.
 
-    Of blocks that are alike one is run.
+    Only one of several equal blocks is run.
 
     Args:
-        config: resolved; of a decoder that predicts text.
-        batch_size: windows in the batch.
-        on_gpu: whether to take the operations that a GPU would.
+        config: resolved configuration of a decoder that predicts text.
+        batch_size: number of windows in the batch.
+        on_gpu: whether to use the operations of a GPU.
     """
     precision = config.train.precision
     memory, peaks = Memory(), Counter[str]()
@@ -115,17 +115,17 @@ def read_once(config: RunConfig, batch_size: int, *, on_gpu: bool) -> ReadOnce:
 def reading(
     config: RunConfig, folder: Path, machines: Machines | None, told: Callable[[float], None]
 ) -> dict[str, Any] | None:
-    """What a plan of a folder says of reading with it.
+    """Predicts reading text with a folder of weights, for its plan.
 
     Args:
-        config: resolved.
-        folder: of weights.
-        machines: GPUs, of which one reads; None: this process of this machine does, on which
-            operations and the largest part are timed.
-        told: is called with the share that is timed.
+        config: resolved configuration.
+        folder: the folder of weights.
+        machines: GPUs, one of which reads; None: this process on this machine, where operations and
+            the largest part are timed.
+        told: called with the share timed.
 
     Returns:
-        JSON values; None of what is no decoder that predicts text.
+        JSON values; None unless the model is a decoder that predicts text.
     """
     if not isinstance(config.model, DecoderSettings) or config.model.head is not None:
         return None
@@ -164,15 +164,15 @@ def describe_reading(
     memory: int,
     libraries: int,
 ) -> dict[str, Any]:
-    """What a plan says of it.
+    """Makes the contents of a plan for reading.
 
     Args:
-        read: a batch.
-        config: resolved.
-        seconds: that all operations of a batch take.
-        rate: bytes of weights that are read in a second.
-        memory: of the device, in bytes.
-        libraries: bytes that libraries take in a process.
+        read: cost of a batch.
+        config: resolved configuration.
+        seconds: time of all operations of a batch.
+        rate: bytes of weights read per second.
+        memory: the device's memory in bytes.
+        libraries: bytes of memory for libraries per process.
 
     Returns:
         JSON values.
@@ -195,7 +195,7 @@ def describe_reading(
 
 
 def _form(model: nn.Module, part: tuple[str, ...]) -> tuple[Any, ...]:
-    """What parts that are alike have in common."""
+    """Key that is the same for equal parts."""
     block = model.get_submodule(part[0].removesuffix(".")) if "blocks." in part[0] else None
     shapes = (tuple(p.shape) for n, p in model.named_parameters() if n.startswith(part))
     return (part if block is None else repr(block), *shapes)
@@ -216,7 +216,7 @@ def _fill(
     memory: Memory,
     weightless: Weightless,
 ) -> None:
-    """Gives weights memory that nobody touches."""
+    """Assigns weights to memory that is never accessed."""
     names = [name for name, _ in model.named_parameters() if name.startswith(part)]
     shapes = {name: each.shape for name, each in model.named_parameters()}
     place(model, ((name, torch.empty(shapes[name], dtype=dtype)) for name in names), dtype=dtype)

@@ -1,4 +1,4 @@
-"""A step of a configuration on a layout, without its numbers: what it holds, sends and computes."""
+"""A step of a configuration on a layout, on shapes alone: memory, collectives and operations."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -31,31 +31,31 @@ from polyad.train.tasks.losses import Teacher
 from polyad.train.tasks.random_input import losses_for, random_batch
 
 HALF, LAST = 0.5, 1 - 1e-6
-"""Shares of a run's steps that are done."""
+"""Share of a run's steps done, at which footprints are taken."""
 OWN_NUMBERS = 5
-"""That a process tells the others in each step: a signal, its memory, its speed."""
+"""Number of values that a process shares in each step: a signal, its memory, its speed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Footprint:
-    """What one process holds, sends and computes in a step."""
+    """Memory, communication and computation of one process in a step."""
 
     parameters: int
-    """Parameters of the whole model."""
+    """Number of parameters of the whole model."""
     memory: dict[str, int]
-    """Bytes by kind when most are held."""
+    """Bytes by kind at the overall peak."""
     largest: dict[str, int]
-    """Bytes of each kind when most of that kind are held."""
+    """Bytes of each kind at the peak of that kind."""
     between_steps: dict[str, int]
-    """Bytes by kind that stay between steps."""
+    """Bytes by kind that persist between steps."""
     exchanges: Exchanges
     """The collectives of an optimizer step."""
     work: list[tuple[Work, int]]
-    """Operations of an optimizer step, and how often each is done."""
+    """Operations of an optimizer step, and the number of times each is executed."""
 
 
 class _Nothing(WeightSource):
-    """The source of weights whose numbers do not matter."""
+    """A source of weights whose values do not matter."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
@@ -74,15 +74,15 @@ def footprint(
 ) -> Footprint:
     """Runs steps of one process on shapes alone.
 
-    The second step counts: in the first one DeepSpeed learns the order of parameters. Where steps
-    grow in the course of a run it is one from its middle, and memory is that of the last ones. Of
-    many micro-batches the first and the last are run; those between are as the first.
+    The second step is measured, since DeepSpeed learns the order of parameters in the first. If
+    steps grow during a run, it is a step from the middle, and memory is that of the last ones. Of
+    many micro-batches only the first and the last are run; those between equal the first.
 
     Args:
-        config: Resolved; it fits the layout.
+        config: Resolved configuration that fits the layout.
         dims: The layout.
-        imbalance: Rows of experts that this process gets, over the mean of all.
-        on_gpu: Whether to take the operations that a GPU would.
+        imbalance: Rows of experts on this process divided by the mean over all.
+        on_gpu: Whether to use the operations of a GPU.
     """
     train = config.train
     micro_batches = dims.accumulation_steps(train.global_batch_size, train.micro_batch_size)
@@ -152,14 +152,13 @@ def footprint(
 
 
 def _takes_more_later(model: nn.Module) -> bool:
-    """Whether tokens get more experts in the course of a run, or a graph that begins late."""
+    """Whether tokens get more experts during a run, or a graph starts later."""
     sparse = [module.config for module in model.modules() if isinstance(module, SparseMoE)]
     return any(config.final_top_k is not None or config.graph_from for config in sparse)
 
 
 def _teacher(config: RunConfig, memory: Memory) -> Teacher | BlockTeacher | None:
-    """The run's teacher, or those of its feed-forwards that teach, whole on each process, without
-    their numbers."""
+    """The run's teacher, or teaching feed-forwards, whole on each process, without values."""
     loss = config.distill.blocks
     if loss is None:
         settings, names = teacher_model(config), {}
@@ -187,23 +186,24 @@ def _teacher(config: RunConfig, memory: Memory) -> Teacher | BlockTeacher | None
 
 
 class _Parts:
-    """An observer for all micro-batches of a step but the last, and one for that and the update."""
+    """An observer for all micro-batches of a step except the last, and one for that and the
+    update."""
 
     def __init__(self, make: Any) -> None:
         self._make = make
         self.clear()
 
     def clear(self) -> None:
-        """Begins anew."""
+        """Resets both observers."""
         self.first, self.last = self._make(), self._make()
         self._now = self.first
 
     def begin(self, is_last: bool) -> None:
-        """A micro-batch begins."""
+        """Starts a micro-batch."""
         self._now = self.last if is_last else self.first
 
     def __call__(self, operation: Any) -> None:
-        """Hands it on."""
+        """Passes it to the current observer."""
         self._now(operation)
 
 
@@ -223,14 +223,14 @@ def _work(computed: _Parts, micro_batches: int) -> list[tuple[Work, int]]:
 
 
 def _name_state(engine: Engine, memory: Memory, weightless: Weightless) -> None:
-    """Says what the memory of a built engine is for, and that its numbers are not known."""
+    """Labels the memory of an engine by kind, and marks its values as unknown."""
     held = engine.tensors()
     weights, state = held["weights"], held["optimizer"]
     memory.name(state, "optimizer")
     memory.name([*weights, *engine.module.buffers()], "weights")
     memory.name(held["gradients"], "gradients")
     for tensor in (*state, *weights):
-        if tensor.numel() > 1:  # a step's number is known
+        if tensor.numel() > 1:  # the step's number has a known value
             weightless.forget(tensor)
     for parameter in engine.module.parameters():
         if not parameter.requires_grad:

@@ -1,10 +1,10 @@
-"""How long a step takes, from what is computed and sent: a roofline for each operation.
+"""Predicted time of a step from its operations and collectives, by a roofline for each operation.
 
-An operation takes as long as its products at the rate that the device reaches, or as long as its
-bytes take to memory and back, whichever is more (Williams et al. 2009, "Roofline"). Products are
-computed in tiles, all multiprocessors at once: a last round that is not full takes as long as a
-full one. Collectives take as long as their bytes on the slowest link that they use, and a time for
-each call. Kernels run one after the other; the host issues them ahead, unless they are short.
+An operation takes the time of its products at the rate that the device reaches, or of its memory
+traffic, whichever is longer (Williams et al. 2009, "Roofline"). Products are computed in tiles on
+all multiprocessors at once: a partial last round takes as long as a full one. Collectives take the
+time of their bytes on the slowest link that they use, and a latency per call. Kernels run one after
+the other; the CPU issues them ahead, unless they are short.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -20,11 +20,11 @@ from polyad.parallel.plan.traffic import Amount, Exchange, Exchanges, axes_of
 from polyad.parallel.plan.work import Shape, Work
 
 TILE = (128, 128)
-"""Rows and columns of a product that a multiprocessor computes at once."""
+"""Rows and columns of a product's tile, computed by one multiprocessor at a time."""
 FUSED = 0.5
-"""The share of bytes that move, and of calls, that is left when a compiler joins operations."""
+"""The share of memory traffic, and of calls, that remains when a compiler fuses operations."""
 HIDDEN = 0.9
-"""The share of the backward pass that gradients can travel in."""
+"""The share of the backward pass with which gradient communication can overlap."""
 
 
 class StepTime(NamedTuple):
@@ -33,32 +33,32 @@ class StepTime(NamedTuple):
     products: float
     attention: float
     memory: float
-    """Operations that wait for memory: norms, activations, sums, the optimizer."""
+    """Memory-bound operations: norms, activations, sums, the optimizer."""
     idle: float
-    """The device is idle so long, while the host issues what comes next."""
+    """Idle time of the device, while the CPU issues the next operations."""
     exposed: dict[str, float]
-    """Collectives that nothing is computed beside, by axis."""
+    """Collectives that are not overlapped with computation, by axis."""
     hidden: float
-    """Collectives that something is computed beside."""
+    """Collectives overlapped with computation."""
 
     @property
     def total(self) -> float:
-        """All but what is hidden."""
+        """The total without overlapped time."""
         return self.products + self.attention + self.memory + self.idle + sum(self.exposed.values())
 
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where a process of a layout is."""
+    """The placement of a layout's process."""
 
     dims: Dims
     processes_of_node: int
     zero_stage: int
     overlap: bool = False
-    """Whether rows of experts travel beside what others compute."""
+    """Whether communication of experts' rows is overlapped with computation."""
 
     def group(self, axis: str) -> tuple[int, int]:
-        """Processes of a group, and those of them on this node."""
+        """The number of processes in a group, and of those on this node."""
         ranks = axes_of(self.dims, 0).get(axis, frozenset())
         return len(ranks), sum(rank < self.processes_of_node for rank in ranks)
 
@@ -75,12 +75,12 @@ def step_time(
     """Predicts a step.
 
     Args:
-        work: Operations, and how often each is done.
+        work: Operations, and the number of times each is executed.
         exchanges: Collectives.
-        device: That computes.
-        place: Of the process.
-        tf32: Whether fp32 is multiplied as TF32.
-        compiled: Whether a compiler joins operations that wait for memory.
+        device: The device.
+        place: Placement of the process.
+        tf32: Whether fp32 products use TF32.
+        compiled: Whether a compiler fuses memory-bound operations.
     """
     spent = {"products": 0.0, "attention": 0.0, "memory": 0.0}
     backward, calls = 0.0, 0
@@ -111,10 +111,10 @@ def beside(
     seconds_of: Callable[[Exchange, Amount], float],
     place: Place,
 ) -> tuple[dict[str, float], float]:
-    """Which collectives are waited for, by axis, and how long others take that are not.
+    """Splits collectives into exposed ones, by axis, and the time of overlapped ones.
 
-    Gradients travel during the backward pass from ZeRO stage 1 on, and at stage 3 so do weights; of
-    experts' rows half do, with overlap.
+    Gradients overlap with the backward pass from ZeRO stage 1 on, weights at stage 3, and half of
+    the experts' rows with `overlap`.
     """
     exposed: dict[str, float] = {}
     under = 0.0
@@ -151,13 +151,13 @@ def operation_seconds(work: Work, device: Device, *, tf32: bool = False) -> floa
 
 
 def _filled(work: Work, processors: int) -> float:
-    """The share of multiprocessors that are busy, the mean over the rounds of a product's tiles."""
+    """The share of busy multiprocessors, averaged over the rounds of a product's tiles."""
     shapes = [each for each in _flat(work.args) if isinstance(each, Shape) and len(each.size) > 1]
     if work.name not in {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"}:
         return 1.0
     first, second = shapes[-2:]
     tiles = prod(first.size[:-2]) * ceil(first.size[-2] / TILE[0]) * ceil(second.size[-1] / TILE[1])
-    if tiles < processors:  # libraries cut the inner axis then
+    if tiles < processors:  # libraries then split the inner axis
         inner = first.size[-1]
         tiles *= min(max(1, inner // 512), processors // tiles)
     return tiles / (processors * ceil(tiles / processors))

@@ -1,8 +1,7 @@
 """Knockouts: what each expert of a language model is for.
 
 Measures the loss of each class of tokens without the expert; with steering also the loss of the
-same
-classes when text is steered towards it, and what the model then predicts.
+same classes when text is steered towards it, and what the model then predicts.
 """
 
 from collections.abc import Sequence

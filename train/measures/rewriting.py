@@ -134,8 +134,7 @@ class Accuracies:
     """The accuracy of an output on each subpopulation.
 
     The target is the subpopulation for which a rewrite is made. For images with one class each
-    there
-    are two: those of the class, and all others.
+    there are two: those of the class, and all others.
     """
 
     accuracy_G: Tensor

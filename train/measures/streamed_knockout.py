@@ -2,8 +2,7 @@
 
 The text passes through all blocks once, and the inputs of the blocks of interest are kept. Then
 windows without an expert start at its block and pass through the later ones, as many together as
-fit
-into memory: each group reads those blocks once more.
+fit into memory: each group reads those blocks once more.
 
 Shapes: B windows of a batch, R pairs of a window and a set of experts, T tokens of a window, D
 width, E sets.

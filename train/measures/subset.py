@@ -4,8 +4,7 @@ In each layer the experts that some examples rank highest are kept, such as thos
 mean probability (EMO). The others are removed with their rows of the router, so that the next best
 experts replace them. The loss on held-out text is measured for several shares of the experts, and
 compared with the whole model and equally many random experts; unlike `experts prune`, this writes
-no
-smaller model.
+no smaller model.
 """
 
 from collections.abc import Mapping, Sequence
