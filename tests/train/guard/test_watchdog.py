@@ -140,11 +140,12 @@ def test_the_rank_that_stalls_is_named_with_its_stack(forks, tmp_path, prepared_
         run.kill()
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_a_run_that_goes_on_is_not_taken_for_stalled(forks, tmp_path, prepared_path):
     config = write_config(tmp_path / "config.yaml", prepared_path, log__trackers=[])
-    limit = 3.6  # seconds; a step takes that long only where the machine does ten other things
-    options = ["train.steps=300", f"monitor.stall_minutes={limit / 60}"]
+    limit = 10  # seconds; fewer are lost now and then on a busy machine, to a disk alone
+    options = ["train.steps=600", f"monitor.stall_minutes={limit / 60}"]
     run = forks.start(tmp_path, ["train", str(config), *options])
     assert run.wait() == [0, 0]
     assert sum(record["step_seconds"] for record in records(tmp_path / "run")) > limit
