@@ -1,1 +1,1 @@
-"""The `polyad` command, and how processes are started."""
+"""The `polyad` command, and the launching of processes."""

@@ -1,17 +1,16 @@
-"""`polyad`: finds what a command means and calls it; the work is done in the rooms below.
+"""`polyad`: parses the command and calls it; the packages below do the work.
 
-Nothing heavy is imported before a command is known to need it: `polyad --help` is to be quick.
-`launch/ending.py` says how a command ends.
+Heavy imports are delayed until a command needs them, so that `polyad --help` is quick. For errors
+and exit statuses see `launch/ending.py`.
 
-Plugins are modules outside of Polyad that add tasks, models and measures to its registries:
+Plugins are modules outside Polyad that add tasks, models and measures to its registries:
 
     POLYAD_PLUGINS=lab.spectra,lab.models polyad train spectra.yaml
 
-A module is imported before any configuration is read, and adds entries to the registries of
-Polyad: `polyad.model.build.MODELS["mine"] = ModelKind(...)`,
-`polyad.train.tasks.registry.TASKS["mine"] = ...`,
-`polyad.train.measures.registry.MEASURES["mine"] = ...`.
-Processes that a command starts find the variable too.
+A module is imported before any configuration is read, and adds entries to Polyad's registries:
+`polyad.model.build.MODELS["mine"] = ModelKind(...)`, `polyad.train.tasks.registry.TASKS["mine"] =
+...`, `polyad.train.measures.registry.MEASURES["mine"] = ...`. Processes that a command starts
+inherit the variable.
 """
 
 import importlib
@@ -29,29 +28,29 @@ from polyad.train.errors import ConfigError, one_line
 from polyad.train.results import aligned
 
 TRAINING = frozenset({"train", "launch", "study", "quickstart"})
-"""Commands that a signal ends in order: what they have done is saved, and a line says so."""
+"""Commands that end cleanly at a signal: progress is saved, and a line says so."""
 VARIABLE = "POLYAD_PLUGINS"
 """Names of modules, separated by commas."""
 
 
 def main() -> NoReturn:
-    """Runs `sys.argv` and ends the process with the status."""
+    """Runs `sys.argv` and exits with the status."""
     _open_streams()
     if not TRAINING.isdisjoint(sys.argv[1:2]) and "RANK" not in os.environ:
-        stop_at_signals()  # not in a worker of torchrun, which must stop together with the others
+        stop_at_signals()  # not in torchrun's workers, which must stop together
     unblock_signals()
     status = run(sys.argv[1:])
     communication = sys.modules.get("polyad.parallel.comm")
     if communication is not None:
-        # The interpreter's own shutdown may abort once gloo has run.
+        # The interpreter's normal shutdown may abort after gloo was used.
         communication.leave(status)
     sys.exit(status)
 
 
 def _open_streams() -> None:
-    """Gives a process whose output was closed, as by `>&-`, one that takes all and keeps nothing.
+    """Opens the null device for standard streams that were closed, as by `>&-`.
 
-    The first file it opened would have that number otherwise, and get what libraries print.
+    Otherwise the first file opened would get that descriptor, and the output of libraries.
     """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
@@ -62,13 +61,13 @@ def _open_streams() -> None:
 
 
 def run(argv: Sequence[str]) -> int:
-    """Runs one command and says what went wrong.
+    """Runs one command and reports errors.
 
     Args:
         argv: the command line without the program's name.
 
     Returns:
-        The exit status, as `train/errors.py` lists them.
+        The exit status, as listed in `train/errors.py`.
     """
     return guard(lambda: _dispatch(argv))
 
@@ -77,7 +76,7 @@ def _dispatch(argv: Sequence[str]) -> int:
     load_plugins()
     if list(argv[:1]) == ["help"]:
         argv = [*argv[1:], "--help"]
-    words = 2 if " ".join(argv[:2]) in COMMANDS else 1  # two, as in `data verify`
+    words = 2 if " ".join(argv[:2]) in COMMANDS else 1  # two words, as in `data verify`
     name = " ".join(argv[:words])
     if name in COMMANDS:
         rest = list(argv[words:])
@@ -90,7 +89,7 @@ def _dispatch(argv: Sequence[str]) -> int:
     if name == "--version":
         print(f"polyad {_version()}")
         return 0
-    group = [each for each in COMMANDS if each.startswith(f"{name} ")]  # as `checkpoint` is
+    group = [each for each in COMMANDS if each.startswith(f"{name} ")]  # a group like `checkpoint`
     if group and argv[1:2] in (["-h"], ["--help"]):
         print(_group_overview(name, group))
         return 0
@@ -102,7 +101,7 @@ def _dispatch(argv: Sequence[str]) -> int:
 
 
 def load_plugins() -> None:
-    """Imports the modules that the environment names.
+    """Imports the modules named in the environment.
 
     Raises:
         ConfigError: one cannot be imported.
@@ -118,7 +117,7 @@ def load_plugins() -> None:
 
 
 def _listed(groups: Mapping[str, Sequence[str]]) -> str:
-    """Names and summaries, aligned over all groups, each group below its title."""
+    """Formats names and summaries, aligned over all groups, each group below its title."""
     names = [name for group in groups.values() for name in group]
     lines = iter(aligned([(name, COMMANDS[name].summary) for name in names], "<"))
     parts = [

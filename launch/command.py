@@ -8,9 +8,9 @@
     ) -> None:
         "Lists the checkpoints of a run: step, size, and whether one is damaged."
 
-A parameter before the `*` is a word of the command line, one behind it an option of its name. A
-parameter whose annotation is a dataclass stands for all of its fields, which several commands may
-share. The docstring is what `--help` says of the command, its first line what the list of all says.
+Parameters before the `*` are positional arguments, those after it options of the same name. A
+parameter annotated with a dataclass stands for all of its fields, which several commands may share.
+The docstring is the text of `--help`, and its first line the summary in the list of commands.
 """
 
 import argparse
@@ -31,7 +31,7 @@ Function = Callable[..., int | None]
 
 @dataclass(frozen=True)
 class Group:
-    """A part of `--help` with a title of its own."""
+    """A section of `--help` with its own title."""
 
     title: str
     about: str | None = None
@@ -39,26 +39,26 @@ class Group:
 
 @dataclass(frozen=True)
 class Argument:
-    """What `--help` says of a parameter, and how its text is read."""
+    """The help of a parameter, and how its text is parsed."""
 
     help: str | None = None
     metavar: str | tuple[str, ...] | None = None
-    """What stands for the value; None: the allowed values, or the parameter's name."""
+    """Placeholder for the value; None: the allowed values, or the parameter's name."""
     parse: Callable[[str], Any] | None = None
-    """Makes the value of the text; None: the annotation's type does."""
+    """Parses the text; None: the annotation's type does."""
     _: KW_ONLY
     flag: str | None = None
-    """The option's name, where it is not the parameter's."""
+    """The option's name, if it differs from the parameter's."""
     nargs: str | int | None = None
-    """How many words it takes, as argparse counts them; None: one."""
+    """Number of words, as argparse's `nargs`; None: one."""
     repeated: bool = False
     """Whether the option may be given several times; the value is the list of all."""
     group: Group | None = None
     one_of: str | None = None
-    """A name that options share of which at most one may be given."""
+    """Name of a group of options, of which at most one may be given."""
 
     def within(self, group: Group) -> "Argument":
-        """The same in a group."""
+        """The same argument in a group."""
         return replace(self, group=group)
 
 
@@ -104,7 +104,7 @@ class _Parameter(NamedTuple):
 
 @dataclass(frozen=True)
 class Command:
-    """A function that the command line calls."""
+    """A function that is called from the command line."""
 
     function: Function
     name: str
@@ -112,11 +112,11 @@ class Command:
     examples: tuple[str, ...]
     """Lines for the end of `--help`."""
     program: str = "polyad "
-    """What stands before the name."""
+    """Text before the name."""
 
     @property
     def summary(self) -> str:
-        """What the command does: the first line of the function's docstring."""
+        """The summary: the first line of the function's docstring."""
         return self._about.splitlines()[0]
 
     @property
@@ -124,7 +124,7 @@ class Command:
         return inspect.getdoc(self.function) or ""
 
     def parser(self) -> "Parser":
-        """A parser of its arguments."""
+        """The parser of its arguments."""
         program = f"{self.program}{self.name}"
         parser = Parser(self.name, self._about, "\n".join(self.examples), program)
         groups: dict[object, Any] = {None: parser}
@@ -146,13 +146,13 @@ class Command:
         """Runs the command.
 
         Args:
-            words: of the command line, without the command's name.
+            words: the words after the command's name.
 
         Returns:
             The exit status.
 
         Raises:
-            UsageError: the words are not its arguments.
+            UsageError: the words are not valid arguments.
         """
         found = self._parsed(words)
         given = {}
@@ -176,12 +176,12 @@ class Command:
 
 
 def command(name: str, *examples: str, program: str = "polyad ") -> Callable[[Function], Command]:
-    """A decorator that makes a function a command.
+    """Returns a decorator that makes a function a command.
 
     Args:
-        name: as it is typed.
+        name: its name on the command line.
         examples: command lines for the end of `--help`.
-        program: what is typed before the name.
+        program: text before the name.
     """
     return lambda function: Command(function, name, examples, program)
 
@@ -198,7 +198,7 @@ def _parameters(function: Function) -> Iterator[_Parameter]:
 
 
 def _keywords(parameter: _Parameter, about: Argument) -> dict[str, Any]:
-    """What argparse is told of an argument."""
+    """Keyword arguments of argparse's `add_argument`."""
     kind = _without_none(get_args(parameter.annotation)[0])
     told: dict[str, Any] = {"help": about.help}
     if parameter.is_option:
@@ -228,26 +228,28 @@ def _without_none(kind: Any) -> Any:
 
 
 def _element(kind: Any) -> Callable[[str], Any] | None:
-    """The type of a value, or of each of several; None: text, which argparse leaves as it is."""
+    """The type of a value, or of each of several; None: text."""
     if get_origin(kind) is not None:
         kind = get_args(kind)[0]
     return None if kind is str else kind
 
 
 class UsageError(ValueError):
-    """A command line that cannot be understood."""
+    """An invalid command line."""
 
     exit_status = 2
 
 
 class Parser(argparse.ArgumentParser):
-    """The parser of one command: errors of one line that name the nearest match, options anywhere.
+    """The parser of one command, with one-line errors that name the nearest match.
+
+    Options may occur anywhere.
 
     Args:
         command: its name.
-        about: what it does.
+        about: its description.
         example: lines for the end of `--help`.
-        program: what is typed to call it.
+        program: the words that call it.
     """
 
     def __init__(self, command: str, about: str, example: str, program: str) -> None:
@@ -261,7 +263,7 @@ class Parser(argparse.ArgumentParser):
         self._command = command
 
     def error(self, message: str) -> NoReturn:
-        """Raises instead of printing the usage, so that there is one way for errors.
+        """Raises instead of printing the usage, so that all errors are handled alike.
 
         Raises:
             UsageError: always.
@@ -271,7 +273,7 @@ class Parser(argparse.ArgumentParser):
     def _explain(self, message: str) -> str:
         unknown = re.match(r"unrecognized arguments: (\S+)", message)
         if unknown is None:
-            # argparse takes arguments that may be left out for required ones.
+            # argparse takes optional positional arguments for required ones.
             message = message.replace(", key=value", "")
             return f"{message} (see `{self.prog} --help`)"
         option = unknown[1]
@@ -290,22 +292,22 @@ class Parser(argparse.ArgumentParser):
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """The end of an error about a name that is not known."""
-    dashes = {each.lstrip("-"): each for each in known}  # which make all options alike
+    """The end of an error about an unknown name."""
+    dashes = {each.lstrip("-"): each for each in known}  # which would make all options similar
     close = difflib.get_close_matches(name.partition("=")[0].lstrip("-"), dashes, n=1, cutoff=0.6)
     listed = ", ".join(dashes.values())
     return f"; the nearest is {dashes[close[0]]}, of {listed}" if close else f"; there are {listed}"
 
 
 def non_negative(text: str) -> int:
-    """The type of a count on the command line that may be 0."""
+    """Parses a count that may be 0."""
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 0")
     return int(text)
 
 
 def positive(text: str) -> int:
-    """The type of a count on the command line."""
+    """Parses a count of at least 1."""
     try:
         number = int(text)
     except ValueError:
@@ -316,7 +318,7 @@ def positive(text: str) -> int:
 
 
 def share(text: str) -> float:
-    """The type of a probability on the command line."""
+    """Parses a probability."""
     try:
         number = float(text)
     except ValueError:
@@ -327,12 +329,12 @@ def share(text: str) -> float:
 
 
 def shares(text: str) -> list[float]:
-    """The type of several shares on the command line, between commas."""
+    """Parses a comma-separated list of shares."""
     return [share(word) for word in text.split(",")]
 
 
 def names(text: str) -> list[str]:
-    """The type of a list on the command line: words between commas."""
+    """Parses a comma-separated list of words."""
     words = [word.strip() for word in text.split(",")]
     if not all(words):
         raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers, as in 0,5")

@@ -1,4 +1,4 @@
-"""How a command ends: its exit status, and its error as one line."""
+"""The end of a command: its exit status, and its error as one line."""
 
 import contextlib
 import errno
@@ -18,17 +18,17 @@ from polyad.parallel.addresses import is_one_host
 from polyad.train.errors import OUTPUT_ERRORS, STOP_SIGNALS, Stopped, one_line
 
 OTHERS_SPEAK_FIRST = 5.0
-"""Seconds a process waits with its error for rank 0, or for the first one of its host: torchrun
-ends it if they have failed as well."""
+"""Seconds for which a process delays its error for that of rank 0, or of its host's first process:
+torchrun ends it if these have failed as well."""
 
 _PEER_ENDED = re.compile(r"gloo/\S+\] (.*?Connection (?:closed|reset) by peer)|ncclRemoteError")
 
 
 def guard(work: Callable[[], int]) -> int:
-    """Runs a command's work; turns its end into an exit status, and an error into one line.
+    """Runs a command's work; converts its end to an exit status, and errors to one line.
 
     Args:
-        work: returns the status if it ends without an error.
+        work: returns the status if there is no error.
 
     Returns:
         The exit status.
@@ -52,7 +52,7 @@ def guard(work: Callable[[], int]) -> int:
         else:
             _tell_others(str(stop), stop.exit_status, said=True)
         return 0 if tell_launcher(stop.exit_status - 128) else stop.exit_status
-    except BrokenPipeError:  # the reader of our output has gone, as in `polyad validate | head`
+    except BrokenPipeError:  # the output's reader has exited, as in `polyad validate | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 1
     except Exception as error:
@@ -63,8 +63,8 @@ def _report(error: Exception) -> int:
     status = getattr(error, "exit_status", None)
     if isinstance(status, int):
         _say(str(error), status)
-        # Another process was asked to stop, and told this one: torchrun starts neither again. That
-        # of another host may have been ended because one beside it had failed.
+        # Another process was asked to stop, and notified this one: torchrun restarts neither. A
+        # process on another host may have been ended because one beside it failed.
         asked = status - 128 in STOP_SIGNALS and is_one_host()
         return 0 if asked and tell_launcher(status - 128) else status
     if isinstance(error, OSError) and error.errno in OUTPUT_ERRORS:
@@ -83,7 +83,7 @@ def _report(error: Exception) -> int:
 
 
 def _peer_ended(error: BaseException | None) -> str | None:
-    """One line, if an error is of gloo or NCCL, whose other end has gone; else None."""
+    """One line if an error is gloo's or NCCL's about a lost peer; else None."""
     while error is not None:
         if isinstance(error, RuntimeError) and (found := _PEER_ENDED.search(str(error))):
             return (
@@ -95,16 +95,15 @@ def _peer_ended(error: BaseException | None) -> str | None:
 
 
 def _say(message: str, status: int) -> None:
-    """Prints one line on standard error, from rank 0; from another one only if rank 0 has none.
+    """Prints one line on standard error, from rank 0, or from another rank if rank 0 prints none.
 
-    A stop that a signal asked for, as Ctrl-C does, is not called an error.
-
-    Before the first step, where each process hears why another ends, one on each host says it:
-    rank 0, unless it was slow and another one no longer waited for it.
+    A stop by a signal, such as Ctrl-C, is not called an error. Before the first step every process
+    learns why another one ends, and one on each host prints it: rank 0, unless it was slow and
+    another one stopped waiting for it.
 
     Args:
         message: what ended the command.
-        status: that this process will end with.
+        status: this process's exit status.
     """
     rank = rank_of_process()
     if rank:
@@ -120,14 +119,14 @@ def _say(message: str, status: int) -> None:
 
 
 def _tell_others(message: str, status: int, *, said: bool = False) -> None:
-    """Ends the waiting of processes that this one has not met yet.
+    """Notifies processes that still wait to connect to this one.
 
     Args:
         message: the error.
-        status: that this process will end with.
-        said: whether no other of this host has to print it.
+        status: this process's exit status.
+        said: whether the line has been printed on this host.
     """
-    # Whatever fails here must not hide the error: a signal may have cut an import in two.
+    # Failures here must not hide the error: a signal may have interrupted an import.
     with contextlib.suppress(Exception):
         if "RANK" in os.environ:
             from polyad.parallel.meeting import leave_word

@@ -1,4 +1,4 @@
-"""Environment variables for libraries, set before these are imported."""
+"""Environment variables for libraries, set before their import."""
 
 import contextlib
 import ctypes
@@ -15,20 +15,20 @@ from polyad.data.files import node_folder
 
 
 def prepare_environment() -> None:
-    """Makes this process, and those it starts, quiet and able to find their tools."""
+    """Makes libraries quiet and tools available, in this process and those it starts."""
     folders = os.environ.get("PATH", "").split(os.pathsep)
     tools = str(Path(sys.executable).parent)
     if tools not in folders:
-        # torch's builder looks for ninja there, which pip puts beside the interpreter.
+        # torch's builder searches ninja in PATH, and pip installs it beside the interpreter.
         os.environ["PATH"] = os.pathsep.join([tools, *folders])
-    # Processes that are started as `python -m polyad.launch` find the same Polyad.
+    # Processes started as `python -m polyad.launch` use the same Polyad.
     root = str(Path(polyad.__file__).resolve().parent.parent)
     paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     if root not in paths:
         os.environ["PYTHONPATH"] = os.pathsep.join([*paths, root])
     os.environ.setdefault("PYTHONSAFEPATH", "1")
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else of hosts without a reverse name
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # for hosts without reverse DNS
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     _keep_compiled_code()
     if not sys.warnoptions:
@@ -38,41 +38,41 @@ def prepare_environment() -> None:
 
 
 def _keep_compiled_code() -> None:
-    """Makes torch.compile cache its code where the next start finds it; torch's default is in /tmp.
+    """Makes torch.compile's cache persistent; torch's default is in /tmp.
 
-    A home folder that several computers share would be read and written by all of their processes
-    at once, so there each keeps its own. `TORCHINDUCTOR_CACHE_DIR` names another one. What cannot
-    be made, or belongs to somebody else, is left to torch.
+    A home folder shared by several computers would be accessed by all of their processes at once,
+    so each computer has its own subfolder. `TORCHINDUCTOR_CACHE_DIR` overrides the folder. If the
+    folder cannot be created, or belongs to somebody else, torch's default is used.
     """
     caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     several = _number("WORLD_SIZE") > _number("LOCAL_WORLD_SIZE")
     with contextlib.suppress(OSError):
         folder = node_folder("compiled") if several else Path(caches) / "polyad" / "compiled"
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)  # it holds code that is run
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)  # it contains code to execute
         if os.access(folder, os.W_OK | os.X_OK):
             os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder))
 
 
 def _number(name: str, otherwise: int = 1) -> int:
-    """A variable of torchrun's, or what stands for one that is missing or wrong: others say so."""
+    """A variable from torchrun, or a default if missing or malformed (reported elsewhere)."""
     text = os.environ.get(name, "")
     return int(text) if text.isdecimal() else otherwise
 
 
 END_WITH_PARENT = "POLYAD_END_WITH_PARENT"
-"""The environment variable that says which process this one is to end with: its parent. Its number
-may be 1, in a container."""
+"""Environment variable with the number of the parent process with which this one must end. It may
+be 1, in a container."""
 
 
 def end_with_launcher() -> bool:
-    """Makes a process end when its launcher does, even if that was killed with SIGKILL.
+    """Makes a process end with its launcher, even if that is killed with SIGKILL.
 
-    That is torchrun, whose workers have sessions of their own, or another command of `polyad`. A
-    SIGKILL of it would leave them training, and writing, beside those of the next start. Linux
+    The launcher is torchrun, whose workers have their own sessions, or another `polyad` command.
+    Without this, workers would keep training and writing beside those of the next start. Linux
     only.
 
     Returns:
-        Whether one of them started this process.
+        Whether a launcher started this process.
     """
     parent = os.environ.pop(END_WITH_PARENT, None)  # must not be inherited by its children
     launched = "TORCHELASTIC_RUN_ID" in os.environ or parent is not None
@@ -80,13 +80,13 @@ def end_with_launcher() -> bool:
         return launched
     parent_death_signal = 1  # PR_SET_PDEATHSIG
     ctypes.CDLL(None).prctl(parent_death_signal, signal.SIGTERM)
-    if parent is not None and os.getppid() != int(parent):  # it ended before
+    if parent is not None and os.getppid() != int(parent):  # it has already exited
         sys.exit(128 + signal.SIGTERM)
     return launched
 
 
 def cores_here() -> int:
-    """The cores of this machine that this process may use."""
+    """The number of cores that this process may use."""
     import psutil
 
     cores = psutil.cpu_count(logical=False) or os.cpu_count() or 1
@@ -96,22 +96,22 @@ def cores_here() -> int:
 
 
 def threads_of_each(processes: int) -> int:
-    """Threads of each of several processes that share this machine's cores, unless told otherwise.
+    """The number of threads per process if several share this machine's cores, unless set.
 
     Args:
-        processes: that compute at once.
+        processes: number of processes that compute at once.
     """
     told = os.environ.get("OMP_NUM_THREADS", "")
     return int(told) if told.isdecimal() else max(1, cores_here() // processes)
 
 
 def share_cores(processes: int) -> None:
-    """Divides this machine's cores among processes that compute at once, unless told otherwise."""
+    """Divides this machine's cores among processes that compute at once, unless set otherwise."""
     os.environ.setdefault("OMP_NUM_THREADS", str(threads_of_each(processes)))
 
 
 def rank_of_process() -> int:
-    """This process's rank among those of torchrun, from the environment; 0 without it."""
+    """This process's rank from torchrun's environment; 0 without torchrun."""
     text = os.environ.get("RANK", "0")
     return int(text) if text.isdecimal() else 0
 
@@ -132,9 +132,9 @@ def processor_name() -> str:
 
 
 def bind_to_cores() -> None:
-    """Gives each process of a node with GPUs cores of its own, unless it was given some.
+    """Binds each process of a node with GPUs to its own cores, unless already bound.
 
-    torchrun starts them on all cores, where a process and its loader workers wander between
+    torchrun starts processes on all cores, so that they and their loader workers migrate between
     sockets. Linux only.
     """
     processes = _number("LOCAL_WORLD_SIZE")
@@ -152,22 +152,22 @@ GPUS = Path("/dev/nvidiactl")
 
 
 def cores_of(process: int, processes: int, cores: Sequence[frozenset[int]]) -> set[int]:
-    """The processors of one of several processes: whole cores, side by side.
+    """Returns the processors for one of several processes: whole adjacent cores.
 
     Args:
-        process: from 0.
-        processes: of the node.
-        cores: the processors of each core, in their order, which is that of sockets.
+        process: number of the process, from 0.
+        processes: number of processes on the node.
+        cores: the processors of each core, ordered by socket.
 
     Returns:
-        Nothing, if there are fewer cores than processes.
+        Processor numbers; empty if there are fewer cores than processes.
     """
     each = len(cores) // processes
     return {number for core in cores[process * each : (process + 1) * each] for number in core}
 
 
 def _physical_cores(allowed: Set[int]) -> list[frozenset[int]]:
-    """The processors of each core that are allowed."""
+    """The allowed processors of each core."""
     cores = {frozenset({number} | _siblings(number)) & allowed for number in allowed}
     return sorted(cores, key=min)
 

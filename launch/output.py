@@ -1,4 +1,4 @@
-"""What a command prints: results on standard output, everything else on standard error."""
+"""Output of commands: results on standard output, everything else on standard error."""
 
 import json
 import os
@@ -16,9 +16,9 @@ from polyad.train.results import aligned, json_value
 
 @contextmanager
 def only_results_on_stdout() -> Iterator[TextIO]:
-    """Sends to standard error whatever libraries print to standard output.
+    """Redirects to standard error what libraries print to standard output.
 
-    Works on the file descriptor, because compilers and C++ code print too.
+    Works on the file descriptor, because compilers and C++ code print, too.
 
     Yields:
         The real standard output, for the results.
@@ -37,13 +37,13 @@ def only_results_on_stdout() -> Iterator[TextIO]:
 
 @contextmanager
 def results(json_path: str | None) -> Iterator[Callable[[object, str], None]]:
-    """A context in which standard output is for results alone; see `show`.
+    """A context in which standard output is reserved for results; see `show`.
 
     Args:
-        json_path: of `--json`.
+        json_path: value of `--json`.
 
     Yields:
-        What shows a result: it takes what `json_value` takes, and the same for a person.
+        A function that shows a result, given a value for `json_value` and a text.
 
     Raises:
         UsageError: the JSON cannot be written there; no work was done.
@@ -54,12 +54,12 @@ def results(json_path: str | None) -> Iterator[Callable[[object, str], None]]:
 
 
 def pass_on(lines: IO[str], to: IO[str], prefix: str) -> None:
-    """Shows what another process says as it comes, until its end.
+    """Forwards the output of another process line by line, until its end.
 
     Args:
-        lines: of the process.
-        to: where they go; once nobody reads there, they are dropped.
-        prefix: in front of each line.
+        lines: output of the process.
+        to: destination; lines are dropped once nobody reads it.
+        prefix: prefix of each line.
     """
     for line in lines:
         with suppress(OSError, ValueError):
@@ -68,16 +68,16 @@ def pass_on(lines: IO[str], to: IO[str], prefix: str) -> None:
 
 
 def say(text: str) -> None:
-    """Shows lines on standard error."""
-    sys.stderr.write(f"{text}\n")  # at once: runs may speak meanwhile
+    """Prints lines on standard error."""
+    sys.stderr.write(f"{text}\n")  # in one write: runs may print meanwhile
     sys.stderr.flush()
 
 
 def check_json_path(path: str | None) -> None:
-    """Checks, before any work is done, that `show` will be able to write there.
+    """Checks, before any work is done, that `show` can write there.
 
     Raises:
-        UsageError: it will not.
+        UsageError: it cannot.
     """
     if path in (None, "-"):
         return
@@ -93,12 +93,12 @@ def check_json_path(path: str | None) -> None:
 
 
 def check_result_file(option: str, path: Path, suffix: str, *, dry_run: bool) -> None:
-    """Checks, before any work is done, that a file for a result can be written there.
+    """Checks, before any work is done, that a result file can be written.
 
     Args:
-        option: that names it, as `--figure`.
+        option: the option that names it, such as `--figure`.
         path: the file.
-        suffix: that it has to have, as `.svg`.
+        suffix: its required suffix, such as `.svg`.
         dry_run: whether there will be no result.
 
     Raises:
@@ -118,20 +118,20 @@ def check_result_file(option: str, path: Path, suffix: str, *, dry_run: bool) ->
 
 
 def show(result: object, table: str, json_path: str | None, stdout: TextIO) -> None:
-    """Hands over a result: the table to a person, JSON to a program.
+    """Outputs a result as a table and as JSON.
 
     Args:
-        result: what `json_value` takes.
-        table: the same for a person.
-        json_path: a file for the JSON; `-` puts it on standard output instead of the table; None
-            wants no JSON.
-        stdout: where results go.
+        result: a value for `json_value`.
+        table: the same as text.
+        json_path: a file for the JSON; `-` prints it to standard output instead of the table; None:
+            no JSON.
+        stdout: standard output for results.
     """
     text = json.dumps(json_value(result), indent=2, allow_nan=False) + "\n"
     if json_path == "-":
         stdout.write(text)
         return
-    stdout.write(table + "\n")  # first: the file may fail, and the result took long
+    stdout.write(table + "\n")  # first, since writing the file may fail
     stdout.flush()
     if json_path is not None:
         with named(Path(json_path)):
@@ -139,5 +139,5 @@ def show(result: object, table: str, json_path: str | None, stdout: TextIO) -> N
 
 
 def align(rows: Sequence[Sequence[str]]) -> str:
-    """Rows as columns: the first to the left, as names are, the others to the right, as numbers."""
+    """Aligns rows in columns: the first (names) to the left, the others (numbers) to the right."""
     return "\n".join(aligned(rows))

@@ -1,4 +1,4 @@
-"""A plan for a person: its table, and its scaling as a picture."""
+"""Output of a plan: its table, and its scaling as a figure."""
 
 import math
 from typing import Any
@@ -10,7 +10,7 @@ from polyad.train.page.template import SERIES
 from polyad.train.results import aligned
 
 EVERY = 1e-4
-"""Collectives that send a smaller share of a step's largest one are one line together."""
+"""Collectives that send less than this share of a step's largest one are combined in one line."""
 TITLES = {
     "weak": "Weak scaling (same batch per GPU)",
     "strong": "Strong scaling (same global batch)",
@@ -18,7 +18,8 @@ TITLES = {
 
 
 def table(result: dict[str, Any]) -> str:
-    """Aligned lines: what a process holds, what a step takes, and what to save how often."""
+    """Formats a plan as aligned lines: memory of a process, time of a step, and how often to
+    save."""
     unit, layout = result["unit"], result["layout"]
     of = "" if layout["device"] == "cpu-here" else "predicted, not measured: "
     lines = [
@@ -174,7 +175,7 @@ def _saving(checkpoint: dict[str, Any], seconds: float) -> list[str]:
 
 
 def _reading(reading: dict[str, Any]) -> list[str]:
-    """What one process takes that evaluates or measures, whole or block by block."""
+    """Memory and time for one process to evaluate or measure, whole or block by block."""
     fits = "" if reading["fits_whole"] else ", does not fit"
     million = duration(reading["seconds_per_million_tokens"])
     between = in_bytes(reading["between_blocks_bytes_per_million_tokens"])
@@ -226,7 +227,7 @@ def _scaling(kind: str, points: list[dict[str, Any]], unit: str) -> list[str]:
 
 
 def figure(result: dict[str, Any]) -> str:
-    """Draws throughput over the number of GPUs, both on logarithmic axes, beside the ideal.
+    """Draws throughput over the number of GPUs on logarithmic axes, with the ideal.
 
     Args:
         result: a plan with `scaling`.

@@ -1,4 +1,4 @@
-"""`polyad prepare` of text: the options of parts, the steps of one machine, and a scheduler's."""
+"""`polyad prepare` for text: options for parts, steps on one machine, and with a scheduler."""
 
 import time
 from dataclasses import dataclass, fields
@@ -18,7 +18,7 @@ SLURM = (
     *("time", "partition", "account", "qos", "job_name", "cpus_per_node", "memory_per_node"),
     *("image", "mount"),
 )
-"""Options of --via slurm, as attributes of a `SlurmJob`."""
+"""Options of --via slurm, named as attributes of a `SlurmJob`."""
 _STEPS = ("part", "begin", "join")
 _OF_PARTS = (*_STEPS, "processes", "dry_run")
 IN_PARTS = Group(
@@ -33,7 +33,7 @@ BY_SLURM = Group(
 
 @dataclass(frozen=True, kw_only=True)
 class PartsOptions:
-    """What `polyad prepare` takes of parts."""
+    """Options of `polyad prepare` for parts."""
 
     parts: Annotated[
         int | None,
@@ -119,14 +119,14 @@ class PartsOptions:
 
 
 def check_parts(asked: PartsOptions) -> None:
-    """Checks that the options of parts go together.
+    """Checks that the options for parts are consistent.
 
     Raises:
-        ValueError: with an `exit_status` of 2: they do not.
+        ValueError: with an `exit_status` of 2: they are not.
     """
     values = vars(asked)
     check_ways(values, asked.via, dict.fromkeys(SLURM, ("slurm",)))
-    # Part 0 is given, what is None or False is not.
+    # Part 0 counts as given; None and False do not.
     of_parts = [
         name for name in _OF_PARTS if values[name] is not None and values[name] is not False
     ]
@@ -153,11 +153,11 @@ def check_parts(asked: PartsOptions) -> None:
 
 
 def prepare_text(given: dict[str, Any], options: PartsOptions) -> None:
-    """Prepares text: all of it, or the step of a preparation in parts that was asked for.
+    """Prepares text, or runs one step of a preparation in parts.
 
     Args:
-        given: the options of text.
-        options: those of parts, which go together.
+        given: the options for text.
+        options: the options for parts, already checked.
     """
     from polyad.data.text.job import Asked
     from polyad.data.text.parts import ranges
@@ -166,7 +166,7 @@ def prepare_text(given: dict[str, Any], options: PartsOptions) -> None:
 
     started = time.monotonic()
     asked = {field.name: given[field.name] for field in fields(Asked)}
-    # A job that is killed at its limit loses little, and has nothing to save before.
+    # A job killed at its time limit loses little, and has nothing to save.
     job = asked_of(SlurmJob, options, signal_seconds=None)
     with only_results_on_stdout() as stdout:
         output, overwrite = given["output"], given["overwrite"]
@@ -196,7 +196,7 @@ def prepare_text(given: dict[str, Any], options: PartsOptions) -> None:
 
 
 def prepared_table(manifest: "Manifest", folder: str, seconds: float) -> str:
-    """Prepared data for a person, by split; `seconds` is what the preparation took."""
+    """Formats prepared data by split; `seconds` is the duration of the preparation."""
     from polyad.data.text.prepare import left_out_of
 
     rows: list[tuple[str, ...]] = [("split", "documents", "tokens", "words", "bytes")]
@@ -228,7 +228,7 @@ def prepared_table(manifest: "Manifest", folder: str, seconds: float) -> str:
 def _by_slurm(
     parts: "Preparation", given: dict[str, Any], options: PartsOptions, job: "SlurmJob"
 ) -> str:
-    """Writes the scripts and submits them; gives the jobs, or the commands that submit them."""
+    """Writes the scripts and submits them; returns the jobs, or the commands that submit them."""
     from polyad.launch.via.slurm import find_sbatch
     from polyad.launch.via.slurm_array import ArrayJobs
 
@@ -247,7 +247,7 @@ def _by_slurm(
 
 
 def _words(given: dict[str, Any]) -> list[str]:
-    """The options of text as words of a command line."""
+    """The options for text as words of a command line."""
     words = ["prepare"]
     for name, value in given.items():
         option = "--format" if name == "file_format" else f"--{name.replace('_', '-')}"

@@ -1,9 +1,9 @@
-"""How this process answers signals, and commands that it runs in processes of their own.
+"""Signal handling, and commands run in child processes.
 
-SIGTERM, SIGUSR1 and SIGINT end a command in order where it has no step to save: before its first
-step, in one that runs others, as a study does, and in a launcher. The loop of a training process
-has handlers of its own: `train/guard/stopping.py`. Commands in processes of their own give their
-memory back when they end; a signal is handed on to them, and they save.
+SIGTERM, SIGUSR1 and SIGINT end a command cleanly if it has no step to save: before the first step,
+in a command that runs others (such as a study), and in a launcher. The training loop has its own
+handlers: `train/guard/stopping.py`. Commands in child processes free their memory when they end;
+signals are forwarded to them, and they save.
 """
 
 import os
@@ -22,11 +22,11 @@ from polyad.launch.output import pass_on
 from polyad.train.errors import STOP_SIGNALS, stopped
 
 STOPPED = frozenset(128 + number for number in STOP_SIGNALS)
-"""Statuses of a command that a signal asked to stop."""
+"""Exit statuses of a command that was stopped by a signal."""
 LOOK_AGAIN = 0.02
-"""Seconds between two looks whether a child has ended."""
+"""Seconds between checks whether a child has ended."""
 LAST_WORDS = 5.0
-"""Seconds in which what a child said last is waited for: a process of its own may outlive it."""
+"""Seconds to wait for a child's last output, since its own child process may outlive it."""
 
 
 def stop_at_signals() -> None:
@@ -43,17 +43,16 @@ def _stop(number: int, frame: FrameType | None) -> None:
 
 
 def ignore_further_signals() -> None:
-    """Ignores further signals while the first one is carried out."""
+    """Ignores further signals while the first one is handled."""
     for number in STOP_SIGNALS:
         if signal.getsignal(number) is _stop:
             signal.signal(number, lambda number, frame: None)
 
 
 def answer_first_signal_only() -> None:
-    """Makes every handler that is set later run for the first signal only.
+    """Makes every handler that is set later run only for the first signal.
 
-    For torchrun, which ends its workers in order at the first signal, but abandons them at the
-    next.
+    For torchrun, which ends its workers cleanly at the first signal, but abandons them at the next.
     """
     received: list[int] = []
     set_handler = signal.signal
@@ -73,21 +72,21 @@ def answer_first_signal_only() -> None:
 
 
 def unblock_signals() -> None:
-    """Delivers the signals that were sent since `Children.start` began to start this process."""
+    """Delivers signals sent since `Children.start` started this process."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
 
 def polyad(*arguments: str) -> int:
-    """Runs a command and waits for it. Its output goes where this process's goes.
+    """Runs a command and waits for it; it shares this process's output.
 
-    A signal that asks this process to stop is handed to the command, which saves and ends.
+    A termination signal to this process is forwarded to the command, which saves and ends.
 
     Args:
         arguments: the command line without the program's name.
 
     Returns:
-        Its exit status, that of a shell; one of `STOPPED` if a signal came meanwhile, to this
-        process or to the command alone.
+        Its exit status, as in a shell; one of `STOPPED` if a signal came meanwhile, to this process
+        or only to the command.
     """
     with Children() as children:
         children.start(arguments, results=True)
@@ -97,20 +96,20 @@ def polyad(*arguments: str) -> int:
 
 @dataclass(frozen=True, eq=False)
 class Child:
-    """A command that runs in a process of its own."""
+    """A command in a child process."""
 
     process: subprocess.Popen[str]
     listener: threading.Thread | None
-    """Passes on what it says, where that gets a name in front."""
+    """Forwards its output, if lines get a prefix."""
 
 
 class Children:
-    """Several commands at a time, within a `with` block, at whose end none is left.
+    """Several concurrent commands, within a `with` block, at whose end none is left.
 
-    The first signal that asks this process to stop is handed to all of them, and they end by
-    themselves. A child may have been sent it already: Ctrl-C in a terminal goes to all processes
-    there, and so does what ends a job of Slurm. They are started in the thread of the block, with
-    which they would end (`polyad.launch.machine.end_with_launcher`).
+    The first termination signal to this process is forwarded to all of them, and they end by
+    themselves. A child may have received it already: Ctrl-C goes to all processes of a terminal,
+    and so does Slurm's signal at the end of a job. Children are started in the block's thread,
+    since they would end with another thread (`polyad.launch.machine.end_with_launcher`).
 
     Args:
         variables: added to their environment.
@@ -118,11 +117,11 @@ class Children:
 
     def __init__(self, variables: Mapping[str, str] | None = None) -> None:
         self.signal = 0
-        """The signal that asked this process to stop, or 0."""
+        """The termination signal that this process received, or 0."""
         self._environment = os.environ | (variables or {}) | {END_WITH_PARENT: str(os.getpid())}
         self._running: list[Child] = []
         self._not_asked: list[subprocess.Popen[str]] = []
-        """Children that were handed no signal."""
+        """Children to which no signal was forwarded."""
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> "Children":
@@ -148,14 +147,13 @@ class Children:
         results: bool = False,
         variables: Mapping[str, str] | None = None,
     ) -> Child:
-        """Starts a command. Signals wait for it until it can answer them: `unblock_signals`.
+        """Starts a command. Its signals are blocked until it can handle them: `unblock_signals`.
 
         Args:
             arguments: its command line.
-            prefix: in front of each line that it writes to standard error; empty: it has this
-                process's standard error itself.
-            results: whether what it writes to standard output is wanted.
-            variables: added to its environment, after those of all.
+            prefix: prefix of each line of its standard error; empty: it inherits this process's.
+            results: whether to keep its standard output.
+            variables: added to its environment, after those of all children.
         """
         before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # inherited by the child
         try:
@@ -170,7 +168,7 @@ class Children:
             self._not_asked.append(process)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        if self.signal:  # it came before the child existed
+        if self.signal:  # it came before the child was started
             self._ask_all(self.signal)
         listener = None
         if process.stderr is not None:
@@ -182,10 +180,10 @@ class Children:
         return child
 
     def wait(self) -> tuple[Child, int]:
-        """Waits for the first that ends, of at least one.
+        """Waits for the first child to end; there must be one.
 
         Returns:
-            It, and its exit status, that of a shell.
+            The child, and its exit status, as in a shell.
         """
         assert self._running
         while True:
@@ -203,7 +201,7 @@ class Children:
             child.listener.join(timeout=LAST_WORDS)
 
     def end_all(self) -> None:
-        """Asks all that run to save and end, and waits until they have."""
+        """Asks all running children to save and end, and waits for them."""
         self._ask_all(signal.SIGTERM)
         while self._running:
             self.wait()

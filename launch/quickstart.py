@@ -1,8 +1,8 @@
-"""`polyad quickstart`: the whole way once, from data to a score.
+"""`polyad quickstart`: a complete example from data to a score.
 
-data -> two processes train half way, and end -> two new ones go on -> a score, and a table
+data -> two processes train half way, and end -> two new ones continue -> a score, and a table
 
-One that was stopped before its end goes on where it was; after its end it begins anew.
+A quickstart that was interrupted is resumed; a finished one starts over.
 """
 
 import json
@@ -24,7 +24,7 @@ TEXT_CONFIG = Path("configs/quickstart/gpt2-smoe.yaml")
 IMAGES_CONFIG = Path("configs/quickstart/vmoe.yaml")
 DIGITS = "digits"
 LARGER = ("model.image_size=32", "model.patch_size=4", "data.augmentation.flip=true")
-"""Keys for images of other sources, as CIFAR's: digits have 8 x 8 pixels."""
+"""Keys for images from other sources such as CIFAR, since digits have 8 x 8 pixels."""
 VOCAB_SIZE = 8192
 PROCESSES = 2
 FILES = (
@@ -32,7 +32,7 @@ FILES = (
     *("stalls.txt", ".lease", ".lock", ".watch"),
 )
 FOLDERS = ("checkpoints", "collectives", "launch", "profile", "tensorboard", "wandb")
-"""What a run folder holds; a folder with anything else is not deleted."""
+"""Contents of a run folder; a folder with anything else is not deleted."""
 
 Rows = list[tuple[str, str]]
 """Names and values of the table at the end."""
@@ -50,17 +50,17 @@ class Quickstart(ABC):
     """A quickstart.
 
     Args:
-        config: of the run.
-        folder: everything is written below it.
+        config: the run's configuration.
+        folder: all output is written inside it.
         overrides: `key=value` for the configuration.
     """
 
     prepares: str
-    """What becomes what, for people."""
+    """Title: data and model, for display."""
     trains: str
-    """The model, for people."""
+    """The model, for display."""
     compares: str
-    """What the score stands beside."""
+    """Name of the baseline for the score."""
 
     def __init__(self, config: Path, folder: Path, overrides: tuple[str, ...] = ()) -> None:
         self.config, self.overrides = config, overrides
@@ -73,11 +73,11 @@ class Quickstart(ABC):
 
     @abstractmethod
     def finish(self, result: dict[str, Any], half: int) -> Rows:
-        """Compares the score, and says what came out.
+        """Compares the score with the baseline, and describes the result.
 
         Args:
-            result: what `polyad evaluate` wrote.
-            half: the step that the run went on from.
+            result: output of `polyad evaluate`.
+            half: the step from which the run was resumed.
         """
 
     def main(self) -> int:
@@ -96,13 +96,13 @@ class Quickstart(ABC):
         return 0
 
     def _next_steps(self) -> list[str]:
-        """Commands to go on with, and what each of them shows."""
+        """Commands to try next, with descriptions."""
         commands = [(what, f"{_program('polyad')} {words}") for words, what in self.next_commands()]
         return ["Next:", *(f"  {line}" for line in aligned(commands, "<"))]
 
     @abstractmethod
     def next_commands(self) -> Sequence[tuple[str, str]]:
-        """Three command lines without the program, with what each of them shows."""
+        """Three command lines without the program, with descriptions."""
 
     def _steps(self) -> Rows:
         from polyad.train.config.run import load_config
@@ -125,7 +125,7 @@ class Quickstart(ABC):
         processes = ("--processes-per-node", str(PROCESSES))
         launch = ("launch", str(self.config), *processes, *self.overrides)
         if begun < half:
-            # The learning rate is that of the whole run, so that its second half changes nothing.
+            # The schedule spans the whole run, so that resuming does not change it.
             decay = f"schedule.decay_steps={config.schedule.decay_steps or config.train.steps}"
             _run_polyad(*launch, f"train.steps={half}", decay)
         else:
@@ -151,7 +151,7 @@ class Quickstart(ABC):
         return True
 
     def _model_rows(self) -> Rows:
-        """The size of the model, and how its loss fell."""
+        """Rows with the size of the model, and how its loss fell."""
         from polyad.train.config.rules import validate
         from polyad.train.config.run import load_config
         from polyad.train.forecast.describe import describe, size_in_words
@@ -166,7 +166,7 @@ class Quickstart(ABC):
         ]
 
     def _run_rows(self, half: int, unit: str) -> Rows:
-        """What every quickstart shows of its run."""
+        """Rows about the run that every quickstart shows."""
         records = read_records(self.run)
         rate = median_rate(records, unit)
         checkpoint = self.run / "checkpoints" / f"step-{half:08d}"
@@ -181,14 +181,14 @@ class Quickstart(ABC):
 
 
 def _program(name: str) -> str:
-    """How a program of this environment is typed from here."""
+    """How to call a program of this environment from the current folder."""
     path = Path(sys.executable).parent / name
     is_here = path.is_relative_to(Path.cwd()) and shutil.which(name) != str(path)
     return os.path.relpath(path) if is_here else name
 
 
 def _routing_rows(record: dict[str, Any]) -> Rows:
-    """The routing statistics of a step; nothing of a dense model."""
+    """Rows with the routing statistics of a step; empty for a dense model."""
     rows = []
     if "routing/load_max" in record:
         busiest, unused = record["routing/load_max"], 100 * record["routing/unused"]
@@ -201,7 +201,7 @@ def _routing_rows(record: dict[str, Any]) -> Rows:
 
 
 class TextQuickstart(Quickstart):
-    """Python's standard library to a GPT-2, beside a unigram model."""
+    """Trains a GPT-2 on Python's standard library, compared with a unigram model."""
 
     prepares = "Python's standard library -> a byte-level BPE -> tokens"
     trains = "a GPT-2"
@@ -246,12 +246,12 @@ class TextQuickstart(Quickstart):
 
 
 class ImageQuickstart(Quickstart):
-    """Images to a V-MoE, beside the nearest neighbour among the training images.
+    """Trains a V-MoE on images, compared with the nearest neighbor among the training images.
 
     Args:
-        config: of the run.
-        folder: everything is written below it.
-        source: of the images, as `polyad prepare --images` takes it.
+        config: the run's configuration.
+        folder: all output is written inside it.
+        source: source of the images, as in `polyad prepare --images`.
     """
 
     trains = "a V-MoE"
@@ -305,11 +305,11 @@ class ImageQuickstart(Quickstart):
 
 
 def _run_polyad(*arguments: str) -> None:
-    """Runs a command in a process of its own, so that commands share nothing but files.
+    """Runs a command in a child process, so that commands share only files.
 
     Raises:
         StepFailed: it failed.
-        Stopped: or KeyboardInterrupt: a signal asked it or this process to stop.
+        Stopped: or KeyboardInterrupt: a signal stopped it or this process.
     """
     status = polyad(*arguments)
     if status in STOPPED:
@@ -319,11 +319,11 @@ def _run_polyad(*arguments: str) -> None:
 
 
 def step_to_go_on_from(run: Path, result: Path) -> int:
-    """The step of a run that was stopped before its end; 0 if it came there, or there is none.
+    """Returns the step of an interrupted run; 0 if it is finished, or does not exist.
 
     Args:
         run: its folder.
-        result: what the last of the quickstart's steps but one writes.
+        result: the output file of the quickstart's second to last step.
     """
     from polyad.parallel.checkpoint.keeping import complete_checkpoints
 
@@ -332,10 +332,10 @@ def step_to_go_on_from(run: Path, result: Path) -> int:
 
 
 def remove_previous_run(folder: Path) -> None:
-    """Deletes a run folder, if it is nothing else.
+    """Deletes a run folder, if it contains nothing else.
 
     Raises:
-        ConfigError: it holds something that no run writes.
+        ConfigError: it contains something that runs do not write.
     """
     from polyad.train.errors import ConfigError
 
@@ -353,10 +353,10 @@ def _say(line: str) -> None:
 
 
 def main(images: str | None = None) -> int:
-    """Runs the quickstart of text, or of images.
+    """Runs the quickstart for text, or for images.
 
     Args:
-        images: The source of images, as of `polyad prepare --images`; None: text.
+        images: The source of images, as in `polyad prepare --images`; None: text.
 
     Returns:
         The exit status.

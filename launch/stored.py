@@ -1,4 +1,4 @@
-"""`polyad checkpoint` and `polyad data verify`: what lies on the disk, and whether it is whole."""
+"""`polyad checkpoint` and `polyad data verify`: lists and verifies what is on disk."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -30,7 +30,7 @@ from polyad.parallel.checkpoint.verification import is_good, read_contents, veri
 
 Row = tuple[str, ...]
 Status = Literal["complete", "verified", "damaged", "unfinished"]
-"""complete: manifest and sizes are right; verified: every byte is; unfinished: never committed."""
+"""complete: manifest and sizes are correct; verified: every byte is; unfinished: not committed."""
 IMAGES_NOTE = "only the index was read in full; of the image files the sizes were checked"
 
 
@@ -42,7 +42,7 @@ class RefusedError(ValueError):
 
 @dataclass(frozen=True)
 class CheckpointState:
-    """A checkpoint, and its state; what cannot be read of it is None."""
+    """A checkpoint, and its state; values that cannot be read are None."""
 
     name: str
     step: int | None = None
@@ -76,13 +76,13 @@ class Checkpoints:
     checkpoints: list[CheckpointState]
 
     def text(self) -> str:
-        """The same for a person; below the table why one is damaged."""
+        """The result as text; below the table why one is damaged."""
         return _checkpoint_table(self.checkpoints)
 
 
 @dataclass(frozen=True)
 class VerifiedCheckpoints(Checkpoints):
-    """Checkpoints of which every byte was read."""
+    """Checkpoints, verified byte by byte."""
 
     seconds: float
     bytes: int
@@ -90,7 +90,7 @@ class VerifiedCheckpoints(Checkpoints):
     """Whether nothing is damaged."""
 
     def text(self) -> str:
-        """The same for a person; below the table why one is damaged, and what verifying took."""
+        """The result as text; below the table why one is damaged, and what verifying took."""
         gigabytes = self.bytes / 1e9
         rate = gigabytes / max(self.seconds, 1e-9)
         took = f"{gigabytes:,.2f} GB in {self.seconds:.1f} s, {rate:.2f} GB/s"
@@ -99,12 +99,12 @@ class VerifiedCheckpoints(Checkpoints):
 
 @dataclass(frozen=True)
 class DeletedCheckpoints:
-    """Checkpoints that were removed, as they were before."""
+    """Deleted checkpoints, with their previous state."""
 
     deleted: list[CheckpointState]
 
     def text(self) -> str:
-        """The same for a person."""
+        """The result as text."""
         return _checkpoint_table(self.deleted, ", deleted")
 
 
@@ -117,7 +117,7 @@ def _checkpoint_table(listed: Sequence[CheckpointState], after: str = "") -> str
 
 
 def list_checkpoints(folder: Path) -> Checkpoints:
-    """Lists checkpoints; manifests, sizes and small files are read, tensors are not.
+    """Lists checkpoints; reads manifests, sizes and small files, but no tensors.
 
     Args:
         folder: a run, its `checkpoints` folder, or one checkpoint.
@@ -130,7 +130,7 @@ def list_checkpoints(folder: Path) -> Checkpoints:
 
 
 def verify_checkpoints(folder: Path) -> VerifiedCheckpoints:
-    """Reads every byte of what is there and compares it with the manifests.
+    """Reads every byte of checkpoints and compares it with the manifests.
 
     Args:
         folder: a run, its `checkpoints` folder, or one checkpoint.
@@ -158,7 +158,7 @@ def verify_checkpoints(folder: Path) -> VerifiedCheckpoints:
 
 @contextmanager
 def _progress(total: int) -> Iterator[Callable[[int], None]]:
-    """Shows how many of all bytes were verified."""
+    """Shows the share of bytes verified."""
     progress = Progress()
     progress.start("verify", total)
     try:
@@ -184,10 +184,10 @@ def delete_checkpoints(paths: Sequence[Path], *, even_the_last_good: bool) -> De
 
     Args:
         paths: their folders.
-        even_the_last_good: otherwise a good one stays where it was, beside the others of its run.
+        even_the_last_good: whether to allow deleting the last good one of a run.
 
     Raises:
-        UsageError: one is no checkpoint; nothing is deleted.
+        UsageError: one is not a checkpoint; nothing is deleted.
         RefusedError: no good one would be left; nothing is deleted.
     """
     paths = list(dict.fromkeys(path.absolute() for path in paths))
@@ -262,7 +262,7 @@ class FileState:
     name: str
     bytes: int
     checked: str
-    """What it was compared with."""
+    """What it was compared to."""
     reason: str | None
     """Why it is damaged."""
     status: Literal["verified", "damaged"]
@@ -281,7 +281,7 @@ class FolderState:
 
 @dataclass(frozen=True)
 class VerifiedData:
-    """Prepared folders of which every byte was read."""
+    """Prepared folders, verified byte by byte."""
 
     folders: list[FolderState]
     seconds: float
@@ -290,7 +290,7 @@ class VerifiedData:
     """Whether nothing is damaged."""
 
     def text(self) -> str:
-        """The same for a person; below the table what could not be checked, and what it took."""
+        """The result as text; below the table what could not be checked, and what it took."""
         rows: list[Row] = [("file", "MB", "compared with", "status")]
         notes = []
         for each in self.folders:
@@ -305,10 +305,10 @@ class VerifiedData:
         return "\n".join([align(rows), *notes, took])
 
     def check(self) -> None:
-        """Ends the command with a line where something is damaged.
+        """Ends the command with a line if something is damaged.
 
         Raises:
-            DataError: something is; the first is named, and how many there are.
+            DataError: names the first damaged file, and the number of them.
         """
         reasons = [file.reason for each in self.folders for file in each.files if file.reason]
         if reasons:
@@ -319,10 +319,10 @@ class VerifiedData:
 
 
 def verify_data(folders: Sequence[str]) -> VerifiedData:
-    """Reads every byte of prepared folders, and goes on where one is damaged.
+    """Reads every byte of prepared folders, and continues if one is damaged.
 
     Raises:
-        DataError: one is no folder of prepared data; nothing was read.
+        DataError: one is not a folder of prepared data; nothing was read.
     """
     paths = list(dict.fromkeys(user_path(folder) for folder in folders))
     images = {
@@ -353,7 +353,7 @@ def verify_data(folders: Sequence[str]) -> VerifiedData:
 
 
 def _verified_folder(folder: Path, images: ImageData | None, read: Read) -> FolderState:
-    """Reads a folder of images, or of text where there are none."""
+    """Verifies a folder of images, or of text if `images` is None."""
     reports = list(verify_files(folder, read) if images is None else images.reports(read))
     note: str | None = IMAGES_NOTE
     if images is None:

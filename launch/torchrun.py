@@ -1,11 +1,12 @@
 """torchrun without its report of 40 lines when a worker fails: `python -m polyad.launch.torchrun`.
 
-The worker has already said what is wrong; what torchrun adds hides it. The status is that of the
-worker which failed first, so that bad input stays apart from a failed run. Hosts that do not meet
-are one line too.
+The worker has already reported the error, which torchrun's report would hide. The status is that of
+the worker that failed first, so that bad input is distinguished from a failed run. Hosts that
+cannot connect are also reported in one line.
 
-On one host nothing listens, as torchrun's own stores would on all interfaces: agent and
-workers meet through files in a folder that other users cannot read (`parallel/meeting.py`).
+On a single host nothing listens on the network (torchrun's own stores would, on all interfaces):
+agent and workers connect through files in a folder that other users cannot read
+(`parallel/meeting.py`).
 """
 
 import contextlib
@@ -30,25 +31,26 @@ if TYPE_CHECKING:
 
 STANDALONE = "--standalone"
 STOP_FILE = "POLYAD_STOP_FILE"
-"""The environment variable that names a file for this host's workers. Those that stop as a signal
-asked them to write its number there and end with 0, which torchrun does not take for a failure: it
-would start them again."""
+"""Environment variable with a file for this host's workers. A worker stopped by a signal writes its
+number there and exits with 0, because torchrun would take another status for a failure and restart
+it."""
 
 
 def main() -> int:
     """Runs torchrun on `sys.argv`.
 
     Returns:
-        The exit status: 0; the first failed worker's; 128 + the signal that ended it or us.
+        The exit status: 0; that of the first failed worker; or 128 + the signal that ended it or
+        us.
     """
     if END_WITH_PARENT in os.environ:
         end_with_launcher()
-    logging.disable(logging.ERROR)  # of this process alone: the workers have their own
-    # Otherwise one store serves every restart, and processes that start again find the addresses of
-    # those that ended, and cannot connect (pytorch issue 135712; seen with torch 2.13).
+    logging.disable(logging.ERROR)  # only in this process; workers have their own
+    # Otherwise one store serves all restarts, and restarted processes find the addresses of ended
+    # ones and cannot connect (pytorch issue 135712; seen with torch 2.13).
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
-    # Slurm's signal before the limit is for the workers, as SIGTERM is. The environment is how
-    # torchrun takes its options too: an older one does not know this one, and dies of the signal.
+    # Slurm's signal before the time limit is for the workers, like SIGTERM. torchrun also takes
+    # options from the environment; older versions ignore this one, and are killed by the signal.
     os.environ.setdefault("PET_SIGNALS_TO_HANDLE", "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1")
     with contextlib.ExitStack() as stack:
         try:
@@ -62,9 +64,9 @@ def main() -> int:
 
 
 def _start(folder: Path) -> int:
-    """Runs torchrun with a folder of this host's own, which ends with it."""
+    """Runs torchrun with a temporary folder of this host."""
     os.environ[STOP_FILE] = str(folder / "stop")
-    os.environ[END_WITH_PARENT] = str(os.getpid())  # of the workers
+    os.environ[END_WITH_PARENT] = str(os.getpid())  # for the workers
     words = sys.argv.index("-m") if "-m" in sys.argv else len(sys.argv)
     sys.argv[words:words] = ["--log-dir", str(folder / "logs")]  # torchrun's own would stay
     words += 2
@@ -84,11 +86,11 @@ def _is_one_host(options: Sequence[str]) -> bool:
 
 
 def _meet_in(folder: Path, words: int) -> None:
-    """Makes the agent and its workers meet through files of a private folder.
+    """Makes the agent and its workers connect through files in a private folder.
 
     Args:
         folder: the folder.
-        words: how many of `sys.argv` are torchrun's; the last of an option counts.
+        words: how many of `sys.argv` are torchrun's; the last value of an option counts.
     """
     here = [
         *("--rdzv-backend", "c10d", "--rdzv-conf", "store_type=file", "--rdzv-id", folder.name),
@@ -99,15 +101,15 @@ def _meet_in(folder: Path, words: int) -> None:
 
 
 def _meet_others(words: int, workers: "Workers") -> None:
-    """Makes this host known by its address on the network interface that was named, if one was.
+    """Announces this host by its address on the given network interface, if there is one.
 
     Args:
         words: how many of `sys.argv` are torchrun's.
-        workers: of this host.
+        workers: this host's workers.
     """
     from polyad.parallel.agents import meet_other_agents
 
-    os.environ.pop(STORE, None)  # of a run of one host that started this one
+    os.environ.pop(STORE, None)  # from a single-host run that started this one
     meet_other_agents(dict(pairwise(sys.argv[:words])).get("--rdzv-id", ""), workers)
     own = [b for a, b in pairwise(sys.argv[:words]) if a == "--local-addr"]
     is_address = bool(own) and (":" in own[-1] or own[-1].replace(".", "").isdecimal())
@@ -118,7 +120,7 @@ def _meet_others(words: int, workers: "Workers") -> None:
 
 def _run(workers: "Workers") -> int:
     try:
-        # By its name, as a command: this room imports no communication library.
+        # By name, as a command: this package imports no communication library.
         runpy.run_module("torch.distributed.run", run_name="__main__", alter_sys=True)
     except (KeyboardInterrupt, Stopped) as stop:  # before it had handlers: nothing was started
         name = "interrupted; " if isinstance(stop, KeyboardInterrupt) else ""
@@ -136,24 +138,24 @@ def _run(workers: "Workers") -> int:
 
 
 def _stopped() -> int:
-    """128 + the signal that the workers stopped for; 0 if they finished."""
+    """128 + the signal that stopped the workers; 0 if they finished."""
     with contextlib.suppress(OSError, ValueError):
         return 128 + int(Path(os.environ[STOP_FILE]).read_text(encoding="utf-8"))
     return 0
 
 
 def forget_stop() -> None:
-    """Removes the stop file of an earlier start, one worker of which failed."""
+    """Removes the stop file of an earlier start with a failed worker."""
     file = os.environ.get(STOP_FILE)
     if file:
         Path(file).unlink(missing_ok=True)
 
 
 def tell_launcher(number: int) -> bool:
-    """Tells this host's torchrun, by the stop file, that a worker stopped for a signal.
+    """Notifies this host's torchrun, by the stop file, that a worker was stopped by a signal.
 
     Returns:
-        Whether torchrun will read it: then the worker must exit with 0.
+        Whether torchrun will read it; if so the worker must exit with 0.
     """
     file = os.environ.get(STOP_FILE)
     if not file or "TORCHELASTIC_RUN_ID" not in os.environ:
@@ -175,7 +177,7 @@ def _worker_status(rank: int, failure: Any) -> int:
 
 
 def _rendezvous_status(error: Exception, workers: "Workers") -> int:
-    if workers.bad_input:  # a worker has said what is wrong; the agents of other hosts have ended
+    if workers.bad_input:  # a worker has reported the error; other hosts' agents have ended
         return 2
     options = dict(pairwise(sys.argv))
     where = options.get("--rdzv-endpoint", "--rdzv-endpoint")
@@ -199,7 +201,7 @@ def _rendezvous_status(error: Exception, workers: "Workers") -> int:
 
 if __name__ == "__main__":
     stop_at_signals()
-    # torchrun ends its workers in order at the first signal; at the next ones it would give them
-    # up, while they save.
+    # torchrun ends its workers cleanly at the first signal; at further ones it would abandon them
+    # while they save.
     answer_first_signal_only()
     sys.exit(main())

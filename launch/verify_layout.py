@@ -1,7 +1,7 @@
-"""`polyad verify-layout`: a small model of the same kind on the layout, and on one process.
+"""`polyad verify-layout`: compares a small model on the layout with one process.
 
-The command becomes torchrun on this machine. Where torchrun or Slurm started it, on several hosts,
-it is one of their processes. Rank 0 has one process compute the reference before it joins.
+The command becomes torchrun on this machine, or is one of the processes that torchrun or Slurm has
+started on several hosts. Rank 0 runs a process that computes the reference before it joins.
 """
 
 import json
@@ -31,19 +31,19 @@ OF_TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RA
 
 
 def verify_layout(config: Path, overrides: Sequence[str], processes: int) -> dict[str, Any] | None:
-    """Compares the layout of this group of processes with one process; all call it.
+    """Compares the layout of this group of processes with one process; all call this.
 
     Args:
-        config: of a run, or a folder; see `config_at`.
+        config: a run's configuration, or a folder; see `config_at`.
         overrides: `key=value`.
-        processes: in all.
+        processes: total number of processes.
 
     Returns:
-        JSON values on rank 0; None on the others.
+        JSON values on rank 0; None on other ranks.
 
     Raises:
-        ConfigError: the configuration does not fit, or is of another kind of model.
-        RunError: the one process could not compute the reference.
+        ConfigError: the configuration does not fit, or has another kind of model.
+        RunError: the reference could not be computed.
     """
     end_with_launcher()
     prepare_environment()
@@ -79,16 +79,16 @@ def _compare(small: "RunConfig", theirs: "Reference | None", place: Path) -> dic
     trained = comm.from_main(str(theirs.trial.trained) if theirs else "")
     again = save_again(small, world, Path(trained), folder)
     found = list(differences(small, ours, *theirs, Checkpoint(again))) if theirs else []
-    comm.barrier()  # the folder is removed
+    comm.barrier()  # before the folder is removed
     comm.shutdown()
     return result_of(small, world, found) if world.is_main else None
 
 
 @contextmanager
 def _shared_folder(run: Path) -> Iterator[Path]:
-    """A folder that all processes see: beside the run's where they are on several hosts."""
+    """Yields a folder shared by all processes: beside the run's if there are several hosts."""
     if os.environ.get("RANK", "0") != "0":
-        yield run  # rank 0 says which it is
+        yield run  # rank 0 determines it
         return
     one_host = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
     parent = None if one_host else run.absolute().parent
@@ -97,7 +97,7 @@ def _shared_folder(run: Path) -> Iterator[Path]:
 
 
 def _reference(small: "RunConfig", data_parallel_size: int, place: Path) -> "Reference":
-    """What one process computes, in a process of its own."""
+    """Computes the reference in a child process."""
     from polyad.train.layout.trial import Trial
     from polyad.train.layout.verify import Reference, alone
 
@@ -121,7 +121,7 @@ def _reference(small: "RunConfig", data_parallel_size: int, place: Path) -> "Ref
 
 
 def table(result: dict[str, Any]) -> str:
-    """The result for a person."""
+    """Formats the result."""
     shape = ", ".join(
         f"{name} {result[key]}"
         for name, key in (
@@ -147,10 +147,10 @@ def table(result: dict[str, Any]) -> str:
 
 
 def check(result: dict[str, Any]) -> None:
-    """Ends the command with status 1 if the layout computes something else.
+    """Ends the command with status 1 if the layout's results differ.
 
     Raises:
-        RunError: it does; the line names the first parameter.
+        RunError: they do; the line names the first parameter.
     """
     if result["equal"]:
         return
@@ -163,14 +163,14 @@ def check(result: dict[str, Any]) -> None:
 
 
 def check_processes(asked: int | None, found: int) -> int:
-    """How many processes compare.
+    """Returns the number of processes to compare.
 
     Args:
         asked: `--processes`.
-        found: as the environment says, 1 without torchrun.
+        found: number from the environment, 1 without torchrun.
 
     Raises:
-        ConfigError: they are not as many, or there is one.
+        ConfigError: the numbers differ, or there is only one process.
     """
     if asked is not None and found > 1 and asked != found:
         raise ConfigError(f"--processes: {asked} is not allowed, {found} processes were started")
@@ -193,7 +193,7 @@ def _alone(folder: Path) -> int:
 
 
 def main() -> None:
-    """Computes the reference; the only argument is the folder that holds the small config.yaml."""
+    """Computes the reference; the only argument is the folder with the small config.yaml."""
     end_with_launcher()
     prepare_environment()
     status = guard(lambda: _alone(Path(sys.argv[1])))

@@ -1,1 +1,1 @@
-"""`polyad doctor`: what would break a run on these hosts, or slow it down."""
+"""`polyad doctor`: finds what would break or slow down a run on these hosts."""

@@ -1,4 +1,4 @@
-"""What a process sees of its host: versions, devices, data, and the folder that all share."""
+"""Facts about a process's host: versions, devices, data, and the shared folder."""
 
 import contextlib
 import errno
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Device(TypedDict):
-    """The processor of a host, and the GPU of a process; what is not there has no key."""
+    """The processor of a host, and the GPU of a process; missing facts have no key."""
 
     cores: int
     load: float
@@ -31,54 +31,55 @@ class Device(TypedDict):
     gpu_memory_bytes: NotRequired[int]
     gpu_memory_free_bytes: NotRequired[int]
     throttled: NotRequired[int | None]
-    """Reasons of lowered clocks, as bits; None: the driver does not know."""
+    """Bit mask of reasons for lowered clocks; None: unknown to the driver."""
     ecc_errors: NotRequired[int | None]
     degrees: NotRequired[int | None]
     xid: NotRequired[list[str]]
 
 
 class SharedFolder(TypedDict, total=False):
-    """What files of the run's file system do between hosts."""
+    """Behavior of the run's file system between hosts."""
 
     error: str
-    """Why rank 0 cannot write there; nothing else is known then."""
+    """Why rank 0 cannot write there; nothing else is tested then."""
     seen: bool
-    """Whether this process sees what rank 0 has written."""
+    """Whether this process can read what rank 0 has written."""
     seconds: float | None
-    """How long that took."""
+    """Seconds until it could."""
     renamed: bool
     lock: str
-    """What became of a lock that rank 0 holds: `held`, `taken`, or the name of an error."""
+    """Result of taking a lock that rank 0 holds: `held`, `taken`, or the name of an error."""
     clock: float | None
-    """Seconds that the file system's clock is ahead of this host's."""
+    """Seconds by which the file system's clock is ahead of this host's."""
 
 
 class Facts(TypedDict):
-    """What one process sees; equal on every host, but for names, numbers and what is free."""
+    """Facts about one process; should be equal on all hosts, except names, numbers and free
+    space."""
 
     host: str
     node: int
     local_rank: int
     local_processes: int
     agreed: dict[str, str]
-    """What has to be the same everywhere."""
+    """Facts that must be the same everywhere."""
     data_error: str | None
     """Why data cannot be read."""
     device: Device
     folder: NotRequired[SharedFolder]
-    """The folder of the run, if one was named."""
+    """The run's folder, if given."""
 
 
 QUERY = "clocks_throttle_reasons.active,ecc.errors.uncorrected.volatile.total,temperature.gpu"
 IDLE_CLOCKS = 0x1 | 0x2
-"""Reasons of lower clocks that are no fault: nothing to do, and clocks that somebody has set."""
+"""Harmless reasons for lower clocks: an idle GPU, and clocks set by the user."""
 
 
 def facts_of(config: "RunConfig | None", world: "World") -> Facts:
-    """What this process sees; all processes call it together.
+    """Collects facts about this process; all processes call this together.
 
     Args:
-        config: of the run; None: only the machine is looked at.
+        config: the run's configuration; None: only the machine is examined.
         world: this process.
     """
     agreed, data_error = _agreed(config)
@@ -97,7 +98,7 @@ def facts_of(config: "RunConfig | None", world: "World") -> Facts:
 
 
 def named_apart(facts: Sequence[Facts]) -> list[Facts]:
-    """The same with the number of a node in its name, where several are called alike."""
+    """Adds node numbers to the names of hosts with equal names."""
     nodes: dict[str, set[int]] = {}
     for each in facts:
         nodes.setdefault(each["host"], set()).add(each["node"])
@@ -110,7 +111,7 @@ def named_apart(facts: Sequence[Facts]) -> list[Facts]:
 
 
 def _agreed(config: "RunConfig | None") -> tuple[dict[str, str], str | None]:
-    """What has to be the same everywhere, and why data cannot be read, if it cannot."""
+    """Facts that must be the same everywhere, and why data cannot be read, if so."""
     from polyad.train.config.environment import agreed_facts
     from polyad.train.tasks.registry import open_task
 
@@ -144,7 +145,7 @@ def _device(local_rank: int) -> Device:
 
 
 def _ask_driver(about: Device, local_rank: int) -> None:
-    """Adds what the driver's tool says of a GPU, where it is there and knows."""
+    """Adds facts about a GPU from the driver's tool, if available."""
     import torch
 
     with contextlib.suppress(OSError, subprocess.SubprocessError, ValueError):
@@ -164,7 +165,7 @@ def _ask_driver(about: Device, local_rank: int) -> None:
 
 
 def _xid() -> list[str]:
-    """The kernel's newest lines on faults of GPUs, where they can be read."""
+    """The kernel's newest log lines on GPU faults, if readable."""
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         done = subprocess.run(["dmesg"], capture_output=True, text=True, timeout=20, check=True)
         return [line for line in done.stdout.splitlines() if "NVRM: Xid" in line][-3:]
@@ -190,7 +191,7 @@ def _folder(config: "RunConfig", world: "World") -> SharedFolder:
 
 
 def _shared_folder(folder: Path, world: "World") -> SharedFolder:
-    """What files in a folder that rank 0 has made do between hosts; all processes call it."""
+    """Tests files in a folder created by rank 0 between hosts; all processes call this."""
     from polyad.parallel import comm
     from polyad.train.guard.run_folder import seen_in_time
 
@@ -234,13 +235,13 @@ def _close(descriptor: int | None) -> None:
 
 
 def _clock(path: Path) -> float:
-    """Seconds that the file system's clock is ahead of this host's."""
+    """Seconds by which the file system's clock is ahead of this host's."""
     path.write_text("x")
     return path.stat().st_mtime - time.time()
 
 
 def room_for(config: "RunConfig", processes: int) -> str | None:
-    """Why the run's next checkpoints do not fit; None if they do, or nobody knows their size."""
+    """Why the run's next checkpoints do not fit; None if they do, or their size is unknown."""
     from polyad.train.config.adaptation import model_of
     from polyad.train.config.plan import checkpoint_bytes
     from polyad.train.config.rules import validate

@@ -1,4 +1,4 @@
-"""From what processes have seen to what is wrong with it, and what rank 0 says of that."""
+"""Evaluates the facts of all processes, and formats the findings."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -14,26 +14,26 @@ from polyad.train.errors import RunError
 from polyad.train.results import aligned
 
 SLOW_LINK, SLOW_DEVICE = 0.5, 0.8
-"""Shares of the usual speed: slower links and devices are named."""
+"""Links and devices below these shares of the usual speed are reported."""
 CLOCKS_APART = 1.0
-"""Seconds between clocks that are worth a line."""
+"""Clock difference in seconds that is reported."""
 BUSY = 0.5
-"""Load beside ours, as a share of a host's cores."""
+"""Load by other processes that is reported, as a share of a host's cores."""
 FREE_MEMORY = 0.9
-"""The share of a GPU's memory that is free unless somebody else is on it."""
+"""Share of a GPU's memory that is free unless somebody else uses it."""
 
 
 class Finding(NamedTuple):
     """Something to know before a run."""
 
     breaks: bool
-    """Whether a run would fail of it, or compute something else."""
+    """Whether it would make a run fail, or change its results."""
     text: str
 
 
 @dataclass(frozen=True)
 class Found:
-    """What was seen on all hosts, and what is wrong with it."""
+    """Facts about all hosts, and the findings."""
 
     processes: int
     device: str
@@ -45,14 +45,14 @@ class Found:
 
 
 def examine(config: Path | None, overrides: Sequence[str]) -> Found | None:
-    """Looks at all hosts of this group of processes; all call it.
+    """Examines all hosts of this group of processes; all call this.
 
     Args:
-        config: of a run; None: the machines alone.
+        config: a run's configuration; None: only the machines.
         overrides: `key=value`.
 
     Returns:
-        What was found on rank 0; None on the others.
+        The result on rank 0; None on other ranks.
 
     Raises:
         ValueError: with an `exit_status` of 2: the configuration is wrong.
@@ -83,12 +83,12 @@ def examine(config: Path | None, overrides: Sequence[str]) -> Found | None:
 
 
 def findings(facts: Sequence[Facts], measured: Measured, room: str | None = None) -> list[Finding]:
-    """What is wrong, the worst first.
+    """Returns the problems, the worst first.
 
     Args:
-        facts: of each rank.
-        measured: of all.
-        room: why checkpoints do not fit, if they do not.
+        facts: facts of each rank.
+        measured: measurements of all.
+        room: why checkpoints do not fit, if so.
     """
     found = [
         *_differing(facts),
@@ -103,14 +103,14 @@ def findings(facts: Sequence[Facts], measured: Measured, room: str | None = None
 
 
 def _hosts(ranks: Sequence[int], facts: Sequence[Facts]) -> str:
-    """Hosts of ranks, each once; at most five by name."""
+    """Names the distinct hosts of ranks, at most five."""
     names = list(dict.fromkeys(facts[rank]["host"] for rank in ranks))
     rest = f" and {len(names) - 5} more" if len(names) > 5 else ""
     return ", ".join(names[:5]) + rest
 
 
 def _differing(facts: Sequence[Facts]) -> list[Finding]:
-    # Where data cannot be read, which is a finding of its own, nothing is known of its contents.
+    # If data cannot be read, which is a separate finding, its contents are unknown.
     good: dict[str, str] = next((each["agreed"] for each in facts if not each["data_error"]), {})
     told = [
         (each["host"], {**(good if each["data_error"] else {}), **each["agreed"]}) for each in facts
@@ -165,7 +165,7 @@ def _folder(facts: Sequence[Facts]) -> list[Finding]:
     def ranks(wrong: Callable[[SharedFolder], bool]) -> list[int]:
         return [rank for rank, each in enumerate(folders) if wrong(each)]
 
-    if len(folders) < len(facts):  # no run was named
+    if len(folders) < len(facts):  # no run was given
         return []
     if error := folders[0].get("error"):
         return [Finding(True, error)]
@@ -217,7 +217,7 @@ def _slow(facts: Sequence[Facts], measured: Measured) -> list[Finding]:
 def _slow_links(facts: Sequence[Facts], links: Sequence[Link], between: bool) -> list[Finding]:
     usual = _upper_quartile([link.bytes_per_second for link in links])
     slow = [link for link in links if link.bytes_per_second < SLOW_LINK * usual]
-    # A host with a bad adapter is one line, and not one for each other host.
+    # A host with a bad adapter gets one line, not one for each other host.
     culprits = [rank for rank in _ends(links) if 1 < _count(links, rank) == _count(slow, rank)]
     found = []
     for rank in culprits:
@@ -231,7 +231,7 @@ def _slow_links(facts: Sequence[Facts], links: Sequence[Link], between: bool) ->
 
 
 def _upper_quartile(values: Sequence[float]) -> float:
-    """The usual speed: a bad one among three hosts makes two of three links slow."""
+    """The usual speed, since one bad host of three makes two of three links slow."""
     return sorted(values)[round(0.75 * (len(values) - 1))] if values else 0.0
 
 
@@ -253,7 +253,7 @@ def _rate(bytes_per_second: float) -> str:
 
 
 def table(result: Found) -> str:
-    """The result for a person."""
+    """Formats the result."""
     ranks, measured = result.ranks, result.measured
     rows: list[tuple[str, ...]] = [("host", "processes", "device", "free", "TFLOP/s", "clock")]
     by_host: dict[str, list[int]] = {}
@@ -307,7 +307,7 @@ def check(result: Found) -> None:
     """Ends the command with status 1 if something would break a run.
 
     Raises:
-        RunError: the line says how much.
+        RunError: with the number of problems.
     """
     if result.errors:
         others = len(result.errors) - 1

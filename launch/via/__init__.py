@@ -1,1 +1,1 @@
-"""`polyad launch`: the ways to start the processes of a run."""
+"""`polyad launch`: the backends that start the processes of a run."""

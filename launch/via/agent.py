@@ -1,4 +1,4 @@
-"""One host's torchrun: the words that start its processes, and where it meets the other hosts."""
+"""One host's torchrun agent: its command line, and its rendezvous with other hosts."""
 
 import hashlib
 import os
@@ -17,22 +17,22 @@ STANDALONE = (launcher.STANDALONE,)
 
 @dataclass(frozen=True, kw_only=True)
 class Rendezvous:
-    """Where the agents of all hosts meet (torchrun's c10d rendezvous).
+    """The rendezvous of all hosts' agents (torchrun's c10d).
 
-    torchrun's static rendezvous cannot start a run again after a failure; this one can.
+    Unlike torchrun's static rendezvous, it can restart a run after a failure.
 
     Raises:
         LaunchError: a value is not a host, port or name.
     """
 
     endpoint: str | None = None
-    """HOST or HOST:PORT, the same on every host; None for a single host."""
+    """HOST or HOST:PORT, equal on all hosts; None for a single host."""
     id: str | None = None
-    """Distinguishes runs that meet at one endpoint; None: made from the run's folder."""
+    """Id that distinguishes runs at one endpoint; None: derived from the run's folder."""
     is_host: bool | None = None
     """Whether the endpoint is on this host; None: torchrun compares names and addresses."""
     local_addr: str | None = None
-    """The address by which other hosts reach this one; None: its full name."""
+    """The address at which other hosts reach this one; None: its full name."""
 
     def __post_init__(self) -> None:
         if self.endpoint is not None:
@@ -43,15 +43,15 @@ class Rendezvous:
             host_name(self.local_addr, "--local-addr")
 
     def name(self, run_folder: str) -> str:
-        """The id of the meeting.
+        """The id of the rendezvous.
 
         Args:
-            run_folder: as the configuration writes it, so that every host makes the same id of it.
+            run_folder: as written in the configuration, so that all hosts derive the same id.
         """
         return self.id or f"polyad-{hashlib.sha256(run_folder.encode()).hexdigest()[:12]}"
 
     def tell_others(self, run_folder: str, line: str) -> None:
-        """Tells the agents of other hosts why this host starts none."""
+        """Notifies other hosts' agents why this host starts none."""
         if self.endpoint is not None:
             from polyad.parallel.agents import tell_agents
 
@@ -65,7 +65,7 @@ class Rendezvous:
 
 
 def meeting_words(where: str, name: str, is_host: bool | None, local_addr: str | None) -> list[str]:
-    """torchrun's options for a meeting at HOST:PORT; None leaves one out."""
+    """Returns torchrun's options for a rendezvous at HOST:PORT; None omits an option."""
     words = ["--rdzv-backend", "c10d", "--rdzv-endpoint", where, "--rdzv-id", name]
     if is_host is not None:
         words += ["--rdzv-conf", f"is_host={str(is_host).lower()}"]
@@ -85,17 +85,17 @@ def torchrun(
     min_nodes: int | None = None,
     meeting: Sequence[str] = STANDALONE,
 ) -> list[str]:
-    """The command line that runs a host's part of a run.
+    """Returns the command line for a host's part of a run.
 
     Args:
-        config: the run's file; None: the command needs none.
+        config: the run's configuration file; None: the command needs none.
         overrides: `key=value`.
         processes_per_node: P.
-        max_restarts: how often a failure starts the processes again.
-        command: a command of `polyad`, with its options.
-        nodes: hosts in all.
-        min_nodes: hosts that are enough when others are lost; None: all.
-        meeting: torchrun's options of the rendezvous.
+        max_restarts: maximum number of restarts after failures.
+        command: a `polyad` command with its options.
+        nodes: total number of hosts.
+        min_nodes: minimum number of hosts when others are lost; None: all.
+        meeting: torchrun's options for the rendezvous.
 
     Returns:
         The words; the first is this Python.
@@ -112,8 +112,8 @@ def torchrun(
 
 
 def become(words: list[str], variables: Mapping[str, str]) -> NoReturn:
-    """Replaces this process, so that signals from a terminal reach torchrun unchanged, and its
-    exit status is that of the command.
+    """Replaces this process by a command, which then receives the terminal's signals directly and
+    determines the exit status.
     """
     os.environ.update(variables)
     sys.stdout.flush()
@@ -122,7 +122,7 @@ def become(words: list[str], variables: Mapping[str, str]) -> NoReturn:
 
 
 def become_processes(command: Sequence[str], processes: int) -> NoReturn:
-    """Replaces this process by torchrun, which runs a command of `polyad` in P processes here."""
+    """Replaces this process by torchrun, which runs a `polyad` command in P local processes."""
     prepare_environment()
     share_cores(processes)
     become(torchrun(None, (), processes, 0, command=command), {})

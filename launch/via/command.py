@@ -1,8 +1,8 @@
-"""`polyad launch`: checks a run in this process, then becomes torchrun, or has others start it.
+"""`polyad launch`: checks a run in this process, then becomes torchrun, or submits it elsewhere.
 
-local       this process becomes torchrun, alone
-torchrun    this process becomes this host's torchrun, which meets those of the other hosts
-ssh         this process starts such a torchrun on each host of a hostfile, and stays with them
+local       this process becomes torchrun, for this host alone
+torchrun    this process becomes this host's torchrun, which connects to those of other hosts
+ssh         this process starts such a torchrun on each host of a hostfile, and supervises them
 slurm       a script in the run's folder starts such a torchrun on each node of a job
 kubernetes  a manifest in the run's folder does so in each pod of a job
 """
@@ -45,33 +45,33 @@ if TYPE_CHECKING:
     from polyad.train.config.run import RunConfig
 
 TORCHRUN_GRACE = 30
-"""Seconds that torchrun waits for its processes to end before it kills them, unless told."""
+"""Seconds that torchrun by default waits for its processes to end before it kills them."""
 
 MAX_RESTARTS = {"local": 0, "torchrun": 3, "ssh": 3, "slurm": 3, "kubernetes": 3}
-"""Ways to launch, and how often each starts a run again: one killed worker can use up two."""
+"""Default number of restarts per backend: one killed worker can use up two."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """A run that shall start, before it is checked."""
+    """A run to start, not checked yet."""
 
     config: Path | None
-    """The run's file; None: `doctor` looks at machines alone."""
+    """The run's file; None: `doctor` examines only machines."""
     overrides: Sequence[str]
     """`key=value`."""
     how: LaunchOptions
     command: Sequence[str] = ("train",)
-    """The command of `polyad` that each process runs, with its options: `train` or `doctor`."""
+    """The `polyad` command that each process runs, with its options: `train` or `doctor`."""
 
     def start(self) -> int:
-        """Starts the run. Where this process becomes torchrun, it does not return.
+        """Starts the run; does not return if this process becomes torchrun.
 
         Returns:
             The exit status.
 
         Raises:
             ValueError: with an `exit_status` of 2: the run would not start. No process was started.
-            SubmissionError: Slurm or Kubernetes did not take the job.
+            SubmissionError: Slurm or Kubernetes rejected the job.
             HostsLostError: hosts were lost, and too few came back.
         """
         how = self.how
@@ -128,21 +128,21 @@ class Launch:
 
     @property
     def _shape(self) -> tuple[int, int]:
-        """Nodes, and processes of each."""
+        """The number of nodes, and of processes per node."""
         return self.how.nodes or 1, self.how.processes_per_node or 1
 
     @property
     def _file_name(self) -> str:
-        """The name of a script or a manifest, without its ending."""
+        """The name of a script or a manifest, without its suffix."""
         return "job" if self._trains else self.command[0]
 
     def _checked(self, nodes: int, processes: int, *, here: bool = True) -> "RunConfig":
-        """The configuration: of a run that can start, or of one that a command looks at.
+        """Returns the checked configuration of a run that can start, or that a command examines.
 
         Args:
-            nodes: N.
-            processes: P of each.
-            here: whether this machine sees the data and the run's folder.
+            nodes: number of nodes.
+            processes: number of processes per node.
+            here: whether this machine has access to the data and the run's folder.
         """
         from polyad.train.config.plan import plan_run
         from polyad.train.config.rules import validate
@@ -159,7 +159,7 @@ class Launch:
     def _agent(
         self, nodes: int, processes: int, meeting: Sequence[str], config: Path | None = None
     ) -> list[str]:
-        """The words of a host's agent; the configuration may have another place there."""
+        """The command line of a host's agent; the configuration may have another path there."""
         return torchrun(
             *(config or self.config, self.overrides, processes, self._restarts),
             command=self.command,
@@ -192,7 +192,8 @@ class Launch:
         become(words, variables)
 
     def _check_any_size(self, config: "RunConfig", nodes: int, processes: int) -> None:
-        """Refuses a least number of hosts where torchrun could meet with one that does not fit."""
+        """Rejects a minimum number of hosts if torchrun could start with a number that does not
+        fit."""
         least = self.how.min_nodes
         if least is None:
             return
@@ -206,7 +207,7 @@ class Launch:
                 )
 
     def _tell_others(self, rendezvous: Rendezvous, error: ValueError) -> None:
-        """Tells the hosts that wait for this one why it does not start, if its run is known."""
+        """Notifies the hosts that wait for this one why it does not start, if its run is known."""
         from polyad.train.config.run import load_config
 
         if self.config is None or self.how.dry_run:
@@ -231,7 +232,7 @@ class Launch:
         nodes, processes = self._shape
         kubectl = None if self.how.dry_run else find_kubectl()
         assert self.config is not None
-        # Data and the run's folder are on a volume of the cluster: the pods look at them.
+        # Data and the run's folder are on a volume of the cluster, where the pods check them.
         checked = self._checked(nodes, processes, here=False)
         _, *agent = self._agent(nodes, processes, (), Path(MOUNTED_CONFIG))
         text = manifest(
@@ -296,7 +297,7 @@ def _rendezvous(how: LaunchOptions) -> Rendezvous:
 
 
 def _check_least(min_nodes: int | None, nodes: int) -> int:
-    """The least number of hosts of a run; raises a LaunchError where it is more than all."""
+    """The minimum number of hosts of a run; raises a LaunchError if it exceeds the total."""
     least = nodes if min_nodes is None else min_nodes
     if not 1 <= least <= nodes:
         raise LaunchError(f"--min-nodes: {least} is not allowed; 1 to the number of hosts, {nodes}")
@@ -306,7 +307,7 @@ def _check_least(min_nodes: int | None, nodes: int) -> int:
 def _fitting_sizes(
     config: "RunConfig", nodes: int, processes: int, min_nodes: int | None
 ) -> list[int]:
-    """Numbers of hosts that the layout fits, the largest first."""
+    """Numbers of hosts that fit the layout, the largest first."""
     from polyad.parallel.dims import LayoutError
     from polyad.train.config.rules import validate
 
@@ -329,7 +330,7 @@ def interface_variables(interface: str | None) -> dict[str, str]:
     """Environment variables that bind gloo and NCCL to a network interface.
 
     Raises:
-        LaunchError: no interface can be called so.
+        LaunchError: the name is not valid for an interface.
     """
     if interface is None:
         return {}
@@ -339,9 +340,9 @@ def interface_variables(interface: str | None) -> dict[str, str]:
 
 
 def _patience(config: "RunConfig") -> dict[str, str]:
-    """Variables that make torchrun wait as long as the processes may take to save their step.
+    """Variables that make torchrun wait for as long as processes may take to save their step.
 
-    And no longer: where one is frozen, all others wait for its end.
+    It does not wait longer, since all others wait for the end of a frozen process.
     """
     wanted = math.ceil(config.monitor.grace_seconds) + 5
     return {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": f"{wanted}"} if wanted != TORCHRUN_GRACE else {}
@@ -349,7 +350,7 @@ def _patience(config: "RunConfig") -> dict[str, str]:
 
 @contextmanager
 def _naming_shape(nodes: int, processes: int) -> Iterator[None]:
-    """A layout that does not fit several nodes is said to be theirs."""
+    """A context that adds the number of nodes to errors about a layout that does not fit."""
     from polyad.parallel.dims import LayoutError
 
     try:

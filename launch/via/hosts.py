@@ -1,8 +1,8 @@
-"""Hosts, and text for them, for a shell or a scheduler: names are checked, all else is quoted.
+"""Hosts, and text for shells and schedulers: names are checked, everything else is quoted.
 
-Words of a command line are quoted (`command_line`). Names that are read by something else than a
-shell, as in `#SBATCH` lines, cannot be quoted and have to look as they should. A hostfile has a
-host and its processes in each line, as DeepSpeed and MPI write them.
+Words of a command line are quoted (`command_line`). Names outside a shell, as in `#SBATCH` lines,
+cannot be quoted and must match a pattern. A hostfile has a host and its processes in each line, as
+in DeepSpeed and MPI.
 """
 
 import ipaddress
@@ -16,7 +16,7 @@ from polyad.train.errors import shown
 
 MAX_PORT = 65535
 DEFAULT_PORT = 29400
-"""Where torchrun's c10d rendezvous listens if nothing else is said."""
+"""Default port of torchrun's c10d rendezvous."""
 
 _LABEL = re.compile(r"[A-Za-z0-9]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?")
 _INTERFACE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,14}")
@@ -28,7 +28,7 @@ _SLOTS = re.compile(r"slots=([0-9]{1,5})")
 
 
 class LaunchError(ValueError):
-    """An option of `polyad launch` that cannot be used."""
+    """An invalid option of `polyad launch`."""
 
     exit_status = 2
 
@@ -38,13 +38,13 @@ def host_name(text: str, option: str) -> str:
 
     Args:
         text: a name of RFC 1123 labels (section 2.1), or an IPv4 or IPv6 address without brackets.
-        option: whose value it is, for the error.
+        option: the option, for the error.
 
     Returns:
         The text, unchanged.
 
     Raises:
-        LaunchError: it is neither, as anything is that a shell or `ssh` would read otherwise.
+        LaunchError: it is neither, such as anything with a meaning for a shell or `ssh`.
     """
     if ":" in text and "%" not in text:
         try:
@@ -64,7 +64,7 @@ def endpoint(text: str, option: str) -> str:
 
     Args:
         text: the endpoint.
-        option: whose value it is, for the error.
+        option: the option, for the error.
 
     Returns:
         HOST:PORT.
@@ -94,12 +94,12 @@ def _port(text: str | None, option: str) -> int:
 
 
 def interface_name(text: str, option: str) -> str:
-    """Checks the name of a network interface: at most 15 characters, as Linux has it."""
+    """Checks the name of a network interface: at most 15 characters, as in Linux."""
     return _matching(_INTERFACE, text, option, "letters, digits, and _.- inside, at most 15")
 
 
 def plain_name(text: str, option: str) -> str:
-    """Checks a name that stands unquoted, as a partition's, an account's or a job's."""
+    """Checks a name that is used unquoted, such as a partition's, an account's or a job's."""
     return _matching(_NAME, text, option, "letters, digits, _, and .+- inside, at most 64")
 
 
@@ -109,7 +109,7 @@ def image_name(text: str) -> str:
 
 
 def mount_path(text: str) -> str:
-    """Checks the value of `--mount`: an absolute path that needs no quotes anywhere."""
+    """Checks the value of `--mount`: an absolute path that never needs quotes."""
     return _matching(_MOUNT, text, "--mount", "an absolute path of letters, digits, _.-")
 
 
@@ -120,14 +120,14 @@ def _matching(pattern: re.Pattern[str], text: str, option: str, allowed: str) ->
 
 
 def command_line(words: Sequence[str], environment: Mapping[str, str] | None = None) -> str:
-    """A command that can be pasted into a shell.
+    """Returns a command that can be pasted into a shell.
 
     Args:
-        words: of the command; any text.
+        words: the command's words; any text.
         environment: variables that it needs.
 
     Returns:
-        One command; each word is quoted where it has to be.
+        One command, with words quoted where necessary.
     """
     assigned = [f"{name}={value}" for name, value in (environment or {}).items()]
     return shlex.join([*(["env", *assigned] if assigned else []), *words])
@@ -139,14 +139,14 @@ class HostSlots:
 
     host: str
     slots: int | None
-    """Processes that it has room for; None where the line does not say."""
+    """Number of processes that it can run; None if not given."""
 
 
 def read_hostfile(path: Path) -> list[HostSlots]:
-    """Reads a hostfile: lines of `HOST [slots=N]`; `#` begins a comment.
+    """Reads a hostfile: lines of `HOST [slots=N]`; `#` starts a comment.
 
     Raises:
-        LaunchError: it cannot be read, has no host, one twice, or a line that is none.
+        LaunchError: it cannot be read, has no hosts, a duplicate, or a malformed line.
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -183,16 +183,16 @@ def _slots(words: list[str], where: str) -> int | None:
 def chosen_hosts(
     hosts: list[HostSlots], path: Path, nodes: int | None, processes_per_node: int | None
 ) -> tuple[list[str], int]:
-    """The hosts of a run, and how many processes each of them has.
+    """Returns the hosts of a run, and the number of processes per host.
 
     Args:
-        hosts: of the file.
+        hosts: the hosts in the file.
         path: the file, for errors.
-        nodes: the first so many of them; None: all.
+        nodes: number of hosts to use, from the first; None: all.
         processes_per_node: None: the slots.
 
     Raises:
-        LaunchError: there are fewer hosts, or slots, or slots differ and nobody says how many.
+        LaunchError: there are fewer hosts or slots, or slots differ and no number is given.
     """
     if nodes is not None and nodes > len(hosts):
         raise LaunchError(f"--nodes: {nodes} is not allowed; {path} names only {len(hosts)} hosts")

@@ -1,8 +1,8 @@
 """`polyad launch --via kubernetes`: an Indexed Job of torchrun agents, and a headless Service.
 
-The manifest carries the configuration as a ConfigMap, so that an image with Polyad and a volume
-with data and runs are all that the cluster needs. Kubernetes replaces pods that die; the agents
-meet again, and the run continues from its newest checkpoint.
+The manifest contains the configuration as a ConfigMap, so that the cluster needs only an image with
+Polyad and a volume with data and runs. Kubernetes replaces pods that die; the agents reconnect, and
+the run continues from its newest checkpoint.
 """
 
 import re
@@ -21,38 +21,38 @@ MAX_JOB_NAME = 52
 """A pod's host name is the job's with `-` and its number, and has at most 63 characters."""
 MOUNTED_CONFIG = "/etc/polyad/run.yaml"
 GRACE_SLACK = 15
-"""Seconds that agents have to end after their processes have."""
+"""Seconds for agents to end after their processes."""
 KILLED_BY_INPUT = 2
-"""Exit status that no new pod would change."""
+"""Exit status that a new pod would not change."""
 
-# A Service's name begins with a letter (RFC 1035), and Job and ConfigMap have the same; other names
-# may begin with a digit (RFC 1123), and a claim's is several of these with dots between them.
+# A Service's name starts with a letter (RFC 1035), and Job and ConfigMap share it; other names may
+# start with a digit (RFC 1123), and a claim's consists of several of these separated by dots.
 _SERVICE = re.compile(r"[a-z]([a-z0-9-]*[a-z0-9])?")
 _LABEL = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?")
 _SUBDOMAIN = re.compile(rf"{_LABEL.pattern}(\.{_LABEL.pattern})*")
-# What kubectl says of a Job that is there: it cannot be changed, or it was not.
+# kubectl's messages about an existing Job: it cannot be changed, or was not changed.
 _JOB = re.compile(r"Job(?:\.batch)? \"?([a-z0-9-]+)")
 _UNCHANGED = re.compile(r"^job\.batch/(\S+) unchanged", re.MULTILINE)
 
 
 @dataclass(frozen=True, kw_only=True)
 class KubernetesJob:
-    """What is asked of a cluster.
+    """A job for a cluster.
 
     Raises:
-        LaunchError: a value that does not look as Kubernetes wants it.
+        LaunchError: a value is not valid for Kubernetes.
     """
 
     image: str | None = None
-    """With Polyad installed, as the recipe in `docs/cluster/` makes it."""
+    """Image with Polyad installed, as built by the recipe in `docs/cluster/`."""
     claim: str | None = None
-    """A PersistentVolumeClaim that all pods write to, with the data and the run's folder."""
+    """A PersistentVolumeClaim shared by all pods, with the data and the run's folder."""
     mount: str = "/polyad"
-    """Where the claim stands in a pod; relative paths of the configuration are relative to it."""
+    """Mount point of the claim in a pod, to which relative paths in the configuration refer."""
     namespace: str | None = None
-    """None: that of kubectl's context."""
+    """None: the namespace of kubectl's context."""
     job_name: str | None = None
-    """None: made from the name of the run's folder."""
+    """None: derived from the name of the run's folder."""
     gpus_per_node: int | None = None
     cpus_per_node: int | None = None
     memory_per_node: str | None = None
@@ -86,7 +86,7 @@ class KubernetesJob:
             )
 
     def resources(self) -> dict[str, Any]:
-        """Limits of a pod, which are what it asks for as well."""
+        """A pod's limits, which are also its requests."""
         limits: dict[str, Any] = {}
         if self.cpus_per_node is not None:
             limits["cpu"] = self.cpus_per_node
@@ -109,18 +109,18 @@ def manifest(
     restarts: int,
     grace_seconds: float,
 ) -> str:
-    """The manifest: a Service, a ConfigMap and a Job.
+    """Returns the manifest: a Service, a ConfigMap and a Job.
 
     Args:
-        folder: the run's, as the configuration names it.
-        job: what is asked for.
-        config_text: the configuration's file.
-        agent: torchrun's words after Python, without a meeting; the file is `MOUNTED_CONFIG`.
-        nodes: N pods.
+        folder: the run's folder, as in the configuration.
+        job: the job.
+        config_text: content of the configuration file.
+        agent: torchrun's words after Python, without a rendezvous; the file is `MOUNTED_CONFIG`.
+        nodes: number of pods.
         processes_per_node: P.
-        variables: for the environment of all processes.
+        variables: environment variables of all processes.
         restarts: how often each pod may be replaced.
-        grace_seconds: that the processes may take to save their step.
+        grace_seconds: maximum time for the processes to save their step.
 
     Raises:
         LaunchError: there are fewer GPUs than processes.
@@ -132,7 +132,7 @@ def manifest(
     if job.namespace is not None:
         about["namespace"] = job.namespace
     service = {
-        "clusterIP": "None",  # headless: each pod has a name of its own
+        "clusterIP": "None",  # headless: each pod has its own name
         "publishNotReadyAddresses": True,  # agents meet before a pod counts as ready
         "selector": labels,
         "ports": [{"name": "rendezvous", "port": DEFAULT_PORT}],
@@ -140,7 +140,7 @@ def manifest(
     pod = _pod(name, job, agent, {**_cores(job, processes_per_node), **variables})
     pod["terminationGracePeriodSeconds"] = int(grace_seconds) + 5 + GRACE_SLACK
     bad_input = {"containerName": "polyad", "operator": "In", "values": [KILLED_BY_INPUT]}
-    drained = [{"type": "DisruptionTarget", "status": "True"}]  # or taken by another job
+    drained = [{"type": "DisruptionTarget", "status": "True"}]  # or preempted by another job
     work = {
         "completionMode": "Indexed",
         "completions": nodes,
@@ -164,7 +164,7 @@ def manifest(
 
 
 def _cores(job: KubernetesJob, processes: int) -> dict[str, str]:
-    """What the script in each pod divides; without a limit it counts the cores of the node."""
+    """Cores for the script in each pod to divide; without a limit it counts the node's cores."""
     known = {} if job.cpus_per_node is None else {"POLYAD_CORES": str(job.cpus_per_node)}
     return {"POLYAD_PROCESSES": str(processes), **known}
 
@@ -174,7 +174,7 @@ def _pod(
 ) -> dict[str, Any]:
     values = {
         "POLYAD_SERVICE": name,
-        # Folders of the volume may be called as Polyad's packages.
+        # Folders on the volume may have the same names as Polyad's packages.
         "PYTHONSAFEPATH": "1",
         **variables,
     }
@@ -199,7 +199,7 @@ def _pod(
         "volumes": [
             {"name": "work", "persistentVolumeClaim": {"claimName": job.claim}},
             {"name": "config", "configMap": {"name": name}},
-            {"name": "memory", "emptyDir": {"medium": "Memory"}},  # NCCL's and the loader's
+            {"name": "memory", "emptyDir": {"medium": "Memory"}},  # for NCCL and the loader
         ],
     }
 
@@ -217,12 +217,12 @@ exec python "${@:1:2}" --rdzv-backend c10d \\
 
 
 def _literal(text: str) -> str:
-    """A text in which Kubernetes replaces no `$(NAME)` by a variable."""
+    """Escapes `$(NAME)`, so that Kubernetes does not substitute variables."""
     return text.replace("$(", "$$(")
 
 
 def _job_name(folder: str) -> str:
-    """A name that a Service may have, from that of the run's folder."""
+    """A valid Service name, derived from the run's folder."""
     name = re.sub(r"[^a-z0-9-]", "-", Path(folder).name.lower()).strip("-")
     if name[:1].isdigit():
         name = f"run-{name}"
@@ -230,16 +230,16 @@ def _job_name(folder: str) -> str:
 
 
 def find_kubectl() -> str:
-    """The path of `kubectl`; raises a LaunchError where there is none."""
+    """Returns the path of `kubectl`; raises a LaunchError if there is none."""
     return find_program("kubernetes", "kubectl", "add --dry-run to write the manifest alone")
 
 
 def apply(file: str, kubectl: str, namespace: str | None = None) -> str:
-    """Gives a manifest to the cluster of kubectl's context; see `hand_in`.
+    """Applies a manifest in kubectl's context; see `hand_in`.
 
     Raises:
-        SubmissionError: it was not taken, or a Job of this name is there, running or ended, which
-            is not started a second time.
+        SubmissionError: it was rejected, or a Job of this name exists (running or ended), which is
+            not restarted.
     """
 
     def reason(said: str) -> str:

@@ -1,4 +1,4 @@
-"""The options of `polyad launch` and `polyad doctor`: how processes are started, and where."""
+"""Options of `polyad launch` and `polyad doctor`: how and where to start processes."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -21,7 +21,7 @@ ONLY_FOR: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("claim", "namespace"), ("kubernetes",)),
     **dict.fromkeys(("image", "mount"), BATCH),
 }
-"""Options, and the ways to launch that they are of."""
+"""Options, and the backends to which they apply."""
 
 LIMIT = Argument("time limit of a job, for example 24:00:00 or 2-12 (days-hours)", "LIMIT")
 PARTITION = Argument("Slurm partition", "NAME")
@@ -40,7 +40,7 @@ KUBERNETES = Group("--via kubernetes")
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchOptions:
-    """How processes are started; options of a way that is not taken have to stay away."""
+    """How to start processes; options of other backends are not allowed."""
 
     processes_per_node: Annotated[
         int | None,
@@ -200,12 +200,12 @@ class LaunchOptions:
 def check_ways(
     values: Mapping[str, Any], via: str, only_for: Mapping[str, tuple[str, ...]]
 ) -> None:
-    """Refuses options of other ways to launch.
+    """Rejects options of other backends.
 
     Args:
-        values: of the options, by name; None was not given.
-        via: the way that is taken.
-        only_for: options, and the ways that they are of.
+        values: values of the options by name; None: not given.
+        via: the backend in use.
+        only_for: options, and the backends to which they apply.
 
     Raises:
         LaunchError: one was given.
@@ -220,11 +220,11 @@ def check_ways(
 
 
 def asked_of(kind: Callable[..., Way], options: object, **more: Any) -> Way:
-    """What is asked of one way to launch.
+    """Makes the options of one backend.
 
     Args:
-        kind: a dataclass, some of whose fields are called as options.
-        options: of a command; those that are None were not given.
+        kind: a dataclass, some of whose fields are named like options.
+        options: a command's options; None: not given.
         more: other fields.
     """
     given = {name: value for name, value in vars(options).items() if value is not None}

@@ -1,11 +1,11 @@
-"""`python -m polyad.launch.via.remote`: the end of an SSH connection at which a host's agent runs.
+"""`python -m polyad.launch.via.remote`: the remote end of an SSH connection, with a host's agent.
 
-What it shall do comes as JSON in the first line of standard input, so that a remote shell reads no
-word of a user, and no variable shows in a list of processes. The lines after it are signals to hand
-on and signs of life. The agent ends with its connection: a host that the launcher cannot reach any
-more does not train on beside those that took over.
+Its task is sent as JSON in the first line of standard input, so that no user text passes through
+the remote shell, and no variables show up in process lists. Further lines are signals to forward
+and heartbeats. The agent ends with its connection, so that a host that the launcher cannot reach
+does not continue training beside those that took over.
 
-It imports neither torch nor what describes a run: a host answers in a fraction of a second.
+It imports neither torch nor configurations, so that a host answers in a fraction of a second.
 """
 
 import contextlib
@@ -27,21 +27,21 @@ from polyad.data.files import digest_of
 from polyad.train.errors import STOP_SIGNALS
 
 BEAT = 5.0
-"""Seconds between two signs of life."""
+"""Seconds between two heartbeats."""
 SILENCE = 30.0
-"""Seconds without one after which the agent is ended."""
+"""Seconds without a heartbeat after which the agent is ended."""
 TERMINATION = 5.0
-"""Seconds that an agent which lost its launcher has between SIGTERM and SIGKILL."""
+"""Seconds between SIGTERM and SIGKILL for an agent that lost its launcher."""
 AGENT_KILLED = 254
-"""The status where a signal that nobody here sent ended the agent, as Linux does where memory runs
-out. Its workers end with it."""
+"""Exit status if the agent was killed by a signal from elsewhere, such as Linux's out-of-memory
+killer. Its workers end with it."""
 
 
 def main() -> int:
-    """Does what the first line says.
+    """Executes the task in the first line.
 
     Returns:
-        The exit status: as `Agent.watch` has it.
+        The exit status, as in `Agent.watch`.
     """
     task = json.loads(sys.stdin.readline() or "{}")
     if task.get("do") == "look":
@@ -58,22 +58,23 @@ def main() -> int:
 
 @dataclass(frozen=True)
 class Look:
-    """What a host says of itself before anything starts."""
+    """Facts that a host reports before anything starts."""
 
     name: str
     machine: str
     own_addresses: list[str]
     endpoint_addresses: list[str]
-    """The addresses of the first host, where the agents meet, as this one knows them."""
+    """The addresses of the first host (the rendezvous), as resolved on this one."""
     port_free: bool
     digests: dict[str, str | None]
-    """The digests of files; None where one cannot be read."""
+    """Digests of files; None if a file cannot be read."""
     agents: list[str]
-    """The meetings (torchrun's --rdzv-id) that agents on it are in."""
+    """The rendezvous (torchrun's --rdzv-id) of agents running on it."""
 
 
 def look(endpoint: str, port: int, files: Sequence[str]) -> Look:
-    """Looks at this host; the agents meet at a port of the endpoint, and need the files."""
+    """Collects facts about this host; agents connect at a port of the endpoint, and need the
+    files."""
     name = socket.gethostname()
     return Look(
         name=name,
@@ -87,7 +88,7 @@ def look(endpoint: str, port: int, files: Sequence[str]) -> Look:
 
 
 def _machine() -> str:
-    """What two names of one machine have in common: its start, and its network."""
+    """Identifies a machine with several names, by its boot and its network."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     with contextlib.suppress(OSError):
         return f"{boot.read_text().strip()} {os.readlink('/proc/self/ns/net')}"
@@ -125,7 +126,7 @@ def _agents() -> list[str]:
 
 
 def digests(files: Sequence[str]) -> dict[str, str | None]:
-    """The digest of each file; None where it cannot be read."""
+    """The digest of each file; None if it cannot be read."""
     found: dict[str, str | None] = {}
     for file in files:
         found[file] = None
@@ -135,12 +136,12 @@ def digests(files: Sequence[str]) -> dict[str, str | None]:
 
 
 class Agent:
-    """A host's torchrun, which lives as long as its launcher is heard.
+    """A host's torchrun, which runs as long as its launcher sends heartbeats.
 
     Args:
         words: the command.
         variables: added to the environment.
-        processes: workers that it will start, among which this host's cores are divided.
+        processes: number of workers, among which this host's cores are divided.
     """
 
     def __init__(self, words: Sequence[str], variables: Mapping[str, str], processes: int) -> None:
@@ -149,7 +150,7 @@ class Agent:
         os.environ.update(variables)
         prepare_environment()
         share_cores(processes)
-        # A session of its own: what the connection's end sends to this one reaches it in order.
+        # Its own session: signals at the end of the connection reach it only through this process.
         self._process = subprocess.Popen(
             [sys.executable, *words],
             stdin=subprocess.DEVNULL,
@@ -159,11 +160,11 @@ class Agent:
         self._lines: queue.Queue[str] = queue.Queue()
 
     def watch(self) -> int:
-        """Hands signals on until the agent ends, or the launcher is not heard any more.
+        """Forwards signals until the agent ends, or the launcher is silent.
 
         Returns:
-            The agent's status, 128 + n where a signal that asks it to end came too early for it;
-            `AGENT_KILLED` where another signal ended it; 1 without a launcher.
+            The agent's status; 128 + n if a termination signal came before its handlers were set;
+            `AGENT_KILLED` if another signal ended it; 1 without a launcher.
         """
         threading.Thread(target=self._read, daemon=True).start()
         heard = time.monotonic()
@@ -175,7 +176,7 @@ class Agent:
                     return self._abandon()
                 continue
             heard = time.monotonic()
-            if not line:  # the connection has ended
+            if not line:  # the connection has closed
                 return self._abandon()
             word, _, number = line.strip().partition(" ")
             if word == "signal" and number.isdecimal():

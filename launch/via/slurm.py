@@ -1,7 +1,7 @@
 """`polyad launch --via slurm`: a batch script in the run's folder, and its submission.
 
-The script is bash. Words of commands are quoted with shlex; `#SBATCH` lines are read by Slurm and
-not by a shell, so what stands in them has to match a strict pattern.
+The script is bash. Words of commands are quoted with shlex; `#SBATCH` lines are parsed by Slurm,
+not by a shell, so their content must match a strict pattern.
 """
 
 import os
@@ -16,7 +16,7 @@ from polyad.launch.via.hosts import LaunchError, image_name, mount_path, plain_n
 from polyad.launch.via.submission import check_gpus, find_program, hand_in, launch_folder
 
 SIGNAL_SLACK = 60
-"""Slurm may send the signal so many seconds earlier than asked (man sbatch, --signal)."""
+"""Slurm may send the signal this many seconds early (man sbatch, --signal)."""
 MOST_SIGNAL_SECONDS = 65535
 """The longest time that Slurm accepts (man sbatch, --signal)."""
 
@@ -34,11 +34,11 @@ class SlurmJob:
     """The resources of a job; None leaves the cluster's default.
 
     Raises:
-        LaunchError: a value that does not look as Slurm wants it.
+        LaunchError: a value is not valid for Slurm.
     """
 
     time: str | None = None
-    """Limit of the job: MINUTES, HOURS:MINUTES:SECONDS, DAYS-HOURS and so on."""
+    """Time limit of the job: MINUTES, HOURS:MINUTES:SECONDS, DAYS-HOURS and so on."""
     partition: str | None = None
     account: str | None = None
     qos: str | None = None
@@ -49,13 +49,13 @@ class SlurmJob:
     memory_per_node: str | None = None
     """With a unit, K, M, G or T; 0 is all memory."""
     signal_seconds: int | None = 120
-    """Seconds before the limit at which the job goes back into the queue; None: it does not."""
+    """Seconds before the time limit at which the job is requeued; None: never."""
     image: str | None = None
-    """A container: an image or `.sqsh` file for pyxis, or a `.sif` file for Apptainer; None: what
-    runs this program runs on the nodes."""
+    """A container: an image or `.sqsh` file for pyxis, or a `.sif` file for Apptainer; None: this
+    program's Python runs on the nodes."""
     mount: str | None = None
-    """The folder that the container has at the same path, with the configuration, the data and the
-    run's folder; None: the one in which the job is submitted."""
+    """The folder mounted at the same path in the container, with the configuration, the data and
+    the run's folder; None: the folder in which the job is submitted."""
 
     def __post_init__(self) -> None:
         for name in ("partition", "account", "qos", "job_name"):
@@ -86,13 +86,13 @@ class SlurmJob:
         self._check_time()
 
     def container(self, workplace: str) -> tuple[list[str], list[str]]:
-        """Options of srun and a command before the agent that put it into the container.
+        """Returns options of srun and a command prefix that run the agent in the container.
 
         Args:
             workplace: the folder in which the agent works.
 
         Raises:
-            LaunchError: the container would not have that folder, or its path cannot be given.
+            LaunchError: the container would not have that folder, or its path is not valid.
         """
         if self.image is None:
             return [], []
@@ -113,17 +113,17 @@ class SlurmJob:
             return
         limit = seconds(self.time)
         if self.signal_seconds is not None and limit <= self.signal_seconds + SIGNAL_SLACK:
-            # The signal would come at once, and again in each job that follows.
+            # The signal would come at once, and again in each following job.
             raise LaunchError(
                 f"--time: {self.time} is {limit} s; more than --signal-seconds "
                 f"{self.signal_seconds} + {SIGNAL_SLACK} s is needed"
             )
 
     def check_grace(self, grace_seconds: float) -> None:
-        """Raises a LaunchError where the run may take longer to save than the signal leaves it.
+        """Raises a LaunchError if saving may take longer than the time after the signal.
 
         Args:
-            grace_seconds: from the signal to the end of a process, `monitor.grace_seconds`.
+            grace_seconds: time from the signal to the end of a process, `monitor.grace_seconds`.
         """
         if self.signal_seconds is not None and self.signal_seconds < grace_seconds:
             raise LaunchError(
@@ -132,13 +132,13 @@ class SlurmJob:
             )
 
     def directives(self, name: str, nodes: int, output: str, array: str | None = None) -> list[str]:
-        """The `#SBATCH` lines.
+        """Returns the `#SBATCH` lines.
 
         Args:
-            name: what the job is called, unless it has a name.
-            nodes: N.
-            output: the file that it writes to, a checked path.
-            array: numbers of the tasks of a job array.
+            name: default name of the job.
+            nodes: number of nodes.
+            output: its output file, a checked path.
+            array: task numbers of a job array.
         """
         asked: dict[str, object] = {
             "job-name": self.job_name or name,
@@ -154,16 +154,16 @@ class SlurmJob:
             "qos": self.qos,
             "signal": self.signal_seconds and f"B:USR1@{self.signal_seconds}",
             "output": output,
-            "open-mode": "append",  # a job that starts again goes on in its file
+            "open-mode": "append",  # a requeued job appends to its file
         }
         lines = [f"#SBATCH --{key}={value}" for key, value in asked.items() if value is not None]
         if self.cpus_per_node is None:
-            lines.append("#SBATCH --exclusive")  # else a node gives one core to a task
+            lines.append("#SBATCH --exclusive")  # else each task gets only one core
         return [*lines, "#SBATCH --requeue"]
 
 
 def seconds(text: str) -> int:
-    """Seconds of a time as `sbatch --time` takes it.
+    """Parses a time in the format of `sbatch --time`, in seconds.
 
     Raises:
         LaunchError: it is not a time.
@@ -188,25 +188,25 @@ def script_text(
     processes_per_node: int,
     variables: Mapping[str, str],
 ) -> str:
-    """The batch script.
+    """Returns the batch script.
 
     Args:
-        folder: the run's.
-        job: what it asks of Slurm.
+        folder: the run's folder.
+        job: the job's resources.
         agent: torchrun's command without a rendezvous, which only the job knows.
-        nodes: N.
+        nodes: number of nodes.
         processes_per_node: P.
-        variables: for the environment of all processes.
+        variables: environment variables of all processes.
 
     Raises:
-        LaunchError: the folder has a name that cannot stand in a `#SBATCH` line, or there are fewer
-            GPUs than processes.
+        LaunchError: the folder's name is not valid in a `#SBATCH` line, or there are fewer GPUs
+            than processes.
     """
     check_gpus(job.gpus_per_node, processes_per_node)
     place = directive_path(launch_folder(folder), "run.folder")
     directives = job.directives(job_name(folder.absolute().name), nodes, f"{place}/slurm-%j.out")
     exports = [f"export {name}={shlex.quote(value)}" for name, value in variables.items()]
-    # srun does not ask for what the job has.
+    # srun does not inherit this from the job.
     cpus = job.cpus_per_node or '"${SLURM_CPUS_ON_NODE:-1}"'
     options, inside = job.container(os.getcwd())
     python = agent[0] if job.image is None else "python"
@@ -223,9 +223,9 @@ def script_text(
 
 
 def python_path(image: str | None) -> list[str]:
-    """Lines of a script that make Python, in a container if there is an image, find Polyad.
+    """Returns script lines with which Python finds Polyad, in a container if there is an image.
 
-    Files of the workplace may be called as Polyad's packages.
+    Files in the working folder may have the same names as Polyad's packages.
     """
     root = shlex.quote(str(Path(polyad.__file__).resolve().parent.parent))
     here = [] if image else [f'export PYTHONPATH="${{PYTHONPATH:+$PYTHONPATH:}}"{root}']
@@ -233,10 +233,10 @@ def python_path(image: str | None) -> list[str]:
 
 
 def directive_path(launch_folder: Path, option: str) -> str:
-    """The folder of launch files in the one that an option names, for an `#SBATCH` line.
+    """Returns the path of a folder of launch files for an `#SBATCH` line.
 
     Raises:
-        LaunchError: it has characters that Slurm would read otherwise.
+        LaunchError: it has characters with a meaning for Slurm.
     """
     place = str(launch_folder)
     if not _DIRECTIVE_PATH.fullmatch(place):
@@ -248,7 +248,7 @@ def directive_path(launch_folder: Path, option: str) -> str:
 
 
 def job_name(folder: str) -> str:
-    """The name of a job, made from that of a folder."""
+    """The name of a job, derived from a folder's."""
     return re.sub(r"[^A-Za-z0-9_.+-]", "-", folder)[:64].lstrip(".+-") or "polyad"
 
 
@@ -319,7 +319,7 @@ exec "${@:1:3}" --rdzv-backend c10d --rdzv-endpoint "$POLYAD_ENDPOINT" \\
 
 
 def find_sbatch() -> str:
-    """The path of `sbatch`; raises a LaunchError where there is none."""
+    """Returns the path of `sbatch`; raises a LaunchError if there is none."""
     return find_program(
         "slurm",
         "sbatch",

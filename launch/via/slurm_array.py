@@ -1,6 +1,6 @@
 """`polyad prepare --parts N --via slurm`: a job array of parts, and a job that joins them.
 
-The scripts stand in `.DIR.parts/launch`, and are bash: words are quoted as `slurm.py` does it.
+The scripts are in `.DIR.parts/launch`, in bash; words are quoted as in `slurm.py`.
 """
 
 import os
@@ -17,7 +17,7 @@ from polyad.launch.via.submission import SubmissionError, hand_in
 from polyad.train.errors import shown
 
 AFTER = "--kill-on-invalid-dep=yes"
-"""A job that waits for one that fails goes."""
+"""Option that cancels a job whose dependency has failed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,25 +25,25 @@ class ArrayJobs:
     """The jobs of a preparation in parts."""
 
     folder: Path
-    """Where the parts are."""
+    """The folder of the parts."""
     name: str
-    """The name of the folder that is prepared."""
+    """Name of the prepared folder."""
     job: SlurmJob
     command: list[str]
     """`prepare` with its options, without the step."""
     begin: bool
-    """Whether the tokenizer is to be trained first."""
+    """Whether to train the tokenizer first."""
     left: list[int]
-    """The parts that are not there."""
+    """The missing parts."""
 
     def write(self) -> str:
         """Writes the scripts.
 
         Returns:
-            Commands of a shell that submit them.
+            Shell commands that submit them.
 
         Raises:
-            LaunchError: A path cannot stand in an `#SBATCH` line.
+            LaunchError: A path is not valid in an `#SBATCH` line.
         """
         lines, before = [], ""
         scripts = self._scripts()
@@ -56,17 +56,17 @@ class ArrayJobs:
         return "\n".join(lines)
 
     def submit(self, sbatch: str) -> str:
-        """Writes the scripts and submits them, each to start when the one before has succeeded.
+        """Writes the scripts and submits them, each to start after the previous one has succeeded.
 
         Args:
             sbatch: The path of the command.
 
         Returns:
-            A line for each job: what it does, its number and its script.
+            A line for each job with its step, number and script.
 
         Raises:
-            LaunchError: A path cannot stand in an `#SBATCH` line.
-            SubmissionError: Slurm did not take a job.
+            LaunchError: A path is not valid in an `#SBATCH` line.
+            SubmissionError: Slurm rejected a job.
         """
         lines, before = [], ""
         for step, script in self._scripts().items():
@@ -81,7 +81,7 @@ class ArrayJobs:
         return "\n".join(lines)
 
     def _scripts(self) -> dict[str, str]:
-        """Writes a script for each step; their paths in order."""
+        """Writes a script for each step; returns their paths in order."""
         place = self.folder / LAUNCH_FOLDER
         directive_path(place, "--output")
         texts = {}

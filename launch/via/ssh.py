@@ -1,8 +1,8 @@
 """`polyad launch --via ssh`: a torchrun agent on each host of a hostfile, through OpenSSH.
 
-The launcher looks at every host first, starts the agents, hands signals on, and shows what they
-say with the host before it. When a host is lost, it ends the others and starts again from the
-newest checkpoint as soon as enough hosts answer.
+The launcher checks every host first, starts the agents, forwards signals, and shows their output
+with the host's name. When a host is lost, it ends the others and restarts from the newest
+checkpoint as soon as enough hosts answer.
 """
 
 import contextlib
@@ -22,9 +22,9 @@ from polyad.launch.via.ssh_hosts import SshRun, check_hosts, look_at
 from polyad.train.errors import STOP_SIGNALS
 
 LOST = 255
-"""ssh's own status: the connection could not be made, or broke."""
+"""ssh's own exit status: the connection failed or broke."""
 LOOK_AGAIN = 5.0
-"""Seconds between two looks for hosts that did not answer."""
+"""Seconds between attempts to reach lost hosts."""
 
 
 class HostsLostError(RuntimeError):
@@ -34,17 +34,17 @@ class HostsLostError(RuntimeError):
 
 
 class Connection:
-    """An agent of a host; what it prints goes on with the host's name before it.
+    """A host's agent; its output is prefixed with the host's name.
 
     Args:
-        host: its name.
+        host: the host's name.
         command: opens the connection.
-        task: of `polyad.launch.via.remote`.
+        task: the task for `polyad.launch.via.remote`.
     """
 
     def __init__(self, host: str, command: Sequence[str], task: Mapping[str, object]) -> None:
         self.host = host
-        # A session of its own: Ctrl-C in a terminal is handed on through the connection.
+        # Its own session: Ctrl-C in a terminal is forwarded through the connection.
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
@@ -66,21 +66,21 @@ class Connection:
             thread.start()
 
     def send(self, line: str) -> None:
-        """Sends a line; one that nobody hears any more is dropped."""
+        """Sends a line; it is dropped if the connection is closed."""
         with self._sending, contextlib.suppress(OSError, ValueError):
             assert self._process.stdin is not None
             self._process.stdin.write(f"{line}\n")
             self._process.stdin.flush()
 
     def end(self) -> None:
-        """Ends the agent: in order if the host answers, else the connection."""
+        """Ends the agent cleanly if the host answers, else the connection."""
         if self._ending is None:
             self._ending = time.monotonic()
-            # In a thread: the pipe to a host that is out of reach may be full.
+            # In a thread: the pipe to an unreachable host may be full.
             threading.Thread(target=self.send, args=("end",), daemon=True).start()
 
     def poll(self) -> int | None:
-        """The agent's status, once everything that it said was shown; None while it runs."""
+        """The agent's status, once all of its output was shown; None while it runs."""
         if self._ending is not None and time.monotonic() - self._ending > 3 * TERMINATION:
             self._process.kill()
         if self._process.poll() is None:
@@ -97,16 +97,16 @@ class Connection:
 
 
 def run_over_ssh(run: SshRun) -> int:
-    """Starts a run on its hosts and stays with it.
+    """Starts a run on its hosts and supervises it.
 
     Args:
-        run: what runs where.
+        run: the run and its hosts.
 
     Returns:
         The exit status: 0; that of the agent which failed first; 128 + the signal.
 
     Raises:
-        LaunchError: a host is not as it has to be; nothing was started.
+        LaunchError: a host does not meet the requirements; nothing was started.
         HostsLostError: hosts were lost, and too few came back.
     """
     check_hosts(run, list(run.hosts))
@@ -115,7 +115,7 @@ def run_over_ssh(run: SshRun) -> int:
         started = _Start(run, hosts)
         ended = started.watch()
         status = next((each for each in ended.values() if each), 0)
-        if started.signals:  # nobody wants it to start again
+        if started.signals:  # stopped by the user: no restart
             return 128 + started.signals[0] if status == LOST else status
         lost = _lost_hosts(run, hosts, ended) if status in (1, LOST, AGENT_KILLED) else []
         if not lost:
@@ -133,7 +133,8 @@ def run_over_ssh(run: SshRun) -> int:
 
 
 def _lost_hosts(run: SshRun, hosts: Sequence[str], ended: Mapping[str, int]) -> list[str]:
-    """Hosts that were lost: agents of others may fail of it before the connection does."""
+    """Finds lost hosts, since agents of others may fail before the connection to a lost one
+    does."""
     told = [host for host, status in ended.items() if status in (LOST, AGENT_KILLED)]
     if told:
         return told
@@ -141,9 +142,9 @@ def _lost_hosts(run: SshRun, hosts: Sequence[str], ended: Mapping[str, int]) -> 
 
 
 def _wait_for_end(run: SshRun, lost: Sequence[str]) -> None:
-    """Waits until hosts that were lost have nothing of this run left: they might train on.
+    """Waits until lost hosts run nothing of this run any more, since they might still train.
 
-    A host that answers says so; one that does not has ended its agent after `SILENCE`.
+    A host that answers reports it; one that does not has ended its agent after `SILENCE`.
     """
     until = time.monotonic() + SILENCE + TERMINATION
     while (left := until - time.monotonic()) > 0:
@@ -154,7 +155,7 @@ def _wait_for_end(run: SshRun, lost: Sequence[str]) -> None:
 
 
 def _enough_hosts(run: SshRun) -> list[str]:
-    """Waits for as many hosts as the layout fits."""
+    """Waits for enough hosts for the layout."""
     until = time.monotonic() + 60 * run.options.wait_minutes
     said: list[str] = []
     while True:
@@ -178,7 +179,7 @@ def _enough_hosts(run: SshRun) -> list[str]:
 
 @dataclass
 class _Start:
-    """The agents of one start, from the first to the last."""
+    """The agents of one start of the run."""
 
     run: SshRun
     hosts: list[str]
@@ -188,11 +189,11 @@ class _Start:
     """The signals that the launcher received."""
 
     def watch(self) -> dict[str, int]:
-        """Waits for every agent; a failure of one ends the others.
+        """Waits for every agent; if one fails, the others are ended.
 
         Returns:
-            The status of each host, in the order in which they ended; `LOST` where the connection
-            of the first was lost.
+            The status of each host, in the order in which they ended; `LOST` if the first to end
+            lost its connection.
         """
         before = {each: signal.signal(each, self._note) for each in STOP_SIGNALS}
         try:
@@ -223,7 +224,7 @@ class _Start:
 
     def _end(self, host: str, status: int, agents: Sequence[Connection]) -> None:
         first = not any(self.ended.values())
-        # The connection of an agent that we ended was cut by us.
+        # We closed the connection of an agent that we ended.
         self.ended[host] = status if first or status != LOST else 1
         if status and first and not self.signals:
             killed = "its torchrun was killed" if status == AGENT_KILLED else f"status {status}"

@@ -1,5 +1,4 @@
-"""The hosts of `polyad launch --via ssh`: how each is reached, and what is looked at on it before
-anything starts there."""
+"""The hosts of `polyad launch --via ssh`: how to reach them, and checks before anything starts."""
 
 import hashlib
 import ipaddress
@@ -20,30 +19,31 @@ from polyad.train.config.run import find_config
 from polyad.train.errors import one_line, shown
 
 CONNECT_TIMEOUT = 10
-"""Seconds until a host that does not answer counts as out of reach."""
+"""Seconds until a host that does not answer counts as unreachable."""
 
 FORWARDED = (
     "POLYAD_", "NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "TORCHINDUCTOR_", "TRITON_",
     "CUDA_DEVICE_MAX_CONNECTIONS", "OMP_", "HF_", "UCX_", "FI_",
 )  # fmt: skip
-"""Beginnings of the names of variables that hosts get as this command has them."""
+"""Name prefixes of environment variables that are forwarded to hosts."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SshOptions:
-    """What is asked of `--via ssh`.
+    """Options of `--via ssh`.
 
     Raises:
-        LaunchError: a value that cannot be used.
+        LaunchError: a value is not valid.
     """
 
     hostfile: Path | None = None
     ssh_config: Path | None = None
-    """A file of OpenSSH's client, for users, ports, keys and jumps; None: the user's."""
+    """A configuration file of the OpenSSH client, for users, ports, keys and jumps; None: the
+    user's."""
     port: int = DEFAULT_PORT
-    """Where the agents meet, on the first host."""
+    """Port of the rendezvous on the first host."""
     wait_minutes: float = 30.0
-    """How long hosts that were lost are waited for."""
+    """How long to wait for lost hosts."""
 
     def __post_init__(self) -> None:
         if self.hostfile is None:
@@ -56,39 +56,40 @@ class SshOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class SshRun:
-    """A run over hosts, as `launch` checked it."""
+    """A run on several hosts, checked by `launch`."""
 
     hosts: Sequence[str]
-    """The hosts that it starts on, then its spare hosts."""
+    """The hosts on which it starts, then its spare hosts."""
     processes_per_node: int
     workplace: str
-    """The folder, on every host, that paths of the configuration are relative to."""
+    """The folder on every host to which paths in the configuration are relative."""
     config: Path
     options: SshOptions
     variables: Mapping[str, str]
     """Added to the environment of every agent."""
     agent: Callable[[int, Sequence[str]], list[str]]
-    """The words after Python of an agent, of a number of nodes and torchrun's meeting options."""
+    """Returns an agent's words after Python, from the number of nodes and torchrun's rendezvous
+    options."""
     sizes: Sequence[int]
-    """Numbers of hosts that the layout fits, the largest first."""
+    """Numbers of hosts that fit the layout, the largest first."""
     restarts: int
-    """How often the run starts again after hosts were lost."""
+    """Maximum number of restarts after lost hosts."""
     needs_interface: bool
-    """Whether hosts whose own name is a loopback address cannot exchange anything."""
+    """Whether hosts whose own name resolves to a loopback address cannot communicate."""
 
     @property
     def name(self) -> str:
-        """What its agents' meeting is called."""
+        """The name of its agents' rendezvous."""
         digest = hashlib.sha256(f"{self.workplace} {self.config}".encode()).hexdigest()[:12]
         return f"polyad-{digest}"
 
     @property
     def file(self) -> str:
-        """The configuration's file, also of one that comes with Polyad."""
+        """The configuration file, which may be a shipped one."""
         return str(find_config(self.config))
 
     def command(self, host: str) -> list[str]:
-        """The words that open a connection; what runs at its end is told through it."""
+        """The command that opens a connection, through which the task is sent."""
         ssh = [shutil.which("ssh") or "ssh", "-T"]
         if self.options.ssh_config is not None:
             ssh += ["-F", str(self.options.ssh_config)]
@@ -102,7 +103,7 @@ class SshRun:
         return [*ssh, "--", host, f"cd {shlex.quote(self.workplace)} && exec {there}"]
 
     def task(self, host: str, hosts: Sequence[str]) -> dict[str, object]:
-        """What a host's end of the connection is told to run."""
+        """The task for a host's end of the connection."""
         first = hosts[0]
         endpoint = f"[{first}]" if ":" in first else first
         where = f"{endpoint}:{self.options.port}"
@@ -117,25 +118,25 @@ class SshRun:
 
 
 def forwarded_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables that this command's environment has for libraries and Polyad."""
+    """The variables for libraries and Polyad in this command's environment."""
     return {name: text for name, text in environment.items() if name.startswith(FORWARDED)}
 
 
 def check_ssh() -> None:
-    """Raises a LaunchError where there is no OpenSSH client."""
+    """Raises a LaunchError if there is no OpenSSH client."""
     if shutil.which("ssh") is None:
         raise LaunchError("--via: ssh needs OpenSSH's client, which is not on the PATH")
 
 
 def check_hosts(run: SshRun, hosts: list[str]) -> None:
-    """Looks at every host at once, before anything starts.
+    """Checks all hosts in parallel, before anything starts.
 
     Args:
-        run: what shall run.
-        hosts: where; the agents meet on the first.
+        run: the run.
+        hosts: its hosts; the first one has the rendezvous.
 
     Raises:
-        LaunchError: one is out of reach, or stands twice; files differ; the hosts cannot meet.
+        LaunchError: one is unreachable or duplicate; files differ; or the hosts cannot connect.
     """
     seen = look_at(run, hosts)
     for host, found in seen.items():
@@ -189,11 +190,11 @@ def _reachable(addresses: Sequence[str]) -> bool:
 
 
 def look_at(run: SshRun, hosts: Sequence[str]) -> dict[str, Look | str]:
-    """Asks all hosts at once.
+    """Queries all hosts in parallel.
 
     Args:
-        run: how they are reached.
-        hosts: the agents meet on the first.
+        run: how to reach them.
+        hosts: the hosts; the first one has the rendezvous.
 
     Returns:
         What each host reports (`polyad.launch.via.remote.look`), or why it reports nothing.
@@ -223,7 +224,7 @@ def look_at(run: SshRun, hosts: Sequence[str]) -> dict[str, Look | str]:
 
 
 def _answer(said: str) -> Look | str:
-    """What a host said of itself, in the last line that it wrote; or why it is no answer."""
+    """Parses a host's report in its last line; or returns why it is not valid."""
     last = (said.strip().splitlines() or [""])[-1]
     try:
         tree = json.loads(last)

@@ -1,4 +1,4 @@
-"""A file in the run's folder that is handed to a scheduler: written, and given to its command."""
+"""Writes a file to the run's folder and submits it to a scheduler."""
 
 import shutil
 import subprocess
@@ -10,20 +10,21 @@ from polyad.launch.via.hosts import LaunchError
 
 
 class SubmissionError(RuntimeError):
-    """A scheduler did not take a job: one line with its reason."""
+    """A scheduler rejected a job: one line with its reason."""
 
     exit_status = 1
 
 
 def launch_folder(folder: Path) -> Path:
-    """Where launch files of a run stand: the trainer takes a folder with nothing else for fresh."""
-    from polyad.train.config.plan import LAUNCH_FOLDER  # not at the top: it brings torch
+    """The folder of a run's launch files; the trainer accepts a run folder with nothing else as
+    new."""
+    from polyad.train.config.plan import LAUNCH_FOLDER  # not at the top: it imports torch
 
     return folder.absolute() / LAUNCH_FOLDER
 
 
 def write_launch_file(folder: Path, name: str, text: str) -> str:
-    """Writes a script or a manifest to `launch/NAME` in the run's folder; its path."""
+    """Writes a script or a manifest to `launch/NAME` in the run's folder; returns its path."""
     place = launch_folder(folder)
     place.mkdir(parents=True, exist_ok=True)
     file = place / name
@@ -33,7 +34,7 @@ def write_launch_file(folder: Path, name: str, text: str) -> str:
 
 
 def check_gpus(gpus_per_node: int | None, processes_per_node: int) -> None:
-    """Raises a LaunchError where a node would have fewer GPUs than processes."""
+    """Raises a LaunchError if a node would have fewer GPUs than processes."""
     if gpus_per_node is not None and gpus_per_node < processes_per_node:
         raise LaunchError(
             f"--gpus-per-node: {gpus_per_node} is not allowed with --processes-per-node "
@@ -42,7 +43,8 @@ def check_gpus(gpus_per_node: int | None, processes_per_node: int) -> None:
 
 
 def find_program(via: str, program: str, advice: str) -> str:
-    """The path of a scheduler's command; a LaunchError with advice where it is not on the PATH."""
+    """Returns the path of a scheduler's command; raises a LaunchError with advice if not on
+    PATH."""
     found = shutil.which(program)
     if found is None:
         raise LaunchError(f"--via: {via} needs {program}, which is not on the PATH; {advice}")
@@ -53,15 +55,15 @@ def hand_in(words: Sequence[str], refused: str, reason: Callable[[str], str]) ->
     """Runs a scheduler's command on a file.
 
     Args:
-        words: the command, and at last the file.
-        refused: how the line begins if it refuses, without the file.
-        reason: makes one line of what it says then.
+        words: the command, with the file as last word.
+        refused: start of the error line if it fails, without the file.
+        reason: converts its output to one line in that case.
 
     Returns:
-        What it says, and the file.
+        Its output, and the file.
 
     Raises:
-        SubmissionError: it refused, or could not be started.
+        SubmissionError: it failed, or could not be started.
     """
     program, file = words[0], words[-1]
     try:

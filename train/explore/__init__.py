@@ -1,1 +1,1 @@
-"""A text and its experts, token by token: for the page of `polyad explore`, and for notebooks."""
+"""Views of a text and its experts, token by token, for `polyad explore` and for notebooks."""

@@ -1,4 +1,4 @@
-"""What experts do in held-out text: read in the background, while a page is looked at.
+"""Cards of experts: their use in held-out text, read in the background while a page is open.
 
 Shapes: S experts of a layer, D width.
 """
@@ -19,13 +19,13 @@ from polyad.train.results import json_value
 from polyad.train.tasks.samples import TextSamples
 
 TOP = 8
-"""Contexts of an expert: so many of all tokens, and so many of words."""
+"""Number of contexts per expert, over all tokens, and the same number over words."""
 _TURN = 0.005
-"""Seconds between two batches in which those who wait for the model get it."""
+"""Pause in seconds between two batches, in which others can use the model."""
 
 
 class _EndedError(Exception):
-    """The page is closed."""
+    """Raised when the page is closed."""
 
 
 class Cards:
@@ -33,13 +33,13 @@ class Cards:
 
     Args:
         opened: the model's held-out text.
-        model: that reads it, in evaluation mode.
-        split: of the text.
-        tokens: about how many are read, evenly over the split.
+        model: the model, in evaluation mode.
+        split: the split to read.
+        tokens: approximate number of tokens to read, spread evenly over the split.
         lock: held by whoever uses the model.
 
     Raises:
-        ConfigError: the data is no text.
+        ConfigError: the data is not text.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Cards:
         self._samples = TextSamples(task, split, tokens, with_first=False)
         device = str(next(model.parameters()).device)
         self._top = TopText(self._layers, self._samples, TOP, device)
-        # Of experts that all have a share, no mean takes the place.
+        # Experts with shares cannot be replaced by their mean.
         self._moments = MomentsReader([layer for layer in self._layers if not layer.shares])
         self._share, self._is_done, self._error = 0.0, False, ""
         self._ended = threading.Event()
@@ -90,17 +90,17 @@ class Cards:
                 self._is_done = True
         except _EndedError:
             pass
-        except Exception as error:  # the page says it, where a thread's traceback would be lost
+        except Exception as error:  # shown on the page, since a thread's traceback would be lost
             self._error = f"{type(error).__name__}: {one_line(error)}"
 
     def _give_way(self, share: float) -> None:
-        """Between two batches no hook is on the model, and another may use it."""
+        """Lets others use the model between two batches, when it has no hooks."""
         self._share = share
         self._lock.release()
         try:
             if self._ended.is_set():
                 raise _EndedError
-            time.sleep(_TURN)  # a lock that is taken again at once is never given to others
+            time.sleep(_TURN)  # without a pause, this thread would retake the lock at once
         finally:
             self._lock.acquire()
 
@@ -108,7 +108,7 @@ class Cards:
         """The mean outputs [S, D] of the experts of each layer, for interventions.
 
         Raises:
-            ConfigError: not all text is read yet.
+            ConfigError: the text has not been read completely yet.
         """
         if not self._is_done:
             raise ConfigError(f"how: mean is not possible yet: {self.state()}")
@@ -116,7 +116,7 @@ class Cards:
         return {name: each.mean_SD for name, each in found.items()}
 
     def state(self) -> str:
-        """How far the reading is."""
+        """The progress of the reading."""
         if self._error:
             return f"the held-out text could not be read: {self._error}"
         if self._is_done:
@@ -124,10 +124,10 @@ class Cards:
         return f"held-out text is being read: {self._share:.0%}"
 
     def card(self, layer: RoutedLayer, column: int) -> dict[str, Any]:
-        """What the expert's card says; JSON values.
+        """Returns the content of an expert's card as JSON values.
 
         Args:
-            layer: of the model, whose lock the caller holds.
+            layer: a layer of the model, whose lock the caller holds.
             column: the expert's.
         """
         if not self._is_done:

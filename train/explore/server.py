@@ -1,9 +1,9 @@
-"""The local page of `polyad explore`: a server for this machine, and for who knows its address.
+"""The local page of `polyad explore`: a server for this machine, for those who know its address.
 
-Whatever is asked is refused unless the path begins with a random token and the request names this
-server as its host, which a page of another site cannot bring about: neither with a form or a script
-(it does not know the token, and its `Origin` is another), nor with a name of its own that leads to
-127.0.0.1. The page loads nothing from elsewhere, and puts text into elements as text.
+Requests are rejected unless the path starts with a random token and the request names this server
+as its host. A page of another site cannot achieve that: neither with a form or a script (it does
+not know the token, and its `Origin` differs), nor with its own name that resolves to 127.0.0.1. The
+page loads nothing from elsewhere, and inserts text into elements as text.
 """
 
 import json
@@ -80,11 +80,11 @@ class Explored:
 
 
 class Application:
-    """What the page asks for.
+    """Handlers of the page's requests.
 
     Args:
-        models: one, or two beside one another.
-        top: experts of a token that are shown of each level of a muMoE.
+        models: one model, or two to compare.
+        top: number of experts to show per token and level of a muMoE.
         lock: held while a model reads.
     """
 
@@ -95,8 +95,8 @@ class Application:
         """The application behind its guard.
 
         Args:
-            token: that the path of a request begins with.
-            port: of the server.
+            token: the first part of a request's path.
+            port: the server's port.
         """
         files = [("/", "page.html", "html"), ("/explore.css", "explore.css", "css")]
         files += [("/explore.js", "explore.js", "javascript")]
@@ -112,7 +112,7 @@ class Application:
         return Starlette(routes=routes, middleware=[Middleware(Guard, token=token, port=port)])
 
     async def about(self, request: Request) -> Response:
-        """What the page has to know before a text is typed."""
+        """Facts that the page needs before a text is entered."""
         shares = any(layer.shares for each in self._models for layer in each.layers().values())
         refused = NEEDS_SELECTION if shares else frozenset[str]()
         without_data = any(each.cards is None for each in self._models)
@@ -120,7 +120,7 @@ class Application:
         return JSONResponse({"models": [str(each.run.path) for each in self._models], "hows": hows})
 
     async def view(self, request: Request) -> Response:
-        """A text and its experts; the body is `{"text": ..., "interventions": [...]}`."""
+        """Returns a text and its experts; the body is `{"text": ..., "interventions": [...]}`."""
         body = b""
         async for part in request.stream():
             body += part
@@ -160,7 +160,7 @@ class Application:
         return JSONResponse({"views": found})
 
     async def card(self, request: Request) -> Response:
-        """What an expert does in held-out text."""
+        """Returns an expert's card from held-out text."""
         return await run_in_threadpool(self._card, dict(request.query_params))
 
     def _card(self, asked: Mapping[str, str]) -> Response:
@@ -182,7 +182,7 @@ class Application:
 
 
 def _refused(error: ValueError) -> Response:
-    """The answer to bad input; other errors are faults of the program."""
+    """The response to bad input; other errors are bugs of the program."""
     if getattr(error, "exit_status", None) != 2:
         raise error
     return _refusal(str(error))
@@ -202,21 +202,21 @@ def _file(name: str, kind: str) -> Callable[[Request], Response]:
 
 
 class Guard:
-    """Refuses requests that do not come from the page.
+    """Rejects requests that do not come from the page.
 
     Args:
-        app: what is guarded.
+        app: the guarded application.
         token: the first part of the path.
-        port: of the server.
+        port: the server's port.
     """
 
     def __init__(self, app: ASGIApp, token: str, port: int) -> None:
         self._app, self._token = app, token.encode()
-        suffix = "" if port == 80 else f":{port}"  # which browsers leave out
+        suffix = "" if port == 80 else f":{port}"  # browsers omit port 80
         self._hosts = {f"{name}{suffix}" for name in (HOST, "localhost")}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Passes a request on, or answers 403."""
+        """Forwards a request, or responds with 403."""
 
         async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -224,7 +224,7 @@ class Guard:
                 message["headers"] = [*message["headers"], *added]
             await send(message)
 
-        if scope["type"] != "http":  # no web socket is served
+        if scope["type"] != "http":  # web sockets are not served
             return
         allowed = self._is_allowed(Request(scope))
         app = self._app if allowed else PlainTextResponse("403: not allowed\n", status_code=403)
@@ -252,11 +252,11 @@ def serve(
     """Serves the page until Ctrl-C.
 
     Args:
-        models: one, or two beside one another.
-        port: 0: a free one.
-        top: experts of a token that are shown of each level of a muMoE.
+        models: one model, or two to compare.
+        port: 0: any free port.
+        top: number of experts to show per token and level of a muMoE.
         lock: held while a model reads.
-        say: is told the address, once the server can be asked.
+        say: called with the address, once the server responds.
 
     Raises:
         ConfigError: the port is taken.
@@ -275,7 +275,7 @@ def serve(
         config = uvicorn.Config(
             application,
             log_level="warning",
-            access_log=False,  # which would write the token
+            access_log=False,  # it would contain the token
             lifespan="off",
             ws="none",
             proxy_headers=False,
@@ -288,7 +288,7 @@ def serve(
         say(f"http://{HOST}:{port}/{token}/")
         try:
             uvicorn.Server(config).run(sockets=[listening])
-        except KeyboardInterrupt:  # which the server has ended in order by
+        except KeyboardInterrupt:  # after which the server has shut down properly
             pass
         finally:
             for each in cards:

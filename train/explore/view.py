@@ -1,9 +1,9 @@
-"""What a language model makes of a text, with and without interventions on its experts.
+"""A language model's view of a text, with and without interventions on its experts.
 
 Both the page of `polyad explore` and `polyad.load(RUN).show(TEXT)` show a `TextView`.
 
-Shapes: T tokens of a text, V vocabulary, S experts of a layer (of all levels, side by side), K of
-them that a token is shown with.
+Shapes: T tokens of a text, V vocabulary, S experts of a layer (all levels side by side), K experts
+shown per token.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -21,11 +21,11 @@ from polyad.train.page.template import render, signs
 from polyad.train.results import json_value
 
 NEXT = 10
-"""The most probable next tokens that are shown of each token."""
+"""Number of most probable next tokens shown for each token."""
 BESIDE = 4
-"""Experts with the next best scores that are shown beside those that a token uses."""
+"""Number of experts with the next best scores shown beside those that a token uses."""
 _AT_ONCE = 256
-"""Tokens whose probabilities over the vocabulary are in memory at once."""
+"""Number of tokens whose probabilities over the vocabulary are in memory at once."""
 
 
 class NextToken(NamedTuple):
@@ -35,7 +35,7 @@ class NextToken(NamedTuple):
     token_id: int
     probability: float
     changed: float | None
-    """Its probability under the interventions; None: there are none."""
+    """Its probability under the interventions; None without interventions."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,20 +43,20 @@ class Pass:
     """One forward pass over the text."""
 
     layers: dict[str, LayerExperts]
-    """The layers with experts, by the name of their module, in the order of the model."""
+    """The layers with experts by module name, in the model's order."""
     losses: list[float | None]
-    """The loss of each token, predicted from those before it, in nats; None of the first."""
+    """Loss of each token, predicted from those before it, in nats; None for the first."""
 
     @property
     def loss(self) -> float | None:
-        """The mean over the tokens that are predicted; None: none is."""
+        """The mean over predicted tokens; None if there are none."""
         known = [loss for loss in self.losses if loss is not None]
         return sum(known) / len(known) if known else None
 
 
 @dataclass(frozen=True, kw_only=True)
 class TextView:
-    """A text as a model reads it."""
+    """A model's view of a text."""
 
     name: str
     """The model's name."""
@@ -66,10 +66,10 @@ class TextView:
     plain: Pass
     """Without interventions."""
     changed: Pass | None
-    """Under the interventions; None: there are none."""
+    """Under the interventions; None without interventions."""
     interventions: list[Intervention]
     next_tokens: list[list[NextToken]]
-    """After each token, the `NEXT` most probable ones; under interventions those of both passes."""
+    """The `NEXT` most probable tokens after each token; with interventions those of both passes."""
 
     @property
     def shown(self) -> Pass:
@@ -77,13 +77,13 @@ class TextView:
         return self.changed or self.plain
 
     def moved(self, other: "TextView | None" = None) -> dict[str, list[bool]]:
-        """Which tokens go to other experts, by layer.
+        """Returns which tokens are routed differently, by layer.
 
         Args:
-            other: the view that this one is compared with; None: this model without interventions.
+            other: the view to compare with; None: this model without interventions.
 
         Returns:
-            Of the layers that both have, with as many experts; none if the tokens are others.
+            Results for layers that both have with equally many experts; empty if tokens differ.
         """
         if other is not None and other.token_ids != self.token_ids:
             return {}
@@ -105,7 +105,7 @@ class TextView:
         ]
 
     def to_json(self) -> dict[str, Any]:
-        """JSON values; of a cell [expert, weight, score], the weight null of unused experts."""
+        """JSON values; cells are [expert, weight, score], with weight null for unused experts."""
         layers = [each.layer for each in self.plain.layers.values()]
         found = {
             "name": self.name,
@@ -154,12 +154,12 @@ class TextView:
 
 
 def label(token: str) -> str:
-    """A token on one line, in which ends of lines, control characters and blanks alone show."""
+    """Formats a token on one line, with visible line ends, control characters and sole blanks."""
     return signs(token if token.strip(" ") else "\u2423" * len(token)).replace("\n", "")
 
 
 def hue(expert: int) -> float:
-    """The hue of an expert in degrees: those of neighbours are far apart. The page has the same."""
+    """The hue of an expert in degrees, far from those of its neighbors. The page uses the same."""
     return expert * 137.508 % 360
 
 
@@ -178,15 +178,15 @@ def view_text(
 
     Args:
         model: a decoder in evaluation mode, whole on one device.
-        tokenizer: of the model.
-        name: of the model, for people.
-        token_ids: of the text, at most as many as the model reads.
-        interventions: all act at once, at every token.
-        top: experts of a token that are shown of each level of a muMoE.
+        tokenizer: the model's tokenizer.
+        name: the model's name for display.
+        token_ids: the text's token ids, at most as many as the model reads.
+        interventions: applied all at once, at every token.
+        top: number of experts to show per token and level of a muMoE.
         means: see `intervened`.
 
     Raises:
-        ConfigError: the model has no such layers or experts.
+        ConfigError: the model does not have these layers or experts.
     """
     changed = changed_TV = None
     if interventions:
@@ -216,7 +216,7 @@ def _read(model: nn.Module, token_ids: Sequence[int], top: int) -> tuple[Pass, T
     """A forward pass, and its logits [T, V]."""
     layers = [layer for layer in routed_layers(model) if layer.in_block]
     input_ids_1T = torch.tensor([list(token_ids)], device=next(model.parameters()).device)
-    # Entered after the interventions: hooks run in their order, and these see what those changed.
+    # Entered after the interventions: hooks run in order, so these get the changed values.
     with deciding(model, layers) as decisions:
         logits_TV = model(input_ids_1T).logits[0]
     experts = {layer.name: experts_of(layer, decisions[layer.name], top) for layer in layers}
@@ -239,7 +239,7 @@ def _next_tokens(
             for each in (logits_TV, changed_TV)
             if each is not None
         ]
-        # Rows of the embedding behind the vocabulary stand for no text.
+        # Embedding rows beyond the vocabulary have no text.
         count = min(NEXT, vocab_size)
         ids_CN = torch.cat([p_CV[:, :vocab_size].topk(count).indices for p_CV in both], dim=1)
         values = [p_CV.gather(1, ids_CN).tolist() for p_CV in both]
@@ -258,7 +258,7 @@ def _next_tokens(
 
 
 def _differ(first_TK: Tensor, second_TK: Tensor) -> list[bool]:
-    """Whether each token has other experts, in whatever order."""
+    """Whether each token's set of experts differs."""
     if first_TK.shape != second_TK.shape:
         return [True] * len(second_TK)
     return (first_TK.sort(1).values != second_TK.sort(1).values).any(1).tolist()
@@ -268,10 +268,10 @@ class Cell(NamedTuple):
     """The experts of a token in a layer."""
 
     experts: list[tuple[int, float | None, float]]
-    """Number, weight and score of each: those that it uses, and then those with the next best
+    """Number, weight and score of each expert: first those used, then those with the next best
     scores, whose weight is None."""
     strongest: float
-    """The largest weight of the layer in this text."""
+    """Largest weight of the layer in this text."""
     moved: bool
 
 

@@ -1,1 +1,1 @@
-"""Whether a layout computes what one process does."""
+"""Verification that a layout computes the same as one process."""

@@ -1,4 +1,4 @@
-"""A small model of the same kind: all parts that layouts treat in their own way, few numbers."""
+"""A small model of the same kind, with all parts that layouts treat differently."""
 
 import math
 import re
@@ -18,25 +18,25 @@ HEAD_WIDTH = 8
 PIXELS, PATCH = 16, 4
 TOKENS, VOCABULARY, CLASSES = 17, 61, 11
 WINDOW = 5
-"""Odd, so that padding and uneven parts fall everywhere."""
+"""Odd, so that padding and uneven shards occur everywhere."""
 FEED_FORWARDS = ("feed_forward", "token_feed_forward", "channel_feed_forward")
 ADAPTER_RANK = 2
-"""Less than any side of a small factor."""
+"""Smaller than any side of a small factor."""
 _BLOCK = re.compile(r"(?<![^.])\d+(?![^.])")
 
 
 def small_config(config: RunConfig, processes: int) -> RunConfig:
-    """The configuration with few layers, units, experts, tokens and samples.
+    """Returns the configuration with few layers, units, experts, tokens and samples.
 
-    Kinds, scores, graphs, capacities, placement and degrees stay. What draws random numbers is off,
-    since layouts draw them in another order, and so is compilation; numbers are fp32.
+    Kinds, scores, graphs, capacities, placement and degrees are kept. Randomness is turned off,
+    since layouts draw random numbers in different orders, and so is compilation; numbers are fp32.
 
     Args:
-        config: of a run.
-        processes: that will run it.
+        config: a run's configuration.
+        processes: number of processes that will run it.
 
     Returns:
-        One that is valid for as many processes.
+        A valid configuration for this number of processes.
 
     Raises:
         ValueError: with an `exit_status` of 2: the configuration does not fit the processes.
@@ -67,15 +67,15 @@ def small_config(config: RunConfig, processes: int) -> RunConfig:
     train["global_batch_size"] = micro * dims.data_parallel_size * min(accumulation, 2)
     if (lora := tree["adapt"]["lora"]) is not None:
         lora["rank"] = min(lora["rank"], ADAPTER_RANK)
-        for key in ("targets", "trained"):  # a pattern may name a block that is not there
+        for key in ("targets", "trained"):  # a pattern may name a missing block
             lora[key] = [_BLOCK.sub("*", pattern) for pattern in lora[key]]
-    tree["loss"]["load"] = 0.0  # of the router's noise
-    tree["loss"]["load_balance_counts"] = "process"  # one process never has others' micro-batches
-    tree["distill"] = {}  # the layout of the model is tried, on the loss of random samples
+    tree["loss"]["load"] = 0.0  # depends on the router's noise
+    tree["loss"]["load_balance_counts"] = "process"  # one process has no others' micro-batches
+    tree["distill"] = {}  # the model's layout is tested on random samples
     if norms_over_batch(config.model):
-        # One process then has all samples at once, and these losses are of a micro-batch.
+        # One process then has all samples at once, but these losses are per micro-batch.
         tree["loss"] |= {"load_balance": 0.0, "importance": 0.0, "sample_similarity": None}
-    tree["evaluation"]["stride"] = None  # it may be longer than a sample now
+    tree["evaluation"]["stride"] = None  # it may now be longer than a sample
     parallel["bucket_size"] = min(parallel["bucket_size"], 1000)  # several buckets, as in a run
     groups, tree["optimizer"]["groups"] = tree["optimizer"]["groups"], []
     whole = model_of(_read(tree))
@@ -85,7 +85,7 @@ def small_config(config: RunConfig, processes: int) -> RunConfig:
 
 
 def norms_over_batch(model: ModelSettings) -> bool:
-    """Whether a gate takes means over all samples that the processes have at once."""
+    """Whether a gate averages over all samples that processes have at the same time."""
     gates = [*model.feed_forwards().values(), getattr(model, "head", None)]
     return any(getattr(each, "gate_norm", "") == "batch" for each in gates)
 
@@ -97,17 +97,17 @@ def _read(tree: dict[str, Any]) -> RunConfig:
 def _with_parameters(
     groups: Iterable[dict[str, Any]], experts: Mapping[str, int]
 ) -> Iterator[dict[str, Any]]:
-    """The groups of the optimizer that have parameters where there are fewer blocks and experts.
+    """Yields the optimizer's groups that still have parameters with fewer blocks and experts.
 
     Args:
-        groups: Of the run.
-        experts: By the name of each parameter, how many it stacks; 0: it is no stack.
+        groups: The run's groups.
+        experts: Number of experts that each parameter stacks, by name; 0: no stack.
     """
     left = {name: set(range(count or 1)) for name, count in experts.items()}
     for group in groups:
         some = {name for name in experts if matches(group["match"], name)}
         numbers = group["experts"]
-        if numbers is not None:  # of any block: else nothing might be left to train
+        if numbers is not None:  # match any block, or nothing might be left to train
             match = group["match"] if some else _BLOCK.sub("*", group["match"])
             some = {name for name, count in experts.items() if count and matches(match, name)}
             fewest = min((experts[name] for name in some), default=1)
@@ -142,12 +142,12 @@ def _shrink_model(model: dict[str, Any], cut: int) -> None:
 
 
 def _shrink_decoder(model: dict[str, Any], cut: int, given: dict[str, Any]) -> None:
-    """Few heads and units; which heads share keys, and whether processes do, stays.
+    """Reduces heads and units; which heads share keys, and whether processes do, is kept.
 
     Args:
-        model: with few blocks, heads and units.
-        cut: processes that share a layer.
-        given: as it was.
+        model: the model to shrink.
+        cut: number of processes that share a layer.
+        given: the original model.
     """
     heads, layers = given["num_heads"], model["num_layers"]
     groups = given["num_key_value_heads"] or heads
@@ -156,7 +156,7 @@ def _shrink_decoder(model: dict[str, Any], cut: int, given: dict[str, Any]) -> N
         model["num_key_value_heads"] = few
         model["num_heads"] = few if groups == heads else 2 * max(few, cut)
         size = given["head_size"] or given["hidden_size"] // heads
-        wider = size * heads != given["hidden_size"]  # all heads together, than the stream
+        wider = size * heads != given["hidden_size"]  # all heads together wider than the stream
         model["head_size"] = HEAD_WIDTH
         model["hidden_size"] = HEAD_WIDTH * (model["num_heads"] + wider)
     else:
@@ -172,7 +172,7 @@ def _shrink_decoder(model: dict[str, Any], cut: int, given: dict[str, Any]) -> N
 
 
 def _layers(model: dict[str, Any]) -> int:
-    """Two, or as many as it takes to have blocks with experts and blocks without."""
+    """Two layers, or as many as needed to have blocks with experts and blocks without."""
     most = model["num_layers"]
     sections = [model.get(name, {}) for name in FEED_FORWARDS]
     placed = [section.get("placement", section.get("blocks", 1)) for section in sections]
@@ -207,7 +207,7 @@ def _shrink_experts(section: dict[str, Any], cut: int, fewest: int, layers: int)
             section["shared_hidden_size"] = inner
         if section["final_top_k"] is not None:
             section["final_top_k"] = min(section["final_top_k"], experts)
-        if section["pool"] != "none":  # of one size: every process would draw others
+        if section["pool"] != "none":  # fixed size: every process would draw differently
             size = max(section["final_top_k"] or top, experts // 2)
             section |= {"pool_least": size, "pool_most": size}
         if section["score_width"] is not None:

@@ -1,9 +1,9 @@
 """A few steps of a small model on random input: losses, norms, every gradient, and a checkpoint.
 
-The same trial on one process and on a layout has to give the same numbers. Steps are those of SGD:
-Adam would hide a wrong scale of gradients, and blow up what is zero but for rounding. Gradients are
-its momentum after the first step, which the layout's own way of saving has put together. What
-rounding makes of a model is seen by one process too: from weights that differ by one rounding.
+The same trial on one process and on a layout must give the same numbers. Steps use SGD, since Adam
+would hide a wrong gradient scale, and amplify what is zero up to rounding. Gradients are read from
+its momentum after the first step, as saved by the layout. The effect of rounding is measured on one
+process, with weights that differ by one rounding.
 """
 
 import zlib
@@ -32,14 +32,14 @@ from polyad.train.loop.step import train_step
 from polyad.train.tasks.random_input import losses_for, random_batch
 
 GRADIENTS = OptimizerConfig(kind="sgd", momentum=0.9, weight_decay=0.0, clip_grad_norm=0.0)
-"""Momentum of nothing is the gradient."""
+"""With zero initial momentum, momentum equals the gradient."""
 GRADIENT = "momentum_buffer"
 LEARNING_RATE = 1e-2
 STEPS = 3
 
 
 class Trial(BaseModel):
-    """What a layout computed; its tensors are in two checkpoints."""
+    """Results of a layout; its tensors are in two checkpoints."""
 
     losses: list[float]
     grad_norms: list[float]
@@ -50,10 +50,10 @@ class Trial(BaseModel):
 
 
 class Nudged(InitialWeights):
-    """Initial weights, each of which is moved by at most one rounding of fp32."""
+    """Initial weights, each changed by at most one rounding of fp32."""
 
     def weight(self, box: Box) -> torch.Tensor:
-        """A box of a parameter's value; on one process, where a box is the whole of it."""
+        """A box of a parameter's value; only on one process, where a box is the whole parameter."""
         value = super().weight(box)
         generator = torch.Generator().manual_seed(zlib.crc32(box.name.encode()))
         up_or_down = torch.randint(-1, 2, value.shape, generator=generator)
@@ -64,10 +64,10 @@ def run_trial(config: RunConfig, world: comm.World, folder: Path, *, nudged: boo
     """Trains on this layout; all processes call it together.
 
     Args:
-        config: a small one.
+        config: a small configuration.
         world: this process.
-        folder: for the checkpoints; all processes see it.
-        nudged: whether weights begin as `Nudged` has them, to see what rounding alone makes.
+        folder: folder for the checkpoints, shared by all processes.
+        nudged: whether to start from `Nudged` weights, to measure the effect of rounding.
     """
     dims = validate(config, world.size)
     start = (Nudged if nudged else InitialWeights)(model_of(config), config.seed)
@@ -90,7 +90,7 @@ def save_again(config: RunConfig, world: comm.World, checkpoint: Path, folder: P
     """Loads a checkpoint into this layout and saves it untouched.
 
     Returns:
-        The new one.
+        The new checkpoint.
     """
     saved = Checkpoint(checkpoint)
     model = model_of(config)
@@ -117,12 +117,12 @@ def _step(
 
 
 def micro_batches(config: RunConfig, world: comm.World, step: int) -> Iterator[Any]:
-    """This process's micro-batches of a step; those of all processes are the same on any layout.
+    """Yields this process's micro-batches of a step; together they are the same on any layout.
 
     Args:
-        config: a small one.
+        config: a small configuration.
         world: this process.
-        step: its number, which is the seed.
+        step: the step's number, which is the seed.
     """
     size = config.train.micro_batch_size
     for number in range(config.train.global_batch_size // size):

@@ -1,4 +1,4 @@
-"""The comparison of a layout with one process: each number beside the other, and the result."""
+"""Comparison of a layout with one process, number by number, and the result."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -17,31 +17,33 @@ from polyad.train.layout.small import norms_over_batch
 from polyad.train.layout.trial import GRADIENT, Trial, run_trial
 
 ALLOWED = 1e-5
-"""Relative difference that the order of sums in fp32 makes at most; a wrong scale makes more."""
+"""Maximum relative difference from the summation order in fp32; a wrong scale exceeds it."""
 SENSITIVE = 100
-"""Times what one rounding of each weight changes: a gate behind a BatchNorm blows rounding up."""
+"""Multiple of the effect of one rounding of each weight that is allowed, because a gate after a
+BatchNorm amplifies rounding."""
 SMALL = 1e-6
-"""A share of the largest gradient: less is zero but for rounding, as a bias before a softmax."""
+"""Gradients below this share of the largest are zero up to rounding, such as a bias before a
+softmax."""
 
 
 class Difference(NamedTuple):
-    """How far one thing is from that of one process."""
+    """A difference from the results of one process."""
 
     kind: str
     """`loss`, `gradient norm`, `gradient` or `checkpoint`."""
     name: str
-    """The name of the step, the parameter, or the tensor and its field."""
+    """Name of the step, the parameter, or the tensor and its field."""
     relative: float
-    """The largest difference, as a share of the largest number."""
+    """Largest difference, as a share of the largest number."""
     place: str = ""
-    """Where it is largest."""
+    """Position of the largest difference."""
     allowed: float = 0.0
-    """What rounding explains."""
+    """Difference that rounding can explain."""
 
     @property
     def is_wrong(self) -> bool:
-        """Whether rounding does not explain it."""
-        # Not "greater": NaN is wrong.
+        """Whether it is larger than rounding explains."""
+        # Not `>`, since NaN is wrong, too.
         return not self.relative <= self.allowed
 
 
@@ -51,11 +53,11 @@ def differences(
     """Compares all numbers of two trials.
 
     Args:
-        config: of both.
-        ours: of a layout.
-        theirs: of one process.
-        nudged: of one process, from weights that one rounding has moved.
-        again: their trained checkpoint, which the layout has loaded and saved.
+        config: configuration of both.
+        ours: trial of a layout.
+        theirs: trial of one process.
+        nudged: trial of one process with weights changed by one rounding.
+        again: their trained checkpoint after loading and saving by the layout.
     """
     for kind, *numbers in (
         ("loss", ours.losses, theirs.losses, nudged.losses),
@@ -92,10 +94,11 @@ def _gradients(
 
 
 def _tensors(ours: Checkpoint, theirs: Checkpoint) -> Iterator[Difference]:
-    """Weights, moments and buffers that were loaded and saved: not a bit may differ."""
+    """Differences in loaded and saved weights, moments and buffers, which must match bit for
+    bit."""
     for name, fields in theirs.tensors.items():
         for field in fields:
-            if field == "random":  # states of generators, one for each process
+            if field == "random":  # generator states, one per process
                 continue
             same = field in ours.tensors.get(name, {}) and torch.equal(
                 ours.whole(name, field), theirs.whole(name, field)
@@ -113,30 +116,30 @@ def worst(found: Sequence[Difference], kind: str) -> Difference:
 
 KINDS = ("loss", "gradient norm", "gradient", "checkpoint")
 NAMED = 10
-"""Differences that the result names."""
+"""Maximum number of differences named in the result."""
 
 
 def alone(config: RunConfig, data_parallel_size: int) -> RunConfig:
-    """The same small configuration for one process, which shards nothing."""
+    """The same small configuration for one process, without sharding."""
     simple = ParallelConfig(zero_stage=0, timeout_minutes=config.parallel.timeout_minutes)
     train = config.train
     if norms_over_batch(config.model):
-        # Its means are over what all processes have at once, so one process has as much at once.
+        # Its means are over the samples of all processes, so one process takes as many at once.
         micro = train.micro_batch_size * data_parallel_size
         train = train.model_copy(update={"micro_batch_size": micro})
     return config.model_copy(update={"parallel": simple, "train": train})
 
 
 class Reference(NamedTuple):
-    """What one process computes."""
+    """Results of one process."""
 
     trial: Trial
     nudged: Trial
-    """The same from weights that one rounding has moved."""
+    """The same with weights changed by one rounding."""
 
 
 def run_alone(config: RunConfig, folder: Path) -> Reference:
-    """Computes the reference in this process, which is alone."""
+    """Computes the reference in this process alone."""
     world = comm.initialize()
     trials = [run_trial(config, world, folder / str(n), nudged=bool(n)) for n in range(2)]
     return Reference(*trials)

@@ -1,1 +1,1 @@
-"""Parts of pages: charts, tables and a style sheet, in HTML that needs nothing beside itself."""
+"""Parts of pages: charts, tables and a style sheet, in self-contained HTML."""

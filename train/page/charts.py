@@ -1,8 +1,8 @@
 """Charts as SVG: lines, heat maps, matrices, and dots with intervals.
 
-Reports, studies, plans and the picture of the README draw with these. Colours are the CSS variables
-of `template.COLOURS`. Numbers are written with few digits, so that a page of many charts stays
-small, and nothing depends on a clock or on the order of a set: the same input gives the same bytes.
+Used by reports, studies, plans and the README's figure. Colors are the CSS variables of
+`template.COLOURS`. Numbers have few digits, so that pages with many charts stay small, and output
+is deterministic: the same input gives the same bytes.
 
 Shapes of heat maps: R rows, C columns.
 """
@@ -18,22 +18,22 @@ from markupsafe import Markup, escape
 from polyad.train.page.template import number
 
 NARROW, WIDE, HEIGHT = 640, 1060, 220
-"""Pixels of a chart beside another, and of one as wide as the page: text is as large in both."""
+"""Width in pixels of a chart beside another, and of a full-width one; text is equally large."""
 LEFT, RIGHT, TOP, BOTTOM = 62, 20, 10, 26
-"""Pixels around what a chart draws: numbers stand to its left, and below it."""
+"""Margins in pixels around a chart's drawing, with numbers on the left and below."""
 
 Place = Callable[[float], float]
-"""From values to pixels."""
+"""Maps values to pixels."""
 
 
 def element(name: str, *inside: object, css: str | None = None, **attributes: object) -> Markup:
-    """An SVG element, escaped.
+    """Makes an escaped SVG element.
 
     Args:
         name: the tag.
         inside: texts and elements.
         css: its classes.
-        attributes: `_` in a name is written as `-`; None is left out.
+        attributes: `_` in names is written as `-`; None values are omitted.
     """
     given = {"class": css} | {key.replace("_", "-"): each for key, each in attributes.items()}
     said = "".join(f' {k}="{_short(each)}"' for k, each in given.items() if each is not None)
@@ -46,12 +46,12 @@ def _short(value: object) -> str:
 
 
 def text(x: float, y: float, content: str, anchor: str | None = None, css: str = "tick") -> Markup:
-    """Words at a place; `anchor` says which part of them stands there: start, middle or end."""
+    """Text at a position; `anchor` is the part of it at that position: start, middle or end."""
     return element("text", content, css=css, x=x, y=y, text_anchor=anchor)
 
 
 def ticks(low: float, high: float, wanted: int = 5) -> list[float]:
-    """Round numbers from low to high, about as many as are wanted."""
+    """Round numbers from low to high, approximately `wanted` of them."""
     raw = max(high - low, 1e-12) / wanted
     power = 10.0 ** math.floor(math.log10(raw))
     step = next(power * m for m in (1, 2, 5, 10) if power * m >= raw * 0.999)
@@ -65,7 +65,7 @@ def span(
     high: float | None = None,
     room: float = 0.05,
 ) -> tuple[float, float]:
-    """The ends of an axis: the least and the most value with room beside them, unless given."""
+    """The limits of an axis: the smallest and largest value with some room, unless given."""
     bottom, top = min(values) if low is None else low, max(values) if high is None else high
     if top - bottom < 1e-9 * max(1.0, abs(top)):
         bottom, top = (low, low + 1) if low is not None else (bottom - 0.5, top + 0.5)
@@ -75,15 +75,15 @@ def span(
 
 @dataclass(frozen=True)
 class Axis:
-    """What a direction of a chart shows; values beyond its ends stand at the ends."""
+    """An axis of a chart; values beyond its limits are drawn at the limits."""
 
     low: float
     high: float
     logarithmic: bool = False
-    """Whether equal factors are equally far apart, in place of equal differences."""
+    """Whether the axis is logarithmic."""
 
     def between(self, first: float, last: float) -> Place:
-        """The pixel of each value, where `low` is at the first one and `high` at the last."""
+        """Maps values to pixels, with `low` at the first and `high` at the last."""
         form = math.log if self.logarithmic else float
         low, high = form(self.low), form(self.high)
         scale = (last - first) / ((high - low) or 1.0)
@@ -95,11 +95,11 @@ class Axis:
         return place
 
     def holds(self, value: float) -> bool:
-        """Whether a value lies between the ends."""
+        """Whether a value is between the limits."""
         return self.low <= value <= self.high
 
     def ticks(self, wanted: int = 5) -> list[float]:
-        """Round numbers on it."""
+        """Round numbers on the axis."""
         if not self.logarithmic:
             return ticks(self.low, self.high, wanted)
         powers = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
@@ -109,7 +109,7 @@ class Axis:
 
 
 class Area(NamedTuple):
-    """The pixels in which a chart draws."""
+    """The drawing area of a chart in pixels."""
 
     left: float
     top: float
@@ -119,15 +119,15 @@ class Area(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Chart:
-    """A drawing, which a page takes as an SVG element, and a figure as one of its panels."""
+    """A drawing, used as an SVG element in a page or as a panel in a figure."""
 
     title: str
-    """What is drawn, for a screen reader."""
+    """Description for screen readers."""
     width: float
     height: float
     parts: Sequence[Markup]
     tooltips: Sequence[Markup] = ()
-    """What lies above the parts and says their numbers."""
+    """Tooltips, which lie above the parts."""
 
     def __html__(self) -> str:
         """The element in a page."""
@@ -142,12 +142,12 @@ class Chart:
         )
 
     def at(self, x: float, y: float, scale: float = 1.0) -> Markup:
-        """The drawing without tooltips, as a part of another one."""
+        """The drawing without tooltips, placed in another one."""
         scaled = f"translate({x:g},{y:g})" + (f" scale({scale:.4f})" if scale != 1 else "")
         return element("g", *self.below(in_file=True), *self.parts, transform=scaled)
 
     def below(self, *, in_file: bool) -> Sequence[Markup]:
-        """What lies below the parts; not every viewer of files shows images in them."""
+        """Elements below the parts; not every viewer of SVG files shows embedded images."""
         return ()
 
 
@@ -157,9 +157,9 @@ class Dot(NamedTuple):
     x: float
     value: float
     css: str
-    """`mean`, `seed` for one of several whose mean is drawn, or `open`."""
+    """`mean`, `seed` for one of several whose mean is drawn, or `open`, a hollow dot."""
     title: str | None = None
-    """What a tooltip says."""
+    """Text of the tooltip."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,13 +172,13 @@ class Line:
     colour: str
     """A CSS colour."""
     with_points: bool = False
-    """Whether the values are few: they are joined over gaps, and each is marked."""
+    """Whether to join values over gaps and mark each, for few values."""
     band: Sequence[tuple[float, float] | None] = ()
-    """An interval around each value; none: there are none."""
+    """An interval around each value; empty: no intervals."""
     dots: Sequence[Dot] = ()
     is_dashed: bool = False
     is_joined: bool = False
-    """Whether values are joined over gaps, without marks."""
+    """Whether to join values over gaps, without marks."""
 
 
 def line_chart(
@@ -190,15 +190,15 @@ def line_chart(
     high: float | None = None,
     width: int = NARROW,
 ) -> Chart:
-    """Curves over steps, with a tooltip for each span of steps.
+    """Draws curves over steps, with a tooltip for each span of steps.
 
     Args:
         steps: the step of every value.
-        lines: as many values each.
-        title: what is drawn, for a screen reader.
-        low: the lowest value of the axis; None: the lowest of all values.
-        high: the highest; None: of all values.
-        width: pixels of the drawing.
+        lines: lines with equally many values.
+        title: description for screen readers.
+        low: lower limit of the axis; None: the lowest value.
+        high: upper limit; None: the highest value.
+        width: width of the drawing in pixels.
     """
     known = [v for line in lines for v in line.values if v is not None and math.isfinite(v)]
     if not known:
@@ -221,16 +221,16 @@ def curves(
     x_labels: Mapping[float, str],
     y_labels: Mapping[float, str],
 ) -> list[Markup]:
-    """The parts of a chart of lines: a grid with numbers beside it, and the curves above.
+    """Draws the parts of a line chart: a grid with numbers, and the curves.
 
     Args:
-        xs: where the values of all lines are.
-        lines: as many values each.
+        xs: horizontal positions of all lines' values.
+        lines: lines with equally many values.
         x: the horizontal axis.
-        y: the vertical one.
-        area: where they are drawn.
-        x_labels: what stands below the chart, and where.
-        y_labels: what stands beside it.
+        y: the vertical axis.
+        area: the drawing area.
+        x_labels: labels below the chart, by position.
+        y_labels: labels beside it, by position.
     """
     to_x, to_y = x.between(area.left, area.right), y.between(area.bottom, area.top)
     parts = []
@@ -253,12 +253,12 @@ def curves(
 
 
 def labels_below(labels: Mapping[float, str], x: Place, bottom: float) -> list[Markup]:
-    """What stands below the bottom of a chart."""
+    """Labels below the bottom of a chart."""
     return [text(x(place), bottom + 17, label, "middle") for place, label in labels.items()]
 
 
 def step_labels(steps: Sequence[int]) -> dict[float, str]:
-    """Round numbers of steps, and what is written of each."""
+    """Round numbers of steps, with their labels."""
     places = ticks(steps[0], steps[-1], 6) if len(steps) > 1 else [float(steps[0])]
     return {place: f"{place:,.0f}" for place in places if place == int(place)}
 
@@ -266,7 +266,7 @@ def step_labels(steps: Sequence[int]) -> dict[float, str]:
 def _curve(
     xs: Sequence[float], line: Line, x: Place, y: Place, shown: Sequence[bool]
 ) -> list[Markup]:
-    """A line's curve and its dots, but for those of values that are not `shown`."""
+    """A line's curve and its dots, except for values that are not `shown`."""
     path, pen, dots = [], "M", [*line.dots]
     for place, value, is_shown in zip(xs, line.values, shown, strict=True):
         if value is None or not math.isfinite(value):
@@ -309,7 +309,7 @@ def _bands(xs: Sequence[float], line: Line, x: Place, y: Place) -> list[Markup]:
 
 
 def _tooltips(steps: Sequence[int], lines: Sequence[Line], x: Place, area: Area) -> list[Markup]:
-    """A strip for each step that says its values."""
+    """A strip for each step with a tooltip of its values."""
     edges = [x(step) for step in steps]
     between = [(a + b) / 2 for a, b in pairwise(edges)]
     bounds = [area.left, *between, area.right]
@@ -327,7 +327,7 @@ def _tooltips(steps: Sequence[int], lines: Sequence[Line], x: Place, area: Area)
 
 
 def box(area: Area, css: str, title: str | None = None) -> Markup:
-    """A rectangle; one with the class `hit` is not seen, and says something when pointed at."""
+    """A rectangle; with the class `hit` it is invisible and has a tooltip."""
     titled = [element("title", title)] if title else []
     return element(
         "rect",

@@ -1,4 +1,4 @@
-"""Parts of a page that are no text: charts and tables in their frames."""
+"""Parts of a page other than text: charts and tables in their frames."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from polyad.train.page.charts import Chart, Line
 from polyad.train.page.template import render
 
 FEW_ROWS = 20
-"""Rows of a long table that are shown at once."""
+"""Number of rows of a long table shown at first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,9 +20,9 @@ class Table:
     """The names of the columns."""
     rows: Sequence[Sequence[str]]
     names: int = 1
-    """How many of the first columns are words."""
+    """How many of the first columns are text."""
     by_class: bool = False
-    """Whether a row is a class: there may be many, of which some are shown on demand."""
+    """Whether rows are classes; there may be many, some of which are shown on demand."""
 
     def __html__(self) -> str:
         """The element in a page."""
@@ -40,9 +40,9 @@ class Figure:
     body: Chart | Table | Markup
     caption: str = ""
     legend: Sequence[Line] = ()
-    """The lines whose names stand beside their colours."""
+    """The lines in the legend."""
     wide: bool = False
-    """Whether it takes a row of a grid by itself."""
+    """Whether it takes a whole row of the grid."""
 
     def __html__(self) -> str:
         """The element in a page."""

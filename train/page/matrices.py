@@ -34,38 +34,39 @@ from polyad.train.page.charts import (
 from polyad.train.page.template import render
 
 MOST_COLUMNS = WIDE - LEFT - RIGHT
-"""Columns of a heat map: one for each of its pixels."""
+"""Maximum number of columns of a heat map: one per pixel."""
 RAMP = (
     *((228, 238, 234), (178, 210, 206), (116, 172, 181)),
     *((66, 125, 155), (38, 80, 120), (22, 34, 66)),
 )
-"""From little to much: monotone in lightness, so that it can be read without colours. The dark
-scheme turns it over."""
+"""Color ramp from low to high, monotone in lightness, so that it can be read without colors. The
+dark scheme reverses it."""
 OCTAVES = 4
-"""A heat map's colours go from 1 / 2^OCTAVES of the mean load to 2^OCTAVES times it."""
+"""A heat map's colors range from 1 / 2^OCTAVES of the mean load to 2^OCTAVES times it."""
 NAMES, SLANTED = 170, 80
-"""Pixels for the names of rows, and beside the last column for its name where that is slanted."""
+"""Pixels for the names of rows, and beside the last column for its slanted name."""
 ROW, WIDEST = 26, 76
-"""Pixels of a row, and the most of a column."""
+"""Height of a row, and maximum width of a column, in pixels."""
 MOST_CHARACTERS, CHARACTER = 22, 6.5
-"""Characters of a name, whose whole is in the tooltip; and pixels of one."""
+"""Maximum number of characters of a name, which is complete in the tooltip; and pixels per
+character."""
 ANGLE = 60
-"""The slant of names, in degrees."""
+"""Slant of names, in degrees."""
 NARROW_COLUMNS = 6
-"""Up to so many columns a matrix stands beside another one."""
+"""Maximum number of columns of a matrix that is placed beside another one."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class HeatMap(Chart):
-    """A chart above shades."""
+    """A chart on top of shaded cells."""
 
     indices_RC: npt.NDArray[np.uint8]
-    """The shade of each cell: 0 shows what is unused, 1 to 255 are those of the ramp."""
+    """The shade of each cell: 0 is transparent (unused), 1 to 255 are the ramp's."""
     area: Area
-    """Where they are."""
+    """The area of the cells."""
 
     def below(self, *, in_file: bool) -> list[Markup]:
-        """The shades, in a page as an image with a pixel for each cell."""
+        """The shades; in a page an image with one pixel per cell."""
         return [box(self.area, "unused"), *(self._paths() if in_file else [self._image()])]
 
     def _image(self) -> Markup:
@@ -81,7 +82,7 @@ class HeatMap(Chart):
         )
 
     def _paths(self) -> list[Markup]:
-        """Runs of cells with about the same colour."""
+        """Runs of cells with approximately the same color."""
         rows, columns = self.indices_RC.shape
         wide, high = (self.area.right - LEFT) / columns, (self.area.bottom - TOP) / rows
         coarse_RC = np.where(self.indices_RC > 0, 1 + (self.indices_RC - 1) // 6 * 6, 0)
@@ -109,13 +110,13 @@ def heat_map(
     *,
     title: str,
 ) -> Chart:
-    """Load over time: a row an expert, or a few; a column a span of steps.
+    """Draws load over time: a row per expert or a few experts, a column per span of steps.
 
     Args:
-        steps: the step of every column; at any distances, the columns are equally wide.
-        relative_RC: load over the mean load; NaN where nothing is known, 0 is left transparent.
+        steps: the step of every column; columns are equally wide whatever their distance.
+        relative_RC: load divided by the mean load; NaN where unknown, 0 is transparent.
         names: the name of each row, for its tooltip.
-        title: what is drawn, for a screen reader.
+        title: description for screen readers.
     """
     rows, columns = relative_RC.shape
     plot = max(96, min(256, rows * 12))
@@ -129,7 +130,7 @@ def heat_map(
             label = name.partition(":")[0].removeprefix("expert ")
             parts.append(text(LEFT - 6, y + min(each, 14) / 2 + 4, label, "end"))
         tooltips.append(box(Area(area.left, y, area.right, y + each), "hit", name))
-    # The middles of the columns, wherever their steps stand.
+    # The centers of the columns, whatever their steps.
     middles = LEFT + (area.right - LEFT) * (np.arange(columns) + 0.5) / columns
 
     def x(step: float) -> float:
@@ -147,7 +148,7 @@ def heat_map(
 
 
 def heat_legend() -> Markup:
-    """What the colours of a heat map mean."""
+    """The legend of a heat map's colors."""
     return render("train/page/heat_legend.html", ramp=RAMP, times=2**OCTAVES)
 
 
@@ -169,7 +170,7 @@ def _palette() -> bytes:
 
 
 def _png(indices_RC: npt.NDArray[np.uint8]) -> bytes:
-    """An indexed image whose colour 0 is transparent."""
+    """An indexed PNG image in which color 0 is transparent."""
     rows, columns = indices_RC.shape
     raw = b"".join(b"\0" + row.tobytes() for row in indices_RC)
     header = struct.pack(">IIBBBBB", columns, rows, 8, 3, 0, 0, 0)
@@ -188,7 +189,7 @@ class Cell(NamedTuple):
     title: str
     """What a tooltip says."""
     strength: float = 0.0
-    """The strength of the colour, from 0 to 1."""
+    """Strength of the color, from 0 to 1."""
     colour: str = "var(--accent)"
 
 
@@ -200,8 +201,8 @@ def matrix_chart(
     Args:
         rows: their names, from top to bottom.
         columns: their names.
-        cells: of each row as many as there are columns.
-        title: what is drawn, for a screen reader.
+        cells: for each row one cell per column.
+        title: description for screen readers.
     """
     width = NARROW if len(columns) <= NARROW_COLUMNS else WIDE
     longest = min(MOST_CHARACTERS, max(map(len, columns))) * CHARACTER
@@ -224,7 +225,7 @@ def matrix_chart(
 
 
 def _name(name: str, x: float, y: float, anchor: str, transform: str | None = None) -> Markup:
-    """A name of at most so many characters, the whole of which is in its tooltip."""
+    """A name, truncated; the tooltip has it in full."""
     short = name if len(name) <= MOST_CHARACTERS else f"{name[: MOST_CHARACTERS - 1]}…"
     whole = element("title", name)
     return element(

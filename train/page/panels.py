@@ -1,4 +1,4 @@
-"""Figures of several panels, as studies and plans draw them: a file, or a part of a page."""
+"""Figures of several panels for studies and plans, as a file or a part of a page."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -23,13 +23,13 @@ from polyad.train.page.template import COLOURS, render
 WIDTH, MARGIN, GAP = 520, 16, 28
 """Pixels of a panel, around all panels, and between two."""
 HEAD, FOOT = 44, 34
-"""Pixels above what a panel draws, and below it."""
+"""Pixels above and below a panel's drawing."""
 ROW, NAMES = 26, 140
-"""Pixels of a row of dots, and for its name."""
+"""Height of a row of dots, and width for its name, in pixels."""
 ROOM = 0.06
-"""Beside the values of an axis, as a share of them."""
+"""Room beside the values of an axis, as a share of their range."""
 NAMED, IN_A_ROW = 18, 3
-"""Pixels of a row of names of curves, and how many stand in it."""
+"""Height in pixels of a row of curves' names, and number of names per row."""
 
 
 class DotRow(NamedTuple):
@@ -40,7 +40,7 @@ class DotRow(NamedTuple):
     values: Sequence[float]
     mean: float
     low: float
-    """The lower end of the interval; NaN where there is none."""
+    """Lower end of the interval; NaN if there is none."""
     high: float
 
 
@@ -48,10 +48,10 @@ def dot_panel(title: str, note: str, rows: Sequence[DotRow], *, from_zero: bool)
     """A panel with a row of dots for each name.
 
     Args:
-        title: what is drawn.
-        note: what the marks mean.
-        rows: from top to bottom.
-        from_zero: whether 0 is on the axis.
+        title: the title.
+        note: explanation of the marks.
+        rows: rows from top to bottom.
+        from_zero: whether the axis includes 0.
     """
     numbers = [v for row in rows for v in (*row.values, row.mean, row.low, row.high)]
     known = [value for value in numbers if math.isfinite(value)] + [0.0] * from_zero
@@ -89,7 +89,7 @@ def _stroke(css: str, colour: str, x: tuple[float, float], y: tuple[float, float
 
 
 def _heading(title: str, note: str) -> list[Markup]:
-    """A panel's title, and what its marks mean."""
+    """A panel's title, and the explanation of its marks."""
     return [text(0, 14, title, css="title"), *([text(0, 30, note)] if note else [])]
 
 
@@ -105,18 +105,18 @@ def curve_panel(
     y_labels: Mapping[float, str] | None = None,
     height: int = 280,
 ) -> Chart:
-    """A panel of curves, whose names stand above them.
+    """A panel of curves, with their names above.
 
     Args:
-        title: what is drawn.
-        note: what the marks mean.
-        xs: where the values of all lines are.
-        lines: as many values each; the name of one without a label is left out.
+        title: the title.
+        note: explanation of the marks.
+        xs: horizontal positions of all lines' values.
+        lines: lines with equally many values; a line without a label has no name.
         x: the horizontal axis.
-        y: the vertical one.
-        x_labels: what stands below the panel, and where.
-        y_labels: what stands beside it; None: round numbers.
-        height: pixels.
+        y: the vertical axis.
+        x_labels: labels below the panel, by position.
+        y_labels: labels beside it, by position; None: round numbers.
+        height: height in pixels.
     """
     named = [line for line in lines if line.label]
     above = HEAD + NAMED * math.ceil(len(named) / IN_A_ROW)
@@ -143,10 +143,10 @@ def sheet(title: str, panels: Sequence[Chart], *, note: str = "", inline: bool =
     """A figure: its panels in rows of two.
 
     Args:
-        title: what is drawn, for a screen reader.
-        panels: each as wide as any other.
-        note: what stands above them.
-        inline: whether it is for a page, which has the style of charts, in place of a file.
+        title: description for screen readers.
+        panels: panels of equal width.
+        note: text above them.
+        inline: whether it is for a page, which has the charts' style sheet, or for a file.
 
     Returns:
         The text of an SVG file, or an element.
@@ -177,7 +177,7 @@ def sheet(title: str, panels: Sequence[Chart], *, note: str = "", inline: bool =
 
 
 def in_light(drawing: str) -> str:
-    """A drawing with the colours of the light scheme: not every viewer of files knows variables.
+    """Fills in the colors of the light scheme, since not every SVG viewer supports variables.
 
     Args:
         drawing: SVG.

@@ -1,6 +1,6 @@
-"""Pages from templates: HTML that needs nothing beside itself, and in which every text is escaped.
+"""Pages from templates: self-contained HTML in which all text is escaped.
 
-A template stands beside the code that fills it, and is named by its path in the package.
+A template is beside the code that fills it, and is named by its path in the package.
 """
 
 import functools
@@ -25,19 +25,19 @@ COLOURS = {
     "series-6": ("#555555", "#a2a2a2"), "series-7": ("#cc3311", "#ff8c71"),
     "series-8": ("#77aa22", "#9ccc50"), "series-9": ("#332288", "#b8a8ff"),
 }  # fmt: skip
-"""The colours of the light and of the dark scheme, by the names of their CSS variables. Most who do
-not see all colours tell those of `SERIES` apart."""
+"""The colors of the light and the dark scheme, by CSS variable. Those of `SERIES` are
+distinguishable with most kinds of color blindness."""
 SERIES = tuple(f"var(--{name})" for name in COLOURS if name.startswith("series-"))
-"""The colours of variants, in their order."""
+"""The colors of variants, in order."""
 
 END = "⏎"
-"""What marks the end of a line."""
+"""Symbol for the end of a line."""
 _PICTURES = {code: 0x2400 + code for code in range(32) if chr(code) not in "\t\n"}
 _PICTURES |= dict.fromkeys(range(127, 160), 0x2421)
 
 
 def page(template: str, **values: object) -> str:
-    """Fills the template of a whole page, as `render` fills that of a part."""
+    """Fills the template of a whole page; like `render` for a part."""
     return _environment().get_template(template).render(values)
 
 
@@ -45,9 +45,9 @@ def render(template: str, **values: object) -> Markup:
     """Fills the template of a part of a page.
 
     Args:
-        template: its path in the package, as `train/page/table.html`.
-        values: what it names; those that are no `Markup` are escaped, unless they have an
-            `__html__` of their own, as charts and tables have.
+        template: its path in the package, such as `train/page/table.html`.
+        values: its variables; escaped unless they are `Markup` or have an `__html__`, as charts and
+            tables do.
     """
     return Markup(page(template, **values))
 
@@ -67,11 +67,11 @@ def _environment() -> Environment:
 
 
 def number(value: float, digits: int = 4) -> str:
-    """A number for a person: few digits, thousands apart.
+    """Formats a number with few digits and thousands separators.
 
     Args:
-        value: any.
-        digits: that are shown of numbers below 1,000.
+        value: any number.
+        digits: significant digits of numbers below 1,000.
     """
     if not math.isfinite(value):
         return str(value)
@@ -83,16 +83,16 @@ def number(value: float, digits: int = 4) -> str:
 
 
 def signs(text: str) -> str:
-    """Text whose line ends are marked, and whose control characters have pictures.
+    """Makes line ends and control characters of a text visible.
 
     Args:
-        text: of a token, a sample or a class.
+        text: text of a token, a sample or a class.
     """
     return text.replace("\r\n", "\n").translate(_PICTURES).replace("\n", f"{END}\n")
 
 
 def visible(text: str) -> Markup:
-    """The same for HTML, where the mark of a line's end has a colour of its own."""
+    """The same for HTML, where the symbol for a line end has its own color."""
     return escape(signs(text)).replace(
         f"{END}\n", Markup('<span class="sign">{}</span>\n').format(END)
     )

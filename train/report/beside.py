@@ -1,7 +1,7 @@
-"""Two runs on one page: curves over one another, and experts that get the same tokens in pairs.
+"""Two runs on one page: overlaid curves, and pairs of experts that get the same tokens.
 
-Both models read the same held-out samples. Experts of a level are alike as far as their
-coefficients of the same tokens are correlated; the assignment with the largest sum pairs them.
+Both models read the same held-out samples. The similarity of two experts of a level is the
+correlation of their coefficients over tokens; the assignment with the largest sum pairs them.
 
 Shapes: N tokens, S and Z experts of a level of either run.
 """
@@ -26,7 +26,7 @@ from polyad.train.report.history import History
 from polyad.train.tasks.samples import Samples
 
 UNITS = 65_536
-"""Tokens or images that both read, at most."""
+"""Maximum number of tokens or images that both read."""
 CURVES = (
     ("loss", "Training loss"),
     ("validation_loss", "Validation loss"),
@@ -37,26 +37,26 @@ CURVES = (
 
 
 class Pair(NamedTuple):
-    """An expert, and the one of the other run that is most like it."""
+    """An expert, and its counterpart in the other run."""
 
     expert: str
     other: str
     similarity: float
-    """The correlation of what both get of the same tokens."""
+    """Correlation of their coefficients over the same tokens."""
     next_best: float | None
-    """The highest correlation with another expert of the other run; None where there is no other.
+    """Highest correlation with any other expert of the other run; None if there is no other.
     """
 
 
 @dataclass(frozen=True, kw_only=True)
 class OtherRun:
-    """What a page says of a second run."""
+    """The second run on a page."""
 
     run: str
     checkpoint_step: int
     history: History
     pairs: Mapping[str, Sequence[Pair]]
-    """By the layer's name; nothing where no layer was read with both."""
+    """Pairs by layer name; empty if no layer was read with both."""
 
     def to_json(self) -> dict[str, Any]:
         """JSON values, without the curves."""
@@ -70,12 +70,12 @@ class OtherRun:
 
 
 class Alike:
-    """Adds up how what the experts of two models get of the same tokens is correlated.
+    """Accumulates correlations between the experts of two models over the same tokens.
 
     Args:
-        layers: of both models.
-        samples: that both read.
-        other: the model that does not read by itself.
+        layers: layers of the first model.
+        samples: the samples that both read.
+        other: the second model, which reads the first one's batches.
         others: its layers, in the same order.
     """
 
@@ -91,10 +91,10 @@ class Alike:
         self._layers, self._samples = layers, samples
         self._other, self._others = other, others
         self._sums: dict[str, Tensor] = {}
-        """Products of all columns, of both models' experts and of ones, by layer."""
+        """Products of all columns (both models' experts, and ones), by layer."""
 
     def add(self, reading: Reading) -> None:
-        """Adds a batch, which the other model reads too."""
+        """Adds a batch, which the other model reads, too."""
         with torch.inference_mode(), deciding(self._other, self._others) as decisions:
             self._samples.forward(self._other, reading.batch, {})
         for layer in self._layers:
@@ -104,7 +104,7 @@ class Alike:
             self.count(layer.name, *(a_NS[counted_N] for a_NS in both))
 
     def count(self, name: str, own_NS: Tensor, other_NZ: Tensor) -> None:
-        """Adds what the experts of a layer get of the same tokens."""
+        """Adds the coefficients of a layer's experts for the same tokens."""
         rows = torch.cat([own_NS, other_NZ, torch.ones_like(own_NS[:, :1])], 1).double()
         self._sums[name] = self._sums.get(name, torch.zeros(())) + rows.T @ rows
 
@@ -118,7 +118,7 @@ class Alike:
 
 
 def _correlations(products: Matrix, experts: int) -> Matrix:
-    """The correlations of the first columns with the others; 0 of what never changes."""
+    """The correlations of the first columns with the others; 0 for constant ones."""
     tokens, sums = products[-1, -1], products[-1, :-1]
     covariance = products[:-1, :-1] / tokens - np.outer(sums, sums) / tokens**2
     deviation = np.sqrt(np.maximum(np.diagonal(covariance), 0))
@@ -132,9 +132,9 @@ def pairs(layer: RoutedLayer, other: RoutedLayer, alike_SZ: Matrix) -> list[Pair
     """Pairs the experts of two layers so that the sum of similarities is largest, level by level.
 
     Args:
-        layer: of one run.
-        other: of the other run, with as many levels.
-        alike_SZ: similarities, over all levels side by side.
+        layer: the layer of one run.
+        other: the layer of the other run, with equally many levels.
+        alike_SZ: similarities, all levels side by side.
     """
     found, first, first_of_other = [], 0, 0
     for size, size_of_other in zip(layer.levels, other.levels, strict=True):
@@ -156,13 +156,13 @@ def pairs(layer: RoutedLayer, other: RoutedLayer, alike_SZ: Matrix) -> list[Pair
 def beside_figures(
     run: str, history: History, layers: Sequence[RoutedLayer], other: OtherRun
 ) -> list[Figure]:
-    """Curves of both runs, and the pairs of experts.
+    """Draws curves of both runs, and the pairs of experts.
 
     Args:
-        run: the name of the first.
-        history: its own.
+        run: the name of the first run.
+        history: its history.
         layers: its layers.
-        other: the second.
+        other: the second run.
     """
     steps = sorted({*history.steps, *other.history.steps})
     figures = []

@@ -1,5 +1,5 @@
-"""The parts of a page about classes: scores, confusions, examples, and what each expert gets of
-every class."""
+"""The parts of a page about classes: scores, confusions, examples, and each expert's share of every
+class."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ from polyad.train.tasks.scores import TITLES
 
 
 def class_note(read: ClassPass) -> str:
-    """The metrics of what was read, in words."""
+    """The metrics in words."""
     titles, names = dict(TITLES), list(read.held)
     if len(names) > 1:
         titles["f1"] = f"F1 of {names[1]}"
@@ -37,7 +37,7 @@ def class_note(read: ClassPass) -> str:
 
 
 def class_figures(read: ClassPass, images: ImagePass | None) -> list[Figure]:
-    """Scores of each class, confusions and the samples with the largest loss."""
+    """Figures of scores per class, confusions and the samples with the largest loss."""
     figures = [_scores(read)] if read.scores else []
     if read.matrix_KK is not None:
         figures.append(_matrix(read, read.matrix_KK.tolist()))
@@ -49,7 +49,7 @@ def class_figures(read: ClassPass, images: ImagePass | None) -> list[Figure]:
 def _scores(read: ClassPass) -> Figure:
     many = len(read.scores) > FEW_CLASSES
     order = list(read.scores)
-    if many:  # what has neither a sample nor a prediction comes last
+    if many:  # classes without samples and predictions come last
         order.sort(
             key=lambda name: (
                 read.scores[name].f1 is None,
@@ -149,14 +149,14 @@ def _with_probability(name: str, probability: float | None) -> Markup:
 
 @dataclass(frozen=True, kw_only=True)
 class ShownLevel:
-    """What a page says of a level of a layer and the classes."""
+    """A level of a layer and the classes, as shown on a page."""
 
     title: str
     level: LevelByClass
     is_open: bool
     matrix: Figure | None
     leaning: Figure | None
-    """None where too few tokens were read."""
+    """None if too few tokens were read."""
 
 
 def levels_by_class(report: Report) -> list[ShownLevel]:
@@ -179,7 +179,7 @@ def levels_by_class(report: Report) -> list[ShownLevel]:
 
 
 def summary_of_classes(levels: Sequence[ShownLevel], unit: str) -> Figure:
-    """What the expert of a token says about its class, a row for each level."""
+    """Table of how much a token's expert reveals about its class, with a row for each level."""
     rows = []
     for each in levels:
         said, lift = "–", "–"

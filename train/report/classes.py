@@ -1,7 +1,7 @@
-"""What a model predicts of labelled samples: scores of each class, confusions, the samples with the
-largest loss, and the experts of each class.
+"""Predictions for labelled samples: scores per class, confusions, the samples with the largest
+loss, and the experts of each class.
 
-Shapes: B samples of a batch, N all that are read, K classes, or choices.
+Shapes: B samples of a batch, N samples read, K classes, or choices.
 """
 
 from collections import Counter
@@ -29,13 +29,13 @@ from polyad.train.tasks.scores import (
 from polyad.train.tasks.sequences import SequenceTask
 
 MOST_CHARACTERS = 300
-"""Characters of a text that are shown; of a choice a quarter."""
+"""Maximum number of characters shown of a text; a quarter of that for a choice."""
 MOST_CONFUSIONS = 20
-"""The most frequent confusions that are named."""
+"""Number of most frequent confusions listed."""
 
 
 class Confusion(NamedTuple):
-    """Samples of one class that are predicted to be of another."""
+    """Samples of one class that are predicted as another."""
 
     true: str
     predicted: str
@@ -47,14 +47,14 @@ class Example:
     """A sample with a large loss."""
 
     number: int
-    """In its split."""
+    """The sample's number in its split."""
     texts: list[str]
-    """What the model reads of it; of an image none."""
+    """Its text as read by the model; empty for an image."""
     true: str
     predicted: str
     loss: float
     probability: float | None
-    """The probability of what is predicted; None for a number."""
+    """Probability of the prediction; None for a number."""
     probability_of_true: float | None
 
 
@@ -67,27 +67,27 @@ class ClassPass:
     data: str
     split: str
     unit: str
-    """What a sample is called: sequence, image."""
+    """The name of a sample: sequence, image."""
     samples: int
-    """Samples that were read."""
+    """Number of samples read."""
     of_samples: int
-    """Samples of the whole split."""
+    """Number of samples in the whole split."""
     metrics: Mapping[Metric, float]
     loss: float
-    """The mean."""
+    """Mean loss."""
     held: Mapping[str, int]
-    """Samples of each class, by its name; without classes nothing."""
+    """Number of samples by class name; empty without classes."""
     scores: Mapping[str, ClassScore]
-    """By the name of the class."""
+    """Scores by class name."""
     matrix_KK: npt.NDArray[np.int64] | None
-    """How many samples of each class (row) are predicted to be of each (column); None with more
-    than `FEW_CLASSES`, and without classes."""
+    """Confusion matrix: true classes in rows, predicted ones in columns; None with more than
+    `FEW_CLASSES`, and without classes."""
     confusions: list[Confusion]
     """The most frequent ones."""
     examples: list[Example]
     """The samples with the largest loss, the largest first."""
     groups: list[str]
-    """What experts are counted by: the classes, or what stands for them."""
+    """The groups by which experts are counted: the classes, or a substitute."""
 
     def to_json(self) -> dict[str, Any]:
         """JSON values."""
@@ -111,10 +111,10 @@ class ClassPass:
 
 
 class Predictions:
-    """Keeps what a model predicts of images with one class each, or of sequences.
+    """Collects predictions for images with one class each, or for sequences.
 
     Args:
-        samples: what is read.
+        samples: the samples to read.
     """
 
     blocks: Sequence[int] = ()
@@ -122,7 +122,7 @@ class Predictions:
     def __init__(self, samples: ImageSamples | SequenceSamples) -> None:
         self._samples, self._parts = samples, list[Tensor]()
         self._names: Sequence[str]
-        """The names of the K classes, or of the places of choices."""
+        """Names of the K classes, or of the choices' positions."""
         if isinstance(samples, ImageSamples):
             self._kind, self._names = "classification", samples.task.data.manifest.class_names
         else:
@@ -153,10 +153,10 @@ class Predictions:
         self._parts.append(torch.stack(parts))
 
     def result(self, examples: int) -> ClassPass:
-        """What was found.
+        """Returns the result.
 
         Args:
-            examples: samples with the largest loss that are kept.
+            examples: number of samples with the largest loss to keep.
 
         Raises:
             ConfigError: outputs are not finite.
@@ -235,7 +235,8 @@ class Predictions:
 
 
 def described(task: SequenceTask, split: str, row: int) -> tuple[list[str], Sequence[str]]:
-    """A row as text, from the tokens that the model reads; the names of its classes or choices."""
+    """Returns a row as text, from the tokens that the model reads, and the names of its classes or
+    choices."""
     pieces, choices = task.data.encoded(split).pieces, task.data.choices
     form = form_of(task.model.kind, task.data.tokenizer)
     two = task.schema.pair is not None or bool(task.schema.choices)
@@ -255,5 +256,5 @@ def described(task: SequenceTask, split: str, row: int) -> tuple[list[str], Sequ
 
 
 def short(text: str, most: int = MOST_CHARACTERS) -> str:
-    """A text of at most so many characters, with an ellipsis where it was longer."""
+    """Truncates a text to at most `most` characters, with an ellipsis."""
     return text if len(text) <= most else f"{text[: most - 1].rstrip()}…"

@@ -1,4 +1,4 @@
-"""`polyad report`: what a run has learned and what its experts do, as one HTML page."""
+"""`polyad report`: an HTML page about a run's training and its experts."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -39,10 +39,10 @@ from polyad.train.results import json_value
 from polyad.train.tasks.registry import task_class
 
 TOKENS = 250_000
-"""About how many tokens are read, unless the user says it."""
+"""Default for the approximate number of tokens to read."""
 OUTPUT_FILE = "report.html"
 LONG_FILE = 20_000_000
-"""Bytes of metrics.jsonl from which reading it takes seconds."""
+"""Size of metrics.jsonl in bytes above which reading it takes seconds."""
 
 
 def report(
@@ -65,23 +65,23 @@ def report(
 
     Args:
         run: a run's folder, or a folder of weights, which needs `data`.
-        other: a second run, which is drawn beside it; None: there is none.
+        other: a second run to compare with; None: none.
         output: the file; None: `report.html` in that folder.
-        checkpoint: step of the weights that read the data; None: the best checkpoint of a run that
-            keeps it, else the newest.
-        best: whether it has to be the best one.
+        checkpoint: step of the checkpoint that reads the data; None: the best one if the run keeps
+            it, else the newest.
+        best: whether it must be the best one.
         data: prepared data, or labelled sequences; None: the run's.
         split: `validation`, `test` or `train`.
-        layers: blocks whose experts are shown, by number; none: first, middle and last.
-        experts: experts that are shown in each of these; none: see `choose_experts`.
-        top: tokens, or images, of an expert; and samples with the largest loss.
-        tokens: about how many are read, evenly over the split, and of images at most 20,000; 0
-            reads nothing; None: of text `TOKENS`, of sequences all.
-        knockout: whether the experts that are shown are left out, too, of text.
+        layers: blocks whose experts are shown, by number; empty: first, middle and last.
+        experts: experts to show in each of these; empty: see `choose_experts`.
+        top: number of tokens or images per expert, and of samples with the largest loss.
+        tokens: approximate number to read, spread evenly over the split (at most 20,000 images); 0
+            reads nothing; None: `TOKENS` for text, all for sequences.
+        knockout: whether to also measure text without each shown expert.
         stream: see `polyad.train.reading.open_evaluated`.
 
     Returns:
-        The result: JSON values, and `output`.
+        The result as JSON values, with `output`.
 
     Raises:
         ValueError: with an `exit_status` of 2: one line says what is wrong.
@@ -134,7 +134,7 @@ def read_report(
     knockout: bool = False,
     stream: Path | None = None,
 ) -> Report:
-    """The content of a page, of a checkpoint that was chosen; the options are those of `report`.
+    """Returns the content of a page for the chosen checkpoint; for options see `report`.
 
     Raises:
         ValueError: with an `exit_status` of 2: one line says what is wrong.
@@ -164,7 +164,7 @@ def read_report(
         _check_unread(run, config, asked)
     held_out = HeldOut()
     if what is not None and tokens != 0:
-        # Of labelled sequences all are read, of text and of images not.
+        # Labelled sequences are read completely, text and images are not.
         default, most = {"text": (TOKENS, None), "images": (MOST_IMAGES, MOST_IMAGES)}.get(
             what, (None, None)
         )
@@ -205,7 +205,7 @@ def read_report(
 
 
 def _opened_beside(run: Path, own: Weights, other: Path, stream: Path | None) -> Checkpoint:
-    """The weights of a second run, which has to have learned from the same data."""
+    """Opens the weights of a second run, which must have been trained on the same data."""
     if stream is not None:
         raise ConfigError("--stream: is not allowed with two runs: both models read each batch")
     there, known = _run_config(other), config_of(own)
@@ -241,7 +241,7 @@ def _beside(other: Path, weights: Checkpoint, held_out: HeldOut) -> OtherRun:
 def _what_is_read(
     config: RunConfig, *, has_experts: bool
 ) -> Literal["sequences", "images", "text"] | None:
-    """What a page says of held-out data; None: nothing, it is made of `metrics.jsonl` alone."""
+    """The kind of held-out data that a page covers; None: the page uses only `metrics.jsonl`."""
     if isinstance(config.data, SequenceDataConfig):
         return "sequences"
     if isinstance(config.data, ImageDataConfig):
@@ -250,7 +250,7 @@ def _what_is_read(
 
 
 def _check_unread(run: Path, config: RunConfig, asked: Mapping[str, object]) -> None:
-    """Refuses options that say what is read, where nothing is."""
+    """Rejects options for reading data if none is read."""
     masked = config.data.kind == "masked_text"
     why = f"has data.kind: {config.data.kind}" if masked else "has no experts"
     for option, value in asked.items():
@@ -274,7 +274,7 @@ def _run_config(run: Path) -> RunConfig:
 
 
 def _best(run: Path) -> Path | None:
-    """The best checkpoint of a run that marks one, if it is still there."""
+    """The best checkpoint of a run that marks one, if it still exists."""
     try:
         return best_checkpoint(run) if (run / "checkpoints" / BEST_FILE).is_file() else None
     except CheckpointError:
@@ -313,7 +313,7 @@ def _check_output(target: Path) -> None:
         raise ConfigError(f"--output: {target}: there is no folder {target.parent}")
     with _writing(
         target, ConfigError
-    ):  # reading the text may take long, and permissions do not tell all
+    ):  # test now: reading may take long, and permissions are not everything
         partial_of(target).touch()
         partial_of(target).unlink()
 
@@ -364,5 +364,5 @@ def _factorized(config: MuMoEConfig | MuMoEHeadConfig) -> str:
 
 
 def report_line(result: dict[str, Any]) -> str:
-    """The line that says where the page is."""
+    """The line with the location of the page."""
     return f"report  {result['output']}"

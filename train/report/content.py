@@ -19,32 +19,32 @@ from polyad.train.tasks.task import Task
 
 @dataclass(frozen=True, kw_only=True)
 class HeldOut:
-    """What was found in held-out data."""
+    """Results on held-out data."""
 
     text: TextPass | None = None
-    """None where it was not asked for, the model does not read text, or it has no experts."""
+    """None if not requested, the model does not read text, or it has no experts."""
     images: ImagePass | None = None
-    """None where they were not asked for, or the model does not read images."""
+    """None if not requested, or the model does not read images."""
     classes: ClassPass | None = None
-    """Predictions of labelled sequences, or of images with one class each; None where nothing was
+    """Predictions for labelled sequences, or images with one class each; None if nothing was
     read."""
     measures: Mapping[str, Result] = field(default_factory=dict)
-    """What measures found in the same pass, by their names."""
+    """Results of measures in the same pass, by name."""
     pairs: Mapping[str, Sequence[Pair]] = field(default_factory=dict)
-    """Experts of a second run that are most like those of this one, by the layer's name."""
+    """Most similar experts of a second run, by layer name."""
     kept: Mapping[str, Kept] = field(default_factory=dict)
-    """What groups of units keep of the activation of all, by the layer's name."""
+    """Share of the activation kept by groups of units, by layer name."""
 
     @property
     def division(self) -> Specialized:
-        """How experts divide the work, which is measured wherever text or classes are read."""
+        """Specialization of the experts, which is measured whenever text or classes are read."""
         division = self.measures[Specialization.name]
         assert isinstance(division, Specialized)
         return division
 
     @property
     def by_class(self) -> dict[str, list[LevelByClass]]:
-        """The levels of each layer, counted by class, by the layer's name."""
+        """The levels of each layer, counted by class, by layer name."""
         if self.classes is None:
             return {}
         return {
@@ -53,7 +53,7 @@ class HeldOut:
         }
 
     def to_json(self) -> dict[str, Any]:
-        """JSON values: how experts divide the work is told with the text, or with the classes."""
+        """JSON values; specialization is part of the text, or of the classes."""
         text = classes = None
         if self.text is not None:
             text = {
@@ -85,26 +85,26 @@ class Report:
     kind: str
     """The model in words."""
     is_sparse: bool
-    """Whether experts are selected; those of a muMoE are not."""
+    """Whether experts are selected, unlike in a muMoE."""
     parameters: int
     active_parameters: int
     checkpoint: str
     checkpoint_step: int
     is_best: bool
-    """Whether it is the checkpoint of the best validation, of a run that keeps that one."""
+    """Whether it is the checkpoint with the best validation, if the run keeps that."""
     total_steps: int
     most_validated: int | None
-    """Samples that a validation in training reads, at most; None: the whole split."""
+    """Maximum number of samples that a validation during training reads; None: the whole split."""
     history: History
     task: type[Task[Any]]
-    """What was learned."""
+    """The training task."""
     loss_unit: str
-    """The unit of the training loss; empty: it has none that says more."""
+    """The unit of the training loss; empty: no unit."""
     routed: list[RoutedLayer]
-    """The layers with experts, in the order of the model; empty for a dense one."""
+    """The layers with experts, in the model's order; empty for a dense model."""
     read: HeldOut
     other: OtherRun | None = None
-    """A second run beside this one."""
+    """A second run to compare with."""
 
     def to_json(self) -> dict[str, Any]:
         """JSON values, without the curves: those are in metrics.jsonl."""
@@ -139,7 +139,7 @@ class Report:
 
     @property
     def of_weights(self) -> str:
-        """Which weights have read the data, for people."""
+        """Describes the weights that read the data."""
         if self.history.steps:
             return f"of step {self.checkpoint_step:,}"
         return f"of {self.checkpoint}"

@@ -1,11 +1,10 @@
-"""The history of a run from metrics.jsonl, with as many points as a page can show.
+"""The history of a run from metrics.jsonl, reduced to as many points as a page can show.
 
-The file is read twice, a line at a time. First for the steps alone: if a step has two records, as
-after a run that went on from an older checkpoint, the later one counts, and all records between
-them are dropped. Then every record goes into one of at most `MAX_POINTS` equal spans of steps,
-of which the mean is kept. The load of single experts stands in some records alone (`log.every`): it
-has columns of its own, one for each such record, or an equal number of them where there are more
-than a heat map can show.
+The file is read twice, line by line. The first pass reads only the steps: if a step has two
+records, as after continuing from an older checkpoint, the later one counts, and all records between
+them are dropped. Then records are averaged over at most `MAX_POINTS` equal spans of steps. Only
+some records have loads of single experts (`log.every`). These have separate columns, one per such
+record, or per fixed number of records if there are more than a heat map can show.
 """
 
 import math
@@ -24,13 +23,13 @@ from polyad.train.page.matrices import MOST_COLUMNS
 from polyad.train.records import METRICS_FILE, record_of
 
 MAX_POINTS = 240
-"""Spans of steps."""
+"""Maximum number of spans of steps."""
 _LAYER = re.compile(r"routing/(.+)/(\w+)")
 
 Series = list[float | None]
 Row = npt.NDArray[np.float64]
 _Sums = dict[int, tuple[Row, int]]
-"""By place, a sum and the number of its rows."""
+"""Sum and number of rows, by position."""
 
 
 @dataclass(kw_only=True)
@@ -38,15 +37,15 @@ class LayerHistory:
     """The routing statistics of one layer over time."""
 
     scalars: dict[str, Series] = field(default_factory=dict)
-    """By measure, a number a span; see `polyad.train.loop.statistics.measures`."""
+    """One number per span, by measure; see `polyad.train.loop.statistics.measures`."""
     lists: dict[str, list[Row | None]] = field(default_factory=dict)
-    """By measure, one number an expert a span; `load` is not among them."""
+    """One number per expert and span, by measure, except `load`."""
     load: list[Row | None] = field(default_factory=list)
-    """The load of every expert, a column of a heat map; None where no record has it; empty if none
-    has."""
+    """The load of every expert, per column of a heat map; None for columns without records; empty
+    if there are none."""
 
     def last(self, measure: str) -> float | None:
-        """The newest number of a measure."""
+        """The newest value of a measure."""
         return last(self.scalars.get(measure, []))
 
 
@@ -57,25 +56,25 @@ class History:
     steps: list[int]
     """The last step of each span that has a record."""
     width: int
-    """Steps of a span."""
+    """Number of steps per span."""
     load_steps: list[int]
     """The last step of each column of `LayerHistory.load`."""
     load_width: int
-    """Records that share a column."""
+    """Number of records per column."""
     scalars: dict[str, Series]
-    """By name, a number a span: the mean; None where no record has it."""
+    """Mean value per span, by name; None for spans without records."""
     layers: dict[str, LayerHistory]
-    """By name, in the order of the model."""
+    """Layers by name, in the model's order."""
     last_record: dict[str, Any]
     """The last record of the file, without lists."""
     final_loss: float | None
     """The mean training loss of the last ten steps."""
     unreadable: int
-    """Lines that cannot be read, as one that is being written or was cut when a run was killed."""
+    """Number of unreadable lines, such as one being written, or cut off when a run was killed."""
 
 
 def no_history() -> History:
-    """The history of weights that come without a run."""
+    """The history for weights without a run."""
     return History(
         steps=[],
         width=1,
@@ -90,7 +89,7 @@ def no_history() -> History:
 
 
 def last(series: Series) -> float | None:
-    """The newest number of a series."""
+    """The newest value of a series."""
     return next((value for value in reversed(series) if value is not None), None)
 
 
@@ -100,16 +99,16 @@ def read_history(
     max_columns: int = MOST_COLUMNS,
     progress: Callable[[float], None] = lambda share: None,
 ) -> History:
-    """Reads a run's metrics; memory grows with layers and experts, and 8 bytes a step.
+    """Reads a run's metrics; needs memory for layers and experts, and 8 bytes per step.
 
     Args:
-        folder: the run's.
-        max_points: the most spans.
-        max_columns: the most columns of loads.
-        progress: is told the share done now and then.
+        folder: the run's folder.
+        max_points: maximum number of spans.
+        max_columns: maximum number of columns of loads.
+        progress: called with the share done from time to time.
 
     Raises:
-        ConfigError: there is no such file, or no record in it.
+        ConfigError: the file is missing, or has no records.
     """
     path = folder / METRICS_FILE
     if not path.is_file():
@@ -126,7 +125,7 @@ def read_history(
     for number, line in enumerate(_lines(path)):
         if number % 100 == 99:
             progress(number / len(keep))
-        if number >= len(keep) or not keep[number]:  # a run in progress has added lines since
+        if number >= len(keep) or not keep[number]:  # lines added meanwhile by a run in progress
             continue
         if (found := record_of(line)) is None:
             continue
@@ -160,7 +159,7 @@ def _lines(path: Path) -> Iterator[bytes]:
 
 
 def _standing(path: Path) -> tuple[bytearray, int, int, int]:
-    """The lines that count, their first and newest step, and the number of unreadable lines."""
+    """Returns the lines to use, their first and newest step, and the number of unreadable lines."""
     steps, unreadable = array("q"), 0
     for line in _lines(path):
         record = record_of(line)
@@ -218,8 +217,8 @@ class _Spans:
 
 
 class _Columns:
-    """Loads of single experts: a column each record that has some. Where there are more than
-    `most`, neighbours are put together, so that each column has as many records as any other."""
+    """Loads of single experts, with a column per record. If there are more than `most`, neighbors
+    are merged, so that all columns have equally many records."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -263,7 +262,7 @@ class _Columns:
 
 
 def _load_of(name: str) -> str | None:
-    """The layer of a key for load; None for any other key."""
+    """The layer of a load's key; None for other keys."""
     match = _LAYER.fullmatch(name)
     return match[1] if match and match[2] == "load" else None
 
@@ -273,7 +272,7 @@ def _row(value: list[float | None]) -> Row:
 
 
 def _add(sums: _Sums, place: int, row: Row, count: int = 1) -> None:
-    """Adds rows to a sum, unless they have another length than those before."""
+    """Adds rows to a sum, unless their length differs from earlier ones."""
     total, before = sums.get(place, (np.zeros_like(row), 0))
     if total.shape == row.shape:
         sums[place] = total + row, before + count

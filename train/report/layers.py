@@ -1,4 +1,4 @@
-"""The part of a page about single layers: load over time, and what stands with their experts."""
+"""The part of a page about single layers: load over time, and facts beside their experts."""
 
 import base64
 import io
@@ -21,31 +21,31 @@ from polyad.train.report.history import History, LayerHistory, Series
 from polyad.train.report.top_images import ImagePass
 
 MAX_ROWS = 256
-"""Rows of a heat map; more experts share them."""
+"""Maximum number of rows of a heat map; more experts share rows."""
 IN_ORDER = 32
-"""Up to so many experts stand in the order of their numbers, more in that of their load."""
+"""Up to this many experts are in numerical order, more are ordered by load."""
 FEW_LAYERS = 4
-"""Up to so many layers are all shown at once; of more the first alone."""
+"""Up to this many layers are all expanded; of more only the first."""
 SIDE, SMALL_SIDE = 112, 72
-"""Pixels of a picture; and where there are many."""
+"""Pixels of a picture; and if there are many."""
 MANY = 400
-"""Pictures from which they are small, so that a page stays below 5 MB."""
+"""Number of pictures above which they are small, so that a page stays below 5 MB."""
 LOSSLESS_SIDE = 48
-"""Up to so many pixels a picture is kept as it is: a JPEG would be no smaller, and blur it."""
+"""Up to this many pixels a picture is not compressed: a JPEG would be blurred and no smaller."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShownLayer:
-    """What a page says of a layer, beside its experts."""
+    """A layer as shown on a page, without its experts."""
 
     layer: RoutedLayer
     is_open: bool
     facts: Sequence[str]
     loads: Sequence[Figure]
-    """Load over time, of each level."""
+    """Load over time for each level."""
     entropy: Figure | None
     name: str | int
-    """What `--layers` calls it."""
+    """Its name in `--layers`."""
 
 
 def maximum_entropy(layer: RoutedLayer) -> float:
@@ -54,7 +54,7 @@ def maximum_entropy(layer: RoutedLayer) -> float:
 
 
 def shown_layers(report: Report) -> list[ShownLayer]:
-    """The layers with experts, in the order of the model."""
+    """The layers with experts, in the model's order."""
     found = []
     for place, layer in enumerate(report.routed):
         history = report.history.layers.get(layer.name, LayerHistory())
@@ -88,7 +88,7 @@ def _facts(layer: RoutedLayer, history: LayerHistory) -> list[str]:
 def _entropy_figure(
     steps: Sequence[int], layer: RoutedLayer, history: LayerHistory
 ) -> Figure | None:
-    """Entropy over its maximum; with several levels that of each."""
+    """Entropy divided by its maximum; for each level if there are several."""
     lines = []
     if "entropy" in history.scalars:
         whole = history.scalars["entropy"]
@@ -112,19 +112,19 @@ def _entropy_figure(
 
 def _entropy_line(label: str, values: Series, maximum: float, colour: str) -> Line:
     scaled = [None if value is None else min(1.0, value / maximum) for value in values]
-    # Records of what routers do may come with few of the steps: they are joined.
+    # Few steps may have routing records, so points are joined.
     return Line(label=label, values=scaled, colour=colour, with_points=None in scaled)
 
 
 def load_figures(times: History, layer: RoutedLayer, history: LayerHistory) -> list[Figure]:
-    """Heat maps of the load of each level; nothing where no record has it."""
+    """Heat maps of the load of each level; empty without records."""
     width = sum(layer.levels)
     known = [row for row in history.load if row is not None and row.size == width]
     if not known:
         return []
     unknown = np.full(width, np.nan)
     table = []
-    for row in history.load:  # a column without a record of this layer keeps the last one known
+    for row in history.load:  # columns without a record of this layer repeat the last one
         unknown = row if row is not None and row.size == width else unknown
         table.append(unknown)
     load_SC = np.stack(table, axis=1)
@@ -165,7 +165,7 @@ def _row_name(experts: Sequence[int], load: float) -> str:
 
 
 class Run(NamedTuple):
-    """Neighbouring patches that go to the same expert."""
+    """Adjacent patches that go to the same expert."""
 
     row: int
     column: int
@@ -174,39 +174,39 @@ class Run(NamedTuple):
 
     @property
     def colour(self) -> str:
-        """Neighbouring numbers have hues far apart: steps of the golden angle."""
+        """A color whose hues for adjacent numbers are far apart, by steps of the golden angle."""
         return f"hsl({self.expert * 137.508 % 360:.0f} 75% 50%)"
 
 
 class Pictures:
-    """The pictures of a page: each stands in the style sheet once, and is named by its number.
+    """The pictures of a page, each of which is in the style sheet once and named by number.
 
     Args:
-        read: what the page says of images.
+        read: results on images.
     """
 
     def __init__(self, read: ImagePass) -> None:
         self._read = read
 
     def uris(self) -> dict[int, str]:
-        """The pixels of each, by its number."""
+        """Data URIs of the pictures by number."""
         side = SMALL_SIDE if len(self._read.pixels) > MANY else SIDE
         return {number: _data_uri(pixels, side) for number, pixels in self._read.pixels.items()}
 
     def is_small(self, image: int) -> bool:
-        """Whether its pixels are so few that they are shown as squares."""
+        """Whether a picture has so few pixels that they are shown as squares."""
         height, width, _ = self._read.pixels[image].shape
         return bool(max(height, width) <= LOSSLESS_SIDE)
 
     def frame(self, patch: int) -> str:
-        """The place of a patch, as CSS."""
+        """The position of a patch as CSS."""
         row, column = divmod(patch, self._read.grid)
         side = 100 / self._read.grid
         place = f"left:{column * side:.3g}%;top:{row * side:.3g}%"
         return f"{place};width:{side:.3g}%;height:{side:.3g}%"
 
     def runs(self, first: Sequence[int]) -> list[Run]:
-        """The patches of an image, from the first expert of each."""
+        """Runs of patches of an image, from the first expert of each."""
         found, grid = [], self._read.grid
         for row in range(grid):
             column = 0

@@ -1,8 +1,8 @@
-"""The first section of a page: one line an expert, each made of numbers that were measured.
+"""The first section of a page: one line per expert, with measured numbers.
 
-With a knock-out a line has the change of the loss on the class of tokens that loses most without
-the expert, and elsewhere; without one the class of which it gets more than its share. It names no
-class where none stands out beyond noise.
+With a knockout, a line has the change of the loss on the class of tokens that is harmed most
+without the expert, and elsewhere; otherwise the class of which it gets more than its share. No
+class is named unless one stands out beyond noise.
 
 Shapes: S experts of a level, Y classes, G groups of samples.
 """
@@ -26,42 +26,42 @@ from polyad.train.report.top_text import Snippet
 from polyad.train.report.top_tokens import ShownExpert
 
 MOST_WORDS = 4
-"""Top tokens that a line names."""
+"""Number of top tokens in a line."""
 BLANK = "␣"
-"""What stands for a space where a token has nothing else."""
+"""Symbol for a space in tokens that are only spaces."""
 
 
 class Most(NamedTuple):
-    """The class of which an expert gets most, beside its share of all."""
+    """The class with an expert's highest lift."""
 
     by: str
-    """The way to sort: characters, position or frequency of tokens, or class."""
+    """The labeling: characters, position or frequency of tokens, or class."""
     name: str
     times: Change
-    """Its share of the class over its share of all, with the interval."""
+    """Lift: its share of the class divided by its share of all, with the interval."""
 
     @property
     def title(self) -> str:
-        """The class for people."""
+        """The title of the class."""
         named = {"position": f"positions {self.name}", "class": f"class {self.name}"}
         return named.get(self.by, class_title(self.name))
 
     @property
     def shown(self) -> str:
-        """How many times, for people."""
+        """The formatted lift."""
         return f"{self.times.value:.2f} [{self.times.low:.2f}, {self.times.high:.2f}]"
 
 
 class Harm(NamedTuple):
-    """What is lost without an expert where most is lost, and elsewhere."""
+    """Change of the loss without an expert on the class harmed most, and elsewhere."""
 
     harmed: Harmed
     elsewhere: float
-    """The mean change of the loss over all other tokens."""
+    """Mean change of the loss over all other tokens."""
 
     @property
     def title(self) -> str:
-        """The tokens for people."""
+        """The title of the tokens."""
         side, _, by = self.harmed.by.partition(" ")
         if by == "frequency":
             the = "" if self.harmed.title.endswith("by frequency") else "the "
@@ -76,26 +76,26 @@ class ExpertLine(NamedTuple):
     name: str
     """The expert's name; see `RoutedLayer.expert_name`."""
     share: float
-    """Its part of what the experts of its level get."""
+    """Its share among the experts of its level."""
     most: Most | None
-    """None where no class stands out, or there are none."""
+    """None if no class stands out, or there are no classes."""
     without: ExpertWithout | None
-    """None where it was not left out."""
+    """None without a knockout of this expert."""
     harm: Harm | None
-    """None where it was not left out, or no class stands out."""
+    """None without a knockout of this expert, or if no class stands out."""
     words: Sequence[str]
-    """Its top tokens, each once; of images the classes of the top ones."""
+    """Its distinct top tokens; for images the classes of the top ones."""
     highest: float | None
-    """Its highest coefficient; None where its top tokens are not shown."""
+    """Its highest coefficient; None if its top tokens are not shown."""
 
     @property
     def anchor(self) -> str:
-        """What a link to it says."""
+        """Its anchor."""
         return self.layer.anchor(self.name)
 
     @property
     def title(self) -> str:
-        """The expert for people."""
+        """The title of the expert."""
         return f"{self.layer.title}, expert {self.name}"
 
     @property
@@ -124,14 +124,14 @@ class ExpertLine(NamedTuple):
 
 
 def expert_lines(report: Report) -> list[ExpertLine]:
-    """The lines of all experts that were read, those that matter most first.
+    """Returns the lines of all experts, those that matter most first.
 
     Args:
-        report: what was read.
+        report: the report.
 
     Returns:
-        By the change of the loss without the expert, either way, where some were left out; behind
-        those, and without a knock-out, by their share.
+        Lines sorted by the absolute change of the loss without the expert, if measured; then, and
+        without knockouts, by share.
     """
     lines = [line for layer in report.routed for line in _of_layer(report.read, layer)]
     return sorted(
@@ -145,7 +145,7 @@ def _of_layer(read: HeldOut, layer: RoutedLayer) -> Iterator[ExpertLine]:
     levels: list[Mapping[str, LevelByClass]] = []
     if Specialization.name in read.measures:
         levels = [level.labels for level in read.division.layers.get(layer.name, ())]
-    if not all(levels) or not levels:  # rows without labels: what is known of those shown
+    if not all(levels) or not levels:  # rows without labels: facts about the shown experts
         sizes = dict(zip(_names(layer), np.repeat(layer.levels, layer.levels), strict=True))
         for name, expert in shown.items():
             yield _line(layer, name, expert.load / sizes[name], None, expert, left_out)
@@ -167,7 +167,7 @@ def _names(layer: RoutedLayer) -> list[str]:
 def _shown(
     read: HeldOut, layer: RoutedLayer
 ) -> Sequence[ShownExpert[Snippet]] | Sequence[ShownExpert[TopImage]]:
-    """The experts whose top tokens, or images, are known."""
+    """The experts with known top tokens or images."""
     if read.text is not None:
         return read.text.layers.get(layer.name, ())
     return () if read.images is None else read.images.layers.get(layer.name, ())
@@ -195,15 +195,15 @@ def _line(
 
 
 def is_beyond(change: Change, other: float, classes: int) -> bool:
-    """Whether the highest of several changes lies above a number beyond noise.
+    """Whether the highest of several changes exceeds a number beyond noise.
 
-    The interval of 95% is of one change; here it is wider, as of so many of which one in 40 in all
-    may lie above (Bonferroni), if errors are normal.
+    The 95% interval of a single change is widened for multiple tests (Bonferroni, one-sided 2.5%),
+    assuming normal errors.
 
     Args:
-        change: the highest.
+        change: the highest change.
         other: the number.
-        classes: of how many changes it is the highest.
+        classes: the number of changes of which it is the highest.
     """
     normal = NormalDist()
     wider = normal.inv_cdf(1 - 0.025 / classes) / normal.inv_cdf(0.975)
@@ -211,15 +211,15 @@ def is_beyond(change: Change, other: float, classes: int) -> bool:
 
 
 def most_harmed(without: ExpertWithout, tokens: int) -> Harm | None:
-    """The class of tokens that loses most without an expert, if it loses more than all others.
+    """Finds the class of tokens that is harmed most without an expert, if any stands out.
 
     Args:
-        without: what is lost.
-        tokens: that were read, of all classes.
+        without: the changes without the expert.
+        tokens: number of tokens read, over all classes.
 
     Returns:
-        The class with the largest change among those that lie above the change of all other
-        tokens; None where there is none.
+        The class with the largest change among those above the change of all other tokens; None if
+        there is none.
     """
     classes = len(without.harmed) * (len(CHARACTERS) + BINS)
     found = []
@@ -235,7 +235,7 @@ def most_harmed(without: ExpertWithout, tokens: int) -> Harm | None:
 
 
 def _most(by: str, level: LevelByClass, classes: int) -> list[Most | None]:
-    """For each expert the class with the highest lift, where it lies above 1 beyond noise."""
+    """For each expert the class with the highest lift, if that exceeds 1 beyond noise."""
     found: list[Most | None] = []
     for class_, times in zip(*level.highest_lifts(), strict=True):
         change = Change(*times)
@@ -250,7 +250,7 @@ def _coefficient(top: Snippet | TopImage) -> float:
 
 
 def _words(tops: Sequence[Snippet] | Sequence[TopImage]) -> list[str]:
-    """What the top tokens or images of an expert are, each once, words before punctuation."""
+    """The distinct top tokens or images of an expert, words before punctuation."""
     said = [(isinstance(one, Snippet) and not one.top.among_words, _said(one)) for one in tops]
     return list(dict.fromkeys(word for _, word in sorted(said, key=lambda one: one[0]) if word))
 

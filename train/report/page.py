@@ -1,8 +1,7 @@
-"""A report as one HTML page that needs nothing beside itself: no font, no network.
+"""A report as one self-contained HTML page, without external fonts or network access.
 
-Without scripts it is whole too; a short one within it sorts and searches the list of experts.
-
-The page is the template `report.html`; here are its facts, and the charts over all of training.
+The page is complete without scripts; a short one sorts and searches the list of experts. The page
+is the template `report.html`; here are its facts, and the charts over all of training.
 """
 
 import base64
@@ -33,9 +32,9 @@ from polyad.train.report.lines import MOST_WORDS, expert_lines
 from polyad.train.report.top_tokens import STRETCH
 
 MANY_LINES = 16
-"""Lines up to which a chart of layers has a legend."""
+"""Maximum number of lines of a chart of layers with a legend."""
 LEAKS = "; experts depend on later tokens"
-"""Beside a training loss that is not one of prediction."""
+"""Note on a training loss that is not a prediction loss."""
 OVER_TIME = (
     ("entropy", "Evenness of each token's mixture (1 = all experts alike)",
      "Entropy of the {word} of a token, divided by its maximum; 0: a single expert gets the whole "
@@ -56,7 +55,7 @@ OVER_TIME = (
     ("dropped", "Dropped assignments",
      "Share of the assignments that exceed the experts' capacity.", 0.0, None),
 )  # fmt: skip
-"""Routing statistics of a step, with headings, captions, and the ends of the axis."""
+"""Routing statistics of a step, with headings, captions, and axis limits."""
 FLUCTUATION = (
     ("top1", "Tokens whose first expert changed",
      "Share of the probe tokens, since the previous checkpoint.", 0.0),
@@ -66,15 +65,14 @@ FLUCTUATION = (
     ("entropy_ratio", "Routing entropy, relative to the previous checkpoint",
      "Below 1: routing has become more confident.", None),
 )  # fmt: skip
-"""Measures of `polyad.train.experts.fluctuation`, with headings, captions, and the lower end of the
-axis."""
+"""Measures of `polyad.train.experts.fluctuation`, with headings, captions, and lower axis limit."""
 
 
 def render_report(report: Report) -> str:
-    """The page.
+    """Renders the page.
 
     Args:
-        report: what it says.
+        report: its content.
 
     Returns:
         HTML.
@@ -124,13 +122,13 @@ def render_report(report: Report) -> str:
 
 
 def _digest(script: str) -> str:
-    """The only script that a page's policy lets run."""
+    """Hash of the only script that the page's content security policy allows."""
     digest = hashlib.sha256(script.encode()).digest()
     return f"sha256-{base64.b64encode(digest).decode()}"
 
 
 def facts(report: Report) -> list[tuple[str, str, str]]:
-    """What the head of the page says: names, values, and what they are of."""
+    """Facts in the head of the page: names, values, and descriptions."""
     history, task = report.history, report.task
     unit, in_unit = task.unit.name, f"{report.loss_unit}, " if report.loss_unit else ""
     units, active = history.last_record.get(f"{unit}s"), report.active_parameters
@@ -175,18 +173,18 @@ def _or_none(value: float | None) -> str:
 
 
 def training_figures(report: Report) -> list[Figure]:
-    """Losses, scores, the learning rate and the norm of gradients over steps."""
+    """Figures of losses, scores, the learning rate and gradient norms over steps."""
     history = report.history
     scalars, steps = history.scalars, history.steps
     if not steps:
         return []
     lines = []
-    if "loss" in scalars:  # it is in none where no loss was finite
+    if "loss" in scalars:  # missing if no loss was finite
         lines.append(Line(label="training", values=scalars["loss"], colour="var(--accent)"))
     validated = []
     if any(value is not None for value in scalars.get("validation_loss", [])):
         validated = [_marked("validation", scalars["validation_loss"], "var(--second)")]
-    is_other = report.loss_unit != report.task.loss_unit  # than that of the training loss
+    is_other = report.loss_unit != report.task.loss_unit  # differs from that of the training loss
     if not is_other:
         lines += validated
     each = "each step" if history.width == 1 else f"averaged over {history.width:,} steps"
@@ -219,7 +217,7 @@ def training_figures(report: Report) -> list[Figure]:
 
 
 def _validation_scores(report: Report) -> list[Figure]:
-    """Scores of the validations over steps, of a task that has others than a loss."""
+    """Figures of validation scores over steps, for tasks with scores other than a loss."""
     task, scalars = report.task, report.history.scalars
     if not task.higher_is_better or task.validation_score not in scalars:
         return []
@@ -242,12 +240,12 @@ def _validation_scores(report: Report) -> list[Figure]:
 
 
 def _recorded(report: Report) -> list[RoutedLayer]:
-    """The layers that records have statistics of."""
+    """The layers with statistics in the records."""
     return [layer for layer in report.routed if layer.name in report.history.layers]
 
 
 def over_time_figures(report: Report) -> list[Figure]:
-    """The routing of all layers over steps."""
+    """Figures of the routing of all layers over steps."""
     layers, known = report.history.layers, _recorded(report)
     if not known:
         return []
@@ -262,7 +260,7 @@ def over_time_figures(report: Report) -> list[Figure]:
             if measure in ("entropy", "usage_entropy"):
                 values = _scaled(values, 1 / maximum_entropy(layer))
             colour = _depth(index, len(known))
-            few = None in values  # of the steps: records of what routers do
+            few = None in values  # few steps have routing records
             lines.append(Line(label=layer.title, values=values, colour=colour, with_points=few))
         if measure == "dropped" and not any(any(line.values) for line in lines):
             continue
@@ -275,7 +273,7 @@ def over_time_figures(report: Report) -> list[Figure]:
 
 
 def _fluctuation_figures(report: Report) -> list[Figure]:
-    """How routing changed from checkpoint to checkpoint; nothing where a run did not log it."""
+    """Figures of routing changes between checkpoints; empty if the run did not log them."""
     figures, scalars = [], report.history.scalars
     for measure, heading, caption, low in FLUCTUATION:
         named = [(x.title, f"fluctuation/{x.name}/{measure}") for x in report.routed]
@@ -303,6 +301,6 @@ def _scaled(values: Series, factor: float) -> Series:
 
 
 def _depth(index: int, count: int) -> str:
-    """A colour between those of the first layer and of the last."""
+    """A color between those of the first and the last layer."""
     share = round(100 * index / max(1, count - 1))
     return f"color-mix(in oklab, var(--deep) {share}%, var(--shallow))"

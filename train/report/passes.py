@@ -1,4 +1,4 @@
-"""What a report reads with a checkpoint: text, images or labelled sequences, on one device."""
+"""A report's pass over held-out data: text, images or labelled sequences, on one device."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -40,25 +40,25 @@ from polyad.train.tasks.text import TextTask
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """What a user asks to see."""
+    """Options of a report."""
 
     layers: Sequence[RoutedLayer]
     """The layers whose experts are shown."""
     every_layer: Sequence[RoutedLayer]
     """The layers whose experts are counted by class."""
     experts: Sequence[str]
-    """By name, in every layer; none: some are picked."""
+    """Names of experts, in every layer; empty: some are picked."""
     top: int
-    """Tokens or images of an expert, and samples with the largest loss."""
+    """Number of tokens or images per expert, and of samples with the largest loss."""
     data: str | None
     """A value for `data.path`; None: the run's."""
     split: SplitName
     limit: int | None
-    """About how many tokens, or images, are read; None: all."""
+    """Approximate number of tokens or images to read; None: all."""
     knockout: bool
-    """Whether the experts that are shown are also left out, of text."""
+    """Whether to also measure text without each shown expert."""
     other: Weights | None = None
-    """The second run, whose experts are compared; None: there is none."""
+    """The second run, whose experts are compared; None: none."""
     stream: Path | None = None
     """See `polyad.train.reading.open_evaluated`."""
 
@@ -67,9 +67,9 @@ def read_held_out(weights: Weights, what: str, asked: Asked) -> HeldOut:
     """Reads held-out data.
 
     Args:
-        weights: of a run, or a folder of them.
-        what: what is read: `text`, `images` or `sequences`.
-        asked: what is shown of it.
+        weights: weights of a run, or a folder of weights.
+        what: kind of data: `text`, `images` or `sequences`.
+        asked: options of the report.
 
     Raises:
         ConfigError: the data does not fit, or coefficients or outputs are not finite.
@@ -153,7 +153,7 @@ def _read(
 def _paired(
     subject: Subject, task: Task[Any], asked: Asked, weights: Weights
 ) -> dict[str, list[Pair]]:
-    """The experts of a second run that are most like those of this one."""
+    """Finds the most similar experts of a second run."""
     other = load_model(weights, device_of(subject.model))
     known = {layer.name: layer for layer in routed_layers(other)}
     layers = [
@@ -187,7 +187,7 @@ def _samples(task: Task[Any], asked: Asked) -> Samples:
 
 
 def _open(weights: Weights, asked: Asked, what: str) -> tuple[RunConfig, Task[Any]]:
-    """The configuration of weights, and its task with the data that is read."""
+    """Opens the configuration of weights, and its task with the data to read."""
     config = config_of(weights)
     if asked.data is not None:
         where = str(weights.folder / "config.yaml")
@@ -209,7 +209,7 @@ def _open(weights: Weights, asked: Asked, what: str) -> tuple[RunConfig, Task[An
 
 
 def _perplexity(subject: Subject, task: Task[Any], asked: Asked) -> float | None:
-    """The perplexity of `polyad evaluate`; None unless the whole split is read."""
+    """The same perplexity as in `polyad evaluate`; None unless the whole split is read."""
     total = task.units_of(asked.split)
     if asked.limit is None or total > asked.limit:
         return None
@@ -230,7 +230,7 @@ def _perplexity(subject: Subject, task: Task[Any], asked: Asked) -> float | None
 
 
 def _with_knockout(subject: Subject, task: Task[Any], text: TextPass, asked: Asked) -> TextPass:
-    """The same with the loss without each expert that is shown."""
+    """Adds the loss without each shown expert."""
     assert isinstance(task, TextTask)
     assert asked.limit is not None
     shown = [layer for layer in asked.layers if text.layers[layer.name]]

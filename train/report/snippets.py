@@ -1,5 +1,5 @@
-"""The contexts of top tokens, as text: read again from the data and decoded in whole characters;
-and which tokens are words or parts of words, and not only punctuation.
+"""Contexts of top tokens as text, read again from the data and decoded to whole characters; and
+which tokens are words or parts of words, not only punctuation.
 
 Shapes: B windows, T tokens of a window, V tokens of the vocabulary.
 """
@@ -17,41 +17,41 @@ from polyad.data.text.dataset import TokenStream
 from polyad.data.text.tokenizers.tokenizer import Tokenizer
 
 BEFORE, AFTER = 24, 12
-"""Tokens shown around a token."""
+"""Number of tokens shown around a token."""
 _LONGEST_CHARACTER = 4
-"""Bytes, each of which may be a token of its own in a byte-level vocabulary."""
+"""Maximum bytes of a character; each may be a token in a byte-level vocabulary."""
 AT_ONCE = 1 << 22
-"""Tokens whose line ends are counted at a time."""
+"""Number of tokens whose line ends are counted at a time."""
 _UNFINISHED = "\ufffd"
 _UNKNOWN = -1
 
 
 class Place(NamedTuple):
-    """Where a token stands, and what is shown around it; positions in the split."""
+    """The location of a token, and the context to show; positions in the split."""
 
     position: int
     document: int
     """From 0."""
     offset: int
-    """In the document, from 0."""
+    """Position in the document, from 0."""
     first: int
-    """The first token that is shown."""
+    """The first token to show."""
     stop: int
     """One past the last."""
     read_first: int
-    """The first token that is decoded: half a character before `first` is made whole."""
+    """The first token to decode, to complete a character that `first` cuts."""
     read_stop: int
     """One past the last."""
 
 
 class Piece(NamedTuple):
-    """A stretch of text that belongs to one token, or to a few that share a character."""
+    """A piece of text that belongs to one token, or to a few that share a character."""
 
     text: str
     coefficients: list[float]
     """The coefficients of its tokens."""
     is_peak: bool
-    """Whether the token that the snippet is about is one of them."""
+    """Whether it includes the snippet's top token."""
 
 
 class Documents:
@@ -65,11 +65,12 @@ class Documents:
         self._stream = stream
 
     def place(self, position: int, window_first: int, window_stop: int) -> Place:
-        """What to show around a token: of its own document and window, for other windows' tokens
-        had another context. Only a character that the window's edge cuts is made whole.
+        """Returns what to show around a token, within its document and window.
+
+        Tokens of other windows had a different context; they only complete a character at the edge.
 
         Args:
-            position: of the token.
+            position: the token's position.
             window_first: position of the window's first token; may be -1, before all documents.
             window_stop: one past its last.
         """
@@ -97,17 +98,17 @@ def pieces(
     decode: Callable[[Sequence[int]], str],
     end_of_text_id: int,
 ) -> list[Piece]:
-    """Cuts a context into texts of single tokens, as far as characters allow.
+    """Splits a context into texts of single tokens, as far as characters allow.
 
     Args:
-        place: says what is shown.
-        ids: from `place.read_first` to `place.read_stop`.
-        coefficients: as many.
-        decode: of a tokenizer.
+        place: the location and context.
+        ids: token ids from `place.read_first` to `place.read_stop`.
+        coefficients: their coefficients.
+        decode: the tokenizer's `decode`.
         end_of_text_id: shown as `<end of text>`.
 
     Returns:
-        The text from `place.first` to `place.stop`; a character that an edge cuts is whole.
+        The text from `place.first` to `place.stop`, with whole characters at the edges.
     """
     shown: list[Piece] = []
     begin, before = 0, ""
@@ -132,33 +133,32 @@ def pieces(
 
 
 def has_word(text: str) -> bool:
-    """Whether there is a letter, a digit or a picture in a text; else it is punctuation, operators,
-    white space or control characters alone.
+    """Whether a text has a letter, a digit or a pictograph, not only punctuation, operators, white
+    space or control characters.
 
-    Half a character, as a byte-level vocabulary has some, counts as a letter."""
+    An incomplete character of a byte-level vocabulary counts as a letter."""
     categories = map(unicodedata.category, text)
-    # L, M and N are letters, their marks and numbers; So are pictures, and U+FFFD for half of one.
+    # L, M and N are letters, marks and numbers; So are pictographs, and U+FFFD for incomplete ones.
     return any(category[0] in "LMN" or category == "So" for category in categories)
 
 
 def line_numbers(
     places: Iterable[Place], stream: TokenStream, tokenizer: Tokenizer
 ) -> dict[int, int]:
-    """The lines in which tokens stand: of each the line of its first character that is no white
-    space, if it has one.
+    """Finds the line of each token, by its first character that is not white space, if any.
 
     Args:
-        places: of the tokens.
+        places: the tokens' places.
         stream: the split.
-        tokenizer: of the ids.
+        tokenizer: the tokenizer of the ids.
 
     Returns:
-        By position the line in the document, from 1; nothing where the tokens keep no line ends.
+        Line in the document, from 1, by position; empty if tokens do not preserve line ends.
     """
     try:
         if sum(_breaks(tokenizer, token) for token in tokenizer.encode("a\n\na\n")) != 3:
             return {}
-    except DataError:  # a vocabulary of words without one for unknown words
+    except DataError:  # a word vocabulary without an unknown token
         return {}
     breaks_V = np.full(tokenizer.vocab_size, _UNKNOWN, dtype=np.int64)
     found: dict[int, int] = {}
@@ -185,10 +185,10 @@ def _breaks(tokenizer: Tokenizer, token: int) -> int:
 
 
 class WordTokens:
-    """Tells words from punctuation by the ids of tokens; each id is decoded once.
+    """Distinguishes words from punctuation by token id; each id is decoded once.
 
     Args:
-        tokenizer: of the ids. Its end of text is no word.
+        tokenizer: the tokenizer of the ids. Its end-of-text token is not a word.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -196,13 +196,13 @@ class WordTokens:
         self._is_word_V = torch.full((tokenizer.vocab_size,), _UNKNOWN, dtype=torch.int8)
 
     def __call__(self, ids_BT: Tensor) -> Tensor:
-        """Looks at tokens.
+        """Classifies tokens.
 
         Args:
-            ids_BT: on the CPU.
+            ids_BT: token ids, on the CPU.
 
         Returns:
-            Boolean, [B, T]: whether each is a word or a part of one.
+            Boolean [B, T]: whether each is a word or a part of one.
         """
         for token in set(ids_BT[self._is_word_V[ids_BT] == _UNKNOWN].tolist()):
             ends = token == self._tokenizer.end_of_text_id

@@ -1,5 +1,5 @@
-"""The held-out images and patches that every expert gets most of, and which patch of a few images
-goes to which expert.
+"""Held-out images and patches with each expert's highest coefficients, and the experts of all
+patches in a few images.
 
 Shapes: B images, T tokens of an image, S experts of all levels side by side.
 """
@@ -19,35 +19,35 @@ from polyad.train.report.top_tokens import ShownExpert, TopTokens, shown_experts
 from polyad.train.tasks.samples import ImageSamples
 
 MAPPED = 6
-"""Images of which the page shows where their patches go."""
+"""Number of images for which the page shows the experts of all patches."""
 MOST_IMAGES = 20_000
-"""That are read, at most."""
+"""Maximum number of images to read."""
 WHOLE_IMAGE = 1 << 20
-"""More tokens than an image has: of each image only the highest counts."""
+"""More tokens than an image has, so that only the highest of each image counts."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TopImage:
-    """An image of which an expert gets much."""
+    """An image with a high coefficient of an expert."""
 
     coefficient: float
-    """The highest of its tokens."""
+    """Highest coefficient over its tokens."""
     number: int
-    """In its split."""
+    """The image's number in its split."""
     label: str
     patch: int | None
-    """The patch with that coefficient, by rows; None for the class token, and where tokens are no
-    patches."""
+    """The patch with that coefficient, in row-major order; None for the class token, and if tokens
+    are not patches."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RoutingMap:
-    """Where the patches of one image go in one layer."""
+    """The experts of one image's patches in one layer."""
 
     number: int
     label: str
     first: list[int]
-    """The expert with the highest coefficient of each patch, by rows."""
+    """The expert with the highest coefficient for each patch, in row-major order."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,20 +57,20 @@ class ImagePass:
     data: str
     split: str
     images: int
-    """Images that were read."""
+    """Number of images read."""
     of_images: int
-    """Images of the whole split."""
+    """Number of images in the whole split."""
     grid: int
-    """Patches in a row."""
+    """Number of patches per row."""
     layers: dict[str, list[ShownExpert[TopImage]]]
-    """By the layer's name."""
+    """Experts by layer name."""
     maps: dict[str, list[RoutingMap]]
-    """By the layer's name; none where tokens are no patches."""
+    """Maps by layer name; empty if tokens are not patches."""
     pixels: dict[int, np.ndarray[Any, Any]]
-    """The images that are shown, [H, W, 3] uint8, by their number."""
+    """The images to show, [H, W, 3] uint8, by number."""
 
     def to_json(self) -> dict[str, Any]:
-        """What programs get: all but the pixels."""
+        """JSON values without the pixels."""
         return {
             "data": self.data,
             "split": self.split,
@@ -103,19 +103,19 @@ def _grid(model: ImageSettings) -> int:
 
 
 def _patch(token: int, tokens: int, grid: int) -> int | None:
-    """The patch that a token is; tokens are patches, after a class token if there is one."""
+    """The patch of a token; patches follow the class token, if there is one."""
     before = tokens - grid * grid
     return token - before if before in (0, 1) and token >= before else None
 
 
 class TopImages:
-    """Keeps the images of each expert.
+    """Collects the top images of each expert.
 
     Args:
-        layers: those whose experts are shown.
-        samples: that are read.
-        top: images of an expert.
-        device: of the model.
+        layers: the layers whose experts are shown.
+        samples: the samples to read.
+        top: number of images per expert.
+        device: the model's device.
     """
 
     blocks: Sequence[int] = ()
@@ -142,12 +142,12 @@ class TopImages:
     def result(
         self, model: nn.Module, experts: Sequence[str], also_shown: Collection[int]
     ) -> ImagePass:
-        """What was found.
+        """Returns the result.
 
         Args:
-            model: reads a few images again, to map where their patches go.
-            experts: that are shown, by name, in every layer; none: some are picked.
-            also_shown: numbers of further images whose pixels are kept.
+            model: reads a few images again, to map their patches.
+            experts: names of experts to show in every layer; empty: some are picked.
+            also_shown: numbers of further images whose pixels are needed.
 
         Raises:
             ConfigError: coefficients are not finite.
@@ -204,11 +204,11 @@ class TopImages:
 
 
 class _Maps:
-    """Says where the patches of a few images go, by layer.
+    """Collects the experts of the patches of a few images, by layer.
 
     Args:
-        samples: that are read.
-        grid: patches in a row.
+        samples: the samples to read.
+        grid: number of patches per row.
     """
 
     blocks: Sequence[int] = ()

@@ -1,7 +1,7 @@
-"""The tokens of held-out text that every expert gets most of, and their contexts.
+"""Tokens of held-out text with each expert's highest coefficients, and their contexts.
 
-The pass keeps the highest coefficients of all experts, of all tokens and of words alone; a second
-one over the few windows that were chosen reads what the other tokens there got.
+The pass keeps the highest coefficients of each expert, over all tokens and over words only; a
+second pass over the few chosen windows reads the coefficients of the other tokens in them.
 
 Shapes: B windows, T tokens of a window, S experts of all levels side by side.
 """
@@ -28,29 +28,29 @@ from polyad.train.tasks.samples import TextSamples
 
 
 class Top(NamedTuple):
-    """A token that an expert gets much of."""
+    """A token with a high coefficient of an expert."""
 
     coefficient: float
     position: int
     among_all: bool
-    """Whether it is one of the highest of all tokens."""
+    """Whether it is among the highest of all tokens."""
     among_words: bool
-    """Whether it is one of the highest of those that are words or parts of words."""
+    """Whether it is among the highest words or parts of words."""
 
 
 class Snippet(NamedTuple):
-    """Such a token in its context."""
+    """A top token in its context."""
 
     top: Top
     place: Place
     pieces: list[Piece]
     line: int | None = None
-    """The line in its document, from 1; None where tokens keep no line ends."""
+    """Line in its document, from 1; None if tokens do not preserve line ends."""
     file: str | None = None
-    """What its document was prepared from; None where that is not known."""
+    """The source of its document; None if unknown."""
 
     def shown(self) -> list[Piece]:
-        """The pieces without white space at both ends, unless it is about that."""
+        """The pieces without white space at both ends, unless the token itself is white space."""
         known = [i for i, each in enumerate(self.pieces) if each.is_peak or each.text.strip()]
         return self.pieces[known[0] : known[-1] + 1] if known else self.pieces
 
@@ -75,15 +75,15 @@ class TextPass:
     data: str
     split: str
     tokens: int
-    """Tokens that were read."""
+    """Number of tokens read."""
     of_tokens: int
-    """Tokens of the whole split."""
+    """Number of tokens in the whole split."""
     perplexity: float | None
-    """The perplexity of `polyad evaluate`; None unless the report reads the whole split."""
+    """The same perplexity as in `polyad evaluate`; None unless the whole split was read."""
     layers: Mapping[str, list[ShownExpert[Snippet]]]
-    """By the layer's name."""
+    """Experts by layer name."""
     left_out: int | None = None
-    """Tokens that were read without experts; None where that was not asked for."""
+    """Number of tokens read without experts; None if not requested."""
 
     def layers_to_json(self) -> dict[str, Any]:
         """JSON values of the experts of each layer."""
@@ -105,7 +105,7 @@ class TextPass:
 
 
 def merged(every: Sequence[tuple[float, int]], words: Sequence[tuple[float, int]]) -> list[Top]:
-    """The highest tokens of an expert and its highest words as one list, the highest first."""
+    """Merges an expert's highest tokens and highest words, the highest first."""
     in_every, in_words = ({position for _, position in one} for one in (every, words))
     others = [one for one in words if one[1] not in in_every]
     tops = [Top(a, at, at in in_every, at in in_words) for a, at in (*every, *others)]
@@ -116,8 +116,8 @@ class _Contexts:
     """Reads the contexts of the top tokens of chosen experts.
 
     Args:
-        text: of the tokens.
-        wanted: by layer and expert, its top tokens.
+        text: the text of the tokens.
+        wanted: top tokens by layer and expert.
     """
 
     blocks: Sequence[int] = ()
@@ -125,7 +125,7 @@ class _Contexts:
     def __init__(self, text: TextSamples, wanted: Mapping[tuple[str, int], list[Top]]) -> None:
         self._text, self._documents = text, Documents(text.stream)
         self.windows: dict[int, list[tuple[str, int, int, Top, Place]]] = {}
-        """By the number of a window in its split, the tokens in it."""
+        """Top tokens by number of their window in the split."""
         self._found: dict[tuple[str, int], dict[int, Snippet]] = {}
         for (name, column), tops in wanted.items():
             for rank, top in enumerate(tops):
@@ -177,12 +177,12 @@ class _Contexts:
 
 
 class TopText:
-    """Keeps the tokens of each expert.
+    """Collects the top tokens of each expert.
 
     Args:
-        layers: those whose experts are shown.
-        text: that is read.
-        top: tokens of an expert: so many of all, and so many words.
+        layers: the layers whose experts are shown.
+        text: the text to read.
+        top: number of tokens per expert, over all tokens, and the same number of words.
     """
 
     blocks: Sequence[int] = ()
@@ -218,13 +218,13 @@ class TopText:
     def result(
         self, model: nn.Module, experts: Sequence[str], batch_size: int, name: str
     ) -> dict[str, list[ShownExpert[Snippet]]]:
-        """The experts of each layer that are shown.
+        """Returns the experts to show in each layer.
 
         Args:
             model: reads the windows of their top tokens again.
-            experts: by name, in every layer; none: some are picked.
-            batch_size: windows in a forward pass.
-            name: of the weights, for an error.
+            experts: names of experts in every layer; empty: some are picked.
+            batch_size: windows per forward pass.
+            name: name of the weights in errors.
 
         Raises:
             ConfigError: coefficients are not finite.
@@ -267,12 +267,12 @@ class TopText:
         contexts = _Contexts(self._text, wanted)
         if contexts.windows:
             some = self._text.some(sorted(contexts.windows))
-            # Of a streamed model all blocks are read again, which takes its time.
+            # A streamed model reads all blocks again, which is slow.
             told = "read contexts" if isinstance(model, Streamed) else ""
             read(model, self._layers, some, [contexts], batch_size=batch_size, told=told)
         return contexts
 
     @property
     def tokens(self) -> int:
-        """Tokens that were read."""
+        """Number of tokens read."""
         return next(iter(self._every.values())).totals().tokens

@@ -1,6 +1,6 @@
-"""The tokens that an expert gets most of, found in one pass with a memory that no data fills.
+"""Tokens with an expert's highest coefficients, found in one pass with bounded memory.
 
-Shapes: B windows, T tokens of a window, G stretches of a window, S experts, K tokens that are kept.
+Shapes: B windows, T tokens of a window, G stretches of a window, S experts, K tokens kept.
 """
 
 from collections.abc import Sequence
@@ -16,11 +16,11 @@ from polyad.train.experts.knockout import ExpertWithout
 from polyad.train.experts.probing import RoutedLayer
 
 STRETCH = 32
-"""Tokens in a row of which only the highest counts, so that the contexts are different ones."""
+"""Only the highest of this many consecutive tokens counts, so that contexts are distinct."""
 LEAST_LOAD = 0.05
-"""Times the mean load: experts with less are shown only if they are named."""
+"""Share of the mean load below which experts are shown only if named."""
 SHOWN = 6
-"""Experts that are picked in a layer, unless they are named."""
+"""Number of experts picked in a layer, unless they are named."""
 
 
 Top = TypeVar("Top")
@@ -28,19 +28,19 @@ Top = TypeVar("Top")
 
 @dataclass(frozen=True, kw_only=True)
 class ShownExpert(Generic[Top]):
-    """One expert's coefficients over the tokens that were read."""
+    """One expert's coefficients over the tokens read."""
 
     name: str
     load: float
-    """Its mean coefficient, divided by that of its level."""
+    """Its mean coefficient divided by its level's mean."""
     active: float
     """Share of the tokens with a coefficient above 0."""
     dominant: float
     """Share of the tokens with a coefficient of at least 0.5."""
     top: list[Top]
-    """The tokens, or images, of which it gets most, the highest coefficient first."""
+    """Its top tokens or images, the highest coefficient first."""
     without: ExpertWithout | None = None
-    """The loss without it; None where that was not asked for."""
+    """The loss without it; None if not requested."""
 
 
 class Totals(NamedTuple):
@@ -55,18 +55,18 @@ class Totals(NamedTuple):
     """Share of the tokens with a coefficient of at least 0.5."""
 
     def times_mean(self, levels: tuple[int, ...]) -> Tensor:
-        """The load of each expert, as a multiple of the mean of its level [S]: coefficients of a
-        token sum to 1 only in some kinds of experts."""
+        """The load of each expert, as a multiple of its level's mean [S], since a token's
+        coefficients do not sum to 1 in all kinds of experts."""
         of_levels = torch.split(self.load_S, list(levels))
         tiny = torch.finfo(self.load_S.dtype).tiny
         return torch.cat([load / load.mean().clamp_min(tiny) for load in of_levels])
 
     def shown(self, layer: RoutedLayer, column: int, top: list[Top]) -> ShownExpert[Top]:
-        """One expert, with the tokens of which it gets most.
+        """Returns one expert with its top tokens.
 
         Args:
-            layer: of the expert.
-            column: the expert's.
+            layer: the expert's layer.
+            column: the expert's column.
             top: its tokens.
         """
         return ShownExpert(
@@ -79,17 +79,17 @@ class Totals(NamedTuple):
 
 
 class TopTokens:
-    """The K highest coefficients of every expert of a layer, and where they were.
+    """The K highest coefficients of every expert of a layer, and their positions.
 
-    Equal coefficients, as many a 1.0 of entmax, are told apart by a number that is drawn from the
-    position: the first of the data would be shown otherwise. It is too small to change the order of
-    different ones in fp32.
+    Ties, such as many coefficients of 1.0 with entmax, are broken by a hash of the position, since
+    otherwise the first in the data would be shown. It is too small to reorder different values in
+    fp32.
 
     Args:
         num_experts: S.
         top: K.
-        device: where coefficients are.
-        stretch: of so many tokens in a row only the highest counts.
+        device: the coefficients' device.
+        stretch: only the highest of this many consecutive tokens counts.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class TopTokens:
         self._tokens = torch.zeros(1, dtype=torch.int64)
 
     def sums(self) -> dict[str, Tensor]:
-        """What is added up; see `polyad.train.reading.Lasting`."""
+        """The accumulators; see `polyad.train.reading.Lasting`."""
         return {
             "keys": self._key_KS,
             "positions": self._position_KS,
@@ -119,7 +119,7 @@ class TopTokens:
 
         Args:
             a_BTS: coefficients, fp32.
-            position_BT: of each token in the data; negative where it does not count.
+            position_BT: each token's position in the data; negative: not counted.
         """
         valid_BT = position_BT >= 0
         a_BTS = a_BTS.where(valid_BT.unsqueeze(-1), 0.0)
@@ -151,14 +151,14 @@ class TopTokens:
 
 
 def _drawn(position: Tensor) -> Tensor:
-    """A number from 0 to 1 that looks random: Knuth's multiplicative hash."""
+    """A pseudorandom number from 0 to 1: Knuth's multiplicative hash."""
     return (position * 2654435761 % 2**32).double() / 2**32
 
 
 def shown_experts(
     layer: RoutedLayer, totals: Totals, experts: Sequence[str], place: str = ""
 ) -> list[int]:
-    """The columns of the experts that a page shows.
+    """Returns the columns of the experts to show.
 
     Raises:
         ConfigError: coefficients are not finite.
@@ -174,16 +174,16 @@ def shown_experts(
 
 
 def choose_experts(totals: Totals, levels: tuple[int, ...], count: int) -> list[int]:
-    """Picks experts to show, of every level the same way.
+    """Picks experts to show, in the same way for every level.
 
     Half of them are those that most often have at least half of a token (load at a >= 0.5); the
-    others stand at equal distances in the order of load, from the busiest down to the last that has
-    a twentieth of the mean load. Less is mostly rounding, and tells nothing of an expert.
+    others are evenly spaced in the order of load, from the busiest to the last with at least a
+    twentieth of the mean load, since less is mostly rounding.
 
     Args:
-        totals: of a layer.
-        levels: experts of each level.
-        count: how many, over all levels.
+        totals: totals of a layer.
+        levels: number of experts per level.
+        count: number of experts to pick, over all levels.
 
     Returns:
         Their columns, in order.
