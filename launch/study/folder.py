@@ -282,7 +282,7 @@ def _alone(path: Path) -> Iterator[None]:
     path = user_path(path).resolve()
     lock = path.parent / f".{path.name}.lock"
     with ExitStack() as held:
-        with suppress(OSError):  # preparing says what is wrong with the place, if anything is
+        with suppress(OSError):  # preparing reports errors about this place
             path.parent.mkdir(parents=True, exist_ok=True)
             if not held.enter_context(locked(lock, wait=False)):
                 say(f"{path}: waiting for another study that is preparing it")

@@ -2,8 +2,8 @@
 
 Runs with one seed read the same batches, so differences are paired: at the end of training, and at
 each step at which both were validated. Likewise the rank correlation between a measure and the
-score over variants is computed within each seed: its mean over seeds has an interval, which a
-single correlation has not.
+score over variants is computed within each seed: its mean over seeds has an interval; a single
+correlation does not.
 """
 
 import math
