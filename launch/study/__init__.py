@@ -1,1 +1,1 @@
-"""`polyad study`: the same run in several ways over several seeds, compared in pairs."""
+"""`polyad study`: compares variants of a run over several seeds, in pairs."""

@@ -1,8 +1,8 @@
-"""A study as a picture, in SVG: what `polyad study --figure` draws.
+"""`polyad study --figure`: a study as an SVG figure.
 
-One panel for each measure that tells variants apart, with every seed as a dot, one for differences
-over training, and one for what later tokens are worth over training. The same results give the
-same bytes.
+It has a panel for each measure that distinguishes variants, with a dot per seed, one for
+differences over training, and one for the leak of later tokens over training. The same results give
+the same bytes.
 """
 
 import math
@@ -27,7 +27,7 @@ from polyad.train.page.panels import ROOM, DotRow, curve_panel, dot_panel, sheet
 from polyad.train.page.template import SERIES
 
 LOGARITHMIC = 8
-"""The x axis is logarithmic where the most units are more than this times the fewest."""
+"""The x axis is logarithmic if the most units exceed this many times the fewest."""
 
 
 def check_figure(path: Path, *, dry_run: bool) -> None:
@@ -43,11 +43,11 @@ def figure(result: Result, *, inline: bool = False) -> str:
     """Draws a study.
 
     Args:
-        result: what a study found.
-        inline: whether it is for a page, in place of a file.
+        result: a study's result.
+        inline: whether it is for a page, not a file.
 
     Returns:
-        The text of an SVG file, or an element; nothing for a page where nothing is to be drawn.
+        The text of an SVG file, or an element; empty for a page if there is nothing to draw.
     """
     leaks: dict[str, Mapping[str, Leak]] = {}
     if isinstance(result, TasksResult):
@@ -73,7 +73,7 @@ def _colours(result: Result) -> dict[str, str]:
 
 
 def _panels(result: StudyResult) -> list[Chart]:
-    """Differences of losses, and what routers did as it is: those that are known."""
+    """Panels of loss differences, and of routing measures without differences, where known."""
     beside, share = result.baseline, f"{100 * result.confidence:.0f}%"
     score = result.scores[0]
     unit = f", {score.unit}" if score.unit else ""
@@ -174,8 +174,8 @@ def _curves(result: StudyResult, curves: Mapping[str, Sequence[Validation]], tit
 def _y_axis(steps: Sequence[Validation]) -> tuple[Axis, bool]:
     """The y axis, and whether anything lies beyond it.
 
-    One spike at the start would press all that follows into a line: the axis has room for what
-    comes after the first quarter of validations.
+    A spike at the start would flatten all later values, so the axis covers only values after the
+    first quarter of validations.
     """
     seen = sorted({each.seen for each in steps})
     start = seen[len(seen) // 4]
@@ -184,7 +184,7 @@ def _y_axis(steps: Sequence[Validation]) -> tuple[Axis, bool]:
 
 
 def _numbers(steps: Sequence[Validation]) -> list[float]:
-    """Means and ends of intervals that there are."""
+    """Existing means and ends of intervals."""
     found = [each.difference for each in steps if each.difference is not None]
     numbers = (number for one in found for number in (one.mean, one.low, one.high))
     return [*filter(math.isfinite, numbers)]
@@ -193,7 +193,7 @@ def _numbers(steps: Sequence[Validation]) -> list[float]:
 def _leaks(
     leaks: Mapping[str, Mapping[str, Leak]], colours: Mapping[str, str], height: int
 ) -> Chart:
-    """What later tokens are worth: from the prefix a full line, with the mask a dashed one."""
+    """The leak of later tokens: a solid line from the prefix, a dashed one with the mask."""
     steps = sorted({int(step) for leak in leaks.values() for step in leak})
     lines, numbers = [], [0.0]
     for name, leak in leaks.items():

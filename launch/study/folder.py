@@ -1,8 +1,8 @@
-"""A study's folder: what it is a study of, and which of its runs are finished; and its data.
+"""A study's folder: its identity, its finished runs, and its data.
 
-study.json              what every variant is, so that no other one's results get mixed in
-results.json            the comparison, brought up to date after every run
-runs/VARIANT/seed-N/    run folders; beside each that is finished its result, seed-N.json
+study.json              definition of every variant, so that results are never mixed up
+results.json            the comparison, updated after every run
+runs/VARIANT/seed-N/    run folders; beside each finished one its result, seed-N.json
 """
 
 import json
@@ -34,10 +34,10 @@ RECORD, RESULTS, LOCK = "study.json", "results.json", ".lock"
 
 
 def check_folder(study: Study) -> None:
-    """Checks that the folder is this study's or nobody's.
+    """Checks that the folder is this study's, or new.
 
     Raises:
-        ConfigError: it holds something else, or another study: the first key that differs is named.
+        ConfigError: it contains something else, or another study; names the first differing key.
     """
     folder = study.folder
     check_place(folder, f"{study.file}: folder")
@@ -77,14 +77,14 @@ def check_folder(study: Study) -> None:
 
 
 def _record_of_runs(folder: Path) -> dict[str, Any]:
-    """study.json without variants of which nothing was begun: those may still change."""
+    """study.json without variants that were not started, which may still change."""
     record = read_record(folder)
     begun = {n: keys for n, keys in record["variants"].items() if (folder / "runs" / n).exists()}
     return record | {"variants": begun}
 
 
 def _others(folder: Path, text: StudyData | None) -> list[str]:
-    """What a folder holds beside prepared text and files that begin with a dot, as our lock."""
+    """Contents of a folder other than prepared text and dot files such as our lock."""
     kept = set()
     if text is not None:
         data = Path(text.path).absolute()
@@ -97,7 +97,7 @@ def _others(folder: Path, text: StudyData | None) -> list[str]:
 
 
 def check_data(study: Study, fingerprint: str) -> None:
-    """Checks that the text is that of the runs that are there.
+    """Checks that the data is that of existing runs.
 
     Raises:
         ConfigError: it is not.
@@ -117,7 +117,7 @@ def _data_of(study: Study) -> str:
 
 
 def record_of(study: Study, fingerprint: str | None) -> dict[str, Any]:
-    """What study.json says of a study on some data; None before that is prepared."""
+    """Returns the content of study.json for some data; None before it is prepared."""
     return {
         "split": study.config.split,
         "data": fingerprint,
@@ -142,7 +142,7 @@ def read_record(folder: Path) -> dict[str, Any]:
 
 
 def write_record(study: Study, fingerprint: str) -> None:
-    """Writes study.json; variants that this file no longer names stay in it, as their runs do."""
+    """Writes study.json; variants removed from the study's file are kept in it, like their runs."""
     now = record_of(study, fingerprint)
     if (study.folder / RECORD).exists():
         now["variants"] = _record_of_runs(study.folder)["variants"] | now["variants"]
@@ -150,7 +150,7 @@ def write_record(study: Study, fingerprint: str) -> None:
 
 
 def read_result(run: Run) -> RunResult | None:
-    """The result of a finished run; None of another.
+    """Returns the result of a finished run; None for other runs.
 
     Raises:
         ConfigError: it is damaged.
@@ -167,9 +167,9 @@ def read_result(run: Run) -> RunResult | None:
 
 
 def check_sources(run: Run, result: RunResult) -> None:
-    """Checks that a finished run began with the run that it would begin with today.
+    """Checks that a finished run started from the run from which it would start today.
 
-    Which point of a grid is the best one may change when seeds are added that it is chosen by.
+    The best point of a grid may change when more seeds are added.
 
     Raises:
         ConfigError: it did not.
@@ -193,19 +193,19 @@ def _read(path: Path, keys: tuple[str, ...]) -> dict[str, Any]:
 
 
 def write_json(path: Path, tree: dict[str, Any]) -> None:
-    """Writes a file whole or not at all."""
+    """Writes a file atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, json.dumps(json_value(tree), indent=1, allow_nan=False) + "\n")
 
 
 @contextmanager
 def held(study: Study) -> Iterator[None]:
-    """Holds the study's folder, which is made; the kernel lets go of it when this process ends.
+    """Creates and locks the study's folder; the kernel releases the lock when this process ends.
 
-    On a file system without locks nothing is held here; each run holds its own folder.
+    Without locks in the file system nothing is locked here; each run locks its own folder.
 
     Raises:
-        ConfigError: another start of the study is still going.
+        ConfigError: another start of the study is still active.
     """
     study.folder.mkdir(parents=True, exist_ok=True)
     with locked(study.folder / LOCK, wait=False) as ours:
@@ -217,10 +217,10 @@ def held(study: Study) -> Iterator[None]:
 
 
 def prepared(study: Study) -> str:
-    """Prepares the study's data if it is not there or not all of it.
+    """Prepares the study's data if it is missing or incomplete.
 
     Args:
-        study: it has data, or its base has.
+        study: a study with data, or whose base has data.
 
     Returns:
         The fingerprint of the data of all runs.
@@ -254,12 +254,12 @@ def prepared(study: Study) -> str:
 
 
 def _prepare(study: Study, data: StudyData, source: str) -> None:
-    """Prepares data, or looks whether what is there was prepared from the same request."""
+    """Prepares data, or checks that existing data was prepared from the same request."""
     if study.has_images:
         held_out = data.validation_fraction
         prepare_images(source, data.path, held_out=held_out, overwrite=False)
     elif data.tokenizer is not None:
-        # The file may leave a share out, as of a source that has such a split.
+        # The file may omit a fraction, for a source that has such a split.
         given = data.model_fields_set
         validation = data.validation_fraction if "validation_fraction" in given else None
         test = data.test_fraction if "test_fraction" in given else None
@@ -274,15 +274,15 @@ def _prepare(study: Study, data: StudyData, source: str) -> None:
 
 @contextmanager
 def _alone(path: Path) -> Iterator[None]:
-    """Waits until no other study prepares the same data, and makes others wait.
+    """A lock against other studies that prepare the same data.
 
-    Two at once would write the same files, or put a folder in the place of one that is being read.
-    Where no lock can be had, as on a read-only disk, there is none.
+    Two at once would write the same files, or replace a folder that is being read. Where locking is
+    impossible, as on a read-only disk, there is no lock.
     """
     path = user_path(path).resolve()
     lock = path.parent / f".{path.name}.lock"
     with ExitStack() as held:
-        with suppress(OSError):  # preparing says what is wrong with the place, if anything is
+        with suppress(OSError):  # preparing reports errors about this place
             path.parent.mkdir(parents=True, exist_ok=True)
             if not held.enter_context(locked(lock, wait=False)):
                 say(f"{path}: waiting for another study that is preparing it")
@@ -291,10 +291,10 @@ def _alone(path: Path) -> Iterator[None]:
 
 
 def model_of(study: Study, variant: Variant) -> ModelSettings:
-    """The model of a variant with what the data decides, before anything is prepared if need be.
+    """Returns a variant's model, completed from the data, which need not be prepared.
 
     Raises:
-        ConfigError: the data does not say it, or model and data do not belong together.
+        ConfigError: the data does not determine it, or model and data do not match.
     """
     model, data = variant.config.model, study.config.data
     if data is None or not isinstance(model, DecoderSettings | BertConfig):
@@ -310,7 +310,7 @@ def model_of(study: Study, variant: Variant) -> ModelSettings:
 
 
 def _vocabulary(study: Study) -> tuple[int, int]:
-    """Tokens of the tokenizer, and which of them ends documents."""
+    """The vocabulary size, and the token that ends documents."""
     data = study.config.data
     assert data is not None
     try:
@@ -319,7 +319,7 @@ def _vocabulary(study: Study) -> tuple[int, int]:
     except DataError as error:
         kind, _, size = (data.tokenizer or "").partition(":")
         if kind == "train" and size.isdecimal():
-            return int(size), 0  # the first that a tokenizer gets that is trained
+            return int(size), 0  # the first token of a tokenizer that we train
         raise ConfigError(
             f"{study.file}: data.path: {error}; the size of the vocabulary, and so of the model, "
             "depends on it"

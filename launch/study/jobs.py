@@ -1,7 +1,7 @@
-"""Works of a study, each a few commands of `polyad` in processes of their own, several at a time.
+"""Concurrent jobs of a study, each a few `polyad` commands in child processes.
 
-One thread does all of it: it starts commands, waits for whichever ends first, and goes on with the
-work that asked for that one.
+A single thread starts commands, waits for the first one to end, and resumes the job to which it
+belongs.
 """
 
 import os
@@ -18,15 +18,15 @@ from polyad.launch.processes import STOPPED, Child, Children
 from polyad.train.errors import RunError, stopped
 
 Work = Generator[tuple[str, ...], None, Any]
-"""Yields the words of a command of `polyad`, goes on once that has ended well, returns a result.
-Where it did not end well `CommandFailed` comes out of the yield; a work that lets it pass fails."""
+"""A generator that yields the words of a `polyad` command, resumes after its success, and returns a
+result. If a command fails, the yield raises `CommandFailed`; a job that does not catch it fails."""
 Item = TypeVar("Item")
 VISIBLE = "CUDA_VISIBLE_DEVICES"
-"""The environment variable with the GPUs that a process sees."""
+"""Environment variable with the GPUs visible to a process."""
 
 
 class CommandFailed(Exception):
-    """A command of a work ended with a status that is not 0."""
+    """A command of a job failed with a status other than 0."""
 
     def __init__(self, status: int) -> None:
         super().__init__(status)
@@ -34,22 +34,22 @@ class CommandFailed(Exception):
 
 
 def shared_cores(jobs: int) -> dict[str, str]:
-    """What the environment of each of several jobs has, so that they share the cores equally.
+    """Environment variables with which concurrent jobs share the cores equally.
 
     Args:
-        jobs: that go on at a time; one has all cores, as a command has that is alone.
+        jobs: number of concurrent jobs; a single one has all cores.
     """
     return {"OMP_NUM_THREADS": str(threads_of_each(jobs))} if jobs > 1 else {}
 
 
 def gpu_of(place: int) -> dict[str, str]:
-    """What the environment of one of several jobs has, so that they take turns among the GPUs.
+    """Environment variables that assign a GPU to one of several jobs, round robin.
 
     Args:
-        place: of the job among those that go on, from 0.
+        place: number of the job among the running ones, from 0.
 
     Returns:
-        Nothing where there are not two GPUs, or `CUDA_VISIBLE_DEVICES` names fewer.
+        Variables; empty with fewer than two GPUs, or if `CUDA_VISIBLE_DEVICES` names fewer.
     """
     named = os.environ.get(VISIBLE)
     if named is None:
@@ -61,7 +61,7 @@ def gpu_of(place: int) -> dict[str, str]:
 
 @dataclass
 class _Going(Generic[Item]):
-    """A work that has begun."""
+    """A running job."""
 
     place: int
     item: Item
@@ -73,10 +73,10 @@ class _Going(Generic[Item]):
 
 
 class Jobs(Generic[Item]):
-    """Up to so many works at a time, within a `with` block, at whose end none goes on.
+    """Up to `number` concurrent jobs, within a `with` block, at whose end none is running.
 
     Args:
-        number: of works; they share this machine's cores equally, and each has one of its GPUs.
+        number: maximum number of jobs; they share the cores equally, and each has one GPU.
     """
 
     def __init__(self, number: int) -> None:
@@ -100,20 +100,20 @@ class Jobs(Generic[Item]):
 
     @property
     def has_room(self) -> bool:
-        """Whether one more may begin."""
+        """Whether another job can start."""
         return len(self._going) < self.number
 
     @property
     def going(self) -> list[tuple[Item, float]]:
-        """The items of the works that go on, each with the seconds since it began."""
+        """The items of running jobs, with the seconds since their start."""
         return [(each.item, time.monotonic() - each.since) for each in self._going]
 
     def begin(self, item: Item, name: str, work: Work) -> None:
-        """Begins a work.
+        """Starts a job.
 
         Args:
-            item: what `wait` names it by, as a run.
-            name: the run's, which its lines and errors have.
+            item: identifies it in `wait`, such as a run.
+            name: the run's name for its lines and errors.
             work: its commands.
         """
         taken = {each.place for each in self._going}
@@ -123,14 +123,14 @@ class Jobs(Generic[Item]):
         self._goes_on(going)
 
     def wait(self) -> tuple[Item, Any]:
-        """Waits for the first that ends, of at least one.
+        """Waits for the first job to end; there must be one.
 
         Returns:
             Its item, and its result.
 
         Raises:
-            RunError: one failed; the others have been asked to stop, and have saved and ended.
-            Stopped: or KeyboardInterrupt: a signal asked one of them or this process to stop.
+            RunError: one failed; the others were stopped, and have saved and ended.
+            Stopped: or KeyboardInterrupt: a signal stopped one of them or this process.
         """
         while True:
             child, status = self._children.wait()
@@ -142,7 +142,7 @@ class Jobs(Generic[Item]):
                 return going.item, result
 
     def _goes_on(self, going: _Going[Item], status: int = 0) -> Any:
-        """Starts the next command of a work, after one with this status; its result at the end."""
+        """Starts a job's next command after one with this status; returns its result at the end."""
         try:
             words = going.work.throw(CommandFailed(status)) if status else next(going.work)
         except StopIteration as end:
@@ -156,7 +156,7 @@ class Jobs(Generic[Item]):
         return None
 
     def _end(self, first: _Going[Item], status: int) -> NoReturn:
-        """Ends all, after one has ended that was not to, or a signal came."""
+        """Ends all jobs, after one has failed, or a signal came."""
         self._children.end_all()
         several = len(self._going) > 1
         kept = f"run the same command again to continue {('these runs' if several else 'this run')}"

@@ -1,5 +1,5 @@
-"""What finished runs of a study are measured by, beside their loss: each a call of
-`polyad evaluate` on a checkpoint, whose result lies beside the run's.
+"""Measures of a study's finished runs beside their loss: calls of `polyad evaluate` on checkpoints,
+with results stored beside the run's.
 
 runs/VARIANT/seed-N.attack.json      the attacked text or images, if the study has `attack`
 runs/VARIANT/seed-N.leak-STEP.json   the loss of a checkpoint whose tokens see later ones, with and
@@ -8,7 +8,7 @@ runs/VARIANT/seed-N.specialization.json   how experts divide the work, if the st
                                      `specialization`
 runs/VARIANT/seed-N.knockout.json    what each expert is for, if the study has `knockout`
 
-A measure that is added later is made of the checkpoints that are there: nothing is trained again.
+Measures added later use the existing checkpoints: nothing is trained again.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,11 +31,11 @@ from polyad.train.records import (
 from polyad.train.study.study import Run, Study, Variant
 
 KEYS = ("loss", "split", "step", "attack", "leak")
-"""Keys of `polyad evaluate`'s scores that are read here."""
+"""Keys that are read from the output of `polyad evaluate`."""
 OF_EXPERTS = ("split", "step")
 """Keys that the result of every measure of experts has."""
 OWN_KEYS = ("specialization", "knockout")
-"""Measures that a study asks for by keys of their own, and not under `measures`."""
+"""Measures with their own keys in a study, not under `measures`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,32 +44,32 @@ class Measure:
 
     run: Run
     name: str
-    """What its file is called, after that of the run."""
+    """Suffix of its file, after the run's name."""
     path: Path
-    """The run, whose newest checkpoint is taken, or one of them."""
+    """The run (its newest checkpoint), or one of its checkpoints."""
     options: tuple[str, ...]
     settings: dict[str, Any]
-    """What a result of it says of how it was made."""
+    """Settings recorded in its result."""
     command: tuple[str, ...] = ("evaluate",)
-    """Words of `polyad`."""
+    """Arguments of `polyad`."""
 
     def __str__(self) -> str:
-        """What a person calls it."""
+        """Its name for display."""
         return f"{self.name} of {self.run}"
 
     @property
     def kind(self) -> str:
-        """The part of its name that others share which take equally long."""
+        """The part of its name shared with measures of equal duration."""
         return self.name.partition("-")[0]
 
     @property
     def file(self) -> Path:
-        """Where its result lies."""
+        """The file of its result."""
         return self.run.result_file.with_suffix(f".{self.name}.json")
 
     @property
     def arguments(self) -> tuple[str, ...]:
-        """Words of `polyad`, without where the result goes."""
+        """Arguments of `polyad`, without where the result goes."""
         split = ("--split", self.run.study.config.split)
         return *self.command, str(self.path), *split, *self.options
 
@@ -78,7 +78,7 @@ class Measure:
         return OF_EXPERTS if self.kind in MEASURES else KEYS
 
     def read(self) -> dict[str, Any] | None:
-        """Its result; None if there is none, or one that was made otherwise.
+        """Its result; None if there is none, or only one with other settings.
 
         Raises:
             ConfigError: it is damaged.
@@ -89,7 +89,7 @@ class Measure:
         return tree if settings_of(tree) == self.settings else None
 
     def keep(self, written: Path) -> dict[str, Any]:
-        """Takes over what `polyad evaluate` wrote.
+        """Stores the output of `polyad evaluate`.
 
         Raises:
             RunError: a loss is not finite.
@@ -108,7 +108,7 @@ class Measure:
 
 
 def settings_of(tree: dict[str, Any]) -> dict[str, Any]:
-    """How a result was made, as far as a study can ask for it one way or another."""
+    """The settings of a result that a study can choose."""
     for name in MEASURES:
         if name in tree:
             return {"split": tree["split"], name: tree[name]}
@@ -123,7 +123,7 @@ def settings_of(tree: dict[str, Any]) -> dict[str, Any]:
 
 
 def measures_of(run: Run) -> Iterator[Measure]:
-    """What a study wants to know of a run, in its order."""
+    """Yields the measures that a study takes of a run, in order."""
     config = run.study.config
     allowed = [name for name in MEASURES if name not in OWN_KEYS]
     for name in config.measures:
@@ -173,7 +173,7 @@ def all_measures(study: Study, chosen: Mapping[str, Variant]) -> list[Measure]:
 
     Args:
         study: the study.
-        chosen: the point of each variant's grid that is compared, of those for which it is known.
+        chosen: the compared point of each variant's grid, if known.
     """
     kept = [variant.name for variant in chosen.values()]
     runs = (run for run in study.runs(chosen) if run.variant.name in kept)
@@ -181,13 +181,13 @@ def all_measures(study: Study, chosen: Mapping[str, Variant]) -> list[Measure]:
 
 
 def forget(run: Run) -> None:
-    """Removes what was measured of a run that was there before it was trained again."""
+    """Removes measures of an earlier run before it is trained again."""
     for file in run.result_file.parent.glob(f"{run.result_file.stem}.*.json"):
         file.unlink()
 
 
 def read_measures(run: Run) -> Measured:
-    """What is known of a finished run, beside its result."""
+    """Reads the measures of a finished run."""
     found: dict[str, Any] = {"leaks": True} if run.variant.leaks else {}
     task = run.study.task
     for measure in measures_of(run):

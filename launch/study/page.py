@@ -1,7 +1,7 @@
-"""A study's result as one HTML page that needs nothing beside itself: `polyad study --page`.
+"""`polyad study --page`: a study's result as a self-contained HTML page.
 
-It says what was asked, what the intervals answer, how that was found, and what it does not show:
-the template `page.html`.
+It shows the question, the answers by intervals, the method, and the limitations, with the template
+`page.html`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,10 +28,10 @@ def check_page(path: Path, *, dry_run: bool) -> None:
 
 
 def page(result: Result) -> str:
-    """The page.
+    """Renders the page.
 
     Args:
-        result: what a study found, as `polyad study` makes it.
+        result: a result of `polyad study`.
 
     Returns:
         HTML.
@@ -72,12 +72,12 @@ def _table(heading: str, rows: Sequence[Row]) -> Figure:
 
 
 def _made(result: Result, parts: Mapping[str, StudyResult]) -> list[tuple[str, str]]:
-    """How it was made: names, and what is said of each."""
+    """Facts on how the result was made: names and descriptions."""
     about, days = result.about, sorted(day for part in parts.values() for day in part.about.days)
     trained = "no run is finished"
     if days:
         trained = days[0] if days[0] == days[-1] else f"{days[0]} to {days[-1]}"
-    # Beside which variant it is compared, where that is not its baseline.
+    # The variant for comparison, if it is not the baseline.
     beside = f" --beside {result.beside}" if result.beside else ""
     command = f"polyad study {result.study}{beside}"
     facts: list[tuple[str, str]] = [
@@ -109,7 +109,7 @@ def _keys(keys: Mapping[str, str]) -> Markup:
 
 
 def _environments(parts: Mapping[str, StudyResult]) -> list[str]:
-    """Commit, versions and machine of the runs, each that differs once."""
+    """Distinct commits, versions and machines of the runs."""
     counts: dict[str, int] = {}
     for part in parts.values():
         for each in part.about.environments:
@@ -125,7 +125,7 @@ def _environments(parts: Mapping[str, StudyResult]) -> list[str]:
 
 
 def _data(part: StudyResult) -> str:
-    """What runs were trained and scored on."""
+    """The data on which runs were trained and scored."""
     about, unit = part.about, part.unit
     source = f" ({about.source})" if about.source else ""
     first = next(iter(part.variants.values()), None)

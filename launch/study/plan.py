@@ -1,8 +1,7 @@
-"""What a study will train: the sizes of its variants, and the state of every run, and how long
-it will take.
+"""The plan of a study: the sizes of its variants, the state of every run, and time estimates.
 
-The time of a run is that of finished runs of its variant. Variants that differ in rates alone have
-the same. The time of a measure is that of others of its kind, since the study was started.
+The time of a run is estimated from finished runs of its variant, or of variants that differ only in
+rates; that of a measure from others of its kind since the start of the study.
 """
 
 import hashlib
@@ -35,14 +34,14 @@ from polyad.train.study.study import Run, Study, Variant
 FREE_OF_COST = (
     "seed", "run", "data", "log", "checkpoint", "optimizer", "schedule", "train.steps",
 )  # fmt: skip
-"""Keys, or whole sections, that a step takes as long with whatever they say."""
+"""Keys or sections that do not affect the duration of a step."""
 
 
 def planned(study: Study) -> StudyPlan:
-    """Plans the study, and checks every run that is not finished, as far as it is known.
+    """Plans the study, and checks every unfinished run, as far as known.
 
     Args:
-        study: whose data is prepared.
+        study: a study with prepared data.
 
     Raises:
         ValueError: with an `exit_status` of 2: one line says what is wrong.
@@ -59,11 +58,11 @@ def planned(study: Study) -> StudyPlan:
 
 
 def plan_of(study: Study, results: Results) -> StudyPlan:
-    """What a study will train and what of it stands.
+    """Returns the plan of a study and its progress.
 
     Args:
-        study: its data need not be prepared.
-        results: of finished runs.
+        study: a study, whose data need not be prepared.
+        results: results of finished runs.
     """
     unit, chosen = study.task.unit.name, choose(study, results)
     variants, models = {}, _models(study)
@@ -111,7 +110,7 @@ def plan_of(study: Study, results: Results) -> StudyPlan:
 
 
 def _models(study: Study) -> dict[str, ModelSettings]:
-    """The model of each variant, with what the data decides; once for all that open the same."""
+    """The model of each variant, completed from the data; opens equal data once."""
     opened: dict[str, ModelSettings] = {}
     found = {}
     for name, variant in study.variants.items():
@@ -129,11 +128,11 @@ def newest_step(run: Run) -> int:
 
 
 class Times:
-    """What is known of how long the runs of a study take.
+    """Known durations of a study's runs.
 
     Args:
-        study: whose.
-        jobs: runs that are trained at a time; those that were trained with as many count first.
+        study: the study.
+        jobs: number of concurrent runs; runs trained with the same number are preferred.
     """
 
     def __init__(self, study: Study, jobs: int) -> None:
@@ -142,7 +141,7 @@ class Times:
         self._measures: dict[str, list[float]] = {}
 
     def of_run(self, variant: Variant, results: Results) -> float:
-        """Seconds of a whole run; NaN if nothing is known."""
+        """Seconds of a whole run; NaN if unknown."""
         taken = [
             (result.jobs, result.seconds)
             for (name, _), result in results.items()
@@ -151,27 +150,27 @@ class Times:
         return _mean([took for jobs, took in taken if jobs == self.jobs] or [t for _, t in taken])
 
     def of_measure(self, kind: str) -> float:
-        """Seconds of a measure of finished runs; NaN if none of its kind was taken."""
+        """Seconds of a measure; NaN if none of its kind was taken."""
         return _mean(self._measures.get(kind, []))
 
     def add_measure(self, kind: str, seconds: float) -> None:
-        """Counts what a measure took."""
+        """Records the duration of a measure."""
         self._measures.setdefault(kind, []).append(seconds)
 
 
 class Estimate(NamedTuple):
-    """How long what is left of a study takes."""
+    """Estimated time for the rest of a study."""
 
     runs: int
     measures: int
     seconds: float
-    """Seconds of those whose time is known."""
+    """Seconds of the parts with known time."""
     unknown: tuple[str, ...]
-    """Variants of which no time is known, and `measures` if none is known of some."""
+    """Variants with unknown time, and `measures` if that of some is unknown."""
 
 
 def estimate(study: Study, results: Results, times: Times) -> Estimate:
-    """How long what is left takes."""
+    """Estimates the time for the rest."""
     left = left_of(study, results, times)
     missing = [m for m in all_measures(study, choose(study, results)) if m.read() is None]
     measures = [times.of_measure(measure.kind) for measure in missing]
@@ -189,10 +188,10 @@ def estimate(study: Study, results: Results, times: Times) -> Estimate:
 def time_left(
     study: Study, results: Results, times: Times, going: Mapping[tuple[str, int], float]
 ) -> float:
-    """Seconds until all runs are done, NaN if nothing is known.
+    """Estimates the seconds until all runs are done; NaN if nothing is known.
 
-    A run of which nothing is known takes as long as others; of runs that go on, `going` has the
-    seconds since they began.
+    Runs of unknown duration count like others; `going` has the seconds since the start of running
+    ones.
     """
     left = [seconds for _, seconds in left_of(study, results, times, going)]
     return spread_over(times.jobs, with_others(left))
@@ -204,9 +203,9 @@ def left_of(
     times: Times,
     going: Mapping[tuple[str, int], float] | None = None,
 ) -> list[tuple[str, float]]:
-    """The names of the variants of all runs that are left, and the seconds of each, NaN or known.
+    """Returns the variants of all remaining runs, with the seconds of each, NaN if unknown.
 
-    Of runs that go on, `going` has the seconds since they began.
+    `going` has the seconds since the start of running ones.
     """
     since, left = going or {}, []
     for run in unfinished(study, results):
@@ -217,7 +216,7 @@ def left_of(
             seconds = remaining(run, results, times)
         left.append((run.variant.group, seconds))
     runs = [*study.runs(choose(study, results))]
-    for group, points in study.groups.items():  # at points that are not chosen yet
+    for group, points in study.groups.items():  # points that are not chosen yet
         known = sum(run.variant.group == group for run in runs)
         count = study.num_runs_of(group) - known
         left += [(group, _mean([times.of_run(point, results) for point in points]))] * count
@@ -225,19 +224,19 @@ def left_of(
 
 
 def remaining(run: Run, results: Results, times: Times) -> float:
-    """Seconds that a run takes which does not go on; less of one that has begun."""
+    """Remaining seconds of a run that is not running; less if it has been started."""
     done = newest_step(run) / run.variant.config.train.steps
     return times.of_run(run.variant, results) * (1 - min(1.0, done))
 
 
 def with_others(seconds: Sequence[float]) -> list[float]:
-    """Seconds of which those that are not known, NaN, become the mean of those that are."""
+    """Replaces unknown times (NaN) by the mean of known ones."""
     other = _mean([each for each in seconds if not math.isnan(each)])
     return [other if math.isnan(each) else each for each in seconds]
 
 
 def spread_over(jobs: int, seconds: Sequence[float]) -> float:
-    """Seconds that works take in all, where each is begun by the job that is free first."""
+    """Total seconds of tasks if each is started by the first free job."""
     free_at = [0.0] * jobs
     for each in seconds:
         heapq.heapreplace(free_at, free_at[0] + each)
@@ -249,7 +248,7 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _cost(variant: Variant) -> str:
-    """A digest of the keys that decide how long a step takes."""
+    """A digest of the keys that affect the duration of a step."""
     config = variant.config
     flat = flatten(config.model_dump(mode="json"))
     paid = {name: value for name, value in flat.items() if not below(name, FREE_OF_COST)}

@@ -1,4 +1,4 @@
-"""What a study shows while it goes on: its plan, and a line for each thing that begins or ends."""
+"""Console output of a running study: its plan, and a line for each start and end."""
 
 import math
 from collections.abc import Collection, Sequence
@@ -23,7 +23,7 @@ def plans_table(plans: StudyPlans) -> str:
 
 
 def plan_table(plan: StudyPlan) -> str:
-    """The variants and what is to be done."""
+    """Formats the variants and the remaining work."""
     unit = plan.unit
     variants = {name: plan.variants[points[0]] for name, points in plan.groups.items()}
     base = variants[plan.baseline]
@@ -60,7 +60,7 @@ def plan_table(plan: StudyPlan) -> str:
 
 
 def _from_runs(plan: StudyPlan) -> str:
-    """A line for each key of a variant that names the run of another."""
+    """A line for each key of a variant that names another's run."""
     return "".join(
         f"{name}: {key} is the run of {other} with the same seed\n"
         for name, keys in plan.from_runs.items()
@@ -73,7 +73,7 @@ def _share(value: float, base: float) -> str:
 
 
 def nothing_left(study: Study, finished: Collection[tuple[str, int]]) -> list[str]:
-    """A line for each variant of which some runs are finished."""
+    """A line for each variant with finished runs."""
     lines = []
     for name, variant in study.variants.items():
         seeds = [f"{seed}" for seed in study.config.seeds if (name, seed) in finished]
@@ -91,10 +91,10 @@ def nothing_left(study: Study, finished: Collection[tuple[str, int]]) -> list[st
 
 
 def estimate_line(estimates: Sequence[Estimate], jobs: int) -> str:
-    """How long what is left takes.
+    """Formats the estimated time for the rest.
 
     Returns:
-        An empty line if nothing is left.
+        A line; empty if nothing is left.
     """
     runs, measures = sum(e.runs for e in estimates), sum(e.measures for e in estimates)
     unknown = [*dict.fromkeys(name for each in estimates for name in each.unknown)]
@@ -111,7 +111,7 @@ def estimate_line(estimates: Sequence[Estimate], jobs: int) -> str:
 
 
 def spoken(seconds: float) -> str:
-    """A time as one says it: 40 s, 3 min 5 s, 42 min, 3 h 10 min."""
+    """Formats a duration: 40 s, 3 min 5 s, 42 min, 3 h 10 min."""
     minutes, rest = divmod(round(seconds), 60)
     if seconds < 100:
         return f"{seconds:.0f} s"
@@ -124,7 +124,7 @@ def spoken(seconds: float) -> str:
 
 
 def trained_line(run: Run, step: int) -> str:
-    """A run that was trained to its end, perhaps an early one, and is yet to be scored."""
+    """The line about a run that is trained (perhaps stopped early) but not scored yet."""
     place = run.folder / "checkpoints" / f"step-{step:08d}"
     done = f"all {step:,} steps are done"
     if step < run.variant.config.train.steps:
@@ -133,19 +133,19 @@ def trained_line(run: Run, step: int) -> str:
 
 
 def progress_line(run: Run, number: int, count: int, seconds_left: float) -> str:
-    """Which run begins, and when all are done."""
+    """The line about the next run, with the time left for all."""
     left = f"{duration(seconds_left)} left in total" if math.isfinite(seconds_left) else ""
     return f"run {number} of {count}: {run}" + (f"; {left}" if left else "")
 
 
 def measure_line(measure: Measure, number: int, count: int, seconds_left: float) -> str:
-    """Which measure of a finished run begins, and when all are done."""
+    """The line about the next measure of a finished run, with the time left for all."""
     left = f"; {duration(seconds_left)} left in total" if math.isfinite(seconds_left) else ""
     return f"measure {number} of {count}: {measure}{left}"
 
 
 def finished_line(run: Run, result: RunResult, baseline: RunResult | None) -> str:
-    """What a run came to, beside the baseline's of the same seed where that is finished."""
+    """The line with a run's result, compared with the baseline's of the same seed if finished."""
     name, beside = run.study.config.baseline, ""
     first, *others = run.study.task.scores[:2]
     if (score := result.scores[first.name]) is None:

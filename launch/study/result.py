@@ -1,8 +1,8 @@
-"""A study's plan, and its result: what finished runs come to, as `results.json` has it.
+"""A study's plan, and its result as in `results.json`.
 
-Sentences, tables, the figure and the page are views of it, of a study that goes on as of a result
-that was kept. In JSON some keys are named after what the task counts and is scored by, as
-`tokens_scored` and `loss`.
+Sentences, tables, the figure and the page are views of a result, of a running study or a stored
+one. In JSON some keys are named after the task's unit and scores, such as `tokens_scored` and
+`loss`.
 """
 
 import math
@@ -17,7 +17,7 @@ from polyad.data.json_reader import read_json
 from polyad.train.errors import ConfigError, shortened
 
 Number = Annotated[float, BeforeValidator(lambda value: math.nan if value is None else value)]
-"""JSON has no NaN, which the deviation of one run and the interval of one pair are."""
+"""A number that may be NaN (null in JSON), such as the deviation of one run."""
 
 
 Finite = Annotated[
@@ -26,32 +26,32 @@ Finite = Annotated[
         lambda value: None if isinstance(value, float) and not math.isfinite(value) else value
     ),
 ]
-"""A number of one run; None: it is not known, or not finite."""
+"""A number of one run; None if unknown or not finite."""
 
 
 class Form(BaseModel):
-    """A part of a result. Keys that are not known, as of another version, are left out."""
+    """A part of a result. Unknown keys, from other versions, are ignored."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="ignore")
 
 
 class Spread(Form):
-    """A number of several runs."""
+    """Mean and spread of a number over several runs."""
 
     mean: Number
     """NaN if none of them is finite."""
     deviation: Number
-    """The sample standard deviation; NaN of one run."""
+    """Sample standard deviation; NaN for one run."""
     runs: int
 
 
 class Difference(Form):
-    """A number of runs less that of the baseline's runs with the same seeds."""
+    """Difference of a number from the baseline's runs with the same seeds."""
 
     mean: Number
     deviation: Number
     low: Number
-    """The lower end of the mean's interval; NaN of one pair."""
+    """Lower end of the mean's interval; NaN for one pair."""
     high: Number
     pairs: int
     seeds: list[int]
@@ -62,7 +62,7 @@ class Difference(Form):
 
 
 class Relation(Form):
-    """How a measure goes with the score: rank correlations over variants, one of each seed."""
+    """Relation of a measure to the score: rank correlations over variants, one per seed."""
 
     mean: Number
     deviation: Number
@@ -70,18 +70,18 @@ class Relation(Form):
     high: Number
     pairs: int
     variants: int
-    """Variants that have the measure."""
+    """Number of variants that have the measure."""
     seeds: list[int]
     values: list[Number]
     excludes_zero: bool
 
 
 class Leak(Form):
-    """What later tokens are worth to a variant at one checkpoint, and what is left without them."""
+    """The leak of later tokens for a variant at one checkpoint, and losses without them."""
 
     seeds: list[int]
     reported: Spread
-    """The loss with later tokens in sight."""
+    """Loss with later tokens visible."""
     prefix_tokens: int
     prefix_standard_error: Number
     masked: Spread
@@ -89,7 +89,7 @@ class Leak(Form):
     masked_leak: Difference
     masked_beside_baseline: Difference | None
     prefix: Spread
-    """The loss of tokens that are scored from their prefix."""
+    """Loss of tokens scored from their prefix."""
     prefix_leak: Difference
     prefix_beside_baseline: Difference | None
 
@@ -99,39 +99,39 @@ class Validation(Form):
 
     step: int
     seen: int
-    """Tokens or images by then, the mean over seeds."""
+    """Tokens or images seen by then, averaged over seeds."""
     score: Spread
     difference: Difference | None
     """None for the baseline."""
 
 
 class VariantSize(Form):
-    """How large a variant is, and what it is trained with."""
+    """The size of a variant, and its training settings."""
 
     parameters: int
     active_parameters: int
     flops: int
-    """FLOPs of a token or an image, in training."""
+    """Training FLOPs per token or image."""
     training: dict[str, Any] = Field(default_factory=dict)
     """Steps, batches and the like, as `polyad validate` describes them."""
 
 
 class VariantResult(VariantSize):
-    """What one variant came to."""
+    """The result of one variant."""
 
     point: str
-    """The point of its grid that is compared; empty without a grid."""
+    """Its compared grid point; empty without a grid."""
     seeds: list[int]
     scores: dict[str, Spread]
     training_loss: Spread
     rate: Spread
-    """Tokens or images a second."""
+    """Tokens or images per second."""
     routing: dict[str, Spread]
-    """What its routers did, by measure."""
+    """Routing statistics by measure."""
     measures: dict[str, Spread]
-    """All by which variants are compared, the first score among them."""
+    """All measures by which variants are compared, including the first score."""
     difference: Difference | None
-    """The difference of the first score; None without a pair, and for the baseline."""
+    """Difference of the first score; None without a pair, and for the baseline."""
     differences: dict[str, Difference]
     """The differences of all measures."""
     leak: dict[str, Leak]
@@ -140,7 +140,7 @@ class VariantResult(VariantSize):
 
 
 class Environment(Form):
-    """What trained some of the runs."""
+    """The environment in which some of the runs were trained."""
 
     git_commit: str | None
     versions: dict[str, str]
@@ -151,7 +151,7 @@ class Environment(Form):
 
 
 class About(Form):
-    """What is said of the study itself."""
+    """Facts about the study itself."""
 
     question: str | None = None
     not_shown: list[str] = Field(default_factory=list)
@@ -164,7 +164,7 @@ class About(Form):
     variants: dict[str, dict[str, str]] = Field(default_factory=dict)
     grids: dict[str, dict[str, str]] = Field(default_factory=dict)
     leaking: list[str] = Field(default_factory=list)
-    """Variants whose tokens see later ones."""
+    """Variants in which tokens see later ones."""
     days: list[str] = Field(default_factory=list)
     """The days of the first and the last finished run."""
     environments: list[Environment] = Field(default_factory=list)
@@ -180,27 +180,27 @@ class Score(Form):
 
 
 class Attack(Form):
-    """How what was scored once more was attacked."""
+    """The attack under which runs were scored again."""
 
     rate: Number
     seed: int
 
 
 class StudyFacts(Form):
-    """What plan and result say of a study without tasks, or of one task."""
+    """Facts in both plan and result, of a study without tasks or of one task."""
 
     study: str
     folder: str
     baseline: str
     unit: str
-    """What the task counts: token or image."""
+    """The task's unit: token or image."""
     scores: Annotated[list[Score], Field(min_length=1)]
     """The most important one first."""
     validation_score: str
     higher_is_better: bool
     seeds: list[int]
     swept_seeds: list[int]
-    """Seeds with which all points of a grid are trained."""
+    """Seeds with which all grid points are trained."""
 
 
 class PlannedRun(Form):
@@ -215,21 +215,21 @@ class PlannedRun(Form):
 
 
 class MeasuresTaken(Form):
-    """How many measures of finished runs are wanted, and are there."""
+    """Number of measures of finished runs that are wanted, and that exist."""
 
     wanted: int
     taken: int
 
 
 class StudyPlan(StudyFacts):
-    """What a study will train, and what of it stands."""
+    """The plan of a study, and its progress."""
 
     groups: dict[str, list[str]]
     """The points of each variant's grid, as keys of `variants`."""
     from_runs: dict[str, dict[str, str]]
     variants: dict[str, VariantSize]
     num_runs: int
-    """Runs in all, those at points that are not chosen yet among them."""
+    """Total number of runs, including those at points not chosen yet."""
     runs: list[PlannedRun]
     measures: MeasuresTaken
 
@@ -242,15 +242,15 @@ class StudyPlan(StudyFacts):
 
 
 class StudyPlans(Form):
-    """The plan of a study, or those of its tasks, and how long what is left takes."""
+    """The plan of a study, or the plans of its tasks, and the estimated remaining time."""
 
     study: str
     plans: dict[str, StudyPlan]
-    """By the names of tasks; one without a name if there are none."""
+    """Plans by task name; one with an empty name if there are no tasks."""
     seconds_left: float | None
-    """None where no time is known."""
+    """None if unknown."""
     time: str
-    """The same for people; empty if nothing is left."""
+    """The same as text; empty if nothing is left."""
 
     def to_json(self) -> dict[str, Any]:
         """The form that `polyad study --dry-run --json` writes."""
@@ -264,10 +264,10 @@ Numbers = dict[str, int | float | None]
 
 
 class LeakOfRun(Form):
-    """What later tokens are worth to a run at one checkpoint, as `polyad evaluate --leak` says."""
+    """The leak of later tokens for a run at one checkpoint, from `polyad evaluate --leak`."""
 
     loss: float
-    """The loss with later tokens in sight."""
+    """Loss with later tokens visible."""
     masked_loss: float
     masked_tokens: int | None = None
     prefix_wanted: int | None = None
@@ -296,7 +296,7 @@ class Fluctuation(Form):
 
 
 class RunValidation(Form):
-    """What a run was validated to at one step of training."""
+    """A run's validation at one step of training."""
 
     step: int
     seen: int
@@ -305,7 +305,7 @@ class RunValidation(Form):
 
 
 class Measured(Form):
-    """What was measured of a finished run; what was not is not set."""
+    """Measures of a finished run; those not taken are not set."""
 
     attack: Numbers | None = None
     """Scores of attacked data."""
@@ -316,12 +316,12 @@ class Measured(Form):
     fluctuation: Fluctuation | None = None
     head_changes: float | None = None
     validations: list[RunValidation] | None = None
-    """What it was validated to while it was trained, oldest first."""
+    """Validations during training, oldest first."""
     leaks: bool = False
     """Whether its tokens see later ones."""
 
     def to_json(self, unit: str) -> dict[str, Any]:
-        """The keys of what is set."""
+        """JSON values of the fields that are set."""
         tree = self.model_dump(exclude_unset=True)
         for each in tree.get("validations") or ():
             each[f"{unit}s"], each["score"] = each.pop("seen"), each.pop("score")
@@ -332,7 +332,7 @@ class Measured(Form):
 
     @classmethod
     def from_json(cls, tree: Mapping[str, Any], unit: str) -> Self:
-        """What `to_json` wrote; every other key with numbers is a measure of experts."""
+        """Restores from `to_json`; every other key with numbers is a measure of experts."""
         known = {name: tree[name] for name in cls.model_fields if name in tree}
         if "validations" in known:
             known["validations"] = [
@@ -349,29 +349,29 @@ class Measured(Form):
 
 
 class RunResult(Form):
-    """What a finished run came to, and what was measured of it."""
+    """The result of a finished run, and its measures."""
 
     variant: str
     point: str = ""
     seed: int
     from_runs: dict[str, str] = Field(default_factory=dict)
-    """The variant, at its point, with whose run it began or that it learned from; by key."""
+    """Variants at their grid point from whose runs it started or learned, by key."""
     validation: Finite = None
-    """The score on the validation split of the checkpoint that is scored."""
+    """Validation score of the scored checkpoint."""
     scores: dict[str, Finite]
-    """None where a point of a grid diverged, which others are better than."""
+    """None if a grid point diverged, which ranks it last."""
     scored: int | None
-    """Tokens or images that it was scored on."""
+    """Number of tokens or images on which it was scored."""
     step: int
     training_loss: Finite
     rate: Finite
-    """Tokens or images a second."""
+    """Tokens or images per second."""
     memory_bytes: int | None = None
     routing: dict[str, Finite]
     seconds: float | None
-    """How long it took; None if it was not done in one go."""
+    """Duration in seconds; None if it was interrupted."""
     jobs: int = 1
-    """Runs that were trained at a time."""
+    """Number of concurrent runs."""
     measured: Measured = Measured()
 
     def to_json(self, unit: str) -> dict[str, Any]:
@@ -408,12 +408,12 @@ class StudyResult(StudyFacts):
 
     finished: bool
     scored: int
-    """Tokens or images that each run is scored on."""
+    """Number of tokens or images on which each run is scored."""
     confidence: Number
     variants: dict[str, VariantResult]
     relations: dict[str, Relation]
     runs: list[RunResult]
-    """The runs that are compared."""
+    """The compared runs."""
     swept: list[RunResult]
     """The runs at other points of grids."""
     environment: dict[str, Any]
@@ -423,7 +423,7 @@ class StudyResult(StudyFacts):
     attack: Attack | None = None
     about: About = About()
     beside: str | None = None
-    """The variant that others are compared with in place of the study's baseline."""
+    """The variant with which others are compared in place of the study's baseline."""
 
     def to_json(self) -> dict[str, Any]:
         """The form of `results.json`."""
@@ -486,7 +486,7 @@ class MeanOverTasks(Spread):
 
 
 class VariantOverTasks(Form):
-    """One variant that is finished on all tasks."""
+    """A variant that is finished on all tasks."""
 
     mean: MeanOverTasks
     difference: Difference | None
@@ -505,7 +505,7 @@ class TasksResult(Form):
     finished: bool
     variants: dict[str, VariantOverTasks]
     tasks: dict[str, StudyResult]
-    """Tasks that were begun."""
+    """Tasks that were started."""
     beside: str | None = None
 
     def to_json(self) -> dict[str, Any]:
@@ -525,15 +525,16 @@ Result = StudyResult | TasksResult
 
 
 def parts_of(result: Result) -> dict[str, StudyResult]:
-    """The result of each task that was begun; the whole one without a name if there are none."""
+    """The result of each started task; the whole result with an empty name if there are no
+    tasks."""
     return result.tasks if isinstance(result, TasksResult) else {"": result}
 
 
 def kept_result(path: Path) -> Result:
-    """A result as `polyad study` wrote it: its `results.json`, wherever that is kept.
+    """Loads a result from a `results.json` of `polyad study`.
 
     Raises:
-        ConfigError: it cannot be read, or is none.
+        ConfigError: it cannot be read, or is not a result.
     """
     tree = read_json(path, error=ConfigError)
     keys = ("study", "baseline", "scores", "variants", "finished", "higher_is_better", "about")
@@ -546,13 +547,13 @@ def kept_result(path: Path) -> Result:
 
 @contextmanager
 def form_of(path: Path) -> Iterator[None]:
-    """Within the block a kept result is read or shown, which may hold anything.
+    """A context for reading or showing a stored result, which may contain anything.
 
     Args:
-        path: of the result.
+        path: path of the result.
 
     Raises:
-        ConfigError: it has another form than `polyad study` gives it.
+        ConfigError: it does not have the form of `polyad study`'s results.
     """
     try:
         yield
@@ -582,12 +583,12 @@ def _renamed(
     names: Mapping[str, str],
     before: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> dict[str, Any]:
-    """A tree in its order, some keys with other names.
+    """Renames some keys of a tree, keeping its order.
 
     Args:
-        tree: of a result.
+        tree: a result's tree.
         names: the new names.
-        before: what is put in before a key.
+        before: entries to insert before a key.
     """
     found: dict[str, Any] = {}
     for key, value in tree.items():

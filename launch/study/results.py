@@ -1,9 +1,9 @@
-"""What the results of finished runs come to: means, spread, differences of pairs.
+"""Statistics over the results of finished runs: means, spread, paired differences.
 
-Runs of one seed see the same batches, so a difference is one of a pair: at the end of training, and
-at each step at which both were validated. Likewise ranks of variants are compared within a seed,
-where it is asked whether variants with more of a measure have a better score: the mean of these
-correlations over seeds has an interval, one correlation has none.
+Runs with one seed read the same batches, so differences are paired: at the end of training, and at
+each step at which both were validated. Likewise the rank correlation between a measure and the
+score over variants is computed within each seed: its mean over seeds has an interval; a single
+correlation does not.
 """
 
 import math
@@ -36,7 +36,8 @@ from polyad.train.study import paired
 from polyad.train.study.paired import CONFIDENCE, interval
 
 LEAST = 5
-"""Variants that make a correlation of ranks: of four, even perfect order comes by chance."""
+"""Minimum number of variants for a rank correlation: with four, even perfect order is likely by
+chance."""
 
 BySeed = Mapping[int, RunResult]
 Measures = Mapping[int, Mapping[str, Mapping[str, float]]]
@@ -46,21 +47,21 @@ Measures = Mapping[int, Mapping[str, Mapping[str, float]]]
 def summarize(
     plan: StudyPlan, results: Sequence[RunResult], chosen: Mapping[str, str] | None = None
 ) -> StudyResult:
-    """Compares variants over the seeds that are finished.
+    """Compares variants over the finished seeds.
 
     Args:
-        plan: of the study.
-        results: of finished runs, in the order of the study.
-        chosen: the best point of each variant for which it is known; None: no variant has a grid.
+        plan: the study's plan.
+        results: results of finished runs, in the study's order.
+        chosen: the best point of each variant, if known; None: no variant has a grid.
 
     Returns:
-        The comparison, of variants with a finished run, without what is said of the study itself.
+        The comparison of variants with a finished run, without facts about the study itself.
 
     Raises:
         RunError: runs were scored on different tokens.
     """
     known = (result.scored for result in results)
-    scored = {each for each in known if each is not None}  # None: a point that diverged
+    scored = {each for each in known if each is not None}  # None: a diverged point
     if len(scored) > 1:
         raise RunError(f"runs were scored on different numbers of {plan.unit}s: {sorted(scored)}")
     points = dict.fromkeys(plan.groups, "") if chosen is None else chosen
@@ -92,7 +93,7 @@ def summarize(
 def _variant(
     plan: StudyPlan, name: str, point: str, by_variant: Mapping[str, BySeed]
 ) -> VariantResult:
-    """One variant, by its runs and those of the baseline."""
+    """The result of one variant, from its runs and the baseline's."""
     size = plan.variants[f"{name}/{point}".rstrip("/")]
     scores = [score.name for score in plan.scores]
     by_seed, baseline = by_variant[name], by_variant.get(plan.baseline, {})
@@ -132,14 +133,14 @@ def _spread(values: Sequence[float | None]) -> Spread:
 
 
 def curve(runs: BySeed, baseline: BySeed | None) -> list[Validation]:
-    """A variant's validations while it was trained, step by step.
+    """Returns a variant's validations during training, by step.
 
     Args:
-        runs: the variant's, by seed.
-        baseline: the baseline's, whose steps alone count; None: this is the baseline.
+        runs: the variant's runs by seed.
+        baseline: the baseline's runs, whose steps are used; None: this is the baseline.
 
     Returns:
-        Nothing of runs that were validated at their end alone.
+        Validations; empty if runs were validated only at their end.
     """
     pairs = _validated(runs, runs if baseline is None else baseline)
     steps = sorted({step for of_seed in pairs.values() for step in of_seed})
@@ -159,7 +160,7 @@ def curve(runs: BySeed, baseline: BySeed | None) -> list[Validation]:
 
 
 def _validated(runs: BySeed, baseline: BySeed) -> dict[int, dict[int, tuple[int, float, float]]]:
-    """The units seen and both scores, by seed and step, where both runs have them."""
+    """Units seen and both scores, by seed and step, where both runs have them."""
     found = {}
     for seed in runs:
         ours, theirs = (
@@ -175,7 +176,7 @@ def _validated(runs: BySeed, baseline: BySeed) -> dict[int, dict[int, tuple[int,
 
 
 def _validations(runs: BySeed, seed: int) -> list[RunValidation]:
-    """What the run of a seed was validated to while it was trained."""
+    """The validations during training of the run with a seed."""
     return (runs[seed].measured.validations or []) if seed in runs else []
 
 
@@ -183,11 +184,11 @@ def over_tasks(results: Mapping[str, StudyResult], tasks: Sequence[str]) -> Task
     """Compares variants by the mean of their first scores over tasks.
 
     Args:
-        results: of each task that was begun.
-        tasks: the names of all, in the order of the study.
+        results: results of each started task.
+        tasks: the names of all tasks, in the study's order.
 
     Returns:
-        Variants that are finished on all tasks.
+        The comparison of variants that are finished on all tasks.
     """
     first = results[tasks[0]]
     score, baseline = first.scores[0].name, first.baseline
@@ -239,7 +240,7 @@ def _means_over_tasks(
 
 
 def _relations(by_variant: Mapping[str, BySeed], score: str) -> dict[str, Relation]:
-    """How the measures of all variants go with the score."""
+    """Relations of all variants' measures to the score."""
     seeds = {seed: None for runs in by_variant.values() for seed in runs}
     measured = {
         seed: {n: measures(runs[seed], score) for n, runs in by_variant.items() if seed in runs}
@@ -252,14 +253,14 @@ def relations(measured: Measures, score: str) -> dict[str, Relation]:
     """Correlates every measure with the score, within each seed.
 
     Args:
-        measured: of the runs that are compared; the score is one of the measures.
-        score: the one to look at.
+        measured: measures of the compared runs, including the score.
+        score: the score to use.
 
     Returns:
-        By the measure's name Spearman's rank correlation of each seed, their mean and its interval
-        by the t distribution over seeds, as far as it is from -1 to 1. Only measures that at least
-        `LEAST` variants have, and that are not the same for all. Seeds of which some of these
-        variants are not finished are left out.
+        By measure, Spearman's rank correlation for each seed, their mean and its interval by the t
+        distribution over seeds, clipped to -1 to 1. Only measures that at least `LEAST` variants
+        have, and that are not equal for all. Seeds with unfinished runs of these variants are left
+        out.
     """
     names = {name: None for known in measured.values() for each in known.values() for name in each}
     found = {name: _relation(measured, name, score) for name in names if name != score}
@@ -267,14 +268,14 @@ def relations(measured: Measures, score: str) -> dict[str, Relation]:
 
 
 def rank_correlation(ours: Sequence[float], theirs: Sequence[float]) -> float:
-    """Spearman's; equal numbers share the mean of their ranks.
+    """Spearman's rank correlation; ties get the mean of their ranks.
 
     Args:
         ours: one number of each variant.
         theirs: the other, in the same order.
 
     Returns:
-        From -1 to 1; NaN where one of them is the same for all, or not finite.
+        From -1 to 1; NaN if one of them is constant, or not finite.
     """
     alike = min(ours) == max(ours) or min(theirs) == max(theirs)
     return math.nan if alike else float(spearmanr(ours, theirs).statistic)
@@ -309,16 +310,16 @@ def _relation(measured: Measures, name: str, score: str) -> Relation | None:
 
 
 def measures(run: RunResult, score: str = "loss") -> dict[str, float]:
-    """All numbers of a run by which variants are compared.
+    """Returns all numbers of a run by which variants are compared.
 
     Args:
-        run: a result, with what was measured of it.
-        score: the one to look at.
+        run: a result with its measures.
+        score: the score to use.
 
     Returns:
-        That score; those of attacked data, as `attacked_loss`; what routers did, by name;
+        That score; scores on attacked data, such as `attacked_loss`; routing statistics by name;
         polysemanticity; `changed_first` and `changed_set`, the fluctuation; `head_changes`, how
-        often the head of an attention graph changed. What is not known, or not finite, is left out.
+        often the head of an attention graph changed. Unknown or non-finite values are left out.
     """
     found, known = {score: run.scores[score], **run.routing}, run.measured
     for name, value in (known.attack or {}).items():
@@ -333,7 +334,7 @@ def measures(run: RunResult, score: str = "loss") -> dict[str, float]:
 
 
 def _differences(runs: BySeed, baseline: BySeed, score: str) -> dict[str, Difference]:
-    """The differences of every measure, over the seeds for which both know it."""
+    """The differences of every measure, over the seeds for which both have it."""
     of_runs, of_baseline = (
         {seed: measures(run, score) for seed, run in of.items()} for of in (runs, baseline)
     )
@@ -362,10 +363,11 @@ def _paired(pairs: Mapping[int, tuple[float, float]]) -> Difference:
 
 
 def _leaks(runs: BySeed, baseline: BySeed) -> dict[str, Leak]:
-    """What later tokens are worth to a variant, by step, and what is left beside the baseline.
+    """The leak of later tokens for a variant, by step, and the difference from the baseline without
+    it.
 
-    The loss from the prefix is that of the split with the difference of the sample added, which
-    spreads far less than the sample's own loss.
+    The loss from the prefix is the split's loss plus the sample's difference, which varies far less
+    than the sample's own loss.
     """
     steps = sorted({int(step) for run in runs.values() for step in run.measured.leak})
     return {f"{step}": _leak(runs, baseline, f"{step}") for step in steps}
@@ -378,7 +380,7 @@ def _leak(runs: BySeed, baseline: BySeed, step: str) -> Leak:
     masked = {seed: leak.masked_loss for seed, leak in known.items()}
     prefix = {seed: leak.loss_from_prefix for seed, leak in known.items()}
     errors = [leak.prefix_standard_error for leak in known.values()]
-    # A baseline that does not leak has no loss at a checkpoint on the way.
+    # A baseline without a leak has no loss at intermediate checkpoints.
     beside = {
         seed: baseline[seed] for seed in known
         if seed in baseline and runs[seed].step == int(step)
@@ -411,7 +413,7 @@ def _leak(runs: BySeed, baseline: BySeed, step: str) -> Leak:
 
 
 def _without_later(run: RunResult, step: str, way: str) -> float | None:
-    """The loss of a baseline's run without what later tokens tell; None: it was not measured."""
+    """The loss of a baseline's run without later tokens; None if not measured."""
     if (leak := run.measured.leak.get(step)) is not None:
         return leak.masked_loss if way == "masked" else leak.loss_from_prefix
     return None if run.measured.leaks else run.scores["loss"]

@@ -1,9 +1,8 @@
-"""Runs what is left of a study, one run after the other or several at a time, each in processes of
-its own.
+"""Runs the rest of a study, sequentially or several runs at a time, in child processes.
 
-A run is `polyad train` and `polyad evaluate`. What is finished is skipped, what was interrupted
-continues from its newest checkpoint: the same command again is all that is needed. When all are
-finished, what else the study wants to know is measured, from their checkpoints.
+A run is `polyad train` and `polyad evaluate`. Finished runs are skipped, and interrupted ones
+continue from their newest checkpoint, so the same command resumes a study. When all runs are
+finished, further measures are taken from their checkpoints.
 """
 
 import time
@@ -75,7 +74,7 @@ from polyad.train.study.study import Run, Study
 
 
 def describe_study(file: Path, jobs: int = 1) -> StudyPlans:
-    """What a study will train and what of it stands; nothing is written.
+    """Returns the plan of a study and its progress, without writing anything.
 
     Raises:
         ValueError: with an `exit_status` of 2: one line says what is wrong.
@@ -96,19 +95,19 @@ def describe_study(file: Path, jobs: int = 1) -> StudyPlans:
 
 
 def study(file: Path, jobs: int = 1) -> Result:
-    """Runs what is left of a study.
+    """Runs the rest of a study.
 
     Args:
         file: the study.
-        jobs: runs that are trained at a time.
+        jobs: number of concurrent runs.
 
     Returns:
         The comparison.
 
     Raises:
         ValueError: with an `exit_status` of 2: one line says what is wrong. Nothing was started.
-        RunError: a run failed; those that are finished stay.
-        Stopped: or KeyboardInterrupt, as a signal asked; the runs that were going on have ended.
+        RunError: a run failed; finished ones are kept.
+        Stopped: or KeyboardInterrupt, by a signal; running runs have ended.
     """
     studies = load_studies(file)
     for study in studies.values():
@@ -134,15 +133,15 @@ def study(file: Path, jobs: int = 1) -> Result:
 
 
 def compare_finished(file: Path, baseline: str | None = None) -> Result | None:
-    """Compares the runs of a study that are finished; nothing is started or written.
+    """Compares a study's finished runs, without starting or writing anything.
 
     Args:
         file: the study.
-        baseline: the variant that others are compared with; None: the file's.
+        baseline: the variant with which others are compared; None: the file's.
 
     Returns:
-        As `study` gives it, of tasks that were begun, with the `baseline` that was asked for as
-        `beside`; None where no run is finished.
+        A result as from `study`, for started tasks, with the requested `baseline` as `beside`; None
+        if no run is finished.
     """
     found: dict[str, StudyResult] = {}
     waiting: list[str] = []
@@ -159,7 +158,7 @@ def compare_finished(file: Path, baseline: str | None = None) -> Result | None:
 
 
 def _ready(studies: Mapping[str, Study], locks: ExitStack) -> dict[str, StudyPlan]:
-    """Locks the folders of all tasks, prepares their data and checks their runs; their plans."""
+    """Locks the folders of all tasks, prepares their data and checks their runs; returns plans."""
     for study in studies.values():
         locks.enter_context(held(study))
     fingerprints = {name: prepared(study) for name, study in studies.items()}
@@ -173,7 +172,7 @@ def _ready(studies: Mapping[str, Study], locks: ExitStack) -> dict[str, StudyPla
 
 
 def _train_and_compare(study: Study, plan: StudyPlan, times: Times) -> StudyResult:
-    """Runs what is left of one task."""
+    """Runs the rest of one task."""
     results = finished_runs(study)
     say("\n".join([plan_table(plan), *nothing_left(study, results)]))
     _train(study, plan, results, times)
@@ -182,7 +181,7 @@ def _train_and_compare(study: Study, plan: StudyPlan, times: Times) -> StudyResu
 
 
 def _train(study: Study, plan: StudyPlan, results: Results, times: Times) -> None:
-    """Trains what is left, up to so many runs at a time."""
+    """Trains the remaining runs, several at a time."""
     with Jobs[Run](times.jobs) as works:
         while True:
             while works.has_room:
@@ -203,7 +202,7 @@ def _train(study: Study, plan: StudyPlan, results: Results, times: Times) -> Non
 
 
 def _measure(study: Study, plan: StudyPlan, results: Results, times: Times) -> None:
-    """Takes the measures of finished runs that are not there yet, up to so many at a time."""
+    """Takes the missing measures of finished runs, several at a time."""
     wanted = all_measures(study, choose(study, results))
     missing = [m for m in wanted if key(m.run) in results and m.read() is None]
     count = len(missing)
@@ -225,19 +224,19 @@ def finishing(run: Run, jobs: int) -> Work:
     """Trains a run to its end and evaluates it.
 
     Args:
-        run: whatever of it is done.
-        jobs: how many runs are trained at a time.
+        run: the run, at any stage.
+        jobs: number of concurrent runs.
 
     Yields:
-        Commands of `polyad`.
+        `polyad` commands.
 
     Returns:
-        Its result, which is written; what of it is not finite is None, of a point of a grid that
-        diverged every score: others are better.
+        Its result, after writing it. Values that are not finite are None, and so is every score of
+        a grid point that diverged, which ranks it last.
 
     Raises:
         RunError: its first score is not finite, and no other point is tried with its seed.
-        CommandFailed: training failed otherwise, or diverged where no other point is tried.
+        CommandFailed: training failed for another reason, or diverged and no other point is tried.
     """
     started, from_step = time.monotonic(), newest_step(run)
     if _is_trained(run):
@@ -252,7 +251,7 @@ def finishing(run: Run, jobs: int) -> Work:
     scores = run.result_file.with_suffix(".evaluation")
     which = ["--split", run.study.config.split, *(["--best"] if run.variant.scores_best else [])]
     yield "evaluate", str(run.folder), *which, "--json", str(scores)
-    # Of the whole run, for the time that others will take.
+    # Duration of the whole run, to estimate that of others.
     seconds = time.monotonic() - started if from_step == 0 else None
     evaluation = read_json(scores)
     result = _keep(run, _result(run, evaluation, seconds, jobs))
@@ -261,7 +260,7 @@ def finishing(run: Run, jobs: int) -> Work:
 
 
 def _keep(run: Run, result: RunResult) -> RunResult:
-    """Writes a result; what was measured of an earlier one is no longer true."""
+    """Writes a result, and removes measures of an earlier one."""
     forget(run)
     write_json(run.result_file, result.to_json(run.study.task.unit.name))
     return result
@@ -271,10 +270,10 @@ def measuring(measure: Measure) -> Work:
     """Takes a measure of a finished run.
 
     Yields:
-        The command of `polyad`.
+        The `polyad` command.
 
     Returns:
-        `seconds` that it took.
+        Its duration as `seconds`.
 
     Raises:
         RunError: a loss is not finite.
@@ -287,7 +286,7 @@ def measuring(measure: Measure) -> Work:
 
 
 def _has_diverged(run: Run) -> bool:
-    """Whether a run ended since its last steps, or its last validation, were not finite."""
+    """Whether a run ended because its last steps, or its last validation, were not finite."""
     if not (run.folder / METRICS_FILE).exists():
         return False
     most = run.variant.config.train.max_skipped_steps
@@ -304,7 +303,7 @@ def _has_diverged(run: Run) -> bool:
 def _result(
     run: Run, evaluation: Mapping[str, Any] | None, seconds: float | None, jobs: int
 ) -> RunResult:
-    """The result by what was evaluated; None: the run diverged."""
+    """Makes a result from an evaluation; None: the run diverged."""
     scores_of, unit = run.study.task.scores, run.study.task.unit.name
     records = read_records(run.folder)
     if evaluation is None:
@@ -335,7 +334,7 @@ def _result(
 
 
 def _is_trained(run: Run) -> bool:
-    """Whether all steps are done, and the validation after the last one was not cut short."""
+    """Whether all steps are done, including the validation after the last one."""
     newest = newest_that_opens(run.folder / "checkpoints")
     config = run.variant.config
     if newest is None or newest.state.unfinished is not None:

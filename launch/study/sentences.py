@@ -1,8 +1,9 @@
-"""What a study says: a sentence for each variant, made of its interval and of nothing else.
+"""A study's conclusions: a sentence for each variant, derived only from its interval; and notes
+below tables.
 
-A sentence says better or worse where the interval of the difference leaves 0 out, and that no
-difference is shown where it does not. One pair has no interval, so nothing is said of it. What
-speaks for a method and what speaks against it is worded alike. And what stands below its tables.
+A sentence says better or worse if the interval of the difference excludes 0, and otherwise that no
+difference is shown. One pair has no interval, so there is no conclusion. Results for and against a
+method are worded alike.
 """
 
 import math
@@ -34,12 +35,12 @@ MEASURES = {
     "of experts and classes (for text, token classes); experts_used: experts with at least 1% of "
     "the tokens; expert_cosine, expert_cka: similarity of the outputs of two experts",
 }
-"""What stands below tables that have a measure, by its name."""
+"""Notes below tables with a measure, by its name."""
 
 
 def answers(result: Result) -> list[str]:
-    """A sentence for each variant but the baseline, about the first score; of a study with tasks
-    about its mean over them."""
+    """A sentence about the first score for each variant except the baseline; with tasks, about its
+    mean over them."""
     if isinstance(result, TasksResult):
         title = f"mean {result.scores[0].title} over tasks"
         return [
@@ -60,7 +61,7 @@ def answers(result: Result) -> list[str]:
 
 
 def amount(value: float) -> str:
-    """A number of tokens or images, as 410k or 2.62M."""
+    """Formats a number of tokens or images, such as 410k or 2.62M."""
     if value < 1e4:
         return f"{value:,.0f}"
     value = float(f"{value:.3g}")
@@ -109,7 +110,7 @@ def _numbers(found: Difference, title: str, score: Score) -> str:
 
 
 def _without_leak(result: StudyResult, name: str, variant: VariantResult) -> list[str]:
-    """The same of a variant whose tokens see later ones, without what those tell."""
+    """The same for a variant in which tokens see later ones, without that leak."""
     score, baseline = result.scores[0], result.variants.get(result.baseline)
     leaks = baseline is not None and bool(baseline.leak)
     said = []
@@ -126,7 +127,7 @@ def _without_leak(result: StudyResult, name: str, variant: VariantResult) -> lis
 
 
 def notes(result: StudyResult) -> str:
-    """What the columns of tables are, of a study without tasks or of one task."""
+    """Explains the columns of tables, for a study without tasks or for one task."""
     variants, name = result.variants.values(), result.baseline
     if not variants:
         return "nothing is compared yet: the best point of the grid is not known"
@@ -193,7 +194,7 @@ def notes(result: StudyResult) -> str:
 
 
 def tasks_note(result: TasksResult) -> str:
-    """What the columns of the table over tasks are."""
+    """Explains the columns of the table over tasks."""
     tasks, baseline = result.tasks, result.baseline
     return (
         f"mean ± standard deviation over seeds, of the {result.scores[0].title} on the "

@@ -1,4 +1,4 @@
-"""What of a study is finished, the best point of each grid, and the comparison as it stands."""
+"""The state of a study: finished runs, the best point of each grid, and the current comparison."""
 
 import math
 import statistics
@@ -27,15 +27,15 @@ from polyad.train.study.study import Run, Study, Variant
 ENVIRONMENT = ("git_commit", "versions", "platform", "gpus")
 
 Results = dict[tuple[str, int], RunResult]
-"""What finished runs came to, by variant and seed."""
+"""Results of finished runs by variant and seed."""
 
 
 def validation_score(run: Run, records: Records) -> float | None:
-    """The validation of the checkpoint of a run that is scored.
+    """Returns the validation score of a run's scored checkpoint.
 
     Returns:
-        The last one, or the best where the best checkpoint is scored; None where the run was never
-        validated, or to no finite score.
+        The last one, or the best if the best checkpoint is scored; None if the run was never
+        validated with a finite score.
     """
     task = run.study.task
     name = task.validation_score
@@ -48,10 +48,10 @@ def validation_score(run: Run, records: Records) -> float | None:
 
 
 def mean_validation(study: Study, variant: Variant, results: Results) -> float | None:
-    """The mean score on the validation split over the seeds of the sweep.
+    """Computes the mean validation score over the seeds of the sweep.
 
     Returns:
-        None while a run is missing; a run without a score is worse than any.
+        The mean; None while a run is missing; a run without a score ranks last.
     """
     known = [results.get((variant.name, seed)) for seed in study.swept_seeds]
     scores = [found.validation for found in known if found is not None]
@@ -64,10 +64,10 @@ def mean_validation(study: Study, variant: Variant, results: Results) -> float |
 
 
 def choose(study: Study, results: Results) -> dict[str, Variant]:
-    """The best point of each variant, the first of equal ones.
+    """Returns the best point of each variant, the first in case of a tie.
 
     Returns:
-        By the names of variants in the file; those whose sweep is not finished are left out.
+        Points by variant name in the file; variants with unfinished sweeps are left out.
 
     Raises:
         RunError: every point of a grid diverged.
@@ -100,12 +100,12 @@ def grids(study: Study, results: Results) -> dict[str, dict[str, float | None]]:
 
 
 def key(run: Run) -> tuple[str, int]:
-    """What results have a run under."""
+    """The key of a run in results."""
     return run.variant.name, run.seed
 
 
 def finished_runs(study: Study) -> Results:
-    """The results that are there, of all points of the grid.
+    """Returns existing results, of all grid points.
 
     Raises:
         ConfigError: one is damaged.
@@ -119,10 +119,10 @@ def finished_runs(study: Study) -> Results:
 
 
 def unfinished(study: Study, results: Results) -> list[Run]:
-    """The runs that are known and not finished, in their order.
+    """Returns the known unfinished runs, in order.
 
     Raises:
-        ConfigError: a finished one began with another run than it would today.
+        ConfigError: a finished one started from a different run than it would today.
     """
     runs = [*study.runs(choose(study, results))]
     for run in runs:
@@ -132,7 +132,7 @@ def unfinished(study: Study, results: Results) -> list[Run]:
 
 
 def can_begin(study: Study, results: Results) -> list[Run]:
-    """The runs that are not finished and whose sources are, in their order.
+    """Returns the unfinished runs with finished sources, in order.
 
     Raises:
         ConfigError: as `unfinished`.
@@ -145,13 +145,13 @@ def can_begin(study: Study, results: Results) -> list[Run]:
 
 
 def beside(study: Study, run: Run, results: Results) -> RunResult | None:
-    """The baseline's result with the same seed, at the point that is compared."""
+    """The baseline's result with the same seed, at its compared point."""
     chosen = choose(study, results).get(study.config.baseline)
     return None if chosen is None else results.get((chosen.name, run.seed))
 
 
 def about(study: Study, runs: Sequence[Run]) -> About:
-    """What a result says of the study itself."""
+    """Facts about the study itself for a result."""
     config = study.config
     days = sorted(_day(run.result_file) for run in runs)
     not_shown = config.not_shown
@@ -186,10 +186,9 @@ def _day(file: Path) -> str:
 
 
 def _environments(runs: Sequence[Run]) -> list[Environment]:
-    """What trained the runs whose folders are there, each that differs once.
+    """Distinct environments of runs whose folders exist.
 
-    Commit and versions are those with which runs were trained, and not those with which they were
-    compared.
+    Commit and versions are those of training, not of the comparison.
     """
     found: list[dict[str, Any]] = []
     counts: list[int] = []
@@ -199,7 +198,7 @@ def _environments(runs: Sequence[Run]) -> list[Environment]:
             environment = {key: tree[key] for key in ENVIRONMENT}
             environment["uncommitted_changes"] = bool(tree["git_diff"])
         except (ValueError, KeyError, TypeError):
-            continue  # what is known of a run, and no part of its result
+            continue  # additional facts, which are not part of the result
         if environment not in found:
             found.append(environment)
             counts.append(0)
@@ -208,18 +207,17 @@ def _environments(runs: Sequence[Run]) -> list[Environment]:
 
 
 def write_results(study: Study, plan: StudyPlan, results: Results) -> StudyResult:
-    """Compares finished runs, and brings results.json up to date."""
+    """Compares finished runs, and updates results.json."""
     found = compare(study, plan, results)
     write_json(study.folder / RESULTS, found.to_json())
     return found
 
 
 def compare(study: Study, plan: StudyPlan, results: Results) -> StudyResult:
-    """Compares finished runs; nothing is written.
+    """Compares finished runs, without writing anything.
 
     Returns:
-        As `summarize` makes it, with the points of grids, what was scored, and what is said of the
-        study itself.
+        The result of `summarize`, with grid points, the scored data, and facts about the study.
     """
     chosen = choose(study, results)
     done = [run for run in study.runs(chosen) if key(run) in results]

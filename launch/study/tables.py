@@ -20,7 +20,7 @@ from polyad.launch.study.sentences import amount, answers, notes, tasks_note
 Row = tuple[str, ...]
 Variants = Mapping[str, VariantResult]
 MOST_STEPS = 8
-"""Steps of training in a table."""
+"""Maximum number of training steps in a table."""
 
 
 def result_table(result: Result, *, markdown: bool = False) -> str:
@@ -37,8 +37,8 @@ def result_table(result: Result, *, markdown: bool = False) -> str:
 
 
 def tables_of(result: StudyResult) -> list[tuple[str, list[Row]]]:
-    """The tables of a study without tasks, or of one task: headings, and rows with the names of
-    columns first."""
+    """The tables of a study without tasks, or of one task: headings, and rows, the first with
+    column names."""
     variants, score, beside = result.variants, result.scores[0], result.baseline
     found = {
         "Scores": _score_rows(result),
@@ -56,7 +56,7 @@ def tables_of(result: StudyResult) -> list[tuple[str, list[Row]]]:
 
 
 def _sentences(result: Result, *, markdown: bool = False) -> str:
-    """What the intervals come to, a line for each variant."""
+    """The conclusions, a line for each variant."""
     mark = "- " if markdown else ""
     return "\n".join(f"{mark}{sentence}" for sentence in answers(result))
 
@@ -95,7 +95,7 @@ def _grid_rows(result: StudyResult) -> list[Row]:
     """The validation of each point of a grid, and which point was chosen by it."""
     grids = {name: of for name, of in result.grids.items() if name in result.variants}
     points = list(dict.fromkeys(point for of in grids.values() for point in of))
-    # JSON has no infinity: in a result that was kept such a point is null, as an unfinished one.
+    # JSON has no infinity: in a stored result such a point is null, like an unfinished one.
     runs = [*result.runs, *result.swept]
     without = {(run.variant, run.point) for run in runs if run.validation is None}
     rows: list[Row] = [("grid, validation", *points)]
@@ -166,7 +166,7 @@ def _routing_rows(variants: Variants, score: str) -> list[Row]:
 
 
 def _routing_difference_rows(variants: Variants, score: str) -> list[Row]:
-    """What routers did, beside the baseline's; nothing if the baseline does not route."""
+    """Routing statistics compared with the baseline's; empty if the baseline does not route."""
     beside_all = [variant.differences for variant in variants.values()]
     names = [name for name in _routing_names(variants, score) if any(name in b for b in beside_all)]
     rows: list[Row] = [("routing beside", *names)]
@@ -182,7 +182,8 @@ def _routing_difference_rows(variants: Variants, score: str) -> list[Row]:
 
 
 def _routing_names(variants: Variants, score: str) -> list[str]:
-    """What routers did; no line for what was 0 with all, as tokens dropped are mostly."""
+    """Names of routing statistics, except those that are 0 for all, as dropped tokens usually
+    are."""
     known = [variant.measures for variant in variants.values()]
     names = {
         name: None
@@ -213,7 +214,7 @@ def _markdown(rows: list[Row]) -> str:
 
 
 def _curve_rows(result: StudyResult) -> list[Row]:
-    """Validation over training: the baseline's score, and the others' differences to it."""
+    """Validation during training: the baseline's score, and the others' differences from it."""
     baseline, units = result.baseline, f"{result.unit}s"
     curves = {name: v.curve for name, v in result.variants.items() if v.curve}
     if curves.keys() <= {baseline}:
@@ -229,7 +230,7 @@ def _curve_rows(result: StudyResult) -> list[Row]:
 
 
 def _evenly(steps: Sequence[int], most: int) -> list[int]:
-    """Some of the steps, the first and the last among them."""
+    """A selection of the steps, including the first and the last."""
     if len(steps) <= most:
         return [*steps]
     last = len(steps) - 1
@@ -243,7 +244,7 @@ def _curve_cell(at: Validation) -> str:
 
 
 def _leak_rows(variants: Variants) -> list[Row]:
-    """What later tokens are worth, at each checkpoint."""
+    """The leak of later tokens at each checkpoint."""
     rows: list[Row] = [
         ("leak", "step", "as reported", "with the mask", "difference", "from the prefix",
          "difference", "95% interval"),
@@ -263,7 +264,7 @@ def _leak_rows(variants: Variants) -> list[Row]:
 
 
 def _honest_rows(variants: Variants) -> list[Row]:
-    """What is left of the difference to the baseline without what leaks, at the end."""
+    """The final difference from the baseline without the leak."""
     rows: list[Row] = [("without the leak", "as reported", "with the mask", "from the prefix")]
     for name, variant in variants.items():
         last = list(variant.leak.values())[-1:]
@@ -280,7 +281,7 @@ def _honest_rows(variants: Variants) -> list[Row]:
 
 
 def difference_cells(difference: Difference | None, digits: int = 4) -> Row:
-    """The mean, its interval, and how many pairs; without a difference empty cells."""
+    """The mean, its interval, and the number of pairs; empty cells without a difference."""
     if difference is None:
         return "", "", ""
     interval = "none of one pair"
@@ -291,17 +292,17 @@ def difference_cells(difference: Difference | None, digits: int = 4) -> Row:
 
 
 def mark(difference: Difference | Relation) -> str:
-    """A star where an interval leaves 0 out."""
+    """A star if an interval excludes 0."""
     return " *" if difference.excludes_zero else ""
 
 
 def pm(values: Spread | Difference, digits: int, sign: str = "") -> str:
-    """A mean and its standard deviation; one run has none. An empty cell where none is finite.
+    """Formats a mean and its standard deviation (none for one run); empty if not finite.
 
     Args:
-        values: what is shown.
-        digits: those after the point.
-        sign: `+` shows that of positive numbers, too.
+        values: the values to show.
+        digits: digits after the decimal point.
+        sign: `+` also shows the sign of positive numbers.
     """
     if math.isnan(values.mean):
         return ""

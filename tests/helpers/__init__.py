@@ -1,1 +1,1 @@
-"""What several tests need: reused worker processes, small models, tiny data."""
+"""Shared test helpers: reused worker processes, small models, tiny data."""

@@ -1,4 +1,4 @@
-"""Checkpoints of adapters with random numbers, as a run over a folder of weights leaves them."""
+"""Checkpoints of random adapters, like those of a run over a folder of weights."""
 
 from pathlib import Path
 from typing import Any
@@ -22,14 +22,14 @@ def adapted_checkpoint(
     """Writes a checkpoint of adapters.
 
     Args:
-        folder: Of the checkpoint, which is not there yet.
-        base: What it is beside.
+        folder: The checkpoint's folder, which must not exist.
+        base: The folder of the base weights.
         lora: The adapters.
-        std: Of the random numbers that A and B have.
-        buffers: What is added to buffers, by the last part of their names.
+        std: Standard deviation of A and B.
+        buffers: Values to add to buffers, by the last part of their names.
 
     Returns:
-        The model with base and adapters side by side.
+        The model with base and adapters.
     """
     weights = open_weights(base)
     config = weights.model_config()

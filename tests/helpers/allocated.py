@@ -1,4 +1,4 @@
-"""Counts bytes that operations take, also on the meta device, where nothing is really there."""
+"""Counts bytes allocated by operations, even on the meta device, where nothing is allocated."""
 
 import weakref
 from collections.abc import Callable
@@ -10,15 +10,15 @@ from torch.utils._pytree import tree_leaves
 
 
 class Allocated(TorchDispatchMode):
-    """Inside this context bytes of new storages are counted until nobody holds them."""
+    """A context that counts the bytes of new storages until they are freed."""
 
     def __init__(self) -> None:
         super().__init__()
         self._now = 0
         self.peak = 0
-        """The most that were held at once, in bytes."""
+        """Peak of allocated bytes."""
         self.total = 0
-        """All that were taken, in bytes."""
+        """Total of allocated bytes."""
         self._known: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def __torch_dispatch__(

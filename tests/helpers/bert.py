@@ -17,7 +17,7 @@ THEIRS = {
     "intermediate_size": 96, "max_position_embeddings": 16, "type_vocab_size": 3,
 }  # fmt: skip
 LENGTHS = (16, 11, 1)
-"""Tokens of each row of `padded_input`."""
+"""Number of tokens in each row of `padded_input`."""
 
 
 def small_bert(dtype: torch.dtype = torch.float32, seed: int = 0, **keys: Any) -> Bert:

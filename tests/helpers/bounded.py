@@ -1,8 +1,7 @@
 """`polyad ARGUMENT...` with little memory: `python tests/helpers/bounded.py MIB FILE ARGUMENT...`.
 
-It may take MIB MiB more than it has once its libraries are there; files that are mapped to be read
-do not count. FILE gets the most that it took, in bytes, and the moments at which each block was in
-memory.
+It may use MIB MiB more than after importing its libraries; files mapped for reading do not count.
+Writes to FILE the peak in bytes, and the times at which each block was in memory.
 """
 
 import json
@@ -53,7 +52,7 @@ def main() -> None:
 
 
 def _private() -> int:
-    """Bytes of memory that is no file's."""
+    """Bytes of memory that are not mapped from files."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("RssAnon"):
             return 1024 * int(line.split()[1])

@@ -1,4 +1,4 @@
-"""Where a compiler would hand a step back to Python."""
+"""Graph breaks: where a compiler would return from a step to Python."""
 
 from functools import partial
 from unittest import mock
@@ -16,7 +16,7 @@ def places_of_weights(case: Case) -> tuple[bool, bool]:
     """Builds an engine.
 
     Returns:
-        Whether the compiler was told that weights may begin anywhere, and whether one does.
+        Whether the compiler was told that weights may be unaligned, and whether one is.
     """
     told = []
 
@@ -32,10 +32,10 @@ def places_of_weights(case: Case) -> tuple[bool, bool]:
 
 
 def breaks_of_a_step(case: Case) -> list[str]:
-    """Takes a step of a model that is traced, but not made into programs, which takes long.
+    """Runs a step of a model that is traced but not compiled, which would be slow.
 
     Returns:
-        Reasons for which a trace ended early.
+        Reasons for graph breaks.
     """
     _dynamo.reset()
     _dynamo.utils.counters.clear()

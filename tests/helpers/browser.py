@@ -17,7 +17,7 @@ NAMES = ("chromium", "chromium-browser", "google-chrome")
 
 
 def chromium() -> str | None:
-    """The program; None: there is none."""
+    """The path of the program; None if there is none."""
     return next(filter(None, map(shutil.which, NAMES)), None)
 
 
@@ -32,7 +32,7 @@ class Browser:
     def __init__(self, to: int, answers: int) -> None:
         self._to, self._answers, self._number, self._rest = to, answers, 0, b""
         self.errors: list[str] = []
-        """What the page's console said of errors, and those that no code caught."""
+        """Errors on the page's console, and uncaught ones."""
         self._session: str | None = None
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
         attached = self.call("Target.attachToTarget", targetId=target, flatten=True)
@@ -69,7 +69,7 @@ class Browser:
             self.errors.append(f"{entry['text']} {entry.get('url', '')}")
 
     def open(self, address: str) -> None:
-        """Opens a page and waits until it is there."""
+        """Opens a page and waits until it is loaded."""
         self.call("Page.navigate", url=address)
         self.wait("document.readyState === 'complete'")
 
@@ -115,7 +115,7 @@ class Browser:
 
 @contextmanager
 def browsing(folder: Path) -> Iterator[Browser]:
-    """A browser that is ended behind the context.
+    """Yields a browser that is closed after the context.
 
     Args:
         folder: for its profile.
@@ -145,7 +145,7 @@ def browsing(folder: Path) -> Iterator[Browser]:
 
 
 def _high(*files: int) -> list[int]:
-    """The same files under numbers that are not those which the browser gets, 3 and 4."""
+    """Duplicates files to descriptors other than 3 and 4, which the browser uses."""
     moved = [fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, 20) for file in files]
     for file in files:
         os.close(file)

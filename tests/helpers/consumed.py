@@ -1,4 +1,4 @@
-"""Runs that note which samples their steps are really trained on."""
+"""Runs that record on which samples their steps are actually trained."""
 
 import hashlib
 import json
@@ -13,12 +13,13 @@ from polyad.train.tasks import language
 
 
 def digest(row_T: torch.Tensor) -> str:
-    """A sample by its token ids."""
+    """Returns a digest of a sample's token ids."""
     return hashlib.sha256(row_T.numpy().tobytes()).hexdigest()[:16]
 
 
 def run_and_note(config: Path, notes: Path, *overrides: str) -> int:
-    """`polyad train`; each data-parallel rank writes its micro-batches, in order, as digests."""
+    """Runs `polyad train`; each data-parallel rank writes digests of its micro-batches, in
+    order."""
     losses = language.text_losses
     taken: list[list[str]] = []
 

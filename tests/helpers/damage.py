@@ -1,4 +1,4 @@
-"""A weight damaged on one process, as a flipped bit in its memory does."""
+"""Damages a weight on one process, like a flipped bit in memory."""
 
 from typing import Any
 
@@ -11,9 +11,9 @@ from tests.helpers.training import Case, build_engine, text_batches
 
 
 def step_with_a_damaged_weight(case: Case) -> dict[str, Any]:
-    """One step after the last rank's copy, or part, of a weight got an absurd number."""
+    """Runs a step after the last rank's copy, or shard, of a weight was set to a huge value."""
     engine, world = build_engine(case)
-    high = Limits(1e30, 1e30)  # neither loss nor norm stands in the way
+    high = Limits(1e30, 1e30)  # neither loss nor norm exceeds them
     before = train_step(
         engine, text_losses, text_batches(0, world, case.model), 2, 0.01, limits=high
     )

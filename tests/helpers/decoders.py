@@ -1,4 +1,4 @@
-"""Tiny random decoders of transformers, and the same opened here."""
+"""Tiny random decoders from transformers, and the same models opened by Polyad."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ ROUTED = [name for name, (kind, _) in CASES.items() if kind not in ("llama", "mi
 
 
 class InDouble(TorchFunctionMode):
-    """Every fp32 that transformers asks for becomes fp64: its norms, tables and softmaxes."""
+    """Replaces every fp32 in transformers by fp64: in norms, tables and softmaxes."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -166,7 +166,7 @@ def theirs(
 def hub_folder(
     folder: Path, case: str, settings: dict[str, Any] | None = None, **about: Any
 ) -> Any:
-    """Writes a folder as the hub has it, with a tokenizer of fewer ids than the model has rows.
+    """Writes a folder as on the hub, with a tokenizer of fewer ids than the model has rows.
 
     Args:
         folder: The folder.
@@ -318,7 +318,7 @@ TEXTS = [f"def number_{n}(x):\n    return {n} * x + {n * n}\n" * (2 + n % 3) for
 
 
 def prepared_for(folder: Path, tmp_path: Path) -> Path:
-    """Some texts in the tokens of a folder of `hub_folder`."""
+    """Prepares some texts with the tokenizer of a folder from `hub_folder`."""
     data = tmp_path / "data"
     silent(jsonl(tmp_path / "texts.jsonl", TEXTS), str(folder), data, validation_fraction=0.5)
     return data

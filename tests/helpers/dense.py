@@ -1,4 +1,4 @@
-"""Folders of weights under our names, far from initial values, and what their models compute."""
+"""Folders of weights under our names, far from initial values, and the outputs of their models."""
 
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,8 @@ IMAGES = {"num_layers": 2, "hidden_size": 32, "image_size": 16, "patch_size": 4,
 
 
 def write_weights(folder: Path, section: dict[str, Any], spread: float = 0.1) -> Path:
-    """Writes config.yaml and model.safetensors; numbers of this deviation are added to all."""
+    """Writes config.yaml and model.safetensors, with noise of this deviation added to all
+    weights."""
     config = read_model_config(section)
     generator = torch.Generator().manual_seed(5)
     weights = {
@@ -29,7 +30,7 @@ def write_weights(folder: Path, section: dict[str, Any], spread: float = 0.1) ->
 
 
 def with_nan(source: Path, folder: Path, name: str) -> Path:
-    """Writes the weights of a folder once more, with a NaN in one of them."""
+    """Copies a folder of weights, with a NaN in one of them."""
     weights = load_file(source / "model.safetensors")
     weights[name].view(-1)[3] = torch.nan
     folder.mkdir()
@@ -40,7 +41,7 @@ def with_nan(source: Path, folder: Path, name: str) -> Path:
 
 @torch.no_grad()
 def output_of(model: nn.Module, dtype: torch.dtype = torch.float64) -> Any:
-    """What a model gives for random input of its kind."""
+    """Returns a model's output for random input of its kind."""
     generator, given = torch.Generator().manual_seed(1), padded_input()
     kind = model.config.kind
     if kind == "gpt2":

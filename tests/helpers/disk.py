@@ -1,9 +1,8 @@
-"""Records what saving does to a disk, replays any part of it, and fails any of it.
+"""Records the disk operations of saving, replays any part of them, and injects failures.
 
-`RecordingOs` takes the place of `os` in `parallel/checkpoint/storage.py`; the real operations
-happen as well.
-`Disk` is a model of a file system that loses what nobody flushed: content of files by `fsync` of
-the file, names by `fsync` of the folder.
+`RecordingOs` replaces `os` in `parallel/checkpoint/storage.py`; the real operations are executed,
+too. `Disk` is a model of a file system that loses what was not flushed: contents by `fsync` of the
+file, names by `fsync` of the folder.
 """
 
 import errno
@@ -25,12 +24,12 @@ CHANGES = ("create", "write", "sync", "sync_folder", "rename", "unlink", "mkdir"
 
 
 class RecordingOs:
-    """`os`, with every operation written down, and one of them failed on request."""
+    """`os` that records every operation, and makes one of them fail on request."""
 
     def __init__(self, fail_at: int | None = None, error: int = errno.EIO) -> None:
         self.operations: list[Operation] = []
         self.failed: tuple[str, str] | None = None
-        """Kind and path of the operation that was failed."""
+        """Kind and path of the operation that failed."""
         self._fail_at, self._error = fail_at, error
         self._open: dict[int, str] = {}
 
@@ -83,7 +82,7 @@ class RecordingOs:
 
 @contextmanager
 def recorded(fail_at: int | None = None, error: int = errno.EIO) -> Iterator[RecordingOs]:
-    """Has this process's storage recorded, and fail at one operation."""
+    """A context that records this process's storage operations, and makes one fail."""
     recorder = RecordingOs(fail_at, error)
     with mock.patch.object(storage, "os", recorder):
         yield recorder
@@ -110,7 +109,7 @@ def _audit(event: str, arguments: tuple[Any, ...]) -> None:
 
 @contextmanager
 def audited(folder: Path) -> Iterator[list[tuple[str, str]]]:
-    """What the interpreter itself reports of changes below a folder: nothing gets around it."""
+    """Yields all changes below a folder that the interpreter's audit hook reports."""
     if not getattr(sys, "_polyad_audit", False):
         sys.addaudithook(_audit)  # it can never be removed
         sys._polyad_audit = True  # type: ignore[attr-defined]
@@ -126,7 +125,7 @@ def audited(folder: Path) -> Iterator[list[tuple[str, str]]]:
 
 @dataclass
 class File:
-    """Content as processes see it, and as the disk has it."""
+    """Content as seen by processes, and as stored on disk."""
 
     content: bytes = b""
     durable: bytes | None = None
@@ -134,7 +133,7 @@ class File:
 
 @dataclass
 class Folder:
-    """Names as processes see them, and what the disk does not know yet of them, in order."""
+    """Names as seen by processes, and changes that are not on disk yet, in order."""
 
     names: dict[str, "File | Folder"] = field(default_factory=dict)
     durable: dict[str, "File | Folder"] = field(default_factory=dict)
@@ -149,14 +148,14 @@ class Disk:
     """A file system on which operations are replayed.
 
     Args:
-        root: the folder that stands for all of it.
+        root: the root folder.
     """
 
     def __init__(self, root: str) -> None:
         self._root, self._top = root, Folder()
 
     def apply(self, operation: Operation) -> None:
-        """Does one operation; the disk itself learns of it by the next flush."""
+        """Applies one operation, which reaches the disk with the next flush."""
         _, kind, path, what = operation
         if kind == "sync_folder":
             folder = self._find(path)
@@ -174,7 +173,7 @@ class Disk:
                 file.durable = file.content
             return
         if kind == "mkdir" and isinstance(above.names.get(name), Folder):
-            return  # another process was quicker, and this one was told so
+            return  # another process was faster, and this one got an error
         change = {
             "create": ("set", name, File()), "mkdir": ("set", name, Folder()),
             "unlink": ("drop", name, None), "rmdir": ("drop", name, None),
@@ -186,14 +185,14 @@ class Disk:
         above.pending.append(change)
 
     def alive(self) -> Tree:
-        """What the next process finds if all processes are killed: nothing is lost."""
+        """The contents after all processes are killed: nothing is lost."""
         return _tree(self._top, lambda f: f.names, lambda f: f.content)
 
     def after_power_cuts(self) -> Iterator[Tree]:
-        """What may be found after the power was cut now.
+        """Yields possible contents after a power failure.
 
-        Of files that were not flushed nothing is there, or zeros. Of names that were not flushed
-        all are there, or those until some moment, or all but one, or one alone: in each folder.
+        Unflushed files are empty, or zeros. Of unflushed names in each folder all are present, or
+        those up to some moment, or all but one, or only one.
         """
         folders = [f for f in _folders(self._top) if f.pending]
         choices: list[dict[int, list[int]]] = [{}]
@@ -261,7 +260,7 @@ def _tree(folder: Folder, names: Any, content: Any, prefix: str = "") -> Tree:
 
 
 def read_tree(root: Path) -> Tree:
-    """What is in a folder."""
+    """Reads the contents of a folder."""
     return {
         str(path.relative_to(root)): None if path.is_dir() else path.read_bytes()
         for path in sorted(root.rglob("*"))
@@ -269,7 +268,7 @@ def read_tree(root: Path) -> Tree:
 
 
 def write_tree(root: Path, tree: Tree) -> None:
-    """Makes a folder of it, which is not there yet."""
+    """Writes contents to a new folder."""
     root.mkdir()
     for name, content in sorted(tree.items()):
         if content is None:

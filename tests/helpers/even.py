@@ -1,7 +1,6 @@
-"""A measure that nobody needs: how much of the routing goes to experts with an even number.
+"""An example measure: the share of routing that goes to experts with even numbers.
 
-A plugin: `POLYAD_PLUGINS=tests.helpers.even`. The line at the end is all that Polyad has to be
-told.
+A plugin: `POLYAD_PLUGINS=tests.helpers.even`. The last line of this file registers it.
 
 Shapes: N tokens of a batch, S experts of a layer.
 """

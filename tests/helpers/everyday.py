@@ -1,4 +1,4 @@
-"""Which cases of a parametrization are in the everyday suite."""
+"""Selects which cases of a parametrization are in the everyday suite."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -12,7 +12,7 @@ def everyday(
     keep: Iterable[Any],
     ids: Callable[[Any], str] | Iterable[str] | None = None,
 ) -> pytest.MarkDecorator:
-    """Marks a test with cases of which all but a few named ones are slow.
+    """Parametrizes a test, marking all but a few named cases as slow.
 
     Args:
         names: of one argument, whose value a case is, or of several, for which it is a tuple.
@@ -21,7 +21,7 @@ def everyday(
         ids: names of cases, or what makes a name of one; pytest's own if not given.
 
     Raises:
-        ValueError: something to keep is no case.
+        ValueError: something to keep is not a case.
     """
     cases, keep = list(cases), list(keep)
     given = map(ids, cases) if callable(ids) else ids

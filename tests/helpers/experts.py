@@ -1,4 +1,4 @@
-"""Experts over processes, looked at from inside; called in worker processes."""
+"""Expert parallelism examined from inside; called in worker processes."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,7 +24,7 @@ from tests.helpers.training import Case, build_engine
 def expert_parallel_model(
     config: GPT2Config, expert_parallel_size: int, dtype: torch.dtype, overlap: bool = False
 ) -> tuple[Decoder, comm.World]:
-    """A model whose experts are spread, in any precision and without an engine."""
+    """A model with distributed experts, in any precision and without an engine."""
     world = comm.initialize(expert_parallel_size=expert_parallel_size)
     source = InitialWeights(build_model(config), 7)
     model = build_model(config)
@@ -67,7 +67,7 @@ def recorded_ids(model: Decoder) -> Iterator[list[torch.Tensor]]:
 def logits_and_ids(
     config: GPT2Config, expert_parallel_size: int, input_ids_BT: torch.Tensor
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """What a float64 model makes of token ids; every process has the same ones."""
+    """Outputs of a float64 model for token ids, which are the same on all processes."""
     model, _ = expert_parallel_model(config, expert_parallel_size, torch.float64)
     with torch.no_grad(), recorded_ids(model) as ids:
         logits_BTV = model(input_ids_BT).logits
@@ -75,7 +75,7 @@ def logits_and_ids(
 
 
 class Exchanged(TorchDispatchMode):
-    """Counts what collectives send away."""
+    """Counts the elements that collectives send."""
 
     def __init__(self, rank_in_group: int) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ class Exchanged(TorchDispatchMode):
 
 
 def exchange_of_one_layer(config: GPT2Config, expert_parallel_size: int, tokens: int) -> Any:
-    """Numbers sent away by one forward and by one backward pass under even routing."""
+    """Elements sent by one forward and by one backward pass under even routing."""
     model, world = expert_parallel_model(config, expert_parallel_size, torch.float32)
     layer = model.blocks[0].feed_forward
     experts, top_k = config.feed_forward.num_experts, config.feed_forward.top_k
@@ -116,7 +116,7 @@ def exchange_of_one_layer(config: GPT2Config, expert_parallel_size: int, tokens:
 
 
 def drops_of_experts(case: Case) -> dict[str, list[float]]:
-    """What dropout inside experts leaves of ones, and the random numbers that follow."""
+    """Dropout inside experts applied to ones, and the next random numbers."""
     engine, world = build_engine(case)
     comm.seed_random(5, 0, world)
     inner = engine.module.blocks[0].feed_forward.experts.dropout(torch.ones(1000))
@@ -175,7 +175,7 @@ def dispatch_against_one_process(
 
 
 class Events(TorchDispatchMode):
-    """Keeps the order in which exchanges of rows begin and end, and experts compute."""
+    """Records the order in which exchanges of rows start and end, and experts compute."""
 
     NAMES: ClassVar = {
         "_c10d_functional::all_to_all_single": "start",

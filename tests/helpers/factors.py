@@ -1,4 +1,4 @@
-"""Cut factors, looked at from inside; called in worker processes."""
+"""Sharded factors examined from inside; called in worker processes."""
 
 from typing import Any
 from unittest import mock
@@ -63,7 +63,7 @@ def cut_model(
 
 
 class Traffic(TorchDispatchMode):
-    """What a process sends in each collective, in numbers, as a ring of `parts` would do it."""
+    """Elements that a process sends in each collective, as in a ring of `parts`."""
 
     def __init__(self, parts: int) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ class Traffic(TorchDispatchMode):
 
 
 def traffic_of_a_block(config: GPT2Config, parts: int, tokens: int) -> Any:
-    """What the feed-forward of one block sends, forward and backward."""
+    """Elements sent by the feed-forward of one block, forward and backward."""
     layer = cut_model(config, parts).blocks[0].feed_forward
     inputs = [torch.randn(1, tokens, config.hidden_size).double().requires_grad_() for _ in "zu"]
     with Traffic(parts) as forward:
@@ -94,7 +94,7 @@ def traffic_of_a_block(config: GPT2Config, parts: int, tokens: int) -> Any:
 
 
 def block_against_the_whole(config: GPT2Config, parts: int, tokens: int) -> dict[str, float]:
-    """Largest differences of a block's output and gradients from those of one that is not cut."""
+    """Largest differences of a block's output and gradients from those of an unsharded one."""
     generator = torch.Generator().manual_seed(5)
     shape = (1, tokens, config.hidden_size)
     z_BTD, u_BTD, wanted_BTD = torch.randn(3, *shape, dtype=torch.float64, generator=generator)
@@ -136,7 +136,7 @@ def batch_norm_against_the_whole(
     counts = [tokens + more * rank for rank in range(world.data_parallel_size)]
     shape = (1, sum(counts), config.hidden_size)
     z_BTD, u_BTD, wanted_BTD = torch.randn(3, *shape, dtype=torch.float64, generator=generator)
-    # The mean of each process is another.
+    # Each process has a different mean.
     u_BTD += torch.arange(len(counts)).repeat_interleave(torch.tensor(counts)).view(1, -1, 1)
     first = sum(counts[: world.data_parallel_rank])
     own = slice(first, first + counts[world.data_parallel_rank])
@@ -205,6 +205,6 @@ def padding_after_training(case: Case) -> dict[str, tuple[tuple[int, ...], float
 
 
 def train_as_it_is(case: Case) -> dict[str, Any]:
-    """As `train`, with ranks that are not rounded up."""
+    """Like `train`, with ranks that are not rounded up."""
     with mock.patch.object(factors, "RANKS", 1):
         return train(case)

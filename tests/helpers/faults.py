@@ -1,8 +1,8 @@
-"""Faults of a cluster, as they befall a run: a schedule of them from a seed, and each one's doing.
+"""Fault injection on a cluster: a schedule of faults from a seed, and their execution.
 
 Hosts are network namespaces (`tests/helpers/hosts.py`) on which `polyad launch --via ssh` has
-started a run. Steps say when a fault is due, so that a schedule does not depend on how fast the
-machine is.
+started a run. Faults are scheduled by step, so that a schedule does not depend on the speed of the
+machine.
 """
 
 import os
@@ -19,15 +19,15 @@ from polyad.parallel.checkpoint.keeping import complete_checkpoints
 from tests.helpers.hosts import Host, SshServers
 
 FREEZE = 20.0
-"""Seconds that a worker which is stopped for a while is stopped."""
+"""Duration in seconds for which a worker is paused."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """What shall happen, and when."""
+    """A fault, and when it is due."""
 
     step: int
-    """It is due when the run has recorded this step."""
+    """The fault is due when the run has recorded this step."""
     kind: str
     host: int
     """The number of its host, from 0."""
@@ -38,13 +38,13 @@ class Fault:
 
 
 class Launcher(Protocol):
-    """The command that a run is started with."""
+    """The command that started a run."""
 
     def kill(self) -> None:
-        """Ends it at once."""
+        """Kills it."""
 
     def start(self) -> None:
-        """Starts it, as a user or a scheduler does."""
+        """Starts it, like a user or a scheduler."""
 
 
 @dataclass(frozen=True)
@@ -73,10 +73,10 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Done:
-    """A fault that has been done."""
+    """A fault that was injected."""
 
     what: str
-    """The host and processes that it was done to, in words."""
+    """The affected host and processes, in words."""
     victims: Set[int] = frozenset()
     """Processes that it has ended or stopped."""
     end: Callable[[], object] = lambda: None
@@ -84,14 +84,14 @@ class Done:
 
 
 def do(fault: Fault, cluster: Cluster) -> Done:
-    """Does a fault to a run that trains.
+    """Injects a fault into a running run.
 
     Args:
-        fault: which.
-        cluster: to whom.
+        fault: the fault.
+        cluster: the cluster.
 
     Returns:
-        What was done, and how it is ended.
+        What was done, and how to end it.
     """
     host = cluster.hosts[fault.host]
     return KINDS[fault.kind].do(fault, host, cluster)
@@ -121,7 +121,7 @@ def _kill_agent(fault: Fault, host: Host, cluster: Cluster) -> Done:
 
 
 def _cut_connection(fault: Fault, host: Host, cluster: Cluster) -> Done:
-    """Kills what holds the launcher's connection on the host; its agent has to end with it."""
+    """Kills the host's end of the launcher's connection, with which its agent must end."""
     victims = {*cluster.agents(host), *cluster.workers(host)}
     ends = host.running("polyad.launch.via.remote")
     for end in ends:
@@ -193,11 +193,11 @@ class Kind(NamedTuple):
 
     do: Callable[[Fault, Host, Cluster], Done]
     least: float = 0
-    """Seconds that one lasts at least; 0: it is done at once."""
+    """Minimum duration in seconds; 0: instantaneous."""
     most: float = 0
-    """And at most."""
+    """Maximum duration in seconds."""
     passes: bool = False
-    """Whether the run's processes may go on after it; otherwise they have to start again."""
+    """Whether the run's processes may survive it; otherwise they must restart."""
 
 
 KINDS = {
@@ -214,7 +214,7 @@ KINDS = {
     "disk full": Kind(_fill_disk, 60, 60),
     "checkpoint damaged": Kind(_damage_checkpoint),
 }
-"""All that may happen."""
+"""All kinds of faults."""
 
 
 def schedule(
@@ -226,15 +226,15 @@ def schedule(
     workers: int,
     kinds: Sequence[str] = tuple(KINDS),
 ) -> list[Fault]:
-    """Faults in the order of their steps. No kind comes again before all have come.
+    """Draws faults in the order of their steps. No kind is repeated before all have occurred.
 
     Args:
-        seed: the same schedule comes of the same one.
-        count: of faults; fewer where there are fewer steps.
-        steps: that they may be due at, and are spread over.
-        hosts: how many there are.
-        workers: of a host.
-        kinds: what may happen.
+        seed: seed of the schedule.
+        count: number of faults; fewer if there are fewer steps.
+        steps: steps at which they may be due, over which they are spread.
+        hosts: number of hosts.
+        workers: number of workers per host.
+        kinds: kinds of faults.
     """
     chance = random.Random(seed)
     count = min(count, len(steps))
@@ -279,7 +279,7 @@ def small_disk(folder: Path, megabytes: int) -> Iterator[Path]:
 
 
 def lives(process: int) -> bool:
-    """Whether a process is there, and has not ended."""
+    """Whether a process exists and has not ended."""
     try:
         state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:

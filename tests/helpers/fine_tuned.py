@@ -1,4 +1,4 @@
-"""Small fine-tuned runs, and what their models do with one row at a time."""
+"""Small fine-tuned runs, and their models' outputs for one row at a time."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -41,7 +41,7 @@ def table(count: int, seed: int) -> Rows:
 def trainer(
     workers: Callable[[int], WorkerPool], tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[..., Path]:
-    """Gives a function that trains a small model on tables, and returns the run's folder."""
+    """Returns a function that trains a small model on tables and returns the run's folder."""
 
     def trained(
         name: str,

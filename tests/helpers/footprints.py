@@ -1,4 +1,4 @@
-"""Steps that are really done, and what they exchange and hold, called in worker processes."""
+"""Real steps with their communication and memory; called in worker processes."""
 
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from polyad.train.tasks.random_input import losses_for
 
 
 def second_step(config: RunConfig) -> tuple[dict[Exchange, Amount], dict[str, int]]:
-    """What this process exchanges in the second step of a run, and holds after it."""
+    """This process's communication in the second step of a run, and its memory after it."""
     degrees = config.parallel
     world = comm.initialize(
         tensor_parallel_size=degrees.tensor_parallel_size,

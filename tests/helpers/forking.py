@@ -1,8 +1,7 @@
-"""Real runs in processes that begin in milliseconds: forked from one that has imported everything.
+"""Real runs in processes that start in milliseconds, forked from one that has imported everything.
 
-A run can be killed outright, stopped or signalled, as one that a launcher started, and what is left
-of it is on the disk alone. Its processes are no children of the test's: a server's, which reaps
-them.
+A run can be killed, paused or signalled like one started by a launcher, and leaves only files on
+disk. Its processes are children of a server, which reaps them, not of the test.
 """
 
 import contextlib
@@ -42,7 +41,8 @@ class ForkedRun:
         return len(self.statuses) < len(self.pids)
 
     def wait(self, timeout: float = 60.0) -> list[int]:
-        """Exit statuses by rank, of a shell; kills what has not ended by then, and fails."""
+        """Returns exit statuses by rank, as in a shell; at the timeout kills the rest, and
+        fails."""
         until = time.monotonic() + timeout
         while self.running():
             if time.monotonic() > until:
@@ -58,7 +58,7 @@ class ForkedRun:
             time.sleep(0.002)
 
     def until(self, condition: Callable[[], bool], timeout: float = 60.0) -> None:
-        """Waits for something to come true while the run goes on."""
+        """Waits until a condition is true while the run continues."""
         end = time.monotonic() + timeout
         while not condition():
             if not self.running() or time.monotonic() > end:
@@ -67,7 +67,7 @@ class ForkedRun:
             time.sleep(0.002)
 
     def text(self) -> str:
-        """What all ranks printed."""
+        """The output of all ranks."""
         return "".join(log.read_text() for log in self.logs if log.exists())
 
 
@@ -80,7 +80,7 @@ class ForkServer:
 
     @property
     def process_id(self) -> int:
-        """The server, the parent of every run's processes, once it has started one."""
+        """The server's process id, the parent of all runs' processes, once it has started one."""
         return int(self._process.pid)
 
     def start(
@@ -120,7 +120,7 @@ class ForkServer:
             arguments: of the call.
 
         Returns:
-            What kills the process, and waits for its end.
+            A function that kills the process and waits for its end.
         """
         pid = self.ask("call", function, arguments)
 

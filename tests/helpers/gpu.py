@@ -1,4 +1,4 @@
-"""What tests on a GPU share: the marks, and calls in a worker process that sees it."""
+"""Shared by tests on a GPU: marks, and calls in a worker process with the GPU."""
 
 from pathlib import Path
 from typing import Any

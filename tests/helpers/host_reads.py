@@ -1,7 +1,7 @@
-"""Counts where a step would make the host wait for a GPU, while it runs on a CPU.
+"""Counts where a step would synchronize with a GPU, while it runs on a CPU.
 
-A CPU has nothing to wait for, so what would wait is recognized by its kind: a number or a list read
-from a tensor, a copy to NumPy, and operations whose output's size depends on values.
+Since a CPU never waits, synchronization is recognized by the kind of operation: reading a number or
+list from a tensor, copying to NumPy, and operations whose output size depends on values.
 """
 
 import traceback
@@ -30,7 +30,7 @@ OURS = ("/model/", "/parallel/", "/train/", "/deepspeed/", "/megatron/")
 
 
 class HostReads(TorchFunctionMode):
-    """Inside this context reads from Python are counted by the place that asks for them."""
+    """A context that counts reads from Python by their place in the code."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Several hosts on one machine: network namespaces on a bridge, each with an address of its own."""
+"""Several hosts on one machine: network namespaces on a bridge, each with its own address."""
 
 import os
 import shutil
@@ -43,7 +43,7 @@ class Host:
         _ip("-n", self.name, "link", "set", self.interface, state)
 
     def limit(self, megabits: int) -> None:
-        """Lets no more than so many million bits a second leave it."""
+        """Limits its outgoing rate to this many million bits per second."""
         self._queue(
             "replace", f"tbf rate {megabits}mbit burst 64kbit latency 2s"
         ).check_returncode()
@@ -60,7 +60,7 @@ class Host:
         return NO_NETEM
 
     def free(self) -> None:
-        """Lets everything leave it again, as fast as it can."""
+        """Removes limits and losses."""
         self._queue("del")
 
     def _queue(self, what: str, queue: str = "") -> "subprocess.CompletedProcess[bytes]":
@@ -89,7 +89,7 @@ class Host:
         return sorted(found)
 
     def kill(self) -> None:
-        """Ends everything on it at once, as a loss of power does."""
+        """Kills everything on it at once, like a power failure."""
         for process in self.processes():
             with suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
@@ -97,7 +97,7 @@ class Host:
 
 @contextmanager
 def several_hosts(count: int, *, net: int = 77) -> Iterator[tuple[Host, ...]]:
-    """Makes hosts that reach each other and this machine; skips the test where it cannot.
+    """Creates hosts that reach each other and this machine; skips the test if impossible.
 
     Names carry this process's id, so that several suites can run at once.
 

@@ -1,4 +1,4 @@
-"""What makes the moments at which a signal comes long enough to be hit, in a run's process."""
+"""Slows down parts of a run, so that a signal can be sent during them."""
 
 import os
 import time
@@ -9,7 +9,7 @@ from polyad.train.loop import loop
 
 
 def slow_saves(folder: Path, rank: int) -> None:
-    """Has every save take a second more, with a file `saving` there from its beginning."""
+    """Makes every save take a second longer; a file `saving` marks its start."""
     save = Saver.save
 
     def slow(self, *arguments, **named):
@@ -21,7 +21,7 @@ def slow_saves(folder: Path, rank: int) -> None:
 
 
 def slow_steps(folder: Path, rank: int) -> None:
-    """Has every step take a second more, with a file `step` there from its beginning."""
+    """Makes every step take a second longer; a file `step` marks its start."""
     step = loop.issue_step
 
     def slow(*arguments, **named):
@@ -33,7 +33,7 @@ def slow_steps(folder: Path, rank: int) -> None:
 
 
 def leave_the_shell(folder: Path, rank: int) -> None:
-    """Has the run be a process whose parent ends once the run takes steps: `polyad train &`."""
+    """Makes the run's parent exit once the run takes steps, as with `polyad train &`."""
     metrics = folder / "run" / "metrics.jsonl"
     child = os.fork()
     if child == 0:

@@ -1,4 +1,4 @@
-"""Runs whose disk takes no byte more, or whose folder goes away; called in workers."""
+"""Runs whose disk is full, or whose folder disappears; called in workers."""
 
 import contextlib
 import io

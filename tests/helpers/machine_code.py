@@ -1,4 +1,4 @@
-"""Compiles kernels in Triton to machine code of a GPU that need not be there.
+"""Compiles Triton kernels to machine code of a GPU that need not be present.
 
 Run as a program, without TRITON_INTERPRET; its arguments are a compute capability, as 80 or 90, and
 which kernels.

@@ -1,4 +1,4 @@
-"""Whether what several processes computed is what another layout, or one process, did."""
+"""Comparisons of results between several processes and another layout, or one process."""
 
 from pathlib import Path
 from typing import Any

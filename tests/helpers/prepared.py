@@ -1,5 +1,4 @@
-"""Prepared folders, made without a word, and as others might hand them over: changed and sealed
-again, old, or damaged."""
+"""Prepared folders, made without output, and changed and resealed, old, or damaged ones."""
 
 import json
 from collections.abc import Callable, Iterable
@@ -14,7 +13,7 @@ Tree = dict[str, Any]
 
 
 def silent(*arguments: Any, **options: Any) -> Manifest:
-    """Prepares text without a word."""
+    """Prepares text without output."""
     return prepare(*arguments, report=lambda line: None, **options)
 
 

@@ -1,4 +1,4 @@
-"""A checkpoint whose manifest vouches for whatever is written into it, and what is said of that."""
+"""A checkpoint whose manifest matches whatever is written into it, and the resulting errors."""
 
 import copy
 import itertools
@@ -19,7 +19,7 @@ WEIGHT = "token_embedding.weight"
 
 
 class Resealed:
-    """A run whose only checkpoint is rewritten again and again."""
+    """A run whose only checkpoint is rewritten repeatedly."""
 
     def __init__(self, run: Path, config: Path) -> None:
         self.run, self.config = run, config
@@ -77,7 +77,7 @@ def commands(resealed):
 
 
 def said(arguments, capfd):
-    """What a command says that is refused."""
+    """The error of a rejected command."""
     status = polyad([str(word) for word in arguments])
     captured = capfd.readouterr()
     assert "Traceback" not in captured.err

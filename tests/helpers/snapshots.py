@@ -1,4 +1,4 @@
-"""Snapshots of a tiny model that is trained meanwhile, called in worker processes."""
+"""Snapshots of a tiny model during training; called in worker processes."""
 
 import threading
 import time
@@ -95,7 +95,7 @@ def _content(engine: Engine) -> dict[tuple[str, str], torch.Tensor]:
 
 
 def take_step(engine: Engine, world: comm.World, case: Case, step: int) -> None:
-    """A real one, which has to be applied."""
+    """Takes a real step, which must be applied."""
     batches = local_batches(step, world, case.model)
     ahead = Prefetch(map(TextBatch.of, batches), world.device)
     outcome = train_step(engine, text_losses, ahead, len(batches), case.learning_rate)
@@ -124,7 +124,7 @@ def copies_held() -> Iterator[None]:
 
 
 def second_save_waits(case: Case, folder: str) -> list[str]:
-    """What is there before and after a second save, whose first one was held up for a while."""
+    """Checkpoints before and after a second save, while the first one is delayed."""
     engine, world = build_engine(case)
     path = Path(folder)
     saver = Saver(engine, path, keep=Retention(), asynchronous=True)
@@ -157,7 +157,7 @@ def second_save_waits(case: Case, folder: str) -> list[str]:
 
 
 def save_that_fails(case: Case, folder: str, what: str) -> tuple[str, str]:
-    """How a run hears of a failure on rank 1: in a step, and at the next save.
+    """How a run learns of a failure on rank 1: in a step, and at the next save.
 
     Args:
         case: what is saved.

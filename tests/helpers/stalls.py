@@ -11,12 +11,12 @@ STALLS_AT = 40
 
 
 def sleep_in_python(rank: int) -> None:
-    """Rank 1 never comes back from reading its data."""
+    """Rank 1 hangs while reading its data."""
     _stall(rank, 1, lambda: time.sleep(1e6))
 
 
 def sleep_with_the_lock(rank: int) -> None:
-    """Rank 0 stays in C code that keeps Python's lock, so that no thread of it runs."""
+    """Rank 0 hangs in C code that holds the GIL, so that none of its threads runs."""
     _stall(rank, 0, lambda: ctypes.PyDLL(None).sleep(1_000_000))
 
 

@@ -1,4 +1,4 @@
-"""Commands in processes of their own, which a test goes on beside."""
+"""Commands in background processes."""
 
 import json
 import os

@@ -1,7 +1,6 @@
-"""A second task, that Polyad knows nothing of: generated vectors are classified by a perceptron.
+"""An external task: generated vectors are classified by a perceptron.
 
-A plugin: `POLYAD_PLUGINS=tests.helpers.vectors`. The lines at the end are all that Polyad has to be
-told.
+A plugin: `POLYAD_PLUGINS=tests.helpers.vectors`. The last lines of this file register it.
 
 Shapes: B samples, D numbers of a vector, H hidden units, C classes.
 """

@@ -1,4 +1,4 @@
-"""Steps of which it is noted where each process stands still, called in worker processes."""
+"""Steps with records of where each process waits; called in worker processes."""
 
 import time
 from collections.abc import Callable

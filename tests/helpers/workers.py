@@ -74,7 +74,7 @@ class WorkerPool:
             self._pipes = [pipe for _, pipe in sorted((pipe.recv(), pipe) for pipe in pipes)]
 
     def _last_words(self, rank: int) -> str:
-        """What a process wrote before its end, and where a signal found it."""
+        """A process's last output, and its stack when a signal came."""
         try:
             return _dying(str(Path(self._folder.name) / "pool"), rank).read_text() or "no trace"
         except OSError:
@@ -106,7 +106,7 @@ def _dying(address: str, rank: int) -> Path:
 
 
 def serve(rank: int, world_size: int, port: int, address: str, gpu: bool) -> None:
-    """Does what a pool asks for until it hangs up: the life of a worker.
+    """Main loop of a worker: executes a pool's calls until the connection closes.
 
     Args:
         rank: of this process.

@@ -1,7 +1,7 @@
-"""The commands that documents, help texts and configurations tell a reader to type, as they stand.
+"""The commands in documents, help texts and configurations, as written.
 
 Documents are all Markdown files: READMEs, the pages of `docs/`, BENCHMARKS.md. `documents` and
-`help_commands` give them in order; `World` says what each of them reads and makes.
+`help_commands` return commands in order; `World` tracks what each of them reads and makes.
 """
 
 import contextlib
@@ -242,7 +242,7 @@ def parsed(words: Sequence[str]) -> tuple[str, Parser, Namespace]:
 
 
 class World:
-    """What the commands so far have made, in a folder that was an empty clone at first.
+    """The files made by the commands so far, in a folder that was a fresh clone at first.
 
     Args:
         root: where the configurations are.

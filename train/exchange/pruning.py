@@ -109,7 +109,7 @@ class Pruned(Changed):
         return torch.stack(rows)
 
     def notes(self) -> list[str]:
-        """Says what it computes."""
+        """Notes how outputs compare with the first model's."""
         if any(len(group.experts) > 1 for groups in self._groups.values() for group in groups):
             return ["merged experts are averages of weights and compute something new"]
         return ["tokens of removed experts go to their next best; the other experts are unchanged"]

@@ -46,7 +46,7 @@ MOST_CLASSES = 3
 NAMED = ("characters", "frequency")
 """Labelings of predicted tokens that are displayed for steering, and compared in studies."""
 SIDES = ("read", "predicted")
-"""Whose classes a study uses for harm: those of input tokens where known."""
+"""The tokens by whose classes a study measures harm: input tokens, where known."""
 
 LEAD = (
     "",
