@@ -57,7 +57,7 @@ class ForkedRun:
             self.signal(signal.SIGKILL)
             time.sleep(0.002)
 
-    def until(self, condition: Callable[[], bool], timeout: float = 60.0) -> None:
+    def until(self, condition: Callable[[], bool], timeout: float = 180.0) -> None:
         """Waits until a condition is true while the run continues."""
         end = time.monotonic() + timeout
         while not condition():
