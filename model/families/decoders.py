@@ -51,7 +51,7 @@ ROUTING = frozenset({
     "graph", "attention_head", "lower_entropy_only", "causal_graph", "capacity_factor",
     "evaluation_capacity_factor", "final_top_k",
 })  # fmt: skip
-"""Those of these keys that also affect the output of a trained model."""
+"""The keys among these that also affect the output of a trained model."""
 
 LLAMA: Rules = {
     "attention_norm": "input_layernorm",

@@ -87,7 +87,7 @@ class Case:
     """Whether experts compute while rows travel."""
     losses: LossConfig = field(default_factory=LossConfig)
     total_steps: int = 100
-    """Of the run, for what changes over it."""
+    """Steps of the whole run, for values that change over it."""
     poison: str | None = None
     """`loss` or `gradient`: made NaN on the last rank at `poison_step`, in `poison_micro_batch`."""
     poison_step: int = -1
