@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -401,6 +402,23 @@ def test_a_json_file_that_cannot_be_written_is_found_before_the_work(
     arguments = [command, str(config if command == "validate" else tmp_path / "no-run")]
     assert run([*arguments, "--json", str(tmp_path / target)]) == 2
     assert capfd.readouterr().err.startswith("polyad: error: --json: ")
+
+
+def test_a_json_file_that_does_not_fit_leaves_the_earlier_one(tmp_path: Path) -> None:
+    target = tmp_path / "keys.json"
+    target.write_text("earlier")
+
+    def full_disk() -> None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+
+    polyad = Path(sys.executable).with_name("polyad")
+    command = [polyad, "keys", "model", "--json", target]
+    done = subprocess.run(command, capture_output=True, text=True, preexec_fn=full_disk)
+    assert done.returncode == 1
+    assert error_line(done.stderr) == f"polyad: error: {target}: File too large"
+    assert target.read_text() == "earlier"
+    assert list(tmp_path.iterdir()) == [target]
 
 
 @pytest.mark.parametrize(("name", "value"), [("WORLD_SIZE", "abc"), ("RANK", "x"), ("RANK", "0")])
