@@ -290,10 +290,13 @@ def test_prepare_prints_its_counts_on_stdout_and_progress_on_stderr(
     captured = capfd.readouterr()
     manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
     rows = {line.split()[0]: line.split()[1:] for line in captured.out.splitlines()[:4]}
-    assert rows["split"] == ["documents", "tokens", "words", "bytes"]
+    assert rows["split"] == ["documents", "tokens", "words", "bytes", "share"]
+    total = sum(split["bytes"] for split in manifest["splits"].values())
     for name, split in manifest["splits"].items():
-        counts = [split[key] for key in rows["split"]]
-        assert [int(cell.replace(",", "")) for cell in rows[name]] == counts
+        *cells, share = rows[name]
+        counts = [split[key] for key in rows["split"][:-1]]
+        assert [int(cell.replace(",", "")) for cell in cells] == counts
+        assert share == f"{100 * split['bytes'] / total:.1f}%"
     assert "tokens/s" in captured.out
     assert str(tmp_path / "out") in captured.out
     assert "encoding" in captured.err
