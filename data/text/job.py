@@ -24,7 +24,7 @@ from polyad.data.text.tokenizers.training import resolve_tokenizer, training_wan
 from polyad.data.text.writer import PieceCutter
 
 HELD_OUT = 0.05
-"""Default share of documents held out for each split that has no source of its own."""
+"""Default share of the text held out for each split that has no source of its own."""
 
 
 class _How(TypedDict):
@@ -120,7 +120,7 @@ class Asked:
     """`train:VOCAB_SIZE`, `words`, `words:VOCAB_SIZE`, `characters`, `wordpiece:VOCAB_SIZE`, a
     path, or a name on the Hugging Face hub."""
     validation_fraction: float | None = None
-    """Share of the documents held out for validation, at least 0. If the source is text files with
+    """Share of the text held out for validation, at least 0. If the source is text files with
     too few documents, the share is of the text, taken from its end. None: `HELD_OUT` if the split
     has no source of its own."""
     test_fraction: float | None = None

@@ -9,7 +9,6 @@ import contextlib
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from polyad.data.progress import Progress
 from polyad.data.text.indexed import RECORD, SplitWriter, token_dtype
 from polyad.data.text.manifest import SplitInfo
 from polyad.data.text.plan import Workplace
-from polyad.data.text.source import Skipped, split_of_documents
+from polyad.data.text.source import Skipped
 from polyad.data.text.tokenizers.tokenizer import all_cores
 from polyad.data.text.writer import RECORDS_SUFFIX, DatasetWriter, PartSplit
 
@@ -248,11 +247,7 @@ class _Joint:
         self._work, self._progress = work, progress
         self.writers = {name: SplitWriter(folder / name, work.tokenizer) for name in SPLITS}
         self.done = 0
-        by_documents = work.sources.split_by == "documents"
-        dealt = split_of_documents("train", work.sources.fractions if by_documents else {})
-        self._dealt: dict[SplitName, Iterator[SplitName]] = {
-            name: dealt if name == "train" else repeat(name) for name in SPLITS
-        }
+        self._shares = {name: work.sources.shares(name) for name in SPLITS}
         self._split: SplitName | None = None
 
     def add(self, part: Finished) -> None:
@@ -275,7 +270,7 @@ class _Joint:
                 left = split.tokens * width - copied
                 if int(records_D["tokens"].sum(dtype=np.int64)) * width > left:
                     raise self._work.damaged(records_path, "is not what was written")
-                for to, first, last in self._runs(name, records_D["goes_on"]):
+                for to, first, last in self._runs(name, records_D):
                     run_D = records_D[first:last]
                     size = int(run_D["tokens"].sum(dtype=np.int64)) * width
                     self.writers[to].copy(tokens.take(size), run_D)
@@ -283,12 +278,15 @@ class _Joint:
                 self._progress.update(self.done + copied)
 
     def _runs(
-        self, name: SplitName, goes_on_D: npt.NDArray[np.bool_]
+        self, name: SplitName, records_D: npt.NDArray[np.void]
     ) -> Iterator[tuple[SplitName, int, int]]:
         """Assigns runs of documents: yields a split, a first document, and one past the last."""
         first, run = 0, self._split
-        for number, goes_on in enumerate(goes_on_D.tolist()):
-            split = self._split or next(self._dealt[name])
+        goes_on_D = records_D["goes_on"]
+        for number, (goes_on, size) in enumerate(
+            zip(goes_on_D.tolist(), records_D["bytes"].tolist(), strict=True)
+        ):
+            split = self._split or self._shares[name].split_of(size)
             self._split = split if goes_on else None
             if split != run:
                 if run is not None and number > first:

@@ -8,6 +8,7 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from typing import Literal, NamedTuple, Protocol
 
 from polyad.data.prepared import SplitName
@@ -180,6 +181,20 @@ class Sources(NamedTuple):
         dealt = {} if self.split_by == "documents" else self.fractions
         return self._replace(by_split=cut, fractions=dealt, train_bytes=train.total_bytes)
 
+    def shares(self, name: SplitName) -> "Shares":
+        """Returns the rule by which the documents of a source get their splits.
+
+        Shares are of its bytes, or of its documents if these are too few. Only as many documents
+        are read as it takes to know.
+        """
+        fractions = self.fractions if name == "train" and self.split_by == "documents" else {}
+        needed = documents_needed(fractions)
+        if needed > 1:
+            ends = (each for each in self.by_split[name].documents() if each.is_last)
+            if sum(1 for _ in islice(ends, needed)) < needed:
+                return CountShares(name, fractions)
+        return ByteShares(name, fractions)
+
     def assigned(self, skipped: Skipped) -> Iterator[tuple[SplitName, Document]]:
         """Reads all sources, each document with its split; `bytes_read` counts over all."""
         before = 0
@@ -190,7 +205,7 @@ class Sources(NamedTuple):
                 total = self.train_bytes or source.total_bytes
                 found = split_by_position(documents, total, fractions, source.offset)
             else:
-                found = _dealt(documents, name, fractions)
+                found = _dealt(documents, name, self.shares(name))
             for split, document in found:
                 done = before + document.bytes_read - source.offset
                 yield split, document._replace(bytes_read=done)
@@ -231,6 +246,77 @@ def split_of_documents(first: SplitName, fractions: dict[SplitName, float]) -> I
             yield first
 
 
+class Shares(Protocol):
+    """Assigns documents to splits, one after the other."""
+
+    def split_of(self, size: int) -> SplitName:
+        """Returns the split of the next document.
+
+        Args:
+            size: Its size, in bytes of UTF-8.
+        """
+
+    def is_too_large(self, size: int) -> bool:
+        """Returns whether it goes to the first split if it has `size` bytes or more."""
+
+
+class CountShares:
+    """Shares of the number of documents; see `split_of_documents`."""
+
+    def __init__(self, first: SplitName, fractions: dict[SplitName, float]) -> None:
+        self._splits = split_of_documents(first, fractions)
+
+    def split_of(self, size: int) -> SplitName:
+        """Returns the split of the next document, whatever its size."""
+        return next(self._splits)
+
+    def is_too_large(self, size: int) -> bool:
+        """Returns False: sizes do not count."""
+        return False
+
+
+class ByteShares:
+    """Shares of the bytes of all documents so far.
+
+    A held-out split that has less than its fraction takes the next document of at most twice the
+    mean size, and any document that brings its share closer to the fraction. So each split keeps
+    its fraction within about a document of usual size, and does not prefer small documents to usual
+    ones. Until there are `documents_needed`, no mean is known, and the second rule holds alone.
+
+    Args:
+        first: The split of all documents that no other split takes.
+        fractions: The fraction of all bytes for each other split.
+    """
+
+    def __init__(self, first: SplitName, fractions: dict[SplitName, float]) -> None:
+        self._first, self._fractions = first, fractions
+        self._held, self._total, self._number = dict.fromkeys(fractions, 0), 0, 0
+        self._needed = documents_needed(fractions)
+
+    def split_of(self, size: int) -> SplitName:
+        """Returns the split of the next document of `size` bytes."""
+        split = next((name for name in self._fractions if self._takes(name, size)), self._first)
+        self._number, self._total = self._number + 1, self._total + size
+        if split in self._held:
+            self._held[split] += size
+        return split
+
+    def _takes(self, name: SplitName, size: int) -> bool:
+        held, total = self._held[name], self._total + size
+        goal, number = self._fractions[name] * total, self._number + 1
+        is_usual = number >= self._needed and size * number <= 2 * total
+        # The second: |held + size - goal| < |held - goal|.
+        return (is_usual and held < goal) or held + size / 2 < goal
+
+    def is_too_large(self, size: int) -> bool:
+        """Returns whether the next document goes to `first` if it has `size` bytes or more."""
+        is_large = size * (self._number + 1) > 2 * (self._total + size)
+        return all(
+            fraction < 0.5 and is_large and not self._takes(name, size)
+            for name, fraction in self._fractions.items()
+        )
+
+
 def documents_needed(fractions: dict[SplitName, float]) -> int:
     """Returns the number of documents needed to assign them one by one.
 
@@ -242,14 +328,22 @@ def documents_needed(fractions: dict[SplitName, float]) -> int:
 
 
 def _dealt(
-    documents: Iterator[Document], first: SplitName, fractions: dict[SplitName, float]
+    documents: Iterator[Document], first: SplitName, shares: Shares
 ) -> Iterator[tuple[SplitName, Document]]:
-    splits = split_of_documents(first, fractions)
-    split = next(splits)
+    split: SplitName | None = None
+    size, waiting = 0, list[Document]()
     for document in documents:
-        yield split, document
+        size += len(document.text.encode())
+        waiting.append(document)
         if document.is_last:
-            split = next(splits)
+            split = shares.split_of(size)
+        elif shares.is_too_large(size):  # the rest need not be in memory to know
+            split = first
+        if split is not None:
+            yield from ((split, each) for each in waiting)
+            waiting.clear()
+        if document.is_last:
+            split, size = None, 0
 
 
 def split_by_position(

@@ -43,8 +43,8 @@ class TextOptions:
     validation_fraction: Annotated[
         float | None,
         Argument(
-            "fraction of the documents held out for validation (with only a few text files, a "
-            "fraction of the text); default 0.05 if the source has no validation split",
+            "fraction of the text held out for validation, in whole documents if there are many; "
+            "default 0.05 if the source has no validation split",
             "F",
         ),
     ] = None

@@ -14,7 +14,7 @@ from polyad.data.text.dataset import PreparedData
 from polyad.data.text.documents import open_source
 from polyad.data.text.indexed import index_bytes, token_dtype, write_index
 from polyad.data.text.prepare import prepare
-from polyad.data.text.source import split_of_documents
+from polyad.data.text.source import ByteShares
 from polyad.data.text.tokenizers.tokenizer import END_OF_TEXT
 from polyad.data.text.tokenizers.training import train_tokenizer
 from tests.helpers.everyday import everyday
@@ -48,10 +48,10 @@ print(int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[
 
 
 def test_tokens_are_the_documents_with_their_ends(texts, prepared):
-    splits = split_of_documents("train", {"validation": 0.05, "test": 0.05})
+    shares = ByteShares("train", {"validation": 0.05, "test": 0.05})
     dealt_texts = {name: [] for name in SPLITS}
-    for split, document in zip(splits, open_source(str(texts)).documents(), strict=False):
-        dealt_texts[split].append(document.text)
+    for document in open_source(str(texts)).documents():
+        dealt_texts[shares.split_of(len(document.text.encode()))].append(document.text)
     tokenizer = prepared.tokenizer()
     # The tokenizer has seen the train split alone.
     assert tokenizer.fingerprint == train_tokenizer(iter(dealt_texts["train"]), 400).fingerprint

@@ -1,8 +1,10 @@
+import random
 from itertools import islice
 
 import pytest
 
 from polyad.data.text.source import (
+    ByteShares,
     Document,
     documents_needed,
     split_by_position,
@@ -79,6 +81,10 @@ def test_a_document_is_dealt_out_whole_where_it_is_no_more_than_a_share():
     assert documents_needed({"validation": 0.0, "test": 0.0}) == 1
 
 
+HEAVY = ([1, 3, 10, 200], [60, 25, 12, 3])
+"""Sizes of documents, and their weights: 3 in 100 have most of the text."""
+
+
 def dealt(count, **fractions):
     return list(islice(split_of_documents("train", fractions), count))
 
@@ -94,3 +100,29 @@ def test_shares_are_exact_within_a_document(fractions):
     assert abs(splits.count("validation") - 10_000 * validation) <= 1
     assert abs(splits.count("test") - 10_000 * test) <= 1
     assert splits[:500] == dealt(500, validation=validation, test=test)
+
+
+def test_shares_are_of_bytes_by_hand():
+    """A fifth is held out. Before the fifth document a document has to bring the share closer."""
+    shares = ByteShares("train", {"validation": 0.2})
+    sizes = [10, 10, 10, 100, 10, 10, 10, 100]
+    # What is held out and half the document, against a fifth of all bytes so far: 5 of 2, 5 of 4,
+    # 5 of 6 (taken), 60 of 26. What is held out, and the size against twice the mean: 10 of 28 and
+    # 10 of 56 (taken), 20 of 30 and 10 of 50 (taken), 30 of 32 and 10 of 46 (taken), 40 of 52 but
+    # 100 of 65; and 90 of 52.
+    taken = [shares.split_of(size) == "validation" for size in sizes]
+    assert taken == [False, False, True, False, True, True, True, False]
+
+
+@pytest.mark.parametrize("order", ["as drawn", "falling", "rising"])
+def test_shares_of_bytes_are_kept_where_few_documents_have_most_of_the_text(order):
+    sizes = [int(1000 * size) for size in random.Random(1).choices(*HEAVY, k=400)]
+    sizes = {"as drawn": sizes, "falling": sorted(sizes)[::-1], "rising": sorted(sizes)}[order]
+    shares = ByteShares("train", {"validation": 0.05, "test": 0.1})
+    held = {"train": 0, "validation": 0, "test": 0}
+    for size in sizes:
+        held[shares.split_of(size)] += size
+    # Sorted, the documents around the last one are all large or all small.
+    usual = 2 * sum(sizes) / len(sizes) if order == "as drawn" else max(sizes)
+    assert abs(held["validation"] - 0.05 * sum(sizes)) < usual
+    assert abs(held["test"] - 0.1 * sum(sizes)) < usual

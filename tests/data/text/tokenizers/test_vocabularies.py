@@ -16,6 +16,7 @@ from polyad.data.prepared import SPLITS
 from polyad.data.text.dataset import PreparedData
 from polyad.data.text.documents import open_source
 from polyad.data.text.prepare import prepare
+from polyad.data.text.source import ByteShares
 from polyad.data.text.tokenizers.files import load_tokenizer
 from polyad.data.text.tokenizers.tokenizer import END_OF_TEXT
 from polyad.data.text.tokenizers.training import resolve_tokenizer, training_wanted
@@ -79,7 +80,8 @@ def test_prepared_words_of_the_train_split(tmp_path, texts, size):
     manifest = silent(str(texts), f"words:{size}" if size else "words", tmp_path / "out")
     data = PreparedData.open(tmp_path / "out")
     documents = [d.text for d in open_source(str(texts)).documents()]
-    train = [t for i, t in enumerate(documents) if i not in _held_out(len(documents))]
+    held_out = _held_out(documents)
+    train = [t for i, t in enumerate(documents) if i not in held_out]
     counts = Counter(word for text in train for word in text.split())
     assert manifest.tokenizer.vocab_size == (size or len(counts) + 2)
     tokenizer = data.tokenizer()
@@ -98,13 +100,10 @@ def test_prepared_words_of_the_train_split(tmp_path, texts, size):
         assert split.tokens == split.words + split.documents
 
 
-def _held_out(count):
-    from itertools import islice
-
-    from polyad.data.text.source import split_of_documents
-
-    splits = split_of_documents("train", {"validation": 0.05, "test": 0.05})
-    return {i for i, name in enumerate(islice(splits, count)) if name != "train"}
+def _held_out(documents):
+    shares = ByteShares("train", {"validation": 0.05, "test": 0.05})
+    splits = [shares.split_of(len(text.encode())) for text in documents]
+    return {i for i, name in enumerate(splits) if name != "train"}
 
 
 @pytest.mark.parametrize("splitter", [pre_tokenizers.WhitespaceSplit, pre_tokenizers.Whitespace])
