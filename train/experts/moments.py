@@ -15,7 +15,7 @@ The weight is the one that the layer uses, renormalized and scaled as in the mod
 Shapes: M tokens, R of them that use an expert, S experts of a layer, D width.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -84,22 +84,18 @@ class ExpertMoments:
         self._tokens: dict[str, int] = {}
 
     @torch.inference_mode()
-    def add(
-        self, decisions: Mapping[str, Decision], numbers_of: Callable[[Decision], Tensor]
-    ) -> None:
+    def add(self, decisions: Mapping[str, Decision]) -> None:
         """Adds a batch, or the part of one block.
 
         Args:
-            decisions: by layer name; missing layers are added later.
-            numbers_of: returns the sample row of each token [M]; -1: not counted.
+            decisions: for tokens that count, by layer name; missing layers are added later.
         """
         for layer in self._layers:
             decision = decisions.get(layer.name)
             if decision is None:
                 continue
-            counts_M = numbers_of(decision) >= 0
-            a_MS = decision.coefficients() * counts_M.unsqueeze(-1)
-            self._tokens[layer.name] = self._tokens.get(layer.name, 0) + int(counts_M.sum())
+            a_MS = decision.coefficients()
+            self._tokens[layer.name] = self._tokens.get(layer.name, 0) + len(a_MS)
             for column in range(layer.num_experts):
                 rows_R = a_MS[:, column].nonzero().squeeze(-1)
                 if len(rows_R):
