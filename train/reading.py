@@ -138,7 +138,7 @@ class Evaluated(NamedTuple):
             told="mean outputs",
         )
         moments = reader.moments
-        found = moments.result(lambda values: comm.sum_over_samples(values, world))
+        found = moments.result(lambda values: comm.sum_over_samples(values.to(world.device), world))
         return {name: each.mean_SD for name, each in found.items()}
 
     def text(self, option: str) -> LanguageModelling:

@@ -123,8 +123,13 @@ class ExpertMoments:
         """
         found = {}
         for layer in self._layers:
-            sums_SX = self._sums[layer.name]
-            tokens_1 = sums_SX.new_full((1,), self._tokens[layer.name])
+            # A process that has read nothing knows the width of no output, but the others do.
+            sums_SX = self._sums.get(layer.name, torch.zeros(layer.num_experts, 0).double())
+            columns, known = summed(sums_SX.new_tensor([sums_SX.shape[1], sums_SX.numel() > 0]))
+            if not sums_SX.numel():
+                size = max(4, round(float(columns / known.clamp_min(1))))
+                sums_SX = sums_SX.new_zeros(layer.num_experts, size)
+            tokens_1 = sums_SX.new_full((1,), self._tokens.get(layer.name, 0))
             together = summed(torch.cat([sums_SX.flatten(), tokens_1])).cpu()
             if not together.isfinite().all():
                 raise ConfigError(
