@@ -38,26 +38,60 @@ def named(path: Path) -> Iterator[None]:
         raise
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Writes a file under a temporary name beside `path`, then renames it to replace the old one.
+def write_whole(path: Path, content: str | bytes) -> None:
+    """Replaces a file, or creates it: readers see the old or the new content, never a part.
 
     Args:
-        path: The file.
-        text: Its whole content.
+        path: The file; see `whole_file`.
+        content: Its whole content; text is encoded as UTF-8.
     """
-    partial = partial_of(path)
+    with whole_file(path) as partial, named(path):
+        partial.write_bytes(content.encode() if isinstance(content, str) else content)
+
+
+@contextlib.contextmanager
+def whole_file(path: Path) -> Iterator[Path]:
+    """Yields an empty file beside `path`, which replaces it when the block ends without error.
+
+    The file's name is its own, so that several processes may write the same `path`: the last one
+    that ends wins. After an error it is deleted; files left by killed processes of this host are
+    deleted by the next call. A link stays: the file that it names is replaced. What is neither
+    file nor link to one, such as `/dev/stdout` or a pipe, is yielded itself.
+
+    Args:
+        path: The file that is replaced or created.
+
+    Raises:
+        OSError: The file cannot be created or renamed.
+    """
+    if path.exists() and not path.is_file():
+        yield path
+        return
+    if path.is_symlink():
+        path = path.resolve()
+    partial, descriptor = _locked_file(path)
     try:
-        with named(path):
-            partial.write_text(text, encoding="utf-8")
-            partial.replace(path)
+        if path.exists():
+            shutil.copymode(path, partial)
+        yield partial
+        partial.replace(path)
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
+    finally:
+        os.close(descriptor)
 
 
-def partial_of(path: Path) -> Path:
-    """Returns where `write_whole` writes; a killed process's file there may be overwritten."""
-    return path.with_name(f".{path.name}.partial")
+def _locked_file(path: Path) -> tuple[Path, int]:
+    while True:
+        partial = _unused(path.parent, f".{path.name[:50]}.", ".partial")
+        with named(path):
+            descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        with contextlib.suppress(OSError):  # without locks, no process will remove it
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        if os.fstat(descriptor).st_nlink:
+            return partial, descriptor
+        os.close(descriptor)  # another process took it for a leftover before it was locked
 
 
 @contextlib.contextmanager
@@ -191,11 +225,7 @@ def temporary_folder(name: str, parent: Path | None = None, ending: str = "") ->
     """
     parent = parent or Path(tempfile.gettempdir())
     parent.mkdir(parents=True, exist_ok=True)
-    host = hashlib.sha256(socket.gethostname().encode()).hexdigest()[:8]
-    _remove_what_is_left(
-        parent, re.compile(rf"{re.escape(f'{name}{host}')}[0-9a-f]{{8}}{re.escape(ending)}")
-    )
-    folder = parent / f"{name}{host}{secrets.token_hex(4)}{ending}"
+    folder = _unused(parent, name, ending)
     folder.mkdir()
     descriptor = os.open(folder, os.O_RDONLY)
     try:
@@ -207,15 +237,19 @@ def temporary_folder(name: str, parent: Path | None = None, ending: str = "") ->
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _remove_what_is_left(parent: Path, pattern: re.Pattern[str]) -> None:
+def _unused(parent: Path, name: str, ending: str) -> Path:
+    """Returns an unused path, and removes what killed processes of this host left under others."""
+    host = hashlib.sha256(socket.gethostname().encode()).hexdigest()[:8]
+    pattern = re.compile(rf"{re.escape(f'{name}{host}')}[0-9a-f]{{8}}{re.escape(ending)}")
     for path in [path for path in parent.iterdir() if pattern.fullmatch(path.name)]:
         with contextlib.suppress(OSError):  # in use, owned by another user, or already gone
-            descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(path, ignore_errors=True)
+                shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink()
             finally:
                 os.close(descriptor)
+    return parent / f"{name}{host}{secrets.token_hex(4)}{ending}"
 
 
 def node_folder(name: str) -> Path:

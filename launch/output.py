@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO, TextIO
 
-from polyad.data.files import named
+from polyad.data.files import write_whole
 from polyad.launch.command import UsageError
 from polyad.train.results import aligned, json_value
 
@@ -88,8 +88,7 @@ def check_json_path(path: str | None) -> None:
         )
     if not target.parent.is_dir():
         raise UsageError(f"--json: {path}: there is no folder {target.parent}")
-    if not os.access(target if target.exists() else target.parent, os.W_OK):
-        raise UsageError(f"--json: {path} cannot be written to")
+    _need_writable("--json", target)
 
 
 def check_result_file(option: str, path: Path, suffix: str, *, dry_run: bool) -> None:
@@ -113,8 +112,13 @@ def check_result_file(option: str, path: Path, suffix: str, *, dry_run: bool) ->
     if path.is_dir() or not path.parent.is_dir():
         wrong = "it is a folder" if path.is_dir() else f"there is no folder {path.parent}"
         raise UsageError(f"{option}: {path}: {wrong}")
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise UsageError(f"{option}: {path} cannot be written to")
+    _need_writable(option, path)
+
+
+def _need_writable(option: str, path: Path) -> None:
+    for place in (path, path.resolve().parent) if path.is_file() else (path,):
+        if not os.access(place if place.exists() else place.parent, os.W_OK):
+            raise UsageError(f"{option}: {path} cannot be written to")
 
 
 def show(result: object, table: str, json_path: str | None, stdout: TextIO) -> None:
@@ -134,8 +138,7 @@ def show(result: object, table: str, json_path: str | None, stdout: TextIO) -> N
     stdout.write(table + "\n")  # first, since writing the file may fail
     stdout.flush()
     if json_path is not None:
-        with named(Path(json_path)):
-            Path(json_path).write_text(text, encoding="utf-8")
+        write_whole(Path(json_path), text)
 
 
 def align(rows: Sequence[Sequence[str]]) -> str:

@@ -199,10 +199,12 @@ def prepared_table(manifest: "Manifest", folder: str, seconds: float) -> str:
     """Formats prepared data by split; `seconds` is the duration of the preparation."""
     from polyad.data.text.prepare import left_out_of
 
-    rows: list[tuple[str, ...]] = [("split", "documents", "tokens", "words", "bytes")]
+    rows: list[tuple[str, ...]] = [("split", "documents", "tokens", "words", "bytes", "share")]
+    total = sum(split.bytes for split in manifest.splits.values())
     for name, split in manifest.splits.items():
         counts = (split.documents, split.tokens, split.words, split.bytes)
-        rows.append((name, *(f"{count:,}" for count in counts)))
+        share = f"{100 * split.bytes / max(total, 1):.1f}%"
+        rows.append((name, *(f"{count:,}" for count in counts), share))
     tokens = sum(split.tokens for split in manifest.splits.values())
     facts = []
     if manifest.split_by == "position":

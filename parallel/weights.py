@@ -162,6 +162,12 @@ def open_checkpoint(path: Path, choice: Choice = "trained", base: Path | None = 
     return checkpoint
 
 
+class NotFiniteError(RuntimeError):
+    """Weights that hold NaN or inf: one line that names the first such tensor."""
+
+    exit_status = 1
+
+
 def load_model(
     source: Path | str | Weights,
     device: torch.device | str = "cpu",
@@ -205,6 +211,9 @@ def fill(
         device: the device.
         precision: precision of the parameters; buffers keep theirs.
         begins: name prefixes of the parameters and buffers to fill.
+
+    Raises:
+        NotFiniteError: a value that the weights hold is NaN or inf.
     """
     dtype = DTYPES[precision]
     parameters, initial, buffers = (
@@ -214,9 +223,18 @@ def fill(
 
     def weight(name: str) -> torch.Tensor:
         if isinstance(stored, FolderWeights):
-            return stored.as_stored(name, dtype)
-        return stored.whole(name)
+            return finite(name, stored.as_stored(name, dtype))
+        return finite(name, stored.whole(name))
+
+    def finite(name: str, value: torch.Tensor) -> torch.Tensor:
+        if value.is_floating_point() and value.numel():
+            for extreme in value.aminmax():  # in one pass without a copy; NaN is passed on
+                if not extreme.isfinite():
+                    raise NotFiniteError(
+                        f"{stored.folder}: {name} is not finite: it holds {extreme}"
+                    )
+        return value
 
     place(model, ((name, weight(name)) for name in parameters), device, dtype)
     place(model, ((name, initial_value(model, name, 0)) for name in initial), device)
-    place(model, ((name, stored.buffer(name)) for name in buffers), device)
+    place(model, ((name, finite(name, stored.buffer(name))) for name in buffers), device)

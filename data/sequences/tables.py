@@ -315,7 +315,7 @@ _READERS: dict[str, Callable[[Path, Sequence[str]], Table]] = {
 
 
 def _read_dataset(path: str, schema: Schema, wanted: Sequence[str]) -> dict[str, Table]:
-    from polyad.data.text.hub import find_dataset, open_rows, read_columns
+    from polyad.data.text.hub import find_dataset, open_rows, other_splits, read_columns
 
     spec = path
     if path in BENCHMARKS:
@@ -346,8 +346,12 @@ def _read_dataset(path: str, schema: Schema, wanted: Sequence[str]) -> dict[str,
         )
     if not found:
         raise DataError(
-            f"{spec}: has none of the splits {', '.join(SPLITS)}, only {listed(splits)}"
+            f"{spec}: has none of the splits {', '.join(SPLITS)}; {other_splits(dataset, splits)}"
         )
+    if "train" not in found and len(splits) > len(found):
+        first = next(iter(found))
+        left = f"{spec}: no train split; {other_splits(dataset, splits)}"
+        found[first] = replace(found[first], note=_joined_notes([left, found[first].note]))
     return found
 
 

@@ -245,10 +245,7 @@ def open_splits(
             return {"train": _open_files(spec, text_key, documents, file_format)}
     except OSError as error:
         raise DataError(f"{error.filename or spec}: cannot be read: {error.strerror}") from None
-    splits = open_dataset(dataset, text_key=text_key, streaming=streaming)
-    if "train" not in splits:
-        raise DataError(f"{spec}: no train split; it has {', '.join(splits) or 'none'}")
-    return splits
+    return open_dataset(dataset, text_key=text_key, streaming=streaming)
 
 
 def open_source(

@@ -8,7 +8,7 @@ import hashlib
 import math
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
@@ -268,9 +268,12 @@ def open_dataset(
         Those of the splits train, validation and test that it has.
 
     Raises:
-        DataError: There is no such data set, configuration or column, or it cannot be reached.
+        DataError: There is no such data set, configuration or column, it has no train split, or it
+            cannot be reached.
     """
     digest, config, splits = _open(dataset, streaming)
+    if "train" not in splits:
+        raise DataError(f"{dataset.spec}: no train split; {other_splits(dataset, splits)}")
     by_article = (config or "").startswith("wikitext-")
     found: dict[SplitName, Source] = {}
     left_out = LeftOut()
@@ -297,6 +300,22 @@ def open_dataset(
             left_out=left_out,
         )
     return found
+
+
+def other_splits(dataset: HubDataset, splits: Iterable[str]) -> str:
+    """Says which splits a data set has, and how to name one whose name is not train."""
+    names = sorted(splits, key=lambda name: not name.startswith("train"))
+    if not names:
+        return "it has none"
+    if dataset.kind == "saved":
+        way = f"name the folder of one, such as {dataset.name}/{names[0]}"
+    else:
+        config = "" if dataset.config is None else f"{dataset.config!r}, "
+        way = (
+            f"save one with `datasets.load_dataset({dataset.name!r}, {config}split={names[0]!r})"
+            ".save_to_disk(DIR)` and name DIR"
+        )
+    return f"it has {', '.join(names)}; {way}"
 
 
 def open_rows(dataset: HubDataset) -> Mapping[str, Any]:

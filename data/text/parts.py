@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 
 from polyad.data.config import Config
 from polyad.data.errors import DataError
@@ -48,6 +48,8 @@ class Finished(Config):
     skipped_unreadable: Count
     cut_documents: Count
     forced_cuts: Count
+    special: dict[str, Count] = Field(default_factory=dict)
+    """Special tokens in the text that were encoded as ordinary characters, and how many."""
     sha256: Sha256 | None = None
     """SHA-256 of all other keys."""
 
@@ -97,6 +99,7 @@ def encode_part(work: Workplace, number: int, update: Update) -> Finished:
             skipped_unreadable=skipped.unreadable,
             cut_documents=writer.cut_documents,
             forced_cuts=writer.forced_cuts,
+            special=dict(writer.special),
         )
         return write_sealed(finished, folder / PART_FILE)
 

@@ -5,10 +5,8 @@ every node of a cluster finds it, otherwise `.DIR.partial`, in which one process
 contains the plan, the tokenizer, and a folder for each finished part.
 """
 
-import os
 import re
 import shutil
-import socket
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +14,7 @@ from pydantic import Field, ValidationError
 
 from polyad.data.config import Config
 from polyad.data.errors import DataError
-from polyad.data.files import flush_to_disk
+from polyad.data.files import flush_to_disk, whole_file
 from polyad.data.prepared import LOCK_FILE, Sha256, SplitName, seal
 from polyad.data.progress import Progress
 from polyad.data.text.job import Job
@@ -231,13 +229,13 @@ class Cut:
             tokenizer_fingerprint=tokenizer.fingerprint,
         )
         # Several processes may do this at once; they all write the same content.
-        mine = f"{socket.gethostname()}-{os.getpid()}"
-        draft = folder / f".{plan.tokenizer_file}.{mine}"
-        tokenizer.save(draft)
-        _put(draft, folder / plan.tokenizer_file)
-        draft = folder / f".{PLAN_FILE}.{mine}"
-        draft.write_text(plan.model_dump_json(indent=2) + "\n", encoding="utf-8")
-        _put(draft, folder / PLAN_FILE)
+        for name, content in (
+            (plan.tokenizer_file, tokenizer.file_bytes()),
+            (PLAN_FILE, plan.model_dump_json(indent=2).encode() + b"\n"),
+        ):
+            with whole_file(folder / name) as draft:
+                draft.write_bytes(content)
+                flush_to_disk(draft)
         flush_to_disk(folder)
 
 
@@ -250,8 +248,3 @@ def _read(folder: Path) -> Plan | None:
     except (OSError, ValueError, ValidationError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is damaged"
         raise DataError(f"{path}: cannot be read: {reason}; delete {folder}") from None
-
-
-def _put(draft: Path, path: Path) -> None:
-    flush_to_disk(draft)
-    os.replace(draft, path)

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from polyad.data.text.parts import (
 )
 from polyad.data.text.plan import MOST_PARTS, Cut, Workplace
 from polyad.data.text.processes import Work, encode_in_processes
+from polyad.data.text.tokenizers.tokenizer import special_line
 from polyad.data.text.verification import check_replaceable
 
 TEXT_OF_A_PART = 128 << 20
@@ -333,6 +335,9 @@ class Preparation:
         for what, count in counted.items():
             if count:
                 self._progress.say(f"{count:,} {what}")
+        special = sum((Counter(part.special) for part in parts), Counter[str]())
+        if line := special_line(special):
+            self._progress.say(line)
         request = manifest.request
         fractions = {"validation": request.validation_fraction, "test": request.test_fraction}
         for name in SPLITS:

@@ -4,6 +4,7 @@ A long text is cut into pieces that have the same tokens as the whole.
 """
 
 import re
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -145,10 +146,14 @@ class DatasetWriter:
     Args:
         folder: The folder to write to.
         tokenizer: Encodes the text.
+
+    Attributes:
+        special: Special tokens in the text that were encoded as ordinary characters.
     """
 
     def __init__(self, folder: Path, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
+        self.special: Counter[str] = Counter()
         self._cutter = PieceCutter.of(tokenizer)
         self._pending: list[_Piece] = []
         self._pending_characters = 0
@@ -212,8 +217,13 @@ class DatasetWriter:
         pieces, self._pending, self._pending_characters = self._pending, [], 0
         before = self._running
         texts = [piece.text for piece in pieces]
-        self._running = (pieces, self._thread.submit(self._tokenizer.encode_batch, texts))
+        self._running = (pieces, self._thread.submit(self._encode, texts))
         self._write(before)
+
+    def _encode(self, texts: list[str]) -> list[list[int]]:
+        batch = self._tokenizer.encode_batch(texts)
+        self.special += self._tokenizer.special_in(texts, batch)
+        return batch
 
     def _write_encoded(self) -> None:
         running, self._running = self._running, None

@@ -10,6 +10,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from polyad.data.files import write_whole
 from polyad.data.text.parts import ranges
 from polyad.data.text.plan import LAUNCH_FOLDER
 from polyad.launch.via.slurm import SlurmJob, directive_path, job_name, python_path
@@ -94,7 +95,7 @@ class ArrayJobs:
         paths = {}
         for step, text in texts.items():
             path = place / f"{step}.sh"
-            path.write_text(text, encoding="utf-8", errors="surrogateescape")
+            write_whole(path, text.encode(errors="surrogateescape"))
             paths[step] = str(path)
         return paths
 

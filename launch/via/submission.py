@@ -5,7 +5,7 @@ import subprocess
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from polyad.data.files import named
+from polyad.data.files import write_whole
 from polyad.launch.via.hosts import LaunchError
 
 
@@ -28,8 +28,7 @@ def write_launch_file(folder: Path, name: str, text: str) -> str:
     place = launch_folder(folder)
     place.mkdir(parents=True, exist_ok=True)
     file = place / name
-    with named(file):
-        file.write_text(text, encoding="utf-8", errors="surrogateescape")
+    write_whole(file, text.encode(errors="surrogateescape"))
     return str(file)
 
 

@@ -1,13 +1,14 @@
-"""Temporary folders: those of killed processes are removed by the next one, others are not."""
+"""Files and folders that appear whole: what killed processes left is removed by the next one."""
 
 import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from polyad.data.files import temporary_folder
+from polyad.data.files import temporary_folder, whole_file, write_whole
 
 HOLD = """
 import sys, time
@@ -76,3 +77,77 @@ def test_a_link_with_such_a_name_is_not_followed(tmp_path, holding):
     with temporary_folder(".out.", tmp_path, ".partial"):
         pass
     assert (tmp_path / "precious").is_dir()
+
+
+HOLD_FILE = """
+import sys, time
+from pathlib import Path
+from polyad.data.files import whole_file
+with whole_file(Path(sys.argv[1])) as partial:
+    partial.write_text("half")
+    print(partial, flush=True)
+    time.sleep(600)
+"""
+
+FULL_DISK = """
+import resource, signal, sys
+from pathlib import Path
+from polyad.data.files import write_whole
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+try:
+    write_whole(Path(sys.argv[1]), "x" * 1001)
+except OSError as error:
+    print(error.filename)
+"""
+
+
+def test_two_writers_of_one_file_both_write_it_whole(tmp_path):
+    path = tmp_path / "out"
+    with whole_file(path) as first:
+        first.write_text("the first")
+        with whole_file(path) as second:
+            second.write_text("the second")
+        assert path.read_text() == "the second"
+    assert path.read_text() == "the first"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_the_next_writer_removes_what_a_killed_one_left_and_not_what_is_in_use(tmp_path):
+    path = tmp_path / "out"
+    command = [sys.executable, "-c", HOLD_FILE, str(path)]
+    processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    try:
+        left, used = (Path(process.stdout.readline().strip()) for process in processes)
+        processes[0].kill()
+        processes[0].wait()
+        assert left.exists()
+        write_whole(path, "whole")
+        assert sorted(tmp_path.iterdir()) == sorted([path, used])
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def test_a_disk_that_is_full_leaves_the_old_file(tmp_path):
+    path = tmp_path / "out"
+    path.write_text("old")
+    command = [sys.executable, "-c", FULL_DISK, str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == str(path)
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_links_pipes_and_permissions_stay(tmp_path):
+    target, link = tmp_path / "target", tmp_path / "link"
+    target.write_text("old")
+    target.chmod(0o600)
+    link.symlink_to(target)
+    write_whole(link, "new")
+    assert link.is_symlink()
+    assert target.read_text() == "new"
+    assert target.stat().st_mode & 0o777 == 0o600
+    write_whole(Path("/dev/null"), "nothing")
+    assert not Path("/dev/null").is_file()

@@ -120,6 +120,15 @@ def evaluation(path: Path, **options: Any) -> dict[str, Any]:
     return evaluated(path, **options)[0]
 
 
+def evaluation_error(path: Path, **options: Any) -> tuple[str, int]:
+    """The error that `polyad evaluate` ends with: text, exit status."""
+    try:
+        evaluation(path, **options)
+    except Exception as error:
+        return str(error), getattr(error, "exit_status", -1)
+    return "none", 0
+
+
 def evaluated(path: Path, **options: Any) -> tuple[dict[str, Any], str]:
     """`polyad evaluate`: the values for programs, and the text for people."""
     found = evaluate(path, **options)

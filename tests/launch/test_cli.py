@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -289,10 +290,13 @@ def test_prepare_prints_its_counts_on_stdout_and_progress_on_stderr(
     captured = capfd.readouterr()
     manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
     rows = {line.split()[0]: line.split()[1:] for line in captured.out.splitlines()[:4]}
-    assert rows["split"] == ["documents", "tokens", "words", "bytes"]
+    assert rows["split"] == ["documents", "tokens", "words", "bytes", "share"]
+    total = sum(split["bytes"] for split in manifest["splits"].values())
     for name, split in manifest["splits"].items():
-        counts = [split[key] for key in rows["split"]]
-        assert [int(cell.replace(",", "")) for cell in rows[name]] == counts
+        *cells, share = rows[name]
+        counts = [split[key] for key in rows["split"][:-1]]
+        assert [int(cell.replace(",", "")) for cell in cells] == counts
+        assert share == f"{100 * split['bytes'] / total:.1f}%"
     assert "tokens/s" in captured.out
     assert str(tmp_path / "out") in captured.out
     assert "encoding" in captured.err
@@ -401,6 +405,23 @@ def test_a_json_file_that_cannot_be_written_is_found_before_the_work(
     arguments = [command, str(config if command == "validate" else tmp_path / "no-run")]
     assert run([*arguments, "--json", str(tmp_path / target)]) == 2
     assert capfd.readouterr().err.startswith("polyad: error: --json: ")
+
+
+def test_a_json_file_that_does_not_fit_leaves_the_earlier_one(tmp_path: Path) -> None:
+    target = tmp_path / "keys.json"
+    target.write_text("earlier")
+
+    def full_disk() -> None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+
+    polyad = Path(sys.executable).with_name("polyad")
+    command = [polyad, "keys", "model", "--json", target]
+    done = subprocess.run(command, capture_output=True, text=True, preexec_fn=full_disk)
+    assert done.returncode == 1
+    assert error_line(done.stderr) == f"polyad: error: {target}: File too large"
+    assert target.read_text() == "earlier"
+    assert list(tmp_path.iterdir()) == [target]
 
 
 @pytest.mark.parametrize(("name", "value"), [("WORLD_SIZE", "abc"), ("RANK", "x"), ("RANK", "0")])

@@ -7,7 +7,6 @@ from typing import Any
 
 from torch import nn
 
-from polyad.data.files import partial_of
 from polyad.model.lora import of_base
 from polyad.parallel import comm
 from polyad.parallel.adapted import AdaptedCheckpoint, check_base, digest_of
@@ -332,7 +331,7 @@ def find_resume(config: RunConfig, task: Task[Any]) -> Checkpoint | None:
     folder = Path(config.run.folder)
     saved = folder / CONFIG_FILE
     # A start that was killed early leaves these files but no configuration.
-    early = (LOCK_FILE, LEASE_FILE, partial_of(saved).name)
+    early = (LOCK_FILE, LEASE_FILE, f".{CONFIG_FILE}.")
     found = check_place(folder, "run.folder")
     if all(name == LAUNCH_FOLDER or name.startswith(early) for name in found):
         return None

@@ -1,5 +1,6 @@
 """`polyad evaluate`: scores a checkpoint on held-out data, text by its perplexity."""
 
+import math
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -287,6 +288,12 @@ def evaluate_opened(
                 ),
                 f"evaluate {split}",
                 report,
+            )
+        loss = scores.to_json()["loss"]
+        if not math.isfinite(loss):
+            raise RunError(
+                f"{opened.weights.folder}: the loss on {split} is {loss}, although all weights are "
+                f"finite: numbers overflow in {opened.config.train.precision}"
             )
         seconds = time.monotonic() - started + seconds_before(model)
         if leak is not None:

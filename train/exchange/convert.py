@@ -72,7 +72,7 @@ def _convert(
     """Converts the chosen checkpoint of a run, or the source itself."""
     if not destination.name:  # `.`: the folder is renamed into place, so it needs its name
         destination = destination.absolute()
-    _refuse_what_is_there(destination)
+    refuse_what_is_there(destination)
     is_of: Format = "polyad"
     if is_peft_folder(source):
         is_of = "peft"
@@ -161,11 +161,16 @@ def _staging(destination: Path) -> Iterator[Path]:
         try:
             staging.rename(destination)
         except OSError:  # another conversion was faster, or the disk failed
-            _refuse_what_is_there(destination)
+            refuse_what_is_there(destination)
             raise
 
 
-def _refuse_what_is_there(destination: Path) -> None:
+def refuse_what_is_there(destination: Path) -> None:
+    """Checks that a folder can be created.
+
+    Raises:
+        ConfigError: it holds files, or is a file.
+    """
     if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
         raise ConfigError(f"{destination}: exists and is not an empty folder; name another one")
 

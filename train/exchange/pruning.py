@@ -21,6 +21,7 @@ from polyad.parallel.families import Origin
 from polyad.parallel.weights import Weights
 from polyad.train.config.faults import describe
 from polyad.train.config.run import RunConfig
+from polyad.train.errors import ConfigError
 from polyad.train.exchange.change import Change, Changed, Tree
 
 EXPERTS_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -57,6 +58,10 @@ class Pruning(Change):
     def __init__(self, groups: Groups, text: str) -> None:
         self.groups, self.text = groups, text
         self.num_experts = len(next(iter(groups.values())))
+
+    def error(self, message: str) -> ConfigError:
+        """An error about the options."""
+        return ConfigError(f"{self.text}: {message}")
 
     def of(self, weights: Weights) -> "Pruned":
         """The smaller model's weights."""

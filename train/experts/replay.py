@@ -30,7 +30,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor, nn
 
-from polyad.data.files import partial_of, writing
+from polyad.data.files import write_whole, writing
 from polyad.data.json_reader import parse_json
 from polyad.model.feedforward import BlockInput
 from polyad.model.regions import Region
@@ -244,8 +244,7 @@ def write_choices(path: Path, choices: Choices, about: Mapping[str, str]) -> Non
     experts = json.dumps({name: each.num_experts for name, each in choices.items()})
     content = save(tensors, {"format": FORMAT, "experts": experts, **about})
     with writing(path):
-        partial_of(path).write_bytes(content)
-        partial_of(path).replace(path)
+        write_whole(path, content)
 
 
 def read_choices(path: Path) -> tuple[Choices, dict[str, str]]:

@@ -11,9 +11,8 @@ levels side by side).
 """
 
 import json
-import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,8 +21,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from polyad.data.files import partial_of, writing
+from polyad.data.files import temporary_folder, whole_file, writing
 from polyad.model.output import entropy
+from polyad.parallel import comm
 from polyad.train.errors import ConfigError
 from polyad.train.experts.information import not_finite
 from polyad.train.experts.probing import Decision, RoutedLayer
@@ -367,16 +367,13 @@ def check_output(option: str, path: Path, processes: int = 1) -> None:
 
 
 @contextmanager
-def whole_output(
-    path: Path, rank: int = 0, ranks: int = 1, wait: Callable[[], None] = lambda: None
-) -> Iterator[Path]:
+def whole_output(path: Path, rank: int = 0, ranks: int = 1) -> Iterator[Path]:
     """A context for output that gets its final name at the end, or is removed on failure.
 
     Args:
         path: see `check_output`.
         rank: this process's number.
         ranks: number of processes that write.
-        wait: waits for all of them.
 
     Yields:
         The file for this process to write.
@@ -384,29 +381,35 @@ def whole_output(
     Raises:
         DataError: it cannot be written.
     """
-    partial, is_file = partial_of(path), path.suffix == SUFFIX
+    if path.suffix == SUFFIX:
+        with whole_file(path) as partial:
+            yield partial
+            _need_absent(path)
+        return
     names = [f"part-{number:05d}{SUFFIX}" for number in range(ranks)]
-    try:
-        if not is_file:
-            if rank == 0:
-                with writing(path):
-                    # A killed process leaves its parts behind.
-                    shutil.rmtree(partial, ignore_errors=True)
-                    partial.mkdir()
-            wait()
-        yield partial if is_file else partial / names[rank]
-        wait()
+    with ExitStack() as stack:
+        folder = None
         if rank == 0:
             with writing(path):
-                for name in [] if is_file else names:
-                    (partial / name).stat()  # a host without the folder wrote elsewhere
-                if path.exists():
-                    raise FileExistsError(0, "it is there by now", str(path))
-                partial.rename(path)
-        wait()
-    except BaseException:
-        if is_file:
-            partial.unlink(missing_ok=True)
-        elif rank == 0:
-            shutil.rmtree(partial, ignore_errors=True)
-        raise
+                place = temporary_folder(f".{path.name}.", path.parent, ".partial")
+                folder = stack.enter_context(place)
+        if ranks > 1:
+            folder = comm.from_main(folder)
+        assert folder is not None
+        yield folder / names[rank]
+        if ranks > 1:
+            comm.barrier()
+        if rank == 0:
+            with writing(path):
+                for name in names:
+                    (folder / name).stat()  # a host without the folder wrote elsewhere
+                _need_absent(path)
+                folder.rename(path)
+        if ranks > 1:
+            comm.barrier()
+
+
+def _need_absent(path: Path) -> None:
+    if path.exists():
+        with writing(path):
+            raise FileExistsError(0, "it is there by now", str(path))

@@ -22,7 +22,7 @@ from polyad.parallel.checkpoint.reading import Checkpoint
 from polyad.parallel.families import FamilyWeights
 from polyad.parallel.plain_weights import PlainWeights
 from polyad.train.errors import ConfigError
-from polyad.train.exchange.convert import convert
+from polyad.train.exchange.convert import convert, refuse_what_is_there
 from polyad.train.exchange.pruning import Group, Groups, Pruning
 from polyad.train.exchange.writers import Format
 from polyad.train.experts.actions import Action
@@ -66,6 +66,11 @@ class RemovalOptions:
     """Prepared data on whose train split experts are chosen; None: the model's."""
     tokens: int = TOKENS
     seed: int = 0
+
+    @property
+    def text(self) -> str:
+        """The options that choose the experts."""
+        return f"--by {self.by} --keep {self.keep:g}" + " --merge" * self.merge
 
 
 class Cost(NamedTuple):
@@ -151,7 +156,7 @@ class Removal(Examination):
     def checked(cls, opened: Evaluated, split: str, **options: Any) -> RemovalOptions:
         """The fields of `RemovalOptions`."""
         needs_text(cls.name, opened)
-        asked = RemovalOptions(**options)
+        asked, counts = RemovalOptions(**options), dict[str, int]()
         for key, each in sections_of(cls.name, opened).items():
             if asked.merge and each.num_groups > 1:
                 raise ConfigError(
@@ -159,6 +164,17 @@ class Removal(Examination):
                     "different groups cannot be merged"
                 )
             check_share(key, each, asked.keep)
+            counts[key] = left_of(each, asked.keep)
+        if len(set(counts.values())) > 1:
+            told = ", ".join(f"{left} in {key}" for key, left in counts.items())
+            raise ConfigError(
+                f"--keep: {asked.keep:g} leaves {told}, but all layers must keep equally many"
+            )
+        format_of(opened)
+        refuse_what_is_there(asked.output)
+        # Made of any experts: whatever is wrong with the smaller model is known before the reading.
+        kept = [Group.alone(expert) for expert in range(min(counts.values()))]
+        Pruning({"": kept}, asked.text).of(opened.weights)
         return asked
 
     @classmethod
@@ -184,10 +200,9 @@ class Removal(Examination):
             )
             for layer in layers
         }
-        text = f"--by {asked.by} --keep {asked.keep:g}" + " --merge" * asked.merge
         form = format_of(opened)
         written = convert(
-            opened.weights.folder, asked.output, form, Pruning(groups, text), opened.choice
+            opened.weights.folder, asked.output, form, Pruning(groups, asked.text), opened.choice
         )
         samples = text_of(opened, split, asked.tokens)
         whole, tokens = mean_loss(model, samples, opened.batch_size, "held-out text")
@@ -256,10 +271,19 @@ def check_share(key: str, config: SparseMoEConfig, keep: float) -> None:
         ConfigError: it does not.
     """
     left = left_of(config, keep)
-    if left >= config.num_experts or left < config.top_k:
+    groups = config.num_groups
+    # A token's experts are in the best groups, each of which must have enough of them.
+    within = max(
+        -(-config.top_k // config.top_groups), 2 if config.group_score == "best_two" else 1
+    )
+    least, most = within * groups, config.num_experts - groups
+    if not least <= left <= most:
+        told = f"{key}.top_k: {config.top_k}"
+        if groups > 1:
+            told += f" of {key}.top_groups: {config.top_groups} of num_groups: {groups}"
+        allowed = f"{least} to {most} are allowed" if least <= most else "no number is allowed"
         raise ConfigError(
-            f"--keep: {keep:g} leaves {left} of {config.num_experts} experts; from "
-            f"{key}.top_k: {config.top_k} to {config.num_experts - 1} are allowed"
+            f"--keep: {keep:g} leaves {left} of {config.num_experts} experts; {allowed} with {told}"
         )
 
 

@@ -156,9 +156,8 @@ class Trace(Examination):
         of_tokens = OF_TOKENS[type(samples)] + (("loss",) if "loss" in asked.extra else ())
         form = Form(layers, of_tokens, asked.extra)
         rank, ranks = world.rank, world.size
-        wait = comm.barrier if ranks > 1 else lambda: None
         about = {**_about(opened, split, samples), "part": rank, "parts": ranks}
-        with whole_output(asked.output, rank, ranks, wait) as path:
+        with whole_output(asked.output, rank, ranks) as path:
             file = TraceFile(path, form.schema(about))
             try:
                 trace = cls(samples, model, form, asked.top or TOP, file)

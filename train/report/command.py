@@ -1,11 +1,12 @@
 """`polyad report`: an HTML page about a run's training and its experts."""
 
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
-from polyad.data.files import partial_of, write_whole
+from polyad.data.files import write_whole
 from polyad.data.images.config import ImageDataConfig
 from polyad.data.sequences.config import SequenceDataConfig
 from polyad.data.text.manifest import SplitName
@@ -314,8 +315,7 @@ def _check_output(target: Path) -> None:
     with _writing(
         target, ConfigError
     ):  # test now: reading may take long, and permissions are not everything
-        partial_of(target).touch()
-        partial_of(target).unlink()
+        tempfile.TemporaryFile(dir=target.parent).close()
 
 
 @contextmanager

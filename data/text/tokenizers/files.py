@@ -4,6 +4,7 @@ import contextlib
 import os
 import re
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +116,12 @@ class SentencePieceTokenizer(Tokenizer):
             else:
                 documents[-1].append(int(token))
         return self.end_of_text.join(self._processor.decode(part) for part in documents)
+
+    @cached_property
+    def special(self) -> dict[str, int]:
+        """Control pieces and their ids."""
+        pieces = self.vocabulary().items()
+        return {piece: number for piece, number in pieces if self._processor.is_control(number)}
 
     def _is_special(self, token: int) -> bool:
         return bool(self._processor.is_control(token) or self._processor.is_unknown(token))

@@ -363,3 +363,17 @@ def test_numbers_as_text_have_one_order():
         assert class_names(Table("rows", {"label": labels}, ["label"]), "label") == ["0", "01", "1"]
     odd = ["--1", "2", "9" * 5000]
     assert class_names(Table("rows", {"label": odd}, ["label"]), "label") == sorted(odd)
+
+
+def test_splits_with_other_names_are_listed_with_the_way_to_name_one(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    rows = datasets.Dataset.from_list(TABLE)
+    named = f"{tmp_path}/saved/train_sft"
+    way = f"name the folder of one, such as {named}"
+    datasets.DatasetDict(train_sft=rows, test_sft=rows).save_to_disk(tmp_path / "saved")
+    with pytest.raises(DataError, match=f"it has train_sft, test_sft; {way}$"):
+        read_tables(str(tmp_path / "saved"), Schema())
+    assert read_tables(named, Schema())["train"].columns["text"] == rows["text"][:]
+    datasets.DatasetDict(train_sft=rows, test=rows).save_to_disk(tmp_path / "half")
+    half = read_tables(str(tmp_path / "half"), Schema())
+    assert "no train split; it has train_sft, test; name" in half["test"].note

@@ -1,5 +1,6 @@
 """Hugging Face data sets, from files laid out as on the hub. Nothing here uses a network."""
 
+import json
 import os
 import subprocess
 import sys
@@ -137,6 +138,31 @@ def test_saved_to_disk_is_the_same_text(wikitext, tmp_path):
     loaded["validation"].save_to_disk(tmp_path / "one")
     assert texts(open_source(f"arrow:{tmp_path}/one")) == texts(
         open_source(f"hub:{wikitext}:{RAW}", split="validation")
+    )
+
+
+def test_splits_with_other_names_are_listed_with_the_way_to_name_one(tmp_path):
+    rows = datasets.Dataset.from_dict({"text": ["a", "b"]})
+    splits = {"test_sft": rows, "train_sft": rows}
+    datasets.DatasetDict(splits).save_to_disk(tmp_path / "saved")
+    named = f"{tmp_path}/saved/train_sft"
+    line = error_of(open_splits, f"{tmp_path}/saved")
+    assert line == (
+        f"{tmp_path}/saved: no train split; it has train_sft, test_sft; name the folder of one, "
+        f"such as {named}"
+    )
+    assert texts(open_source(named)) == ["a", "b"]
+    (tmp_path / "copy").mkdir()
+    for name in splits:
+        rows.to_parquet(tmp_path / "copy" / f"{name}.parquet")
+    about = [{"split": name, "path": f"{name}.parquet"} for name in splits]
+    page = json.dumps({"configs": [{"config_name": "default", "data_files": about}]})
+    (tmp_path / "copy" / "README.md").write_text(f"---\n{page}\n---\n")
+    line = error_of(open_splits, f"hub:{tmp_path}/copy")
+    assert line == (
+        f"hub:{tmp_path}/copy: no train split; it has train_sft, test_sft; save one with "
+        f"`datasets.load_dataset('{tmp_path}/copy', split='train_sft').save_to_disk(DIR)` and name "
+        "DIR"
     )
 
 

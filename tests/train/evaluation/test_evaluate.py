@@ -7,13 +7,15 @@ import shutil
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from polyad.data.text.dataset import PreparedData
 from polyad.parallel.weights import load_model
+from polyad.train.exchange.convert import convert
 from polyad.train.tasks.text import TokenScore, perplexities
 from tests.helpers.everyday import everyday
 from tests.helpers.reference import reference_of
-from tests.helpers.runs import evaluated, evaluation, run, write_config
+from tests.helpers.runs import evaluated, evaluation, evaluation_error, run, write_config
 
 pytestmark = pytest.mark.distributed
 
@@ -107,6 +109,37 @@ def test_bf16_is_near_fp32(workers, finished):
     half = workers(1).run(evaluation, finished, overrides=("train.precision=bf16",))[0]["loss"]
     assert half == pytest.approx(full, rel=5e-3)
     assert half != full
+
+
+@pytest.mark.parametrize("value", [math.nan, -math.inf])
+def test_weights_that_are_not_finite_are_named_on_every_process(
+    workers, finished, prepared_path, tmp_path, value
+):
+    convert(finished, tmp_path / "plain", "safetensors")
+    file = tmp_path / "plain" / "model.safetensors"
+    stored = load_file(file)
+    name = "blocks.1.feed_forward.up.weight"
+    stored[name][3, 4] = value
+    stored["final_norm.weight"][0] = math.nan
+    save_file(stored, file, {"format": "pt"})
+    found = workers(2).run(evaluation_error, tmp_path / "plain", data=str(prepared_path))
+    assert found == [(f"{tmp_path}/plain: {name} is not finite: it holds {value}", 1)] * 2
+
+
+def test_a_loss_that_is_not_finite_with_finite_weights_is_an_error(
+    workers, finished, prepared_path, tmp_path
+):
+    convert(finished, tmp_path / "plain", "safetensors")
+    file = tmp_path / "plain" / "model.safetensors"
+    stored = load_file(file)
+    stored["final_norm.weight"].fill_(1e38)
+    save_file(stored, file, {"format": "pt"})
+    (found,) = workers(1).run(evaluation_error, tmp_path / "plain", data=str(prepared_path))
+    assert found == (
+        f"{tmp_path}/plain: the loss on validation is nan, although all weights are finite: "
+        "numbers overflow in fp32",
+        1,
+    )
 
 
 def test_measures_by_hand():

@@ -72,12 +72,12 @@ def test_all_processes_end_when_their_folder_is_gone(forks, config, tmp_path, as
 
 
 def test_a_page_that_does_not_fit_says_so(finished, monkeypatch, capfd):
-    usual = Path.write_text
+    usual = Path.write_bytes
 
     def full(self, *given, **named):
         return usual(Path("/dev/full") if self.name.endswith(".partial") else self, *given, **named)
 
-    monkeypatch.setattr(Path, "write_text", full)
+    monkeypatch.setattr(Path, "write_bytes", full)
     assert polyad(["report", str(finished), "--tokens", "0"]) == 1
     (line,) = capfd.readouterr().err.splitlines()
     assert line == (

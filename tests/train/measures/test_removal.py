@@ -7,10 +7,12 @@ import torch
 
 from polyad.launch.cli import run as polyad
 from polyad.parallel.weights import load_model, open_weights
+from polyad.train.errors import ConfigError
 from polyad.train.experts.actions import Action
 from polyad.train.experts.interventions import Intervention, intervened
 from polyad.train.experts.probing import routed_layers
 from polyad.train.measures.removal import Removal
+from polyad.train.reading import open_evaluated
 from tests.helpers.decoders import hub_folder, prepared_for
 from tests.helpers.runs import both_forms, newest
 
@@ -157,7 +159,10 @@ def test_merged_experts_are_means_by_use(finished, tmp_path):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--by", "reap", "--keep", "0.1"], "--keep: 0.1 leaves 1 of 8 experts; from"),
+        (
+            ["--by", "reap", "--keep", "0.1"],
+            "--keep: 0.1 leaves 1 of 8 experts; 2 to 7 are allowed with",
+        ),
         (["--by", "reap", "--keep", "1.0"], "--keep: 1 leaves 8 of 8 experts"),
         (["--by", "size", "--keep", "0.5"], "--by"),
         (["--by", "reap"], "--keep"),
@@ -168,3 +173,23 @@ def test_what_is_not_allowed_is_said(words, said, finished, tmp_path, capfd):
     assert polyad(["experts", "prune", str(finished), str(tmp_path / "small"), *words]) == 2
     assert said in capfd.readouterr().err
     assert not (tmp_path / "small").exists()
+
+
+def test_groups_that_become_too_small_are_known_before_the_reading(tmp_path):
+    """Of 8 experts in 4 groups of two, DeepSeek-V3 ranks groups by their best two."""
+    hub_folder(tmp_path / "hub", "deepseek_v3")
+    data = prepared_for(tmp_path / "hub", tmp_path)
+    opened = open_evaluated(tmp_path / "hub", str(data), ())
+    asked = {"output": tmp_path / "small", "by": "reap"}
+    with pytest.raises(ConfigError, match=r"--keep: 0.5 leaves 4 of 8 experts; .* num_groups: 4$"):
+        Removal.checked(opened, "validation", keep=0.5, **asked)
+
+
+def test_a_folder_that_is_there_is_known_before_the_reading(tmp_path):
+    hub_folder(tmp_path / "hub", "olmoe")
+    data = prepared_for(tmp_path / "hub", tmp_path)
+    opened = open_evaluated(tmp_path / "hub", str(data), ())
+    (tmp_path / "there").write_text("mine")
+    asked = {"output": tmp_path / "there", "by": "reap"}
+    with pytest.raises(ConfigError, match="there: exists and is not an empty folder"):
+        Removal.checked(opened, "validation", keep=0.5, **asked)

@@ -149,7 +149,7 @@ def test_prune_writes_the_model_of_the_same_experts(finished, numbers, workers, 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--keep", "0.5,0.1"], "--keep: 0.1 leaves 1 of 8 experts; from"),
+        (["--keep", "0.5,0.1"], "--keep: 0.1 leaves 1 of 8 experts; 2 to 7"),
         (["--keep", "0.5,all"], "--keep: 'all' is not a number from 0 to 1"),
         ([], "--keep"),
     ],

@@ -206,6 +206,24 @@ def test_processes_and_blocks_write_the_same_rows(hub, workers, tmp_path, monkey
 
 
 @pytest.mark.parametrize("name", ["out.parquet", "out"])
+def test_two_traces_with_one_output_do_not_write_into_each_other(tmp_path, name):
+    output = tmp_path / name
+
+    def write_both():
+        with whole_output(output) as first:
+            first.write_bytes(b"the first")
+            with whole_output(output) as second:
+                second.write_bytes(b"the second")
+            assert first.read_bytes() == b"the first"
+
+    with pytest.raises(DataError, match="it is there by now"):
+        write_both()
+    assert list(tmp_path.iterdir()) == [output]
+    written = output if output.is_file() else output / "part-00000.parquet"
+    assert written.read_bytes() == b"the second"
+
+
+@pytest.mark.parametrize("name", ["out.parquet", "out"])
 def test_what_is_not_whole_leaves_nothing(hub, tmp_path, name):
     folder, data, _ = hub
     output = tmp_path / name

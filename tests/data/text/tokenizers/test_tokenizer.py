@@ -9,6 +9,8 @@ import tokenizers
 from tokenizers import models, pre_tokenizers
 
 from polyad.data.errors import DataError
+from polyad.data.text.job import Asked
+from polyad.data.text.prepare import Preparation
 from polyad.data.text.tokenizers.files import load_tokenizer
 from polyad.data.text.tokenizers.tokenizer import END_OF_TEXT, Tokenizer
 from polyad.data.text.tokenizers.training import resolve_tokenizer, train_tokenizer
@@ -167,3 +169,44 @@ def test_training_does_not_stall_on_words_without_end():
     tokenizer = train_tokenizer(iter([text, "some words"]), 300)
     assert time.monotonic() - started < 60
     assert tokenizer.decode(tokenizer.encode(text[:1000])) == text[:1000]
+
+
+def with_marks():
+    """Bytes, two special tokens, and an added token that is not special."""
+    backend = tokenizers.Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend.add_tokens(alphabet)
+    backend.add_special_tokens(["<|endoftext|>", "<|im_start|>", "<|im_start|>x"])
+    backend.add_tokens(["<think>"])
+    return Tokenizer(backend.to_str())
+
+
+def test_special_tokens_in_a_text_are_counted_and_said_once(capfd):
+    tokenizer = with_marks()
+    text = "<|im_start|>user<|im_start|>x<think><|endoftext|><|im_start|>"
+    ids = tokenizer.encode(text)
+    line = (
+        "polyad: 4 occurrences of special tokens (<|endoftext|> 1, <|im_start|> 2, <|im_start|>x 1)"
+        " in the text are encoded as plain characters\n"
+    )
+    assert capfd.readouterr().err == line
+    # 12 + 4 + 13 + 1 + 13 + 12 characters, of which <think> alone is one token.
+    assert len(ids) == 55
+    assert tokenizer.encode(text) == ids
+    tokenizer.encode("plain <think>")
+    assert capfd.readouterr().err == ""
+
+
+def test_preparing_text_counts_special_tokens_over_all_parts(tmp_path, capfd):
+    (tmp_path / "tokenizer.json").write_bytes(with_marks().file_bytes())
+    (tmp_path / "text.txt").write_text("<|im_start|>user a b c\n" * 60)
+    lines = []
+    asked = Asked(
+        source=str(tmp_path / "text.txt"),
+        tokenizer=str(tmp_path / "tokenizer.json"),
+        documents="lines",
+    )
+    Preparation(asked, tmp_path / "out", parts=3, report=lines.append).all()
+    told = "60 occurrences of special tokens (<|im_start|> 60) in the text are encoded as plain"
+    assert any(line.startswith(told) for line in lines), lines
