@@ -15,7 +15,7 @@ from polyad.model.families.low_rank import STACKS, Factors, delta, module_of
 from polyad.model.families.tensors import Piece, Slices
 from polyad.parallel.families import FamilyWeights, is_huggingface_folder
 from polyad.parallel.records import Record, fault_of
-from polyad.parallel.tensor_folder import TensorFolder, read_json
+from polyad.parallel.tensor_folder import TensorFolder, Wanted, read_json
 
 ADAPTER_CONFIG_FILE, ADAPTER_FILE = "adapter_config.json", "adapter_model.safetensors"
 BEFORE = "base_model.model."
@@ -184,7 +184,7 @@ class PeftWeights(FamilyWeights):
         """Checks the shapes of two matrices and returns the factor of their product.
 
         Raises:
-            PeftError: A shape does not match the weight and the rank.
+            PeftError: A shape or dtype does not match the weight and the rank.
         """
         settings, experts = self._settings, beside.experts
         listed = settings.target_parameters or []
@@ -197,13 +197,12 @@ class PeftWeights(FamilyWeights):
         if len(beside.piece.size) == 3:
             inputs, outputs = outputs, inputs
         outputs *= 1 if share is None else share.count
-        wanted = {beside.A: [experts * rank, inputs], beside.B: [outputs, rank * experts]}
-        for name, shape in wanted.items():
-            if (there := self._matrices.mapped(name).get_shape()) != shape:
-                raise PeftError(
-                    f"{self.folder / ADAPTER_FILE}: {name} is {there}, rank {rank} beside "
-                    f"{tensor} of {self.base} says {shape}"
-                )
+        wanted = {
+            beside.A: Wanted((experts * rank, inputs)),
+            beside.B: Wanted((outputs, rank * experts)),
+        }
+        rule = f"rank {rank} beside {tensor} of {self.base}"
+        self._matrices.refuse(self._matrices.faults(wanted, rule))
         return alpha / (math.sqrt(rank) if settings.use_rslora else rank)
 
 

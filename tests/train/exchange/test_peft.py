@@ -199,7 +199,12 @@ def test_what_is_no_adapter_of_the_base_is_refused_in_one_line(made, tmp_path, c
     config.write_text(json.dumps(before))
     strange = {**stored, "base_model.model.lm_head.lora_A.weight": torch.ones(3, 32)}
     zeros = {name: value * ("lora_A" in name) for name, value in stored.items()}
+    name = next(iter(stored))
+    whole = stored | {name: stored[name].to(torch.int8)}
+    turned = stored | {name: stored[name].T.contiguous()}
     for tensors, message in (
+        (whole, f"{name} is I8, allowed: F32, F16, BF16"),
+        (turned, rf"{name} is \[\d+, \d+\], rank \d+ beside model.* says \["),
         (strange, "base_model.model.lm_head.lora_A.weight belongs to no weight of"),
         (zeros, "adds nothing: all lora_B are zero"),
     ):
