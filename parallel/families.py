@@ -91,10 +91,13 @@ class FamilyWeights(FolderWeights):
         tensors = TensorFolder(folder, HuggingFaceError, self.family.plain_name)
         self.family = self.family.for_names(tensors.names())
         super().__init__(folder, tensors, {}, HuggingFaceError)
+        try:
+            self.family.check_counts(self._tree, tensors.names(), self._shape)
+        except HuggingFaceError as error:
+            raise HuggingFaceError(f"{place}: {error}") from None
         self.config: Any = self.family.read_config(self._tree, self._shape, str(place))
         self.seed = 0
         """The seed of a new head; set by a run."""
-        self._check_layers()
         self._describe(self.config)
         self._head_may_be_new = self.family.may_lack_head and not self._has_head()
         self._check()
@@ -279,22 +282,6 @@ class FamilyWeights(FolderWeights):
                 inner = each.inner_size(self.family.width(config, key))
                 values[f"{key}.hidden_size"] = inner
         return values
-
-    def _check_layers(self) -> None:
-        """Checks that the last block exists: numbers in config.json are not bounded, so files come
-        first.
-
-        Raises:
-            HuggingFaceError: it does not.
-        """
-        key, last = self.family.their_keys().get("num_layers"), self.config.last_parameter()
-        rule = self.family.find(last) if last else None
-        if key is None or rule is None or rule.names[0] in self._tensors.names():
-            return
-        raise HuggingFaceError(
-            f"{self.folder}: no tensor {rule.names[0]}, though {CONFIG_FILE} says {key} "
-            f"{self.config.num_layers}"
-        )
 
     def _describe(self, config: ModelSettings) -> None:
         """Sets the model whose weights are read."""

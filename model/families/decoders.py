@@ -164,11 +164,21 @@ def heads(groups: int | None, *, sized: bool = True, size: int | None = None) ->
         values = {"num_key_value_heads": found or tree.get("num_attention_heads")}
         return values | ({"head_size": tree.get("head_dim", size)} if sized else {})
 
+    def refuse(tree: Tree) -> None:
+        width, count = tree.get("hidden_size"), tree.get("num_attention_heads")
+        found = tree.get("head_dim")
+        if not sized and found is not None and width and count and found != width // count:
+            raise HuggingFaceError(
+                f"head_dim: {found} is not supported; it must be absent, or hidden_size / "
+                f"num_attention_heads: {width // count}"
+            )
+
     def write(config: DecoderConfig) -> dict[str, Any]:
         values = {"num_key_value_heads": config.known_key_value_heads()}
         return values | ({"head_dim": config.known_head_size()} if sized else {})
 
-    return Key({"num_key_value_heads": "num_key_value_heads", "head_size": "head_dim"}, read, write)
+    names = {"num_key_value_heads": "num_key_value_heads", "head_size": "head_dim"}
+    return Key(names, read, write, refuse)
 
 
 def rope(
@@ -464,7 +474,7 @@ def _sparse(
 
 
 def _qwen_routes(tree: Tree, block: int) -> bool:
-    step = tree.get("decoder_sparse_step", 1)
+    step = tree.get("decoder_sparse_step") or 1
     return block not in (tree.get("mlp_only_layers") or []) and (block + 1) % step == 0
 
 
@@ -497,6 +507,15 @@ def _deepseek(
     dense_first: int,
 ) -> tuple[Key, ...]:
     """The keys of both DeepSeek versions, with defaults that differ between them."""
+
+    def refuse(tree: Tree) -> None:
+        groups, count = tree.get("num_key_value_heads"), tree.get("num_attention_heads", 32)
+        if groups not in (None, count):
+            raise HuggingFaceError(
+                f"num_key_value_heads: {groups} is not supported; latent attention has as many as "
+                f"num_attention_heads: {count}"
+            )
+
     blocks = placement(
         lambda tree, block: block >= (tree.get("first_k_dense_replace", dense_first) or 0),
         lambda dense: {"first_k_dense_replace": len(dense)},
@@ -510,7 +529,7 @@ def _deepseek(
         field("qk_rope_head_dim", "latent_attention.rotated_size", 64),
         field("v_head_dim", "latent_attention.value_size", 128),
         biases(False, "attention_bias", "attention_output_bias"),
-        Key({}, write=lambda config: {"num_key_value_heads": config.num_heads},
+        Key({}, write=lambda config: {"num_key_value_heads": config.num_heads}, refuse=refuse,
             reads=("num_key_value_heads", "qk_head_dim", "num_nextn_predict_layers", "ep_size",
                    "aux_loss_alpha", "seq_aux")),
         *_sparse("n_routed_experts", experts, top_k, "moe_intermediate_size"),
@@ -564,8 +583,8 @@ def _write(
 
 
 def _by_layers(tree: Tree, block: int) -> bool:
-    first: int = tree.get("max_window_layers", 28)
-    return block >= first
+    first: int | None = tree.get("max_window_layers")
+    return block >= (28 if first is None else first)
 
 
 LLAMA_FAMILY = _decoder(

@@ -1,7 +1,10 @@
 """Folders whose tensors do not match config.json are refused before anything is computed."""
 
+import json
 import re
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -101,6 +104,74 @@ def test_a_copy_of_another_shape_or_dtype_is_refused(case, name, other, tmp_path
         if accepted(tmp_path, tensors | {name: each})
     ]
     assert not wrong
+
+
+SIZES = re.compile(
+    r"vocab_size|.*(hidden|intermediate|patch)_size|num_(hidden_layers|.*heads|.*experts.*|channels)"
+    r"|n_(layer|head|embd|positions|.*experts|group)|.*_(head_dim|lora_rank|sparse_step)|topk_group"
+)
+MANY = re.compile(r"num_hidden_layers|n_layer|(num_|n_routed_|num_local_)experts")
+
+
+def refused_quickly(folder: Path, config: dict[str, Any]) -> bool:
+    """Returns whether a configuration is refused in one line, within two seconds."""
+    (folder / "config.json").write_text(json.dumps(config))
+    begin = time.monotonic()
+    try:
+        FamilyWeights(folder)
+    except HuggingFaceError as error:
+        return "\n" not in str(error) and time.monotonic() - begin < 2
+    return False
+
+
+@everyday("case", [*CASES, *OTHERS], KEPT)
+def test_a_size_that_is_none_is_refused_before_anything_is_listed(case, tmp_path):
+    written(case, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    sizes = [key for key, value in config.items() if SIZES.fullmatch(key) and value is not None]
+    assert len(sizes) > 4
+    wrong = [
+        (key, value)
+        for key in sizes
+        for value in (-1, 0, 1.5, "4", True, [], 10**18)
+        if not refused_quickly(tmp_path, config | {key: value})
+        if value != 0 or "shared" not in key  # 0 shared experts are none
+    ]
+    many = [key for key in sizes if MANY.fullmatch(key)]
+    assert many
+    wrong += [
+        (key, count)
+        for key in many
+        for count in (config[key] + 1, 10**9)
+        if not refused_quickly(tmp_path, config | {key: count})
+    ]
+    assert not wrong
+
+
+@pytest.mark.parametrize(
+    ("case", "change", "message"),
+    [
+        (
+            "olmoe",
+            {"num_experts": 10**9},
+            "num_experts: 1000000000, but the folder has tensors of 8",
+        ),
+        (FUSED, {"num_experts": 10**9}, "num_experts: 1000000000, but the folder has tensors of 8"),
+        ("llama", {"num_hidden_layers": 10**9}, "but the folder has tensors of 3 blocks"),
+        ("qwen3", {"num_key_value_heads": 0}, "num_key_value_heads: 0 is not supported; it must"),
+        ("qwen3", {"layer_types": ["linear_attention"] * 4}, "layer_types: "),
+        ("qwen3", {"rope_parameters": {"rope_theta": "x"}}, "rope_parameters: "),
+        ("qwen2_moe", {"norm_topk_prob": "false"}, "norm_topk_prob: 'false' is not supported"),
+        ("olmoe", {"head_dim": 4}, "head_dim: 4 is not supported; it must be absent, or"),
+        ("deepseek_v2", {"num_key_value_heads": 2}, "latent attention has as many as"),
+    ],
+)
+def test_the_key_that_does_not_fit_is_named(case, change, message, tmp_path):
+    written(case, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | change))
+    with pytest.raises(HuggingFaceError, match=re.escape(message)):
+        FamilyWeights(tmp_path)
 
 
 def test_four_bit_scales_of_another_size_are_named(tmp_path):
