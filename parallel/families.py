@@ -34,7 +34,8 @@ from polyad.parallel.tensor_folder import (
 
 _ROWS = 4096
 """Rows of two tensors that are compared at a time."""
-_BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json",
+GENERATION_FILE = "generation_config.json"
+_BESIDE = ("tokenizer_config.json", "special_tokens_map.json", GENERATION_FILE,
            "added_tokens.json", "chat_template.jinja")  # fmt: skip
 _LARGEST = 2**22
 """Maximum size of such a file to keep, in bytes."""

@@ -231,7 +231,7 @@ class Continuation(NamedTuple):
 
     prompt_ids: list[int]
     token_ids: list[int]
-    """The token ids, without an end-of-text token."""
+    """The token ids, without the one that ends the text."""
     text: str
     """Without the prompt."""
 
@@ -273,7 +273,7 @@ def continue_text(
         prompt_ids,
         max_tokens=max_tokens,
         sampling=sampling,
-        stop_ids=(tokenizer.end_of_text_id,),
+        stop_ids=tokenizer.stop_ids,
         vocab_size=tokenizer.vocab_size,
         unused_ids=tokenizer.unused_ids,
         use_cache=use_cache,
