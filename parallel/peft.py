@@ -164,12 +164,22 @@ class PeftWeights(FamilyWeights):
                     found.setdefault(name, []).append(beside._replace(scale=scale))
                     used |= {beside.A, beside.B}
         if strange := sorted(set(names) - used):
-            raise PeftError(
-                f"{self.folder / ADAPTER_FILE}: {strange[0]} belongs to no weight of {self.base}"
-            )
+            place = f"{self.folder / ADAPTER_FILE}: {strange[0]}"
+            if self._is_outside(strange[0]):
+                raise PeftError(f"{place}: adapters on embeddings and heads are not supported")
+            raise PeftError(f"{place} belongs to no weight of {self.base}")
         if not any(self._matrices.read(name, ()).any() for name in names if name.endswith(_B)):
             raise PeftError(f"{self.folder / ADAPTER_FILE}: adds nothing: all lora_B are zero")
         return found
+
+    def _is_outside(self, name: str) -> bool:
+        """Returns whether a tensor in the file is of an embedding or a head."""
+        rules = self.family.outside.values()
+        modules = [rule if isinstance(rule, str) else rule.names[0] for rule in rules]
+        owners = {name.removesuffix(".weight") for name in modules}
+        owners |= {name.rpartition(".")[0] for name in self.family.copies(self.config)}
+        plain = self.family.plain_name(name.removeprefix(BEFORE))
+        return plain.startswith(tuple(f"{owner}." for owner in owners))
 
     def _stacks(self, names: Collection[str]) -> set[str]:
         """Returns the stacks of experts that have adapters."""
