@@ -181,6 +181,21 @@ def only(theirs: str, value: Any) -> Key:
     return Key({}, write=lambda config: {theirs: value}, refuse=refuse, reads=(theirs,))
 
 
+def implied(**values: Any) -> Key:
+    """Options that say what a family computes anyway; they may be absent, and are not written.
+
+    Args:
+        values: The only supported values by their keys.
+    """
+
+    def refuse(tree: Tree) -> None:
+        for theirs, value in values.items():
+            if tree.get(theirs) is not None:
+                only(theirs, value).refuse(tree)
+
+    return Key({}, refuse=refuse, reads=tuple(values))
+
+
 def absent(theirs: str) -> Key:
     """An option of theirs that is not supported at all."""
 
